@@ -1,0 +1,27 @@
+"""Agent loops, chosen per row by ``agent_name``.
+
+``loop`` the interface and the registry · ``context`` what a loop is given · ``episode`` the trajectory as it grows ·
+``single_turn`` and ``tool_agent`` the loops · ``seeds``.
+"""
+
+from jax_agent_rl.agents.context import AbortedError, AgentContext, AgentEvent, TokenClient
+from jax_agent_rl.agents.episode import Episode
+from jax_agent_rl.agents.loop import AgentLoop, AgentSelector, get_agent, register_agent
+from jax_agent_rl.agents.seeds import derive_seed
+from jax_agent_rl.agents.single_turn import SingleTurnAgent
+from jax_agent_rl.agents.tool_agent import ToolAgent
+
+__all__ = [
+    "AbortedError",
+    "AgentContext",
+    "AgentEvent",
+    "AgentLoop",
+    "AgentSelector",
+    "Episode",
+    "SingleTurnAgent",
+    "TokenClient",
+    "ToolAgent",
+    "derive_seed",
+    "get_agent",
+    "register_agent",
+]

@@ -1,0 +1,82 @@
+"""What agent loops are given: a client that generates, a codec, tools, limits, and a listener for events."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from jax_agent_rl.config import AgentConfig
+from jax_agent_rl.errors import TrajectoryError
+from jax_agent_rl.tools.registry import ToolRegistry
+from jax_agent_rl.types import DropReason, SamplingParams, TokenOutput, ToolCallRecord
+
+if TYPE_CHECKING:
+    from jax_agent_rl.chat.codec import ChatCodec
+
+
+class AbortedError(TrajectoryError):
+    """A generation of this trajectory was aborted by somebody who did not want it resumed."""
+
+    drop_reason = DropReason.CANCELLED
+
+
+class TokenClient(Protocol):
+    """What a loop needs of :class:`~jax_agent_rl.rollout.client.LLMServerClient`."""
+
+    async def generate(
+        self,
+        request_id: str,
+        *,
+        prompt_ids: Sequence[int],
+        sampling_params: SamplingParams,
+        session_id: str | None = None,
+        session_ends: bool = False,
+        image_data: Sequence[Any] | None = None,
+    ) -> TokenOutput: ...
+
+    def end_session(self, session_id: str) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AgentEvent:
+    """Something that just ended inside a trajectory.
+
+    Attributes:
+        trajectory_id: whose it is.
+        turn: index of the assistant turn.
+        seconds: how long it took.
+        output: the generation, or None.
+        tool_call: the tool call, or None.
+    """
+
+    trajectory_id: str
+    turn: int
+    seconds: float
+    output: TokenOutput | None = None
+    tool_call: ToolCallRecord | None = None
+
+
+def _ignore(event: AgentEvent) -> None:
+    """The default listener."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AgentContext:
+    """What every loop of a run shares.
+
+    Attributes:
+        client: generates tokens.
+        codec: messages to ids and back.
+        tools: all tools of the run.
+        limits: the ``agent`` section of the config.
+        max_model_len: most ids of one context, ``rollout.max_model_len``.
+        on_event: called after every generation and tool call; must be quick and must not raise.
+    """
+
+    client: TokenClient
+    codec: ChatCodec
+    limits: AgentConfig
+    max_model_len: int
+    tools: ToolRegistry = field(default_factory=ToolRegistry)
+    on_event: Callable[[AgentEvent], None] = _ignore

@@ -1,0 +1,210 @@
+"""One trajectory while it grows: ids are appended, never re-rendered; budgets are decided here and nowhere else.
+
+::
+
+    context = prompt_ids
+    generate()   context += sampled ids       checked: the engine's digest of its context is ours
+    append(…)    context += inserted ids      refused when no id could be sampled after them
+    finish(…)    Trajectory
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from jax_agent_rl.agents.context import AbortedError, AgentContext, AgentEvent
+from jax_agent_rl.agents.seeds import derive_seed
+from jax_agent_rl.errors import BackendError, DataError, PromptTooLongError, TokenDriftError
+from jax_agent_rl.tools.base import BaseTool
+from jax_agent_rl.tools.registry import schemas_of
+from jax_agent_rl.types import (
+    FinishReason,
+    SamplingParams,
+    StopReason,
+    TokenOutput,
+    ToolCallRecord,
+    Trajectory,
+    Turn,
+    digest_ids,
+)
+
+_METRICS = ("generate_seconds", "tool_seconds", "prompt_tokens", "cached_tokens")
+
+
+class Episode:
+    """The trajectory of one run of an agent loop.
+
+    Args:
+        context: what all loops share.
+        row: the dataset row.
+        agent_name: name of the loop.
+        trajectory_id: unique within the run; the session id of its requests.
+        group_id: shared by the trajectories of one prompt.
+        sampling: ``max_tokens`` caps each turn; turn k samples with a seed derived from ``seed`` and k.
+        tools: tools the prompt tells of (unless ``agent.tool_prompt`` is ``none``).
+
+    Attributes:
+        turns: assistant turns so far.
+        messages: the conversation as text: the row's prompt, then what was decoded from ids.
+
+    Raises:
+        DataError: the row's ``prompt`` is not a list of messages.
+        PromptTooLongError: the prompt has more ids than ``agent.max_prompt_length``.
+        TemplateError: the chat template cannot render the prompt.
+    """
+
+    def __init__(
+        self,
+        context: AgentContext,
+        row: Mapping[str, Any],
+        *,
+        agent_name: str,
+        trajectory_id: str,
+        group_id: str,
+        sampling: SamplingParams,
+        tools: Mapping[str, BaseTool],
+    ):
+        self.turns: list[Turn] = []
+        self.messages: list[Mapping[str, Any]] = _prompt_of(row)
+        self._context = context
+        self._row = row
+        self._agent_name = agent_name
+        self._trajectory_id = trajectory_id
+        self._group_id = group_id
+        self._sampling = sampling
+        self._schemas = schemas_of(tools) if context.limits.tool_prompt == "template" else ()
+        self._metrics: dict[str, float] = {key: 0.0 for key in _METRICS}
+        self._prompt_ids = tuple(context.codec.encode_prompt(self.messages, tools=self._schemas))
+        self._ids = list(self._prompt_ids)
+        self._check_prompt_length()
+
+    @property
+    def tokens_left(self) -> int:
+        """Ids that may still be added, sampled or inserted."""
+        limits = self._context.limits
+        response = len(self._ids) - len(self._prompt_ids)
+        return min(limits.max_response_length - response, self._context.max_model_len - len(self._ids))
+
+    async def generate(self, *, session_ends: bool = False) -> TokenOutput:
+        """Samples the next assistant turn from the context so far.
+
+        Args:
+            session_ends: no turn will follow, so the engine need not keep the context's KV.
+
+        Raises:
+            TokenDriftError: the engine conditioned on other ids than ours.
+            AbortedError: the generation was aborted for good.
+            BackendError: the engine failed, or returned no id or more than asked for.
+        """
+        turn = len(self.turns)
+        seed = self._sampling.seed
+        sampling = replace(
+            self._sampling,
+            max_tokens=min(self.tokens_left, self._sampling.max_tokens),
+            seed=None if seed is None else derive_seed(seed, turn),
+        )
+        began = time.perf_counter()
+        output = await self._context.client.generate(
+            f"{self._trajectory_id}/{turn}",
+            prompt_ids=tuple(self._ids),
+            sampling_params=sampling,
+            session_id=self._trajectory_id,
+            session_ends=session_ends,
+        )
+        seconds = time.perf_counter() - began
+        self._check_output(output, sampling.max_tokens)
+        self._metrics["generate_seconds"] += seconds
+        self._metrics["prompt_tokens"] += len(self._ids)
+        self._metrics["cached_tokens"] += output.cached_tokens
+        self._ids += output.token_ids
+        self.turns.append(Turn(output=output))
+        self.messages.append({"role": "assistant", "content": self._context.codec.decode(output.token_ids)})
+        self._emit(seconds, output=output)
+        return output
+
+    def record_calls(self, calls: Sequence[ToolCallRecord], *, seconds: float) -> None:
+        """Attaches the tool calls of the last turn; ``seconds`` is the wall time of all of them together."""
+        self.turns[-1] = replace(self.turns[-1], tool_calls=tuple(calls))
+        self._metrics["tool_seconds"] += seconds
+        for call in calls:
+            self._emit(call.seconds, tool_call=call)
+
+    def append(self, messages: Sequence[Mapping[str, Any]]) -> bool:
+        """Inserts messages and the next generation prompt after the last turn.
+
+        Returns:
+            False, and nothing is inserted, if that would leave no room for a sampled id.
+        """
+        last = self.turns[-1]
+        ids = self._context.codec.encode_append(
+            last.output.token_ids, messages, tools=self._schemas, history=self.messages
+        )
+        if len(ids) >= self.tokens_left:
+            return False
+        self.turns[-1] = replace(last, appended_ids=tuple(ids))
+        self._ids += ids
+        self.messages += messages
+        return True
+
+    def add_metrics(self, metrics: Mapping[str, float]) -> None:
+        """Adds numbers to ``Trajectory.metrics``."""
+        for key, value in metrics.items():
+            self._metrics[key] = self._metrics.get(key, 0.0) + value
+
+    def finish(self, reason: FinishReason) -> Trajectory:
+        """The trajectory, not scored yet."""
+        calls = [call for turn in self.turns for call in turn.tool_calls]
+        self.add_metrics({"tool_calls": len(calls), "tool_errors": sum(call.error is not None for call in calls)})
+        return Trajectory.from_turns(
+            prompt_ids=self._prompt_ids,
+            turns=self.turns,
+            trajectory_id=self._trajectory_id,
+            group_id=self._group_id,
+            agent_name=self._agent_name,
+            finish_reason=reason,
+            metrics=self._metrics,
+            row=self._row,
+            messages=tuple(self.messages),
+        )
+
+    def _check_prompt_length(self) -> None:
+        length, limits = len(self._prompt_ids), self._context.limits
+        if length > limits.max_prompt_length:
+            raise PromptTooLongError(
+                f"the prompt has {length} ids, agent.max_prompt_length={limits.max_prompt_length}; "
+                "raise it or shorten the prompt"
+            )
+        if self.tokens_left < 1:
+            raise PromptTooLongError(
+                f"the prompt has {length} ids, which leaves no room in rollout.max_model_len="
+                f"{self._context.max_model_len}; raise it or shorten the prompt"
+            )
+
+    def _check_output(self, output: TokenOutput, max_tokens: int) -> None:
+        if output.stop_reason is StopReason.ABORTED:
+            raise AbortedError(f"{self._trajectory_id}: turn {len(self.turns)} was aborted")
+        if not 1 <= len(output.token_ids) <= max_tokens:
+            raise BackendError(f"{self._trajectory_id}: asked for 1 to {max_tokens} ids, got {len(output.token_ids)}")
+        expected = digest_ids([*self._ids, *output.token_ids])
+        if output.context_digest != expected:
+            raise TokenDriftError(
+                f"{self._trajectory_id}: turn {len(self.turns)}: the engine's context (digest {output.context_digest}) "
+                f"is not the trajectory's {len(self._ids)} + {len(output.token_ids)} ids (digest {expected})"
+            )
+
+    def _emit(self, seconds: float, **what: Any) -> None:
+        event = AgentEvent(trajectory_id=self._trajectory_id, turn=len(self.turns) - 1, seconds=seconds, **what)
+        self._context.on_event(event)
+
+
+def _prompt_of(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    prompt = row.get("prompt")
+    messages = [] if prompt is None or isinstance(prompt, str | Mapping) else list(prompt)
+    if not messages or not all(isinstance(m, Mapping) and "role" in m for m in messages):
+        raise DataError(
+            f"a row's prompt must be a list of messages like [{{'role': 'user', 'content': …}}], got {prompt!r:.200}"
+        )
+    return messages

@@ -1,0 +1,154 @@
+"""Agent loops: what happens between a dataset row and a finished trajectory.
+
+A loop is registered by name and chosen by the row's ``agent_name``::
+
+    @register_agent("my_agent")
+    class MyAgent(AgentLoop):
+        async def run(self, row, *, trajectory_id, group_id, sampling):
+            episode = self.start(row, trajectory_id=trajectory_id, group_id=group_id, sampling=sampling)
+            await episode.generate()
+            return episode.finish(FinishReason.ANSWER)
+
+:class:`~jax_agent_rl.agents.episode.Episode` does the bookkeeping of ids, budgets and checks, so a loop only decides
+what happens next.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, TypeVar
+
+from jax_agent_rl.agents.context import AgentContext
+from jax_agent_rl.agents.episode import Episode
+from jax_agent_rl.errors import ConfigError
+from jax_agent_rl.tools.base import BaseTool
+from jax_agent_rl.types import SamplingParams, Trajectory
+
+logger = logging.getLogger(__name__)
+
+
+class AgentLoop(ABC):
+    """One kind of agent. Holds no state of a single trajectory, so one instance runs many at once."""
+
+    name: ClassVar[str]
+    """The name it is registered under."""
+
+    def __init__(self, context: AgentContext):
+        self.context = context
+
+    @abstractmethod
+    async def run(
+        self, row: Mapping[str, Any], *, trajectory_id: str, group_id: str, sampling: SamplingParams
+    ) -> Trajectory:
+        """Runs one trajectory to its end.
+
+        Args:
+            row: ``prompt`` (messages), ``data_source``, ``agent_name``, ``reward_model.ground_truth``,
+                ``extra_info`` (``tools_kwargs``, ``tool_selection``, …).
+            trajectory_id: unique within the run; also the session id of its requests.
+            group_id: shared by the trajectories of one prompt.
+            sampling: ``max_tokens`` caps each turn, besides the budgets; ``seed`` is that of the trajectory, every
+                turn derives its own from it.
+
+        Raises:
+            TrajectoryError: this trajectory is lost, for the reason in ``drop_reason``.
+        """
+
+    def start(
+        self,
+        row: Mapping[str, Any],
+        *,
+        trajectory_id: str,
+        group_id: str,
+        sampling: SamplingParams,
+        tools: Mapping[str, BaseTool] | None = None,
+    ) -> Episode:
+        """A new trajectory of this loop; the prompt tells of ``tools``.
+
+        Raises:
+            DataError, PromptTooLongError, TemplateError: see :class:`~jax_agent_rl.agents.episode.Episode`.
+        """
+        return Episode(
+            self.context,
+            row,
+            agent_name=self.name,
+            trajectory_id=trajectory_id,
+            group_id=group_id,
+            sampling=sampling,
+            tools=tools or {},
+        )
+
+
+_AGENTS: dict[str, type[AgentLoop]] = {}
+_Loop = TypeVar("_Loop", bound=type[AgentLoop])
+
+
+def register_agent(name: str) -> Callable[[_Loop], _Loop]:
+    """Registers an :class:`AgentLoop` subclass under the name that rows give in ``agent_name``.
+
+    Raises:
+        ConfigError: the name is taken.
+    """
+
+    def register(cls: _Loop) -> _Loop:
+        if name in _AGENTS:
+            known = _AGENTS[name]
+            raise ConfigError(
+                f"two agents are called {name!r}: {known.__module__}.{known.__qualname__} and "
+                f"{cls.__module__}.{cls.__qualname__}; rename one"
+            )
+        cls.name = name
+        _AGENTS[name] = cls
+        return cls
+
+    return register
+
+
+def get_agent(name: str) -> type[AgentLoop]:
+    """The loop registered as ``name``.
+
+    Raises:
+        ConfigError: there is none; the message lists the names there are.
+    """
+    if name not in _AGENTS:
+        raise ConfigError(f"no agent is called {name!r}; there are {sorted(_AGENTS)} (see @register_agent)")
+    return _AGENTS[name]
+
+
+class AgentSelector:
+    """Chooses the loop of each row and keeps one instance of each.
+
+    Args:
+        context: handed to every loop.
+    """
+
+    def __init__(self, context: AgentContext):
+        self._context = context
+        self._loops: dict[str, AgentLoop] = {}
+        self._warned = False
+
+    def for_row(self, row: Mapping[str, Any]) -> AgentLoop:
+        """The loop named by ``row["agent_name"]``, or the configured default.
+
+        Raises:
+            ConfigError: the name is not registered.
+        """
+        name = row.get("agent_name")
+        if not name:
+            name = self._context.limits.default_agent
+            self._warn_once(name)
+        if name not in self._loops:
+            self._loops[name] = get_agent(name)(self._context)
+        return self._loops[name]
+
+    def _warn_once(self, name: str) -> None:
+        if self._warned or not len(self._context.tools) or name != "single_turn_agent":
+            return
+        self._warned = True
+        logger.warning(
+            "TOOLS ARE CONFIGURED BUT NOT USED: a row has no agent_name, so it runs as %r, which never calls a tool. "
+            "Add agent_name: tool_agent to the rows or set agent.default_agent=tool_agent.",
+            name,
+        )

@@ -1,0 +1,109 @@
+"""The model calls tools until it answers, or a limit ends it.
+
+::
+
+      ┌─► generate ──► calls? ──no──────────────────────────► ANSWER
+      │      │           │
+      │      │ cut       │ yes, but a turn limit is reached ─► MAX_ASSISTANT_TURNS, MAX_USER_TURNS
+      │      ▼           ▼
+      │  RESPONSE_     run them, at most max_parallel_calls at once
+      │  LENGTH          │
+      └─────── append observations, if they fit ──no────────► RESPONSE_LENGTH
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from jax_agent_rl.agents.episode import Episode
+from jax_agent_rl.agents.loop import AgentLoop, register_agent
+from jax_agent_rl.tools.base import BaseTool
+from jax_agent_rl.tools.session import ToolSession
+from jax_agent_rl.types import FinishReason, SamplingParams, StopReason, ToolCallRecord, Trajectory
+
+if TYPE_CHECKING:
+    from jax_agent_rl.chat.codec import Reply
+
+logger = logging.getLogger(__name__)
+
+
+@register_agent("tool_agent")
+class ToolAgent(AgentLoop):
+    """Multi-turn with tools; the limits are those of :class:`~jax_agent_rl.config.AgentConfig`."""
+
+    async def run(
+        self, row: Mapping[str, Any], *, trajectory_id: str, group_id: str, sampling: SamplingParams
+    ) -> Trajectory:
+        tools = self.context.tools.select((row.get("extra_info") or {}).get("tool_selection"))
+        episode = self.start(row, trajectory_id=trajectory_id, group_id=group_id, sampling=sampling, tools=tools)
+        async with self._session(tools, row, trajectory_id) as session:
+            reason = await self._converse(episode, session)
+        episode.add_metrics(session.metrics)
+        return episode.finish(reason)
+
+    def _session(self, tools: Mapping[str, BaseTool], row: Mapping[str, Any], trajectory_id: str) -> ToolSession:
+        limits, codec = self.context.limits, self.context.codec
+        return ToolSession(
+            tools,
+            trajectory_id,
+            kwargs=(row.get("extra_info") or {}).get("tools_kwargs") or {},
+            timeout=limits.tool_timeout,
+            max_response_length=limits.max_tool_response_length,
+            truncate_side=limits.tool_response_truncate_side,
+            encode=codec.encode_text,
+            decode=codec.decode,
+        )
+
+    async def _converse(self, episode: Episode, session: ToolSession) -> FinishReason:
+        limits = self.context.limits
+        tool_turns = 0
+        while True:
+            out_of_tool_turns = tool_turns >= limits.max_user_turns
+            out_of_turns = len(episode.turns) + 1 >= limits.max_assistant_turns
+            output = await episode.generate(session_ends=out_of_turns or out_of_tool_turns)
+            if output.stop_reason is StopReason.LENGTH:
+                return FinishReason.RESPONSE_LENGTH
+            reply = self.context.codec.parse_reply(output.token_ids)
+            if not reply.tool_calls and not reply.malformed:
+                return FinishReason.ANSWER
+            if out_of_turns:
+                return FinishReason.MAX_ASSISTANT_TURNS
+            if out_of_tool_turns:
+                return FinishReason.MAX_USER_TURNS
+            began = time.perf_counter()
+            calls = await self._run_calls(reply, session)
+            episode.record_calls(calls, seconds=time.perf_counter() - began)
+            if not episode.append(_observations(calls)):
+                return FinishReason.RESPONSE_LENGTH
+            tool_turns += 1
+
+    async def _run_calls(self, reply: Reply, session: ToolSession) -> list[ToolCallRecord]:
+        """Runs the calls of one turn side by side; those over the limit and the malformed ones answer with an error."""
+        limit = self.context.limits.max_parallel_calls
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(session.call(call.name, call.arguments)) for call in reply.tool_calls[:limit]]
+        records = [task.result() for task in tasks]
+        for call in reply.tool_calls[limit:]:
+            text = f"Error: {call.name} was not run: at most {limit} tool calls in one turn"
+            records.append(_refused(session, text, "over_parallel_limit", name=call.name, arguments=call.arguments))
+        for text in reply.malformed:
+            logger.info("Failed to decode tool call: %.200s", text)
+            records.append(_refused(session, f"Error: Failed to decode tool call: {text:.200}", "malformed"))
+        return records
+
+
+def _refused(
+    session: ToolSession, text: str, error: str, *, name: str = "", arguments: Mapping[str, Any] | None = None
+) -> ToolCallRecord:
+    return ToolCallRecord(name=name, arguments=arguments, observation=session.shorten(text), error=error)
+
+
+def _observations(calls: Sequence[ToolCallRecord]) -> list[dict[str, Any]]:
+    """One tool message per call; a call that could not be decoded has no name to give."""
+    return [
+        {"role": "tool", "content": call.observation} | ({"name": call.name} if call.name else {}) for call in calls
+    ]

@@ -1,0 +1,75 @@
+"""The quickstart's task: arithmetic that is too large to do in one's head, with a calculator to call.
+
+The prompt shows two worked additions, each with its tool call, result and answer. The questions ask for sums,
+differences and products of larger numbers: the policy has to carry the call over to operations it was not shown, and
+to do so reliably when it samples.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from jax_agent_rl.observe.metrics import write_atomically
+
+SYSTEM = "Use the calculator tool."
+
+# words, symbol, ranges of the two numbers, result
+Operation = tuple[tuple[str, ...], tuple[int, int], tuple[int, int], Callable[[int, int], int]]
+OPERATIONS: tuple[Operation, ...] = (
+    (("What is {a} times {b}?", "What is {a} multiplied by {b}?"), (112, 999), (12, 99), lambda a, b: a * b),
+    (("What is {a} minus {b}?", "Subtract {b} from {a}."), (1000, 9999), (100, 999), lambda a, b: a - b),
+    (("What is {a} plus {b}?", "What is the sum of {a} and {b}?"), (1000, 9999), (1000, 9999), lambda a, b: a + b),
+)
+
+
+def prepare_calculator(out: Path, *, train: int = 2000, heldout: int = 200, seed: int = 0) -> tuple[Path, Path]:
+    """Writes ``train.jsonl`` and ``heldout.jsonl`` (no question is in both) and returns their paths."""
+    out.mkdir(parents=True, exist_ok=True)
+    questions = _questions(random.Random(seed))
+    rows = [_row(*next(questions)) for _ in range(train + heldout)]
+    files = (out / "train.jsonl", out / "heldout.jsonl")
+    for file, part in zip(files, (rows[heldout:], rows[:heldout]), strict=True):
+        write_atomically(file, "".join(json.dumps(row) + "\n" for row in part))
+    return files
+
+
+def _questions(rng: random.Random) -> Iterator[tuple[str, int]]:
+    """Different questions without end, operations in turn."""
+    seen = set()
+    while True:
+        for phrasings, first, second, compute in OPERATIONS:
+            a, b = rng.randint(*first), rng.randint(*second)
+            question = rng.choice(phrasings).format(a=a, b=b)
+            if (a, b) not in seen:
+                seen.add((a, b))
+                yield question, compute(a, b)
+
+
+def _row(question: str, answer: int) -> dict[str, Any]:
+    return {
+        "data_source": "calculator",
+        "agent_name": "tool_agent",
+        "prompt": [
+            {"role": "system", "content": SYSTEM},
+            *_worked("What is 23 plus 45?", "23 + 45", 68),
+            *_worked("What is 310 plus 27?", "310 + 27", 337),
+            {"role": "user", "content": question},
+        ],
+        "reward_model": {"ground_truth": str(answer)},
+        "extra_info": {},
+    }
+
+
+def _worked(question: str, expression: str, result: int) -> list[dict[str, str]]:
+    """A question answered with the tool, as the policy is to do it."""
+    call = json.dumps({"name": "calculator", "arguments": {"expression": expression}})
+    return [
+        {"role": "user", "content": question},
+        {"role": "assistant", "content": f"<tool_call>\n{call}\n</tool_call>"},
+        {"role": "tool", "content": str(result)},
+        {"role": "assistant", "content": f"The answer is {result}."},
+    ]

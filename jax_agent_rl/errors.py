@@ -1,0 +1,132 @@
+"""Every exception this package raises on purpose, in one tree.
+
+::
+
+    JaxAgentRLError
+    ├── ConfigError                 the user's YAML / overrides            -> fix the config, nothing ran
+    ├── ModelError                  weights or tokenizer files             -> fix the path or the checkpoint
+    ├── DataError                   a dataset file or one of its rows      -> fix the data
+    ├── TrajectoryError             one rollout is lost, the batch goes on (carries a DropReason)
+    │   ├── TokenDriftError         the engine's context is not the trajectory's ids
+    │   ├── PromptTooLongError      prompt does not fit the budget
+    │   ├── TemplateError           a chat template cannot be tokenized append-only
+    │   ├── RewardError             the reward function failed
+    │   └── BackendError            the engine failed this request
+    │       ├── EngineDiedError     the engine itself is gone (infrastructure: retry elsewhere)
+    │       └── BackendClosedError  the engine was shut down
+    ├── ToolError                   a tool failed; becomes an observation the model reads
+    │   ├── ToolNotFoundError       unknown tool name
+    │   ├── ToolArgumentError       arguments do not match the schema
+    │   └── ToolTimeoutError        the call ran past its limit
+    ├── ToolDefinitionError         a tool is declared wrongly (raised at import / start)
+    ├── WeightUpdateError           new weights were refused; the old ones are still served
+    ├── CheckpointError             nothing to restore, or it does not match the config
+    └── NonFiniteError              too many non-finite gradient steps in a row
+
+Two questions decide what happens to a failure: *whose* it is (config, data, engine, tool, reward) and
+*how far* it reaches. ``TrajectoryError`` reaches one rollout: it is counted under its ``drop_reason`` and the
+batch continues. ``ToolError`` reaches one tool call: the model reads it as an observation. Everything else
+reaches the run and stops it with a message that says what was wrong, the value, and the fix.
+"""
+
+from __future__ import annotations
+
+from jax_agent_rl.types import DropReason
+
+
+class JaxAgentRLError(Exception):
+    """Base class: catch this to catch everything the package raises on purpose."""
+
+
+class ConfigError(JaxAgentRLError):
+    """One or more configuration keys are wrong. ``problems`` lists all of them, one line each."""
+
+    def __init__(self, problems: list[str] | str):
+        self.problems = [problems] if isinstance(problems, str) else list(problems)
+        count = len(self.problems)
+        head = "configuration error" if count == 1 else f"{count} configuration errors"
+        super().__init__(head + ":\n" + "\n".join(f"  - {line}" for line in self.problems))
+
+
+class ModelError(JaxAgentRLError):
+    """Model weights or tokenizer files are missing, damaged or of an unsupported kind."""
+
+
+class DataError(JaxAgentRLError):
+    """A dataset file is missing or a row of it does not have the expected fields."""
+
+
+class TrajectoryError(JaxAgentRLError):
+    """One rollout is lost. It is counted under :attr:`drop_reason`; the batch goes on."""
+
+    drop_reason: DropReason = DropReason.AGENT_ERROR
+
+
+class TokenDriftError(TrajectoryError):
+    """The ids the engine conditioned on are not the ids the learner would train on."""
+
+    drop_reason = DropReason.TOKEN_DRIFT
+
+
+class PromptTooLongError(TrajectoryError):
+    """The prompt leaves no room for even one sampled token."""
+
+    drop_reason = DropReason.PROMPT_TOO_LONG
+
+
+class TemplateError(TrajectoryError):
+    """The chat template cannot be rendered, or not append-only even with the anchored base."""
+
+    drop_reason = DropReason.TEMPLATE_ERROR
+
+
+class RewardError(TrajectoryError):
+    """The reward function raised or returned something that is not a finite number."""
+
+    drop_reason = DropReason.REWARD_ERROR
+
+
+class BackendError(TrajectoryError):
+    """The rollout backend refused or failed one request."""
+
+    drop_reason = DropReason.BACKEND_ERROR
+
+
+class EngineDiedError(BackendError):
+    """The engine is gone: an infrastructure failure, worth a retry on another server."""
+
+
+class BackendClosedError(BackendError):
+    """The backend was closed while the request was waiting or running."""
+
+
+class ToolError(JaxAgentRLError):
+    """A tool call failed. Its text is shown to the model as the observation."""
+
+
+class ToolNotFoundError(ToolError):
+    """The model called a tool that does not exist for this sample."""
+
+
+class ToolArgumentError(ToolError):
+    """The arguments of a call do not match the tool's schema."""
+
+
+class ToolTimeoutError(ToolError):
+    """A tool call ran longer than its timeout."""
+
+
+class ToolDefinitionError(JaxAgentRLError):
+    """A tool is declared wrongly: no annotation, ``*args``, a name used twice, ..."""
+
+
+class WeightUpdateError(JaxAgentRLError):
+    """A weight update was refused. The backend still serves the previous version."""
+
+
+class CheckpointError(JaxAgentRLError):
+    """There is no checkpoint to restore, or it was made with another model."""
+
+
+class NonFiniteError(JaxAgentRLError):
+    """Several learner steps in a row had non-finite gradients; the run was stopped."""

@@ -1,0 +1,351 @@
+"""The JetStream-style engine as a :class:`~jax_agent_rl.rollout.protocol.RolloutBackend`.
+
+::
+
+    asyncio side                                engine thread (one)
+    generate()/stream() ──submit──►  commands ──► Scheduler.step(): admit, decode
+        ▲                                           │
+        └────────── events, one loop call a step ◄──┘
+
+    commands: a queue of functions; the thread runs them between dispatches, so pausing, aborting and taking weights
+    never meet a half-done step. The thread sleeps on a condition while it has neither commands nor work.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any, TypeVar
+
+import jax
+
+from jax_agent_rl.errors import (
+    BackendClosedError,
+    BackendError,
+    EngineDiedError,
+    TrajectoryError,
+    WeightUpdateError,
+)
+from jax_agent_rl.jetstream.engine import EngineShapes, JaxEngine
+from jax_agent_rl.jetstream.request import RunningRequest
+from jax_agent_rl.jetstream.scheduler import Scheduler
+from jax_agent_rl.models.llama import LlamaConfig
+from jax_agent_rl.rollout.protocol import (
+    BackendMetrics,
+    Capabilities,
+    GenerateRequest,
+    Health,
+    TokenChunk,
+    WeightUpdate,
+)
+from jax_agent_rl.types import PauseMode, TokenOutput
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class JetStreamBackend:
+    """One engine of this process on one device.
+
+    Args:
+        config: the model.
+        params: the learner's parameter tree; copied on the device at ``start``.
+        shapes: static shapes to compile for.
+        version: policy version of ``params``.
+        seed: draws the seeds of requests that bring none.
+        decode_text: ids to text; without it requests with stop strings are refused.
+        progress: called with (done, total) while programs compile.
+    """
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        params: dict,
+        shapes: EngineShapes,
+        *,
+        version: int = 0,
+        seed: int = 0,
+        decode_text: Callable[[Sequence[int]], str] | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        self._config = config
+        self._shapes = shapes
+        self._initial_params: dict | None = params
+        self._version = version
+        self._seed = seed
+        self._decode_text = decode_text
+        self._progress = progress
+        self._structure = jax.tree.map(lambda x: (x.shape, x.dtype), params)
+        self._streams: dict[str, asyncio.Queue[TokenChunk | Exception]] = {}
+        self._commands: deque[Callable[[], None]] = deque()
+        self._wake = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._closing = False
+        self._paused = False
+        self._draining: asyncio.Future[None] | None = None
+        self._failure: str | None = None
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(
+            max_model_len=self._shapes.max_model_len,
+            max_concurrent=self._shapes.max_concurrent_decodes,
+            stop_strings=self._decode_text is not None,
+            pause_modes=frozenset(PauseMode),
+            in_flight_update=True,
+            prefix_reuse=True,
+            priorities=True,
+            weight_payloads=frozenset({"arrays"}),
+        )
+
+    @property
+    def policy_version(self) -> int:
+        return self._version
+
+    # --- life -------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        if self._thread is not None:
+            raise BackendError("the backend was already started")
+        self._loop = asyncio.get_running_loop()
+        ready: asyncio.Future[None] = self._loop.create_future()
+        self._thread = threading.Thread(target=self._run, args=(ready,), name="jetstream-engine", daemon=True)
+        self._thread.start()
+        await ready
+
+    async def close(self) -> None:
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        if self._thread is not None and self._thread.is_alive():
+            await asyncio.to_thread(self._thread.join)
+
+    # --- requests ---------------------------------------------------------------------------------------------
+
+    async def generate(self, request: GenerateRequest) -> TokenOutput:
+        async with contextlib.aclosing(self.stream(request)) as chunks:
+            async for chunk in chunks:
+                if chunk.final is not None:
+                    return chunk.final
+        raise BackendError(f"request {request.request_id!r} ended without a result")
+
+    async def stream(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
+        events: asyncio.Queue[TokenChunk | Exception] = asyncio.Queue()
+        if request.request_id in self._streams:
+            raise BackendError(f"request {request.request_id!r} is already running; ids must be unique while they live")
+        self._streams[request.request_id] = events
+        finished = False
+        try:
+            self._post(lambda: self._submit(request))
+            while not finished:
+                event = await events.get()
+                if isinstance(event, Exception):
+                    finished = True
+                    raise event
+                finished = event.final is not None
+                yield event
+        finally:
+            self._streams.pop(request.request_id, None)
+            if not finished and not self._closing:
+                self._post(lambda: self._abort(request.request_id))
+
+    async def abort(self, request_id: str) -> bool:
+        return await self._call(lambda: self._abort(request_id))
+
+    # --- pausing and weights ----------------------------------------------------------------------------------
+
+    async def pause(self, mode: PauseMode) -> None:
+        if mode is not PauseMode.WAIT:
+            await self._call(lambda: self._pause(mode))
+            return
+        drained: asyncio.Future[None] = self._loop.create_future()
+        self._post(lambda: setattr(self, "_draining", drained))
+        await drained
+
+    async def resume(self) -> None:
+        await self._call(lambda: setattr(self, "_paused", False))
+
+    async def update_weights(self, update: WeightUpdate) -> None:
+        await self._call(lambda: self._take_weights(update))
+
+    async def reset_prefix_cache(self) -> None:
+        await self._call(lambda: self._scheduler.table.reset())
+
+    async def sleep(self) -> None:
+        raise NotImplementedError("the jetstream backend shares its device with the learner and never sleeps")
+
+    async def wake(self) -> None:
+        raise NotImplementedError("the jetstream backend shares its device with the learner and never sleeps")
+
+    # --- state ------------------------------------------------------------------------------------------------
+
+    async def health(self) -> Health:
+        if self._failure or self._thread is None or self._closing:
+            detail = self._failure or ("closed" if self._closing else "not started: call start()")
+            return Health(ok=False, detail=detail, policy_version=self._version)
+        running, waiting = await self._call(lambda: (len(self._scheduler.running), self._scheduler.waiting))
+        return Health(ok=True, policy_version=self._version, running=running, waiting=waiting)
+
+    async def metrics(self) -> BackendMetrics:
+        return await self._call(lambda: self._scheduler.metrics())
+
+    # --- crossing to the thread -------------------------------------------------------------------------------
+
+    def _post(self, command: Callable[[], None]) -> None:
+        """Queues a command for the thread."""
+        if self._failure:
+            raise EngineDiedError(self._failure)
+        if self._closing or self._thread is None:
+            raise BackendClosedError("the backend is closed" if self._closing else "the backend was not started")
+        with self._wake:
+            self._commands.append(command)
+            self._wake.notify()
+
+    async def _call(self, function: Callable[[], T]) -> T:
+        """Runs a function on the thread, between dispatches, and returns its result."""
+        future: asyncio.Future[T] = self._loop.create_future()
+
+        def command() -> None:
+            try:
+                result = function()
+            except Exception as error:  # handed to the caller, whose mistake or engine it is
+                self._tell(_settle, future, error, None)
+            else:
+                self._tell(_settle, future, None, result)
+
+        self._post(command)
+        return await future
+
+    def _tell(self, function: Callable[..., None], *args: Any) -> None:
+        """Calls into the asyncio loop; a loop that is gone has nobody left to tell."""
+        try:
+            self._loop.call_soon_threadsafe(function, *args)
+        except RuntimeError:
+            logger.debug("the asyncio loop closed before the engine thread")
+
+    def _deliver(self, events: list[tuple[str, TokenChunk | Exception]]) -> None:
+        for request_id, event in events:
+            if queue := self._streams.get(request_id):
+                queue.put_nowait(event)
+
+    # --- the thread -------------------------------------------------------------------------------------------
+
+    def _run(self, ready: asyncio.Future[None]) -> None:
+        try:
+            self._set_up()
+        except Exception as error:
+            self._failure = f"the engine could not start: {error}"
+            self._tell(_settle, ready, error, None)
+            return
+        self._tell(_settle, ready, None, None)
+        try:
+            while self._serve_once():
+                pass
+            self._fail_all(BackendClosedError("the backend was closed while this request was running"))
+        except Exception as error:  # the engine is lost, its callers must not hang
+            logger.exception("the engine thread died")
+            self._failure = f"the engine died: {type(error).__name__}: {error}"
+            self._fail_all(EngineDiedError(self._failure))
+
+    def _set_up(self) -> None:
+        engine = JaxEngine(self._config, self._shapes, dtype=self._initial_params["embed"].dtype)
+        self._scheduler = Scheduler(
+            engine=engine,
+            params=engine.load_params(self._initial_params),
+            version=self._version,
+            seed=self._seed,
+            decode_text=self._decode_text,
+        )
+        self._initial_params = None
+        self._scheduler.cache = engine.warm_up(self._scheduler.params, self._scheduler.cache, self._progress)
+
+    def _serve_once(self) -> bool:
+        """Commands, then one step; False when it is time to end."""
+        with self._wake:
+            while not (self._closing or self._commands or self._has_work()):
+                self._wake.wait()
+            if self._closing:
+                return False
+            commands = list(self._commands)
+            self._commands.clear()
+        for command in commands:
+            command()
+        if self._has_work():
+            self._publish(self._scheduler.step(admit=self._draining is None))
+        if self._draining is not None and not self._scheduler.running:
+            self._paused = True
+            self._tell(_settle, self._draining, None, None)
+            self._draining = None
+        return True
+
+    def _has_work(self) -> bool:
+        scheduler = self._scheduler
+        if self._paused:
+            return False
+        return bool(scheduler.running) or (scheduler.waiting > 0 and self._draining is None)
+
+    def _publish(self, progress: list[tuple[RunningRequest, TokenChunk]]) -> None:
+        if progress:
+            self._tell(self._deliver, [(run.request.request_id, chunk) for run, chunk in progress])
+
+    def _submit(self, request: GenerateRequest) -> None:
+        try:
+            self._scheduler.submit(request)
+        except TrajectoryError as error:  # this request's own fault
+            self._tell(self._deliver, [(request.request_id, error)])
+
+    def _abort(self, request_id: str) -> bool:
+        ended = self._scheduler.abort(request_id)
+        if ended is not None:
+            self._publish([ended])
+        return ended is not None
+
+    def _pause(self, mode: PauseMode) -> None:
+        self._paused = True
+        if mode is PauseMode.ABORT:
+            for request_id in list(self._scheduler.running):
+                self._abort(request_id)
+
+    def _take_weights(self, update: WeightUpdate) -> None:
+        if update.kind != "arrays" or update.partial:
+            kind = f"kind={update.kind!r}, partial={update.partial}"
+            raise WeightUpdateError(f"the jetstream backend takes whole updates of kind 'arrays', got {kind}")
+        if update.version <= self._version:
+            raise WeightUpdateError(f"version {update.version} is not newer than {self._version}, which is served")
+        structure = jax.tree.map(lambda x: (x.shape, x.dtype), update.payload)
+        if structure != self._structure:
+            what = _difference(self._structure, structure)
+            raise WeightUpdateError(f"the update does not fit the model served: {what}")
+        begin = time.perf_counter()
+        params = jax.block_until_ready(self._scheduler.engine.load_params(update.payload))
+        self._scheduler.set_weights(params, update.version)
+        self._version = update.version
+        self._scheduler.counters.weight_update_seconds += time.perf_counter() - begin
+
+    def _fail_all(self, error: Exception) -> None:
+        self._tell(lambda: self._deliver([(request_id, error) for request_id in list(self._streams)]))
+
+
+def _settle(future: asyncio.Future, error: Exception | None, result: Any) -> None:
+    if future.cancelled():
+        return
+    if error is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(result)
+
+
+def _difference(old: Any, new: Any) -> str:
+    """The first parameter in which two trees of (shape, dtype) differ, in words."""
+    is_leaf = lambda x: isinstance(x, tuple)  # noqa: E731
+    before = {jax.tree_util.keystr(p): v for p, v in jax.tree_util.tree_leaves_with_path(old, is_leaf=is_leaf)}
+    after = {jax.tree_util.keystr(p): v for p, v in jax.tree_util.tree_leaves_with_path(new, is_leaf=is_leaf)}
+    for name in sorted(before.keys() | after.keys()):
+        if before.get(name) != after.get(name):
+            return f"{name} is {after.get(name, 'missing')}, served is {before.get(name, 'nothing')}"
+    return "the trees are nested differently"

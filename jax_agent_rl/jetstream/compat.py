@@ -1,0 +1,45 @@
+"""Imports JetStream 0.2.2's engine API without its TensorFlow dependency.
+
+``jetstream.engine.token_utils`` imports ``seqio`` (and through it TensorFlow, 3 GB) only for a tokenizer class that
+an id-in, id-out engine never builds. Where seqio is not installed, two empty modules stand in for it while
+JetStream is imported; where it is installed, the real one is used. ``third_party/jetstream.md`` has the whole note.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import sys
+import types
+
+from jax_agent_rl.errors import ModelError
+
+
+@functools.cache
+def engine_api() -> types.ModuleType:
+    """The module ``jetstream.engine.engine_api``.
+
+    Raises:
+        ModelError: google-jetstream is not installed.
+    """
+    if importlib.util.find_spec("jetstream") is None:
+        raise ModelError(
+            "google-jetstream is not installed; run ./launch/local.sh once, or: "
+            "pip install --no-deps google-jetstream==0.2.2 && pip install grpcio prometheus_client shortuuid tiktoken"
+        )
+    if importlib.util.find_spec("seqio") is None:
+        _stand_in_for_seqio()
+    from jetstream.engine import engine_api as module
+
+    return module
+
+
+def _stand_in_for_seqio() -> None:
+    """Registers empty ``seqio`` modules that offer the two class names JetStream's annotations use."""
+    seqio = types.ModuleType("seqio")
+    vocabularies = types.ModuleType("seqio.vocabularies")
+    vocabularies.Vocabulary = type("Vocabulary", (), {})
+    vocabularies.SentencePieceVocabulary = type("SentencePieceVocabulary", (vocabularies.Vocabulary,), {})
+    seqio.vocabularies = vocabularies
+    sys.modules.setdefault("seqio", seqio)
+    sys.modules.setdefault("seqio.vocabularies", vocabularies)

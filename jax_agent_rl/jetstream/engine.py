@@ -1,0 +1,354 @@
+"""A JetStream ``Engine`` over the Flax model, on CPU, GPU and TPU from the same code.
+
+Two callers drive it. Our scheduler (``jetstream.scheduler``) uses :meth:`JaxEngine.extend`, :meth:`copy_row` and
+:meth:`decode`: rows of one cache, many steps per dispatch, sampling per request. JetStream's own Driver uses the
+abstract interface (``prefill`` / ``insert`` / ``generate``), which is the same programs one request and one step at a
+time, greedy.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from jax_agent_rl.jetstream import compat, programs
+from jax_agent_rl.jetstream.forward import EngineParams, KVCache, empty_cache, engine_params
+from jax_agent_rl.jetstream.tokenizer import IdTokenizer
+from jax_agent_rl.models.llama import LlamaConfig
+
+engine_api = compat.engine_api()
+MAX_STOP_IDS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineShapes:
+    """The static shapes an engine compiles for.
+
+    Attributes:
+        max_model_len: most ids in one context.
+        max_concurrent_decodes: most lanes of one dispatch.
+        cache_rows: contexts whose KV is kept (running, or waiting for their next turn).
+        decode_steps: most steps of one dispatch.
+        prefill_buckets: padded chunk lengths, ascending.
+    """
+
+    max_model_len: int
+    max_concurrent_decodes: int
+    cache_rows: int
+    decode_steps: int
+    prefill_buckets: tuple[int, ...]
+
+    @property
+    def cache_length(self) -> int:
+        """Positions of a row: room for a padded chunk after the longest context, in whole 32s."""
+        return -(-(self.max_model_len + self.prefill_buckets[0]) // 32) * 32
+
+    @property
+    def lane_buckets(self) -> tuple[int, ...]:
+        """Lane counts compiled for: 2, 8, 32, … and the maximum."""
+        sizes = [2 * 4**i for i in range(12)]
+        return (*(s for s in sizes if s < self.max_concurrent_decodes), self.max_concurrent_decodes)
+
+    @property
+    def span_buckets(self) -> tuple[int, ...]:
+        """Cache spans compiled for: quarters of a row, in whole 32s, where that is at least 64."""
+        quarters = {-(-self.cache_length * i // 128) * 32 for i in (1, 2, 3, 4)}
+        return tuple(sorted(q for q in quarters if q >= 64))
+
+    @property
+    def chunk_buckets(self) -> tuple[int, ...]:
+        """Prefill buckets that can occur: up to the first that holds a whole context."""
+        enough = next((i for i, b in enumerate(self.prefill_buckets) if b >= self.max_model_len), None)
+        useful = self.prefill_buckets if enough is None else self.prefill_buckets[: enough + 1]
+        return tuple(b for b in useful if b <= self.cache_length)
+
+
+def bucket(buckets: tuple[int, ...], need: int) -> int:
+    """Smallest bucket >= need; the largest if none is."""
+    return next((b for b in buckets if b >= need), buckets[-1])
+
+
+@struct.dataclass
+class Prefix:
+    """The KV of one prefilled context without its last id: ``cache`` has one row."""
+
+    cache: KVCache
+    last_token: jax.Array  # int32 []
+    length: jax.Array  # int32 [], ids in the cache
+
+
+@struct.dataclass
+class DecodeState:
+    """Everything a Driver's generation step transforms; arrays [slots] but the cache."""
+
+    cache: KVCache
+    tokens: jax.Array
+    positions: jax.Array
+    generated: jax.Array
+
+
+@struct.dataclass
+class ResultTokens(engine_api.ResultTokens):
+    """JetStream's result array with one more column: the bits of each id's float32 log-prob."""
+
+    def convert_to_numpy(self) -> ResultTokens:
+        return self.replace(data=np.array(self.data))
+
+    def log_probs(self) -> np.ndarray:
+        """float32 [slots], after ``convert_to_numpy``."""
+        return np.ascontiguousarray(self.data[:, -1]).view(np.float32)
+
+
+class JaxEngine(engine_api.Engine):
+    """See the module docstring. Not thread-safe: one thread drives it."""
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        shapes: EngineShapes,
+        *,
+        dtype: jnp.dtype = jnp.float32,
+        tokenizer: Any = None,
+        device: jax.Device | None = None,
+    ) -> None:
+        self.config = config
+        self.shapes = shapes
+        self.table = programs.ProgramTable()
+        self._dtype = dtype
+        self._tokenizer = tokenizer
+        self._mesh = jax.sharding.Mesh(np.array([device or jax.devices()[0]]), ("x",))
+        self._to_engine_layout = jax.jit(engine_params)
+
+    # --- weights and state ------------------------------------------------------------------------------------
+
+    def load_params(self, params: dict) -> EngineParams:
+        """The engine's own copy of the learner's parameter tree, made on the device."""
+        return self._to_engine_layout(params)
+
+    def init_cache(self) -> KVCache:
+        """An empty cache of ``shapes.cache_rows`` rows."""
+        return empty_cache(self.config, self.shapes.cache_rows, self.shapes.cache_length, self._dtype)
+
+    # --- our scheduler's interface ----------------------------------------------------------------------------
+
+    def extend(self, params: EngineParams, cache: KVCache, row: int, ids: np.ndarray, start: int) -> KVCache:
+        """Prefills ``ids`` into a row at ``start``, in as many bucketed chunks as it takes."""
+        buckets = self.shapes.chunk_buckets
+        while len(ids):
+            room = self.shapes.cache_length - start
+            fitting = tuple(b for b in buckets if b <= room)
+            size = bucket(fitting, len(ids))
+            chunk, ids = ids[:size], ids[size:]
+            padded = np.zeros(size, np.int32)
+            padded[: len(chunk)] = chunk
+            span = bucket((0, *self.shapes.span_buckets), start)
+            cache = self._extend(params, cache, padded, row, start, span)
+            start += len(chunk)
+        return cache
+
+    def _extend(
+        self, params: EngineParams, cache: KVCache, padded: np.ndarray, row: int, start: int, span: int
+    ) -> KVCache:
+        place, size = np.array([row, start], np.int32), len(padded)
+        program = programs.chunk_program(self.config, span)
+        new = self.table.call(("chunk", cache.rows, size, span), program, (), params, cache, padded, place)
+        return self.table.call(("write", cache.rows, size), programs.write_chunk, (0,), cache, new, place)
+
+    def copy_row(self, cache: KVCache, source: int, target: int) -> KVCache:
+        """Copies one row over another, on the device."""
+        place = np.array([source, target], np.int32)
+        return self.table.call(("copy", cache.rows), programs.copy_row, (0,), cache, place)
+
+    def decode(
+        self, params: EngineParams, cache: KVCache, lanes: programs.Lanes, steps: int, exit_after: int
+    ) -> tuple[KVCache, np.ndarray, np.ndarray]:
+        """Runs up to ``steps`` decode steps.
+
+        Args:
+            lanes: numpy arrays of any length up to ``max_concurrent_decodes``; padded here to a bucket.
+            exit_after: come back early once this many lanes have finished.
+
+        Returns:
+            cache, ids int32 [steps', W], log-probs float32 [steps', W]; an id of -1 means the lane did not run.
+        """
+        count = len(lanes.rows)
+        width = bucket(self.shapes.lane_buckets, count)
+        span = bucket(self.shapes.span_buckets, int(lanes.positions.max()) + steps)
+        steps = min(steps, self.shapes.decode_steps)
+        program = programs.decode_program(self.config, self.shapes.decode_steps, span)
+        padded = _pad_lanes(lanes, width - count, unused_row=cache.rows)
+        limits = np.array([steps, exit_after], np.int32)
+        cache, out = self.table.call(
+            ("decode", cache.rows, width, span), program, (1,), params, cache, padded, limits
+        )
+        ids, bits = np.asarray(out)[:, :, :count]
+        return cache, ids, bits.view(np.float32)
+
+    def warm_up(self, params: EngineParams, cache: KVCache, progress: Any = None) -> KVCache:
+        """Compiles (and runs once) every program the shapes allow; later compilations count as recompilations."""
+        shapes = self.shapes
+        jobs = [("decode", w, s) for w in shapes.lane_buckets for s in shapes.span_buckets]
+        jobs += [("extend", t, s) for t in shapes.chunk_buckets for s in (0, *shapes.span_buckets)]
+        for done, (kind, size, span) in enumerate(jobs):
+            if kind == "decode":
+                position = span - shapes.decode_steps
+                cache, _, _ = self.decode(params, cache, _idle_lanes(size, position), shapes.decode_steps, 1)
+            else:
+                cache = self._extend(params, cache, np.zeros(size, np.int32), 0, 0, span)
+            if progress:
+                progress(done + 1, len(jobs))
+        cache = self.copy_row(cache, 0, 0)
+        self.table.end_warm_up()
+        return cache
+
+    # --- JetStream's abstract interface -----------------------------------------------------------------------
+
+    def prefill(
+        self,
+        *,
+        params: EngineParams,
+        existing_prefix: Prefix | None = None,
+        padded_tokens: jax.Array,
+        true_length: int,
+    ) -> Prefix:
+        """KV of a context; with ``existing_prefix`` the tokens continue it."""
+        ids = np.asarray(padded_tokens)[:true_length].astype(np.int32)
+        if existing_prefix is None:
+            start = 0
+            cache = empty_cache(self.config, 1, self.shapes.cache_length, self._dtype)
+        else:
+            start = int(existing_prefix.length)
+            cache = jax.tree.map(jnp.copy, existing_prefix.cache)
+            ids = np.concatenate([np.asarray(existing_prefix.last_token)[None], ids])
+        if start + len(ids) > self.shapes.max_model_len:
+            raise ValueError(f"{start + len(ids)} ids do not fit max_model_len={self.shapes.max_model_len}")
+        cache = self.extend(params, cache, 0, ids[:-1], start)
+        return Prefix(cache=cache, last_token=jnp.int32(ids[-1]), length=jnp.int32(start + len(ids) - 1))
+
+    def init_decode_state(self) -> DecodeState:
+        """A state of ``max_concurrent_decodes`` empty slots (each request below gets its own arrays)."""
+        slots = self.max_concurrent_decodes
+        cache = empty_cache(self.config, slots, self.shapes.cache_length, self._dtype)
+        tokens, positions, generated = (jnp.zeros(slots, jnp.int32) for _ in range(3))
+        return DecodeState(cache=cache, tokens=tokens, positions=positions, generated=generated)
+
+    def insert(self, prefix: Prefix, decode_state: DecodeState, slot: int) -> DecodeState:
+        """Puts a prefilled context into a slot."""
+        return _insert(prefix, decode_state, jnp.int32(slot))
+
+    def generate(self, params: EngineParams, decode_state: DecodeState) -> tuple[DecodeState, ResultTokens]:
+        """One greedy step for every slot; ``ResultTokens`` also carries log-probs."""
+        state, data = self._generate_step(params, decode_state)
+        return state, ResultTokens(
+            data=data, tokens_idx=(0, 1), valid_idx=(1, 2), length_idx=(2, 3), samples_per_slot=1
+        )
+
+    @functools.cached_property
+    def _generate_step(self) -> Any:
+        slots, length = self.max_concurrent_decodes, self.shapes.cache_length
+
+        def step(params: EngineParams, state: DecodeState) -> tuple[DecodeState, jax.Array]:
+            lanes = programs.Lanes(
+                rows=jnp.arange(slots),
+                tokens=state.tokens,
+                positions=state.positions,
+                remaining=jnp.ones(slots, jnp.int32),
+                temperature=jnp.zeros(slots),
+                top_p=jnp.ones(slots),
+                top_k=jnp.zeros(slots, jnp.int32),
+                seed=jnp.zeros(slots, jnp.uint32),
+                stop_ids=jnp.full((slots, MAX_STOP_IDS), -1, jnp.int32),
+            )
+            limits = jnp.array([1, slots + 1], jnp.int32)
+            cache, out = programs.decode(self.config, 1, length, params, state.cache, lanes, limits)
+            ids, bits = out[0, 0], out[1, 0]
+            # An idle slot keeps stepping in JetStream's Driver: hold it inside its row.
+            positions = jnp.minimum(state.positions + 1, length - 1)
+            generated = state.generated + 1
+            data = jnp.stack([ids, jnp.ones_like(ids), generated, bits], axis=1)
+            return DecodeState(cache=cache, tokens=ids, positions=positions, generated=generated), data
+
+        return jax.jit(step, donate_argnums=(1,))
+
+    def get_prefix_destination_sharding(self) -> jax.sharding.Sharding:
+        """Prefixes live on the engine's own device."""
+        return jax.sharding.NamedSharding(self._mesh, jax.sharding.PartitionSpec())
+
+    def get_tokenizer(self) -> Any:
+        """JetStream's parameters for C++ tokenizers; only the id arithmetic of ``build_tokenizer`` uses them."""
+        from jetstream.engine import tokenizer_pb2
+
+        return tokenizer_pb2.TokenizerParameters()
+
+    def build_tokenizer(self, metadata: Any) -> IdTokenizer:
+        """The tokenizer JetStream's Driver asks for (ids and stop ids; text when one was given)."""
+        return IdTokenizer(self.config, self._tokenizer)
+
+    @property
+    def max_concurrent_decodes(self) -> int:
+        return self.shapes.max_concurrent_decodes
+
+    @property
+    def samples_per_slot(self) -> int:
+        return 1
+
+    @property
+    def max_prefill_length(self) -> int:
+        return self.shapes.max_model_len - 1
+
+    @property
+    def mesh(self) -> jax.sharding.Mesh:
+        return self._mesh
+
+    @property
+    def colocated_cpus(self) -> list[Any] | None:
+        return None
+
+
+@functools.partial(jax.jit, donate_argnums=(1,))
+def _insert(prefix: Prefix, state: DecodeState, slot: jax.Array) -> DecodeState:
+    cache = jax.tree.map(
+        lambda rows, row: jax.lax.dynamic_update_index_in_dim(rows, row, slot, axis=0), state.cache, prefix.cache
+    )
+    return DecodeState(
+        cache=cache,
+        tokens=state.tokens.at[slot].set(prefix.last_token),
+        positions=state.positions.at[slot].set(prefix.length),
+        generated=state.generated.at[slot].set(0),
+    )
+
+
+def make_lanes(count: int) -> programs.Lanes:
+    """Numpy lanes of a given number, greedy and not running, to be filled in."""
+    return programs.Lanes(
+        rows=np.zeros(count, np.int32),
+        tokens=np.zeros(count, np.int32),
+        positions=np.zeros(count, np.int32),
+        remaining=np.zeros(count, np.int32),
+        temperature=np.zeros(count, np.float32),
+        top_p=np.ones(count, np.float32),
+        top_k=np.zeros(count, np.int32),
+        seed=np.zeros(count, np.uint32),
+        stop_ids=np.full((count, MAX_STOP_IDS), -1, np.int32),
+    )
+
+
+def _idle_lanes(count: int, position: int) -> programs.Lanes:
+    lanes = make_lanes(count)
+    lanes.positions[:] = position
+    lanes.rows[:] = np.iinfo(np.int32).max
+    return lanes
+
+
+def _pad_lanes(lanes: programs.Lanes, extra: int, *, unused_row: int) -> programs.Lanes:
+    if not extra:
+        return lanes
+    padding = make_lanes(extra)
+    padding.rows[:] = unused_row
+    return jax.tree.map(lambda a, b: np.concatenate([a, b]), lanes, padding)

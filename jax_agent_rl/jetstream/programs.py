@@ -1,0 +1,218 @@
+"""The engine's device programs, and a table that compiles each shape once and counts what comes late.
+
+Every program has static shapes taken from a few buckets, donates the cache it changes, and crosses to the host once
+per dispatch.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_agent_rl.jetstream.forward import EngineParams, KVCache, decode_step, prefill_chunk
+from jax_agent_rl.jetstream.sampling import sample
+from jax_agent_rl.models.llama import LlamaConfig
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Lanes:
+    """What the W lanes of one decode dispatch run; arrays of length W.
+
+    Attributes:
+        rows: int32, cache row of each lane; a row >= the cache's marks an unused lane.
+        tokens: int32, the last id of each context, not yet in the cache.
+        positions: int32, where it goes: the number of ids the cache holds.
+        remaining: int32, ids still allowed; 0 marks a lane that does not run.
+        temperature, top_p: float32.
+        top_k: int32.
+        seed: uint32.
+        stop_ids: int32 [W, n], ids that end the generation, padded with -1.
+    """
+
+    rows: jax.Array
+    tokens: jax.Array
+    positions: jax.Array
+    remaining: jax.Array
+    temperature: jax.Array
+    top_p: jax.Array
+    top_k: jax.Array
+    seed: jax.Array
+    stop_ids: jax.Array
+
+
+def decode(
+    config: LlamaConfig,
+    max_steps: int,
+    span: int,
+    params: EngineParams,
+    cache: KVCache,
+    lanes: Lanes,
+    limits: jax.Array,
+) -> tuple[KVCache, jax.Array]:
+    """Several decode steps for W lanes.
+
+    The lanes' rows are gathered into a compact working cache of ``span`` positions (rows and positions that no lane
+    uses cost nothing), the steps run on it, and only the new columns are written back.
+
+    Args:
+        max_steps: static size of the output, >= limits[0].
+        span: static; must be >= max(positions) + limits[0].
+        limits: int32 [2]: steps to run at most; end early once this many lanes have finished.
+
+    Returns:
+        the cache, and int32 [2, max_steps, W]: sampled ids (-1 where a lane did not run) and the bits of their
+        float32 log-probs. One array, because one copy to the host is cheaper than two.
+    """
+    lane_count = lanes.rows.shape[0]
+    work = KVCache(
+        tuple(k.at[lanes.rows].get(mode="clip")[..., :span] for k in cache.keys),
+        tuple(v.at[lanes.rows].get(mode="clip")[:, :, :span] for v in cache.values),
+    )
+    started = jnp.sum(lanes.remaining > 0)
+
+    def go_on(carry: tuple) -> jax.Array:
+        step, _, _, remaining, _, _ = carry
+        running = jnp.sum(remaining > 0)
+        return (step < limits[0]) & (running > 0) & (started - running < limits[1])
+
+    def body(carry: tuple) -> tuple:
+        step, tokens, positions, remaining, work, out = carry
+        running = remaining > 0
+        logits, work = decode_step(config, params, work, tokens, jnp.minimum(positions, span - 1))
+        ids, logprobs = sample(
+            logits,
+            temperature=lanes.temperature,
+            top_p=lanes.top_p,
+            top_k=lanes.top_k,
+            seed=lanes.seed,
+            position=positions + 1,
+        )
+        new = jnp.stack([jnp.where(running, ids, -1), jax.lax.bitcast_convert_type(logprobs, jnp.int32)])
+        out = jax.lax.dynamic_update_index_in_dim(out, new, step, axis=1)
+        stopped = jnp.any(ids[:, None] == lanes.stop_ids, axis=1)
+        remaining = jnp.where(running, jnp.where(stopped, 0, remaining - 1), remaining)
+        return (
+            step + 1,
+            jnp.where(running, ids, tokens),
+            positions + running,
+            remaining,
+            work,
+            out,
+        )
+
+    out = jnp.full((2, max_steps, lane_count), -1, jnp.int32)
+    carry = (jnp.int32(0), lanes.tokens, lanes.positions, lanes.remaining, work, out)
+    _, _, _, _, work, out = jax.lax.while_loop(go_on, body, carry)
+    return _write_back(cache, work, lanes, max_steps), out
+
+
+def _write_back(cache: KVCache, work: KVCache, lanes: Lanes, max_steps: int) -> KVCache:
+    """Copies the columns a dispatch may have written from the working cache to the lanes' rows.
+
+    One window of ``max_steps`` columns per lane; near the end of a row it begins earlier and rewrites what is there.
+    """
+    width = min(max_steps, work.length)
+    starts = jnp.minimum(lanes.positions, work.length - width)
+    places = jnp.stack([lanes.rows, starts], axis=1)
+
+    def one(cached: jax.Array, worked: jax.Array, axis: int) -> jax.Array:
+        window = jax.vmap(lambda row, start: jax.lax.dynamic_slice_in_dim(row, start, width, axis - 1))(worked, starts)
+        dimensions = jax.lax.ScatterDimensionNumbers(
+            update_window_dims=(1, 2, 3), inserted_window_dims=(0,), scatter_dims_to_operand_dims=(0, axis)
+        )
+        mode = jax.lax.GatherScatterMode.FILL_OR_DROP  # unused lanes name a row that does not exist
+        return jax.lax.scatter(cached, places, window, dimensions, unique_indices=True, mode=mode)
+
+    return KVCache(
+        tuple(one(k, w, 3) for k, w in zip(cache.keys, work.keys, strict=True)),
+        tuple(one(v, w, 2) for v, w in zip(cache.values, work.values, strict=True)),
+    )
+
+
+NewKV = tuple[tuple[jax.Array, jax.Array], ...]
+
+
+def compute_chunk(
+    config: LlamaConfig, span: int, params: EngineParams, cache: KVCache, tokens: jax.Array, place: jax.Array
+) -> NewKV:
+    """Prefills one chunk of one row, to be written by :func:`write_chunk`.
+
+    Two programs, because one that both reads and writes a donated cache makes the compiler copy all of it.
+
+    Args:
+        span: static number of cached positions to attend to, >= the chunk's start.
+        tokens: int32 [T], padded.
+        place: int32 [2]: row, start.
+    """
+    row, start = place[0], place[1]
+    kv_heads, size = config.num_kv_heads, config.head_dim
+    view = KVCache(
+        tuple(jax.lax.dynamic_slice(k, (row, 0, 0, 0), (1, kv_heads, size, span)) for k in cache.keys),
+        tuple(jax.lax.dynamic_slice(v, (row, 0, 0, 0), (1, kv_heads, span, size)) for v in cache.values),
+    )
+    return prefill_chunk(config, params, view, tokens, start)
+
+
+def write_chunk(cache: KVCache, new: NewKV, place: jax.Array) -> KVCache:
+    """Puts a chunk's keys and values in place; start + T must not exceed the cache's length."""
+    row, start = place[0], place[1]
+    write = jax.lax.dynamic_update_slice
+    return KVCache(
+        tuple(write(c, k[None], (row, 0, 0, start)) for c, (k, _) in zip(cache.keys, new, strict=True)),
+        tuple(write(c, v[None], (row, 0, start, 0)) for c, (_, v) in zip(cache.values, new, strict=True)),
+    )
+
+
+def copy_row(cache: KVCache, place: jax.Array) -> KVCache:
+    """Copies row ``place[0]`` over row ``place[1]``, on the device."""
+
+    def copy(x: jax.Array) -> jax.Array:
+        row = jax.lax.dynamic_index_in_dim(x, place[0], keepdims=True)
+        return jax.lax.dynamic_update_index_in_dim(x, row, place[1], axis=0)
+
+    return jax.tree.map(copy, cache)
+
+
+class ProgramTable:
+    """Compiles programs ahead of time, one per name and shape, and counts those that come after warm-up."""
+
+    def __init__(self) -> None:
+        self._programs: dict[tuple, Callable[..., Any]] = {}
+        self._warm = False
+        self.recompilations = 0
+        self.compile_seconds = 0.0
+
+    def end_warm_up(self) -> None:
+        """From here on a new program counts as a recompilation."""
+        self._warm = True
+
+    def __len__(self) -> int:
+        return len(self._programs)
+
+    def call(self, key: tuple, function: Callable[..., Any], donate: tuple[int, ...], *args: Any) -> Any:
+        """Runs ``function(*args)`` through the program named ``key``, compiling it if it is new."""
+        program = self._programs.get(key)
+        if program is None:
+            begin = time.perf_counter()
+            program = jax.jit(function, donate_argnums=donate).lower(*args).compile()
+            self._programs[key] = program
+            self.compile_seconds += time.perf_counter() - begin
+            self.recompilations += self._warm
+        return program(*args)
+
+
+def decode_program(config: LlamaConfig, max_steps: int, span: int) -> Callable[..., Any]:
+    """``decode`` with its static arguments bound."""
+    return functools.partial(decode, config, max_steps, span)
+
+
+def chunk_program(config: LlamaConfig, span: int) -> Callable[..., Any]:
+    """``compute_chunk`` with its static arguments bound."""
+    return functools.partial(compute_chunk, config, span)

@@ -1,0 +1,103 @@
+"""One generation while it runs: its ids so far, and when it is over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from jax_agent_rl.rollout.protocol import GenerateRequest
+from jax_agent_rl.types import StopReason, TokenOutput, digest_ids
+
+
+class RunningRequest:
+    """Mutable state of one request inside the engine thread.
+
+    Args:
+        request: what was asked.
+        max_tokens: ids it may sample (the request's own limit, or less where the context ends).
+        eos_ids: ids that end it with ``StopReason.EOS``.
+        seed: uint32 that fixes its draws.
+        decode_text: ids to text; needed only for stop strings.
+    """
+
+    def __init__(
+        self,
+        request: GenerateRequest,
+        *,
+        max_tokens: int,
+        eos_ids: frozenset[int],
+        seed: int,
+        decode_text: Callable[[Sequence[int]], str] | None,
+    ) -> None:
+        self.request = request
+        self.max_tokens = max_tokens
+        self.seed = seed
+        self.row: int | None = None
+        self.cached_tokens = 0
+        self.token_ids: list[int] = []
+        self.log_probs: list[float] = []
+        self.versions: list[int] = []
+        self.stop_reason: StopReason | None = None
+        self.stop_match: str | None = None
+        sampling = request.sampling
+        self._eos_ids = frozenset() if sampling.ignore_eos else eos_ids
+        self._stop_ids = frozenset(sampling.stop_token_ids)
+        self._decode_text = decode_text
+        # A stop string of n bytes spans at most n ids that add text; ids without text make the window longer.
+        self._window = max((len(s.encode()) for s in sampling.stop), default=0) + 8
+
+    @property
+    def stop_ids(self) -> list[int]:
+        """All ids that end it, for the device."""
+        return sorted(self._eos_ids | self._stop_ids)
+
+    @property
+    def last_id(self) -> int:
+        """The newest id of the context: what the next decode step feeds."""
+        return self.token_ids[-1] if self.token_ids else self.request.prompt_ids[-1]
+
+    @property
+    def remaining(self) -> int:
+        return self.max_tokens - len(self.token_ids)
+
+    def accept(self, ids: np.ndarray, log_probs: np.ndarray, version: int) -> int:
+        """Takes freshly sampled ids up to the one that ends the generation; returns how many were taken."""
+        taken = 0
+        for token, log_prob in zip(ids.tolist(), log_probs.tolist(), strict=True):
+            if self.stop_reason is not None:
+                break
+            self.token_ids.append(token)
+            self.log_probs.append(log_prob)
+            self.versions.append(version)
+            taken += 1
+            self._check_stop(token)
+        return taken
+
+    def _check_stop(self, token: int) -> None:
+        if token in self._eos_ids:
+            self.stop_reason = StopReason.EOS
+        elif token in self._stop_ids:
+            self.stop_reason, self.stop_match = StopReason.STOP, str(token)
+        elif self.request.sampling.stop and (found := self._stop_string()):
+            self.stop_reason, self.stop_match = StopReason.STOP, found
+        elif self.remaining == 0:
+            self.stop_reason = StopReason.LENGTH
+
+    def _stop_string(self) -> str | None:
+        assert self._decode_text is not None  # refused at submission otherwise
+        tail = self._decode_text(self.token_ids[-self._window :])
+        return next((s for s in self.request.sampling.stop if s in tail), None)
+
+    def output(self, context_ids: Sequence[int]) -> TokenOutput:
+        """The result. ``context_ids``: prompt and output as the cache holds them, fingerprinted for the caller."""
+        assert self.stop_reason is not None
+        return TokenOutput(
+            token_ids=tuple(self.token_ids),
+            log_probs=tuple(self.log_probs),
+            policy_versions=tuple(self.versions),
+            stop_reason=self.stop_reason,
+            stop_match=self.stop_match,
+            context_digest=digest_ids(context_ids),
+            cached_tokens=self.cached_tokens,
+        )

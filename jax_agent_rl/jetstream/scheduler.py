@@ -1,0 +1,224 @@
+"""Continuous batching over the engine's rows and lanes. Plain and single-threaded: ``backend`` gives it a thread.
+
+::
+
+    submit ──► waiting ──admit──► running ──decode──► finished
+                 ▲   place a row, copy or prefill      │  ids, log-probs, versions
+                 └── until a row and a lane are free   └─ row retired: KV kept for the next turn
+
+One :meth:`Scheduler.step` admits what fits, runs one decode dispatch for everything that runs, and reports progress.
+While requests wait, a dispatch ends as soon as one lane finishes, so its place is filled at once.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from jax_agent_rl.errors import BackendError, PromptTooLongError
+from jax_agent_rl.jetstream.engine import MAX_STOP_IDS, JaxEngine, make_lanes
+from jax_agent_rl.jetstream.forward import EngineParams
+from jax_agent_rl.jetstream.programs import Lanes
+from jax_agent_rl.jetstream.request import RunningRequest
+from jax_agent_rl.jetstream.rows import RowTable
+from jax_agent_rl.rollout.protocol import BackendMetrics, GenerateRequest, TokenChunk
+from jax_agent_rl.types import StopReason
+
+
+@dataclass
+class Counters:
+    """Running totals behind :class:`BackendMetrics`."""
+
+    generated_tokens: int = 0
+    prefill_tokens: int = 0
+    cached_tokens: int = 0
+    requests_finished: int = 0
+    busy_seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    weight_update_seconds: float = 0.0
+
+
+@dataclass
+class Scheduler:
+    """See the module docstring.
+
+    Attributes:
+        engine: runs the programs.
+        params: weights in the engine's layout.
+        version: policy version of ``params``.
+        seed: draws the seeds of requests that bring none.
+        decode_text: ids to text, for stop strings.
+    """
+
+    engine: JaxEngine
+    params: EngineParams
+    version: int = 0
+    seed: int = 0
+    decode_text: Callable[[Sequence[int]], str] | None = None
+    counters: Counters = field(default_factory=Counters)
+
+    def __post_init__(self) -> None:
+        shapes = self.engine.shapes
+        self.cache = self.engine.init_cache()
+        self.table = RowTable(shapes.cache_rows, shapes.cache_length)
+        self.running: dict[str, RunningRequest] = {}
+        self._waiting: list[tuple[int, int, RunningRequest]] = []
+        self._known: set[str] = set()
+        self._arrivals = itertools.count()
+        self._rng = np.random.default_rng(self.seed)
+        self._eos = frozenset(self.engine.config.eos_token_ids)
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    def submit(self, request: GenerateRequest) -> None:
+        """Queues a request.
+
+        Raises:
+            PromptTooLongError: no room for one sampled id.
+            BackendError: a duplicate id, or something this engine cannot do.
+        """
+        limit, sampling = self.engine.shapes.max_model_len, request.sampling
+        name = f"request {request.request_id!r}"
+        if len(request.prompt_ids) >= limit:
+            raise PromptTooLongError(
+                f"{name}: a prompt of {len(request.prompt_ids)} ids leaves no room in rollout.max_model_len={limit}; "
+                "shorten the prompt or raise rollout.max_model_len"
+            )
+        if request.request_id in self._known:
+            raise BackendError(f"{name} is already running; request ids must be unique while they live")
+        if request.multi_modal or request.lora:
+            raise BackendError(f"{name}: the jetstream backend takes no multi-modal input and no LoRA adapter")
+        if sampling.stop and self.decode_text is None:
+            raise BackendError(f"{name} has stop strings, but this engine was given no tokenizer")
+        vocabulary = self.engine.config.vocab_size
+        if not all(0 <= i < vocabulary for i in request.prompt_ids):
+            raise BackendError(f"{name}: prompt ids must be in [0, {vocabulary})")
+        run = RunningRequest(
+            request,
+            max_tokens=min(sampling.max_tokens, limit - len(request.prompt_ids)),
+            eos_ids=self._eos,
+            seed=(sampling.seed if sampling.seed is not None else int(self._rng.integers(2**32))) % 2**32,
+            decode_text=self.decode_text,
+        )
+        if len(run.stop_ids) > MAX_STOP_IDS:
+            raise BackendError(f"{name}: at most {MAX_STOP_IDS} stop ids (EOS included), got {len(run.stop_ids)}")
+        self._known.add(request.request_id)
+        heapq.heappush(self._waiting, (request.priority, next(self._arrivals), run))
+
+    def step(self, *, admit: bool = True) -> list[tuple[RunningRequest, TokenChunk]]:
+        """Admits (unless told not to), decodes once, and returns the new ids of every request that got some."""
+        begin = time.perf_counter()
+        if admit:
+            self._admit()
+        self.counters.prefill_seconds += time.perf_counter() - begin
+        progress = self._decode() if self.running else []
+        self.counters.busy_seconds += time.perf_counter() - begin
+        return progress
+
+    def abort(self, request_id: str) -> tuple[RunningRequest, TokenChunk] | None:
+        """Ends a request now with what it has; None if it is not known."""
+        run = self.running.get(request_id)
+        if run is None:
+            run = next((r for _, _, r in self._waiting if r.request.request_id == request_id), None)
+            if run is None:
+                return None
+            self._waiting = [item for item in self._waiting if item[2] is not run]
+            heapq.heapify(self._waiting)
+        run.stop_reason = StopReason.ABORTED
+        return run, self._finish(run, (), ())
+
+    def set_weights(self, params: EngineParams, version: int) -> None:
+        """Serves new weights from the next dispatch on; what was cached under the old ones is forgotten."""
+        self.params = params
+        self.version = version
+        self.table.reset()
+
+    def metrics(self) -> BackendMetrics:
+        return BackendMetrics(**vars(self.counters), recompilations=self.engine.table.recompilations)
+
+    # --- admission --------------------------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        while self._waiting and len(self.running) < self.engine.max_concurrent_decodes:
+            run = self._waiting[0][2]
+            prompt = np.asarray(run.request.prompt_ids, np.int32)
+            placement = self.table.place(prompt, run.request.session_id)
+            if placement is None:
+                return
+            heapq.heappop(self._waiting)
+            run.row, run.cached_tokens = placement.row, placement.reused
+            self.running[run.request.request_id] = run
+            if placement.copy_from is not None:
+                self.cache = self.engine.copy_row(self.cache, placement.copy_from, placement.row)
+            new = prompt[placement.reused : -1]
+            self.cache = self.engine.extend(self.params, self.cache, placement.row, new, placement.reused)
+            self.table.append(placement.row, new)
+            self.counters.prefill_tokens += len(new)
+            self.counters.cached_tokens += placement.reused
+
+    # --- decoding ---------------------------------------------------------------------------------------------
+
+    def _decode(self) -> list[tuple[RunningRequest, TokenChunk]]:
+        runs = list(self.running.values())
+        lanes = make_lanes(len(runs))
+        for lane, run in enumerate(runs):
+            self._fill_lane(lanes, lane, run)
+        exit_after = 1 if self._waiting else len(runs)
+        steps = self.engine.shapes.decode_steps
+        self.cache, ids, log_probs = self.engine.decode(self.params, self.cache, lanes, steps, exit_after)
+        return [
+            (run, chunk)
+            for lane, run in enumerate(runs)
+            if (chunk := self._take(run, ids[:, lane], log_probs[:, lane])) is not None
+        ]
+
+    def _fill_lane(self, lanes: Lanes, lane: int, run: RunningRequest) -> None:
+        sampling = run.request.sampling
+        lanes.rows[lane] = run.row
+        lanes.tokens[lane] = run.last_id
+        lanes.positions[lane] = len(run.request.prompt_ids) + len(run.token_ids) - 1
+        lanes.remaining[lane] = run.remaining
+        lanes.temperature[lane] = sampling.temperature
+        lanes.top_p[lane] = sampling.top_p
+        lanes.top_k[lane] = sampling.top_k
+        lanes.seed[lane] = run.seed
+        lanes.stop_ids[lane, : len(run.stop_ids)] = run.stop_ids
+
+    def _take(self, run: RunningRequest, ids: np.ndarray, log_probs: np.ndarray) -> TokenChunk | None:
+        """Hands one lane's output to its request; a stop string may end it before the lane did."""
+        ran = ids >= 0
+        last = run.last_id
+        taken = run.accept(ids[ran], log_probs[ran], self.version)
+        if not taken:
+            return None
+        # The dispatch fed the last known id and all but the newest of the new ones: those have their KV now.
+        self.table.append(run.row, [last, *run.token_ids[-taken:-1]])
+        self.counters.generated_tokens += taken
+        new_ids, new_log_probs = tuple(run.token_ids[-taken:]), tuple(run.log_probs[-taken:])
+        if run.stop_reason is not None:
+            return self._finish(run, new_ids, new_log_probs)
+        return TokenChunk(token_ids=new_ids, log_probs=new_log_probs, policy_versions=(self.version,) * taken)
+
+    def _finish(self, run: RunningRequest, new_ids: tuple[int, ...], new_log_probs: tuple[float, ...]) -> TokenChunk:
+        request = run.request
+        if run.row is not None:
+            context = [*self.table.ids(run.row).tolist(), run.last_id]
+            self.table.release(run.row, session_ends=request.session_ends)
+        else:
+            context = [*request.prompt_ids, *run.token_ids]
+        self.running.pop(request.request_id, None)
+        self._known.discard(request.request_id)
+        self.counters.requests_finished += 1
+        return TokenChunk(
+            token_ids=new_ids,
+            log_probs=new_log_probs,
+            policy_versions=(self.version,) * len(new_ids),
+            final=run.output(context),
+        )

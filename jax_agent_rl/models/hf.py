@@ -1,0 +1,158 @@
+"""Hugging Face folders in and out: ``config.json`` and safetensors, one shard or many."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from jax_agent_rl.errors import ModelError
+from jax_agent_rl.models.llama import LlamaConfig, Params
+
+TOP = {"embed": "model.embed_tokens.weight", "final_norm": "model.norm.weight", "lm_head": "lm_head.weight"}
+LAYER = {
+    "q": "self_attn.q_proj",
+    "k": "self_attn.k_proj",
+    "v": "self_attn.v_proj",
+    "o": "self_attn.o_proj",
+    "gate": "mlp.gate_proj",
+    "up": "mlp.up_proj",
+    "down": "mlp.down_proj",
+    "input_norm": "input_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+}
+
+
+def load_config(path: str | Path) -> LlamaConfig:
+    """Reads ``config.json`` (and the EOS ids of ``generation_config.json``) of a model folder.
+
+    Raises:
+        ModelError: no such folder, or an architecture this package does not have.
+    """
+    folder = Path(path).expanduser()
+    file = folder / "config.json"
+    if not file.is_file():
+        raise ModelError(
+            f"no model at {str(folder)!r} (config.json is missing); set model.path to a Hugging Face folder, "
+            "or run `jax-agent-rl fetch-model` for the quickstart's"
+        )
+    raw = json.loads(file.read_text())
+    if raw.get("model_type") != "llama":
+        raise ModelError(f"{file}: model_type {raw.get('model_type')!r} is not supported; supported: 'llama'")
+    generation = folder / "generation_config.json"
+    if generation.is_file() and (eos := json.loads(generation.read_text()).get("eos_token_id")) is not None:
+        raw["eos_token_id"] = eos
+    return LlamaConfig.from_hf(raw)
+
+
+def load_hf(path: str | Path, *, dtype: jnp.dtype = jnp.float32) -> tuple[LlamaConfig, Params]:
+    """Reads a model folder.
+
+    Returns:
+        the config, and the parameter tree on the default device.
+
+    Raises:
+        ModelError: files are missing or damaged, or tensors are missing, left over or of a wrong shape.
+    """
+    folder = Path(path).expanduser()
+    config = load_config(folder)
+    tensors = _open_tensors(folder)
+    params = jax.tree.map(
+        lambda names, shape: _read(tensors, names, shape, dtype, folder),
+        _names(config),
+        config.parameter_shapes(),
+        is_leaf=lambda x: isinstance(x, (str, list)),
+    )
+    left = sorted(tensors.keys() - _all_names(config) - ({TOP["lm_head"]} if config.tie_word_embeddings else set()))
+    if left:
+        raise ModelError(f"{folder}: {len(left)} tensors are not part of a Llama model, e.g. {left[:3]}")
+    return config, params
+
+
+def save_hf(path: str | Path, config: LlamaConfig, params: Params, *, tokenizer_from: str | Path | None = None) -> None:
+    """Writes ``config.json``, ``generation_config.json`` and ``model.safetensors``; copies tokenizer files."""
+    folder = Path(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors: dict[str, np.ndarray] = {}
+    for names, value in zip(_leaves(_names(config)), jax.tree.leaves(params), strict=True):
+        array = np.asarray(value)
+        pairs = [(names, array)] if isinstance(names, str) else zip(names, array, strict=True)
+        tensors |= {name: np.ascontiguousarray(part) for name, part in pairs}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    raw = config.to_hf()
+    (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
+    generation = {key: raw[key] for key in ("bos_token_id", "eos_token_id")}
+    (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
+    if tokenizer_from is not None:
+        for pattern in ("tokenizer*", "special_tokens_map.json", "chat_template*"):
+            for file in Path(tokenizer_from).expanduser().glob(pattern):
+                shutil.copy(file, folder)
+
+
+def _names(config: LlamaConfig) -> Params:
+    """Hugging Face tensor names in the shape of the parameter tree; a stacked one has a list."""
+    tree: Params = {
+        "embed": TOP["embed"],
+        "layers": {
+            key: [f"model.layers.{i}.{name}.weight" for i in range(config.num_layers)] for key, name in LAYER.items()
+        },
+        "final_norm": TOP["final_norm"],
+    }
+    if not config.tie_word_embeddings:
+        tree["lm_head"] = TOP["lm_head"]
+    return tree
+
+
+def _leaves(names: Params) -> list[str | list[str]]:
+    return jax.tree.leaves(names, is_leaf=lambda x: isinstance(x, list))
+
+
+def _all_names(config: LlamaConfig) -> set[str]:
+    return {n for leaf in _leaves(_names(config)) for n in ([leaf] if isinstance(leaf, str) else leaf)}
+
+
+def _open_tensors(folder: Path) -> dict[str, Any]:
+    """Every tensor name with the open file that holds it."""
+    found: dict[str, Any] = {}
+    for file in _weight_files(folder):
+        try:
+            handle = safe_open(file, framework="numpy")
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"{file} cannot be read ({error}); download or convert the model again") from error
+        found |= {name: handle for name in handle.keys()}
+    return found
+
+
+def _weight_files(folder: Path) -> Iterator[Path]:
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        yield from (folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values())))
+    elif (folder / "model.safetensors").is_file():
+        yield folder / "model.safetensors"
+    else:
+        raise ModelError(f"{folder} holds no model.safetensors (other weight formats are not read)")
+
+
+def _read(
+    tensors: dict[str, Any], names: str | list[str], shape: tuple[int, ...], dtype: jnp.dtype, folder: Path
+) -> jax.Array:
+    """One parameter; a stacked one is filled layer by layer."""
+    stacked = isinstance(names, list)
+    parts = []
+    for name in names if stacked else [names]:
+        if name not in tensors:
+            raise ModelError(f"{folder}: tensor {name!r} is missing from the safetensors files")
+        part = tensors[name].get_tensor(name)
+        expected = shape[1:] if stacked else shape
+        if part.shape != expected:
+            raise ModelError(f"{folder}: {name} has shape {part.shape}, config.json says {expected}")
+        parts.append(part)
+    return jnp.asarray(np.stack(parts) if stacked else parts[0], dtype)

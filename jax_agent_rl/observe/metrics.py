@@ -1,0 +1,95 @@
+"""The run folder: JSON Lines files that only grow, and are cut back to a step when a run resumes there."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from jax_agent_rl.types import Trajectory
+
+
+class RunFolder:
+    """Names and writes the files of one run.
+
+    ``config.json, metrics.jsonl, trajectories.jsonl, summary.json, reward.png, checkpoints/``
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.path.mkdir(parents=True, exist_ok=True)
+        self.config = path / "config.json"
+        self.metrics = path / "metrics.jsonl"
+        self.trajectories = path / "trajectories.jsonl"
+        self.summary = path / "summary.json"
+        self.plot = path / "reward.png"
+        self.checkpoints = path / "checkpoints"
+
+    def add_metrics(self, record: Mapping[str, Any]) -> None:
+        """Appends one record of ``metrics.jsonl``."""
+        _append(self.metrics, [record])
+
+    def add_trajectories(self, step: int, split: str, trajectories: Iterable[Trajectory]) -> None:
+        """Appends trajectories; ``split`` is ``train`` or ``heldout``."""
+        _append(self.trajectories, (trajectory_record(t, step=step, split=split) for t in trajectories))
+
+    def cut_back(self, step: int) -> None:
+        """Removes what was recorded after ``step``: those steps are about to be run again."""
+        for file in (self.metrics, self.trajectories):
+            if file.exists():
+                write_atomically(file, "".join(line + "\n" for line in _complete_lines(file, step)))
+
+    def write_json(self, file: Path, content: Mapping[str, Any]) -> None:
+        """Writes a JSON file whole or not at all."""
+        write_atomically(file, json.dumps(content, indent=2) + "\n")
+
+
+def trajectory_record(trajectory: Trajectory, *, step: int, split: str) -> dict[str, Any]:
+    """A trajectory as JSON: ids, mask, log-probs, versions, reward, messages. Derived arrays are left out of turns."""
+    record = {"step": step, "split": split, **asdict(trajectory)}
+    record["turns"] = [
+        {
+            "sampled": len(turn.output.token_ids),
+            "appended": len(turn.appended_ids),
+            "stop_reason": turn.output.stop_reason,
+            "cached_tokens": turn.output.cached_tokens,
+            "tool_calls": [asdict(call) for call in turn.tool_calls],
+        }
+        for turn in trajectory.turns
+    ]
+    record["row"] = {key: value for key, value in trajectory.row.items() if key != "prompt"}  # it is in messages
+    record["rollout_logprobs"] = [round(x, 6) for x in trajectory.rollout_logprobs]
+    return record
+
+
+def read_records(file: Path) -> list[dict[str, Any]]:
+    """All complete records of a JSON Lines file; a last line cut off by a crash is left out."""
+    return [json.loads(line) for line in _complete_lines(file, None)] if file.exists() else []
+
+
+def write_atomically(file: Path, text: str) -> None:
+    """Replaces a file in one move, so a crash leaves the old or the new one."""
+    temporary = file.with_name(file.name + ".tmp")
+    temporary.write_text(text)
+    os.replace(temporary, file)
+
+
+def _append(file: Path, records: Iterable[Mapping[str, Any]]) -> None:
+    with file.open("a") as stream:
+        for record in records:
+            stream.write(json.dumps(record) + "\n")
+
+
+def _complete_lines(file: Path, last_step: int | None) -> list[str]:
+    lines = []
+    for line in file.read_text().splitlines():
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            continue  # the line a crash cut off
+        if last_step is None or record["step"] <= last_step:
+            lines.append(line)
+    return lines

@@ -1,0 +1,91 @@
+"""The live display of a run: a table of steps that grows, and one line that says what happens now."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+HEARTBEAT_SECONDS = 20.0
+HEADER = (
+    f"{'step':>9} {'reward':>7} {'accuracy':>8} {'tools/traj':>10} {'tok/s roll':>10} {'tok/s learn':>11} "
+    f"{'|Δlogp| max':>11} {'step s':>7} {'left':>7}"
+)
+
+
+class Progress:
+    """Shows a run in a terminal; on a pipe it prints plain lines and a sign of life every 20 seconds.
+
+    Use as a context manager. ``phase`` says what is going on (with an optional live count); ``step`` adds a line to
+    the table.
+    """
+
+    def __init__(self, console: Console, *, total_steps: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._console = console
+        self._total = total_steps
+        self._clock = clock
+        self._phase = "starting"
+        self._count: Callable[[], str] = lambda: ""
+        self._phase_began = clock()
+        self._lock = threading.Lock()
+        self._done = threading.Event()
+        self._live = Live(get_renderable=self._line, console=console, refresh_per_second=4, transient=True)
+
+    def __enter__(self) -> Progress:
+        if self._console.is_terminal:
+            self._live.start()
+        else:
+            threading.Thread(target=self._beat, name="progress-heartbeat", daemon=True).start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._done.set()
+        if self._console.is_terminal:
+            self._live.stop()
+
+    def phase(self, name: str, count: Callable[[], str] = lambda: "") -> None:
+        """Says what happens now; ``count`` is asked for live detail, e.g. finished trajectories."""
+        with self._lock:
+            self._phase, self._count, self._phase_began = name, count, self._clock()
+
+    def say(self, text: str) -> None:
+        """A line that stays."""
+        self._console.print(text, highlight=False)
+
+    def step(self, record: Mapping[str, Any], *, seconds_left: float) -> None:
+        """One finished step (a ``metrics.jsonl`` record of kind ``step``)."""
+        if record["step"] == 1 or (record["step"] - 1) % 20 == 0:
+            self._console.print(Text(HEADER, style="bold"))
+        accuracy = f"{record['accuracy']:.1%}" if record.get("accuracy") is not None else "·"
+        self._console.print(
+            f"{record['step']:>4}/{self._total:<4} {record['reward_mean']:>7.3f} {accuracy:>8} "
+            f"{record['tool_calls_mean']:>10.2f} {record['rollout_tokens_per_second']:>10.0f} "
+            f"{record['learner_tokens_per_second']:>11.0f} {record['logprob_gap_max']:>11.1e} "
+            f"{record['step_seconds']:>7.1f} {duration(seconds_left):>7}",
+            highlight=False,
+        )
+
+    def _line(self) -> Text:
+        with self._lock:
+            name, count, began = self._phase, self._count, self._phase_began
+        detail = count()
+        return Text(f"  ▸ {name} {detail}  ({self._clock() - began:.0f} s)", style="yellow")
+
+    def _beat(self) -> None:
+        while not self._done.wait(HEARTBEAT_SECONDS):
+            if self._clock() - self._phase_began >= HEARTBEAT_SECONDS / 2:
+                self._console.print(self._line())
+
+
+def duration(seconds: float) -> str:
+    """``75`` -> ``1m15s``."""
+    seconds = max(0, round(seconds))
+    hours, rest = divmod(seconds, 3600)
+    minutes, seconds = divmod(rest, 60)
+    return f"{hours}h{minutes:02}m" if hours else f"{minutes}m{seconds:02}s" if minutes else f"{seconds}s"

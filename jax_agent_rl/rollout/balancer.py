@@ -1,0 +1,71 @@
+"""Which server takes a request: the one its session is on, else the one with the least in flight.
+
+A plain class without clocks, locks or asyncio; the client calls it from one event loop.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+
+class Balancer:
+    """Sticky sessions over least-in-flight.
+
+    A session stays on its server because the KV of its context is there; it moves only when that server is gone.
+
+    Args:
+        max_sessions: sessions remembered; beyond it the one used longest ago is forgotten.
+    """
+
+    def __init__(self, max_sessions: int = 100_000):
+        self._in_flight: dict[str, int] = {}
+        self._sessions: OrderedDict[str, str] = OrderedDict()
+        self._max_sessions = max_sessions
+
+    @property
+    def servers(self) -> tuple[str, ...]:
+        """Names of the servers, in the order in which they were added."""
+        return tuple(self._in_flight)
+
+    def in_flight(self, server: str) -> int:
+        """Requests the server is running or has queued."""
+        return self._in_flight[server]
+
+    def add(self, server: str) -> None:
+        """Adds a server.
+
+        Raises:
+            ValueError: the name is in use.
+        """
+        if server in self._in_flight:
+            raise ValueError(f"a server is called {server!r} already")
+        self._in_flight[server] = 0
+
+    def remove(self, server: str) -> None:
+        """Removes a server; its sessions go elsewhere with their next request. Unknown names are ignored."""
+        self._in_flight.pop(server, None)
+        for session in [s for s, where in self._sessions.items() if where == server]:
+            del self._sessions[session]
+
+    def acquire(self, session: str | None = None) -> str | None:
+        """Chooses a server and counts the request there; None if there is no server."""
+        if not self._in_flight:
+            return None
+        server = self._sessions.get(session) if session is not None else None
+        if server is None:
+            server = min(self._in_flight, key=self._in_flight.__getitem__)  # ties: the one added first
+        if session is not None:
+            self._sessions[session] = server
+            self._sessions.move_to_end(session)
+            if len(self._sessions) > self._max_sessions:
+                self._sessions.popitem(last=False)
+        self._in_flight[server] += 1
+        return server
+
+    def release(self, server: str) -> None:
+        """A request that :meth:`acquire` counted has left the server."""
+        self._in_flight[server] -= 1
+
+    def end_session(self, session: str) -> None:
+        """Forgets a session."""
+        self._sessions.pop(session, None)

@@ -1,0 +1,239 @@
+"""``generate`` over any number of servers: the only door from agents to engines.
+
+::
+
+    agent ──generate(ids)──► Balancer: sticky per session, else least in flight
+                                │
+                ┌───────────────┼───────────────┐
+                ▼               ▼               ▼
+           AsyncServer     AsyncServer     AsyncServer
+                │ done            │ ABORTED          │ EngineDied, Closed
+                ▼                 ▼                  ▼
+             return     go on with prompt + ids   server is dropped,
+                        so far, budget exact      same request elsewhere
+
+A caller sees one whole output whatever happened to the engines below; only its own ``abort`` gives it a partial one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jax_agent_rl.errors import BackendClosedError, BackendError, EngineDiedError, TokenDriftError
+from jax_agent_rl.rollout.balancer import Balancer
+from jax_agent_rl.rollout.protocol import GenerateRequest, WeightUpdate
+from jax_agent_rl.rollout.server import AsyncServer
+from jax_agent_rl.types import PauseMode, SamplingParams, StopReason, TokenOutput, digest_ids
+
+logger = logging.getLogger(__name__)
+
+_MAX_FRUITLESS_RESUMES = 100
+"""Resumptions in a row without a new id after which a request fails: an engine that aborts for ever is broken."""
+
+
+@dataclass(kw_only=True, slots=True)
+class _Flight:
+    """A request on its way: where it is, and whether its caller wants it ended."""
+
+    server: AsyncServer | None = None
+    unwanted: bool = False
+
+
+class LLMServerClient:
+    """Routes, resumes and retries. Use it from one event loop.
+
+    Args:
+        servers: started servers with different names.
+    """
+
+    def __init__(self, servers: Iterable[AsyncServer] = ()):
+        self._balancer = Balancer()
+        self._servers: dict[str, AsyncServer] = {}
+        self._flights: dict[str, _Flight] = {}
+        for server in servers:
+            self.add_server(server)
+
+    @property
+    def servers(self) -> tuple[AsyncServer, ...]:
+        return tuple(self._servers.values())
+
+    def add_server(self, server: AsyncServer) -> None:
+        """Takes a started server into the rotation, also while others are running.
+
+        Raises:
+            ValueError: its name is in use.
+        """
+        self._balancer.add(server.name)
+        self._servers[server.name] = server
+
+    async def remove_server(self, name: str) -> AsyncServer:
+        """Takes a server out of the rotation; what it was running goes on elsewhere. The caller closes it.
+
+        A backend that cannot abort finishes its requests first.
+
+        Raises:
+            KeyError: there is no such server.
+        """
+        server = self._servers.pop(name)
+        self._balancer.remove(name)
+        await server.evacuate()
+        return server
+
+    async def generate(
+        self,
+        request_id: str,
+        *,
+        prompt_ids: Sequence[int],
+        sampling_params: SamplingParams,
+        session_id: str | None = None,
+        session_ends: bool = False,
+        image_data: Sequence[Any] | None = None,
+    ) -> TokenOutput:
+        """Samples one continuation.
+
+        Args:
+            request_id: unique among the running requests.
+            prompt_ids: the whole context.
+            sampling_params: how to sample. A resumed request keeps its seed, so an engine that keys its draws by
+                seed and position goes on as if nothing had happened. A stop string that straddles the point of
+                interruption is not seen.
+            session_id: shared by the requests of a trajectory; keeps them on one server.
+            session_ends: this is the session's last request.
+            image_data: images, for a multi-modal engine.
+
+        Returns:
+            The output; ``StopReason.ABORTED`` only if :meth:`abort` was called for it.
+
+        Raises:
+            PromptTooLongError: the prompt leaves no room for a sampled id.
+            TokenDriftError: an interrupted part was conditioned on other ids than these (that of a whole output
+                is the caller's to check).
+            BackendError: the request failed, or every server is gone.
+        """
+        request = GenerateRequest(
+            request_id=request_id,
+            prompt_ids=tuple(prompt_ids),
+            sampling=sampling_params,
+            session_id=session_id,
+            session_ends=session_ends,
+            multi_modal={"image": tuple(image_data)} if image_data else {},
+        )
+        if request_id in self._flights:
+            raise BackendError(f"a request called {request_id!r} is running already")
+        flight = self._flights[request_id] = _Flight()
+        try:
+            return await self._run(request, flight)
+        finally:
+            del self._flights[request_id]
+            if session_ends and session_id is not None:
+                self.end_session(session_id)
+
+    async def abort(self, request_id: str) -> bool:
+        """Ends a request: its ``generate`` returns the ids so far. False if it is not running."""
+        flight = self._flights.get(request_id)
+        if flight is None:
+            return False
+        flight.unwanted = True
+        if flight.server is not None:
+            await flight.server.abort(request_id)
+        return True
+
+    def end_session(self, session_id: str) -> None:
+        """Forgets where a session lives; call it when its trajectory is over."""
+        self._balancer.end_session(session_id)
+
+    async def update_weights(self, update: WeightUpdate, *, mode: PauseMode | None = None) -> None:
+        """Updates all servers at once; see :meth:`AsyncServer.update_weights`.
+
+        A server that dies of it leaves the rotation.
+
+        Raises:
+            WeightUpdateError: a server refused; it still serves its old weights.
+            BackendError: no server is left.
+        """
+        servers = self.servers
+        results = await asyncio.gather(*(s.update_weights(update, mode=mode) for s in servers), return_exceptions=True)
+        failures = []
+        for server, result in zip(servers, results, strict=True):
+            if isinstance(result, EngineDiedError | BackendClosedError):
+                self._lose(server, result)
+            elif isinstance(result, BaseException):
+                failures.append(result)
+        if failures:
+            raise failures[0]
+        if not self._servers:
+            raise BackendError(f"no server is left to take weights of version {update.version}")
+
+    async def _run(self, request: GenerateRequest, flight: _Flight) -> TokenOutput:
+        """Sends the request until it is whole: each pass sends what is missing to some server."""
+        so_far: TokenOutput | None = None
+        rest, fruitless = request, 0
+        while not flight.unwanted:
+            output = await self._send(rest, flight)
+            if output is None:
+                continue
+            fruitless = 0 if output.token_ids else fruitless + 1
+            so_far = output if so_far is None else so_far.then(output)
+            if so_far.stop_reason is not StopReason.ABORTED:
+                return so_far
+            left = request.sampling.max_tokens - len(so_far.token_ids)
+            if left <= 0:
+                return replace(so_far, stop_reason=StopReason.LENGTH)
+            _check_context(rest, output)
+            if fruitless >= _MAX_FRUITLESS_RESUMES:
+                raise BackendError(f"request {request.request_id!r} was aborted {fruitless} times without a new id")
+            rest = replace(
+                request,
+                prompt_ids=request.prompt_ids + so_far.token_ids,
+                sampling=replace(request.sampling, max_tokens=left),
+            )
+        return so_far or _nothing(request)
+
+    async def _send(self, request: GenerateRequest, flight: _Flight) -> TokenOutput | None:
+        """One attempt on one server; None if that server turned out to be gone and there are others."""
+        name = self._balancer.acquire(request.session_id)
+        if name is None:
+            raise BackendError(f"request {request.request_id!r}: there is no server (left)")
+        server = flight.server = self._servers[name]
+        try:
+            return await server.generate(request)
+        except (EngineDiedError, BackendClosedError) as error:
+            self._lose(server, error)
+            if not self._servers:
+                raise
+            return None
+        finally:
+            flight.server = None
+            if self._servers.get(name) is server:  # not when it was removed, nor when another took its name
+                self._balancer.release(name)
+
+    def _lose(self, server: AsyncServer, error: BaseException) -> None:
+        """A server is gone; its sessions move on with their next request."""
+        if self._servers.get(server.name) is server:
+            del self._servers[server.name]
+            self._balancer.remove(server.name)
+            logger.warning("server %s is gone (%s); %d left", server.name, error, len(self._servers))
+
+
+def _check_context(request: GenerateRequest, part: TokenOutput) -> None:
+    """The digest of an interrupted part is lost when the next part is joined to it, so it is checked before."""
+    if part.context_digest != digest_ids(request.prompt_ids + part.token_ids):
+        raise TokenDriftError(
+            f"request {request.request_id!r}: its interrupted part was not sampled from the {len(request.prompt_ids)} "
+            "ids that were sent"
+        )
+
+
+def _nothing(request: GenerateRequest) -> TokenOutput:
+    """The output of a request that was aborted before it sampled anything."""
+    return TokenOutput(
+        token_ids=(),
+        log_probs=(),
+        policy_versions=(),
+        stop_reason=StopReason.ABORTED,
+        context_digest=digest_ids(request.prompt_ids),
+    )

@@ -1,0 +1,233 @@
+"""The seam between agents and engines: every engine is a :class:`RolloutBackend`.
+
+An agent never sees an engine, only ``generate``: ids in; ids, log-probs, versions and a reason out. The engine
+never sees text, tools or messages. A backend says in :class:`Capabilities` what it can do; the conformance suite
+tests exactly that, and a caller that needs more is refused at start, not in the middle of a run.
+
+Life of a backend::
+
+    start() ──► generate() … generate()        any number at once
+                  │ abort(id)                  that request returns its ids so far, StopReason.ABORTED
+                  │ pause(mode) / resume()     around a weight update
+                  │ update_weights(update)     version and prefix cache change together
+                  ▼
+                close()                        running requests fail with BackendClosedError
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+from jax_agent_rl.types import PauseMode, SamplingParams, StopReason, TokenOutput
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Capabilities:
+    """What a backend really does. False means: calling it raises ``NotImplementedError``.
+
+    Attributes:
+        max_model_len: most ids of prompt + output in one context.
+        max_concurrent: requests decoded at the same time (more may be queued).
+        logprobs: log-probs are those of the distribution sampled from (after temperature, top-p, top-k).
+        seeds: a request's ``seed`` makes it reproducible whatever else is in the batch.
+        stop_strings: ``SamplingParams.stop`` is honoured.
+        streaming: ``stream`` yields chunks as they are sampled.
+        abort: ``abort`` returns partial outputs.
+        pause_modes: modes ``pause`` accepts.
+        in_flight_update: weights may change while requests are frozen by ``PauseMode.KEEP``; each token
+            carries the version that produced it.
+        prefix_reuse: KV of a common prefix is reused and counted in ``cached_tokens``.
+        partial_update: a weight update may name some of the parameters only.
+        priorities: ``GenerateRequest.priority`` orders the queue.
+        multi_modal: kinds of non-text input, e.g. ``{"image"}``.
+        lora: adapters can be named per request.
+        sleep: ``sleep``/``wake`` release and restore device memory.
+        weight_payloads: payload kinds ``update_weights`` takes: ``"arrays"`` (a pytree of device arrays
+            of the same process) and/or ``"safetensors"`` (paths of files).
+    """
+
+    max_model_len: int
+    max_concurrent: int
+    logprobs: bool = True
+    seeds: bool = True
+    stop_strings: bool = True
+    streaming: bool = True
+    abort: bool = True
+    pause_modes: frozenset[PauseMode] = frozenset()
+    in_flight_update: bool = False
+    prefix_reuse: bool = False
+    partial_update: bool = False
+    priorities: bool = False
+    multi_modal: frozenset[str] = frozenset()
+    lora: bool = False
+    sleep: bool = False
+    weight_payloads: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GenerateRequest:
+    """One generation to run.
+
+    Attributes:
+        request_id: unique while the request lives; names it in ``abort`` and in logs.
+        prompt_ids: the whole context, ids. The engine decides what of it is already in its KV cache.
+        sampling: how to sample.
+        session_id: requests of one trajectory share it: it keeps them on one server and hints that the
+            KV of this context will be extended by the next turn.
+        session_ends: no further turn of this session is expected; its KV may be reused for others first.
+        priority: lower runs first; equal ones in order of arrival.
+        multi_modal: images and such, by kind; only kinds in ``Capabilities.multi_modal``.
+        lora: adapter name, only with ``Capabilities.lora``.
+    """
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams
+    session_id: str | None = None
+    session_ends: bool = False
+    priority: int = 0
+    multi_modal: Mapping[str, Any] = field(default_factory=dict)
+    lora: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.prompt_ids:
+            raise ValueError(f"request {self.request_id!r} has an empty prompt")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenChunk:
+    """Newly sampled ids of one request. The last chunk of a request carries ``final``.
+
+    ``final`` is the whole output, equal to all chunks put together.
+    """
+
+    token_ids: tuple[int, ...]
+    log_probs: tuple[float, ...]
+    policy_versions: tuple[int, ...]
+    final: TokenOutput | None = None
+
+    @property
+    def stop_reason(self) -> StopReason | None:
+        return self.final.stop_reason if self.final else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightUpdate:
+    """New weights for an engine.
+
+    Attributes:
+        version: the policy version these weights are; must be greater than the one served.
+        kind: ``"arrays"``: ``payload`` is the learner's parameter pytree (device arrays of this process; the
+            engine copies on the device and keeps no reference). ``"safetensors"``: ``payload`` is a list of
+            file paths.
+        payload: see ``kind``. Opaque to everything between the learner and the engine.
+        partial: only some parameters are named; the others stay.
+    """
+
+    version: int
+    kind: str
+    payload: Any
+    partial: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Health:
+    """A backend's answer to "are you well?": ``ok``, and if not, why and what to do in ``detail``."""
+
+    ok: bool
+    detail: str = ""
+    policy_version: int = 0
+    running: int = 0
+    waiting: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BackendMetrics:
+    """Counters since ``start``; take differences for rates.
+
+    Attributes:
+        generated_tokens: ids sampled.
+        prefill_tokens: prompt ids computed.
+        cached_tokens: prompt ids reused from the prefix cache.
+        requests_finished: by any stop reason.
+        busy_seconds: time the engine was computing.
+        prefill_seconds: part of it spent on prompts.
+        recompilations: programs compiled since warm-up ended; 0 in a healthy run.
+        weight_update_seconds: time spent taking weights.
+    """
+
+    generated_tokens: int = 0
+    prefill_tokens: int = 0
+    cached_tokens: int = 0
+    requests_finished: int = 0
+    busy_seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    recompilations: int = 0
+    weight_update_seconds: float = 0.0
+
+
+@runtime_checkable
+class RolloutBackend(Protocol):
+    """What every engine offers. All methods may be called from one asyncio loop, concurrently."""
+
+    @property
+    def capabilities(self) -> Capabilities: ...
+
+    @property
+    def policy_version(self) -> int:
+        """Version of the weights new tokens are sampled from."""
+        ...
+
+    async def start(self) -> None:
+        """Loads, warms up (compiles every program it will use), and begins to serve."""
+        ...
+
+    async def generate(self, request: GenerateRequest) -> TokenOutput:
+        """Runs one request to its end.
+
+        Cancelling the awaiting task frees the slot.
+
+        Raises:
+            PromptTooLongError: the prompt leaves no room for a sampled id.
+            BackendError: this request failed (``EngineDiedError``: the whole engine did).
+            BackendClosedError: the backend was closed.
+        """
+        ...
+
+    def stream(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
+        """Like :meth:`generate`, in chunks as they are sampled. Closing the iterator frees the slot."""
+        ...
+
+    async def abort(self, request_id: str) -> bool:
+        """Ends a request now: it returns its ids so far with ``StopReason.ABORTED``. False if unknown."""
+        ...
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Stops sampling (see :class:`PauseMode`); new requests queue up until ``resume``."""
+        ...
+
+    async def resume(self) -> None: ...
+
+    async def update_weights(self, update: WeightUpdate) -> None:
+        """Takes new weights. No token is ever sampled from a mix; the prefix cache is reset with it.
+
+        Raises:
+            WeightUpdateError: refused (wrong names, shapes, version or kind); the old weights still serve.
+        """
+        ...
+
+    async def reset_prefix_cache(self) -> None: ...
+
+    async def sleep(self) -> None: ...
+
+    async def wake(self) -> None: ...
+
+    async def health(self) -> Health: ...
+
+    async def metrics(self) -> BackendMetrics: ...
+
+    async def close(self) -> None:
+        """Ends everything the backend started. Idempotent."""
+        ...

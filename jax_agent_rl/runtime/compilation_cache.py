@@ -1,0 +1,20 @@
+"""JAX's persistent compilation cache: the second run of a program skips its compilation."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def cache_root() -> Path:
+    """``$JAX_AGENT_RL_CACHE``, or ``~/.cache/jax_agent_rl``."""
+    return Path(os.environ.get("JAX_AGENT_RL_CACHE", "~/.cache/jax_agent_rl")).expanduser()
+
+
+def use_compilation_cache() -> None:
+    """Keeps compiled programs in the cache folder (unless the user has set JAX's own variable)."""
+    import jax
+
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        jax.config.update("jax_compilation_cache_dir", str(cache_root() / "xla"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)

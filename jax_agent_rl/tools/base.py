@@ -1,0 +1,133 @@
+"""What a tool is: a name, a schema the model reads, and ``create / execute / release``.
+
+Life of a tool in one trajectory (``instance_id`` is the trajectory's id)::
+
+    create(id, **create_kwargs) ──► execute(id, arguments, **execute_kwargs) … ──► release(id, **release_kwargs)
+
+``create`` and ``release`` are called exactly once, ``release`` also when the trajectory fails or is cancelled, so
+a tool may keep per-trajectory state under ``instance_id``. The keyword arguments come from the dataset row:
+``extra_info.tools_kwargs[tool name] = {"create_kwargs": …, "execute_kwargs": …, "release_kwargs": …}``.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from jax_agent_rl.errors import ToolDefinitionError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ToolResponse:
+    """What a tool call returned.
+
+    Attributes:
+        text: what the model reads.
+        image: images (PIL) for a multi-modal model. An agent loop that cannot show them refuses the result.
+        video: videos, likewise.
+        reward: reward the call itself earns; reaches the reward function, is never shown to the model.
+        metrics: numbers to add up over the trajectory, by name.
+    """
+
+    text: str = ""
+    image: tuple[Any, ...] = ()
+    video: tuple[Any, ...] = ()
+    reward: float = 0.0
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.text, str):
+            raise TypeError(f"ToolResponse.text must be str, got {type(self.text).__name__}")
+        if not _is_number(self.reward):
+            raise ValueError(f"a tool's reward must be a finite number, got {self.reward!r}")
+        if not isinstance(self.metrics, Mapping) or not all(map(_is_number, self.metrics.values())):
+            raise ValueError(f"a tool's metrics must be a mapping of finite numbers, got {self.metrics!r}")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+ToolResult = str | Mapping[str, Any] | ToolResponse | tuple[Any, ...]
+"""``text``, a JSON-able mapping, a response, ``(one of these, reward)`` or ``(one of these, reward, metrics)``."""
+
+
+def as_response(result: ToolResult) -> ToolResponse:
+    """Brings everything a tool may return into one form.
+
+    Raises:
+        TypeError: the tool returned something else, e.g. None.
+        ValueError: its reward is not finite.
+    """
+    match result:
+        case ToolResponse():
+            return result
+        case str():
+            return ToolResponse(text=result)
+        case Mapping():
+            return ToolResponse(text=json.dumps(result, ensure_ascii=False))
+        case (response, reward):
+            return replace(as_response(response), reward=reward)
+        case (response, reward, metrics):
+            return replace(as_response(response), reward=reward, metrics=metrics)
+    raise TypeError(
+        f"a tool must return str, dict, ToolResponse, (response, reward) or (response, reward, metrics), "
+        f"got {type(result).__name__}"
+    )
+
+
+class BaseTool(ABC):
+    """Base class of tools; ``@function_tool`` makes one from a function.
+
+    Args:
+        name: what the model calls it.
+        description: what the model is told about it.
+        parameters: JSON Schema of the arguments, an ``object``. Arguments it does not name are refused unless it
+            sets ``additionalProperties``.
+
+    Raises:
+        ToolDefinitionError: no name, or ``parameters`` is not an object schema.
+    """
+
+    def __init__(self, *, name: str, description: str, parameters: Mapping[str, Any]):
+        if not name:
+            raise ToolDefinitionError(f"{type(self).__name__} has no name")
+        if parameters.get("type") != "object":
+            raise ToolDefinitionError(f"tool {name!r}: parameters must be a schema of type object, got {parameters!r}")
+        self.name = name
+        self.description = description
+        self.parameters = parameters
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """The tool in OpenAI's format, as chat templates expect it."""
+        function = {"name": self.name, "description": self.description, "parameters": self.parameters}
+        return {"type": "function", "function": function}
+
+    async def create(self, instance_id: str, **create_kwargs: Any) -> None:
+        """Prepares the tool for one trajectory. The default takes no arguments and does nothing."""
+        if create_kwargs:
+            raise TypeError(f"tool {self.name!r} takes no create_kwargs, got {sorted(create_kwargs)}")
+
+    @abstractmethod
+    async def execute(self, instance_id: str, arguments: Mapping[str, Any], **execute_kwargs: Any) -> ToolResult:
+        """Runs one call.
+
+        Args:
+            instance_id: id of the trajectory.
+            arguments: what the model wrote, already valid under ``parameters``.
+            execute_kwargs: what the dataset row adds, unseen by the model.
+
+        Raises:
+            ToolError: the call failed; the message is what the model reads. Any other exception is shown with its
+                type.
+        """
+
+    async def release(self, instance_id: str, **release_kwargs: Any) -> None:
+        """Frees what ``create`` and ``execute`` made. The default takes no arguments and does nothing."""
+        if release_kwargs:
+            raise TypeError(f"tool {self.name!r} takes no release_kwargs, got {sorted(release_kwargs)}")

@@ -1,0 +1,101 @@
+"""Runs blocking functions in daemon threads, and gives up on those that never return.
+
+A worker thread of a pool that hangs is lost for good and keeps the process from exiting. So every call gets its
+own daemon thread (starting one takes tens of microseconds); when the caller stops waiting, the thread is
+*abandoned*: counted, left alone, and forgotten when it ends. When too many are abandoned, further calls are
+refused rather than leaking threads without bound.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from jax_agent_rl.errors import ToolError
+
+
+class DaemonThreads:
+    """Starts one daemon thread per call.
+
+    Args:
+        max_abandoned: calls nobody waits for any more that may exist at the same time.
+    """
+
+    def __init__(self, max_abandoned: int = 64):
+        self._max_abandoned = max_abandoned
+        self._abandoned = 0
+        self._lock = threading.Lock()  # held for a counter update only
+
+    @property
+    def abandoned(self) -> int:
+        """Calls that still run though nobody waits for them."""
+        return self._abandoned
+
+    async def run(self, function: Callable[[], Any], *, name: str) -> Any:
+        """Calls ``function()`` in a daemon thread, in a copy of the caller's context.
+
+        Cancelling the caller abandons the thread.
+
+        Raises:
+            ToolError: too many abandoned calls, or the function raised ``SystemExit`` and the like.
+        """
+        if self._abandoned >= self._max_abandoned:
+            raise ToolError(
+                f"{name} is unavailable: {self._abandoned} earlier tool calls never returned; "
+                "give the tools time limits of their own"
+            )
+        call = _Call(function, name)
+        threading.Thread(target=call.run, args=(self._ended,), name=f"tool {name}", daemon=True).start()
+        try:
+            return await call.result
+        finally:
+            with self._lock:
+                if not call.ended:
+                    call.abandoned = True
+                    self._abandoned += 1
+
+    def _ended(self, call: _Call) -> None:
+        with self._lock:
+            call.ended = True
+            if call.abandoned:
+                self._abandoned -= 1
+
+
+class _Call:
+    """One function call on its way through a thread and back into the event loop."""
+
+    def __init__(self, function: Callable[[], Any], name: str):
+        self.name = name
+        self.ended = False
+        self.abandoned = False
+        self._loop = asyncio.get_running_loop()
+        self.result: asyncio.Future[Any] = self._loop.create_future()
+        self._context = contextvars.copy_context()
+        self._function = function
+
+    def run(self, ended: Callable[[_Call], None]) -> None:
+        value, error = None, None
+        try:
+            value = self._context.run(self._function)
+        except Exception as raised:
+            error = raised
+        except BaseException as raised:  # SystemExit in a tool must not end the run
+            error = ToolError(f"{self.name} raised {type(raised).__name__}: {raised}")
+        ended(self)
+        try:
+            self._loop.call_soon_threadsafe(self._deliver, value, error)
+        except RuntimeError:
+            return  # the loop is closed: an abandoned call came back after the run
+
+    def _deliver(self, value: Any, error: Exception | None) -> None:
+        if self.result.done():
+            return
+        if error is None:
+            self.result.set_result(value)
+        elif isinstance(error, StopIteration):  # a future cannot carry it
+            self.result.set_exception(RuntimeError(f"StopIteration: {error}"))
+        else:
+            self.result.set_exception(error)

@@ -1,0 +1,131 @@
+"""What a trainer remembers and writes: progress for resuming, lines for ``metrics.jsonl``, the summary."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+import numpy as np
+
+from jax_agent_rl.rollout.protocol import BackendMetrics
+from jax_agent_rl.types import DropReason, Group
+
+
+@dataclass(kw_only=True)
+class RunRecord:
+    """Progress that a checkpoint keeps beside the learner's state.
+
+    Attributes:
+        step: training steps finished.
+        train_seconds: wall time of training (evaluations before and after excluded), over all restarts.
+        accuracy_before, accuracy_after: held-out accuracy.
+        latest_accuracy: of the last evaluation, until it has been shown.
+        recompilations: programs compiled after warm-up.
+        learner_programs: programs the learner compiled in its first step; more are recompilations.
+        max_logprob_gap: largest |rollout log-prob - learner log-prob| of the run.
+        cursor: position in the training rows after ``step``.
+        accounting: what became of every trajectory.
+    """
+
+    step: int = 0
+    train_seconds: float = 0.0
+    accuracy_before: float | None = None
+    accuracy_after: float | None = None
+    latest_accuracy: float | None = None
+    recompilations: int = 0
+    learner_programs: int = 0
+    max_logprob_gap: float = 0.0
+    cursor: dict[str, Any] = field(default_factory=dict)
+    accounting: dict[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, saved: Mapping[str, Any]) -> RunRecord:
+        """Restores a record; the process is new, so its learner compiles anew and the end is open again."""
+        known = {f.name for f in fields(cls)}
+        record = cls(**{k: v for k, v in saved.items() if k in known})
+        record.learner_programs = 0
+        record.accuracy_after = None
+        return record
+
+    def summary(self) -> dict[str, Any]:
+        """The content of ``summary.json``."""
+        dropped = dict(self.accounting.get("dropped", {}))
+        return {
+            "heldout_accuracy_before": self.accuracy_before,
+            "heldout_accuracy_after": self.accuracy_after,
+            "train_seconds": round(self.train_seconds, 1),
+            "steps": self.step,
+            "recompilations_after_warmup": self.recompilations,
+            "token_drift": dropped.get(DropReason.TOKEN_DRIFT, 0),
+            "max_logprob_gap": self.max_logprob_gap,
+            "started": self.accounting.get("started", 0),
+            "trained": self.accounting.get("trained", 0),
+            "dropped": dropped,
+        }
+
+
+def step_record(
+    step: int,
+    groups: Sequence[Group],
+    learner: Mapping[str, float],
+    engine: BackendMetrics,
+    *,
+    accounting: Mapping[str, int],
+    rollout_seconds: float,
+    step_seconds: float,
+    recompilations: int,
+) -> dict[str, Any]:
+    """One ``metrics.jsonl`` line of kind ``step``; learner metrics are 0 where no group was worth a gradient."""
+    trajectories = [t for g in groups for t in g.trajectories]
+    calls = [call for t in trajectories for call in t.tool_calls]
+    errors = Counter(call.error for call in calls if call.error)
+    sampled = sum(t.num_sampled for t in trajectories)
+    defaults = {name: 0.0 for name in ("learner_tokens_per_second", "logprob_gap_max", "logprob_gap_mean", "loss")}
+    return {
+        "kind": "step",
+        "step": step,
+        **_statistics("reward", [t.reward for t in trajectories]),
+        **_statistics("turns", [t.num_turns for t in trajectories]),
+        **_statistics("response_tokens", [len(t.response_ids) for t in trajectories]),
+        **_statistics("sampled_tokens", [t.num_sampled for t in trajectories]),
+        "tool_calls_mean": len(calls) / max(1, len(trajectories)),
+        "tool_errors": sum(errors.values()),
+        "tool_errors_by_kind": dict(errors),
+        "finish_reasons": dict(Counter(str(t.finish_reason) for t in trajectories)),
+        "rollout_seconds": rollout_seconds,
+        "rollout_tokens_per_second": sampled / rollout_seconds,
+        "engine_busy_share": engine.busy_seconds / rollout_seconds,
+        "prefill_tokens": engine.prefill_tokens,
+        "cached_tokens": engine.cached_tokens,
+        "weight_update_seconds": engine.weight_update_seconds,
+        **defaults,
+        **learner,
+        "step_seconds": step_seconds,
+        "recompilations_after_warmup": recompilations,
+        "accounting": dict(accounting),
+    }
+
+
+def evaluation_record(step: int, groups: Sequence[Group], *, seconds: float) -> dict[str, Any]:
+    """One ``metrics.jsonl`` line of kind ``evaluation``. A lost trajectory counts as wrong."""
+    trajectories = [t for g in groups for t in g.trajectories]
+    lost = Counter(str(reason) for g in groups for reason, count in g.dropped.items() for _ in range(count))
+    return {
+        "kind": "evaluation",
+        "step": step,
+        "accuracy": sum(t.reward for t in trajectories) / max(1, len(trajectories) + sum(lost.values())),
+        "rows": len(groups),
+        "lost": dict(lost),
+        "tool_calls_mean": sum(len(t.tool_calls) for t in trajectories) / max(1, len(trajectories)),
+        "seconds": seconds,
+    }
+
+
+def _statistics(name: str, values: Sequence[float]) -> dict[str, float]:
+    array = np.asarray(values, np.float64) if values else np.zeros(1)
+    return {f"{name}_mean": float(array.mean()), f"{name}_max": float(array.max()), f"{name}_min": float(array.min())}

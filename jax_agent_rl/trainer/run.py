@@ -1,0 +1,156 @@
+"""One training run from configuration to summary: the run folder, resuming, signals, and the closing report."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from jax_agent_rl.config import Config
+from jax_agent_rl.errors import CheckpointError
+from jax_agent_rl.learner.checkpoint import Checkpointer
+from jax_agent_rl.observe.metrics import RunFolder, read_records
+from jax_agent_rl.observe.plots import reward_plot
+from jax_agent_rl.observe.progress import Progress, duration
+from jax_agent_rl.observe.trajectories import LEGEND, best_and_worst, render
+from jax_agent_rl.runtime.in_process import Runtime, build
+from jax_agent_rl.trainer.record import RunRecord
+from jax_agent_rl.trainer.sync import SyncTrainer
+
+
+async def train(config: Config, *, resume: bool, console: Console) -> dict[str, Any]:
+    """Runs training to its end and returns the summary (also written to ``summary.json``).
+
+    Args:
+        config: its ``run_dir`` is taken as it is when resuming; else a number is added if that folder exists.
+        resume: go on from the newest checkpoint.
+
+    Raises:
+        asyncio.CancelledError: interrupted; a checkpoint of the last finished step was left.
+    """
+    path = newest_run(Path(config.run_dir)) if resume else free_folder(Path(config.run_dir))
+    folder = RunFolder(path)
+    config = config.model_copy(update={"run_dir": str(path)})
+    console.print(f"run folder: {path}", highlight=False)
+    with Progress(console, total_steps=config.trainer.steps) as progress:
+        progress.phase("starting")
+        async with build(config, say=lambda text: progress.phase(text)) as runtime:
+            folder.write_json(folder.config, config.model_dump(mode="json"))
+            checkpointer = Checkpointer(folder.checkpoints, keep=config.trainer.keep_checkpoints)
+            record = await _restore(runtime, checkpointer, folder, progress) if resume else RunRecord()
+            record.cursor = record.cursor or runtime.cursor.state()
+            trainer = SyncTrainer(
+                runtime=runtime, folder=folder, checkpointer=checkpointer, record=record, progress=progress
+            )
+            try:
+                with _interruptible():
+                    await trainer.run()
+            finally:
+                checkpointer.close()
+            summary = _conclude(runtime, folder, record, console)
+    return summary
+
+
+def free_folder(wanted: Path) -> Path:
+    """``wanted``, or ``wanted-2``, ``wanted-3``, … if runs stand there already."""
+    number, path = 1, wanted
+    while path.exists() and any(path.iterdir()):
+        number += 1
+        path = wanted.with_name(f"{wanted.name}-{number}")
+    return path
+
+
+def newest_run(wanted: Path) -> Path:
+    """The latest of ``wanted``, ``wanted-2``, … that has a checkpoint.
+
+    Raises:
+        CheckpointError: none has.
+    """
+    numbered = [p for p in wanted.parent.glob(f"{wanted.name}-*") if p.name.removeprefix(f"{wanted.name}-").isdigit()]
+    runs = [p for p in (wanted, *numbered) if (p / "checkpoints").is_dir() and any((p / "checkpoints").iterdir())]
+    if not runs:
+        raise CheckpointError(f"--resume: no run with a checkpoint at {wanted} (or {wanted.name}-N beside it)")
+    return max(runs, key=lambda p: (p / "checkpoints").stat().st_mtime)
+
+
+async def _restore(runtime: Runtime, checkpointer: Checkpointer, folder: RunFolder, progress: Progress) -> RunRecord:
+    """Puts learner, engine, data order and books back to the newest checkpoint."""
+    step, runtime.learner.state, saved = checkpointer.restore(runtime.learner.state)
+    record = RunRecord.from_json(saved)
+    runtime.cursor.restore(record.cursor)
+    runtime.collector.accounting.restore(record.accounting)
+    folder.cut_back(step)
+    progress.say(f"resumed after step {step}")
+    trainer = SyncTrainer(runtime=runtime, folder=folder, checkpointer=checkpointer, record=record, progress=progress)
+    await trainer.publish(step)
+    return record
+
+
+class _interruptible:
+    """Inside, the first Ctrl-C or SIGTERM cancels the current task; a second one kills the process as usual."""
+
+    SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+    def __enter__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        task = asyncio.current_task()
+        assert task is not None
+
+        def interrupt() -> None:
+            self._restore()
+            task.cancel()
+
+        for number in self.SIGNALS:
+            self._loop.add_signal_handler(number, interrupt)
+
+    def __exit__(self, *_: Any) -> None:
+        self._restore()
+
+    def _restore(self) -> None:
+        for number in self.SIGNALS:
+            self._loop.remove_signal_handler(number)
+
+
+def _conclude(runtime: Runtime, folder: RunFolder, record: RunRecord, console: Console) -> dict[str, Any]:
+    """Writes the summary and the plot, and prints what a user looks at first."""
+    record.accounting = runtime.collector.accounting.state()
+    summary = record.summary()
+    folder.write_json(folder.summary, summary)
+    metrics = read_records(folder.metrics)
+    reward_plot(metrics, folder.plot, title=folder.path.name)
+    records = read_records(folder.trajectories)
+    _print_extremes(records, runtime, console)
+    console.print(_headline(summary), highlight=False)
+    console.print(f"run folder:   {folder.path}\nreward plot:  {folder.plot}", highlight=False, soft_wrap=True)
+    return summary
+
+
+def _print_extremes(records: Sequence[dict[str, Any]], runtime: Runtime, console: Console) -> None:
+    trained = [r for r in records if r["split"] == "train"]
+    if not trained:
+        return
+
+    def decode(ids: Sequence[int]) -> str:
+        return runtime.codec.decode(ids, skip_special_tokens=False)
+
+    console.print(LEGEND, highlight=False)
+    for name, record in zip(("best", "worst"), best_and_worst(trained), strict=True):
+        console.print(render(record, decode, title=f"{name}: {record['trajectory_id']}"))
+
+
+def _headline(summary: dict[str, Any]) -> str:
+    def share(value: float | None) -> str:
+        return "n/a" if value is None else f"{value:.1%}"
+
+    dropped = ", ".join(f"{k} {v}" for k, v in summary["dropped"].items()) or "none"
+    return (
+        f"held-out accuracy: {share(summary['heldout_accuracy_before'])} -> {share(summary['heldout_accuracy_after'])} "
+        f"after {summary['steps']} steps, {duration(summary['train_seconds'])} of training\n"
+        f"trajectories: {summary['started']} started = {summary['trained']} trained + dropped ({dropped})\n"
+        f"token drift {summary['token_drift']}, largest rollout/learner log-prob gap "
+        f"{summary['max_logprob_gap']:.1e}, recompilations after warm-up {summary['recompilations_after_warmup']}"
+    )

@@ -1,0 +1,237 @@
+"""The synchronous trainer: the algorithm, top to bottom.
+
+::
+
+    evaluate ─► repeat: rows ─► groups of trajectories ─► filter ─► update ─► publish weights ─► record ─► checkpoint
+                          (engine, agents, tools)            (learner)        (learner → engine)
+             ─► evaluate ─► summary
+
+Every trajectory of a step is sampled from the weights of the step before, so it is on-policy; asynchronous trainers
+relax exactly that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from jax_agent_rl.observe.metrics import RunFolder
+from jax_agent_rl.observe.progress import Progress
+from jax_agent_rl.learner.checkpoint import Checkpointer
+from jax_agent_rl.rollout.collect import RolloutCollector
+from jax_agent_rl.rollout.protocol import BackendMetrics, WeightUpdate
+from jax_agent_rl.runtime.in_process import Runtime
+from jax_agent_rl.trainer.record import RunRecord, evaluation_record, step_record
+from jax_agent_rl.types import DropReason, Group, SamplingParams, Trajectory
+
+
+@dataclass(kw_only=True)
+class SyncTrainer:
+    """Trains until ``trainer.steps`` (or ``trainer.target_accuracy``), from wherever ``record`` stands.
+
+    Attributes:
+        runtime: engine, agents, learner.
+        folder: where results go.
+        checkpointer: where states go.
+        record: progress that survives a restart.
+        progress: the display.
+    """
+
+    runtime: Runtime
+    folder: RunFolder
+    checkpointer: Checkpointer
+    record: RunRecord
+    progress: Progress
+
+    async def run(self) -> None:
+        """Runs to the end. Cancelling it (Ctrl-C) leaves a checkpoint of the last finished step."""
+        config = self.runtime.config.trainer
+        begin = time.monotonic() - self.record.train_seconds
+        try:
+            if self.record.accuracy_before is None:
+                self.record.accuracy_before = await self.evaluate()
+                begin = time.monotonic()
+            while self.record.step < config.steps:
+                await self.train_step(begin)
+                if config.eval_every and self.record.step % config.eval_every == 0:
+                    accuracy = await self.evaluate()
+                    if accuracy is not None and config.target_accuracy and accuracy >= config.target_accuracy:
+                        self.record.accuracy_after = accuracy
+                        break
+            self.record.train_seconds = time.monotonic() - begin
+            if self.record.accuracy_after is None:
+                self.record.accuracy_after = await self.evaluate()
+        finally:
+            self.save()
+            self.checkpointer.wait()
+
+    async def train_step(self, begin: float) -> None:
+        """One step of the algorithm. Cancelled while collecting, it undoes itself; after that, it finishes first."""
+        step_began = time.monotonic()
+        groups, engine = await self.collect(self.record.step + 1)
+        rollout_seconds = time.monotonic() - step_began
+        rest = asyncio.ensure_future(self.finish_step(groups, engine, begin, step_began, rollout_seconds))
+        try:
+            await asyncio.shield(rest)
+        except asyncio.CancelledError:
+            self.progress.say("  interrupted: finishing this learner step before saving")
+            await rest
+            raise
+
+    async def finish_step(
+        self, groups: list[Group], engine: BackendMetrics, begin: float, step_began: float, rollout_seconds: float
+    ) -> None:
+        """What follows the rollout: filter, update, publish, record."""
+        runtime, record, step = self.runtime, self.record, self.record.step + 1
+        kept = self.filter(groups)
+        metrics = await self.learn(kept) if kept else {}
+        if kept:
+            await self.publish(step)
+        record.step = step
+        record.cursor = runtime.cursor.state()
+        record.train_seconds = time.monotonic() - begin
+        record.recompilations = engine.recompilations + self._learner_recompilations()
+        record.max_logprob_gap = max(record.max_logprob_gap, metrics.get("logprob_gap_max", 0.0))
+        line = step_record(
+            step,
+            groups,
+            metrics,
+            engine,
+            accounting=runtime.collector.accounting.summary(),
+            rollout_seconds=rollout_seconds,
+            step_seconds=time.monotonic() - step_began,
+            recompilations=record.recompilations,
+        )
+        self.folder.add_metrics(line)
+        self.folder.add_trajectories(step, "train", all_trajectories(groups))
+        left = (runtime.config.trainer.steps - step) * record.train_seconds / step
+        self.progress.step(line | {"accuracy": record.latest_accuracy}, seconds_left=left)
+        record.latest_accuracy = None
+        every = runtime.config.trainer.checkpoint_every
+        if every and step % every == 0:
+            self.save()
+
+    async def collect(self, step: int) -> tuple[list[Group], BackendMetrics]:
+        """``prompts_per_step`` groups of ``group_size`` trajectories, and what the engine did for them."""
+        config = self.runtime.config.rollout
+        sampling = SamplingParams(
+            max_tokens=config.max_model_len,
+            temperature=config.temperature,
+            top_p=config.top_p,
+            top_k=config.top_k,
+        )
+        rows = self.runtime.cursor.next_rows(config.prompts_per_step)
+        before = await self.runtime.backend.metrics()
+        groups = await self._gather(
+            self.runtime.collector, rows, config.group_size, sampling, step, "train", f"step {step}: rollout"
+        )
+        return groups, _difference(await self.runtime.backend.metrics(), before)
+
+    def filter(self, groups: Sequence[Group]) -> list[Group]:
+        """The groups worth a gradient; the others are counted as dropped, by reason."""
+        kept = []
+        for group in groups:
+            if not group.trajectories:
+                continue  # its members were counted when they were lost
+            if self.runtime.config.algorithm.filter_zero_variance and len(set(group.rewards)) == 1:
+                ids = [t.trajectory_id for t in group.trajectories]
+                self.runtime.collector.accounting.drop(ids, DropReason.ZERO_VARIANCE)
+                continue
+            kept.append(group)
+        return kept
+
+    async def learn(self, groups: list[Group]) -> dict[str, float]:
+        """One learner step in a thread, so that the loop (display, tools) goes on."""
+        ticks = [0, 0]
+
+        def tick(done: int, total: int) -> None:
+            ticks[:] = done, total
+
+        self.progress.phase(
+            f"step {self.record.step + 1}: learner", lambda: f"{ticks[0]}/{ticks[1] or '?'} micro-batches"
+        )
+        result = await asyncio.to_thread(self.runtime.learner.update, groups, tick=tick)
+        self._account(groups, skipped=result.skipped)
+        if not self.record.learner_programs:
+            self.record.learner_programs = self.runtime.learner.programs_compiled
+        return result.metrics
+
+    async def publish(self, version: int) -> None:
+        """New weights to every engine, device to device; version and prefix cache change with them."""
+        update = WeightUpdate(version=version, kind="arrays", payload=self.runtime.learner.params)
+        await self.runtime.client.update_weights(update)
+
+    async def evaluate(self) -> float | None:
+        """Mean reward on the held-out rows (None if there are none), recorded as a line of metrics."""
+        runtime = self.runtime
+        if not runtime.heldout:
+            return None
+        config = runtime.config.rollout
+        sampling = SamplingParams(max_tokens=config.max_model_len, temperature=config.eval_temperature)
+        begin = time.monotonic()
+        step = self.record.step
+        label = f"held-out evaluation after step {step}"
+        groups = await self._gather(runtime.evaluator, runtime.heldout, 1, sampling, step, "heldout", label)
+        trajectories = all_trajectories(groups)
+        runtime.evaluator.accounting.train(t.trajectory_id for t in trajectories)
+        line = evaluation_record(step, groups, seconds=time.monotonic() - begin)
+        self.folder.add_metrics(line)
+        self.folder.add_trajectories(step, "heldout", trajectories)
+        self.record.latest_accuracy = line["accuracy"]
+        self.progress.say(
+            f"  held-out accuracy after step {step}: {line['accuracy']:.1%} of {len(groups)} ({line['seconds']:.0f} s)"
+        )
+        return line["accuracy"]
+
+    def save(self) -> None:
+        """A checkpoint of the last finished step, if there is none yet."""
+        if self.record.step:
+            self.record.accounting = self.runtime.collector.accounting.state()
+            self.checkpointer.save(self.record.step, self.runtime.learner.state, self.record.to_json())
+
+    async def _gather(
+        self,
+        collector: RolloutCollector,
+        rows: Sequence[dict],
+        group_size: int,
+        sampling: SamplingParams,
+        step: int,
+        label: str,
+        phase: str,
+    ) -> list[Group]:
+        total, done, groups = len(rows) * group_size, 0, []
+        self.progress.phase(phase, lambda: f"{done}/{total} trajectories")
+        stream = collector.collect(rows, group_size=group_size, sampling=sampling, step=step, label=label)
+        async with aclosing(stream):
+            async for group in stream:
+                groups.append(group)
+                done += group_size
+        # Groups arrive as they finish; batches must not depend on that.
+        return sorted(groups, key=lambda g: int(g.group_id.rsplit("-", 1)[1]))
+
+    def _account(self, groups: Sequence[Group], *, skipped: bool) -> None:
+        ids = [t.trajectory_id for t in all_trajectories(groups)]
+        accounting = self.runtime.collector.accounting
+        if skipped:
+            accounting.drop(ids, DropReason.NON_FINITE)
+        else:
+            accounting.train(ids)
+
+    def _learner_recompilations(self) -> int:
+        return max(0, self.runtime.learner.programs_compiled - self.record.learner_programs)
+
+
+def _difference(after: BackendMetrics, before: BackendMetrics) -> BackendMetrics:
+    """What happened between two readings; ``recompilations`` stays the total."""
+    names = [name for name in BackendMetrics.__dataclass_fields__ if name != "recompilations"]
+    return BackendMetrics(
+        **{name: getattr(after, name) - getattr(before, name) for name in names}, recompilations=after.recompilations
+    )
+
+
+def all_trajectories(groups: Sequence[Group]) -> list[Trajectory]:
+    """Members of all groups, in order."""
+    return [t for g in groups for t in g.trajectories]

@@ -1,0 +1,315 @@
+"""The data that flows through the system: frozen, keyword-only, checked when built.
+
+A worked example, two turns (ids invented, one id per word)::
+
+    prompt_ids        = [10, 11, 12]              the rendered conversation, ends with "assistant:"
+    turn 1 sampled    = [20, 21, 2]               a tool call; 2 is the end-of-turn token, kept
+    turn 1 appended   = [30, 31, 32]              boundary + tool result + next "assistant:"
+    turn 2 sampled    = [40, 2]                   the answer
+
+    context of turn 2 = [10, 11, 12] + [20, 21, 2] + [30, 31, 32]        (list arithmetic, never re-rendered)
+
+    response_ids      = [20, 21, 2, 30, 31, 32, 40, 2]
+    response_mask     = [ 1,  1, 1,  0,  0,  0,  1, 1]     1 = sampled by the policy
+    rollout_logprobs  = [-.1,-.2,-.1, 0,  0,  0,-.3,-.1]   of the distribution sampled from; 0 where mask is 0
+    policy_versions   = [ 4,  4, 4, -1, -1, -1,  5, 5]     the weights that produced each token; -1 where mask is 0
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Any
+
+
+class StopReason(StrEnum):
+    """Why one *generation* ended."""
+
+    EOS = "eos"
+    """The model's end-of-sequence id was sampled. It is the last id of the output, with its log-prob."""
+    STOP = "stop"
+    """A stop string or an extra stop token id was produced; ``TokenOutput.stop_match`` says which."""
+    LENGTH = "length"
+    """``max_tokens`` ids were sampled, or the model's context is full."""
+    ABORTED = "aborted"
+    """Cancelled from outside. The ids so far are valid and the generation can be resumed."""
+
+
+class FinishReason(StrEnum):
+    """Why a whole *trajectory* ended."""
+
+    ANSWER = "answer"
+    """The last assistant turn made no tool call."""
+    MAX_ASSISTANT_TURNS = "max_assistant_turns"
+    """The assistant turn limit was reached while the model still called tools."""
+    MAX_USER_TURNS = "max_user_turns"
+    """The limit of tool / user turns was reached."""
+    RESPONSE_LENGTH = "response_length"
+    """The response budget (sampled + inserted ids) is used up."""
+
+
+class DropReason(StrEnum):
+    """Why a started trajectory was not trained on. ``started = trained + sum(dropped) + in flight``."""
+
+    ZERO_VARIANCE = "zero_variance"
+    """All rewards of its group are equal, so every advantage (and the gradient) is zero."""
+    PROMPT_TOO_LONG = "prompt_too_long"
+    TOKEN_DRIFT = "token_drift"
+    TEMPLATE_ERROR = "template_error"
+    REWARD_ERROR = "reward_error"
+    BACKEND_ERROR = "backend_error"
+    AGENT_ERROR = "agent_error"
+    """The agent loop itself raised."""
+    NON_FINITE = "non_finite"
+    """The learner step it was part of had a non-finite gradient and was skipped."""
+    CANCELLED = "cancelled"
+    """The run was interrupted while it was in flight."""
+
+
+class PauseMode(StrEnum):
+    """What :meth:`RolloutBackend.pause` does with requests that are running."""
+
+    KEEP = "keep"
+    """Freeze them where they are; they continue after ``resume`` (possibly under new weights)."""
+    WAIT = "wait"
+    """Let them finish, admit no new ones, return when the engine is idle."""
+    ABORT = "abort"
+    """End them now with ``StopReason.ABORTED``; the caller resumes them."""
+
+
+def digest_ids(ids: Sequence[int]) -> str:
+    """A short fingerprint of a list of token ids, equal iff the lists are (BLAKE2b, 64 bits).
+
+    The engine fingerprints the context it really conditioned on, the agent loop the ids it will hand to the
+    learner: comparing the two proves, per generation, that no token drifted.
+    """
+    return hashlib.blake2b(array("i", ids).tobytes(), digest_size=8).hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingParams:
+    """How to sample one generation.
+
+    Attributes:
+        max_tokens: most ids to sample, >= 1.
+        temperature: 0 is greedy (log-probs are then those of temperature 1).
+        top_p: nucleus mass in (0, 1]; 1 is off.
+        top_k: keep the k most likely ids; 0 is off. Ties at the threshold are all kept.
+        seed: fixes this request's randomness, independent of what else is in the batch. None draws one.
+        stop: end when one of these strings appears in the decoded output. The ids up to and including the
+            one that completes it are kept.
+        stop_token_ids: end when one of these ids is sampled (kept), besides the model's EOS ids.
+        ignore_eos: go on past EOS (benchmarks).
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise ValueError(f"max_tokens={self.max_tokens}: must be >= 1")
+        if self.temperature < 0:
+            raise ValueError(f"temperature={self.temperature}: must be >= 0 (0 is greedy)")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p={self.top_p}: must be in (0, 1]")
+        if self.top_k < 0:
+            raise ValueError(f"top_k={self.top_k}: must be >= 0 (0 is off)")
+        if any(not s for s in self.stop):
+            raise ValueError("stop contains an empty string, which would end every generation at once")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenOutput:
+    """What one generation returned: ids, never text.
+
+    Attributes:
+        token_ids: sampled ids, the stop token included.
+        log_probs: natural-log probability of each id under the distribution it was sampled from.
+        policy_versions: version of the weights that produced each id.
+        stop_reason: why it ended.
+        stop_match: the stop string (or the stop id, as text) that ended it, else None.
+        context_digest: :func:`digest_ids` of the prompt plus ``token_ids`` as the engine saw them.
+        cached_tokens: prompt ids whose KV was reused instead of computed.
+        num_preempted: times the request lost its slot and was recomputed.
+    """
+
+    token_ids: tuple[int, ...]
+    log_probs: tuple[float, ...]
+    policy_versions: tuple[int, ...]
+    stop_reason: StopReason
+    stop_match: str | None = None
+    context_digest: str
+    cached_tokens: int = 0
+    num_preempted: int = 0
+
+    def __post_init__(self) -> None:
+        n = len(self.token_ids)
+        if len(self.log_probs) != n or len(self.policy_versions) != n:
+            raise ValueError(
+                f"TokenOutput has {n} ids, {len(self.log_probs)} log-probs, {len(self.policy_versions)} versions"
+            )
+
+    def then(self, rest: TokenOutput) -> TokenOutput:
+        """This (aborted) output followed by its resumption: one output with per-token versions kept.
+
+        >>> a = TokenOutput(token_ids=(5,), log_probs=(-1.0,), policy_versions=(1,),
+        ...                 stop_reason=StopReason.ABORTED, context_digest="x")
+        >>> b = TokenOutput(token_ids=(2,), log_probs=(-0.5,), policy_versions=(2,),
+        ...                 stop_reason=StopReason.EOS, context_digest="y")
+        >>> a.then(b).policy_versions
+        (1, 2)
+        """
+        return replace(
+            rest,
+            token_ids=self.token_ids + rest.token_ids,
+            log_probs=self.log_probs + rest.log_probs,
+            policy_versions=self.policy_versions + rest.policy_versions,
+            cached_tokens=self.cached_tokens,
+            num_preempted=self.num_preempted + rest.num_preempted,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ToolCallRecord:
+    """One tool call of a turn, for rewards, metrics and people.
+
+    Attributes:
+        name: tool name the model wrote ("" when the call could not be decoded).
+        arguments: decoded arguments, or None when they could not be decoded.
+        observation: text the model read back (after truncation).
+        error: None, or the kind: ``malformed``, ``unknown_tool``, ``bad_arguments``, ``timeout``,
+            ``raised``, ``over_parallel_limit``.
+        reward: reward the tool itself gave.
+        seconds: wall time of the call.
+    """
+
+    name: str
+    arguments: Mapping[str, Any] | None
+    observation: str
+    error: str | None = None
+    reward: float = 0.0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Turn:
+    """One assistant turn and what the world appended after it.
+
+    Attributes:
+        output: the generation.
+        appended_ids: ids inserted after it (boundary, tool results, next generation prompt); mask 0.
+        tool_calls: the calls made in this turn, in order.
+    """
+
+    output: TokenOutput
+    appended_ids: tuple[int, ...] = ()
+    tool_calls: tuple[ToolCallRecord, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trajectory:
+    """One complete rollout, unpadded. Build it with :meth:`from_turns`, which keeps the invariants.
+
+    Attributes:
+        trajectory_id: unique within a run.
+        group_id: trajectories of one prompt share it.
+        agent_name: the agent loop that made it.
+        prompt_ids, turns: the source of truth; everything below is derived from them.
+        response_ids, response_mask, rollout_logprobs, policy_versions: see the module's worked example.
+        finish_reason: why the trajectory ended.
+        reward: final scalar reward (0 until scored).
+        reward_parts: named parts of the reward, for metrics.
+        metrics: seconds and counts (``generate_seconds``, ``tool_seconds``, ...).
+        row: the dataset row it came from.
+        messages: the conversation as text, derived from the ids, for people and reward functions.
+    """
+
+    trajectory_id: str
+    group_id: str
+    agent_name: str
+    prompt_ids: tuple[int, ...]
+    turns: tuple[Turn, ...]
+    response_ids: tuple[int, ...]
+    response_mask: tuple[int, ...]
+    rollout_logprobs: tuple[float, ...]
+    policy_versions: tuple[int, ...]
+    finish_reason: FinishReason
+    reward: float = 0.0
+    reward_parts: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    row: Mapping[str, Any] = field(default_factory=dict)
+    messages: tuple[Mapping[str, Any], ...] = ()
+
+    @classmethod
+    def from_turns(cls, *, prompt_ids: Sequence[int], turns: Sequence[Turn], **fields: Any) -> Trajectory:
+        """Lays the turns out as flat response arrays.
+
+        Raises:
+            ValueError: no prompt, or no sampled id at all.
+        """
+        ids: list[int] = []
+        mask: list[int] = []
+        logprobs: list[float] = []
+        versions: list[int] = []
+        for turn in turns:
+            out = turn.output
+            ids += out.token_ids + turn.appended_ids
+            mask += [1] * len(out.token_ids) + [0] * len(turn.appended_ids)
+            logprobs += out.log_probs + (0.0,) * len(turn.appended_ids)
+            versions += out.policy_versions + (-1,) * len(turn.appended_ids)
+        if not prompt_ids or not any(mask):
+            raise ValueError(f"a trajectory needs a prompt and a sampled id, got {len(prompt_ids)} and {sum(mask)}")
+        return cls(
+            prompt_ids=tuple(prompt_ids),
+            turns=tuple(turns),
+            response_ids=tuple(ids),
+            response_mask=tuple(mask),
+            rollout_logprobs=tuple(logprobs),
+            policy_versions=tuple(versions),
+            **fields,
+        )
+
+    @property
+    def num_turns(self) -> int:
+        """Assistant turns."""
+        return len(self.turns)
+
+    @property
+    def num_sampled(self) -> int:
+        """Ids sampled by the policy."""
+        return sum(self.response_mask)
+
+    @property
+    def tool_calls(self) -> tuple[ToolCallRecord, ...]:
+        """All tool calls, in order."""
+        return tuple(call for turn in self.turns for call in turn.tool_calls)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Group:
+    """The surviving trajectories of one prompt, with the reward statistics advantages need.
+
+    ``dropped`` counts its members that were lost on the way, by reason.
+    """
+
+    group_id: str
+    trajectories: tuple[Trajectory, ...]
+    dropped: Mapping[DropReason, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        strangers = [t.trajectory_id for t in self.trajectories if t.group_id != self.group_id]
+        if strangers:
+            raise ValueError(f"group {self.group_id!r} was given trajectories of other groups: {strangers}")
+
+    @property
+    def rewards(self) -> tuple[float, ...]:
+        return tuple(t.reward for t in self.trajectories)

@@ -1,0 +1,282 @@
+"""Fakes shared by the tests: a word-level codec and a scripted engine that obeys the backend protocol.
+
+::
+
+    codec = FakeCodec()
+    backend = ScriptedBackend(codec, ["<call>add {\"a\": 1, \"b\": 2}</call>", "3"])     # turn 1, turn 2
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jax_agent_rl.errors import BackendClosedError, EngineDiedError, WeightUpdateError
+from jax_agent_rl.rollout.protocol import (
+    BackendMetrics,
+    Capabilities,
+    GenerateRequest,
+    Health,
+    TokenChunk,
+    WeightUpdate,
+)
+from jax_agent_rl.types import PauseMode, StopReason, TokenOutput, digest_ids
+
+EOS = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class FakeToolCall:
+    name: str
+    arguments: Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class FakeReply:
+    content: str
+    tool_calls: tuple[FakeToolCall, ...] = ()
+    malformed: tuple[str, ...] = ()
+    reasoning: str = ""
+
+
+class FakeCodec:
+    """One id per word (with the white space before it). Calls look like ``<call>name {json}</call>``.
+
+    A rendered message is ``role: content`` and ``EOS``; a prompt ends with ``assistant:``.
+    """
+
+    eos_token_ids: tuple[int, ...] = (EOS,)
+
+    def __init__(self) -> None:
+        self._words: list[str] = ["<unk>", "<bos>", "<eos>"]
+        self._ids: dict[str, int] = {word: i for i, word in enumerate(self._words)}
+
+    def encode_text(self, text: str) -> list[int]:
+        ids = []
+        for word in re.findall(r"\s*\S+|\s+", text):
+            if word not in self._ids:
+                self._ids[word] = len(self._words)
+                self._words.append(word)
+            ids.append(self._ids[word])
+        return ids
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        return "".join(self._words[i] for i in ids if not (skip_special_tokens and i <= EOS))
+
+    def encode_prompt(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> list[int]:
+        listing = [] if not tools else self.encode_text("tools: " + json.dumps(tools)) + [EOS]
+        return listing + self._render(messages)
+
+    def encode_append(
+        self,
+        sampled_ids: Sequence[int],
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        history: Sequence[Mapping[str, Any]] = (),
+    ) -> list[int]:
+        boundary = [] if sampled_ids[-1] == EOS else [EOS]
+        return boundary + self._render(messages)
+
+    def parse_reply(self, sampled_ids: Sequence[int]) -> FakeReply:
+        text = self.decode(sampled_ids)
+        calls, malformed = [], []
+        for body in re.findall(r"<call>(.*?)</call>", text, re.S):
+            name, _, arguments = body.strip().partition(" ")
+            try:
+                calls.append(FakeToolCall(name=name, arguments=json.loads(arguments)))
+            except ValueError:
+                malformed.append(body)
+        return FakeReply(content=text, tool_calls=tuple(calls), malformed=tuple(malformed))
+
+    def reply_ids(self, text: str) -> list[int]:
+        """What a model would sample to say ``text``: its ids and the end of turn."""
+        return [*self.encode_text(text), EOS]
+
+    def _render(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        ids: list[int] = []
+        for message in messages:
+            ids += [*self.encode_text(f"{message['role']}: {message['content']}"), EOS]
+        return ids + self.encode_text("assistant:")
+
+
+Script = Callable[[GenerateRequest], Sequence[int]]
+
+
+class ScriptedBackend:
+    """Says what it is told to, one id per turn of the event loop; honest about everything else.
+
+    Args:
+        codec: only to turn scripted texts into ids.
+        script: the texts to say, by turn of each session (the last one is repeated); or a function from the
+            request to ids. A resumed request is recognized by its id and goes on where it was interrupted.
+        capabilities: what it can do; the default can do everything a text-only engine can.
+
+    Attributes:
+        requests: everything it was asked, in order.
+        gate: cleared, no id is sampled; tests use it to hold requests in the middle.
+        most_running: the most requests that ran at the same time.
+    """
+
+    def __init__(
+        self, codec: FakeCodec, script: Sequence[str] | Script, *, capabilities: Capabilities | None = None
+    ) -> None:
+        self.codec = codec
+        self.requests: list[GenerateRequest] = []
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.most_running = 0
+        self.sampled = 0
+        self._script = script
+        self._turns: dict[str, int] = {}
+        self._plans: dict[str, tuple[list[int], int]] = {}  # request id -> its ids, length of its first prompt
+        self._running: set[str] = set()
+        self._aborted: set[str] = set()
+        self._dead: EngineDiedError | None = None
+        self._closed = False
+        self._version = 0
+        self._capabilities = capabilities or Capabilities(
+            max_model_len=4096,
+            max_concurrent=64,
+            pause_modes=frozenset(PauseMode),
+            in_flight_update=True,
+            weight_payloads=frozenset({"arrays"}),
+        )
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._capabilities
+
+    @property
+    def policy_version(self) -> int:
+        return self._version
+
+    async def start(self) -> None:
+        self._closed = False
+
+    async def generate(self, request: GenerateRequest) -> TokenOutput:
+        self._check_alive()
+        self.requests.append(request)
+        self._running.add(request.request_id)
+        self.most_running = max(self.most_running, len(self._running))
+        try:
+            return await self._sample(request)
+        finally:
+            self._running.discard(request.request_id)
+            self._aborted.discard(request.request_id)
+
+    async def _sample(self, request: GenerateRequest) -> TokenOutput:
+        plan, start = self._plan(request)
+        ids: list[int] = []
+        versions: list[int] = []
+        reason = StopReason.LENGTH
+        while len(ids) < request.sampling.max_tokens:
+            await self._wait_for_turn(request.request_id)
+            if request.request_id in self._aborted:
+                reason = StopReason.ABORTED
+                break
+            ids.append(plan[len(request.prompt_ids) - start + len(ids)])
+            versions.append(self._version)
+            self.sampled += 1
+            if ids[-1] == EOS and not request.sampling.ignore_eos:
+                reason = StopReason.EOS
+                break
+        return TokenOutput(
+            token_ids=tuple(ids),
+            log_probs=tuple(-0.01 * (i % 7 + 1) for i in ids),
+            policy_versions=tuple(versions),
+            stop_reason=reason,
+            context_digest=self.digest(request.prompt_ids + tuple(ids)),
+        )
+
+    def digest(self, ids: Sequence[int]) -> str:
+        """Overridden by tests that want a drifting engine."""
+        return digest_ids(ids)
+
+    def _plan(self, request: GenerateRequest) -> tuple[list[int], int]:
+        if request.request_id not in self._plans:
+            session = request.session_id or request.request_id
+            turn = self._turns.get(session, 0)
+            self._turns[session] = turn + 1
+            if callable(self._script):
+                ids = list(self._script(request))
+            else:
+                ids = self.codec.reply_ids(self._script[min(turn, len(self._script) - 1)])
+            self._plans[request.request_id] = (ids, len(request.prompt_ids))
+        return self._plans[request.request_id]
+
+    async def _wait_for_turn(self, request_id: str) -> None:
+        await asyncio.sleep(0)
+        while not self.gate.is_set() and request_id not in self._aborted and not self._dead and not self._closed:
+            await asyncio.sleep(0)
+        self._check_alive()
+
+    def _check_alive(self) -> None:
+        if self._dead:
+            raise self._dead
+        if self._closed:
+            raise BackendClosedError("the scripted backend is closed")
+
+    def share_plans(self, other: ScriptedBackend) -> None:
+        """Makes ``other`` the same model: it continues what this engine began."""
+        other._plans, other._turns = self._plans, self._turns
+
+    def die(self) -> None:
+        """Every running and future request fails."""
+        self._dead = EngineDiedError("the scripted engine died")
+
+    async def stream(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
+        output = await self.generate(request)
+        yield TokenChunk(
+            token_ids=output.token_ids,
+            log_probs=output.log_probs,
+            policy_versions=output.policy_versions,
+            final=output,
+        )
+
+    async def abort(self, request_id: str) -> bool:
+        if request_id not in self._running:
+            return False
+        self._aborted.add(request_id)
+        return True
+
+    async def pause(self, mode: PauseMode) -> None:
+        if mode is PauseMode.WAIT:
+            while self._running:
+                await asyncio.sleep(0)
+        elif mode is PauseMode.ABORT:
+            self._aborted |= self._running
+        self.gate.clear()
+
+    async def resume(self) -> None:
+        self.gate.set()
+
+    async def update_weights(self, update: WeightUpdate) -> None:
+        self._check_alive()
+        if update.version <= self._version:
+            raise WeightUpdateError(f"version {update.version} is not newer than {self._version}")
+        self._version = update.version
+
+    async def reset_prefix_cache(self) -> None:
+        return None
+
+    async def sleep(self) -> None:
+        raise NotImplementedError("the scripted backend does not sleep")
+
+    async def wake(self) -> None:
+        raise NotImplementedError("the scripted backend does not sleep")
+
+    async def health(self) -> Health:
+        return Health(ok=not self._dead and not self._closed, policy_version=self._version, running=len(self._running))
+
+    async def metrics(self) -> BackendMetrics:
+        return BackendMetrics(generated_tokens=self.sampled, requests_finished=len(self.requests) - len(self._running))
+
+    async def close(self) -> None:
+        self._closed = True

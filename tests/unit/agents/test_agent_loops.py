@@ -1,0 +1,120 @@
+"""The registry, the choice of a loop per row, the single-turn agent, and seeds."""
+
+import logging
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jax_agent_rl.agents import (
+    AgentContext,
+    AgentLoop,
+    AgentSelector,
+    SingleTurnAgent,
+    ToolAgent,
+    derive_seed,
+    get_agent,
+    register_agent,
+)
+from jax_agent_rl.config import AgentConfig
+from jax_agent_rl.errors import ConfigError
+from jax_agent_rl.rollout.client import LLMServerClient
+from jax_agent_rl.rollout.server import AsyncServer
+from jax_agent_rl.tools import ToolRegistry
+from jax_agent_rl.tools.builtin.calculator import calculator
+from jax_agent_rl.types import FinishReason, SamplingParams
+from tests.fakes import FakeCodec, ScriptedBackend
+
+ROW = {"prompt": [{"role": "user", "content": "hi"}]}
+
+
+def context(*, script=("hello there",), tools=(), **limits):
+    codec = FakeCodec()
+    client = LLMServerClient([AsyncServer(ScriptedBackend(codec, script))])
+    return AgentContext(
+        client=client, codec=codec, tools=ToolRegistry(tools), limits=AgentConfig(**limits), max_model_len=1000
+    )
+
+
+def test_loops_are_found_by_name():
+    assert get_agent("single_turn_agent") is SingleTurnAgent
+    assert get_agent("tool_agent") is ToolAgent
+    with pytest.raises(ConfigError, match=r"'tool_agnt'.*'tool_agent'"):
+        get_agent("tool_agnt")
+
+
+def test_a_name_is_registered_once():
+    with pytest.raises(ConfigError, match="two agents are called 'tool_agent'"):
+
+        @register_agent("tool_agent")
+        class Impostor(ToolAgent):
+            pass
+
+    assert get_agent("tool_agent") is ToolAgent
+
+
+async def test_a_loop_of_ones_own_runs_on_an_episode():
+    @register_agent("greeter_for_test")
+    class Greeter(AgentLoop):
+        async def run(self, row, *, trajectory_id, group_id, sampling):
+            episode = self.start(row, trajectory_id=trajectory_id, group_id=group_id, sampling=sampling)
+            await episode.generate()
+            assert episode.append([{"role": "user", "content": "and now ?"}])
+            await episode.generate(session_ends=True)
+            return episode.finish(FinishReason.ANSWER)
+
+    loop = AgentSelector(context()).for_row({"agent_name": "greeter_for_test"})
+    trajectory = await loop.run(ROW, trajectory_id="t", group_id="g", sampling=SamplingParams(max_tokens=9))
+    assert trajectory.agent_name == "greeter_for_test"
+    assert [m["content"] for m in trajectory.messages] == ["hi", "hello there", "and now ?", "hello there"]
+
+
+def test_the_row_chooses_and_the_default_fills_in():
+    selector = AgentSelector(context(default_agent="tool_agent"))
+    assert isinstance(selector.for_row({"agent_name": "single_turn_agent"}), SingleTurnAgent)
+    assert isinstance(selector.for_row({}), ToolAgent)
+    assert selector.for_row({}) is selector.for_row({"agent_name": "tool_agent"})
+
+
+def test_configured_tools_that_nobody_calls_are_warned_about_once(caplog):
+    selector = AgentSelector(context(tools=[calculator]))
+    with caplog.at_level(logging.WARNING):
+        selector.for_row({})
+        selector.for_row({})
+    assert [r.message.startswith("TOOLS ARE CONFIGURED BUT NOT USED") for r in caplog.records] == [True]
+
+
+@pytest.mark.parametrize("row", [{"agent_name": "single_turn_agent"}, {"agent_name": "tool_agent"}])
+def test_a_row_that_says_what_it_wants_is_not_warned_about(caplog, row):
+    AgentSelector(context(tools=[calculator])).for_row(row)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("limit", "reason"), [(100, FinishReason.ANSWER), (3, FinishReason.ANSWER), (2, FinishReason.RESPONSE_LENGTH)]
+)
+async def test_a_single_turn_answers_or_is_cut(limit, reason):
+    agent = SingleTurnAgent(context(max_response_length=limit))
+    trajectory = await agent.run(ROW, trajectory_id="t", group_id="g", sampling=SamplingParams(max_tokens=50))
+    assert trajectory.finish_reason is reason
+    assert trajectory.num_turns == 1 and set(trajectory.response_mask) == {1}
+
+
+async def test_a_single_turn_prompt_tells_of_no_tools():
+    agent = SingleTurnAgent(context(tools=[calculator]))
+    trajectory = await agent.run(ROW, trajectory_id="t", group_id="g", sampling=SamplingParams(max_tokens=50))
+    assert "calculator" not in agent.context.codec.decode(trajectory.prompt_ids)
+
+
+parts = st.lists(st.integers() | st.text(), max_size=4)
+
+
+@given(parts, parts)
+def test_seeds_are_equal_for_equal_parts_only(a, b):
+    assert 0 <= derive_seed(*a) < 2**31
+    same = [(type(x), x) for x in a] == [(type(x), x) for x in b]
+    assert (derive_seed(*a) == derive_seed(*b)) is same
+
+
+def test_parts_do_not_run_into_each_other():
+    assert len({derive_seed(1, 23), derive_seed(12, 3), derive_seed("1", 23), derive_seed(123)}) == 4

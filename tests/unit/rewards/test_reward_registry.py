@@ -1,0 +1,133 @@
+"""Scoring: which function, which text, and what a bad score becomes."""
+
+import math
+import threading
+
+import numpy as np
+import pytest
+
+from jax_agent_rl import rewards
+from jax_agent_rl.errors import ConfigError, RewardError
+from jax_agent_rl.rewards import registry
+from jax_agent_rl.types import FinishReason, StopReason, TokenOutput, ToolCallRecord, Trajectory, Turn
+
+
+@pytest.fixture(autouse=True)
+def own_registry(monkeypatch):
+    """Registrations of one test do not reach another."""
+    monkeypatch.setattr(registry, "_REWARDS", dict(registry._REWARDS))
+
+
+def trajectory(data_source="mine", *, extra_info=None, reason=FinishReason.ANSWER):
+    output = TokenOutput(
+        token_ids=(5, 2),
+        log_probs=(-1.0, -1.0),
+        policy_versions=(0, 0),
+        stop_reason=StopReason.EOS,
+        context_digest="",
+    )
+    call = ToolCallRecord(name="add", arguments={}, observation="tool says 9", reward=0.25)
+    return Trajectory.from_turns(
+        prompt_ids=[1],
+        turns=[Turn(output=output, appended_ids=(6,), tool_calls=(call,)), Turn(output=output)],
+        trajectory_id="t",
+        group_id="g",
+        agent_name="tool_agent",
+        finish_reason=reason,
+        row={"data_source": data_source, "reward_model": {"ground_truth": "9"}, "extra_info": extra_info},
+        messages=(
+            {"role": "user", "content": "example ?"},
+            {"role": "assistant", "content": "example !"},
+            {"role": "user", "content": "question ?"},
+            {"role": "assistant", "content": "I ask the tool"},
+            {"role": "tool", "content": "tool says 9"},
+            {"role": "assistant", "content": "answer 9"},
+        ),
+        metrics={"tool_calls": 1},
+    )
+
+
+async def test_a_function_is_called_with_the_documented_arguments():
+    seen = {}
+
+    @rewards.register_reward("mine")
+    def compute_score(data_source, solution_str, ground_truth, extra_info):
+        seen.update(locals())
+        seen["thread"] = threading.get_ident()
+        return 1
+
+    scored = await rewards.score(trajectory(extra_info={"index": 3}))
+    assert (seen["data_source"], seen["solution_str"], seen["ground_truth"]) == ("mine", "answer 9", "9")
+    expected = {"index": 3, "finish_reason": FinishReason.ANSWER, "num_turns": 2, "tool_rewards": [0.25]}
+    assert seen["extra_info"] == expected
+    assert seen["thread"] != threading.get_ident(), "it may block"
+    assert scored.reward == 1.0 and scored.metrics["tool_calls"] == 1 and scored.metrics["reward_seconds"] >= 0
+
+
+async def test_an_async_function_and_a_dict_with_parts():
+    @rewards.register_reward("mine")
+    async def compute_score(data_source, solution_str, ground_truth, extra_info):
+        return {"score": np.float32(0.5), "format": 1.0, "note": "ignored"}
+
+    scored = await rewards.score(trajectory())
+    assert scored.reward == 0.5 and scored.reward_parts == {"format": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("which", "text"),
+    [
+        ("last_turn", "answer 9"),
+        ("assistant", "I ask the tool\n\nanswer 9"),
+        ("conversation", "I ask the tool\n\ntool says 9\n\nanswer 9"),
+    ],
+)
+def test_tool_output_and_examples_in_the_prompt_are_not_part_of_the_solution_unless_asked(which, text):
+    assert rewards.solution_text(trajectory(), which) == text
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, None, "1.0", [1.0], {}, {"score": math.nan}, {"reward": 1.0}])
+async def test_a_score_that_is_no_finite_number_is_an_error(bad):
+    rewards.register_reward("mine")(lambda *_: bad)
+    with pytest.raises(RewardError, match="'mine'"):
+        await rewards.score(trajectory())
+
+
+async def test_an_exception_in_the_function_is_a_reward_error():
+    rewards.register_reward("mine")(lambda *_: 1 / 0)
+    with pytest.raises(RewardError, match="raised ZeroDivisionError"):
+        await rewards.score(trajectory())
+
+
+async def test_an_unknown_data_source_lists_the_known_ones():
+    with pytest.raises(RewardError, match=r"'other'; there are \['calculator', 'gsm8k'"):
+        await rewards.score(trajectory("other"))
+    with pytest.raises(ConfigError, match="'None', 'other'"):
+        rewards.require_rewards([{"data_source": "other"}, {}, {"data_source": "gsm8k"}])
+    rewards.require_rewards([{"data_source": "calculator"}])
+
+
+def test_a_data_source_is_registered_once():
+    with pytest.raises(ConfigError, match=r"'gsm8k'.*rules.py:\d+ and .*test_reward_registry.py:\d+"):
+        rewards.register_reward("gsm8k")(lambda *_: 0.0)
+
+
+async def test_a_users_file_registers_functions(tmp_path):
+    path = tmp_path / "my_rewards.py"
+    path.write_text(
+        "from jax_agent_rl.rewards import register_reward\n"
+        "@register_reward('mine')\n"
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    return float(ground_truth in solution_str)\n"
+    )
+    rewards.load_rewards(str(path))
+    rewards.load_rewards(str(path))
+    assert (await rewards.score(trajectory())).reward == 1.0
+    with pytest.raises(ConfigError, match="reward.path='missing.py': no such file"):
+        rewards.load_rewards("missing.py")
+    rewards.load_rewards(None)
+
+
+async def test_the_built_in_calculator_rule_scores_a_trajectory():
+    assert (await rewards.score(trajectory("calculator"))).reward == 1.0
+    cut = trajectory("calculator", reason=FinishReason.RESPONSE_LENGTH)
+    assert (await rewards.score(cut)).reward == 0.0

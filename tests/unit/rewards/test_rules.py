@@ -1,0 +1,86 @@
+"""Rules: exact final answers."""
+
+from decimal import Decimal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jax_agent_rl.errors import RewardError
+from jax_agent_rl.rewards.rules import calculator, gsm8k, last_number, marked_number
+from jax_agent_rl.types import FinishReason
+
+ANSWERED = {"finish_reason": FinishReason.ANSWER}
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("The answer is 42.", "42"),
+        ("12 + 30 = 42", "42"),
+        ("It is **1,234.50**!", "1234.50"),
+        ("3, 4", "4"),
+        ("1,2345", "2345"),
+        ("-7", "-7"),
+        ("= −7", "-7"),
+        ("10-3", "3"),
+        ("(2)-3", "3"),
+        ("10 - 3", "3"),
+        ("$-5", "-5"),
+        ("x3", "3"),
+        (".5", "0.5"),
+        ("3.33333e-07", "3.33333e-07"),
+        ("no number", None),
+        ("", None),
+    ],
+)
+def test_the_last_number_of_a_text(text, number):
+    assert last_number(text) == (None if number is None else Decimal(number))
+
+
+@given(st.integers(), st.text(alphabet="abc .!\n"))
+def test_any_integer_is_read_back_with_or_without_separators(n, tail):
+    assert last_number(f"12 is not it: {n} {tail}") == n
+    assert last_number(f"12 is not it: {n:,} {tail}") == n
+    assert last_number(f"12 is not it: {n}.0 {tail}") == n
+
+
+@pytest.mark.parametrize(
+    ("answer", "truth", "score"),
+    [
+        ("The answer is 1,234.0.", "1234", 1.0),
+        ("The answer is 1234", 1234, 1.0),
+        ("1234 is the answer to question 7", "1234", 0.0),
+        ("2.5", 2.5, 1.0),
+        ("2.50001", 2.5, 0.0),
+        ("", "3", 0.0),
+    ],
+)
+def test_calculator_wants_the_last_number_to_be_the_truth(answer, truth, score):
+    assert calculator("calculator", answer, truth, ANSWERED) == score
+
+
+@pytest.mark.parametrize("reason", [r for r in FinishReason if r is not FinishReason.ANSWER])
+def test_a_trajectory_that_never_answered_earns_nothing(reason):
+    assert calculator("calculator", "42", "42", {"finish_reason": reason}) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("so 9 + 9 = 18. #### 18", "18"), ("#### 1,000", "1000"), ("####-5", "-5"), ("#### $3.50", "3.5"), ("18", None)],
+)
+def test_the_marked_number(text, number):
+    assert marked_number(text) == (None if number is None else Decimal(number))
+
+
+def test_gsm8k_is_strict_unless_asked():
+    truth = "Janet sells 9 eggs. #### 18"
+    assert gsm8k("gsm8k", "#### 18", truth, {}) == 1.0
+    assert gsm8k("gsm8k", "it is 18", truth, {}) == 0.0
+    assert gsm8k("gsm8k", "it is 18", truth, {"answer_format": "flexible"}) == 1.0
+    assert gsm8k("gsm8k", "#### 17 or 18", truth, {"answer_format": "flexible"}) == 0.0
+
+
+def test_a_row_without_a_numeric_truth_is_an_error():
+    with pytest.raises(RewardError, match="must hold a number, got None"):
+        calculator("calculator", "3", None, ANSWERED)

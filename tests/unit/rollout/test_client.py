@@ -1,0 +1,250 @@
+"""The client: one whole output whatever happens to the engines below."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from jax_agent_rl.errors import BackendClosedError, BackendError, EngineDiedError, TokenDriftError, WeightUpdateError
+from jax_agent_rl.rollout.client import LLMServerClient
+from jax_agent_rl.rollout.protocol import RolloutBackend, WeightUpdate
+from jax_agent_rl.rollout.server import AsyncServer
+from jax_agent_rl.types import PauseMode, SamplingParams, StopReason, digest_ids
+from tests.fakes import EOS, FakeCodec, ScriptedBackend
+
+WORDS = "one two three four five six seven"
+PROMPT = [5, 6, 7]
+
+
+class Fleet:
+    """Servers that are replicas of one model, and a client over them."""
+
+    def __init__(self, count=1, script=(WORDS,), backend=ScriptedBackend):
+        self.codec = FakeCodec()
+        self.backends = [backend(self.codec, script) for _ in range(count)]
+        for replica in self.backends[1:]:
+            self.backends[0].share_plans(replica)
+        self.servers = [AsyncServer(b, name=f"s{i}") for i, b in enumerate(self.backends)]
+        self.client = LLMServerClient(self.servers)
+
+    @property
+    def whole(self):
+        return tuple(self.codec.reply_ids(WORDS))
+
+    def ask(self, request_id="r", *, max_tokens=100, **more):
+        sampling = SamplingParams(max_tokens=max_tokens, seed=3)
+        return asyncio.ensure_future(
+            self.client.generate(request_id, prompt_ids=PROMPT, sampling_params=sampling, **more)
+        )
+
+    async def sampled(self, count):
+        """Waits until that many ids were sampled, then holds the engines."""
+        while sum(b.sampled for b in self.backends) < count:
+            await asyncio.sleep(0)
+        for b in self.backends:
+            b.gate.clear()
+
+    def go_on(self):
+        for b in self.backends:
+            b.gate.set()
+
+
+def test_the_fake_obeys_the_protocol():
+    assert isinstance(ScriptedBackend(FakeCodec(), ["x"]), RolloutBackend)
+
+
+async def test_ids_go_in_and_one_output_comes_out():
+    fleet = Fleet()
+    output = await fleet.ask()
+    assert output.token_ids == fleet.whole and output.stop_reason is StopReason.EOS
+
+
+async def test_an_abort_from_elsewhere_is_resumed_with_the_exact_budget():
+    fleet = Fleet()
+    task = fleet.ask(max_tokens=6)
+    await fleet.sampled(2)
+    await fleet.servers[0].update_weights(WeightUpdate(version=1, kind="arrays", payload=None), mode=PauseMode.ABORT)
+    output = await task
+    assert output.token_ids == fleet.whole[:6] and output.stop_reason is StopReason.LENGTH
+    assert output.policy_versions == (0, 0, 1, 1, 1, 1), "each id keeps the version that sampled it"
+    assert output.context_digest == digest_ids([*PROMPT, *output.token_ids])
+    first, second = fleet.backends[0].requests
+    assert second.prompt_ids == first.prompt_ids + output.token_ids[:2]
+    assert (first.sampling.max_tokens, second.sampling.max_tokens) == (6, 4)
+    assert second.sampling == replace(first.sampling, max_tokens=4)
+
+
+async def test_an_abort_after_the_last_id_of_the_budget_is_a_full_output():
+    class LateAbort(ScriptedBackend):
+        async def generate(self, request):
+            return replace(await super().generate(request), stop_reason=StopReason.ABORTED)
+
+    fleet = Fleet(backend=LateAbort)
+    output = await fleet.ask(max_tokens=3)
+    assert output.stop_reason is StopReason.LENGTH and len(output.token_ids) == 3
+    assert len(fleet.backends[0].requests) == 1
+
+
+async def test_the_callers_own_abort_is_final():
+    fleet = Fleet()
+    task = fleet.ask()
+    await fleet.sampled(2)
+    assert await fleet.client.abort("r")
+    output = await task
+    assert output.stop_reason is StopReason.ABORTED and output.token_ids == fleet.whole[:2]
+    assert not await fleet.client.abort("r"), "it is over"
+
+
+async def test_an_abort_before_the_first_id_returns_an_empty_output():
+    fleet = Fleet()
+    fleet.backends[0].gate.clear()
+    task = fleet.ask()
+    await asyncio.sleep(0)
+    await fleet.client.abort("r")
+    output = await task
+    assert output.token_ids == () and output.context_digest == digest_ids(PROMPT)
+
+
+async def test_an_engine_that_aborts_for_ever_fails_the_request():
+    class Quitter(ScriptedBackend):
+        async def _wait_for_turn(self, request_id):
+            self._aborted.add(request_id)
+
+    with pytest.raises(BackendError, match="without a new id"):
+        await Fleet(backend=Quitter).ask()
+
+
+async def test_an_interrupted_part_from_another_context_is_caught():
+    class Drifting(ScriptedBackend):
+        def digest(self, ids):
+            return super().digest([9, *ids])
+
+    fleet = Fleet(backend=Drifting)
+    task = fleet.ask()
+    await fleet.sampled(2)
+    await fleet.backends[0].abort("r")
+    with pytest.raises(TokenDriftError):
+        await task
+
+
+async def test_a_dead_engines_request_runs_on_another_and_the_session_moves():
+    fleet = Fleet(2)
+    task = fleet.ask(session_id="s")
+    await fleet.sampled(2)
+    fleet.backends[0].die()
+    fleet.go_on()
+    assert (await task).token_ids == fleet.whole
+    assert [s.name for s in fleet.client.servers] == ["s1"]
+    await fleet.ask("r2", session_id="s")
+    assert [r.request_id for r in fleet.backends[1].requests] == ["r", "r2"]
+
+
+async def test_without_another_server_the_death_is_the_answer():
+    fleet = Fleet()
+    fleet.backends[0].die()
+    with pytest.raises(EngineDiedError):
+        await fleet.ask()
+    with pytest.raises(BackendError, match="no server"):
+        await fleet.ask()
+
+
+async def test_a_closed_server_is_left_too():
+    fleet = Fleet(2)
+    await fleet.servers[0].close()
+    assert (await fleet.ask()).token_ids == fleet.whole
+    await fleet.servers[1].close()
+    with pytest.raises(BackendClosedError):
+        await fleet.ask()
+
+
+async def test_a_removed_servers_requests_move_on_with_their_ids():
+    fleet = Fleet(2)
+    task = fleet.ask(session_id="s")
+    await fleet.sampled(3)
+    removed = await fleet.client.remove_server("s0")
+    fleet.go_on()
+    assert removed is fleet.servers[0]
+    assert (await task).token_ids == fleet.whole
+    assert fleet.backends[1].requests[0].prompt_ids == (*PROMPT, *fleet.whole[:3])
+
+
+async def test_a_server_added_while_running_takes_its_share():
+    fleet = Fleet(2)
+    client = LLMServerClient([fleet.servers[0]])
+    fleet.backends[0].gate.clear()
+    sampling = SamplingParams(max_tokens=100)
+    held = asyncio.create_task(client.generate("held", prompt_ids=PROMPT, sampling_params=sampling))
+    await asyncio.sleep(0)
+    client.add_server(fleet.servers[1])
+    await client.generate("next", prompt_ids=PROMPT, sampling_params=sampling)
+    assert [r.request_id for r in fleet.backends[1].requests] == ["next"]
+    fleet.backends[0].gate.set()
+    await held
+
+
+@pytest.mark.parametrize("announced", [True, False])
+async def test_a_session_that_ended_may_go_anywhere(announced):
+    fleet = Fleet(2)
+    await fleet.ask("r1", session_id="s", session_ends=announced)
+    if not announced:
+        fleet.client.end_session("s")
+    fleet.backends[0].gate.clear()
+    held = fleet.ask("held")
+    await asyncio.sleep(0)
+    await fleet.ask("r2", session_id="s")
+    assert [[r.request_id for r in b.requests] for b in fleet.backends] == [["r1", "held"], ["r2"]]
+    fleet.go_on()
+    await held
+
+
+async def test_a_request_id_is_used_once_at_a_time():
+    fleet = Fleet()
+    first = fleet.ask()
+    await asyncio.sleep(0)
+    with pytest.raises(BackendError, match="'r' is running already"):
+        await fleet.ask()
+    await first
+    await fleet.ask()
+
+
+async def test_images_for_a_text_engine_are_refused():
+    with pytest.raises(BackendError, match=r"takes no \['image'\] input"):
+        await Fleet().ask(image_data=["pixels"])
+
+
+async def test_cancelling_the_caller_frees_the_engine():
+    fleet = Fleet()
+    task = fleet.ask()
+    await fleet.sampled(1)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert fleet.servers[0].running == frozenset()
+
+
+async def test_weights_reach_every_server_and_kept_requests_go_on_under_them():
+    fleet = Fleet(2)
+    tasks = [fleet.ask("r0"), fleet.ask("r1")]
+    await fleet.sampled(4)
+    await fleet.client.update_weights(WeightUpdate(version=7, kind="arrays", payload=None))
+    assert [b.policy_version for b in fleet.backends] == [7, 7]
+    for output in await asyncio.gather(*tasks):
+        assert output.token_ids == fleet.whole
+        assert set(output.policy_versions) == {0, 7}
+    assert all(len(b.requests) == 1 for b in fleet.backends), "KEEP aborts nothing"
+
+
+async def test_refused_weights_leave_the_server_serving():
+    fleet = Fleet()
+    with pytest.raises(WeightUpdateError):
+        await fleet.client.update_weights(WeightUpdate(version=0, kind="arrays", payload=None))
+    assert (await fleet.ask()).token_ids[-1] == EOS
+
+
+async def test_a_server_that_dies_of_an_update_leaves_the_others():
+    fleet = Fleet(2)
+    fleet.backends[0].die()
+    await fleet.client.update_weights(WeightUpdate(version=1, kind="arrays", payload=None))
+    assert [s.name for s in fleet.client.servers] == ["s1"]
+    fleet.backends[1].die()
+    with pytest.raises(BackendError, match="no server is left"):
+        await fleet.client.update_weights(WeightUpdate(version=2, kind="arrays", payload=None))
