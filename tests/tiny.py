@@ -1,0 +1,72 @@
+"""A random Llama small enough for unit tests, and the plain way to run it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_agent_rl.models.llama import LlamaConfig, Params, hidden_states, logits
+
+TINY = LlamaConfig(
+    vocab_size=97,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    tie_word_embeddings=True,
+    eos_token_ids=(2,),
+)
+
+
+def tiny_params(seed: int = 0, config: LlamaConfig = TINY) -> Params:
+    """Weights large enough that distributions are far from uniform."""
+    rng = np.random.default_rng(seed)
+
+    def draw(shape: tuple[int, ...]) -> jax.Array:
+        return jnp.asarray(rng.standard_normal(shape, dtype=np.float32) * (0.4 if len(shape) > 1 else 1) + (len(shape) == 1))
+
+    params = jax.tree.map(draw, config.parameter_shapes(), is_leaf=lambda x: isinstance(x, tuple))
+    for name in ("input_norm", "post_attention_norm"):
+        params["layers"][name] = jnp.ones_like(params["layers"][name])
+    return params | {"final_norm": jnp.ones_like(params["final_norm"])}
+
+
+LONGEST = 64  # every reference pass is padded to this, so that it compiles once
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _padded_logits(config: LlamaConfig, params: Params, ids: jax.Array) -> jax.Array:
+    positions = jnp.arange(LONGEST)[None]
+    ends = jnp.full((1, LONGEST), LONGEST, jnp.int32)
+    return logits(params, hidden_states(config, params, ids[None], positions, ends))[0]
+
+
+def full_logits(params: Params, ids: Sequence[int], config: LlamaConfig = TINY) -> np.ndarray:
+    """Logits float32 [T, V] of one causal pass over the whole context: no cache, no batching."""
+    padded = np.zeros(LONGEST, np.int32)
+    padded[: len(ids)] = ids
+    return np.asarray(_padded_logits(config, params, padded))[: len(ids)]
+
+
+def logprobs_of(params: Params, prompt: Sequence[int], sampled: Sequence[int], temperature: float = 1.0) -> np.ndarray:
+    """Log-probs of sampled ids by one full pass."""
+    scores = full_logits(params, [*prompt, *sampled])[len(prompt) - 1 : -1] / temperature
+    scores = scores.astype(np.float64)
+    normalized = scores - np.log(np.exp(scores).sum(-1, keepdims=True))
+    return normalized[np.arange(len(sampled)), list(sampled)]
+
+
+def greedy(params: Params, prompt: Sequence[int], count: int, eos: frozenset[int] = frozenset({2})) -> list[int]:
+    """Greedy continuation by repeated full passes."""
+    ids = list(prompt)
+    for _ in range(count):
+        ids.append(int(full_logits(params, ids)[-1].argmax()))
+        if ids[-1] in eos:
+            break
+    return ids[len(prompt) :]

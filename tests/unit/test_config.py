@@ -1,0 +1,77 @@
+"""The configuration: every problem at once, with the nearest valid name."""
+
+from pathlib import Path
+
+import pytest
+
+from jax_agent_rl.config import Config, build, load, valid_keys
+from jax_agent_rl.errors import ConfigError
+
+MINIMAL = {"run_dir": "runs/x", "model": {"path": "m"}, "data": {"train": "t.jsonl"}}
+QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
+
+
+def problems(tree: dict, *overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as error:
+        build(tree, overrides)
+    return error.value.problems
+
+
+def test_the_shipped_recipe_is_valid():
+    assert load(QUICKSTART).rollout.backend == "jetstream"
+
+
+def test_overrides_win_over_the_file_and_are_parsed_as_yaml():
+    config = load(QUICKSTART, ["learner.learning_rate=2e-5", "rollout.jetstream.prefill_buckets=[16, 64]", "seed=7"])
+    assert (config.learner.learning_rate, config.rollout.jetstream.prefill_buckets, config.seed) == (2e-5, (16, 64), 7)
+
+
+def test_all_problems_are_reported_together():
+    found = problems(MINIMAL | {"rollout": {"group_sise": 2}}, "learner.learning_rate=fast", "trainer.steps=0")
+    assert len(found) == 3
+
+
+@pytest.mark.parametrize(
+    ("override", "meant"),
+    [
+        ("rollout.group_sise=4", "rollout.group_size"),
+        ("learner.temperature=1.0", "rollout.temperature"),
+        ("trainr.steps=3", "did you mean trainer?"),
+        ("learning_rate=1e-5", "learner.learning_rate"),
+    ],
+)
+def test_an_unknown_key_names_the_one_that_was_meant(override: str, meant: str):
+    assert any(meant in line for line in problems(MINIMAL, override))
+
+
+def test_a_group_of_one_is_refused_with_the_fix():
+    (line,) = problems(MINIMAL, "rollout.group_size=1")
+    assert "group_size >= 2" in line
+
+
+def test_budgets_that_cannot_fit_are_refused():
+    found = problems(MINIMAL, "agent.max_response_length=4000")
+    assert any("max_model_len" in line for line in found) and any("row_length" in line for line in found)
+
+
+def test_a_malformed_override_is_reported_with_its_text():
+    assert "'steps'" in problems(MINIMAL, "steps")[0]
+
+
+def test_a_missing_file_is_reported_with_its_path(tmp_path: Path):
+    with pytest.raises(ConfigError, match="nowhere.yaml"):
+        load(tmp_path / "nowhere.yaml")
+
+
+def test_the_saved_config_loads_again_unchanged():
+    config = build(MINIMAL)
+    assert build(config.model_dump(mode="json")) == config
+
+
+def test_a_config_cannot_be_changed():
+    with pytest.raises(Exception, match="frozen"):
+        build(MINIMAL).seed = 3  # type: ignore[misc]
+
+
+def test_every_key_is_described():
+    assert [key for key, text in valid_keys(Config).items() if not text and key != "run_dir"] == []

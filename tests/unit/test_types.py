@@ -1,0 +1,88 @@
+"""The data types: the module's worked example, and what they refuse."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jax_agent_rl.types import (
+    FinishReason,
+    Group,
+    SamplingParams,
+    StopReason,
+    TokenOutput,
+    Trajectory,
+    Turn,
+    digest_ids,
+)
+
+
+def output(ids: list[int], logprobs: list[float], version: int) -> TokenOutput:
+    return TokenOutput(
+        token_ids=tuple(ids),
+        log_probs=tuple(logprobs),
+        policy_versions=(version,) * len(ids),
+        stop_reason=StopReason.EOS,
+        context_digest="",
+    )
+
+
+def trajectory(turns: list[Turn], **changes) -> Trajectory:
+    fields = {
+        "prompt_ids": [10, 11, 12],
+        "turns": turns,
+        "trajectory_id": "t",
+        "group_id": "g",
+        "agent_name": "tool_agent",
+        "finish_reason": FinishReason.ANSWER,
+    }
+    return Trajectory.from_turns(**fields | changes)
+
+
+def test_the_worked_example_of_the_module():
+    turns = [
+        Turn(output=output([20, 21, 2], [-0.1, -0.2, -0.1], 4), appended_ids=(30, 31, 32)),
+        Turn(output=output([40, 2], [-0.3, -0.1], 5)),
+    ]
+    t = trajectory(turns)
+    assert t.response_ids == (20, 21, 2, 30, 31, 32, 40, 2)
+    assert t.response_mask == (1, 1, 1, 0, 0, 0, 1, 1)
+    assert t.rollout_logprobs == (-0.1, -0.2, -0.1, 0, 0, 0, -0.3, -0.1)
+    assert t.policy_versions == (4, 4, 4, -1, -1, -1, 5, 5)
+    assert (t.num_turns, t.num_sampled) == (2, 5)
+
+
+@pytest.mark.parametrize("changes", [{"prompt_ids": []}, {"turns": []}])
+def test_a_trajectory_without_prompt_or_sample_is_refused(changes: dict):
+    with pytest.raises(ValueError, match="needs a prompt and a sampled id"):
+        trajectory(changes.pop("turns", [Turn(output=output([1], [0.0], 0))]), **changes)
+
+
+def test_a_resumed_output_keeps_both_parts_and_their_versions():
+    joined = output([5, 6], [-1.0, -2.0], 1).then(output([2], [-0.5], 2))
+    assert joined.token_ids == (5, 6, 2) and joined.policy_versions == (1, 1, 2)
+    assert joined.stop_reason is StopReason.EOS
+
+
+def test_an_output_with_a_missing_logprob_is_refused():
+    with pytest.raises(ValueError, match="2 ids, 1 log-probs"):
+        TokenOutput(
+            token_ids=(1, 2), log_probs=(0.0,), policy_versions=(0, 0), stop_reason=StopReason.EOS, context_digest=""
+        )
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"max_tokens": 0}, {"temperature": -1.0}, {"top_p": 0.0}, {"top_p": 1.5}, {"top_k": -1}, {"stop": ("",)}]
+)
+def test_impossible_sampling_parameters_are_refused(wrong: dict):
+    with pytest.raises(ValueError):
+        SamplingParams(**{"max_tokens": 1, **wrong})
+
+
+def test_a_group_refuses_members_of_another():
+    with pytest.raises(ValueError, match="other groups"):
+        Group(group_id="h", trajectories=(trajectory([Turn(output=output([1], [0.0], 0))]),))
+
+
+@given(st.lists(st.integers(0, 2**31 - 1)), st.lists(st.integers(0, 2**31 - 1)))
+def test_digests_are_equal_exactly_when_the_ids_are(a: list[int], b: list[int]):
+    assert (digest_ids(a) == digest_ids(b)) == (a == b)
