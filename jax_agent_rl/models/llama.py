@@ -192,6 +192,15 @@ def model_params(model: Llama) -> Params:
     return nnx.to_pure_dict(nnx.state(model, nnx.Param))
 
 
+def with_params(config: LlamaConfig, params: Params) -> Llama:
+    """The inverse of :func:`model_params`: a module that holds these very arrays."""
+    model = nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0)))
+    state = nnx.state(model, nnx.Param)
+    nnx.replace_by_pure_dict(state, params)
+    nnx.update(model, state)
+    return model
+
+
 def hidden_states(
     config: LlamaConfig,
     params: Params,

@@ -1,0 +1,111 @@
+"""The Hermes tool-call format: ``<tool_call>{"name": …, "arguments": {…}}</tool_call>``.
+
+Used by Hermes 2/3, Qwen2.5 and Qwen3. Parsing never raises and never evaluates anything but JSON; its time is linear
+in the text. The JSON itself says where a call ends, so a closing tag inside a string does not.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from jax_agent_rl.chat.formats.types import Reply, ToolCall
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+THINK, END_THINK = "<think>", "</think>"
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_no_constant)
+
+
+def parse(text: str) -> Reply:
+    """Takes an assistant turn apart."""
+    reasoning, visible = _split_reasoning(text)
+    calls: list[ToolCall] = []
+    malformed: list[str] = []
+    content: list[str] = []
+    for kind, part in _scan(visible):
+        if kind == "text":
+            content.append(part)
+        elif isinstance(call := _to_call(part), ToolCall):
+            calls.append(call)
+        else:
+            malformed.append(call)
+    return Reply(
+        content="".join(content).strip(), tool_calls=tuple(calls), malformed=tuple(malformed), reasoning=reasoning
+    )
+
+
+def system_section(tools: Sequence[Mapping[str, Any]]) -> str:
+    """What to tell a model whose template has no section for tools."""
+    schemas = "\n".join(json.dumps(tool) for tool in tools)
+    return (
+        f"You can call these tools:\n<tools>\n{schemas}\n</tools>\n"
+        f'To call one, write {OPEN}\n{{"name": "<tool name>", "arguments": {{…}}}}\n{CLOSE}'
+    )
+
+
+def tool_result(text: str) -> str:
+    """A tool result for a template that has no ``tool`` role: part of a user message."""
+    return f"<tool_response>\n{text}\n</tool_response>"
+
+
+def _split_reasoning(text: str) -> tuple[str | None, str]:
+    """Reasoning and the rest. A block that never closes is all reasoning; one opened in the prompt only closes."""
+    before, closing, after = text.rpartition(END_THINK)
+    if closing:
+        head, _, thought = before.partition(THINK)
+        return (thought, head + after) if THINK in before else (before, after)
+    head, opening, thought = text.partition(THINK)
+    return (thought, head) if opening else (None, text)
+
+
+def _scan(text: str) -> Iterator[tuple[str, Any]]:
+    """``("text", str)`` and ``("call", decoded JSON or the reason it is none)`` pieces, in order."""
+    at = 0
+    while (begin := text.find(OPEN, at)) >= 0:
+        yield "text", text[at:begin]
+        inside = begin + len(OPEN)
+        while inside < len(text) and text[inside].isspace():
+            inside += 1
+        try:
+            value, end = _DECODER.raw_decode(text, inside)
+        except (ValueError, RecursionError) as error:
+            value, end = f"not valid JSON: {_reason(error)}", inside
+        close = text.find(CLOSE, end)
+        following = text.find(OPEN, end)
+        if close < 0 or 0 <= following < close:
+            yield "call", f"{OPEN} without {CLOSE}"
+            at = following if following >= 0 else len(text)
+            continue
+        if not isinstance(value, str) and text[end:close].strip():
+            value = f"unexpected text after the JSON: {text[end:close].strip()[:40]!r}"
+        yield "call", value
+        at = close + len(CLOSE)
+    yield "text", text[at:]
+
+
+def _reason(error: Exception) -> str:
+    return "nested too deeply" if isinstance(error, RecursionError) else str(error)[:120]
+
+
+def _to_call(value: Any) -> ToolCall | str:
+    """A decoded value as a call, or what is wrong with it."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
+        return 'expected an object with "name" and "arguments"'
+    arguments = value.get("arguments", {})
+    if isinstance(arguments, str):  # some models write the arguments as a string of JSON
+        try:
+            arguments = _DECODER.decode(arguments)
+        except (ValueError, RecursionError):
+            pass
+    if not isinstance(arguments, dict):
+        return f'"arguments" must be an object, got {type(arguments).__name__}'
+    return ToolCall(name=value["name"], arguments=arguments)

@@ -1,0 +1,93 @@
+"""One model's chat template: what it can do, and messages in the shape it accepts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import ModuleType
+from typing import Any, Literal
+
+from jax_agent_rl.errors import TemplateError
+
+Message = Mapping[str, Any]
+ToolPrompt = Literal["template", "none"]
+
+
+class ChatTemplate:
+    """Renders conversations, bridging what a template lacks.
+
+    * No ``tool`` role: tool results become user messages in the tool-call format's own notation.
+    * No section for tools: the format's description goes into the system message (or the first user message).
+
+    Args:
+        tokenizer: a ``transformers`` fast tokenizer with a chat template.
+        tool_format: a module of :mod:`jax_agent_rl.chat.formats`.
+        tool_prompt: ``none`` leaves tools out of the prompt.
+    """
+
+    def __init__(self, tokenizer: Any, tool_format: ModuleType, tool_prompt: ToolPrompt) -> None:
+        self._tokenizer = tokenizer
+        self._format = tool_format
+        self._tool_prompt = tool_prompt
+        source = str(tokenizer.chat_template)
+        self._has_tool_role = "'tool'" in source or '"tool"' in source or "tool_response" in source
+        self._has_tools_section = "tools" in source
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Mapping], *, generation_prompt: bool) -> str:
+        """The conversation as text.
+
+        Raises:
+            TemplateError: the template refuses it.
+        """
+        import jinja2
+
+        tools = tools if self._tool_prompt == "template" else ()
+        if tools and not self._has_tools_section:
+            messages, tools = self._with_tools_told(messages, tools), ()
+        try:
+            return self._tokenizer.apply_chat_template(
+                self.adapt(messages), tools=list(tools) or None, add_generation_prompt=generation_prompt, tokenize=False
+            )
+        except (jinja2.TemplateError, TypeError, KeyError, ValueError) as error:
+            roles = [m["role"] for m in messages]
+            raise TemplateError(f"the chat template refuses a conversation of roles {roles}: {error}") from error
+
+    def adapt(self, messages: Sequence[Message]) -> list[Message]:
+        """Tool results as user messages where the template has no ``tool`` role; neighbours become one message."""
+        if self._has_tool_role:
+            return list(messages)
+        adapted: list[Message] = []
+        joining = False
+        for message in messages:
+            if message["role"] != "tool":
+                adapted.append(message)
+                joining = False
+                continue
+            text = self._format.tool_result(message["content"])
+            if joining:
+                adapted[-1] = {"role": "user", "content": f"{adapted[-1]['content']}\n{text}"}
+            else:
+                adapted.append({"role": "user", "content": text})
+            joining = True
+        return adapted
+
+    def _with_tools_told(self, messages: Sequence[Message], tools: Sequence[Mapping]) -> list[Message]:
+        section = self._format.system_section(tools)
+        told = list(messages)
+        if told and told[0]["role"] == "system":
+            told[0] = {**told[0], "content": f"{told[0]['content']}\n\n{section}"}
+            return told
+        with_system = [{"role": "system", "content": section}, *told]
+        if self._accepts(with_system):
+            return with_system
+        first = next(i for i, m in enumerate(told) if m["role"] == "user")
+        told[first] = {**told[first], "content": f"{section}\n\n{told[first]['content']}"}
+        return told
+
+    def _accepts(self, messages: Sequence[Message]) -> bool:
+        import jinja2
+
+        try:
+            self._tokenizer.apply_chat_template(self.adapt(messages), tokenize=False)
+        except (jinja2.TemplateError, TypeError, KeyError, ValueError):
+            return False
+        return True
