@@ -79,7 +79,6 @@ class FakeCodec:
         messages: Sequence[Mapping[str, Any]],
         *,
         tools: Sequence[Mapping[str, Any]] = (),
-        history: Sequence[Mapping[str, Any]] = (),
     ) -> list[int]:
         boundary = [] if sampled_ids[-1] == EOS else [EOS]
         return boundary + self._render(messages)

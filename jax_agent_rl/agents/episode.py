@@ -139,9 +139,7 @@ class Episode:
             False, and nothing is inserted, if that would leave no room for a sampled id.
         """
         last = self.turns[-1]
-        ids = self._context.codec.encode_append(
-            last.output.token_ids, messages, tools=self._schemas, history=self.messages
-        )
+        ids = self._context.codec.encode_append(last.output.token_ids, messages, tools=self._schemas)
         if len(ids) >= self.tokens_left:
             return False
         self.turns[-1] = replace(last, appended_ids=tuple(ids))

@@ -98,7 +98,6 @@ class ChatCodec:
         messages: Sequence[Message],
         *,
         tools: Sequence[Mapping[str, Any]] = (),
-        history: Sequence[Message] = (),
     ) -> list[int]:
         """Ids to insert after a sampled assistant turn: its boundary, new messages, the next generation prompt.
 
@@ -109,7 +108,6 @@ class ChatCodec:
             sampled_ids: the assistant turn. If it does not end with an end-of-turn id (it was cut), one is inserted.
             messages: ``tool`` or ``user`` messages.
             tools: as in :meth:`encode_prompt`; templates may refer to them.
-            history: not rendered; only tool-call ids may be looked up in it.
 
         Raises:
             TemplateError: the template refuses the messages after an assistant turn.
@@ -151,11 +149,12 @@ class ChatCodec:
 
     def _calling_anchor(self, messages: Sequence[Message], tools: Sequence[Mapping]) -> str:
         """On an assistant turn that calls tools, for templates that want one before a tool result."""
-        results = sum(message["role"] == "tool" for message in messages) or 1
-        function = {"name": "f", "arguments": {"a": MARKER}}
-        calls = [{"id": _CALL_ID, "type": "function", "function": function}] * results
+        names = [message.get("name", "f") for message in messages if message["role"] == "tool"] or ["f"]
+        calls = [
+            {"id": _CALL_ID, "type": "function", "function": {"name": name, "arguments": {"a": MARKER}}} for name in names
+        ]
         anchor = [_QUESTION, {"role": "assistant", "content": "", "tool_calls": calls}]
-        named = [{"name": "f", **m, "tool_call_id": _CALL_ID} if m["role"] == "tool" else m for m in messages]
+        named = [{**m, "tool_call_id": _CALL_ID} if m["role"] == "tool" else m for m in messages]
         text = self._template.render([*anchor, *named], tools, generation_prompt=True)
         rest = text[text.rindex(MARKER) :] if MARKER in text else ""
         # What the template writes to close the call is the model's own business; the turn's end is not.

@@ -15,14 +15,16 @@ from typing import Any
 
 from jax_agent_rl.observe.metrics import write_atomically
 
-SYSTEM = "Use the calculator tool."
+SYSTEM = (
+    "You answer questions with a calculator. First write a <tool_call>, then read the <tool_response>, then answer."
+)
 
 # words, symbol, ranges of the two numbers, result
 Operation = tuple[tuple[str, ...], tuple[int, int], tuple[int, int], Callable[[int, int], int]]
 OPERATIONS: tuple[Operation, ...] = (
     (("What is {a} times {b}?", "What is {a} multiplied by {b}?"), (112, 999), (12, 99), lambda a, b: a * b),
-    (("What is {a} minus {b}?", "Subtract {b} from {a}."), (1000, 9999), (100, 999), lambda a, b: a - b),
-    (("What is {a} plus {b}?", "What is the sum of {a} and {b}?"), (1000, 9999), (1000, 9999), lambda a, b: a + b),
+    (("What is {a} minus {b}?",), (1000, 9999), (100, 999), lambda a, b: a - b),
+    (("What is {a} plus {b}?",), (1000, 9999), (1000, 9999), lambda a, b: a + b),
 )
 
 

@@ -1,0 +1,65 @@
+# Shared by the launch scripts: the project's own environment. Source it; do not run it.
+# Environment: JAX_AGENT_RL_VENV (default .venv), PYTHON (default the newest of python3.13 … python3.11, python3).
+#
+# On Linux the default index serves torch with several GB of CUDA. Only tests need torch; to get the CPU build, point
+# pip at an index that has it, e.g. PIP_EXTRA_INDEX_URL=<index of CPU builds> ./launch/test.sh
+
+ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+VENV="${JAX_AGENT_RL_VENV:-$ROOT/.venv}"
+CONSTRAINTS="$ROOT/third_party/constraints-cpu.txt"
+JETSTREAM_NEEDS="grpcio prometheus_client shortuuid tiktoken"
+SECONDS=0
+DRY_RUN=0
+
+say() { printf '[%3ds] %s\n' "$SECONDS" "$*"; }
+
+# Runs a command, or prints it under --dry-run.
+run() {
+  if [ "$DRY_RUN" = 1 ]; then
+    printf '+ %s\n' "$*"
+  else
+    "$@"
+  fi
+}
+
+find_python() {
+  local candidate
+  for candidate in ${PYTHON:-python3.13 python3.12 python3.11 python3}; do
+    if command -v "$candidate" >/dev/null &&
+      "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; then
+      command -v "$candidate"
+      return
+    fi
+  done
+  echo "error: Python 3.11, 3.12 or 3.13 is needed; install one or set PYTHON=/path/to/python" >&2
+  return 1
+}
+
+# make_environment EXTRAS…: creates or updates $VENV; instant when nothing changed.
+make_environment() {
+  local python stamp wanted extras="$*"
+  python="$(find_python)"
+  stamp="$VENV/.jax_agent_rl.${extras:-core}.stamp"
+  wanted="$(cat "$ROOT/pyproject.toml" "$CONSTRAINTS" "$ROOT"/third_party/*no-deps.txt "${BASH_SOURCE[0]}" | cksum)"
+  if [ "$DRY_RUN" = 0 ] && [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; then
+    say "environment $VENV is up to date"
+    return
+  fi
+  # The pins were made on Python 3.11; newer Pythons resolve newer jax.
+  local constrain=(-c "$CONSTRAINTS")
+  if ! "$python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))'; then constrain=(); fi
+  say "environment: $VENV ($("$python" --version 2>&1))"
+  [ -x "$VENV/bin/python" ] || run "$python" -m venv "$VENV"
+  run "$VENV/bin/python" -m pip install --quiet --upgrade pip
+  say "installing pinned dependencies (a minute or two the first time)"
+  run "$VENV/bin/python" -m pip install --quiet --progress-bar off "${constrain[@]}" -e "$ROOT${extras:+[$extras]}"
+  say "installing JetStream's engine interface"
+  run "$VENV/bin/python" -m pip install --quiet --no-deps -r "$ROOT/third_party/no-deps.txt"
+  # shellcheck disable=SC2086
+  run "$VENV/bin/python" -m pip install --quiet "${constrain[@]}" $JETSTREAM_NEEDS
+  if [ -n "$extras" ] && [ -f "$ROOT/third_party/test-no-deps.txt" ]; then
+    run "$VENV/bin/python" -m pip install --quiet --no-deps -r "$ROOT/third_party/test-no-deps.txt"
+  fi
+  [ "$DRY_RUN" = 1 ] || echo "$wanted" >"$stamp"
+  say "environment is ready"
+}

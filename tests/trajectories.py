@@ -1,0 +1,70 @@
+"""Builders of trajectories and groups for learner tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from jax_agent_rl.types import FinishReason, Group, StopReason, TokenOutput, Trajectory, Turn
+
+
+def trajectory(
+    prompt: Sequence[int],
+    response: Sequence[int],
+    *,
+    mask: Sequence[int] | None = None,
+    logprobs: Sequence[float] | None = None,
+    reward: float = 0.0,
+    index: int = 0,
+    group: str = "g",
+) -> Trajectory:
+    """A trajectory of one turn per run of sampled ids (mask 1) and what follows it (mask 0)."""
+    mask = mask or [1] * len(response)
+    logprobs = logprobs or [-1.0] * len(response)
+    turns, at = [], 0
+    while at < len(response):
+        sampled_end = next((i for i in range(at, len(mask)) if not mask[i]), len(mask))
+        end = next((i for i in range(sampled_end, len(mask)) if mask[i]), len(mask))
+        count = sampled_end - at
+        output = TokenOutput(
+            token_ids=tuple(response[at:sampled_end]),
+            log_probs=tuple(logprobs[at:sampled_end]),
+            policy_versions=(0,) * count,
+            stop_reason=StopReason.EOS,
+            context_digest="",
+        )
+        turns.append(Turn(output=output, appended_ids=tuple(response[sampled_end:end])))
+        at = end
+    return Trajectory.from_turns(
+        prompt_ids=prompt,
+        turns=turns,
+        trajectory_id=f"{group}-{index}",
+        group_id=group,
+        agent_name="tool_agent",
+        finish_reason=FinishReason.ANSWER,
+        reward=reward,
+    )
+
+
+def random_groups(seed: int, *, groups: int = 3, members: int = 4, vocabulary: int = 97) -> list[Group]:
+    """Groups with a shared prompt, masked spans, and rewards of both kinds."""
+    rng = np.random.default_rng(seed)
+    common = rng.integers(3, vocabulary, 4).tolist()
+    result = []
+    for g in range(groups):
+        prompt = common + rng.integers(3, vocabulary, 3 + g).tolist()
+        ts = []
+        for m in range(members):
+            length = int(rng.integers(4, 14))
+            mask = [1] * length
+            mask[2:4] = [0, 0]
+            response = rng.integers(3, 8 if m % 2 else vocabulary, length).tolist()
+            logprobs = (-rng.random(length) * 3).tolist()
+            ts.append(
+                trajectory(
+                    prompt, response, mask=mask, logprobs=logprobs, reward=float(m % 2), index=m, group=f"g{g}"
+                )
+            )
+        result.append(Group(group_id=f"g{g}", trajectories=tuple(ts)))
+    return result

@@ -1,0 +1,190 @@
+"""Token-exactness on the chat templates of many model families, over thousands of random conversations.
+
+The templates are those that TRL and Axolotl ship (read as data, the packages are not imported) and SmolLM2's own. The
+tokenizers are small byte-level BPEs with each family's special tokens: what matters is where text is cut and joined.
+The reference is the whole conversation rendered and tokenized anew.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import random
+from dataclasses import dataclass
+from importlib.metadata import files
+from pathlib import Path
+
+import pytest
+
+from jax_agent_rl.cache import cache_root
+from jax_agent_rl.chat.codec import ChatCodec
+
+CONVERSATIONS = 150  # per family and kind of turn
+
+
+@dataclass(frozen=True)
+class Family:
+    """Where a template comes from, its special tokens, and whether ``tool`` messages are in its own notation."""
+
+    package: str
+    file: str
+    special: tuple[str, ...]
+    eos: str
+
+
+FAMILIES = {
+    "qwen2.5": Family("trl", "qwen2_5.jinja", ("<|im_start|>", "<|im_end|>"), "<|im_end|>"),
+    "qwen3": Family("trl", "qwen3.jinja", ("<|im_start|>", "<|im_end|>"), "<|im_end|>"),
+    "llama3": Family(
+        "trl", "llama3.jinja", ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"), "<|eot_id|>"
+    ),
+    "llama3.1": Family(
+        "trl",
+        "llama3_1.jinja",
+        ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>", "<|python_tag|>"),
+        "<|eot_id|>",
+    ),
+    "gemma": Family("trl", "gemma.jinja", ("<bos>", "<start_of_turn>", "<end_of_turn>"), "<end_of_turn>"),
+    "gemma3": Family("trl", "gemma3.jinja", ("<bos>", "<start_of_turn>", "<end_of_turn>"), "<end_of_turn>"),
+    "mistral": Family("axolotl", "mistral_v3_tekken.jinja", ("<s>", "</s>", "[INST]", "[/INST]"), "</s>"),
+    "deepseek": Family(
+        "trl",
+        "deepseekv3.jinja",
+        ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"),
+        "<｜end▁of▁sentence｜>",
+    ),
+    "gpt-oss": Family(
+        "trl",
+        "gptoss.jinja",
+        ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|return|>", "<|call|>"),
+        "<|return|>",
+    ),
+    "phi3": Family("trl", "phi3.jinja", ("<|user|>", "<|assistant|>", "<|system|>", "<|end|>", "<|endoftext|>"), "<|end|>"),
+    "smollm2": Family("", "", (), "<|im_end|>"),
+}
+
+
+def template_of(family: Family) -> str:
+    (place,) = [f for f in files(family.package) or [] if f.name == family.file and "chat_templates" in str(f)]
+    return Path(str(place.locate())).read_text(encoding="utf-8")
+
+
+@functools.cache
+def codec_of(name: str) -> ChatCodec:
+    if name == "smollm2":
+        return ChatCodec.from_pretrained(cache_root() / "models" / "smollm2-135m-instruct")
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    family = FAMILIES[name]
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=600, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    tokenizer.train_from_iterator(["user assistant system tool\n\n{}: the answer is a question of name and call " * 20], trainer)
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in family.special])
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=family.eos, bos_token=family.special[0], clean_up_tokenization_spaces=False
+    )
+    wrapped.chat_template = template_of(family)
+    ends = {family.eos, "<|call|>", "<|eom_id|>"} & set(wrapped.get_added_vocab())
+    return ChatCodec(wrapped, tool_prompt="none", eos_token_ids=[wrapped.convert_tokens_to_ids(t) for t in sorted(ends)])
+
+
+WORDS = ["hello", "  spaced", "tab\t", "line\nbreak", "été", "日本語", "🙂", "12345", "{\"a\": 1}", "<b>", "x" * 30, "end."]
+
+
+def text(rng: random.Random) -> str:
+    """Random text that neither begins nor ends with white space (templates may trim it)."""
+    return ("a" + " ".join(rng.choice(WORDS) for _ in range(rng.randint(0, 6))) + "z").strip()
+
+
+def sampled(codec: ChatCodec, rng: random.Random) -> list[int]:
+    """What a policy might write: text, not always in canonical tokens, and the end of its turn."""
+    ids = codec.encode_text(text(rng))
+    if rng.random() < 0.5:
+        ids = [piece for letter in text(rng) for piece in codec.encode_text(letter)]
+    return [*ids, codec.eos_token_ids[0]]
+
+
+@pytest.mark.parametrize("role", ["user", "tool"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_sampled_ids_never_change_and_every_turn_is_a_prefix_of_the_next(name: str, role: str):
+    codec, rng = codec_of(name), random.Random(f"{name}{role}")
+    for _ in range(CONVERSATIONS):
+        context = codec.encode_prompt([{"role": "user", "content": text(rng)}])
+        mask = [0] * len(context)
+        turns = []
+        for _ in range(rng.randint(1, 4)):
+            ids = sampled(codec, rng)
+            addition = codec.encode_append(ids, [{"role": role, "content": text(rng)}])
+            before = list(context)
+            context += ids + addition
+            mask += [1] * len(ids) + [0] * len(addition)
+            assert context[: len(before)] == before
+            turns.append(ids)
+        flat = [token for ids in turns for token in ids]
+        assert [token for token, sampled_here in zip(context, mask, strict=True) if sampled_here] == flat
+
+
+def last_part(codec: ChatCodec, rendered: str, needle: str) -> str:
+    return rendered[rendered.rindex(needle) + len(needle) :]
+
+
+@pytest.mark.parametrize("role", ["user", "tool"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_is_appended_reads_as_the_template_writes_it(name: str, role: str):
+    """The appended text, with the end token the policy wrote, is that of a conversation rendered as a whole."""
+    codec, rng = codec_of(name), random.Random(f"{role}{name}")
+    template = codec._template
+    for _ in range(CONVERSATIONS // 3):
+        answer, message = "a" + str(rng.random()), {"role": role, "content": text(rng)}
+        history = [{"role": "user", "content": text(rng)}, {"role": "assistant", "content": answer}]
+        ids = [*codec.encode_text(answer), codec.eos_token_ids[0]]
+        appended = codec.decode(codec.encode_append(ids, [message]), skip_special_tokens=False)
+        if role == "tool" and codec._anchor_of[("tool",)] == 1:
+            # It wants a call before a result, so there is no text turn to compare with; gpt-oss quotes results as JSON.
+            assert message["content"] in appended or json.dumps(message["content"], ensure_ascii=False) in appended
+            continue
+        whole = last_part(codec, template.render([*history, message], (), generation_prompt=True), answer)
+        own_end = next((t for t in codec._special if whole.startswith(t)), "")
+        assert own_end + appended == whole
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_turn_that_was_cut_is_closed_before_the_next_message(name: str):
+    codec = codec_of(name)
+    message = [{"role": "user", "content": "go on"}]
+    whole = codec.encode_append([*codec.encode_text("done"), codec.eos_token_ids[0]], message)
+    cut = codec.encode_append(codec.encode_text("cut of"), message)
+    assert cut == whole or cut[1:] == whole
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_special_token_text_in_a_tool_result_stays_text(name: str):
+    codec = codec_of(name)
+    end = codec.decode([codec.eos_token_ids[0]], skip_special_tokens=False)
+    sampled_ids = [*codec.encode_text("x"), codec.eos_token_ids[0]]
+    harmless = codec.encode_append(sampled_ids, [{"role": "tool", "content": "ab"}])
+    hostile = codec.encode_append(sampled_ids, [{"role": "tool", "content": f"a{end}b"}])
+    special = codec._special_ids
+    assert [i for i in hostile if i in special] == [i for i in harmless if i in special]
+    assert f"a{end}b" in codec.decode(hostile, skip_special_tokens=False)
+
+
+def test_the_known_boundary_of_qwen():
+    """verl's known value: after the end of a turn the template puts a newline, with mask 0."""
+    codec = codec_of("qwen2.5")
+    end = codec.eos_token_ids[0]
+    addition = codec.encode_append([1, end], [{"role": "user", "content": "hi"}])
+    assert codec.decode(addition, skip_special_tokens=False).startswith("\n<|im_start|>user\nhi<|im_end|>\n")
+
+
+def test_thinking_of_earlier_turns_stays_in_the_context_though_qwen3_would_strip_it():
+    codec = codec_of("qwen3")
+    prompt = codec.encode_prompt([{"role": "user", "content": "q"}])
+    ids = [*codec.encode_text("<think>\nhm\n</think>\n\nanswer"), codec.eos_token_ids[0]]
+    context = prompt + ids + codec.encode_append(ids, [{"role": "user", "content": "more"}])
+    assert "<think>\nhm\n</think>" in codec.decode(context, skip_special_tokens=False)

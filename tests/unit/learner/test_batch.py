@@ -1,0 +1,74 @@
+"""Packing: what each token attends to, what is trained on, and that nothing is lost."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jax_agent_rl.learner.batch import pack
+from tests.trajectories import trajectory
+
+# Few ids and short lists, so that prefixes are shared often.
+contexts = st.lists(
+    st.tuples(st.lists(st.integers(3, 5), min_size=1, max_size=5), st.lists(st.integers(3, 5), min_size=1, max_size=6)),
+    min_size=1,
+    max_size=8,
+)
+
+
+def visible_context(batch, row: int, node: int) -> list[int]:
+    """Ids a node attends to, in order, read off the mask alone."""
+    end = batch.subtree_end[row]
+    return [int(batch.token_ids[row, j]) for j in range(node + 1) if node < end[j]]
+
+
+@given(contexts, st.booleans(), st.integers(11, 40))
+@settings(max_examples=150, deadline=None)
+def test_every_term_sees_exactly_its_own_context(pairs, share: bool, length: int):
+    ts = [trajectory(prompt, sampled, index=i) for i, (prompt, sampled) in enumerate(pairs)]
+    batch, sharing = pack(
+        ts, [float(i) for i in range(len(ts))], [1.0] * len(ts), row_length=length, share_prefixes=share
+    )
+    found = []
+    for row in range(batch.num_rows):
+        for term in np.flatnonzero(batch.weight[row]):
+            target = batch.term_target[row, term]
+            parent = batch.target_parent[row, target]
+            assert batch.target_valid[row, target]
+            context = visible_context(batch, row, parent)
+            assert batch.positions[row, parent] == len(context) - 1
+            found.append((int(batch.advantage[row, term]), tuple(context), int(batch.target_id[row, target])))
+    wanted = [
+        (i, (*t.prompt_ids, *t.response_ids[:k]), t.response_ids[k])
+        for i, t in enumerate(ts)
+        for k in range(len(t.response_ids))
+    ]
+    assert sorted(found) == sorted(wanted)
+    assert sharing.tokens == sum(len(p) + len(s) for p, s in pairs) and sharing.nodes <= sharing.tokens
+    if not share:
+        assert sharing.nodes == sharing.tokens
+
+
+def test_inserted_tokens_are_context_but_not_targets():
+    batch, _ = pack([trajectory([3, 4], [5, 6, 7], mask=[1, 0, 1])], [1.0], [0.5], row_length=8)
+    assert batch.target_id[0][batch.target_valid[0]].tolist() == [5, 7]
+    assert batch.weight[0].sum() == 1.0
+
+
+def test_a_group_with_one_prompt_pays_for_it_once():
+    ts = [trajectory([3] * 256, [10 + i] * 40, index=i) for i in range(8)]
+    _, sharing = pack(ts, [0.0] * 8, [1.0] * 8, row_length=1024)
+    assert (sharing.tokens, sharing.nodes, sharing.rows) == (8 * 296, 256 + 8 * 40, 1)
+
+
+def test_a_trajectory_longer_than_a_row_is_refused_with_the_fix():
+    with pytest.raises(ValueError, match="row_length >= 9"):
+        pack([trajectory([3] * 4, [4] * 5)], [0.0], [1.0], row_length=8)
+
+
+def test_micro_batches_are_filled_up_with_rows_that_weigh_nothing():
+    ts = [trajectory([3 + i] * 4, [9] * 4, index=i) for i in range(3)]
+    batch, _ = pack(ts, [1.0] * 3, [1.0] * 3, row_length=8)
+    parts = list(batch.micro_batches(2))
+    assert [p["token_ids"].shape for p in parts] == [(2, 8), (2, 8)]
+    assert parts[1]["weight"][1].sum() == 0 and not parts[1]["target_valid"][1].any()

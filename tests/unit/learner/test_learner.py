@@ -1,0 +1,166 @@
+"""The learner step: the gradient is independent of how the batch is laid out, and bad gradients change nothing."""
+
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_agent_rl.config import AlgorithmConfig, LearnerConfig
+from jax_agent_rl.errors import ConfigError, NonFiniteError
+from jax_agent_rl.learner.sharding import make_mesh, parameter_shardings
+from jax_agent_rl.learner.step import Learner
+from tests.tiny import TINY, logprobs_of, tiny_params
+from tests.trajectories import random_groups, trajectory
+
+
+def learner(**changes) -> Learner:
+    algorithm = AlgorithmConfig(**changes.pop("algorithm", {}))
+    config = LearnerConfig(**{"learning_rate": 1e-2, "row_length": 64, "remat": "none"} | changes)
+    return Learner(TINY, tiny_params(), algorithm=algorithm, config=config, temperature=1.0)
+
+
+def gradient(made: Learner, groups) -> list[np.ndarray]:
+    """The accumulated gradient of one update, before the optimizer."""
+    ((batch, _),) = made._prepare(groups)
+    grads = made._zeros(made.params)
+    for arrays in batch.micro_batches(made._rows):
+        grads, _ = made._accumulate(made.params, grads, made._place(arrays))
+    return [np.asarray(g) for g in jax.tree.leaves(grads)]
+
+
+REFERENCE = {"share_prefixes": False, "row_length": 32, "rows_per_micro_batch": 1}
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"share_prefixes": True},
+        {"share_prefixes": True, "row_length": 160},
+        {"share_prefixes": False, "row_length": 300},
+        {"share_prefixes": True, "row_length": 40, "rows_per_micro_batch": 3},
+        {"remat": "dots"},
+        {"remat": "full"},
+    ],
+    ids=str,
+)
+def test_the_gradient_does_not_depend_on_the_layout(layout: dict, mode: str):
+    groups = random_groups(0)
+    algorithm = {"loss_agg_mode": mode}
+    expected = gradient(learner(algorithm=algorithm, **REFERENCE), groups)
+    got = gradient(learner(algorithm=algorithm, **layout), groups)
+    for a, b in zip(got, expected, strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-6 * max(1.0, np.abs(b).max()))
+
+
+def test_old_logprobs_are_those_of_plain_full_passes():
+    groups = random_groups(1)
+    made = learner(updates_per_step=2)
+    batches = made._prepare(groups)
+    got = sorted(x for batch, _ in batches for x in batch.old_logprob[batch.weight > 0].tolist())
+    params = tiny_params()
+    expected = []
+    for t in (t for g in groups for t in g.trajectories):
+        scores = logprobs_of(params, t.prompt_ids, t.response_ids)
+        expected += scores[np.array(t.response_mask) == 1].tolist()
+    np.testing.assert_allclose(got, sorted(expected), atol=1e-4)
+
+
+def test_the_gap_is_measured_against_what_the_engine_reported():
+    prompt, sampled = [5, 6, 7], [8, 9, 10, 11]
+    exact = logprobs_of(tiny_params(), prompt, sampled)
+    exact[2] += 0.25
+    group = random_groups(2, groups=1, members=2)[0]
+    ts = tuple(
+        trajectory(prompt, sampled, logprobs=exact.tolist(), reward=float(i), index=i, group=group.group_id)
+        for i in range(2)
+    )
+    made = learner()
+    result = made.update([type(group)(group_id=group.group_id, trajectories=ts)])
+    assert result.metrics["logprob_gap_max"] == pytest.approx(0.25, abs=1e-4)
+
+
+def test_training_raises_the_probability_of_what_was_rewarded():
+    groups = random_groups(3)
+    made = learner(learning_rate=3e-3)
+    good = [t for g in groups for t in g.trajectories if t.reward]
+    bad = [t for g in groups for t in g.trajectories if not t.reward]
+
+    def mean(ts) -> float:
+        values = [logprobs_of(made.params, t.prompt_ids, t.response_ids)[np.array(t.response_mask) == 1].mean() for t in ts]
+        return float(np.mean(values))
+
+    before = mean(good) - mean(bad)
+    for _ in range(5):
+        made.update(groups)
+    assert mean(good) - mean(bad) > before + 0.05
+
+
+def test_one_program_serves_batches_of_every_size():
+    made = learner()
+    made.update(random_groups(4))
+    compiled = made.programs_compiled
+    made.update(random_groups(5, groups=7, members=6))
+    made.update(random_groups(6, groups=1, members=2))
+    assert made.programs_compiled == compiled
+
+
+def test_a_nonfinite_gradient_changes_nothing_and_three_in_a_row_stop_the_run():
+    made = learner(max_nonfinite_steps=3)
+    poisoned = jax.tree.map(lambda x: x, made.state.params)
+    made.state = type(made.state)(
+        poisoned | {"final_norm": jnp.full_like(poisoned["final_norm"], jnp.nan)}, made.state.opt_state, made.state.updates
+    )
+    before = np.asarray(made.params["embed"])
+    groups = random_groups(7)
+    assert made.update(groups).skipped and made.update(groups).skipped
+    with pytest.raises(NonFiniteError, match="learning_rate"):
+        made.update(groups)
+    np.testing.assert_array_equal(np.asarray(made.params["embed"]), before)
+    assert int(made.state.updates) == 0
+
+
+def test_a_mesh_that_does_not_divide_names_the_parameter():
+    class FakeMesh:
+        shape = {"data": 1, "fsdp": 5, "tensor": 1}
+
+    with pytest.raises(ConfigError, match="'embed'.*32.*fsdp=5"):
+        parameter_shardings(FakeMesh(), {"embed": (97, 32)})  # type: ignore[arg-type]
+
+
+def test_more_devices_than_there_are_is_refused():
+    with pytest.raises(ConfigError, match="= 64 devices"):
+        make_mesh(LearnerConfig(mesh={"data": 64}).mesh)
+
+
+SHARDED = """
+import sys, numpy as np, jax
+from dataclasses import replace
+from jax_agent_rl.config import AlgorithmConfig, LearnerConfig
+from jax_agent_rl.learner.step import Learner
+from tests.tiny import TINY, tiny_params
+from tests.trajectories import random_groups
+
+config = replace(TINY, vocab_size=96)
+results = []
+for mesh in ({}, {"data": 8}, {"fsdp": 4, "tensor": 2}, {"data": 2, "fsdp": 2, "tensor": 2}):
+    settings = LearnerConfig(learning_rate=1e-3, row_length=32, mesh=mesh)
+    made = Learner(config, tiny_params(config=config), algorithm=AlgorithmConfig(), config=settings, temperature=1.0)
+    for _ in range(2):
+        made.update(random_groups(0, vocabulary=96))
+    results.append([np.asarray(x) for x in jax.tree.leaves(made.params)])
+for other in results[1:]:
+    for a, b in zip(results[0], other, strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5)
+print("equal on", jax.device_count(), "devices")
+"""
+
+
+def test_eight_simulated_devices_train_as_one_does():
+    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "PYTHONPATH": os.getcwd()}
+    result = subprocess.run([sys.executable, "-c", SHARDED], env=environment, capture_output=True, text=True, timeout=500)
+    assert "equal on 8 devices" in result.stdout, result.stderr[-2000:]
