@@ -300,7 +300,8 @@ class JaxEngine(engine_api.Engine):
 
     @property
     def max_prefill_length(self) -> int:
-        return self.shapes.max_model_len - 1
+        """A power of two: JetStream pads prompts to its own list of those and wants this to be one of them."""
+        return 1 << (self.shapes.max_model_len.bit_length() - 1)
 
     @property
     def mesh(self) -> jax.sharding.Mesh:

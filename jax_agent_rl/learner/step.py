@@ -200,7 +200,7 @@ class Learner:
             return jax.tree.map(jnp.add, grads, new), statistics
 
         def apply(state: TrainState, grads: Params) -> tuple[TrainState, jax.Array, jax.Array]:
-            norm = optax.global_norm(grads)
+            norm = optax.tree.norm(grads)
             finite = jnp.isfinite(norm)
 
             def take() -> TrainState:

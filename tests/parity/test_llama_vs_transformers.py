@@ -1,171 +1,137 @@
-"""The Llama family against Hugging Face transformers: logits, gradients, and safetensors in both directions.
+"""The Llama model against transformers: logits, gradients, files; on random small configs and on the real model."""
 
-The reference is ``transformers.LlamaForCausalLM`` in float32 with random weights (and, where it has been fetched, the
-quickstart's SmolLM2-135M-Instruct); nothing of it is derived from this package.
-"""
-
-from __future__ import annotations
-
-import os
+from dataclasses import replace
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
-from transformers import LlamaConfig as ReferenceConfig
-from transformers import LlamaForCausalLM
+from flax import nnx
 
+from jax_agent_rl.cache import cache_root
+from jax_agent_rl.errors import ModelError
 from jax_agent_rl.models.hf import load_hf, save_hf
-from jax_agent_rl.models.llama import Llama, LlamaConfig, Params, hidden_states, logits, model_params, with_params
+from jax_agent_rl.models.llama import Llama, LlamaConfig, hidden_states, logits, model_params
 
-TOLERANCE = 1e-4
+torch = pytest.importorskip("torch")
 
-BASE = {
-    "vocab_size": 101,
-    "hidden_size": 32,
-    "intermediate_size": 56,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-5,
-    "initializer_range": 0.2,  # far from uniform, so that a wrong rotation or mask shows
-}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
-VARIANTS = {
-    "multi-head untied": {},
-    "grouped-query untied": {"num_key_value_heads": 2},
-    "multi-query tied": {"num_key_value_heads": 1, "tie_word_embeddings": True},
-    "head_dim apart from hidden_size": {"head_dim": 16, "num_key_value_heads": 2},
-    "llama3 rope scaling": {"rope_parameters": LLAMA3, "num_key_value_heads": 2, "tie_word_embeddings": True},
-    "other rope base": {"rope_parameters": {"rope_type": "default", "rope_theta": 100000.0}},
+BASE = LlamaConfig(
+    vocab_size=89, hidden_size=48, intermediate_size=64, num_layers=3, num_heads=6, num_kv_heads=2, head_dim=8
+)
+LLAMA3_ROPE = (
+    ("factor", 8.0),
+    ("high_freq_factor", 4.0),
+    ("low_freq_factor", 1.0),
+    ("original_max_position_embeddings", 16.0),
+)
+CONFIGS = {
+    "untied": BASE,
+    "tied": replace(BASE, tie_word_embeddings=True),
+    "wide heads": replace(BASE, head_dim=16, num_kv_heads=6),
+    "llama3 rope": replace(BASE, rope_scaling=LLAMA3_ROPE, rope_theta=500000.0, head_dim=16),
 }
 
 
-@pytest.fixture(params=VARIANTS.values(), ids=VARIANTS.keys())
-def reference(request: pytest.FixtureRequest) -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(ReferenceConfig(**BASE | request.param)).eval()
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if "norm" in name:  # ones by default, which would hide a norm applied at the wrong place
-                weight.uniform_(0.5, 1.5)
-    return model
-
-
-@pytest.fixture
-def folder(reference: LlamaForCausalLM, tmp_path: Path) -> Path:
-    reference.save_pretrained(tmp_path / "reference")
-    return tmp_path / "reference"
-
-
-def ids(rows: int = 2, length: int = 80, vocab: int = 101) -> np.ndarray:
-    return np.random.default_rng(1).integers(0, vocab, (rows, length))
-
-
-def our_logits(config: LlamaConfig, params: Params, tokens: np.ndarray) -> jax.Array:
-    rows, count = tokens.shape
+def forward(config: LlamaConfig, params, ids: np.ndarray) -> jax.Array:
+    rows, count = ids.shape
     positions = jnp.broadcast_to(jnp.arange(count), (rows, count))
-    ends = jnp.full((rows, count), count, jnp.int32)
-    return logits(params, hidden_states(config, params, jnp.asarray(tokens), positions, ends))
+    return logits(params, hidden_states(config, params, jnp.asarray(ids), positions, jnp.full((rows, count), count)))
 
 
-def their_logits(model: LlamaForCausalLM, tokens: np.ndarray) -> np.ndarray:
+def reference(path: Path):
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+@pytest.fixture(params=CONFIGS)
+def saved(request, tmp_path: Path):
+    """A random model, written by our own code, and transformers' reading of the files."""
+    config = CONFIGS[request.param]
+    params = model_params(Llama(config, rngs=nnx.Rngs(0)))
+    params = jax.tree.map(lambda x: x * 3 if x.ndim > 2 else x, params)
+    save_hf(tmp_path, config, params)
+    return config, params, reference(tmp_path), tmp_path
+
+
+def test_logits_equal_those_of_transformers_reading_our_files(saved):
+    config, params, peer, _ = saved
+    ids = np.random.default_rng(0).integers(0, 89, (2, 40))
     with torch.no_grad():
-        return model(torch.from_numpy(tokens)).logits.numpy()
+        expected = peer(torch.tensor(ids)).logits.numpy()
+    np.testing.assert_allclose(forward(config, params, ids), expected, atol=1e-4)
 
 
-def test_logits_equal_those_of_transformers(reference, folder):
-    config, params = load_hf(folder)
-    tokens = ids()
-    np.testing.assert_allclose(our_logits(config, params, tokens), their_logits(reference, tokens), atol=TOLERANCE)
+def test_gradients_equal_those_of_transformers(saved):
+    config, params, peer, _ = saved
+    ids = np.random.default_rng(1).integers(0, 89, (2, 20))
+
+    def loss(params):
+        scores = jax.nn.log_softmax(forward(config, params, ids)[:, :-1])
+        return -jnp.take_along_axis(scores, jnp.asarray(ids)[:, 1:, None], axis=-1).mean()
+
+    grads = jax.grad(loss)(params)
+    peer(torch.tensor(ids), labels=torch.tensor(ids)).loss.backward()
+    model = peer.model
+    np.testing.assert_allclose(grads["layers"]["q"][1], model.layers[1].self_attn.q_proj.weight.grad, atol=1e-5)
+    np.testing.assert_allclose(grads["layers"]["down"][2], model.layers[2].mlp.down_proj.weight.grad, atol=1e-5)
+    np.testing.assert_allclose(grads["embed"], model.embed_tokens.weight.grad, atol=1e-5)
+    np.testing.assert_allclose(grads["final_norm"], model.norm.weight.grad, atol=1e-5)
 
 
-def test_the_nnx_module_computes_the_same_logits(reference, folder):
-    config, params = load_hf(folder)
-    module = with_params(config, params)
-    assert isinstance(module, Llama)
-    jax.tree.map(np.testing.assert_array_equal, model_params(module), params)
-    tokens = ids(1)
-    np.testing.assert_allclose(module(jnp.asarray(tokens)), their_logits(reference, tokens), atol=TOLERANCE)
+def test_files_written_by_transformers_are_read(saved, tmp_path: Path):
+    config, params, peer, _ = saved
+    peer.save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
+    assert (tmp_path / "theirs" / "model.safetensors.index.json").exists()
+    got_config, got = load_hf(tmp_path / "theirs")
+    assert got_config.parameter_shapes() == config.parameter_shapes()
+    assert got_config.rope_scaling == config.rope_scaling
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(params), strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize("remat", ["none", "dots", "full"])
-def test_gradients_of_every_parameter_equal_those_of_transformers(reference, folder, remat):
-    config, params = load_hf(folder)
-    tokens, targets = ids(), ids()[:, ::-1].copy()
+def test_a_missing_tensor_is_named(saved, tmp_path: Path):
+    from safetensors.numpy import load_file, save_file
 
-    def loss(params: Params) -> jax.Array:
-        rows, count = tokens.shape
-        positions = jnp.broadcast_to(jnp.arange(count), (rows, count))
-        ends = jnp.full((rows, count), count, jnp.int32)
-        hidden = hidden_states(config, params, jnp.asarray(tokens), positions, ends, remat=remat)
-        scores = jax.nn.log_softmax(logits(params, hidden))
-        return -jnp.mean(jnp.take_along_axis(scores, jnp.asarray(targets)[..., None], axis=-1))
-
-    value, ours = jax.jit(jax.value_and_grad(loss))(params)
-    scores = reference(torch.from_numpy(tokens)).logits
-    their_value = torch.nn.functional.cross_entropy(scores.flatten(0, 1), torch.from_numpy(targets).flatten())
-    their_value.backward()
-    assert float(value) == pytest.approx(float(their_value), rel=1e-5)
-
-    theirs = {name: weight.grad.numpy() for name, weight in reference.named_parameters()}
-    written = folder.parent / "gradients"
-    save_hf(written, config, ours)  # names the gradients as transformers does
-    from safetensors.numpy import load_file
-
-    named = load_file(written / "model.safetensors")
-    assert named.keys() == theirs.keys()
-    for name, gradient in named.items():
-        scale = np.abs(theirs[name]).max()
-        np.testing.assert_allclose(gradient, theirs[name], atol=1e-4 * scale, err_msg=name)
+    *_, path = saved
+    tensors = load_file(path / "model.safetensors")
+    tensors.pop("model.layers.1.mlp.up_proj.weight")
+    save_file(tensors, path / "model.safetensors")
+    with pytest.raises(ModelError, match=r"model\.layers\.1\.mlp\.up_proj\.weight"):
+        load_hf(path)
 
 
-def test_a_folder_written_here_is_the_same_model_in_transformers(reference, folder, tmp_path):
-    config, params = load_hf(folder)
-    save_hf(tmp_path / "ours", config, params)
-    again, report = LlamaForCausalLM.from_pretrained(tmp_path / "ours", output_loading_info=True)
-    assert not report["missing_keys"] and not report["unexpected_keys"]
-    tokens = ids()
-    np.testing.assert_allclose(their_logits(again, tokens), their_logits(reference, tokens), atol=1e-6)
+def test_a_missing_folder_says_what_to_do(tmp_path: Path):
+    with pytest.raises(ModelError, match="fetch-model"):
+        load_hf(tmp_path / "nothing")
 
 
-def test_a_folder_read_back_is_bit_identical(folder, tmp_path):
-    config, params = load_hf(folder)
-    save_hf(tmp_path / "ours", config, params)
-    config_again, params_again = load_hf(tmp_path / "ours")
-    assert config_again == config
-    jax.tree.map(np.testing.assert_array_equal, params_again, params)
+CHAT = (
+    "<|im_start|>system\nYou answer questions with a calculator.<|im_end|>\n"
+    "<|im_start|>user\nWhat is 12 times 34?<|im_end|>\n<|im_start|>assistant\nThe answer is 408.<|im_end|>\n"
+)
 
 
-def test_a_sharded_checkpoint_reads_like_a_single_file(reference, folder, tmp_path):
-    reference.save_pretrained(tmp_path / "shards", max_shard_size="20KB")
-    assert (tmp_path / "shards" / "model.safetensors.index.json").is_file()
-    _, expected = load_hf(folder)
-    _, params = load_hf(tmp_path / "shards")
-    jax.tree.map(np.testing.assert_array_equal, params, expected)
+def test_the_real_model_equals_transformers_on_a_conversation():
+    from transformers import AutoTokenizer
+
+    path = cache_root() / "models" / "smollm2-135m-instruct"
+    config, params = load_hf(path)
+    ids = np.array([AutoTokenizer.from_pretrained(path).encode(CHAT)])
+    with torch.no_grad():
+        expected = reference(path)(torch.tensor(ids)).logits.numpy()
+    np.testing.assert_allclose(forward(config, params, ids), expected, atol=1e-4, rtol=0)
 
 
-def smollm2() -> Path | None:
-    cache = Path(os.environ.get("JAX_AGENT_RL_CACHE", "~/.cache/jax_agent_rl")).expanduser()
-    folder = cache / "models" / "smollm2-135m-instruct"
-    return folder if (folder / "model.safetensors").is_file() else None
-
-
-@pytest.mark.skipif(smollm2() is None, reason="SmolLM2-135M-Instruct is not in the cache folder")
-def test_logits_of_the_quickstart_model_equal_those_of_transformers():
-    folder = smollm2()
-    assert folder is not None
-    reference = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    config, params = load_hf(folder)
-    tokens = ids(1, 64, config.vocab_size)
-    np.testing.assert_allclose(our_logits(config, params, tokens), their_logits(reference, tokens), atol=TOLERANCE)
+def test_the_real_model_is_as_close_to_float64_as_transformers_is():
+    """Random ids drive some logits beyond 30, where float32 itself is off by more than 1e-4."""
+    path = cache_root() / "models" / "smollm2-135m-instruct"
+    config, params = load_hf(path)
+    ids = np.random.default_rng(0).integers(3, 49000, (1, 40))
+    peer = reference(path)
+    with torch.no_grad():
+        theirs = peer(torch.tensor(ids)).logits.numpy()
+        exact = peer.double()(torch.tensor(ids)).logits.numpy()
+    ours = np.asarray(forward(config, params, ids))
+    assert np.abs(ours - exact).max() <= 2 * np.abs(theirs - exact).max()

@@ -1,0 +1,1 @@
+"""The vLLM rollout backend. Nothing here is imported unless asked for."""
