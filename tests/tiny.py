@@ -29,7 +29,9 @@ def tiny_params(seed: int = 0, config: LlamaConfig = TINY) -> Params:
     rng = np.random.default_rng(seed)
 
     def draw(shape: tuple[int, ...]) -> jax.Array:
-        return jnp.asarray(rng.standard_normal(shape, dtype=np.float32) * (0.4 if len(shape) > 1 else 1) + (len(shape) == 1))
+        return jnp.asarray(
+            rng.standard_normal(shape, dtype=np.float32) * (0.4 if len(shape) > 1 else 1) + (len(shape) == 1)
+        )
 
     params = jax.tree.map(draw, config.parameter_shapes(), is_leaf=lambda x: isinstance(x, tuple))
     for name in ("input_norm", "post_attention_norm"):

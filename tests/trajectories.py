@@ -62,9 +62,7 @@ def random_groups(seed: int, *, groups: int = 3, members: int = 4, vocabulary: i
             response = rng.integers(3, 8 if m % 2 else vocabulary, length).tolist()
             logprobs = (-rng.random(length) * 3).tolist()
             ts.append(
-                trajectory(
-                    prompt, response, mask=mask, logprobs=logprobs, reward=float(m % 2), index=m, group=f"g{g}"
-                )
+                trajectory(prompt, response, mask=mask, logprobs=logprobs, reward=float(m % 2), index=m, group=f"g{g}")
             )
         result.append(Group(group_id=f"g{g}", trajectories=tuple(ts)))
     return result

@@ -76,5 +76,7 @@ def _checked(row: Any, where: str) -> Row:
         if not isinstance(message, Mapping) or "role" not in message:
             raise DataError(f"{where}: every message of 'prompt' needs a 'role', got {message!r:.80}")
     if not isinstance(row.get("data_source"), str):
-        raise DataError(f"{where}: 'data_source' must name the task (it selects the reward), got {row.get('data_source')!r}")
+        raise DataError(
+            f"{where}: 'data_source' must name the task (it selects the reward), got {row.get('data_source')!r}"
+        )
     return dict(row)

@@ -34,6 +34,37 @@ def engine_api() -> types.ModuleType:
     return module
 
 
+def orchestrator() -> types.ModuleType:
+    """The module ``jetstream.core.orchestrator`` (JetStream's own Driver), for interoperability.
+
+    It calls ``jax.tree_map``, which newer jax no longer has, so this one module is given a ``jax`` that does. Importing
+    it sets the root logger to DEBUG and adds a handler; that is undone.
+    """
+    import logging
+
+    import jax
+
+    engine_api()
+    root = logging.getLogger()
+    level, handlers = root.level, list(root.handlers)
+    from jetstream.core import orchestrator as module
+
+    root.setLevel(level)
+    root.handlers[:] = handlers
+    if not hasattr(jax, "tree_map"):
+        module.jax = _JaxWithTreeMap()
+    return module
+
+
+class _JaxWithTreeMap:
+    """jax plus ``tree_map``, under the name it had before 0.4.26; seen by JetStream's module alone."""
+
+    def __getattr__(self, name: str) -> object:
+        import jax
+
+        return jax.tree_util.tree_map if name == "tree_map" else getattr(jax, name)
+
+
 def _stand_in_for_seqio() -> None:
     """Registers empty ``seqio`` modules that offer the two class names JetStream's annotations use."""
     seqio = types.ModuleType("seqio")

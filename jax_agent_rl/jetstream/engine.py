@@ -184,9 +184,7 @@ class JaxEngine(engine_api.Engine):
         program = programs.decode_program(self.config, self.shapes.decode_steps, span)
         padded = _pad_lanes(lanes, width - count, unused_row=cache.rows)
         limits = np.array([steps, exit_after], np.int32)
-        cache, out = self.table.call(
-            ("decode", cache.rows, width, span), program, (1,), params, cache, padded, limits
-        )
+        cache, out = self.table.call(("decode", cache.rows, width, span), program, (1,), params, cache, padded, limits)
         ids, bits = np.asarray(out)[:, :, :count]
         return cache, ids, bits.view(np.float32)
 

@@ -50,7 +50,9 @@ class Checkpointer:
         except (OSError, ValueError) as error:
             # Orbax may remember a step whose commit failed; a fresh manager only sees what is on disk.
             self._manager = self._open()
-            raise CheckpointError(f"checkpoint of step {step} could not be written to {self._folder}: {error}") from error
+            raise CheckpointError(
+                f"checkpoint of step {step} could not be written to {self._folder}: {error}"
+            ) from error
 
     def wait(self) -> None:
         """Returns when every started save is on disk.
@@ -77,9 +79,7 @@ class Checkpointer:
         if step is None:
             raise CheckpointError(f"no checkpoint in {self._folder}; start the run without --resume")
         abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
-        arguments = ocp.args.Composite(
-            state=ocp.args.StandardRestore(abstract), progress=ocp.args.JsonRestore()
-        )
+        arguments = ocp.args.Composite(state=ocp.args.StandardRestore(abstract), progress=ocp.args.JsonRestore())
         try:
             restored = self._manager.restore(step, args=arguments)
         except (ValueError, KeyError, OSError) as error:

@@ -34,9 +34,7 @@ def target_logprobs(
     config: LlamaConfig, params: Params, batch: Arrays, *, temperature: float, remat: str
 ) -> tuple[jax.Array, jax.Array]:
     """Log-prob of every target under the model, and the entropy where it was sampled; float32 [R, M]."""
-    hidden = hidden_states(
-        config, params, batch["token_ids"], batch["positions"], batch["subtree_end"], remat=remat
-    )
+    hidden = hidden_states(config, params, batch["token_ids"], batch["positions"], batch["subtree_end"], remat=remat)
     at_parents = jnp.take_along_axis(hidden, batch["target_parent"][..., None], axis=1)  # [R, M, D]
     rows, count, size = at_parents.shape
     chunk = min(TARGETS_PER_CHUNK, count)
@@ -67,9 +65,7 @@ def target_logprobs(
     return join(logprob), join(entropy)
 
 
-def term_logprobs(
-    config: LlamaConfig, params: Params, batch: Arrays, *, temperature: float, remat: str
-) -> jax.Array:
+def term_logprobs(config: LlamaConfig, params: Params, batch: Arrays, *, temperature: float, remat: str) -> jax.Array:
     """Log-prob of every term's token, float32 [R, K]; 0 at padding."""
     logprob, _ = target_logprobs(config, params, batch, temperature=temperature, remat=remat)
     terms = jnp.take_along_axis(logprob, batch["term_target"], axis=1)
@@ -85,9 +81,7 @@ def policy_loss(
         scalar loss (a plain sum over terms; their weights make it the mean of the whole update), and statistics:
         ``sum`` adds up over micro-batches, ``max`` takes the largest.
     """
-    logprob, entropy = target_logprobs(
-        config, params, batch, temperature=objective.temperature, remat=objective.remat
-    )
+    logprob, entropy = target_logprobs(config, params, batch, temperature=objective.temperature, remat=objective.remat)
     weight = batch["weight"]
     valid = weight > 0
     terms = jnp.where(valid, jnp.take_along_axis(logprob, batch["term_target"], axis=1), 0.0)

@@ -64,7 +64,9 @@ def make_optimizer(config: LearnerConfig) -> optax.GradientTransformation:
         return jax.tree_util.tree_map_with_path(lambda path, _: "norm" not in path[-1].key, params)
 
     if config.warmup_steps:
-        rate = optax.linear_schedule(config.learning_rate / config.warmup_steps, config.learning_rate, config.warmup_steps)
+        rate = optax.linear_schedule(
+            config.learning_rate / config.warmup_steps, config.learning_rate, config.warmup_steps
+        )
     else:
         rate = config.learning_rate
     return optax.chain(
@@ -103,9 +105,7 @@ class Learner:
         self._shardings = _state_shardings(self._optimizer, params, shardings, replicated(self._mesh))
         init = lambda params: TrainState(params, self._optimizer.init(params), jnp.int32(0))  # noqa: E731
         self.state = jax.jit(init, out_shardings=self._shardings, donate_argnums=0)(params)
-        clip = ClipConfig(
-            low=algorithm.clip_ratio_low, high=algorithm.clip_ratio_high, dual=algorithm.clip_ratio_c
-        )
+        clip = ClipConfig(low=algorithm.clip_ratio_low, high=algorithm.clip_ratio_high, dual=algorithm.clip_ratio_c)
         self._objective = ObjectiveConfig(
             clip=clip, temperature=temperature, on_policy=config.updates_per_step == 1, remat=config.remat
         )
@@ -121,7 +121,9 @@ class Learner:
         """Distinct programs compiled so far; constant once warm."""
         return sum(f._cache_size() for f in (self._accumulate, self._apply, self._zeros, self._score))
 
-    def update(self, groups: Sequence[Group], *, tick: Callable[[int, int], None] = lambda done, total: None) -> UpdateResult:
+    def update(
+        self, groups: Sequence[Group], *, tick: Callable[[int, int], None] = lambda done, total: None
+    ) -> UpdateResult:
         """Trains on groups: ``updates_per_step`` optimizer updates, each over an equal share of the prompts.
 
         Args:
@@ -160,7 +162,9 @@ class Learner:
         for part in np.array_split(np.arange(len(groups)), count):
             mine = [groups[i] for i in part]
             trajectories = [t for g in mine for t in g.trajectories]
-            per_trajectory = np.concatenate([advantages(self._algorithm.adv_estimator, np.array(g.rewards)) for g in mine])
+            per_trajectory = np.concatenate(
+                [advantages(self._algorithm.adv_estimator, np.array(g.rewards)) for g in mine]
+            )
             weights = term_weights(self._algorithm.loss_agg_mode, [t.num_sampled for t in trajectories])
             batches.append(
                 pack(
@@ -210,9 +214,7 @@ class Learner:
             return jax.lax.cond(finite, take, lambda: state), norm, finite
 
         def score(params: Params, batch: dict) -> jax.Array:
-            return term_logprobs(
-                model, params, batch, temperature=objective.temperature, remat=objective.remat
-            )
+            return term_logprobs(model, params, batch, temperature=objective.temperature, remat=objective.remat)
 
         # Output shardings are those of the inputs they replace: a call never compiles for its own result.
         state, everywhere = self._shardings, replicated(self._mesh)

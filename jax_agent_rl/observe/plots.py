@@ -19,7 +19,9 @@ def reward_plot(records: Sequence[Mapping[str, Any]], file: Path, *, title: str)
     axes = figure.subplots()
     if steps:
         x = [r["step"] for r in steps]
-        axes.plot(x, [r["reward_mean"] for r in steps], color="#9bbcd8", marker=".", label="training reward (step mean)")
+        axes.plot(
+            x, [r["reward_mean"] for r in steps], color="#9bbcd8", marker=".", label="training reward (step mean)"
+        )
         axes.plot(x, _smooth([r["reward_mean"] for r in steps]), color="#1f6fb2", label="training reward (smoothed)")
     if evaluations:
         x = [r["step"] for r in evaluations]

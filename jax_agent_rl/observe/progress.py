@@ -44,7 +44,9 @@ class Progress:
             threading.Thread(target=self._beat, name="progress-heartbeat", daemon=True).start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._done.set()
         if self._console.is_terminal:
             self._live.stop()

@@ -15,9 +15,7 @@ from jax_agent_rl.observe.trajectories import LEGEND, render
 SORTS = ("time", "best", "worst")
 
 
-def view_run(
-    run: Path, *, split: str | None, step: int | None, sort: str, limit: int, whole_prompt: bool
-) -> None:
+def view_run(run: Path, *, split: str | None, step: int | None, sort: str, limit: int, whole_prompt: bool) -> None:
     """Prints up to ``limit`` trajectories of a run folder.
 
     Raises:
@@ -42,4 +40,6 @@ def view_run(
     console = Console()
     console.print(LEGEND, highlight=False)
     for record in records[-limit:]:
-        console.print(render(record, lambda ids: codec.decode(ids, skip_special_tokens=False), whole_prompt=whole_prompt))
+        console.print(
+            render(record, lambda ids: codec.decode(ids, skip_special_tokens=False), whole_prompt=whole_prompt)
+        )

@@ -1,4 +1,4 @@
-"""Everything of a run built in one process: engine and learner on this machine's devices, agents on one asyncio loop."""
+"""Everything of a run, built in one process: engine and learner on its devices, agents on one asyncio loop."""
 
 from __future__ import annotations
 
@@ -110,9 +110,7 @@ def _make_backend(
     config: Config, model: Any, params: Any, codec: ChatCodec, say: Callable[[str], None]
 ) -> RolloutBackend:
     if config.rollout.backend != "jetstream":
-        raise ConfigError(
-            f"rollout.backend={config.rollout.backend!r} is not available in this version; use jetstream"
-        )
+        raise ConfigError(f"rollout.backend={config.rollout.backend!r} is not available in this version; use jetstream")
     engine = config.rollout.jetstream
     lanes = min(engine.max_concurrent_decodes, config.rollout.max_in_flight)
     shapes = EngineShapes(

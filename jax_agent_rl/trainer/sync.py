@@ -18,9 +18,9 @@ from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
+from jax_agent_rl.learner.checkpoint import Checkpointer
 from jax_agent_rl.observe.metrics import RunFolder
 from jax_agent_rl.observe.progress import Progress
-from jax_agent_rl.learner.checkpoint import Checkpointer
 from jax_agent_rl.rollout.collect import RolloutCollector
 from jax_agent_rl.rollout.protocol import BackendMetrics, WeightUpdate
 from jax_agent_rl.runtime.in_process import Runtime

@@ -9,13 +9,11 @@ import sys
 from pathlib import Path
 
 PROGRAM = """
-import asyncio, logging
+import asyncio
 import numpy as np
 from jax_agent_rl.jetstream import compat
-compat.engine_api()
-from jetstream.core import orchestrator
+orchestrator = compat.orchestrator()
 from jetstream.core.utils import async_multifuture
-logging.getLogger().setLevel(logging.ERROR)
 from jax_agent_rl.jetstream.engine import EngineShapes, JaxEngine
 from tests.tiny import TINY, greedy, tiny_params
 
@@ -77,7 +75,9 @@ def test_result_tokens_carry_logprobs_exactly():
     from jax_agent_rl.jetstream.engine import EngineShapes, JaxEngine
     from tests.tiny import TINY, greedy, logprobs_of, tiny_params
 
-    shapes = EngineShapes(max_model_len=48, max_concurrent_decodes=2, cache_rows=2, decode_steps=4, prefill_buckets=(16,))
+    shapes = EngineShapes(
+        max_model_len=48, max_concurrent_decodes=2, cache_rows=2, decode_steps=4, prefill_buckets=(16,)
+    )
     engine = JaxEngine(TINY, shapes)
     raw = tiny_params()
     params = engine.load_params(raw)

@@ -1,50 +1,24 @@
-"""Tool-call formats: how a model writes a call as text, and how tools and results are told to it."""
+"""Tool-call formats by name (``agent.tool_format``)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from types import ModuleType
 
-from jax_agent_rl.chat.formats.hermes import HermesFormat
-from jax_agent_rl.chat.types import Reply
+from jax_agent_rl.chat.formats import hermes
+from jax_agent_rl.chat.formats.types import Reply, ToolCall
 from jax_agent_rl.errors import ConfigError
 
+FORMATS: dict[str, ModuleType] = {"hermes": hermes}
 
-class ToolFormat(Protocol):
-    """One way to write tool calls. The ``render_*`` methods serve chat templates that know no tools themselves."""
-
-    @property
-    def markers(self) -> frozenset[str]:
-        """Strings the parser looks for; they are kept in its input even where they are special tokens."""
-        ...
-
-    def parse(self, text: str, *, reasoning_open: bool = False) -> Reply:
-        """Takes a sampled turn apart. Never raises, in time linear in the text.
-
-        Args:
-            text: the turn, without its end-of-turn token.
-            reasoning_open: the generation prompt has already opened a reasoning block.
-        """
-        ...
-
-    def render_call(self, name: str, arguments: Mapping[str, Any]) -> str: ...
-
-    def render_result(self, content: str) -> str: ...
-
-    def render_tools(self, tools: Sequence[Mapping[str, Any]]) -> str:
-        """A section for the system message that tells which tools there are and how to call them."""
-        ...
+__all__ = ["FORMATS", "Reply", "ToolCall", "get_format"]
 
 
-FORMATS: Mapping[str, type[ToolFormat]] = {"hermes": HermesFormat}
-
-
-def get_format(name: str) -> ToolFormat:
-    """The format registered as ``name``.
+def get_format(name: str) -> ModuleType:
+    """The format's module: ``parse``, ``system_section``, ``tool_result``.
 
     Raises:
-        ConfigError: there is none of that name.
+        ConfigError: unknown name.
     """
     if name not in FORMATS:
-        raise ConfigError(f"agent.tool_format={name!r} is unknown; use one of {', '.join(sorted(FORMATS))}")
-    return FORMATS[name]()
+        raise ConfigError(f"agent.tool_format={name!r} is unknown; there are {sorted(FORMATS)}")
+    return FORMATS[name]

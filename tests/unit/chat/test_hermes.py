@@ -26,7 +26,12 @@ def test_any_call_written_as_json_is_read_back(name: str, arguments: dict):
     assert parse("text " + call(name, arguments)).tool_calls == (ToolCall(name=name, arguments=arguments),)
 
 
-@given(st.text() | st.lists(st.sampled_from(["<tool_call>", "</tool_call>", "<think>", "</think>", '{"name":"f"', "}", '"', "[", " "])).map("".join))
+@given(
+    st.text()
+    | st.lists(
+        st.sampled_from(["<tool_call>", "</tool_call>", "<think>", "</think>", '{"name":"f"', "}", '"', "[", " "])
+    ).map("".join)
+)
 def test_no_text_makes_it_raise(text: str):
     reply = parse(text)
     assert isinstance(reply.content, str)
@@ -38,7 +43,9 @@ def test_several_calls_and_the_text_around_them_keep_their_order():
 
 
 def test_a_closing_tag_inside_a_string_does_not_end_the_call():
-    assert parse(call("f", {"x": "</tool_call> <tool_call>"})).tool_calls[0].arguments == {"x": "</tool_call> <tool_call>"}
+    assert parse(call("f", {"x": "</tool_call> <tool_call>"})).tool_calls[0].arguments == {
+        "x": "</tool_call> <tool_call>"
+    }
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,10 @@ FAMILIES = {
     "qwen2.5": Family("trl", "qwen2_5.jinja", ("<|im_start|>", "<|im_end|>"), "<|im_end|>"),
     "qwen3": Family("trl", "qwen3.jinja", ("<|im_start|>", "<|im_end|>"), "<|im_end|>"),
     "llama3": Family(
-        "trl", "llama3.jinja", ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"), "<|eot_id|>"
+        "trl",
+        "llama3.jinja",
+        ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+        "<|eot_id|>",
     ),
     "llama3.1": Family(
         "trl",
@@ -59,7 +62,9 @@ FAMILIES = {
         ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|return|>", "<|call|>"),
         "<|return|>",
     ),
-    "phi3": Family("trl", "phi3.jinja", ("<|user|>", "<|assistant|>", "<|system|>", "<|end|>", "<|endoftext|>"), "<|end|>"),
+    "phi3": Family(
+        "trl", "phi3.jinja", ("<|user|>", "<|assistant|>", "<|system|>", "<|end|>", "<|endoftext|>"), "<|end|>"
+    ),
     "smollm2": Family("", "", (), "<|im_end|>"),
 }
 
@@ -83,17 +88,37 @@ def codec_of(name: str) -> ChatCodec:
     trainer = trainers.BpeTrainer(
         vocab_size=600, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
-    tokenizer.train_from_iterator(["user assistant system tool\n\n{}: the answer is a question of name and call " * 20], trainer)
+    tokenizer.train_from_iterator(
+        ["user assistant system tool\n\n{}: the answer is a question of name and call " * 20], trainer
+    )
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in family.special])
     wrapped = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token=family.eos, bos_token=family.special[0], clean_up_tokenization_spaces=False
+        tokenizer_object=tokenizer,
+        eos_token=family.eos,
+        bos_token=family.special[0],
+        clean_up_tokenization_spaces=False,
     )
     wrapped.chat_template = template_of(family)
     ends = {family.eos, "<|call|>", "<|eom_id|>"} & set(wrapped.get_added_vocab())
-    return ChatCodec(wrapped, tool_prompt="none", eos_token_ids=[wrapped.convert_tokens_to_ids(t) for t in sorted(ends)])
+    return ChatCodec(
+        wrapped, tool_prompt="none", eos_token_ids=[wrapped.convert_tokens_to_ids(t) for t in sorted(ends)]
+    )
 
 
-WORDS = ["hello", "  spaced", "tab\t", "line\nbreak", "été", "日本語", "🙂", "12345", "{\"a\": 1}", "<b>", "x" * 30, "end."]
+WORDS = [
+    "hello",
+    "  spaced",
+    "tab\t",
+    "line\nbreak",
+    "été",
+    "日本語",
+    "🙂",
+    "12345",
+    '{"a": 1}',
+    "<b>",
+    "x" * 30,
+    "end.",
+]
 
 
 def text(rng: random.Random) -> str:

@@ -14,9 +14,7 @@ from jax_agent_rl.rollout.protocol import GenerateRequest, RolloutBackend, Weigh
 from jax_agent_rl.types import PauseMode, SamplingParams, StopReason, digest_ids
 from tests.tiny import TINY, greedy, logprobs_of, tiny_params
 
-SHAPES = EngineShapes(
-    max_model_len=60, max_concurrent_decodes=4, cache_rows=6, decode_steps=4, prefill_buckets=(4, 16)
-)
+SHAPES = EngineShapes(max_model_len=60, max_concurrent_decodes=4, cache_rows=6, decode_steps=4, prefill_buckets=(4, 16))
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
@@ -176,16 +174,16 @@ async def test_abort_returns_what_there_is_and_the_rest_follows_seamlessly(param
         async for chunk in stream:
             part = chunk.final
         assert part.stop_reason is StopReason.ABORTED and 0 < len(part.token_ids) < 30
-        rest = await backend.generate(
-            request("r2", [*prompt, *part.token_ids], max_tokens=30 - len(part.token_ids))
-        )
+        rest = await backend.generate(request("r2", [*prompt, *part.token_ids], max_tokens=30 - len(part.token_ids)))
         assert not await backend.abort("r")
     assert list(part.then(rest).token_ids) == whole
 
 
 async def test_cancelling_a_caller_frees_its_slot(params):
     async with running(params) as backend:
-        tasks = [asyncio.create_task(backend.generate(request(f"r{i}", prompt_of(i, 4), max_tokens=55))) for i in range(8)]
+        tasks = [
+            asyncio.create_task(backend.generate(request(f"r{i}", prompt_of(i, 4), max_tokens=55))) for i in range(8)
+        ]
         await asyncio.sleep(0)
         for task in tasks:
             task.cancel()
@@ -264,9 +262,7 @@ async def test_lower_priority_values_run_first(params):
     async def run(backend, name: str, priority: int) -> None:
         base = request(name, prompt_of(1, 5))
         await backend.generate(
-            GenerateRequest(
-                request_id=name, prompt_ids=base.prompt_ids, sampling=base.sampling, priority=priority
-            )
+            GenerateRequest(request_id=name, prompt_ids=base.prompt_ids, sampling=base.sampling, priority=priority)
         )
         done.append(name)
 

@@ -90,7 +90,9 @@ def test_training_raises_the_probability_of_what_was_rewarded():
     bad = [t for g in groups for t in g.trajectories if not t.reward]
 
     def mean(ts) -> float:
-        values = [logprobs_of(made.params, t.prompt_ids, t.response_ids)[np.array(t.response_mask) == 1].mean() for t in ts]
+        values = [
+            logprobs_of(made.params, t.prompt_ids, t.response_ids)[np.array(t.response_mask) == 1].mean() for t in ts
+        ]
         return float(np.mean(values))
 
     before = mean(good) - mean(bad)
@@ -112,7 +114,9 @@ def test_a_nonfinite_gradient_changes_nothing_and_three_in_a_row_stop_the_run():
     made = learner(max_nonfinite_steps=3)
     poisoned = jax.tree.map(lambda x: x, made.state.params)
     made.state = type(made.state)(
-        poisoned | {"final_norm": jnp.full_like(poisoned["final_norm"], jnp.nan)}, made.state.opt_state, made.state.updates
+        poisoned | {"final_norm": jnp.full_like(poisoned["final_norm"], jnp.nan)},
+        made.state.opt_state,
+        made.state.updates,
     )
     before = np.asarray(made.params["embed"])
     groups = random_groups(7)
@@ -161,5 +165,7 @@ print("equal on", jax.device_count(), "devices")
 
 def test_eight_simulated_devices_train_as_one_does():
     environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "PYTHONPATH": os.getcwd()}
-    result = subprocess.run([sys.executable, "-c", SHARDED], env=environment, capture_output=True, text=True, timeout=500)
+    result = subprocess.run(
+        [sys.executable, "-c", SHARDED], env=environment, capture_output=True, text=True, timeout=500
+    )
     assert "equal on 8 devices" in result.stdout, result.stderr[-2000:]

@@ -1,0 +1,126 @@
+"""Runs as a user starts them: what is left in the folder, resuming, interrupting, reproducing, bad input."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from jax_agent_rl.observe.metrics import read_records
+
+COMMAND = [sys.executable, "-m", "jax_agent_rl.cli"]
+
+
+def run(*arguments: object, timeout: float = 400) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*COMMAND, *map(str, arguments)], capture_output=True, text=True, timeout=timeout)
+
+
+def same_trajectories(a: Path, b: Path) -> bool:
+    """Equal but for wall times."""
+
+    def comparable(folder: Path) -> list[dict]:
+        records = read_records(folder / "trajectories.jsonl")
+        return [{k: v for k, v in r.items() if k not in ("metrics", "turns")} for r in records]
+
+    return comparable(a) == comparable(b)
+
+
+def test_a_run_leaves_a_complete_folder_and_can_be_viewed_and_exported(recipe: Path, tmp_path: Path):
+    result = run("train", recipe, "trainer.steps=2")
+    assert result.returncode == 0, result.stderr
+    folder = tmp_path / "run"
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["steps"] == 2 and summary["token_drift"] == 0 and summary["recompilations_after_warmup"] == 0
+    assert summary["started"] == summary["trained"] + sum(summary["dropped"].values()) == 8
+    assert summary["max_logprob_gap"] <= 1e-3
+    assert {"heldout_accuracy_before", "heldout_accuracy_after", "train_seconds"} <= summary.keys()
+    assert (folder / "reward.png").read_bytes().startswith(b"\x89PNG")
+    assert json.loads((folder / "config.json").read_text())["trainer"]["steps"] == 2
+    assert "held-out accuracy" in result.stdout and "best:" in result.stdout and "«" in result.stdout
+    for record in read_records(folder / "trajectories.jsonl"):
+        count = len(record["response_ids"])
+        assert len(record["response_mask"]) == len(record["rollout_logprobs"]) == count
+        versions = [v for v, sampled in zip(record["policy_versions"], record["response_mask"], strict=True) if sampled]
+        assert set(versions) == {record["step"] - 1 if record["split"] == "train" else record["step"]}
+
+    viewed = run("view", folder, "--sort", "worst", "--limit", "1", "--whole-prompt")
+    assert viewed.returncode == 0 and "What is 23 plus 45?" in viewed.stdout
+
+    exported = run("export", folder, tmp_path / "exported")
+    assert exported.returncode == 0, exported.stderr
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "exported").config.hidden_size == 32
+    assert AutoTokenizer.from_pretrained(tmp_path / "exported").chat_template
+
+
+def test_stopping_and_resuming_gives_the_trajectories_of_an_uninterrupted_run(recipe: Path, tmp_path: Path):
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    assert run("train", recipe, f"run_dir={whole}").returncode == 0
+    assert run("train", recipe, f"run_dir={halves}", "trainer.steps=2").returncode == 0
+    resumed = run("train", recipe, f"run_dir={halves}", "--resume")
+    assert resumed.returncode == 0 and "resumed after step 2" in resumed.stdout
+    trained = [r["step"] for r in read_records(halves / "metrics.jsonl") if r["kind"] == "step"]
+    assert trained == [1, 2, 3, 4]
+
+    def training(folder: Path) -> list[dict]:
+        names = ("trajectory_id", "prompt_ids", "response_ids", "rollout_logprobs", "policy_versions", "reward")
+        records = read_records(folder / "trajectories.jsonl")
+        return [{name: r[name] for name in names} for r in records if r["split"] == "train"]
+
+    assert training(halves) == training(whole)
+
+
+def test_the_same_seed_gives_the_same_trajectories_and_another_does_not(recipe: Path, tmp_path: Path):
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        assert run("train", recipe, f"run_dir={tmp_path / name}", f"seed={seed}", "trainer.steps=1").returncode == 0
+    assert same_trajectories(tmp_path / "a", tmp_path / "b")
+    assert not same_trajectories(tmp_path / "a", tmp_path / "c")
+
+
+def test_ctrl_c_leaves_a_checkpoint_that_resumes(recipe: Path, tmp_path: Path):
+    command = [*COMMAND, "train", str(recipe), "trainer.steps=400", "trainer.checkpoint_every=0"]
+    environment = os.environ | {"PYTHONUNBUFFERED": "1"}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+    watchdog = threading.Timer(300, process.kill)
+    watchdog.start()
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.split()[:1] == ["3/400"]:
+            process.send_signal(signal.SIGINT)
+            break
+    output = process.stdout.read()
+    assert process.wait() == 130, output
+    watchdog.cancel()
+    assert "--resume" in output and "Traceback" not in output
+    resumed = run("train", recipe, "trainer.steps=6", "--resume")
+    assert resumed.returncode == 0 and "resumed after step" in resumed.stdout, resumed.stdout + resumed.stderr
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["started"] == summary["trained"] + sum(summary["dropped"].values())
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("learner.lr=1", "unknown key"),
+        ("model.path=/nowhere", "no tokenizer at '/nowhere'"),
+        ("data.train=/nowhere.jsonl", "dataset file '/nowhere.jsonl' does not exist"),
+        ("tools.function_tool_path=/nowhere.py", "/nowhere.py"),
+        ("learner.mesh.data=64", "64"),
+    ],
+)
+def test_bad_input_is_one_message_and_no_traceback(recipe: Path, override: str, message: str):
+    result = run("train", recipe, override)
+    assert result.returncode == 2 and message in result.stderr and "Traceback" not in result.stderr
+
+
+def test_prompts_over_the_budget_are_dropped_with_their_reason_and_the_run_ends_well(recipe: Path, tmp_path: Path):
+    result = run("train", recipe, "agent.max_prompt_length=20", "trainer.steps=1", "trainer.checkpoint_every=0")
+    assert result.returncode == 0, result.stderr
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["dropped"] == {"prompt_too_long": 4} and summary["started"] == 4
+    assert "agent.max_prompt_length=20" in result.stderr
