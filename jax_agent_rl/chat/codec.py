@@ -151,7 +151,8 @@ class ChatCodec:
         """On an assistant turn that calls tools, for templates that want one before a tool result."""
         names = [message.get("name", "f") for message in messages if message["role"] == "tool"] or ["f"]
         calls = [
-            {"id": _CALL_ID, "type": "function", "function": {"name": name, "arguments": {"a": MARKER}}} for name in names
+            {"id": _CALL_ID, "type": "function", "function": {"name": name, "arguments": {"a": MARKER}}}
+            for name in names
         ]
         anchor = [_QUESTION, {"role": "assistant", "content": "", "tool_calls": calls}]
         named = [{**m, "tool_call_id": _CALL_ID} if m["role"] == "tool" else m for m in messages]

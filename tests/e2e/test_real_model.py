@@ -5,10 +5,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.e2e.conftest import QUICKSTART, REAL_MODEL
-
 from jax_agent_rl.data.calculator import prepare_calculator
 from jax_agent_rl.models.fetch import MANIFEST, is_intact
+from tests.e2e.conftest import QUICKSTART, REAL_MODEL
 
 
 def test_the_quickstarts_model_is_intact_and_damage_is_noticed(tmp_path: Path):

@@ -1,0 +1,89 @@
+"""Rows, their order, and the calculator task."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jax_agent_rl.data.calculator import prepare_calculator
+from jax_agent_rl.data.cursor import DataCursor
+from jax_agent_rl.data.rows import load_rows
+from jax_agent_rl.errors import CheckpointError, DataError
+
+GOOD = {"data_source": "x", "prompt": [{"role": "user", "content": "hi"}]}
+
+
+def write(path: Path, *rows: object) -> Path:
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path
+
+
+def test_json_lines_and_parquet_give_the_same_rows(tmp_path: Path):
+    import pyarrow
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([GOOD, GOOD]), tmp_path / "a.parquet")
+    assert load_rows(tmp_path / "a.parquet") == load_rows(write(tmp_path / "a.jsonl", GOOD, GOOD)) == [GOOD, GOOD]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ("{oops", "row 2: not valid JSON"),
+        ([1], "row 2: must be an object"),
+        ({"data_source": "x"}, "row 2: 'prompt'"),
+        ({"data_source": "x", "prompt": [{"content": "hi"}]}, "row 2: every message"),
+        ({"prompt": GOOD["prompt"]}, "row 2: 'data_source'"),
+    ],
+)
+def test_a_bad_row_is_named_with_what_is_wrong(tmp_path: Path, row: object, message: str):
+    with pytest.raises(DataError, match=re.escape(message)):
+        load_rows(write(tmp_path / "a.jsonl", GOOD, row))
+
+
+@pytest.mark.parametrize(("name", "message"), [("none.jsonl", "does not exist"), ("a.csv", r"\.jsonl or \.parquet")])
+def test_a_missing_or_foreign_file_says_what_to_do(tmp_path: Path, name: str, message: str):
+    (tmp_path / "a.csv").write_text("x")
+    with pytest.raises(DataError, match=message):
+        load_rows(tmp_path / name)
+
+
+@given(st.integers(1, 12), st.lists(st.integers(1, 9), max_size=8), st.integers(0, 3))
+def test_every_epoch_uses_every_row_once(rows: int, takes: list[int], seed: int):
+    cursor = DataCursor(list(range(rows)), seed=seed)
+    taken = [row for count in takes for row in cursor.next_rows(count)]
+    for begin in range(0, len(taken) - rows + 1, rows):
+        assert sorted(taken[begin : begin + rows]) == list(range(rows))
+
+
+@given(st.integers(1, 12), st.integers(0, 30), st.integers(0, 30))
+def test_a_restored_cursor_goes_on_as_if_nothing_had_happened(rows: int, before: int, after: int):
+    whole, first, second = (DataCursor(list(range(rows)), seed=5) for _ in range(3))
+    expected = whole.next_rows(before + after)
+    got = first.next_rows(before)
+    second.restore(json.loads(json.dumps(first.state())))
+    assert got + second.next_rows(after) == expected
+
+
+def test_a_cursor_refuses_the_state_of_another_data_set():
+    with pytest.raises(CheckpointError, match="3 training rows"):
+        DataCursor([1, 2], seed=0).restore(DataCursor([1, 2, 3], seed=0).state())
+
+
+def test_calculator_rows_are_right_and_no_question_is_in_both_files(tmp_path: Path):
+    train, heldout = (load_rows(file) for file in prepare_calculator(tmp_path, train=300, heldout=60))
+    assert (len(train), len(heldout)) == (300, 60)
+    symbols = {"plus": "+", "minus": "-", "times": "*", "multiplied by": "*"}
+    for row in [*train, *heldout]:
+        a, words, b = re.fullmatch(r"What is (\d+) ([a-z ]+) (\d+)\?", row["prompt"][-1]["content"]).groups()
+        results = {"+": int(a) + int(b), "-": int(a) - int(b), "*": int(a) * int(b)}
+        assert row["reward_model"]["ground_truth"] == str(results[symbols[words]])
+        assert row["reward_model"]["ground_truth"] not in json.dumps(row["prompt"])
+
+    def questions(rows: list) -> set[str]:
+        return {row["prompt"][-1]["content"] for row in rows}
+
+    assert not questions(train) & questions(heldout) and len(questions(train)) == 300

@@ -1,0 +1,56 @@
+"""Checkpoints: what is saved comes back, only the newest stay, and the wrong ones are refused."""
+
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_agent_rl.errors import CheckpointError
+from jax_agent_rl.learner.checkpoint import Checkpointer
+
+
+def state(value: float, size: int = 3) -> dict:
+    return {"params": {"w": jnp.full(size, value)}, "updates": jnp.int32(value)}
+
+
+@pytest.fixture
+def checkpointer(tmp_path: Path):
+    made = Checkpointer(tmp_path / "checkpoints", keep=2)
+    yield made
+    made.close()
+
+
+def test_the_newest_state_and_progress_come_back(checkpointer: Checkpointer):
+    for step in (1, 2, 3):
+        checkpointer.save(step, state(step), {"step": step, "nested": {"a": [1, None]}})
+    checkpointer.wait()
+    step, restored, progress = checkpointer.restore(state(0))
+    assert step == 3 and progress == {"step": 3, "nested": {"a": [1, None]}}
+    np.testing.assert_array_equal(restored["params"]["w"], [3.0] * 3)
+
+
+def test_only_the_newest_are_kept(checkpointer: Checkpointer, tmp_path: Path):
+    for step in (1, 2, 3, 4):
+        checkpointer.save(step, state(step), {})
+    checkpointer.wait()
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir() if p.name.isdigit()) == ["3", "4"]
+
+
+def test_saving_a_step_twice_changes_nothing(checkpointer: Checkpointer):
+    checkpointer.save(1, state(1), {"first": True})
+    checkpointer.save(1, state(2), {"first": False})
+    checkpointer.wait()
+    assert checkpointer.restore(state(0))[2] == {"first": True}
+
+
+def test_an_empty_folder_says_so(checkpointer: Checkpointer):
+    with pytest.raises(CheckpointError, match="without --resume"):
+        checkpointer.restore(state(0))
+
+
+def test_a_checkpoint_of_another_model_is_refused(checkpointer: Checkpointer):
+    checkpointer.save(1, state(1), {})
+    checkpointer.wait()
+    with pytest.raises(CheckpointError, match="does not fit"):
+        checkpointer.restore({"params": {"other": jnp.zeros(3)}, "updates": jnp.int32(0)})

@@ -1,0 +1,78 @@
+"""The run folder: lines that survive a crash, are cut back on resume, and read well."""
+
+import io
+import json
+from pathlib import Path
+
+from rich.console import Console
+
+from jax_agent_rl.observe.metrics import RunFolder, read_records, trajectory_record
+from jax_agent_rl.observe.plots import reward_plot
+from jax_agent_rl.observe.progress import Progress, duration
+from jax_agent_rl.observe.trajectories import best_and_worst, render
+from tests.trajectories import trajectory
+
+
+def test_a_line_cut_off_by_a_crash_is_left_out(tmp_path: Path):
+    folder = RunFolder(tmp_path / "run")
+    folder.add_metrics({"kind": "step", "step": 1})
+    with folder.metrics.open("a") as stream:
+        stream.write('{"kind": "step", "st')
+    assert read_records(folder.metrics) == [{"kind": "step", "step": 1}]
+
+
+def test_resuming_cuts_back_what_came_after_the_checkpoint(tmp_path: Path):
+    folder = RunFolder(tmp_path / "run")
+    for step in (1, 2, 3):
+        folder.add_metrics({"kind": "step", "step": step})
+        folder.add_trajectories(step, "train", [trajectory([3], [4, 2])])
+    folder.cut_back(2)
+    assert [r["step"] for r in read_records(folder.metrics)] == [1, 2]
+    assert [r["step"] for r in read_records(folder.trajectories)] == [1, 2]
+
+
+def test_a_record_holds_everything_training_used():
+    made = trajectory([3], [4, 5, 2], mask=[1, 0, 1])
+    record = json.loads(json.dumps(trajectory_record(made, step=1, split="train")))
+    assert record["response_ids"] == [4, 5, 2] and record["response_mask"] == [1, 0, 1]
+    assert [turn["sampled"] for turn in record["turns"]] == [1, 1]
+
+
+def test_sampled_and_inserted_tokens_are_told_apart_on_paper_too():
+    record = trajectory_record(trajectory([3], [4, 5, 2], mask=[1, 0, 1]), step=1, split="train")
+    console = Console(file=io.StringIO(), width=100, no_color=True)
+    console.print(render(record, lambda ids: "".join(f"<{i}>" for i in ids)))
+    assert "<3>«<4>»<5>«<2>»" in console.file.getvalue()
+
+
+def test_best_and_worst_are_by_reward():
+    records = [{"reward": r, "id": i} for i, r in enumerate([0.0, 1.0, 0.5, 0.0, 1.0])]
+    best, worst = best_and_worst(records)
+    assert (best["id"], worst["id"]) == (4, 3)
+
+
+def test_the_plot_is_a_picture_even_without_steps(tmp_path: Path):
+    reward_plot([{"kind": "evaluation", "step": 0, "accuracy": 0.3}], tmp_path / "p.png", title="t")
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_progress_prints_plain_lines_on_a_pipe():
+    console = Console(file=io.StringIO(), width=140)
+    record = {
+        "step": 1,
+        "reward_mean": 0.5,
+        "accuracy": 0.25,
+        "tool_calls_mean": 1.0,
+        "rollout_tokens_per_second": 100.0,
+        "learner_tokens_per_second": 200.0,
+        "logprob_gap_max": 1e-5,
+        "step_seconds": 9.5,
+    }
+    with Progress(console, total_steps=4) as progress:
+        progress.step(record, seconds_left=75)
+    lines = console.file.getvalue().splitlines()
+    assert lines[1].split() == ["1/4", "0.500", "25.0%", "1.00", "100", "200", "1.0e-05", "9.5", "1m15s"]
+
+
+def test_durations_read_well():
+    assert [duration(s) for s in (5, 75, 3700)] == ["5s", "1m15s", "1h01m"]
