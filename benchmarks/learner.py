@@ -1,0 +1,127 @@
+"""One learner step against a transformers AdamW step, same model, batch and machine, in one process.
+
+    python benchmarks/learner.py
+
+SmolLM2-135M in float32, 8 sequences of 256 tokens with nothing in common, all of them trained on (a policy gradient of
+advantage +-1, so the same work as a weighted language-model loss). Needs torch (the test environment has it). The last
+line is one JSON object: ``ratio_vs_transformers``, and ``share_of_sgemm``, the counted operations of our step over what
+a large matrix product reaches.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import time
+
+import numpy as np
+from machine import sgemm_flops
+
+from jax_agent_rl.config import AlgorithmConfig, LearnerConfig
+from jax_agent_rl.learner.step import Learner
+from jax_agent_rl.models.fetch import fetch_quickstart_model
+from jax_agent_rl.models.hf import load_hf
+from jax_agent_rl.runtime.compilation_cache import use_compilation_cache
+from jax_agent_rl.types import FinishReason, Group, StopReason, TokenOutput, Trajectory, Turn
+
+ROWS, LENGTH, REPEATS = 8, 256, 3
+
+
+def sequences() -> np.ndarray:
+    """int64 [ROWS, LENGTH] random ids, no common prefix."""
+    return np.random.default_rng(0).integers(3, 49000, (ROWS, LENGTH))
+
+
+def our_seconds(ids: np.ndarray) -> tuple[float, int]:
+    """Seconds of one update, and programs compiled after the first."""
+    config, params = load_hf(fetch_quickstart_model())
+    settings = LearnerConfig(
+        row_length=LENGTH, rows_per_micro_batch=ROWS // 2, share_prefixes=False, learning_rate=1e-6
+    )
+    learner = Learner(config, params, algorithm=AlgorithmConfig(), config=settings, temperature=1.0)
+    group = Group(group_id="g", trajectories=tuple(_trajectory(row.tolist(), i) for i, row in enumerate(ids)))
+    learner.update([group])
+    compiled = learner.programs_compiled
+    seconds = min(_timed(lambda: learner.update([group])) for _ in range(REPEATS))
+    return seconds, learner.programs_compiled - compiled
+
+
+def transformers_seconds(ids: np.ndarray) -> float:
+    """Seconds of forward, backward, clip and AdamW on the same batch (the faster of one batch and two halves)."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(fetch_quickstart_model(), dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
+    batch = torch.tensor(ids)
+    sign = torch.tensor([1.0, -1.0] * (ROWS // 2))[:, None]
+
+    def step(parts: int) -> None:
+        for part, weight in zip(batch.chunk(parts), sign.chunk(parts), strict=True):
+            scores = model(part).logits[:, :-1].log_softmax(-1)
+            chosen = scores.gather(-1, part[:, 1:, None])[..., 0]
+            (-(weight * chosen).sum() / (ROWS * (LENGTH - 1))).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step(1)
+    return min(_timed(functools.partial(step, parts)) for parts in (1, 2) for _ in range(2))
+
+
+def counted_flops(shapes: dict) -> float:
+    """Operations of a step: 6 per weight and token (the head only where a token is scored), and attention."""
+    body = sum(int(np.prod(s)) for s in shapes["layers"].values())
+    head = int(np.prod(shapes["embed"]))
+    hidden, layers = shapes["embed"][1], shapes["layers"]["q"][0]
+    attention = 3 * 4 * ROWS * (LENGTH * (LENGTH + 1) / 2) * hidden * layers
+    return 6 * ROWS * (LENGTH * body + (LENGTH - 1) * head) + attention
+
+
+def _trajectory(ids: list[int], index: int) -> Trajectory:
+    count = len(ids) - 1
+    output = TokenOutput(
+        token_ids=tuple(ids[1:]),
+        log_probs=(-1.0,) * count,
+        policy_versions=(0,) * count,
+        stop_reason=StopReason.EOS,
+        context_digest="",
+    )
+    return Trajectory.from_turns(
+        prompt_ids=ids[:1],
+        turns=[Turn(output=output)],
+        trajectory_id=f"g-{index}",
+        group_id="g",
+        agent_name="benchmark",
+        finish_reason=FinishReason.ANSWER,
+        reward=float(index % 2),
+    )
+
+
+def _timed(run) -> float:
+    begin = time.perf_counter()
+    run()
+    return time.perf_counter() - begin
+
+
+def main() -> None:
+    use_compilation_cache()
+    ids = sequences()
+    peak = sgemm_flops()
+    theirs = transformers_seconds(ids)
+    print(f"transformers: {ids.size / theirs:.0f} tokens/s", flush=True)
+    ours, recompilations = our_seconds(ids)
+    config, _ = load_hf(fetch_quickstart_model())
+    result = {
+        "tokens_per_second": round(ids.size / ours, 1),
+        "transformers_tokens_per_second": round(ids.size / theirs, 1),
+        "ratio_vs_transformers": round(theirs / ours, 2),
+        "share_of_sgemm": round(counted_flops(config.parameter_shapes()) / ours / peak, 3),
+        "sgemm_gflop_s": round(peak / 1e9, 1),
+        "recompilations": recompilations,
+    }
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
