@@ -47,6 +47,8 @@ from jax_agent_rl.types import PauseMode, TokenOutput
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+BURST_GAP_SECONDS = 0.001  # an idle engine takes up work when no request has come for this long,
+BURST_SECONDS = 0.02  # or this long after the first
 
 
 class JetStreamBackend:
@@ -267,8 +269,8 @@ class JetStreamBackend:
     def _serve_once(self) -> bool:
         """Commands, then one step; False when it is time to end."""
         with self._wake:
-            while not (self._closing or self._commands or self._has_work()):
-                self._wake.wait()
+            if not (self._closing or self._commands or self._has_work()):
+                self._wait_for_commands()
             if self._closing:
                 return False
             commands = list(self._commands)
@@ -282,6 +284,15 @@ class JetStreamBackend:
             self._tell(_settle, self._draining, None, None)
             self._draining = None
         return True
+
+    def _wait_for_commands(self) -> None:
+        """Sleeps until there is something to do, then a moment more: requests come in bursts, and the first of one
+        would otherwise decode alone while the others wait for its dispatch to end."""
+        while not (self._closing or self._commands):
+            self._wake.wait()
+        deadline = time.perf_counter() + BURST_SECONDS
+        while not self._closing and self._wake.wait(BURST_GAP_SECONDS) and time.perf_counter() < deadline:
+            pass
 
     def _has_work(self) -> bool:
         scheduler = self._scheduler

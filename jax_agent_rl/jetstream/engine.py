@@ -9,6 +9,7 @@ time, greedy.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,7 @@ from jax_agent_rl.models.llama import LlamaConfig
 
 engine_api = compat.engine_api()
 MAX_STOP_IDS = 8
+PREFILL_ROWS = 4  # chunks computed together: a matrix product of one short chunk mostly waits for the weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +64,11 @@ class EngineShapes:
         return tuple(sorted(q for q in quarters if q >= 64))
 
     @property
+    def prefill_spans(self) -> tuple[int, ...]:
+        """Cache spans a prompt chunk attends to: none, half a row, a row."""
+        return (0, *self.span_buckets[::-2][::-1])
+
+    @property
     def chunk_buckets(self) -> tuple[int, ...]:
         """Prefill buckets that can occur: up to the first that holds a whole context."""
         enough = next((i for i, b in enumerate(self.prefill_buckets) if b >= self.max_model_len), None)
@@ -72,6 +79,19 @@ class EngineShapes:
 def bucket(buckets: tuple[int, ...], need: int) -> int:
     """Smallest bucket >= need; the largest if none is."""
     return next((b for b in buckets if b >= need), buckets[-1])
+
+
+@dataclass(frozen=True)
+class Extension:
+    """Ids (int32 [n]) to prefill into a row from position ``start`` on."""
+
+    row: int
+    start: int
+    ids: np.ndarray
+
+    def after(self, count: int) -> Extension:
+        """What is left when the first ``count`` ids are done."""
+        return Extension(self.row, self.start + count, self.ids[count:])
 
 
 @struct.dataclass
@@ -137,28 +157,34 @@ class JaxEngine(engine_api.Engine):
 
     # --- our scheduler's interface ----------------------------------------------------------------------------
 
-    def extend(self, params: EngineParams, cache: KVCache, row: int, ids: np.ndarray, start: int) -> KVCache:
-        """Prefills ``ids`` into a row at ``start``, in as many bucketed chunks as it takes."""
-        buckets = self.shapes.chunk_buckets
-        while len(ids):
-            room = self.shapes.cache_length - start
-            fitting = tuple(b for b in buckets if b <= room)
-            size = bucket(fitting, len(ids))
-            chunk, ids = ids[:size], ids[size:]
-            padded = np.zeros(size, np.int32)
-            padded[: len(chunk)] = chunk
-            span = bucket((0, *self.shapes.span_buckets), start)
-            cache = self._extend(params, cache, padded, row, start, span)
-            start += len(chunk)
+    def extend(self, params: EngineParams, cache: KVCache, extensions: Sequence[Extension]) -> KVCache:
+        """Prefills ids into rows, in as many bucketed chunks as it takes; chunks of a size run several at a time."""
+        waiting = [extension for extension in extensions if len(extension.ids)]
+        while waiting:
+            by_size: dict[int, list[Extension]] = {}
+            for extension in waiting:
+                fitting = tuple(b for b in self.shapes.chunk_buckets if b <= self.shapes.cache_length - extension.start)
+                by_size.setdefault(bucket(fitting, len(extension.ids)), []).append(extension)
+            for size, same in by_size.items():
+                same.sort(key=lambda extension: extension.start)  # alike spans together
+                for some in _batches(same):
+                    cache = self._extend(params, cache, some, size)
+            waiting = [rest for size, same in by_size.items() for e in same if len((rest := e.after(size)).ids)]
         return cache
 
-    def _extend(
-        self, params: EngineParams, cache: KVCache, padded: np.ndarray, row: int, start: int, span: int
-    ) -> KVCache:
-        place, size = np.array([row, start], np.int32), len(padded)
-        program = programs.chunk_program(self.config, span)
-        new = self.table.call(("chunk", cache.rows, size, span), program, (), params, cache, padded, place)
-        return self.table.call(("write", cache.rows, size), programs.write_chunk, (0,), cache, new, place)
+    def _extend(self, params: EngineParams, cache: KVCache, some: Sequence[Extension], size: int) -> KVCache:
+        """One chunk of up to ``size`` ids for each of one, or up to PREFILL_ROWS, rows."""
+        rows = 1 if len(some) == 1 else PREFILL_ROWS
+        tokens = np.zeros((rows, size), np.int32)
+        places = np.full((rows, 2), (cache.rows, 0), np.int32)
+        for i, extension in enumerate(some):
+            chunk = extension.ids[:size]
+            tokens[i, : len(chunk)] = chunk
+            places[i] = extension.row, extension.start
+        span = bucket(self.shapes.prefill_spans, max(e.start for e in some))
+        program = programs.chunks_program(self.config, span)
+        new = self.table.call(("chunks", cache.rows, rows, size, span), program, (), params, cache, tokens, places)
+        return self.table.call(("write", cache.rows, rows, size), programs.write_chunks, (0,), cache, new, places)
 
     def copy_row(self, cache: KVCache, source: int, target: int) -> KVCache:
         """Copies one row over another, on the device."""
@@ -192,13 +218,14 @@ class JaxEngine(engine_api.Engine):
         """Compiles (and runs once) every program the shapes allow; later compilations count as recompilations."""
         shapes = self.shapes
         jobs = [("decode", w, s) for w in shapes.lane_buckets for s in shapes.span_buckets]
-        jobs += [("extend", t, s) for t in shapes.chunk_buckets for s in (0, *shapes.span_buckets)]
+        jobs += [(n, t, s) for n in (1, PREFILL_ROWS) for t in shapes.chunk_buckets for s in shapes.prefill_spans]
         for done, (kind, size, span) in enumerate(jobs):
             if kind == "decode":
                 position = span - shapes.decode_steps
                 cache, _, _ = self.decode(params, cache, _idle_lanes(size, position), shapes.decode_steps, 1)
             else:
-                cache = self._extend(params, cache, np.zeros(size, np.int32), 0, 0, span)
+                unused = Extension(row=cache.rows, start=span, ids=np.zeros(1, np.int32))
+                cache = self._extend(params, cache, [unused] * kind, size)
             if progress:
                 progress(done + 1, len(jobs))
         cache = self.copy_row(cache, 0, 0)
@@ -226,7 +253,7 @@ class JaxEngine(engine_api.Engine):
             ids = np.concatenate([np.asarray(existing_prefix.last_token)[None], ids])
         if start + len(ids) > self.shapes.max_model_len:
             raise ValueError(f"{start + len(ids)} ids do not fit max_model_len={self.shapes.max_model_len}")
-        cache = self.extend(params, cache, 0, ids[:-1], start)
+        cache = self.extend(params, cache, [Extension(row=0, start=start, ids=ids[:-1])])
         return Prefix(cache=cache, last_token=jnp.int32(ids[-1]), length=jnp.int32(start + len(ids) - 1))
 
     def init_decode_state(self) -> DecodeState:
@@ -321,6 +348,16 @@ def _insert(prefix: Prefix, state: DecodeState, slot: jax.Array) -> DecodeState:
         positions=state.positions.at[slot].set(prefix.length),
         generated=state.generated.at[slot].set(0),
     )
+
+
+def _batches(extensions: list[Extension]) -> Iterator[list[Extension]]:
+    """PREFILL_ROWS at a time; of a rest of one or two each alone, which is faster than computing padding."""
+    for i in range(0, len(extensions), PREFILL_ROWS):
+        some = extensions[i : i + PREFILL_ROWS]
+        if len(some) > PREFILL_ROWS // 2:
+            yield some
+        else:
+            yield from ([one] for one in some)
 
 
 def make_lanes(count: int) -> programs.Lanes:

@@ -135,41 +135,43 @@ def decode_step(
     return logits, KVCache(tuple(keys), tuple(values))
 
 
-def prefill_chunk(
-    config: LlamaConfig, params: EngineParams, cache: KVCache, tokens: jax.Array, start: jax.Array
+def prefill_chunks(
+    config: LlamaConfig, params: EngineParams, cache: KVCache, tokens: jax.Array, starts: jax.Array
 ) -> tuple[tuple[jax.Array, jax.Array], ...]:
-    """Keys and values of a chunk of one context, given the positions before it. No logits: decoding begins with
-    the context's last token, so whoever shares a prompt needs no prefill at all.
+    """Keys and values of one chunk of each of R contexts, given the positions before it. No logits: decoding begins
+    with the context's last token, so whoever shares a prompt needs no prefill at all.
 
     Args:
-        cache: one row (N = 1) holding positions below ``start``.
-        tokens: int32 [T], padded at the end; what padding writes is overwritten before it is ever visible.
-        start: int32 scalar, position of ``tokens[0]``.
+        cache: R rows holding the positions below ``starts``.
+        tokens: int32 [R, T], padded at the end; what padding writes is overwritten before it is ever visible.
+        starts: int32 [R], position of ``tokens[:, 0]``.
 
     Returns:
-        per layer: keys [K, h, T] and values [K, T, h].
+        per layer: keys [R, K, h, T] and values [R, K, T, h].
     """
     heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.head_dim
-    count = tokens.shape[0]
-    x = params.embed[tokens].T  # [D, T]
-    cos, sin = (table.T for table in _rope(config, start + jnp.arange(count)))  # [h/2, T]
-    # The chunk is attended to directly, the cache only below ``start``.
-    before = jnp.broadcast_to(jnp.arange(cache.length) < start, (count, cache.length))
-    within = jnp.tril(jnp.ones((count, count), bool))
-    visible = jnp.concatenate([before, within], axis=1)  # [T, S + T]
+    rows, count = tokens.shape
+    x = params.embed[tokens.reshape(-1)].T  # [D, R T]
+    positions = (starts[:, None] + jnp.arange(count)).reshape(-1)
+    cos, sin = (table.T for table in _rope(config, positions))  # [h/2, R T]
+    # The chunk is attended to directly, the cache only below ``starts``.
+    before = jnp.broadcast_to((jnp.arange(cache.length) < starts[:, None])[:, None], (rows, count, cache.length))
+    within = jnp.broadcast_to(jnp.tril(jnp.ones((count, count), bool)), (rows, count, count))
+    visible = jnp.concatenate([before, within], axis=2)[:, None, None]  # [R, 1, 1, T, S + T]
     new = []
     for layer, k_cache, v_cache in zip(params.layers, cache.keys, cache.values, strict=True):
         normed = _norm(x, layer.input_norm, config.rms_norm_eps, axis=0)
-        qkv = _matmul(layer.qkv, normed).reshape(heads + 2 * kv_heads, size, count)
+        qkv = _matmul(layer.qkv, normed).reshape(heads + 2 * kv_heads, size, rows * count)
         q, k, v = jnp.split(qkv, (heads, heads + kv_heads))
-        q = _rotate(q, cos, sin, axis=1).reshape(kv_heads, heads // kv_heads, size, count) * size**-0.5
-        k = _rotate(k, cos, sin, axis=1).astype(k_cache.dtype)  # [K, h, T]
-        v = v.transpose(0, 2, 1).astype(v_cache.dtype)  # [K, T, h]
-        all_keys = jnp.concatenate([k_cache[0], k], axis=2)  # [K, h, S + T]
-        all_values = jnp.concatenate([v_cache[0], v], axis=1)
-        scores = jnp.einsum("kght,khs->kgts", q, all_keys, preferred_element_type=jnp.float32)
+        q = _rotate(q, cos, sin, axis=1).reshape(kv_heads, heads // kv_heads, size, rows, count) * size**-0.5
+        k = _rotate(k, cos, sin, axis=1).reshape(kv_heads, size, rows, count)
+        k = k.transpose(2, 0, 1, 3).astype(k_cache.dtype)  # [R, K, h, T]
+        v = v.reshape(kv_heads, size, rows, count).transpose(2, 0, 3, 1).astype(v_cache.dtype)  # [R, K, T, h]
+        all_keys = jnp.concatenate([k_cache, k], axis=3)
+        all_values = jnp.concatenate([v_cache, v], axis=2)
+        scores = jnp.einsum("kghrt,rkhs->rkgts", q, all_keys, preferred_element_type=jnp.float32)
         weights = jax.nn.softmax(jnp.where(visible, scores, NEGATIVE), axis=-1).astype(v_cache.dtype)
-        mixed = jnp.einsum("kgts,ksh->kght", weights, all_values).reshape(heads * size, count)
+        mixed = jnp.einsum("rkgts,rksh->kghrt", weights, all_values).reshape(heads * size, rows * count)
         x = x + _matmul(layer.o, mixed)
         x = x + _feed_forward(layer, _norm(x, layer.post_attention_norm, config.rms_norm_eps, axis=0))
         new.append((k, v))

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_agent_rl.jetstream.forward import EngineParams, KVCache, decode_step, prefill_chunk
+from jax_agent_rl.jetstream.forward import EngineParams, KVCache, decode_step, prefill_chunks
 from jax_agent_rl.jetstream.sampling import sample
 from jax_agent_rl.models.llama import LlamaConfig
 
@@ -124,11 +124,7 @@ def _write_back(cache: KVCache, work: KVCache, lanes: Lanes, max_steps: int) -> 
 
     def one(cached: jax.Array, worked: jax.Array, axis: int) -> jax.Array:
         window = jax.vmap(lambda row, start: jax.lax.dynamic_slice_in_dim(row, start, width, axis - 1))(worked, starts)
-        dimensions = jax.lax.ScatterDimensionNumbers(
-            update_window_dims=(1, 2, 3), inserted_window_dims=(0,), scatter_dims_to_operand_dims=(0, axis)
-        )
-        mode = jax.lax.GatherScatterMode.FILL_OR_DROP  # unused lanes name a row that does not exist
-        return jax.lax.scatter(cached, places, window, dimensions, unique_indices=True, mode=mode)
+        return _write_windows(cached, window, places, axis)
 
     return KVCache(
         tuple(one(k, w, 3) for k, w in zip(cache.keys, work.keys, strict=True)),
@@ -136,37 +132,46 @@ def _write_back(cache: KVCache, work: KVCache, lanes: Lanes, max_steps: int) -> 
     )
 
 
+def _write_windows(cached: jax.Array, windows: jax.Array, places: jax.Array, axis: int) -> jax.Array:
+    """Writes ``windows`` [R, ...] into rows of ``cached`` [N, ...] at ``places`` [R, 2]: row, start along ``axis``.
+
+    A window of a row that does not exist (an unused lane) is dropped.
+    """
+    dimensions = jax.lax.ScatterDimensionNumbers(
+        update_window_dims=(1, 2, 3), inserted_window_dims=(0,), scatter_dims_to_operand_dims=(0, axis)
+    )
+    mode = jax.lax.GatherScatterMode.FILL_OR_DROP
+    return jax.lax.scatter(cached, places, windows, dimensions, unique_indices=True, mode=mode)
+
+
 NewKV = tuple[tuple[jax.Array, jax.Array], ...]
 
 
-def compute_chunk(
-    config: LlamaConfig, span: int, params: EngineParams, cache: KVCache, tokens: jax.Array, place: jax.Array
+def compute_chunks(
+    config: LlamaConfig, span: int, params: EngineParams, cache: KVCache, tokens: jax.Array, places: jax.Array
 ) -> NewKV:
-    """Prefills one chunk of one row, to be written by :func:`write_chunk`.
+    """Prefills one chunk of each of R rows, to be written by :func:`write_chunks`.
 
     Two programs, because one that both reads and writes a donated cache makes the compiler copy all of it.
 
     Args:
-        span: static number of cached positions to attend to, >= the chunk's start.
-        tokens: int32 [T], padded.
-        place: int32 [2]: row, start.
+        span: static number of cached positions to attend to, >= every chunk's start.
+        tokens: int32 [R, T], padded.
+        places: int32 [R, 2]: row, start; a row >= the cache's marks an unused chunk.
     """
-    row, start = place[0], place[1]
-    kv_heads, size = config.num_kv_heads, config.head_dim
+    rows = places[:, 0]
     view = KVCache(
-        tuple(jax.lax.dynamic_slice(k, (row, 0, 0, 0), (1, kv_heads, size, span)) for k in cache.keys),
-        tuple(jax.lax.dynamic_slice(v, (row, 0, 0, 0), (1, kv_heads, span, size)) for v in cache.values),
+        tuple(k.at[rows].get(mode="clip")[..., :span] for k in cache.keys),
+        tuple(v.at[rows].get(mode="clip")[:, :, :span] for v in cache.values),
     )
-    return prefill_chunk(config, params, view, tokens, start)
+    return prefill_chunks(config, params, view, tokens, places[:, 1])
 
 
-def write_chunk(cache: KVCache, new: NewKV, place: jax.Array) -> KVCache:
-    """Puts a chunk's keys and values in place; start + T must not exceed the cache's length."""
-    row, start = place[0], place[1]
-    write = jax.lax.dynamic_update_slice
+def write_chunks(cache: KVCache, new: NewKV, places: jax.Array) -> KVCache:
+    """Puts chunks' keys and values in place; start + T must not exceed the cache's length."""
     return KVCache(
-        tuple(write(c, k[None], (row, 0, 0, start)) for c, (k, _) in zip(cache.keys, new, strict=True)),
-        tuple(write(c, v[None], (row, 0, start, 0)) for c, (_, v) in zip(cache.values, new, strict=True)),
+        tuple(_write_windows(c, k, places, 3) for c, (k, _) in zip(cache.keys, new, strict=True)),
+        tuple(_write_windows(c, v, places, 2) for c, (_, v) in zip(cache.values, new, strict=True)),
     )
 
 
@@ -213,6 +218,6 @@ def decode_program(config: LlamaConfig, max_steps: int, span: int) -> Callable[.
     return functools.partial(decode, config, max_steps, span)
 
 
-def chunk_program(config: LlamaConfig, span: int) -> Callable[..., Any]:
-    """``compute_chunk`` with its static arguments bound."""
-    return functools.partial(compute_chunk, config, span)
+def chunks_program(config: LlamaConfig, span: int) -> Callable[..., Any]:
+    """``compute_chunks`` with its static arguments bound."""
+    return functools.partial(compute_chunks, config, span)

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from jax_agent_rl.errors import BackendError, PromptTooLongError
+from jax_agent_rl.jetstream.admission import AdmissionPlan
 from jax_agent_rl.jetstream.engine import MAX_STOP_IDS, JaxEngine, make_lanes
 from jax_agent_rl.jetstream.forward import EngineParams
 from jax_agent_rl.jetstream.programs import Lanes
@@ -146,22 +147,25 @@ class Scheduler:
     # --- admission --------------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
+        plan = AdmissionPlan()
         while self._waiting and len(self.running) < self.engine.max_concurrent_decodes:
             run = self._waiting[0][2]
             prompt = np.asarray(run.request.prompt_ids, np.int32)
             placement = self.table.place(prompt, run.request.session_id)
             if placement is None:
-                return
+                break
             heapq.heappop(self._waiting)
             run.row, run.cached_tokens = placement.row, placement.reused
             self.running[run.request.request_id] = run
-            if placement.copy_from is not None:
-                self.cache = self.engine.copy_row(self.cache, placement.copy_from, placement.row)
             new = prompt[placement.reused : -1]
-            self.cache = self.engine.extend(self.params, self.cache, placement.row, new, placement.reused)
+            plan.add(placement, new)
             self.table.append(placement.row, new)
             self.counters.prefill_tokens += len(new)
             self.counters.cached_tokens += placement.reused
+        for copies, extensions in plan.stages():
+            for source, target in copies:
+                self.cache = self.engine.copy_row(self.cache, source, target)
+            self.cache = self.engine.extend(self.params, self.cache, extensions)
 
     # --- decoding ---------------------------------------------------------------------------------------------
 

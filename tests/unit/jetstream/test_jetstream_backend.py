@@ -219,6 +219,7 @@ async def test_pausing_with_wait_lets_running_requests_finish_and_holds_new_ones
             finished = chunk.final
         await pausing
         late = asyncio.create_task(backend.generate(request("late", prompt_of(5, 8))))
+        await asyncio.sleep(0)  # lets it submit
         health = await backend.health()
         assert len(finished.token_ids) == 20 and (health.running, health.waiting) == (0, 1) and not late.done()
         await backend.resume()
