@@ -4,7 +4,7 @@
 ``single_turn`` and ``tool_agent`` the loops · ``seeds``.
 """
 
-from jax_agent_rl.agents.context import AbortedError, AgentContext, AgentEvent, TokenClient
+from jax_agent_rl.agents.context import AgentContext, AgentEvent, TokenClient
 from jax_agent_rl.agents.episode import Episode
 from jax_agent_rl.agents.loop import AgentLoop, AgentSelector, get_agent, register_agent
 from jax_agent_rl.agents.seeds import derive_seed
@@ -12,7 +12,6 @@ from jax_agent_rl.agents.single_turn import SingleTurnAgent
 from jax_agent_rl.agents.tool_agent import ToolAgent
 
 __all__ = [
-    "AbortedError",
     "AgentContext",
     "AgentEvent",
     "AgentLoop",
