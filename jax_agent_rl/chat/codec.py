@@ -219,6 +219,12 @@ def _eos_ids(folder: Path, tokenizer: Any) -> list[int]:
     """EOS ids of the generation config, else the model config, else the tokenizer."""
     for name in ("generation_config.json", "config.json"):
         file = folder / name
-        if file.is_file() and (eos := json.loads(file.read_text()).get("eos_token_id")) is not None:
+        try:
+            content = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        except ValueError as error:
+            raise ModelError(f"{file} is not valid JSON ({error}); download the model again") from None
+        if isinstance(content, dict) and (eos := content.get("eos_token_id")) is not None:
             return list(eos) if isinstance(eos, list) else [eos]
+    if tokenizer.eos_token_id is None:
+        raise ModelError(f"{folder} names no eos_token_id, so no turn would ever end; add it to generation_config.json")
     return [tokenizer.eos_token_id]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -74,6 +74,8 @@ async def build(config: Config, *, say: Callable[[str], None]) -> AsyncIterator[
     _check_devices(config)
     say(f"loading {config.model.path}")
     model, params = load_hf(config.model.path)
+    if not model.eos_token_ids:  # the files name none; the tokenizer does
+        model = replace(model, eos_token_ids=codec.eos_token_ids)
     learner = Learner(
         model,
         params,
