@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -92,7 +93,8 @@ async def build(config: Config, *, say: Callable[[str], None]) -> AsyncIterator[
         context = AgentContext(
             client=client, codec=codec, tools=tools, limits=config.agent, max_model_len=config.rollout.max_model_len
         )
-        parts = {"score": score, "max_in_flight": config.rollout.max_in_flight, "seed": config.seed}
+        scorer = functools.partial(score, timeout=config.reward.timeout)
+        parts = {"score": scorer, "max_in_flight": config.rollout.max_in_flight, "seed": config.seed}
         yield Runtime(
             config=config,
             codec=codec,
