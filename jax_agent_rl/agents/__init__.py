@@ -6,7 +6,7 @@
 
 from jax_agent_rl.agents.context import AgentContext, AgentEvent, TokenClient
 from jax_agent_rl.agents.episode import Episode
-from jax_agent_rl.agents.loop import AgentLoop, AgentSelector, get_agent, register_agent
+from jax_agent_rl.agents.loop import AgentLoop, AgentSelector, agent_names, get_agent, register_agent
 from jax_agent_rl.agents.seeds import derive_seed
 from jax_agent_rl.agents.single_turn import SingleTurnAgent
 from jax_agent_rl.agents.tool_agent import ToolAgent
@@ -20,6 +20,7 @@ __all__ = [
     "SingleTurnAgent",
     "TokenClient",
     "ToolAgent",
+    "agent_names",
     "derive_seed",
     "get_agent",
     "register_agent",

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from jax_agent_rl.agents import AgentContext
+from jax_agent_rl.agents import AgentContext, agent_names, get_agent
 from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.config import Config
 from jax_agent_rl.data.cursor import DataCursor
@@ -66,8 +66,10 @@ async def build(config: Config, *, say: Callable[[str], None]) -> AsyncIterator[
     """
     load_rewards(config.reward.path)
     tools = ToolRegistry.from_path(config.tools.function_tool_path)
-    train = load_rows(config.data.train)
-    heldout = load_rows(config.data.heldout)[: config.data.heldout_limit] if config.data.heldout else []
+    get_agent(config.agent.default_agent)
+    names = {"agents": agent_names(), "tools": list(tools)}
+    train = load_rows(config.data.train, **names)
+    heldout = load_rows(config.data.heldout, **names)[: config.data.heldout_limit] if config.data.heldout else []
     require_rewards([*train, *heldout])
     codec = ChatCodec.from_pretrained(
         config.model.path, tool_format=config.agent.tool_format, tool_prompt=config.agent.tool_prompt

@@ -109,6 +109,7 @@ def test_ctrl_c_leaves_a_checkpoint_that_resumes(recipe: Path, tmp_path: Path):
         ("learner.lr=1", "unknown key"),
         ("model.path=/nowhere", "no tokenizer at '/nowhere'"),
         ("data.train=/nowhere.jsonl", "dataset file '/nowhere.jsonl' does not exist"),
+        ("agent.default_agent=tool_agnet", "did you mean 'tool_agent'?"),
         ("tools.function_tool_path=/nowhere.py", "/nowhere.py"),
         ("learner.mesh.data=64", "64"),
     ],
@@ -116,6 +117,15 @@ def test_ctrl_c_leaves_a_checkpoint_that_resumes(recipe: Path, tmp_path: Path):
 def test_bad_input_is_one_message_and_no_traceback(recipe: Path, override: str, message: str):
     result = run("train", recipe, override)
     assert result.returncode == 2 and message in result.stderr and "Traceback" not in result.stderr
+
+
+def test_a_row_of_an_unknown_agent_is_found_before_anything_runs(recipe: Path, tmp_path: Path):
+    rows = (tmp_path / "data" / "train.jsonl").read_text().replace("tool_agent", "tool_agnet", 1)
+    (tmp_path / "typo.jsonl").write_text(rows)
+    result = run("train", recipe, f"data.train={tmp_path / 'typo.jsonl'}")
+    assert result.returncode == 2 and "Traceback" not in result.stderr
+    said = " ".join(result.stderr.split())
+    assert "line 1: agent_name 'tool_agnet' is not known; did you mean 'tool_agent'?" in said
 
 
 def test_prompts_over_the_budget_are_dropped_with_their_reason_and_the_run_ends_well(recipe: Path, tmp_path: Path):
