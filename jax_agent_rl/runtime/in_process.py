@@ -91,7 +91,8 @@ async def build(config: Config, *, say: Callable[[str], None]) -> AsyncIterator[
     say("compiling the engine's programs")
     await backend.start()
     try:
-        client = LLMServerClient([AsyncServer(backend, name="engine-0")])
+        server = AsyncServer(backend, name="engine-0")
+        client = LLMServerClient([server], decode_text=functools.partial(codec.decode, skip_special_tokens=False))
         context = AgentContext(
             client=client, codec=codec, tools=tools, limits=config.agent, max_model_len=config.rollout.max_model_len
         )
@@ -137,7 +138,7 @@ def _make_backend(
         params,
         shapes,
         seed=config.seed,
-        decode_text=lambda ids: codec.decode(ids, skip_special_tokens=False),
+        decode_text=functools.partial(codec.decode, skip_special_tokens=False),
         progress=progress,
     )
 
