@@ -38,6 +38,8 @@ def test_a_run_leaves_a_complete_folder_and_can_be_viewed_and_exported(recipe: P
     assert summary["started"] == summary["trained"] + sum(summary["dropped"].values()) == 8
     assert summary["max_logprob_gap"] <= 1e-3
     assert {"heldout_accuracy_before", "heldout_accuracy_after", "train_seconds"} <= summary.keys()
+    steps = [r for r in read_records(folder / "metrics.jsonl") if r["kind"] == "step"]
+    assert len(steps) == 2 and all(r["weight_update_seconds"] > 0 for r in steps)
     assert (folder / "reward.png").read_bytes().startswith(b"\x89PNG")
     assert json.loads((folder / "config.json").read_text())["trainer"]["steps"] == 2
     assert "held-out accuracy" in result.stdout and "best:" in result.stdout and "«" in result.stdout
