@@ -105,6 +105,7 @@ class RewardConfig(_Section):
     """How trajectories are scored; the function is chosen by each row's `data_source`."""
 
     path: str | None = Field(None, description="Python file or module that registers more reward functions.")
+    timeout: float = Field(60.0, gt=0, description="Seconds scoring may take; then the trajectory is dropped.")
 
 
 class AlgorithmConfig(_Section):

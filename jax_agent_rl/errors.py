@@ -11,6 +11,8 @@
     │   ├── PromptTooLongError      prompt does not fit the budget
     │   ├── TemplateError           a chat template cannot be tokenized append-only
     │   ├── RewardError             the reward function failed
+    │   │   └── RewardTimeoutError  it ran past its limit
+    │   ├── AbortedError            somebody ended one of its generations for good
     │   └── BackendError            the engine failed this request
     │       ├── EngineDiedError     the engine itself is gone (infrastructure: retry elsewhere)
     │       └── BackendClosedError  the engine was shut down
@@ -84,6 +86,18 @@ class RewardError(TrajectoryError):
     """The reward function raised or returned something that is not a finite number."""
 
     drop_reason = DropReason.REWARD_ERROR
+
+
+class RewardTimeoutError(RewardError):
+    """Scoring took longer than ``reward.timeout``."""
+
+    drop_reason = DropReason.REWARD_TIMEOUT
+
+
+class AbortedError(TrajectoryError):
+    """A generation of this trajectory was aborted by somebody who did not want it resumed."""
+
+    drop_reason = DropReason.CANCELLED
 
 
 class BackendError(TrajectoryError):

@@ -60,6 +60,7 @@ class DropReason(StrEnum):
     TOKEN_DRIFT = "token_drift"
     TEMPLATE_ERROR = "template_error"
     REWARD_ERROR = "reward_error"
+    REWARD_TIMEOUT = "reward_timeout"
     BACKEND_ERROR = "backend_error"
     AGENT_ERROR = "agent_error"
     """The agent loop itself raised."""

@@ -4,15 +4,14 @@
 ``single_turn`` and ``tool_agent`` the loops · ``seeds``.
 """
 
-from jax_agent_rl.agents.context import AbortedError, AgentContext, AgentEvent, TokenClient
+from jax_agent_rl.agents.context import AgentContext, AgentEvent, TokenClient
 from jax_agent_rl.agents.episode import Episode
-from jax_agent_rl.agents.loop import AgentLoop, AgentSelector, get_agent, register_agent
+from jax_agent_rl.agents.loop import AgentLoop, AgentSelector, agent_names, get_agent, register_agent
 from jax_agent_rl.agents.seeds import derive_seed
 from jax_agent_rl.agents.single_turn import SingleTurnAgent
 from jax_agent_rl.agents.tool_agent import ToolAgent
 
 __all__ = [
-    "AbortedError",
     "AgentContext",
     "AgentEvent",
     "AgentLoop",
@@ -21,6 +20,7 @@ __all__ = [
     "SingleTurnAgent",
     "TokenClient",
     "ToolAgent",
+    "agent_names",
     "derive_seed",
     "get_agent",
     "register_agent",

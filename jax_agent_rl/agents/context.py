@@ -7,18 +7,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from jax_agent_rl.config import AgentConfig
-from jax_agent_rl.errors import TrajectoryError
 from jax_agent_rl.tools.registry import ToolRegistry
-from jax_agent_rl.types import DropReason, SamplingParams, TokenOutput, ToolCallRecord
+from jax_agent_rl.types import SamplingParams, TokenOutput, ToolCallRecord
 
 if TYPE_CHECKING:
     from jax_agent_rl.chat.codec import ChatCodec
-
-
-class AbortedError(TrajectoryError):
-    """A generation of this trajectory was aborted by somebody who did not want it resumed."""
-
-    drop_reason = DropReason.CANCELLED
 
 
 class TokenClient(Protocol):

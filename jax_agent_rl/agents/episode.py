@@ -15,9 +15,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from jax_agent_rl.agents.context import AbortedError, AgentContext, AgentEvent
+from jax_agent_rl.agents.context import AgentContext, AgentEvent
 from jax_agent_rl.agents.seeds import derive_seed
-from jax_agent_rl.errors import BackendError, DataError, PromptTooLongError, TokenDriftError
+from jax_agent_rl.errors import AbortedError, BackendError, DataError, PromptTooLongError, TokenDriftError
 from jax_agent_rl.tools.base import BaseTool
 from jax_agent_rl.tools.registry import schemas_of
 from jax_agent_rl.types import (

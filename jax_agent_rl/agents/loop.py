@@ -15,6 +15,7 @@ what happens next.
 
 from __future__ import annotations
 
+import difflib
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -110,11 +111,18 @@ def get_agent(name: str) -> type[AgentLoop]:
     """The loop registered as ``name``.
 
     Raises:
-        ConfigError: there is none; the message lists the names there are.
+        ConfigError: there is none; the message has the nearest name and all there are.
     """
     if name not in _AGENTS:
-        raise ConfigError(f"no agent is called {name!r}; there are {sorted(_AGENTS)} (see @register_agent)")
+        near = difflib.get_close_matches(name, _AGENTS, n=1)
+        guess = f"did you mean {near[0]!r}? " if near else ""
+        raise ConfigError(f"no agent is called {name!r}; {guess}there are {agent_names()} (see @register_agent)")
     return _AGENTS[name]
+
+
+def agent_names() -> list[str]:
+    """Names of all registered loops."""
+    return sorted(_AGENTS)
 
 
 class AgentSelector:

@@ -23,9 +23,10 @@ from typing import Any
 from jax_agent_rl.chat.formats import Reply, get_format
 from jax_agent_rl.chat.template import ChatTemplate, Message, ToolPrompt
 from jax_agent_rl.errors import ModelError, TemplateError
+from jax_agent_rl.types import digest_ids
 
 MARKER = "ANCHOR7f3a9c"
-_CALL_ID = "call7f3a9"  # nine letters and digits, as Mistral's templates demand
+_CALL_ID_LENGTH = 9  # of letters and digits, as Mistral's templates demand
 _QUESTION = {"role": "user", "content": "question"}
 
 
@@ -106,14 +107,15 @@ class ChatCodec:
 
         Args:
             sampled_ids: the assistant turn. If it does not end with an end-of-turn id (it was cut), one is inserted.
-            messages: ``tool`` or ``user`` messages.
+            messages: ``tool`` or ``user`` messages. For templates that tell which call a result answers, a ``tool``
+                message without a ``tool_call_id`` is given one of its own.
             tools: as in :meth:`encode_prompt`; templates may refer to them.
 
         Raises:
             TemplateError: the template refuses the messages after an assistant turn.
         """
         plain, contents = self._guard(messages)
-        addition = self._addition(plain, tools)
+        addition = self._addition(plain, _with_call_ids(plain, sampled_ids), tools)
         ids = self._encode_guarded(addition, contents)
         ended = sampled_ids[-1] in self.eos_token_ids if sampled_ids else False
         if ended and ids and ids[0] in self._special_ids:
@@ -125,15 +127,16 @@ class ChatCodec:
         """Ids of bare text; no template, no special tokens added or recognised."""
         return self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
 
-    def _addition(self, messages: Sequence[Message], tools: Sequence[Mapping]) -> str:
+    def _addition(self, messages: Sequence[Message], with_call_ids: Sequence[Message], tools: Sequence[Mapping]) -> str:
         """Text after the anchor's assistant turn, beginning with the end of that turn."""
         key = tuple(message["role"] for message in messages)
-        anchors = (self._plain_anchor, self._calling_anchor)
+        anchors = ((self._plain_anchor, messages), (self._calling_anchor, with_call_ids))
         known = self._anchor_of.get(key)
         problems = []
-        for number in range(len(anchors)) if known is None else (known,):
+        for number in sorted(range(len(anchors)), key=lambda number: number != known):  # the known one first
+            anchor, following = anchors[number]
             try:
-                addition = anchors[number](messages, tools)
+                addition = anchor(following, tools)
             except TemplateError as error:
                 problems.append(str(error))
                 continue
@@ -149,14 +152,18 @@ class ChatCodec:
 
     def _calling_anchor(self, messages: Sequence[Message], tools: Sequence[Mapping]) -> str:
         """On an assistant turn that calls tools, for templates that want one before a tool result."""
-        names = [message.get("name", "f") for message in messages if message["role"] == "tool"] or ["f"]
+        results = [message for message in messages if message["role"] == "tool"]
+        results = results or [{"tool_call_id": "0" * _CALL_ID_LENGTH}]
         calls = [
-            {"id": _CALL_ID, "type": "function", "function": {"name": name, "arguments": {"a": MARKER}}}
-            for name in names
+            {
+                "id": result["tool_call_id"],
+                "type": "function",
+                "function": {"name": result.get("name", "f"), "arguments": {"a": MARKER}},
+            }
+            for result in results
         ]
         anchor = [_QUESTION, {"role": "assistant", "content": "", "tool_calls": calls}]
-        named = [{**m, "tool_call_id": _CALL_ID} if m["role"] == "tool" else m for m in messages]
-        text = self._template.render([*anchor, *named], tools, generation_prompt=True)
+        text = self._template.render([*anchor, *messages], tools, generation_prompt=True)
         rest = text[text.rindex(MARKER) :] if MARKER in text else ""
         # What the template writes to close the call is the model's own business; the turn's end is not.
         ends = [place for token in self._special if (place := rest.find(token)) >= 0]
@@ -208,6 +215,16 @@ class ChatCodec:
         return self._format.parse(self.decode(ids, skip_special_tokens=False))
 
 
+def _with_call_ids(messages: Sequence[Message], sampled_ids: Sequence[int]) -> list[Message]:
+    """Tool results with ids that differ within a turn and, as they depend on what was sampled, between turns."""
+    return [
+        {"tool_call_id": digest_ids([*sampled_ids, index])[:_CALL_ID_LENGTH], **message}
+        if message["role"] == "tool"
+        else message
+        for index, message in enumerate(messages)
+    ]
+
+
 def _after_marker(text: str) -> str:
     before, found, after = text.rpartition(MARKER)
     if not found or MARKER in before:
@@ -219,6 +236,12 @@ def _eos_ids(folder: Path, tokenizer: Any) -> list[int]:
     """EOS ids of the generation config, else the model config, else the tokenizer."""
     for name in ("generation_config.json", "config.json"):
         file = folder / name
-        if file.is_file() and (eos := json.loads(file.read_text()).get("eos_token_id")) is not None:
+        try:
+            content = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        except ValueError as error:
+            raise ModelError(f"{file} is not valid JSON ({error}); download the model again") from None
+        if isinstance(content, dict) and (eos := content.get("eos_token_id")) is not None:
             return list(eos) if isinstance(eos, list) else [eos]
+    if tokenizer.eos_token_id is None:
+        raise ModelError(f"{folder} names no eos_token_id, so no turn would ever end; add it to generation_config.json")
     return [tokenizer.eos_token_id]

@@ -9,8 +9,9 @@ A row, in verl's schema::
 
 from __future__ import annotations
 
+import difflib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,18 @@ from jax_agent_rl.errors import DataError
 Row = dict[str, Any]
 
 
-def load_rows(path: str | Path) -> list[Row]:
+def load_rows(
+    path: str | Path, *, agents: Collection[str] | None = None, tools: Collection[str] | None = None
+) -> list[Row]:
     """All rows of a ``.jsonl`` or ``.parquet`` file.
 
+    Args:
+        agents: names a row's ``agent_name`` may have; None does not check.
+        tools: names its ``extra_info.tool_selection`` may list; None does not check.
+
     Raises:
-        DataError: the file is missing, unreadable or empty, or a row lacks a field; says which row and what to do.
+        DataError: the file is missing, unreadable or empty, or a row lacks a field, has one of a wrong kind or names
+            what there is not; says which line or row and what to do.
     """
     file = Path(path).expanduser()
     if not file.is_file():
@@ -33,29 +41,37 @@ def load_rows(path: str | Path) -> list[Row]:
         )
     match file.suffix:
         case ".jsonl":
-            numbered = _json_lines(file)
+            placed = _json_lines(file)
         case ".parquet":
-            numbered = _parquet(file)
+            placed = _parquet(file)
         case other:
             raise DataError(f"{file}: files ending in {other!r} are not read; use .jsonl or .parquet")
-    rows = [_checked(row, f"{file}, row {number}") for number, row in numbered]
+    rows = []
+    for where, row in placed:
+        try:
+            rows.append(_checked(row, agents, tools))
+        except DataError as error:
+            raise DataError(f"{where}: {error}") from None
     if not rows:
         raise DataError(f"{file} holds no rows")
     return rows
 
 
-def _json_lines(file: Path) -> Iterator[tuple[int, Any]]:
-    with file.open(encoding="utf-8") as stream:
+def _json_lines(file: Path) -> Iterator[tuple[str, Any]]:
+    with file.open("rb") as stream:
         for number, line in enumerate(stream, 1):
             if not line.strip():
                 continue
+            where = f"{file}, line {number}"
             try:
-                yield number, json.loads(line)
-            except json.JSONDecodeError as error:
-                raise DataError(f"{file}, row {number}: not valid JSON ({error}): {line[:80]!r}") from None
+                yield where, json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+            except UnicodeDecodeError as error:
+                raise DataError(f"{where}: not UTF-8 text ({error.reason} at byte {error.start}); convert it") from None
+            except (ValueError, RecursionError) as error:
+                raise DataError(f"{where}: not valid JSON ({error}): {line[:80]!r}") from None
 
 
-def _parquet(file: Path) -> Iterator[tuple[int, Any]]:
+def _parquet(file: Path) -> Iterator[tuple[str, Any]]:
     import pyarrow
     import pyarrow.parquet
 
@@ -63,20 +79,59 @@ def _parquet(file: Path) -> Iterator[tuple[int, Any]]:
         table = pyarrow.parquet.read_table(file)
     except (pyarrow.ArrowInvalid, OSError) as error:
         raise DataError(f"{file} cannot be read as Parquet: {error}") from None
-    yield from enumerate(table.to_pylist(), 1)
+    yield from ((f"{file}, row {number}", row) for number, row in enumerate(table.to_pylist(), 1))
 
 
-def _checked(row: Any, where: str) -> Row:
+def _checked(row: Any, agents: Collection[str] | None, tools: Collection[str] | None) -> Row:
     if not isinstance(row, Mapping):
-        raise DataError(f"{where}: must be an object, got {type(row).__name__}")
+        raise DataError(f"must be an object, got {type(row).__name__}")
     prompt = row.get("prompt")
     if not isinstance(prompt, list) or not prompt:
-        raise DataError(f"{where}: 'prompt' must be a non-empty list of messages, got {prompt!r:.80}")
+        raise DataError(f"'prompt' must be a non-empty list of messages, got {prompt!r:.80}")
     for message in prompt:
-        if not isinstance(message, Mapping) or "role" not in message:
-            raise DataError(f"{where}: every message of 'prompt' needs a 'role', got {message!r:.80}")
+        _check_message(message)
     if not isinstance(row.get("data_source"), str):
-        raise DataError(
-            f"{where}: 'data_source' must name the task (it selects the reward), got {row.get('data_source')!r}"
-        )
+        raise DataError(f"'data_source' must name the task (it selects the reward), got {row.get('data_source')!r}")
+    name = row.get("agent_name")
+    if name is not None and not isinstance(name, str):
+        raise DataError(f"'agent_name' must be a name or absent, got {name!r:.80}")
+    if name:
+        _check_known("agent_name", name, agents)
+    for section in ("reward_model", "extra_info"):
+        _check_object(row, section)
+    _check_tools(row.get("extra_info") or {}, tools)
     return dict(row)
+
+
+def _check_message(message: Any) -> None:
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise DataError(f"every message of 'prompt' needs a 'role', got {message!r:.80}")
+    if not isinstance(message.get("content"), str):
+        raise DataError(f"every message of 'prompt' needs a 'content' of text, got {message!r:.80}")
+
+
+def _check_tools(extra_info: Mapping[str, Any], tools: Collection[str] | None) -> None:
+    _check_object(extra_info, "tools_kwargs")
+    for name in extra_info.get("tools_kwargs") or {}:
+        _check_object(extra_info["tools_kwargs"], name)
+    selection = extra_info.get("tool_selection")
+    if selection is None:
+        return
+    if not isinstance(selection, list) or not all(isinstance(name, str) for name in selection):
+        raise DataError(f"'extra_info.tool_selection' must be a list of tool names, got {selection!r:.80}")
+    for name in selection:
+        _check_known("extra_info.tool_selection", name, tools)
+
+
+def _check_object(holder: Mapping[str, Any], name: str) -> None:
+    value = holder.get(name)
+    if value is not None and not isinstance(value, Mapping):
+        raise DataError(f"{name!r} must be an object or absent, got {value!r:.80}")
+
+
+def _check_known(field: str, name: str, known: Collection[str] | None) -> None:
+    if known is None or name in known:
+        return
+    near = difflib.get_close_matches(name, known, n=1)
+    guess = f"did you mean {near[0]!r}? " if near else ""
+    raise DataError(f"{field} {name!r} is not known; {guess}there are {sorted(known)}")

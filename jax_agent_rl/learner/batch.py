@@ -18,7 +18,7 @@ own advantage.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -77,68 +77,6 @@ class Sharing:
     rows: int
 
 
-@dataclass
-class _Row:
-    """One row while it is filled: a trie, and the trajectories in it as paths of node numbers."""
-
-    share: bool
-    parent: list[int] = field(default_factory=list)
-    token: list[int] = field(default_factory=list)
-    child: dict[tuple[int, int], int] = field(default_factory=dict)
-    paths: list[tuple[int, list[int]]] = field(default_factory=list)
-    terms: int = 0
-
-    def common(self, ids: Sequence[int]) -> list[int]:
-        """Nodes of the longest prefix of ``ids`` that is already in the row."""
-        nodes: list[int] = []
-        at = -1
-        while self.share and len(nodes) < len(ids):
-            found = self.child.get((at, ids[len(nodes)]))
-            if found is None:
-                break
-            nodes.append(found)
-            at = found
-        return nodes
-
-    def add(self, which: int, ids: Sequence[int], terms: int) -> None:
-        path = self.common(ids)
-        for token in ids[len(path) :]:
-            at = path[-1] if path else -1
-            node = len(self.token)
-            self.parent.append(at)
-            self.token.append(token)
-            if self.share:
-                self.child[at, token] = node
-            path.append(node)
-        self.paths.append((which, path))
-        self.terms += terms
-
-    def depth_first(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """New number, depth and subtree end (in new numbers) of every node."""
-        count = len(self.token)
-        children: list[list[int]] = [[] for _ in range(count)]
-        roots = []
-        for node, parent in enumerate(self.parent):
-            (children[parent] if parent >= 0 else roots).append(node)
-        number = np.zeros(count, np.int32)
-        depth = np.zeros(count, np.int32)
-        size = np.ones(count, np.int32)
-        stack = roots[::-1]
-        order = []
-        while stack:
-            node = stack.pop()
-            number[node] = len(order)
-            order.append(node)
-            stack.extend(reversed(children[node]))
-        for node in order:
-            if self.parent[node] >= 0:
-                depth[node] = depth[self.parent[node]] + 1
-        for node in reversed(order):
-            if self.parent[node] >= 0:
-                size[self.parent[node]] += size[node]
-        return number, depth, number + size
-
-
 def pack(
     trajectories: Sequence[Trajectory],
     advantages: Sequence[float],
@@ -155,34 +93,107 @@ def pack(
     Raises:
         ValueError: a trajectory is longer than a row (nothing is ever truncated).
     """
-    rows: list[_Row] = []
-    for which, trajectory in enumerate(trajectories):
-        ids = trajectory.prompt_ids + trajectory.response_ids
-        if len(ids) > row_length:
+    for trajectory in trajectories:
+        length = len(trajectory.prompt_ids) + len(trajectory.response_ids)
+        if length > row_length:
             raise ValueError(
-                f"trajectory {trajectory.trajectory_id} has {len(ids)} tokens, a row {row_length}; "
-                f"set learner.row_length >= {len(ids)}"
+                f"trajectory {trajectory.trajectory_id} has {length} tokens, a row {row_length}; "
+                f"set learner.row_length >= {length}"
             )
-        _choose(rows, ids, trajectory.num_sampled, row_length, share_prefixes).add(which, ids, trajectory.num_sampled)
+    ids = [np.asarray(t.prompt_ids + t.response_ids, np.int32) for t in trajectories]
+    rows = _assign(ids, [t.num_sampled for t in trajectories], row_length, share_prefixes)
     arrays = _empty_rows(len(rows), row_length)
     for index, row in enumerate(rows):
-        _fill(arrays, index, row, trajectories, advantages, weights)
-    tokens = sum(len(t.prompt_ids) + len(t.response_ids) for t in trajectories)
-    return Batch(**arrays), Sharing(tokens=tokens, nodes=sum(len(row.token) for row in rows), rows=len(rows))
+        paths = _fill_nodes(arrays, index, row)
+        _fill_terms(arrays, index, row, paths, trajectories, advantages, weights)
+    nodes = sum(member.new for row in rows for member in row)
+    return Batch(**arrays), Sharing(tokens=sum(map(len, ids)), nodes=nodes, rows=len(rows))
 
 
-def _choose(rows: list[_Row], ids: Sequence[int], terms: int, length: int, share: bool) -> _Row:
-    """The row with room that shares most with ``ids``; a new one if none has room."""
-    best, best_common = None, -1
-    for row in rows:
-        common = len(row.common(ids))
-        fits = len(row.token) + len(ids) - common <= length and row.terms + terms <= length * TERMS_PER_TOKEN
-        if fits and common > best_common:
-            best, best_common = row, common
-    if best is None:
-        best = _Row(share=share)
-        rows.append(best)
-    return best
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Member:
+    """A trajectory in a row. Its first ``common`` ids stand there already; the others become a chain of new nodes.
+
+    Attributes:
+        which: its number in the batch.
+        ids: int32 [n].
+        common: length of the longest prefix it shares with an earlier member.
+        owner: place in the row of the member whose chain holds the last shared node; -1 if nothing is shared.
+    """
+
+    which: int
+    ids: np.ndarray
+    common: int
+    owner: int
+
+    @property
+    def new(self) -> int:
+        """Nodes it adds to the row."""
+        return len(self.ids) - self.common
+
+
+class _Prefixes:
+    """Lengths of common prefixes between any trajectory and all others.
+
+    In lexicographic order, the common prefix of two sequences is the shortest among those of the neighbours between
+    them, so one running minimum to each side answers for all.
+    """
+
+    def __init__(self, ids: Sequence[np.ndarray]) -> None:
+        keys = [sequence.astype(">i4").tobytes() for sequence in ids]
+        self._order = np.asarray(sorted(range(len(ids)), key=keys.__getitem__), np.int64)
+        self._place = np.argsort(self._order)
+        pairs = zip(self._order[:-1], self._order[1:], strict=True)
+        self._neighbours = np.asarray([_common(ids[a], ids[b]) for a, b in pairs], np.int64)
+
+    def of(self, which: int) -> np.ndarray:
+        """int64 [N]: with every trajectory; the entry of ``which`` itself means nothing."""
+        place = self._place[which]
+        common = np.zeros(len(self._order), np.int64)
+        common[self._order[place + 1 :]] = np.minimum.accumulate(self._neighbours[place:])
+        common[self._order[:place][::-1]] = np.minimum.accumulate(self._neighbours[:place][::-1])
+        return common
+
+
+def _common(a: np.ndarray, b: np.ndarray) -> int:
+    shorter = min(len(a), len(b))
+    differ = a[:shorter] != b[:shorter]
+    first = int(differ.argmax()) if shorter else 0
+    return first if shorter and differ[first] else shorter
+
+
+def _assign(ids: Sequence[np.ndarray], terms: Sequence[int], length: int, share: bool) -> list[list[_Member]]:
+    """Rows of members; each trajectory joins the row with room that shares most with it, the first of equals."""
+    count = len(ids)
+    prefixes = _Prefixes(ids) if share else None
+    rows: list[list[_Member]] = []
+    row_of = np.zeros(count, np.int64)
+    nodes, row_terms = np.zeros(count, np.int64), np.zeros(count, np.int64)
+    for which, sequence in enumerate(ids):
+        common = prefixes.of(which)[:which] if prefixes else np.zeros(which, np.int64)
+        shared = np.zeros(len(rows), np.int64)
+        np.maximum.at(shared, row_of[:which], common)
+        has_room = nodes[: len(rows)] + len(sequence) - shared <= length
+        has_room &= row_terms[: len(rows)] + terms[which] <= length * TERMS_PER_TOKEN
+        if has_room.any():
+            row = int(np.where(has_room, shared, -1).argmax())
+        else:
+            row = len(rows)
+            rows.append([])
+        rows[row].append(_member(which, sequence, rows[row], common))
+        row_of[which] = row
+        nodes[row] += rows[row][-1].new
+        row_terms[row] += terms[which]
+    return rows
+
+
+def _member(which: int, sequence: np.ndarray, row: list[_Member], common: np.ndarray) -> _Member:
+    """``common`` int64 [which]: prefixes shared with every trajectory before it."""
+    shared = common[[member.which for member in row]] if row else np.zeros(1, np.int64)
+    # The first of those that share most: what it shares with still earlier ones is shorter, so the node is its own.
+    owner = int(shared.argmax())
+    most = int(shared[owner])
+    return _Member(which=which, ids=sequence, common=most, owner=owner if most else -1)
 
 
 def _empty_rows(rows: int, length: int) -> dict[str, np.ndarray]:
@@ -203,34 +214,87 @@ def _empty_rows(rows: int, length: int) -> dict[str, np.ndarray]:
     }
 
 
-def _fill(
+def _fill_nodes(arrays: dict[str, np.ndarray], index: int, row: Sequence[_Member]) -> list[np.ndarray]:
+    """Writes the nodes of one row, depth first; returns each member's path as node numbers, int64 [n]."""
+    branches: list[list[int]] = [[] for _ in row]
+    for k, member in enumerate(row):
+        if member.owner >= 0:
+            branches[member.owner].append(k)
+    sizes = _subtree_sizes(row)
+    starts = _depth_first(row, branches)
+    paths: list[np.ndarray] = []
+    for m, member in enumerate(row):
+        own = slice(starts[m], starts[m] + member.new)
+        arrays["token_ids"][index, own] = member.ids[member.common :]
+        arrays["positions"][index, own] = np.arange(member.common, len(member.ids))
+        end = np.full(member.new, own.stop, np.int32)
+        for k in branches[m]:
+            end[: row[k].common - member.common] += sizes[k]
+        arrays["subtree_end"][index, own] = end
+        before = paths[member.owner][: member.common] if member.common else np.zeros(0, np.int64)
+        paths.append(np.concatenate([before, np.arange(own.start, own.stop)]))
+    return paths
+
+
+def _subtree_sizes(row: Sequence[_Member]) -> list[int]:
+    """Nodes of each member's chain and of all that branches off it."""
+    sizes = [member.new for member in row]
+    for m in reversed(range(len(row))):  # an owner stands before those it owns
+        if row[m].owner >= 0:
+            sizes[row[m].owner] += sizes[m]
+    return sizes
+
+
+def _depth_first(row: Sequence[_Member], branches: Sequence[Sequence[int]]) -> list[int]:
+    """Number of each member's first new node. A chain is followed to its end before its branches, deepest first."""
+    starts = [0] * len(row)
+    count = 0
+    stack = [m for m, member in enumerate(row) if member.owner < 0][::-1]
+    while stack:
+        m = stack.pop()
+        starts[m] = count
+        count += row[m].new
+        stack += sorted(branches[m], key=lambda k: (-row[k].common, k), reverse=True)
+    return starts
+
+
+def _fill_terms(
     arrays: dict[str, np.ndarray],
     index: int,
-    row: _Row,
+    row: Sequence[_Member],
+    paths: Sequence[np.ndarray],
     trajectories: Sequence[Trajectory],
     advantages: Sequence[float],
     weights: Sequence[float],
 ) -> None:
-    """Writes one finished row into the arrays."""
-    number, depth, end = row.depth_first()
-    arrays["token_ids"][index, number] = row.token
-    arrays["positions"][index, number] = depth
-    arrays["subtree_end"][index, number] = end
-    target_of: dict[int, int] = {}
-    term = 0
-    for which, path in row.paths:
-        trajectory = trajectories[which]
-        begin = len(trajectory.prompt_ids)
-        for offset, sampled in enumerate(trajectory.response_mask):
-            if not sampled:
-                continue
-            node = path[begin + offset]
-            target = target_of.setdefault(node, len(target_of))
-            arrays["target_parent"][index, target] = number[path[begin + offset - 1]]
-            arrays["target_id"][index, target] = row.token[node]
-            arrays["target_valid"][index, target] = True
-            arrays["term_target"][index, term] = target
-            arrays["advantage"][index, term] = advantages[which]
-            arrays["weight"][index, term] = weights[which]
-            arrays["rollout_logprob"][index, term] = trajectory.rollout_logprobs[offset]
-            term += 1
+    """Writes the terms of one row, member by member, and the targets in the order in which terms first name them."""
+    nodes, parents, logprobs = [], [], []
+    for member, path in zip(row, paths, strict=True):
+        trajectory = trajectories[member.which]
+        sampled = np.flatnonzero(trajectory.response_mask)
+        at = sampled + len(trajectory.prompt_ids)
+        nodes.append(path[at])
+        parents.append(path[at - 1])
+        logprobs.append(np.asarray(trajectory.rollout_logprobs, np.float32)[sampled])
+    counts = [len(part) for part in nodes]
+    which = np.repeat([member.which for member in row], counts)
+    terms = slice(0, len(which))
+    node, parent = np.concatenate(nodes), np.concatenate(parents)
+    first, target = _first_seen(node)
+    targets = slice(0, len(first))
+    arrays["target_parent"][index, targets] = parent[first]
+    arrays["target_id"][index, targets] = arrays["token_ids"][index, node[first]]
+    arrays["target_valid"][index, targets] = True
+    arrays["term_target"][index, terms] = target
+    arrays["advantage"][index, terms] = np.asarray(advantages, np.float32)[which]
+    arrays["weight"][index, terms] = np.asarray(weights, np.float32)[which]
+    arrays["rollout_logprob"][index, terms] = np.concatenate(logprobs)
+
+
+def _first_seen(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Where each distinct value occurs first, in that order; and for every value its number in that order."""
+    _, first, inverse = np.unique(values, return_index=True, return_inverse=True)
+    order = np.argsort(first)
+    number = np.empty_like(order)
+    number[order] = np.arange(len(order))
+    return first[order], number[inverse]

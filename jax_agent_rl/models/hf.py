@@ -35,7 +35,7 @@ def load_config(path: str | Path) -> LlamaConfig:
     """Reads ``config.json`` (and the EOS ids of ``generation_config.json``) of a model folder.
 
     Raises:
-        ModelError: no such folder, or an architecture this package does not have.
+        ModelError: no such folder, a damaged file, or an architecture this package does not have.
     """
     folder = Path(path).expanduser()
     file = folder / "config.json"
@@ -44,13 +44,16 @@ def load_config(path: str | Path) -> LlamaConfig:
             f"no model at {str(folder)!r} (config.json is missing); set model.path to a Hugging Face folder, "
             "or run `jax-agent-rl fetch-model` for the quickstart's"
         )
-    raw = json.loads(file.read_text())
+    raw = _read_json(file)
     if raw.get("model_type") != "llama":
         raise ModelError(f"{file}: model_type {raw.get('model_type')!r} is not supported; supported: 'llama'")
     generation = folder / "generation_config.json"
-    if generation.is_file() and (eos := json.loads(generation.read_text()).get("eos_token_id")) is not None:
+    if generation.is_file() and (eos := _read_json(generation).get("eos_token_id")) is not None:
         raw["eos_token_id"] = eos
-    return LlamaConfig.from_hf(raw)
+    try:
+        return LlamaConfig.from_hf(raw)
+    except ModelError as error:
+        raise ModelError(f"{folder}: {error}") from None
 
 
 def load_hf(path: str | Path, *, dtype: jnp.dtype = jnp.float32) -> tuple[LlamaConfig, Params]:
@@ -97,6 +100,21 @@ def save_hf(path: str | Path, config: LlamaConfig, params: Params, *, tokenizer_
                 shutil.copy(file, folder)
 
 
+def _read_json(file: Path) -> dict[str, Any]:
+    """The object a JSON file holds.
+
+    Raises:
+        ModelError: it cannot be read, or holds something else.
+    """
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:  # also bytes that are no text
+        raise ModelError(f"{file} is not valid JSON ({error}); download or convert the model again") from None
+    if not isinstance(content, dict):
+        raise ModelError(f"{file} must hold a JSON object, got {type(content).__name__}; download the model again")
+    return content
+
+
 def _names(config: LlamaConfig) -> Params:
     """Hugging Face tensor names in the shape of the parameter tree; a stacked one has a list."""
     tree: Params = {
@@ -134,7 +152,10 @@ def _open_tensors(folder: Path) -> dict[str, Any]:
 def _weight_files(folder: Path) -> Iterator[Path]:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        yield from (folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values())))
+        weight_map = _read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+            raise ModelError(f"{index}: 'weight_map' must map tensors to files; download or convert the model again")
+        yield from (folder / name for name in sorted(set(weight_map.values())))
     elif (folder / "model.safetensors").is_file():
         yield folder / "model.safetensors"
     else:
@@ -149,10 +170,17 @@ def _read(
     parts = []
     for name in names if stacked else [names]:
         if name not in tensors:
-            raise ModelError(f"{folder}: tensor {name!r} is missing from the safetensors files")
-        part = tensors[name].get_tensor(name)
+            raise ModelError(
+                f"{folder}: tensor {name!r} is missing from the safetensors files; download or convert the model again"
+            )
+        try:
+            part = tensors[name].get_tensor(name)
+        except (SafetensorError, OSError, TypeError, AttributeError) as error:  # the latter: a type numpy lacks
+            raise ModelError(f"{folder}: tensor {name!r} cannot be read ({error}); use float weights") from error
         expected = shape[1:] if stacked else shape
         if part.shape != expected:
-            raise ModelError(f"{folder}: {name} has shape {part.shape}, config.json says {expected}")
+            raise ModelError(
+                f"{folder}: {name} has shape {part.shape}, config.json says {expected}; they are of different models"
+            )
         parts.append(part)
     return jnp.asarray(np.stack(parts) if stacked else parts[0], dtype)

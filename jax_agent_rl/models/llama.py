@@ -53,38 +53,46 @@ class LlamaConfig:
     def from_hf(cls, config: Mapping[str, Any]) -> LlamaConfig:
         """Reads the content of a Hugging Face ``config.json``.
 
+        A null ``eos_token_id`` gives no EOS id; one that is absent gives 2, Llama's default.
+
         Raises:
-            ModelError: a field this implementation does not honour is set.
+            ModelError: a field is missing or has a value of a wrong kind, or one that this implementation does not
+                honour is set.
         """
         for field in ("attention_bias", "mlp_bias"):
             if config.get(field):
                 raise ModelError(f"config.json: {field}=true is not supported by the Llama model")
         if config.get("hidden_act", "silu") != "silu":
             raise ModelError(f"config.json: hidden_act={config['hidden_act']!r} is not supported, only 'silu'")
-        heads = config["num_attention_heads"]
-        eos = config.get("eos_token_id", 2)
-        rope = config.get("rope_parameters") or {}
-        return cls(
-            vocab_size=config["vocab_size"],
-            hidden_size=config["hidden_size"],
-            intermediate_size=config["intermediate_size"],
-            num_layers=config["num_hidden_layers"],
+        heads, hidden = _integer(config, "num_attention_heads"), _integer(config, "hidden_size")
+        rope = _section(config, "rope_parameters")
+        made = cls(
+            vocab_size=_integer(config, "vocab_size"),
+            hidden_size=hidden,
+            intermediate_size=_integer(config, "intermediate_size"),
+            num_layers=_integer(config, "num_hidden_layers"),
             num_heads=heads,
-            num_kv_heads=config.get("num_key_value_heads") or heads,
-            head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-            rope_theta=float(rope.get("rope_theta", config.get("rope_theta", 10000.0))),
-            rope_scaling=_rope_scaling(config.get("rope_scaling") or rope),
-            rms_norm_eps=config.get("rms_norm_eps", 1e-6),
-            tie_word_embeddings=config.get("tie_word_embeddings", False),
-            max_position_embeddings=config.get("max_position_embeddings", 2048),
-            eos_token_ids=tuple(eos) if isinstance(eos, list) else (eos,),
-            bos_token_id=config.get("bos_token_id"),
+            num_kv_heads=_integer(config, "num_key_value_heads", heads),
+            head_dim=_integer(config, "head_dim", hidden // heads),
+            rope_theta=_number({**config, **rope}, "rope_theta", 10000.0),
+            rope_scaling=_rope_scaling(_section(config, "rope_scaling") or rope),
+            rms_norm_eps=_number(config, "rms_norm_eps", 1e-6),
+            tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+            max_position_embeddings=_integer(config, "max_position_embeddings", 2048),
+            eos_token_ids=_token_ids(config, "eos_token_id", (2,)),
+            bos_token_id=next(iter(_token_ids(config, "bos_token_id", ())), None),
         )
+        if heads % made.num_kv_heads:
+            raise ModelError(
+                f"config.json: num_attention_heads={heads} is not a multiple of "
+                f"num_key_value_heads={made.num_kv_heads}; correct the file"
+            )
+        return made
 
     def to_hf(self) -> dict[str, Any]:
         """The content of a Hugging Face ``config.json``."""
         scaling = {"rope_type": "llama3", **dict(self.rope_scaling)} if self.rope_scaling else None
-        eos = list(self.eos_token_ids) if len(self.eos_token_ids) > 1 else self.eos_token_ids[0]
+        eos = list(self.eos_token_ids) if len(self.eos_token_ids) > 1 else next(iter(self.eos_token_ids), None)
         return {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
@@ -139,7 +147,47 @@ def _rope_scaling(scaling: Mapping[str, Any]) -> tuple[tuple[str, float], ...] |
     if kind != "llama3":
         raise ModelError(f"config.json: rope_scaling type {kind!r} is not supported, only 'llama3'")
     names = ("factor", "high_freq_factor", "low_freq_factor", "original_max_position_embeddings")
-    return tuple((name, float(scaling[name])) for name in names)
+    return tuple((name, _number(scaling, name)) for name in names)
+
+
+def _integer(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
+    """A positive integer field; where it is absent or null, the default."""
+    value = config.get(name)
+    value = default if value is None else value
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise _bad_field(config, name, "a positive integer")
+    return value
+
+
+def _number(config: Mapping[str, Any], name: str, default: float | None = None) -> float:
+    """A positive number field; where it is absent or null, the default."""
+    value = config.get(name)
+    value = default if value is None else value
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+        raise _bad_field(config, name, "a positive number")
+    return float(value)
+
+
+def _token_ids(config: Mapping[str, Any], name: str, default: tuple[int, ...]) -> tuple[int, ...]:
+    """A token id or a list of them; none where it is null."""
+    value = config.get(name, default)
+    ids = tuple(value) if isinstance(value, list | tuple) else () if value is None else (value,)
+    if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
+        raise _bad_field(config, name, "a token id, a list of them, or null")
+    return ids
+
+
+def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """A field that holds fields; empty where it is absent or null."""
+    value = config.get(name) or {}
+    if not isinstance(value, Mapping):
+        raise _bad_field(config, name, "an object or null")
+    return value
+
+
+def _bad_field(config: Mapping[str, Any], name: str, expected: str) -> ModelError:
+    found = f"{name}={config[name]!r}" if name in config else f"{name} is missing"
+    return ModelError(f"config.json: {found}, expected {expected}; correct the file or download the model again")
 
 
 def rope_frequencies(config: LlamaConfig) -> jax.Array:

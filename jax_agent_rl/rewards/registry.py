@@ -8,7 +8,7 @@
 
 ``solution_str`` is the text of the last assistant turn: tool results never reach it, so an answer that only a tool
 wrote earns nothing. ``extra_info`` is the row's, plus ``finish_reason``, ``num_turns`` and ``tool_rewards`` (one per
-call, in order).
+call, in order). A function that runs past ``reward.timeout`` loses its trajectory, not the run.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ import asyncio
 import inspect
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from jax_agent_rl.errors import ConfigError, RewardError, TrajectoryError
+from jax_agent_rl.errors import ConfigError, RewardError, RewardTimeoutError, TrajectoryError
+from jax_agent_rl.threads import DaemonThreads
 from jax_agent_rl.types import Trajectory
 from jax_agent_rl.user_code import load_user_module
 
@@ -40,6 +41,7 @@ class RewardFunction:
 
 
 _REWARDS: dict[str, RewardFunction] = {}
+_THREADS = DaemonThreads(kind="reward", error=RewardError)
 
 
 def register_reward(*data_sources: str, solution: Solution = "last_turn") -> Callable[[ComputeScore], ComputeScore]:
@@ -94,11 +96,16 @@ def require_rewards(rows: Iterable[Mapping[str, Any]]) -> None:
         )
 
 
-async def score(trajectory: Trajectory) -> Trajectory:
+async def score(trajectory: Trajectory, *, timeout: float = 60.0) -> Trajectory:
     """Returns the trajectory with its ``reward``, ``reward_parts`` and ``metrics["reward_seconds"]``.
+
+    Args:
+        timeout: seconds the function may take, ``reward.timeout``. A thread that has not returned by then is
+            abandoned, see :mod:`jax_agent_rl.threads`.
 
     Raises:
         RewardError: no function for its data source, the function raised, or its score is not a finite number.
+        RewardTimeoutError: the function took longer than ``timeout``.
     """
     began = time.perf_counter()
     row = trajectory.row
@@ -109,7 +116,7 @@ async def score(trajectory: Trajectory) -> Trajectory:
     ground_truth = (row.get("reward_model") or {}).get("ground_truth")
     arguments = (data_source, solution_text(trajectory, reward.solution), ground_truth, _extra_info(trajectory))
     try:
-        result = await _call(reward.compute_score, arguments)
+        result = await _in_time(_call(reward.compute_score, arguments), data_source, timeout)
     except TrajectoryError:
         raise
     except Exception as error:
@@ -147,8 +154,33 @@ def _extra_info(trajectory: Trajectory) -> dict[str, Any]:
 async def _call(function: ComputeScore, arguments: tuple[str, str, Any, Mapping[str, Any]]) -> Score:
     if inspect.iscoroutinefunction(function):
         return await function(*arguments)
-    result = await asyncio.to_thread(function, *arguments)
+    result = await _THREADS.run(lambda: function(*arguments), name=f"the reward of {arguments[0]!r}")
     return await result if inspect.isawaitable(result) else result
+
+
+async def _in_time(work: Coroutine[Any, Any, Score], data_source: str, timeout: float) -> Score:
+    """Awaits ``work`` in a task of its own, which is left behind if it ignores its cancellation."""
+    task = asyncio.ensure_future(_no_exit(work))
+    try:
+        done, _ = await asyncio.wait({task}, timeout=timeout)
+    finally:
+        task.cancel()
+    if not done:
+        raise RewardTimeoutError(
+            f"the reward function of {data_source!r} did not return within reward.timeout={timeout:g} seconds; "
+            "raise it, or give the function a time limit of its own"
+        )
+    if task.cancelled():  # by the function itself; must not look like a cancellation of the trajectory
+        raise RewardError(f"the reward function of {data_source!r} cancelled itself")
+    return task.result()
+
+
+async def _no_exit(work: Coroutine[Any, Any, Score]) -> Score:
+    """``sys.exit()`` in a reward function loses its trajectory, not the run."""
+    try:
+        return await work
+    except SystemExit as error:
+        raise RewardError(f"the reward function tried to exit with {error.code!r}") from None
 
 
 def _check(result: Any, data_source: str) -> tuple[float, dict[str, float]]:

@@ -1,5 +1,5 @@
 """Rollout: how agents reach engines, and how a step's trajectories are collected.
 
-``protocol`` what an engine is · ``server`` one engine · ``client`` and ``balancer`` all of them · ``collect`` a step's
-groups · ``accounting`` what became of every trajectory.
+``protocol`` what an engine is · ``server`` one engine · ``client``, ``balancer`` and ``stops`` all of them ·
+``collect`` a step's groups · ``accounting`` what became of every trajectory.
 """

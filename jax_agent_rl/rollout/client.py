@@ -27,6 +27,7 @@ from jax_agent_rl.errors import BackendClosedError, BackendError, EngineDiedErro
 from jax_agent_rl.rollout.balancer import Balancer
 from jax_agent_rl.rollout.protocol import GenerateRequest, WeightUpdate
 from jax_agent_rl.rollout.server import AsyncServer
+from jax_agent_rl.rollout.stops import DecodeText, straddling_stop
 from jax_agent_rl.types import PauseMode, SamplingParams, StopReason, TokenOutput, digest_ids
 
 logger = logging.getLogger(__name__)
@@ -47,10 +48,14 @@ class LLMServerClient:
     """Routes, resumes and retries. Use it from one event loop.
 
     Args:
-        servers: started servers with different names.
+        servers: started servers with different names, all at the same policy version.
+        decode_text: ids to text, special tokens included; finds stop strings that an interruption cut in two.
+            Without it, an interrupted request that has stop strings fails.
     """
 
-    def __init__(self, servers: Iterable[AsyncServer] = ()):
+    def __init__(self, servers: Iterable[AsyncServer] = (), *, decode_text: DecodeText | None = None):
+        self._decode_text = decode_text
+        self._updating = False
         self._balancer = Balancer()
         self._servers: dict[str, AsyncServer] = {}
         self._flights: dict[str, _Flight] = {}
@@ -65,8 +70,9 @@ class LLMServerClient:
         """Takes a started server into the rotation, also while others are running.
 
         Raises:
-            ValueError: its name is in use.
+            ValueError: its name is in use, or its weights are not those of the others.
         """
+        self._check_version(server)
         self._balancer.add(server.name)
         self._servers[server.name] = server
 
@@ -99,8 +105,7 @@ class LLMServerClient:
             request_id: unique among the running requests.
             prompt_ids: the whole context.
             sampling_params: how to sample. A resumed request keeps its seed, so an engine that keys its draws by
-                seed and position goes on as if nothing had happened. A stop string that straddles the point of
-                interruption is not seen.
+                seed and position goes on as if nothing had happened.
             session_id: shared by the requests of a trajectory; keeps them on one server.
             session_ends: this is the session's last request.
             image_data: images, for a multi-modal engine.
@@ -110,8 +115,8 @@ class LLMServerClient:
 
         Raises:
             PromptTooLongError: the prompt leaves no room for a sampled id.
-            TokenDriftError: an interrupted part was conditioned on other ids than these (that of a whole output
-                is the caller's to check).
+            TokenDriftError: a part of an interrupted request was conditioned on other ids than these (that of a
+                whole output is the caller's to check).
             BackendError: the request failed, or every server is gone.
         """
         request = GenerateRequest(
@@ -156,7 +161,12 @@ class LLMServerClient:
             BackendError: no server is left.
         """
         servers = self.servers
-        results = await asyncio.gather(*(s.update_weights(update, mode=mode) for s in servers), return_exceptions=True)
+        self._updating = True
+        try:
+            updates = (s.update_weights(update, mode=mode) for s in servers)
+            results = await asyncio.gather(*updates, return_exceptions=True)
+        finally:
+            self._updating = False
         failures = []
         for server, result in zip(servers, results, strict=True):
             if isinstance(result, EngineDiedError | BackendClosedError):
@@ -177,7 +187,7 @@ class LLMServerClient:
             if output is None:
                 continue
             fruitless = 0 if output.token_ids else fruitless + 1
-            so_far = output if so_far is None else so_far.then(output)
+            so_far = output if so_far is None else self._join(request, so_far, output)
             if so_far.stop_reason is not StopReason.ABORTED:
                 return so_far
             left = request.sampling.max_tokens - len(so_far.token_ids)
@@ -192,6 +202,49 @@ class LLMServerClient:
                 sampling=replace(request.sampling, max_tokens=left),
             )
         return so_far or _nothing(request)
+
+    def _join(self, request: GenerateRequest, before: TokenOutput, rest: TokenOutput) -> TokenOutput:
+        """Both parts as one, cut where a stop string is complete that began before the interruption.
+
+        Raises:
+            TokenDriftError: the later part was conditioned on other ids.
+            BackendError: the request has stop strings and this client cannot read text.
+        """
+        whole, stop = before.then(rest), request.sampling.stop
+        if not stop or not before.token_ids:
+            return whole
+        if self._decode_text is None:
+            raise BackendError(
+                f"request {request.request_id!r} was interrupted, and its stop strings {list(stop)} may stand across "
+                "the seam; give LLMServerClient decode_text"
+            )
+        found = straddling_stop(before.token_ids, rest.token_ids, stop, self._decode_text)
+        if found is None:
+            return whole
+        end, match = len(before.token_ids) + found[0], found[1]
+        if end == len(whole.token_ids) and whole.stop_reason in (StopReason.EOS, StopReason.STOP):
+            return whole  # the engine's own reason for ending at this id comes first
+        _check_context(replace(request, prompt_ids=request.prompt_ids + before.token_ids), rest)
+        return replace(
+            whole,
+            token_ids=whole.token_ids[:end],
+            log_probs=whole.log_probs[:end],
+            policy_versions=whole.policy_versions[:end],
+            stop_reason=StopReason.STOP,
+            stop_match=match,
+            context_digest=digest_ids(request.prompt_ids + whole.token_ids[:end]),
+        )
+
+    def _check_version(self, server: AsyncServer) -> None:
+        """A server of other weights would sample from a policy that nobody asked for."""
+        if self._updating:
+            raise ValueError(f"server {server.name!r} cannot be added while weights are being updated; add it after")
+        served = sorted({s.backend.policy_version for s in self.servers})
+        if served and served != [server.backend.policy_version]:
+            raise ValueError(
+                f"server {server.name!r} has policy version {server.backend.policy_version}, the others have {served}; "
+                "bring it up to date first with server.update_weights(...)"
+            )
 
     async def _send(self, request: GenerateRequest, flight: _Flight) -> TokenOutput | None:
         """One attempt on one server; None if that server turned out to be gone and there are others."""
@@ -220,10 +273,10 @@ class LLMServerClient:
 
 
 def _check_context(request: GenerateRequest, part: TokenOutput) -> None:
-    """The digest of an interrupted part is lost when the next part is joined to it, so it is checked before."""
+    """The digest of a part is lost when another is joined to it or it is cut, so it is checked before."""
     if part.context_digest != digest_ids(request.prompt_ids + part.token_ids):
         raise TokenDriftError(
-            f"request {request.request_id!r}: its interrupted part was not sampled from the {len(request.prompt_ids)} "
+            f"request {request.request_id!r}: a part of it was not sampled from the {len(request.prompt_ids)} "
             "ids that were sent"
         )
 

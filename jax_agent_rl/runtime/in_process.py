@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 
-from jax_agent_rl.agents import AgentContext
+from jax_agent_rl.agents import AgentContext, agent_names, get_agent
 from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.config import Config
 from jax_agent_rl.data.cursor import DataCursor
@@ -65,8 +66,10 @@ async def build(config: Config, *, say: Callable[[str], None]) -> AsyncIterator[
     """
     load_rewards(config.reward.path)
     tools = ToolRegistry.from_path(config.tools.function_tool_path)
-    train = load_rows(config.data.train)
-    heldout = load_rows(config.data.heldout)[: config.data.heldout_limit] if config.data.heldout else []
+    get_agent(config.agent.default_agent)
+    names = {"agents": agent_names(), "tools": list(tools)}
+    train = load_rows(config.data.train, **names)
+    heldout = load_rows(config.data.heldout, **names)[: config.data.heldout_limit] if config.data.heldout else []
     require_rewards([*train, *heldout])
     codec = ChatCodec.from_pretrained(
         config.model.path, tool_format=config.agent.tool_format, tool_prompt=config.agent.tool_prompt
@@ -74,6 +77,8 @@ async def build(config: Config, *, say: Callable[[str], None]) -> AsyncIterator[
     _check_devices(config)
     say(f"loading {config.model.path}")
     model, params = load_hf(config.model.path)
+    if not model.eos_token_ids:  # the files name none; the tokenizer does
+        model = replace(model, eos_token_ids=codec.eos_token_ids)
     learner = Learner(
         model,
         params,
@@ -86,11 +91,13 @@ async def build(config: Config, *, say: Callable[[str], None]) -> AsyncIterator[
     say("compiling the engine's programs")
     await backend.start()
     try:
-        client = LLMServerClient([AsyncServer(backend, name="engine-0")])
+        server = AsyncServer(backend, name="engine-0")
+        client = LLMServerClient([server], decode_text=functools.partial(codec.decode, skip_special_tokens=False))
         context = AgentContext(
             client=client, codec=codec, tools=tools, limits=config.agent, max_model_len=config.rollout.max_model_len
         )
-        parts = {"score": score, "max_in_flight": config.rollout.max_in_flight, "seed": config.seed}
+        scorer = functools.partial(score, timeout=config.reward.timeout)
+        parts = {"score": scorer, "max_in_flight": config.rollout.max_in_flight, "seed": config.seed}
         yield Runtime(
             config=config,
             codec=codec,
@@ -131,7 +138,7 @@ def _make_backend(
         params,
         shapes,
         seed=config.seed,
-        decode_text=lambda ids: codec.decode(ids, skip_special_tokens=False),
+        decode_text=functools.partial(codec.decode, skip_special_tokens=False),
         progress=progress,
     )
 

@@ -26,9 +26,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, overload
 
 from jax_agent_rl.errors import ToolDefinitionError
+from jax_agent_rl.threads import DaemonThreads
 from jax_agent_rl.tools.base import BaseTool, ToolResult
 from jax_agent_rl.tools.signature import converter_of, schema_of
-from jax_agent_rl.tools.threads import DaemonThreads
 
 THREADS = DaemonThreads()
 """Threads of all synchronous function tools of the process."""

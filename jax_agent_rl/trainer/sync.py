@@ -16,7 +16,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jax_agent_rl.learner.checkpoint import Checkpointer
 from jax_agent_rl.observe.metrics import RunFolder
@@ -89,7 +89,7 @@ class SyncTrainer:
         kept = self.filter(groups)
         metrics = await self.learn(kept) if kept else {}
         if kept:
-            await self.publish(step)
+            engine = replace(engine, weight_update_seconds=await self.publish(step))
         record.step = step
         record.cursor = runtime.cursor.state()
         record.train_seconds = time.monotonic() - begin
@@ -159,10 +159,16 @@ class SyncTrainer:
             self.record.learner_programs = self.runtime.learner.programs_compiled
         return result.metrics
 
-    async def publish(self, version: int) -> None:
-        """New weights to every engine, device to device; version and prefix cache change with them."""
+    async def publish(self, version: int) -> float:
+        """New weights to every engine, device to device; version and prefix cache change with them.
+
+        Returns:
+            seconds the engine spent taking them.
+        """
         update = WeightUpdate(version=version, kind="arrays", payload=self.runtime.learner.params)
+        before = await self.runtime.backend.metrics()
         await self.runtime.client.update_weights(update)
+        return _difference(await self.runtime.backend.metrics(), before).weight_update_seconds
 
     async def evaluate(self) -> float | None:
         """Mean reward on the held-out rows (None if there are none), recorded as a line of metrics."""

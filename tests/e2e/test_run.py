@@ -38,6 +38,8 @@ def test_a_run_leaves_a_complete_folder_and_can_be_viewed_and_exported(recipe: P
     assert summary["started"] == summary["trained"] + sum(summary["dropped"].values()) == 8
     assert summary["max_logprob_gap"] <= 1e-3
     assert {"heldout_accuracy_before", "heldout_accuracy_after", "train_seconds"} <= summary.keys()
+    steps = [r for r in read_records(folder / "metrics.jsonl") if r["kind"] == "step"]
+    assert len(steps) == 2 and all(r["weight_update_seconds"] > 0 for r in steps)
     assert (folder / "reward.png").read_bytes().startswith(b"\x89PNG")
     assert json.loads((folder / "config.json").read_text())["trainer"]["steps"] == 2
     assert "held-out accuracy" in result.stdout and "best:" in result.stdout and "«" in result.stdout
@@ -109,6 +111,7 @@ def test_ctrl_c_leaves_a_checkpoint_that_resumes(recipe: Path, tmp_path: Path):
         ("learner.lr=1", "unknown key"),
         ("model.path=/nowhere", "no tokenizer at '/nowhere'"),
         ("data.train=/nowhere.jsonl", "dataset file '/nowhere.jsonl' does not exist"),
+        ("agent.default_agent=tool_agnet", "did you mean 'tool_agent'?"),
         ("tools.function_tool_path=/nowhere.py", "/nowhere.py"),
         ("learner.mesh.data=64", "64"),
     ],
@@ -116,6 +119,15 @@ def test_ctrl_c_leaves_a_checkpoint_that_resumes(recipe: Path, tmp_path: Path):
 def test_bad_input_is_one_message_and_no_traceback(recipe: Path, override: str, message: str):
     result = run("train", recipe, override)
     assert result.returncode == 2 and message in result.stderr and "Traceback" not in result.stderr
+
+
+def test_a_row_of_an_unknown_agent_is_found_before_anything_runs(recipe: Path, tmp_path: Path):
+    rows = (tmp_path / "data" / "train.jsonl").read_text().replace("tool_agent", "tool_agnet", 1)
+    (tmp_path / "typo.jsonl").write_text(rows)
+    result = run("train", recipe, f"data.train={tmp_path / 'typo.jsonl'}")
+    assert result.returncode == 2 and "Traceback" not in result.stderr
+    said = " ".join(result.stderr.split())
+    assert "line 1: agent_name 'tool_agnet' is not known; did you mean 'tool_agent'?" in said
 
 
 def test_prompts_over_the_budget_are_dropped_with_their_reason_and_the_run_ends_well(recipe: Path, tmp_path: Path):

@@ -16,8 +16,8 @@ from jax_agent_rl.errors import ToolError
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.collect import RolloutCollector
 from jax_agent_rl.rollout.server import AsyncServer
+from jax_agent_rl.threads import DaemonThreads
 from jax_agent_rl.tools import FunctionTool, ToolRegistry
-from jax_agent_rl.tools.threads import DaemonThreads
 from jax_agent_rl.tools.truncate import MARKER
 from jax_agent_rl.types import FinishReason, SamplingParams
 from tests.fakes import FakeCodec, ScriptedBackend

@@ -1,7 +1,7 @@
 """The Hermes tool-call format: ``<tool_call>{"name": …, "arguments": {…}}</tool_call>``.
 
 Used by Hermes 2/3, Qwen2.5 and Qwen3. Parsing never raises and never evaluates anything but JSON; its time is linear
-in the text. The JSON itself says where a call ends, so a closing tag inside a string does not.
+in the text. The JSON itself says where a call ends, so a tag inside a string of it is no tag.
 """
 
 from __future__ import annotations
@@ -57,12 +57,28 @@ def tool_result(text: str) -> str:
 
 def _split_reasoning(text: str) -> tuple[str | None, str]:
     """Reasoning and the rest. A block that never closes is all reasoning; one opened in the prompt only closes."""
-    before, closing, after = text.rpartition(END_THINK)
-    if closing:
-        head, _, thought = before.partition(THINK)
-        return (thought, head + after) if THINK in before else (before, after)
-    head, opening, thought = text.partition(THINK)
-    return (thought, head) if opening else (None, text)
+    if THINK not in text and END_THINK not in text:
+        return None, text
+    tags = _blank_json(text)
+    opening, closing = tags.find(THINK), tags.rfind(END_THINK)
+    after = text[closing + len(END_THINK) :]
+    if 0 <= opening < closing:
+        return text[opening + len(THINK) : closing], text[:opening] + after
+    if closing >= 0:
+        return text[:closing], after
+    return (text[opening + len(THINK) :], text[:opening]) if opening >= 0 else (None, text)
+
+
+def _blank_json(text: str) -> str:
+    """The text with the JSON objects of calls blanked out, its length kept: ``<think>`` in a string is no tag."""
+    pieces: list[str] = []
+    at = 0
+    while (begin := text.find(OPEN, at)) >= 0:
+        value, end = _json_at(text, begin + len(OPEN))
+        blank = end - begin - len(OPEN) if isinstance(value, dict) else 0
+        pieces += [text[at : end - blank], " " * blank]
+        at = end
+    return "".join(pieces) + text[at:]
 
 
 def _scan(text: str) -> Iterator[tuple[str, Any]]:
@@ -70,13 +86,7 @@ def _scan(text: str) -> Iterator[tuple[str, Any]]:
     at = 0
     while (begin := text.find(OPEN, at)) >= 0:
         yield "text", text[at:begin]
-        inside = begin + len(OPEN)
-        while inside < len(text) and text[inside].isspace():
-            inside += 1
-        try:
-            value, end = _DECODER.raw_decode(text, inside)
-        except (ValueError, RecursionError) as error:
-            value, end = f"not valid JSON: {_reason(error)}", inside
+        value, end = _json_at(text, begin + len(OPEN))
         close = text.find(CLOSE, end)
         following = text.find(OPEN, end)
         if close < 0 or 0 <= following < close:
@@ -88,6 +98,16 @@ def _scan(text: str) -> Iterator[tuple[str, Any]]:
         yield "call", value
         at = close + len(CLOSE)
     yield "text", text[at:]
+
+
+def _json_at(text: str, at: int) -> tuple[Any, int]:
+    """The JSON value after white space and where it ends; or why there is none, and where it would begin."""
+    while at < len(text) and text[at].isspace():
+        at += 1
+    try:
+        return _DECODER.raw_decode(text, at)
+    except (ValueError, RecursionError) as error:
+        return f"not valid JSON: {_reason(error)}", at
 
 
 def _reason(error: Exception) -> str:

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jax_agent_rl.agents import AbortedError, AgentContext, ToolAgent
+from jax_agent_rl.agents import AgentContext, ToolAgent
 from jax_agent_rl.config import AgentConfig
-from jax_agent_rl.errors import BackendError, DataError, PromptTooLongError, TokenDriftError
+from jax_agent_rl.errors import AbortedError, BackendError, DataError, PromptTooLongError, TokenDriftError
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.tools import ToolRegistry, function_tool

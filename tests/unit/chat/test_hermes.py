@@ -48,6 +48,13 @@ def test_a_closing_tag_inside_a_string_does_not_end_the_call():
     }
 
 
+@pytest.mark.parametrize("tag", ["<think>", "</think>", "<think> and </think>"])
+def test_a_thinking_tag_inside_a_string_of_a_call_is_no_reasoning(tag: str):
+    reply = parse(f"<think>hm</think>so {call(tag, {'x': tag})}")
+    assert reply.tool_calls == (ToolCall(name=tag, arguments={"x": tag}),)
+    assert (reply.reasoning, reply.content) == ("hm", "so")
+
+
 @pytest.mark.parametrize(
     "text", [f"<think>{call('f', {})}</think>answer", f"<think>{call('f', {})}", f"{call('f', {})}</think>answer"]
 )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import random
+import re
 from dataclasses import dataclass
 from importlib.metadata import files
 from pathlib import Path
@@ -213,3 +214,39 @@ def test_thinking_of_earlier_turns_stays_in_the_context_though_qwen3_would_strip
     ids = [*codec.encode_text("<think>\nhm\n</think>\n\nanswer"), codec.eos_token_ids[0]]
     context = prompt + ids + codec.encode_append(ids, [{"role": "user", "content": "more"}])
     assert "<think>\nhm\n</think>" in codec.decode(context, skip_special_tokens=False)
+
+
+def call_ids(codec: ChatCodec, said: str, results: list[dict]) -> list[str]:
+    """Ids that Mistral's template writes with these results of a turn."""
+    ids = [*codec.encode_text(said), codec.eos_token_ids[0]]
+    text = codec.decode(codec.encode_append(ids, results), skip_special_tokens=False)
+    return re.findall(r'"call_id": "(\w{9})"', text)
+
+
+def test_every_tool_result_has_a_call_id_of_its_own():
+    codec = codec_of("mistral")
+    results = [{"role": "tool", "content": "same", "name": "f"}] * 3
+    first, other = call_ids(codec, "one", results), call_ids(codec, "two", results)
+    assert len({*first, *other}) == 6
+    assert call_ids(codec, "one", results) == first, "the same turn is appended to in the same way"
+
+
+def test_a_tool_results_call_id_is_that_of_its_call(monkeypatch):
+    codec, rendered = codec_of("mistral"), []
+    render = codec._template.render
+
+    def listen(messages, tools, **more):
+        rendered.append(messages)
+        return render(messages, tools, **more)
+
+    monkeypatch.setattr(codec._template, "render", listen)
+    results = [{"role": "tool", "content": "a"}, {"role": "tool", "content": "b", "tool_call_id": "mine56789"}]
+    written = call_ids(codec, "x", results)
+    _, assistant, *_ = rendered[-1]
+    assert [call["id"] for call in assistant["tool_calls"]] == written and written[1] == "mine56789"
+
+
+def test_results_with_and_without_a_call_id_of_their_own_may_follow_each_other():
+    codec = ChatCodec(codec_of("mistral")._tokenizer, tool_prompt="none")
+    assert call_ids(codec, "x", [{"role": "tool", "content": "a", "tool_call_id": "mine56789"}]) == ["mine56789"]
+    assert len(call_ids(codec, "x", [{"role": "tool", "content": "a"}])) == 1

@@ -32,16 +32,40 @@ def test_json_lines_and_parquet_give_the_same_rows(tmp_path: Path):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ("{oops", "row 2: not valid JSON"),
-        ([1], "row 2: must be an object"),
-        ({"data_source": "x"}, "row 2: 'prompt'"),
-        ({"data_source": "x", "prompt": [{"content": "hi"}]}, "row 2: every message"),
-        ({"prompt": GOOD["prompt"]}, "row 2: 'data_source'"),
+        ("{oops", "not valid JSON"),
+        ("[" * 10**5, "not valid JSON"),
+        ([1], "must be an object"),
+        ({"data_source": "x"}, "'prompt'"),
+        ({"data_source": "x", "prompt": [{"content": "hi"}]}, "every message"),
+        (GOOD | {"prompt": [{"role": "user"}]}, "every message of 'prompt' needs a 'content'"),
+        (GOOD | {"prompt": [{"role": "user", "content": None}]}, "every message of 'prompt' needs a 'content'"),
+        ({"prompt": GOOD["prompt"]}, "'data_source'"),
+        (GOOD | {"agent_name": 3}, "'agent_name' must be a name or absent, got 3"),
+        (GOOD | {"agent_name": "tool_agnet"}, "agent_name 'tool_agnet' is not known; did you mean 'tool_agent'?"),
+        (GOOD | {"reward_model": "408"}, "'reward_model' must be an object or absent, got '408'"),
+        (GOOD | {"extra_info": []}, "'extra_info' must be an object or absent"),
+        (GOOD | {"extra_info": {"tool_selection": "add"}}, "must be a list of tool names, got 'add'"),
+        (GOOD | {"extra_info": {"tool_selection": ["ad"]}}, "'ad' is not known; did you mean 'add'?"),
+        (GOOD | {"extra_info": {"tools_kwargs": {"add": 1}}}, "'add' must be an object or absent, got 1"),
     ],
 )
 def test_a_bad_row_is_named_with_what_is_wrong(tmp_path: Path, row: object, message: str):
-    with pytest.raises(DataError, match=re.escape(message)):
-        load_rows(write(tmp_path / "a.jsonl", GOOD, row))
+    file = write(tmp_path / "a.jsonl", GOOD, "", row)
+    with pytest.raises(DataError, match=re.escape(f"{file}, line 3: ") + ".*" + re.escape(message)):
+        load_rows(file, agents=["single_turn_agent", "tool_agent"], tools=["add"])
+
+
+def test_a_line_that_is_no_text_is_named(tmp_path: Path):
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(json.dumps(GOOD).encode() + b"\n\xff\xfe\n")
+    with pytest.raises(DataError, match="line 2: not UTF-8"):
+        load_rows(file)
+
+
+def test_rows_that_name_what_there_is_are_taken(tmp_path: Path):
+    row = GOOD | {"agent_name": "mine", "extra_info": {"tool_selection": ["add"], "tools_kwargs": {"add": {}}}}
+    nameless = GOOD | {"agent_name": None, "reward_model": None, "extra_info": None}
+    assert load_rows(write(tmp_path / "a.jsonl", row, nameless), agents=["mine"], tools=["add"]) == [row, nameless]
 
 
 @pytest.mark.parametrize(("name", "message"), [("none.jsonl", "does not exist"), ("a.csv", r"\.jsonl or \.parquet")])

@@ -1,5 +1,7 @@
 """Packing: what each token attends to, what is trained on, and that nothing is lost."""
 
+import time
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -72,3 +74,24 @@ def test_micro_batches_are_filled_up_with_rows_that_weigh_nothing():
     parts = list(batch.micro_batches(2))
     assert [p["token_ids"].shape for p in parts] == [(2, 8), (2, 8)]
     assert parts[1]["weight"][1].sum() == 0 and not parts[1]["target_valid"][1].any()
+
+
+def test_nodes_stand_depth_first_the_oldest_branch_first():
+    ts = [trajectory([3], response, index=i) for i, response in enumerate([[4, 5, 6], [7], [4, 8], [4, 5, 9], [4, 5]])]
+    batch, sharing = pack(ts, [0.0, 1.0, 2.0, 3.0, 4.0], [1.0] * 5, row_length=8)
+    assert batch.token_ids[0].tolist() == [3, 4, 5, 6, 9, 8, 7, 0] and sharing.nodes == 7
+    assert batch.positions[0, :7].tolist() == [0, 1, 2, 3, 3, 2, 1]
+    assert batch.subtree_end[0].tolist() == [7, 6, 5, 4, 5, 6, 7, 8]
+    assert batch.target_id[0, :6].tolist() == [4, 5, 6, 7, 8, 9]
+    assert batch.term_target[0, :11].tolist() == [0, 1, 2, 3, 0, 4, 0, 1, 5, 0, 1]
+
+
+def test_a_thousand_trajectories_are_packed_in_a_moment():
+    """Processor time, with room for slow machines; comparing each with every token of every row takes many times it."""
+    rng = np.random.default_rng(0)
+    prompts = [[3] * 100 + rng.integers(3, 40000, 30).tolist() for _ in range(128)]
+    ts = [trajectory(p, rng.integers(3, 40000, 120).tolist(), index=i) for p in prompts for i in range(8)]
+    begin = time.process_time()
+    _, sharing = pack(ts, [0.0] * 1024, [1.0] * 1024, row_length=1024)
+    assert time.process_time() - begin < 1.0
+    assert sharing.tokens == 1024 * 250

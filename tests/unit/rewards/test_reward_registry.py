@@ -1,15 +1,18 @@
 """Scoring: which function, which text, and what a bad score becomes."""
 
+import asyncio
 import math
+import sys
 import threading
 
 import numpy as np
 import pytest
 
 from jax_agent_rl import rewards
-from jax_agent_rl.errors import ConfigError, RewardError
+from jax_agent_rl.errors import ConfigError, RewardError, RewardTimeoutError
 from jax_agent_rl.rewards import registry
-from jax_agent_rl.types import FinishReason, StopReason, TokenOutput, ToolCallRecord, Trajectory, Turn
+from jax_agent_rl.threads import DaemonThreads
+from jax_agent_rl.types import DropReason, FinishReason, StopReason, TokenOutput, ToolCallRecord, Trajectory, Turn
 
 
 @pytest.fixture(autouse=True)
@@ -131,3 +134,70 @@ async def test_the_built_in_calculator_rule_scores_a_trajectory():
     assert (await rewards.score(trajectory("calculator"))).reward == 1.0
     cut = trajectory("calculator", reason=FinishReason.RESPONSE_LENGTH)
     assert (await rewards.score(cut)).reward == 0.0
+
+
+@pytest.fixture
+def released():
+    """An event that ends the threads which a test left hanging."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+async def test_a_function_that_hangs_is_given_up_and_others_go_on(released, monkeypatch):
+    threads = DaemonThreads(max_abandoned=2, kind="reward", error=RewardError)
+    monkeypatch.setattr(registry, "_THREADS", threads)
+
+    @rewards.register_reward("mine")
+    def hang(*_):
+        released.wait()
+
+    rewards.register_reward("quick")(lambda *_: 1.0)
+    for abandoned in (1, 2):
+        with pytest.raises(RewardTimeoutError, match=r"'mine' did not return within reward.timeout=0.05") as caught:
+            await rewards.score(trajectory(), timeout=0.05)
+        assert caught.value.drop_reason is DropReason.REWARD_TIMEOUT
+        while threads.abandoned < abandoned:  # the cancelled task has yet to run
+            await asyncio.sleep(0)
+        if abandoned == 1:
+            assert (await rewards.score(trajectory("quick"))).reward == 1.0
+    with pytest.raises(RewardError, match="2 earlier reward calls never returned"):
+        await rewards.score(trajectory("quick"))
+
+
+async def test_an_async_function_that_ignores_its_cancellation_is_left_behind():
+    go_on = asyncio.Event()
+
+    @rewards.register_reward("mine")
+    async def stubborn(*_):
+        while not go_on.is_set():
+            try:
+                await go_on.wait()
+            except asyncio.CancelledError:
+                pass
+
+    with pytest.raises(RewardTimeoutError):
+        await rewards.score(trajectory(), timeout=0.05)
+    go_on.set()
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+async def test_a_function_that_exits_loses_its_trajectory_only(is_async):
+    def leave(*_):
+        sys.exit(3)
+
+    async def leave_later(*_):
+        sys.exit(3)
+
+    rewards.register_reward("mine")(leave_later if is_async else leave)
+    with pytest.raises(RewardError, match="3"):
+        await rewards.score(trajectory())
+
+
+async def test_a_function_that_cancels_itself_does_not_cancel_the_trajectory():
+    @rewards.register_reward("mine")
+    async def cancels(*_):
+        raise asyncio.CancelledError
+
+    with pytest.raises(RewardError, match="'mine' cancelled itself"):
+        await rewards.score(trajectory())

@@ -248,3 +248,83 @@ async def test_a_server_that_dies_of_an_update_leaves_the_others():
     fleet.backends[1].die()
     with pytest.raises(BackendError, match="no server is left"):
         await fleet.client.update_weights(WeightUpdate(version=2, kind="arrays", payload=None))
+
+
+def reading_fleet(count=1, **more):
+    """A fleet whose client can read text."""
+    fleet = Fleet(count, **more)
+    fleet.client = LLMServerClient(fleet.servers, decode_text=fleet.codec.decode)
+    return fleet
+
+
+async def interrupted(fleet, *, after, stop, **more):
+    """The output of a request with a stop string that is aborted after so many ids, and resumed."""
+    sampling = SamplingParams(max_tokens=100, seed=3, stop=stop)
+    task = asyncio.ensure_future(fleet.client.generate("r", prompt_ids=PROMPT, sampling_params=sampling, **more))
+    await fleet.sampled(after)
+    await fleet.servers[0].update_weights(WeightUpdate(version=1, kind="arrays", payload=None), mode=PauseMode.ABORT)
+    return await task
+
+
+@pytest.mark.parametrize(
+    ("stop", "kept"), [("two three", 3), ("o t", 3), ("one two three four", 4), ("three", 3), ("one three", 8)]
+)
+async def test_a_stop_string_across_an_interruption_is_seen(stop, kept):
+    fleet = reading_fleet()
+    output = await interrupted(fleet, after=2, stop=("never", stop))
+    assert output.token_ids == fleet.whole[:kept]
+    assert len(output.log_probs) == len(output.policy_versions) == kept
+    assert output.context_digest == digest_ids([*PROMPT, *output.token_ids])
+    ended = (StopReason.STOP, stop) if kept < 8 else (StopReason.EOS, None)
+    assert (output.stop_reason, output.stop_match) == ended
+
+
+async def test_an_engine_that_ends_with_its_own_reason_at_the_same_id_keeps_it():
+    fleet = reading_fleet(script=["one two"])
+    fleet.client = LLMServerClient(fleet.servers, decode_text=lambda ids: "".join("xyz"[i - 2] for i in ids))
+    output = await interrupted(fleet, after=2, stop=("zx",))
+    assert output.stop_reason is StopReason.EOS and output.stop_match is None and len(output.token_ids) == 3
+
+
+async def test_a_drifting_engine_is_not_hidden_by_the_cut():
+    class Drifts(ScriptedBackend):
+        def digest(self, ids):
+            return "other" if len(ids) > len(PROMPT) + 2 else super().digest(ids)
+
+    with pytest.raises(TokenDriftError):
+        await interrupted(reading_fleet(backend=Drifts), after=2, stop=("two three",))
+
+
+async def test_an_interrupted_request_with_stop_strings_needs_a_client_that_reads():
+    with pytest.raises(BackendError, match="give LLMServerClient decode_text"):
+        await interrupted(Fleet(), after=2, stop=("two three",))
+
+
+async def test_a_server_of_other_weights_is_refused_until_it_is_up_to_date():
+    fleet = Fleet(2)
+    client = LLMServerClient([fleet.servers[0]])
+    update = WeightUpdate(version=3, kind="arrays", payload=None)
+    await client.update_weights(update)
+    with pytest.raises(ValueError, match=r"'s1' has policy version 0, the others have \[3\]; bring it up to date"):
+        client.add_server(fleet.servers[1])
+    assert client.servers == (fleet.servers[0],)
+    await fleet.servers[1].update_weights(update)
+    client.add_server(fleet.servers[1])
+    assert len(client.servers) == 2
+
+
+async def test_no_server_is_added_in_the_middle_of_an_update():
+    fleet = Fleet(2)
+    client = LLMServerClient([fleet.servers[0]])
+    fleet.backends[0].gate.clear()
+    held = asyncio.ensure_future(
+        client.generate("r", prompt_ids=PROMPT, sampling_params=SamplingParams(max_tokens=100))
+    )
+    await asyncio.sleep(0)
+    update = WeightUpdate(version=1, kind="arrays", payload=None)
+    updating = asyncio.ensure_future(client.update_weights(update, mode=PauseMode.WAIT))
+    await asyncio.sleep(0)
+    with pytest.raises(ValueError, match="while weights are being updated"):
+        client.add_server(fleet.servers[1])
+    fleet.go_on()
+    await asyncio.gather(held, updating)

@@ -2,13 +2,16 @@
 
 import asyncio
 import contextlib
+import threading
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
 from jax_agent_rl.agents import AgentContext, AgentLoop, register_agent
 from jax_agent_rl.config import AgentConfig
 from jax_agent_rl.errors import RewardError
+from jax_agent_rl.rewards import register_reward, score
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.collect import RolloutCollector
 from jax_agent_rl.rollout.server import AsyncServer
@@ -16,6 +19,7 @@ from jax_agent_rl.types import DropReason, SamplingParams
 from tests.fakes import FakeCodec, ScriptedBackend
 
 SAMPLING = SamplingParams(max_tokens=50)
+TRUTH = {"ground_truth": "3"}
 
 
 @register_agent("raises_for_test")
@@ -124,6 +128,22 @@ async def test_a_failed_reward_drops_its_trajectory_only():
     (group,) = await stage.collect([row("a")])
     assert [t.trajectory_id for t in group.trajectories] == ["train-0-0-0", "train-0-0-2"]
     assert group.dropped == {DropReason.REWARD_ERROR: 1}
+
+
+async def test_a_reward_that_hangs_loses_its_trajectory_and_is_counted():
+    released = threading.Event()
+
+    @register_reward("hangs_for_test")
+    def compute_score(*_):
+        released.wait()
+
+    rows = [row("a", data_source="hangs_for_test"), row("b", data_source="calculator", reward_model=TRUTH)]
+    stage = Stage(score=partial(score, timeout=0.05))
+    groups = {g.group_id: g for g in await stage.collect(rows, group_size=2)}
+    released.set()
+    assert groups["train-0-0"].dropped == {DropReason.REWARD_TIMEOUT: 2} == stage.books.dropped
+    assert len(groups["train-0-1"].trajectories) == 2
+    stage.books.check()
 
 
 async def test_a_dead_engine_is_counted_not_raised():

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from jax_agent_rl.errors import ToolError
+from jax_agent_rl.errors import JaxAgentRLError, ToolError
 
 
 class DaemonThreads:
@@ -22,10 +22,16 @@ class DaemonThreads:
 
     Args:
         max_abandoned: calls nobody waits for any more that may exist at the same time.
+        kind: what is called, for messages.
+        error: what a refused call raises, and one that tried to exit.
     """
 
-    def __init__(self, max_abandoned: int = 64):
+    def __init__(
+        self, max_abandoned: int = 64, *, kind: str = "tool", error: Callable[[str], JaxAgentRLError] = ToolError
+    ):
         self._max_abandoned = max_abandoned
+        self._kind = kind
+        self._error = error
         self._abandoned = 0
         self._lock = threading.Lock()  # held for a counter update only
 
@@ -40,15 +46,15 @@ class DaemonThreads:
         Cancelling the caller abandons the thread.
 
         Raises:
-            ToolError: too many abandoned calls, or the function raised ``SystemExit`` and the like.
+            JaxAgentRLError: ``error``: too many abandoned calls, or the function raised ``SystemExit`` and the like.
         """
         if self._abandoned >= self._max_abandoned:
-            raise ToolError(
-                f"{name} is unavailable: {self._abandoned} earlier tool calls never returned; "
-                "give the tools time limits of their own"
+            raise self._error(
+                f"{name} is unavailable: {self._abandoned} earlier {self._kind} calls never returned; "
+                f"give the {self._kind}s time limits of their own"
             )
-        call = _Call(function, name)
-        threading.Thread(target=call.run, args=(self._ended,), name=f"tool {name}", daemon=True).start()
+        call = _Call(function, name, self._error)
+        threading.Thread(target=call.run, args=(self._ended,), name=f"{self._kind} {name}", daemon=True).start()
         try:
             return await call.result
         finally:
@@ -67,8 +73,9 @@ class DaemonThreads:
 class _Call:
     """One function call on its way through a thread and back into the event loop."""
 
-    def __init__(self, function: Callable[[], Any], name: str):
+    def __init__(self, function: Callable[[], Any], name: str, error: Callable[[str], JaxAgentRLError]):
         self.name = name
+        self.error = error
         self.ended = False
         self.abandoned = False
         self._loop = asyncio.get_running_loop()
@@ -82,8 +89,8 @@ class _Call:
             value = self._context.run(self._function)
         except Exception as raised:
             error = raised
-        except BaseException as raised:  # SystemExit in a tool must not end the run
-            error = ToolError(f"{self.name} raised {type(raised).__name__}: {raised}")
+        except BaseException as raised:  # SystemExit in a function must not end the run
+            error = self.error(f"{self.name} raised {type(raised).__name__}: {raised}")
         ended(self)
         try:
             self._loop.call_soon_threadsafe(self._deliver, value, error)

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from jax_agent_rl.errors import ToolError
-from jax_agent_rl.tools.threads import DaemonThreads
+from jax_agent_rl.threads import DaemonThreads
 
 
 async def test_results_exceptions_and_exits_come_back():

@@ -1,0 +1,24 @@
+"""One tree of exceptions, in one module, drawn whole."""
+
+import importlib
+import pkgutil
+
+import jax_agent_rl
+from jax_agent_rl import errors
+
+WITHOUT_JAX = ("agents", "chat", "rewards", "rollout", "tools")
+
+
+def descendants(cls: type) -> set[type]:
+    return {cls}.union(*(descendants(child) for child in cls.__subclasses__()))
+
+
+def test_every_exception_lives_in_errors_and_stands_in_its_drawing():
+    for name in WITHOUT_JAX:
+        package = importlib.import_module(f"jax_agent_rl.{name}")
+        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            importlib.import_module(module.name)
+    own = [cls for cls in descendants(errors.JaxAgentRLError) if cls.__module__.startswith(jax_agent_rl.__name__)]
+    assert [cls.__qualname__ for cls in own if cls.__module__ != errors.__name__] == []
+    drawn = errors.__doc__.split("Two questions")[0].split()
+    assert [cls.__name__ for cls in own if cls.__name__ not in drawn] == []
