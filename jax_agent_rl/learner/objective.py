@@ -50,7 +50,7 @@ def target_logprobs(
         scores = logits(params, hidden) / temperature
         normalizer = jax.nn.logsumexp(scores, axis=-1)
         chosen = jnp.take_along_axis(scores, ids[..., None], axis=-1)[..., 0]
-        mean_score = jnp.sum(jax.nn.softmax(scores) * scores, axis=-1)
+        mean_score = jnp.sum(jnp.exp(scores - normalizer[..., None]) * scores, axis=-1)
         return chosen - normalizer, jax.lax.stop_gradient(normalizer - mean_score)
 
     def one(_: None, part: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[None, tuple[jax.Array, jax.Array]]:
