@@ -34,7 +34,6 @@ def train(
 
     settings = load(config, overrides or [])
     console = Console()
-    _quiet_logging()
     from jax_agent_rl.runtime.compilation_cache import use_compilation_cache
     from jax_agent_rl.trainer.run import train as run
 
@@ -102,12 +101,14 @@ def _quiet_logging() -> None:
     for noisy in ("absl", "jax", "orbax"):
         logging.getLogger(noisy).setLevel(logging.ERROR)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it misses PyTorch, which nothing here needs
 
 
 def main() -> None:
     """Entry point: errors a user can fix are one message, not a traceback."""
     from jax_agent_rl.errors import JaxAgentRLError
 
+    _quiet_logging()
     try:
         app()
     except JaxAgentRLError as error:

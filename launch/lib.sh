@@ -48,17 +48,19 @@ make_environment() {
   # The pins were made on Python 3.11; newer Pythons resolve newer jax.
   local constrain=(-c "$CONSTRAINTS")
   if ! "$python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))'; then constrain=(); fi
+  # JetStream's own list of needs is wider than what its engine interface uses: pip would complain of the rest.
+  local install=("$VENV/bin/python" -m pip install --quiet --no-warn-conflicts --progress-bar off)
   say "environment: $VENV ($("$python" --version 2>&1))"
   [ -x "$VENV/bin/python" ] || run "$python" -m venv "$VENV"
-  run "$VENV/bin/python" -m pip install --quiet --upgrade pip
+  run "${install[@]}" --upgrade pip
   say "installing pinned dependencies (a minute or two the first time)"
-  run "$VENV/bin/python" -m pip install --quiet --progress-bar off "${constrain[@]}" -e "$ROOT${extras:+[$extras]}"
+  run "${install[@]}" "${constrain[@]}" -e "$ROOT${extras:+[$extras]}"
   say "installing JetStream's engine interface"
-  run "$VENV/bin/python" -m pip install --quiet --no-deps -r "$ROOT/third_party/no-deps.txt"
+  run "${install[@]}" --no-deps -r "$ROOT/third_party/no-deps.txt"
   # shellcheck disable=SC2086
-  run "$VENV/bin/python" -m pip install --quiet "${constrain[@]}" $JETSTREAM_NEEDS
+  run "${install[@]}" "${constrain[@]}" $JETSTREAM_NEEDS
   if [ -n "$extras" ] && [ -f "$ROOT/third_party/test-no-deps.txt" ]; then
-    run "$VENV/bin/python" -m pip install --quiet --no-deps -r "$ROOT/third_party/test-no-deps.txt"
+    run "${install[@]}" --no-deps -r "$ROOT/third_party/test-no-deps.txt"
   fi
   [ "$DRY_RUN" = 1 ] || echo "$wanted" >"$stamp"
   say "environment is ready"

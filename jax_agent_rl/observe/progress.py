@@ -13,9 +13,9 @@ from rich.live import Live
 from rich.text import Text
 
 HEARTBEAT_SECONDS = 20.0
-HEADER = (
-    f"{'step':>9} {'reward':>7} {'accuracy':>8} {'tools/traj':>10} {'tok/s roll':>10} {'tok/s learn':>11} "
-    f"{'|Δlogp| max':>11} {'step s':>7} {'left':>7}"
+HEADER = (  # with its widths in step() within 80 columns
+    f"{'step':>7} {'reward':>6} {'accuracy':>8} {'tools':>5} {'roll tok/s':>10} {'learn tok/s':>11} "
+    f"{'|Δlogp|':>8} {'time':>6} {'left':>7}"
 )
 
 
@@ -66,10 +66,10 @@ class Progress:
             self._console.print(Text(HEADER, style="bold"))
         accuracy = f"{record['accuracy']:.1%}" if record.get("accuracy") is not None else "·"
         self._console.print(
-            f"{record['step']:>4}/{self._total:<4} {record['reward_mean']:>7.3f} {accuracy:>8} "
-            f"{record['tool_calls_mean']:>10.2f} {record['rollout_tokens_per_second']:>10.0f} "
-            f"{record['learner_tokens_per_second']:>11.0f} {record['logprob_gap_max']:>11.1e} "
-            f"{record['step_seconds']:>7.1f} {duration(seconds_left):>7}",
+            f"{record['step']:>3}/{self._total:<3} {record['reward_mean']:>6.3f} {accuracy:>8} "
+            f"{record['tool_calls_mean']:>5.2f} {record['rollout_tokens_per_second']:>10.0f} "
+            f"{record['learner_tokens_per_second']:>11.0f} {record['logprob_gap_max']:>8.1e} "
+            f"{duration(record['step_seconds']):>6} {duration(seconds_left):>7}",
             highlight=False,
         )
 

