@@ -1,7 +1,8 @@
 """The Hermes tool-call format: ``<tool_call>{"name": …, "arguments": {…}}</tool_call>``.
 
-Used by Hermes 2/3, Qwen2.5 and Qwen3. Parsing never raises and never evaluates anything but JSON; its time is linear
-in the text. The JSON itself says where a call ends, so a tag inside a string of it is no tag.
+Used by Hermes 2/3, Qwen2.5 and Qwen3. Parsing never raises and never evaluates anything but JSON. The JSON
+itself says where a call ends, so a tag inside a string of it is no tag. Each opening tag costs at most one look through
+the rest of the text.
 """
 
 from __future__ import annotations

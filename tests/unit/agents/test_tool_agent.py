@@ -1,5 +1,6 @@
 """The tool agent: exact ids, every limit, every way to end."""
 
+import asyncio
 import json
 
 import pytest
@@ -72,6 +73,31 @@ async def test_a_tool_is_called_and_its_result_is_read():
     assert trajectory.response_mask == (1,) * sampled[0] + (0,) * len(first.appended_ids) + (1,) * sampled[1]
     assert [m["role"] for m in trajectory.messages] == ["user", "assistant", "tool", "assistant"]
     assert trajectory.messages[-1]["content"] == "the answer is 3"
+
+
+async def test_the_engine_goes_on_with_others_while_a_tool_runs():
+    others_are_done = asyncio.Event()
+
+    @function_tool
+    async def wait() -> str:
+        """Ends when every other trajectory has."""
+        await others_are_done.wait()
+        return "waited"
+
+    def script(request):
+        first = request.session_id == "slow" and "tool: waited" not in stage.codec.decode(request.prompt_ids)
+        return stage.codec.reply_ids("<call>wait {}</call>" if first else "done")
+
+    stage = Stage(script, tools=(wait,))
+    sampling = SamplingParams(max_tokens=50)
+    slow, *others = (
+        asyncio.create_task(stage.agent.run(ROW, trajectory_id=name, group_id="g", sampling=sampling))
+        for name in ("slow", "a", "b")
+    )
+    await asyncio.wait_for(asyncio.gather(*others), timeout=10)
+    assert not slow.done()
+    others_are_done.set()
+    assert (await slow).tool_calls[0].observation == "waited"
 
 
 async def test_metrics_and_events_tell_what_happened():
