@@ -7,10 +7,11 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
+from jax_agent_rl.learner.linear_logprobs import linear_logprobs
 from jax_agent_rl.learner.losses import ClipConfig, ppo_clip
-from jax_agent_rl.models.llama import LlamaConfig, Params, hidden_states, logits
+from jax_agent_rl.models.llama import LlamaConfig, Params, hidden_states
 
-TARGETS_PER_CHUNK = 256  # logits exist for this many targets at a time: [256, V], never [T, V]
+TARGETS_PER_CHUNK = 256  # of a row
 
 Arrays = dict[str, jax.Array]
 
@@ -21,6 +22,8 @@ class ObjectiveConfig:
 
     Attributes:
         temperature: the rollout's; log-probs are of logits / temperature.
+        remat: what the backward pass recomputes, see ``models.llama.hidden_states``.
+        vocab_shards: parts the vocabulary is split into over devices.
         on_policy: the old log-probs are this very pass's (one update per rollout batch).
     """
 
@@ -28,46 +31,37 @@ class ObjectiveConfig:
     temperature: float
     on_policy: bool
     remat: str
+    vocab_shards: int
 
 
 def target_logprobs(
-    config: LlamaConfig, params: Params, batch: Arrays, *, temperature: float, remat: str
+    config: LlamaConfig, objective: ObjectiveConfig, params: Params, batch: Arrays
 ) -> tuple[jax.Array, jax.Array]:
     """Log-prob of every target under the model, and the entropy where it was sampled; float32 [R, M]."""
-    hidden = hidden_states(config, params, batch["token_ids"], batch["positions"], batch["subtree_end"], remat=remat)
+    ids, positions, ends = batch["token_ids"], batch["positions"], batch["subtree_end"]
+    hidden = hidden_states(config, params, ids, positions, ends, remat=objective.remat)
     at_parents = jnp.take_along_axis(hidden, batch["target_parent"][..., None], axis=1)  # [R, M, D]
-    rows, count, size = at_parents.shape
+    rows, count, _ = at_parents.shape
     chunk = min(TARGETS_PER_CHUNK, count)
     padding = -count % chunk
 
     def chunks(x: jax.Array) -> jax.Array:
-        """[R, M, ...] -> [M / chunk, R, chunk, ...]"""
+        """[R, M, ...] -> [M / chunk, R chunk, ...]"""
         x = jnp.pad(x, ((0, 0), (0, padding)) + ((0, 0),) * (x.ndim - 2))
-        return jnp.moveaxis(x.reshape(rows, -1, chunk, *x.shape[2:]), 1, 0)
+        x = jnp.moveaxis(x.reshape(rows, -1, chunk, *x.shape[2:]), 1, 0)
+        return x.reshape(x.shape[0], -1, *x.shape[3:])
 
-    @jax.checkpoint
-    def score(hidden: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-        scores = logits(params, hidden) / temperature
-        normalizer = jax.nn.logsumexp(scores, axis=-1)
-        chosen = jnp.take_along_axis(scores, ids[..., None], axis=-1)[..., 0]
-        mean_score = jnp.sum(jnp.exp(scores - normalizer[..., None]) * scores, axis=-1)
-        return chosen - normalizer, jax.lax.stop_gradient(normalizer - mean_score)
-
-    def one(_: None, part: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[None, tuple[jax.Array, jax.Array]]:
-        hidden, ids, valid = part
-        nothing = jnp.zeros(ids.shape, jnp.float32)
-        # Targets come first in a row: a chunk without any costs nothing.
-        return None, jax.lax.cond(jnp.any(valid), score, lambda h, i: (nothing, nothing), hidden, ids)
-
-    parts = (chunks(at_parents), chunks(batch["target_id"]), chunks(batch["target_valid"]))
-    _, (logprob, entropy) = jax.lax.scan(one, None, parts)
-    join = lambda x: jnp.moveaxis(x, 0, 1).reshape(rows, -1)[:, :count]  # noqa: E731
-    return join(logprob), join(entropy)
+    # Targets come first in a row, so that a chunk takes from the same place of every row: the last ones may be empty.
+    hidden, ids, valid = (chunks(x) for x in (at_parents, batch["target_id"], batch["target_valid"]))
+    head = params.get("lm_head", params["embed"])
+    scored = linear_logprobs(hidden, head, ids, valid, objective.temperature, objective.vocab_shards)
+    logprob, entropy = (jnp.moveaxis(x.reshape(-1, rows, chunk), 1, 0).reshape(rows, -1)[:, :count] for x in scored)
+    return logprob, jax.lax.stop_gradient(entropy)
 
 
-def term_logprobs(config: LlamaConfig, params: Params, batch: Arrays, *, temperature: float, remat: str) -> jax.Array:
+def term_logprobs(config: LlamaConfig, objective: ObjectiveConfig, params: Params, batch: Arrays) -> jax.Array:
     """Log-prob of every term's token, float32 [R, K]; 0 at padding."""
-    logprob, _ = target_logprobs(config, params, batch, temperature=temperature, remat=remat)
+    logprob, _ = target_logprobs(config, objective, params, batch)
     terms = jnp.take_along_axis(logprob, batch["term_target"], axis=1)
     return jnp.where(batch["weight"] > 0, terms, 0.0)
 
@@ -81,7 +75,7 @@ def policy_loss(
         scalar loss (a plain sum over terms; their weights make it the mean of the whole update), and statistics:
         ``sum`` adds up over micro-batches, ``max`` takes the largest.
     """
-    logprob, entropy = target_logprobs(config, params, batch, temperature=objective.temperature, remat=objective.remat)
+    logprob, entropy = target_logprobs(config, objective, params, batch)
     weight = batch["weight"]
     valid = weight > 0
     terms = jnp.where(valid, jnp.take_along_axis(logprob, batch["term_target"], axis=1), 0.0)

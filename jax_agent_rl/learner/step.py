@@ -107,7 +107,11 @@ class Learner:
         self.state = jax.jit(init, out_shardings=self._shardings, donate_argnums=0)(params)
         clip = ClipConfig(low=algorithm.clip_ratio_low, high=algorithm.clip_ratio_high, dual=algorithm.clip_ratio_c)
         self._objective = ObjectiveConfig(
-            clip=clip, temperature=temperature, on_policy=config.updates_per_step == 1, remat=config.remat
+            clip=clip,
+            temperature=temperature,
+            on_policy=config.updates_per_step == 1,
+            remat=config.remat,
+            vocab_shards=config.mesh.tensor,
         )
         self._compile(model)
 
@@ -214,7 +218,7 @@ class Learner:
             return jax.lax.cond(finite, take, lambda: state), norm, finite
 
         def score(params: Params, batch: dict) -> jax.Array:
-            return term_logprobs(model, params, batch, temperature=objective.temperature, remat=objective.remat)
+            return term_logprobs(model, objective, params, batch)
 
         # Output shardings are those of the inputs they replace: a call never compiles for its own result.
         state, everywhere = self._shardings, replicated(self._mesh)

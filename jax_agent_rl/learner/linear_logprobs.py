@@ -1,0 +1,136 @@
+"""Log-probs and entropies of tokens under a linear head, without ever holding all logits.
+
+Logits exist for one chunk of tokens and one block of the vocabulary at a time; the backward pass computes them once
+more and takes the softmax's normalizer from the forward pass, so a block goes from product to gradient while it is in
+cache. The idea is that of Wijmans et al. 2024, "Cut Your Losses in Large-Vocabulary Language Models", arXiv 2411.09009.
+
+Shapes: C chunks of N tokens, D hidden, V vocabulary, B vocabulary ids of a block, n blocks.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+NEGATIVE = -1e30  # the score of an id that only pads the vocabulary
+BLOCK = 2048  # ids of a block: its logits for a chunk stay in a CPU core's cache, and fill an accelerator's units
+
+Arrays = tuple[jax.Array, jax.Array]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def linear_logprobs(
+    hidden: jax.Array, head: jax.Array, ids: jax.Array, valid: jax.Array, temperature: float, vocab_shards: int = 1
+) -> Arrays:
+    """Log-prob of each token and entropy of its distribution, ``softmax(hidden @ head.T / temperature)``.
+
+    Both are differentiable in ``hidden`` and ``head``.
+
+    Args:
+        hidden: [C, N, D].
+        head: [V, D].
+        ids: int32 [C, N].
+        valid: bool [C, N]; a chunk in which nothing is valid costs nothing and gives zeros.
+        vocab_shards: parts the head's V axis is split into over devices; each then has its part of every block.
+
+    Returns:
+        float32 [C, N] twice; values where ``valid`` is false mean nothing.
+    """
+    return _forward(hidden, head, ids, valid, temperature, vocab_shards)[0]
+
+
+def _forward(
+    hidden: jax.Array, head: jax.Array, ids: jax.Array, valid: jax.Array, temperature: float, vocab_shards: int
+) -> tuple[Arrays, tuple]:
+    blocks = _blocks(head, vocab_shards)
+    nothing = jnp.zeros(ids.shape[1], jnp.float32)
+
+    def statistics(hidden: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        def one(carry: tuple, block: Arrays) -> tuple[tuple, None]:
+            peak, total, weighted = carry
+            scores = _scores(hidden, block, len(head), temperature)
+            higher = jnp.maximum(peak, jnp.max(scores, axis=-1))
+            shrink = jnp.exp(peak - higher)
+            terms = jnp.exp(scores - higher[:, None])
+            total = total * shrink + jnp.sum(terms, axis=-1)
+            return (higher, total, weighted * shrink + jnp.sum(terms * scores, axis=-1)), None
+
+        start = (jnp.full_like(nothing, NEGATIVE), nothing, nothing)
+        (peak, total, weighted), _ = jax.lax.scan(one, start, blocks)
+        normalizer = peak + jnp.log(total)
+        chosen = jnp.einsum("nd,nd->n", hidden, head[ids], preferred_element_type=jnp.float32) / temperature
+        return chosen - normalizer, normalizer - weighted / total, normalizer
+
+    def chunk(_: None, part: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[None, tuple]:
+        hidden, ids, valid = part
+        skip = lambda hidden, ids: (nothing, nothing, nothing)  # noqa: E731
+        return None, jax.lax.cond(jnp.any(valid), statistics, skip, hidden, ids)
+
+    _, (logprob, entropy, normalizer) = jax.lax.scan(chunk, None, (hidden, ids, valid))
+    return (logprob, entropy), (hidden, head, ids, valid, entropy, normalizer)
+
+
+def _backward(
+    temperature: float, vocab_shards: int, saved: tuple, cotangents: Arrays
+) -> tuple[jax.Array, jax.Array, None, None]:
+    hidden, head, ids, valid, entropy, normalizer = saved
+    blocks = _blocks(head, vocab_shards)
+    # d log p(id) / d score = [this id] - p and d H / d score = -p (log p + H). The part of the id itself comes first.
+    d_chosen = jnp.where(valid, cotangents[0], 0.0)[..., None] / temperature
+    d_hidden = d_chosen * head[ids]
+
+    def of_normalizer(hidden: jax.Array, statistics: jax.Array, d_blocks: jax.Array) -> Arrays:
+        """Adds a chunk's part to d head [n, B, D]; also d hidden [N, D]. ``statistics`` [4, N]."""
+        d_logprob, d_entropy, entropy, normalizer = statistics[..., None]
+
+        def one(d_hidden: jax.Array, part: tuple[Arrays, jax.Array]) -> Arrays:
+            block, d_block = part
+            logs = _scores(hidden, block, len(head), temperature) - normalizer
+            d_scores = jnp.exp(logs) * (d_logprob + d_entropy * (logs + entropy)) / -temperature
+            d_scores = d_scores.astype(hidden.dtype)
+            d_hidden = d_hidden + jnp.einsum("nb,bd->nd", d_scores, block[0], preferred_element_type=jnp.float32)
+            d_block = d_block + jnp.einsum("nb,nd->bd", d_scores, hidden, preferred_element_type=jnp.float32)
+            return d_hidden, d_block
+
+        return jax.lax.scan(one, jnp.zeros(hidden.shape, jnp.float32), (blocks, d_blocks))
+
+    def chunk(d_blocks: jax.Array, part: tuple[jax.Array, jax.Array, jax.Array]) -> Arrays:
+        hidden, valid, statistics = part
+        skip = lambda hidden, _, d_blocks: (jnp.zeros(hidden.shape, jnp.float32), d_blocks)  # noqa: E731
+        d_hidden, d_blocks = jax.lax.cond(jnp.any(valid), of_normalizer, skip, hidden, statistics, d_blocks)
+        return d_blocks, d_hidden
+
+    statistics = jnp.stack([*cotangents, entropy, normalizer], axis=1)  # [C, 4, N]
+    d_blocks, rest = jax.lax.scan(chunk, jnp.zeros(blocks[0].shape, jnp.float32), (hidden, valid, statistics))
+    d_head = _unblock(d_blocks, vocab_shards)[: len(head)].at[ids].add(d_chosen * hidden)
+    return (d_hidden + rest).astype(hidden.dtype), d_head.astype(head.dtype), None, None
+
+
+linear_logprobs.defvjp(_forward, _backward)
+
+
+def _blocks(head: jax.Array, shards: int) -> Arrays:
+    """The head as [n, B, D], padded with zeros, and the ids of its rows [n, B]. A block takes from every shard."""
+    count = -(-len(head) // BLOCK)
+    padded = jnp.pad(head, ((0, -len(head) % (count * shards)), (0, 0)))
+    ids = jnp.arange(len(padded), dtype=jnp.int32)
+
+    def split(x: jax.Array) -> jax.Array:
+        return x.reshape(shards, count, -1, *x.shape[1:]).swapaxes(0, 1).reshape(count, -1, *x.shape[1:])
+
+    return split(padded), split(ids)
+
+
+def _unblock(blocks: jax.Array, shards: int) -> jax.Array:
+    """The inverse of :func:`_blocks`, padding included."""
+    count, _, hidden = blocks.shape
+    return blocks.reshape(count, shards, -1, hidden).swapaxes(0, 1).reshape(-1, hidden)
+
+
+def _scores(hidden: jax.Array, block: Arrays, vocab_size: int, temperature: float) -> jax.Array:
+    """Scaled logits float32 [N, B] of a block of the vocabulary."""
+    weight, ids = block
+    scores = jnp.einsum("nd,bd->nb", hidden, weight, preferred_element_type=jnp.float32) / temperature
+    return jnp.where(ids < vocab_size, scores, NEGATIVE)

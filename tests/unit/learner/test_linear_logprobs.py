@@ -1,0 +1,95 @@
+"""Blockwise log-probs and entropies against a plain log-softmax: values in float64 numpy, gradients by jax.grad."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend.core import ClosedJaxpr, Jaxpr
+
+from jax_agent_rl.learner import linear_logprobs as module
+from jax_agent_rl.learner.linear_logprobs import linear_logprobs
+
+CHUNKS, TOKENS, HIDDEN, TEMPERATURE = 2, 5, 8, 0.7
+# Vocabularies of one block, of whole blocks, and that fill neither blocks nor shards.
+LAYOUTS = [(11, 1), (64, 1), (64, 2), (67, 1), (67, 2), (101, 4)]
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "BLOCK", 16)
+
+
+def inputs(vocab: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    rng = np.random.default_rng(vocab)
+    hidden = jnp.asarray(rng.normal(size=(CHUNKS, TOKENS, HIDDEN)), jnp.float32)
+    head = jnp.asarray(rng.normal(size=(vocab, HIDDEN)), jnp.float32)
+    ids = jnp.asarray(rng.integers(0, vocab, (CHUNKS, TOKENS)), jnp.int32)
+    return hidden, head, ids, jnp.ones((CHUNKS, TOKENS), bool)
+
+
+def plain(hidden: jax.Array, head: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+    logs = jax.nn.log_softmax(hidden @ head.T / TEMPERATURE, axis=-1)
+    return jnp.take_along_axis(logs, ids[..., None], axis=-1)[..., 0], -jnp.sum(jnp.exp(logs) * logs, axis=-1)
+
+
+@pytest.mark.parametrize(("vocab", "shards"), LAYOUTS)
+def test_values_are_those_of_a_float64_log_softmax(vocab: int, shards: int) -> None:
+    hidden, head, ids, valid = inputs(vocab)
+    logprob, entropy = linear_logprobs(hidden, head, ids, valid, TEMPERATURE, shards)
+    scores = np.asarray(hidden, np.float64) @ np.asarray(head, np.float64).T / TEMPERATURE
+    logs = scores - np.log(np.exp(scores).sum(-1, keepdims=True))
+    np.testing.assert_allclose(logprob, np.take_along_axis(logs, np.asarray(ids)[..., None], -1)[..., 0], atol=2e-5)
+    np.testing.assert_allclose(entropy, -(np.exp(logs) * logs).sum(-1), atol=2e-5)
+
+
+@pytest.mark.parametrize(("vocab", "shards"), LAYOUTS)
+def test_gradients_of_both_outputs_are_those_of_the_plain_form(vocab: int, shards: int) -> None:
+    hidden, head, ids, valid = inputs(vocab)
+    weights = np.random.default_rng(1).normal(size=(2, CHUNKS, TOKENS)).astype(np.float32)
+
+    def weighted(outputs: tuple[jax.Array, jax.Array]) -> jax.Array:
+        return jnp.sum(weights[0] * outputs[0]) + jnp.sum(weights[1] * outputs[1])
+
+    ours = jax.grad(lambda h, w: weighted(linear_logprobs(h, w, ids, valid, TEMPERATURE, shards)), (0, 1))(hidden, head)
+    expected = jax.grad(lambda h, w: weighted(plain(h, w, ids)), (0, 1))(hidden, head)
+    for gradient, wanted in zip(ours, expected, strict=True):
+        np.testing.assert_allclose(gradient, wanted, atol=5e-5)
+
+
+def test_a_chunk_without_valid_tokens_gives_zeros_and_no_gradient() -> None:
+    hidden, head, ids, valid = inputs(67)
+    valid = valid.at[1].set(False)
+    logprob, entropy = linear_logprobs(hidden, head, ids, valid, TEMPERATURE)
+    assert not logprob[1].any() and not entropy[1].any() and logprob[0].all()
+
+    def loss(hidden: jax.Array, head: jax.Array) -> jax.Array:
+        return linear_logprobs(hidden, head, ids, valid, TEMPERATURE)[0].sum()
+
+    d_hidden, d_head = jax.grad(loss, (0, 1))(hidden, head)
+    first = jax.grad(lambda h, w: plain(h, w, ids[:1])[0].sum(), (0, 1))(hidden[:1], head)
+    assert not d_hidden[1].any()
+    np.testing.assert_allclose(d_hidden[:1], first[0], atol=5e-5)
+    np.testing.assert_allclose(d_head, first[1], atol=5e-5)
+
+
+def test_no_array_of_tokens_by_vocabulary_exists_forward_or_backward() -> None:
+    hidden, head, ids, valid = inputs(101)
+
+    def loss(hidden: jax.Array, head: jax.Array) -> jax.Array:
+        return sum(x.sum() for x in linear_logprobs(hidden, head, ids, valid, TEMPERATURE))
+
+    largest = max(_sizes(jax.make_jaxpr(jax.grad(loss, (0, 1)))(hidden, head).jaxpr))
+    padded = 7 * 16 * HIDDEN  # 101 ids in seven blocks
+    assert largest <= padded < CHUNKS * TOKENS * 101
+
+
+def _sizes(jaxpr: Jaxpr) -> list[int]:
+    """Sizes of all arrays a program makes, inner programs included."""
+    sizes = [v.aval.size for equation in jaxpr.eqns for v in equation.outvars if hasattr(v.aval, "size")]
+    inner = [value for equation in jaxpr.eqns for value in jax.tree.leaves(list(equation.params.values()))]
+    for value in inner:
+        if isinstance(value, Jaxpr | ClosedJaxpr):
+            sizes += _sizes(value.jaxpr if isinstance(value, ClosedJaxpr) else value)
+    return sizes
