@@ -21,6 +21,24 @@ from jax_agent_rl.errors import ConfigError
 
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
+ToolFormatName = Literal[
+    "auto",
+    "deepseek_v3",
+    "deepseek_v31",
+    "gemma",
+    "gemma4",
+    "glm",
+    "harmony",
+    "hermes",
+    "kimi",
+    "llama3_json",
+    "minimax",
+    "mistral",
+    "pythonic",
+    "qwen3_coder",
+    "seed",
+    "text_tag",
+]
 
 
 class _Section(BaseModel):
@@ -77,7 +95,9 @@ class AgentConfig(_Section):
     """Limits of the agent loop. Budgets are counted in tokens, here and nowhere else."""
 
     default_agent: str = Field("single_turn_agent", description="Loop for rows without `agent_name`.")
-    tool_format: Literal["hermes"] = Field("hermes", description="How tool calls are written in text.")
+    tool_format: ToolFormatName = Field(
+        "auto", description="How the model writes tool calls; auto: as its chat template says (hermes if it knows none)."
+    )
     tool_prompt: Literal["template", "none"] = Field(
         "template",
         description="template: tool schemas go into the prompt (by the chat template, or as a system section when "

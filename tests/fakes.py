@@ -33,6 +33,7 @@ EOS = 2
 class FakeToolCall:
     name: str
     arguments: Any
+    id: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +84,7 @@ class FakeCodec:
         boundary = [] if sampled_ids[-1] == EOS else [EOS]
         return boundary + self._render(messages)
 
-    def parse_reply(self, sampled_ids: Sequence[int]) -> FakeReply:
+    def parse_reply(self, sampled_ids: Sequence[int], tools: Sequence[Mapping[str, Any]] = ()) -> FakeReply:
         text = self.decode(sampled_ids)
         calls, malformed = [], []
         for body in re.findall(r"<call>(.*?)</call>", text, re.S):

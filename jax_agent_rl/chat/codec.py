@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jax_agent_rl.chat.formats import Reply, get_format
+from jax_agent_rl.chat.formats import Reply, detect_format, get_format
 from jax_agent_rl.chat.template import ChatTemplate, Message, ToolPrompt
 from jax_agent_rl.errors import ModelError, TemplateError
 from jax_agent_rl.types import digest_ids
@@ -35,7 +35,7 @@ class ChatCodec:
 
     Args:
         tokenizer: a ``transformers`` fast tokenizer with a chat template.
-        tool_format: how tool calls are written, ``agent.tool_format``.
+        tool_format: how tool calls are written, ``agent.tool_format``; ``auto`` finds it in the chat template.
         tool_prompt: ``agent.tool_prompt``.
         eos_token_ids: ids that end a generation; default the tokenizer's EOS.
     """
@@ -51,7 +51,8 @@ class ChatCodec:
         if not tokenizer.chat_template:
             raise ModelError("the tokenizer has no chat template; choose an instruction-tuned model")
         self._tokenizer = tokenizer
-        self._format = get_format(tool_format)
+        template = str(tokenizer.chat_template)
+        self._format = detect_format(template) if tool_format == "auto" else get_format(tool_format)
         self._template = ChatTemplate(tokenizer, self._format, tool_prompt)
         self.eos_token_ids = tuple(eos_token_ids if eos_token_ids is not None else [tokenizer.eos_token_id])
         self._special = tuple(token for token in tokenizer.get_added_vocab() if token)
@@ -207,12 +208,17 @@ class ChatCodec:
             list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
 
-    def parse_reply(self, sampled_ids: Sequence[int]) -> Reply:
-        """A sampled assistant turn taken apart into text, reasoning and tool calls."""
+    @property
+    def tool_format(self) -> str:
+        """Name of the tool-call format."""
+        return self._format.name
+
+    def parse_reply(self, sampled_ids: Sequence[int], tools: Sequence[Mapping[str, Any]] = ()) -> Reply:
+        """A sampled assistant turn taken apart into text, reasoning and calls of ``tools`` (their schemas)."""
         ids = list(sampled_ids)
         while ids and ids[-1] in self.eos_token_ids:
             ids.pop()
-        return self._format.parse(self.decode(ids, skip_special_tokens=False))
+        return self._format.parse(self.decode(ids, skip_special_tokens=False), tools)
 
 
 def _with_call_ids(messages: Sequence[Message], sampled_ids: Sequence[int]) -> list[Message]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import ModuleType
 from typing import Any, Literal
 
+from jax_agent_rl.chat.formats import ToolFormat
 from jax_agent_rl.errors import TemplateError
 
 Message = Mapping[str, Any]
@@ -20,11 +20,11 @@ class ChatTemplate:
 
     Args:
         tokenizer: a ``transformers`` fast tokenizer with a chat template.
-        tool_format: a module of :mod:`jax_agent_rl.chat.formats`.
+        tool_format: how tool calls are written.
         tool_prompt: ``none`` leaves tools out of the prompt.
     """
 
-    def __init__(self, tokenizer: Any, tool_format: ModuleType, tool_prompt: ToolPrompt) -> None:
+    def __init__(self, tokenizer: Any, tool_format: ToolFormat, tool_prompt: ToolPrompt) -> None:
         self._tokenizer = tokenizer
         self._format = tool_format
         self._tool_prompt = tool_prompt
