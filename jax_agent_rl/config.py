@@ -119,6 +119,9 @@ class ToolsConfig(_Section):
     """Where tools come from."""
 
     function_tool_path: str | None = Field(None, description="Python file or module with @function_tool functions.")
+    tool_config_path: str | None = Field(
+        None, description="YAML file with `tools: [{class_name, config, tool_schema}]`, native and MCP; may be both."
+    )
 
 
 class RewardConfig(_Section):

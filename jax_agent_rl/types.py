@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
@@ -191,6 +191,8 @@ class ToolCallRecord:
             ``raised``, ``over_parallel_limit``.
         reward: reward the tool itself gave.
         seconds: wall time of the call.
+        call_id: what the model itself called the call, in formats that write an id.
+        media: images and videos it returned, by kind: ``{"image": (…,)}``.
     """
 
     name: str
@@ -199,6 +201,21 @@ class ToolCallRecord:
     error: str | None = None
     reward: float = 0.0
     seconds: float = 0.0
+    call_id: str | None = None
+    media: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+
+
+def join_media(parts: Iterable[Mapping[str, tuple[Any, ...]]]) -> dict[str, tuple[Any, ...]]:
+    """Images and videos of several places as one mapping by kind, in order.
+
+    >>> join_media([{"image": ("a",)}, {}, {"image": ("b",), "video": ("c",)}])
+    {'image': ('a', 'b'), 'video': ('c',)}
+    """
+    joined: dict[str, tuple[Any, ...]] = {}
+    for part in parts:
+        for kind, items in part.items():
+            joined[kind] = joined.get(kind, ()) + tuple(items)
+    return joined
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -208,11 +225,13 @@ class Turn:
     Attributes:
         output: the generation.
         appended_ids: ids inserted after it (boundary, tool results, next generation prompt); mask 0.
+        appended_media: images and videos ``appended_ids`` show, by kind, in order of their placeholders.
         tool_calls: the calls made in this turn, in order.
     """
 
     output: TokenOutput
     appended_ids: tuple[int, ...] = ()
+    appended_media: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     tool_calls: tuple[ToolCallRecord, ...] = ()
 
 
@@ -231,7 +250,9 @@ class Trajectory:
         reward_parts: named parts of the reward, for metrics.
         metrics: seconds and counts (``generate_seconds``, ``tool_seconds``, ...).
         row: the dataset row it came from.
-        messages: the conversation as text, derived from the ids, for people and reward functions.
+        messages: the conversation as text, derived from the ids, for people and reward functions. A message that
+            shows images or videos lists their kinds under ``media``; they themselves are in :attr:`multi_modal`.
+        tool_scores: what each tool's ``calc_reward`` made of the whole trajectory, by tool.
     """
 
     trajectory_id: str
@@ -249,6 +270,7 @@ class Trajectory:
     metrics: Mapping[str, float] = field(default_factory=dict)
     row: Mapping[str, Any] = field(default_factory=dict)
     messages: tuple[Mapping[str, Any], ...] = ()
+    tool_scores: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
     def from_turns(cls, *, prompt_ids: Sequence[int], turns: Sequence[Turn], **fields: Any) -> Trajectory:
@@ -293,6 +315,11 @@ class Trajectory:
     def tool_calls(self) -> tuple[ToolCallRecord, ...]:
         """All tool calls, in order."""
         return tuple(call for turn in self.turns for call in turn.tool_calls)
+
+    @property
+    def multi_modal(self) -> dict[str, tuple[Any, ...]]:
+        """Images and videos the ids show, by kind, in order of their placeholders; unprocessed, as tools made them."""
+        return join_media(turn.appended_media for turn in self.turns)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

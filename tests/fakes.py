@@ -47,12 +47,13 @@ class FakeReply:
 class FakeCodec:
     """One id per word (with the white space before it). Calls look like ``<call>name {json}</call>``.
 
-    A rendered message is ``role: content`` and ``EOS``; a prompt ends with ``assistant:``.
+    A rendered message is ``role: content`` (``role: <image> content``) and ``EOS``; a prompt ends with ``assistant:``.
     """
 
     eos_token_ids: tuple[int, ...] = (EOS,)
 
-    def __init__(self) -> None:
+    def __init__(self, *, modalities: frozenset[str] = frozenset()) -> None:
+        self.modalities = modalities
         self._words: list[str] = ["<unk>", "<bos>", "<eos>"]
         self._ids: dict[str, int] = {word: i for i, word in enumerate(self._words)}
 
@@ -102,7 +103,8 @@ class FakeCodec:
     def _render(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         ids: list[int] = []
         for message in messages:
-            ids += [*self.encode_text(f"{message['role']}: {message['content']}"), EOS]
+            media = "".join(f" <{kind}>" for kind in message.get("media", ()))
+            ids += [*self.encode_text(f"{message['role']}:{media} {message['content']}"), EOS]
         return ids + self.encode_text("assistant:")
 
 

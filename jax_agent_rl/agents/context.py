@@ -26,7 +26,11 @@ class TokenClient(Protocol):
         session_id: str | None = None,
         session_ends: bool = False,
         image_data: Sequence[Any] | None = None,
+        video_data: Sequence[Any] | None = None,
     ) -> TokenOutput: ...
+
+    @property
+    def modalities(self) -> frozenset[str]: ...
 
     def end_session(self, session_id: str) -> None: ...
 
@@ -73,3 +77,9 @@ class AgentContext:
     max_model_len: int
     tools: ToolRegistry = field(default_factory=ToolRegistry)
     on_event: Callable[[AgentEvent], None] = _ignore
+
+    @property
+    def modalities(self) -> frozenset[str]:
+        """Kinds of media that the chat template can show and the engine takes."""
+        taken = self.client.modalities
+        return taken & self.codec.modalities if taken else taken

@@ -29,6 +29,7 @@ from jax_agent_rl.types import (
     Trajectory,
     Turn,
     digest_ids,
+    join_media,
 )
 
 _METRICS = ("generate_seconds", "tool_seconds", "prompt_tokens", "cached_tokens")
@@ -106,6 +107,7 @@ class Episode:
             max_tokens=min(self.tokens_left, self._sampling.max_tokens),
             seed=None if seed is None else derive_seed(seed, turn),
         )
+        media = {f"{kind}_data": items for kind, items in join_media(t.appended_media for t in self.turns).items()}
         began = time.perf_counter()
         output = await self._context.client.generate(
             f"{self._trajectory_id}/{turn}",
@@ -113,6 +115,7 @@ class Episode:
             sampling_params=sampling,
             session_id=self._trajectory_id,
             session_ends=session_ends,
+            **media,
         )
         seconds = time.perf_counter() - began
         self._check_output(output, sampling.max_tokens)
@@ -132,8 +135,14 @@ class Episode:
         for call in calls:
             self._emit(call.seconds, tool_call=call)
 
-    def append(self, messages: Sequence[Mapping[str, Any]]) -> bool:
+    def append(
+        self, messages: Sequence[Mapping[str, Any]], *, media: Mapping[str, tuple[Any, ...]] | None = None
+    ) -> bool:
         """Inserts messages and the next generation prompt after the last turn.
+
+        Args:
+            messages: a message that shows images or videos lists their kinds under ``media``, e.g. ``["image"]``.
+            media: these images and videos by kind, in order.
 
         Returns:
             False, and nothing is inserted, if that would leave no room for a sampled id.
@@ -142,7 +151,7 @@ class Episode:
         ids = self._context.codec.encode_append(last.output.token_ids, messages, tools=self._schemas)
         if len(ids) >= self.tokens_left:
             return False
-        self.turns[-1] = replace(last, appended_ids=tuple(ids))
+        self.turns[-1] = replace(last, appended_ids=tuple(ids), appended_media=media or {})
         self._ids += ids
         self.messages += messages
         return True
@@ -152,8 +161,13 @@ class Episode:
         for key, value in metrics.items():
             self._metrics[key] = self._metrics.get(key, 0.0) + value
 
-    def finish(self, reason: FinishReason) -> Trajectory:
-        """The trajectory, not scored yet."""
+    def finish(self, reason: FinishReason, *, tool_scores: Mapping[str, float] | None = None) -> Trajectory:
+        """The trajectory, not scored yet.
+
+        Args:
+            reason: why it ended.
+            tool_scores: what the tools make of it, :meth:`ToolSession.calc_rewards`.
+        """
         calls = [call for turn in self.turns for call in turn.tool_calls]
         self.add_metrics({"tool_calls": len(calls), "tool_errors": sum(call.error is not None for call in calls)})
         return Trajectory.from_turns(
@@ -166,6 +180,7 @@ class Episode:
             metrics=self._metrics,
             row=self._row,
             messages=tuple(self.messages),
+            tool_scores=tool_scores or {},
         )
 
     def _check_prompt_length(self) -> None:

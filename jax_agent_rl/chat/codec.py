@@ -58,6 +58,7 @@ class ChatCodec:
         self._special = tuple(token for token in tokenizer.get_added_vocab() if token)
         self._special_ids = frozenset(tokenizer.get_added_vocab().values())
         self._anchor_of: dict[tuple[str, ...], int] = {}
+        self._modalities: frozenset[str] | None = None
 
     @classmethod
     def from_pretrained(
@@ -109,7 +110,8 @@ class ChatCodec:
         Args:
             sampled_ids: the assistant turn. If it does not end with an end-of-turn id (it was cut), one is inserted.
             messages: ``tool`` or ``user`` messages. For templates that tell which call a result answers, a ``tool``
-                message without a ``tool_call_id`` is given one of its own.
+                message without a ``tool_call_id`` is given one of its own. One with ``media`` (kinds of images and
+                videos, in order) shows these before its text, each as one placeholder of the template's.
             tools: as in :meth:`encode_prompt`; templates may refer to them.
 
         Raises:
@@ -207,6 +209,13 @@ class ChatCodec:
         return self._tokenizer.decode(
             list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
+
+    @property
+    def modalities(self) -> frozenset[str]:
+        """Kinds of media (``image``, ``video``) that the chat template can show in a tool result."""
+        if self._modalities is None:
+            self._modalities = frozenset(kind for kind in ("image", "video") if self._template.shows(kind))
+        return self._modalities
 
     @property
     def tool_format(self) -> str:

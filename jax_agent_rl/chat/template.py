@@ -12,10 +12,22 @@ Message = Mapping[str, Any]
 ToolPrompt = Literal["template", "none"]
 
 
+_PROBE = "PROBE5d2e81"
+
+
+def _in_parts(message: Message) -> Message:
+    """A message in the shape multi-modal templates take, if it shows something."""
+    if not (kinds := message.get("media")):
+        return message
+    parts = [*({"type": kind} for kind in kinds), {"type": "text", "text": message["content"]}]
+    return {key: value for key, value in message.items() if key != "media"} | {"content": parts}
+
+
 class ChatTemplate:
     """Renders conversations, bridging what a template lacks.
 
     * No ``tool`` role: tool results become user messages in the tool-call format's own notation.
+    * A message with ``media`` (kinds of images and videos it shows) gets its content in parts: these, then the text.
     * No section for tools: the format's description goes into the system message (or the first user message).
 
     Args:
@@ -45,7 +57,7 @@ class ChatTemplate:
             messages, tools = self._with_tools_told(messages, tools), ()
         try:
             return self._tokenizer.apply_chat_template(
-                self.adapt(messages), tools=list(tools) or None, add_generation_prompt=generation_prompt, tokenize=False
+                [_in_parts(m) for m in self.adapt(messages)], tools=list(tools) or None, add_generation_prompt=generation_prompt, tokenize=False
             )
         except (jinja2.TemplateError, TypeError, KeyError, ValueError) as error:
             roles = [m["role"] for m in messages]
@@ -62,13 +74,29 @@ class ChatTemplate:
                 adapted.append(message)
                 joining = False
                 continue
-            text = self._format.tool_result(message["content"])
+            text, media = self._format.tool_result(message["content"]), list(message.get("media", ()))
             if joining:
-                adapted[-1] = {"role": "user", "content": f"{adapted[-1]['content']}\n{text}"}
-            else:
-                adapted.append({"role": "user", "content": text})
+                before = adapted.pop()
+                text, media = f"{before['content']}\n{text}", [*before.get("media", ()), *media]
+            adapted.append({"role": "user", "content": text} | ({"media": media} if media else {}))
             joining = True
         return adapted
+
+    def shows(self, kind: str) -> bool:
+        """True if the template can show an ``image`` or a ``video`` in a tool result.
+
+        Found by trying: it must write a special token for it, and neither drop the text nor print the message's parts.
+        """
+        question, answer = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+        result = {"role": "tool", "content": _PROBE, "name": "f", "tool_call_id": "0" * 9}
+        try:
+            plain = self.render([question, answer, result], (), generation_prompt=False)
+            shown = self.render([question, answer, {**result, "media": [kind]}], (), generation_prompt=False)
+        except TemplateError:
+            return False
+        special = self._tokenizer.get_added_vocab()
+        more = any(shown.count(token) > plain.count(token) for token in special if token)
+        return more and shown.count(_PROBE) == 1 and "'type'" not in shown and '"type"' not in shown
 
     def _with_tools_told(self, messages: Sequence[Message], tools: Sequence[Mapping]) -> list[Message]:
         section = self._format.system_section(tools)

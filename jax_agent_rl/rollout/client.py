@@ -66,6 +66,12 @@ class LLMServerClient:
     def servers(self) -> tuple[AsyncServer, ...]:
         return tuple(self._servers.values())
 
+    @property
+    def modalities(self) -> frozenset[str]:
+        """Kinds of media that every server takes."""
+        taken = [server.backend.capabilities.multi_modal for server in self.servers]
+        return frozenset.intersection(*taken) if taken else frozenset()
+
     def add_server(self, server: AsyncServer) -> None:
         """Takes a started server into the rotation, also while others are running.
 
@@ -98,6 +104,7 @@ class LLMServerClient:
         session_id: str | None = None,
         session_ends: bool = False,
         image_data: Sequence[Any] | None = None,
+        video_data: Sequence[Any] | None = None,
     ) -> TokenOutput:
         """Samples one continuation.
 
@@ -108,7 +115,9 @@ class LLMServerClient:
                 seed and position goes on as if nothing had happened.
             session_id: shared by the requests of a trajectory; keeps them on one server.
             session_ends: this is the session's last request.
-            image_data: images, for a multi-modal engine.
+            image_data: images, for a multi-modal engine, in order of their placeholders in ``prompt_ids``. A
+                placeholder stands once for each, however many ids the engine makes of it inside.
+            video_data: videos, likewise.
 
         Returns:
             The output; ``StopReason.ABORTED`` only if :meth:`abort` was called for it.
@@ -125,7 +134,9 @@ class LLMServerClient:
             sampling=sampling_params,
             session_id=session_id,
             session_ends=session_ends,
-            multi_modal={"image": tuple(image_data)} if image_data else {},
+            multi_modal={
+                kind: tuple(items) for kind, items in (("image", image_data), ("video", video_data)) if items
+            },
         )
         if request_id in self._flights:
             raise BackendError(f"a request called {request_id!r} is running already")

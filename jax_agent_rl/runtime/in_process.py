@@ -25,6 +25,7 @@ from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.collect import RolloutCollector
 from jax_agent_rl.rollout.protocol import RolloutBackend
 from jax_agent_rl.rollout.server import AsyncServer
+from jax_agent_rl.tools.loading import open_tools
 from jax_agent_rl.tools.registry import ToolRegistry
 
 
@@ -64,8 +65,14 @@ async def build(config: Config, *, say: Callable[[str], None]) -> AsyncIterator[
     Raises:
         ConfigError, DataError, ModelError, ToolDefinitionError: what a user has to fix.
     """
+    async with open_tools(config.tools) as tools:
+        async with _build(config, tools, say=say) as runtime:
+            yield runtime
+
+
+@asynccontextmanager
+async def _build(config: Config, tools: ToolRegistry, *, say: Callable[[str], None]) -> AsyncIterator[Runtime]:
     load_rewards(config.reward.path)
-    tools = ToolRegistry.from_path(config.tools.function_tool_path)
     get_agent(config.agent.default_agent)
     names = {"agents": agent_names(), "tools": list(tools)}
     train = load_rows(config.data.train, **names)
