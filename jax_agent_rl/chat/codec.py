@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,8 @@ from jax_agent_rl.types import digest_ids
 MARKER = "ANCHOR7f3a9c"
 _CALL_ID_LENGTH = 9  # of letters and digits, as Mistral's templates demand
 _QUESTION = {"role": "user", "content": "question"}
+Anchor = Callable[[Sequence[Message], Sequence[Mapping]], str]
+"""From messages and tools to the text that follows an assistant turn."""
 
 
 class ChatCodec:
@@ -139,6 +141,8 @@ class ChatCodec:
         for number in sorted(range(len(anchors)), key=lambda number: number != known):  # the known one first
             anchor, following = anchors[number]
             try:
+                if number != known:
+                    _check_keeps(anchor, following, tools)
                 addition = anchor(following, tools)
             except TemplateError as error:
                 problems.append(str(error))
@@ -169,6 +173,8 @@ class ChatCodec:
         text = self._template.render([*anchor, *messages], tools, generation_prompt=True)
         rest = text[text.rindex(MARKER) :] if MARKER in text else ""
         # What the template writes to close the call is the model's own business; the turn's end is not.
+        if (end := self._format.call_end) and end in rest:
+            rest = rest[rest.index(end) + len(end) :]
         ends = [place for token in self._special if (place := rest.find(token)) >= 0]
         if not ends:
             raise TemplateError("the chat template does not mark the end of an assistant turn that calls a tool")
@@ -238,6 +244,19 @@ def _with_call_ids(messages: Sequence[Message], sampled_ids: Sequence[int]) -> l
         else message
         for index, message in enumerate(messages)
     ]
+
+
+def _check_keeps(anchor: Anchor, messages: Sequence[Message], tools: Sequence[Mapping]) -> None:
+    """Tries with marked contents whether an anchor makes the template write every message.
+
+    Raises:
+        TemplateError: it leaves one out, as some do with a tool result that no call comes before.
+    """
+    marked = [{**message, "content": f"KEPT{index}x7f3a9c"} for index, message in enumerate(messages)]
+    text = anchor(marked, tools)
+    for message in marked:
+        if message["content"] not in text:
+            raise TemplateError(f"the chat template leaves out a message of role {message['role']!r}")
 
 
 def _after_marker(text: str) -> str:

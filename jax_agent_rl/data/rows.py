@@ -18,6 +18,7 @@ from typing import Any
 from jax_agent_rl.errors import DataError
 
 Row = dict[str, Any]
+_TOOLS_KWARGS = ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs")
 
 
 def load_rows(
@@ -27,7 +28,7 @@ def load_rows(
 
     Args:
         agents: names a row's ``agent_name`` may have; None does not check.
-        tools: names its ``extra_info.tool_selection`` may list; None does not check.
+        tools: names its ``extra_info.tool_selection`` and ``extra_info.tools_kwargs`` may have; None does not check.
 
     Raises:
         DataError: the file is missing, unreadable or empty, or a row lacks a field, has one of a wrong kind or names
@@ -112,8 +113,13 @@ def _check_message(message: Any) -> None:
 
 def _check_tools(extra_info: Mapping[str, Any], tools: Collection[str] | None) -> None:
     _check_object(extra_info, "tools_kwargs")
-    for name in extra_info.get("tools_kwargs") or {}:
+    for name, kinds in (extra_info.get("tools_kwargs") or {}).items():
         _check_object(extra_info["tools_kwargs"], name)
+        if kinds and tools:  # a run without tools may read the same rows
+            _check_known("extra_info.tools_kwargs", name, tools)
+        for kind in kinds or {}:
+            _check_known(f"extra_info.tools_kwargs.{name}", kind, _TOOLS_KWARGS)
+            _check_object(kinds, kind)
     selection = extra_info.get("tool_selection")
     if selection is None:
         return

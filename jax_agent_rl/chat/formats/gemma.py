@@ -44,6 +44,7 @@ def _format(name: str, tags: tuple[str, str], quote: str, think: tuple[str, str]
     return ToolFormat(
         name=name,
         parse=parse,
+        call_end=tags[1],
         example=f"{tags[0]}call:NAME{{KEY:{quote}TEXT{quote},KEY:NUMBER}}{tags[1]}",
         markers=((tags[0], quote),),
     )

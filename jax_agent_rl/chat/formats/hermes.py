@@ -34,6 +34,7 @@ def parse(text: str, tools: Sequence[Schema] = ()) -> Reply:
 FORMAT = ToolFormat(
     name="hermes",
     parse=parse,
+    call_end=CLOSE,
     example=f'{OPEN}\n{{"name": "<tool name>", "arguments": {{…}}}}\n{CLOSE}',
     markers=((OPEN, '"name"', '"arguments"'), (OPEN, '\\"name\\"', '\\"arguments\\"')),
 )

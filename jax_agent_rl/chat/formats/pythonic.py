@@ -71,6 +71,7 @@ def _parse(text: str, tools: Sequence[Schema] = ()) -> Reply:
 FORMAT = ToolFormat(
     name="pythonic",
     parse=_parse,
+    call_end="<|tool_call_end|>",
     example='[NAME(KEY=VALUE, …)], with strings in quotes',
     markers=(("<|tool_call_start|>[",), ("<|tool_list_start|>",)),
 )

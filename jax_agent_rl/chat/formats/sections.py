@@ -80,7 +80,7 @@ def _section_format(
         announced = section[0] in _visible(text) and not reply.tool_calls and not reply.malformed
         return replace(reply, malformed=(f"no call after {section[0]}",)) if announced else reply
 
-    return ToolFormat(name=name, parse=parse, example=example, markers=(tuple(markers),))
+    return ToolFormat(name=name, parse=parse, example=example, markers=(tuple(markers),), call_end=section[1])
 
 
 def _visible(text: str) -> str:

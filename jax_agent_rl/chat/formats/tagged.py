@@ -116,7 +116,7 @@ def _format(name: str, tags: Tags, *, example: str, markers: tuple[tuple[str, ..
     def parse(text: str, tools: Sequence[Schema] = ()) -> Reply:
         return scanner.parse(text)
 
-    return ToolFormat(name=name, parse=parse, example=example, markers=markers)
+    return ToolFormat(name=name, parse=parse, example=example, markers=markers, call_end=tags.close)
 
 
 _FUNCTION, _PARAMETER = r"<function=([^<>\n]+)>", r"<parameter=([^<>\n]+)>"

@@ -53,6 +53,7 @@ def _parse(text: str, tools: Sequence[Schema] = ()) -> Reply:
 FORMAT = ToolFormat(
     name="text_tag",
     parse=_parse,
+    call_end=CLOSE,
     example=f'{OPEN}{{"name": "<tool name>", "arguments": {{…}}}}{CLOSE}',
     result="<result>\n{}\n</result>",
 )

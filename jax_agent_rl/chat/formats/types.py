@@ -53,6 +53,7 @@ class ToolFormat:
             Never raises, never evaluates anything, and takes time linear in the text.
         example: a call as the model should write it, for templates that have no section for tools.
         markers: a chat template is of this format if its source has every text of one of these groups.
+        call_end: the text that closes the last call of a turn (not the turn), "" if there is none.
         result: a tool result inside a user message, for templates that have no ``tool`` role; ``{}`` is the result.
     """
 
@@ -60,6 +61,7 @@ class ToolFormat:
     parse: Callable[[str, Sequence[Schema]], Reply]
     example: str
     markers: tuple[tuple[str, ...], ...] = ()
+    call_end: str = ""
     result: str = "<tool_response>\n{}\n</tool_response>"
 
     def system_section(self, tools: Sequence[Schema]) -> str:

@@ -66,6 +66,32 @@ FAMILIES = {
     "phi3": Family(
         "trl", "phi3.jinja", ("<|user|>", "<|assistant|>", "<|system|>", "<|end|>", "<|endoftext|>"), "<|end|>"
     ),
+    "qwen3.5": Family("trl", "qwen3_5_nothink.jinja", ("<|im_start|>", "<|im_end|>"), "<|im_end|>"),
+    "qwen3-vl": Family(
+        "trl",
+        "qwen3_vl.jinja",
+        ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"),
+        "<|im_end|>",
+    ),
+    "nemotron3": Family("trl", "nemotron_3_nano.jinja", ("<|im_start|>", "<|im_end|>"), "<|im_end|>"),
+    "glm4": Family(
+        "trl",
+        "glm4moe.jinja",
+        ("[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>", "<|endoftext|>"),
+        "<|endoftext|>",
+    ),
+    "lfm2": Family(
+        "trl",
+        "lfm2_2_5.jinja",
+        ("<|startoftext|>", "<|im_start|>", "<|im_end|>", "<|tool_call_start|>", "<|tool_call_end|>"),
+        "<|im_end|>",
+    ),
+    "gemma4": Family(
+        "trl",
+        "gemma4_v5.jinja",
+        ("<bos>", "<|turn>", "<turn|>", "<|tool_call>", "<tool_call|>", "<|tool_response>", "<tool_response|>", '<|"|>'),
+        "<turn|>",
+    ),
     "smollm2": Family("", "", (), "<|im_end|>"),
 }
 
@@ -100,9 +126,10 @@ def codec_of(name: str) -> ChatCodec:
         clean_up_tokenization_spaces=False,
     )
     wrapped.chat_template = template_of(family)
-    ends = {family.eos, "<|call|>", "<|eom_id|>"} & set(wrapped.get_added_vocab())
+    ends = {family.eos, "<|call|>", "<|eom_id|>", "<|tool_response>"} & set(wrapped.get_added_vocab())
+    tool_format = "gemma4" if name == "gemma4" else "hermes"
     return ChatCodec(
-        wrapped, tool_prompt="none", eos_token_ids=[wrapped.convert_tokens_to_ids(t) for t in sorted(ends)]
+        wrapped, tool_format=tool_format, tool_prompt="none", eos_token_ids=[wrapped.convert_tokens_to_ids(t) for t in sorted(ends)]
     )
 
 
