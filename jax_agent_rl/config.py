@@ -96,7 +96,8 @@ class AgentConfig(_Section):
 
     default_agent: str = Field("single_turn_agent", description="Loop for rows without `agent_name`.")
     tool_format: ToolFormatName = Field(
-        "auto", description="How the model writes tool calls; auto: as its chat template says (hermes if it knows none)."
+        "auto",
+        description="How the model writes tool calls; auto: as its chat template says (hermes if it knows none).",
     )
     tool_prompt: Literal["template", "none"] = Field(
         "template",

@@ -57,7 +57,10 @@ class ChatTemplate:
             messages, tools = self._with_tools_told(messages, tools), ()
         try:
             return self._tokenizer.apply_chat_template(
-                [_in_parts(m) for m in self.adapt(messages)], tools=list(tools) or None, add_generation_prompt=generation_prompt, tokenize=False
+                [_in_parts(m) for m in self.adapt(messages)],
+                tools=list(tools) or None,
+                add_generation_prompt=generation_prompt,
+                tokenize=False,
             )
         except (jinja2.TemplateError, TypeError, KeyError, ValueError) as error:
             roles = [m["role"] for m in messages]

@@ -134,9 +134,7 @@ class LLMServerClient:
             sampling=sampling_params,
             session_id=session_id,
             session_ends=session_ends,
-            multi_modal={
-                kind: tuple(items) for kind, items in (("image", image_data), ("video", video_data)) if items
-            },
+            multi_modal={kind: tuple(items) for kind, items in (("image", image_data), ("video", video_data)) if items},
         )
         if request_id in self._flights:
             raise BackendError(f"a request called {request_id!r} is running already")

@@ -52,7 +52,9 @@ class ToolResponse:
             raise TypeError(f"ToolResponse.text must be str, got {type(self.text).__name__}")
         for kind in ("image", "video"):
             if not isinstance(getattr(self, kind), tuple | list):
-                raise TypeError(f"ToolResponse.{kind} must be a tuple or list, got {type(getattr(self, kind)).__name__}")
+                raise TypeError(
+                    f"ToolResponse.{kind} must be a tuple or list, got {type(getattr(self, kind)).__name__}"
+                )
         if not is_number(self.reward):
             raise ValueError(f"a tool's reward must be a finite number, got {self.reward!r}")
         if not isinstance(self.metrics, Mapping) or not all(map(is_number, self.metrics.values())):

@@ -115,7 +115,9 @@ def _class_of(name: Any, place: str) -> type[BaseTool]:
     module = load_user_module(where, key=f"{_KEY} class_name") if where else None
     cls = getattr(module, leaf, None)
     if not (isinstance(cls, type) and issubclass(cls, BaseTool)):
-        raise ToolDefinitionError(f"{place}: {name!r} is no subclass of jax_agent_rl.tools.BaseTool (found {cls!r:.80})")
+        raise ToolDefinitionError(
+            f"{place}: {name!r} is no subclass of jax_agent_rl.tools.BaseTool (found {cls!r:.80})"
+        )
     return cls
 
 
@@ -125,7 +127,9 @@ def _function_of(schema: Any, place: str) -> Mapping[str, Any] | None:
         return None
     function = schema.get("function") if isinstance(schema, Mapping) else None
     if not isinstance(function, Mapping) or schema.get("type", "function") != "function":
-        raise ToolDefinitionError(f"{place}: tool_schema must be {{type: function, function: {{…}}}}, got {schema!r:.100}")
+        raise ToolDefinitionError(
+            f"{place}: tool_schema must be {{type: function, function: {{…}}}}, got {schema!r:.100}"
+        )
     return function
 
 

@@ -203,9 +203,12 @@ class MCPConnection:
         assert server.url is not None
         if not server.headers:
             return Client(server.url)
-        from mcp.client.streamable_http import create_mcp_http_client, streamable_http_client
+        import httpx2
+        from mcp.client.streamable_http import streamable_http_client
 
-        http = await stack.enter_async_context(create_mcp_http_client(headers=dict(server.headers)))
+        # Each call has a time limit of its own; a response stream may stay open for long.
+        client = httpx2.AsyncClient(headers=dict(server.headers), timeout=httpx2.Timeout(self._timeout, read=None))
+        http = await stack.enter_async_context(client)
         return Client(streamable_http_client(server.url, http_client=http))
 
     def _forget(self, client: Client) -> None:

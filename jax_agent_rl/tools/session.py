@@ -152,7 +152,9 @@ class ToolSession:
         call = tool.execute(self._id, checked, **self._kwargs_for(name, "execute_kwargs"))
         response = as_response(await self._in_time(call, f"{name} did not answer"))
         if unseen := sorted(response.media.keys() - set(self._modalities)):
-            logger.warning("tool %s returned %s, which this model, its chat template or its engine cannot take", name, unseen)
+            logger.warning(
+                "tool %s returned %s, which this model, its chat template or its engine cannot take", name, unseen
+            )
             raise ToolError(f"{name} returned {' and '.join(unseen)} data, which cannot be shown here")
         for key, value in response.metrics.items():
             self._count(name, key, value)

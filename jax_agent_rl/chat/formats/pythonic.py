@@ -59,9 +59,7 @@ def _call(source: Literals) -> ToolCall:
     return ToolCall(name=name, arguments=arguments)
 
 
-_SCANNER = Scanner(
-    "|".join(map(re.escape, _TAGS)) + r"|(?:\A|(?<=</think>))\s*\[(?=\s*[A-Za-z_][\w.\-]*\()", _read
-)
+_SCANNER = Scanner("|".join(map(re.escape, _TAGS)) + r"|(?:\A|(?<=</think>))\s*\[(?=\s*[A-Za-z_][\w.\-]*\()", _read)
 
 
 def _parse(text: str, tools: Sequence[Schema] = ()) -> Reply:
@@ -72,6 +70,6 @@ FORMAT = ToolFormat(
     name="pythonic",
     parse=_parse,
     call_end="<|tool_call_end|>",
-    example='[NAME(KEY=VALUE, …)], with strings in quotes',
+    example="[NAME(KEY=VALUE, …)], with strings in quotes",
     markers=(("<|tool_call_start|>[",), ("<|tool_list_start|>",)),
 )

@@ -6,7 +6,8 @@
                   <|tool_call_end|> … <|tool_calls_section_end|>            the text before the arguments is the id
     deepseek_v3   <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\\n```json\\n{…}\\n```
                   <｜tool▁call▁end｜> … <｜tool▁calls▁end｜>
-    deepseek_v31  <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{…}<｜tool▁call▁end｜> … <｜tool▁calls▁end｜>
+    deepseek_v31  <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{…}<｜tool▁call▁end｜>
+                  … <｜tool▁calls▁end｜>
     mistral       [TOOL_CALLS][{"name": …, "arguments": {…}, "id": …}]   or, since v11,
                   [TOOL_CALLS]NAME[CALL_ID]ID[ARGS]{…}[TOOL_CALLS] …
 """
@@ -181,4 +182,3 @@ MISTRAL = ToolFormat(
     example='[TOOL_CALLS][{"name": "NAME", "arguments": {"KEY": VALUE}}]',
     markers=((_TOOL_CALLS,),),
 )
-

@@ -112,7 +112,7 @@ async def test_rewards_of_tools_reach_the_reward_function_and_the_trajectory(rew
 
 async def test_a_tool_that_cannot_score_costs_its_score_not_the_trajectory():
     broken = {**KWARGS, "calc_reward_kwargs": {"scale": "x"}}
-    context, _ = context_of(["<call>guess {\"x\": 1}</call>", "done"], [Guess()])
+    context, _ = context_of(['<call>guess {"x": 1}</call>', "done"], [Guess()])
     row = {"prompt": [{"role": "user", "content": "go"}], "extra_info": {"tools_kwargs": {"guess": broken}}}
     trajectory = await run(context, row)
     assert trajectory.tool_scores == {} and trajectory.metrics["tool/guess/calc_reward_errors"] == 1
@@ -144,7 +144,11 @@ async def test_images_and_videos_reach_the_next_prompt_and_stay_with_the_traject
     assert trajectory.tool_calls[0].media == second.multi_modal and trajectory.tool_calls[0].reward == 1.0
     appended = context.codec.decode(trajectory.turns[0].appended_ids)
     assert appended == "tool: <image> <image> <video> lookassistant:"
-    assert trajectory.messages[2]["content"] == "look" and trajectory.messages[2]["media"] == ["image", "image", "video"]
+    assert trajectory.messages[2]["content"] == "look" and trajectory.messages[2]["media"] == [
+        "image",
+        "image",
+        "video",
+    ]
 
 
 async def test_images_of_all_turns_are_sent_in_the_order_of_their_placeholders():
@@ -165,7 +169,9 @@ async def test_a_model_that_cannot_see_reads_an_error_instead(kinds, shows, capl
     context, backend = context_of([SHOW, "ok"], [Camera(ToolResponse(image=(RED,)))], kinds=kinds, shows=shows)
     trajectory = await run(context)
     (call,) = trajectory.tool_calls
-    assert call.error == "raised" and call.observation == "Error: camera returned image data, which cannot be shown here"
+    assert (
+        call.error == "raised" and call.observation == "Error: camera returned image data, which cannot be shown here"
+    )
     assert backend.requests[1].multi_modal == {} and trajectory.multi_modal == {}
     assert "cannot take" in caplog.text
 
@@ -216,4 +222,3 @@ async def test_a_call_id_the_model_wrote_names_its_result_even_when_it_fails():
     errors = [call.error for call in trajectory.tool_calls]
     assert errors == [None, "unknown_tool", "over_parallel_limit", "malformed"]
     assert [call.call_id for call in trajectory.tool_calls] == ["call-0", "call-1", "call-2", None]
-

@@ -256,7 +256,11 @@ def test_reasoning_that_the_prompt_opened_hides_its_drafts(name):
 @names
 def test_a_call_that_was_cut_is_never_run(name):
     whole = WRITERS[name]("f", {"x": "some text", "y": "more"})
-    complete = {"kimi": "<|tool_call_end|>", "deepseek_v3": "<｜tool▁call▁end｜>", "deepseek_v31": "<｜tool▁call▁end｜>"}
+    complete = {
+        "kimi": "<|tool_call_end|>",
+        "deepseek_v3": "<｜tool▁call▁end｜>",
+        "deepseek_v31": "<｜tool▁call▁end｜>",
+    }
     body = whole.split(complete[name])[0] if name in complete else whole.removesuffix("<|call|>")
     for cut in range(len(body)):
         reply = parse(name, whole[:cut])
@@ -306,7 +310,21 @@ def test_hostile_repetition_is_read_without_raising(name, repeats):
     """Quadratic work on these would take hours and run into the test's time limit."""
     writer = WRITERS[name]("f", {"x": "1"})
     begin, end = THINK.get(name, ("<think>", "</think>"))
-    for unit in (writer[: len(writer) // 2], writer[:-1], begin, end, "[", "{", '{"a":', "((", " ", "\n", "'", '"', "\\"):
+    for unit in (
+        writer[: len(writer) // 2],
+        writer[:-1],
+        begin,
+        end,
+        "[",
+        "{",
+        '{"a":',
+        "((",
+        " ",
+        "\n",
+        "'",
+        '"',
+        "\\",
+    ):
         parse(name, writer[: len(writer) // 2] + unit * repeats)
         parse(name, unit * repeats + writer)
 
@@ -314,7 +332,9 @@ def test_hostile_repetition_is_read_without_raising(name, repeats):
 PIECES = sorted(
     {piece for name, write in WRITERS.items() for piece in (write("f", {"x": "1"}), CLOSING[name])}
     | {tag for pair in THINK.values() for tag in pair}
-    | set('<think> </think> <tool_call> <function=f> <parameter=x> </parameter> { } [ ] ( ) " \' , : = \\ ```json'.split())
+    | set(
+        "<think> </think> <tool_call> <function=f> <parameter=x> </parameter> { } [ ] ( ) \" ' , : = \\ ```json".split()
+    )
     | {"<｜tool▁call▁begin｜>", "<|tool_call_begin|>", "[TOOL_CALLS]", "[ARGS]", "<|message|>", "<|start|>assistant"}
     | {"__import__('os').system('touch /tmp/pwned')", "f(x=__import__)", "\x00", "\ud800", "9" * 5000, "NaN", "1e999"}
 )
@@ -346,7 +366,9 @@ def assert_plain(value):
 
 keys = st.from_regex(r"[a-z_][a-z0-9_]{0,6}", fullmatch=True)
 texts = st.text(st.characters(blacklist_categories=("Cs",)), max_size=12)
-plain_texts = st.text(st.characters(whitelist_categories=("L", "N", "P", "Zs"), blacklist_characters="<>|"), max_size=12)
+plain_texts = st.text(
+    st.characters(whitelist_categories=("L", "N", "P", "Zs"), blacklist_characters="<>|"), max_size=12
+)
 values = st.recursive(
     st.none() | st.booleans() | st.integers(-(10**9), 10**9) | st.floats(-1e6, 1e6) | texts,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(keys, inner, max_size=3),

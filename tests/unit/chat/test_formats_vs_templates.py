@@ -1,6 +1,6 @@
 """Each family's own chat template writes calls; the format found from that template reads the same calls back.
 
-The templates are those of TRL and Axolotl, and where the package renderers is installed, its Kimi and MiniMax writers.
+The templates are those of TRL and Axolotl; for families they lack see tests/parity/test_formats_vs_renderers.py.
 """
 
 import functools
@@ -42,7 +42,9 @@ PARAMETERS = {
     },
 }
 # Characters that neither a template escapes differently nor an unquoted format reads as a tag of its own.
-words = st.text(st.characters(whitelist_categories=("L", "N", "Zs"), whitelist_characters="\n.,;:!?()[]{}'\"/\\"), max_size=20)
+words = st.text(
+    st.characters(whitelist_categories=("L", "N", "Zs"), whitelist_characters="\n.,;:!?()[]{}'\"/\\"), max_size=20
+)
 arguments_of = st.fixed_dictionaries(
     {},
     optional={
@@ -146,7 +148,9 @@ def test_a_tool_result_that_a_template_drops_without_a_call_is_put_behind_one():
     """Gemma 4 writes results only inside the turn that calls."""
     codec = codec_of("gemma4")
     ids = [*codec.encode_text("<|tool_call>call:f{}<tool_call|>"), codec.eos_token_ids[0]]
-    text = codec.decode(codec.encode_append(ids, [{"role": "tool", "content": "21 degrees"}]), skip_special_tokens=False)
+    text = codec.decode(
+        codec.encode_append(ids, [{"role": "tool", "content": "21 degrees"}]), skip_special_tokens=False
+    )
     assert text.startswith("response:f{") and "21 degrees" in text and text.endswith("<tool_response|>")
 
 

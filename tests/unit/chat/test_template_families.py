@@ -89,7 +89,16 @@ FAMILIES = {
     "gemma4": Family(
         "trl",
         "gemma4_v5.jinja",
-        ("<bos>", "<|turn>", "<turn|>", "<|tool_call>", "<tool_call|>", "<|tool_response>", "<tool_response|>", '<|"|>'),
+        (
+            "<bos>",
+            "<|turn>",
+            "<turn|>",
+            "<|tool_call>",
+            "<tool_call|>",
+            "<|tool_response>",
+            "<tool_response|>",
+            '<|"|>',
+        ),
         "<turn|>",
     ),
     "smollm2": Family("", "", (), "<|im_end|>"),
@@ -101,14 +110,11 @@ def template_of(family: Family) -> str:
     return Path(str(place.locate())).read_text(encoding="utf-8")
 
 
-@functools.cache
-def codec_of(name: str) -> ChatCodec:
-    if name == "smollm2":
-        return ChatCodec.from_pretrained(cache_root() / "models" / "smollm2-135m-instruct")
+def tokenizer_with(special: tuple[str, ...], eos: str):
+    """A small byte-level BPE with these special tokens, the first one as BOS."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
-    family = FAMILIES[name]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.decoder = decoders.ByteLevel()
@@ -118,18 +124,29 @@ def codec_of(name: str) -> ChatCodec:
     tokenizer.train_from_iterator(
         ["user assistant system tool\n\n{}: the answer is a question of name and call " * 20], trainer
     )
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in family.special])
-    wrapped = PreTrainedTokenizerFast(
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
-        eos_token=family.eos,
-        bos_token=family.special[0],
+        eos_token=eos,
+        bos_token=special[0],
         clean_up_tokenization_spaces=False,
     )
+
+
+@functools.cache
+def codec_of(name: str) -> ChatCodec:
+    if name == "smollm2":
+        return ChatCodec.from_pretrained(cache_root() / "models" / "smollm2-135m-instruct")
+    family = FAMILIES[name]
+    wrapped = tokenizer_with(family.special, family.eos)
     wrapped.chat_template = template_of(family)
     ends = {family.eos, "<|call|>", "<|eom_id|>", "<|tool_response>"} & set(wrapped.get_added_vocab())
     tool_format = "gemma4" if name == "gemma4" else "hermes"
     return ChatCodec(
-        wrapped, tool_format=tool_format, tool_prompt="none", eos_token_ids=[wrapped.convert_tokens_to_ids(t) for t in sorted(ends)]
+        wrapped,
+        tool_format=tool_format,
+        tool_prompt="none",
+        eos_token_ids=[wrapped.convert_tokens_to_ids(t) for t in sorted(ends)],
     )
 
 

@@ -83,7 +83,9 @@ async def test_a_function_and_a_class_of_one_name_are_both_named(tmp_path, class
     assert "my_tools.py" in str(error.value) and "tools.yaml (tools[0])" in str(error.value)
 
 
-BAD_SCHEMA = {"function": {**SCHEMA["function"], "parameters": {"type": "object", "properties": {"x": {"type": "int"}}}}}
+BAD_SCHEMA = {
+    "function": {**SCHEMA["function"], "parameters": {"type": "object", "properties": {"x": {"type": "int"}}}}
+}
 
 
 @pytest.mark.parametrize(
