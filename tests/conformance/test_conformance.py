@@ -1,0 +1,52 @@
+"""The conformance suite on every backend of the package: one run each, one test per check."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from jax_agent_rl.conformance import CHECKS, Report, run_suite
+from jax_agent_rl.conformance import checks as _checks  # noqa: F401  (registers them)
+from jax_agent_rl.conformance.models import prepare_folders
+from jax_agent_rl.conformance.subjects import SubjectOptions, make_subject
+from jax_agent_rl.errors import ConfigError
+from tests.toy_backend import ToyBackend, toy_subject
+
+
+@pytest.fixture(scope="session")
+def options(tmp_path_factory) -> SubjectOptions:
+    return SubjectOptions(folders=prepare_folders(None, Path(tmp_path_factory.mktemp("models"))))
+
+
+def toy(request):
+    return toy_subject(ToyBackend)
+
+
+def jetstream(request):
+    pytest.importorskip("torch")
+    return make_subject("jetstream", request.getfixturevalue("options"))
+
+
+def vllm(request):
+    pytest.importorskip("torch")
+    pytest.importorskip("vllm")
+    try:
+        return make_subject("vllm", request.getfixturevalue("options"))
+    except ConfigError as error:
+        pytest.skip(str(error))
+
+
+SUBJECTS = {factory.__name__: factory for factory in (toy, jetstream, vllm)}
+
+
+@pytest.fixture(scope="module", params=SUBJECTS)
+def report(request) -> Report:
+    return asyncio.run(run_suite(SUBJECTS[request.param](request)))
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_it(report: Report, check: str):
+    (result,) = [r for r in report.results if r.check == check]
+    if result.outcome == "skipped":
+        pytest.skip(result.detail)
+    assert result.outcome == "passed", result.detail
