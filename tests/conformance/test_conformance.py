@@ -8,8 +8,9 @@ import pytest
 from jax_agent_rl.conformance import CHECKS, Report, run_suite
 from jax_agent_rl.conformance import checks as _checks  # noqa: F401  (registers them)
 from jax_agent_rl.conformance.models import prepare_folders
-from jax_agent_rl.conformance.subjects import SubjectOptions, make_subject
+from jax_agent_rl.conformance.subjects import SubjectOptions, describe, make_subject
 from jax_agent_rl.errors import ConfigError
+from tests.served import ServedBackend, served_toy, toy_files
 from tests.toy_backend import ToyBackend, toy_subject
 
 
@@ -36,7 +37,22 @@ def vllm(request):
         pytest.skip(str(error))
 
 
-SUBJECTS = {factory.__name__: factory for factory in (toy, jetstream, vllm)}
+def remote_toy(request):
+    folder = request.getfixturevalue("tmp_path_factory").mktemp("weights")
+    return toy_subject(served_toy, payload=toy_files(folder))
+
+
+def remote_toy_upload(request):
+    folder = request.getfixturevalue("tmp_path_factory").mktemp("weights")
+    return toy_subject(lambda: served_toy(shares_disk=False), payload=toy_files(folder))
+
+
+def remote_jetstream(request):
+    inner = jetstream(request)
+    return describe("remote jetstream", lambda: ServedBackend(inner.make), request.getfixturevalue("options"))
+
+
+SUBJECTS = {f.__name__: f for f in (toy, jetstream, vllm, remote_toy, remote_toy_upload, remote_jetstream)}
 
 
 @pytest.fixture(scope="module", params=SUBJECTS)
