@@ -145,7 +145,9 @@ class RolloutServer:
                 return _refuse(401, BackendError("the rollout server does not accept the token"))
         spoken = request.headers.get(wire.PROTOCOL_HEADER)
         if spoken != str(wire.PROTOCOL_VERSION):
-            text = f"the rollout server speaks protocol {wire.PROTOCOL_VERSION}, the client {spoken}; install one version"
+            text = (
+                f"the rollout server speaks protocol {wire.PROTOCOL_VERSION}, the client {spoken}; install one version"
+            )
             return _refuse(426, BackendError(text))
         if request.headers.get(wire.INSTANCE_HEADER, self._instance) != self._instance:
             return _refuse(409, BackendError("the rollout server was restarted"))

@@ -95,7 +95,9 @@ async def _write(file: Path, blocks: AsyncIterator[bytes], room: int) -> tuple[i
         async for block in blocks:
             size += len(block)
             if size > room:
-                raise WeightUpdateError(f"{file.name}: the upload is larger than the server's limit ({room} bytes left)")
+                raise WeightUpdateError(
+                    f"{file.name}: the upload is larger than the server's limit ({room} bytes left)"
+                )
             pending += block
             if len(pending) >= _BLOCK:
                 await asyncio.to_thread(flush)
