@@ -61,7 +61,16 @@ class JetStreamConfig(_Section):
 class RolloutConfig(_Section):
     """How trajectories are collected."""
 
-    backend: Literal["jetstream", "vllm"] = Field("jetstream", description="The engine that samples.")
+    backend: Literal["jetstream", "vllm", "remote"] = Field("jetstream", description="The engine that samples.")
+    urls: tuple[str, ...] = Field((), description="Rollout servers, for backend: remote; e.g. http://10.0.0.5:8100.")
+    token_env: str | None = Field(
+        None, description="Environment variable with the secret that rollout servers ask for (and demand of clients)."
+    )
+    shared_weight_folder: str | None = Field(
+        None,
+        description="Folder that this machine and all rollout servers see; weights pass through it. null: memory of "
+        "this machine, uploaded to servers that do not see it.",
+    )
     prompts_per_step: Positive = Field(8, description="Dataset rows per training step.")
     group_size: Positive = Field(8, description="Trajectories per row (a GRPO group).")
     max_in_flight: Positive = Field(64, description="Trajectories that run at the same time.")
@@ -200,6 +209,11 @@ class Config(_Section):
             problems.append(
                 f"rollout.top_p={rollout.top_p}, rollout.top_k={rollout.top_k}: the learner's log-probs are of the "
                 "full distribution and would not match; train with top_p=1 and top_k=0"
+            )
+        if (rollout.backend == "remote") != bool(rollout.urls):
+            problems.append(
+                f"rollout.backend={rollout.backend} and rollout.urls={list(rollout.urls)}: backend remote needs "
+                "addresses of rollout servers, and other backends take none"
             )
         if learner.updates_per_step > rollout.prompts_per_step:
             problems.append(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,8 +24,9 @@ from jax_agent_rl.models.hf import load_hf
 from jax_agent_rl.rewards import load_rewards, require_rewards, score
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.collect import RolloutCollector
-from jax_agent_rl.rollout.protocol import RolloutBackend
+from jax_agent_rl.rollout.protocol import BackendMetrics, RolloutBackend
 from jax_agent_rl.rollout.server import AsyncServer
+from jax_agent_rl.runtime.remote import ArrayPublisher, FleetMetrics, FolderPublisher, remote_backends
 from jax_agent_rl.tools.registry import ToolRegistry
 
 
@@ -35,7 +37,8 @@ class Runtime:
     Attributes:
         config: the resolved configuration.
         codec: ids to text and back.
-        backend: the engine, for its metrics.
+        metrics: what all engines did so far.
+        publisher: turns the learner's parameters into updates the engines take.
         client: generation and weight updates over all engines.
         collector: training rollouts, with the run's accounting.
         evaluator: held-out rollouts, counted apart.
@@ -46,7 +49,8 @@ class Runtime:
 
     config: Config
     codec: ChatCodec
-    backend: RolloutBackend
+    metrics: Callable[[], Awaitable[BackendMetrics]]
+    publisher: ArrayPublisher | FolderPublisher
     client: LLMServerClient
     collector: RolloutCollector
     evaluator: RolloutCollector
@@ -86,13 +90,14 @@ async def build(config: Config, *, say: Callable[[str], None]) -> AsyncIterator[
         config=config.learner,
         temperature=config.rollout.temperature,
     )
-    backend = _make_backend(config, model, params, codec, say)
+    backends, publisher = _make_backends(config, model, params, codec, say)
     del params
-    say("compiling the engine's programs")
-    await backend.start()
+    say("starting the engine")
     try:
-        server = AsyncServer(backend, name="engine-0")
-        client = LLMServerClient([server], decode_text=functools.partial(codec.decode, skip_special_tokens=False))
+        await asyncio.gather(*(backend.start() for backend in backends))
+        _check_versions(config, backends)
+        servers = [AsyncServer(backend, name=f"engine-{i}") for i, backend in enumerate(backends)]
+        client = LLMServerClient(servers, decode_text=functools.partial(codec.decode, skip_special_tokens=False))
         context = AgentContext(
             client=client, codec=codec, tools=tools, limits=config.agent, max_model_len=config.rollout.max_model_len
         )
@@ -101,7 +106,8 @@ async def build(config: Config, *, say: Callable[[str], None]) -> AsyncIterator[
         yield Runtime(
             config=config,
             codec=codec,
-            backend=backend,
+            metrics=FleetMetrics(backends).read,
+            publisher=publisher,
             client=client,
             collector=RolloutCollector(context, **parts),
             evaluator=RolloutCollector(context, **parts),
@@ -110,12 +116,27 @@ async def build(config: Config, *, say: Callable[[str], None]) -> AsyncIterator[
             heldout=heldout,
         )
     finally:
-        await backend.close()
+        await asyncio.gather(*(backend.close() for backend in backends))
+        publisher.close()
 
 
-def _make_backend(
+def _make_backends(
     config: Config, model: Any, params: Any, codec: ChatCodec, say: Callable[[str], None]
+) -> tuple[list[RolloutBackend], ArrayPublisher | FolderPublisher]:
+    """The engines, not started, and what feeds them weights."""
+    if config.rollout.backend == "remote":
+        return remote_backends(config), FolderPublisher(model, config.rollout.shared_weight_folder)
+    return [make_backend(config, model, params, codec, say)], ArrayPublisher()
+
+
+def make_backend(
+    config: Config, model: Any, params: Any, codec: ChatCodec, say: Callable[[str], None], *, version: int = 0
 ) -> RolloutBackend:
+    """The engine of this process that ``rollout.backend`` names, not started.
+
+    Raises:
+        ConfigError: it is not available.
+    """
     if config.rollout.backend != "jetstream":
         raise ConfigError(f"rollout.backend={config.rollout.backend!r} is not available in this version; use jetstream")
     engine = config.rollout.jetstream
@@ -137,10 +158,18 @@ def _make_backend(
         model,
         params,
         shapes,
+        version=version,
         seed=config.seed,
         decode_text=functools.partial(codec.decode, skip_special_tokens=False),
         progress=progress,
     )
+
+
+def _check_versions(config: Config, backends: list[RolloutBackend]) -> None:
+    """Servers of different weights cannot be one policy."""
+    if len({backend.policy_version for backend in backends}) > 1:
+        served = {url: b.policy_version for url, b in zip(config.rollout.urls, backends, strict=True)}
+        raise ConfigError(f"the rollout servers have different policy versions: {served}; restart all of them")
 
 
 def _check_devices(config: Config) -> None:

@@ -22,7 +22,7 @@ from jax_agent_rl.learner.checkpoint import Checkpointer
 from jax_agent_rl.observe.metrics import RunFolder
 from jax_agent_rl.observe.progress import Progress
 from jax_agent_rl.rollout.collect import RolloutCollector
-from jax_agent_rl.rollout.protocol import BackendMetrics, WeightUpdate
+from jax_agent_rl.rollout.protocol import BackendMetrics
 from jax_agent_rl.runtime.in_process import Runtime
 from jax_agent_rl.trainer.record import RunRecord, evaluation_record, step_record
 from jax_agent_rl.types import DropReason, Group, SamplingParams, Trajectory
@@ -124,11 +124,11 @@ class SyncTrainer:
             top_k=config.top_k,
         )
         rows = self.runtime.cursor.next_rows(config.prompts_per_step)
-        before = await self.runtime.backend.metrics()
+        before = await self.runtime.metrics()
         groups = await self._gather(
             self.runtime.collector, rows, config.group_size, sampling, step, "train", f"step {step}: rollout"
         )
-        return groups, _difference(await self.runtime.backend.metrics(), before)
+        return groups, _difference(await self.runtime.metrics(), before)
 
     def filter(self, groups: Sequence[Group]) -> list[Group]:
         """The groups worth a gradient; the others are counted as dropped, by reason."""
@@ -160,15 +160,15 @@ class SyncTrainer:
         return result.metrics
 
     async def publish(self, version: int) -> float:
-        """New weights to every engine, device to device; version and prefix cache change with them.
+        """New weights to every engine; version and prefix cache change with them.
 
         Returns:
             seconds the engine spent taking them.
         """
-        update = WeightUpdate(version=version, kind="arrays", payload=self.runtime.learner.params)
-        before = await self.runtime.backend.metrics()
+        update = await asyncio.to_thread(self.runtime.publisher.make, self.runtime.learner.params, version)
+        before = await self.runtime.metrics()
         await self.runtime.client.update_weights(update)
-        return _difference(await self.runtime.backend.metrics(), before).weight_update_seconds
+        return _difference(await self.runtime.metrics(), before).weight_update_seconds
 
     async def evaluate(self) -> float | None:
         """Mean reward on the held-out rows (None if there are none), recorded as a line of metrics."""
