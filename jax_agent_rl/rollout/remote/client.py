@@ -12,7 +12,7 @@ import hashlib
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -219,7 +219,7 @@ class RemoteBackend:
                 self._version = max(self._version, message["policy_version"])
         return message["result"]
 
-    async def _lines(self, method: str, body: Mapping[str, Any]) -> AsyncIterator[dict[str, Any]]:
+    async def _lines(self, method: str, body: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
         """Messages of one answer. Leaving early drops the connection, which is how the server learns of it.
 
         Raises:

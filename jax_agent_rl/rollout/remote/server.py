@@ -19,7 +19,7 @@ import hmac
 import ipaddress
 import logging
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -183,7 +183,7 @@ class RolloutServer:
         async def handler(request: web.Request) -> web.StreamResponse:
             body = await _body(request)
 
-            async def lines() -> AsyncIterator[Body]:
+            async def lines() -> AsyncGenerator[Body, None]:
                 yield {"result": await call(body), "policy_version": self._backend.policy_version}
 
             return await self._send(request, lines())
@@ -194,7 +194,7 @@ class RolloutServer:
         body = await _body(request)
         chunked = body.pop("chunks", False)
 
-        async def lines() -> AsyncIterator[Body]:
+        async def lines() -> AsyncGenerator[Body, None]:
             wanted = wire.decode_request(body)
             if not chunked:
                 yield {"final": wire.encode_output(await self._backend.generate(wanted))}
@@ -205,7 +205,7 @@ class RolloutServer:
 
         return await self._send(request, lines())
 
-    async def _send(self, request: web.Request, lines: AsyncIterator[Body]) -> web.StreamResponse:
+    async def _send(self, request: web.Request, lines: AsyncGenerator[Body, None]) -> web.StreamResponse:
         """Writes lines as they come, heartbeats in between, and an error as the last line."""
         response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
         await response.prepare(request)
@@ -228,7 +228,7 @@ class RolloutServer:
             if upcoming is not None and not upcoming.done():
                 upcoming.cancel()
                 await asyncio.gather(upcoming, return_exceptions=True)
-            await lines.aclose()  # type: ignore[attr-defined]
+            await lines.aclose()
         await response.write_eof()
         return response
 

@@ -79,12 +79,12 @@ def decode_request(data: Mapping[str, Any]) -> GenerateRequest:
         BackendError: it is not a request.
     """
     try:
-        raw = dict(data["sampling"])
-        sampling = SamplingParams(**raw | {k: tuple(raw[k]) for k in ("stop", "stop_token_ids") if k in raw})
+        raw: dict[str, Any] = dict(data["sampling"])
+        raw |= {name: tuple(raw[name]) for name in ("stop", "stop_token_ids") if name in raw}
         ids = tuple(data["prompt_ids"])
         if not all(type(i) is int for i in ids):
             raise TypeError("prompt_ids must be whole numbers")
-        return GenerateRequest(**{**data, "prompt_ids": ids, "sampling": sampling})
+        return GenerateRequest(**{**data, "prompt_ids": ids, "sampling": SamplingParams(**raw)})
     except (KeyError, TypeError, ValueError) as error:
         raise BackendError(f"not a generate request: {type(error).__name__}: {error}") from None
 
