@@ -22,7 +22,7 @@ from jax_agent_rl.rollout.protocol import RolloutBackend
 BACKENDS = {
     "jetstream": "jax_agent_rl.conformance.subjects:jetstream",
     "remote": "jax_agent_rl.conformance.subjects:remote",
-    "vllm": "gpu_backend.conformance:subject",
+    "vllm": "jax_agent_rl.conformance.subjects:vllm",
 }
 _ENDING_QUESTIONS = ("What is 2+2?", "Say hello.", "Answer with one word: what is the capital of France?")
 
@@ -63,9 +63,9 @@ def make_subject(backend: str, options: SubjectOptions) -> Subject:
         raise ConfigError(f"no backend is called {backend!r}; there are {names}, or give your own as module:function")
     try:
         factory: Callable[[SubjectOptions], Subject] = getattr(importlib.import_module(module), function)
+        return factory(options)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"backend {backend!r} ({where}) is not available: {error}") from error
-    return factory(options)
 
 
 def describe(
@@ -140,6 +140,23 @@ def jetstream(options: SubjectOptions) -> Subject:
         return trees[which]
 
     return describe("jetstream", make, options, payload=payload)
+
+
+def vllm(options: SubjectOptions) -> Subject:
+    """vLLM on whatever device it was built for."""
+    from gpu_backend.backend import VllmBackend
+    from gpu_backend.settings import VllmSettings
+
+    settings = VllmSettings(
+        model=str(options.folders.base),
+        max_model_len=options.max_model_len,
+        max_num_seqs=options.max_concurrent,
+        dtype="float32" if options.tolerance < 0.01 else "auto",
+        require_probe=False,  # the suite has its own proof that weights were taken
+    )
+    tokenizer = _tokenizer(options.folders.base)
+    decode = decoder(tokenizer) if tokenizer else None
+    return describe("vllm", lambda: VllmBackend(settings, decode_text=decode), options)
 
 
 def remote(options: SubjectOptions) -> Subject:

@@ -30,7 +30,7 @@ def jetstream(request):
 
 def vllm(request):
     pytest.importorskip("torch")
-    pytest.importorskip("vllm")
+    pytest.importorskip("vllm")  # the real one: its wheels are not installed everywhere
     try:
         return make_subject("vllm", request.getfixturevalue("options"))
     except ConfigError as error:

@@ -268,3 +268,16 @@ def test_a_failure_says_what_was_expected_what_came_and_why():
 
 def test_the_toy_weights_differ():
     assert not np.allclose(MODELS["base"].last, MODELS["other"].last) and EOS == 2
+
+
+def test_a_backend_that_is_not_there_is_a_config_error(tmp_path):
+    from jax_agent_rl.conformance.models import ModelFolders
+    from jax_agent_rl.conformance.subjects import SubjectOptions, make_subject
+
+    options = SubjectOptions(folders=ModelFolders(base=tmp_path, other=tmp_path))
+    with pytest.raises(ConfigError, match="jetstream, remote, vllm"):
+        make_subject("jetsream", options)
+    with pytest.raises(ConfigError, match="not available"):
+        make_subject("no_such_package:subject", options)
+    with pytest.raises(ConfigError, match="--url"):
+        make_subject("remote", options)
