@@ -7,7 +7,8 @@ import contextlib
 import itertools
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -17,6 +18,17 @@ from jax_agent_rl.conformance.reference import expected_logprobs, greedy_gaps, p
 from jax_agent_rl.conformance.subject import BASE, Subject
 from jax_agent_rl.rollout.protocol import Capabilities, GenerateRequest, RolloutBackend, TokenChunk, WeightUpdate
 from jax_agent_rl.types import SamplingParams, TokenOutput
+
+T = TypeVar("T")
+
+
+@dataclass(eq=False)
+class Started:
+    """A request in progress: its task, and how many ids its stream has brought."""
+
+    request_id: str
+    sampled: int = 0
+    task: asyncio.Task[TokenOutput] = field(init=False)
 
 
 class Probe:
@@ -97,21 +109,35 @@ class Probe:
         async with contextlib.aclosing(self.backend.stream(request)) as chunks:  # type: ignore[type-var]
             yield chunks
 
-    async def started(self, prompt: Sequence[int], **options: Any) -> tuple[str, asyncio.Task[TokenOutput]]:
+    async def started(self, prompt: Sequence[int], **options: Any) -> Started:
         """A request that has sampled something, and is still going on if it is long enough."""
-        request_id = self.new_id()
+        request = self.request(prompt, **options)
+        live = Started(request_id=request.request_id)
+        live.task = asyncio.create_task(self._follow(request, live))
+        self._tasks.append(live.task)
         before = (await self.backend.metrics()).generated_tokens
-        task = self.begin(prompt, request_id=request_id, **options)
 
         async def sampled() -> bool:
-            return task.done() or (await self.backend.metrics()).generated_tokens > before
+            if live.sampled or live.task.done() or self.capabilities.streaming:
+                return live.sampled > 0 or live.task.done()
+            return (await self.backend.metrics()).generated_tokens > before
 
         await self.until(
             sampled,
             what="a request that runs alone samples ids",
-            cause="requests are not admitted, or generated_tokens is counted only when requests end",
+            cause="requests are not admitted, or chunks are held back until the end",
         )
-        return request_id, task
+        return live
+
+    async def _follow(self, request: GenerateRequest, live: Started) -> TokenOutput:
+        if not self.capabilities.streaming:
+            return await self.backend.generate(request)
+        async with self.streaming(request) as chunks:
+            async for chunk in chunks:
+                live.sampled += len(chunk.token_ids)
+                if chunk.final is not None:
+                    return chunk.final
+        raise CheckFailed("a stream", expected="a final chunk", got="none", cause="the stream ends without a result")
 
     # --- weights ----------------------------------------------------------------------------------------------
 
@@ -158,6 +184,13 @@ class Probe:
             if time.monotonic() > deadline:
                 raise CheckFailed(what, expected=f"within {seconds:g} s", got="not yet true", cause=cause)
             await asyncio.sleep(0.002 if turn > 20 else 0)  # a small model ends 200 ids within milliseconds
+
+    async def within(self, seconds: float, waiting: Awaitable[T], what: str, *, cause: str) -> T:
+        """The result of something that must come soon."""
+        try:
+            return await asyncio.wait_for(waiting, seconds)
+        except TimeoutError:
+            raise CheckFailed(what, expected=f"within {seconds:g} s", got="nothing", cause=cause) from None
 
     async def until_idle(self, what: str, *, cause: str) -> None:
         """Waits until the backend says that nothing runs or waits."""

@@ -191,16 +191,16 @@ async def metrics(probe: Probe) -> None:
 async def duplicate(probe: Probe) -> None:
     """A request id that is in use is refused; the request that has it goes on."""
     prompt = probe.prompt(8, seed=36)
-    request_id, task = await probe.started(prompt, max_tokens=probe.room - 16)
-    if task.done():
+    live = await probe.started(prompt, max_tokens=probe.room - 16)
+    if live.task.done():
         raise DoesNotApply(f"the backend samples {probe.room - 16} ids faster than a second request can be sent")
     await probe.raises(
         BackendError,
-        probe.generate(prompt, request_id=request_id),
+        probe.generate(prompt, request_id=live.request_id),
         "a second request with the id of a running one",
         cause="the second one replaces the first, whose caller then hangs or gets the wrong ids",
     )
-    output = await task
+    output = await live.task
     probe.equal(
         len(output.token_ids), probe.room - 16, "ids of the first request", cause="the refusal ended the first request"
     )

@@ -16,9 +16,9 @@ _ATTEMPTS = 5
 async def aborted_part(probe: Probe, prompt: list[int], max_tokens: int) -> TokenOutput:
     """The output of a request that was aborted after its first ids."""
     for _ in range(_ATTEMPTS):
-        request_id, task = await probe.started(prompt, max_tokens=max_tokens)
-        found = await probe.backend.abort(request_id)
-        output = await task
+        live = await probe.started(prompt, max_tokens=max_tokens)
+        found = await probe.backend.abort(live.request_id)
+        output = await live.task
         if found or not (output.stop_reason is StopReason.LENGTH and len(output.token_ids) == max_tokens):
             probe.equal(found, True, "abort of a running request", cause="abort does not find requests that run")
             return output
@@ -72,7 +72,7 @@ async def abort_waiting(probe: Probe) -> None:
     probe.equal(
         await probe.backend.abort(request_id), True, "abort of a waiting request", cause="only running ones are"
     )
-    output = await asyncio.wait_for(task, 30)
+    output = await probe.within(30, task, "the output of an aborted request", cause="the abort tells nobody")
     probe.equal(
         (output.token_ids, output.stop_reason), ((), StopReason.ABORTED), "its output", cause="it ran all the same"
     )
@@ -84,12 +84,8 @@ async def cancellation(probe: Probe) -> None:
     count, each = min(2 * probe.capabilities.max_concurrent, 64), probe.room - 8
     cause = "a request nobody waits for keeps its slot: the engine fills up with ghosts"
     begin = (await probe.backend.metrics()).generated_tokens
-    tasks = [probe.begin(probe.prompt(4, seed=500 + i), max_tokens=each) for i in range(count)]
-
-    async def sampling() -> bool:
-        return (await probe.backend.metrics()).generated_tokens > begin
-
-    await probe.until(sampling, "requests sample ids", cause="requests are not admitted")
+    tasks = [probe.begin(probe.prompt(4, seed=500 + i), max_tokens=each) for i in range(count - 1)]
+    tasks.append((await probe.started(probe.prompt(4, seed=499), max_tokens=each, priority=-1)).task)
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
@@ -119,7 +115,7 @@ async def cancellation(probe: Probe) -> None:
 async def pause_keep(probe: Probe) -> None:
     """KEEP freezes what runs and holds what comes; after resume both are as if nothing had happened."""
     prompt, count = probe.prompt(8, seed=44), probe.room - 24
-    _, running = await probe.started(prompt, max_tokens=count)
+    running = (await probe.started(prompt, max_tokens=count)).task
     await probe.backend.pause(PauseMode.KEEP)
     before = (await probe.backend.metrics()).generated_tokens
     late = probe.begin(probe.prompt(6, seed=45))
@@ -148,7 +144,7 @@ async def pause_wait(probe: Probe) -> None:
     """WAIT returns when what runs has ended; new requests are held until resume."""
     count = probe.room - 24
     for _ in range(_ATTEMPTS):
-        _, running = await probe.started(probe.prompt(8, seed=46), max_tokens=count)
+        running = (await probe.started(probe.prompt(8, seed=46), max_tokens=count)).task
         if not running.done():
             break
     await probe.backend.pause(PauseMode.WAIT)
@@ -157,7 +153,7 @@ async def pause_wait(probe: Probe) -> None:
     await _waiting(probe, 1)
     await asyncio.sleep(0.1)
     probe.equal((health.running, late.done()), (0, False), "running after pause, new request ended", cause=_NOT_PAUSED)
-    output = await asyncio.wait_for(running, 30)
+    output = await probe.within(30, running, "the output of a finished request", cause="it is frozen instead")
     probe.equal(
         (len(output.token_ids), output.stop_reason),
         (count, StopReason.LENGTH),
@@ -173,9 +169,9 @@ async def pause_abort(probe: Probe) -> None:
     """ABORT ends what runs with its ids so far; new requests are held until resume."""
     prompt, count = probe.prompt(8, seed=48), probe.room - 24
     for _ in range(_ATTEMPTS):
-        _, running = await probe.started(prompt, max_tokens=count)
+        running = (await probe.started(prompt, max_tokens=count)).task
         await probe.backend.pause(PauseMode.ABORT)
-        output = await asyncio.wait_for(running, 30)
+        output = await probe.within(30, running, "the output of the aborted request", cause="it is frozen instead")
         late = probe.begin(probe.prompt(6, seed=49))
         await asyncio.sleep(0.1)
         probe.equal(late.done(), False, "a new request ended while paused", cause=_NOT_PAUSED)

@@ -94,16 +94,16 @@ async def _updated_in_flight(probe: Probe, prompt: list[int], count: int) -> tup
     """The output, both versions, and how many ids there were before the pause."""
     for _ in range(_ATTEMPTS):
         await probe.serve(BASE)
-        old, start = probe.backend.policy_version, (await probe.backend.metrics()).generated_tokens
-        _, task = await probe.started(prompt, max_tokens=count)
-        before = (await probe.backend.metrics()).generated_tokens - start
+        old = probe.backend.policy_version
+        live = await probe.started(prompt, max_tokens=count)
+        before = live.sampled
         await probe.backend.pause(PauseMode.KEEP)
-        if task.done():  # over before the pause came
+        if live.task.done():  # over before the pause came
             await probe.backend.resume()
             continue
         new = await probe.serve(OTHER)
         await probe.backend.resume()
-        output = await task
+        output = await live.task
         # The last step before the pause may have finished it; then there is nothing to see.
         if set(output.policy_versions) != {old} or len(output.token_ids) < count:
             return output, old, new, before

@@ -283,6 +283,10 @@ class RemoteBackend:
                 raise BackendClosedError(f"the connection to {self.url} was closed") from error
             reason = str(error) or f"silent for {self._silence_seconds:g} s"
             raise EngineDiedError(f"the rollout server at {self.url} is gone: {reason}") from error
+        except RuntimeError as error:  # what aiohttp raises where close() meets a connection that is being made
+            if not self._closed:
+                raise
+            raise BackendClosedError(f"the connection to {self.url} was closed") from error
 
 
 _JSON = {"Content-Type": "application/json"}
