@@ -58,6 +58,34 @@ class JetStreamConfig(_Section):
         return value
 
 
+class VllmConfig(_Section):
+    """The vLLM engine (rollout.backend: vllm), on CUDA, CPU or TPU."""
+
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="Of weights and activations; auto: float32 on CPUs, else the checkpoint's."
+    )
+    max_num_seqs: Positive = Field(64, description="Requests decoded at the same time.")
+    tensor_parallel_size: Positive = Field(1, description="Devices one copy of the model is cut over.")
+    gpu_memory_utilization: float = Field(
+        0.5,
+        gt=0,
+        le=1,
+        description="Share of the device's memory for weights and KV cache; the learner needs the rest.",
+    )
+    kv_cache_gib: float | None = Field(
+        None, gt=0, description="Size of the KV cache; null: what gpu_memory_utilization leaves (on CPUs 1)."
+    )
+    enforce_eager: bool | None = Field(None, description="No compiled graphs; null: on CPUs only.")
+    weight_folder: str = Field("/dev/shm", description="Where weights pass from learner to engine: shared memory.")
+    require_probe: bool = Field(True, description="Refuse weights that do not bring log-probs to check them by.")
+    max_logprob_difference: float | None = Field(
+        None, gt=0, description="Largest log-prob difference the check allows; null: 1e-3 in float32, else 0.5."
+    )
+    mean_logprob_difference: float | None = Field(
+        None, gt=0, description="Largest mean of it; null: 1e-4 in float32, else 0.05."
+    )
+
+
 class RolloutConfig(_Section):
     """How trajectories are collected."""
 
@@ -71,6 +99,7 @@ class RolloutConfig(_Section):
     top_k: NonNegative = Field(0, description="Most likely ids kept in training; 0 is off.")
     eval_temperature: float = Field(0.0, ge=0, description="Temperature for held-out evaluation; 0 is greedy.")
     jetstream: JetStreamConfig = Field(default_factory=JetStreamConfig)
+    vllm: VllmConfig = Field(default_factory=VllmConfig)
 
 
 class AgentConfig(_Section):

@@ -15,8 +15,6 @@ from jax_agent_rl.config import Config
 from jax_agent_rl.data.cursor import DataCursor
 from jax_agent_rl.data.rows import load_rows
 from jax_agent_rl.errors import ConfigError
-from jax_agent_rl.jetstream.backend import JetStreamBackend
-from jax_agent_rl.jetstream.engine import EngineShapes
 from jax_agent_rl.learner.step import Learner
 from jax_agent_rl.models.hf import load_hf
 from jax_agent_rl.rewards import load_rewards, require_rewards, score
@@ -24,6 +22,7 @@ from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.collect import RolloutCollector
 from jax_agent_rl.rollout.protocol import RolloutBackend
 from jax_agent_rl.rollout.server import AsyncServer
+from jax_agent_rl.runtime.engines import Publisher, make_engine
 from jax_agent_rl.tools.registry import ToolRegistry
 
 
@@ -39,6 +38,7 @@ class Runtime:
         collector: training rollouts, with the run's accounting.
         evaluator: held-out rollouts, counted apart.
         learner: parameters and optimizer.
+        publisher: turns the learner's parameters into updates the engine takes.
         cursor: the order of the training rows.
         heldout: rows to evaluate on.
     """
@@ -50,6 +50,7 @@ class Runtime:
     collector: RolloutCollector
     evaluator: RolloutCollector
     learner: Learner
+    publisher: Publisher
     cursor: DataCursor
     heldout: list[dict[str, Any]]
 
@@ -81,9 +82,10 @@ async def build(config: Config, *, say: Callable[[str], None]) -> AsyncIterator[
         config=config.learner,
         temperature=config.rollout.temperature,
     )
-    backend = _make_backend(config, model, params, codec, say)
+    probe_ids = codec.encode_prompt(train[0]["prompt"])
+    backend, publisher = make_engine(config, model, params, codec, probe_ids=probe_ids, say=say)
     del params
-    say("compiling the engine's programs")
+    say(f"starting the {config.rollout.backend} engine")
     await backend.start()
     try:
         client = LLMServerClient([AsyncServer(backend, name="engine-0")])
@@ -99,41 +101,13 @@ async def build(config: Config, *, say: Callable[[str], None]) -> AsyncIterator[
             collector=RolloutCollector(context, **parts),
             evaluator=RolloutCollector(context, **parts),
             learner=learner,
+            publisher=publisher,
             cursor=DataCursor(train, seed=config.seed),
             heldout=heldout,
         )
     finally:
         await backend.close()
-
-
-def _make_backend(
-    config: Config, model: Any, params: Any, codec: ChatCodec, say: Callable[[str], None]
-) -> RolloutBackend:
-    if config.rollout.backend != "jetstream":
-        raise ConfigError(f"rollout.backend={config.rollout.backend!r} is not available in this version; use jetstream")
-    engine = config.rollout.jetstream
-    lanes = min(engine.max_concurrent_decodes, config.rollout.max_in_flight)
-    shapes = EngineShapes(
-        max_model_len=config.rollout.max_model_len,
-        max_concurrent_decodes=lanes,
-        # A row for every trajectory in flight: none loses its KV while a tool runs.
-        cache_rows=max(lanes, config.rollout.max_in_flight),
-        decode_steps=engine.decode_steps,
-        prefill_buckets=engine.prefill_buckets,
-    )
-
-    def progress(done: int, total: int) -> None:
-        if done == total or done % 5 == 0:
-            say(f"compiled {done} of {total} engine programs")
-
-    return JetStreamBackend(
-        model,
-        params,
-        shapes,
-        seed=config.seed,
-        decode_text=lambda ids: codec.decode(ids, skip_special_tokens=False),
-        progress=progress,
-    )
+        publisher.close()
 
 
 def _check_devices(config: Config) -> None:

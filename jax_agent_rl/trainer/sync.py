@@ -22,7 +22,7 @@ from jax_agent_rl.learner.checkpoint import Checkpointer
 from jax_agent_rl.observe.metrics import RunFolder
 from jax_agent_rl.observe.progress import Progress
 from jax_agent_rl.rollout.collect import RolloutCollector
-from jax_agent_rl.rollout.protocol import BackendMetrics, WeightUpdate
+from jax_agent_rl.rollout.protocol import BackendMetrics
 from jax_agent_rl.runtime.in_process import Runtime
 from jax_agent_rl.trainer.record import RunRecord, evaluation_record, step_record
 from jax_agent_rl.types import DropReason, Group, SamplingParams, Trajectory
@@ -89,7 +89,9 @@ class SyncTrainer:
         kept = self.filter(groups)
         metrics = await self.learn(kept) if kept else {}
         if kept:
+            published = time.monotonic()
             await self.publish(step)
+            metrics["weight_update_seconds"] = time.monotonic() - published
         record.step = step
         record.cursor = runtime.cursor.state()
         record.train_seconds = time.monotonic() - begin
@@ -160,8 +162,8 @@ class SyncTrainer:
         return result.metrics
 
     async def publish(self, version: int) -> None:
-        """New weights to every engine, device to device; version and prefix cache change with them."""
-        update = WeightUpdate(version=version, kind="arrays", payload=self.runtime.learner.params)
+        """New weights to every engine; version and prefix cache change with them."""
+        update = await asyncio.to_thread(self.runtime.publisher.make, self.runtime.learner.params, version)
         await self.runtime.client.update_weights(update)
 
     async def evaluate(self) -> float | None:
