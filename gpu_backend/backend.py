@@ -17,12 +17,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from gpu_backend.admission import Admission, check_adapter
 from gpu_backend.launch import Started, root_cause, start_engine
 from gpu_backend.live import LiveRequest
 from gpu_backend.sampling import vllm_sampling
@@ -34,12 +36,9 @@ from gpu_backend.weights import Checkpoint
 from jax_agent_rl.errors import (
     BackendClosedError,
     BackendError,
-    ConfigError,
     EngineDiedError,
-    PromptTooLongError,
     WeightUpdateError,
 )
-from jax_agent_rl.jetstream.request import RunningRequest
 from jax_agent_rl.rollout.protocol import (
     BackendMetrics,
     Capabilities,
@@ -78,7 +77,6 @@ class VllmBackend:
         self._started: Started | None = None
         self._engine: Any = None
         self._live: dict[str, LiveRequest] = {}
-        self._loras: dict[str, str] = dict(settings.loras)
         self._usage = Usage()
         self._change = asyncio.Lock()  # one pause, update or sleep at a time
         self._gate = asyncio.Event()
@@ -121,17 +119,20 @@ class VllmBackend:
         if self._started is not None:
             raise BackendError("the backend was already started")
         check_installation()
-        self._checkpoint = Checkpoint.read(Path(self._settings.model).expanduser())
-        for name, path in self._loras.items():
-            _check_adapter(name, path)
+        checkpoint = Checkpoint.read(Path(self._settings.model).expanduser())
+        for name, path in self._settings.loras.items():
+            check_adapter(name, path)
         started = await asyncio.to_thread(self._start, self._settings)
         self._engine = started.engine
-        self._updater = WeightUpdater(
-            started.engine, self._checkpoint, self._settings, cpu=started.cpu, cuda=started.cuda
+        self._updater = WeightUpdater(started.engine, checkpoint, self._settings, cpu=started.cpu, cuda=started.cuda)
+        self._admission = Admission(
+            self._settings,
+            vocabulary=started.engine.model_config.get_vocab_size(),
+            eos_ids=checkpoint.eos_token_ids,
+            decode_text=self._decode_text,
         )
-        self._vocabulary = started.engine.model_config.get_vocab_size()
         await self._engine.update_weight_version(str(self._version))
-        self._started = started
+        self._started = dataclasses.replace(started, engine=None)
 
     async def close(self) -> None:
         if self._closed:
@@ -143,7 +144,7 @@ class VllmBackend:
         with contextlib.suppress(Exception):  # a dead engine cannot be told
             await self._abort_all()
         await asyncio.to_thread(self._engine.shutdown)
-        self._engine = None  # vLLM's destructor must not run as late as the interpreter's end
+        self._engine = self._updater.engine = None  # vLLM's destructor must not run as late as the interpreter's end
 
     # --- requests ---------------------------------------------------------------------------------------------
 
@@ -156,7 +157,7 @@ class VllmBackend:
 
     async def stream(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
         self._check_serving()
-        live = LiveRequest(self._admit(request))
+        live = LiveRequest(self._admission.admit(request, self._live))
         self._live[request.request_id] = live
         self._usage.begin()
         try:
@@ -181,58 +182,25 @@ class VllmBackend:
         await self._engine.abort(live.collector.request_id, internal=True)
         return True
 
-    def _admit(self, request: GenerateRequest) -> RunningRequest:
-        """Refuses what vLLM would refuse late, unclearly, or with a crash."""
-        limit, name = self._settings.max_model_len, f"request {request.request_id!r}"
-        if len(request.prompt_ids) >= limit:
-            raise PromptTooLongError(
-                f"{name}: a prompt of {len(request.prompt_ids)} ids leaves no room in rollout.max_model_len={limit}; "
-                "shorten the prompt or raise rollout.max_model_len"
-            )
-        if request.request_id in self._live:
-            raise BackendError(f"{name} is already running; request ids must be unique while they live")
-        if not all(0 <= i < self._vocabulary for i in request.prompt_ids):
-            raise BackendError(f"{name}: prompt ids must be in [0, {self._vocabulary})")
-        if request.sampling.stop and self._decode_text is None:
-            raise BackendError(f"{name} has stop strings, but this engine was given no tokenizer")
-        if unknown := request.multi_modal.keys() - self._settings.multi_modal.keys():
-            raise BackendError(f"{name}: no {sorted(unknown)} input; set rollout.vllm.multi_modal")
-        if request.lora is not None and request.lora not in self._loras:
-            raise BackendError(f"{name}: no LoRA adapter {request.lora!r}; there are {sorted(self._loras)}")
-        return RunningRequest(
-            request,
-            max_tokens=min(request.sampling.max_tokens, limit - len(request.prompt_ids)),
-            eos_ids=self._checkpoint.eos_token_ids,
-            seed=0,  # vLLM draws
-            decode_text=self._decode_text,
-        )
-
     async def _submit(self, live: LiveRequest) -> None:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         request = live.run.request
-        prompt: dict[str, Any] = {"prompt_token_ids": list(request.prompt_ids)}
-        if request.multi_modal:
-            prompt["multi_modal_data"] = dict(request.multi_modal)
         params = SamplingParams(**vllm_sampling(live.run), output_kind=RequestOutputKind.DELTA)
         try:
             live.collector = await self._engine.add_request(
-                request.request_id, prompt, params, lora_request=self._adapter(request), priority=request.priority
+                request.request_id,
+                self._admission.prompt(request),
+                params,
+                lora_request=self._admission.adapter(request),
+                priority=request.priority,
             )
-            live.state = self._engine.output_processor.request_states[live.collector.request_id]
+            live.state = self._engine.output_processor.request_states.get(live.collector.request_id)
         except Exception as error:
             raise self._translate(error, request) from error
         finally:
             live.submitted.set()
-
-    def _adapter(self, request: GenerateRequest) -> Any:
-        if request.lora is None:
-            return None
-        from vllm.lora.request import LoRARequest
-
-        number = 1 + list(self._loras).index(request.lora)
-        return LoRARequest(request.lora, number, str(Path(self._loras[request.lora]).expanduser()))
 
     async def _next_output(self, live: LiveRequest) -> Any:
         try:
@@ -362,12 +330,8 @@ class VllmBackend:
         Raises:
             ConfigError: adapters are not enabled, the name is taken, or the folder is no PEFT adapter.
         """
-        if not self._settings.loras:
-            raise ConfigError("rollout.vllm.loras is empty: an engine started without adapters cannot take one")
-        if name in self._loras:
-            raise ConfigError(f"there is a LoRA adapter {name!r} already; use another name")
-        _check_adapter(name, path)
-        self._loras[name] = path
+        self._check_running()
+        self._admission.add_lora(name, path)
 
     async def sleep(self) -> None:
         """Moves weights to host memory and drops the KV cache; running requests are aborted."""
@@ -405,8 +369,3 @@ class VllmBackend:
 
     async def metrics(self) -> BackendMetrics:
         return self._usage.metrics()
-
-
-def _check_adapter(name: str, path: str) -> None:
-    if not (Path(path).expanduser() / "adapter_config.json").is_file():
-        raise ConfigError(f"rollout.vllm.loras.{name}={path!r} holds no adapter_config.json; set it to a PEFT folder")

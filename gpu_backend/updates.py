@@ -37,7 +37,7 @@ class WeightUpdater:
     """
 
     def __init__(self, engine: Any, checkpoint: Checkpoint, settings: VllmSettings, *, cpu: bool, cuda: bool) -> None:
-        self._engine = engine
+        self.engine: Any = engine
         self._checkpoint = checkpoint
         self._settings = settings
         self._limits = settings.tolerances(cpu=cpu)
@@ -81,7 +81,7 @@ class WeightUpdater:
         Raises:
             WeightUpdateError: they did not all arrive. The model is unusable until a whole update succeeds.
         """
-        engine = self._engine
+        engine = self.engine
         if update.kind == FILES:
             paths = [str(path) for path in update.payload]
             await engine.collective_rpc("load_weight_files", args=(paths,))
@@ -115,7 +115,7 @@ class WeightUpdater:
 
         params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False, ignore_eos=True)
         prompt = {"prompt_token_ids": list(ids)}
-        async for output in self._engine.generate(prompt, params, request_id, priority=_FIRST_IN_QUEUE):
+        async for output in self.engine.generate(prompt, params, request_id, priority=_FIRST_IN_QUEUE):
             reported = output.prompt_logprobs
         return [float(reported[i][token].logprob) for i, token in enumerate(ids) if i > 0]
 
