@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import gc
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -144,7 +145,9 @@ class VllmBackend:
         with contextlib.suppress(Exception):  # a dead engine cannot be told
             await self._abort_all()
         await asyncio.to_thread(self._engine.shutdown)
-        self._engine = self._updater.engine = None  # vLLM's destructor must not run as late as the interpreter's end
+        # vLLM's destructor must not run as late as the interpreter's end, and the engine is part of cycles.
+        self._engine = self._updater.engine = None
+        gc.collect()
 
     # --- requests ---------------------------------------------------------------------------------------------
 

@@ -44,7 +44,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.vllm)
-            item.add_marker(pytest.mark.asyncio(loop_scope="session"))
             if missing:
                 item.add_marker(pytest.mark.skip(reason="vLLM is not installed (third_party/vllm.md says how)"))
 

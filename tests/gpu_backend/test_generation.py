@@ -11,6 +11,8 @@ from jax_agent_rl.rollout.protocol import RolloutBackend
 from jax_agent_rl.types import PauseMode, StopReason, digest_ids
 from tests.gpu_backend.conftest import MAX_MODEL_LEN, Engine, prompt_of, request, to_text
 
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
 
 async def test_greedy_output_equals_transformers_for_many_requests_at_once(engine: Engine):
     prompts = [prompt_of(i, 1 + (7 * i) % 40) for i in range(11)]
