@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import gc
 import logging
 import time
@@ -133,7 +132,7 @@ class VllmBackend:
             decode_text=self._decode_text,
         )
         await self._engine.update_weight_version(str(self._version))
-        self._started = dataclasses.replace(started, engine=None)
+        self._started = started
 
     async def close(self) -> None:
         if self._closed:
@@ -146,7 +145,7 @@ class VllmBackend:
             await self._abort_all()
         await asyncio.to_thread(self._engine.shutdown)
         # vLLM's destructor must not run as late as the interpreter's end, and the engine is part of cycles.
-        self._engine = self._updater.engine = None
+        self._engine = self._updater.engine = self._started.engine = None
         gc.collect()
 
     # --- requests ---------------------------------------------------------------------------------------------

@@ -23,9 +23,9 @@ _CAUSE = re.compile(r"(?:^|[ :])((?:[A-Za-z_]+\.)*[A-Z][A-Za-z]*(?:Error|Excepti
 _GENERAL = "Engine core initialization failed"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Started:
-    """A running engine and what it runs on."""
+    """A running engine and what it runs on. ``engine`` becomes None when it is closed."""
 
     engine: Any
     cpu: bool

@@ -8,11 +8,14 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jax_agent_rl.errors import EngineDiedError, WeightUpdateError
+from jax_agent_rl.models.hf import save_hf
 from jax_agent_rl.rollout.protocol import WeightUpdate
 from jax_agent_rl.types import PauseMode
-from tests.gpu_backend.conftest import SMALL, Engine, prompt_of, request, small_params
+from tests.gpu_backend.conftest import SMALL, Engine, Reference, prompt_of, request, small_params
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+MIXED = -1  # the reference of a model made of two
 
 
 async def assert_serves(engine: Engine, seed: int, name: str = "check") -> None:
@@ -109,13 +112,9 @@ async def test_a_partial_update_changes_what_it_names_and_nothing_else(engine: E
         return {n: t for n, t in tensors.items() if "k_proj" in n or "embed" in n}, metadata
 
     await engine.backend.update_weights(rewrite(update, keep))
-    engine.references[99] = engine.reference(0)  # placeholder, replaced below
-    from jax_agent_rl.models.hf import save_hf
-    from tests.gpu_backend.conftest import Reference
-
     save_hf(engine.folder / "mixed", SMALL, mixed)
-    engine.references[99] = Reference(engine.folder / "mixed")
-    await assert_serves(engine, 99)
+    engine.references[MIXED] = Reference(engine.folder / "mixed")
+    await assert_serves(engine, MIXED)
 
 
 async def test_a_whole_update_that_lacks_a_tensor_is_refused_and_the_old_weights_serve(engine: Engine):
@@ -172,15 +171,20 @@ async def test_weights_that_are_not_the_learners_are_never_served(engine: Engine
     await assert_serves(engine, 1)
 
 
-async def test_the_probe_notices_what_reload_weights_leaves_stale(engine: Engine):
-    """vLLM's own reload: a tied output matrix keeps its old values."""
-    folder = engine.folder / "reference-4"
-    engine.reference(4)
+async def test_the_probe_notices_what_vllms_own_reload_spoils(engine: Engine):
+    """``reload_weights`` with some of the tensors leaves others without values, and says nothing."""
+    folder = engine.folder / "some"
+    folder.mkdir()
+    whole = load_file(engine.update(0).payload[0])
+    save_file(
+        {n: t for n, t in whole.items() if "k_proj" in n}, folder / "model.safetensors", metadata={"format": "pt"}
+    )
     await engine.backend._engine.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
     await engine.backend.reset_prefix_cache()
-    probe = engine.files.probe(small_params(4))
     with pytest.raises(WeightUpdateError, match="not the learner's"):
-        await engine.backend._updater.prove(probe, "probe")
+        await engine.backend._updater.prove(engine.files.probe(small_params(0)), "probe")
+    await engine.serve(0)
+    await assert_serves(engine, 0)
 
 
 async def test_a_tensor_that_did_not_land_is_named(engine: Engine, monkeypatch: pytest.MonkeyPatch):
