@@ -34,7 +34,6 @@ class Admission:
         self._vocabulary = vocabulary
         self._eos_ids = eos_ids
         self._decode_text = decode_text
-        self._loras = dict(settings.loras)
 
     def admit(self, request: GenerateRequest, living: Container[str]) -> RunningRequest:
         """The request as it begins.
@@ -60,8 +59,8 @@ class Admission:
             raise BackendError(f"{name} has stop strings, but this engine was given no tokenizer")
         if unknown := request.multi_modal.keys() - self._settings.multi_modal.keys():
             raise BackendError(f"{name}: this engine takes no {sorted(unknown)} input; name it in multi_modal")
-        if request.lora is not None and request.lora not in self._loras:
-            raise BackendError(f"{name}: no LoRA adapter {request.lora!r}; there are {sorted(self._loras)}")
+        if request.lora is not None and request.lora not in self._settings.loras:
+            raise BackendError(f"{name}: no LoRA adapter {request.lora!r}; there are {sorted(self._settings.loras)}")
         return RunningRequest(
             request,
             max_tokens=min(request.sampling.max_tokens, limit - len(request.prompt_ids)),
@@ -83,21 +82,8 @@ class Admission:
             return None
         from vllm.lora.request import LoRARequest
 
-        number = 1 + list(self._loras).index(request.lora)
-        return LoRARequest(request.lora, number, str(Path(self._loras[request.lora]).expanduser()))
-
-    def add_lora(self, name: str, path: str) -> None:
-        """Makes an adapter known.
-
-        Raises:
-            ConfigError: the engine takes none, the name is taken, or the folder is no PEFT adapter.
-        """
-        if not self._settings.loras:
-            raise ConfigError("loras is empty: an engine started without adapters cannot take one later")
-        if name in self._loras:
-            raise ConfigError(f"there is a LoRA adapter {name!r} already; use another name")
-        check_adapter(name, path)
-        self._loras[name] = path
+        number = 1 + list(self._settings.loras).index(request.lora)
+        return LoRARequest(request.lora, number, str(Path(self._settings.loras[request.lora]).expanduser()))
 
 
 def check_adapter(name: str, path: str) -> None:

@@ -326,15 +326,6 @@ class VllmBackend:
         self._check_running()
         await self._engine.reset_prefix_cache(reset_running_requests=False)
 
-    async def add_lora(self, name: str, path: str) -> None:
-        """Makes an adapter available to requests; replaces nothing.
-
-        Raises:
-            ConfigError: adapters are not enabled, the name is taken, or the folder is no PEFT adapter.
-        """
-        self._check_running()
-        self._admission.add_lora(name, path)
-
     async def sleep(self) -> None:
         """Moves weights to host memory and drops the KV cache; running requests are aborted."""
         async with self._change:

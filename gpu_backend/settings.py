@@ -97,7 +97,9 @@ class VllmSettings:
         if block_size is not None:
             arguments["block_size"] = block_size
         if self.loras:
-            arguments |= {"enable_lora": True, "max_loras": len(self.loras), "max_lora_rank": self.max_lora_rank}
+            # On CPUs vLLM gives requests without an adapter the last slot: one more is kept empty for them.
+            slots = len(self.loras) + (1 if cpu else 0)
+            arguments |= {"enable_lora": True, "max_loras": slots, "max_lora_rank": self.max_lora_rank}
         if self.multi_modal:
             arguments["limit_mm_per_prompt"] = dict(self.multi_modal)
         if cuda:

@@ -10,8 +10,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from safetensors.numpy import save_file
-from safetensors.torch import load_file, save_model
+from safetensors.numpy import load_file, save_file
 
 from gpu_backend.updates import FILES
 from jax_agent_rl.errors import ConfigError, EngineDiedError, WeightUpdateError
@@ -117,7 +116,7 @@ def gpt2():
 
 
 @pytest.mark.parametrize("family", [qwen3, gpt2])
-async def test_other_families_take_whole_and_partial_updates(tmp_path: Path, family):
+async def test_other_families_take_updates(tmp_path: Path, family):
     """Their tensors are fused or transposed in other ways; every one is read back."""
     for name, seed in [("old", 0), ("new", 1)]:
         torch.manual_seed(seed)
@@ -129,14 +128,14 @@ async def test_other_families_take_whole_and_partial_updates(tmp_path: Path, fam
     old, new = Reference(tmp_path / "old"), Reference(tmp_path / "new")
     ids = list(range(3, 30))
     probe = LogprobProbe(ids=(tuple(ids),), log_probs=(tuple(new.logprobs(ids[:1], ids[1:])),))
-    save_model(new.model, str(tmp_path / "update.safetensors"), metadata=probe.to_metadata())
+    tensors = load_file(tmp_path / "new" / "model.safetensors")
+    save_file(tensors, tmp_path / "update.safetensors", metadata=probe.to_metadata())
     async with running(tmp_path / "old") as backend:
         before = await backend.generate(request("a", PROMPT))
         await backend.update_weights(
             WeightUpdate(version=2, kind=FILES, payload=[str(tmp_path / "update.safetensors")])
         )
         after = await backend.generate(request("b", PROMPT))
-    assert len(load_file(tmp_path / "update.safetensors")) > 20
     assert list(before.token_ids) == old.greedy(PROMPT, 8)
     assert list(after.token_ids) == new.greedy(PROMPT, 8)
     np.testing.assert_allclose(after.log_probs, new.logprobs(PROMPT, after.token_ids), atol=5e-4)

@@ -2,7 +2,7 @@
 
 import importlib.metadata
 import json
-import os
+import subprocess
 import sys
 
 import pytest
@@ -41,7 +41,9 @@ def test_nothing_assumes_cuda():
 def test_adapters_and_images_are_switched_on_by_naming_them():
     rich = VllmSettings(model="m", max_model_len=128, loras={"a": "x"}, multi_modal={"image": 2}, extra={"seed": 5})
     arguments = rich.engine_arguments(cpu=True, cuda=False)
-    assert arguments["enable_lora"] and arguments["limit_mm_per_prompt"] == {"image": 2} and arguments["seed"] == 5
+    assert arguments["enable_lora"] and arguments["max_loras"] == 2
+    assert rich.engine_arguments(cpu=False, cuda=True)["max_loras"] == 1
+    assert arguments["limit_mm_per_prompt"] == {"image": 2} and arguments["seed"] == 5
     assert (
         not arguments["skip_tokenizer_init"] and SETTINGS.engine_arguments(cpu=True, cuda=False)["skip_tokenizer_init"]
     )
@@ -125,7 +127,7 @@ def test_config_has_a_setting_for_each_key_of_the_section():
 
 def test_importing_the_backend_imports_neither_vllm_nor_torch():
     code = "import sys, gpu_backend.backend; sys.exit(bool({'vllm', 'torch', 'jax'} & sys.modules.keys()))"
-    assert os.spawnl(os.P_WAIT, sys.executable, sys.executable, "-c", code) == 0
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 def test_usage_counts_busy_time_once():
