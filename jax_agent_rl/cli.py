@@ -110,7 +110,7 @@ def conformance(
     from rich.console import Console
 
     from jax_agent_rl.conformance.command import run_command
-    from jax_agent_rl.runtime.remote import token_from
+    from jax_agent_rl.runtime.engines import token_from
 
     report = run_command(
         backend,

@@ -94,7 +94,7 @@ def save_hf(path: str | Path, config: LlamaConfig, params: Params, *, tokenizer_
     """Writes ``config.json``, ``generation_config.json`` and ``model.safetensors``; copies tokenizer files."""
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
-    save_params(folder / "model.safetensors", config, params)
+    save_file(dict(hf_tensors(config, params)), folder / "model.safetensors", metadata={"format": "pt"})
     raw = config.to_hf()
     (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
     generation = {key: raw[key] for key in ("bos_token_id", "eos_token_id")}
@@ -120,14 +120,13 @@ def _read_json(file: Path) -> dict[str, Any]:
     return content
 
 
-def save_params(file: str | Path, config: LlamaConfig, params: Params) -> None:
-    """Writes one safetensors file under Hugging Face names."""
-    tensors: dict[str, np.ndarray] = {}
+def hf_tensors(config: LlamaConfig, params: Params) -> Iterator[tuple[str, np.ndarray]]:
+    """Every parameter on the host under its Hugging Face name, a stacked one layer by layer."""
     for names, value in zip(_leaves(_names(config)), jax.tree.leaves(params), strict=True):
         array = np.asarray(value)
         pairs = [(names, array)] if isinstance(names, str) else zip(names, array, strict=True)
-        tensors |= {name: np.ascontiguousarray(part) for name, part in pairs}
-    save_file(tensors, file, metadata={"format": "pt"})
+        for name, part in pairs:
+            yield name, np.ascontiguousarray(part)
 
 
 def _names(config: LlamaConfig) -> Params:

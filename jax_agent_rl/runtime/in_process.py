@@ -17,16 +17,16 @@ from jax_agent_rl.config import Config
 from jax_agent_rl.data.cursor import DataCursor
 from jax_agent_rl.data.rows import load_rows
 from jax_agent_rl.errors import ConfigError
-from jax_agent_rl.jetstream.backend import JetStreamBackend
-from jax_agent_rl.jetstream.engine import EngineShapes
 from jax_agent_rl.learner.step import Learner
 from jax_agent_rl.models.hf import load_hf
 from jax_agent_rl.rewards import load_rewards, require_rewards, score
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.collect import RolloutCollector
-from jax_agent_rl.rollout.protocol import BackendMetrics, RolloutBackend
+from jax_agent_rl.rollout.protocol import BackendMetrics
 from jax_agent_rl.rollout.server import AsyncServer
-from jax_agent_rl.runtime.remote import ArrayPublisher, FleetMetrics, FolderPublisher, remote_backends
+from jax_agent_rl.runtime.engines import make_backends
+from jax_agent_rl.runtime.fleet import FleetMetrics, check_versions
+from jax_agent_rl.runtime.publishers import Publisher, make_publisher
 from jax_agent_rl.tools.registry import ToolRegistry
 
 
@@ -50,11 +50,11 @@ class Runtime:
     config: Config
     codec: ChatCodec
     metrics: Callable[[], Awaitable[BackendMetrics]]
-    publisher: ArrayPublisher | FolderPublisher
     client: LLMServerClient
     collector: RolloutCollector
     evaluator: RolloutCollector
     learner: Learner
+    publisher: Publisher
     cursor: DataCursor
     heldout: list[dict[str, Any]]
 
@@ -90,12 +90,14 @@ async def build(config: Config, *, say: Callable[[str], None]) -> AsyncIterator[
         config=config.learner,
         temperature=config.rollout.temperature,
     )
-    backends, publisher = _make_backends(config, model, params, codec, say)
+    probe_ids = codec.encode_prompt(train[0]["prompt"])
+    backends = make_backends(config, model, params, codec, say=say)
+    publisher = make_publisher(config, model, probe_ids=probe_ids)
     del params
-    say("starting the engine")
+    say(f"starting the {config.rollout.backend} engine")
     try:
         await asyncio.gather(*(backend.start() for backend in backends))
-        _check_versions(config, backends)
+        check_versions(config, backends)
         servers = [AsyncServer(backend, name=f"engine-{i}") for i, backend in enumerate(backends)]
         client = LLMServerClient(servers, decode_text=functools.partial(codec.decode, skip_special_tokens=False))
         context = AgentContext(
@@ -107,69 +109,17 @@ async def build(config: Config, *, say: Callable[[str], None]) -> AsyncIterator[
             config=config,
             codec=codec,
             metrics=FleetMetrics(backends).read,
-            publisher=publisher,
             client=client,
             collector=RolloutCollector(context, **parts),
             evaluator=RolloutCollector(context, **parts),
             learner=learner,
+            publisher=publisher,
             cursor=DataCursor(train, seed=config.seed),
             heldout=heldout,
         )
     finally:
         await asyncio.gather(*(backend.close() for backend in backends))
         publisher.close()
-
-
-def _make_backends(
-    config: Config, model: Any, params: Any, codec: ChatCodec, say: Callable[[str], None]
-) -> tuple[list[RolloutBackend], ArrayPublisher | FolderPublisher]:
-    """The engines, not started, and what feeds them weights."""
-    if config.rollout.backend == "remote":
-        return remote_backends(config), FolderPublisher(model, config.rollout.shared_weight_folder)
-    return [make_backend(config, model, params, codec, say)], ArrayPublisher()
-
-
-def make_backend(
-    config: Config, model: Any, params: Any, codec: ChatCodec, say: Callable[[str], None], *, version: int = 0
-) -> RolloutBackend:
-    """The engine of this process that ``rollout.backend`` names, not started.
-
-    Raises:
-        ConfigError: it is not available.
-    """
-    if config.rollout.backend != "jetstream":
-        raise ConfigError(f"rollout.backend={config.rollout.backend!r} is not available in this version; use jetstream")
-    engine = config.rollout.jetstream
-    lanes = min(engine.max_concurrent_decodes, config.rollout.max_in_flight)
-    shapes = EngineShapes(
-        max_model_len=config.rollout.max_model_len,
-        max_concurrent_decodes=lanes,
-        # A row for every trajectory in flight: none loses its KV while a tool runs.
-        cache_rows=max(lanes, config.rollout.max_in_flight),
-        decode_steps=engine.decode_steps,
-        prefill_buckets=engine.prefill_buckets,
-    )
-
-    def progress(done: int, total: int) -> None:
-        if done == total or done % 5 == 0:
-            say(f"compiled {done} of {total} engine programs")
-
-    return JetStreamBackend(
-        model,
-        params,
-        shapes,
-        version=version,
-        seed=config.seed,
-        decode_text=functools.partial(codec.decode, skip_special_tokens=False),
-        progress=progress,
-    )
-
-
-def _check_versions(config: Config, backends: list[RolloutBackend]) -> None:
-    """Servers of different weights cannot be one policy."""
-    if len({backend.policy_version for backend in backends}) > 1:
-        served = {url: b.policy_version for url, b in zip(config.rollout.urls, backends, strict=True)}
-        raise ConfigError(f"the rollout servers have different policy versions: {served}; restart all of them")
 
 
 def _check_devices(config: Config) -> None:

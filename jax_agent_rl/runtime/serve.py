@@ -12,8 +12,7 @@ from jax_agent_rl.config import Config
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.models.hf import load_hf
 from jax_agent_rl.rollout.remote.server import RolloutServer
-from jax_agent_rl.runtime.in_process import make_backend
-from jax_agent_rl.runtime.remote import token_from
+from jax_agent_rl.runtime.engines import make_backends, token_from
 
 UNTRAINED = -1
 """Policy version of the files: any run's first weights (version 0) are newer."""
@@ -33,7 +32,7 @@ async def serve(config: Config, *, host: str, port: int, say: Callable[[str], No
     model, params = load_hf(config.model.path)
     if not model.eos_token_ids:  # the files name none; the tokenizer does
         model = replace(model, eos_token_ids=codec.eos_token_ids)
-    backend = make_backend(config, model, params, codec, say, version=UNTRAINED)
+    (backend,) = make_backends(config, model, params, codec, say=say, version=UNTRAINED)
     del params
     server = RolloutServer(backend, host=host, port=port, token=token)  # before minutes of compiling: it may refuse
     try:

@@ -16,6 +16,7 @@ from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.collect import RolloutCollector
 from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.runtime.in_process import Runtime
+from jax_agent_rl.runtime.publishers import ArrayPublisher
 from jax_agent_rl.trainer.record import RunRecord
 from jax_agent_rl.trainer.sync import SyncTrainer
 from tests.fakes import FakeCodec, ScriptedBackend
@@ -23,17 +24,26 @@ from tests.fakes import FakeCodec, ScriptedBackend
 ROW = {"prompt": [{"role": "user", "content": "go"}], "agent_name": "single_turn_agent"}
 
 
+class Clock:
+    """Stands still unless it is moved on."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 1e-6  # rates are per second of it
+        return self.now
+
+
 class SlowToUpdate(ScriptedBackend):
     """Version n takes n seconds to load."""
 
-    update_seconds = 0.0
+    def __init__(self, clock: Clock, *args):
+        super().__init__(*args)
+        self.clock = clock
 
     async def update_weights(self, update):
         await super().update_weights(update)
-        self.update_seconds += update.version
-
-    async def metrics(self):
-        return replace(await super().metrics(), weight_update_seconds=self.update_seconds)
+        self.clock.now += update.version
 
 
 class IdleLearner:
@@ -58,6 +68,7 @@ async def parity(trajectory):
 
 
 def trainer(tmp_path: Path, *, steps: int) -> SyncTrainer:
+    clock = Clock()
     settings = config.build(
         {
             "run_dir": str(tmp_path),
@@ -68,14 +79,15 @@ def trainer(tmp_path: Path, *, steps: int) -> SyncTrainer:
         }
     )
     codec = FakeCodec()
-    backend = SlowToUpdate(codec, ["hello there"])
+    backend = SlowToUpdate(clock, codec, ["hello there"])
     client = LLMServerClient([AsyncServer(backend)])
     context = AgentContext(client=client, codec=codec, limits=settings.agent, max_model_len=1000)
     collectors = [RolloutCollector(context, score=parity, max_in_flight=4, seed=0) for _ in range(2)]
     runtime = Runtime(
         config=settings,
         codec=codec,
-        backend=backend,
+        metrics=backend.metrics,
+        publisher=ArrayPublisher(),
         client=client,
         collector=collectors[0],
         evaluator=collectors[1],
@@ -90,6 +102,7 @@ def trainer(tmp_path: Path, *, steps: int) -> SyncTrainer:
         checkpointer=NoCheckpoints(),
         record=RunRecord(),
         progress=progress,
+        clock=clock,
     )
 
 
@@ -97,5 +110,5 @@ async def test_every_step_records_the_seconds_of_its_own_weight_update(tmp_path:
     training = trainer(tmp_path, steps=3)
     await training.run()
     steps = [r for r in read_records(tmp_path / "metrics.jsonl") if r["kind"] == "step"]
-    assert [r["weight_update_seconds"] for r in steps] == [1.0, 2.0, 3.0]
+    assert [round(r["weight_update_seconds"], 3) for r in steps] == [1.0, 2.0, 3.0]
     training.runtime.collector.accounting.check()
