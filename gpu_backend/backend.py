@@ -271,6 +271,8 @@ class VllmBackend:
     async def resume(self) -> None:
         async with self._change:
             self._check_running()
+            # Requests on their way in arrive first: else whichever comes first would run first, whatever its priority.
+            await asyncio.gather(*(live.submitted.wait() for live in self._live.values()))
             self._paused = False
             if self._failure is None:  # wrong weights stay paused, until right ones come
                 await self._engine.resume_generation()
