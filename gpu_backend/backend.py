@@ -7,8 +7,9 @@
         ▲                                      │
         └── LiveRequest.take ◄── collector ◄───┘   one per request; outputs carry the version of their weights
                  │
-               gate: closed from the moment new weights are loaded until a probe has shown that they are right.
-               Tokens sampled meanwhile wait behind it; if the proof fails, their requests do, too.
+               gate: closed from the moment new weights are loaded until a probe has shown that they are right,
+               and, in a pause, until resume. Tokens sampled beside the probe wait behind it; if the proof fails,
+               their requests do, too.
 
 Nothing here depends on the device: what a platform cannot do is declared in :class:`Capabilities`.
 """
@@ -141,8 +142,10 @@ class VllmBackend:
         self._gate.set()
         if self._started is None:
             return
-        with contextlib.suppress(Exception):  # a dead engine cannot be told
-            await self._abort_all()
+        await asyncio.gather(*(live.submitted.wait() for live in self._live.values()))
+        for live in self._live.values():  # vLLM would leave their callers waiting
+            if live.collector is not None:
+                live.collector.put(BackendClosedError("the backend was closed"))
         await asyncio.to_thread(self._engine.shutdown)
         # vLLM's destructor must not run as late as the interpreter's end, and the engine is part of cycles.
         self._engine = self._updater.engine = self._started.engine = None
@@ -179,7 +182,7 @@ class VllmBackend:
         if live is None or live.finished:
             return False
         await live.submitted.wait()
-        if live.collector is None:
+        if live.collector is None or self._closed:
             return False
         await self._engine.abort(live.collector.request_id, internal=True)
         return True
@@ -224,9 +227,11 @@ class VllmBackend:
         """Frees what the request holds, whatever ended it."""
         self._live.pop(live.run.request.request_id, None)
         self._usage.end(live.run)
-        if live.collector is None or self._engine is None:
+        if live.collector is None:
             return
         live.collector.close()
+        if self._closed:
+            return
         if not live.left_engine and not self._engine.errored:
             # The caller went away, or a stop string ended it, of which vLLM does not know.
             await self._engine.abort(live.collector.request_id, internal=True)
@@ -236,7 +241,9 @@ class VllmBackend:
 
         if isinstance(error, BackendError):
             return error
-        if isinstance(error, EngineDeadError) or self._engine is None or self._engine.errored:
+        if self._closed:
+            return BackendClosedError("the backend was closed")
+        if isinstance(error, EngineDeadError) or self._engine.errored:
             return EngineDiedError(f"request {request.request_id!r}: {self._death()}")
         return BackendError(f"request {request.request_id!r}: vLLM refused or lost it: {error}")
 
@@ -276,6 +283,7 @@ class VllmBackend:
             self._paused = False
             if self._failure is None:  # wrong weights stay paused, until right ones come
                 await self._engine.resume_generation()
+                self._gate.set()
 
     async def update_weights(self, update: WeightUpdate) -> None:
         """See the protocol, with one addition.
@@ -304,7 +312,7 @@ class VllmBackend:
             self._version, self._failure = update.version, None
             if not self._paused:
                 await self._engine.resume_generation()
-            self._gate.set()
+                self._gate.set()
             self._usage.weight_update_seconds += time.perf_counter() - begin
 
     async def _take(self, update: WeightUpdate, probe: Any) -> None:

@@ -99,7 +99,10 @@ def export(
 def conformance(
     backend: Annotated[str, typer.Option(help="jetstream, vllm, remote, or your own as package.module:function.")],
     model: Annotated[Path | None, typer.Option(help="Model folder; default a tiny random one.")] = None,
-    url: Annotated[str | None, typer.Option(help="Address of a running rollout server, for remote.")] = None,
+    url: Annotated[
+        str | None, typer.Option(help="Address of a running rollout server, for remote; default one is started.")
+    ] = None,
+    engine: Annotated[str, typer.Option(help="What serves behind the rollout server that is started.")] = "jetstream",
     token_env: Annotated[str | None, typer.Option(help="Environment variable with the server's token.")] = None,
     tolerance: Annotated[float, typer.Option(help="Largest log-prob error in nats; 0.1 suits bfloat16.")] = 1e-3,
     max_model_len: Annotated[int, typer.Option(help="Context length to serve with, at least 128.")] = 256,
@@ -117,6 +120,7 @@ def conformance(
         model=model,
         url=url,
         token=token_from(token_env),
+        engine=engine,
         tolerance=tolerance,
         max_model_len=max_model_len,
         only=only or (),

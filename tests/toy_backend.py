@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from jax_agent_rl.conformance.reference import log_softmax, truncate
-from jax_agent_rl.conformance.subject import BASE, OTHER, Subject
+from jax_agent_rl.conformance.subject import BASE, MIXED, OTHER, Subject
 from jax_agent_rl.errors import BackendClosedError, BackendError, PromptTooLongError, WeightUpdateError
 from jax_agent_rl.rollout.protocol import (
     BackendMetrics,
@@ -52,7 +52,15 @@ class ToyModel:
         return self.last[now] + self.before[np.concatenate([[0], now[:-1]])]
 
 
+def mixture(base: ToyModel) -> ToyModel:
+    """``base`` with one of ``OTHER``'s two tables."""
+    mixed = ToyModel(OTHER)
+    mixed.before = base.before
+    return mixed
+
+
 MODELS = {which: ToyModel(which) for which in (BASE, OTHER)}
+MODELS[MIXED] = mixture(MODELS[BASE])
 
 
 class ToyReference:
@@ -111,6 +119,7 @@ class ToyBackend:
                 pause_modes=frozenset(PauseMode),
                 in_flight_update=True,
                 prefix_reuse=True,
+                partial_update=True,
                 priorities=True,
                 weight_payloads=frozenset({"toy"}),
             ),
@@ -325,7 +334,7 @@ class ToyBackend:
             raise WeightUpdateError("the payload names no weight set")
         if update.version <= self._version:
             raise WeightUpdateError(f"version {update.version} is not newer than {self._version}")
-        self.model, self._version = MODELS[which], update.version
+        self.model, self._version = mixture(self.model) if update.partial else MODELS[which], update.version
         await self.reset_prefix_cache()
 
     def read(self, update: WeightUpdate) -> str:

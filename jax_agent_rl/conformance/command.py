@@ -23,6 +23,7 @@ def run_command(
     model: Path | None,
     url: str | None,
     token: str | None,
+    engine: str,
     tolerance: float,
     max_model_len: int,
     only: Sequence[str],
@@ -34,8 +35,13 @@ def run_command(
     Raises:
         ConfigError: options that do not go together, or a backend that is not there.
     """
-    if backend == "remote" and model is None:
-        raise ConfigError("--backend remote needs --model: the folder of the model the server serves, to compare with")
+    if url is not None and (backend != "remote" or model is None):
+        raise ConfigError(
+            f"--url {url} goes with --backend remote and --model: the folder of the model that server serves, to "
+            f"compare with; got --backend {backend}, --model {model}"
+        )
+    if engine == "remote":
+        raise ConfigError("--engine remote: a rollout server needs an engine of its own; use jetstream or vllm")
     with tempfile.TemporaryDirectory(prefix="conformance-") as scratch, console.status("preparing") as status:
 
         def say(result: Result) -> None:
@@ -47,6 +53,7 @@ def run_command(
             tolerance=tolerance,
             url=url,
             token=token,
+            engine=engine,
         )
         report = asyncio.run(run_suite(make_subject(backend, options), only=only, say=say))
     print_report(report, console)

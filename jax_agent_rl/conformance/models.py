@@ -17,16 +17,40 @@ _LETTERS = [chr(code) for code in range(33, 127)]
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFolders:
-    """Two Hugging Face folders of one architecture."""
+    """Hugging Face folders of one architecture, one per weight set.
+
+    Attributes:
+        base: the model.
+        other: differs in every parameter.
+        mixed: has some parameters of each; those of ``other`` stand alone in the files of its subfolder ``partial``.
+        scratch: for files that the suite writes.
+    """
 
     base: Path
     other: Path
+    mixed: Path
+    scratch: Path
 
 
 def prepare_folders(model: Path | None, scratch: Path) -> ModelFolders:
-    """The user's model (or a tiny random one) and a changed copy of it, written under ``scratch``."""
+    """The user's model (or a tiny random one) and changed copies of it, written under ``scratch``.
+
+    Raises:
+        ModelError: there are no safetensors files in ``model``.
+    """
     base = Path(model).expanduser() if model else write_tiny_model(scratch / "base")
-    return ModelFolders(base=base, other=write_changed_copy(base, scratch / "other"))
+    other, mixed = scratch / "other", scratch / "mixed"
+    files = weight_files(base)
+    if not files:
+        raise ModelError(f"{base} holds no safetensors files")
+    for folder in (other, mixed):
+        folder.mkdir(parents=True)
+        for file in base.iterdir():
+            if file.is_file() and str(file) not in files:
+                shutil.copy(file, folder)
+    write_changed(base, other)
+    write_mixture(base, other, mixed)
+    return ModelFolders(base=base, other=other, mixed=mixed, scratch=scratch)
 
 
 def write_tiny_model(folder: Path) -> Path:
@@ -61,30 +85,33 @@ def write_tiny_model(folder: Path) -> Path:
     return folder
 
 
-def write_changed_copy(base: Path, folder: Path) -> Path:
-    """A copy of a model in which every parameter differs by a few per cent, so that nothing can be left behind unseen.
+def write_changed(base: Path, folder: Path) -> None:
+    """Weights in which every parameter differs by a few per cent, so that nothing can be left behind unseen."""
+    from safetensors.numpy import load_file, save_file
 
-    Raises:
-        ModelError: there are no safetensors files in ``base``.
+    rng = np.random.default_rng(1)
+    for file in sorted(base.glob("*.safetensors")):
+        changed = {name: _changed(tensor, rng) for name, tensor in load_file(file).items()}
+        save_file(changed, folder / file.name, metadata={"format": "pt"})
+
+
+def write_mixture(base: Path, other: Path, folder: Path) -> None:
+    """Weights of which every second tensor is ``other``'s; those tensors also stand alone, in ``partial``.
+
+    Neighbours differ in origin, so matrices that an engine fuses are new in part and old in part.
     """
     from safetensors.numpy import load_file, save_file
 
-    folder.mkdir(parents=True)
-    files = sorted(base.glob("*.safetensors"))
-    if not files:
-        raise ModelError(f"{base} holds no safetensors files")
-    for file in base.iterdir():
-        if file.is_file() and file not in files:
-            shutil.copy(file, folder)
-    rng = np.random.default_rng(1)
-    for file in files:
-        changed = {name: _changed(tensor, rng) for name, tensor in load_file(file).items()}
-        save_file(changed, folder / file.name, metadata={"format": "pt"})
-    return folder
+    (partial := folder / "partial").mkdir()
+    for file in sorted(base.glob("*.safetensors")):
+        tensors, changed = load_file(file), load_file(other / file.name)
+        taken = {name: changed[name] for name in sorted(tensors)[::2]}
+        save_file({**tensors, **taken}, folder / file.name, metadata={"format": "pt"})
+        save_file(taken, partial / file.name, metadata={"format": "pt"})
 
 
 def weight_files(folder: Path) -> list[str]:
-    """The payload of a ``safetensors`` update."""
+    """The safetensors files of a folder, in order."""
     return [str(file) for file in sorted(folder.glob("*.safetensors"))]
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from jax_agent_rl.conformance.check import CheckFailed
 from jax_agent_rl.conformance.footprint import Footprint
 from jax_agent_rl.conformance.reference import expected_logprobs, greedy_gaps, predictions
-from jax_agent_rl.conformance.subject import BASE, Subject
+from jax_agent_rl.conformance.subject import BASE, MIXED, Subject
 from jax_agent_rl.rollout.protocol import Capabilities, GenerateRequest, RolloutBackend, TokenChunk, WeightUpdate
 from jax_agent_rl.types import SamplingParams, TokenOutput
 
@@ -145,7 +145,8 @@ class Probe:
         """The update that brings a weight set under the next version."""
         kind = kind or sorted(self.capabilities.weight_payloads)[0]
         version = self.backend.policy_version + 1 if version is None else version
-        return WeightUpdate(version=version, kind=kind, payload=self.subject.payload(kind, which))
+        payload = self.subject.payload(kind, which)
+        return WeightUpdate(version=version, kind=kind, payload=payload, partial=which == MIXED)
 
     async def serve(self, which: str, *, kind: str | None = None) -> int:
         """Brings a weight set to the backend; returns its version."""

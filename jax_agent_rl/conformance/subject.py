@@ -9,8 +9,9 @@ from typing import Any
 from jax_agent_rl.conformance.reference import Reference
 from jax_agent_rl.rollout.protocol import RolloutBackend
 
-BASE, OTHER = "base", "other"
-"""Two weight sets of one architecture: the one a backend starts with, and one that differs in every parameter."""
+BASE, OTHER, MIXED = "base", "other", "mixed"
+"""Weight sets of one architecture: the one a backend starts with, one that differs in every parameter, and the first
+with some of the second's parameters."""
 
 SHORTEST_CONTEXT = 128
 """Least ``Capabilities.max_model_len`` the checks have room in."""
@@ -23,8 +24,9 @@ class Subject:
     Attributes:
         name: for the report.
         make: builds a backend that is not started, serving the weights ``BASE``; called again if one dies.
-        reference: right answers for both weight sets.
-        payload: (kind, ``BASE`` or ``OTHER``) to the payload of a ``WeightUpdate`` of that kind.
+        reference: right answers for all weight sets.
+        payload: (kind, weight set) to the payload of a ``WeightUpdate`` of that kind. That of ``MIXED`` holds only the
+            parameters in which it differs from ``BASE``; it is asked for with ``Capabilities.partial_update``.
         vocab_size: ids are in [0, vocab_size).
         eos_ids: ids that end a generation.
         decode_text: ids to text, as the backend decodes them; None without a tokenizer.

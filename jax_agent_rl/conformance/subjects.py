@@ -15,7 +15,8 @@ from typing import Any
 
 from jax_agent_rl.conformance.models import ModelFolders, weight_files
 from jax_agent_rl.conformance.reference import TransformersReference
-from jax_agent_rl.conformance.subject import BASE, OTHER, Subject
+from jax_agent_rl.conformance.subject import BASE, MIXED, OTHER, Subject
+from jax_agent_rl.conformance.updates import with_probe
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.rollout.protocol import RolloutBackend
 
@@ -37,8 +38,9 @@ class SubjectOptions:
         max_concurrent: decode slots; few, so that requests wait.
         tolerance: see :class:`Subject`.
         patience: see :class:`Subject`.
-        url: of a running rollout server, for ``remote``.
+        url: of a running rollout server, for ``remote``; None: one is started on loopback.
         token: that the server asks for, or None.
+        engine: the backend, by name, behind the server that is started.
     """
 
     folders: ModelFolders
@@ -48,6 +50,7 @@ class SubjectOptions:
     patience: float = 120.0
     url: str | None = None
     token: str | None = None
+    engine: str = "jetstream"
 
 
 def make_subject(backend: str, options: SubjectOptions) -> Subject:
@@ -83,23 +86,26 @@ def describe(
         options: see :class:`SubjectOptions`.
         payload: payloads of update kinds other than ``safetensors``.
     """
-    folders = {BASE: options.folders.base, OTHER: options.folders.other}
+    folders = {BASE: options.folders.base, OTHER: options.folders.other, MIXED: options.folders.mixed}
+    reference = TransformersReference(folders)
+    vocab_size = json.loads((options.folders.base / "config.json").read_text())["vocab_size"]
 
     def payload_of(kind: str, which: str) -> Any:
         if kind == "safetensors":
-            return weight_files(folders[which])
+            files = weight_files(folders[which] / "partial" if which == MIXED else folders[which])
+            place = options.folders.scratch
+            return with_probe(files, which, reference=reference, vocab_size=vocab_size, folder=place)
         if payload is None:
             raise ConfigError(f"{name}: there is no payload of kind {kind!r} to test with")
         return payload(kind, which)
 
     tokenizer = _tokenizer(options.folders.base)
-    raw = json.loads((options.folders.base / "config.json").read_text())
     return Subject(
         name=name,
         make=make,
-        reference=TransformersReference(folders),
+        reference=reference,
         payload=payload_of,
-        vocab_size=raw["vocab_size"],
+        vocab_size=vocab_size,
         eos_ids=_eos_ids(options.folders.base),
         decode_text=decoder(tokenizer) if tokenizer else None,
         ending_prompts=_ending_prompts(tokenizer),
@@ -152,7 +158,6 @@ def vllm(options: SubjectOptions) -> Subject:
         max_model_len=options.max_model_len,
         max_num_seqs=options.max_concurrent,
         dtype="float32" if options.tolerance < 0.01 else "auto",
-        require_probe=False,  # the suite has its own proof that weights were taken
     )
     tokenizer = _tokenizer(options.folders.base)
     decode = decoder(tokenizer) if tokenizer else None
@@ -160,13 +165,15 @@ def vllm(options: SubjectOptions) -> Subject:
 
 
 def remote(options: SubjectOptions) -> Subject:
-    """A rollout server that runs already and serves ``options.folders.base``; at the end it serves it again."""
+    """A rollout server: one that runs already and serves ``options.folders.base`` (at the end it does so again), or, if
+    no address is given, one of our own."""
+    from jax_agent_rl.conformance.served import ServedBackend
     from jax_agent_rl.rollout.remote.client import RemoteBackend
 
-    if options.url is None:
-        raise ConfigError("--backend remote needs the server's address: --url http://127.0.0.1:8100")
-    url, token = options.url, options.token
-    return describe(f"remote {url}", lambda: RemoteBackend(url, token=token), options)
+    if (url := options.url) is not None:
+        return describe(f"remote {url}", lambda: RemoteBackend(url, token=options.token), options)
+    inner = make_subject(options.engine, options)
+    return describe(f"remote {options.engine}", lambda: ServedBackend(inner.make), options)
 
 
 def _tokenizer(folder: Path) -> Any:

@@ -1,6 +1,7 @@
 """The conformance suite on every backend of the package: one run each, one test per check."""
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,9 +9,9 @@ import pytest
 from jax_agent_rl.conformance import CHECKS, Report, run_suite
 from jax_agent_rl.conformance import checks as _checks  # noqa: F401  (registers them)
 from jax_agent_rl.conformance.models import prepare_folders
-from jax_agent_rl.conformance.subjects import SubjectOptions, describe, make_subject
+from jax_agent_rl.conformance.subjects import SubjectOptions, make_subject
 from jax_agent_rl.errors import ConfigError
-from tests.served import ServedBackend, served_toy, toy_files
+from tests.served import served_toy, toy_files
 from tests.toy_backend import ToyBackend, toy_subject
 
 
@@ -48,11 +49,16 @@ def remote_toy_upload(request):
 
 
 def remote_jetstream(request):
-    inner = jetstream(request)
-    return describe("remote jetstream", lambda: ServedBackend(inner.make), request.getfixturevalue("options"))
+    pytest.importorskip("torch")
+    return make_subject("remote", request.getfixturevalue("options"))
 
 
-SUBJECTS = {f.__name__: f for f in (toy, jetstream, vllm, remote_toy, remote_toy_upload, remote_jetstream)}
+def remote_vllm(request):
+    vllm(request)
+    return make_subject("remote", replace(request.getfixturevalue("options"), engine="vllm"))
+
+
+SUBJECTS = {f.__name__: f for f in (toy, jetstream, vllm, remote_toy, remote_toy_upload, remote_jetstream, remote_vllm)}
 
 
 @pytest.fixture(scope="module", params=SUBJECTS)

@@ -13,11 +13,12 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 from gpu_backend.updates import FILES
-from jax_agent_rl.errors import ConfigError, EngineDiedError, WeightUpdateError
+from jax_agent_rl.errors import BackendClosedError, ConfigError, EngineDiedError
 from jax_agent_rl.learner.export import WeightFiles
 from jax_agent_rl.models.hf import save_hf
 from jax_agent_rl.probe import LogprobProbe
 from jax_agent_rl.rollout.protocol import WeightUpdate
+from jax_agent_rl.types import PauseMode
 from tests.gpu_backend.conftest import PROBE, SMALL, Reference, prompt_of, request, running, small_params
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -172,17 +173,22 @@ async def test_an_unknown_setting_is_a_config_error(model_folder: Path):
             pass
 
 
-async def test_a_closed_engine_leaves_no_process(model_folder: Path):
+async def test_a_closed_engine_ends_its_requests_and_leaves_no_process(model_folder: Path):
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     async with running(model_folder) as backend:
-        task = asyncio.create_task(backend.generate(request("r", PROMPT, max_tokens=200)))
-        await asyncio.sleep(0.2)
+        stream = backend.stream(request("running", PROMPT, max_tokens=200))
+        await anext(stream)
+        new = [asyncio.create_task(backend.generate(request(f"new {i}", PROMPT, max_tokens=200))) for i in range(20)]
+        await asyncio.sleep(0)  # they are on their way to the engine, which has not heard of them
         await backend.close()
-        with pytest.raises(Exception, match="closed"):
-            await task
-        with pytest.raises(Exception, match="closed"):
+        with pytest.raises(BackendClosedError):
+            async for _ in stream:
+                pass
+        ended = await asyncio.gather(*new, return_exceptions=True)
+        assert {type(error) for error in ended} == {BackendClosedError}
+        with pytest.raises(BackendClosedError):
             await backend.generate(request("s", PROMPT))
-        with pytest.raises((WeightUpdateError, Exception), match="closed"):
-            await backend.pause("keep")
+        with pytest.raises(BackendClosedError):
+            await backend.pause(PauseMode.KEEP)
     left = [c for c in psutil.Process().children(recursive=True) if c.pid not in before and "EngineCore" in c.name()]
     assert not left

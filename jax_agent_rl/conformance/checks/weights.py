@@ -7,7 +7,7 @@ import numpy as np
 from jax_agent_rl.conformance.check import DoesNotApply, check
 from jax_agent_rl.conformance.probe import Probe
 from jax_agent_rl.conformance.reference import expected_logprobs, predictions
-from jax_agent_rl.conformance.subject import BASE, OTHER
+from jax_agent_rl.conformance.subject import BASE, MIXED, OTHER
 from jax_agent_rl.errors import WeightUpdateError
 from jax_agent_rl.rollout.protocol import WeightUpdate
 from jax_agent_rl.types import PauseMode, TokenOutput
@@ -63,6 +63,21 @@ async def round_trip(probe: Probe) -> None:
             got="the same",
             cause="the update was accepted and not applied",
         )
+
+
+@check("partial-update", needs=["partial_update", "weight_payloads"])
+async def partial_update(probe: Probe) -> None:
+    """Parameters that a partial update does not name stay as they are."""
+    prompt = probe.prompt(20, seed=64)
+    for kind in sorted(probe.capabilities.weight_payloads):
+        await probe.serve(BASE, kind=kind)
+        version = await probe.serve(MIXED, kind=kind)
+        output = await probe.generate(prompt, max_tokens=16)
+        probe.equal(set(output.policy_versions), {version}, "versions of ids after a partial update", cause=_STALE)
+        cause = "the parameters that were not named are lost, or matrices that the engine fuses are filled in part"
+        probe.expect_greedy(prompt, output, "ids after a partial update", weights=MIXED, cause=cause)
+        if probe.capabilities.logprobs:
+            probe.expect_logprobs(prompt, output, "log-probs after a partial update", weights=MIXED, cause=cause)
 
 
 @check("update-in-flight", needs=["in_flight_update", "pause_modes:keep", "weight_payloads"])

@@ -91,6 +91,11 @@ class MixesWeights(ToyBackend):
         self.model = mixed
 
 
+class ForgetsWhatIsNotNamed(ToyBackend):
+    async def update_weights(self, update):
+        await super().update_weights(replace(update, payload="other", partial=False) if update.partial else update)
+
+
 class LeaksSlot(ToyBackend):
     def forget(self, run):
         if len(run.ids) and run.request.sampling.max_tokens > len(run.ids):
@@ -188,6 +193,7 @@ CAUGHT_BY = [
     (VersionWithoutWeights, "update-in-flight"),
     (VersionWithoutWeights, "weights-round-trip"),
     (MixesWeights, "weights-take-effect"),
+    (ForgetsWhatIsNotNamed, "partial-update"),
     (LeaksSlot, "cancellation-frees-slot"),
     (KeepsPrefixCache, "weights-take-effect"),
     (KeepsPrefixCache, "prefix-reuse"),
@@ -274,10 +280,8 @@ def test_a_backend_that_is_not_there_is_a_config_error(tmp_path):
     from jax_agent_rl.conformance.models import ModelFolders
     from jax_agent_rl.conformance.subjects import SubjectOptions, make_subject
 
-    options = SubjectOptions(folders=ModelFolders(base=tmp_path, other=tmp_path))
+    options = SubjectOptions(folders=ModelFolders(base=tmp_path, other=tmp_path, mixed=tmp_path, scratch=tmp_path))
     with pytest.raises(ConfigError, match="jetstream, remote, vllm"):
         make_subject("jetsream", options)
     with pytest.raises(ConfigError, match="not available"):
         make_subject("no_such_package:subject", options)
-    with pytest.raises(ConfigError, match="--url"):
-        make_subject("remote", options)
