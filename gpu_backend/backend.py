@@ -60,6 +60,7 @@ class VllmBackend:
         settings: what to start.
         version: policy version of the weights in ``settings.model``.
         decode_text: ids to text; without it requests with stop strings are refused.
+        tokenizer_eos_ids: end a generation if the model's files name no such ids.
         start: starts the engine; tests put a fake here.
     """
 
@@ -69,11 +70,13 @@ class VllmBackend:
         *,
         version: int = 0,
         decode_text: Callable[[Sequence[int]], str] | None = None,
+        tokenizer_eos_ids: frozenset[int] = frozenset(),
         start: Callable[[VllmSettings], Started] = start_engine,
     ) -> None:
         self._settings = settings
         self._version = version
         self._decode_text = decode_text
+        self._tokenizer_eos_ids = tokenizer_eos_ids
         self._start = start
         self._started: Started | None = None
         self._engine: Any = None
@@ -129,7 +132,7 @@ class VllmBackend:
         self._admission = Admission(
             self._settings,
             vocabulary=started.engine.model_config.get_vocab_size(),
-            eos_ids=checkpoint.eos_token_ids,
+            eos_ids=checkpoint.eos_token_ids or self._tokenizer_eos_ids,
             decode_text=self._decode_text,
         )
         await self._engine.update_weight_version(str(self._version))

@@ -6,7 +6,7 @@ import asyncio
 import functools
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -18,13 +18,12 @@ from jax_agent_rl.data.cursor import DataCursor
 from jax_agent_rl.data.rows import load_rows
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.learner.step import Learner
-from jax_agent_rl.models.hf import load_hf
 from jax_agent_rl.rewards import load_rewards, require_rewards, score
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.collect import RolloutCollector
 from jax_agent_rl.rollout.protocol import BackendMetrics
 from jax_agent_rl.rollout.server import AsyncServer
-from jax_agent_rl.runtime.engines import make_backends
+from jax_agent_rl.runtime.engines import check_engine, load_model, make_backends
 from jax_agent_rl.runtime.fleet import FleetMetrics, check_versions
 from jax_agent_rl.runtime.publishers import Publisher, make_publisher
 from jax_agent_rl.tools.registry import ToolRegistry
@@ -79,10 +78,9 @@ async def build(config: Config, *, say: Callable[[str], None]) -> AsyncIterator[
         config.model.path, tool_format=config.agent.tool_format, tool_prompt=config.agent.tool_prompt
     )
     _check_devices(config)
+    check_engine(config)
     say(f"loading {config.model.path}")
-    model, params = load_hf(config.model.path)
-    if not model.eos_token_ids:  # the files name none; the tokenizer does
-        model = replace(model, eos_token_ids=codec.eos_token_ids)
+    model, params = load_model(config, codec)
     learner = Learner(
         model,
         params,
@@ -91,7 +89,7 @@ async def build(config: Config, *, say: Callable[[str], None]) -> AsyncIterator[
         temperature=config.rollout.temperature,
     )
     probe_ids = codec.encode_prompt(train[0]["prompt"])
-    backends = make_backends(config, model, params, codec, say=say)
+    backends = make_backends(config, codec, weights=lambda m=model, p=params: (m, p), say=say)
     publisher = make_publisher(config, model, probe_ids=probe_ids)
     del params
     say(f"starting the {config.rollout.backend} engine")

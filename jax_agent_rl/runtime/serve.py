@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import signal
 from collections.abc import Callable
-from dataclasses import replace
 
 from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.config import Config
 from jax_agent_rl.errors import ConfigError
-from jax_agent_rl.models.hf import load_hf
 from jax_agent_rl.rollout.remote.server import RolloutServer
-from jax_agent_rl.runtime.engines import make_backends, token_from
+from jax_agent_rl.runtime.engines import check_engine, load_model, make_backends, token_from
 
 UNTRAINED = -1
 """Policy version of the files: any run's first weights (version 0) are newer."""
@@ -28,12 +27,11 @@ async def serve(config: Config, *, host: str, port: int, say: Callable[[str], No
         raise ConfigError("a rollout server needs an engine of its own: set rollout.backend=jetstream rollout.urls=[]")
     token = token_from(config.rollout.token_env)
     codec = ChatCodec.from_pretrained(config.model.path, tool_format=config.agent.tool_format)
+    check_engine(config)
     say(f"loading {config.model.path}")
-    model, params = load_hf(config.model.path)
-    if not model.eos_token_ids:  # the files name none; the tokenizer does
-        model = replace(model, eos_token_ids=codec.eos_token_ids)
-    (backend,) = make_backends(config, model, params, codec, say=say, version=UNTRAINED)
-    del params
+    (backend,) = make_backends(
+        config, codec, weights=functools.partial(load_model, config, codec), say=say, version=UNTRAINED
+    )
     server = RolloutServer(backend, host=host, port=port, token=token)  # before minutes of compiling: it may refuse
     try:
         await backend.start()

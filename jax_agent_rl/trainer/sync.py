@@ -217,6 +217,7 @@ class SyncTrainer:
             async for group in stream:
                 groups.append(group)
                 done += group_size
+        self.runtime.client.require_server()  # else what was lost would look like the policy's failure
         # Groups arrive as they finish; batches must not depend on that.
         return sorted(groups, key=lambda g: int(g.group_id.rsplit("-", 1)[1]))
 

@@ -58,12 +58,13 @@ def remote_vllm(request):
     return make_subject("remote", replace(request.getfixturevalue("options"), engine="vllm"))
 
 
-SUBJECTS = {f.__name__: f for f in (toy, jetstream, vllm, remote_toy, remote_toy_upload, remote_jetstream, remote_vllm)}
+SUBJECTS = [toy, jetstream, remote_toy, remote_toy_upload, remote_jetstream]
+ON_VLLM = [pytest.param(subject, marks=pytest.mark.vllm) for subject in (vllm, remote_vllm)]
 
 
-@pytest.fixture(scope="module", params=SUBJECTS)
+@pytest.fixture(scope="module", params=[*SUBJECTS, *ON_VLLM], ids=lambda subject: subject.__name__)
 def report(request) -> Report:
-    return asyncio.run(run_suite(SUBJECTS[request.param](request)))
+    return asyncio.run(run_suite(request.param(request)))
 
 
 @pytest.mark.parametrize("check", CHECKS)

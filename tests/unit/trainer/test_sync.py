@@ -4,11 +4,13 @@ import io
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
 from jax_agent_rl import config
 from jax_agent_rl.agents import AgentContext
 from jax_agent_rl.data.cursor import DataCursor
+from jax_agent_rl.errors import EngineDiedError
 from jax_agent_rl.learner.step import UpdateResult
 from jax_agent_rl.observe.metrics import RunFolder, read_records
 from jax_agent_rl.observe.progress import Progress
@@ -19,6 +21,7 @@ from jax_agent_rl.runtime.in_process import Runtime
 from jax_agent_rl.runtime.publishers import ArrayPublisher
 from jax_agent_rl.trainer.record import RunRecord
 from jax_agent_rl.trainer.sync import SyncTrainer
+from jax_agent_rl.types import DropReason
 from tests.fakes import FakeCodec, ScriptedBackend
 
 ROW = {"prompt": [{"role": "user", "content": "go"}], "agent_name": "single_turn_agent"}
@@ -112,3 +115,16 @@ async def test_every_step_records_the_seconds_of_its_own_weight_update(tmp_path:
     steps = [r for r in read_records(tmp_path / "metrics.jsonl") if r["kind"] == "step"]
     assert [round(r["weight_update_seconds"], 3) for r in steps] == [1.0, 2.0, 3.0]
     training.runtime.collector.accounting.check()
+
+
+async def test_a_run_without_an_engine_stops_and_says_why(tmp_path: Path):
+    training = trainer(tmp_path, steps=3)
+    (server,) = training.runtime.client.servers
+    await training.train_step(0.0)
+    server.backend.die()
+    with pytest.raises(EngineDiedError, match="no rollout engine is left: server-0: "):
+        await training.run()
+    assert training.record.step == 1
+    for collector in (training.runtime.collector, training.runtime.evaluator):
+        collector.accounting.check()
+    assert training.runtime.evaluator.accounting.dropped == {DropReason.BACKEND_ERROR: 1}
