@@ -91,6 +91,7 @@ class VllmSettings:
             "worker_extension_cls": "gpu_backend.worker.WeightExtension",
             "disable_log_stats": True,
             "enable_log_requests": False,
+            "use_tqdm_on_load": False,
         }
         if kv_cache_gib is not None:
             arguments["kv_cache_memory_bytes"] = int(kv_cache_gib * GIB)

