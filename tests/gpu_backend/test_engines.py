@@ -2,8 +2,6 @@
 
 import asyncio
 import json
-import os
-import signal
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +15,10 @@ from jax_agent_rl.errors import BackendClosedError, ConfigError, EngineDiedError
 from jax_agent_rl.learner.export import WeightFiles
 from jax_agent_rl.models.hf import save_hf
 from jax_agent_rl.probe import LogprobProbe
+from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.protocol import WeightUpdate
-from jax_agent_rl.types import PauseMode
+from jax_agent_rl.rollout.server import AsyncServer
+from jax_agent_rl.types import PauseMode, SamplingParams
 from tests.gpu_backend.conftest import PROBE, SMALL, Reference, prompt_of, request, running, small_params
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -142,15 +142,39 @@ async def test_other_families_take_updates(tmp_path: Path, family):
     np.testing.assert_allclose(after.log_probs, new.logprobs(PROMPT, after.token_ids), atol=5e-4)
 
 
+def engine_cores() -> set[psutil.Process]:
+    """vLLM's engine processes that this one has started."""
+    return {child for child in psutil.Process().children(recursive=True) if "EngineCore" in child.name()}
+
+
+async def test_requests_of_an_engine_that_dies_go_on_in_another(model_folder: Path):
+    before, sampling = engine_cores(), SamplingParams(max_tokens=150, temperature=0.0, ignore_eos=True)
+    async with running(model_folder) as dying:
+        (core,) = engine_cores() - before
+        async with running(model_folder) as other:
+            client = LLMServerClient([AsyncServer(dying, name="dying"), AsyncServer(other, name="other")])
+            prompts = [prompt_of(i, 30) for i in range(6)]
+            tasks = [
+                asyncio.create_task(client.generate(f"r{i}", prompt_ids=prompt, sampling_params=sampling))
+                for i, prompt in enumerate(prompts)
+            ]
+            while not (await dying.health()).running:
+                await asyncio.sleep(0.001)
+            core.kill()
+            outputs = await asyncio.gather(*tasks)
+            assert [server.name for server in client.servers] == ["other"]
+    reference = Reference(model_folder)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert len(output.token_ids) == 150 and list(output.token_ids[:8]) == reference.greedy(prompt, 8)
+
+
 async def test_an_engine_that_dies_fails_its_requests_and_says_so(model_folder: Path):
-    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    before = engine_cores()
     async with running(model_folder) as backend:
         stream = backend.stream(request("r", PROMPT, max_tokens=200))
         await anext(stream)
-        cores = [
-            c for c in psutil.Process().children(recursive=True) if c.pid not in before and "EngineCore" in c.name()
-        ]
-        os.kill(cores[0].pid, signal.SIGKILL)
+        (core,) = engine_cores() - before
+        core.kill()
         with pytest.raises(EngineDiedError, match="the vLLM engine died"):
             async for _ in stream:
                 pass
@@ -174,7 +198,7 @@ async def test_an_unknown_setting_is_a_config_error(model_folder: Path):
 
 
 async def test_a_closed_engine_ends_its_requests_and_leaves_no_process(model_folder: Path):
-    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    before = engine_cores()
     async with running(model_folder) as backend:
         stream = backend.stream(request("running", PROMPT, max_tokens=200))
         await anext(stream)
@@ -190,5 +214,4 @@ async def test_a_closed_engine_ends_its_requests_and_leaves_no_process(model_fol
             await backend.generate(request("s", PROMPT))
         with pytest.raises(BackendClosedError):
             await backend.pause(PauseMode.KEEP)
-    left = [c for c in psutil.Process().children(recursive=True) if c.pid not in before and "EngineCore" in c.name()]
-    assert not left
+    assert not engine_cores() - before
