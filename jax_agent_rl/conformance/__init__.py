@@ -8,13 +8,13 @@ backend, right answers (a :class:`Reference`), and payloads for weight updates;
 >>> print(report.count("passed"), report.count("failed"))            # doctest: +SKIP
 
 ``check`` what a check is · ``checks/`` the rules · ``probe`` a check's tools · ``runner`` · ``report`` · ``reference``
-right answers · ``models`` model folders to test with · ``subjects`` the backends of this package · ``footprint``
-threads and processes.
+right answers · ``models`` model folders to test with · ``updates`` weights with their probe · ``subjects`` the backends
+of this package · ``served`` a backend behind a server of its own · ``footprint`` threads and processes.
 """
 
 from jax_agent_rl.conformance.check import CHECKS, CheckFailed
 from jax_agent_rl.conformance.reference import Reference
 from jax_agent_rl.conformance.runner import Report, Result, run_suite
-from jax_agent_rl.conformance.subject import BASE, OTHER, Subject
+from jax_agent_rl.conformance.subject import BASE, MIXED, OTHER, Subject
 
-__all__ = ["BASE", "CHECKS", "OTHER", "CheckFailed", "Reference", "Report", "Result", "Subject", "run_suite"]
+__all__ = ["BASE", "CHECKS", "MIXED", "OTHER", "CheckFailed", "Reference", "Report", "Result", "Subject", "run_suite"]
