@@ -1,0 +1,161 @@
+"""Rollout servers as Ray actors, one per server, each on the node that was planned for it.
+
+``python -m jax_agent_rl.launch.ray_servers --address H:P --gpus-per-server N --server NAME=ADDRESS:PORT … -- COMMAND``
+
+The command's ``{name}``, ``{address}`` and ``{port}`` are filled in for every server. Each node offers a resource with
+the name of each of its servers, so Ray places them there and gives them GPUs. Their output is forwarded to the driver.
+The first server that ends, ends all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jax_agent_rl.errors import LaunchError
+from jax_agent_rl.launch.hosts import require_free_port
+from jax_agent_rl.launch.plan import TOKEN
+from jax_agent_rl.launch.tether import GRACE_SECONDS
+
+_JOIN_SECONDS = 120.0
+_POLL_SECONDS = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Endpoint:
+    """Where a server listens."""
+
+    name: str
+    address: str
+    port: int
+
+    @classmethod
+    def parse(cls, text: str) -> Endpoint:
+        """From ``NAME=ADDRESS:PORT``."""
+        name, _, where = text.partition("=")
+        address, _, port = where.rpartition(":")
+        return cls(name=name, address=address, port=int(port))
+
+    def fill_in(self, command: Sequence[str]) -> list[str]:
+        """The command for this server."""
+        values = {"{name}": self.name, "{address}": self.address, "{port}": str(self.port)}
+        for placeholder, value in values.items():
+            command = [word.replace(placeholder, value) for word in command]
+        return list(command)
+
+
+class ServerActor:
+    """One server process on this actor's node; Ray starts and names what is otherwise a plain class."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
+        self._process: subprocess.Popen[str] | None = None
+
+    def __repr__(self) -> str:  # Ray puts it before forwarded lines
+        return self._endpoint.name
+
+    def run(self, command: Sequence[str], token: str) -> int:
+        """Runs the server until it ends; its exit status."""
+        where = self._endpoint
+        try:
+            require_free_port(where.name, where.address, where.port, option="--port")
+        except LaunchError as error:
+            print(error, flush=True)
+            return 1
+        # Ray limits its workers to one thread; the engine decides for itself.
+        environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+        # Under a tether: Ray kills its workers, and a killed worker must not leave a server behind.
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "jax_agent_rl.launch.tether", *command],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(json.dumps({TOKEN: token}) + "\n")
+        self._process.stdin.flush()
+        for line in self._process.stdout:
+            print(line, end="", flush=True)
+        return self._process.wait()
+
+    def stop(self) -> None:
+        """Lets the server go; :meth:`run` returns when it has ended."""
+        if self._process is not None and self._process.stdin is not None:
+            self._process.stdin.close()
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs all servers until one ends (its status is the result, at least 1) or SIGTERM comes (0)."""
+    parser = argparse.ArgumentParser(prog="ray_servers")
+    parser.add_argument("--address", required=True)
+    parser.add_argument("--gpus-per-server", type=int, default=0)
+    parser.add_argument("--server", action="append", type=Endpoint.parse, required=True)
+    parser.add_argument("command", nargs="+")
+    arguments = parser.parse_args(argv)
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+    import ray  # pyright: ignore[reportMissingImports]
+
+    ray.init(address=arguments.address, log_to_driver=True)
+    try:
+        return _serve(ray, arguments.server, arguments.gpus_per_server, arguments.command, stop)
+    finally:
+        ray.shutdown()
+
+
+def _serve(ray: Any, endpoints: Sequence[Endpoint], gpus: int, command: Sequence[str], stop: threading.Event) -> int:
+    if missing := _wait_for_nodes(ray, endpoints, stop):
+        print(f"no Ray node came for {', '.join(missing)} within {_JOIN_SECONDS:g} s", flush=True)
+        return 1
+    if stop.is_set():
+        return 0
+    remote = ray.remote(ServerActor)
+    actors, runs = [], {}
+    for endpoint in endpoints:
+        # Two threads: stop() while run() waits.
+        options = {"resources": {endpoint.name: 1}, "num_gpus": gpus, "num_cpus": 0, "max_concurrency": 2}
+        actor = remote.options(**options).remote(endpoint)
+        actors.append(actor)
+        runs[actor.run.remote(endpoint.fill_in(command), os.environ[TOKEN])] = endpoint
+    ended: list[Any] = []
+    while not ended and not stop.is_set():
+        ended, _ = ray.wait(list(runs), num_returns=1, timeout=_POLL_SECONDS)
+    status = _report(ray, runs[ended[0]], ended[0]) if ended else 0
+    for actor in actors:
+        actor.stop.remote()
+    ray.wait(list(runs), num_returns=len(runs), timeout=GRACE_SECONDS)
+    return status
+
+
+def _wait_for_nodes(ray: Any, endpoints: Sequence[Endpoint], stop: threading.Event) -> list[str]:
+    """Servers whose node is not in the cluster when time is up."""
+    for _ in range(int(_JOIN_SECONDS / _POLL_SECONDS)):
+        offered = ray.cluster_resources()
+        missing = [endpoint.name for endpoint in endpoints if endpoint.name not in offered]
+        if not missing or stop.wait(_POLL_SECONDS):
+            return []
+    return missing
+
+
+def _report(ray: Any, endpoint: Endpoint, run: Any) -> int:
+    try:
+        status = ray.get(run)
+    except ray.exceptions.RayError as error:  # its node is gone, say
+        status = str(error).strip().splitlines()[0]
+    print(f"{endpoint.name} on {endpoint.address} ended ({status})", flush=True)
+    return status if isinstance(status, int) and status > 0 else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
