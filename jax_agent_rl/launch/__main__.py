@@ -41,7 +41,8 @@ def parser() -> argparse.ArgumentParser:
         default=[],
         metavar="H1,H2,…",
         help="[user@]hosts of a Ray cluster, this machine first, by the addresses they reach each other at; the others "
-        "need ssh without a password and this folder at the same path. Default: this machine alone, without Ray",
+        "need ssh without a password, and this folder, the configuration and the model at the same paths. "
+        "Default: this machine alone, without Ray",
     )
     add("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: vLLM's CPU build and the learner on CPUs")
     add(

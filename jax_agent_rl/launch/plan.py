@@ -18,6 +18,11 @@ TOKEN = "JAX_AGENT_RL_TOKEN"
 RAY_TOKEN = "RAY_AUTH_TOKEN"
 """Ray's own; without it everybody in the network could run programs on the cluster."""
 
+_RAY_ENV = {"RAY_AUTH_MODE": "token"}
+_OBJECT_STORE_BYTES = 128 << 20  # nothing goes through it; weights need the shared memory that Ray would reserve
+# The server's own jax only reads weight files: on a GPU it would reserve memory that is vLLM's.
+_SERVER_ENV = {"JAX_PLATFORMS": "cpu"}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
@@ -128,7 +133,7 @@ def _tethered(name: str, host: Host, options: Options, argv: Sequence[str], env:
 
 def _server(server: Server, placement: Placement, settings: Settings, options: Options) -> Command:
     argv = _server_argv(server.name, server.host.address, str(server.port), placement, settings, options)
-    env = _server_env(options) | _visible(server.gpus, options)
+    env = _SERVER_ENV | _visible(server.gpus, options)
     return _tethered(server.name, server.host, options, argv, env)
 
 
@@ -143,11 +148,6 @@ def _server_argv(
     return [*command, "--host", address, "--port", port, *options.overrides, *own]
 
 
-def _server_env(options: Options) -> dict[str, str]:
-    # The server's own jax only reads weight files: on a GPU it would reserve memory that is vLLM's.
-    return {"JAX_PLATFORMS": "cpu"}
-
-
 def _visible(gpus: Sequence[int], options: Options) -> dict[str, str]:
     if options.device == "cpu":
         return {}
@@ -159,7 +159,10 @@ def _visible(gpus: Sequence[int], options: Options) -> dict[str, str]:
 
 
 def _cluster(hosts: Sequence[Host], placement: Placement, options: Options) -> tuple[Command, ...]:
-    """A Ray node per host, in the foreground (``--block``): its end is noticed, and it ends with its tether."""
+    """A Ray node per host, in the foreground (``--block``): its end is noticed, and it ends with its tether.
+
+    Servers inherit the variables of their node.
+    """
     head = hosts[0]
     where = f"{head.address}:{options.ray_port}"
     commands = []
@@ -169,8 +172,11 @@ def _cluster(hosts: Sequence[Host], placement: Placement, options: Options) -> t
         role = ["--head", f"--port={options.ray_port}", "--include-dashboard=false", "--disable-usage-stats"]
         argv = [options.program("ray"), "start", *(role if host is head else [f"--address={where}"])]
         argv += [f"--node-ip-address={host.address}", f"--num-gpus={len(gpus)}"]
-        argv += ["--resources=" + json.dumps({server.name: 1 for server in mine}), "--block"]
-        commands.append(_tethered(f"ray {host.name}", host, options, argv, _ray_env() | _visible(gpus, options)))
+        argv += ["--resources=" + json.dumps({server.name: 1 for server in mine})]
+        argv += [f"--object-store-memory={_OBJECT_STORE_BYTES}", "--block"]
+        commands.append(
+            _tethered(f"ray {host.name}", host, options, argv, _RAY_ENV | _SERVER_ENV | _visible(gpus, options))
+        )
     return tuple(commands)
 
 
@@ -179,12 +185,8 @@ def _ray_servers(head: Host, placement: Placement, settings: Settings, options: 
     argv = [options.program("python"), "-m", "jax_agent_rl.launch.ray_servers"]
     argv += [f"--address={head.address}:{options.ray_port}", f"--gpus-per-server={len(placement.servers[0].gpus)}"]
     argv += [f"--server={s.name}={s.host.address}:{s.port}" for s in placement.servers]
-    env = _ray_env() | _server_env(options) | {"RAY_DEDUP_LOGS": "0", "RAY_COLOR_PREFIX": "0"}
+    env = _RAY_ENV | {"RAY_DEDUP_LOGS": "0", "RAY_COLOR_PREFIX": "0"}
     return _tethered("servers", head, options, [*argv, "--", *server], env)
-
-
-def _ray_env() -> dict[str, str]:
-    return {"RAY_AUTH_MODE": "token"}
 
 
 # --- learner --------------------------------------------------------------------------------------------------

@@ -62,8 +62,8 @@ class ServerActor:
     def __repr__(self) -> str:  # Ray puts it before forwarded lines
         return self._endpoint.name
 
-    def run(self, command: Sequence[str], token: str) -> int:
-        """Runs the server until it ends; its exit status."""
+    def run(self, command: Sequence[str], folder: str, token: str) -> int:
+        """Runs the server in a folder until it ends; its exit status."""
         where = self._endpoint
         try:
             require_free_port(where.name, where.address, where.port, option="--port")
@@ -75,6 +75,7 @@ class ServerActor:
         # Under a tether: Ray kills its workers, and a killed worker must not leave a server behind.
         self._process = subprocess.Popen(
             [sys.executable, "-m", "jax_agent_rl.launch.tether", *command],
+            cwd=folder,
             env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -127,7 +128,7 @@ def _serve(ray: Any, endpoints: Sequence[Endpoint], gpus: int, command: Sequence
         options = {"resources": {endpoint.name: 1}, "num_gpus": gpus, "num_cpus": 0, "max_concurrency": 2}
         actor = remote.options(**options).remote(endpoint)
         actors.append(actor)
-        runs[actor.run.remote(endpoint.fill_in(command), os.environ[TOKEN])] = endpoint
+        runs[actor.run.remote(endpoint.fill_in(command), os.getcwd(), os.environ[TOKEN])] = endpoint
     ended: list[Any] = []
     while not ended and not stop.is_set():
         ended, _ = ray.wait(list(runs), num_returns=1, timeout=_POLL_SECONDS)
