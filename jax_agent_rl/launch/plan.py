@@ -185,8 +185,7 @@ def _ray_servers(head: Host, placement: Placement, settings: Settings, options: 
     argv = [options.program("python"), "-m", "jax_agent_rl.launch.ray_servers"]
     argv += [f"--address={head.address}:{options.ray_port}", f"--gpus-per-server={len(placement.servers[0].gpus)}"]
     argv += [f"--server={s.name}={s.host.address}:{s.port}" for s in placement.servers]
-    env = _RAY_ENV | {"RAY_DEDUP_LOGS": "0", "RAY_COLOR_PREFIX": "0"}
-    return _tethered("servers", head, options, [*argv, "--", *server], env)
+    return _tethered("servers", head, options, [*argv, "--", *server], _RAY_ENV)
 
 
 # --- learner --------------------------------------------------------------------------------------------------

@@ -3,20 +3,25 @@
 ``python -m jax_agent_rl.launch.ray_servers --address H:P --gpus-per-server N --server NAME=ADDRESS:PORT … -- COMMAND``
 
 The command's ``{name}``, ``{address}`` and ``{port}`` are filled in for every server. Each node offers a resource with
-the name of each of its servers, so Ray places them there and gives them GPUs. Their output is forwarded to the driver.
-The first server that ends, ends all.
+the name of each of its servers, so Ray places them there and gives them GPUs. The first server that ends, ends all.
+
+Actors yield what their servers say, line by line: Ray's own forwarding of output loses the last lines of an actor,
+which are those that tell why it ended.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import queue
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,20 +64,19 @@ class ServerActor:
         self._endpoint = endpoint
         self._process: subprocess.Popen[str] | None = None
 
-    def __repr__(self) -> str:  # Ray puts it before forwarded lines
-        return self._endpoint.name
-
-    def run(self, command: Sequence[str], folder: str, token: str) -> int:
-        """Runs the server in a folder until it ends; its exit status."""
+    def run(self, command: Sequence[str], folder: str, token: str) -> Iterator[str | int]:
+        """Runs the server in a folder until it ends; yields its lines, and its exit status last."""
         where = self._endpoint
         try:
             require_free_port(where.name, where.address, where.port, option="--port")
         except LaunchError as error:
-            print(error, flush=True)
-            return 1
+            yield str(error)
+            yield 1
+            return
         # Ray limits its workers to one thread; the engine decides for itself.
         environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-        # Under a tether: Ray kills its workers, and a killed worker must not leave a server behind.
+        # Under a tether, in a session of its own: Ray kills the process groups of its workers, and neither that nor the
+        # death of the worker alone may leave a server behind.
         self._process = subprocess.Popen(
             [sys.executable, "-m", "jax_agent_rl.launch.tether", *command],
             cwd=folder,
@@ -81,16 +85,17 @@ class ServerActor:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            start_new_session=True,
         )
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(json.dumps({TOKEN: token}) + "\n")
         self._process.stdin.flush()
         for line in self._process.stdout:
-            print(line, end="", flush=True)
-        return self._process.wait()
+            yield line.rstrip("\n")
+        yield self._process.wait()
 
     def stop(self) -> None:
-        """Lets the server go; :meth:`run` returns when it has ended."""
+        """Lets the server go; :meth:`run` is done when it has ended."""
         if self._process is not None and self._process.stdin is not None:
             self._process.stdin.close()
 
@@ -103,12 +108,12 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--server", action="append", type=Endpoint.parse, required=True)
     parser.add_argument("command", nargs="+")
     arguments = parser.parse_args(argv)
-    stop = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stop.set())
     import ray  # pyright: ignore[reportMissingImports]
 
-    ray.init(address=arguments.address, log_to_driver=True)
+    ray.init(address=arguments.address, log_to_driver=False)
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):  # after ray.init, which has handlers of its own
+        signal.signal(number, lambda *_: stop.set())
     try:
         return _serve(ray, arguments.server, arguments.gpus_per_server, arguments.command, stop)
     finally:
@@ -121,21 +126,45 @@ def _serve(ray: Any, endpoints: Sequence[Endpoint], gpus: int, command: Sequence
         return 1
     if stop.is_set():
         return 0
-    remote = ray.remote(ServerActor)
-    actors, runs = [], {}
+    heard: queue.Queue[tuple[Endpoint, str | int]] = queue.Queue()
+    actors = []
     for endpoint in endpoints:
         # Two threads: stop() while run() waits.
         options = {"resources": {endpoint.name: 1}, "num_gpus": gpus, "num_cpus": 0, "max_concurrency": 2}
-        actor = remote.options(**options).remote(endpoint)
+        actor = ray.remote(ServerActor).options(**options).remote(endpoint)
+        said = actor.run.options(num_returns="streaming").remote(
+            endpoint.fill_in(command), os.getcwd(), os.environ[TOKEN]
+        )
+        threading.Thread(target=_listen, args=(ray, endpoint, said, heard), daemon=True).start()
         actors.append(actor)
-        runs[actor.run.remote(endpoint.fill_in(command), os.getcwd(), os.environ[TOKEN])] = endpoint
-    ended: list[Any] = []
-    while not ended and not stop.is_set():
-        ended, _ = ray.wait(list(runs), num_returns=1, timeout=_POLL_SECONDS)
-    status = _report(ray, runs[ended[0]], ended[0]) if ended else 0
+    status = _show(heard, 1, until=stop.is_set)
     for actor in actors:
         actor.stop.remote()
-    ray.wait(list(runs), num_returns=len(runs), timeout=GRACE_SECONDS)
+    deadline = time.monotonic() + GRACE_SECONDS
+    _show(heard, len(endpoints) - (status is not None), until=lambda: time.monotonic() > deadline)
+    return 0 if status is None else max(status, 1)
+
+
+def _listen(ray: Any, endpoint: Endpoint, said: Any, heard: queue.Queue[tuple[Endpoint, str | int]]) -> None:
+    """Passes on what an actor yields."""
+    try:
+        for reference in said:
+            heard.put((endpoint, ray.get(reference)))
+    except ray.exceptions.RayError as error:  # its node is gone, say
+        heard.put((endpoint, str(error).strip().splitlines()[0]))
+        heard.put((endpoint, 1))
+
+
+def _show(heard: queue.Queue[tuple[Endpoint, str | int]], count: int, *, until: Callable[[], bool]) -> int | None:
+    """Prints lines until so many servers have ended or it is time; the last one's status, if any ended."""
+    status = None
+    while count and not until():
+        with contextlib.suppress(queue.Empty):
+            endpoint, item = heard.get(timeout=_POLL_SECONDS)
+            if isinstance(item, int):
+                count, status = count - 1, item
+                item = f"ended on {endpoint.address} (exit status {status})"
+            print(f"{endpoint.name}: {item}", flush=True)
     return status
 
 
@@ -147,15 +176,6 @@ def _wait_for_nodes(ray: Any, endpoints: Sequence[Endpoint], stop: threading.Eve
         if not missing or stop.wait(_POLL_SECONDS):
             return []
     return missing
-
-
-def _report(ray: Any, endpoint: Endpoint, run: Any) -> int:
-    try:
-        status = ray.get(run)
-    except ray.exceptions.RayError as error:  # its node is gone, say
-        status = str(error).strip().splitlines()[0]
-    print(f"{endpoint.name} on {endpoint.address} ended ({status})", flush=True)
-    return status if isinstance(status, int) and status > 0 else 1
 
 
 if __name__ == "__main__":

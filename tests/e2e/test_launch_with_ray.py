@@ -59,7 +59,7 @@ def test_a_server_that_dies_on_its_node_ends_the_launch_and_is_named(machines: M
     os.kill(victim, signal.SIGKILL)
     rest = "".join(process.stdout)
     assert process.wait() == 1 and "saved a checkpoint" in rest, rest
-    assert "ended (137)" in rest and "servers on 127.0.0.2 ended" in rest
+    assert "ended on 127.0.0." in rest and "(exit status 137)" in rest and "servers on 127.0.0.2 ended" in rest
     wait_for_end(other)
 
 
