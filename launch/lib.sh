@@ -61,7 +61,7 @@ make_environment() {
   run "${install[@]}" --no-deps -r "$ROOT/third_party/no-deps.txt"
   # shellcheck disable=SC2086
   run "${install[@]}" "${constrain[@]}" $JETSTREAM_NEEDS
-  if [ "$extras" = dev ]; then
+  if [[ ",$extras," == *,dev,* ]]; then
     run "${install[@]}" --no-deps -r "$ROOT/third_party/test-no-deps.txt"
   fi
   [ "$DRY_RUN" = 1 ] || echo "$wanted" >"$stamp"

@@ -79,8 +79,11 @@ signal.pause()
 
 _PYTHON = """\
 #!/usr/bin/env bash
-# Everything but Ray's driver, which stays and does nothing.
-case "$*" in *"-m jax_agent_rl.launch.ray_servers"*) [[ "$*" == *tether* ]] || exec sleep 1000 ;; esac
+# Everything but pip, which notes what it should do, and Ray's driver, which stays and does nothing.
+case "$*" in
+  "-m pip "*) echo "$*" >>"$FAKES/calls" && exit ;;
+  "-m jax_agent_rl.launch.ray_servers "*) exec sleep 1000 ;;
+esac
 exec {python} "$@"
 """
 

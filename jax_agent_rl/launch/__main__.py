@@ -63,7 +63,7 @@ def parser() -> argparse.ArgumentParser:
 _EPILOG = f"""\
 {(placement.__doc__ or "").partition("are the learner's and which the rollout servers'.")[2].strip().replace("``", "")}
 
-Environment: JAX_AGENT_RL_VENV (default .venv-gpu or .venv-vllm-cpu in this folder), PYTHON (of the launcher itself),
+Environment: JAX_AGENT_RL_VENV (default .venv-gpu, on CPUs .venv-vllm), PYTHON (of the launcher itself),
 CUDA_VISIBLE_DEVICES (restricts the GPUs of this machine).
 
 Exit status: the learner's; 1 if a host, a server or Ray failed; 2 for a wrong command line; 130 after Ctrl-C.
@@ -94,7 +94,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _options(arguments: argparse.Namespace) -> plan.Options:
-    folder = ".venv-gpu" if arguments.device == "cuda" else ".venv-vllm-cpu"
+    folder = ".venv-gpu" if arguments.device == "cuda" else ".venv-vllm"
     return plan.Options(
         device=arguments.device,
         root=ROOT,

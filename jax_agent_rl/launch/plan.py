@@ -18,6 +18,12 @@ TOKEN = "JAX_AGENT_RL_TOKEN"
 RAY_TOKEN = "RAY_AUTH_TOKEN"
 """Ray's own; without it everybody in the network could run programs on the cluster."""
 
+SERVER_GRACE = 30.0
+"""Seconds to stop in: a rollout server has an engine to close, which takes a busy machine ten or twenty."""
+LONGEST_GRACE = 40.0
+"""Of what has to wait for servers (Ray's driver), or for its own children (a Ray node)."""
+_LEARNER_GRACE = 20.0
+
 _RAY_ENV = {"RAY_AUTH_MODE": "token"}
 _OBJECT_STORE_BYTES = 128 << 20  # nothing goes through it; weights need the shared memory that Ray would reserve
 # The server's own jax only reads weight files: on a GPU it would reserve memory that is vLLM's.
@@ -123,8 +129,10 @@ def make_plan(hosts: Sequence[Host], placement: Placement, settings: Settings, o
     )
 
 
-def _tethered(name: str, host: Host, options: Options, argv: Sequence[str], env: Mapping[str, str]) -> Command:
-    tether = (options.program("python"), "-m", "jax_agent_rl.launch.tether")
+def _tethered(
+    name: str, host: Host, options: Options, grace: float, argv: Sequence[str], env: Mapping[str, str]
+) -> Command:
+    tether = (options.program("python"), "-m", "jax_agent_rl.launch.tether", f"{grace:g}")
     return Command(name=name, host=host, argv=(*tether, *argv), env={"PYTHONUNBUFFERED": "1", **env})
 
 
@@ -134,7 +142,7 @@ def _tethered(name: str, host: Host, options: Options, argv: Sequence[str], env:
 def _server(server: Server, placement: Placement, settings: Settings, options: Options) -> Command:
     argv = _server_argv(server.name, server.host.address, str(server.port), placement, settings, options)
     env = _SERVER_ENV | _visible(server.gpus, options)
-    return _tethered(server.name, server.host, options, argv, env)
+    return _tethered(server.name, server.host, options, SERVER_GRACE, argv, env)
 
 
 def _server_argv(
@@ -174,9 +182,8 @@ def _cluster(hosts: Sequence[Host], placement: Placement, options: Options) -> t
         argv += [f"--node-ip-address={host.address}", f"--num-gpus={len(gpus)}"]
         argv += ["--resources=" + json.dumps({server.name: 1 for server in mine})]
         argv += [f"--object-store-memory={_OBJECT_STORE_BYTES}", "--block"]
-        commands.append(
-            _tethered(f"ray {host.name}", host, options, argv, _RAY_ENV | _SERVER_ENV | _visible(gpus, options))
-        )
+        env = _RAY_ENV | _SERVER_ENV | _visible(gpus, options)
+        commands.append(_tethered(f"ray {host.name}", host, options, LONGEST_GRACE, argv, env))
     return tuple(commands)
 
 
@@ -185,7 +192,7 @@ def _ray_servers(head: Host, placement: Placement, settings: Settings, options: 
     argv = [options.program("python"), "-m", "jax_agent_rl.launch.ray_servers"]
     argv += [f"--address={head.address}:{options.ray_port}", f"--gpus-per-server={len(placement.servers[0].gpus)}"]
     argv += [f"--server={s.name}={s.host.address}:{s.port}" for s in placement.servers]
-    return _tethered("servers", head, options, [*argv, "--", *server], _RAY_ENV)
+    return _tethered("servers", head, options, LONGEST_GRACE, [*argv, "--", *server], _RAY_ENV)
 
 
 # --- learner --------------------------------------------------------------------------------------------------
@@ -198,7 +205,7 @@ def _learner(head: Host, placement: Placement, urls: Mapping[str, str], options:
     env = {"JAX_PLATFORMS": options.device} | _visible(placement.learner_gpus, options)
     if placement.learner_memory is not None:
         env["XLA_PYTHON_CLIENT_MEM_FRACTION"] = str(placement.learner_memory)
-    return _tethered("learner", head, options, argv, env)
+    return _tethered("learner", head, options, _LEARNER_GRACE, argv, env)
 
 
 # --- a dry run ------------------------------------------------------------------------------------------------

@@ -27,8 +27,7 @@ from typing import Any
 
 from jax_agent_rl.errors import LaunchError
 from jax_agent_rl.launch.hosts import require_free_port
-from jax_agent_rl.launch.plan import TOKEN
-from jax_agent_rl.launch.tether import GRACE_SECONDS
+from jax_agent_rl.launch.plan import SERVER_GRACE, TOKEN
 
 _JOIN_SECONDS = 120.0
 _POLL_SECONDS = 1.0
@@ -78,7 +77,7 @@ class ServerActor:
         # Under a tether, in a session of its own: Ray kills the process groups of its workers, and neither that nor the
         # death of the worker alone may leave a server behind.
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "jax_agent_rl.launch.tether", *command],
+            [sys.executable, "-m", "jax_agent_rl.launch.tether", f"{SERVER_GRACE:g}", *command],
             cwd=folder,
             env=environment,
             stdin=subprocess.PIPE,
@@ -140,7 +139,7 @@ def _serve(ray: Any, endpoints: Sequence[Endpoint], gpus: int, command: Sequence
     status = _show(heard, 1, until=stop.is_set)
     for actor in actors:
         actor.stop.remote()
-    deadline = time.monotonic() + GRACE_SECONDS
+    deadline = time.monotonic() + SERVER_GRACE
     _show(heard, len(endpoints) - (status is not None), until=lambda: time.monotonic() > deadline)
     return 0 if status is None else max(status, 1)
 

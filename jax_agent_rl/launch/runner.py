@@ -17,8 +17,7 @@ from typing import TypeVar
 
 from jax_agent_rl.errors import LaunchError
 from jax_agent_rl.launch.hosts import Command
-from jax_agent_rl.launch.plan import RAY_TOKEN, TOKEN, Plan, Preparation
-from jax_agent_rl.launch.tether import GRACE_SECONDS
+from jax_agent_rl.launch.plan import LONGEST_GRACE, RAY_TOKEN, TOKEN, Plan, Preparation
 from jax_agent_rl.rollout.remote import wire
 
 Say = Callable[[str], None]
@@ -27,6 +26,8 @@ _POLL_SECONDS = 0.5
 _PROGRESS_SECONDS = 15.0
 _DIRECTLY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 """Servers are in this network, whatever proxy the environment names."""
+_SAVE_SECONDS = 60.0
+"""What the learner may take to save a checkpoint after a server has failed."""
 _SSH_SECONDS = 10.0
 """More than a tether's grace: what ssh may take to say that the other side has ended."""
 
@@ -94,7 +95,7 @@ class Process:
         else:
             self.interrupt()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.shield(self.ended), GRACE_SECONDS + _SSH_SECONDS)
+            await asyncio.wait_for(asyncio.shield(self.ended), LONGEST_GRACE + _SSH_SECONDS)
         self.interrupt(signal.SIGKILL)
         await self.ended
 
@@ -143,6 +144,7 @@ class Runner:
     async def _all_succeed(self, commands: Sequence[Command]) -> None:
         processes = await self._start(commands, tethered=False)
         statuses = await self._watch(asyncio.gather(*(asyncio.shield(process.ended) for process in processes)), ())
+        self._stages.pop()
         failed = [c for c, status in zip(commands, statuses, strict=True) if status]
         if failed:
             raise LaunchError("\n".join(f"{c.host.name}: {' '.join(c.argv)} failed, see above" for c in failed))
@@ -182,7 +184,7 @@ class Runner:
         except LaunchError:
             learner.interrupt()  # what it has learnt so far is saved
             with contextlib.suppress(Interrupted, LaunchError, TimeoutError):
-                await asyncio.wait_for(self._watch(asyncio.shield(learner.ended), ()), GRACE_SECONDS)
+                await asyncio.wait_for(self._watch(asyncio.shield(learner.ended), ()), _SAVE_SECONDS)
             raise
         learner.interrupt()
         with contextlib.suppress(Interrupted):

@@ -49,6 +49,17 @@ def test_ctrl_c_ends_learner_servers_and_both_nodes(machines: Machines):
     assert is_free(port + 1, "127.0.0.2")
 
 
+def test_a_killed_launcher_leaves_nothing_on_any_node(machines: Machines):
+    port = free_ports(2)
+    machines.variables["FAKE_LEARNER"] = "waits"
+    process = machines.start(*arguments(port))
+    read_until(process, "[learner] training")
+    process.kill()
+    for pid in machines.processes("rollout-server") + machines.processes("train"):
+        wait_for_end(pid)
+    process.wait()
+
+
 def test_a_server_that_dies_on_its_node_ends_the_launch_and_is_named(machines: Machines):
     port = free_ports(2)
     machines.variables["FAKE_LEARNER"] = "waits"

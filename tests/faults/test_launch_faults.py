@@ -47,6 +47,24 @@ def test_a_dry_run_needs_no_environment(machines: Machines):
     assert not (machines.folder / "not-there").exists()
 
 
+def test_the_environment_is_made_once_and_the_quickstart_brings_its_model_and_data(machines: Machines, port: int):
+    first = machines.launch("--port", port)
+    assert first.returncode == 0, first.stdout + first.stderr
+    installs = [call for call in machines.calls() if "-m pip install" in call]
+    assert any("constraints-gpu.txt" in call and call.endswith("[gpu]") for call in installs)
+    assert len(machines.processes("fetch-model")) == len(machines.processes("prepare")) == 1
+    assert machines.launch("--port", port).returncode == 0
+    assert [call for call in machines.calls() if "-m pip install" in call] == installs
+
+
+def test_an_environment_that_cannot_be_made_is_named_with_its_host(machines: Machines):
+    machines.write("venv/bin/python", "#!/usr/bin/env bash\necho 'no space left' >&2; exit 1\n")
+    result = machines.launch("--hosts", TWO_HOSTS)
+    assert result.returncode == 1 and "[127.0.0.3] no space left" in result.stdout
+    for host in ("127.0.0.2", "127.0.0.3"):
+        assert f"{host}: {CONFIG.parents[1] / 'launch' / 'gpu_environment.sh'} cuda failed, see above" in result.stderr
+
+
 def test_the_exit_status_is_the_learners_and_everything_has_ended(machines: Machines, port: int):
     machines.variables["FAKE_LEARNER"] = "ends 7"
     result = machines.launch(*ready(port))

@@ -5,22 +5,29 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import pytest_asyncio
+import yaml
+from flax import nnx
 
 from gpu_backend.backend import VllmBackend
 from gpu_backend.settings import DISTRIBUTIONS, VllmSettings
+from jax_agent_rl.cache import cache_root
+from jax_agent_rl.data.calculator import prepare_calculator
 from jax_agent_rl.learner.export import WeightFiles
 from jax_agent_rl.models.hf import save_hf
-from jax_agent_rl.models.llama import LlamaConfig
+from jax_agent_rl.models.llama import Llama, LlamaConfig, model_params
 from jax_agent_rl.rollout.protocol import GenerateRequest, WeightUpdate
 from jax_agent_rl.types import SamplingParams
 from tests.tiny import tiny_params
+
+QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
+TOKENIZER = cache_root() / "models" / "smollm2-135m-instruct"
 
 # Heads of 32: the smallest vLLM's CPU attention has a kernel for.
 SMALL = LlamaConfig(
@@ -168,3 +175,22 @@ async def engine(shared: Engine) -> Engine:
     """The shared engine with the weights of seed 0."""
     await shared.serve(0)
     return shared
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    """The quickstart's configuration on a random model, made small; ``run_dir`` is ``tmp_path / "run"``."""
+    if not TOKENIZER.is_dir():
+        pytest.skip("needs the quickstart's tokenizer: jax-agent-rl fetch-model")
+    config = replace(SMALL, vocab_size=49152, eos_token_ids=())
+    params = model_params(Llama(config, rngs=nnx.Rngs(0)))
+    save_hf(tmp_path / "model", config, params, tokenizer_from=TOKENIZER)
+    rows, _ = prepare_calculator(tmp_path / "data", train=8, heldout=2)
+    tree = yaml.safe_load(QUICKSTART.read_text())
+    tree |= {"run_dir": str(tmp_path / "run"), "model": {"path": str(tmp_path / "model")}, "data": {"train": str(rows)}}
+    tree["rollout"] |= {"prompts_per_step": 2, "group_size": 2, "max_in_flight": 4}
+    tree["agent"] |= {"max_response_length": 24}
+    tree["algorithm"] = {"filter_zero_variance": False}
+    tree["learner"] |= {"row_length": 384}
+    (file := tmp_path / "recipe.yaml").write_text(yaml.safe_dump(tree))
+    return file

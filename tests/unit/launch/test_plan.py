@@ -33,7 +33,7 @@ def plan_of(hosts: list[Host], gpus: int, wanted: Options) -> Plan:
     [
         ("one_host", [ALONE], 4, options(config=Path("/home/me/my.yaml"), overrides=("seed=1",), resume=True)),
         ("two_hosts", [HERE, THERE], 4, options()),
-        ("cpu", [ALONE], 0, options(device="cpu", venv=ROOT / ".venv-vllm-cpu")),
+        ("cpu", [ALONE], 0, options(device="cpu", venv=ROOT / ".venv-vllm")),
     ],
 )
 def test_a_dry_run_prints_these_commands(name: str, hosts: list[Host], gpus: int, wanted: Options):
