@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # Shared by the launch scripts: the project's own environment. Source it; do not run it.
 # Environment: JAX_AGENT_RL_VENV (default .venv), PYTHON (default the newest of python3.13 … python3.11, python3).
 #

@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # The environment of rollout.backend=vllm on CPUs, beside the project's own: vLLM pins other versions of a few packages.
 # Source it after lib.sh; do not run it. Environment: JAX_AGENT_RL_VLLM_VENV (default .venv-vllm).
 

@@ -21,6 +21,7 @@ OLDEST_DRIVER = 580
 LIST_GPUS = ("nvidia-smi", "--query-gpu=index,uuid,name,driver_version", "--format=csv,noheader")
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=15")
 _HOST = re.compile(r"([A-Za-z0-9_][A-Za-z0-9_.-]*@)?[A-Za-z0-9][A-Za-z0-9.-]*")
+_GPU = re.compile(r"(?P<index>\d+), (?P<uuid>[^,]+), (?P<name>.+), (?P<driver>\d+\.[\d.]+)")
 _NO_CHECKOUT = 66
 _SSH_FAILED = 255
 _NOT_FOUND = 127
@@ -206,9 +207,8 @@ def usable_gpus(host: Host, listing: str, visible: str | None = None) -> list[Gp
     Raises:
         LaunchError: there is none, or the driver is too old.
     """
-    rows = [[cell.strip() for cell in line.split(",")] for line in listing.splitlines() if line.strip()]
-    gpus = [Gpu(index=int(i), uuid=uuid, name=name, driver=driver) for i, uuid, name, driver in rows]
-    if gpus and int(gpus[0].driver.split(".")[0]) < OLDEST_DRIVER:
+    gpus = [_parse(host, line) for line in listing.splitlines() if line.strip()]
+    if gpus and int(gpus[0].driver.partition(".")[0]) < OLDEST_DRIVER:
         raise LaunchError(
             f"{host.name}: NVIDIA driver {gpus[0].driver} is too old; torch and jax for CUDA 13 need "
             f"{OLDEST_DRIVER} or newer"
@@ -223,3 +223,10 @@ def usable_gpus(host: Host, listing: str, visible: str | None = None) -> list[Gp
             else f"{host.name}: nvidia-smi lists no GPU; use --device cpu to run without"
         )
     return gpus
+
+
+def _parse(host: Host, line: str) -> Gpu:
+    match = _GPU.fullmatch(line.strip())
+    if match is None:
+        raise LaunchError(f"{host.name}: nvidia-smi is not understood: {line.strip()!r}")
+    return Gpu(index=int(match["index"]), uuid=match["uuid"], name=match["name"], driver=match["driver"])

@@ -8,7 +8,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("script", ["lib.sh", "local.sh", "test.sh", "vllm_environment.sh", "../.ci/run"])
+@pytest.mark.parametrize(
+    "script", ["lib.sh", "local.sh", "gpu.sh", "gpu_environment.sh", "test.sh", "vllm_environment.sh", "../.ci/run"]
+)
 def test_scripts_are_valid_shell(script: str):
     subprocess.run(["bash", "-n", ROOT / "launch" / script], check=True)
 

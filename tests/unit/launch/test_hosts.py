@@ -26,6 +26,7 @@ def test_cuda_visible_devices_restricts_them(visible: str):
 @pytest.mark.parametrize(
     "listing, visible, message",
     [
+        ("0, GPU-a, [Unknown Error]\n", None, "me@gpu-1: nvidia-smi is not understood: '0, GPU-a"),
         ("", None, "me@gpu-1: nvidia-smi lists no GPU"),
         (LISTING, "", "me@gpu-1: no GPU is left: CUDA_VISIBLE_DEVICES=''"),
         (
