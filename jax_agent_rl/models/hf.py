@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,29 +67,34 @@ def load_hf(path: str | Path, *, dtype: jnp.dtype = jnp.float32) -> tuple[LlamaC
     """
     folder = Path(path).expanduser()
     config = load_config(folder)
-    tensors = _open_tensors(folder)
+    return config, load_params(list(_weight_files(folder)), config, dtype=dtype)
+
+
+def load_params(files: Sequence[str | Path], config: LlamaConfig, *, dtype: jnp.dtype = jnp.float32) -> Params:
+    """Reads safetensors files of a known model, Hugging Face names, on the default device.
+
+    Raises:
+        ModelError: a file is missing or damaged, or tensors are missing, left over or of a wrong shape.
+    """
+    where = str(Path(files[0]).parent) if files else "an empty list of files"
+    tensors = _open_tensors(files)
     params = jax.tree.map(
-        lambda names, shape: _read(tensors, names, shape, dtype, folder),
+        lambda names, shape: _read(tensors, names, shape, dtype, where),
         _names(config),
         config.parameter_shapes(),
         is_leaf=lambda x: isinstance(x, (str, list)),
     )
     left = sorted(tensors.keys() - _all_names(config) - ({TOP["lm_head"]} if config.tie_word_embeddings else set()))
     if left:
-        raise ModelError(f"{folder}: {len(left)} tensors are not part of a Llama model, e.g. {left[:3]}")
-    return config, params
+        raise ModelError(f"{where}: {len(left)} tensors are not part of a Llama model, e.g. {left[:3]}")
+    return params
 
 
 def save_hf(path: str | Path, config: LlamaConfig, params: Params, *, tokenizer_from: str | Path | None = None) -> None:
     """Writes ``config.json``, ``generation_config.json`` and ``model.safetensors``; copies tokenizer files."""
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
-    tensors: dict[str, np.ndarray] = {}
-    for names, value in zip(_leaves(_names(config)), jax.tree.leaves(params), strict=True):
-        array = np.asarray(value)
-        pairs = [(names, array)] if isinstance(names, str) else zip(names, array, strict=True)
-        tensors |= {name: np.ascontiguousarray(part) for name, part in pairs}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(dict(hf_tensors(config, params)), folder / "model.safetensors", metadata={"format": "pt"})
     raw = config.to_hf()
     (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
     generation = {key: raw[key] for key in ("bos_token_id", "eos_token_id")}
@@ -115,6 +120,15 @@ def _read_json(file: Path) -> dict[str, Any]:
     return content
 
 
+def hf_tensors(config: LlamaConfig, params: Params) -> Iterator[tuple[str, np.ndarray]]:
+    """Every parameter on the host under its Hugging Face name, a stacked one layer by layer."""
+    for names, value in zip(_leaves(_names(config)), jax.tree.leaves(params), strict=True):
+        array = np.asarray(value)
+        pairs = [(names, array)] if isinstance(names, str) else zip(names, array, strict=True)
+        for name, part in pairs:
+            yield name, np.ascontiguousarray(part)
+
+
 def _names(config: LlamaConfig) -> Params:
     """Hugging Face tensor names in the shape of the parameter tree; a stacked one has a list."""
     tree: Params = {
@@ -137,10 +151,10 @@ def _all_names(config: LlamaConfig) -> set[str]:
     return {n for leaf in _leaves(_names(config)) for n in ([leaf] if isinstance(leaf, str) else leaf)}
 
 
-def _open_tensors(folder: Path) -> dict[str, Any]:
+def _open_tensors(files: Sequence[str | Path]) -> dict[str, Any]:
     """Every tensor name with the open file that holds it."""
     found: dict[str, Any] = {}
-    for file in _weight_files(folder):
+    for file in files:
         try:
             handle = safe_open(file, framework="numpy")
         except (SafetensorError, OSError) as error:
@@ -163,7 +177,7 @@ def _weight_files(folder: Path) -> Iterator[Path]:
 
 
 def _read(
-    tensors: dict[str, Any], names: str | list[str], shape: tuple[int, ...], dtype: jnp.dtype, folder: Path
+    tensors: dict[str, Any], names: str | list[str], shape: tuple[int, ...], dtype: jnp.dtype, where: str
 ) -> jax.Array:
     """One parameter; a stacked one is filled layer by layer."""
     stacked = isinstance(names, list)
@@ -171,16 +185,16 @@ def _read(
     for name in names if stacked else [names]:
         if name not in tensors:
             raise ModelError(
-                f"{folder}: tensor {name!r} is missing from the safetensors files; download or convert the model again"
+                f"{where}: tensor {name!r} is missing from the safetensors files; download or convert the model again"
             )
         try:
             part = tensors[name].get_tensor(name)
         except (SafetensorError, OSError, TypeError, AttributeError) as error:  # the latter: a type numpy lacks
-            raise ModelError(f"{folder}: tensor {name!r} cannot be read ({error}); use float weights") from error
+            raise ModelError(f"{where}: tensor {name!r} cannot be read ({error}); use float weights") from error
         expected = shape[1:] if stacked else shape
         if part.shape != expected:
             raise ModelError(
-                f"{folder}: {name} has shape {part.shape}, config.json says {expected}; they are of different models"
+                f"{where}: {name} has shape {part.shape}, config.json says {expected}; they are of different models"
             )
         parts.append(part)
     return jnp.asarray(np.stack(parts) if stacked else parts[0], dtype)
