@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from jax_agent_rl.learner.losses import ClipConfig, ppo_clip
-from jax_agent_rl.models.llama import LlamaConfig, Params, hidden_states, logits
+from jax_agent_rl.models.config import DecoderConfig, Params
+from jax_agent_rl.models.decoder import hidden_states, logits
 
 TARGETS_PER_CHUNK = 256  # logits exist for this many targets at a time: [256, V], never [T, V]
 
@@ -31,7 +32,7 @@ class ObjectiveConfig:
 
 
 def target_logprobs(
-    config: LlamaConfig, params: Params, batch: Arrays, *, temperature: float, remat: str
+    config: DecoderConfig, params: Params, batch: Arrays, *, temperature: float, remat: str
 ) -> tuple[jax.Array, jax.Array]:
     """Log-prob of every target under the model, and the entropy where it was sampled; float32 [R, M]."""
     hidden = hidden_states(config, params, batch["token_ids"], batch["positions"], batch["subtree_end"], remat=remat)
@@ -65,7 +66,7 @@ def target_logprobs(
     return join(logprob), join(entropy)
 
 
-def term_logprobs(config: LlamaConfig, params: Params, batch: Arrays, *, temperature: float, remat: str) -> jax.Array:
+def term_logprobs(config: DecoderConfig, params: Params, batch: Arrays, *, temperature: float, remat: str) -> jax.Array:
     """Log-prob of every term's token, float32 [R, K]; 0 at padding."""
     logprob, _ = target_logprobs(config, params, batch, temperature=temperature, remat=remat)
     terms = jnp.take_along_axis(logprob, batch["term_target"], axis=1)
@@ -73,7 +74,7 @@ def term_logprobs(config: LlamaConfig, params: Params, batch: Arrays, *, tempera
 
 
 def policy_loss(
-    config: LlamaConfig, objective: ObjectiveConfig, params: Params, batch: Arrays
+    config: DecoderConfig, objective: ObjectiveConfig, params: Params, batch: Arrays
 ) -> tuple[jax.Array, dict[str, Arrays]]:
     """The micro-batch's share of the loss.
 

@@ -16,14 +16,14 @@ import pytest_asyncio
 from gpu_backend.backend import VllmBackend
 from gpu_backend.settings import DISTRIBUTIONS, VllmSettings
 from jax_agent_rl.learner.export import WeightFiles
+from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.models.hf import save_hf
-from jax_agent_rl.models.llama import LlamaConfig
 from jax_agent_rl.rollout.protocol import GenerateRequest, WeightUpdate
 from jax_agent_rl.types import SamplingParams
 from tests.tiny import tiny_params
 
 # Heads of 32: the smallest vLLM's CPU attention has a kernel for.
-SMALL = LlamaConfig(
+SMALL = DecoderConfig(
     vocab_size=97,
     hidden_size=64,
     intermediate_size=96,

@@ -12,8 +12,9 @@ from rich.console import Console
 from jax_agent_rl.cache import cache_root
 from jax_agent_rl.config import load
 from jax_agent_rl.data.calculator import prepare_calculator
+from jax_agent_rl.models.config import DecoderConfig
+from jax_agent_rl.models.decoder import Decoder, model_params
 from jax_agent_rl.models.hf import save_hf
-from jax_agent_rl.models.llama import Llama, LlamaConfig, model_params
 from jax_agent_rl.trainer.run import train
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
@@ -22,7 +23,7 @@ TOKENIZER = cache_root() / "models" / "smollm2-135m-instruct"
 
 @pytest.mark.skipif(not TOKENIZER.is_dir(), reason="needs the quickstart's tokenizer: jax-agent-rl fetch-model")
 def test_a_run_needs_only_another_backend(tmp_path: Path):
-    small = LlamaConfig(
+    small = DecoderConfig(
         vocab_size=49152,
         hidden_size=64,
         intermediate_size=96,
@@ -32,7 +33,7 @@ def test_a_run_needs_only_another_backend(tmp_path: Path):
         head_dim=32,
         tie_word_embeddings=True,
     )
-    save_hf(tmp_path / "model", small, model_params(Llama(small, rngs=nnx.Rngs(0))), tokenizer_from=TOKENIZER)
+    save_hf(tmp_path / "model", small, model_params(Decoder(small, rngs=nnx.Rngs(0))), tokenizer_from=TOKENIZER)
     rows, _ = prepare_calculator(tmp_path / "data", train=8, heldout=2)
     tree = yaml.safe_load(QUICKSTART.read_text())
     tree |= {"run_dir": str(tmp_path / "run"), "model": {"path": str(tmp_path / "model")}, "data": {"train": str(rows)}}
