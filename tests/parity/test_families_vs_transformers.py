@@ -39,7 +39,13 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3_moe normalized": (
         "Qwen3MoeConfig",
-        {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "norm_topk_prob": True},
+        {
+            "head_dim": 8,
+            "num_experts": 4,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 16,
+            "norm_topk_prob": True,
+        },
     ),
     "gemma3": (
         "Gemma3TextConfig",
