@@ -85,6 +85,18 @@ def prepare(
 
 
 @app.command()
+def convert(
+    source: Annotated[Path, typer.Argument(help="A GGUF file or a Hugging Face folder.")],
+    target: Annotated[Path, typer.Argument(help="Folder to write.")],
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+) -> None:
+    """Write a model as a Hugging Face folder (safetensors) in the named precision."""
+    from jax_agent_rl.models.convert import convert as run
+
+    print(run(source, target, dtype=dtype))
+
+
+@app.command()
 def export(
     run: Annotated[Path, typer.Argument(help="A run folder with a checkpoint.")],
     out: Annotated[Path, typer.Argument(help="Folder to write the Hugging Face model to.")],

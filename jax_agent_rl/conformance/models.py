@@ -57,10 +57,10 @@ def write_tiny_model(folder: Path) -> Path:
     """A random Llama of 97 ids, with far from uniform distributions; ids 3 to 96 are one printable letter each."""
     import jax
 
+    from jax_agent_rl.models.config import DecoderConfig
     from jax_agent_rl.models.hf import save_hf
-    from jax_agent_rl.models.llama import LlamaConfig
 
-    config = LlamaConfig(
+    config = DecoderConfig(
         vocab_size=len(_SPECIAL) + len(_LETTERS),
         hidden_size=64,
         intermediate_size=96,

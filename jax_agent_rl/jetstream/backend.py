@@ -36,8 +36,8 @@ from jax_agent_rl.errors import (
 from jax_agent_rl.jetstream.engine import EngineShapes, JaxEngine
 from jax_agent_rl.jetstream.request import RunningRequest
 from jax_agent_rl.jetstream.scheduler import Scheduler
+from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.models.hf import load_params
-from jax_agent_rl.models.llama import LlamaConfig
 from jax_agent_rl.rollout.protocol import (
     BackendMetrics,
     Capabilities,
@@ -69,7 +69,7 @@ class JetStreamBackend:
 
     def __init__(
         self,
-        config: LlamaConfig,
+        config: DecoderConfig,
         params: dict,
         shapes: EngineShapes,
         *,

@@ -13,8 +13,9 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from jax_agent_rl.errors import ConfigError
+from jax_agent_rl.models.config import DecoderConfig, Params
+from jax_agent_rl.models.decoder import hidden_states, logits
 from jax_agent_rl.models.hf import hf_tensors
-from jax_agent_rl.models.llama import LlamaConfig, Params, hidden_states, logits
 from jax_agent_rl.probe import LogprobProbe
 
 GIB = 1 << 30
@@ -37,7 +38,7 @@ class WeightFiles:
 
     def __init__(
         self,
-        config: LlamaConfig,
+        config: DecoderConfig,
         *,
         probe_ids: Sequence[Sequence[int]],
         folder: str | Path | None = None,
@@ -91,7 +92,7 @@ class WeightFiles:
         yield shard
 
 
-def _logprobs(config: LlamaConfig, params: Params, ids_T: jax.Array) -> jax.Array:
+def _logprobs(config: DecoderConfig, params: Params, ids_T: jax.Array) -> jax.Array:
     """float32 [T - 1]: log-prob of every id but the first, given those before it."""
     count = ids_T.shape[0]
     ends = jnp.full((1, count), count, jnp.int32)

@@ -19,12 +19,12 @@ from typing import Any
 from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.config import Config
 from jax_agent_rl.errors import ConfigError
+from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.hf import load_hf
-from jax_agent_rl.models.llama import LlamaConfig, Params
 from jax_agent_rl.rollout.protocol import RolloutBackend
 
 DecodeText = Callable[[Sequence[int]], str]
-Weights = Callable[[], tuple[LlamaConfig, Params]]
+Weights = Callable[[], tuple[DecoderConfig, Params]]
 
 
 def check_engine(config: Config) -> None:
@@ -45,7 +45,7 @@ def check_engine(config: Config) -> None:
         Checkpoint.read(Path(config.model.path).expanduser())
 
 
-def load_model(config: Config, codec: ChatCodec) -> tuple[LlamaConfig, Params]:
+def load_model(config: Config, codec: ChatCodec) -> tuple[DecoderConfig, Params]:
     """The model and its weights; the tokenizer names the ids that end a generation if the model's files do not.
 
     Raises:
@@ -93,7 +93,7 @@ def token_from(variable: str | None) -> str | None:
 
 
 def _jetstream(
-    config: Config, codec: ChatCodec, model: LlamaConfig, params: Params, say: Callable[[str], None], version: int
+    config: Config, codec: ChatCodec, model: DecoderConfig, params: Params, say: Callable[[str], None], version: int
 ) -> RolloutBackend:
     from jax_agent_rl.jetstream.backend import JetStreamBackend
     from jax_agent_rl.jetstream.engine import EngineShapes

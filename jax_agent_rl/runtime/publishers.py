@@ -7,7 +7,7 @@ from typing import Protocol
 
 from jax_agent_rl.config import Config
 from jax_agent_rl.learner.export import WeightFiles
-from jax_agent_rl.models.llama import LlamaConfig, Params
+from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.rollout.protocol import WeightUpdate
 
 PROBE_LENGTH = 96
@@ -48,7 +48,7 @@ class FilePublisher:
         self._files.close()
 
 
-def make_publisher(config: Config, model: LlamaConfig, *, probe_ids: Sequence[int]) -> Publisher:
+def make_publisher(config: Config, model: DecoderConfig, *, probe_ids: Sequence[int]) -> Publisher:
     """What ``rollout.backend`` takes weights from.
 
     Args:

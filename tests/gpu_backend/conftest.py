@@ -20,8 +20,9 @@ from gpu_backend.settings import DISTRIBUTIONS, VllmSettings
 from jax_agent_rl.cache import cache_root
 from jax_agent_rl.data.calculator import prepare_calculator
 from jax_agent_rl.learner.export import WeightFiles
+from jax_agent_rl.models.config import DecoderConfig
+from jax_agent_rl.models.decoder import Decoder, model_params
 from jax_agent_rl.models.hf import save_hf
-from jax_agent_rl.models.llama import Llama, LlamaConfig, model_params
 from jax_agent_rl.rollout.protocol import GenerateRequest, WeightUpdate
 from jax_agent_rl.types import SamplingParams
 from tests.tiny import tiny_params
@@ -30,7 +31,7 @@ QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 TOKENIZER = cache_root() / "models" / "smollm2-135m-instruct"
 
 # Heads of 32: the smallest vLLM's CPU attention has a kernel for.
-SMALL = LlamaConfig(
+SMALL = DecoderConfig(
     vocab_size=97,
     hidden_size=64,
     intermediate_size=96,
@@ -183,7 +184,7 @@ def recipe(tmp_path: Path) -> Path:
     if not TOKENIZER.is_dir():
         pytest.skip("needs the quickstart's tokenizer: jax-agent-rl fetch-model")
     config = replace(SMALL, vocab_size=49152, eos_token_ids=())
-    params = model_params(Llama(config, rngs=nnx.Rngs(0)))
+    params = model_params(Decoder(config, rngs=nnx.Rngs(0)))
     save_hf(tmp_path / "model", config, params, tokenizer_from=TOKENIZER)
     rows, _ = prepare_calculator(tmp_path / "data", train=8, heldout=2)
     tree = yaml.safe_load(QUICKSTART.read_text())
