@@ -85,6 +85,18 @@ def prepare(
 
 
 @app.command()
+def convert(
+    source: Annotated[Path, typer.Argument(help="A GGUF file or a Hugging Face folder.")],
+    target: Annotated[Path, typer.Argument(help="Folder to write.")],
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+) -> None:
+    """Write a model as a Hugging Face folder (safetensors) in the named precision."""
+    from jax_agent_rl.models.convert import convert as run
+
+    print(run(source, target, dtype=dtype))
+
+
+@app.command()
 def export(
     run: Annotated[Path, typer.Argument(help="A run folder with a checkpoint.")],
     out: Annotated[Path, typer.Argument(help="Folder to write the Hugging Face model to.")],
@@ -93,6 +105,64 @@ def export(
     from jax_agent_rl.runtime.export import export_run
 
     print(export_run(run, out))
+
+
+@app.command()
+def conformance(
+    backend: Annotated[str, typer.Option(help="jetstream, vllm, remote, or your own as package.module:function.")],
+    model: Annotated[Path | None, typer.Option(help="Model folder; default a tiny random one.")] = None,
+    url: Annotated[
+        str | None, typer.Option(help="Address of a running rollout server, for remote; default one is started.")
+    ] = None,
+    engine: Annotated[str, typer.Option(help="What serves behind the rollout server that is started.")] = "jetstream",
+    token_env: Annotated[str | None, typer.Option(help="Environment variable with the server's token.")] = None,
+    tolerance: Annotated[float, typer.Option(help="Largest log-prob error in nats; 0.1 suits bfloat16.")] = 1e-3,
+    max_model_len: Annotated[int, typer.Option(help="Context length to serve with, at least 128.")] = 256,
+    only: Annotated[list[str] | None, typer.Option(help="Only this check; may be repeated.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")] = False,
+) -> None:
+    """Test a rollout backend against the protocol. A server it is pointed at has its weights changed and put back."""
+    from rich.console import Console
+
+    from jax_agent_rl.conformance.command import run_command
+    from jax_agent_rl.runtime.engines import token_from
+
+    report = run_command(
+        backend,
+        model=model,
+        url=url,
+        token=token_from(token_env),
+        engine=engine,
+        tolerance=tolerance,
+        max_model_len=max_model_len,
+        only=only or (),
+        as_json=json,
+        console=Console(),
+    )
+    if not report.ok:
+        raise typer.Exit(1)
+
+
+@app.command("rollout-server")
+def rollout_server(
+    config: Annotated[Path, typer.Option(help="YAML configuration: model, rollout and its engine are used.")],
+    overrides: Overrides = None,
+    host: Annotated[str, typer.Option(help="Address to listen on; others than loopback need a token.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0 takes a free one.")] = 8100,
+) -> None:
+    """Serve the configured engine over HTTP, for runs with rollout.backend=remote."""
+    from rich.console import Console
+
+    from jax_agent_rl.config import load
+
+    settings = load(config, overrides or [])
+    from jax_agent_rl.runtime.compilation_cache import use_compilation_cache
+    from jax_agent_rl.runtime.serve import serve
+
+    use_compilation_cache()
+    console = Console()
+    say = lambda text: console.print(text, highlight=False, soft_wrap=True)  # noqa: E731
+    asyncio.run(serve(settings, host=host, port=port, say=say))
 
 
 def _quiet_logging() -> None:

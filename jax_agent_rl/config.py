@@ -76,10 +76,46 @@ class JetStreamConfig(_Section):
         return value
 
 
+class VllmConfig(_Section):
+    """The vLLM engine (rollout.backend: vllm), on CUDA, CPU or TPU."""
+
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="Of weights and activations; auto: float32 on CPUs, else the checkpoint's."
+    )
+    max_num_seqs: Positive = Field(64, description="Requests decoded at the same time.")
+    tensor_parallel_size: Positive = Field(1, description="Devices one copy of the model is cut over.")
+    gpu_memory_utilization: float = Field(
+        0.5,
+        gt=0,
+        le=1,
+        description="Share of the device's memory for weights and KV cache; the learner needs the rest.",
+    )
+    kv_cache_gib: float | None = Field(
+        None, gt=0, description="Size of the KV cache; null: what gpu_memory_utilization leaves (on CPUs 1)."
+    )
+    enforce_eager: bool | None = Field(None, description="No compiled graphs; null: on CPUs only.")
+    require_probe: bool = Field(True, description="Refuse weights that do not bring log-probs to check them by.")
+    max_logprob_difference: float | None = Field(
+        None, gt=0, description="Largest log-prob difference the check allows; null: 1e-3 in float32, else 0.5."
+    )
+    mean_logprob_difference: float | None = Field(
+        None, gt=0, description="Largest mean of it; null: 1e-4 in float32, else 0.05."
+    )
+
+
 class RolloutConfig(_Section):
     """How trajectories are collected."""
 
-    backend: Literal["jetstream", "vllm"] = Field("jetstream", description="The engine that samples.")
+    backend: Literal["jetstream", "vllm", "remote"] = Field("jetstream", description="The engine that samples.")
+    urls: tuple[str, ...] = Field((), description="Rollout servers, for backend: remote; e.g. http://10.0.0.5:8100.")
+    token_env: str | None = Field(
+        None, description="Environment variable with the secret that rollout servers ask for (and demand of clients)."
+    )
+    weight_folder: str | None = Field(
+        None,
+        description="Folder through which weights pass to vllm and remote engines; they must see it, too. null: memory "
+        "of this machine, uploaded to rollout servers that do not see it.",
+    )
     prompts_per_step: Positive = Field(8, description="Dataset rows per training step.")
     group_size: Positive = Field(8, description="Trajectories per row (a GRPO group).")
     max_in_flight: Positive = Field(64, description="Trajectories that run at the same time.")
@@ -89,6 +125,7 @@ class RolloutConfig(_Section):
     top_k: NonNegative = Field(0, description="Most likely ids kept in training; 0 is off.")
     eval_temperature: float = Field(0.0, ge=0, description="Temperature for held-out evaluation; 0 is greedy.")
     jetstream: JetStreamConfig = Field(default_factory=JetStreamConfig)
+    vllm: VllmConfig = Field(default_factory=VllmConfig)
 
 
 class AgentConfig(_Section):
@@ -224,6 +261,11 @@ class Config(_Section):
             problems.append(
                 f"rollout.top_p={rollout.top_p}, rollout.top_k={rollout.top_k}: the learner's log-probs are of the "
                 "full distribution and would not match; train with top_p=1 and top_k=0"
+            )
+        if (rollout.backend == "remote") != bool(rollout.urls):
+            problems.append(
+                f"rollout.backend={rollout.backend} and rollout.urls={list(rollout.urls)}: backend remote needs "
+                "addresses of rollout servers, and other backends take none"
             )
         if learner.updates_per_step > rollout.prompts_per_step:
             problems.append(

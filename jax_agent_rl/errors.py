@@ -23,6 +23,7 @@
     ├── ToolDefinitionError         a tool is declared wrongly (raised at import / start)
     ├── WeightUpdateError           new weights were refused; the old ones are still served
     ├── CheckpointError             nothing to restore, or it does not match the config
+    ├── LaunchError                 a host, GPU, port or process of a launch -> fix it there, the message names it
     └── NonFiniteError              too many non-finite gradient steps in a row
 
 Two questions decide what happens to a failure: *whose* it is (config, data, engine, tool, reward) and
@@ -140,6 +141,10 @@ class WeightUpdateError(JaxAgentRLError):
 
 class CheckpointError(JaxAgentRLError):
     """There is no checkpoint to restore, or it was made with another model."""
+
+
+class LaunchError(JaxAgentRLError):
+    """A launch cannot go on: a host, its driver or GPUs, a port, or one of its processes. The message names it."""
 
 
 class NonFiniteError(JaxAgentRLError):

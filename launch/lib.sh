@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # Shared by the launch scripts: the project's own environment. Source it; do not run it.
 # Environment: JAX_AGENT_RL_VENV (default .venv), PYTHON (default the newest of python3.13 … python3.11, python3).
 #
@@ -7,6 +8,7 @@
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 VENV="${JAX_AGENT_RL_VENV:-$ROOT/.venv}"
 CONSTRAINTS="$ROOT/third_party/constraints-cpu.txt"
+CONSTRAINED_PYTHONS="3.11" # the versions that $CONSTRAINTS was made on; newer Pythons resolve newer jax
 JETSTREAM_NEEDS="grpcio prometheus_client shortuuid tiktoken"
 SECONDS=0
 DRY_RUN=0
@@ -45,9 +47,10 @@ make_environment() {
     say "environment $VENV is up to date"
     return
   fi
-  # The pins were made on Python 3.11; newer Pythons resolve newer jax.
-  local constrain=(-c "$CONSTRAINTS")
-  if ! "$python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))'; then constrain=(); fi
+  local constrain=()
+  case " $CONSTRAINED_PYTHONS " in
+    *" $("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])') "*) constrain=(-c "$CONSTRAINTS") ;;
+  esac
   # JetStream's own list of needs is wider than what its engine interface uses: pip would complain of the rest.
   local install=("$VENV/bin/python" -m pip install --quiet --no-warn-conflicts --progress-bar off)
   say "environment: $VENV ($("$python" --version 2>&1))"
@@ -59,7 +62,7 @@ make_environment() {
   run "${install[@]}" --no-deps -r "$ROOT/third_party/no-deps.txt"
   # shellcheck disable=SC2086
   run "${install[@]}" "${constrain[@]}" $JETSTREAM_NEEDS
-  if [ -n "$extras" ] && [ -f "$ROOT/third_party/test-no-deps.txt" ]; then
+  if [[ ",$extras," == *,dev,* ]]; then
     run "${install[@]}" --no-deps -r "$ROOT/third_party/test-no-deps.txt"
   fi
   [ "$DRY_RUN" = 1 ] || echo "$wanted" >"$stamp"

@@ -1,23 +1,49 @@
 #!/usr/bin/env bash
-# Tests everything: environment, model, lint, import rules, tests. Further arguments go to pytest.
-#   ./launch/test.sh [--dry-run] [pytest arguments]
+# Tests everything: environments, model, lint, import rules, tests, and the tests on a real vLLM (CPU build).
+#   ./launch/test.sh [--dry-run] [--no-vllm | --only-vllm] [pytest arguments]
+# With pytest arguments the tests on vLLM run only if --only-vllm asks for them.
 set -euo pipefail
 # shellcheck source=launch/lib.sh
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+# shellcheck source=launch/vllm_environment.sh
+source "$ROOT/launch/vllm_environment.sh"
 cd "$ROOT"
 
-if [ "${1:-}" = "--dry-run" ]; then
-  DRY_RUN=1
+PARTS=""
+while true; do
+  case "${1:-}" in
+    --dry-run) DRY_RUN=1 ;;
+    --no-vllm) PARTS=main ;;
+    --only-vllm) PARTS=vllm ;;
+    *) break ;;
+  esac
   shift
+done
+if [ -z "$PARTS" ]; then
+  PARTS="main vllm"
+  if [ $# -gt 0 ]; then PARTS=main; fi
 fi
 
-make_environment dev
-say "model: SmolLM2-135M-Instruct"
-run "$VENV/bin/jax-agent-rl" fetch-model
-say "lint"
-run "$VENV/bin/ruff" check jax_agent_rl tests benchmarks
-run "$VENV/bin/ruff" format --check jax_agent_rl tests benchmarks
-say "import rules"
-run "$VENV/bin/lint-imports"
-say "tests"
-run "$VENV/bin/python" -m pytest --durations=10 "$@"
+test_main() {
+  make_environment dev
+  say "model: SmolLM2-135M-Instruct"
+  run "$VENV/bin/jax-agent-rl" fetch-model
+  say "lint"
+  run "$VENV/bin/ruff" check jax_agent_rl gpu_backend tests benchmarks
+  run "$VENV/bin/ruff" format --check jax_agent_rl gpu_backend tests benchmarks
+  say "import rules"
+  run "$VENV/bin/lint-imports"
+  say "tests"
+  run "$VENV/bin/python" -m pytest -m "not vllm" --durations=10 "$@"
+}
+
+test_vllm() {
+  make_vllm_environment dev
+  say "tests on vLLM"
+  run "$VLLM_VENV/bin/python" -m pytest -m vllm --durations=10 "$@"
+}
+
+for part in $PARTS; do
+  "test_$part" "$@"
+done
+say "all passed"

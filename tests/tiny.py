@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_agent_rl.models.llama import LlamaConfig, Params, hidden_states, logits
+from jax_agent_rl.models.config import DecoderConfig, Params
+from jax_agent_rl.models.decoder import hidden_states, logits
 
-TINY = LlamaConfig(
+TINY = DecoderConfig(
     vocab_size=97,
     hidden_size=32,
     intermediate_size=48,
@@ -24,7 +25,7 @@ TINY = LlamaConfig(
 )
 
 
-def tiny_params(seed: int = 0, config: LlamaConfig = TINY) -> Params:
+def tiny_params(seed: int = 0, config: DecoderConfig = TINY) -> Params:
     """Weights large enough that distributions are far from uniform."""
     rng = np.random.default_rng(seed)
 
@@ -43,13 +44,13 @@ LONGEST = 64  # every reference pass is padded to this, so that it compiles once
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _padded_logits(config: LlamaConfig, params: Params, ids: jax.Array) -> jax.Array:
+def _padded_logits(config: DecoderConfig, params: Params, ids: jax.Array) -> jax.Array:
     positions = jnp.arange(LONGEST)[None]
     ends = jnp.full((1, LONGEST), LONGEST, jnp.int32)
     return logits(params, hidden_states(config, params, ids[None], positions, ends))[0]
 
 
-def full_logits(params: Params, ids: Sequence[int], config: LlamaConfig = TINY) -> np.ndarray:
+def full_logits(params: Params, ids: Sequence[int], config: DecoderConfig = TINY) -> np.ndarray:
     """Logits float32 [T, V] of one causal pass over the whole context: no cache, no batching."""
     padded = np.zeros(LONGEST, np.int32)
     padded[: len(ids)] = ids

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import threading
 import time
@@ -28,13 +29,15 @@ from jax_agent_rl.errors import (
     BackendClosedError,
     BackendError,
     EngineDiedError,
+    ModelError,
     TrajectoryError,
     WeightUpdateError,
 )
 from jax_agent_rl.jetstream.engine import EngineShapes, JaxEngine
 from jax_agent_rl.jetstream.request import RunningRequest
 from jax_agent_rl.jetstream.scheduler import Scheduler
-from jax_agent_rl.models.llama import LlamaConfig
+from jax_agent_rl.models.config import DecoderConfig
+from jax_agent_rl.models.hf import load_params
 from jax_agent_rl.rollout.protocol import (
     BackendMetrics,
     Capabilities,
@@ -66,7 +69,7 @@ class JetStreamBackend:
 
     def __init__(
         self,
-        config: LlamaConfig,
+        config: DecoderConfig,
         params: dict,
         shapes: EngineShapes,
         *,
@@ -102,7 +105,7 @@ class JetStreamBackend:
             in_flight_update=True,
             prefix_reuse=True,
             priorities=True,
-            weight_payloads=frozenset({"arrays"}),
+            weight_payloads=frozenset({"arrays", "safetensors"}),
         )
 
     @property
@@ -173,6 +176,8 @@ class JetStreamBackend:
         await self._call(lambda: setattr(self, "_paused", False))
 
     async def update_weights(self, update: WeightUpdate) -> None:
+        if update.kind == "safetensors":  # decoding goes on while files are read
+            update = await asyncio.to_thread(self._read_weights, update)
         await self._call(lambda: self._take_weights(update))
 
     async def reset_prefix_cache(self) -> None:
@@ -322,10 +327,21 @@ class JetStreamBackend:
             for request_id in list(self._scheduler.running):
                 self._abort(request_id)
 
+    def _read_weights(self, update: WeightUpdate) -> WeightUpdate:
+        """Files to arrays in the learner's layout, which the engine thread then takes like any."""
+        dtype = self._structure["embed"][1]
+        try:
+            params = load_params(update.payload, self._config, dtype=dtype)
+        except ModelError as error:
+            raise WeightUpdateError(f"the update does not fit the model served: {error}") from error
+        return dataclasses.replace(update, kind="arrays", payload=params)
+
     def _take_weights(self, update: WeightUpdate) -> None:
         if update.kind != "arrays" or update.partial:
             kind = f"kind={update.kind!r}, partial={update.partial}"
-            raise WeightUpdateError(f"the jetstream backend takes whole updates of kind 'arrays', got {kind}")
+            raise WeightUpdateError(
+                f"the jetstream backend takes whole updates of 'arrays' or 'safetensors', got {kind}"
+            )
         if update.version <= self._version:
             raise WeightUpdateError(f"version {update.version} is not newer than {self._version}, which is served")
         structure = jax.tree.map(lambda x: (x.shape, x.dtype), update.payload)

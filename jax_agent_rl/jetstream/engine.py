@@ -21,7 +21,7 @@ from flax import struct
 from jax_agent_rl.jetstream import compat, programs
 from jax_agent_rl.jetstream.forward import EngineParams, KVCache, empty_cache, engine_params
 from jax_agent_rl.jetstream.tokenizer import IdTokenizer
-from jax_agent_rl.models.llama import LlamaConfig
+from jax_agent_rl.models.config import DecoderConfig
 
 engine_api = compat.engine_api()
 MAX_STOP_IDS = 8
@@ -130,7 +130,7 @@ class JaxEngine(engine_api.Engine):
 
     def __init__(
         self,
-        config: LlamaConfig,
+        config: DecoderConfig,
         shapes: EngineShapes,
         *,
         dtype: jnp.dtype = jnp.float32,

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from jax_agent_rl.jetstream.forward import EngineParams, KVCache, decode_step, prefill_chunks
 from jax_agent_rl.jetstream.sampling import sample
-from jax_agent_rl.models.llama import LlamaConfig
+from jax_agent_rl.models.config import DecoderConfig
 
 
 @jax.tree_util.register_dataclass
@@ -48,7 +48,7 @@ class Lanes:
 
 
 def decode(
-    config: LlamaConfig,
+    config: DecoderConfig,
     max_steps: int,
     span: int,
     params: EngineParams,
@@ -148,7 +148,7 @@ NewKV = tuple[tuple[jax.Array, jax.Array], ...]
 
 
 def compute_chunks(
-    config: LlamaConfig, span: int, params: EngineParams, cache: KVCache, tokens: jax.Array, places: jax.Array
+    config: DecoderConfig, span: int, params: EngineParams, cache: KVCache, tokens: jax.Array, places: jax.Array
 ) -> NewKV:
     """Prefills one chunk of each of R rows, to be written by :func:`write_chunks`.
 
@@ -213,11 +213,11 @@ class ProgramTable:
         return program(*args)
 
 
-def decode_program(config: LlamaConfig, max_steps: int, span: int) -> Callable[..., Any]:
+def decode_program(config: DecoderConfig, max_steps: int, span: int) -> Callable[..., Any]:
     """``decode`` with its static arguments bound."""
     return functools.partial(decode, config, max_steps, span)
 
 
-def chunks_program(config: LlamaConfig, span: int) -> Callable[..., Any]:
+def chunks_program(config: DecoderConfig, span: int) -> Callable[..., Any]:
     """``compute_chunks`` with its static arguments bound."""
     return functools.partial(compute_chunks, config, span)

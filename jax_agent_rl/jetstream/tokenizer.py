@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from jax_agent_rl.jetstream import compat
-from jax_agent_rl.models.llama import LlamaConfig
+from jax_agent_rl.models.config import DecoderConfig
 
 compat.engine_api()  # JetStream must be imported through the shim first
 
@@ -17,7 +17,7 @@ from jetstream.engine import tokenizer_api  # noqa: E402
 class IdTokenizer(tokenizer_api.Tokenizer):
     """Ids in, ids out; ``encode``/``decode`` work when a Hugging Face tokenizer was given."""
 
-    def __init__(self, config: LlamaConfig, tokenizer: Any = None) -> None:
+    def __init__(self, config: DecoderConfig, tokenizer: Any = None) -> None:
         self._config = config
         self._tokenizer = tokenizer
 

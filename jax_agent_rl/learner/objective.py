@@ -9,7 +9,8 @@ import jax.numpy as jnp
 
 from jax_agent_rl.learner.linear_logprobs import linear_logprobs
 from jax_agent_rl.learner.losses import ClipConfig, ppo_clip
-from jax_agent_rl.models.llama import LlamaConfig, Params, hidden_states
+from jax_agent_rl.models.config import DecoderConfig, Params
+from jax_agent_rl.models.decoder import hidden_states
 
 TARGETS_PER_CHUNK = 256  # of a row
 
@@ -22,7 +23,7 @@ class ObjectiveConfig:
 
     Attributes:
         temperature: the rollout's; log-probs are of logits / temperature.
-        remat: what the backward pass recomputes, see ``models.llama.hidden_states``.
+        remat: what the backward pass recomputes, see ``models.decoder.hidden_states``.
         vocab_shards: parts the vocabulary is split into over devices.
         on_policy: the old log-probs are this very pass's (one update per rollout batch).
     """
@@ -35,7 +36,7 @@ class ObjectiveConfig:
 
 
 def target_logprobs(
-    config: LlamaConfig, objective: ObjectiveConfig, params: Params, batch: Arrays
+    config: DecoderConfig, objective: ObjectiveConfig, params: Params, batch: Arrays
 ) -> tuple[jax.Array, jax.Array]:
     """Log-prob of every target under the model, and the entropy where it was sampled; float32 [R, M]."""
     ids, positions, ends = batch["token_ids"], batch["positions"], batch["subtree_end"]
@@ -59,7 +60,7 @@ def target_logprobs(
     return logprob, jax.lax.stop_gradient(entropy)
 
 
-def term_logprobs(config: LlamaConfig, objective: ObjectiveConfig, params: Params, batch: Arrays) -> jax.Array:
+def term_logprobs(config: DecoderConfig, objective: ObjectiveConfig, params: Params, batch: Arrays) -> jax.Array:
     """Log-prob of every term's token, float32 [R, K]; 0 at padding."""
     logprob, _ = target_logprobs(config, objective, params, batch)
     terms = jnp.take_along_axis(logprob, batch["term_target"], axis=1)
@@ -67,7 +68,7 @@ def term_logprobs(config: LlamaConfig, objective: ObjectiveConfig, params: Param
 
 
 def policy_loss(
-    config: LlamaConfig, objective: ObjectiveConfig, params: Params, batch: Arrays
+    config: DecoderConfig, objective: ObjectiveConfig, params: Params, batch: Arrays
 ) -> tuple[jax.Array, dict[str, Arrays]]:
     """The micro-batch's share of the loss.
 

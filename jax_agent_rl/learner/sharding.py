@@ -20,6 +20,7 @@ RULES: dict[str, str | tuple[str, ...] | None] = {
     "heads": "tensor",
     "mlp": "tensor",
     "embed": "fsdp",
+    "experts": None,
     "norm": None,
 }
 
@@ -31,11 +32,22 @@ PARAMETER_AXES: dict[str, tuple[str, ...]] = {
     "k": ("layers", "heads", "embed"),
     "v": ("layers", "heads", "embed"),
     "o": ("layers", "embed", "heads"),
+    "q_bias": ("layers", "heads"),
+    "k_bias": ("layers", "heads"),
+    "v_bias": ("layers", "heads"),
+    "q_norm": ("layers", "norm"),
+    "k_norm": ("layers", "norm"),
     "gate": ("layers", "mlp", "embed"),
     "up": ("layers", "mlp", "embed"),
     "down": ("layers", "embed", "mlp"),
+    "router": ("layers", "experts", "embed"),
+    "expert_gate": ("layers", "experts", "mlp", "embed"),
+    "expert_up": ("layers", "experts", "mlp", "embed"),
+    "expert_down": ("layers", "experts", "embed", "mlp"),
     "input_norm": ("layers", "norm"),
     "post_attention_norm": ("layers", "norm"),
+    "pre_feedforward_norm": ("layers", "norm"),
+    "post_feedforward_norm": ("layers", "norm"),
 }
 
 

@@ -28,7 +28,7 @@ from jax_agent_rl.learner.batch import Batch, Sharing, pack
 from jax_agent_rl.learner.losses import ClipConfig, term_weights
 from jax_agent_rl.learner.objective import ObjectiveConfig, policy_loss, term_logprobs
 from jax_agent_rl.learner.sharding import make_mesh, parameter_shardings, replicated, row_sharding
-from jax_agent_rl.models.llama import LlamaConfig, Params
+from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.types import Group
 
 logger = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ class Learner:
 
     def __init__(
         self,
-        model: LlamaConfig,
+        model: DecoderConfig,
         params: Params,
         *,
         algorithm: AlgorithmConfig,
@@ -196,7 +196,7 @@ class Learner:
 
     # --- device programs --------------------------------------------------------------------------------------
 
-    def _compile(self, model: LlamaConfig) -> None:
+    def _compile(self, model: DecoderConfig) -> None:
         """Defines the jitted programs; shapes are fixed by the config, so each compiles once."""
         objective, optimizer = self._objective, self._optimizer
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from jax_agent_rl.errors import ModelError
-from jax_agent_rl.models.llama import LlamaConfig, Params
+from jax_agent_rl.models.config import DecoderConfig, Params
+from jax_agent_rl.models.families import FAMILIES, read_config, write_config
 
 TOP = {"embed": "model.embed_tokens.weight", "final_norm": "model.norm.weight", "lm_head": "lm_head.weight"}
 LAYER = {
@@ -26,12 +27,20 @@ LAYER = {
     "gate": "mlp.gate_proj",
     "up": "mlp.up_proj",
     "down": "mlp.down_proj",
+    "q_norm": "self_attn.q_norm",
+    "k_norm": "self_attn.k_norm",
+    "router": "mlp.gate",
+    "expert_gate": "mlp.experts.{expert}.gate_proj",
+    "expert_up": "mlp.experts.{expert}.up_proj",
+    "expert_down": "mlp.experts.{expert}.down_proj",
     "input_norm": "input_layernorm",
     "post_attention_norm": "post_attention_layernorm",
 }
 
+Names = str | list[Any]  # a tensor's name, or those of a stack of tensors
 
-def load_config(path: str | Path) -> LlamaConfig:
+
+def load_config(path: str | Path) -> DecoderConfig:
     """Reads ``config.json`` (and the EOS ids of ``generation_config.json``) of a model folder.
 
     Raises:
@@ -45,52 +54,74 @@ def load_config(path: str | Path) -> LlamaConfig:
             "or run `jax-agent-rl fetch-model` for the quickstart's"
         )
     raw = _read_json(file)
-    if raw.get("model_type") != "llama":
-        raise ModelError(f"{file}: model_type {raw.get('model_type')!r} is not supported; supported: 'llama'")
     generation = folder / "generation_config.json"
     if generation.is_file() and (eos := _read_json(generation).get("eos_token_id")) is not None:
         raw["eos_token_id"] = eos
     try:
-        return LlamaConfig.from_hf(raw)
+        return read_config(raw)
     except ModelError as error:
         raise ModelError(f"{folder}: {error}") from None
 
 
-def load_hf(path: str | Path, *, dtype: jnp.dtype = jnp.float32) -> tuple[LlamaConfig, Params]:
+def load_hf(
+    path: str | Path, *, dtype: jnp.dtype = jnp.float32, shardings: Params | None = None
+) -> tuple[DecoderConfig, Params]:
     """Reads a model folder.
 
+    Args:
+        shardings: a sharding per parameter: each device's part is read from the files by itself, so the host never
+            holds a whole parameter. None puts everything on the default device.
+
     Returns:
-        the config, and the parameter tree on the default device.
+        the config, and the parameter tree.
 
     Raises:
         ModelError: files are missing or damaged, or tensors are missing, left over or of a wrong shape.
     """
     folder = Path(path).expanduser()
     config = load_config(folder)
-    tensors = _open_tensors(folder)
+    return config, load_params(list(_weight_files(folder)), config, dtype=dtype, shardings=shardings)
+
+
+def load_params(
+    files: Sequence[str | Path],
+    config: DecoderConfig,
+    *,
+    dtype: jnp.dtype = jnp.float32,
+    shardings: Params | None = None,
+) -> Params:
+    """Reads safetensors files of a known model, Hugging Face names; see :func:`load_hf`.
+
+    Raises:
+        ModelError: a file is missing or damaged, or tensors are missing, left over or of a wrong shape.
+    """
+    where = str(Path(files[0]).parent) if files else "an empty list of files"
+    tensors = _open_tensors(files)
+    shapes = config.parameter_shapes()
+    if shardings is None:
+        here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        shardings = jax.tree.map(lambda _: here, shapes, is_leaf=lambda x: isinstance(x, tuple))
     params = jax.tree.map(
-        lambda names, shape: _read(tensors, names, shape, dtype, folder),
-        _names(config),
-        config.parameter_shapes(),
+        lambda names, shape, sharding: _read(tensors, names, shape, dtype, sharding, where),
+        tensor_names(config),
+        shapes,
+        shardings,
         is_leaf=lambda x: isinstance(x, (str, list)),
     )
     left = sorted(tensors.keys() - _all_names(config) - ({TOP["lm_head"]} if config.tie_word_embeddings else set()))
     if left:
-        raise ModelError(f"{folder}: {len(left)} tensors are not part of a Llama model, e.g. {left[:3]}")
-    return config, params
+        raise ModelError(f"{where}: {len(left)} tensors are not part of a {config.family} model, e.g. {left[:3]}")
+    return params
 
 
-def save_hf(path: str | Path, config: LlamaConfig, params: Params, *, tokenizer_from: str | Path | None = None) -> None:
+def save_hf(
+    path: str | Path, config: DecoderConfig, params: Params, *, tokenizer_from: str | Path | None = None
+) -> None:
     """Writes ``config.json``, ``generation_config.json`` and ``model.safetensors``; copies tokenizer files."""
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
-    tensors: dict[str, np.ndarray] = {}
-    for names, value in zip(_leaves(_names(config)), jax.tree.leaves(params), strict=True):
-        array = np.asarray(value)
-        pairs = [(names, array)] if isinstance(names, str) else zip(names, array, strict=True)
-        tensors |= {name: np.ascontiguousarray(part) for name, part in pairs}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    raw = config.to_hf()
+    save_file(dict(hf_tensors(config, params)), folder / "model.safetensors", metadata={"format": "pt"})
+    raw = write_config(config)
     (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
     generation = {key: raw[key] for key in ("bos_token_id", "eos_token_id")}
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
@@ -115,13 +146,25 @@ def _read_json(file: Path) -> dict[str, Any]:
     return content
 
 
-def _names(config: LlamaConfig) -> Params:
-    """Hugging Face tensor names in the shape of the parameter tree; a stacked one has a list."""
+def hf_tensors(config: DecoderConfig, params: Params) -> Iterator[tuple[str, np.ndarray]]:
+    """Every parameter on the host under its Hugging Face name, a stacked one layer by layer."""
+    for names, value in zip(_leaves(tensor_names(config)), jax.tree.leaves(params), strict=True):
+        yield from _unstack(names, np.asarray(value))
+
+
+def _unstack(names: Names, array: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+    if isinstance(names, str):
+        yield names, np.ascontiguousarray(array)
+    else:
+        for inner, part in zip(names, array, strict=True):
+            yield from _unstack(inner, part)
+
+
+def tensor_names(config: DecoderConfig) -> Params:
+    """Hugging Face tensor names in the shape of the parameter tree; a stacked one has a list (of lists: experts)."""
     tree: Params = {
         "embed": TOP["embed"],
-        "layers": {
-            key: [f"model.layers.{i}.{name}.weight" for i in range(config.num_layers)] for key, name in LAYER.items()
-        },
+        "layers": {key: _layer_names(config, key) for key in config.parameter_shapes()["layers"]},
         "final_norm": TOP["final_norm"],
     }
     if not config.tie_word_embeddings:
@@ -129,18 +172,28 @@ def _names(config: LlamaConfig) -> Params:
     return tree
 
 
-def _leaves(names: Params) -> list[str | list[str]]:
+def _layer_names(config: DecoderConfig, key: str) -> Names:
+    module, kind = (key.removesuffix("_bias"), "bias") if key.endswith("_bias") else (key, "weight")
+    name = FAMILIES[config.family].NAMES.get(module, LAYER.get(module))
+    layers = [f"model.layers.{i}" for i in range(config.num_layers)]
+    if "{expert}" not in name:
+        return [f"{layer}.{name}.{kind}" for layer in layers]
+    assert config.experts is not None
+    return [[f"{layer}.{name.format(expert=e)}.{kind}" for e in range(config.experts.count)] for layer in layers]
+
+
+def _leaves(names: Params) -> list[Names]:
     return jax.tree.leaves(names, is_leaf=lambda x: isinstance(x, list))
 
 
-def _all_names(config: LlamaConfig) -> set[str]:
-    return {n for leaf in _leaves(_names(config)) for n in ([leaf] if isinstance(leaf, str) else leaf)}
+def _all_names(config: DecoderConfig) -> set[str]:
+    return set(jax.tree.leaves(tensor_names(config)))
 
 
-def _open_tensors(folder: Path) -> dict[str, Any]:
+def _open_tensors(files: Sequence[str | Path]) -> dict[str, Any]:
     """Every tensor name with the open file that holds it."""
     found: dict[str, Any] = {}
-    for file in _weight_files(folder):
+    for file in files:
         try:
             handle = safe_open(file, framework="numpy")
         except (SafetensorError, OSError) as error:
@@ -163,24 +216,40 @@ def _weight_files(folder: Path) -> Iterator[Path]:
 
 
 def _read(
-    tensors: dict[str, Any], names: str | list[str], shape: tuple[int, ...], dtype: jnp.dtype, folder: Path
+    tensors: dict[str, Any],
+    names: Names,
+    shape: tuple[int, ...],
+    dtype: jnp.dtype,
+    sharding: jax.sharding.Sharding,
+    where: str,
 ) -> jax.Array:
-    """One parameter; a stacked one is filled layer by layer."""
-    stacked = isinstance(names, list)
-    parts = []
-    for name in names if stacked else [names]:
-        if name not in tensors:
-            raise ModelError(
-                f"{folder}: tensor {name!r} is missing from the safetensors files; download or convert the model again"
-            )
-        try:
-            part = tensors[name].get_tensor(name)
-        except (SafetensorError, OSError, TypeError, AttributeError) as error:  # the latter: a type numpy lacks
-            raise ModelError(f"{folder}: tensor {name!r} cannot be read ({error}); use float weights") from error
-        expected = shape[1:] if stacked else shape
-        if part.shape != expected:
-            raise ModelError(
-                f"{folder}: {name} has shape {part.shape}, config.json says {expected}; they are of different models"
-            )
-        parts.append(part)
-    return jnp.asarray(np.stack(parts) if stacked else parts[0], dtype)
+    """One parameter, each device's part read by itself."""
+
+    def part(names: Names, index: tuple[slice, ...], shape: tuple[int, ...]) -> np.ndarray:
+        if isinstance(names, str):
+            return _slice(tensors, names, index, shape, where).astype(dtype)
+        return np.stack([part(inner, index[1:], shape[1:]) for inner in names[index[0]]])
+
+    return jax.make_array_from_callback(shape, sharding, lambda index: part(names, index, shape), dtype=dtype)
+
+
+def _slice(
+    tensors: dict[str, Any], name: str, index: tuple[slice, ...], shape: tuple[int, ...], where: str
+) -> np.ndarray:
+    """A part of one tensor.
+
+    Raises:
+        ModelError: it is missing, unreadable or of another shape.
+    """
+    if name not in tensors:
+        raise ModelError(
+            f"{where}: tensor {name!r} is missing from the safetensors files; download or convert the model again"
+        )
+    try:
+        tensor = tensors[name].get_slice(name)
+        found = tuple(tensor.get_shape())
+        if found == shape:
+            return tensor[index]
+    except (SafetensorError, OSError, TypeError, AttributeError) as error:  # the latter: a type numpy lacks
+        raise ModelError(f"{where}: tensor {name!r} cannot be read ({error}); use float weights") from error
+    raise ModelError(f"{where}: {name} has shape {found}, config.json says {shape}; they are of different models")

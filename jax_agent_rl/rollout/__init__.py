@@ -2,4 +2,5 @@
 
 ``protocol`` what an engine is · ``server`` one engine · ``client``, ``balancer`` and ``stops`` all of them ·
 ``collect`` a step's groups · ``accounting`` what became of every trajectory.
+``remote`` engines on other machines.
 """

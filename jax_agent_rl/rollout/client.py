@@ -59,6 +59,7 @@ class LLMServerClient:
         self._balancer = Balancer()
         self._servers: dict[str, AsyncServer] = {}
         self._flights: dict[str, _Flight] = {}
+        self._last_loss = ""
         for server in servers:
             self.add_server(server)
 
@@ -71,6 +72,15 @@ class LLMServerClient:
         """Kinds of media that every server takes."""
         taken = [server.backend.capabilities.multi_modal for server in self.servers]
         return frozenset.intersection(*taken) if taken else frozenset()
+
+    def require_server(self) -> None:
+        """Whether there is anyone left to ask.
+
+        Raises:
+            EngineDiedError: every server is gone; says why the last one went.
+        """
+        if not self._servers:
+            raise EngineDiedError(f"no rollout engine is left: {self._last_loss or 'none was added'}")
 
     def add_server(self, server: AsyncServer) -> None:
         """Takes a started server into the rotation, also while others are running.
@@ -278,6 +288,7 @@ class LLMServerClient:
         if self._servers.get(server.name) is server:
             del self._servers[server.name]
             self._balancer.remove(server.name)
+            self._last_loss = f"{server.name}: {error}"
             logger.warning("server %s is gone (%s); %d left", server.name, error, len(self._servers))
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -16,15 +17,15 @@ from jax_agent_rl.config import Config
 from jax_agent_rl.data.cursor import DataCursor
 from jax_agent_rl.data.rows import load_rows
 from jax_agent_rl.errors import ConfigError
-from jax_agent_rl.jetstream.backend import JetStreamBackend
-from jax_agent_rl.jetstream.engine import EngineShapes
 from jax_agent_rl.learner.step import Learner
-from jax_agent_rl.models.hf import load_hf
 from jax_agent_rl.rewards import load_rewards, require_rewards, score
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.collect import RolloutCollector
-from jax_agent_rl.rollout.protocol import RolloutBackend
+from jax_agent_rl.rollout.protocol import BackendMetrics
 from jax_agent_rl.rollout.server import AsyncServer
+from jax_agent_rl.runtime.engines import check_engine, load_model, make_backends
+from jax_agent_rl.runtime.fleet import FleetMetrics, check_versions
+from jax_agent_rl.runtime.publishers import Publisher, make_publisher
 from jax_agent_rl.tools.loading import open_tools
 from jax_agent_rl.tools.registry import ToolRegistry
 
@@ -36,7 +37,8 @@ class Runtime:
     Attributes:
         config: the resolved configuration.
         codec: ids to text and back.
-        backend: the engine, for its metrics.
+        metrics: what all engines did so far.
+        publisher: turns the learner's parameters into updates the engines take.
         client: generation and weight updates over all engines.
         collector: training rollouts, with the run's accounting.
         evaluator: held-out rollouts, counted apart.
@@ -47,11 +49,12 @@ class Runtime:
 
     config: Config
     codec: ChatCodec
-    backend: RolloutBackend
+    metrics: Callable[[], Awaitable[BackendMetrics]]
     client: LLMServerClient
     collector: RolloutCollector
     evaluator: RolloutCollector
     learner: Learner
+    publisher: Publisher
     cursor: DataCursor
     heldout: list[dict[str, Any]]
 
@@ -82,10 +85,9 @@ async def _build(config: Config, tools: ToolRegistry, *, say: Callable[[str], No
         config.model.path, tool_format=config.agent.tool_format, tool_prompt=config.agent.tool_prompt
     )
     _check_devices(config)
+    check_engine(config)
     say(f"loading {config.model.path}")
-    model, params = load_hf(config.model.path)
-    if not model.eos_token_ids:  # the files name none; the tokenizer does
-        model = replace(model, eos_token_ids=codec.eos_token_ids)
+    model, params = load_model(config, codec)
     learner = Learner(
         model,
         params,
@@ -93,13 +95,16 @@ async def _build(config: Config, tools: ToolRegistry, *, say: Callable[[str], No
         config=config.learner,
         temperature=config.rollout.temperature,
     )
-    backend = _make_backend(config, model, params, codec, say)
+    probe_ids = codec.encode_prompt(train[0]["prompt"])
+    backends = make_backends(config, codec, weights=lambda m=model, p=params: (m, p), say=say)
+    publisher = make_publisher(config, model, probe_ids=probe_ids)
     del params
-    say("compiling the engine's programs")
-    await backend.start()
+    say(f"starting the {config.rollout.backend} engine")
     try:
-        server = AsyncServer(backend, name="engine-0")
-        client = LLMServerClient([server], decode_text=functools.partial(codec.decode, skip_special_tokens=False))
+        await asyncio.gather(*(backend.start() for backend in backends))
+        check_versions(config, backends)
+        servers = [AsyncServer(backend, name=f"engine-{i}") for i, backend in enumerate(backends)]
+        client = LLMServerClient(servers, decode_text=functools.partial(codec.decode, skip_special_tokens=False))
         context = AgentContext(
             client=client, codec=codec, tools=tools, limits=config.agent, max_model_len=config.rollout.max_model_len
         )
@@ -108,46 +113,18 @@ async def _build(config: Config, tools: ToolRegistry, *, say: Callable[[str], No
         yield Runtime(
             config=config,
             codec=codec,
-            backend=backend,
+            metrics=FleetMetrics(backends).read,
             client=client,
             collector=RolloutCollector(context, **parts),
             evaluator=RolloutCollector(context, **parts),
             learner=learner,
+            publisher=publisher,
             cursor=DataCursor(train, seed=config.seed),
             heldout=heldout,
         )
     finally:
-        await backend.close()
-
-
-def _make_backend(
-    config: Config, model: Any, params: Any, codec: ChatCodec, say: Callable[[str], None]
-) -> RolloutBackend:
-    if config.rollout.backend != "jetstream":
-        raise ConfigError(f"rollout.backend={config.rollout.backend!r} is not available in this version; use jetstream")
-    engine = config.rollout.jetstream
-    lanes = min(engine.max_concurrent_decodes, config.rollout.max_in_flight)
-    shapes = EngineShapes(
-        max_model_len=config.rollout.max_model_len,
-        max_concurrent_decodes=lanes,
-        # A row for every trajectory in flight: none loses its KV while a tool runs.
-        cache_rows=max(lanes, config.rollout.max_in_flight),
-        decode_steps=engine.decode_steps,
-        prefill_buckets=engine.prefill_buckets,
-    )
-
-    def progress(done: int, total: int) -> None:
-        if done == total or done % 5 == 0:
-            say(f"compiled {done} of {total} engine programs")
-
-    return JetStreamBackend(
-        model,
-        params,
-        shapes,
-        seed=config.seed,
-        decode_text=functools.partial(codec.decode, skip_special_tokens=False),
-        progress=progress,
-    )
+        await asyncio.gather(*(backend.close() for backend in backends))
+        publisher.close()
 
 
 def _check_devices(config: Config) -> None:

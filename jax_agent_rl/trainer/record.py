@@ -77,6 +77,7 @@ def step_record(
     *,
     accounting: Mapping[str, int],
     rollout_seconds: float,
+    weight_update_seconds: float,
     step_seconds: float,
     recompilations: int,
 ) -> dict[str, Any]:
@@ -102,7 +103,7 @@ def step_record(
         "engine_busy_share": engine.busy_seconds / rollout_seconds,
         "prefill_tokens": engine.prefill_tokens,
         "cached_tokens": engine.cached_tokens,
-        "weight_update_seconds": engine.weight_update_seconds,
+        "weight_update_seconds": weight_update_seconds,
         **defaults,
         **learner,
         "step_seconds": step_seconds,

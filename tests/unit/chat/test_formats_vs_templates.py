@@ -5,6 +5,7 @@ The templates are those of TRL and Axolotl; for families they lack see tests/par
 
 import functools
 import json
+import re
 
 import pytest
 from hypothesis import given, settings
@@ -29,6 +30,7 @@ FORMAT_OF = {
     "mistral": "mistral",
     "lfm2": "pythonic",
 }
+QUESTION = "QUESTION5d2e81"
 ONE_CALL = {"llama3.1", "gpt-oss"}
 """Templates that write one call a turn."""
 PARAMETERS = {
@@ -60,7 +62,7 @@ arguments_of = st.fixed_dictionaries(
 @functools.cache
 def turn_around(name: str) -> str:
     """What the family's template puts before an assistant turn that calls."""
-    return codec_of(name)._template.render([{"role": "user", "content": "q"}], (), generation_prompt=True)
+    return codec_of(name)._template.render([{"role": "user", "content": QUESTION}], (), generation_prompt=True)
 
 
 def written(name: str, calls: list[tuple[str, dict]]) -> str:
@@ -75,13 +77,17 @@ def written(name: str, calls: list[tuple[str, dict]]) -> str:
         }
         for number, (tool, arguments) in enumerate(calls)
     ]
-    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": tool_calls}]
+    messages = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": "", "tool_calls": tool_calls}]
     text = codec._template.render(messages, (), generation_prompt=False)
     before = turn_around(name)
-    text = text[len(before) :] if text.startswith(before) else text[text.index("q", text.rindex("q")) + 1 :]
+    text = text[len(before) :] if text.startswith(before) else text[text.rindex(QUESTION) + len(QUESTION) :]
     while ends := [end for end in codec._special if text.rstrip().endswith(end) and not is_format_token(name, end)]:
         text = text.rstrip().removesuffix(ends[0])
     return text
+
+
+def unescaped(value):
+    return re.sub(r"['\\\n]", "", value) if isinstance(value, str) else value
 
 
 def is_format_token(name: str, token: str) -> bool:
@@ -94,6 +100,8 @@ def is_format_token(name: str, token: str) -> bool:
 def test_calls_written_by_the_familys_template_are_read_back(name, calls):
     if name in ONE_CALL:
         calls = calls[:1]
+    if name == "lfm2":  # its template puts text in quotes as it is, so what would need an escape cannot be told
+        calls = [(tool, {k: unescaped(v) for k, v in arguments.items()}) for tool, arguments in calls]
     reply = get_format(FORMAT_OF[name]).parse(written(name, calls), ())
     assert reply.malformed == ()
     assert [(call.name, check_arguments(PARAMETERS, call.arguments)) for call in reply.tool_calls] == calls

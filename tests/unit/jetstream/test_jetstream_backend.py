@@ -230,7 +230,8 @@ async def test_pausing_with_wait_lets_running_requests_finish_and_holds_new_ones
     ("change", "message"),
     [
         ({"version": 1}, "not newer"),
-        ({"kind": "safetensors"}, "kind='safetensors'"),
+        ({"kind": "bytes"}, "kind='bytes'"),
+        ({"kind": "safetensors", "payload": ["/nowhere/model.safetensors"]}, "does not fit"),
         ({"payload": {"embed": np.zeros(3)}}, "does not fit"),
     ],
 )

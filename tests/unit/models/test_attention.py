@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_agent_rl.models.attention import tree_attention
+from jax_agent_rl.models.attention import Sight, tree_attention
 
 
 def plain(q, k, v, subtree_end):
@@ -16,6 +16,10 @@ def plain(q, k, v, subtree_end):
     k, v = jnp.repeat(k, group, 1), jnp.repeat(v, group, 1)
     scores = jnp.einsum("bhtd,bhsd->bhts", q, k) / q.shape[-1] ** 0.5
     return jnp.einsum("bhts,bhsd->bhtd", jax.nn.softmax(jnp.where(visible[:, None], scores, -jnp.inf)), v)
+
+
+def scaled(q, k, v, subtree_end):
+    return tree_attention(q * q.shape[-1] ** -0.5, k, v, Sight(subtree_end))
 
 
 @pytest.mark.parametrize("length", [1, 100, 128, 300])
@@ -33,8 +37,8 @@ def test_outputs_and_gradients_equal_those_of_plain_attention(length: int):
     def loss(function):
         return lambda q, k, v: jnp.sum(jnp.sin(function(q, k, v, jnp.asarray(ends))))
 
-    np.testing.assert_allclose(tree_attention(q, k, v, jnp.asarray(ends)), plain(q, k, v, jnp.asarray(ends)), atol=2e-5)
-    got = jax.grad(loss(tree_attention), argnums=(0, 1, 2))(q, k, v)
+    np.testing.assert_allclose(scaled(q, k, v, jnp.asarray(ends)), plain(q, k, v, jnp.asarray(ends)), atol=2e-5)
+    got = jax.grad(loss(scaled), argnums=(0, 1, 2))(q, k, v)
     expected = jax.grad(loss(plain), argnums=(0, 1, 2))(q, k, v)
     for a, b in zip(got, expected, strict=True):
         np.testing.assert_allclose(a, b, atol=5e-5)

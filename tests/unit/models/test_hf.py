@@ -8,8 +8,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jax_agent_rl.errors import ModelError
+from jax_agent_rl.models.families import read_config, write_config
 from jax_agent_rl.models.hf import load_config, load_hf, save_hf
-from jax_agent_rl.models.llama import LlamaConfig
 from tests.tiny import TINY, tiny_params
 
 
@@ -42,7 +42,7 @@ def test_what_was_saved_is_read_back(folder: Path):
         ({"num_key_value_heads": 3}, "num_attention_heads=4 is not a multiple of num_key_value_heads=3"),
         ({"rms_norm_eps": "small"}, "rms_norm_eps='small'"),
         ({"eos_token_id": [2, None]}, r"eos_token_id=\[2, None\]"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "high_freq_factor is missing"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor is missing"),
         ({"rope_scaling": "linear"}, "rope_scaling='linear'"),
         ({"rope_parameters": 10000}, "rope_parameters=10000"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
@@ -69,7 +69,7 @@ def test_a_null_eos_is_no_eos(folder: Path):
         change(folder / name, eos_token_id=None)
     config = load_config(folder)
     assert config.eos_token_ids == ()
-    assert config.to_hf()["eos_token_id"] is None and LlamaConfig.from_hf(config.to_hf()) == config
+    assert write_config(config)["eos_token_id"] is None and read_config(write_config(config)) == config
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,13 @@ import io
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
 from jax_agent_rl import config
 from jax_agent_rl.agents import AgentContext
 from jax_agent_rl.data.cursor import DataCursor
+from jax_agent_rl.errors import EngineDiedError
 from jax_agent_rl.learner.step import UpdateResult
 from jax_agent_rl.observe.metrics import RunFolder, read_records
 from jax_agent_rl.observe.progress import Progress
@@ -16,24 +18,35 @@ from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.collect import RolloutCollector
 from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.runtime.in_process import Runtime
+from jax_agent_rl.runtime.publishers import ArrayPublisher
 from jax_agent_rl.trainer.record import RunRecord
 from jax_agent_rl.trainer.sync import SyncTrainer
+from jax_agent_rl.types import DropReason
 from tests.fakes import FakeCodec, ScriptedBackend
 
 ROW = {"prompt": [{"role": "user", "content": "go"}], "agent_name": "single_turn_agent"}
 
 
+class Clock:
+    """Stands still unless it is moved on."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 1e-6  # rates are per second of it
+        return self.now
+
+
 class SlowToUpdate(ScriptedBackend):
     """Version n takes n seconds to load."""
 
-    update_seconds = 0.0
+    def __init__(self, clock: Clock, *args):
+        super().__init__(*args)
+        self.clock = clock
 
     async def update_weights(self, update):
         await super().update_weights(update)
-        self.update_seconds += update.version
-
-    async def metrics(self):
-        return replace(await super().metrics(), weight_update_seconds=self.update_seconds)
+        self.clock.now += update.version
 
 
 class IdleLearner:
@@ -58,6 +71,7 @@ async def parity(trajectory):
 
 
 def trainer(tmp_path: Path, *, steps: int) -> SyncTrainer:
+    clock = Clock()
     settings = config.build(
         {
             "run_dir": str(tmp_path),
@@ -68,14 +82,15 @@ def trainer(tmp_path: Path, *, steps: int) -> SyncTrainer:
         }
     )
     codec = FakeCodec()
-    backend = SlowToUpdate(codec, ["hello there"])
+    backend = SlowToUpdate(clock, codec, ["hello there"])
     client = LLMServerClient([AsyncServer(backend)])
     context = AgentContext(client=client, codec=codec, limits=settings.agent, max_model_len=1000)
     collectors = [RolloutCollector(context, score=parity, max_in_flight=4, seed=0) for _ in range(2)]
     runtime = Runtime(
         config=settings,
         codec=codec,
-        backend=backend,
+        metrics=backend.metrics,
+        publisher=ArrayPublisher(),
         client=client,
         collector=collectors[0],
         evaluator=collectors[1],
@@ -90,6 +105,7 @@ def trainer(tmp_path: Path, *, steps: int) -> SyncTrainer:
         checkpointer=NoCheckpoints(),
         record=RunRecord(),
         progress=progress,
+        clock=clock,
     )
 
 
@@ -97,5 +113,18 @@ async def test_every_step_records_the_seconds_of_its_own_weight_update(tmp_path:
     training = trainer(tmp_path, steps=3)
     await training.run()
     steps = [r for r in read_records(tmp_path / "metrics.jsonl") if r["kind"] == "step"]
-    assert [r["weight_update_seconds"] for r in steps] == [1.0, 2.0, 3.0]
+    assert [round(r["weight_update_seconds"], 3) for r in steps] == [1.0, 2.0, 3.0]
     training.runtime.collector.accounting.check()
+
+
+async def test_a_run_without_an_engine_stops_and_says_why(tmp_path: Path):
+    training = trainer(tmp_path, steps=3)
+    (server,) = training.runtime.client.servers
+    await training.train_step(0.0)
+    server.backend.die()
+    with pytest.raises(EngineDiedError, match="no rollout engine is left: server-0: "):
+        await training.run()
+    assert training.record.step == 1
+    for collector in (training.runtime.collector, training.runtime.evaluator):
+        collector.accounting.check()
+    assert training.runtime.evaluator.accounting.dropped == {DropReason.BACKEND_ERROR: 1}

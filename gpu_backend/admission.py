@@ -1,0 +1,92 @@
+"""Which requests an engine takes, and what they become."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Sequence
+from pathlib import Path
+from typing import Any
+
+from gpu_backend.settings import VllmSettings
+from jax_agent_rl.errors import BackendError, ConfigError, PromptTooLongError
+from jax_agent_rl.jetstream.request import RunningRequest
+from jax_agent_rl.rollout.protocol import GenerateRequest
+
+
+class Admission:
+    """Refuses what vLLM would refuse late, unclearly, or with a crash (an id outside the vocabulary).
+
+    Args:
+        settings: of the engine.
+        vocabulary: number of ids the model knows.
+        eos_ids: ids that end a generation.
+        decode_text: ids to text; without it requests with stop strings are refused.
+    """
+
+    def __init__(
+        self,
+        settings: VllmSettings,
+        *,
+        vocabulary: int,
+        eos_ids: frozenset[int],
+        decode_text: Callable[[Sequence[int]], str] | None,
+    ) -> None:
+        self._settings = settings
+        self._vocabulary = vocabulary
+        self._eos_ids = eos_ids
+        self._decode_text = decode_text
+
+    def admit(self, request: GenerateRequest, living: Container[str]) -> RunningRequest:
+        """The request as it begins.
+
+        Args:
+            living: ids of requests that run already.
+
+        Raises:
+            PromptTooLongError: no room for one sampled id.
+            BackendError: a duplicate id, or something this engine cannot do.
+        """
+        limit, name = self._settings.max_model_len, f"request {request.request_id!r}"
+        if len(request.prompt_ids) >= limit:
+            raise PromptTooLongError(
+                f"{name}: a prompt of {len(request.prompt_ids)} ids leaves no room in rollout.max_model_len={limit}; "
+                "shorten the prompt or raise rollout.max_model_len"
+            )
+        if request.request_id in living:
+            raise BackendError(f"{name} is already running; request ids must be unique while they live")
+        if not all(0 <= i < self._vocabulary for i in request.prompt_ids):
+            raise BackendError(f"{name}: prompt ids must be in [0, {self._vocabulary})")
+        if request.sampling.stop and self._decode_text is None:
+            raise BackendError(f"{name} has stop strings, but this engine was given no tokenizer")
+        if unknown := request.multi_modal.keys() - self._settings.multi_modal.keys():
+            raise BackendError(f"{name}: this engine takes no {sorted(unknown)} input; name it in multi_modal")
+        if request.lora is not None and request.lora not in self._settings.loras:
+            raise BackendError(f"{name}: no LoRA adapter {request.lora!r}; there are {sorted(self._settings.loras)}")
+        return RunningRequest(
+            request,
+            max_tokens=min(request.sampling.max_tokens, limit - len(request.prompt_ids)),
+            eos_ids=self._eos_ids,
+            seed=0,  # vLLM draws
+            decode_text=self._decode_text,
+        )
+
+    def prompt(self, request: GenerateRequest) -> dict[str, Any]:
+        """vLLM's form of the context."""
+        prompt: dict[str, Any] = {"prompt_token_ids": list(request.prompt_ids)}
+        if request.multi_modal:
+            prompt["multi_modal_data"] = dict(request.multi_modal)
+        return prompt
+
+    def adapter(self, request: GenerateRequest) -> Any:
+        """vLLM's ``LoRARequest``, None for the plain model. An adapter's number is its place in the order of names."""
+        if request.lora is None:
+            return None
+        from vllm.lora.request import LoRARequest
+
+        number = 1 + list(self._settings.loras).index(request.lora)
+        return LoRARequest(request.lora, number, str(Path(self._settings.loras[request.lora]).expanduser()))
+
+
+def check_adapter(name: str, path: str) -> None:
+    """Raises ``ConfigError`` if the folder is no PEFT adapter."""
+    if not (Path(path).expanduser() / "adapter_config.json").is_file():
+        raise ConfigError(f"loras.{name}={path!r} holds no adapter_config.json; set it to a PEFT adapter's folder")

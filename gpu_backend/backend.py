@@ -1,0 +1,377 @@
+"""vLLM's ``AsyncLLM`` as a :class:`~jax_agent_rl.rollout.protocol.RolloutBackend`.
+
+::
+
+    this process, asyncio                                       child process(es)
+    generate()/stream() ── add_request ──►  AsyncLLM  ──zmq──►  engine core: scheduler ──► worker(s): model
+        ▲                                      │
+        └── LiveRequest.take ◄── collector ◄───┘   one per request; outputs carry the version of their weights
+                 │
+               gate: closed from the moment new weights are loaded until a probe has shown that they are right,
+               and, in a pause, until resume. Tokens sampled beside the probe wait behind it; if the proof fails,
+               their requests do, too.
+
+Nothing here depends on the device: what a platform cannot do is declared in :class:`Capabilities`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from gpu_backend.admission import Admission, check_adapter
+from gpu_backend.launch import Started, root_cause, start_engine
+from gpu_backend.live import LiveRequest
+from gpu_backend.sampling import vllm_sampling
+from gpu_backend.settings import VllmSettings, check_installation
+from gpu_backend.updates import FILES, WeightUpdater
+from gpu_backend.usage import Usage
+from gpu_backend.versions import Span
+from gpu_backend.weights import Checkpoint
+from jax_agent_rl.errors import (
+    BackendClosedError,
+    BackendError,
+    EngineDiedError,
+    WeightUpdateError,
+)
+from jax_agent_rl.rollout.protocol import (
+    BackendMetrics,
+    Capabilities,
+    GenerateRequest,
+    Health,
+    TokenChunk,
+    WeightUpdate,
+)
+from jax_agent_rl.types import PauseMode, TokenOutput
+
+logger = logging.getLogger(__name__)
+
+
+class VllmBackend:
+    """One vLLM engine.
+
+    Args:
+        settings: what to start.
+        version: policy version of the weights in ``settings.model``.
+        decode_text: ids to text; without it requests with stop strings are refused.
+        tokenizer_eos_ids: end a generation if the model's files name no such ids.
+        start: starts the engine; tests put a fake here.
+    """
+
+    def __init__(
+        self,
+        settings: VllmSettings,
+        *,
+        version: int = 0,
+        decode_text: Callable[[Sequence[int]], str] | None = None,
+        tokenizer_eos_ids: frozenset[int] = frozenset(),
+        start: Callable[[VllmSettings], Started] = start_engine,
+    ) -> None:
+        self._settings = settings
+        self._version = version
+        self._decode_text = decode_text
+        self._tokenizer_eos_ids = tokenizer_eos_ids
+        self._start = start
+        self._started: Started | None = None
+        self._engine: Any = None
+        self._live: dict[str, LiveRequest] = {}
+        self._usage = Usage()
+        self._change = asyncio.Lock()  # one pause, update or sleep at a time
+        self._gate = asyncio.Event()
+        self._gate.set()
+        self._paused = False
+        self._closed = False
+        self._failure: str | None = None
+
+    @property
+    def capabilities(self) -> Capabilities:
+        cuda = self._started is not None and self._started.cuda
+        return Capabilities(
+            max_model_len=self._settings.max_model_len,
+            max_concurrent=self._settings.max_num_seqs,
+            stop_strings=self._decode_text is not None,
+            pause_modes=frozenset(PauseMode),
+            in_flight_update=True,
+            prefix_reuse=True,
+            partial_update=True,
+            priorities=True,
+            multi_modal=frozenset(self._settings.multi_modal),
+            lora=bool(self._settings.loras),
+            sleep=self._settings.sleep and cuda,
+            weight_payloads=self._updater.kinds if self._started else frozenset({FILES}),
+        )
+
+    @property
+    def policy_version(self) -> int:
+        return self._version
+
+    # --- life -------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Starts vLLM.
+
+        Raises:
+            ConfigError: vLLM is missing, or the settings do not fit it, the model, or the memory.
+            BackendError: it could not start for another reason.
+        """
+        if self._started is not None:
+            raise BackendError("the backend was already started")
+        check_installation()
+        checkpoint = Checkpoint.read(Path(self._settings.model).expanduser())
+        for name, path in self._settings.loras.items():
+            check_adapter(name, path)
+        started = await asyncio.to_thread(self._start, self._settings)
+        self._engine = started.engine
+        self._updater = WeightUpdater(started.engine, checkpoint, self._settings, cpu=started.cpu, cuda=started.cuda)
+        self._admission = Admission(
+            self._settings,
+            vocabulary=started.engine.model_config.get_vocab_size(),
+            eos_ids=checkpoint.eos_token_ids or self._tokenizer_eos_ids,
+            decode_text=self._decode_text,
+        )
+        await self._engine.update_weight_version(str(self._version))
+        self._started = started
+
+    async def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._gate.set()
+        if self._started is None:
+            return
+        await asyncio.gather(*(live.submitted.wait() for live in self._live.values()))
+        for live in self._live.values():  # vLLM would leave their callers waiting
+            if live.collector is not None:
+                live.collector.put(BackendClosedError("the backend was closed"))
+        await asyncio.to_thread(self._engine.shutdown)
+        # vLLM's destructor must not run as late as the interpreter's end, and the engine is part of cycles.
+        self._engine = self._updater.engine = self._started.engine = None
+        gc.collect()
+
+    # --- requests ---------------------------------------------------------------------------------------------
+
+    async def generate(self, request: GenerateRequest) -> TokenOutput:
+        async with contextlib.aclosing(self.stream(request)) as chunks:
+            async for chunk in chunks:
+                if chunk.final is not None:
+                    return chunk.final
+        raise BackendError(f"request {request.request_id!r} ended without a result")
+
+    async def stream(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
+        self._check_serving()
+        live = LiveRequest(self._admission.admit(request, self._live))
+        self._live[request.request_id] = live
+        self._usage.begin()
+        try:
+            await self._submit(live)
+            while not live.finished:
+                output = await self._next_output(live)
+                await self._gate.wait()
+                self._check_serving()
+                chunk = live.take(output, self._spans(live, output))
+                if chunk is not None:
+                    yield chunk
+        finally:
+            await self._release(live)
+
+    async def abort(self, request_id: str) -> bool:
+        live = self._live.get(request_id)
+        if live is None or live.finished:
+            return False
+        await live.submitted.wait()
+        if live.collector is None or self._closed:
+            return False
+        await self._engine.abort(live.collector.request_id, internal=True)
+        return True
+
+    async def _submit(self, live: LiveRequest) -> None:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        request = live.run.request
+        params = SamplingParams(**vllm_sampling(live.run), output_kind=RequestOutputKind.DELTA)
+        try:
+            live.collector = await self._engine.add_request(
+                request.request_id,
+                self._admission.prompt(request),
+                params,
+                lora_request=self._admission.adapter(request),
+                priority=request.priority,
+            )
+            live.state = self._engine.output_processor.request_states.get(live.collector.request_id)
+        except Exception as error:
+            raise self._translate(error, request) from error
+        finally:
+            live.submitted.set()
+
+    async def _next_output(self, live: LiveRequest) -> Any:
+        try:
+            return await live.collector.get()
+        except Exception as error:
+            raise self._translate(error, live.run.request) from error
+
+    def _spans(self, live: LiveRequest, output: Any) -> list[Span]:
+        """Which version sampled which token: vLLM reports it with the last output, and keeps it until then.
+
+        Taking the version at the time an output is *read* would be wrong: outputs queue up while nobody reads.
+        """
+        reported = output.outputs[0].weight_versions
+        if reported is not None:
+            return [(int(span.version), span.start) for span in reported]
+        return [(int(version), start) for version, start in live.state.weight_version_starts]
+
+    async def _release(self, live: LiveRequest) -> None:
+        """Frees what the request holds, whatever ended it."""
+        self._live.pop(live.run.request.request_id, None)
+        self._usage.end(live.run)
+        if live.collector is None:
+            return
+        live.collector.close()
+        if self._closed:
+            return
+        if not live.left_engine and not self._engine.errored:
+            # The caller went away, or a stop string ended it, of which vLLM does not know.
+            await self._engine.abort(live.collector.request_id, internal=True)
+
+    def _translate(self, error: Exception, request: GenerateRequest) -> BackendError:
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        if isinstance(error, BackendError):
+            return error
+        if self._closed:
+            return BackendClosedError("the backend was closed")
+        if isinstance(error, EngineDeadError) or self._engine.errored:
+            return EngineDiedError(f"request {request.request_id!r}: {self._death()}")
+        return BackendError(f"request {request.request_id!r}: vLLM refused or lost it: {error}")
+
+    def _death(self) -> str:
+        assert self._started is not None
+        cause = root_cause(self._started.log_file) or "its process ended without a word (killed? out of memory?)"
+        return f"the vLLM engine died: {cause}; start a new one (its log: {self._started.log_file})"
+
+    def _check_serving(self) -> None:
+        if self._closed:
+            raise BackendClosedError("the backend is closed")
+        if self._started is None:
+            raise BackendClosedError("the backend was not started")
+        if self._failure is not None:
+            raise EngineDiedError(self._failure)
+        if self._engine.errored:
+            raise EngineDiedError(self._death())
+
+    async def _abort_all(self) -> None:
+        for live in list(self._live.values()):
+            if live.collector is not None:
+                await self._engine.abort(live.collector.request_id, internal=True)
+
+    # --- pausing and weights ----------------------------------------------------------------------------------
+
+    async def pause(self, mode: PauseMode) -> None:
+        async with self._change:
+            self._check_running()
+            self._paused = True
+            await self._engine.pause_generation(mode=str(mode), clear_cache=False)
+
+    async def resume(self) -> None:
+        async with self._change:
+            self._check_running()
+            # Requests on their way in arrive first: else whichever comes first would run first, whatever its priority.
+            await asyncio.gather(*(live.submitted.wait() for live in self._live.values()))
+            self._paused = False
+            if self._failure is None:  # wrong weights stay paused, until right ones come
+                await self._engine.resume_generation()
+                self._gate.set()
+
+    async def update_weights(self, update: WeightUpdate) -> None:
+        """See the protocol, with one addition.
+
+        Raises:
+            WeightUpdateError: refused. If it was found out before loading, the old weights serve on; if only
+                afterwards, nothing is served (:meth:`health` says so, requests fail with ``EngineDiedError``) until
+                a whole update succeeds.
+        """
+        async with self._change:
+            self._check_running()
+            if self._failure is not None and update.partial:
+                raise WeightUpdateError(f"a partial update cannot repair this engine: {self._failure}")
+            probe = await asyncio.to_thread(self._updater.check, update, served=self._version)
+            begin = time.perf_counter()
+            if not self._paused:
+                await self._engine.pause_generation(mode="keep", clear_cache=False)
+            self._gate.clear()
+            try:
+                await self._take(update, probe)
+            except BaseException as error:
+                await self._refuse_to_serve(update, error)
+                if isinstance(error, WeightUpdateError) or not isinstance(error, Exception):
+                    raise
+                raise WeightUpdateError(f"weights of version {update.version} could not be loaded: {error}") from error
+            self._version, self._failure = update.version, None
+            if not self._paused:
+                await self._engine.resume_generation()
+                self._gate.set()
+            self._usage.weight_update_seconds += time.perf_counter() - begin
+
+    async def _take(self, update: WeightUpdate, probe: Any) -> None:
+        await self._updater.load(update)
+        if probe is None:
+            return
+        await self._engine.resume_generation()
+        try:
+            await self._updater.prove(probe, f"probe-{update.version}")
+        finally:
+            await self._engine.pause_generation(mode="keep", clear_cache=False)
+
+    async def _refuse_to_serve(self, update: WeightUpdate, error: BaseException) -> None:
+        self._failure = f"weights of version {update.version} were loaded wrongly: {error!r}; send a whole update"
+        logger.error("the vLLM engine stops serving: %s", self._failure)
+        self._gate.set()
+        if not self._engine.errored:
+            await self._abort_all()
+
+    async def reset_prefix_cache(self) -> None:
+        self._check_running()
+        await self._engine.reset_prefix_cache(reset_running_requests=False)
+
+    async def sleep(self) -> None:
+        """Moves weights to host memory and drops the KV cache; running requests are aborted."""
+        async with self._change:
+            self._need_sleep()
+            await self._engine.sleep(level=1, mode="abort")
+
+    async def wake(self) -> None:
+        async with self._change:
+            self._need_sleep()
+            await self._engine.wake_up()
+
+    def _need_sleep(self) -> None:
+        self._check_running()
+        if not self.capabilities.sleep:
+            raise NotImplementedError("sleep needs CUDA and rollout.vllm.sleep=true")
+
+    def _check_running(self) -> None:
+        """Like :meth:`_check_serving`, but an engine with wrong weights may still be given right ones."""
+        failure, self._failure = self._failure, None
+        try:
+            self._check_serving()
+        finally:
+            self._failure = failure
+
+    # --- state ------------------------------------------------------------------------------------------------
+
+    async def health(self) -> Health:
+        try:
+            self._check_serving()
+        except BackendError as error:
+            return Health(ok=False, detail=str(error), policy_version=self._version)
+        running = sum(1 for live in self._live.values() if live.run.token_ids)
+        return Health(ok=True, policy_version=self._version, running=running, waiting=len(self._live) - running)
+
+    async def metrics(self) -> BackendMetrics:
+        return self._usage.metrics()

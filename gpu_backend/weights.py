@@ -1,0 +1,230 @@
+"""Where each Hugging Face tensor lies in vLLM's model, and which updates fit it.
+
+vLLM stores some matrices fused (q, k and v as one, stacked along rows) and some transposed. Its own loader does the
+fusing; the table here says where every part must be found *afterwards*, so that a part that was silently left out is
+noticed. Only dense families are listed: expert weights are shuffled after loading and cannot be read back.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jax_agent_rl.errors import ConfigError, WeightUpdateError
+from jax_agent_rl.probe import LogprobProbe
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """A model family's layout in vLLM.
+
+    Attributes:
+        fused: vLLM's module name to the Hugging Face modules stacked in it, in order of rows.
+        transposed: modules whose ``weight`` Hugging Face stores as [in, out] and vLLM as [out, in].
+        prefix: added to names that lack it.
+    """
+
+    fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    transposed: frozenset[str] = frozenset()
+    prefix: str = ""
+
+
+_LLAMA = Family(fused={"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")})
+_GPT2 = Family(transposed=frozenset({"c_attn", "c_proj", "c_fc"}), prefix="transformer.")
+FAMILIES: Mapping[str, Family] = {
+    "LlamaForCausalLM": _LLAMA,
+    "MistralForCausalLM": _LLAMA,
+    "Qwen2ForCausalLM": _LLAMA,
+    "Qwen3ForCausalLM": _LLAMA,
+    "GPT2LMHeadModel": _GPT2,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Where one tensor lies: rows ``first .. first + rows`` of vLLM's ``parameter`` (transposed or not)."""
+
+    parameter: str
+    first: int
+    rows: int
+    transposed: bool
+
+    def __post_init__(self) -> None:
+        if self.rows < 1:
+            raise ValueError(f"{self.parameter}: {self.rows} rows")
+
+    def to_wire(self) -> tuple[str, int, int, bool]:
+        """Plain values, for a call into another process."""
+        return self.parameter, self.first, self.rows, self.transposed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """What the model an engine was started with consists of.
+
+    Attributes:
+        family: its layout in vLLM.
+        shapes: every tensor of the model, Hugging Face names.
+        optional: names an update may leave out (a tied output matrix).
+        eos_token_ids: ids that end a generation.
+    """
+
+    family: Family
+    shapes: Shapes
+    optional: frozenset[str]
+    eos_token_ids: frozenset[int] = frozenset()
+
+    @classmethod
+    def read(cls, folder: Path) -> Checkpoint:
+        """Reads ``config.json`` and the headers of the safetensors files.
+
+        Raises:
+            ConfigError: not a model folder, an architecture without a table, or quantised weights.
+        """
+        config_file = folder / "config.json"
+        if not config_file.is_file():
+            raise ConfigError(f"model.path={str(folder)!r} holds no config.json; set it to a Hugging Face model folder")
+        config = json.loads(config_file.read_text())
+        names = config.get("architectures") or ["(none)"]
+        if names[0] not in FAMILIES:
+            raise ConfigError(
+                f"{config_file}: architecture {names[0]!r} has no table in gpu_backend/weights.py, so its weights "
+                f"could not be updated safely; there are {', '.join(sorted(FAMILIES))} (add one there)"
+            )
+        if config.get("quantization_config"):
+            raise ConfigError(f"{config_file}: quantised weights cannot be trained; use the unquantised model")
+        shapes: dict[str, tuple[int, ...]] = {}
+        try:
+            for file in sorted(folder.glob("*.safetensors")):
+                shapes |= read_header(file).shapes
+        except WeightUpdateError as error:
+            raise ConfigError(str(error)) from error
+        if not shapes:
+            raise ConfigError(f"{folder} holds no *.safetensors; convert the model's weights to safetensors")
+        tied = config.get("tie_word_embeddings", False) or names[0] == "GPT2LMHeadModel"
+        return cls(
+            family=FAMILIES[names[0]],
+            shapes=shapes,
+            optional=frozenset({"lm_head.weight"}) if tied else frozenset(),
+            eos_token_ids=_eos_ids(folder, config),
+        )
+
+    def check(self, update: Shapes, *, partial: bool) -> None:
+        """Whether these tensors may replace the model's (all of them, or some if ``partial``).
+
+        Raises:
+            WeightUpdateError: unknown or missing names, or other shapes.
+        """
+        unknown = sorted(update.keys() - self.shapes.keys() - self.optional)
+        if unknown:
+            raise WeightUpdateError(f"the update holds {len(unknown)} tensors the model does not have: {unknown[:3]}")
+        wrong = [n for n in sorted(update) if n in self.shapes and tuple(update[n]) != tuple(self.shapes[n])]
+        if wrong:
+            name = wrong[0]
+            raise WeightUpdateError(
+                f"{len(wrong)} tensors have another shape, e.g. {name}: {list(update[name])}, "
+                f"served is {list(self.shapes[name])}"
+            )
+        missing = sorted(self.shapes.keys() - update.keys() - self.optional)
+        if missing and not partial:
+            raise WeightUpdateError(
+                f"the update lacks {len(missing)} of {len(self.shapes)} tensors, e.g. {missing[:3]}; "
+                "send them all or set partial=True"
+            )
+        if not update:
+            raise WeightUpdateError("the update holds no tensor")
+
+    def placements(self) -> dict[str, Placement]:
+        """Where every tensor lies after loading (on one device; tensor-parallel ranks hold slices of it)."""
+        return {n: _place(n, self.shapes, self.family) for n in self.shapes if n not in self.optional}
+
+
+def _eos_ids(folder: Path, config: Mapping[str, Any]) -> frozenset[int]:
+    """From ``generation_config.json`` (which lists all of them) if it says, else from ``config.json``."""
+    file = folder / "generation_config.json"
+    generation = json.loads(file.read_text()) if file.is_file() else {}
+    eos = generation.get("eos_token_id", config.get("eos_token_id"))
+    return frozenset() if eos is None else frozenset(eos if isinstance(eos, list) else [eos])
+
+
+def _place(name: str, shapes: Shapes, family: Family) -> Placement:
+    shape = shapes[name]
+    parts = name.split(".")
+    module, kind = (parts[-2], parts[-1]) if len(parts) > 1 else ("", name)
+    full = name if name.startswith(family.prefix) else family.prefix + name
+    for fused, members in family.fused.items():
+        if module in members:
+            before = members[: members.index(module)]
+            siblings = (".".join([*parts[:-2], member, kind]) for member in before)
+            first = sum(shapes[sibling][0] for sibling in siblings)
+            parameter = ".".join([*full.split(".")[:-2], fused, kind])
+            return Placement(parameter=parameter, first=first, rows=shape[0], transposed=False)
+    transposed = module in family.transposed and kind == "weight"
+    return Placement(parameter=full, first=0, rows=shape[1] if transposed else shape[0], transposed=transposed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Header:
+    """What a safetensors file says it holds."""
+
+    shapes: Shapes
+    metadata: Mapping[str, str]
+
+
+def read_header(file: Path) -> Header:
+    """Reads names and shapes without reading the tensors.
+
+    Raises:
+        WeightUpdateError: the file is missing, cut short, or not safetensors.
+    """
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            (length,) = struct.unpack("<Q", stream.read(8))
+            if length > size:
+                raise ValueError(f"its header claims {length} bytes, the file has {size}")
+            raw = json.loads(stream.read(length))
+        metadata = raw.pop("__metadata__", {})
+        end = max((entry["data_offsets"][1] for entry in raw.values()), default=0)
+        if size != 8 + length + end:
+            raise ValueError(f"{8 + length + end} bytes expected, {size} found")
+        return Header(shapes={name: tuple(entry["shape"]) for name, entry in raw.items()}, metadata=metadata)
+    except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
+        raise WeightUpdateError(f"{file} is not a whole safetensors file: {error}") from error
+
+
+def read_update(paths: Sequence[str]) -> tuple[Shapes, LogprobProbe | None]:
+    """Shapes and probe of an update's files.
+
+    Raises:
+        WeightUpdateError: a file is damaged, or a tensor stands in two.
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
+    probe = None
+    for path in paths:
+        header = read_header(Path(path))
+        if twice := sorted(shapes.keys() & header.shapes.keys()):
+            raise WeightUpdateError(f"{twice[0]} stands in two files of the update, the second is {path}")
+        shapes |= header.shapes
+        try:
+            probe = probe or LogprobProbe.from_metadata(header.metadata)
+        except (ValueError, KeyError, TypeError) as error:
+            raise WeightUpdateError(f"the probe in {path} is damaged: {error}") from error
+    return shapes, probe
+
+
+def differences(probe: LogprobProbe, measured: Sequence[Sequence[float]]) -> tuple[float, float]:
+    """(largest, mean) |learner - engine| over all probed ids; infinity when a value is not finite."""
+    gaps = [
+        abs(a - b) if math.isfinite(b) else math.inf
+        for expected, got in zip(probe.log_probs, measured, strict=True)
+        for a, b in zip(expected, got, strict=True)
+    ]
+    return max(gaps), sum(gaps) / len(gaps)

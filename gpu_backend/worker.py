@@ -1,0 +1,91 @@
+"""The part of weight updates that runs inside vLLM's worker processes.
+
+vLLM imports this module in every worker before it builds the model, and mixes :class:`WeightExtension` into its worker
+class; the backend calls the methods by name through ``collective_rpc``.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from vllm.config import set_current_vllm_config
+from vllm.platforms import current_platform
+
+
+class WeightExtension:
+    """Methods added to vLLM's worker. ``self`` is the worker."""
+
+    def load_weight_files(self, paths: Sequence[str]) -> float:
+        """Copies tensors into the served model in place; returns seconds.
+
+        The model's own loader does the fusing and slicing; a name it does not know raises. ``reload_weights`` would
+        leave a tied output matrix stale and spoil the model when only some tensors are named.
+        """
+        begin = time.perf_counter()
+        worker: Any = self
+        model = worker.model_runner.get_model()
+        with torch.no_grad(), set_current_vllm_config(worker.vllm_config):
+            model.load_weights(_tensors(paths))
+        worker.synchronize_device()
+        return time.perf_counter() - begin
+
+    def weights_not_landed(self, paths: Sequence[str], placements: Mapping[str, Sequence[Any]]) -> list[str]:
+        """Names of tensors whose place in the model does not hold what the files hold.
+
+        Args:
+            paths: the files that were loaded.
+            placements: tensor name to (parameter, first row, rows, transposed).
+        """
+        worker: Any = self
+        parameters = _plain_names(worker.model_runner.get_model())
+        return [
+            name
+            for name, tensor in _tensors(paths)
+            if name in placements and not _holds(parameters, placements[name], tensor)
+        ]
+
+
+def _tensors(paths: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and tensor, mapped from the file (shared memory: nothing is read twice)."""
+    for path in paths:
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118  (not a dict)
+                yield name, file.get_tensor(name)
+
+
+def _plain_names(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The model's parameters; adapters wrap layers and rename them."""
+    return {name.replace(".base_layer.", "."): tensor for name, tensor in model.named_parameters()}
+
+
+def _holds(parameters: Mapping[str, torch.Tensor], place: Sequence[Any], tensor: torch.Tensor) -> bool:
+    name, first, rows, transposed = place
+    if name not in parameters:
+        return False
+    served = parameters[name][first : first + rows]
+    expected = (tensor.T if transposed else tensor).to(dtype=served.dtype, device=served.device)
+    return served.shape == expected.shape and bool(torch.equal(served, expected))
+
+
+def _keep_weights_plain() -> None:
+    """On CPUs vLLM packs matrices for its kernels while loading and drops the originals.
+
+    Nothing could be copied into them afterwards, so layers keep their matrices as they are. It has to happen before
+    the model is built, and only in worker processes: therefore at import, and nowhere else.
+    """
+    from vllm.model_executor.layers import utils
+
+    def plain(layer: torch.nn.Module, remove_weight: bool) -> None:
+        layer.cpu_linear = torch.nn.functional.linear
+
+    if not callable(getattr(utils, "dispatch_cpu_unquantized_gemm", None)):
+        raise RuntimeError("this vLLM packs CPU weights in a way gpu_backend/worker.py does not know")
+    utils.dispatch_cpu_unquantized_gemm = plain
+
+
+if current_platform.is_cpu():
+    _keep_weights_plain()

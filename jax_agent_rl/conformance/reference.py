@@ -1,0 +1,121 @@
+"""What the right answer is: full forward passes in float64, without a cache, a batch or an engine.
+
+Shapes: T ids of a context, S sampled ids, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from jax_agent_rl.errors import ConfigError
+
+_EDGE = 1e-4
+"""Relative slack of the nucleus mass: an engine that sums in float32 may cut one id earlier or later."""
+
+
+class Reference(Protocol):
+    """A model whose logits are beyond doubt."""
+
+    def logits(self, ids: Sequence[int], *, weights: str) -> np.ndarray:
+        """float64 [T, V]; row t scores what follows ``ids[: t + 1]``. ``weights`` names a weight set."""
+        ...
+
+
+class TransformersReference:
+    """Hugging Face transformers on the CPU.
+
+    Args:
+        folders: model folders by name of the weight set.
+
+    Raises:
+        ConfigError: torch is not installed.
+    """
+
+    def __init__(self, folders: Mapping[str, Path]) -> None:
+        try:
+            import torch  # noqa: F401
+        except ImportError:
+            raise ConfigError("the conformance suite compares with transformers on torch: pip install torch") from None
+        self._folders = dict(folders)
+        self._models: dict[str, Any] = {}
+
+    def logits(self, ids: Sequence[int], *, weights: str) -> np.ndarray:
+        import torch
+
+        with torch.inference_mode():
+            return self._model(weights)(torch.tensor([list(ids)])).logits[0].double().numpy()
+
+    def _model(self, weights: str) -> Any:
+        if weights not in self._models:
+            import torch
+            from transformers import AutoModelForCausalLM
+            from transformers.utils import logging
+
+            logging.disable_progress_bar()
+            self._models[weights] = AutoModelForCausalLM.from_pretrained(
+                self._folders[weights], dtype=torch.float64, attn_implementation="eager"
+            ).eval()
+        return self._models[weights]
+
+
+def predictions(reference: Reference, prompt: Sequence[int], sampled: Sequence[int], weights: str) -> np.ndarray:
+    """Logits float64 [S, V] from which each sampled id was drawn."""
+    if not sampled:
+        raise ValueError("no id was sampled: there is nothing to compare")
+    return reference.logits([*prompt, *sampled[:-1]], weights=weights)[len(prompt) - 1 :]
+
+
+def greedy_gaps(logits_SV: np.ndarray, sampled: Sequence[int]) -> np.ndarray:
+    """How far below the most likely id each sampled one is, in nats, float64 [S]; 0 is greedy."""
+    return logits_SV.max(axis=-1) - logits_SV[np.arange(len(sampled)), list(sampled)]
+
+
+def expected_logprobs(
+    logits_SV: np.ndarray,
+    sampled: Sequence[int],
+    got: Sequence[float],
+    *,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+) -> np.ndarray:
+    """Log-probs float64 [S] of the sampled ids under the distribution they should have been drawn from.
+
+    With ``top_p`` < 1 the nucleus may differ by the id at its edge, so of the few possible answers the one nearest to
+    ``got`` is taken. An id outside the distribution has -inf.
+    """
+    scaled = logits_SV / (temperature or 1.0)
+    rows = np.arange(len(sampled))
+    options = []
+    for mass in {top_p, min(1.0, top_p * (1 + _EDGE)), top_p * (1 - _EDGE)} if top_p < 1 else {1.0}:
+        kept = truncate(scaled, top_p=mass, top_k=top_k)
+        options.append(log_softmax(kept)[rows, list(sampled)])
+    stacked = np.stack(options)
+    distance = np.abs(np.where(np.isfinite(stacked), stacked, -1e9) - np.asarray(got))
+    return stacked[distance.argmin(axis=0), rows]
+
+
+def truncate(scaled_SV: np.ndarray, *, top_p: float, top_k: int) -> np.ndarray:
+    """Logits with those outside top-k, and then outside the nucleus of the rest, at -inf."""
+    out = scaled_SV.copy()
+    if top_k:
+        kth = np.sort(out, axis=-1)[:, -min(top_k, out.shape[1])]
+        out[out < kth[:, None]] = -np.inf
+    if top_p < 1:
+        order = np.argsort(-out, axis=-1)
+        probs = np.take_along_axis(np.exp(log_softmax(out)), order, axis=-1)
+        before = np.cumsum(probs, axis=-1) - probs  # mass of the more likely ids: an id is in while it is < top_p
+        dropped = np.zeros(out.shape, bool)
+        np.put_along_axis(dropped, order, before >= top_p, axis=-1)
+        out[dropped] = -np.inf
+    return out
+
+
+def log_softmax(scores: np.ndarray) -> np.ndarray:
+    """Over the last axis; -inf stays -inf."""
+    shifted = scores - scores.max(axis=-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))

@@ -1,0 +1,35 @@
+"""A backend behind a rollout server of its own, reached over loopback, as one backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from jax_agent_rl.rollout.protocol import RolloutBackend
+from jax_agent_rl.rollout.remote.client import RemoteBackend
+from jax_agent_rl.rollout.remote.server import RolloutServer
+
+
+class ServedBackend(RemoteBackend):
+    """Starts and closes the backend and its server with itself.
+
+    Args:
+        make: builds the backend.
+        client: options of :class:`RemoteBackend`.
+    """
+
+    def __init__(self, make: Callable[[], RolloutBackend], **client: Any) -> None:
+        super().__init__("http://127.0.0.1:1", **client)  # the server's address is known once it listens
+        self.inner = make()
+        self.server = RolloutServer(self.inner, heartbeat_seconds=0.2)
+
+    async def start(self) -> None:
+        await self.inner.start()
+        await self.server.start()
+        self.url = self.server.url
+        await super().start()
+
+    async def close(self) -> None:
+        await super().close()
+        await self.server.close()
+        await self.inner.close()

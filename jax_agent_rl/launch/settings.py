@@ -1,0 +1,116 @@
+"""What of a configuration decides where things run.
+
+A configuration is YAML, checked by pydantic, and the launcher has neither: ``read`` asks the environment's Python, for
+which this module is a program that prints the answer as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from jax_agent_rl.errors import ConfigError, LaunchError
+
+OWN_KEYS = ("rollout.backend", "rollout.urls", "rollout.token_env")
+"""Keys that the launcher sets itself, for servers and learner each."""
+
+_PLACING = ("mesh", "tensor_parallel_size", "gpu_memory_utilization", "run_dir")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The keys of a configuration that matter here.
+
+    Attributes:
+        run_dir: ``run_dir``.
+        learner_devices: ``learner.mesh``: data * fsdp * tensor.
+        tensor_parallel_size: ``rollout.vllm.tensor_parallel_size``.
+        gpu_memory_utilization: ``rollout.vllm.gpu_memory_utilization``; None if the user did not choose it.
+    """
+
+    run_dir: str
+    learner_devices: int
+    tensor_parallel_size: int
+    gpu_memory_utilization: float | None
+
+
+def read(python: Path, config: Path, overrides: Sequence[str], *, root: Path) -> Settings:
+    """The settings of a configuration, which is checked as a whole.
+
+    Args:
+        python: of the project's environment.
+
+    Raises:
+        LaunchError: the configuration is wrong; the message lists every problem.
+    """
+    command = [str(python), "-m", __name__, str(config), *overrides]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=root)
+    if result.returncode:
+        raise LaunchError(result.stderr.strip())
+    return Settings(**json.loads(result.stdout))
+
+
+def assume(config: Path, overrides: Sequence[str]) -> Settings:
+    """The settings of a configuration that leaves placing to the defaults: for a dry run before the installation.
+
+    Raises:
+        LaunchError: it does not, or cannot be read.
+    """
+    if not config.is_file():
+        raise LaunchError(f"config file {str(config)!r} does not exist")
+    keys = [line for line in config.read_text().splitlines() if re.match(rf"\s*({'|'.join(_PLACING[:3])}):", line)]
+    chosen = keys + [item for item in overrides if any(name in item for name in _PLACING)]
+    if chosen:
+        raise LaunchError(
+            f"{chosen[0].strip()!r} decides where things run, and the environment that reads configurations is not "
+            "there yet: make it with ./launch/gpu_environment.sh cuda (or cpu), then repeat the dry run"
+        )
+    run_dir = re.search(r"^run_dir:\s*(\S+)", config.read_text(), re.MULTILINE)
+    return Settings(
+        run_dir=run_dir[1] if run_dir else "runs",
+        learner_devices=1,
+        tensor_parallel_size=1,
+        gpu_memory_utilization=None,
+    )
+
+
+def refuse_own_keys(overrides: Sequence[str]) -> None:
+    """Raises :class:`LaunchError` for an override that would come to nothing."""
+    for item in overrides:
+        if item.partition("=")[0].strip() in OWN_KEYS:
+            raise LaunchError(f"{item}: gpu.sh sets {', '.join(OWN_KEYS)} itself; leave it out")
+
+
+def _settings_of(path: str, overrides: Sequence[str]) -> Settings:
+    from jax_agent_rl.config import load
+
+    # As the learner will see it: the addresses are not known yet, any will do.
+    config = load(path, [*overrides, "rollout.backend=remote", "rollout.urls=[http://127.0.0.1:1]"])
+    mesh, vllm = config.learner.mesh, config.rollout.vllm
+    chosen = "gpu_memory_utilization" in vllm.model_fields_set
+    return Settings(
+        run_dir=config.run_dir,
+        learner_devices=mesh.data * mesh.fsdp * mesh.tensor,
+        tensor_parallel_size=vllm.tensor_parallel_size,
+        gpu_memory_utilization=vllm.gpu_memory_utilization if chosen else None,
+    )
+
+
+def _print_settings(argv: Sequence[str]) -> int:
+    try:
+        answer: Mapping[str, Any] = asdict(_settings_of(argv[0], argv[1:]))
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(json.dumps(answer))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(_print_settings(sys.argv[1:]))

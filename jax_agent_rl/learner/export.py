@@ -1,0 +1,101 @@
+"""The learner's parameters as safetensors files for an engine in another process, with a proof to check them by."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from safetensors.numpy import save_file
+
+from jax_agent_rl.errors import ConfigError
+from jax_agent_rl.models.config import DecoderConfig, Params
+from jax_agent_rl.models.decoder import hidden_states, logits
+from jax_agent_rl.models.hf import hf_tensors
+from jax_agent_rl.probe import LogprobProbe
+
+GIB = 1 << 30
+_MEMORY = Path("/dev/shm")
+
+
+class WeightFiles:
+    """A folder in shared memory that holds the newest weights.
+
+    Args:
+        config: the model.
+        probe_ids: sequences whose log-probs prove that an engine took the weights rightly; any text will do.
+        folder: where to make the folder; None: shared memory (``/dev/shm``) where there is some, so that no byte goes
+            to a disk, else the temporary folder.
+        shard_bytes: most bytes per file: that much host memory is needed besides.
+
+    Raises:
+        ConfigError: ``folder`` does not exist.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        *,
+        probe_ids: Sequence[Sequence[int]],
+        folder: str | Path | None = None,
+        shard_bytes: int = 2 * GIB,
+    ) -> None:
+        if folder is not None and not Path(folder).is_dir():
+            raise ConfigError(f"rollout.weight_folder={str(folder)!r} does not exist; every engine must see it, too")
+        memory = _MEMORY if _MEMORY.is_dir() else None
+        self._config = config
+        self._probe_ids = tuple(tuple(ids) for ids in probe_ids)
+        self._shard_bytes = shard_bytes
+        self._folder = Path(tempfile.mkdtemp(prefix="jax_agent_rl-weights-", dir=folder or memory))
+        self._logprobs = jax.jit(_logprobs, static_argnums=0)
+
+    def write(self, params: Params, version: int) -> list[str]:
+        """Writes all parameters; the files of the version before are removed. Returns paths."""
+        self._clear()
+        metadata = {"format": "pt", "policy_version": str(version), **self.probe(params).to_metadata()}
+        paths = []
+        for number, tensors in enumerate(self._shards(params)):
+            path = self._folder / f"v{version}-{number:05d}.safetensors"
+            save_file(tensors, path, metadata=metadata)
+            paths.append(str(path))
+        return paths
+
+    def probe(self, params: Params) -> LogprobProbe:
+        """What the learner's own forward pass says of the probe sequences."""
+        rows = [
+            tuple(np.asarray(self._logprobs(self._config, params, jnp.asarray(ids, jnp.int32))).tolist())
+            for ids in self._probe_ids
+        ]
+        return LogprobProbe(ids=self._probe_ids, log_probs=tuple(rows))
+
+    def close(self) -> None:
+        """Removes the folder."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _clear(self) -> None:
+        for file in self._folder.iterdir():
+            file.unlink()
+
+    def _shards(self, params: Params) -> Iterator[dict[str, np.ndarray]]:
+        shard: dict[str, np.ndarray] = {}
+        size = 0
+        for name, tensor in hf_tensors(self._config, params):
+            if shard and size + tensor.nbytes > self._shard_bytes:
+                yield shard
+                shard, size = {}, 0
+            shard[name] = tensor
+            size += tensor.nbytes
+        yield shard
+
+
+def _logprobs(config: DecoderConfig, params: Params, ids_T: jax.Array) -> jax.Array:
+    """float32 [T - 1]: log-prob of every id but the first, given those before it."""
+    count = ids_T.shape[0]
+    ends = jnp.full((1, count), count, jnp.int32)
+    hidden_TD = hidden_states(config, params, ids_T[None], jnp.arange(count)[None], ends)[0]
+    logprobs_TV = jax.nn.log_softmax(logits(params, hidden_TD[:-1]))
+    return jnp.take_along_axis(logprobs_TV, ids_T[1:, None], axis=1)[:, 0]

@@ -1,0 +1,136 @@
+"""Decoder-only transformers in Flax NNX: one implementation, configured per family (``models.families``).
+
+Shapes: B rows, T tokens, D hidden, H query heads, K key/value heads, h head size, F feed-forward, V vocabulary,
+L layers. Linear weights are stored as Hugging Face stores them, [out, in], stacked over layers, so that reading and
+writing safetensors is a copy, and one compiled layer body serves all layers.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jax_agent_rl.models.attention import Sight
+from jax_agent_rl.models.config import DecoderConfig, Params
+from jax_agent_rl.models.layers import attention, feed_forward, rms_norm, rope_tables
+
+REMAT_POLICIES = {
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "full": jax.checkpoint_policies.nothing_saveable,
+}
+
+
+class Decoder(nnx.Module):
+    """The model as an NNX module: its parameters are the tree every function below takes.
+
+    >>> model = Decoder(config, rngs=nnx.Rngs(0))                    # doctest: +SKIP
+    >>> logits = model(token_ids)                                    # doctest: +SKIP
+    """
+
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype = jnp.float32) -> None:
+        self.config = config
+
+        def draw(name: str, shape: tuple[int, ...]) -> nnx.Param:
+            if name.endswith("norm"):
+                return nnx.Param(jnp.full(shape, 1 - config.norm_offset, dtype))
+            if name.endswith("bias"):
+                return nnx.Param(jnp.zeros(shape, dtype))
+            return nnx.Param((jax.random.normal(rngs.params(), shape) * 0.02).astype(dtype))
+
+        shapes = config.parameter_shapes()
+        self.embed = draw("embed", shapes["embed"])
+        self.layers = nnx.Dict({name: draw(name, shape) for name, shape in shapes["layers"].items()})
+        self.final_norm = draw("final_norm", shapes["final_norm"])
+        if "lm_head" in shapes:
+            self.lm_head = draw("lm_head", shapes["lm_head"])
+
+    def __call__(self, token_ids: jax.Array) -> jax.Array:
+        """Causal logits float32 [B, T, V] of int32 [B, T]."""
+        params = model_params(self)
+        rows, count = token_ids.shape
+        positions = jnp.broadcast_to(jnp.arange(count), (rows, count))
+        ends = jnp.full((rows, count), count, jnp.int32)
+        return logits(params, hidden_states(self.config, params, token_ids, positions, ends))
+
+
+def model_params(model: Decoder) -> Params:
+    """The module's parameters as a plain nested dict of arrays."""
+    return nnx.to_pure_dict(nnx.state(model, nnx.Param))
+
+
+def with_params(config: DecoderConfig, params: Params) -> Decoder:
+    """The inverse of :func:`model_params`: a module that holds these very arrays."""
+    model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
+    state = nnx.state(model, nnx.Param)
+    nnx.replace_by_pure_dict(state, params)
+    nnx.update(model, state)
+    return model
+
+
+def hidden_states(
+    config: DecoderConfig,
+    params: Params,
+    token_ids: jax.Array,
+    positions: jax.Array,
+    subtree_end: jax.Array,
+    *,
+    remat: str = "none",
+) -> jax.Array:
+    """Final hidden states (after the last norm) of packed rows of token trees.
+
+    Args:
+        token_ids: int32 [B, T], each row a forest of tokens in depth-first order.
+        positions: int32 [B, T], depth of each token in its tree.
+        subtree_end: int32 [B, T], index one past the last descendant. Token i attends to j iff
+            ``j <= i < subtree_end[j]``: its ancestors and itself. A plain causal row has T everywhere.
+        remat: what the backward pass recomputes: ``none``; ``dots``, all but matrix products; ``full``, each layer.
+
+    Returns:
+        [B, T, D].
+    """
+    views = _views(config, positions, subtree_end)  # computed once, for all layers
+
+    def body(x: jax.Array, scanned: tuple[Params, jax.Array]) -> tuple[jax.Array, None]:
+        layer, view = scanned
+        cos, sin, sight = views[0] if len(views) == 1 else jax.tree.map(lambda *x: jnp.stack(x)[view], *views)
+        mixed = attention(config, layer, rms_norm(config, x, layer["input_norm"]), cos, sin, sight)
+        if not config.sandwich_norms:
+            x = x + mixed
+            return x + feed_forward(config, layer, rms_norm(config, x, layer["post_attention_norm"])), None
+        x = x + rms_norm(config, mixed, layer["post_attention_norm"])
+        out = feed_forward(config, layer, rms_norm(config, x, layer["pre_feedforward_norm"]))
+        return x + rms_norm(config, out, layer["post_feedforward_norm"]), None
+
+    if remat != "none":
+        body = jax.checkpoint(body, policy=REMAT_POLICIES[remat])
+    which = jnp.array([config.is_windowed(i) for i in range(config.num_layers)], jnp.int32)
+    x, _ = jax.lax.scan(body, embed(config, params, token_ids), (params["layers"], which))
+    return rms_norm(config, x, params["final_norm"])
+
+
+def embed(config: DecoderConfig, params: Params, token_ids: jax.Array) -> jax.Array:
+    """Embeddings [.., D] of int32 ids [..]."""
+    x = params["embed"][token_ids]
+    return x * jnp.asarray(config.embed_scale, x.dtype) if config.embed_scale != 1.0 else x
+
+
+def logits(params: Params, hidden: jax.Array) -> jax.Array:
+    """float32 [..., V] of hidden states [..., D]."""
+    head = params.get("lm_head", params["embed"])
+    return jnp.einsum("...d,vd->...v", hidden, head, preferred_element_type=jnp.float32)
+
+
+def _views(
+    config: DecoderConfig, positions: jax.Array, subtree_end: jax.Array
+) -> list[tuple[jax.Array, jax.Array, Sight]]:
+    """Rotary tables [B, T, h/2] and sight of full layers and, if there are any, of windowed ones."""
+    full = rope_tables(config.rope, config.head_dim, positions)
+    if config.sliding_window is None or config.local_rope is None:
+        return [(*full, Sight(subtree_end))]
+    local = rope_tables(config.local_rope, config.head_dim, positions)
+    everything = jnp.int32(positions.shape[1])  # no two positions of a row are that far apart
+    return [
+        (*full, Sight(subtree_end, positions, everything)),
+        (*local, Sight(subtree_end, positions, jnp.int32(config.sliding_window))),
+    ]

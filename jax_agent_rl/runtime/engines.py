@@ -1,0 +1,154 @@
+"""Which engines sample: ``rollout.backend`` to backends, not started. An engine's code is imported when asked for.
+
+::
+
+    jetstream   one engine in this process, on its devices
+    vllm        one vLLM engine in child processes of this one
+    remote      a client per rollout server of ``rollout.urls``; what samples there is the server's choice
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from jax_agent_rl.chat.codec import ChatCodec
+from jax_agent_rl.config import Config
+from jax_agent_rl.errors import ConfigError
+from jax_agent_rl.models.config import DecoderConfig, Params
+from jax_agent_rl.models.hf import load_hf
+from jax_agent_rl.rollout.protocol import RolloutBackend
+
+DecodeText = Callable[[Sequence[int]], str]
+Weights = Callable[[], tuple[DecoderConfig, Params]]
+
+
+def check_engine(config: Config) -> None:
+    """What can be known to be missing before minutes of loading.
+
+    Raises:
+        ConfigError: vLLM is not installed or does not know the model, or a server's token is not set.
+    """
+    if config.rollout.backend == "remote":
+        token_from(config.rollout.token_env)
+    if config.rollout.backend == "vllm":
+        try:
+            from gpu_backend.settings import check_installation
+            from gpu_backend.weights import Checkpoint
+        except ImportError as error:
+            raise ConfigError(f"rollout.backend=vllm: the package gpu_backend is missing ({error})") from None
+        check_installation()
+        Checkpoint.read(Path(config.model.path).expanduser())
+
+
+def load_model(config: Config, codec: ChatCodec) -> tuple[DecoderConfig, Params]:
+    """The model and its weights; the tokenizer names the ids that end a generation if the model's files do not.
+
+    Raises:
+        ModelError: the files are missing, damaged or of another family.
+    """
+    model, params = load_hf(config.model.path)
+    return (model if model.eos_token_ids else replace(model, eos_token_ids=codec.eos_token_ids)), params
+
+
+def make_backends(
+    config: Config,
+    codec: ChatCodec,
+    *,
+    weights: Weights,
+    say: Callable[[str], None],
+    version: int = 0,
+) -> list[RolloutBackend]:
+    """The engines ``rollout.backend`` names; see :func:`check_engine` for what must be there.
+
+    Args:
+        weights: the model and its initial parameters; called only for an engine that does not read them itself.
+        say: takes a line of progress.
+        version: policy version of the initial parameters.
+    """
+    match config.rollout.backend:
+        case "remote":
+            return _remote(config)
+        case "vllm":
+            return [_vllm(config, codec, version)]
+        case "jetstream":
+            return [_jetstream(config, codec, *weights(), say, version)]
+
+
+def token_from(variable: str | None) -> str | None:
+    """The secret in an environment variable; None if none is named.
+
+    Raises:
+        ConfigError: it is named and not set.
+    """
+    if variable is None:
+        return None
+    if not (token := os.environ.get(variable)):
+        raise ConfigError(f"rollout.token_env names {variable}, which is not set; export {variable}=<the secret>")
+    return token
+
+
+def _jetstream(
+    config: Config, codec: ChatCodec, model: DecoderConfig, params: Params, say: Callable[[str], None], version: int
+) -> RolloutBackend:
+    from jax_agent_rl.jetstream.backend import JetStreamBackend
+    from jax_agent_rl.jetstream.engine import EngineShapes
+
+    engine = config.rollout.jetstream
+    lanes = min(engine.max_concurrent_decodes, config.rollout.max_in_flight)
+    shapes = EngineShapes(
+        max_model_len=config.rollout.max_model_len,
+        max_concurrent_decodes=lanes,
+        # A row for every trajectory in flight: none loses its KV while a tool runs.
+        cache_rows=max(lanes, config.rollout.max_in_flight),
+        decode_steps=engine.decode_steps,
+        prefill_buckets=engine.prefill_buckets,
+    )
+
+    def progress(done: int, total: int) -> None:
+        if done == total or done % 5 == 0:
+            say(f"compiled {done} of {total} engine programs")
+
+    return JetStreamBackend(
+        model,
+        params,
+        shapes,
+        version=version,
+        seed=config.seed,
+        decode_text=_decoder(codec),
+        progress=progress,
+    )
+
+
+def _vllm(config: Config, codec: ChatCodec, version: int) -> RolloutBackend:
+    from gpu_backend.backend import VllmBackend
+    from gpu_backend.settings import VllmSettings
+
+    engine: dict[str, Any] = config.rollout.vllm.model_dump()
+    engine["max_num_seqs"] = min(engine["max_num_seqs"], config.rollout.max_in_flight)
+    settings = VllmSettings(
+        model=config.model.path,
+        max_model_len=config.rollout.max_model_len,
+        seed=config.seed,
+        log_file=str(Path(config.run_dir) / "vllm.log"),
+        **engine,
+    )
+    return VllmBackend(
+        settings, version=version, decode_text=_decoder(codec), tokenizer_eos_ids=frozenset(codec.eos_token_ids)
+    )
+
+
+def _decoder(codec: ChatCodec) -> DecodeText:
+    return functools.partial(codec.decode, skip_special_tokens=False)
+
+
+def _remote(config: Config) -> list[RolloutBackend]:
+    from jax_agent_rl.rollout.remote.client import RemoteBackend
+
+    token = token_from(config.rollout.token_env)
+    shares_disk = True if config.rollout.weight_folder else None
+    return [RemoteBackend(url, token=token, shares_disk=shares_disk) for url in config.rollout.urls]

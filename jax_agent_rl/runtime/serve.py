@@ -1,0 +1,51 @@
+"""A rollout server: the configured engine behind an address, until it is told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import signal
+from collections.abc import Callable
+
+from jax_agent_rl.chat.codec import ChatCodec
+from jax_agent_rl.config import Config
+from jax_agent_rl.errors import ConfigError
+from jax_agent_rl.rollout.remote.server import RolloutServer
+from jax_agent_rl.runtime.engines import check_engine, load_model, make_backends, token_from
+
+UNTRAINED = -1
+"""Policy version of the files: any run's first weights (version 0) are newer."""
+
+
+async def serve(config: Config, *, host: str, port: int, say: Callable[[str], None]) -> None:
+    """Loads, compiles, serves until SIGINT or SIGTERM, and closes everything.
+
+    Raises:
+        ConfigError: ``rollout.backend`` is remote itself, the token is missing, or the address cannot be used.
+    """
+    if config.rollout.backend == "remote":
+        raise ConfigError("a rollout server needs an engine of its own: set rollout.backend=jetstream rollout.urls=[]")
+    token = token_from(config.rollout.token_env)
+    codec = ChatCodec.from_pretrained(config.model.path, tool_format=config.agent.tool_format)
+    check_engine(config)
+    say(f"loading {config.model.path}")
+    (backend,) = make_backends(
+        config, codec, weights=functools.partial(load_model, config, codec), say=say, version=UNTRAINED
+    )
+    server = RolloutServer(backend, host=host, port=port, token=token)  # before minutes of compiling: it may refuse
+    try:
+        await backend.start()
+        await server.start()
+        say(f"serving {config.model.path} on {server.url}")
+        await _told_to_stop()
+        say("stopping")
+    finally:
+        await backend.close()
+        await server.close()
+
+
+async def _told_to_stop() -> None:
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    await stop.wait()

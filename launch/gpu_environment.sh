@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+# The environment for vLLM servers and the learner on this host; gpu.sh runs it on every host. Safe to run again.
+#   ./launch/gpu_environment.sh [--dry-run] cuda|cpu
+# Environment: JAX_AGENT_RL_VENV (default .venv-gpu, on CPUs .venv-vllm), PYTHON (default python3.12, python3.11, python3).
+set -euo pipefail
+PYTHON="${PYTHON:-python3.12 python3.11 python3}" # what the pins were made on
+# shellcheck source=launch/lib.sh
+source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+
+if [ "${1:-}" = "--dry-run" ]; then
+  DRY_RUN=1
+  shift
+fi
+
+case "${1:-}" in
+  cuda)
+    VENV="${JAX_AGENT_RL_VENV:-$ROOT/.venv-gpu}"
+    CONSTRAINTS="$ROOT/third_party/constraints-gpu.txt"
+    CONSTRAINED_PYTHONS="3.11 3.12"
+    make_environment gpu
+    ;;
+  cpu)
+    # shellcheck source=launch/vllm_environment.sh
+    source "$ROOT/launch/vllm_environment.sh"
+    VLLM_VENV="${JAX_AGENT_RL_VENV:-$VLLM_VENV}"
+    make_vllm_environment
+    ;;
+  *)
+    echo "usage: ./launch/gpu_environment.sh [--dry-run] cuda|cpu" >&2
+    exit 2
+    ;;
+esac

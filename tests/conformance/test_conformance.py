@@ -1,0 +1,75 @@
+"""The conformance suite on every backend of the package: one run each, one test per check."""
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from jax_agent_rl.conformance import CHECKS, Report, run_suite
+from jax_agent_rl.conformance import checks as _checks  # noqa: F401  (registers them)
+from jax_agent_rl.conformance.models import prepare_folders
+from jax_agent_rl.conformance.subjects import SubjectOptions, make_subject
+from jax_agent_rl.errors import ConfigError
+from tests.served import served_toy, toy_files
+from tests.toy_backend import ToyBackend, toy_subject
+
+
+@pytest.fixture(scope="session")
+def options(tmp_path_factory) -> SubjectOptions:
+    return SubjectOptions(folders=prepare_folders(None, Path(tmp_path_factory.mktemp("models"))))
+
+
+def toy(request):
+    return toy_subject(ToyBackend)
+
+
+def jetstream(request):
+    pytest.importorskip("torch")
+    return make_subject("jetstream", request.getfixturevalue("options"))
+
+
+def vllm(request):
+    pytest.importorskip("torch")
+    pytest.importorskip("vllm")  # the real one: its wheels are not installed everywhere
+    try:
+        return make_subject("vllm", request.getfixturevalue("options"))
+    except ConfigError as error:
+        pytest.skip(str(error))
+
+
+def remote_toy(request):
+    folder = request.getfixturevalue("tmp_path_factory").mktemp("weights")
+    return toy_subject(served_toy, payload=toy_files(folder))
+
+
+def remote_toy_upload(request):
+    folder = request.getfixturevalue("tmp_path_factory").mktemp("weights")
+    return toy_subject(lambda: served_toy(shares_disk=False), payload=toy_files(folder))
+
+
+def remote_jetstream(request):
+    pytest.importorskip("torch")
+    return make_subject("remote", request.getfixturevalue("options"))
+
+
+def remote_vllm(request):
+    vllm(request)
+    return make_subject("remote", replace(request.getfixturevalue("options"), engine="vllm"))
+
+
+SUBJECTS = [toy, jetstream, remote_toy, remote_toy_upload, remote_jetstream]
+ON_VLLM = [pytest.param(subject, marks=pytest.mark.vllm) for subject in (vllm, remote_vllm)]
+
+
+@pytest.fixture(scope="module", params=[*SUBJECTS, *ON_VLLM], ids=lambda subject: subject.__name__)
+def report(request) -> Report:
+    return asyncio.run(run_suite(request.param(request)))
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_it(report: Report, check: str):
+    (result,) = [r for r in report.results if r.check == check]
+    if result.outcome == "skipped":
+        pytest.skip(result.detail)
+    assert result.outcome == "passed", result.detail

@@ -1,0 +1,205 @@
+"""New weights for a real vLLM engine: each way to get them wrong without an error has a test."""
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from jax_agent_rl.errors import EngineDiedError, WeightUpdateError
+from jax_agent_rl.models.hf import save_hf
+from jax_agent_rl.rollout.protocol import WeightUpdate
+from jax_agent_rl.types import PauseMode
+from tests.gpu_backend.conftest import SMALL, Engine, Reference, prompt_of, request, small_params
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+MIXED = -1  # the reference of a model made of two
+
+
+async def assert_serves(engine: Engine, seed: int, name: str = "check") -> None:
+    prompt = prompt_of(8, 30)
+    output = await engine.backend.generate(request(name, prompt, max_tokens=12))
+    reference = engine.reference(seed)
+    assert list(output.token_ids) == reference.greedy(prompt, 12)
+    np.testing.assert_allclose(output.log_probs, reference.logprobs(prompt, output.token_ids), atol=5e-5)
+    assert set(output.policy_versions) == {engine.backend.policy_version}
+
+
+def rewrite(update: WeightUpdate, change) -> WeightUpdate:
+    """The same update with its (only) file's tensors and metadata changed."""
+    from gpu_backend.weights import read_header
+
+    path = Path(update.payload[0])
+    metadata = dict(read_header(path).metadata)
+    tensors, metadata = change(load_file(path), metadata)
+    save_file(tensors, path, metadata=metadata)
+    return update
+
+
+async def test_every_tensor_of_an_update_is_served(engine: Engine):
+    """The CPU build packs matrices while loading; tied output matrices and fused ones are easily left stale."""
+    await engine.serve(1)
+    await assert_serves(engine, 1)
+    largest, mean = engine.backend._updater.last_difference
+    assert largest < 1e-4 and mean < 1e-5
+
+
+async def test_the_prefix_cache_is_forgotten_with_the_weights(engine: Engine):
+    prompt = prompt_of(9, 80)
+    await engine.backend.generate(request("a", prompt))
+    assert (await engine.backend.generate(request("b", prompt))).cached_tokens == 64
+    await engine.serve(2)
+    output = await engine.backend.generate(request("c", prompt))
+    assert output.cached_tokens == 0 and list(output.token_ids) == engine.reference(2).greedy(prompt, 8)
+
+
+async def test_weights_change_in_flight_and_each_token_says_whose_it_is(engine: Engine):
+    old, prompt = engine.backend.policy_version, prompt_of(4, 8)
+    stream = engine.backend.stream(request("r", prompt, max_tokens=200, temperature=1.0, seed=5))
+    chunks = [await anext(stream)]
+    await asyncio.sleep(0.05)  # nobody reads: tokens of the old weights queue up
+    await engine.backend.pause(PauseMode.KEEP)
+    new = await engine.serve(3)
+    await engine.backend.resume()
+    chunks += [chunk async for chunk in stream]
+    output = chunks[-1].final
+    versions = np.array(output.policy_versions)
+    assert list(versions) == sorted(versions) and set(versions) == {old, new} and len(versions) == 200
+    assert sum((chunk.policy_versions for chunk in chunks), ()) == output.policy_versions
+    for version, seed in [(old, 0), (new, 3)]:
+        mine = versions == version
+        expected = engine.reference(seed).logprobs(prompt, output.token_ids)
+        np.testing.assert_allclose(np.array(output.log_probs)[mine], expected[mine], atol=1e-4)
+
+
+async def test_an_update_needs_no_pause(engine: Engine):
+    tasks = [engine.backend.generate(request(f"r{i}", prompt_of(i, 8), max_tokens=150)) for i in range(4)]
+    running = [asyncio.create_task(task) for task in tasks]
+    await asyncio.sleep(0.1)
+    new = await engine.serve(1)
+    outputs = await asyncio.gather(*running)
+    assert all(len(output.token_ids) == 150 and output.policy_versions[-1] == new for output in outputs)
+    await assert_serves(engine, 1)
+
+
+@pytest.mark.parametrize("mode", list(PauseMode))
+async def test_requests_that_wait_out_an_update_get_the_new_weights(engine: Engine, mode: PauseMode):
+    await engine.backend.pause(mode)
+    waiting = asyncio.create_task(assert_serves(engine, 2))
+    await asyncio.sleep(0.05)
+    await engine.serve(2)
+    await asyncio.sleep(0.05)
+    assert not waiting.done()
+    await engine.backend.resume()
+    await waiting
+
+
+async def test_a_partial_update_changes_what_it_names_and_nothing_else(engine: Engine):
+    """vLLM's own reload_weights spoils the rest of the model."""
+    mixed = small_params(0)
+    mixed["layers"]["k"] = small_params(4)["layers"]["k"]  # one part of a fused matrix
+    mixed["embed"] = small_params(4)["embed"]  # tied
+    update = WeightUpdate(
+        version=engine.backend.policy_version + 1,
+        kind="safetensors",
+        payload=engine.files.write(mixed, engine.backend.policy_version + 1),
+        partial=True,
+    )
+
+    def keep(tensors, metadata):
+        return {n: t for n, t in tensors.items() if "k_proj" in n or "embed" in n}, metadata
+
+    await engine.backend.update_weights(rewrite(update, keep))
+    save_hf(engine.folder / "mixed", SMALL, mixed)
+    engine.references[MIXED] = Reference(engine.folder / "mixed")
+    await assert_serves(engine, MIXED)
+
+
+async def test_a_whole_update_that_lacks_a_tensor_is_refused_and_the_old_weights_serve(engine: Engine):
+    def drop(tensors, metadata):
+        return {n: t for n, t in tensors.items() if "layers.1.mlp.up_proj" not in n}, metadata
+
+    with pytest.raises(WeightUpdateError, match="lacks 1 of"):
+        await engine.backend.update_weights(rewrite(engine.update(1), drop))
+    await assert_serves(engine, 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"version": 1}, "not newer"),
+        ({"kind": "arrays", "payload": {}}, "kind='arrays'"),
+        ({"payload": ["/nowhere.safetensors"]}, "nowhere"),
+    ],
+)
+async def test_a_wrong_update_is_refused_and_the_old_weights_serve(engine: Engine, change: dict, message: str):
+    with pytest.raises(WeightUpdateError, match=message):
+        await engine.backend.update_weights(engine.update(1, **change))
+    await assert_serves(engine, 0)
+
+
+async def test_an_update_without_a_probe_is_refused(engine: Engine):
+    with pytest.raises(WeightUpdateError, match="no log-prob probe"):
+        await engine.backend.update_weights(rewrite(engine.update(1), lambda t, m: (t, {"format": "pt"})))
+    await assert_serves(engine, 0)
+
+
+async def test_weights_that_are_not_the_learners_are_never_served(engine: Engine):
+    """The probe says one thing, the tensors another: as if a matrix had stayed stale."""
+
+    def spoil(tensors, metadata):
+        name = "model.layers.1.mlp.down_proj.weight"
+        return tensors | {name: tensors[name] * 1.02}, metadata
+
+    running = asyncio.create_task(engine.backend.generate(request("r", prompt_of(1, 8), max_tokens=200)))
+    await asyncio.sleep(0.05)
+    with pytest.raises(WeightUpdateError, match=r"not the learner's: they differ by up to"):
+        await engine.backend.update_weights(rewrite(engine.update(1), spoil))
+    with pytest.raises(EngineDiedError, match="loaded wrongly"):
+        await running
+    await engine.backend.resume()  # what a server does in any case
+    with pytest.raises(EngineDiedError, match="send a whole update"):
+        await engine.backend.generate(request("s", prompt_of(1, 8)))
+    health = await engine.backend.health()
+    assert not health.ok and "differ" in health.detail
+    with pytest.raises(WeightUpdateError, match="partial update cannot repair"):
+        await engine.backend.update_weights(engine.update(1, partial=True))
+    await engine.serve(1)
+    assert (await engine.backend.health()).ok
+    await assert_serves(engine, 1)
+
+
+async def test_the_probe_notices_what_vllms_own_reload_spoils(engine: Engine):
+    """``reload_weights`` with some of the tensors leaves others without values, and says nothing."""
+    folder = engine.folder / "some"
+    folder.mkdir()
+    whole = load_file(engine.update(0).payload[0])
+    save_file(
+        {n: t for n, t in whole.items() if "k_proj" in n}, folder / "model.safetensors", metadata={"format": "pt"}
+    )
+    await engine.backend._engine.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
+    await engine.backend.reset_prefix_cache()
+    with pytest.raises(WeightUpdateError, match="not the learner's"):
+        await engine.backend._updater.prove(engine.files.probe(small_params(0)), "probe")
+    await engine.serve(0)
+    await assert_serves(engine, 0)
+
+
+async def test_a_tensor_that_did_not_land_is_named(engine: Engine, monkeypatch: pytest.MonkeyPatch):
+    places = engine.backend._updater._placements
+    name = "model.layers.0.self_attn.v_proj.weight"
+    parameter, first, rows, transposed = places[name]
+    monkeypatch.setitem(places, name, (parameter, first - 1, rows, transposed))
+    with pytest.raises(WeightUpdateError, match=name):
+        await engine.serve(1)
+    monkeypatch.undo()
+    await engine.serve(1)
+    await assert_serves(engine, 1)
+
+
+async def test_seconds_of_updates_are_counted(engine: Engine):
+    before = (await engine.backend.metrics()).weight_update_seconds
+    await engine.serve(1)
+    assert 0 < (await engine.backend.metrics()).weight_update_seconds - before < 30

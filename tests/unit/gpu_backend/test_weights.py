@@ -1,0 +1,192 @@
+"""Which weight updates fit a model, and where their tensors must be found; vLLM itself is not needed."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from gpu_backend.settings import VllmSettings
+from gpu_backend.updates import WeightUpdater
+from gpu_backend.weights import Checkpoint, differences, read_header, read_update
+from jax_agent_rl.errors import ConfigError, WeightUpdateError
+from jax_agent_rl.learner.export import WeightFiles
+from jax_agent_rl.models.hf import save_hf
+from jax_agent_rl.probe import LogprobProbe
+from jax_agent_rl.rollout.protocol import WeightUpdate
+from tests.tiny import TINY, logprobs_of, tiny_params
+
+PROBE = LogprobProbe(ids=((3, 4, 5),), log_probs=((-1.0, -2.0),))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    save_hf(path, TINY, tiny_params())
+    return path
+
+
+@pytest.fixture
+def checkpoint(folder: Path) -> Checkpoint:
+    return Checkpoint.read(folder)
+
+
+@pytest.fixture
+def updater(checkpoint: Checkpoint) -> WeightUpdater:
+    settings = VllmSettings(model="m", max_model_len=60)
+    return WeightUpdater(None, checkpoint, settings, cpu=True, cuda=False)
+
+
+def write(path: Path, shapes: dict, metadata: dict | None = None) -> str:
+    save_file({name: np.zeros(shape, np.float32) for name, shape in shapes.items()}, path, metadata=metadata)
+    return str(path)
+
+
+def test_a_model_folder_says_what_an_update_consists_of(checkpoint: Checkpoint):
+    assert checkpoint.shapes["model.embed_tokens.weight"] == (97, 32)
+    assert len(checkpoint.shapes) == 2 + 3 * 9 and checkpoint.eos_token_ids == {2}
+    assert checkpoint.optional == {"lm_head.weight"}
+
+
+def test_fused_parts_stand_below_each_other(checkpoint: Checkpoint):
+    places = checkpoint.placements()
+    layer = "model.layers.1.self_attn"
+    assert places[f"{layer}.q_proj.weight"].to_wire() == (f"{layer}.qkv_proj.weight", 0, 32, False)
+    assert places[f"{layer}.k_proj.weight"].to_wire() == (f"{layer}.qkv_proj.weight", 32, 16, False)
+    assert places[f"{layer}.v_proj.weight"].to_wire() == (f"{layer}.qkv_proj.weight", 48, 16, False)
+    assert places["model.layers.0.mlp.up_proj.weight"].to_wire() == (
+        "model.layers.0.mlp.gate_up_proj.weight",
+        48,
+        48,
+        False,
+    )
+    assert places["model.norm.weight"].to_wire() == ("model.norm.weight", 0, 32, False)
+
+
+def model_folder(path: Path, shapes: dict, **config) -> Path:
+    write(path / "model.safetensors", shapes)
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def test_gpt2_stores_its_matrices_transposed(tmp_path: Path):
+    shapes = {"h.0.attn.c_attn.weight": (8, 24), "h.0.attn.c_attn.bias": (24,), "wte.weight": (50, 8)}
+    places = Checkpoint.read(model_folder(tmp_path, shapes, architectures=["GPT2LMHeadModel"])).placements()
+    assert places["h.0.attn.c_attn.weight"].to_wire() == ("transformer.h.0.attn.c_attn.weight", 0, 24, True)
+    assert places["h.0.attn.c_attn.bias"].to_wire() == ("transformer.h.0.attn.c_attn.bias", 0, 24, False)
+    assert places["wte.weight"].to_wire() == ("transformer.wte.weight", 0, 50, False)
+
+
+def test_an_unknown_architecture_is_refused_with_the_known_ones(tmp_path: Path):
+    model_folder(tmp_path, {"a": (1,)}, architectures=["MambaForCausalLM"])
+    with pytest.raises(ConfigError, match=r"'MambaForCausalLM'.*LlamaForCausalLM"):
+        Checkpoint.read(tmp_path)
+
+
+def test_quantised_weights_and_missing_files_are_refused(tmp_path: Path):
+    with pytest.raises(ConfigError, match="config.json"):
+        Checkpoint.read(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
+    with pytest.raises(ConfigError, match="no \\*.safetensors"):
+        Checkpoint.read(tmp_path)
+    model_folder(tmp_path, {"a": (1,)}, architectures=["LlamaForCausalLM"], quantization_config={"bits": 4})
+    with pytest.raises(ConfigError, match="quantised"):
+        Checkpoint.read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "partial", "message"),
+    [
+        (lambda s: s | {"model.norm.bias": (32,)}, False, "does not have: \\['model.norm.bias'\\]"),
+        (lambda s: s | {"model.norm.weight": (31,)}, False, r"\[31\], served is \[32\]"),
+        (lambda s: {k: v for k, v in s.items() if "layers.2" not in k}, False, "lacks 9 of 29"),
+        (lambda s: {}, True, "no tensor"),
+    ],
+)
+def test_an_update_that_does_not_fit_is_refused(checkpoint: Checkpoint, change, partial: bool, message: str):
+    with pytest.raises(WeightUpdateError, match=message):
+        checkpoint.check(change(dict(checkpoint.shapes)), partial=partial)
+
+
+def test_a_partial_update_may_name_some_tensors_only(checkpoint: Checkpoint):
+    checkpoint.check({"model.norm.weight": (32,)}, partial=True)
+
+
+def test_a_tied_output_matrix_may_come_along_or_not(checkpoint: Checkpoint):
+    checkpoint.check(dict(checkpoint.shapes) | {"lm_head.weight": (97, 32)}, partial=False)
+
+
+def test_a_damaged_file_is_named(tmp_path: Path):
+    path = tmp_path / "weights.safetensors"
+    write(path, {"a": (64,)})
+    whole = path.read_bytes()
+    for damaged in (b"", b"\xff" * 20, whole[:-4], whole[:30]):
+        path.write_bytes(damaged)
+        with pytest.raises(WeightUpdateError, match="weights.safetensors is not a whole safetensors file"):
+            read_header(path)
+    with pytest.raises(WeightUpdateError, match="nowhere"):
+        read_header(tmp_path / "nowhere")
+
+
+def test_a_tensor_in_two_files_is_refused(tmp_path: Path):
+    paths = [write(tmp_path / name, {"a": (2,)}) for name in ("one", "two")]
+    with pytest.raises(WeightUpdateError, match="a stands in two files"):
+        read_update(paths)
+
+
+def test_a_probe_travels_in_a_files_metadata(tmp_path: Path):
+    path = write(tmp_path / "w", {"a": (2,)}, PROBE.to_metadata())
+    assert read_update([path]) == ({"a": (2,)}, PROBE)
+    assert read_update([write(tmp_path / "x", {"a": (2,)})])[1] is None
+    bad = write(tmp_path / "y", {"a": (2,)}, {"logprob_probe": '{"ids": [[1]]}'})
+    with pytest.raises(WeightUpdateError, match="probe in .* is damaged"):
+        read_update([bad])
+
+
+@pytest.mark.parametrize("ids", [(), ((1,),)])
+def test_a_probe_that_proves_nothing_cannot_be_made(ids):
+    with pytest.raises(ValueError):
+        LogprobProbe(ids=ids, log_probs=tuple(() for _ in ids))
+
+
+def test_differences_are_of_all_ids_and_nan_is_infinite():
+    assert differences(PROBE, [[-1.0, -2.5]]) == (0.5, 0.25)
+    assert differences(PROBE, [[math.nan, -2.0]])[0] == math.inf
+
+
+def test_refusals_come_before_anything_is_touched(updater: WeightUpdater, folder: Path, tmp_path: Path):
+    whole = str(folder / "model.safetensors")
+    for update, message in [
+        (WeightUpdate(version=3, kind="arrays", payload={}), r"kind \['safetensors'\], got kind='arrays'"),
+        (WeightUpdate(version=2, kind="safetensors", payload=[whole]), "not newer than 2"),
+        (WeightUpdate(version=3, kind="safetensors", payload=[whole]), "no log-prob probe"),
+        (WeightUpdate(version=3, kind="safetensors", payload=whole), "list of file paths"),
+    ]:
+        with pytest.raises(WeightUpdateError, match=message):
+            updater.check(update, served=2)
+
+
+def test_tolerances_follow_the_dtype():
+    settings = VllmSettings(model="m", max_model_len=60)
+    assert settings.tolerances(cpu=True) == (1e-3, 1e-4) and settings.tolerances(cpu=False) == (0.5, 0.05)
+    assert VllmSettings(model="m", max_model_len=60, max_logprob_difference=0.1).tolerances(cpu=True)[0] == 0.1
+
+
+def test_the_learner_writes_all_weights_in_shards_with_its_own_log_probs(checkpoint: Checkpoint, tmp_path: Path):
+    params, ids = tiny_params(5), [7, 8, 9, 10, 3]
+    files = WeightFiles(TINY, probe_ids=[ids], folder=tmp_path, shard_bytes=6000)
+    first = files.write(params, 1)
+    second = files.write(params, 2)
+    shapes, probe = read_update(second)
+    checkpoint.check(shapes, partial=False)
+    assert len(second) > 2 and not any(Path(path).exists() for path in first)
+    np.testing.assert_allclose(probe.log_probs[0], logprobs_of(params, ids[:1], ids[1:]), atol=2e-5)
+    files.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_missing_weight_folder_is_a_config_error(tmp_path: Path):
+    with pytest.raises(ConfigError, match="weight_folder"):
+        WeightFiles(TINY, probe_ids=[[3, 4]], folder=tmp_path / "nowhere")

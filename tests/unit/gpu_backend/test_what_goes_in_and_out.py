@@ -1,0 +1,153 @@
+"""Requests in vLLM's words, and vLLM's outputs as chunks; vLLM itself is not needed."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from gpu_backend.admission import Admission, check_adapter
+from gpu_backend.live import LiveRequest
+from gpu_backend.sampling import vllm_sampling
+from gpu_backend.settings import VllmSettings
+from gpu_backend.versions import versions_of
+from jax_agent_rl.errors import BackendError, ConfigError, PromptTooLongError
+from jax_agent_rl.rollout.protocol import GenerateRequest
+from jax_agent_rl.types import SamplingParams, StopReason, digest_ids
+
+SETTINGS = VllmSettings(model="m", max_model_len=20, loras={"math": "/adapters/math"})
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+
+def to_text(ids) -> str:
+    return "".join(LETTERS[i % 26] for i in ids)
+
+
+def request(prompt=(5, 6, 7), *, max_tokens=8, lora=None, multi_modal=None, **sampling) -> GenerateRequest:
+    return GenerateRequest(
+        request_id="r",
+        prompt_ids=tuple(prompt),
+        sampling=SamplingParams(max_tokens=max_tokens, **sampling),
+        lora=lora,
+        multi_modal=multi_modal or {},
+    )
+
+
+def admission(decode_text=to_text) -> Admission:
+    return Admission(SETTINGS, vocabulary=97, eos_ids=frozenset({2}), decode_text=decode_text)
+
+
+def live(**sampling) -> LiveRequest:
+    return LiveRequest(admission().admit(request(**sampling), ()))
+
+
+def output(ids, *, finished=None, log_prob=-0.5, prompt=(5, 6, 7), cached=0):
+    """A vLLM ``RequestOutput`` with these new ids."""
+    log_probs = [{i: SimpleNamespace(logprob=log_prob)} for i in ids]
+    completion = SimpleNamespace(token_ids=list(ids), logprobs=log_probs, finish_reason=finished)
+    return SimpleNamespace(
+        outputs=[completion],
+        finished=finished is not None,
+        prompt_token_ids=list(prompt),
+        num_cached_tokens=cached,
+    )
+
+
+def test_every_stopping_id_becomes_a_plain_stop_id():
+    words = vllm_sampling(admission().admit(request(stop_token_ids=(9,)), ()))
+    assert words["stop_token_ids"] == [2, 9] and words["ignore_eos"] and words["logprobs"] == 0
+    assert vllm_sampling(admission().admit(request(ignore_eos=True), ()))["stop_token_ids"] == []
+
+
+def test_greedy_requests_are_not_truncated():
+    words = vllm_sampling(admission().admit(request(temperature=0.0, top_p=0.5, top_k=3), ()))
+    assert (words["temperature"], words["top_p"], words["top_k"]) == (0.0, 1.0, 0)
+    words = vllm_sampling(admission().admit(request(temperature=0.7, top_p=0.5, top_k=3, seed=11), ()))
+    assert (words["temperature"], words["top_p"], words["top_k"], words["seed"]) == (0.7, 0.5, 3, 11)
+
+
+def test_the_context_limit_caps_max_tokens():
+    assert admission().admit(request([5] * 15, max_tokens=50), ()).max_tokens == 5
+
+
+@pytest.mark.parametrize(
+    ("bad", "error", "message"),
+    [
+        (request([5] * 20), PromptTooLongError, r"20 ids .*max_model_len=20"),
+        (request([5, 97]), BackendError, r"\[0, 97\)"),
+        (request(lora="poetry"), BackendError, r"'poetry'; there are \['math'\]"),
+        (request(multi_modal={"image": 1}), BackendError, "image"),
+    ],
+)
+def test_what_vllm_could_not_do_is_refused_with_the_value(bad, error, message):
+    with pytest.raises(error, match=message):
+        admission().admit(bad, ())
+
+
+def test_stop_strings_need_a_tokenizer_and_ids_must_be_unique():
+    with pytest.raises(BackendError, match="no tokenizer"):
+        admission(decode_text=None).admit(request(stop=("x",)), ())
+    with pytest.raises(BackendError, match="already running"):
+        admission().admit(request(), {"r"})
+
+
+def test_an_adapter_needs_its_folder(tmp_path):
+    with pytest.raises(ConfigError, match=r"loras.math=.* holds no adapter_config.json"):
+        check_adapter("math", str(tmp_path))
+
+
+def test_eos_is_kept_with_its_log_prob():
+    state = live()
+    assert state.take(output([30, 31]), [(4, 0)]).final is None
+    final = state.take(output([2], finished="stop", cached=2), [(4, 0)]).final
+    assert final.token_ids == (30, 31, 2) and final.log_probs == (-0.5,) * 3
+    assert (final.stop_reason, final.stop_match, final.cached_tokens) == (StopReason.EOS, None, 2)
+    assert final.context_digest == digest_ids([5, 6, 7, 30, 31, 2])
+
+
+def test_a_stop_string_keeps_the_ids_up_to_the_one_that_completes_it():
+    state = live(stop=("bc",))
+    chunk = state.take(output([0, 1, 2 + 26, 3]), [(0, 0)])
+    assert chunk.final.token_ids == (0, 1, 28) and chunk.token_ids == (0, 1, 28)
+    assert (chunk.stop_reason, chunk.final.stop_match) == (StopReason.STOP, "bc")
+    assert not state.left_engine  # vLLM does not know: it must be told
+
+
+def test_an_extra_stop_id_is_named():
+    final = live(stop_token_ids=(9,)).take(output([4, 9], finished="stop"), [(0, 0)]).final
+    assert (final.stop_reason, final.stop_match, final.token_ids) == (StopReason.STOP, "9", (4, 9))
+
+
+@pytest.mark.parametrize(("vllm", "ours"), [("abort", StopReason.ABORTED), ("length", StopReason.LENGTH)])
+def test_an_end_without_a_new_id_still_is_an_end(vllm: str, ours: StopReason):
+    state = live()
+    state.take(output([30]), [(0, 0)])
+    chunk = state.take(output([], finished=vllm), [(0, 0)])
+    assert chunk.token_ids == () and chunk.final.token_ids == (30,) and chunk.stop_reason is ours
+
+
+def test_an_engine_side_error_is_an_error():
+    with pytest.raises(BackendError, match="'error'"):
+        live().take(output([], finished="error"), [(0, 0)])
+
+
+def test_missing_log_probs_are_an_error():
+    bare = output([30, 31])
+    bare.outputs[0].logprobs = bare.outputs[0].logprobs[:1]
+    with pytest.raises(BackendError, match="2 ids, but 1 log-probs"):
+        live().take(bare, [(0, 0)])
+
+
+def test_one_output_may_span_an_update():
+    state = live()
+    state.take(output([30, 31]), [(1, 0)])
+    chunk = state.take(output([32, 33, 34]), [(1, 0), (2, 3)])
+    assert chunk.policy_versions == (1, 2, 2)
+
+
+def test_versions_follow_their_spans():
+    spans = [(1, 0), (2, 5), (7, 6)]
+    assert versions_of(spans, 4, 4) == [1, 2, 7, 7]
+    assert versions_of(spans, 9, 0) == [] == versions_of([], 0, 0)
+    with pytest.raises(ValueError, match="before the first"):
+        versions_of([(1, 3)], 2, 1)
+    with pytest.raises(ValueError, match="before the first"):
+        versions_of([], 0, 1)

@@ -1,0 +1,374 @@
+"""Rollout servers and their clients: who may ask, how errors travel, and what happens when one side goes away."""
+
+import asyncio
+import contextlib
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from jax_agent_rl.errors import (
+    BackendError,
+    ConfigError,
+    EngineDiedError,
+    PromptTooLongError,
+    WeightUpdateError,
+)
+from jax_agent_rl.rollout.client import LLMServerClient
+from jax_agent_rl.rollout.protocol import GenerateRequest, RolloutBackend, WeightUpdate
+from jax_agent_rl.rollout.remote import wire
+from jax_agent_rl.rollout.remote.client import RemoteBackend
+from jax_agent_rl.rollout.remote.server import RolloutServer, is_loopback
+from jax_agent_rl.rollout.remote.uploads import Uploads
+from jax_agent_rl.rollout.server import AsyncServer
+from jax_agent_rl.types import SamplingParams, StopReason, TokenOutput
+from tests.toy_backend import ToyBackend
+
+FILES = frozenset({"safetensors"})
+PROTOCOL = {wire.PROTOCOL_HEADER: str(wire.PROTOCOL_VERSION)}
+
+
+@contextlib.asynccontextmanager
+async def served(*, client: dict | None = None, backend: ToyBackend | None = None, **server):
+    """A toy backend, its server, and a started client."""
+    inner = backend or ToyBackend(tick_seconds=0.001, weight_payloads=FILES)
+    await inner.start()
+    http = RolloutServer(inner, **server)
+    await http.start()
+    remote = RemoteBackend(http.url, **client or {})
+    try:
+        await remote.start()
+        yield inner, http, remote
+    finally:
+        await remote.close()
+        await http.close()
+        await inner.close()
+
+
+def request(name: str = "r", *, max_tokens: int = 5, prompt=(5, 6, 7), **fields) -> GenerateRequest:
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+    return GenerateRequest(request_id=name, prompt_ids=tuple(prompt), sampling=sampling, **fields)
+
+
+def send(url: str, path: str = "/v1/health", method: str = "GET", **options):
+    @contextlib.asynccontextmanager
+    async def call():
+        async with aiohttp.ClientSession() as session, session.request(method, url + path, **options) as response:
+            yield response
+
+    return call()
+
+
+# --- who may ask ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.5", "::", "example.org"])
+def test_an_address_others_can_reach_needs_a_token(host):
+    with pytest.raises(ConfigError, match=r"needs a token.*rollout\.token_env"):
+        RolloutServer(ToyBackend(), host=host)
+
+
+def test_loopback_addresses_are_known():
+    assert all(map(is_loopback, ["127.0.0.1", "127.8.8.8", "::1", "localhost"]))
+    assert not any(map(is_loopback, ["0.0.0.0", "192.168.0.1", "localhost.example.org"]))
+
+
+@pytest.mark.parametrize("given", [None, "Bearer wrong", "secret", "Bearer secretx", "Bearer ſecret"])
+async def test_without_the_right_token_nothing_is_answered(given):
+    async with served(token="secret", client={"token": "secret"}) as (_, http, _remote):
+        headers = PROTOCOL | ({"Authorization": given} if given else {})
+        for path in ("/v1/health", "/v1/handshake", "/nothing"):
+            async with send(http.url, path, headers=headers) as response:
+                assert response.status == 401
+
+
+async def test_a_client_with_a_wrong_token_is_told_which_key_to_look_at():
+    with pytest.raises(BackendError, match=r"does not accept the token.*rollout\.token_env"):
+        async with served(token="secret", client={"token": "other"}):
+            pass
+
+
+async def test_another_protocol_version_is_refused_with_both_numbers():
+    async with served() as (_, http, _remote):
+        for headers in ({}, {wire.PROTOCOL_HEADER: "0"}):
+            async with send(http.url, headers=headers) as response:
+                assert response.status == 426 and "protocol 1" in (await response.json())["error"]["message"]
+        old = RemoteBackend(http.url)
+        old._headers[wire.PROTOCOL_HEADER] = "3"
+        with pytest.raises(BackendError, match="speaks protocol 1, the client 3"):
+            await old.start()
+
+
+async def test_a_body_over_the_limit_is_refused():
+    async with served(max_request_bytes=2000) as (inner, _, remote):
+        with pytest.raises(BackendError, match="generate"):
+            await remote.generate(request(prompt=[5] * 3000))
+        assert len((await remote.generate(request())).token_ids) == 5 and not inner.running
+
+
+@pytest.mark.parametrize("body", [b"[1]", b"{", b"\x80", b'{"prompt_ids": [1.5], "request_id": "x", "sampling": {}}'])
+async def test_nonsense_is_this_requests_error(body):
+    async with served() as (_, http, remote):
+        async with send(http.url, "/v1/generate", "POST", data=body, headers=PROTOCOL) as response:
+            assert "BackendError" in await response.text()
+        assert (await remote.health()).ok
+
+
+# --- what travels ---------------------------------------------------------------------------------------------
+
+
+async def test_the_client_is_a_backend():
+    async with served() as (_, _http, remote):
+        assert isinstance(remote, RolloutBackend)
+
+
+def test_an_address_without_a_scheme_is_refused():
+    with pytest.raises(ConfigError, match=r"rollout\.urls"):
+        RemoteBackend("10.0.0.5:8100")
+
+
+def test_requests_and_outputs_travel_unchanged():
+    sampling = SamplingParams(max_tokens=3, temperature=0.7, top_p=0.1 + 0.2, seed=2**40, stop=("é\n",), top_k=3)
+    asked = request(session_id="s", session_ends=True, priority=-2)
+    asked = GenerateRequest(
+        **{f: getattr(asked, f) for f in asked.__dataclass_fields__} | {"sampling": sampling, "lora": "a"}
+    )
+    assert wire.decode_request(json.loads(wire.line(wire.encode_request(asked)))) == asked
+    output = TokenOutput(
+        token_ids=(1, 2),
+        log_probs=(-0.1, -math.pi),
+        policy_versions=(-1, 4),
+        stop_reason=StopReason.STOP,
+        stop_match="x",
+        context_digest="d",
+        cached_tokens=3,
+    )
+    assert wire.decode_output(json.loads(wire.line(wire.encode_output(output)))) == output
+
+
+@pytest.mark.parametrize("kind", [PromptTooLongError, BackendError, EngineDiedError, WeightUpdateError])
+async def test_errors_arrive_as_what_they_were(kind):
+    class Failing(ToyBackend):
+        def _check(self, request):
+            raise kind("exactly this text")
+
+    async with served(backend=Failing()) as (_, _http, remote):
+        with pytest.raises(kind, match="^exactly this text$") as caught:
+            await remote.generate(request())
+        assert type(caught.value) is kind
+
+
+async def test_a_surprise_in_the_backend_is_a_backend_error_with_its_name(caplog):
+    class Broken(ToyBackend):
+        def _check(self, request):
+            raise ZeroDivisionError("oops")
+
+    async with served(backend=Broken()) as (_, _http, remote):
+        with pytest.raises(BackendError, match="ZeroDivisionError: oops"):
+            await remote.generate(request())
+    assert "ZeroDivisionError" in caplog.text
+
+
+async def test_images_are_refused_before_anything_is_sent():
+    async with served() as (_, _http, remote):
+        with pytest.raises(BackendError, match="image"):
+            await remote.generate(request(multi_modal={"image": ["pixels"]}))
+
+
+# --- when one side goes away ----------------------------------------------------------------------------------
+
+
+async def test_a_client_that_leaves_frees_its_slots():
+    async with served() as (inner, _http, remote):
+        tasks = [asyncio.create_task(remote.generate(request(f"r{i}", max_tokens=190))) for i in range(6)]
+        while len(inner.running) < 4 or len(inner.waiting) < 2:
+            await asyncio.sleep(0.001)
+        await remote.close()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        async with asyncio.timeout(2):
+            while inner.running or inner.waiting:
+                await asyncio.sleep(0.001)
+        assert (await inner.metrics()).requests_finished == 0
+
+
+async def test_a_server_that_closes_in_the_middle_is_an_engine_that_died():
+    async with served(client={"silence_seconds": 20}) as (inner, http, remote):
+        inner._frozen = True
+        task = asyncio.create_task(remote.generate(request()))
+        while not inner.waiting:
+            await asyncio.sleep(0.001)
+        begin = time.monotonic()
+        await http.close()
+        with pytest.raises(EngineDiedError, match=rf"{http.url} is gone"):
+            await task
+        assert time.monotonic() - begin < 5
+        assert not (health := await remote.health()).ok and "gone" in health.detail
+
+
+async def test_a_silent_server_is_an_engine_that_died_and_a_slow_one_is_not():
+    async with served(client={"silence_seconds": 0.4}, heartbeat_seconds=0.1) as (inner, http, remote):
+        inner._frozen = True
+        task = asyncio.create_task(remote.generate(request()))
+        await asyncio.sleep(0.8)
+        assert not task.done(), "heartbeats keep a slow request alive"
+        http._heartbeat = 60
+        with pytest.raises(EngineDiedError, match="is gone"):
+            await asyncio.wait_for(task, 5)
+
+
+async def test_a_restarted_server_is_refused_because_it_has_lost_its_weights():
+    async with served() as (inner, http, remote):
+        http._instance = "another"
+        with pytest.raises(EngineDiedError, match="was restarted"):
+            await remote.generate(request())
+        assert not (await remote.health()).ok
+
+
+async def test_the_client_of_several_servers_goes_on_without_the_lost_one():
+    async with served() as (first, http, one), served() as (_second, _, two):
+        fleet = LLMServerClient([AsyncServer(one, name="one"), AsyncServer(two, name="two")])
+        first._frozen = True
+        sampling = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
+        task = asyncio.create_task(fleet.generate("r", prompt_ids=[5, 6, 7], sampling_params=sampling))
+        while not first.waiting:
+            await asyncio.sleep(0.001)
+        await http.close()
+        assert len((await task).token_ids) == 5
+        assert [s.name for s in fleet.servers] == ["two"]
+
+
+async def test_start_waits_for_a_server_that_still_loads():
+    async with served() as (inner, http, _remote):
+        later = RolloutServer(inner, port=0)
+        await later.start()
+        url, port = later.url, later._port
+        await later.close()
+        late = RemoteBackend(url, start_seconds=10)
+        starting = asyncio.create_task(late.start())
+        await asyncio.sleep(0.1)
+        again = RolloutServer(inner, port=port)
+        await again.start()
+        await starting
+        assert late.capabilities.max_concurrent == 4
+        await late.close()
+        await again.close()
+
+
+async def test_start_gives_up_with_the_address():
+    with pytest.raises(EngineDiedError, match=r"http://127\.0\.0\.1:9 is gone"):
+        await RemoteBackend("http://127.0.0.1:9", start_seconds=0).start()
+
+
+KILLED = """
+import asyncio, sys
+from jax_agent_rl.rollout.remote.server import RolloutServer
+from tests.toy_backend import ToyBackend
+
+async def main():
+    backend = ToyBackend(tick_seconds=0.02)
+    await backend.start()
+    server = RolloutServer(backend)
+    await server.start()
+    print(server.url, flush=True)
+    await asyncio.sleep(60)
+
+asyncio.run(main())
+"""
+
+
+async def test_a_killed_server_process_fails_its_requests_at_once():
+    root = Path(__file__).parents[3]
+    process = subprocess.Popen([sys.executable, "-c", KILLED], stdout=subprocess.PIPE, text=True, cwd=root)
+    try:
+        url = (await asyncio.to_thread(process.stdout.readline)).strip()
+        remote = RemoteBackend(url)
+        await remote.start()
+        streams = [remote.stream(request(f"r{i}", max_tokens=190)) for i in range(8)]
+        await asyncio.gather(*(anext(s) for s in streams[:4]))
+        rest = [asyncio.create_task(anext(s)) for s in streams[4:]]
+        os.kill(process.pid, signal.SIGKILL)
+        begin = time.monotonic()
+        for error in await asyncio.gather(*map(drain, streams[:4]), *rest, return_exceptions=True):
+            assert isinstance(error, EngineDiedError), error
+        assert time.monotonic() - begin < 5
+        await remote.close()
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+async def drain(stream) -> None:
+    async for _ in stream:
+        pass
+
+
+# --- weights --------------------------------------------------------------------------------------------------
+
+
+async def test_uploaded_weights_are_checked_used_and_deleted(tmp_path: Path):
+    file = tmp_path / "new.safetensors"
+    file.write_text("other")
+    async with served(client={"shares_disk": False}, upload_folder=tmp_path) as (inner, _, remote):
+        await remote.update_weights(WeightUpdate(version=3, kind="safetensors", payload=[str(file)]))
+        assert (remote.policy_version, inner.policy_version) == (3, 3)
+        (folder,) = [p for p in tmp_path.iterdir() if p.is_dir()]
+        assert not list(folder.iterdir())
+        file.write_text("nonsense")
+        with pytest.raises(WeightUpdateError, match="names no weight set"):
+            await remote.update_weights(WeightUpdate(version=4, kind="safetensors", payload=[file]))
+        assert not list(folder.iterdir()) and remote.policy_version == 3
+    assert not folder.exists()
+
+
+async def test_a_local_server_reads_the_file_itself_and_an_unshared_one_is_sent_it(tmp_path: Path, monkeypatch):
+    file = tmp_path / "w.safetensors"
+    file.write_text("other")
+    async with served() as (_, _http, remote):
+        monkeypatch.setattr(remote, "_upload", None)  # would fail if it were used
+        await remote.update_weights(WeightUpdate(version=1, kind="safetensors", payload=[file]))
+        remote._is_local = False
+        with pytest.raises(TypeError):
+            await remote.update_weights(WeightUpdate(version=2, kind="safetensors", payload=[file]))
+
+
+@pytest.mark.parametrize("update", [{"kind": "arrays"}, {"payload": ["/nowhere/w.safetensors"]}])
+async def test_weights_that_cannot_be_sent_are_refused(update):
+    async with served() as (_, _http, remote):
+        fields = {"version": 1, "kind": "safetensors", "payload": []} | update
+        with pytest.raises(WeightUpdateError):
+            await remote.update_weights(WeightUpdate(**fields))
+        assert remote.capabilities.weight_payloads == FILES
+
+
+async def blocks(*parts: bytes):
+    for part in parts:
+        yield part
+
+
+@pytest.mark.parametrize(
+    ("upload", "name", "digest", "message"),
+    [
+        ("0" * 16, "../w.safetensors", "", "not allowed"),
+        ("0" * 16, ".hidden.safetensors", "", "not allowed"),
+        ("../" + "0" * 16, "w.safetensors", "", "not allowed"),
+        ("0" * 16, "w.pickle", "", "not allowed"),
+        ("0" * 16, "w.safetensors", "feed", "SHA-256"),
+        ("1" * 16, "big.safetensors", "", "larger than the server's limit"),
+    ],
+)
+async def test_a_bad_upload_leaves_nothing(tmp_path: Path, upload, name, digest, message):
+    uploads = Uploads(max_bytes=10, folder=tmp_path)
+    data = blocks(b"x" * 9, b"y" * (9 if "big" in name else 1))
+    with pytest.raises(WeightUpdateError, match=message):
+        await uploads.receive(upload, name, digest, data)
+    assert [p for p in tmp_path.rglob("*") if p.is_file()] == []
+    with pytest.raises(WeightUpdateError, match="no upload"):
+        uploads.files(upload)
