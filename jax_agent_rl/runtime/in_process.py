@@ -18,8 +18,10 @@ from jax_agent_rl.data.rows import load_rows
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.jetstream.backend import JetStreamBackend
 from jax_agent_rl.jetstream.engine import EngineShapes
+from jax_agent_rl.learner.critic import critic_shapes
 from jax_agent_rl.learner.step import Learner
 from jax_agent_rl.models.hf import load_hf
+from jax_agent_rl.models.llama import LlamaConfig, Params
 from jax_agent_rl.rewards import load_rewards, require_rewards, score
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.collect import RolloutCollector
@@ -85,6 +87,8 @@ async def build(config: Config, *, say: Callable[[str], None]) -> AsyncIterator[
         algorithm=config.algorithm,
         config=config.learner,
         temperature=config.rollout.temperature,
+        critic=config.critic,
+        critic_init=_critic_init(config, model),
     )
     backend = _make_backend(config, model, params, codec, say)
     del params
@@ -111,6 +115,19 @@ async def build(config: Config, *, say: Callable[[str], None]) -> AsyncIterator[
         )
     finally:
         await backend.close()
+
+
+def _critic_init(config: Config, policy: LlamaConfig) -> Params | None:
+    """Weights of ``critic.path``; None where the critic starts from the policy's."""
+    if config.critic.path is None:
+        return None
+    model, params = load_hf(config.critic.path)
+    if critic_shapes(model) != critic_shapes(policy):
+        raise ConfigError(
+            f"critic.path={config.critic.path!r} holds a model of other shapes than {config.model.path!r}; give one of "
+            "the same architecture, or leave it out"
+        )
+    return params
 
 
 def _make_backend(

@@ -41,7 +41,7 @@ class IdleLearner:
     state = None
     programs_compiled = 1
 
-    def update(self, groups, *, tick):
+    def update(self, groups, *, masked, tick):
         return UpdateResult(metrics={}, skipped=False)
 
 
