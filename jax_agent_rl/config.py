@@ -151,8 +151,8 @@ class Config(Section):
     tools: ToolsConfig = Field(default_factory=ToolsConfig)
     reward: RewardConfig = Field(default_factory=RewardConfig)
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
-    critic: CriticConfig = Field(default_factory=CriticConfig)
     learner: LearnerConfig = Field(default_factory=LearnerConfig)
+    critic: CriticConfig = Field(default_factory=CriticConfig)
     trainer: TrainerConfig = Field(default_factory=TrainerConfig)
 
     @model_validator(mode="after")
@@ -293,12 +293,14 @@ def valid_keys(model: type[BaseModel] = Config, prefix: str = "") -> dict[str, s
 
 
 def _nearest(path: str) -> str | None:
-    """The valid key a user most likely meant: a near name in place first, then the same leaf elsewhere."""
+    """The valid key a user most likely meant: the one it is the end of, a near name in place, a near leaf elsewhere."""
     keys = list(valid_keys())
+    by_leaf = {key.rpartition(".")[2]: key for key in reversed(keys)}  # the first of several sections wins
+    if path in by_leaf:
+        return by_leaf[path]
     sections = sorted({key.rpartition(".")[0] for key in keys} - {""})
     if close := difflib.get_close_matches(path, keys + sections, n=1, cutoff=0.75):
         return close[0]
     leaf = path.rpartition(".")[2]
-    by_leaf = {key.rpartition(".")[2]: key for key in reversed(keys)}  # the first of several sections wins
     close = difflib.get_close_matches(leaf, list(by_leaf), n=1, cutoff=0.7)
     return by_leaf[close[0]] if close else None

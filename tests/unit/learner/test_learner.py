@@ -145,16 +145,23 @@ from tests.tiny import TINY, tiny_params
 from tests.trajectories import random_groups
 
 config = replace(TINY, vocab_size=96)
-results = []
-for mesh in ({}, {"data": 8}, {"fsdp": 4, "tensor": 2}, {"data": 2, "fsdp": 2, "tensor": 2}):
-    settings = LearnerConfig(learning_rate=1e-3, row_length=32, mesh=mesh)
-    made = Learner(config, tiny_params(config=config), algorithm=AlgorithmConfig(), config=settings, temperature=1.0)
-    for _ in range(2):
-        made.update(random_groups(0, vocabulary=96))
-    results.append([np.asarray(x) for x in jax.tree.leaves(made.params)])
-for other in results[1:]:
-    for a, b in zip(results[0], other, strict=True):
-        np.testing.assert_allclose(a, b, atol=2e-5)
+PPO = {"adv_estimator": "gae", "lam": 0.9, "entropy_coeff": 0.01, "kl": {"where": "loss", "coef": 0.1}}
+GSPO = {"policy_loss": {"loss_mode": "gspo"}, "rollout_correction": {"rollout_is": "sequence"}}
+MESHES = {"data": 8}, {"fsdp": 4, "tensor": 2}, {"data": 2, "fsdp": 2, "tensor": 2}
+for algorithm, meshes in (({}, MESHES), (PPO, MESHES[2:]), (GSPO, MESHES[2:])):
+    results = []
+    for mesh in ({}, *meshes):
+        settings = LearnerConfig(learning_rate=1e-3, row_length=32, mesh=mesh)
+        made = Learner(
+            config, tiny_params(config=config), algorithm=AlgorithmConfig(**algorithm), config=settings, temperature=1.0
+        )
+        for _ in range(2):
+            made.update(random_groups(0, vocabulary=96))
+        critic = made.state.critic and made.state.critic.params
+        results.append([np.asarray(x) for x in jax.tree.leaves((made.params, critic))])
+    for other in results[1:]:
+        for a, b in zip(results[0], other, strict=True):
+            np.testing.assert_allclose(a, b, atol=2e-5)
 print("equal on", jax.device_count(), "devices")
 """
 
