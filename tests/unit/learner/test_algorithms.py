@@ -87,10 +87,11 @@ def test_the_critic_learns_what_the_rewards_are_and_the_policy_waits_for_it():
     made = learner(PPO, critic={"learning_rate": 1e-2, "critic_warmup": 100}, ppo_epochs=2)
     groups = [group_of(trajectory([3, 4], [5 + i, 9], reward=float(i % 2), index=i) for i in range(4))]
     before = jax.tree.map(np.asarray, made.params)
-    first = made.update(groups).metrics
-    for _ in range(14):
+    for _ in range(15):
         last = made.update(groups).metrics
-    assert last["critic_loss"] < first["critic_loss"] / 4 and last["critic_explained_variance"] > 0.5
+    # The first token of each is sampled before anything tells the rewards apart: half the terms keep variance 1/4.
+    assert last["critic_loss"] == pytest.approx(0.5 * 0.25 / 2, rel=0.1)
+    assert last["critic_explained_variance"] == pytest.approx(0.5, abs=0.05)
     assert "loss" not in last
     jax.tree.map(np.testing.assert_array_equal, before, jax.tree.map(np.asarray, made.params))
 
