@@ -200,22 +200,40 @@ def load(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Config:
     """Reads a YAML file, applies ``a.b=c`` overrides and validates.
 
     Args:
-        path: the YAML file.
+        path: the YAML file. With a key ``base``, the path of another (from its own folder), it says only what differs.
         overrides: ``key.path=value``; the value is parsed as YAML (``true``, ``1e-5``, ``[1, 2]``, ``null``).
 
     Raises:
         ConfigError: with all problems at once.
     """
-    path = Path(path)
+    return build(_read(Path(path), ()), overrides)
+
+
+def _read(path: Path, readers: tuple[Path, ...]) -> dict[str, Any]:
+    """The file's tree over that of its ``base``; ``readers`` are the files that led here."""
     if not path.is_file():
         raise ConfigError(f"config file {str(path)!r} does not exist (configs/quickstart.yaml is a good start)")
+    if path in readers:
+        raise ConfigError(f"{path}: base leads back to the file itself, by {', '.join(map(str, readers))}")
     try:
         tree = yaml.load(path.read_text(), _Loader) or {}
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not valid YAML: {error}") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} must hold a mapping of sections, got {type(tree).__name__}")
-    return build(tree, overrides)
+    base = tree.pop("base", None)
+    if base is None:
+        return tree
+    return _merge(_read((path.parent / str(base)).resolve(), (*readers, path)), tree)
+
+
+def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """``over`` wins, section by section."""
+    merged = dict(base)
+    for key, value in over.items():
+        below = merged.get(key)
+        merged[key] = _merge(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
+    return merged
 
 
 def build(tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:

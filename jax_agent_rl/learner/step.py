@@ -180,7 +180,7 @@ class Learner:
             NonFiniteError: ``max_nonfinite_steps`` updates in a row were skipped.
         """
         begin = time.perf_counter()
-        minis, made = self.prepare(groups, masked=masked)
+        minis, made = self._prepare(groups, masked=masked)
         warming_up = self._critic is not None and self._steps < self._critic_config.critic_warmup
         models = [m for m in (self._critic, None if warming_up else self._policy) if m is not None]
         total = sum(-(-m.batch.num_rows // self._rows) for m in minis) * self._config.ppo_epochs * len(models)
@@ -210,7 +210,7 @@ class Learner:
 
     # --- preparation ------------------------------------------------------------------------------------------
 
-    def prepare(self, groups: Sequence[Group], *, masked: Collection[str] = ()) -> tuple[list[_MiniBatch], Experience]:
+    def _prepare(self, groups: Sequence[Group], *, masked: Collection[str] = ()) -> tuple[list[_MiniBatch], Experience]:
         """Packs mini-batches of whole prompts, scores them, and computes what the losses need."""
         minis, begin = [], 0
         for part in np.array_split(np.arange(len(groups)), min(self._config.updates_per_step, len(groups))):

@@ -179,7 +179,7 @@ class SyncTrainer:
         learner = self.runtime.learner
         result = await asyncio.to_thread(learner.update, selection.groups, masked=selection.masked, tick=tick)
         self._account(selection, result)
-        if not self.record.learner_programs:
+        if not self.record.learner_programs and "loss" in result.metrics:  # not while only a critic learns
             self.record.learner_programs = self.runtime.learner.programs_compiled
         return result.metrics
 
@@ -257,7 +257,8 @@ class SyncTrainer:
                 accounting.train([mine])
 
     def _learner_recompilations(self) -> int:
-        return max(0, self.runtime.learner.programs_compiled - self.record.learner_programs)
+        known = self.record.learner_programs
+        return max(0, self.runtime.learner.programs_compiled - known) if known else 0
 
 
 def _difference(after: BackendMetrics, before: BackendMetrics) -> BackendMetrics:

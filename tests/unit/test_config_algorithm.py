@@ -1,5 +1,7 @@
 """Keys that nothing reads and combinations that cannot work are refused, each with its fix."""
 
+from pathlib import Path
+
 import pytest
 
 from jax_agent_rl import config
@@ -7,6 +9,33 @@ from jax_agent_rl.config_algorithm import _READ_BY, AlgorithmConfig
 from jax_agent_rl.errors import ConfigError
 
 MINIMAL = {"run_dir": "r", "model": {"path": "m"}, "data": {"train": "t"}}
+
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
+def test_every_recipe_is_valid(path: Path):
+    assert config.load(path).model.path
+
+
+def test_a_file_with_a_base_says_only_what_differs(tmp_path: Path):
+    (tmp_path / "a.yaml").write_text(
+        "{run_dir: r, model: {path: m}, data: {train: t}, rollout: {group_size: 4, top_k: 0}}"
+    )
+    (tmp_path / "b.yaml").write_text("{base: a.yaml, rollout: {group_size: 6}}")
+    made = config.load(tmp_path / "b.yaml", ["rollout.prompts_per_step=3"])
+    assert (made.run_dir, made.rollout.group_size, made.rollout.prompts_per_step) == ("r", 6, 3)
+
+
+def test_a_base_that_leads_back_or_nowhere_is_refused(tmp_path: Path):
+    (tmp_path / "a.yaml").write_text("base: b.yaml")
+    (tmp_path / "b.yaml").write_text("base: a.yaml")
+    with pytest.raises(ConfigError, match="leads back"):
+        config.load(tmp_path / "a.yaml")
+    (tmp_path / "a.yaml").write_text("base: c.yaml")
+    with pytest.raises(ConfigError, match="c.yaml' does not exist"):
+        config.load(tmp_path / "a.yaml")
 
 
 def problems(*overrides: str) -> str:
@@ -56,7 +85,7 @@ def test_a_key_that_nothing_would_read_is_refused_with_what_reads_it(key: str):
         (["algorithm.rollout_correction={rollout_rs: [token_k1], rollout_rs_threshold: [0.5]}"], "must be above 1"),
         (["algorithm.rollout_correction={rollout_is: token, rollout_is_threshold: [2, 1]}"], "[low, high] ascending"),
         (["algorithm.rollout_correction={bypass_mode: true, rollout_is: token}"], "drop one or the other"),
-        (["algorithm={policy_loss: {loss_mode: decoupled}, rollout_correction: {rollout_is: token}}"], "rollout_is=none"),
+        (["algorithm={policy_loss: {loss_mode: decoupled}, rollout_correction: {rollout_is: token}}"], "is=none"),
         (["algorithm.filters.final_answer=x"], "turn one on"),
         (["algorithm.filters={void_turn: mask, final_answer: '('}"], "not a regular expression"),
         (["algorithm.shaping.overlong_factor=2"], "read only with overlong_buffer > 0"),

@@ -31,7 +31,7 @@ def noise(terms: list[np.ndarray]) -> list[np.ndarray]:
 
 def gradients(made: Learner, groups) -> list[np.ndarray]:
     """Of the policy and, with one, the critic, off-policy enough for clipping to matter."""
-    (mini,), experience = made.prepare(groups, masked={groups[0].trajectories[0].trajectory_id})
+    (mini,), experience = made._prepare(groups, masked={groups[0].trajectories[0].trajectory_id})
     experience.terms["old_logprob"] = noise(experience.terms["old_logprob"])
     batch = made._with_terms(mini, experience)
     result, _ = made._policy.gradients(made._place(batch.of_policy))
@@ -72,7 +72,7 @@ def test_values_are_those_of_plain_full_passes():
         made._critic.state.params | head, made._critic.state.opt_state, made._critic.state.updates
     )
     groups = random_groups(3)
-    minis, _ = made.prepare(groups)
+    minis, _ = made._prepare(groups)
     got = made._scores(minis).values
     assert got is not None
     for t, values in zip([t for g in groups for t in g.trajectories], got, strict=True):
@@ -119,7 +119,7 @@ def test_kl_in_the_reward_is_taken_off_token_by_token():
     made._policy.state = type(made._policy.state)(
         tiny_params(seed=1), made._policy.state.opt_state, made._policy.state.updates
     )
-    _, experience = made.prepare(groups)
+    _, experience = made._prepare(groups)
     ts = [t for g in groups for t in g.trajectories]
     returns = []
     for t in ts:
@@ -157,8 +157,8 @@ def test_the_entropy_bonus_raises_the_entropy():
 def test_a_masked_trajectory_counts_in_the_baseline_and_has_no_gradient():
     groups = random_groups(6, groups=1)
     made = learner()
-    _, plain = made.prepare(groups)
-    _, masked = made.prepare(groups, masked={groups[0].trajectories[1].trajectory_id})
+    _, plain = made._prepare(groups)
+    _, masked = made._prepare(groups, masked={groups[0].trajectories[1].trajectory_id})
     np.testing.assert_array_equal(plain.terms["advantage"][1], masked.terms["advantage"][1])
     assert [mask.any() for mask in masked.active] == [True, False, True, True]
 
@@ -203,7 +203,7 @@ def test_decoupled_ppo_reads_all_three_policies():
 
 def test_bypass_takes_the_rollouts_logprobs_as_old_and_saves_the_scoring_pass():
     made = learner({"rollout_correction": {"bypass_mode": True}})
-    _, experience = made.prepare(random_groups(9))
+    _, experience = made._prepare(random_groups(9))
     for old, rollout in zip(experience.terms["old_logprob"], experience.terms["rollout_logprob"], strict=True):
         np.testing.assert_array_equal(old, rollout)
     assert made._score._cache_size() == 0

@@ -26,7 +26,7 @@ def learner(**changes) -> Learner:
 
 def gradient(made: Learner, groups) -> list[np.ndarray]:
     """The accumulated gradient of one update, before the optimizer."""
-    (mini,), experience = made.prepare(groups)
+    (mini,), experience = made._prepare(groups)
     grads, _ = made._policy.gradients(made._place(made._with_terms(mini, experience).of_policy))
     return [np.asarray(g) for g in jax.tree.leaves(grads)]
 
@@ -58,7 +58,7 @@ def test_the_gradient_does_not_depend_on_the_layout(layout: dict, mode: str):
 def test_old_logprobs_are_those_of_plain_full_passes():
     groups = random_groups(1)
     made = learner(updates_per_step=2)
-    _, experience = made.prepare(groups)
+    _, experience = made._prepare(groups)
     got = sorted(np.concatenate(experience.terms["old_logprob"]).tolist())
     params = tiny_params()
     expected = []

@@ -18,6 +18,7 @@ from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.runtime.in_process import Runtime
 from jax_agent_rl.trainer.record import RunRecord
 from jax_agent_rl.trainer.sync import SyncTrainer
+from jax_agent_rl.types import FinishReason
 from tests.fakes import FakeCodec, ScriptedBackend
 
 ROW = {"prompt": [{"role": "user", "content": "go"}], "agent_name": "single_turn_agent"}
@@ -156,7 +157,22 @@ async def test_rejected_trajectories_are_not_counted_as_trained(tmp_path: Path):
 
 
 async def test_masked_trajectories_are_counted_by_the_filter_that_masked_them(tmp_path: Path):
-    algorithm = {"filters": {"repetition": "mask", "max_repetition": 0.0}, "shaping": {"repetition_ngram": 1}}
-    training = trainer(tmp_path, steps=1, algorithm=algorithm)
+    async def second_is_cut_off(t):
+        cut = t.trajectory_id.endswith("-1")
+        return replace(await parity(t), finish_reason=FinishReason.RESPONSE_LENGTH if cut else FinishReason.ANSWER)
+
+    training = trainer(tmp_path, steps=1, algorithm={"filters": {"overlong": "mask"}}, score=second_is_cut_off)
     await training.run()
-    assert set(dropped(training)) <= {"repetition"}
+    assert [g.rewards for g in training.runtime.learner.groups] == [(0.0, 1.0)]
+    assert dropped(training) == {"overlong": 1} and training.runtime.collector.accounting.trained == 1
+
+
+async def test_penalties_are_taken_off_before_groups_are_compared(tmp_path: Path):
+    async def equal(t):
+        return replace(t, reward=1.0)
+
+    shaping = {"overlong_buffer": 512, "overlong_factor": 512.0}  # one for every token
+    training = trainer(tmp_path, steps=1, algorithm={"shaping": shaping, "filter_zero_variance": False}, score=equal)
+    await training.run()
+    (group,) = training.runtime.learner.groups
+    assert group.rewards == tuple(1.0 - len(t.response_ids) for t in group.trajectories)
