@@ -33,5 +33,8 @@ def test_a_recipe_trains_and_accounts_for_everything(path: Path, recipe: Path, t
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["started"] == summary["trained"] + sum(summary["dropped"].values())
     assert summary["recompilations_after_warmup"] == 0
+    if path.stem == "simpletir":  # a random model never answers: each of its trajectories has a void turn
+        assert summary["dropped"] == {"void_turn": 8} and summary["trained"] == 0
+        return
     last = [r for r in read_records(folder / "metrics.jsonl") if r["kind"] == "step"][-1]
     assert math.isfinite(last["loss"]) and last["trained_tokens"] > 0
