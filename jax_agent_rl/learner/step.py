@@ -13,6 +13,7 @@ without a new compilation. Nothing here knows about engines, tools or asyncio.
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -181,25 +182,11 @@ class Learner:
         """
         begin = time.perf_counter()
         minis, made = self._prepare(groups, masked=masked)
-        warming_up = self._critic is not None and self._steps < self._critic_config.critic_warmup
-        models = [m for m in (self._critic, None if warming_up else self._policy) if m is not None]
-        total = sum(-(-m.batch.num_rows // self._rows) for m in minis) * self._config.ppo_epochs * len(models)
-        ticks = iter(range(1, total + 1))
-        records: dict[Trainable, list[Record]] = {model: [] for model in models}
-        for mini in minis * self._config.ppo_epochs:
-            batch = self._with_terms(mini, made)
-            for model in models:
-                terms = batch.of_critic if model is self._critic else batch.of_policy
-                records[model] += self._train(model, terms, lambda: tick(next(ticks), total))
+        policy, critic = self._train_all(minis, made, tick)
         self._steps += 1
-        skipped = not all(record.finite for done in records.values() for record in done)
+        skipped = not all(record.finite for record in (*policy, *critic))
         self._control_kl(made, skipped)
-        metrics = step_metrics(
-            records.get(self._policy, []),
-            records[self._critic] if self._critic else [],
-            [m.sharing for m in minis],
-            seconds=time.perf_counter() - begin,
-        )
+        metrics = step_metrics(policy, critic, [m.sharing for m in minis], seconds=time.perf_counter() - begin)
         trajectories = (t for g in groups for t in g.trajectories)
         inactive = {t.trajectory_id for t, mask in zip(trajectories, made.active, strict=True) if not mask.any()}
         return UpdateResult(
@@ -248,7 +235,25 @@ class Learner:
         for arrays in batch.micro_batches(self._rows):
             yield jax.device_put(arrays, row_sharding(self._mesh))
 
-    # --- one optimizer update ---------------------------------------------------------------------------------
+    # --- optimizer updates -----------------------------------------------------------------------------------
+
+    def _train_all(
+        self, minis: Sequence[_MiniBatch], made: Experience, tick: Callable[[int, int], None]
+    ) -> tuple[list[Record], list[Record]]:
+        """All epochs and mini-batches; records of the policy's and of the critic's updates."""
+        warming_up = self._critic is not None and self._steps < self._critic_config.critic_warmup
+        models = int(not warming_up) + int(self._critic is not None)
+        total = sum(-(-m.batch.num_rows // self._rows) for m in minis) * self._config.ppo_epochs * models
+        done = itertools.count(1)
+        policy: list[Record] = []
+        critic: list[Record] = []
+        for mini in [*minis] * self._config.ppo_epochs:
+            batches = self._with_terms(mini, made)
+            if self._critic is not None:
+                critic += self._train(self._critic, batches.of_critic, lambda: tick(next(done), total))
+            if not warming_up:
+                policy += self._train(self._policy, batches.of_policy, lambda: tick(next(done), total))
+        return policy, critic
 
     def _with_terms(self, mini: _MiniBatch, made: Experience) -> _Batches:
         policy, critic = mini_batch_terms(made, mini.which, self._algorithm, kl_coef=self._kl_coef)
