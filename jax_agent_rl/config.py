@@ -12,15 +12,16 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
+from jax_agent_rl import config_algorithm
+from jax_agent_rl.config_algorithm import AlgorithmConfig, CriticConfig
+from jax_agent_rl.config_base import NonNegative, OptimizerSection, Positive, Section
 from jax_agent_rl.errors import ConfigError
 
-Positive = Annotated[int, Field(ge=1)]
-NonNegative = Annotated[int, Field(ge=0)]
 ToolFormatName = Literal[
     "auto",
     "deepseek_v3",
@@ -41,17 +42,13 @@ ToolFormatName = Literal[
 ]
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class ModelConfig(_Section):
+class ModelConfig(Section):
     """The policy."""
 
     path: str = Field(description="Folder with config.json, model.safetensors and tokenizer files (Hugging Face).")
 
 
-class DataConfig(_Section):
+class DataConfig(Section):
     """Rows: JSON Lines or Parquet with `prompt`, `agent_name`, `data_source`, `reward_model.ground_truth`."""
 
     train: str = Field(description="Rows to train on (.jsonl or .parquet).")
@@ -59,7 +56,7 @@ class DataConfig(_Section):
     heldout_limit: Positive | None = Field(None, description="Evaluate on the first this many rows.")
 
 
-class JetStreamConfig(_Section):
+class JetStreamConfig(Section):
     """The embedded JAX engine (rollout.backend: jetstream)."""
 
     max_concurrent_decodes: Positive = Field(32, description="Decode slots; each holds one context's KV.")
@@ -76,7 +73,7 @@ class JetStreamConfig(_Section):
         return value
 
 
-class VllmConfig(_Section):
+class VllmConfig(Section):
     """The vLLM engine (rollout.backend: vllm), on CUDA, CPU or TPU."""
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
@@ -103,7 +100,7 @@ class VllmConfig(_Section):
     )
 
 
-class RolloutConfig(_Section):
+class RolloutConfig(Section):
     """How trajectories are collected."""
 
     backend: Literal["jetstream", "vllm", "remote"] = Field("jetstream", description="The engine that samples.")
@@ -128,7 +125,7 @@ class RolloutConfig(_Section):
     vllm: VllmConfig = Field(default_factory=VllmConfig)
 
 
-class AgentConfig(_Section):
+class AgentConfig(Section):
     """Limits of the agent loop. Budgets are counted in tokens, here and nowhere else."""
 
     default_agent: str = Field("single_turn_agent", description="Loop for rows without `agent_name`.")
@@ -153,7 +150,7 @@ class AgentConfig(_Section):
     tool_timeout: float = Field(10.0, gt=0, description="Seconds one tool call may take.")
 
 
-class ToolsConfig(_Section):
+class ToolsConfig(Section):
     """Where tools come from."""
 
     function_tool_path: str | None = Field(None, description="Python file or module with @function_tool functions.")
@@ -162,27 +159,14 @@ class ToolsConfig(_Section):
     )
 
 
-class RewardConfig(_Section):
+class RewardConfig(Section):
     """How trajectories are scored; the function is chosen by each row's `data_source`."""
 
     path: str | None = Field(None, description="Python file or module that registers more reward functions.")
     timeout: float = Field(60.0, gt=0, description="Seconds scoring may take; then the trajectory is dropped.")
 
 
-class AlgorithmConfig(_Section):
-    """The objective."""
-
-    adv_estimator: Literal["grpo", "dr_grpo", "rloo"] = Field("grpo", description="Group advantage estimator.")
-    loss_agg_mode: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"] = Field(
-        "token-mean", description="How token losses are averaged, over the whole batch however it is split."
-    )
-    clip_ratio_low: float = Field(0.2, gt=0, lt=1, description="PPO clip below 1.")
-    clip_ratio_high: float = Field(0.28, gt=0, description="PPO clip above 1 (clip-higher).")
-    clip_ratio_c: float = Field(3.0, gt=1, description="Dual clip for negative advantages.")
-    filter_zero_variance: bool = Field(True, description="Leave out groups whose rewards are all equal.")
-
-
-class MeshConfig(_Section):
+class MeshConfig(Section):
     """Learner mesh; the product must equal the number of devices."""
 
     data: Positive = Field(1, description="Data-parallel replicas.")
@@ -190,16 +174,11 @@ class MeshConfig(_Section):
     tensor: Positive = Field(1, description="Tensor-parallel shards.")
 
 
-class LearnerConfig(_Section):
+class LearnerConfig(OptimizerSection):
     """The optimizer step."""
 
-    learning_rate: float = Field(1e-6, gt=0, description="Peak learning rate of AdamW.")
-    warmup_steps: NonNegative = Field(0, description="Steps of linear warm-up.")
-    weight_decay: float = Field(0.0, ge=0, description="AdamW weight decay.")
-    adam_b1: float = Field(0.9, ge=0, lt=1, description="AdamW first-moment decay.")
-    adam_b2: float = Field(0.95, ge=0, lt=1, description="AdamW second-moment decay.")
-    max_grad_norm: float = Field(1.0, gt=0, description="Global gradient-norm clip.")
     updates_per_step: Positive = Field(1, description="Mini-batches (optimizer updates) one rollout batch is cut into.")
+    ppo_epochs: Positive = Field(1, description="Passes over one rollout batch.")
     row_length: Positive = Field(1024, description="Tokens per packed row; a row is one gradient micro-batch's unit.")
     rows_per_micro_batch: Positive = Field(1, description="Packed rows in one forward/backward (per data shard).")
     share_prefixes: bool = Field(True, description="Compute tokens common to several trajectories of a row once.")
@@ -210,7 +189,7 @@ class LearnerConfig(_Section):
     mesh: MeshConfig = Field(default_factory=MeshConfig)
 
 
-class TrainerConfig(_Section):
+class TrainerConfig(Section):
     """The run."""
 
     steps: Positive = Field(100, description="Training steps.")
@@ -222,7 +201,7 @@ class TrainerConfig(_Section):
     )
 
 
-class Config(_Section):
+class Config(Section):
     """A whole run."""
 
     seed: NonNegative = Field(0, description="Seeds the data order, sampling and everything else.")
@@ -235,16 +214,23 @@ class Config(_Section):
     reward: RewardConfig = Field(default_factory=RewardConfig)
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
     learner: LearnerConfig = Field(default_factory=LearnerConfig)
+    critic: CriticConfig = Field(default_factory=CriticConfig)
     trainer: TrainerConfig = Field(default_factory=TrainerConfig)
 
     @model_validator(mode="after")
     def _consistent(self) -> Config:
         """Checks that span sections. Raises them together, so a user fixes them in one go."""
         rollout, agent, algorithm, learner = self.rollout, self.agent, self.algorithm, self.learner
-        problems = []
-        if rollout.group_size == 1:
+        problems = list(config_algorithm.problems(algorithm, max_response_length=agent.max_response_length))
+        if rollout.group_size == 1 and algorithm.needs_group:
             problems.append(
-                f"rollout.group_size=1 gives zero {algorithm.adv_estimator} advantages; set rollout.group_size >= 2"
+                f"rollout.group_size=1 gives zero {algorithm.adv_estimator} advantages; set rollout.group_size >= 2, "
+                "or algorithm.adv_estimator=reinforce_plus_plus, remax or gae"
+            )
+        if self.critic != CriticConfig() and algorithm.adv_estimator != "gae":
+            problems.append(
+                f"critic.* is read only with algorithm.adv_estimator=gae, which is {algorithm.adv_estimator!r}; "
+                "remove it or change that"
             )
         need = agent.max_prompt_length + agent.max_response_length
         if need > rollout.max_model_len:
@@ -281,22 +267,40 @@ def load(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Config:
     """Reads a YAML file, applies ``a.b=c`` overrides and validates.
 
     Args:
-        path: the YAML file.
+        path: the YAML file. With a key ``base``, the path of another (from its own folder), it says only what differs.
         overrides: ``key.path=value``; the value is parsed as YAML (``true``, ``1e-5``, ``[1, 2]``, ``null``).
 
     Raises:
         ConfigError: with all problems at once.
     """
-    path = Path(path)
+    return build(_read(Path(path), ()), overrides)
+
+
+def _read(path: Path, readers: tuple[Path, ...]) -> dict[str, Any]:
+    """The file's tree over that of its ``base``; ``readers`` are the files that led here."""
     if not path.is_file():
         raise ConfigError(f"config file {str(path)!r} does not exist (configs/quickstart.yaml is a good start)")
+    if path in readers:
+        raise ConfigError(f"{path}: base leads back to the file itself, by {', '.join(map(str, readers))}")
     try:
         tree = yaml.load(path.read_text(), _Loader) or {}
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not valid YAML: {error}") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} must hold a mapping of sections, got {type(tree).__name__}")
-    return build(tree, overrides)
+    base = tree.pop("base", None)
+    if base is None:
+        return tree
+    return _merge(_read((path.parent / str(base)).resolve(), (*readers, path)), tree)
+
+
+def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """``over`` wins, section by section."""
+    merged = dict(base)
+    for key, value in over.items():
+        below = merged.get(key)
+        merged[key] = _merge(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
+    return merged
 
 
 def build(tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
@@ -374,12 +378,14 @@ def valid_keys(model: type[BaseModel] = Config, prefix: str = "") -> dict[str, s
 
 
 def _nearest(path: str) -> str | None:
-    """The valid key a user most likely meant: a near name in place first, then the same leaf elsewhere."""
+    """The valid key a user most likely meant: the one it is the end of, a near name in place, a near leaf elsewhere."""
     keys = list(valid_keys())
+    by_leaf = {key.rpartition(".")[2]: key for key in reversed(keys)}  # the first of several sections wins
+    if path in by_leaf:
+        return by_leaf[path]
     sections = sorted({key.rpartition(".")[0] for key in keys} - {""})
     if close := difflib.get_close_matches(path, keys + sections, n=1, cutoff=0.75):
         return close[0]
     leaf = path.rpartition(".")[2]
-    by_leaf = {key.rpartition(".")[2]: key for key in keys}
     close = difflib.get_close_matches(leaf, list(by_leaf), n=1, cutoff=0.7)
     return by_leaf[close[0]] if close else None

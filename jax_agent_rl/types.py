@@ -56,6 +56,22 @@ class DropReason(StrEnum):
 
     ZERO_VARIANCE = "zero_variance"
     """All rewards of its group are equal, so every advantage (and the gradient) is zero."""
+    SINGLE_MEMBER = "single_member"
+    """The others of its group were lost, and a group of one has nothing to compare with."""
+    NO_BASELINE = "no_baseline"
+    """The greedy rollout it was to be compared with was lost."""
+    GREEDY = "greedy"
+    """A greedy rollout: its reward is a baseline (ReMax), its tokens are never trained on."""
+    NAN_LOGPROBS = "nan_logprobs"
+    """The engine reported a log-prob that is not a finite number <= 0."""
+    REJECTED = "rejected"
+    """Every token of it was rejected, being too far from the learner's policy (``rollout_correction.rollout_rs``)."""
+    VOID_TURN = "void_turn"
+    VOID_TRAJECTORY = "void_trajectory"
+    ALL_TOOL_CALLS_FAILED = "all_tool_calls_failed"
+    OVERLONG = "overlong"
+    REPETITION = "repetition"
+    """The last five: filters of the configuration (``algorithm.filters``), as is ZERO_VARIANCE."""
     PROMPT_TOO_LONG = "prompt_too_long"
     TOKEN_DRIFT = "token_drift"
     TEMPLATE_ERROR = "template_error"
@@ -326,12 +342,14 @@ class Trajectory:
 class Group:
     """The surviving trajectories of one prompt, with the reward statistics advantages need.
 
-    ``dropped`` counts its members that were lost on the way, by reason.
+    ``dropped`` counts its members that were lost on the way, by reason. ``greedy_reward`` is that of the greedy rollout
+    of the same prompt, where one was made (ReMax).
     """
 
     group_id: str
     trajectories: tuple[Trajectory, ...]
     dropped: Mapping[DropReason, int] = field(default_factory=dict)
+    greedy_reward: float | None = None
 
     def __post_init__(self) -> None:
         strangers = [t.trajectory_id for t in self.trajectories if t.group_id != self.group_id]

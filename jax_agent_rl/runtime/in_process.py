@@ -17,7 +17,10 @@ from jax_agent_rl.config import Config
 from jax_agent_rl.data.cursor import DataCursor
 from jax_agent_rl.data.rows import load_rows
 from jax_agent_rl.errors import ConfigError
+from jax_agent_rl.learner.critic import critic_shapes
 from jax_agent_rl.learner.step import Learner
+from jax_agent_rl.models.config import DecoderConfig, Params
+from jax_agent_rl.models.hf import load_hf
 from jax_agent_rl.rewards import load_rewards, require_rewards, score
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.collect import RolloutCollector
@@ -94,6 +97,8 @@ async def _build(config: Config, tools: ToolRegistry, *, say: Callable[[str], No
         algorithm=config.algorithm,
         config=config.learner,
         temperature=config.rollout.temperature,
+        critic=config.critic,
+        critic_init=_critic_init(config, model),
     )
     probe_ids = codec.encode_prompt(train[0]["prompt"])
     backends = make_backends(config, codec, weights=lambda m=model, p=params: (m, p), say=say)
@@ -125,6 +130,19 @@ async def _build(config: Config, tools: ToolRegistry, *, say: Callable[[str], No
     finally:
         await asyncio.gather(*(backend.close() for backend in backends))
         publisher.close()
+
+
+def _critic_init(config: Config, policy: DecoderConfig) -> Params | None:
+    """Weights of ``critic.path``; None where the critic starts from the policy's."""
+    if config.critic.path is None:
+        return None
+    model, params = load_hf(config.critic.path)
+    if critic_shapes(model) != critic_shapes(policy):
+        raise ConfigError(
+            f"critic.path={config.critic.path!r} holds a model of other shapes than {config.model.path!r}; give one of "
+            "the same architecture, or leave it out"
+        )
+    return params
 
 
 def _check_devices(config: Config) -> None:

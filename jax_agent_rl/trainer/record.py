@@ -23,7 +23,7 @@ class RunRecord:
         accuracy_before, accuracy_after: held-out accuracy.
         latest_accuracy: of the last evaluation, until it has been shown.
         recompilations: programs compiled after warm-up.
-        learner_programs: programs the learner compiled in its first step; more are recompilations.
+        learner_programs: programs the learner compiled up to its first policy update; more are recompilations.
         max_logprob_gap: largest |rollout log-prob - learner log-prob| of the run.
         cursor: position in the training rows after ``step``.
         accounting: what became of every trajectory.
