@@ -64,6 +64,10 @@ class DropReason(StrEnum):
     BACKEND_ERROR = "backend_error"
     AGENT_ERROR = "agent_error"
     """The agent loop itself raised."""
+    AGENT_TIMEOUT = "agent_timeout"
+    """The user's agent ran past ``agent.run_timeout``."""
+    HISTORY_EDITED = "history_edited"
+    """The agent changed its history and ``agent.edited_history`` is ``drop``."""
     NON_FINITE = "non_finite"
     """The learner step it was part of had a non-finite gradient and was skipped."""
     CANCELLED = "cancelled"
@@ -232,6 +236,9 @@ class Trajectory:
         metrics: seconds and counts (``generate_seconds``, ``tool_seconds``, ...).
         row: the dataset row it came from.
         messages: the conversation as text, derived from the ids, for people and reward functions.
+        segments: further contexts the same rollout sampled in, for agents that edit their history or hold several
+            conversations. Each sampled id stands in exactly one sequence with mask 1. Segments share this
+            trajectory's fate and advantage; they have no reward and no segments of their own.
     """
 
     trajectory_id: str
@@ -249,6 +256,7 @@ class Trajectory:
     metrics: Mapping[str, float] = field(default_factory=dict)
     row: Mapping[str, Any] = field(default_factory=dict)
     messages: tuple[Mapping[str, Any], ...] = ()
+    segments: tuple[Trajectory, ...] = ()
 
     @classmethod
     def from_turns(cls, *, prompt_ids: Sequence[int], turns: Sequence[Turn], **fields: Any) -> Trajectory:
@@ -278,6 +286,11 @@ class Trajectory:
             policy_versions=tuple(versions),
             **fields,
         )
+
+    @property
+    def sequences(self) -> tuple[Trajectory, ...]:
+        """Everything to train on: this trajectory, then its segments."""
+        return (self, *self.segments)
 
     @property
     def num_turns(self) -> int:

@@ -26,6 +26,7 @@ class TokenClient(Protocol):
         session_id: str | None = None,
         session_ends: bool = False,
         image_data: Sequence[Any] | None = None,
+        on_ids: Callable[[Sequence[int]], None] | None = None,
     ) -> TokenOutput: ...
 
     def end_session(self, session_id: str) -> None: ...

@@ -169,12 +169,14 @@ class Learner:
             per_trajectory = np.concatenate(
                 [advantages(self._algorithm.adv_estimator, np.array(g.rewards)) for g in mine]
             )
-            weights = term_weights(self._algorithm.loss_agg_mode, [t.num_sampled for t in trajectories])
+            sampled = [sum(s.num_sampled for s in t.sequences) for t in trajectories]
+            weights = term_weights(self._algorithm.loss_agg_mode, sampled)
+            counts = [len(t.sequences) for t in trajectories]  # a trajectory weighs the same in one piece or in many
             batches.append(
                 pack(
-                    trajectories,
-                    per_trajectory.tolist(),
-                    weights.tolist(),
+                    [sequence for t in trajectories for sequence in t.sequences],
+                    np.repeat(per_trajectory, counts).tolist(),
+                    np.repeat(weights, counts).tolist(),
                     row_length=self._config.row_length,
                     share_prefixes=self._config.share_prefixes,
                 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -10,7 +11,7 @@ from typing import Any
 
 import jax
 
-from jax_agent_rl.agents import AgentContext, agent_names, get_agent
+from jax_agent_rl.agents import AgentContext, agent_names, get_agent, load_agents
 from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.config import Config
 from jax_agent_rl.data.cursor import DataCursor
@@ -66,6 +67,7 @@ async def build(config: Config, *, say: Callable[[str], None]) -> AsyncIterator[
     """
     load_rewards(config.reward.path)
     tools = ToolRegistry.from_path(config.tools.function_tool_path)
+    load_agents(config.agent.path)
     get_agent(config.agent.default_agent)
     names = {"agents": agent_names(), "tools": list(tools)}
     train = load_rows(config.data.train, **names)
@@ -98,17 +100,21 @@ async def build(config: Config, *, say: Callable[[str], None]) -> AsyncIterator[
         )
         scorer = functools.partial(score, timeout=config.reward.timeout)
         parts = {"score": scorer, "max_in_flight": config.rollout.max_in_flight, "seed": config.seed}
-        yield Runtime(
-            config=config,
-            codec=codec,
-            backend=backend,
-            client=client,
-            collector=RolloutCollector(context, **parts),
-            evaluator=RolloutCollector(context, **parts),
-            learner=learner,
-            cursor=DataCursor(train, seed=config.seed),
-            heldout=heldout,
-        )
+        collector, evaluator = RolloutCollector(context, **parts), RolloutCollector(context, **parts)
+        try:
+            yield Runtime(
+                config=config,
+                codec=codec,
+                backend=backend,
+                client=client,
+                collector=collector,
+                evaluator=evaluator,
+                learner=learner,
+                cursor=DataCursor(train, seed=config.seed),
+                heldout=heldout,
+            )
+        finally:
+            await asyncio.gather(collector.close(), evaluator.close())
     finally:
         await backend.close()
 

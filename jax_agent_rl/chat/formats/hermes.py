@@ -51,6 +51,11 @@ def system_section(tools: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
+def call_text(name: str, arguments: Mapping[str, Any]) -> str:
+    """A call as the model would write it, for a template that cannot show calls."""
+    return f"{OPEN}\n{json.dumps({'name': name, 'arguments': arguments}, ensure_ascii=False)}\n{CLOSE}"
+
+
 def tool_result(text: str) -> str:
     """A tool result for a template that has no ``tool`` role: part of a user message."""
     return f"<tool_response>\n{text}\n</tool_response>"
