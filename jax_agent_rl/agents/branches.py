@@ -58,6 +58,13 @@ def paths_to_train(turns: Sequence[RecordedTurn]) -> list[list[RecordedTurn]]:
     return [last.path(), *(leaf.path() for leaf in leaves if leaf is not last)]
 
 
+def path_arrays(turn: RecordedTurn) -> dict[str, list[Any]]:
+    """The context that ends with a turn in a trajectory's arrays: ids, mask, log-probs, versions."""
+    sequence = _sequence(turn.path(), 0, trajectory_id="", group_id="", agent_name="")
+    names = ("prompt_ids", "response_ids", "response_mask", "rollout_logprobs", "policy_versions")
+    return {name: list(getattr(sequence, name)) for name in names}
+
+
 def _sequence(path: Sequence[RecordedTurn], fresh: int, **fields: Any) -> Trajectory:
     """A path from its turn ``fresh`` on; what stands before it is prompt, for another sequence trains on it."""
     first = path[fresh]

@@ -61,8 +61,11 @@ async def test_many_turns_of_a_tool_calling_client_are_one_exact_trajectory():
             assert trajectory.segments == ()
             assert_exact(trajectory, backend)
     assert max(t.num_turns for t in trajectories) >= 3
-    assert all(t.row["extra_info"]["agent_output"] == t.messages[-1]["content"].strip() for t in trajectories if
-               t.finish_reason is FinishReason.ANSWER)
+    assert all(
+        t.row["extra_info"]["agent_output"] == t.messages[-1]["content"].strip()
+        for t in trajectories
+        if t.finish_reason is FinishReason.ANSWER
+    )
     drifts = [
         tokenizer().encode(tokenizer().decode(turn.output.token_ids), add_special_tokens=False)
         != list(turn.output.token_ids)
