@@ -95,6 +95,30 @@ def export(
     print(export_run(run, out))
 
 
+@app.command()
+def serve(
+    config: Annotated[Path, typer.Argument(help="YAML configuration: model, rollout and agent are used.")],
+    overrides: Overrides = None,
+    host: Annotated[str, typer.Option(help="Address to listen on; others than loopback need a token.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0 takes a free one.")] = 8000,
+    token_env: Annotated[str | None, typer.Option(help="Environment variable with the API key to ask for.")] = None,
+    model_name: Annotated[str, typer.Option(help="The name under /v1/models.")] = "policy",
+) -> None:
+    """Serve the configured model to OpenAI clients; with /sessions/ID/v1 as base_url, its exact ids are recorded."""
+    from rich.console import Console
+
+    from jax_agent_rl.config import load
+
+    settings = load(config, overrides or [])
+    from jax_agent_rl.runtime.compilation_cache import use_compilation_cache
+    from jax_agent_rl.runtime.openai_server import serve_openai
+
+    use_compilation_cache()
+    console = Console()
+    say = lambda text: console.print(text, highlight=False, soft_wrap=True)  # noqa: E731
+    asyncio.run(serve_openai(settings, host=host, port=port, token_env=token_env, model_name=model_name, say=say))
+
+
 def _quiet_logging() -> None:
     """Warnings of this package go to the screen; other libraries keep still."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)

@@ -170,13 +170,6 @@ class ChatRecorder:
             text = cut_at_stop(self._context.codec.decode(output.token_ids), sampling.stop)
             return self._record(request, output, replace(reply, content=text, reasoning=None))
 
-    def retract(self, turn: RecordedTurn) -> None:
-        """Forgets a turn that its client never received. One that was continued since stays."""
-        if any(other.parent is turn for other in self.turns):
-            return
-        self.turns.remove(turn)
-        self._by_conversation = {key: known for key, known in self._by_conversation.items() if known is not turn}
-
     # --- requests to ids --------------------------------------------------------------------------------------
 
     def _resolve_chat(self, plain: list[dict[str, Any]], told: Sequence[Mapping[str, Any]]) -> _Request:

@@ -88,7 +88,7 @@ async def build(config: Config, *, say: Callable[[str], None]) -> AsyncIterator[
         config=config.learner,
         temperature=config.rollout.temperature,
     )
-    backend = _make_backend(config, model, params, codec, say)
+    backend = make_backend(config, model, params, codec, say)
     del params
     say("compiling the engine's programs")
     await backend.start()
@@ -119,9 +119,10 @@ async def build(config: Config, *, say: Callable[[str], None]) -> AsyncIterator[
         await backend.close()
 
 
-def _make_backend(
+def make_backend(
     config: Config, model: Any, params: Any, codec: ChatCodec, say: Callable[[str], None]
 ) -> RolloutBackend:
+    """The configured engine, not started."""
     if config.rollout.backend != "jetstream":
         raise ConfigError(f"rollout.backend={config.rollout.backend!r} is not available in this version; use jetstream")
     engine = config.rollout.jetstream

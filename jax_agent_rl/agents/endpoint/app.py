@@ -99,7 +99,7 @@ class Endpoint:
         asked = await self._read(request, wire.ChatRequest)
         head = wire.head("chat.completion", f"chatcmpl-{uuid.uuid4().hex}", self._model)
         if asked.stream:
-            return await self._stream(session, asked, head | {"object": "chat.completion.chunk"})
+            return await self._stream(request, session, asked, head | {"object": "chat.completion.chunk"})
         codec = session.recorder.context.codec
         whole = await self._whole(request, session, asked)
         choices = [wire.chat_choice(codec, p.index, p.turn, asked) for p in whole if p.turn]
@@ -110,7 +110,7 @@ class Endpoint:
         asked = await self._read(request, wire.CompletionRequest)
         head = wire.head("text_completion", f"cmpl-{uuid.uuid4().hex}", self._model)
         if asked.stream:
-            return await self._stream(session, asked, head)
+            return await self._stream(request, session, asked, head)
         codec = session.recorder.context.codec
         whole = await self._whole(request, session, asked)
         choices = [wire.text_choice(codec, p.index, p.text, p.turn, asked) for p in whole]
@@ -217,27 +217,19 @@ class Endpoint:
     ) -> list[Piece]:
         """All choices; ends with the client's connection or after ``request_timeout``."""
         with self._slot():
-            work = asyncio.ensure_future(turns(session, asked))
-            gone = asyncio.ensure_future(_disconnected(request))
             try:
-                await asyncio.wait({work, gone}, timeout=self._limits.request_timeout, return_when="FIRST_COMPLETED")
-                if work.done():
-                    return work.result()
-                if gone.done():
-                    raise ClientDisconnect
-                raise self._too_slow()
-            finally:
-                work.cancel()
-                gone.cancel()
-                await asyncio.gather(work, gone, return_exceptions=True)
+                async with asyncio.timeout(self._limits.request_timeout):
+                    return await _while_connected(request, turns(session, asked))
+            except TimeoutError:
+                raise self._too_slow() from None
 
     async def _stream(
-        self, session: Session, asked: wire.ChatRequest | wire.CompletionRequest, head: dict[str, Any]
+        self, request: Request, session: Session, asked: wire.ChatRequest | wire.CompletionRequest, head: dict[str, Any]
     ) -> Response:
         """Server-sent events. What fails before the first one is an answer with its own status."""
         events = self._events(session, asked, head)
         try:
-            first = await anext(events)
+            first = await _while_connected(request, anext(events))
         except BaseException:
             await events.aclose()
             raise
@@ -257,10 +249,12 @@ class Endpoint:
         started: set[int] = set()
         whole: list[Piece] = []
         codec = session.recorder.context.codec
+        silent = True  # until something is sent, a failure can still be an answer with its own status
         with self._slot():
             try:
                 async with aclosing(pieces(session, asked)) as stream:
                     async for piece in _with_pings(stream, deadline):
+                        silent = False
                         if piece is None:
                             yield ": ping\n\n"
                             continue
@@ -272,7 +266,7 @@ class Endpoint:
                     yield _event(head | {"choices": [], "usage": _usage(whole, asked)})
                 yield "data: [DONE]\n\n"
             except (ApiError, JaxAgentRLError, TimeoutError) as error:
-                if not started:
+                if silent:
                     raise self._too_slow() if isinstance(error, TimeoutError) else error from None
                 problem = error if isinstance(error, ApiError) else None
                 problem = problem or (from_failure(error) if isinstance(error, JaxAgentRLError) else self._too_slow())
@@ -289,6 +283,24 @@ def _check_key(wanted: str, given: str) -> None:
         raise ApiError(401, "the API key is wrong", code="invalid_api_key")
 
 
+async def _while_connected(request: Request, work: Awaitable[T]) -> T:
+    """Awaits work, which is cancelled when the client hangs up.
+
+    Raises:
+        ClientDisconnect: it did.
+    """
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        task.cancel()
+        gone.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
 async def _disconnected(request: Request) -> None:
     """Returns when the client hangs up; its body was read before."""
     while (await request.receive())["type"] != "http.disconnect":
@@ -302,12 +314,11 @@ async def _with_pings(stream: AsyncGenerator[Piece, None], deadline: float) -> A
     try:
         while True:
             step = step or asyncio.ensure_future(anext(stream))  # pyright: ignore[reportArgumentType]
-            left = deadline - loop.time()
-            await asyncio.wait({step}, timeout=min(PING_SECONDS, max(0.0, left)))
+            await asyncio.wait({step}, timeout=min(PING_SECONDS, max(0.0, deadline - loop.time())))
             if step.done():
                 yield step.result()
                 step = None
-            elif left <= 0:
+            elif loop.time() >= deadline:
                 raise TimeoutError
             else:
                 yield None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextvars import ContextVar
 from typing import Any
 
@@ -48,7 +47,7 @@ class TrajectoryTool(LangChainTool):
 
     async def ainvoke(self, input: Any, config: RunnableConfig | None = None, **kwargs: Any) -> Any:
         """See LangChain; remembers which call of the model this is."""
-        token = _CALL_ID.set(input.get("id") if isinstance(input, Mapping) else None)
+        token = _CALL_ID.set(input.get("id") if isinstance(input, dict) else None)
         try:
             return await super().ainvoke(input, config, **kwargs)
         finally:

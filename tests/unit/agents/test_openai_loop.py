@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 
 import pytest
@@ -11,12 +10,6 @@ pytest.importorskip("uvicorn")
 openai = pytest.importorskip("openai")
 
 from jax_agent_rl.agents.openai_loop import OpenAIAgentLoop  # noqa: E402
-from jax_agent_rl.errors import (  # noqa: E402
-    AgentTimeoutError,
-    HistoryEditedError,
-    PromptTooLongError,
-    TrajectoryError,
-)
 from jax_agent_rl.types import FinishReason, SamplingParams  # noqa: E402
 from tests.tiny_chat import assert_exact, tiny_context, tokenizer  # noqa: E402
 
