@@ -17,6 +17,9 @@ from jax_agent_rl.errors import TemplateError
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
+REASONING = ("reasoning", "thinking")
+"""Parts that frameworks send back and no model reads: what it thought is not a part of what it said."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CallWithId:
@@ -90,11 +93,12 @@ def _text(content: Any) -> str:
         return content or ""
     if not isinstance(content, list):
         raise TypeError(f"content must be text or a list of parts, got {type(content).__name__}")
-    for part in content:
+    parts = [part for part in content if not (isinstance(part, Mapping) and part.get("type") in REASONING)]
+    for part in parts:
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
         if kind != "text" or not isinstance(part.get("text"), str):
             raise ValueError(f"content part of type {kind!r} is not supported; this model reads text only")
-    return "".join(part["text"] for part in content)
+    return "".join(part["text"] for part in parts)
 
 
 def _call(call: Mapping[str, Any]) -> dict[str, Any]:

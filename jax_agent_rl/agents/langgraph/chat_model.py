@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import queue
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
@@ -29,13 +30,14 @@ from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
 from langchain_core.runnables import Runnable
 from langchain_core.utils.function_calling import convert_to_openai_tool
-from pydantic import ConfigDict, PrivateAttr, SkipValidation
+from pydantic import ConfigDict, Field, SkipValidation
 
 from jax_agent_rl.agents.branches import path_arrays
-from jax_agent_rl.agents.recorder import ChatRecorder, RecordedTurn
+from jax_agent_rl.agents.recorder import ChatRecorder, OnIds, RecordedTurn
 from jax_agent_rl.agents.reply import ChatReply, TextStream, visible_text
 from jax_agent_rl.types import SamplingParams
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 Event = str | tuple[str, RecordedTurn] | BaseException
 """New text; the last text and the turn; or why there is none."""
@@ -44,21 +46,23 @@ Event = str | tuple[str, RecordedTurn] | BaseException
 class ChatModel(BaseChatModel):
     """Chats with the policy in one recorded session.
 
-    Make it inside the event loop in which the engine's client lives. Other loops and plain threads may use it too:
-    their calls run there.
+    Other event loops than the engine's and plain threads may use it too: their calls run there.
 
     Attributes:
         recorder: the session. Models of one trajectory may share it.
         sampling: how the policy samples. A call may lower ``max_tokens`` and give ``stop``; nothing else.
+        max_tokens: cap of every call, besides that of ``sampling``.
         stop: stop strings of every call.
+        loop: the engine's event loop; default the running one.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
     recorder: SkipValidation[ChatRecorder]
     sampling: SkipValidation[SamplingParams]
+    max_tokens: int | None = None
     stop: list[str] | None = None
-    _loop: asyncio.AbstractEventLoop = PrivateAttr(default_factory=asyncio.get_running_loop)
+    loop: SkipValidation[asyncio.AbstractEventLoop] = Field(default_factory=asyncio.get_running_loop, exclude=True)
 
     @property
     def _llm_type(self) -> str:
@@ -66,16 +70,16 @@ class ChatModel(BaseChatModel):
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
         """What traces say of the model."""
-        limit = min(self.sampling.max_tokens, kwargs.get("max_tokens") or self.sampling.max_tokens)
+        sampling = self._sampling(stop, kwargs.get("max_tokens"))
         params = LangSmithParams(
             ls_provider="jax_agent_rl",
-            ls_model_name="policy",
+            ls_model_name=kwargs.get("model", "policy"),
             ls_model_type="chat",
             ls_temperature=self.sampling.temperature,
-            ls_max_tokens=limit,
+            ls_max_tokens=sampling.max_tokens,
         )
-        if wanted := stop or self.stop:
-            params["ls_stop"] = wanted
+        if sampling.stop:
+            params["ls_stop"] = list(sampling.stop)
         return params
 
     def bind_tools(
@@ -88,13 +92,11 @@ class ChatModel(BaseChatModel):
         """The model, told of these tools.
 
         Args:
-            tool_choice: ``auto`` or ``none``. Nothing forces a policy to call, as that would not be its own sampling.
-
-        Raises:
-            ValueError: another ``tool_choice``.
+            tool_choice: ``auto`` or ``none``. Others (``any``, a tool's name) are a wish, and a warning says so:
+                nothing forces a policy to call, as that would not be its own sampling.
         """
         if tool_choice not in (None, "auto", "none"):
-            raise ValueError(f"tool_choice={tool_choice!r} is not supported: use 'auto', and ask for the call in words")
+            logger.warning("tool_choice=%r does not force the policy to call a tool; ask for it in words", tool_choice)
         told = [] if tool_choice == "none" else [convert_to_openai_tool(tool) for tool in tools]
         return self.bind(tools=told, **kwargs)
 
@@ -108,9 +110,9 @@ class ChatModel(BaseChatModel):
         **kwargs: Any,
     ) -> ChatResult:
         work = self._chat(messages, stop, **kwargs)
-        if asyncio.get_running_loop() is self._loop:
+        if asyncio.get_running_loop() is self.loop:
             return _result(await work)
-        return _result(await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop)))
+        return _result(await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self.loop)))
 
     def _generate(
         self,
@@ -128,15 +130,23 @@ class ChatModel(BaseChatModel):
         *,
         tools: Sequence[dict[str, Any]] = (),
         max_tokens: int | None = None,
-        **more: Any,
+        on_ids: OnIds | None = None,
+        amend: Callable[[ChatReply], ChatReply] = lambda reply: reply,
+        **unknown: Any,
     ) -> Coroutine[Any, Any, RecordedTurn]:
+        if unknown:
+            raise ValueError(f"{sorted(unknown)}: a call may set tools, max_tokens and stop; the run sets the rest")
         return self.recorder.chat(
-            _openai_messages(messages), tools=tools, sampling=self._sampling(stop, max_tokens), **more
+            _openai_messages(messages),
+            tools=tools,
+            sampling=self._sampling(stop, max_tokens),
+            on_ids=on_ids,
+            amend=amend,
         )
 
     def _sampling(self, stop: list[str] | None, max_tokens: int | None) -> SamplingParams:
-        limit = min(self.sampling.max_tokens, max_tokens or self.sampling.max_tokens)
-        return replace(self.sampling, max_tokens=limit, stop=tuple(stop or self.stop or ()))
+        caps = [cap for cap in (self.sampling.max_tokens, self.max_tokens, max_tokens) if cap is not None]
+        return replace(self.sampling, max_tokens=min(caps), stop=tuple(stop or self.stop or ()))
 
     # --- a stream ---------------------------------------------------------------------------------------------
 
@@ -149,7 +159,7 @@ class ChatModel(BaseChatModel):
     ) -> AsyncIterator[ChatGenerationChunk]:
         events: asyncio.Queue[Event] = asyncio.Queue()
         tell = partial(asyncio.get_running_loop().call_soon_threadsafe, events.put_nowait)
-        pump = asyncio.run_coroutine_threadsafe(self._pump(tell, messages, stop, **kwargs), self._loop)
+        pump = asyncio.run_coroutine_threadsafe(self._pump(tell, messages, stop, **kwargs), self.loop)
         try:
             while True:
                 event = await events.get()
@@ -193,7 +203,7 @@ class ChatModel(BaseChatModel):
         **kwargs: Any,
     ) -> None:
         """Tells text as it is certain, then the turn. With tools, all at the end: a call shows when it is whole."""
-        strings = tuple(stop or self.stop or ())
+        strings = self._sampling(stop, None).stop
         text = None if tools else TextStream(partial(visible_text, self.recorder.context.codec), strings)
         rest = ""
 
@@ -223,17 +233,18 @@ class ChatModel(BaseChatModel):
             here = asyncio.get_running_loop()
         except RuntimeError:
             here = None
-        if here is self._loop:
+        if here is self.loop:
             work.close()
             raise RuntimeError(
                 "invoke() and stream() would block the event loop of the engine; use ainvoke(), astream()"
             )
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
+        return asyncio.run_coroutine_threadsafe(work, self.loop)
 
 
 def _openai_messages(messages: list[BaseMessage]) -> list[dict[str, Any]]:
-    """OpenAI-style dicts; calls that could not be decoded are in the text already."""
-    converted = to_openai(messages)
+    """OpenAI-style dicts. The model's own messages are their text and calls, however their content is laid out."""
+    own = (m.model_copy(update={"content": str(m.text)}) if isinstance(m, AIMessage) else m for m in messages)
+    converted = to_openai(list(own))
     return converted if isinstance(converted, list) else [converted]
 
 

@@ -143,5 +143,3 @@ async def test_a_blocking_call_in_the_engines_own_loop_is_refused_instead_of_han
         model = ChatModel(recorder=ChatRecorder(context, session_id="s"), sampling=SamplingParams(max_tokens=8))
         with pytest.raises(RuntimeError, match="ainvoke"):
             model.invoke("hello")
-        with pytest.raises(ValueError, match="tool_choice='any' is not supported"):
-            model.bind_tools([], tool_choice="any")
