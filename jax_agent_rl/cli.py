@@ -73,6 +73,7 @@ def prepare(
     task: Annotated[str, typer.Argument(help="The task; there is 'calculator'.")],
     out: Annotated[Path | None, typer.Option(help="Folder to write to; default data/TASK.")] = None,
     seed: Annotated[int, typer.Option(help="Seeds the questions.")] = 0,
+    agent: Annotated[str, typer.Option(help="The rows' agent_name.")] = "tool_agent",
 ) -> None:
     """Write a built-in task's training and held-out rows."""
     from jax_agent_rl.data.calculator import prepare_calculator
@@ -80,7 +81,7 @@ def prepare(
 
     if task != "calculator":
         raise ConfigError(f"no built-in task is called {task!r}; there is 'calculator'")
-    for file in prepare_calculator(out or Path("data") / task, seed=seed):
+    for file in prepare_calculator(out or Path("data") / task, seed=seed, agent_name=agent):
         print(file)
 
 
