@@ -35,6 +35,18 @@ if TYPE_CHECKING:
     from jax_agent_rl.agents.langgraph import ChatModel, TrajectoryTool
 
 
+def graph_messages(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The row's prompt as LangChain reads it: it wants an id with every tool result, also of worked examples.
+
+    Raises:
+        DataError: the prompt is not a list of messages.
+    """
+    return [
+        {"tool_call_id": f"prompt_{index}", **message} if message["role"] == "tool" else message
+        for index, message in enumerate(prompt_of(row))
+    ]
+
+
 @register_agent("react_agent")
 class ReactAgentLoop(AgentLoop):
     """Runs a LangGraph graph over the policy and the run's tools; needs the extra ``langgraph``."""
@@ -65,7 +77,7 @@ class ReactAgentLoop(AgentLoop):
         """
         steps = 2 * self.context.limits.max_assistant_turns + 5  # the turn limit comes first
         graph = self.build_graph(model, tools)
-        await graph.ainvoke({"messages": prompt_of(row)}, {"recursion_limit": steps})
+        await graph.ainvoke({"messages": graph_messages(row)}, {"recursion_limit": steps})
 
     async def run(
         self, row: Mapping[str, Any], *, trajectory_id: str, group_id: str, sampling: SamplingParams

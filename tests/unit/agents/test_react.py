@@ -143,3 +143,19 @@ async def test_a_blocking_call_in_the_engines_own_loop_is_refused_instead_of_han
         model = ChatModel(recorder=ChatRecorder(context, session_id="s"), sampling=SamplingParams(max_tokens=8))
         with pytest.raises(RuntimeError, match="ainvoke"):
             model.invoke("hello")
+
+
+async def test_a_prompt_with_worked_tool_calls_in_plain_text_is_told_as_it_stands():
+    worked = [
+        {"role": "user", "content": "question"},
+        {"role": "assistant", "content": "[add]"},
+        {"role": "tool", "content": "three"},
+        {"role": "assistant", "content": "the answer is three"},
+        *ROW["prompt"],
+    ]
+    async with tiny_context() as context:
+        sampling = SamplingParams(max_tokens=8, seed=1)
+        trajectory = await ReactAgentLoop(context).run(
+            {**ROW, "prompt": worked}, trajectory_id="t", group_id="g", sampling=sampling
+        )
+        assert trajectory.prompt_ids == tuple(context.codec.encode_prompt(worked))
