@@ -13,7 +13,7 @@ from jax_agent_rl.types import StopReason, TokenOutput, digest_ids
 if TYPE_CHECKING:
     from jax_agent_rl.chat.codec import ChatCodec
 
-_UNFINISHED_TAG = re.compile(r"<[^<>\s]*$")
+_UNFINISHED_TAG = re.compile(r"<[^<>\s]*\Z")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,8 @@ class RunFolder:
 
 def trajectory_record(trajectory: Trajectory, *, step: int, split: str) -> dict[str, Any]:
     """A trajectory as JSON: ids, mask, log-probs, versions, reward, messages. Derived arrays are left out of turns."""
-    record = {"step": step, "split": split, **asdict(trajectory)}
+    record = {"step": step, "split": split, **asdict(replace(trajectory, segments=()))}
+    record["segments"] = [trajectory_record(segment, step=step, split=split) for segment in trajectory.segments]
     record["turns"] = [
         {
             "sampled": len(turn.output.token_ids),
