@@ -125,6 +125,17 @@ class RolloutConfig(Section):
     vllm: VllmConfig = Field(default_factory=VllmConfig)
 
 
+class EndpointConfig(Section):
+    """The OpenAI-compatible endpoint, in training and under `jax-agent-rl serve`."""
+
+    request_timeout: float = Field(300.0, gt=0, description="Seconds one request may take, its queueing included.")
+    max_body_bytes: Positive = Field(8_000_000, description="Largest request body; larger ones are answered 413.")
+    max_concurrent_requests: Positive = Field(1024, description="Requests served at once; more are answered 429.")
+    max_choices: Positive = Field(16, description="Largest `n` of a request.")
+    max_sessions: Positive = Field(4096, description="Sessions kept at once; more are answered 429.")
+    session_ttl: float = Field(3600.0, gt=0, description="Seconds after which an idle session of `serve` is forgotten.")
+
+
 class AgentConfig(Section):
     """Limits of the agent loop. Budgets are counted in tokens, here and nowhere else."""
 
@@ -148,6 +159,16 @@ class AgentConfig(Section):
         "middle", description="The side that is cut when a tool result is too long."
     )
     tool_timeout: float = Field(10.0, gt=0, description="Seconds one tool call may take.")
+    path: str | None = Field(None, description="Python file or module that registers more agents.")
+    run_timeout: float = Field(
+        600.0, gt=0, description="Seconds a LangGraph or OpenAI-client agent may take; then it is dropped."
+    )
+    edited_history: Literal["segment", "drop"] = Field(
+        "segment",
+        description="When a LangGraph or OpenAI-client agent asks for a turn that does not extend its last one: "
+        "segment trains on both contexts, drop loses the trajectory with its reason.",
+    )
+    endpoint: EndpointConfig = Field(default_factory=EndpointConfig)
 
 
 class ToolsConfig(Section):

@@ -13,9 +13,12 @@
     │   ├── RewardError             the reward function failed
     │   │   └── RewardTimeoutError  it ran past its limit
     │   ├── AbortedError            somebody ended one of its generations for good
+    │   ├── AgentTimeoutError       the user's agent ran past its limit
+    │   ├── HistoryEditedError      an agent changed what it had been told, which the config forbids
     │   └── BackendError            the engine failed this request
     │       ├── EngineDiedError     the engine itself is gone (infrastructure: retry elsewhere)
     │       └── BackendClosedError  the engine was shut down
+    ├── TurnRefusedError            a budget allows no further turn; what was recorded stands
     ├── ToolError                   a tool failed; becomes an observation the model reads
     │   ├── ToolNotFoundError       unknown tool name
     │   ├── ToolArgumentError       arguments do not match the schema
@@ -34,7 +37,7 @@ reaches the run and stops it with a message that says what was wrong, the value,
 
 from __future__ import annotations
 
-from jax_agent_rl.types import DropReason
+from jax_agent_rl.types import DropReason, FinishReason
 
 
 class JaxAgentRLError(Exception):
@@ -101,6 +104,18 @@ class AbortedError(TrajectoryError):
     drop_reason = DropReason.CANCELLED
 
 
+class AgentTimeoutError(TrajectoryError):
+    """The user's agent took longer than ``agent.run_timeout``."""
+
+    drop_reason = DropReason.AGENT_TIMEOUT
+
+
+class HistoryEditedError(TrajectoryError):
+    """A request does not extend the conversation before it, and ``agent.edited_history`` is ``drop``."""
+
+    drop_reason = DropReason.HISTORY_EDITED
+
+
 class BackendError(TrajectoryError):
     """The rollout backend refused or failed one request."""
 
@@ -113,6 +128,18 @@ class EngineDiedError(BackendError):
 
 class BackendClosedError(BackendError):
     """The backend was closed while the request was waiting or running."""
+
+
+class TurnRefusedError(JaxAgentRLError):
+    """A limit of the ``agent`` section allows no further turn. The trajectory so far is whole; it ends here.
+
+    Attributes:
+        finish_reason: the limit.
+    """
+
+    def __init__(self, message: str, finish_reason: FinishReason):
+        super().__init__(message)
+        self.finish_reason = finish_reason
 
 
 class ToolError(JaxAgentRLError):

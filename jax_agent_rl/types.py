@@ -80,6 +80,10 @@ class DropReason(StrEnum):
     BACKEND_ERROR = "backend_error"
     AGENT_ERROR = "agent_error"
     """The agent loop itself raised."""
+    AGENT_TIMEOUT = "agent_timeout"
+    """The user's agent ran past ``agent.run_timeout``."""
+    HISTORY_EDITED = "history_edited"
+    """The agent changed its history and ``agent.edited_history`` is ``drop``."""
     NON_FINITE = "non_finite"
     """The learner step it was part of had a non-finite gradient and was skipped."""
     CANCELLED = "cancelled"
@@ -269,6 +273,9 @@ class Trajectory:
         messages: the conversation as text, derived from the ids, for people and reward functions. A message that
             shows images or videos lists their kinds under ``media``; they themselves are in :attr:`multi_modal`.
         tool_scores: what each tool's ``calc_reward`` made of the whole trajectory, by tool.
+        segments: further contexts the same rollout sampled in, for agents that edit their history or hold several
+            conversations. Each sampled id stands in exactly one sequence with mask 1. Segments share this
+            trajectory's fate and advantage; they have no reward and no segments of their own.
     """
 
     trajectory_id: str
@@ -287,6 +294,7 @@ class Trajectory:
     row: Mapping[str, Any] = field(default_factory=dict)
     messages: tuple[Mapping[str, Any], ...] = ()
     tool_scores: Mapping[str, float] = field(default_factory=dict)
+    segments: tuple[Trajectory, ...] = ()
 
     @classmethod
     def from_turns(cls, *, prompt_ids: Sequence[int], turns: Sequence[Turn], **fields: Any) -> Trajectory:
@@ -316,6 +324,11 @@ class Trajectory:
             policy_versions=tuple(versions),
             **fields,
         )
+
+    @property
+    def sequences(self) -> tuple[Trajectory, ...]:
+        """Everything to train on: the contexts it left, then its last one."""
+        return (*self.segments, self)
 
     @property
     def num_turns(self) -> int:

@@ -96,6 +96,9 @@ class FakeCodec:
                 malformed.append(body)
         return FakeReply(content=text, tool_calls=tuple(calls), malformed=tuple(malformed))
 
+    def encode_raw(self, text: str) -> list[int]:
+        return self.encode_text(text)
+
     def reply_ids(self, text: str) -> list[int]:
         """What a model would sample to say ``text``: its ids and the end of turn."""
         return [*self.encode_text(text), EOS]

@@ -2,11 +2,17 @@
 
 ``loop`` the interface and the registry · ``context`` what a loop is given · ``episode`` the trajectory as it grows ·
 ``single_turn`` and ``tool_agent`` the loops · ``seeds``.
+
+Agents of other frameworks: ``recorder`` requests in messages to ids on record · ``conversation`` and ``reply`` what
+frameworks say and read · ``branches`` a session as a trajectory · ``openai_loop`` any OpenAI client, through
+``endpoint`` · ``react`` any LangGraph graph, through ``langgraph``.
 """
 
 from jax_agent_rl.agents.context import AgentContext, AgentEvent, TokenClient
 from jax_agent_rl.agents.episode import Episode
-from jax_agent_rl.agents.loop import AgentLoop, AgentSelector, agent_names, get_agent, register_agent
+from jax_agent_rl.agents.loop import AgentLoop, AgentSelector, agent_names, get_agent, load_agents, register_agent
+from jax_agent_rl.agents.openai_loop import OpenAIAgentLoop, openai_agent
+from jax_agent_rl.agents.react import ReactAgentLoop
 from jax_agent_rl.agents.seeds import derive_seed
 from jax_agent_rl.agents.single_turn import SingleTurnAgent
 from jax_agent_rl.agents.tool_agent import ToolAgent
@@ -17,11 +23,15 @@ __all__ = [
     "AgentLoop",
     "AgentSelector",
     "Episode",
+    "OpenAIAgentLoop",
+    "ReactAgentLoop",
     "SingleTurnAgent",
     "TokenClient",
     "ToolAgent",
     "agent_names",
     "derive_seed",
     "get_agent",
+    "load_agents",
+    "openai_agent",
     "register_agent",
 ]

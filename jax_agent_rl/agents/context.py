@@ -27,6 +27,7 @@ class TokenClient(Protocol):
         session_ends: bool = False,
         image_data: Sequence[Any] | None = None,
         video_data: Sequence[Any] | None = None,
+        on_ids: Callable[[Sequence[int]], None] | None = None,
     ) -> TokenOutput: ...
 
     @property

@@ -69,7 +69,7 @@ class Episode:
         tools: Mapping[str, BaseTool],
     ):
         self.turns: list[Turn] = []
-        self.messages: list[Mapping[str, Any]] = _prompt_of(row)
+        self.messages: list[Mapping[str, Any]] = prompt_of(row)
         self._context = context
         self._row = row
         self._agent_name = agent_name
@@ -118,7 +118,7 @@ class Episode:
             **media,
         )
         seconds = time.perf_counter() - began
-        self._check_output(output, sampling.max_tokens)
+        check_output(output, self._ids, sampling.max_tokens, what=f"{self._trajectory_id}: turn {turn}")
         self._metrics["generate_seconds"] += seconds
         self._metrics["prompt_tokens"] += len(self._ids)
         self._metrics["cached_tokens"] += output.cached_tokens
@@ -196,24 +196,36 @@ class Episode:
                 f"{self._context.max_model_len}; raise it or shorten the prompt"
             )
 
-    def _check_output(self, output: TokenOutput, max_tokens: int) -> None:
-        if output.stop_reason is StopReason.ABORTED:
-            raise AbortedError(f"{self._trajectory_id}: turn {len(self.turns)} was aborted")
-        if not 1 <= len(output.token_ids) <= max_tokens:
-            raise BackendError(f"{self._trajectory_id}: asked for 1 to {max_tokens} ids, got {len(output.token_ids)}")
-        expected = digest_ids([*self._ids, *output.token_ids])
-        if output.context_digest != expected:
-            raise TokenDriftError(
-                f"{self._trajectory_id}: turn {len(self.turns)}: the engine's context (digest {output.context_digest}) "
-                f"is not the trajectory's {len(self._ids)} + {len(output.token_ids)} ids (digest {expected})"
-            )
-
     def _emit(self, seconds: float, **what: Any) -> None:
         event = AgentEvent(trajectory_id=self._trajectory_id, turn=len(self.turns) - 1, seconds=seconds, **what)
         self._context.on_event(event)
 
 
-def _prompt_of(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def check_output(output: TokenOutput, context_ids: Sequence[int], max_tokens: int, *, what: str) -> None:
+    """Proves that a generation continued exactly ``context_ids`` and kept its budget.
+
+    Args:
+        what: the trajectory and turn, for messages.
+
+    Raises:
+        TokenDriftError: the engine conditioned on other ids.
+        AbortedError: the generation was aborted for good.
+        BackendError: no id, or more than asked for.
+    """
+    if output.stop_reason is StopReason.ABORTED:
+        raise AbortedError(f"{what} was aborted")
+    if not 1 <= len(output.token_ids) <= max_tokens:
+        raise BackendError(f"{what}: asked for 1 to {max_tokens} ids, got {len(output.token_ids)}")
+    expected = digest_ids([*context_ids, *output.token_ids])
+    if output.context_digest != expected:
+        raise TokenDriftError(
+            f"{what}: the engine's context (digest {output.context_digest}) is not the trajectory's "
+            f"{len(context_ids)} + {len(output.token_ids)} ids (digest {expected})"
+        )
+
+
+def prompt_of(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The row's conversation; DataError if it is not a list of messages."""
     prompt = row.get("prompt")
     messages = [] if prompt is None or isinstance(prompt, str | Mapping) else list(prompt)
     if not messages or not all(isinstance(m, Mapping) and "role" in m for m in messages):

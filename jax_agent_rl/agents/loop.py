@@ -15,6 +15,7 @@ what happens next.
 
 from __future__ import annotations
 
+import asyncio
 import difflib
 import logging
 from abc import ABC, abstractmethod
@@ -26,6 +27,7 @@ from jax_agent_rl.agents.episode import Episode
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.tools.base import BaseTool
 from jax_agent_rl.types import SamplingParams, Trajectory
+from jax_agent_rl.user_code import load_user_module
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +58,10 @@ class AgentLoop(ABC):
         Raises:
             TrajectoryError: this trajectory is lost, for the reason in ``drop_reason``.
         """
+
+    async def close(self) -> None:
+        """Ends what the loop keeps open between trajectories (servers, connections). The default has nothing."""
+        return None
 
     def start(
         self,
@@ -120,6 +126,16 @@ def get_agent(name: str) -> type[AgentLoop]:
     return _AGENTS[name]
 
 
+def load_agents(path: str | None) -> None:
+    """Imports ``agent.path``, a Python file or module that registers more loops; None does nothing.
+
+    Raises:
+        ConfigError: it cannot be imported or registers a name twice.
+    """
+    if path is not None:
+        load_user_module(path, key="agent.path")
+
+
 def agent_names() -> list[str]:
     """Names of all registered loops."""
     return sorted(_AGENTS)
@@ -150,6 +166,14 @@ class AgentSelector:
         if name not in self._loops:
             self._loops[name] = get_agent(name)(self._context)
         return self._loops[name]
+
+    async def close(self) -> None:
+        """Closes every loop; the first failure is raised after all were tried."""
+        loops = list(self._loops.values())
+        self._loops.clear()
+        results = await asyncio.gather(*(loop.close() for loop in loops), return_exceptions=True)
+        for failure in (result for result in results if isinstance(result, BaseException)):
+            raise failure
 
     def _warn_once(self, name: str) -> None:
         if self._warned or not len(self._context.tools) or name != "single_turn_agent":

@@ -16,10 +16,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from jax_agent_rl.agents.context import AgentContext
 from jax_agent_rl.agents.episode import Episode
 from jax_agent_rl.agents.loop import AgentLoop, register_agent
 from jax_agent_rl.tools.base import BaseTool
@@ -42,25 +43,12 @@ class ToolAgent(AgentLoop):
     ) -> Trajectory:
         tools = self.context.tools.select((row.get("extra_info") or {}).get("tool_selection"))
         episode = self.start(row, trajectory_id=trajectory_id, group_id=group_id, sampling=sampling, tools=tools)
-        async with self._session(tools, row, trajectory_id) as session:
+        modalities = self.context.modalities
+        async with tool_session(self.context, tools, row, trajectory_id, modalities=modalities) as session:
             reason = await self._converse(episode, session, schemas_of(tools))
             scores = await session.calc_rewards()
         episode.add_metrics(session.metrics)
         return episode.finish(reason, tool_scores=scores)
-
-    def _session(self, tools: Mapping[str, BaseTool], row: Mapping[str, Any], trajectory_id: str) -> ToolSession:
-        limits, codec = self.context.limits, self.context.codec
-        return ToolSession(
-            tools,
-            trajectory_id,
-            kwargs=(row.get("extra_info") or {}).get("tools_kwargs") or {},
-            timeout=limits.tool_timeout,
-            max_response_length=limits.max_tool_response_length,
-            truncate_side=limits.tool_response_truncate_side,
-            encode=codec.encode_text,
-            decode=codec.decode,
-            modalities=self.context.modalities,
-        )
 
     async def _converse(
         self, episode: Episode, session: ToolSession, schemas: Sequence[Mapping[str, Any]]
@@ -98,13 +86,45 @@ class ToolAgent(AgentLoop):
             ]
         records = [task.result() for task in tasks]
         for call in reply.tool_calls[limit:]:
-            text = f"Error: {call.name} was not run: at most {limit} tool calls in one turn"
-            refused = _refused(session, text, "over_parallel_limit")
-            records.append(replace(refused, name=call.name, arguments=call.arguments, call_id=call.id))
+            refused = over_the_limit(session, call.name, call.arguments, limit)
+            records.append(replace(refused, call_id=call.id))
         for text in reply.malformed:
             logger.info("Failed to decode tool call: %.200s", text)
             records.append(_refused(session, f"Error: Failed to decode tool call: {text:.200}", "malformed"))
         return records
+
+
+def tool_session(
+    context: AgentContext,
+    tools: Mapping[str, BaseTool],
+    row: Mapping[str, Any],
+    trajectory_id: str,
+    *,
+    modalities: Collection[str] = (),
+) -> ToolSession:
+    """The tools of one trajectory, under the limits of the ``agent`` section and with the row's own arguments.
+
+    Args:
+        modalities: kinds of media the agent can show the model.
+    """
+    limits, codec = context.limits, context.codec
+    return ToolSession(
+        tools,
+        trajectory_id,
+        kwargs=(row.get("extra_info") or {}).get("tools_kwargs") or {},
+        timeout=limits.tool_timeout,
+        max_response_length=limits.max_tool_response_length,
+        truncate_side=limits.tool_response_truncate_side,
+        encode=codec.encode_text,
+        decode=codec.decode,
+        modalities=modalities,
+    )
+
+
+def over_the_limit(session: ToolSession, name: str, arguments: Mapping[str, Any] | None, limit: int) -> ToolCallRecord:
+    """The answer to a call that ``agent.max_parallel_calls`` leaves out."""
+    text = f"Error: {name} was not run: at most {limit} tool calls in one turn"
+    return replace(_refused(session, text, "over_parallel_limit"), name=name, arguments=arguments)
 
 
 def _refused(session: ToolSession, text: str, error: str) -> ToolCallRecord:

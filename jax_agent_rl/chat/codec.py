@@ -26,7 +26,7 @@ from jax_agent_rl.errors import ModelError, TemplateError
 from jax_agent_rl.types import digest_ids
 
 MARKER = "ANCHOR7f3a9c"
-_CALL_ID_LENGTH = 9  # of letters and digits, as Mistral's templates demand
+CALL_ID_LENGTH = 9  # of letters and digits, as Mistral's templates demand
 _QUESTION = {"role": "user", "content": "question"}
 Anchor = Callable[[Sequence[Message], Sequence[Mapping]], str]
 """From messages and tools to the text that follows an assistant turn."""
@@ -132,6 +132,10 @@ class ChatCodec:
         """Ids of bare text; no template, no special tokens added or recognised."""
         return self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
 
+    def encode_raw(self, text: str) -> list[int]:
+        """Ids of a prompt somebody else rendered: special tokens are recognised, none is added."""
+        return self._encode(text)
+
     def _addition(self, messages: Sequence[Message], with_call_ids: Sequence[Message], tools: Sequence[Mapping]) -> str:
         """Text after the anchor's assistant turn, beginning with the end of that turn."""
         key = tuple(message["role"] for message in messages)
@@ -160,7 +164,7 @@ class ChatCodec:
     def _calling_anchor(self, messages: Sequence[Message], tools: Sequence[Mapping]) -> str:
         """On an assistant turn that calls tools, for templates that want one before a tool result."""
         results = [message for message in messages if message["role"] == "tool"]
-        results = results or [{"tool_call_id": "0" * _CALL_ID_LENGTH}]
+        results = results or [{"tool_call_id": "0" * CALL_ID_LENGTH}]
         calls = [
             {
                 "id": result["tool_call_id"],
@@ -239,7 +243,7 @@ class ChatCodec:
 def _with_call_ids(messages: Sequence[Message], sampled_ids: Sequence[int]) -> list[Message]:
     """Tool results with ids that differ within a turn and, as they depend on what was sampled, between turns."""
     return [
-        {"tool_call_id": digest_ids([*sampled_ids, index])[:_CALL_ID_LENGTH], **message}
+        {"tool_call_id": digest_ids([*sampled_ids, index])[:CALL_ID_LENGTH], **message}
         if message["role"] == "tool"
         else message
         for index, message in enumerate(messages)

@@ -28,6 +28,7 @@ class ChatTemplate:
 
     * No ``tool`` role: tool results become user messages in the tool-call format's own notation.
     * A message with ``media`` (kinds of images and videos it shows) gets its content in parts: these, then the text.
+    * No tool calls in assistant turns: they are written into the turn's text, in that notation too.
     * No section for tools: the format's description goes into the system message (or the first user message).
 
     Args:
@@ -43,6 +44,7 @@ class ChatTemplate:
         source = str(tokenizer.chat_template)
         self._has_tool_role = "'tool'" in source or '"tool"' in source or "tool_response" in source
         self._has_tools_section = "tools" in source
+        self._has_tool_calls = "tool_calls" in source
 
     def render(self, messages: Sequence[Message], tools: Sequence[Mapping], *, generation_prompt: bool) -> str:
         """The conversation as text.
@@ -67,7 +69,10 @@ class ChatTemplate:
             raise TemplateError(f"the chat template refuses a conversation of roles {roles}: {error}") from error
 
     def adapt(self, messages: Sequence[Message]) -> list[Message]:
-        """Tool results as user messages where the template has no ``tool`` role; neighbours become one message."""
+        """Tool calls as text where the template shows none; tool results as user messages where it has no ``tool``
+        role; neighbours become one message."""
+        if not self._has_tool_calls:
+            messages = [self._with_calls_told(m) if m.get("tool_calls") else m for m in messages]
         if self._has_tool_role:
             return list(messages)
         adapted: list[Message] = []
@@ -100,6 +105,16 @@ class ChatTemplate:
         special = self._tokenizer.get_added_vocab()
         more = any(shown.count(token) > plain.count(token) for token in special if token)
         return more and shown.count(_PROBE) == 1 and "'type'" not in shown and '"type"' not in shown
+
+    def _with_calls_told(self, message: Message) -> Message:
+        if (write := self._format.write) is None:
+            raise TemplateError(
+                "the chat template shows no tool calls of earlier turns, and agent.tool_format="
+                f"{self._format.name} cannot write them as text; set it to hermes or text_tag"
+            )
+        calls = [write(call["function"]["name"], call["function"]["arguments"]) for call in message["tool_calls"]]
+        text = "\n".join([message["content"], *calls] if message["content"] else calls)
+        return {key: value for key, value in message.items() if key != "tool_calls"} | {"content": text}
 
     def _with_tools_told(self, messages: Sequence[Message], tools: Sequence[Mapping]) -> list[Message]:
         section = self._format.system_section(tools)

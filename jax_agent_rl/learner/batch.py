@@ -15,7 +15,8 @@ sampled token and trajectory: several trajectories may have sampled the same tok
 own advantage.
 
 The layout is made once; numbers about terms (advantages, weights, old log-probs) come and go between it and plain
-per-trajectory arrays by :meth:`Batch.with_terms`, :meth:`Batch.of_terms` and :meth:`Batch.of_states`.
+per-trajectory arrays by :meth:`Batch.with_terms`, :meth:`Batch.of_terms` and :meth:`Batch.of_states`. A trajectory with
+segments is packed as several sequences; its arrays are theirs, one after another.
 """
 
 from __future__ import annotations
@@ -32,19 +33,17 @@ TERMS_PER_TOKEN = 2  # room for terms in a row, per token of its length
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where one trajectory lies in the batch.
+    """Where one sequence of a trajectory lies in the batch.
 
     Attributes:
         row: its row.
         terms: its terms in the row, in the order in which they were sampled.
         path: int64 [L + 1], nodes of the last prompt id and of every response id: the states before and after each.
-        sampled: int64 [S], positions in the response that were sampled.
     """
 
     row: int
     terms: slice
     path: np.ndarray
-    sampled: np.ndarray
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,10 +56,10 @@ class Batch:
         target_id: int32 [R, M].
         target_valid: bool [R, M]; valid targets come first.
         term_target: int32 [R, K]: index into the targets.
-        term_sequence: int32 [R, K]: which of the row's trajectories; terms of one are contiguous.
+        term_sequence: int32 [R, K]: which of the row's sequences; terms of one are contiguous.
         terms: float32 [R, K] each, by name, 0 at padding. ``weight`` is what a term weighs in the loss; a term of
             weight 0 is not trained on.
-        places: where the trajectories given to :func:`pack` lie, in their order.
+        places: for each trajectory given to :func:`pack`, where its sequences lie.
     """
 
     token_ids: np.ndarray
@@ -72,7 +71,7 @@ class Batch:
     term_target: np.ndarray
     term_sequence: np.ndarray
     terms: Mapping[str, np.ndarray] = field(default_factory=dict)
-    places: tuple[Place, ...]
+    places: tuple[tuple[Place, ...], ...]
 
     @property
     def num_rows(self) -> int:
@@ -85,11 +84,20 @@ class Batch:
 
     def of_terms(self, values: np.ndarray) -> list[np.ndarray]:
         """Numbers of terms [R, K] as one float64 array [S] per trajectory."""
-        return [values[place.row, place.terms].astype(np.float64) for place in self.places]
+        return [
+            np.concatenate([values[place.row, place.terms] for place in places]).astype(np.float64)
+            for places in self.places
+        ]
 
     def of_states(self, values: np.ndarray) -> list[np.ndarray]:
-        """Numbers of nodes [R, T] as one float64 array [L + 1] per trajectory, see :attr:`Place.path`."""
-        return [values[place.row, place.path].astype(np.float64) for place in self.places]
+        """Numbers of nodes [R, T] as one float64 array [L + 1] per trajectory: before every id, and after the last."""
+        return [
+            np.concatenate([*(values[p.row, p.path[:-1]] for p in places), values[last.row, last.path[-1:]]]).astype(
+                np.float64
+            )
+            for places in self.places
+            for last in places[-1:]
+        ]
 
     def micro_batches(self, rows: int) -> Iterator[dict[str, np.ndarray]]:
         """Slices of exactly ``rows`` rows as dicts of arrays, terms by ``term_<name>``; the last one is padded."""
@@ -105,8 +113,12 @@ class Batch:
 
     def _scatter(self, per_trajectory: Sequence[np.ndarray]) -> np.ndarray:
         values = np.zeros(self.term_target.shape, np.float32)
-        for place, own in zip(self.places, per_trajectory, strict=True):
-            values[place.row, place.terms] = own
+        for places, own in zip(self.places, per_trajectory, strict=True):
+            begin = 0
+            for place in places:
+                end = begin + place.terms.stop - place.terms.start
+                values[place.row, place.terms] = own[begin:end]
+                begin = end
         return values
 
 
@@ -132,33 +144,36 @@ class Sharing:
 
 
 def pack(trajectories: Sequence[Trajectory], *, row_length: int, share_prefixes: bool = True) -> tuple[Batch, Sharing]:
-    """Packs trajectories into rows: each goes where most of it already stands, else into the first row with room.
+    """Packs sequences into rows: each goes where most of it already stands, else into the first row with room.
 
     Raises:
-        ValueError: a trajectory is longer than a row (nothing is ever truncated).
+        ValueError: a sequence is longer than a row (nothing is ever truncated).
     """
-    for trajectory in trajectories:
-        length = len(trajectory.prompt_ids) + len(trajectory.response_ids)
+    sequences = [sequence for trajectory in trajectories for sequence in trajectory.sequences]
+    for sequence in sequences:
+        length = len(sequence.prompt_ids) + len(sequence.response_ids)
         if length > row_length:
             raise ValueError(
-                f"trajectory {trajectory.trajectory_id} has {length} tokens, a row {row_length}; "
+                f"trajectory {sequence.trajectory_id} has {length} tokens, a row {row_length}; "
                 f"set learner.row_length >= {length}"
             )
-    ids = [np.asarray(t.prompt_ids + t.response_ids, np.int32) for t in trajectories]
-    rows = _assign(ids, [t.num_sampled for t in trajectories], row_length, share_prefixes)
+    ids = [np.asarray(s.prompt_ids + s.response_ids, np.int32) for s in sequences]
+    rows = _assign(ids, [s.num_sampled for s in sequences], row_length, share_prefixes)
     arrays = _empty_rows(len(rows), row_length)
     places: dict[int, Place] = {}
     for index, row in enumerate(rows):
         paths = _fill_nodes(arrays, index, row)
-        places |= _fill_terms(arrays, index, row, paths, trajectories)
+        places |= _fill_terms(arrays, index, row, paths, sequences)
     nodes = sum(member.new for row in rows for member in row)
-    batch = Batch(**arrays, places=tuple(places[which] for which in range(len(trajectories))))
+    in_order = (places[which] for which in range(len(sequences)))
+    of_trajectories = tuple(tuple(next(in_order) for _ in trajectory.sequences) for trajectory in trajectories)
+    batch = Batch(**arrays, places=of_trajectories)
     return batch, Sharing(tokens=sum(map(len, ids)), nodes=nodes, rows=len(rows))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Member:
-    """A trajectory in a row. Its first ``common`` ids stand there already; the others become a chain of new nodes.
+    """A sequence in a row. Its first ``common`` ids stand there already; the others become a chain of new nodes.
 
     Attributes:
         which: its number in the batch.
@@ -303,24 +318,22 @@ def _fill_terms(
     index: int,
     row: Sequence[_Member],
     paths: Sequence[np.ndarray],
-    trajectories: Sequence[Trajectory],
+    sequences: Sequence[Trajectory],
 ) -> dict[int, Place]:
     """Writes the terms of one row, member by member, and the targets in the order in which terms first name them."""
     places: dict[int, Place] = {}
-    nodes, parents, sequences = [], [], []
+    nodes, parents, numbers = [], [], []
     count = 0
     for number, (member, path) in enumerate(zip(row, paths, strict=True)):
-        trajectory = trajectories[member.which]
-        sampled = np.flatnonzero(trajectory.response_mask)
-        at = sampled + len(trajectory.prompt_ids)
+        sequence = sequences[member.which]
+        at = np.flatnonzero(sequence.response_mask) + len(sequence.prompt_ids)
         nodes.append(path[at])
         parents.append(path[at - 1])
-        sequences.append(np.full(len(at), number))
+        numbers.append(np.full(len(at), number))
         places[member.which] = Place(
             row=index,
             terms=slice(count, count + len(at)),
-            path=path[len(trajectory.prompt_ids) - 1 :],
-            sampled=sampled,
+            path=path[len(sequence.prompt_ids) - 1 :],
         )
         count += len(at)
     node, parent = np.concatenate(nodes), np.concatenate(parents)
@@ -329,7 +342,7 @@ def _fill_terms(
     arrays["target_id"][index, : len(first)] = arrays["token_ids"][index, node[first]]
     arrays["target_valid"][index, : len(first)] = True
     arrays["term_target"][index, :count] = target
-    arrays["term_sequence"][index, :count] = np.concatenate(sequences)
+    arrays["term_sequence"][index, :count] = np.concatenate(numbers)
     return places
 
 

@@ -71,7 +71,8 @@ def experience(
     samples = samples_of(groups, turn_reward=config.turn_reward)
     sampled = [np.flatnonzero(mask) for mask in samples.masks]
     rollout = [
-        np.asarray(t.rollout_logprobs, np.float64)[at] for t, at in zip(samples.trajectories, sampled, strict=True)
+        np.concatenate([np.asarray(s.rollout_logprobs, np.float64) for s in t.sequences])[at]
+        for t, at in zip(samples.trajectories, sampled, strict=True)
     ]
     active = [
         np.full(len(at), t.trajectory_id not in masked) for t, at in zip(samples.trajectories, sampled, strict=True)

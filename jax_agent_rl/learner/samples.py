@@ -1,4 +1,8 @@
-"""The trajectories of a step as the advantage estimators see them. Shapes: N trajectories, L ids of a response."""
+"""The trajectories of a step as the advantage estimators see them. Shapes: N trajectories, L ids of a response.
+
+The response of a trajectory with segments is that of all its sequences, one after another: it is estimated as a whole,
+in one piece or in many.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jax_agent_rl.types import Group, ToolCallRecord, Trajectory
+from jax_agent_rl.types import Group, ToolCallRecord, Trajectory, Turn
 
 PerToken = list[np.ndarray]
 """For each trajectory one number per response id, float64 [L]; 0 where the mask is 0."""
@@ -55,7 +59,7 @@ def samples_of(groups: Sequence[Group], *, turn_reward: str) -> Samples:
         turn_reward: ``algorithm.turn_reward``, what a turn with tool calls earns besides the final reward.
     """
     trajectories = [t for g in groups for t in g.trajectories]
-    masks = [np.asarray(t.response_mask, bool) for t in trajectories]
+    masks = [np.concatenate([np.asarray(s.response_mask, bool) for s in t.sequences]) for t in trajectories]
     rewards = []
     for trajectory, mask in zip(trajectories, masks, strict=True):
         own = turn_rewards(trajectory, turn_reward)
@@ -73,10 +77,15 @@ def samples_of(groups: Sequence[Group], *, turn_reward: str) -> Samples:
     )
 
 
+def turns_of(trajectory: Trajectory) -> list[Turn]:
+    """The turns of all its sequences."""
+    return [turn for sequence in trajectory.sequences for turn in sequence.turns]
+
+
 def turn_spans(trajectory: Trajectory) -> list[slice]:
     """Where each turn's sampled ids stand in the response."""
     spans, at = [], 0
-    for turn in trajectory.turns:
+    for turn in turns_of(trajectory):
         spans.append(slice(at, at + len(turn.output.token_ids)))
         at = spans[-1].stop + len(turn.appended_ids)
     return spans
@@ -90,7 +99,7 @@ def turn_ends(trajectory: Trajectory) -> list[int]:
 def turn_rewards(trajectory: Trajectory, source: str) -> np.ndarray:
     """Float64, one per turn; 0 for turns without tool calls. See :data:`TURN_REWARDS` for the sources."""
     rule = TURN_REWARDS[source]
-    return np.array([rule(turn.tool_calls) if turn.tool_calls else 0.0 for turn in trajectory.turns], np.float64)
+    return np.array([rule(turn.tool_calls) if turn.tool_calls else 0.0 for turn in turns_of(trajectory)], np.float64)
 
 
 TURN_REWARDS: dict[str, Callable[[Sequence[ToolCallRecord]], float]] = {

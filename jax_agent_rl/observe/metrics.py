@@ -52,7 +52,8 @@ def trajectory_record(trajectory: Trajectory, *, step: int, split: str) -> dict[
 
     Of images and videos only their number is kept.
     """
-    record = {"step": step, "split": split, **asdict(replace(trajectory, turns=()))}
+    record = {"step": step, "split": split, **asdict(replace(trajectory, turns=(), segments=()))}
+    record["segments"] = [trajectory_record(segment, step=step, split=split) for segment in trajectory.segments]
     record["turns"] = [
         {
             "sampled": len(turn.output.token_ids),

@@ -26,7 +26,7 @@ from typing import Any
 from jax_agent_rl.errors import BackendClosedError, BackendError, EngineDiedError, TokenDriftError
 from jax_agent_rl.rollout.balancer import Balancer
 from jax_agent_rl.rollout.protocol import GenerateRequest, WeightUpdate
-from jax_agent_rl.rollout.server import AsyncServer
+from jax_agent_rl.rollout.server import AsyncServer, OnIds
 from jax_agent_rl.rollout.stops import DecodeText, straddling_stop
 from jax_agent_rl.types import PauseMode, SamplingParams, StopReason, TokenOutput, digest_ids
 
@@ -38,10 +38,11 @@ _MAX_FRUITLESS_RESUMES = 100
 
 @dataclass(kw_only=True, slots=True)
 class _Flight:
-    """A request on its way: where it is, and whether its caller wants it ended."""
+    """A request on its way: where it is, whether its caller wants it ended, and who is told its ids."""
 
     server: AsyncServer | None = None
     unwanted: bool = False
+    on_ids: OnIds | None = None
 
 
 class LLMServerClient:
@@ -115,6 +116,7 @@ class LLMServerClient:
         session_ends: bool = False,
         image_data: Sequence[Any] | None = None,
         video_data: Sequence[Any] | None = None,
+        on_ids: OnIds | None = None,
     ) -> TokenOutput:
         """Samples one continuation.
 
@@ -128,6 +130,8 @@ class LLMServerClient:
             image_data: images, for a multi-modal engine, in order of their placeholders in ``prompt_ids``. A
                 placeholder stands once for each, however many ids the engine makes of it inside.
             video_data: videos, likewise.
+            on_ids: called with new ids as they are sampled. They are provisional: only the output says whether
+                the last ones stand (a stop string across an interruption takes ids back).
 
         Returns:
             The output; ``StopReason.ABORTED`` only if :meth:`abort` was called for it.
@@ -148,7 +152,7 @@ class LLMServerClient:
         )
         if request_id in self._flights:
             raise BackendError(f"a request called {request_id!r} is running already")
-        flight = self._flights[request_id] = _Flight()
+        flight = self._flights[request_id] = _Flight(on_ids=on_ids)
         try:
             return await self._run(request, flight)
         finally:
@@ -272,7 +276,7 @@ class LLMServerClient:
             raise BackendError(f"request {request.request_id!r}: there is no server (left)")
         server = flight.server = self._servers[name]
         try:
-            return await server.generate(request)
+            return await server.generate(request, on_ids=flight.on_ids)
         except (EngineDiedError, BackendClosedError) as error:
             self._lose(server, error)
             if not self._servers:

@@ -83,6 +83,10 @@ class RolloutCollector:
         self._max_in_flight = max_in_flight
         self._seed = seed
 
+    async def close(self) -> None:
+        """Closes the agent loops; nothing may be running."""
+        await self._agents.close()
+
     async def collect(
         self,
         rows: Sequence[Mapping[str, Any]],

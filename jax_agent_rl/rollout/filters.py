@@ -64,8 +64,7 @@ def select(groups: Sequence[Group], config: AlgorithmConfig) -> Selection:
 
 def _judge(trajectory: Trajectory, config: AlgorithmConfig) -> tuple[str, DropReason]:
     """``keep``, ``mask`` or ``drop``, and why. The strictest of the filters that apply."""
-    sampled = zip(trajectory.rollout_logprobs, trajectory.response_mask, strict=True)
-    if not all(math.isfinite(lp) and lp <= MAX_LOGPROB for lp, mask in sampled if mask):
+    if not all(map(_logprobs_make_sense, trajectory.sequences)):
         return "drop", DropReason.NAN_LOGPROBS
     verdict = ("keep", DropReason.VOID_TURN)
     for name in FILTER_NAMES:
@@ -73,6 +72,11 @@ def _judge(trajectory: Trajectory, config: AlgorithmConfig) -> tuple[str, DropRe
         if action != "off" and verdict[0] != "drop" and FILTERS[name](trajectory, config):
             verdict = (action, DropReason(name)) if action == "drop" or verdict[0] == "keep" else verdict
     return verdict
+
+
+def _logprobs_make_sense(sequence: Trajectory) -> bool:
+    sampled = zip(sequence.rollout_logprobs, sequence.response_mask, strict=True)
+    return all(math.isfinite(lp) and lp <= MAX_LOGPROB for lp, mask in sampled if mask)
 
 
 def _useless(group: Group, config: AlgorithmConfig, masked: Mapping[str, DropReason]) -> DropReason | None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from jax_agent_rl.agents import AgentContext, agent_names, get_agent
+from jax_agent_rl.agents import AgentContext, agent_names, get_agent, load_agents
 from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.config import Config
 from jax_agent_rl.data.cursor import DataCursor
@@ -79,6 +79,7 @@ async def build(config: Config, *, say: Callable[[str], None]) -> AsyncIterator[
 @asynccontextmanager
 async def _build(config: Config, tools: ToolRegistry, *, say: Callable[[str], None]) -> AsyncIterator[Runtime]:
     load_rewards(config.reward.path)
+    load_agents(config.agent.path)
     get_agent(config.agent.default_agent)
     names = {"agents": agent_names(), "tools": list(tools)}
     train = load_rows(config.data.train, **names)
@@ -115,18 +116,22 @@ async def _build(config: Config, tools: ToolRegistry, *, say: Callable[[str], No
         )
         scorer = functools.partial(score, timeout=config.reward.timeout)
         parts = {"score": scorer, "max_in_flight": config.rollout.max_in_flight, "seed": config.seed}
-        yield Runtime(
-            config=config,
-            codec=codec,
-            metrics=FleetMetrics(backends).read,
-            client=client,
-            collector=RolloutCollector(context, **parts),
-            evaluator=RolloutCollector(context, **parts),
-            learner=learner,
-            publisher=publisher,
-            cursor=DataCursor(train, seed=config.seed),
-            heldout=heldout,
-        )
+        collector, evaluator = RolloutCollector(context, **parts), RolloutCollector(context, **parts)
+        try:
+            yield Runtime(
+                config=config,
+                codec=codec,
+                metrics=FleetMetrics(backends).read,
+                client=client,
+                collector=collector,
+                evaluator=evaluator,
+                learner=learner,
+                publisher=publisher,
+                cursor=DataCursor(train, seed=config.seed),
+                heldout=heldout,
+            )
+        finally:
+            await asyncio.gather(collector.close(), evaluator.close())
     finally:
         await asyncio.gather(*(backend.close() for backend in backends))
         publisher.close()

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from jax_agent_rl.chat.formats.scan import Read, Scanner, call_of, json_at, resume_after, skip_space
-from jax_agent_rl.chat.formats.types import Reply, Schema, ToolFormat
+from jax_agent_rl.chat.formats.types import Reply, Schema, ToolFormat, call_json
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
@@ -34,6 +34,7 @@ def parse(text: str, tools: Sequence[Schema] = ()) -> Reply:
 FORMAT = ToolFormat(
     name="hermes",
     parse=parse,
+    write=lambda name, arguments: f"{OPEN}\n{call_json(name, arguments)}\n{CLOSE}",
     call_end=CLOSE,
     example=f'{OPEN}\n{{"name": "<tool name>", "arguments": {{…}}}}\n{CLOSE}',
     markers=((OPEN, '"name"', '"arguments"'), (OPEN, '\\"name\\"', '\\"arguments\\"')),

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jax_agent_rl.chat.formats.scan import Read, Scanner, call_of, json_at, resume_after, skip_space
-from jax_agent_rl.chat.formats.types import Reply, Schema, ToolCall, ToolFormat
+from jax_agent_rl.chat.formats.types import Reply, Schema, ToolCall, ToolFormat, call_json
 
 OPEN, CLOSE = "<tool>", "</tool>"
 
@@ -55,5 +55,6 @@ FORMAT = ToolFormat(
     parse=_parse,
     call_end=CLOSE,
     example=f'{OPEN}{{"name": "<tool name>", "arguments": {{…}}}}{CLOSE}',
+    write=lambda name, arguments: f"{OPEN}{call_json(name, arguments)}{CLOSE}",
     result="<result>\n{}\n</result>",
 )

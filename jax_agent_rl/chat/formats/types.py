@@ -43,6 +43,11 @@ class Reply:
     reasoning: str | None = None
 
 
+def call_json(name: str, arguments: Mapping[str, Any]) -> str:
+    """A call as most formats write it: one JSON object."""
+    return json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToolFormat:
     """How one family of models writes tool calls.
@@ -54,6 +59,7 @@ class ToolFormat:
         example: a call as the model should write it, for templates that have no section for tools.
         markers: a chat template is of this format if its source has every text of one of these groups.
         call_end: the text that closes the last call of a turn (not the turn), "" if there is none.
+        write: a call as the model would write it, for templates that show none; None: such a template cannot be used.
         result: a tool result inside a user message, for templates that have no ``tool`` role; ``{}`` is the result.
     """
 
@@ -62,6 +68,7 @@ class ToolFormat:
     example: str
     markers: tuple[tuple[str, ...], ...] = ()
     call_end: str = ""
+    write: Callable[[str, Mapping[str, Any]], str] | None = None
     result: str = "<tool_response>\n{}\n</tool_response>"
 
     def system_section(self, tools: Sequence[Schema]) -> str:

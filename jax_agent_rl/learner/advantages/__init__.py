@@ -24,7 +24,7 @@ from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.learner.advantages import gae as gae_module
 from jax_agent_rl.learner.advantages import step, trees, turns
 from jax_agent_rl.learner.advantages.outcome import OUTCOME_ESTIMATORS
-from jax_agent_rl.learner.samples import PerToken, Samples, turn_rewards, turn_spans
+from jax_agent_rl.learner.samples import PerToken, Samples, turn_rewards, turn_spans, turns_of
 from jax_agent_rl.types import FinishReason, Trajectory
 
 
@@ -108,7 +108,7 @@ def _gigpo(samples: Samples, config: AlgorithmConfig) -> Advantages:
         return turns.gigpo(
             samples.totals[group],
             [_per_turn(samples.trajectories[i], samples.rewards[i]) for i in group],
-            [[t.prompt_ids, *(turn.appended_ids for turn in t.turns[:-1])] for t in members],
+            [_observations(t) for t in members],
             gamma=gigpo.gamma,
             step_advantage_w=gigpo.step_advantage_w,
             divide_by_std=gigpo.mode == "mean_std_norm",
@@ -116,6 +116,11 @@ def _gigpo(samples: Samples, config: AlgorithmConfig) -> Advantages:
         )
 
     return _by_turns(samples, one)
+
+
+def _observations(trajectory: Trajectory) -> list[tuple[int, ...]]:
+    """What each turn was sampled after: a prompt, or what was appended to the turn before."""
+    return [ids for s in trajectory.sequences for ids in (s.prompt_ids, *(turn.appended_ids for turn in s.turns[:-1]))]
 
 
 def _per_turn(trajectory: Trajectory, rewards_L: np.ndarray) -> np.ndarray:
@@ -127,10 +132,10 @@ def _mt_grpo(samples: Samples, config: AlgorithmConfig) -> Advantages:
     def one(group: np.ndarray) -> list[np.ndarray]:
         members = [samples.trajectories[i] for i in group]
         scores = np.array([turn_rewards(t, config.turn_reward).sum() for t in members])
-        firsts = [next((k + 1 for k, turn in enumerate(t.turns) if turn.tool_calls), 0) for t in members]
+        firsts = [next((k + 1 for k, turn in enumerate(turns_of(t)) if turn.tool_calls), 0) for t in members]
         pairs = turns.mt_grpo(samples.totals[group] - scores, scores, firsts, config.turn_advantage_coef)
         return [
-            np.where(np.arange(t.num_turns) < first, *pair)
+            np.where(np.arange(len(turns_of(t))) < first, *pair)
             for t, first, pair in zip(members, firsts, pairs, strict=True)
         ]
 

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from jax_agent_rl.learner.advantages.outcome import grpo, rloo
-from jax_agent_rl.learner.samples import turn_spans
 from jax_agent_rl.types import Trajectory
 
 
@@ -23,9 +22,18 @@ def turn_paths(trajectories: Sequence[Trajectory]) -> list[np.ndarray]:
     """For each trajectory the nodes of its turns, int64 [turns]; see the module docstring."""
     numbers: dict[tuple[int, ...], int] = {}
     return [
-        np.array([numbers.setdefault(t.response_ids[: span.stop], len(numbers)) for span in turn_spans(t)], np.int64)
+        np.array([numbers.setdefault(ids, len(numbers)) for s in t.sequences for ids in _contexts(s)], np.int64)
         for t in trajectories
     ]
+
+
+def _contexts(sequence: Trajectory) -> list[tuple[int, ...]]:
+    """All ids up to the end of each turn."""
+    ids, contexts = sequence.prompt_ids, []
+    for turn in sequence.turns:
+        contexts.append(ids + turn.output.token_ids)
+        ids = contexts[-1] + turn.appended_ids
+    return contexts
 
 
 def tree_grpo(rewards_G: np.ndarray, paths: Sequence[np.ndarray]) -> np.ndarray:
