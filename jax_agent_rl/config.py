@@ -12,19 +12,15 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
+from jax_agent_rl.config_agents import InteractionsConfig, SearchConfig, ServerToolConfig, ToolClientConfig
+from jax_agent_rl.config_base import NonNegative, Positive
+from jax_agent_rl.config_base import Section as _Section
 from jax_agent_rl.errors import ConfigError
-
-Positive = Annotated[int, Field(ge=1)]
-NonNegative = Annotated[int, Field(ge=0)]
-
-
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class ModelConfig(_Section):
@@ -73,10 +69,15 @@ class RolloutConfig(_Section):
     jetstream: JetStreamConfig = Field(default_factory=JetStreamConfig)
 
 
-class AgentConfig(_Section):
+class AgentConfig(ServerToolConfig):
     """Limits of the agent loop. Budgets are counted in tokens, here and nowhere else."""
 
-    default_agent: str = Field("single_turn_agent", description="Loop for rows without `agent_name`.")
+    default_agent: str | None = Field(
+        None,
+        description="Loop for rows without `agent_name`; null: search_agent with enable_search, else text_tool_agent "
+        "with tool_config.enabled, else single_turn_agent.",
+    )
+    enable_search: bool = Field(False, description="Rows without `agent_name` run as search_agent.")
     tool_format: Literal["hermes"] = Field("hermes", description="How tool calls are written in text.")
     tool_prompt: Literal["template", "none"] = Field(
         "template",
@@ -171,10 +172,24 @@ class Config(_Section):
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
     agent: AgentConfig = Field(default_factory=AgentConfig)
     tools: ToolsConfig = Field(default_factory=ToolsConfig)
+    tool_config: ToolClientConfig = Field(default_factory=ToolClientConfig)
+    search: SearchConfig = Field(default_factory=SearchConfig)
+    interactions: InteractionsConfig = Field(default_factory=InteractionsConfig)
     reward: RewardConfig = Field(default_factory=RewardConfig)
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
     learner: LearnerConfig = Field(default_factory=LearnerConfig)
     trainer: TrainerConfig = Field(default_factory=TrainerConfig)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _group_size_by_its_other_name(cls, tree: Any) -> Any:
+        """``agent.n`` gives ``rollout.group_size`` where that is not set."""
+        sections = tree if isinstance(tree, Mapping) else {}
+        agent, rollout = sections.get("agent"), sections.get("rollout") or {}
+        n = agent.get("n") if isinstance(agent, Mapping) else None
+        if n is None or not isinstance(rollout, Mapping):
+            return tree
+        return {**sections, "rollout": {"group_size": n, **rollout}}
 
     @model_validator(mode="after")
     def _consistent(self) -> Config:
@@ -184,6 +199,19 @@ class Config(_Section):
         if rollout.group_size == 1:
             problems.append(
                 f"rollout.group_size=1 gives zero {algorithm.adv_estimator} advantages; set rollout.group_size >= 2"
+            )
+        if agent.n not in (None, rollout.group_size):
+            problems.append(f"agent.n={agent.n} is another name of rollout.group_size={rollout.group_size}; set one")
+        if agent.max_model_len is not None and agent.max_model_len > rollout.max_model_len:
+            problems.append(
+                f"agent.max_model_len={agent.max_model_len} is more than the engine's "
+                f"rollout.max_model_len={rollout.max_model_len}; raise the latter"
+            )
+        if agent.max_prompt_length + (agent.val_max_response_length or 0) > rollout.max_model_len:
+            problems.append(
+                f"agent.max_prompt_length + agent.val_max_response_length = "
+                f"{agent.max_prompt_length + (agent.val_max_response_length or 0)} does not fit "
+                f"rollout.max_model_len={rollout.max_model_len}; raise the latter or lower the former"
             )
         need = agent.max_prompt_length + agent.max_response_length
         if need > rollout.max_model_len:
@@ -291,6 +319,8 @@ def _explain(error: Mapping[str, Any]) -> list[str]:
     message = error["msg"].removeprefix("Value error, ")
     if not path:
         return message.split("\n")
+    if isinstance(error["input"], Mapping):  # a check of the whole section, which names its keys
+        return [f"{path}: {message}"]
     return [f"{path}={error['input']!r}: {message}"]
 
 

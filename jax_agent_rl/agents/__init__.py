@@ -1,14 +1,18 @@
 """Agent loops, chosen per row by ``agent_name``.
 
 ``loop`` the interface and the registry · ``context`` what a loop is given · ``episode`` the trajectory as it grows ·
-``single_turn`` and ``tool_agent`` the loops · ``seeds``.
+``single_turn``, ``tool_agent``, ``interaction``, ``server_tool`` and ``text_tool`` the loops · ``tool_environment`` and
+``observations`` parts of ``server_tool`` · ``seeds``.
 """
 
 from jax_agent_rl.agents.context import AgentContext, AgentEvent, TokenClient
 from jax_agent_rl.agents.episode import Episode
-from jax_agent_rl.agents.loop import AgentLoop, AgentSelector, agent_names, get_agent, register_agent
+from jax_agent_rl.agents.interaction import InteractionAgent
+from jax_agent_rl.agents.loop import AgentLoop, AgentSelector, agent_names, default_agent, get_agent, register_agent
 from jax_agent_rl.agents.seeds import derive_seed
+from jax_agent_rl.agents.server_tool import ServerToolAgent
 from jax_agent_rl.agents.single_turn import SingleTurnAgent
+from jax_agent_rl.agents.text_tool import SearchAgent, TextToolAgent
 from jax_agent_rl.agents.tool_agent import ToolAgent
 
 __all__ = [
@@ -17,10 +21,15 @@ __all__ = [
     "AgentLoop",
     "AgentSelector",
     "Episode",
+    "InteractionAgent",
+    "SearchAgent",
+    "ServerToolAgent",
     "SingleTurnAgent",
+    "TextToolAgent",
     "TokenClient",
     "ToolAgent",
     "agent_names",
+    "default_agent",
     "derive_seed",
     "get_agent",
     "register_agent",

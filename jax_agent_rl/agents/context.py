@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from jax_agent_rl.config import AgentConfig
+from jax_agent_rl.config import AgentConfig, SearchConfig, ToolClientConfig
+from jax_agent_rl.interactions import InteractionRegistry
 from jax_agent_rl.tools.registry import ToolRegistry
 from jax_agent_rl.types import SamplingParams, TokenOutput, ToolCallRecord
 
@@ -64,6 +65,9 @@ class AgentContext:
         tools: all tools of the run.
         limits: the ``agent`` section of the config.
         max_model_len: most ids of one context, ``rollout.max_model_len``.
+        tool_config: the ``tool_config`` section, for ``text_tool_agent``.
+        search: the ``search`` section, for ``search_agent``.
+        interactions: the simulated users of the run.
         on_event: called after every generation and tool call; must be quick and must not raise.
     """
 
@@ -72,4 +76,7 @@ class AgentContext:
     limits: AgentConfig
     max_model_len: int
     tools: ToolRegistry = field(default_factory=ToolRegistry)
+    tool_config: ToolClientConfig = field(default_factory=ToolClientConfig)
+    search: SearchConfig = field(default_factory=SearchConfig)
+    interactions: InteractionRegistry = field(default_factory=InteractionRegistry)
     on_event: Callable[[AgentEvent], None] = _ignore

@@ -127,6 +127,10 @@ class ChatCodec:
         """Ids of bare text; no template, no special tokens added or recognised."""
         return self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
 
+    def encode_markup(self, text: str) -> list[int]:
+        """Ids of text in which special tokens count, for separators that a configuration gives; never for data."""
+        return self._encode(text)
+
     def _addition(self, messages: Sequence[Message], with_call_ids: Sequence[Message], tools: Sequence[Mapping]) -> str:
         """Text after the anchor's assistant turn, beginning with the end of that turn."""
         key = tuple(message["role"] for message in messages)

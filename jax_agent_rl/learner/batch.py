@@ -38,7 +38,7 @@ class Batch:
         target_valid: bool [R, M]; valid targets come first.
         term_target: int32 [R, K]: index into the targets.
         advantage, weight: float32 [R, K]; weight 0 is padding.
-        rollout_logprob, old_logprob: float32 [R, K].
+        rollout_logprob, old_logprob: float32 [R, K]; the former is NaN for a token that was not sampled.
     """
 
     token_ids: np.ndarray
@@ -101,7 +101,7 @@ def pack(
                 f"set learner.row_length >= {length}"
             )
     ids = [np.asarray(t.prompt_ids + t.response_ids, np.int32) for t in trajectories]
-    rows = _assign(ids, [t.num_sampled for t in trajectories], row_length, share_prefixes)
+    rows = _assign(ids, [sum(t.loss_mask) for t in trajectories], row_length, share_prefixes)
     arrays = _empty_rows(len(rows), row_length)
     for index, row in enumerate(rows):
         paths = _fill_nodes(arrays, index, row)
@@ -271,11 +271,12 @@ def _fill_terms(
     nodes, parents, logprobs = [], [], []
     for member, path in zip(row, paths, strict=True):
         trajectory = trajectories[member.which]
-        sampled = np.flatnonzero(trajectory.response_mask)
-        at = sampled + len(trajectory.prompt_ids)
+        learned = np.flatnonzero(trajectory.loss_mask)
+        at = learned + len(trajectory.prompt_ids)
         nodes.append(path[at])
         parents.append(path[at - 1])
-        logprobs.append(np.asarray(trajectory.rollout_logprobs, np.float32)[sampled])
+        sampled = np.asarray(trajectory.response_mask, bool)
+        logprobs.append(np.where(sampled, np.asarray(trajectory.rollout_logprobs, np.float32), np.nan)[learned])
     counts = [len(part) for part in nodes]
     which = np.repeat([member.which for member in row], counts)
     terms = slice(0, len(which))

@@ -82,7 +82,8 @@ def policy_loss(
     old = jax.lax.stop_gradient(terms) if objective.on_policy else batch["old_logprob"]
     loss, ratio, clipped = ppo_clip(terms, old, batch["advantage"], objective.clip)
     total = jnp.sum(weight * loss)
-    gap = jnp.where(valid, jnp.abs(batch["rollout_logprob"] - old), 0.0)
+    # What nobody sampled (an observation trained on) has no rollout log-prob, so no gap.
+    gap = jnp.where(valid & ~jnp.isnan(batch["rollout_logprob"]), jnp.abs(batch["rollout_logprob"] - old), 0.0)
     ones = valid.astype(jnp.float32)
     statistics = {
         "sum": {

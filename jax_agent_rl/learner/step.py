@@ -131,7 +131,8 @@ class Learner:
         """Trains on groups: ``updates_per_step`` optimizer updates, each over an equal share of the prompts.
 
         Args:
-            groups: each with at least one trajectory.
+            groups: each with at least one trajectory that carries loss. Those that carry none (``no_loss``) count in
+                the statistics of their group's rewards only.
             tick: called with (micro-batches done, total) for a progress display.
 
         Raises:
@@ -165,11 +166,13 @@ class Learner:
         batches = []
         for part in np.array_split(np.arange(len(groups)), count):
             mine = [groups[i] for i in part]
-            trajectories = [t for g in mine for t in g.trajectories]
+            everything = [t for g in mine for t in g.trajectories]
+            carries_loss = np.array([t.no_loss is None for t in everything])
+            trajectories = [t for t in everything if t.no_loss is None]
             per_trajectory = np.concatenate(
                 [advantages(self._algorithm.adv_estimator, np.array(g.rewards)) for g in mine]
-            )
-            weights = term_weights(self._algorithm.loss_agg_mode, [t.num_sampled for t in trajectories])
+            )[carries_loss]
+            weights = term_weights(self._algorithm.loss_agg_mode, [sum(t.loss_mask) for t in trajectories])
             batches.append(
                 pack(
                     trajectories,

@@ -7,8 +7,9 @@
         return float(ground_truth in solution_str)          # or {"score": 1.0, "format": 0.5}; or async def
 
 ``solution_str`` is the text of the last assistant turn: tool results never reach it, so an answer that only a tool
-wrote earns nothing. ``extra_info`` is the row's, plus ``finish_reason``, ``num_turns`` and ``tool_rewards`` (one per
-call, in order). A function that runs past ``reward.timeout`` loses its trajectory, not the run.
+wrote earns nothing. ``extra_info`` is the row's, plus ``finish_reason``, ``num_turns``, ``tool_rewards`` (one per
+call, in order) and ``turn_scores`` (one per reply of a simulated user). A function that runs past ``reward.timeout``
+loses its trajectory, not the run.
 """
 
 from __future__ import annotations
@@ -148,6 +149,7 @@ def _extra_info(trajectory: Trajectory) -> dict[str, Any]:
         "finish_reason": trajectory.finish_reason,
         "num_turns": trajectory.num_turns,
         "tool_rewards": [call.reward for call in trajectory.tool_calls],
+        "turn_scores": list(trajectory.turn_scores),
     }
 
 

@@ -83,6 +83,14 @@ class RolloutCollector:
         self._max_in_flight = max_in_flight
         self._seed = seed
 
+    async def preflight(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Checks what the loops of these rows depend on, once before a run; raises ConfigError."""
+        await self._agents.preflight(rows)
+
+    async def aclose(self) -> None:
+        """Closes what the loops hold open, after the last trajectory."""
+        await self._agents.aclose()
+
     async def collect(
         self,
         rows: Sequence[Mapping[str, Any]],

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from jax_agent_rl.agents import AgentContext, agent_names, get_agent
+from jax_agent_rl.agents import agent_names
 from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.config import Config
 from jax_agent_rl.data.cursor import DataCursor
@@ -20,11 +20,12 @@ from jax_agent_rl.jetstream.backend import JetStreamBackend
 from jax_agent_rl.jetstream.engine import EngineShapes
 from jax_agent_rl.learner.step import Learner
 from jax_agent_rl.models.hf import load_hf
-from jax_agent_rl.rewards import load_rewards, require_rewards, score
+from jax_agent_rl.rewards import load_rewards, require_rewards
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.collect import RolloutCollector
 from jax_agent_rl.rollout.protocol import RolloutBackend
 from jax_agent_rl.rollout.server import AsyncServer
+from jax_agent_rl.runtime.agents import make_agents
 from jax_agent_rl.tools.registry import ToolRegistry
 
 
@@ -66,7 +67,6 @@ async def build(config: Config, *, say: Callable[[str], None]) -> AsyncIterator[
     """
     load_rewards(config.reward.path)
     tools = ToolRegistry.from_path(config.tools.function_tool_path)
-    get_agent(config.agent.default_agent)
     names = {"agents": agent_names(), "tools": list(tools)}
     train = load_rows(config.data.train, **names)
     heldout = load_rows(config.data.heldout, **names)[: config.data.heldout_limit] if config.data.heldout else []
@@ -75,6 +75,8 @@ async def build(config: Config, *, say: Callable[[str], None]) -> AsyncIterator[
         config.model.path, tool_format=config.agent.tool_format, tool_prompt=config.agent.tool_prompt
     )
     _check_devices(config)
+    client = LLMServerClient(decode_text=functools.partial(codec.decode, skip_special_tokens=False))
+    agents = await make_agents(config, client=client, codec=codec, tools=tools, rows=[*train, *heldout])
     say(f"loading {config.model.path}")
     model, params = load_hf(config.model.path)
     if not model.eos_token_ids:  # the files name none; the tokenizer does
@@ -91,25 +93,20 @@ async def build(config: Config, *, say: Callable[[str], None]) -> AsyncIterator[
     say("compiling the engine's programs")
     await backend.start()
     try:
-        server = AsyncServer(backend, name="engine-0")
-        client = LLMServerClient([server], decode_text=functools.partial(codec.decode, skip_special_tokens=False))
-        context = AgentContext(
-            client=client, codec=codec, tools=tools, limits=config.agent, max_model_len=config.rollout.max_model_len
-        )
-        scorer = functools.partial(score, timeout=config.reward.timeout)
-        parts = {"score": scorer, "max_in_flight": config.rollout.max_in_flight, "seed": config.seed}
+        client.add_server(AsyncServer(backend, name="engine-0"))
         yield Runtime(
             config=config,
             codec=codec,
             backend=backend,
             client=client,
-            collector=RolloutCollector(context, **parts),
-            evaluator=RolloutCollector(context, **parts),
+            collector=agents.collector,
+            evaluator=agents.evaluator,
             learner=learner,
             cursor=DataCursor(train, seed=config.seed),
             heldout=heldout,
         )
     finally:
+        await agents.aclose()
         await backend.close()
 
 

@@ -140,6 +140,9 @@ class SyncTrainer:
                 ids = [t.trajectory_id for t in group.trajectories]
                 self.runtime.collector.accounting.drop(ids, DropReason.ZERO_VARIANCE)
                 continue
+            if all(t.no_loss for t in group.trajectories):
+                self._account([group], skipped=False)
+                continue
             kept.append(group)
         return kept
 
@@ -219,12 +222,14 @@ class SyncTrainer:
         return sorted(groups, key=lambda g: int(g.group_id.rsplit("-", 1)[1]))
 
     def _account(self, groups: Sequence[Group], *, skipped: bool) -> None:
-        ids = [t.trajectory_id for t in all_trajectories(groups)]
+        """What became of groups that were learned from; those without loss are dropped for their own reason."""
         accounting = self.runtime.collector.accounting
-        if skipped:
-            accounting.drop(ids, DropReason.NON_FINITE)
-        else:
-            accounting.train(ids)
+        for trajectory in all_trajectories(groups):
+            reason = trajectory.no_loss or (DropReason.NON_FINITE if skipped else None)
+            if reason:
+                accounting.drop([trajectory.trajectory_id], reason)
+            else:
+                accounting.train([trajectory.trajectory_id])
 
     def _learner_recompilations(self) -> int:
         return max(0, self.runtime.learner.programs_compiled - self.record.learner_programs)
