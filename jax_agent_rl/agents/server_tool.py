@@ -155,7 +155,8 @@ class ServerToolAgent(AgentLoop):
         if not sent_anyway or episode.tokens_left < 1:
             return None
         # The server's tools look for the token that the model left out.
-        return codec.decode(output.token_ids) + "".join(limits.action_stop_tokens[:1])
+        said = codec.decode(output.token_ids).removesuffix(limits.turn_end_token or "")
+        return said + "".join(limits.action_stop_tokens[:1])
 
     def _ended(self, episode: Episode, output: TokenOutput) -> FinishReason:
         if output.stop_reason is not StopReason.LENGTH:
