@@ -182,13 +182,15 @@ class Config(_Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _group_size_by_its_other_name(cls, tree: Any) -> Any:
+    def _fill_in(cls, tree: Any) -> Any:
         """``agent.n`` gives ``rollout.group_size`` where that is not set."""
-        sections = tree if isinstance(tree, Mapping) else {}
+        if not isinstance(tree, Mapping):
+            return tree
+        sections = {"tool_config": {}, **tree}  # validated even if not given: the environment may hold some of it
         agent, rollout = sections.get("agent"), sections.get("rollout") or {}
         n = agent.get("n") if isinstance(agent, Mapping) else None
         if n is None or not isinstance(rollout, Mapping):
-            return tree
+            return sections
         return {**sections, "rollout": {"group_size": n, **rollout}}
 
     @model_validator(mode="after")

@@ -127,6 +127,7 @@ class ToolClientConfig(Section):
 
     enabled: bool = Field(False, description="Rows without agent_name run as text_tool_agent.")
     server_url: str | None = Field(None, description="Address of the tool server, e.g. http://localhost:5000.")
+    token_env: str | None = Field(None, description="Environment variable with the secret the server asks for.")
     max_tool_turns: NonNegative = Field(3, description="Most tool calls of one trajectory.")
     max_retries: NonNegative = Field(3, description="Repetitions of a request that failed.")
     retry_delay: float = Field(1.0, ge=0, description="Seconds before each repetition.")
@@ -147,6 +148,7 @@ class SearchConfig(Section):
     """`search`: the retrieval server of `search_agent`, in which text between <search> and </search> is a query."""
 
     server_url: str | None = Field(None, description="Address that takes {queries, topk, return_scores}.")
+    token_env: str | None = Field(None, description="Environment variable with the secret the server asks for.")
     topk: Positive = Field(3, description="Passages per query.")
     max_turns: NonNegative = Field(3, description="Most queries of one trajectory.")
     timeout: float = Field(30.0, gt=0, description="Seconds one request may take.")

@@ -109,11 +109,11 @@ class JsonService:
             body = json.dumps(payload, allow_nan=False).encode()
         except (TypeError, ValueError, RecursionError) as problem:
             raise self._error(f"a request to {self.settings.url} cannot be written as JSON: {problem}") from None
-        return await self._persist("POST", self.settings.url, body, repeatable)
+        return _decode(await self._persist("POST", self.settings.url, body, repeatable), self._error, self.settings.url)
 
-    async def get(self, url: str) -> Any:
-        """The decoded answer to a GET; raises as :meth:`post`."""
-        return await self._persist("GET", url, b"", True)
+    async def ping(self, url: str) -> None:
+        """A GET, whatever its answer holds; raises as :meth:`post` if it is refused or there is none."""
+        await self._persist("GET", url, b"", True)
 
     async def aclose(self) -> None:
         """Closes the connections."""
@@ -121,11 +121,11 @@ class JsonService:
             await self._client.aclose()
             self._client = None
 
-    async def _persist(self, method: str, url: str, body: bytes, repeatable: bool) -> Any:
+    async def _persist(self, method: str, url: str, body: bytes, repeatable: bool) -> bytes:
         """Repeats what may be repeated."""
         for attempt in range(self.settings.max_retries + 1):
             try:
-                return _decode(await self._in_time(method, url, body), self._error, url)
+                return await self._in_time(method, url, body)
             except _Failed as failure:
                 last = attempt == self.settings.max_retries
                 if last or not (failure.not_taken or repeatable and failure.may_pass):

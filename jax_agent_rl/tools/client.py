@@ -120,7 +120,7 @@ class ToolServerClient:
             ConfigError: it is not, or not there.
         """
         try:
-            await self._service.get(self._service.settings.url.removesuffix(PATH) + "/health")
+            await self._service.ping(self._service.settings.url.removesuffix(PATH) + "/health")
         except (ToolServerError, TimeoutError) as error:
             raise ConfigError(f"the tool server is not ready: {error}") from None
         finally:

@@ -9,7 +9,7 @@ from typing import Any
 
 from jax_agent_rl.config import SearchConfig
 from jax_agent_rl.errors import ConfigError, ToolServerError
-from jax_agent_rl.json_service import JsonService, ServiceSettings
+from jax_agent_rl.json_service import JsonService, ServiceSettings, bearer
 
 
 class SearchClient:
@@ -32,6 +32,8 @@ class SearchClient:
             timeout_key="search.timeout",
             max_retries=config.max_retries,
             retry_delay=config.retry_delay,
+            headers=bearer(config.token_env, key="search.token_env"),
+            token_hint="set search.token_env to the environment variable that holds it",
         )
         self._service = JsonService(settings, error=ToolServerError)
         self._topk = config.topk
@@ -61,11 +63,7 @@ class SearchClient:
 def _contents(passage: Any) -> str:
     """The text of one passage; KeyError or TypeError if it has none."""
     if isinstance(passage, dict):
-        passage = (
-            passage.get("document", passage)["contents"]
-            if not isinstance(passage.get("document"), str)
-            else (passage["document"])
-        )
+        return _contents(passage["document"] if "document" in passage else passage["contents"])
     if not isinstance(passage, str):
         raise TypeError(f"a passage must be text, got {type(passage).__name__}")
     return passage.encode("utf-8", "replace").decode()

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from jax_agent_rl.config import ToolClientConfig
 from jax_agent_rl.errors import ConfigError, ToolServerError
-from jax_agent_rl.json_service import JsonService, ServiceSettings
+from jax_agent_rl.json_service import JsonService, ServiceSettings, bearer
 from jax_agent_rl.tools.client import Action, Observation, ToolServerClient, observation_url
 
 
@@ -75,6 +76,8 @@ class ToolClient:
             timeout_key="tool_config.timeout",
             max_retries=config.max_retries,
             retry_delay=config.retry_delay,
+            headers=bearer(config.token_env, key="tool_config.token_env"),
+            token_hint="set tool_config.token_env to the environment variable that holds it",
         )
         self.server = ToolServerClient(JsonService(settings, error=ToolServerError))
         self._pace = pace or Pace(max_workers=config.max_workers, interval=config.request_interval)
@@ -89,7 +92,7 @@ class ToolClient:
             (result,) = await self.server.get_observation([action], repeatable=True)
         if isinstance(result, ToolServerError):
             raise result
-        return result
+        return replace(result, text=bare_result(result.text))
 
     async def execute_batch(self, codes: Mapping[str, str] | Sequence[str]) -> list[Observation | ToolServerError]:
         """Runs pieces of code side by side.
@@ -118,5 +121,17 @@ class ToolClient:
 
 
 def tool_action(code: str) -> str:
-    """Code as the tool server's tools recognize it."""
-    return f"<tool>{code}</tool>"
+    """Code as the tool server's python tools recognize it."""
+    return f"<python>{code}</python>"
+
+
+def bare_result(text: str) -> str:
+    """What the code printed, without the tags a tool server puts around it.
+
+    >>> bare_result("\\n<result>\\n42\\n</result>\\n")
+    '42'
+    """
+    inner = text.strip()
+    if inner.startswith("<result>") and inner.endswith("</result>"):
+        return inner.removeprefix("<result>").removesuffix("</result>").strip("\n")
+    return text
