@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from jax_agent_rl.config import AlgorithmConfig, LearnerConfig
 from jax_agent_rl.errors import ConfigError, NonFiniteError
 from jax_agent_rl.learner.sharding import make_mesh, parameter_shardings
 from jax_agent_rl.learner.step import Learner
+from jax_agent_rl.types import DropReason
 from tests.tiny import TINY, logprobs_of, tiny_params
 from tests.trajectories import random_groups, trajectory
 
@@ -169,3 +171,40 @@ def test_eight_simulated_devices_train_as_one_does():
         [sys.executable, "-c", SHARDED], env=environment, capture_output=True, text=True, timeout=500
     )
     assert "equal on 8 devices" in result.stdout, result.stderr[-2000:]
+
+
+def test_a_trajectory_without_loss_counts_in_the_statistics_of_its_group_alone():
+    (group,) = random_groups(7, groups=1, members=4)
+    masked = tuple(
+        replace(t, no_loss=DropReason.OVERLONG if i == 1 else None) for i, t in enumerate(group.trajectories)
+    )
+    made = learner(algorithm={"adv_estimator": "dr_grpo"})
+    ((batch, sharing),) = made._prepare([replace(group, trajectories=masked)])
+    used = batch.weight > 0
+    assert sharing.tokens == sum(len(t.prompt_ids) + len(t.response_ids) for t in masked if t.no_loss is None)
+    assert used.sum() == sum(t.num_sampled for t in masked if t.no_loss is None)
+    # Rewards 0, 1, 0, 1 have the mean 1/2, with or without loss of the second; without it the mean would be 1/3.
+    assert set(batch.advantage[used].tolist()) == {-0.5, 0.5}
+    assert batch.weight.sum() == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("updates", [1, 2])
+def test_observations_are_trained_on_when_asked_for_and_have_no_gap(updates: int):
+    groups = random_groups(8, groups=2)
+    learned = [
+        replace(
+            g,
+            trajectories=tuple(
+                replace(t, turns=tuple(replace(turn, learn_appended=True) for turn in t.turns)) for t in g.trajectories
+            ),
+        )
+        for g in groups
+    ]
+    plain = learner(updates_per_step=updates).update(groups).metrics
+    made = learner(updates_per_step=updates)
+    result = made.update(learned)
+    ids = sum(len(t.response_ids) for g in groups for t in g.trajectories)
+    assert result.metrics["trained_tokens"] == ids > plain["trained_tokens"]
+    assert not result.skipped and np.isfinite(list(result.metrics.values())).all()
+    if updates == 1:  # later updates start from other weights
+        assert result.metrics["logprob_gap_max"] == pytest.approx(plain["logprob_gap_max"], abs=1e-5)

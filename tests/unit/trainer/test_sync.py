@@ -18,6 +18,7 @@ from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.runtime.in_process import Runtime
 from jax_agent_rl.trainer.record import RunRecord
 from jax_agent_rl.trainer.sync import SyncTrainer
+from jax_agent_rl.types import DropReason
 from tests.fakes import FakeCodec, ScriptedBackend
 
 ROW = {"prompt": [{"role": "user", "content": "go"}], "agent_name": "single_turn_agent"}
@@ -57,7 +58,7 @@ async def parity(trajectory):
     return replace(trajectory, reward=float(int(trajectory.trajectory_id[-1]) % 2))
 
 
-def trainer(tmp_path: Path, *, steps: int) -> SyncTrainer:
+def trainer(tmp_path: Path, *, steps: int, score=parity) -> SyncTrainer:
     settings = config.build(
         {
             "run_dir": str(tmp_path),
@@ -71,7 +72,7 @@ def trainer(tmp_path: Path, *, steps: int) -> SyncTrainer:
     backend = SlowToUpdate(codec, ["hello there"])
     client = LLMServerClient([AsyncServer(backend)])
     context = AgentContext(client=client, codec=codec, limits=settings.agent, max_model_len=1000)
-    collectors = [RolloutCollector(context, score=parity, max_in_flight=4, seed=0) for _ in range(2)]
+    collectors = [RolloutCollector(context, score=score, max_in_flight=4, seed=0) for _ in range(2)]
     runtime = Runtime(
         config=settings,
         codec=codec,
@@ -99,3 +100,19 @@ async def test_every_step_records_the_seconds_of_its_own_weight_update(tmp_path:
     steps = [r for r in read_records(tmp_path / "metrics.jsonl") if r["kind"] == "step"]
     assert [r["weight_update_seconds"] for r in steps] == [1.0, 2.0, 3.0]
     training.runtime.collector.accounting.check()
+
+
+async def test_trajectories_without_loss_are_counted_under_their_reason(tmp_path: Path):
+    """Step 1 loses one of two trajectories of its group, step 2 both: then there is nothing to learn from."""
+
+    async def score(trajectory):
+        _, step, _, sample = trajectory.trajectory_id.split("-")
+        lost = sample == "0" or step == "2"
+        return replace(await parity(trajectory), no_loss=DropReason.VOID if lost else None)
+
+    training = trainer(tmp_path, steps=2, score=score)
+    await training.run()
+    books = training.runtime.collector.accounting
+    books.check()
+    assert (books.started, books.trained, dict(books.dropped)) == (4, 1, {DropReason.VOID: 3})
+    assert training.runtime.client.servers[0].backend.policy_version == 1, "the second step published nothing"
