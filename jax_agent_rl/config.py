@@ -18,6 +18,7 @@ import yaml
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from jax_agent_rl import config_algorithm
+from jax_agent_rl.config_agents import InteractionsConfig, SearchConfig, ServerToolConfig, ToolClientConfig
 from jax_agent_rl.config_algorithm import AlgorithmConfig, CriticConfig
 from jax_agent_rl.config_base import NonNegative, OptimizerSection, Positive, Section
 from jax_agent_rl.errors import ConfigError
@@ -136,10 +137,15 @@ class EndpointConfig(Section):
     session_ttl: float = Field(3600.0, gt=0, description="Seconds after which an idle session of `serve` is forgotten.")
 
 
-class AgentConfig(Section):
+class AgentConfig(ServerToolConfig):
     """Limits of the agent loop. Budgets are counted in tokens, here and nowhere else."""
 
-    default_agent: str = Field("single_turn_agent", description="Loop for rows without `agent_name`.")
+    default_agent: str | None = Field(
+        None,
+        description="Loop for rows without `agent_name`; null: search_agent with enable_search, else text_tool_agent "
+        "with tool_config.enabled, else single_turn_agent.",
+    )
+    enable_search: bool = Field(False, description="Rows without `agent_name` run as search_agent.")
     tool_format: ToolFormatName = Field(
         "auto",
         description="How the model writes tool calls; auto: as its chat template says (hermes if it knows none).",
@@ -232,11 +238,27 @@ class Config(Section):
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
     agent: AgentConfig = Field(default_factory=AgentConfig)
     tools: ToolsConfig = Field(default_factory=ToolsConfig)
+    tool_config: ToolClientConfig = Field(default_factory=ToolClientConfig)
+    search: SearchConfig = Field(default_factory=SearchConfig)
+    interactions: InteractionsConfig = Field(default_factory=InteractionsConfig)
     reward: RewardConfig = Field(default_factory=RewardConfig)
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
     learner: LearnerConfig = Field(default_factory=LearnerConfig)
     critic: CriticConfig = Field(default_factory=CriticConfig)
     trainer: TrainerConfig = Field(default_factory=TrainerConfig)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in(cls, tree: Any) -> Any:
+        """``agent.n`` gives ``rollout.group_size`` where that is not set."""
+        if not isinstance(tree, Mapping):
+            return tree
+        sections = {"tool_config": {}, **tree}  # validated even if not given: the environment may hold some of it
+        agent, rollout = sections.get("agent"), sections.get("rollout") or {}
+        n = agent.get("n") if isinstance(agent, Mapping) else None
+        if n is None or not isinstance(rollout, Mapping):
+            return sections
+        return {**sections, "rollout": {"group_size": n, **rollout}}
 
     @model_validator(mode="after")
     def _consistent(self) -> Config:
@@ -252,6 +274,24 @@ class Config(Section):
             problems.append(
                 f"critic.* is read only with algorithm.adv_estimator=gae, which is {algorithm.adv_estimator!r}; "
                 "remove it or change that"
+            )
+        if agent.n not in (None, rollout.group_size):
+            problems.append(f"agent.n={agent.n} is another name of rollout.group_size={rollout.group_size}; set one")
+        if not agent.mask_observations and algorithm.rollout_correction.bypass_mode:
+            problems.append(
+                "agent.mask_observations=false trains on observations, of which the engine has no log-probs: set "
+                "algorithm.rollout_correction.bypass_mode=false"
+            )
+        if agent.max_model_len is not None and agent.max_model_len > rollout.max_model_len:
+            problems.append(
+                f"agent.max_model_len={agent.max_model_len} is more than the engine's "
+                f"rollout.max_model_len={rollout.max_model_len}; raise the latter"
+            )
+        if agent.max_prompt_length + (agent.val_max_response_length or 0) > rollout.max_model_len:
+            problems.append(
+                f"agent.max_prompt_length + agent.val_max_response_length = "
+                f"{agent.max_prompt_length + (agent.val_max_response_length or 0)} does not fit "
+                f"rollout.max_model_len={rollout.max_model_len}; raise the latter or lower the former"
             )
         need = agent.max_prompt_length + agent.max_response_length
         if need > rollout.max_model_len:
@@ -382,6 +422,8 @@ def _explain(error: Mapping[str, Any]) -> list[str]:
     message = error["msg"].removeprefix("Value error, ")
     if not path:
         return message.split("\n")
+    if isinstance(error["input"], Mapping):  # a check of the whole section, which names its keys
+        return [f"{path}: {message}"]
     return [f"{path}={error['input']!r}: {message}"]
 
 

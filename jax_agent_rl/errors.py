@@ -12,6 +12,8 @@
     │   ├── TemplateError           a chat template cannot be tokenized append-only
     │   ├── RewardError             the reward function failed
     │   │   └── RewardTimeoutError  it ran past its limit
+    │   ├── ToolServerError         the tool server cannot be reached, or answers what it must not
+    │   ├── InteractionError        a simulated user failed
     │   ├── AbortedError            somebody ended one of its generations for good
     │   ├── AgentTimeoutError       the user's agent ran past its limit
     │   ├── HistoryEditedError      an agent changed what it had been told, which the config forbids
@@ -96,6 +98,18 @@ class RewardTimeoutError(RewardError):
     """Scoring took longer than ``reward.timeout``."""
 
     drop_reason = DropReason.REWARD_TIMEOUT
+
+
+class ToolServerError(TrajectoryError):
+    """The tool server is out of reach, refuses, or its answer cannot be used; names its URL and the key to change."""
+
+    drop_reason = DropReason.TOOL_SERVER_ERROR
+
+
+class InteractionError(TrajectoryError):
+    """A simulated user raised, took too long, or is not known."""
+
+    drop_reason = DropReason.INTERACTION_ERROR
 
 
 class AbortedError(TrajectoryError):

@@ -49,6 +49,12 @@ class FinishReason(StrEnum):
     """The limit of tool / user turns was reached."""
     RESPONSE_LENGTH = "response_length"
     """The response budget (sampled + inserted ids) is used up."""
+    ACTION_LENGTH = "action_length"
+    """One turn reached ``agent.max_action_length`` and held no action."""
+    TOOL_DONE = "tool_done"
+    """The tool server ended it."""
+    USER_DONE = "user_done"
+    """The simulated user ended the conversation."""
 
 
 class DropReason(StrEnum):
@@ -71,7 +77,8 @@ class DropReason(StrEnum):
     ALL_TOOL_CALLS_FAILED = "all_tool_calls_failed"
     OVERLONG = "overlong"
     REPETITION = "repetition"
-    """The last five: filters of the configuration (``algorithm.filters``), as is ZERO_VARIANCE."""
+    """The last five: filters of the configuration (``algorithm.filters``), as is ZERO_VARIANCE. VOID_TRAJECTORY and
+    OVERLONG are also what ``agent.mask_void_traj`` and ``agent.mask_overlong_loss`` keep out of the loss."""
     PROMPT_TOO_LONG = "prompt_too_long"
     TOKEN_DRIFT = "token_drift"
     TEMPLATE_ERROR = "template_error"
@@ -84,6 +91,10 @@ class DropReason(StrEnum):
     """The user's agent ran past ``agent.run_timeout``."""
     HISTORY_EDITED = "history_edited"
     """The agent changed its history and ``agent.edited_history`` is ``drop``."""
+    TOOL_SERVER_ERROR = "tool_server_error"
+    """The tool server could not be reached, or its answer could not be used."""
+    INTERACTION_ERROR = "interaction_error"
+    """The simulated user failed or took too long."""
     NON_FINITE = "non_finite"
     """The learner step it was part of had a non-finite gradient and was skipped."""
     CANCELLED = "cancelled"
@@ -208,7 +219,7 @@ class ToolCallRecord:
         arguments: decoded arguments, or None when they could not be decoded.
         observation: text the model read back (after truncation).
         error: None, or the kind: ``malformed``, ``unknown_tool``, ``bad_arguments``, ``timeout``,
-            ``raised``, ``over_parallel_limit``.
+            ``raised``, ``over_parallel_limit``, ``invalid_action`` (no tool of the tool server took it).
         reward: reward the tool itself gave.
         seconds: wall time of the call.
         call_id: what the model itself called the call, in formats that write an id.
@@ -247,12 +258,16 @@ class Turn:
         appended_ids: ids inserted after it (boundary, tool results, next generation prompt); mask 0.
         appended_media: images and videos ``appended_ids`` show, by kind, in order of their placeholders.
         tool_calls: the calls made in this turn, in order.
+        score: what a simulated user gave this turn, or None.
+        learn_appended: ``appended_ids`` carry loss, too (``agent.mask_observations=false``).
     """
 
     output: TokenOutput
     appended_ids: tuple[int, ...] = ()
     appended_media: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     tool_calls: tuple[ToolCallRecord, ...] = ()
+    score: float | None = None
+    learn_appended: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -266,6 +281,7 @@ class Trajectory:
         prompt_ids, turns: the source of truth; everything below is derived from them.
         response_ids, response_mask, rollout_logprobs, policy_versions: see the module's worked example.
         finish_reason: why the trajectory ended.
+        no_loss: None, or why its ids carry no loss although its reward counts in its group.
         reward: final scalar reward (0 until scored).
         reward_parts: named parts of the reward, for metrics.
         metrics: seconds and counts (``generate_seconds``, ``tool_seconds``, ...).
@@ -288,6 +304,7 @@ class Trajectory:
     rollout_logprobs: tuple[float, ...]
     policy_versions: tuple[int, ...]
     finish_reason: FinishReason
+    no_loss: DropReason | None = None
     reward: float = 0.0
     reward_parts: Mapping[str, float] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -339,6 +356,22 @@ class Trajectory:
     def num_sampled(self) -> int:
         """Ids sampled by the policy."""
         return sum(self.response_mask)
+
+    @property
+    def loss_mask(self) -> tuple[int, ...]:
+        """1 for each response id the loss reads: those sampled, and what was appended with ``learn_appended``.
+
+        An appended id has no rollout log-prob: it was not sampled from any policy.
+        """
+        mask: list[int] = []
+        for turn in self.turns:
+            mask += [1] * len(turn.output.token_ids) + [int(turn.learn_appended)] * len(turn.appended_ids)
+        return tuple(mask)
+
+    @property
+    def turn_scores(self) -> tuple[float, ...]:
+        """What a simulated user gave, in order of the turns it scored."""
+        return tuple(turn.score for turn in self.turns if turn.score is not None)
 
     @property
     def tool_calls(self) -> tuple[ToolCallRecord, ...]:

@@ -24,7 +24,7 @@ from jax_agent_rl.rollout.protocol import (
     TokenChunk,
     WeightUpdate,
 )
-from jax_agent_rl.types import PauseMode, StopReason, TokenOutput, digest_ids
+from jax_agent_rl.types import PauseMode, SamplingParams, StopReason, TokenOutput, digest_ids
 
 EOS = 2
 
@@ -65,6 +65,9 @@ class FakeCodec:
                 self._words.append(word)
             ids.append(self._ids[word])
         return ids
+
+    def encode_markup(self, text: str) -> list[int]:
+        return self.encode_text(text)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return "".join(self._words[i] for i in ids if not (skip_special_tokens and i <= EOS))
@@ -180,7 +183,7 @@ class ScriptedBackend:
         plan, start = self._plan(request)
         ids: list[int] = []
         versions: list[int] = []
-        reason = StopReason.LENGTH
+        reason, match = StopReason.LENGTH, None
         while len(ids) < request.sampling.max_tokens:
             await self._wait_for_turn(request.request_id)
             if request.request_id in self._aborted:
@@ -192,13 +195,24 @@ class ScriptedBackend:
             if ids[-1] == EOS and not request.sampling.ignore_eos:
                 reason = StopReason.EOS
                 break
+            if match := self._stop_match(ids, request.sampling):
+                reason = StopReason.STOP
+                break
         return TokenOutput(
             token_ids=tuple(ids),
             log_probs=tuple(-0.01 * (i % 7 + 1) for i in ids),
             policy_versions=tuple(versions),
             stop_reason=reason,
+            stop_match=match,
             context_digest=self.digest(request.prompt_ids + tuple(ids)),
         )
+
+    def _stop_match(self, ids: Sequence[int], sampling: SamplingParams) -> str | None:
+        """The stop id or stop string that the last id completes."""
+        if ids[-1] in sampling.stop_token_ids:
+            return str(ids[-1])
+        text = self.codec.decode(ids, skip_special_tokens=False)
+        return next((stop for stop in sampling.stop if stop in text), None)
 
     def digest(self, ids: Sequence[int]) -> str:
         """Overridden by tests that want a drifting engine."""

@@ -21,6 +21,7 @@ from jax_agent_rl.errors import AbortedError, BackendError, DataError, PromptToo
 from jax_agent_rl.tools.base import BaseTool
 from jax_agent_rl.tools.registry import schemas_of
 from jax_agent_rl.types import (
+    DropReason,
     FinishReason,
     SamplingParams,
     StopReason,
@@ -87,13 +88,22 @@ class Episode:
         """Ids that may still be added, sampled or inserted."""
         limits = self._context.limits
         response = len(self._ids) - len(self._prompt_ids)
-        return min(limits.max_response_length - response, self._context.max_model_len - len(self._ids))
+        return min(limits.max_response_length - response, self._context.longest - len(self._ids))
 
-    async def generate(self, *, session_ends: bool = False) -> TokenOutput:
+    async def generate(
+        self,
+        *,
+        session_ends: bool = False,
+        stop: Sequence[str] = (),
+        stop_token_ids: Sequence[int] = (),
+        max_tokens: int | None = None,
+    ) -> TokenOutput:
         """Samples the next assistant turn from the context so far.
 
         Args:
             session_ends: no turn will follow, so the engine need not keep the context's KV.
+            stop, stop_token_ids: end the turn, besides those of the sampling parameters.
+            max_tokens: most ids of this turn, besides the budgets.
 
         Raises:
             TokenDriftError: the engine conditioned on other ids than ours.
@@ -104,7 +114,9 @@ class Episode:
         seed = self._sampling.seed
         sampling = replace(
             self._sampling,
-            max_tokens=min(self.tokens_left, self._sampling.max_tokens),
+            max_tokens=min(self.tokens_left, self._sampling.max_tokens, max_tokens or self.tokens_left),
+            stop=(*self._sampling.stop, *stop),
+            stop_token_ids=(*self._sampling.stop_token_ids, *stop_token_ids),
             seed=None if seed is None else derive_seed(seed, turn),
         )
         media = {f"{kind}_data": items for kind, items in join_media(t.appended_media for t in self.turns).items()}
@@ -147,26 +159,82 @@ class Episode:
         Returns:
             False, and nothing is inserted, if that would leave no room for a sampled id.
         """
-        last = self.turns[-1]
-        ids = self._context.codec.encode_append(last.output.token_ids, messages, tools=self._schemas)
+        return self.append_ids(self.encode_append(messages), messages, media=media)
+
+    def encode_append(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """The ids :meth:`append` would insert."""
+        last = self.turns[-1].output.token_ids
+        return self._context.codec.encode_append(last, messages, tools=self._schemas)
+
+    def append_ids(
+        self,
+        ids: Sequence[int],
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        media: Mapping[str, tuple[Any, ...]] | None = None,
+        learn: bool = False,
+    ) -> bool:
+        """Inserts ids as they are after the last turn.
+
+        Args:
+            ids: what the context goes on with.
+            messages: the same for people and reward functions.
+            media: as in :meth:`append`.
+            learn: the ids carry loss.
+
+        Returns:
+            False, and nothing is inserted, if that would leave no room for a sampled id.
+        """
         if len(ids) >= self.tokens_left:
             return False
-        self.turns[-1] = replace(last, appended_ids=tuple(ids), appended_media=media or {})
+        self.turns[-1] = replace(
+            self.turns[-1], appended_ids=tuple(ids), appended_media=media or {}, learn_appended=learn
+        )
         self._ids += ids
         self.messages += messages
         return True
+
+    def extend_prompt(self, messages: Sequence[Mapping[str, Any]], ids: Sequence[int] | None = None) -> None:
+        """Adds to the prompt, before the first turn.
+
+        Args:
+            messages: what is added.
+            ids: the same as ids, which then stand after the generation prompt. None: the prompt is rendered anew.
+
+        Raises:
+            PromptTooLongError: it is now longer than ``agent.max_prompt_length``.
+            TemplateError: the chat template cannot render it.
+        """
+        self.messages += messages
+        if ids is None:
+            self._prompt_ids = tuple(self._context.codec.encode_prompt(self.messages, tools=self._schemas))
+        else:
+            self._prompt_ids += tuple(ids)
+        self._ids = list(self._prompt_ids)
+        self._check_prompt_length()
+
+    def add_score(self, score: float) -> None:
+        """Adds to the score of the last turn, see ``Turn.score``."""
+        self.turns[-1] = replace(self.turns[-1], score=(self.turns[-1].score or 0.0) + score)
 
     def add_metrics(self, metrics: Mapping[str, float]) -> None:
         """Adds numbers to ``Trajectory.metrics``."""
         for key, value in metrics.items():
             self._metrics[key] = self._metrics.get(key, 0.0) + value
 
-    def finish(self, reason: FinishReason, *, tool_scores: Mapping[str, float] | None = None) -> Trajectory:
+    def finish(
+        self,
+        reason: FinishReason,
+        *,
+        tool_scores: Mapping[str, float] | None = None,
+        no_loss: DropReason | None = None,
+    ) -> Trajectory:
         """The trajectory, not scored yet.
 
         Args:
             reason: why it ended.
             tool_scores: what the tools make of it, :meth:`ToolSession.calc_rewards`.
+            no_loss: why its ids carry no loss, see :class:`~jax_agent_rl.types.Trajectory`.
         """
         calls = [call for turn in self.turns for call in turn.tool_calls]
         self.add_metrics({"tool_calls": len(calls), "tool_errors": sum(call.error is not None for call in calls)})
@@ -177,6 +245,7 @@ class Episode:
             group_id=self._group_id,
             agent_name=self._agent_name,
             finish_reason=reason,
+            no_loss=no_loss,
             metrics=self._metrics,
             row=self._row,
             messages=tuple(self.messages),
@@ -191,9 +260,10 @@ class Episode:
                 "raise it or shorten the prompt"
             )
         if self.tokens_left < 1:
+            key = "rollout" if limits.max_model_len is None else "agent"
             raise PromptTooLongError(
-                f"the prompt has {length} ids, which leaves no room in rollout.max_model_len="
-                f"{self._context.max_model_len}; raise it or shorten the prompt"
+                f"the prompt has {length} ids, which leaves no room in {key}.max_model_len="
+                f"{self._context.longest}; raise it or shorten the prompt"
             )
 
     def _emit(self, seconds: float, **what: Any) -> None:

@@ -19,7 +19,7 @@ import asyncio
 import difflib
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, TypeVar
 
 from jax_agent_rl.agents.context import AgentContext
@@ -61,6 +61,14 @@ class AgentLoop(ABC):
 
     async def close(self) -> None:
         """Ends what the loop keeps open between trajectories (servers, connections). The default has nothing."""
+        return None
+
+    async def preflight(self) -> None:
+        """Checks, before a run, what the loop depends on outside this process. The default depends on nothing.
+
+        Raises:
+            ConfigError: it is not there; names the key to change.
+        """
         return None
 
     def start(
@@ -141,6 +149,15 @@ def agent_names() -> list[str]:
     return sorted(_AGENTS)
 
 
+def default_agent(context: AgentContext) -> str:
+    """The loop of rows without ``agent_name``: named outright, else search, else text tools, else plain generation."""
+    if context.limits.default_agent:
+        return context.limits.default_agent
+    if context.limits.enable_search:
+        return "search_agent"
+    return "text_tool_agent" if context.tool_config.enabled else "single_turn_agent"
+
+
 class AgentSelector:
     """Chooses the loop of each row and keeps one instance of each.
 
@@ -157,11 +174,11 @@ class AgentSelector:
         """The loop named by ``row["agent_name"]``, or the configured default.
 
         Raises:
-            ConfigError: the name is not registered.
+            ConfigError: the name is not registered, or the loop's settings are wrong.
         """
         name = row.get("agent_name")
         if not name:
-            name = self._context.limits.default_agent
+            name = default_agent(self._context)
             self._warn_once(name)
         if name not in self._loops:
             self._loops[name] = get_agent(name)(self._context)
@@ -174,6 +191,15 @@ class AgentSelector:
         results = await asyncio.gather(*(loop.close() for loop in loops), return_exceptions=True)
         for failure in (result for result in results if isinstance(result, BaseException)):
             raise failure
+
+    async def preflight(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Checks, before a run, every loop that these rows will use.
+
+        Raises:
+            ConfigError: what a user has to fix.
+        """
+        for loop in dict.fromkeys(map(self.for_row, rows)):
+            await loop.preflight()
 
     def _warn_once(self, name: str) -> None:
         if self._warned or not len(self._context.tools) or name != "single_turn_agent":

@@ -190,7 +190,9 @@ class ChatRecorder:
             if len(begun) < len(text) < len(prompt) and prompt.startswith(text):
                 best, begun = turn, text
         rest = prompt[len(begun) :]
-        return _Request(parent=best, ids=tuple(codec.encode_raw(rest)), inserted=({"role": "user", "content": rest},))
+        return _Request(
+            parent=best, ids=tuple(codec.encode_markup(rest)), inserted=({"role": "user", "content": rest},)
+        )
 
     def _resolve_ids(self, ids: tuple[int, ...]) -> _Request:
         parents = [
@@ -269,13 +271,13 @@ class ChatRecorder:
             raise self._refusal(f"agent.max_user_turns={limits.max_user_turns} is reached", FinishReason.MAX_USER_TURNS)
         length = len(request.context_ids)
         response = length - request.prompt_length
-        room = min(limits.max_response_length - response, self._context.max_model_len - length)
+        room = min(limits.max_response_length - response, self._context.longest - length)
         if request.prompt_length <= limits.max_prompt_length and room >= 1:
             return room
         message = (
             f"a context of {length} ids ({request.prompt_length} of them the prompt) leaves no room within "
             f"agent.max_prompt_length={limits.max_prompt_length}, agent.max_response_length="
-            f"{limits.max_response_length}, rollout.max_model_len={self._context.max_model_len}; raise them or "
+            f"{limits.max_response_length}, max_model_len={self._context.longest}; raise them or "
             "shorten the conversation"
         )
         if not self.turns:

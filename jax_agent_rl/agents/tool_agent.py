@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from jax_agent_rl.chat.codec import Reply
 
 logger = logging.getLogger(__name__)
+
+Answered = Callable[[Episode, bool], Awaitable[FinishReason | None]]
+"""Called after a turn without calls, with whether another turn may follow; None goes on."""
 
 
 @register_agent("tool_agent")
@@ -51,22 +54,32 @@ class ToolAgent(AgentLoop):
         return episode.finish(reason, tool_scores=scores)
 
     async def _converse(
-        self, episode: Episode, session: ToolSession, schemas: Sequence[Mapping[str, Any]]
+        self,
+        episode: Episode,
+        session: ToolSession,
+        schemas: Sequence[Mapping[str, Any]],
+        answered: Answered | None = None,
     ) -> FinishReason:
+        """Runs turns until one ends it; ``answered`` says what follows a turn without calls (None: nothing does)."""
         limits = self.context.limits
-        tool_turns = 0
+        user_turns = 0
         while True:
-            out_of_tool_turns = tool_turns >= limits.max_user_turns
+            out_of_user_turns = user_turns >= limits.max_user_turns
             out_of_turns = len(episode.turns) + 1 >= limits.max_assistant_turns
-            output = await episode.generate(session_ends=out_of_turns or out_of_tool_turns)
+            output = await episode.generate(session_ends=out_of_turns or out_of_user_turns)
             if output.stop_reason is StopReason.LENGTH:
                 return FinishReason.RESPONSE_LENGTH
             reply = self.context.codec.parse_reply(output.token_ids, tools=schemas)
             if not reply.tool_calls and not reply.malformed:
-                return FinishReason.ANSWER
+                more = not out_of_turns and not out_of_user_turns
+                reason = await answered(episode, more) if answered else FinishReason.ANSWER
+                if reason is not None:
+                    return reason
+                user_turns += 1
+                continue
             if out_of_turns:
                 return FinishReason.MAX_ASSISTANT_TURNS
-            if out_of_tool_turns:
+            if out_of_user_turns:
                 return FinishReason.MAX_USER_TURNS
             began = time.perf_counter()
             calls = await self._run_calls(reply, session)
@@ -74,7 +87,7 @@ class ToolAgent(AgentLoop):
             media = join_media(call.media for call in calls)
             if not episode.append(_observations(calls), media=media):
                 return FinishReason.RESPONSE_LENGTH
-            tool_turns += 1
+            user_turns += 1
 
     async def _run_calls(self, reply: Reply, session: ToolSession) -> list[ToolCallRecord]:
         """Runs the calls of one turn side by side; those over the limit and the malformed ones answer with an error."""

@@ -132,8 +132,9 @@ class ChatCodec:
         """Ids of bare text; no template, no special tokens added or recognised."""
         return self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
 
-    def encode_raw(self, text: str) -> list[int]:
-        """Ids of a prompt somebody else rendered: special tokens are recognised, none is added."""
+    def encode_markup(self, text: str) -> list[int]:
+        """Ids of text in which special tokens count and none is added: separators that a configuration gives, prompts
+        that somebody else rendered; never data."""
         return self._encode(text)
 
     def _addition(self, messages: Sequence[Message], with_call_ids: Sequence[Message], tools: Sequence[Mapping]) -> str:

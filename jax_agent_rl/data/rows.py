@@ -101,6 +101,7 @@ def _checked(row: Any, agents: Collection[str] | None, tools: Collection[str] | 
     for section in ("reward_model", "extra_info"):
         _check_object(row, section)
     _check_tools(row.get("extra_info") or {}, tools)
+    _check_object(row.get("extra_info") or {}, "interaction_kwargs")
     return dict(row)
 
 

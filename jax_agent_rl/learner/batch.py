@@ -10,8 +10,8 @@ tree of branches) share nodes; a node's position is its depth, and it attends to
 
 With sharing off every trajectory is its own chain, and the same mask is that of a plain packed row.
 
-What is trained on are *targets*, nodes that were sampled (their log-prob is read at the parent), and *terms*, one per
-sampled token and trajectory: several trajectories may have sampled the same token in the same context, each with its
+What is trained on are *targets*, nodes of the loss mask (their log-prob is read at the parent), and *terms*, one per
+such token and trajectory: several trajectories may have sampled the same token in the same context, each with its
 own advantage.
 
 The layout is made once; numbers about terms (advantages, weights, old log-probs) come and go between it and plain
@@ -158,7 +158,7 @@ def pack(trajectories: Sequence[Trajectory], *, row_length: int, share_prefixes:
                 f"set learner.row_length >= {length}"
             )
     ids = [np.asarray(s.prompt_ids + s.response_ids, np.int32) for s in sequences]
-    rows = _assign(ids, [s.num_sampled for s in sequences], row_length, share_prefixes)
+    rows = _assign(ids, [sum(s.loss_mask) for s in sequences], row_length, share_prefixes)
     arrays = _empty_rows(len(rows), row_length)
     places: dict[int, Place] = {}
     for index, row in enumerate(rows):
@@ -326,7 +326,7 @@ def _fill_terms(
     count = 0
     for number, (member, path) in enumerate(zip(row, paths, strict=True)):
         sequence = sequences[member.which]
-        at = np.flatnonzero(sequence.response_mask) + len(sequence.prompt_ids)
+        at = np.flatnonzero(sequence.loss_mask) + len(sequence.prompt_ids)
         nodes.append(path[at])
         parents.append(path[at - 1])
         numbers.append(np.full(len(at), number))

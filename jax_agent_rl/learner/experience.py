@@ -20,7 +20,7 @@ from jax_agent_rl.learner.correction import correct, mismatch
 from jax_agent_rl.learner.losses.aggregation import term_weights
 from jax_agent_rl.learner.losses.kl import kl_forward
 from jax_agent_rl.learner.samples import samples_of
-from jax_agent_rl.types import Group
+from jax_agent_rl.types import Group, Trajectory
 
 PerTerm = list[np.ndarray]
 """For each trajectory of the step one number per sampled token, [S]."""
@@ -70,10 +70,7 @@ def experience(
     """
     samples = samples_of(groups, turn_reward=config.turn_reward)
     sampled = [np.flatnonzero(mask) for mask in samples.masks]
-    rollout = [
-        np.concatenate([np.asarray(s.rollout_logprobs, np.float64) for s in t.sequences])[at]
-        for t, at in zip(samples.trajectories, sampled, strict=True)
-    ]
+    rollout = _rollout_logprobs(samples.trajectories, sampled, scores.old)
     active = [
         np.full(len(at), t.trajectory_id not in masked) for t, at in zip(samples.trajectories, sampled, strict=True)
     ]
@@ -101,6 +98,19 @@ def experience(
         value_terms = {"returns": _at(estimated.returns, sampled), "old_value": _at(old_values, sampled)}
     kl = float(np.mean([d.mean() for d in distances])) if distances else float("nan")
     return Experience(active=active, terms=terms, value_terms=value_terms, kl=kl, metrics=metrics)
+
+
+def _rollout_logprobs(
+    trajectories: Sequence[Trajectory], sampled: Sequence[np.ndarray], old: PerTerm | None
+) -> PerTerm:
+    """What the engine reported. For observations, which nobody sampled, the learner's own (if known, else NaN), so
+    that they are never off-policy."""
+    rollout = []
+    for number, (trajectory, at) in enumerate(zip(trajectories, sampled, strict=True)):
+        reported = np.concatenate([np.asarray(s.rollout_logprobs, np.float64) for s in trajectory.sequences])[at]
+        mine = np.concatenate([np.asarray(s.response_mask, bool) for s in trajectory.sequences])[at]
+        rollout.append(np.where(mine, reported, np.nan if old is None else old[number]))
+    return rollout
 
 
 def mini_batch_terms(

@@ -146,10 +146,12 @@ def policy_loss(
 
 def _terms(objective: ObjectiveConfig, batch: Arrays, logprob: jax.Array, active: jax.Array) -> Terms:
     old = jax.lax.stop_gradient(logprob) if objective.on_policy else batch["term_old_logprob"]
+    rollout = batch["term_rollout_logprob"]
+    rollout = jnp.where(jnp.isnan(rollout), old, rollout)  # an observation that is trained on: nobody sampled it
     return Terms(
         logprob=logprob,
         old_logprob=jnp.where(active, old, 0.0),
-        rollout_logprob=jnp.where(active, batch["term_rollout_logprob"], 0.0),
+        rollout_logprob=jnp.where(active, rollout, 0.0),
         advantage=batch["term_advantage"],
         active=active.astype(jnp.float32),
         sequence=batch["term_sequence"],

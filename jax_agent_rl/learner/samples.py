@@ -24,7 +24,7 @@ class Samples:
     Attributes:
         trajectories: in order of their groups.
         groups: int [N], number of each trajectory's group.
-        masks: bool [L] each, ``response_mask``.
+        masks: bool [L] each, ``loss_mask``: what was sampled, and observations that are trained on.
         rewards: token rewards; a turn's stand at its last sampled token, the final one at the last of all.
         greedy: float64 [N], reward of the greedy rollout of the same prompt (ReMax); NaN where there is none.
         values: float64 [L + 1] each, the critic's value of the state before every id and after the last; or None.
@@ -59,7 +59,7 @@ def samples_of(groups: Sequence[Group], *, turn_reward: str) -> Samples:
         turn_reward: ``algorithm.turn_reward``, what a turn with tool calls earns besides the final reward.
     """
     trajectories = [t for g in groups for t in g.trajectories]
-    masks = [np.concatenate([np.asarray(s.response_mask, bool) for s in t.sequences]) for t in trajectories]
+    masks = [np.concatenate([np.asarray(s.loss_mask, bool) for s in t.sequences]) for t in trajectories]
     rewards = []
     for trajectory, mask in zip(trajectories, masks, strict=True):
         own = turn_rewards(trajectory, turn_reward)
@@ -83,17 +83,20 @@ def turns_of(trajectory: Trajectory) -> list[Turn]:
 
 
 def turn_spans(trajectory: Trajectory) -> list[slice]:
-    """Where each turn's sampled ids stand in the response."""
+    """Where each turn's ids stand in the response: those sampled, and the appended ones if they are trained on."""
     spans, at = [], 0
     for turn in turns_of(trajectory):
-        spans.append(slice(at, at + len(turn.output.token_ids)))
-        at = spans[-1].stop + len(turn.appended_ids)
+        appended = len(turn.appended_ids)
+        end = at + len(turn.output.token_ids)
+        spans.append(slice(at, end + appended * turn.learn_appended))
+        at = end + appended
     return spans
 
 
 def turn_ends(trajectory: Trajectory) -> list[int]:
     """Position of each turn's last sampled id in the response."""
-    return [span.stop - 1 for span in turn_spans(trajectory)]
+    lengths = [len(turn.output.token_ids) for turn in turns_of(trajectory)]
+    return [span.start + length - 1 for span, length in zip(turn_spans(trajectory), lengths, strict=True)]
 
 
 def turn_rewards(trajectory: Trajectory, source: str) -> np.ndarray:

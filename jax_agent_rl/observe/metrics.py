@@ -60,6 +60,7 @@ def trajectory_record(trajectory: Trajectory, *, step: int, split: str) -> dict[
             "appended": len(turn.appended_ids),
             "stop_reason": turn.output.stop_reason,
             "cached_tokens": turn.output.cached_tokens,
+            "score": turn.score,
             "tool_calls": [
                 asdict(replace(call, media={})) | {"media": {kind: len(items) for kind, items in call.media.items()}}
                 for call in turn.tool_calls

@@ -8,8 +8,8 @@
 
 ``solution_str`` is the text of the last assistant turn: tool results never reach it, so an answer that only a tool
 wrote earns nothing. ``extra_info`` is the row's, plus ``finish_reason``, ``num_turns``, ``tool_rewards`` (one per call,
-in order) and ``tool_scores`` (each tool's ``calc_reward`` of the whole trajectory, by name). A function that runs past
-``reward.timeout`` loses its trajectory, not the run.
+in order), ``tool_scores`` (each tool's ``calc_reward`` of the whole trajectory, by name) and ``turn_scores`` (one per
+reply of a simulated user). A function that runs past ``reward.timeout`` loses its trajectory, not the run.
 """
 
 from __future__ import annotations
@@ -150,6 +150,7 @@ def _extra_info(trajectory: Trajectory) -> dict[str, Any]:
         "num_turns": trajectory.num_turns,
         "tool_rewards": [call.reward for call in trajectory.tool_calls],
         "tool_scores": dict(trajectory.tool_scores),
+        "turn_scores": list(trajectory.turn_scores),
     }
 
 

@@ -87,6 +87,10 @@ class RolloutCollector:
         """Closes the agent loops; nothing may be running."""
         await self._agents.close()
 
+    async def preflight(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Checks what the loops of these rows depend on, once before a run; raises ConfigError."""
+        await self._agents.preflight(rows)
+
     async def collect(
         self,
         rows: Sequence[Mapping[str, Any]],

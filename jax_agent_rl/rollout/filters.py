@@ -66,7 +66,7 @@ def _judge(trajectory: Trajectory, config: AlgorithmConfig) -> tuple[str, DropRe
     """``keep``, ``mask`` or ``drop``, and why. The strictest of the filters that apply."""
     if not all(map(_logprobs_make_sense, trajectory.sequences)):
         return "drop", DropReason.NAN_LOGPROBS
-    verdict = ("keep", DropReason.VOID_TURN)
+    verdict = ("mask", trajectory.no_loss) if trajectory.no_loss else ("keep", DropReason.VOID_TURN)
     for name in FILTER_NAMES:
         action = getattr(config.filters, name)
         if action != "off" and verdict[0] != "drop" and FILTERS[name](trajectory, config):

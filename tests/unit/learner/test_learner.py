@@ -172,3 +172,25 @@ def test_eight_simulated_devices_train_as_one_does():
         [sys.executable, "-c", SHARDED], env=environment, capture_output=True, text=True, timeout=500
     )
     assert "equal on 8 devices" in result.stdout, result.stderr[-2000:]
+
+
+@pytest.mark.parametrize("updates", [1, 2])
+def test_observations_are_trained_on_when_asked_for_and_have_no_gap(updates: int):
+    groups = random_groups(8, groups=2)
+    learned = [
+        replace(
+            g,
+            trajectories=tuple(
+                replace(t, turns=tuple(replace(turn, learn_appended=True) for turn in t.turns)) for t in g.trajectories
+            ),
+        )
+        for g in groups
+    ]
+    plain = learner(updates_per_step=updates).update(groups).metrics
+    made = learner(updates_per_step=updates)
+    result = made.update(learned)
+    ids = sum(len(t.response_ids) for g in groups for t in g.trajectories)
+    assert result.metrics["trained_tokens"] == ids > plain["trained_tokens"]
+    assert not result.skipped and np.isfinite(list(result.metrics.values())).all()
+    if updates == 1:  # later updates start from other weights
+        assert result.metrics["logprob_gap_max"] == pytest.approx(plain["logprob_gap_max"], abs=1e-5)

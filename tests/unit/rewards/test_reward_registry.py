@@ -61,8 +61,14 @@ async def test_a_function_is_called_with_the_documented_arguments():
 
     scored = await rewards.score(trajectory(extra_info={"index": 3}))
     assert (seen["data_source"], seen["solution_str"], seen["ground_truth"]) == ("mine", "answer 9", "9")
-    expected = {"index": 3, "finish_reason": FinishReason.ANSWER, "num_turns": 2}
-    expected |= {"tool_rewards": [0.25], "tool_scores": {}}
+    expected = {
+        "index": 3,
+        "finish_reason": FinishReason.ANSWER,
+        "num_turns": 2,
+        "tool_rewards": [0.25],
+        "tool_scores": {},
+        "turn_scores": [],
+    }
     assert seen["extra_info"] == expected
     assert seen["thread"] != threading.get_ident(), "it may block"
     assert scored.reward == 1.0 and scored.metrics["tool_calls"] == 1 and scored.metrics["reward_seconds"] >= 0

@@ -1,6 +1,7 @@
 """Filters: what is masked, what is dropped, and why."""
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -8,7 +9,7 @@ from hypothesis import strategies as st
 
 from jax_agent_rl.config_algorithm import FILTER_NAMES, AlgorithmConfig
 from jax_agent_rl.rollout.filters import FILTERS, select
-from jax_agent_rl.types import DropReason, FinishReason
+from jax_agent_rl.types import DropReason, FinishReason, Group
 from tests.trajectories import call, group_of, trajectory
 
 TWO_TURNS = {"prompt": [3], "response": [4, 7, 5], "mask": [1, 0, 1]}
@@ -137,3 +138,18 @@ def test_everything_is_trained_masked_or_dropped_exactly_once(groups, filters):
     assert set(selection.masked) <= set(kept)
     for group in selection.groups:
         assert any(t.trajectory_id not in selection.masked for t in group.trajectories)
+
+
+def test_a_trajectory_that_its_agent_keeps_out_of_the_loss_counts_in_the_baseline_alone():
+    members = [trajectory([3], [4], reward=float(i % 2), index=i) for i in range(3)]
+    members[1] = replace(members[1], no_loss=DropReason.OVERLONG)
+    selection = select([Group(group_id="g", trajectories=tuple(members))], AlgorithmConfig())
+    assert selection.masked == {"g-1": DropReason.OVERLONG} and not selection.dropped
+    assert [t.trajectory_id for t in selection.groups[0].trajectories] == ["g-0", "g-1", "g-2"]
+
+
+def test_a_group_of_which_no_trajectory_carries_loss_is_dropped_by_their_reasons():
+    members = [trajectory([3], [4], reward=float(i), index=i) for i in range(2)]
+    members = [replace(t, no_loss=DropReason.VOID_TRAJECTORY) for t in members]
+    selection = select([Group(group_id="g", trajectories=tuple(members))], AlgorithmConfig())
+    assert selection.groups == () and selection.dropped == {DropReason.VOID_TRAJECTORY: ("g-0", "g-1")}

@@ -204,3 +204,19 @@ async def test_penalties_are_taken_off_before_groups_are_compared(tmp_path: Path
     await training.run()
     (group,) = training.runtime.learner.groups
     assert group.rewards == tuple(1.0 - len(t.response_ids) for t in group.trajectories)
+
+
+async def test_trajectories_without_loss_are_counted_under_their_reason(tmp_path: Path):
+    """Step 1 loses one of two trajectories of its group, step 2 both: then there is nothing to learn from."""
+
+    async def score(trajectory):
+        _, step, _, sample = trajectory.trajectory_id.split("-")
+        lost = sample == "0" or step == "2"
+        return replace(await parity(trajectory), no_loss=DropReason.VOID_TRAJECTORY if lost else None)
+
+    training = trainer(tmp_path, steps=2, score=score)
+    await training.run()
+    books = training.runtime.collector.accounting
+    books.check()
+    assert (books.started, books.trained, dict(books.dropped)) == (4, 1, {DropReason.VOID_TRAJECTORY: 3})
+    assert training.runtime.client.servers[0].backend.policy_version == 1, "the second step published nothing"
