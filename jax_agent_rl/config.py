@@ -12,7 +12,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -21,6 +21,7 @@ from jax_agent_rl.errors import ConfigError
 
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
+Tree = TypeVar("Tree", bound=BaseModel)
 
 
 class _Section(BaseModel):
@@ -221,6 +222,11 @@ def load(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Config:
     Raises:
         ConfigError: with all problems at once.
     """
+    return build(read_tree(path), overrides)
+
+
+def read_tree(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The nested mapping a YAML file holds; raises :class:`ConfigError`."""
     path = Path(path)
     if not path.is_file():
         raise ConfigError(f"config file {str(path)!r} does not exist (configs/quickstart.yaml is a good start)")
@@ -230,17 +236,22 @@ def load(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Config:
         raise ConfigError(f"{path} is not valid YAML: {error}") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} must hold a mapping of sections, got {type(tree).__name__}")
-    return build(tree, overrides)
+    return tree
 
 
 def build(tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
     """Validates a nested mapping plus overrides into a :class:`Config`; raises :class:`ConfigError`."""
+    return build_as(Config, tree, overrides)
+
+
+def build_as(model: type[Tree], tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> Tree:
+    """:func:`build` for another root: a program with a configuration of its own."""
     tree = _copy(tree)
     problems = [problem for item in overrides if (problem := _apply_override(tree, item))]
     try:
-        config = Config.model_validate(tree)
+        config = model.model_validate(tree)
     except ValidationError as error:
-        problems += [line for item in error.errors() for line in _explain(item)]
+        problems += [line for item in error.errors() for line in _explain(item, model)]
     if problems:
         raise ConfigError(problems)
     return config
@@ -280,11 +291,11 @@ def _apply_override(tree: dict[str, Any], item: str) -> str | None:
     return None
 
 
-def _explain(error: Mapping[str, Any]) -> list[str]:
+def _explain(error: Mapping[str, Any], model: type[BaseModel]) -> list[str]:
     """One pydantic error as lines of our own: path, what is wrong, the value, the fix."""
     path = ".".join(str(p) for p in error["loc"])
     if error["type"] == "extra_forbidden":
-        guess = _nearest(path)
+        guess = _nearest(path, model)
         return [f"{path}: unknown key" + (f"; did you mean {guess}?" if guess else "")]
     if error["type"] == "missing":
         return [f"{path}: required, not set"]
@@ -307,9 +318,9 @@ def valid_keys(model: type[BaseModel] = Config, prefix: str = "") -> dict[str, s
     return keys
 
 
-def _nearest(path: str) -> str | None:
+def _nearest(path: str, model: type[BaseModel]) -> str | None:
     """The valid key a user most likely meant: a near name in place first, then the same leaf elsewhere."""
-    keys = list(valid_keys())
+    keys = list(valid_keys(model))
     sections = sorted({key.rpartition(".")[0] for key in keys} - {""})
     if close := difflib.get_close_matches(path, keys + sections, n=1, cutoff=0.75):
         return close[0]

@@ -139,11 +139,12 @@ class SandboxProcess:
                 self._process.stdin.close()
             self._kill()
             async with asyncio.timeout(_GONE_SECONDS):
+                await self._drain()  # first: a full pipe that nobody reads keeps wait() from returning
                 await self._process.wait()
-                await self._drain()
                 if self._process.stdin is not None:
                     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                         await self._process.stdin.wait_closed()
+                await asyncio.sleep(0)  # the callbacks in which asyncio lets go of the pipes are queued by now
         except TimeoutError:
             logger.error("processes of sandbox %d are still there %g s after SIGKILL", self._process.pid, _GONE_SECONDS)
         finally:

@@ -1,0 +1,28 @@
+"""``jax-agent-rl tool-server``: runs a tool server until it is told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable
+
+from jax_agent_rl.tools.server.front import ToolServer
+from jax_agent_rl.tools.server.settings import ToolServerSettings
+
+
+async def run(settings: ToolServerSettings, say: Callable[[str], None]) -> None:
+    """Serves until SIGINT or SIGTERM.
+
+    Args:
+        settings: of the server.
+        say: prints a line.
+    """
+    stop = asyncio.Event()
+    for which in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(which, stop.set)
+    async with ToolServer(settings) as server:
+        say(f"tool server on {server.url}: {', '.join(settings.tools)} ({settings.workers} workers)")
+        if settings.sandbox == "unsafe_local":
+            say("sandbox=unsafe_local: what models write runs with your rights, without protection")
+        await stop.wait()
+        say("stopping")
