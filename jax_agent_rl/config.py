@@ -251,7 +251,7 @@ def build_as(model: type[Tree], tree: Mapping[str, Any], overrides: Sequence[str
     try:
         config = model.model_validate(tree)
     except ValidationError as error:
-        problems += [line for item in error.errors() for line in _explain(item, model)]
+        raise ConfigError(problems + [line for item in error.errors() for line in _explain(item, model)]) from None
     if problems:
         raise ConfigError(problems)
     return config

@@ -29,7 +29,7 @@ HOME = "/tmp"
 _FIRST_UID, _UIDS = 0x7000_0000, 1 << 28  # far from any account; random, so that two programs at once differ
 _MERGED = ("bin", "sbin", "lib", "lib32", "lib64")
 _ETC = ("ld.so.cache", "alternatives", "localtime")
-_PASSWD = b"root:x:0:0:root:/root:/bin/sh\nsandbox:x:65534:65534:sandbox:/tmp:/bin/sh\n"
+_NOBODY = 65534
 
 
 class Bubblewrap(Isolation):
@@ -46,8 +46,9 @@ class Bubblewrap(Isolation):
         self._is_root = os.geteuid() == 0 and _maps_every_user()
         self._filter = seccomp.program(platform.machine())
 
-    def launch(self, argv: Sequence[str], limits: SandboxLimits, files: Files) -> Launch:
+    def launch(self, argv: Sequence[str], limits: SandboxLimits, files: Files, *, lifeline: int) -> Launch:
         fds: list[int] = []
+        uid = _FIRST_UID + secrets.randbelow(_UIDS) if self._is_root else None
 
         def data(contents: bytes) -> str:
             fds.append(memory_file(contents))
@@ -56,14 +57,24 @@ class Bubblewrap(Isolation):
         try:
             # The writable folder first: the Python installation may lie below /tmp.
             options = [*self._namespaces(), *_writable(HOME, limits), *self._system, *_writable("/dev/shm", limits)]
-            options += ["--perms", "0444", "--ro-bind-data", data(_PASSWD), "/etc/passwd"]
+            options += ["--perms", "0444", "--ro-bind-data", data(_passwd(uid or _NOBODY)), "/etc/passwd"]
             for name, source in files.items():
                 place = f"{HOME}/{name}"
                 if isinstance(source, bytes):
                     options += ["--perms", "0444", "--ro-bind-data", data(source), place]
                 else:
                     options += ["--ro-bind", str(source.resolve()), place]
-            options += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", HOME, "--clearenv"]
+            options += [
+                "--remount-ro",
+                "/proc",
+                "--remount-ro",
+                "/dev",
+                "--remount-ro",
+                "/",
+                "--chdir",
+                HOME,
+                "--clearenv",
+            ]
             for name, value in program_environment(self.python, home=HOME).items():
                 options += ["--setenv", name, value]
             options += ["--seccomp", data(self._filter)]
@@ -73,9 +84,15 @@ class Bubblewrap(Isolation):
             for fd in fds:
                 os.close(fd)
             raise
-        uid = _FIRST_UID + secrets.randbelow(_UIDS) if self._is_root else None
         interpreter = [str(self.python.resolve()), "-I", "-S", "-c"]
-        command = [str(self._bwrap), "--args", listed, "--", *interpreter, *guarded(argv, limits, uid=uid)]
+        command = [
+            str(self._bwrap),
+            "--args",
+            listed,
+            "--",
+            *interpreter,
+            *guarded(argv, limits, uid=uid, lifeline=lifeline),
+        ]
         return Launch(argv=command, fds=tuple(fds))
 
     def _namespaces(self) -> list[str]:
@@ -83,7 +100,7 @@ class Bubblewrap(Isolation):
         options += ["--hostname", "sandbox", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
         if self._is_root:  # the guard gives these up
             return [*options, "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
-        return [*options, "--unshare-user", "--uid", "65534", "--gid", "65534"]
+        return [*options, "--unshare-user", "--uid", str(_NOBODY), "--gid", str(_NOBODY)]
 
     @cached_property
     def _system(self) -> list[str]:
@@ -95,6 +112,7 @@ class Bubblewrap(Isolation):
                 options += ["--symlink", os.readlink(path), str(path)]
             elif path.is_dir():
                 options += ["--ro-bind", str(path), str(path)]
+        options += ["--perms", "0755", "--dir", "/etc"]
         for name in _ETC:
             options += ["--ro-bind-try", f"/etc/{name}", f"/etc/{name}"]
         for folder in _installation(self.python):
@@ -103,6 +121,10 @@ class Bubblewrap(Isolation):
                     options += ["--perms", "0755", "--dir", str(parent)]
                 options += ["--ro-bind", str(folder), str(folder)]
         return options
+
+
+def _passwd(uid: int) -> bytes:
+    return f"root:x:0:0:root:/root:/bin/sh\nsandbox:x:{uid}:{uid}:sandbox:{HOME}:/bin/sh\n".encode()
 
 
 def _writable(folder: str, limits: SandboxLimits) -> list[str]:

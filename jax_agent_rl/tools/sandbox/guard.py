@@ -8,6 +8,7 @@ work; the program is not started then.
 import json
 import os
 import resource
+import select
 import stat
 import sys
 
@@ -22,9 +23,17 @@ def _limit(limits: dict) -> None:
         resource.RLIMIT_MEMLOCK: 0,
     }
     for which, value in hard.items():
+        value = _allowed(which, value)
         resource.setrlimit(which, (value, value))
     # The soft limit's signal tells CPU time from other kills; the hard one follows for who ignores the signal.
-    resource.setrlimit(resource.RLIMIT_CPU, (limits["cpu_seconds"], limits["cpu_seconds"] + 1))
+    hard_cpu = _allowed(resource.RLIMIT_CPU, limits["cpu_seconds"] + 1)
+    resource.setrlimit(resource.RLIMIT_CPU, (min(limits["cpu_seconds"], hard_cpu), hard_cpu))
+
+
+def _allowed(which: int, value: int) -> int:
+    """The limit, or the lower one this process was started with."""
+    hard = resource.getrlimit(which)[1]
+    return value if hard == resource.RLIM_INFINITY else min(value, hard)
 
 
 def _become(uid: int) -> None:
@@ -37,18 +46,30 @@ def _become(uid: int) -> None:
     os.setresuid(uid, uid, uid)
 
 
+def _still_wanted(lifeline: int) -> bool:
+    """Whether whoever started this still holds its end of the lifeline.
+
+    The kernel ends this process with its parent only once it was asked to; a parent that died before left no trace.
+    """
+    poll = select.poll()
+    poll.register(lifeline, 0)  # a hang-up is reported without being asked for
+    gone = poll.poll(0)
+    os.close(lifeline)
+    return not gone
+
+
 def main() -> None:
     """See the module."""
     options, argv = json.loads(sys.argv[1]), sys.argv[2:]
     try:
+        if not _still_wanted(options["lifeline"]):
+            return
         _limit(options["limits"])
         if options["uid"] is not None:
             _become(options["uid"])
         os.execvp(argv[0], argv)
     except OSError as error:
         print(f"sandbox guard: {argv[0]}: {error}", file=sys.stderr)
-    except ValueError as error:  # a limit above the one this process was started with
-        print(f"sandbox guard: {error}", file=sys.stderr)
     sys.exit(125)
 
 

@@ -48,8 +48,15 @@ class Isolation(ABC):
     python: Path
 
     @abstractmethod
-    def launch(self, argv: Sequence[str], limits: SandboxLimits, files: Files) -> Launch:
-        """What to execute in order to run ``argv`` under ``limits``, ``files`` in its working folder."""
+    def launch(self, argv: Sequence[str], limits: SandboxLimits, files: Files, *, lifeline: int) -> Launch:
+        """What to execute in order to run a program.
+
+        Args:
+            argv: the program and its arguments.
+            limits: that hold for it.
+            files: in its working folder.
+            lifeline: a descriptor it inherits; once that hangs up, the program is not started any more.
+        """
 
 
 class UnsafeLocal(Isolation):
@@ -62,7 +69,7 @@ class UnsafeLocal(Isolation):
     def __init__(self, python: Path):
         self.python = python
 
-    def launch(self, argv: Sequence[str], limits: SandboxLimits, files: Files) -> Launch:
+    def launch(self, argv: Sequence[str], limits: SandboxLimits, files: Files, *, lifeline: int) -> Launch:
         folder = tempfile.mkdtemp(prefix="unsafe-local-")
         for name, source in files.items():
             if isinstance(source, bytes):
@@ -71,7 +78,7 @@ class UnsafeLocal(Isolation):
                 (Path(folder) / name).symlink_to(source)
         env = program_environment(self.python, home=folder)
         # Not the process limit: it counts every process of this user.
-        command = guarded(argv, dataclasses.replace(limits, processes=1 << 20), uid=None)
+        command = guarded(argv, dataclasses.replace(limits, processes=1 << 20), uid=None, lifeline=lifeline)
         return Launch(
             argv=[str(self.python), "-I", "-S", "-c", *command],
             env=env,
@@ -80,9 +87,9 @@ class UnsafeLocal(Isolation):
         )
 
 
-def guarded(argv: Sequence[str], limits: SandboxLimits, *, uid: int | None) -> list[str]:
-    """The arguments of ``python -c`` that run ``argv`` behind the guard."""
-    options = {"limits": dataclasses.asdict(limits), "uid": uid}
+def guarded(argv: Sequence[str], limits: SandboxLimits, *, uid: int | None, lifeline: int) -> list[str]:
+    """The arguments of ``python -c`` that run ``argv`` behind the guard, as ``uid`` (None: as who it is)."""
+    options = {"limits": dataclasses.asdict(limits), "uid": uid, "lifeline": lifeline}
     return [_guard_source(), json.dumps(options), *argv]
 
 

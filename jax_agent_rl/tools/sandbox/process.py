@@ -30,8 +30,9 @@ _CPU_SIGNALS = (128 + signal.SIGXCPU, -signal.SIGXCPU)
 class SandboxProcess:
     """A started program; make one with :meth:`start`, and always :meth:`close` it."""
 
-    def __init__(self, process: asyncio.subprocess.Process, launch: Launch, limits: SandboxLimits):
+    def __init__(self, process: asyncio.subprocess.Process, launch: Launch, limits: SandboxLimits, *, lifeline: int):
         self._process = process
+        self._lifeline = lifeline
         self._launch = launch
         self._limits = limits
         self._began = time.perf_counter()
@@ -60,29 +61,34 @@ class SandboxProcess:
         Raises:
             ToolError: it cannot be started, e.g. for lack of memory.
         """
-        launch = isolation.launch(argv, limits, files)
-        pipe = asyncio.subprocess.PIPE
+        starting = asyncio.ensure_future(cls._start(isolation, argv, limits, files, join_output=join_output))
         try:
-            process = await asyncio.create_subprocess_exec(
-                *launch.argv,
-                stdin=pipe,
-                stdout=pipe,
-                stderr=asyncio.subprocess.STDOUT if join_output else pipe,
-                env=launch.env,
-                cwd=launch.cwd,
-                pass_fds=launch.fds,
-                start_new_session=True,
-            )
+            return await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            await asyncio.shield(asyncio.ensure_future(_abandon(starting)))
+            raise
+
+    @classmethod
+    async def _start(
+        cls, isolation: Isolation, argv: Sequence[str], limits: SandboxLimits, files: Files, *, join_output: bool
+    ) -> SandboxProcess:
+        theirs, ours = os.pipe()
+        try:
+            launch = isolation.launch(argv, limits, files, lifeline=theirs)
+            try:
+                process = await _execute(launch, theirs, join_output=join_output)
+            except BaseException:
+                launch.clean_up()
+                raise
         except OSError as error:
-            launch.clean_up()
+            os.close(ours)
             raise ToolError(f"the sandbox could not be started: {error}") from error
-        except BaseException:  # cancelled; asyncio has killed the child
-            launch.clean_up()
+        except BaseException:
+            os.close(ours)
             raise
         finally:
-            for fd in launch.fds:
-                os.close(fd)
-        return cls(process, launch, limits)
+            os.close(theirs)
+        return cls(process, launch, limits, lifeline=ours)
 
     @property
     def alive(self) -> bool:
@@ -137,6 +143,7 @@ class SandboxProcess:
         try:
             if self._process.stdin is not None:
                 self._process.stdin.close()
+            os.close(self._lifeline)  # before the kill, which a program still being set up may survive
             self._kill()
             async with asyncio.timeout(_GONE_SECONDS):
                 await self._drain()  # first: a full pipe that nobody reads keeps wait() from returning
@@ -213,6 +220,33 @@ class SandboxProcess:
                 raise _TooMuchOutput
             if until and (at := buffer.find(until, searched)) >= 0 and buffer.find(b"\n", at) >= 0:
                 return
+
+
+async def _execute(launch: Launch, lifeline: int, *, join_output: bool) -> asyncio.subprocess.Process:
+    pipe = asyncio.subprocess.PIPE
+    try:
+        return await asyncio.create_subprocess_exec(
+            *launch.argv,
+            stdin=pipe,
+            stdout=pipe,
+            stderr=asyncio.subprocess.STDOUT if join_output else pipe,
+            env=launch.env,
+            cwd=launch.cwd,
+            pass_fds=(*launch.fds, lifeline),
+            start_new_session=True,
+        )
+    finally:
+        for fd in launch.fds:
+            os.close(fd)
+
+
+async def _abandon(starting: asyncio.Future[SandboxProcess]) -> None:
+    """Ends a program that nobody waits for any more, once it has started."""
+    try:
+        process = await starting
+    except ToolError:
+        return
+    await process.close()
 
 
 async def _together(*work: Awaitable[None]) -> None:

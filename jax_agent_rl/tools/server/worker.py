@@ -1,8 +1,8 @@
 """A worker process: carries out the actions of its trajectories, behind a Unix socket that only the front reaches.
 
 ``python -m jax_agent_rl.tools.server.worker`` reads one line of JSON from stdin, ``{"settings", "socket", "name"}``,
-and answers on stdout with ``{"ready": true}`` or ``{"error": …}``. When stdin ends, it closes every environment and exits:
-also when the front was killed.
+and answers on stdout with ``{"ready": true}`` or ``{"error": …}``. When stdin ends, also because the front was killed,
+it closes every environment and exits.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ index is made once, kept in a folder, and mapped into memory by every worker, so
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import tempfile
@@ -26,8 +27,9 @@ _STAMP = "corpus.json"
 class Index:
     """A corpus that can be searched."""
 
-    def __init__(self, retriever: bm25s.BM25):
+    def __init__(self, retriever: bm25s.BM25, size: int):
         self._retriever = retriever
+        self._size = size
 
     @classmethod
     def open(cls, settings: SearchSettings) -> Index:
@@ -44,7 +46,9 @@ class Index:
         stamp = json.dumps({"bytes": status.st_size, "modified": status.st_mtime_ns, "bm25s": bm25s.__version__})
         if not (folder / _STAMP).is_file() or (folder / _STAMP).read_text() != stamp:
             _make(corpus, folder, stamp)
-        return cls(bm25s.BM25.load(folder, mmap=True, load_corpus=True))
+        logging.getLogger("bm25s").setLevel(logging.WARNING)  # it reports every query without words
+        retriever = bm25s.BM25.load(folder, mmap=True, load_corpus=True)
+        return cls(retriever, size=int(retriever.scores["num_docs"]))
 
     def search(self, queries: list[str], topk: int) -> list[list[dict[str, Any]]]:
         """The best passages for each query, best first: ``{"document": {"id", "contents"}, "score"}``.
@@ -52,7 +56,7 @@ class Index:
         Passages that share no word with the query are left out.
         """
         words = bm25s.tokenize(queries, stopwords="en", return_ids=False, show_progress=False)
-        topk = min(topk, len(self._retriever.corpus))
+        topk = min(topk, self._size)
         passages, scores = self._retriever.retrieve(words, k=topk, show_progress=False)
         return [
             [{"document": p, "score": float(s)} for p, s in zip(row, row_scores, strict=True) if s > 0]
