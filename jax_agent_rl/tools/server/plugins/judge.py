@@ -2,12 +2,16 @@
 
 ``extra_fields.public_tests`` (or ``tests``) is ``{"inputs": [str], "outputs": [str]}``, stdin against stdout, or a list
 of Python statements that follow the program, such as ``assert add(1, 2) == 3``. Either may be a JSON string of that.
+
+A statement passes when the run gets past it, which a random mark at the end of the output shows: a program that exits
+before, with success, has passed nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,15 +23,23 @@ from jax_agent_rl.tools.server.plugins.markup import result_block
 from jax_agent_rl.tools.server.plugins.python import Code, describe, parse_python
 
 _SHOWN_CHARS = 300
+_CHECK = b"""import sys
+mark = sys.stdin.read()
+namespace = {"__name__": "__main__"}
+for name in ("main.py", "test.py"):
+    with open(name) as file:
+        exec(compile(file.read(), name, "exec"), namespace)
+sys.__stdout__.write(mark)
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """One test: what is added to the program, its input, and the output wanted (None: success is enough)."""
+    """One test: either a statement to get past, or an input and the output wanted for it."""
 
-    after: str = ""
+    statement: str | None = None
     stdin: str = ""
-    expected: str | None = None
+    expected: str = ""
 
 
 class JudgeTool(ServerTool[Code, None]):
@@ -43,8 +55,8 @@ class JudgeTool(ServerTool[Code, None]):
     async def act(self, action: Action[Code, None]) -> Observation:
         cases = read_cases(action.extra)[: self.context.settings.judge.max_tests]
         source = action.parsed.source
-        results = await asyncio.gather(*(self._run(source, case) for case in cases))
-        passed = [_passes(case, result) for case, result in zip(cases, results, strict=True)]
+        outcomes = await asyncio.gather(*(self._run(source, case) for case in cases))
+        results, passed = [result for result, _ in outcomes], [passed for _, passed in outcomes]
         lines = [f"{sum(passed)} of {len(cases)} tests passed."]
         if not all(passed):
             first = passed.index(False)
@@ -56,18 +68,25 @@ class JudgeTool(ServerTool[Code, None]):
             metrics={"tests_passed": sum(passed), "tests": len(cases)},
         )
 
-    async def _run(self, source: str, case: Case) -> SandboxResult:
+    async def _run(self, source: str, case: Case) -> tuple[SandboxResult, bool]:
+        """The run of one test, and whether it passed."""
         sandbox = self.context.sandbox
-        program = f"{source}\n{case.after}\n".encode("utf-8", "replace")
-        stdin = case.stdin.encode("utf-8", "replace")
-        return await sandbox.run([sandbox.python, "main.py"], stdin=stdin, files={"main.py": program})
+        files = {"main.py": source.encode("utf-8", "replace")}
+        if case.statement is None:
+            stdin = case.stdin.encode("utf-8", "replace")
+            result = await sandbox.run([sandbox.python, "main.py"], stdin=stdin, files=files)
+            return result, result.ok and same_output(result.stdout, case.expected)
+        mark = secrets.token_hex(16)
+        files |= {"test.py": case.statement.encode("utf-8", "replace"), "check.py": _CHECK}
+        result = await sandbox.run([sandbox.python, "check.py"], stdin=mark.encode(), files=files)
+        return result, result.ok and result.stdout.endswith(mark)
 
     def _explain(self, index: int, case: Case, result: SandboxResult) -> str:
         lines = [f"Test {index + 1} failed."]
-        if case.expected is not None:
+        if case.statement is None:
             lines += [f"Input: {_clip(case.stdin)}", f"Expected: {_clip(case.expected)}"]
         else:
-            lines.append(f"Test: {_clip(case.after)}")
+            lines.append(f"Test: {_clip(case.statement)}")
         return "\n".join([*lines, f"Got: {_clip(describe(result, self.context.sandbox.limits))}"])
 
 
@@ -85,16 +104,12 @@ def read_cases(extra: Mapping[str, Any]) -> list[Case]:
             raise ToolError(f"extra_fields.public_tests is not JSON: {error}") from error
     match tests:
         case [_, *_] if all(isinstance(test, str) for test in tests):
-            return [Case(after=test) for test in tests]
+            return [Case(statement=test) for test in tests]
         case {"inputs": [_, *_] as inputs, "outputs": [*outputs]} if len(inputs) == len(outputs):
             return [Case(stdin=_text(i), expected=_text(o)) for i, o in zip(inputs, outputs, strict=True)]
     raise ToolError(
         'the task has no tests: extra_fields.public_tests must be {"inputs", "outputs"} or a list of asserts'
     )
-
-
-def _passes(case: Case, result: SandboxResult) -> bool:
-    return result.ok and (case.expected is None or same_output(result.stdout, case.expected))
 
 
 def same_output(found: str, expected: str) -> bool:

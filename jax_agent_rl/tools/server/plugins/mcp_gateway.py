@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mcp import Client, MCPError, StdioServerParameters
-from mcp.types import AudioContent, CallToolResult, ImageContent, TextContent
+from mcp.types import CONNECTION_CLOSED, AudioContent, CallToolResult, ImageContent, TextContent
 
 from jax_agent_rl.errors import ConfigError, ToolError
 from jax_agent_rl.tools.server.plugin import Action, Observation, ServerTool
@@ -114,6 +114,8 @@ class McpTool(ServerTool[tuple[str, Mapping[str, Any]], None]):
         except TimeoutError:
             raise ToolError(f"{name} did not answer within {seconds:g} seconds") from None
         except MCPError as error:
+            if error.code == CONNECTION_CLOSED:
+                await connection.drop()
             raise ToolError(f"{name}: {error}") from error
         except Exception as error:  # whatever the transport raises
             await connection.drop()

@@ -16,6 +16,9 @@ def main() -> None:
     except (sqlite3.Error, sqlite3.Warning) as error:
         print(f"Error: {error}")
         return
+    except MemoryError:
+        print("Error: out of memory")
+        return
     if cursor.description is not None:
         print(" | ".join(column[0] for column in cursor.description))
     for row in rows[: request["max_rows"]]:
