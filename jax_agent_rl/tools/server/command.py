@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from jax_agent_rl.tools.server.front import ToolServer
 from jax_agent_rl.tools.server.settings import ToolServerSettings
+from jax_agent_rl.tools.server.worker import allow_many_descriptors
 
 
 async def run(settings: ToolServerSettings, say: Callable[[str], None]) -> None:
@@ -17,6 +18,7 @@ async def run(settings: ToolServerSettings, say: Callable[[str], None]) -> None:
         settings: of the server.
         say: prints a line.
     """
+    allow_many_descriptors()
     stop = asyncio.Event()
     for which in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(which, stop.set)

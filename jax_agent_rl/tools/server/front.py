@@ -21,6 +21,7 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry, Counter, generate_latest
@@ -154,6 +155,9 @@ class ToolServer:
         except web.HTTPException as error:
             status = error.status
             return _refuse(status, f"{request.method} {request.path}: {error.reason}")
+        except Exception:
+            status = 500
+            raise
         finally:
             self._requests.labels(path, status).inc()
 
@@ -163,7 +167,7 @@ class ToolServer:
             given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
             if not hmac.compare_digest(given, self._token):
                 return _refuse(401, "the token is missing or wrong: send the header 'Authorization: Bearer TOKEN'")
-        elif request.url.host not in _LOOPBACK_NAMES and request.url.host != self._settings.host:
+        elif _name_of(request.host) not in (*_LOOPBACK_NAMES, self._settings.host):
             # A page in a local browser, under a name that was made to resolve to this machine.
             return _refuse(403, f"without a token only requests to localhost are answered, not to {request.host!r}")
         return None
@@ -288,6 +292,14 @@ class _Refused(Exception):
 
 def _refuse(status: int, text: str) -> web.Response:
     return web.json_response({"detail": text}, status=status)
+
+
+def _name_of(host: str) -> str | None:
+    """A ``Host`` header without its port; None if it is malformed."""
+    try:
+        return urlsplit(f"//{host}").hostname
+    except ValueError:
+        return None
 
 
 def is_loopback(host: str) -> bool:

@@ -114,10 +114,10 @@ class ToolServerSettings(_Section):
         "bubblewrap", description="unsafe_local: models' programs run with this user's rights, unprotected."
     )
     python: str | None = Field(None, description="Interpreter that programs get; default: the server's own.")
-    max_running: Positive = Field(8, description="Programs at the same time, per worker; more wait.")
+    max_running: Positive = Field(16, description="Programs at the same time, per worker; more wait.")
     max_environments: Positive = Field(1024, description="Open environments per worker; more are refused.")
     idle_seconds: Seconds = Field(1800.0, description="An environment unused for this long is closed.")
-    step_seconds: Seconds = Field(60.0, description="Seconds one action may take, waiting for a turn included.")
+    step_seconds: Seconds = Field(120.0, description="Seconds one action may take, waiting for a turn included.")
     max_batch: Positive = Field(1024, description="Actions in one request.")
     max_request_mb: Positive = Field(64, description="Size of a request.")
     max_observation_chars: Positive = Field(20_000, description="Longer observations lose their middle.")

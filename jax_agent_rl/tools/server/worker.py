@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import resource
 import signal
 import sys
 from typing import Any
@@ -113,8 +114,16 @@ def _say(message: dict[str, Any]) -> None:
     print(json.dumps(message), flush=True)
 
 
+def allow_many_descriptors() -> None:
+    """Raises the soft limit of open descriptors to the hard one: a session needs a handful, and many are open."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = 1 << 20 if hard == resource.RLIM_INFINITY else hard
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
 def main() -> None:
     """See the module."""
+    allow_many_descriptors()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the front decides
     hello = json.loads(sys.stdin.readline())
     try:

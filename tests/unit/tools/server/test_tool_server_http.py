@@ -158,6 +158,16 @@ async def test_another_host_name_is_refused_without_a_token(one_server):
     assert status == 403 and "attacker.example" in body["detail"]
 
 
+@pytest.mark.parametrize("host", [b"[::", b"a b", b"", b"\xff"])
+async def test_a_host_header_that_is_none_does_no_harm(one_server, host):
+    reader, writer = await asyncio.open_connection("127.0.0.1", one_server.server.port)
+    writer.write(b"GET /health HTTP/1.1\r\nHost: " + host + b"\r\nConnection: close\r\n\r\n")
+    answer = await reader.read()
+    writer.close()
+    assert answer.split()[1] in (b"400", b"403")
+    assert (await one_server.send("/health", "GET"))[0] == 200
+
+
 @pytest.fixture
 async def one_server():
     async with serving("max_batch=8", "max_request_mb=1") as client:
