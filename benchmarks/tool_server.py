@@ -79,6 +79,7 @@ async def soak(
         trajectories: at the same time.
         workers: of the server.
         kill_every: seconds between the deaths of workers; 0 kills none.
+        idle_seconds: after which what was left open is closed.
         seed: of everything that is random.
     """
     settings = ToolServerSettings.model_validate(
@@ -86,7 +87,7 @@ async def soak(
             "tools": ["stateful_python", "bash"],
             "port": 0,
             "workers": workers,
-            "idle_seconds": 10.0,
+            "idle_seconds": idle_seconds,
             "limits": {"wall_seconds": 3.0, "memory_mb": 512, "processes": 32},
             "step_seconds": 300.0,
         }
