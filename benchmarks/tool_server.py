@@ -70,7 +70,13 @@ class Report:
 
 
 async def soak(
-    *, seconds: float, trajectories: int, workers: int = 2, kill_every: float = 0.0, seed: int = 0
+    *,
+    seconds: float,
+    trajectories: int,
+    workers: int = 2,
+    kill_every: float = 0.0,
+    idle_seconds: float = 10.0,
+    seed: int = 0,
 ) -> Report:
     """Runs it.
 

@@ -140,10 +140,12 @@ async def test_a_body_that_cannot_be_read_is_refused_and_counted(one_server, dat
     assert (await one_server.step("echo still here"))["observations"] == ["still here"]
 
 
-async def test_escapes_that_spell_no_character_are_a_wrong_schema(one_server):
+async def test_escapes_that_spell_no_character_are_replaced_in_actions_and_refused_in_ids(one_server):
     data = b'{"trajectory_ids": ["a"], "actions": ["echo \\ud800!"]}'
     status, body = await one_server.send(data=data, headers=JSON)
-    assert status == 422 and "actions.0" in body["detail"]
+    assert (status, body["observations"]) == (200, ["?!"])
+    status, body = await one_server.send(data=data.replace(b'"a"', b'"\\ud800"'), headers=JSON)
+    assert status == 422 and "trajectory_ids.0" in body["detail"]
 
 
 async def test_what_is_not_json_by_its_type_or_path_is_refused(one_server):
