@@ -10,12 +10,12 @@ soak = load_user_module(str(Path(__file__).parents[4] / "benchmarks" / "tool_ser
 
 
 async def test_many_hostile_trajectories_leave_nothing_behind():
-    report = await soak(seconds=4, trajectories=24, idle_seconds=2)
+    report = await soak(seconds=4, trajectories=12, idle_seconds=2)
     assert report.problems == []
-    assert report.environments["opened"] > 24 and report.environments["lost"] == 0
+    assert report.environments["opened"] > 12 and report.environments["lost"] == 0
 
 
 async def test_nor_do_they_when_workers_die():
-    report = await soak(seconds=4, trajectories=12, kill_every=1.5, idle_seconds=2)
+    report = await soak(seconds=4, trajectories=8, kill_every=1.5, idle_seconds=2)
     assert report.problems == []
     assert report.environments["lost"] > 0
