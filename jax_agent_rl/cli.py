@@ -63,7 +63,7 @@ def view(
 @app.command("tool-server")
 def tool_server(
     settings: Annotated[
-        list[str] | None, typer.Argument(help="Settings, e.g. tools=[python,search] port=5000.")
+        list[str] | None, typer.Argument(help="Settings as key=value, e.g. port=5000 workers=4.")
     ] = None,
     config: Annotated[Path | None, typer.Option(help="YAML file with the same keys.")] = None,
 ) -> None:
