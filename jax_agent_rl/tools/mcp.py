@@ -79,16 +79,20 @@ class MCPConnection:
     Args:
         name: of the server, for messages.
         server: how to reach it.
-        timeout: seconds that connecting and each call may take.
+        timeout: seconds that each call may take.
+        connect_timeout: seconds that connecting may take; None: the same.
 
     Raises:
         ConfigError: entering: the package ``mcp`` is not installed, or the server cannot be reached.
     """
 
-    def __init__(self, name: str, server: MCPServerConfig, *, timeout: float) -> None:
+    def __init__(
+        self, name: str, server: MCPServerConfig, *, timeout: float, connect_timeout: float | None = None
+    ) -> None:
         self.name = name
         self._server = server
         self._timeout = timeout
+        self._connect_timeout = connect_timeout or timeout
         self._opening = asyncio.Lock()
         self._client: Client | None = None
         self._owner: asyncio.Task[None] | None = None
@@ -156,7 +160,7 @@ class MCPConnection:
         ready: asyncio.Future[Client] = asyncio.get_running_loop().create_future()
         self._owner = asyncio.create_task(self._own(ready, self._stop), name=f"mcp-{self.name}")
         try:
-            async with asyncio.timeout(self._timeout):
+            async with asyncio.timeout(self._connect_timeout):
                 return await asyncio.shield(ready)
         except ImportError:
             raise
@@ -166,7 +170,7 @@ class MCPConnection:
         except TimeoutError:
             self._owner.cancel()
             raise ToolError(
-                f"the MCP server {self.name} ({self._server}) did not answer within {self._timeout:g} seconds"
+                f"the MCP server {self.name} ({self._server}) did not answer within {self._connect_timeout:g} seconds"
             ) from None
         except Exception as error:
             cause = _innermost(error)

@@ -11,7 +11,7 @@ import yaml
 
 from jax_agent_rl.observe.metrics import read_records
 
-RECIPES = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+RECIPES = sorted(p for p in (Path(__file__).parents[2] / "configs").glob("*.yaml") if p.stem != "tool_server")
 
 # A random model earns nothing: without this filter the learner still runs.
 SMALL = ["rollout.prompts_per_step=2", "agent.max_response_length=32", "algorithm.filter_zero_variance=false"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import socket
 from collections.abc import Iterator
 
@@ -12,6 +11,7 @@ import uvicorn
 from starlette.applications import Starlette
 
 from jax_agent_rl.errors import ConfigError
+from jax_agent_rl.serving import is_loopback
 
 SHUTDOWN_SECONDS = 5
 
@@ -66,16 +66,6 @@ class LoopServer:
             await self._task
             self._task = None
         self._socket.close()
-
-
-def is_loopback(host: str) -> bool:
-    """True if only this machine reaches the address."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _listen(host: str, port: int) -> socket.socket:
