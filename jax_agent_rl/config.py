@@ -12,7 +12,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -101,11 +101,50 @@ class ToolsConfig(_Section):
     function_tool_path: str | None = Field(None, description="Python file or module with @function_tool functions.")
 
 
+class RemoteRewardConfig(_Section):
+    """A reward server for some data sources."""
+
+    url: str = Field(description="Where each trajectory is POSTed as JSON; answers a number or {score: …}.")
+    data_sources: tuple[str, ...] = Field(min_length=1, description="Rows it scores, by data_source (* matches).")
+    timeout: float = Field(30.0, gt=0, description="Seconds one attempt may take.")
+    max_retries: NonNegative = Field(3, description="Further attempts after connection errors, 429 and 5xx.")
+    retry_delay: float = Field(1.0, ge=0, description="Seconds before the first of them; doubled each time.")
+    max_concurrency: Positive = Field(16, description="Requests at the same time.")
+    requests_per_second: float | None = Field(None, gt=0, description="Most requests a second; null is no limit.")
+
+
+class JudgeConfig(_Section):
+    """The model behind the `judge` that reward functions may ask for."""
+
+    model: str = Field(description="Folder of a frozen model (Hugging Face), or `policy`: the one being trained.")
+    max_tokens: Positive = Field(256, description="Most tokens of one opinion.")
+    temperature: float = Field(0.0, ge=0, description="0 gives the same opinion every time.")
+    max_model_len: Positive = Field(2048, description="Most ids of question and opinion (a frozen model's engine).")
+    max_in_flight: Positive = Field(16, description="Questions at the same time.")
+
+
 class RewardConfig(_Section):
     """How trajectories are scored; the function is chosen by each row's `data_source`."""
 
     path: str | None = Field(None, description="Python file or module that registers more reward functions.")
     timeout: float = Field(60.0, gt=0, description="Seconds scoring may take; then the trajectory is dropped.")
+    overlong_buffer_length: NonNegative = Field(
+        0, description="Last ids of agent.max_response_length over which a penalty grows (DAPO); 0 is off."
+    )
+    overlong_penalty_factor: float = Field(1.0, gt=0, description="That penalty at the limit.")
+    remote: RemoteRewardConfig | None = Field(None, description="A reward server.")
+    judge: JudgeConfig | None = Field(None, description="A model whose opinion reward functions may ask for.")
+
+
+class EnvironmentsConfig(_Section):
+    """Environments that rows with agent_name `environment_agent` live in, by `extra_info.environment_kwargs.name`."""
+
+    path: str | None = Field(None, description="Python file or module with @register_environment classes.")
+    scope: Literal["rollout", "global"] = Field(
+        "rollout", description="rollout: a new instance each; global: instances are reset and used again."
+    )
+    max_instances: Positive = Field(64, description="Instances of one environment at the same time; more wait.")
+    timeout: float = Field(30.0, gt=0, description="Seconds one reset, step, score or close may take.")
 
 
 class AlgorithmConfig(_Section):
@@ -156,6 +195,9 @@ class TrainerConfig(_Section):
     eval_every: NonNegative = Field(0, description="Evaluate every this many steps; 0: before and after only.")
     checkpoint_every: NonNegative = Field(10, description="Steps between checkpoints; 0: at the end only.")
     keep_checkpoints: Positive = Field(2, description="Newest checkpoints kept.")
+    max_lost_batches: Positive = Field(
+        2, description="Stop after this many batches in a row that lost every trajectory (rewards that fail, say)."
+    )
     target_accuracy: float | None = Field(
         None, gt=0, le=1, description="Stop early once an evaluation during training reaches this."
     )
@@ -172,6 +214,7 @@ class Config(_Section):
     agent: AgentConfig = Field(default_factory=AgentConfig)
     tools: ToolsConfig = Field(default_factory=ToolsConfig)
     reward: RewardConfig = Field(default_factory=RewardConfig)
+    environments: EnvironmentsConfig = Field(default_factory=EnvironmentsConfig)
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
     learner: LearnerConfig = Field(default_factory=LearnerConfig)
     trainer: TrainerConfig = Field(default_factory=TrainerConfig)
@@ -200,6 +243,11 @@ class Config(_Section):
             problems.append(
                 f"rollout.top_p={rollout.top_p}, rollout.top_k={rollout.top_k}: the learner's log-probs are of the "
                 "full distribution and would not match; train with top_p=1 and top_k=0"
+            )
+        if self.reward.overlong_buffer_length > agent.max_response_length:
+            problems.append(
+                f"reward.overlong_buffer_length={self.reward.overlong_buffer_length} is more than "
+                f"agent.max_response_length={agent.max_response_length}; lower it"
             )
         if learner.updates_per_step > rollout.prompts_per_step:
             problems.append(
@@ -299,12 +347,16 @@ def valid_keys(model: type[BaseModel] = Config, prefix: str = "") -> dict[str, s
     keys: dict[str, str] = {}
     for name, info in model.model_fields.items():
         path = f"{prefix}{name}"
-        annotation = info.annotation
-        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-            keys |= valid_keys(annotation, path + ".")
-        else:
+        sections = [t for t in (info.annotation, *get_args(info.annotation)) if _is_section(t)]
+        for section in sections:  # an optional one is `Section | None`
+            keys |= valid_keys(section, path + ".")
+        if not sections or info.annotation not in sections:
             keys[path] = info.description or ""
     return keys
+
+
+def _is_section(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
 
 def _nearest(path: str) -> str | None:

@@ -12,6 +12,8 @@
     │   ├── TemplateError           a chat template cannot be tokenized append-only
     │   ├── RewardError             the reward function failed
     │   │   └── RewardTimeoutError  it ran past its limit
+    │   ├── EnvironmentFailedError  an environment failed
+    │   │   └── EnvironmentTimeoutError  it ran past its limit
     │   ├── AbortedError            somebody ended one of its generations for good
     │   └── BackendError            the engine failed this request
     │       ├── EngineDiedError     the engine itself is gone (infrastructure: retry elsewhere)
@@ -23,6 +25,7 @@
     ├── ToolDefinitionError         a tool is declared wrongly (raised at import / start)
     ├── WeightUpdateError           new weights were refused; the old ones are still served
     ├── CheckpointError             nothing to restore, or it does not match the config
+    ├── NothingToTrainError         every trajectory of several batches in a row was lost
     └── NonFiniteError              too many non-finite gradient steps in a row
 
 Two questions decide what happens to a failure: *whose* it is (config, data, engine, tool, reward) and
@@ -94,6 +97,18 @@ class RewardTimeoutError(RewardError):
     drop_reason = DropReason.REWARD_TIMEOUT
 
 
+class EnvironmentFailedError(TrajectoryError):
+    """An environment raised, or does not exist any more."""
+
+    drop_reason = DropReason.ENVIRONMENT_ERROR
+
+
+class EnvironmentTimeoutError(EnvironmentFailedError):
+    """A call of an environment took longer than ``environments.timeout``."""
+
+    drop_reason = DropReason.ENVIRONMENT_TIMEOUT
+
+
 class AbortedError(TrajectoryError):
     """A generation of this trajectory was aborted by somebody who did not want it resumed."""
 
@@ -140,6 +155,10 @@ class WeightUpdateError(JaxAgentRLError):
 
 class CheckpointError(JaxAgentRLError):
     """There is no checkpoint to restore, or it was made with another model."""
+
+
+class NothingToTrainError(JaxAgentRLError):
+    """Batch after batch lost every trajectory, so the run would go on for ever without learning anything."""
 
 
 class NonFiniteError(JaxAgentRLError):

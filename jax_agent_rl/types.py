@@ -49,6 +49,8 @@ class FinishReason(StrEnum):
     """The limit of tool / user turns was reached."""
     RESPONSE_LENGTH = "response_length"
     """The response budget (sampled + inserted ids) is used up."""
+    ENVIRONMENT_DONE = "environment_done"
+    """The environment said that its episode is over."""
 
 
 class DropReason(StrEnum):
@@ -62,6 +64,8 @@ class DropReason(StrEnum):
     REWARD_ERROR = "reward_error"
     REWARD_TIMEOUT = "reward_timeout"
     BACKEND_ERROR = "backend_error"
+    ENVIRONMENT_ERROR = "environment_error"
+    ENVIRONMENT_TIMEOUT = "environment_timeout"
     AGENT_ERROR = "agent_error"
     """The agent loop itself raised."""
     NON_FINITE = "non_finite"
@@ -209,11 +213,13 @@ class Turn:
         output: the generation.
         appended_ids: ids inserted after it (boundary, tool results, next generation prompt); mask 0.
         tool_calls: the calls made in this turn, in order.
+        score: what the world (an environment, a simulated user) gave for this turn; tool rewards stand apart.
     """
 
     output: TokenOutput
     appended_ids: tuple[int, ...] = ()
     tool_calls: tuple[ToolCallRecord, ...] = ()
+    score: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -293,6 +299,11 @@ class Trajectory:
     def tool_calls(self) -> tuple[ToolCallRecord, ...]:
         """All tool calls, in order."""
         return tuple(call for turn in self.turns for call in turn.tool_calls)
+
+    @property
+    def turn_scores(self) -> tuple[float, ...]:
+        """``Turn.score`` of every turn, in order; their sum is the return of an environment's episode."""
+        return tuple(turn.score for turn in self.turns)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

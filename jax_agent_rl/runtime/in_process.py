@@ -20,11 +20,12 @@ from jax_agent_rl.jetstream.backend import JetStreamBackend
 from jax_agent_rl.jetstream.engine import EngineShapes
 from jax_agent_rl.learner.step import Learner
 from jax_agent_rl.models.hf import load_hf
-from jax_agent_rl.rewards import load_rewards, require_rewards, score
+from jax_agent_rl.rewards import require_rewards
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.collect import RolloutCollector
 from jax_agent_rl.rollout.protocol import RolloutBackend
 from jax_agent_rl.rollout.server import AsyncServer
+from jax_agent_rl.runtime.scoring import make_scorer, register_rewards
 from jax_agent_rl.tools.registry import ToolRegistry
 
 
@@ -64,13 +65,13 @@ async def build(config: Config, *, say: Callable[[str], None]) -> AsyncIterator[
     Raises:
         ConfigError, DataError, ModelError, ToolDefinitionError: what a user has to fix.
     """
-    load_rewards(config.reward.path)
+    services = register_rewards(config)
     tools = ToolRegistry.from_path(config.tools.function_tool_path)
     get_agent(config.agent.default_agent)
     names = {"agents": agent_names(), "tools": list(tools)}
     train = load_rows(config.data.train, **names)
     heldout = load_rows(config.data.heldout, **names)[: config.data.heldout_limit] if config.data.heldout else []
-    require_rewards([*train, *heldout])
+    require_rewards([*train, *heldout], services=services)
     codec = ChatCodec.from_pretrained(
         config.model.path, tool_format=config.agent.tool_format, tool_prompt=config.agent.tool_prompt
     )
@@ -96,8 +97,7 @@ async def build(config: Config, *, say: Callable[[str], None]) -> AsyncIterator[
         context = AgentContext(
             client=client, codec=codec, tools=tools, limits=config.agent, max_model_len=config.rollout.max_model_len
         )
-        scorer = functools.partial(score, timeout=config.reward.timeout)
-        parts = {"score": scorer, "max_in_flight": config.rollout.max_in_flight, "seed": config.seed}
+        parts = {"score": make_scorer(config, {}), "max_in_flight": config.rollout.max_in_flight, "seed": config.seed}
         yield Runtime(
             config=config,
             codec=codec,

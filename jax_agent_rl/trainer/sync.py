@@ -22,6 +22,7 @@ from jax_agent_rl.learner.checkpoint import Checkpointer
 from jax_agent_rl.observe.metrics import RunFolder
 from jax_agent_rl.observe.progress import Progress
 from jax_agent_rl.rollout.collect import RolloutCollector
+from jax_agent_rl.rollout.futility import FutilityGuard
 from jax_agent_rl.rollout.protocol import BackendMetrics, WeightUpdate
 from jax_agent_rl.runtime.in_process import Runtime
 from jax_agent_rl.trainer.record import RunRecord, evaluation_record, step_record
@@ -45,6 +46,9 @@ class SyncTrainer:
     checkpointer: Checkpointer
     record: RunRecord
     progress: Progress
+
+    def __post_init__(self) -> None:
+        self._guard = FutilityGuard(self.runtime.config.trainer.max_lost_batches)
 
     async def run(self) -> None:
         """Runs to the end. Cancelling it (Ctrl-C) leaves a checkpoint of the last finished step."""
@@ -215,6 +219,7 @@ class SyncTrainer:
             async for group in stream:
                 groups.append(group)
                 done += group_size
+        self._guard.check(groups, collector.latest_losses)
         # Groups arrive as they finish; batches must not depend on that.
         return sorted(groups, key=lambda g: int(g.group_id.rsplit("-", 1)[1]))
 
