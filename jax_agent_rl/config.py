@@ -133,6 +133,9 @@ class RewardConfig(_Section):
     )
     overlong_penalty_factor: float = Field(1.0, gt=0, description="That penalty at the limit.")
     remote: RemoteRewardConfig | None = Field(None, description="A reward server.")
+    sandbox: Literal["bubblewrap", "unsafe_local"] = Field(
+        "bubblewrap", description="Where programs that are scored by tests run; unsafe_local is no sandbox at all."
+    )
     judge: JudgeConfig | None = Field(None, description="A model whose opinion reward functions may ask for.")
 
 
@@ -347,16 +350,13 @@ def valid_keys(model: type[BaseModel] = Config, prefix: str = "") -> dict[str, s
     keys: dict[str, str] = {}
     for name, info in model.model_fields.items():
         path = f"{prefix}{name}"
-        sections = [t for t in (info.annotation, *get_args(info.annotation)) if _is_section(t)]
-        for section in sections:  # an optional one is `Section | None`
+        candidates = (info.annotation, *get_args(info.annotation))  # an optional section is `Section | None`
+        sections = [t for t in candidates if isinstance(t, type) and issubclass(t, BaseModel)]
+        for section in sections:
             keys |= valid_keys(section, path + ".")
-        if not sections or info.annotation not in sections:
+        if info.annotation not in sections:
             keys[path] = info.description or ""
     return keys
-
-
-def _is_section(annotation: Any) -> bool:
-    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
 
 def _nearest(path: str) -> str | None:
@@ -366,6 +366,6 @@ def _nearest(path: str) -> str | None:
     if close := difflib.get_close_matches(path, keys + sections, n=1, cutoff=0.75):
         return close[0]
     leaf = path.rpartition(".")[2]
-    by_leaf = {key.rpartition(".")[2]: key for key in keys}
+    by_leaf = {key.rpartition(".")[2]: key for key in sorted(keys, key=lambda key: -key.count("."))}
     close = difflib.get_close_matches(leaf, list(by_leaf), n=1, cutoff=0.7)
     return by_leaf[close[0]] if close else None

@@ -11,7 +11,7 @@ if [ "${1:-}" = "--dry-run" ]; then
   shift
 fi
 
-make_environment dev
+make_environment dev,environments,math
 say "model: SmolLM2-135M-Instruct"
 run "$VENV/bin/jax-agent-rl" fetch-model
 say "lint"

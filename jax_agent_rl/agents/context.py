@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from jax_agent_rl.config import AgentConfig
+from jax_agent_rl.environments.pool import EnvironmentPools
 from jax_agent_rl.tools.registry import ToolRegistry
 from jax_agent_rl.types import SamplingParams, TokenOutput, ToolCallRecord
 
@@ -64,6 +65,7 @@ class AgentContext:
         tools: all tools of the run.
         limits: the ``agent`` section of the config.
         max_model_len: most ids of one context, ``rollout.max_model_len``.
+        environments: all environments of the run.
         on_event: called after every generation and tool call; must be quick and must not raise.
     """
 
@@ -72,4 +74,5 @@ class AgentContext:
     limits: AgentConfig
     max_model_len: int
     tools: ToolRegistry = field(default_factory=ToolRegistry)
+    environments: EnvironmentPools = field(default_factory=EnvironmentPools)
     on_event: Callable[[AgentEvent], None] = _ignore

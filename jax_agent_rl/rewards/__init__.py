@@ -11,7 +11,7 @@ from jax_agent_rl.rewards import qa as _qa
 from jax_agent_rl.rewards import rules as _rules
 from jax_agent_rl.rewards.judge import ModelJudge
 from jax_agent_rl.rewards.overlong import OverlongPenalty
-from jax_agent_rl.rewards.registry import load_rewards, register_reward, require_rewards
+from jax_agent_rl.rewards.registry import load_rewards, register_reward, require_rewards, services_asked_for
 from jax_agent_rl.rewards.remote import RemoteReward
 from jax_agent_rl.rewards.scoring import score, solution_text
 from jax_agent_rl.rewards.text import boxed, has_format, tagged
@@ -26,6 +26,7 @@ __all__ = [
     "register_reward",
     "require_rewards",
     "score",
+    "services_asked_for",
     "solution_text",
     "tagged",
 ]

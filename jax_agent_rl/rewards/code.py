@@ -106,7 +106,8 @@ def _truth(ground_truth: Any, data_source: str) -> Mapping[str, Any]:
         if tests or (inputs and outputs and len(inputs) == len(outputs)):
             return truth if tests else {key: value for key, value in truth.items() if key != "tests"}
     raise RewardError(
-        f"ground_truth of a {data_source!r} row must hold tests, or as many inputs as outputs; got {ground_truth!r:.200}"
+        f"ground_truth of a {data_source!r} row must hold tests, or as many inputs as outputs; "
+        f"got {ground_truth!r:.200}"
     )
 
 

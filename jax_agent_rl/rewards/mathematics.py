@@ -10,6 +10,7 @@ import os
 from typing import Any
 
 from jax_agent_rl.rewards.registry import register_reward
+from jax_agent_rl.rewards.text import boxed
 from jax_agent_rl.rewards.workers import WorkerPool
 
 SECONDS = 5
@@ -34,7 +35,9 @@ def math_equal(solution_str: str, ground_truth: Any) -> dict[str, float]:
 
     ``answered`` is a part: whether any mathematics was found in the answer.
     """
-    question = {"solution": solution_str, "truth": str(ground_truth), "seconds": SECONDS}
+    answer_only = boxed(solution_str)  # of several boxes the last counts; math-verify would take them together
+    solution = solution_str if answer_only is None else f"\\boxed{{{answer_only}}}"
+    question = {"solution": solution, "truth": str(ground_truth), "seconds": SECONDS}
     # Twice the time of the three alarms: the wall clock also has to wait for a free worker and for its start.
     answer = POOL.ask(question, timeout=6.0 * SECONDS)
     return {"score": answer["score"], "answered": float(bool(answer["extracted"]))}

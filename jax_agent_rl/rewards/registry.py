@@ -127,6 +127,13 @@ def require_rewards(rows: Iterable[Mapping[str, Any]], *, services: Collection[s
         raise ConfigError(problems)
 
 
+def services_asked_for(rows: Iterable[Mapping[str, Any]], services: Collection[str]) -> set[str]:
+    """Those of ``services`` that a reward function of these rows names, so that a run starts no others."""
+    rewards = {data_source: find_reward(data_source) for data_source in {str(row.get("data_source")) for row in rows}}
+    asked = {name for r in rewards.values() if r for name in (*r.parameters.required, *r.parameters.optional)}
+    return asked & set(services)
+
+
 def _lacks(data_source: str, name: str) -> str:
     if name == "judge":
         return (

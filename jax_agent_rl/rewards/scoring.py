@@ -9,16 +9,16 @@ returns, the final reward; a function that wants to mix them asks for them by na
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import math
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
 from jax_agent_rl.errors import RewardError, RewardTimeoutError, TrajectoryError
+from jax_agent_rl.in_time import in_time
 from jax_agent_rl.rewards.arguments import available_arguments
 from jax_agent_rl.rewards.registry import RewardFunction, Score, Solution, find_reward, known_data_sources
 from jax_agent_rl.threads import DaemonThreads
@@ -59,7 +59,15 @@ async def score(
     if reward is None:
         raise RewardError(f"no reward function for data_source {data_source!r}; there are {known_data_sources()}")
     try:
-        result = await _in_time(_call(reward, trajectory, services), data_source, timeout)
+        result = await in_time(
+            _call(reward, trajectory, services),
+            timeout,
+            late=lambda: RewardTimeoutError(
+                f"the reward function of {data_source!r} did not return within reward.timeout={timeout:g} seconds; "
+                "raise it, or give the function a time limit of its own"
+            ),
+            error=lambda problem: RewardError(f"the reward function of {data_source!r} {problem}"),
+        )
     except TrajectoryError:
         raise
     except Exception as error:
@@ -107,31 +115,6 @@ async def _call(reward: RewardFunction, trajectory: Trajectory, services: Mappin
         return await function(*args, **kwargs)  # type: ignore[misc]
     result = await _THREADS.run(lambda: function(*args, **kwargs), name=f"the reward of {data_source!r}")
     return await result if inspect.isawaitable(result) else result
-
-
-async def _in_time(work: Coroutine[Any, Any, Score], data_source: str, timeout: float) -> Score:
-    """Awaits ``work`` in a task of its own, which is left behind if it ignores its cancellation."""
-    task = asyncio.ensure_future(_no_exit(work))
-    try:
-        done, _ = await asyncio.wait({task}, timeout=timeout)
-    finally:
-        task.cancel()
-    if not done:
-        raise RewardTimeoutError(
-            f"the reward function of {data_source!r} did not return within reward.timeout={timeout:g} seconds; "
-            "raise it, or give the function a time limit of its own"
-        )
-    if task.cancelled():  # by the function itself; must not look like a cancellation of the trajectory
-        raise RewardError(f"the reward function of {data_source!r} cancelled itself")
-    return task.result()
-
-
-async def _no_exit(work: Coroutine[Any, Any, Score]) -> Score:
-    """``sys.exit()`` in a reward function loses its trajectory, not the run."""
-    try:
-        return await work
-    except SystemExit as error:
-        raise RewardError(f"the reward function tried to exit with {error.code!r}") from None
 
 
 def _check(result: Any, data_source: str) -> tuple[float, dict[str, float]]:

@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import functools
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 
-from jax_agent_rl.agents import AgentContext, agent_names, get_agent
+from jax_agent_rl.agents import AgentContext, EnvironmentAgent, agent_names, get_agent
 from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.config import Config
 from jax_agent_rl.data.cursor import DataCursor
 from jax_agent_rl.data.rows import load_rows
+from jax_agent_rl.environments import EnvironmentPools, load_environments, require_environments
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.jetstream.backend import JetStreamBackend
 from jax_agent_rl.jetstream.engine import EngineShapes
 from jax_agent_rl.learner.step import Learner
 from jax_agent_rl.models.hf import load_hf
-from jax_agent_rl.rewards import require_rewards
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.collect import RolloutCollector
 from jax_agent_rl.rollout.protocol import RolloutBackend
 from jax_agent_rl.rollout.server import AsyncServer
-from jax_agent_rl.runtime.scoring import make_scorer, register_rewards
+from jax_agent_rl.runtime.scoring import needed_services, open_scorer, reward_server
 from jax_agent_rl.tools.registry import ToolRegistry
 
 
@@ -65,39 +65,46 @@ async def build(config: Config, *, say: Callable[[str], None]) -> AsyncIterator[
     Raises:
         ConfigError, DataError, ModelError, ToolDefinitionError: what a user has to fix.
     """
-    services = register_rewards(config)
-    tools = ToolRegistry.from_path(config.tools.function_tool_path)
-    get_agent(config.agent.default_agent)
-    names = {"agents": agent_names(), "tools": list(tools)}
-    train = load_rows(config.data.train, **names)
-    heldout = load_rows(config.data.heldout, **names)[: config.data.heldout_limit] if config.data.heldout else []
-    require_rewards([*train, *heldout], services=services)
-    codec = ChatCodec.from_pretrained(
-        config.model.path, tool_format=config.agent.tool_format, tool_prompt=config.agent.tool_prompt
-    )
-    _check_devices(config)
-    say(f"loading {config.model.path}")
-    model, params = load_hf(config.model.path)
-    if not model.eos_token_ids:  # the files name none; the tokenizer does
-        model = replace(model, eos_token_ids=codec.eos_token_ids)
-    learner = Learner(
-        model,
-        params,
-        algorithm=config.algorithm,
-        config=config.learner,
-        temperature=config.rollout.temperature,
-    )
-    backend = _make_backend(config, model, params, codec, say)
-    del params
-    say("compiling the engine's programs")
-    await backend.start()
-    try:
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(reward_server(config))
+        load_environments(config.environments.path)
+        tools = ToolRegistry.from_path(config.tools.function_tool_path)
+        train, heldout = _load_data(config, tools)
+        services = needed_services(config, [*train, *heldout])
+        codec = ChatCodec.from_pretrained(
+            config.model.path, tool_format=config.agent.tool_format, tool_prompt=config.agent.tool_prompt
+        )
+        _check_devices(config)
+        say(f"loading {config.model.path}")
+        model, params = load_hf(config.model.path)
+        if not model.eos_token_ids:  # the files name none; the tokenizer does
+            model = replace(model, eos_token_ids=codec.eos_token_ids)
+        learner = Learner(
+            model,
+            params,
+            algorithm=config.algorithm,
+            config=config.learner,
+            temperature=config.rollout.temperature,
+        )
+        backend = _make_backend(config, model, params, codec, say)
+        del params
+        say("compiling the engine's programs")
+        stack.push_async_callback(backend.close)
+        await backend.start()
         server = AsyncServer(backend, name="engine-0")
         client = LLMServerClient([server], decode_text=functools.partial(codec.decode, skip_special_tokens=False))
+        environments = EnvironmentPools(**config.environments.model_dump(exclude={"path"}))
+        stack.push_async_callback(environments.close)
         context = AgentContext(
-            client=client, codec=codec, tools=tools, limits=config.agent, max_model_len=config.rollout.max_model_len
+            client=client,
+            codec=codec,
+            tools=tools,
+            limits=config.agent,
+            max_model_len=config.rollout.max_model_len,
+            environments=environments,
         )
-        parts = {"score": make_scorer(config, {}), "max_in_flight": config.rollout.max_in_flight, "seed": config.seed}
+        scorer = await stack.enter_async_context(open_scorer(config, services, client=client, codec=codec))
+        parts = {"score": scorer, "max_in_flight": config.rollout.max_in_flight, "seed": config.seed}
         yield Runtime(
             config=config,
             codec=codec,
@@ -109,8 +116,18 @@ async def build(config: Config, *, say: Callable[[str], None]) -> AsyncIterator[
             cursor=DataCursor(train, seed=config.seed),
             heldout=heldout,
         )
-    finally:
-        await backend.close()
+
+
+def _load_data(config: Config, tools: ToolRegistry) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Training and held-out rows, every name in them checked."""
+    default = config.agent.default_agent
+    get_agent(default)
+    names = {"agents": agent_names(), "tools": list(tools)}
+    train = load_rows(config.data.train, **names)
+    heldout = load_rows(config.data.heldout, **names)[: config.data.heldout_limit] if config.data.heldout else []
+    lives_in_one = [row for row in (*train, *heldout) if (row.get("agent_name") or default) == EnvironmentAgent.name]
+    require_environments(lives_in_one)
+    return train, heldout
 
 
 def _make_backend(
