@@ -41,7 +41,8 @@ class ReasoningGymEnvironment(Environment):
 
         Args:
             dataset: name of the task family.
-            index, seed: the question; the same two give the same one.
+            index, seed: the question; the same two give the same one. reasoning-gym adds them for most families, so
+                seeds of training and held-out rows must lie further apart than their indices.
             config: the family's settings (JSON text where a Parquet file cannot hold a mapping).
             partial_credit: keep scores between 0 and 1. Off by default: many verifiers give a wrong answer that
                 contains the right one a share for its length, which a policy soon learns to collect.

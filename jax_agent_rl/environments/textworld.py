@@ -9,7 +9,9 @@ Needs the extra ``environments``.
 
 from __future__ import annotations
 
+import re
 import threading
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +27,13 @@ _LOCK = threading.Lock()
 """TextWorld's parser is one object of the whole process; calls take milliseconds, so they go one after the other."""
 
 _MAX_COMMAND = 120
+_UNSAFE = re.compile(r"[^a-z0-9' -]")
+"""Never reaches the game's interpreter, a C library in this process that a NUL byte crashes."""
+_INTERPRETER = frozenset(
+    "quit q restart restore save script unscript transcript undo verbose brief superbrief notify version verify "
+    "pronouns nouns yes y no oops".split()
+)
+"""Commands to the interpreter instead of the game."""
 
 
 @register_environment("textworld")
@@ -58,6 +67,9 @@ class TextWorldEnvironment(Environment):
         The score is the share of the game's points that it earned.
         """
         command = command_of(reply.content)
+        if not command or command.split()[0] in _INTERPRETER:
+            nothing = f"{command!r} is not a command of this game." if command else "Say what you want to do."
+            return Observation.say(nothing, metrics={"textworld/won": 0.0, "textworld/inadmissible": 1.0})
         known = command in self._admissible
         state, points, done = await in_thread(lambda: self._play(command), name="game step")
         score, self._score = (points - self._score) / self._max_score, float(points)
@@ -99,13 +111,14 @@ class TextWorldEnvironment(Environment):
 
 
 def command_of(text: str) -> str:
-    """The command of a reply, on one line.
+    """The command of a reply: one line of lower-case ASCII letters, digits, spaces, hyphens and apostrophes.
 
     >>> command_of("I should leave.\\n> go east")
     'go east'
     """
     lines = [line for line in (tagged(text, "command") or text).splitlines() if line.strip()]
-    return " ".join((lines or [""])[-1].strip().removeprefix(">").split())[:_MAX_COMMAND].lower()
+    letters = _UNSAFE.sub(" ", (lines or [""])[-1].lower())
+    return " ".join(letters.split())[:_MAX_COMMAND].strip()
 
 
 def _load(path: Path) -> Any:
@@ -126,7 +139,8 @@ def _load(path: Path) -> Any:
         max_score=True,
         won=True,
     )
-    with _LOCK:
+    with _LOCK, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # "not fully supported": TextWorld itself keeps the score, not the interpreter
         return textworld.start(str(path), request_infos=wanted)
 
 

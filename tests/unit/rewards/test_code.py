@@ -84,7 +84,9 @@ async def test_a_reply_without_a_program_earns_nothing():
     }
 
 
-@pytest.mark.parametrize("truth", [None, {}, {"inputs": ["1"], "outputs": []}, {"inputs": ["1"], "outputs": ["1", "2"]}])
+@pytest.mark.parametrize(
+    "truth", [None, {}, {"inputs": ["1"], "outputs": []}, {"inputs": ["1"], "outputs": ["1", "2"]}]
+)
 async def test_a_row_without_tests_is_an_error(truth):
     with pytest.raises(RewardError, match="ground_truth of a 'code' row must hold tests"):
         await code_tests("code", reply("pass"), truth, None)

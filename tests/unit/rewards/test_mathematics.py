@@ -68,9 +68,7 @@ def test_a_truth_that_is_no_mathematics_is_a_fault_of_the_data():
 def test_it_works_in_any_thread_and_the_worker_is_kept():
     pytest.importorskip("math_verify")
     scores = []
-    threads = [
-        threading.Thread(target=lambda: scores.append(math_equal(r"\boxed{1}", "1")["score"])) for _ in range(6)
-    ]
+    threads = [threading.Thread(target=lambda: scores.append(math_equal(r"\boxed{1}", "1")["score"])) for _ in range(6)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -127,7 +125,7 @@ def test_large_questions_and_answers_pass_the_pipes_whole(worker):
 
 
 def test_an_error_of_the_worker_reaches_the_caller(worker):
-    pool = worker("import sys\nfor line in sys.stdin:\n    print('{\"error\": \"no luck\"}', flush=True)\n")
+    pool = worker('import sys\nfor line in sys.stdin:\n    print(\'{"error": "no luck"}\', flush=True)\n')
     with pytest.raises(RewardError, match="helping: no luck"):
         pool.ask({}, timeout=30)
 
