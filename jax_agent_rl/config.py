@@ -128,10 +128,6 @@ class RewardConfig(_Section):
 
     path: str | None = Field(None, description="Python file or module that registers more reward functions.")
     timeout: float = Field(60.0, gt=0, description="Seconds scoring may take; then the trajectory is dropped.")
-    overlong_buffer_length: NonNegative = Field(
-        0, description="Last ids of agent.max_response_length over which a penalty grows (DAPO); 0 is off."
-    )
-    overlong_penalty_factor: float = Field(1.0, gt=0, description="That penalty at the limit.")
     remote: RemoteRewardConfig | None = Field(None, description="A reward server.")
     sandbox: Literal["bubblewrap", "unsafe_local"] = Field(
         "bubblewrap", description="Where programs that are scored by tests run; unsafe_local is no sandbox at all."
@@ -246,11 +242,6 @@ class Config(_Section):
             problems.append(
                 f"rollout.top_p={rollout.top_p}, rollout.top_k={rollout.top_k}: the learner's log-probs are of the "
                 "full distribution and would not match; train with top_p=1 and top_k=0"
-            )
-        if self.reward.overlong_buffer_length > agent.max_response_length:
-            problems.append(
-                f"reward.overlong_buffer_length={self.reward.overlong_buffer_length} is more than "
-                f"agent.max_response_length={agent.max_response_length}; lower it"
             )
         if learner.updates_per_step > rollout.prompts_per_step:
             problems.append(

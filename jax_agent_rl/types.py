@@ -213,13 +213,13 @@ class Turn:
         output: the generation.
         appended_ids: ids inserted after it (boundary, tool results, next generation prompt); mask 0.
         tool_calls: the calls made in this turn, in order.
-        score: what the world (an environment, a simulated user) gave for this turn; tool rewards stand apart.
+        score: what a simulated user or an environment gave this turn, or None.
     """
 
     output: TokenOutput
     appended_ids: tuple[int, ...] = ()
     tool_calls: tuple[ToolCallRecord, ...] = ()
-    score: float = 0.0
+    score: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -302,8 +302,8 @@ class Trajectory:
 
     @property
     def turn_scores(self) -> tuple[float, ...]:
-        """``Turn.score`` of every turn, in order; their sum is the return of an environment's episode."""
-        return tuple(turn.score for turn in self.turns)
+        """What a simulated user or an environment gave, in order of the turns it scored."""
+        return tuple(turn.score for turn in self.turns if turn.score is not None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

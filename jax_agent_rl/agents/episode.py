@@ -153,7 +153,7 @@ class Episode:
 
     def add_score(self, score: float) -> None:
         """Adds to the score of the last turn, see ``Turn.score``."""
-        self.turns[-1] = replace(self.turns[-1], score=self.turns[-1].score + score)
+        self.turns[-1] = replace(self.turns[-1], score=(self.turns[-1].score or 0.0) + score)
 
     def add_metrics(self, metrics: Mapping[str, float]) -> None:
         """Adds numbers to ``Trajectory.metrics``."""

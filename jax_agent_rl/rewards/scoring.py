@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -27,16 +27,12 @@ from jax_agent_rl.types import Trajectory
 _THREADS = DaemonThreads(kind="reward", error=RewardError)
 _NO_SERVICES: Mapping[str, Any] = MappingProxyType({})
 
-Penalty = Callable[[Trajectory], float]
-"""Added to every final reward, e.g. :class:`~jax_agent_rl.rewards.overlong.OverlongPenalty`."""
-
 
 async def score(
     trajectory: Trajectory,
     *,
     timeout: float = 60.0,
     services: Mapping[str, Any] = _NO_SERVICES,
-    overlong: Penalty | None = None,
 ) -> Trajectory:
     """Returns the trajectory with its ``reward``, ``reward_parts`` and metrics.
 
@@ -46,7 +42,6 @@ async def score(
         timeout: seconds the function may take, ``reward.timeout``. A thread that has not returned by then is
             abandoned, see :mod:`jax_agent_rl.threads`.
         services: what functions may ask for by name besides the trajectory and the row, e.g. ``judge``.
-        overlong: a penalty (<= 0) added to the score, and kept as the part ``overlong``.
 
     Raises:
         RewardError: no function for its data source, the row lacks a field it asks for, it raised, or its score is
@@ -73,9 +68,6 @@ async def score(
     except Exception as error:
         raise RewardError(f"the reward function of {data_source!r} raised {type(error).__name__}: {error}") from error
     total, parts = _check(result, data_source)
-    if overlong is not None:
-        parts["overlong"] = overlong(trajectory)
-        total += parts["overlong"]
     metrics = {
         **trajectory.metrics,
         "reward_seconds": time.perf_counter() - began,

@@ -14,7 +14,6 @@ from jax_agent_rl.jetstream.engine import EngineShapes
 from jax_agent_rl.models.hf import load_hf
 from jax_agent_rl.rewards import (
     ModelJudge,
-    OverlongPenalty,
     RemoteReward,
     load_rewards,
     register_reward,
@@ -89,14 +88,7 @@ async def open_scorer(
 
 
 def _scorer(config: Config, services: Mapping[str, Any]) -> Score:
-    overlong = None
-    if config.reward.overlong_buffer_length:
-        overlong = OverlongPenalty(
-            max_response_length=config.agent.max_response_length,
-            buffer_length=config.reward.overlong_buffer_length,
-            factor=config.reward.overlong_penalty_factor,
-        )
-    return functools.partial(score, timeout=config.reward.timeout, services=services, overlong=overlong)
+    return functools.partial(score, timeout=config.reward.timeout, services=services)
 
 
 @asynccontextmanager

@@ -132,22 +132,3 @@ async def test_an_object_with_an_async_call_is_a_reward_function():
 
     rewards.register_reward("mine")(Half())
     assert (await rewards.score(trajectory())).reward == 0.5
-
-
-async def test_the_overlong_penalty_is_added_and_kept_apart():
-    rewards.register_reward("mine")(lambda solution_str: 1.0)
-    penalty = rewards.OverlongPenalty(max_response_length=4, buffer_length=2, factor=0.5)
-    scored = await rewards.score(trajectory(), overlong=penalty)
-    assert scored.reward == 0.75 and scored.reward_parts == {"overlong": -0.25}
-
-
-@pytest.mark.parametrize(
-    ("length", "penalty"), [(1, 0.0), (80, 0.0), (90, -0.5), (95, -0.75), (100, -1.0), (120, -1.0)]
-)
-def test_the_overlong_penalty_is_that_of_the_papers_equation_13(length, penalty):
-    """L_max = 100, L_cache = 20: ((L_max - L_cache) - |y|) / L_cache between 80 and 100, -1 beyond."""
-
-    class Response:
-        response_ids = range(length)
-
-    assert rewards.OverlongPenalty(max_response_length=100, buffer_length=20)(Response()) == penalty

@@ -61,7 +61,7 @@ async def test_a_function_is_called_with_the_documented_arguments():
 
     scored = await rewards.score(trajectory(extra_info={"index": 3}))
     assert (seen["data_source"], seen["solution_str"], seen["ground_truth"]) == ("mine", "answer 9", "9")
-    about = {"finish_reason": FinishReason.ANSWER, "num_turns": 2, "tool_rewards": [0.25], "turn_scores": [0.5, 0.0]}
+    about = {"finish_reason": FinishReason.ANSWER, "num_turns": 2, "tool_rewards": [0.25], "turn_scores": [0.5]}
     assert seen["extra_info"] == {"index": 3, **about}
     assert seen["thread"] != threading.get_ident(), "it may block"
     assert scored.reward == 1.0 and scored.metrics["tool_calls"] == 1 and scored.metrics["reward_seconds"] >= 0
