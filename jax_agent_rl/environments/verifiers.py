@@ -8,7 +8,7 @@ Prompt, system prompt, toolsets (called in this process), trace stops, rewards a
 place to run commands in (containers, hooks and rewards that take a ``runtime``) or sees raw requests is refused, never
 skipped: such an environment runs under verifiers' own harness as a client of an OpenAI-compatible endpoint.
 
-Needs the extra ``environments``.
+Needs the extra ``verifiers``.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ def _tasks(taskset: str, settings: str) -> _LazyTasks:
         import verifiers.v1 as vf
     except ImportError:
         raise EnvironmentFailedError(
-            "verifiers is not installed; install the extra: pip install 'jax_agent_rl[environments]'"
+            "verifiers is not installed; install the extra: pip install 'jax_agent_rl[verifiers]'"
         ) from None
     config = vf.taskset_config_type(taskset).model_validate({**json.loads(settings), "id": taskset})
     return _LazyTasks(iter(vf.load_taskset(config)), taskset)
