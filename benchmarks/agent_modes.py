@@ -31,7 +31,6 @@ import time
 from collections.abc import Mapping, Sequence
 
 import jax
-from jax_agent_rl.models.llama import LlamaConfig
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse
 from starlette.routing import Route
@@ -41,6 +40,7 @@ from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.config import AgentConfig
 from jax_agent_rl.jetstream.backend import JetStreamBackend
 from jax_agent_rl.jetstream.engine import EngineShapes
+from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.models.fetch import fetch_quickstart_model
 from jax_agent_rl.models.hf import load_hf
 from jax_agent_rl.rollout.client import LLMServerClient
@@ -111,7 +111,7 @@ def load_model(name: str):
     if name == "quickstart":
         folder = fetch_quickstart_model()
         return *load_hf(folder), ChatCodec.from_pretrained(folder)
-    config = LlamaConfig(
+    config = DecoderConfig(
         vocab_size=3 + LETTERS,
         hidden_size=64,
         intermediate_size=128,

@@ -183,11 +183,49 @@ class ToolsConfig(Section):
     )
 
 
+class RemoteRewardConfig(Section):
+    """A reward server for some data sources."""
+
+    url: str = Field(description="Where each trajectory is POSTed as JSON; answers a number or {score: …}.")
+    data_sources: tuple[str, ...] = Field(min_length=1, description="Rows it scores, by data_source (* matches).")
+    timeout: float = Field(30.0, gt=0, description="Seconds one attempt may take.")
+    max_retries: NonNegative = Field(3, description="Further attempts after connection errors, 429 and 5xx.")
+    retry_delay: float = Field(1.0, ge=0, description="Seconds before the first of them; doubled each time.")
+    max_concurrency: Positive = Field(16, description="Requests at the same time.")
+    requests_per_second: float | None = Field(None, gt=0, description="Most requests a second; null is no limit.")
+
+
+class JudgeConfig(Section):
+    """The model behind the `judge` that reward functions may ask for."""
+
+    model: str = Field(description="Folder of a frozen model (Hugging Face), or `policy`: the one being trained.")
+    max_tokens: Positive = Field(256, description="Most tokens of one opinion.")
+    temperature: float = Field(0.0, ge=0, description="0 gives the same opinion every time.")
+    max_model_len: Positive = Field(2048, description="Most ids of question and opinion (a frozen model's engine).")
+    max_in_flight: Positive = Field(16, description="Questions at the same time.")
+
+
 class RewardConfig(Section):
     """How trajectories are scored; the function is chosen by each row's `data_source`."""
 
     path: str | None = Field(None, description="Python file or module that registers more reward functions.")
     timeout: float = Field(60.0, gt=0, description="Seconds scoring may take; then the trajectory is dropped.")
+    remote: RemoteRewardConfig | None = Field(None, description="A reward server.")
+    sandbox: Literal["bubblewrap", "unsafe_local"] = Field(
+        "bubblewrap", description="Where programs that are scored by tests run; unsafe_local is no sandbox at all."
+    )
+    judge: JudgeConfig | None = Field(None, description="A model whose opinion reward functions may ask for.")
+
+
+class EnvironmentsConfig(Section):
+    """Environments that rows with agent_name `environment_agent` live in, by `extra_info.environment_kwargs.name`."""
+
+    path: str | None = Field(None, description="Python file or module with @register_environment classes.")
+    scope: Literal["rollout", "global"] = Field(
+        "rollout", description="rollout: a new instance each; global: instances are reset and used again."
+    )
+    max_instances: Positive = Field(64, description="Instances of one environment at the same time; more wait.")
+    timeout: float = Field(30.0, gt=0, description="Seconds one reset, step, score or close may take.")
 
 
 class MeshConfig(Section):
@@ -220,6 +258,9 @@ class TrainerConfig(Section):
     eval_every: NonNegative = Field(0, description="Evaluate every this many steps; 0: before and after only.")
     checkpoint_every: NonNegative = Field(10, description="Steps between checkpoints; 0: at the end only.")
     keep_checkpoints: Positive = Field(2, description="Newest checkpoints kept.")
+    max_lost_batches: Positive = Field(
+        2, description="Stop after this many batches in a row that lost every trajectory (rewards that fail, say)."
+    )
     target_accuracy: float | None = Field(
         None, gt=0, le=1, description="Stop early once an evaluation during training reaches this."
     )
@@ -239,6 +280,7 @@ class Config(Section):
     search: SearchConfig = Field(default_factory=SearchConfig)
     interactions: InteractionsConfig = Field(default_factory=InteractionsConfig)
     reward: RewardConfig = Field(default_factory=RewardConfig)
+    environments: EnvironmentsConfig = Field(default_factory=EnvironmentsConfig)
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
     learner: LearnerConfig = Field(default_factory=LearnerConfig)
     critic: CriticConfig = Field(default_factory=CriticConfig)

@@ -14,6 +14,8 @@
     │   │   └── RewardTimeoutError  it ran past its limit
     │   ├── ToolServerError         the tool server cannot be reached, or answers what it must not
     │   ├── InteractionError        a simulated user failed
+    │   ├── EnvironmentFailedError  an environment failed
+    │   │   └── EnvironmentTimeoutError  it ran past its limit
     │   ├── AbortedError            somebody ended one of its generations for good
     │   ├── AgentTimeoutError       the user's agent ran past its limit
     │   ├── HistoryEditedError      an agent changed what it had been told, which the config forbids
@@ -29,6 +31,7 @@
     ├── WeightUpdateError           new weights were refused; the old ones are still served
     ├── CheckpointError             nothing to restore, or it does not match the config
     ├── LaunchError                 a host, GPU, port or process of a launch -> fix it there, the message names it
+    ├── NothingToTrainError         every trajectory of several batches in a row was lost
     └── NonFiniteError              too many non-finite gradient steps in a row
 
 Two questions decide what happens to a failure: *whose* it is (config, data, engine, tool, reward) and
@@ -112,6 +115,18 @@ class InteractionError(TrajectoryError):
     drop_reason = DropReason.INTERACTION_ERROR
 
 
+class EnvironmentFailedError(TrajectoryError):
+    """An environment raised, or does not exist any more."""
+
+    drop_reason = DropReason.ENVIRONMENT_ERROR
+
+
+class EnvironmentTimeoutError(EnvironmentFailedError):
+    """A call of an environment took longer than ``environments.timeout``."""
+
+    drop_reason = DropReason.ENVIRONMENT_TIMEOUT
+
+
 class AbortedError(TrajectoryError):
     """A generation of this trajectory was aborted by somebody who did not want it resumed."""
 
@@ -186,6 +201,10 @@ class CheckpointError(JaxAgentRLError):
 
 class LaunchError(JaxAgentRLError):
     """A launch cannot go on: a host, its driver or GPUs, a port, or one of its processes. The message names it."""
+
+
+class NothingToTrainError(JaxAgentRLError):
+    """Batch after batch lost every trajectory, so the run would go on for ever without learning anything."""
 
 
 class NonFiniteError(JaxAgentRLError):

@@ -55,6 +55,8 @@ class FinishReason(StrEnum):
     """The tool server ended it."""
     USER_DONE = "user_done"
     """The simulated user ended the conversation."""
+    ENVIRONMENT_DONE = "environment_done"
+    """The environment said that its episode is over."""
 
 
 class DropReason(StrEnum):
@@ -85,6 +87,8 @@ class DropReason(StrEnum):
     REWARD_ERROR = "reward_error"
     REWARD_TIMEOUT = "reward_timeout"
     BACKEND_ERROR = "backend_error"
+    ENVIRONMENT_ERROR = "environment_error"
+    ENVIRONMENT_TIMEOUT = "environment_timeout"
     AGENT_ERROR = "agent_error"
     """The agent loop itself raised."""
     AGENT_TIMEOUT = "agent_timeout"
@@ -258,7 +262,7 @@ class Turn:
         appended_ids: ids inserted after it (boundary, tool results, next generation prompt); mask 0.
         appended_media: images and videos ``appended_ids`` show, by kind, in order of their placeholders.
         tool_calls: the calls made in this turn, in order.
-        score: what a simulated user gave this turn, or None.
+        score: what a simulated user or an environment gave this turn, or None.
         learn_appended: ``appended_ids`` carry loss, too (``agent.mask_observations=false``).
     """
 
@@ -370,7 +374,7 @@ class Trajectory:
 
     @property
     def turn_scores(self) -> tuple[float, ...]:
-        """What a simulated user gave, in order of the turns it scored."""
+        """What a simulated user or an environment gave, in order of the turns it scored."""
         return tuple(turn.score for turn in self.turns if turn.score is not None)
 
     @property

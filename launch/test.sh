@@ -25,7 +25,7 @@ if [ -z "$PARTS" ]; then
 fi
 
 test_main() {
-  make_environment dev
+  make_environment dev,environments,math
   say "model: SmolLM2-135M-Instruct"
   run "$VENV/bin/jax-agent-rl" fetch-model
   say "lint"

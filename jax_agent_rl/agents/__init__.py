@@ -1,8 +1,8 @@
 """Agent loops, chosen per row by ``agent_name``.
 
 ``loop`` the interface and the registry · ``context`` what a loop is given · ``episode`` the trajectory as it grows ·
-``single_turn``, ``tool_agent``, ``interaction``, ``server_tool`` and ``text_tool`` the loops · ``tool_environment`` and
-``observations`` parts of ``server_tool`` · ``seeds``.
+``single_turn``, ``tool_agent``, ``interaction``, ``environment_agent``, ``server_tool`` and ``text_tool`` the loops ·
+``tool_environment`` and ``observations`` parts of ``server_tool`` · ``seeds``.
 
 Agents of other frameworks: ``recorder`` requests in messages to ids on record · ``conversation`` and ``reply`` what
 frameworks say and read · ``branches`` a session as a trajectory · ``openai_loop`` any OpenAI client, through
@@ -10,6 +10,7 @@ frameworks say and read · ``branches`` a session as a trajectory · ``openai_lo
 """
 
 from jax_agent_rl.agents.context import AgentContext, AgentEvent, TokenClient
+from jax_agent_rl.agents.environment_agent import EnvironmentAgent
 from jax_agent_rl.agents.episode import Episode
 from jax_agent_rl.agents.interaction import InteractionAgent
 from jax_agent_rl.agents.loop import (
@@ -34,6 +35,7 @@ __all__ = [
     "AgentEvent",
     "AgentLoop",
     "AgentSelector",
+    "EnvironmentAgent",
     "Episode",
     "InteractionAgent",
     "OpenAIAgentLoop",

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from jax_agent_rl.config import AgentConfig, SearchConfig, ToolClientConfig
+from jax_agent_rl.environments.pool import EnvironmentPools
 from jax_agent_rl.interactions import InteractionRegistry
 from jax_agent_rl.tools.registry import ToolRegistry
 from jax_agent_rl.types import SamplingParams, TokenOutput, ToolCallRecord
@@ -73,6 +74,7 @@ class AgentContext:
         tool_config: the ``tool_config`` section, for ``text_tool_agent``.
         search: the ``search`` section, for ``search_agent``.
         interactions: the simulated users of the run.
+        environments: all environments of the run.
         on_event: called after every generation and tool call; must be quick and must not raise.
     """
 
@@ -84,6 +86,7 @@ class AgentContext:
     tool_config: ToolClientConfig = field(default_factory=ToolClientConfig)
     search: SearchConfig = field(default_factory=SearchConfig)
     interactions: InteractionRegistry = field(default_factory=InteractionRegistry)
+    environments: EnvironmentPools = field(default_factory=EnvironmentPools)
     on_event: Callable[[AgentEvent], None] = _ignore
 
     @property

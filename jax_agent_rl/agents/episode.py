@@ -47,6 +47,8 @@ class Episode:
         group_id: shared by the trajectories of one prompt.
         sampling: ``max_tokens`` caps each turn; turn k samples with a seed derived from ``seed`` and k.
         tools: tools the prompt tells of (unless ``agent.tool_prompt`` is ``none``).
+        opening: messages that follow the row's prompt: what an environment shows first.
+        tool_schemas: further tools the prompt tells of, in OpenAI's format.
 
     Attributes:
         turns: assistant turns so far.
@@ -68,16 +70,18 @@ class Episode:
         group_id: str,
         sampling: SamplingParams,
         tools: Mapping[str, BaseTool],
+        opening: Sequence[Mapping[str, Any]] = (),
+        tool_schemas: Sequence[Mapping[str, Any]] = (),
     ):
         self.turns: list[Turn] = []
-        self.messages: list[Mapping[str, Any]] = prompt_of(row)
+        self.messages: list[Mapping[str, Any]] = prompt_of(row, opening)
         self._context = context
         self._row = row
         self._agent_name = agent_name
         self._trajectory_id = trajectory_id
         self._group_id = group_id
         self._sampling = sampling
-        self._schemas = schemas_of(tools) if context.limits.tool_prompt == "template" else ()
+        self._schemas = (*schemas_of(tools), *tool_schemas) if context.limits.tool_prompt == "template" else ()
         self._metrics: dict[str, float] = {key: 0.0 for key in _METRICS}
         self._prompt_ids = tuple(context.codec.encode_prompt(self.messages, tools=self._schemas))
         self._ids = list(self._prompt_ids)
@@ -294,10 +298,10 @@ def check_output(output: TokenOutput, context_ids: Sequence[int], max_tokens: in
         )
 
 
-def prompt_of(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The row's conversation; DataError if it is not a list of messages."""
+def prompt_of(row: Mapping[str, Any], opening: Sequence[Mapping[str, Any]] = ()) -> list[Mapping[str, Any]]:
+    """The row's conversation and what follows it; DataError if it is not a list of messages."""
     prompt = row.get("prompt")
-    messages = [] if prompt is None or isinstance(prompt, str | Mapping) else list(prompt)
+    messages = [] if prompt is None or isinstance(prompt, str | Mapping) else [*prompt, *opening]
     if not messages or not all(isinstance(m, Mapping) and "role" in m for m in messages):
         raise DataError(
             f"a row's prompt must be a list of messages like [{{'role': 'user', 'content': …}}], got {prompt!r:.200}"

@@ -19,7 +19,7 @@ import asyncio
 import difflib
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
 from jax_agent_rl.agents.context import AgentContext
@@ -79,8 +79,10 @@ class AgentLoop(ABC):
         group_id: str,
         sampling: SamplingParams,
         tools: Mapping[str, BaseTool] | None = None,
+        opening: Sequence[Mapping[str, Any]] = (),
+        tool_schemas: Sequence[Mapping[str, Any]] = (),
     ) -> Episode:
-        """A new trajectory of this loop; the prompt tells of ``tools``.
+        """A new trajectory of this loop; the prompt is the row's and ``opening``, and tells of the tools.
 
         Raises:
             DataError, PromptTooLongError, TemplateError: see :class:`~jax_agent_rl.agents.episode.Episode`.
@@ -93,6 +95,8 @@ class AgentLoop(ABC):
             group_id=group_id,
             sampling=sampling,
             tools=tools or {},
+            opening=opening,
+            tool_schemas=tool_schemas,
         )
 
 

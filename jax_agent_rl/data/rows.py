@@ -87,7 +87,7 @@ def _checked(row: Any, agents: Collection[str] | None, tools: Collection[str] | 
     if not isinstance(row, Mapping):
         raise DataError(f"must be an object, got {type(row).__name__}")
     prompt = row.get("prompt")
-    if not isinstance(prompt, list) or not prompt:
+    if not isinstance(prompt, list) or not (prompt or _has_environment(row)):
         raise DataError(f"'prompt' must be a non-empty list of messages, got {prompt!r:.80}")
     for message in prompt:
         _check_message(message)
@@ -103,6 +103,12 @@ def _checked(row: Any, agents: Collection[str] | None, tools: Collection[str] | 
     _check_tools(row.get("extra_info") or {}, tools)
     _check_object(row.get("extra_info") or {}, "interaction_kwargs")
     return dict(row)
+
+
+def _has_environment(row: Mapping[str, Any]) -> bool:
+    """Whether an environment provides (the rest of) the prompt."""
+    extra_info = row.get("extra_info")
+    return isinstance(extra_info, Mapping) and bool(extra_info.get("environment_kwargs"))
 
 
 def _check_message(message: Any) -> None:

@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Any
 
 from jax_agent_rl.errors import InteractionError, TrajectoryError
+from jax_agent_rl.in_time import in_time
 from jax_agent_rl.interactions.base import BaseInteraction, Reply
 
 logger = logging.getLogger(__name__)
@@ -68,25 +69,20 @@ class InteractionSession:
 
     async def _in_time(self, work: Awaitable[Any], what: str) -> Any:
         """Awaits ``work`` in a task of its own, which is left behind if it ignores its cancellation."""
-        task = asyncio.ensure_future(work)
+        who = f"interaction {self._name!r}"
         try:
-            done, _ = await asyncio.wait({task}, timeout=self._timeout)
-        finally:
-            task.cancel()
-        if not done:
-            raise InteractionError(
-                f"interaction {self._name!r} did not {what} within interactions.timeout={self._timeout:g} seconds"
+            return await in_time(
+                work,
+                self._timeout,
+                late=lambda: InteractionError(
+                    f"{who} did not {what} within interactions.timeout={self._timeout:g} seconds"
+                ),
+                error=lambda problem: InteractionError(f"{who} {problem}"),
             )
-        if task.cancelled():
-            raise InteractionError(f"interaction {self._name!r} cancelled itself")
-        error = task.exception()
-        if isinstance(error, TrajectoryError):
-            raise error
-        if error is not None:
-            raise InteractionError(
-                f"interaction {self._name!r} raised {type(error).__name__} in {what}: {error}"
-            ) from error
-        return task.result()
+        except TrajectoryError:
+            raise
+        except Exception as error:
+            raise InteractionError(f"{who} raised {type(error).__name__} in {what}: {error}") from error
 
 
 def _checked(answer: Any, name: str) -> Reply:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, replace
 
 from jax_agent_rl.agents import AgentContext, get_agent
 from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.config import Config
+from jax_agent_rl.environments import EnvironmentPools
 from jax_agent_rl.interactions import EngineChat, InteractionRegistry
-from jax_agent_rl.rewards import score
 from jax_agent_rl.rollout.client import LLMServerClient
-from jax_agent_rl.rollout.collect import RolloutCollector
+from jax_agent_rl.rollout.collect import RolloutCollector, Score
 from jax_agent_rl.tools.registry import ToolRegistry
 
 
@@ -23,15 +22,17 @@ class Agents:
         collector: training rollouts, with the run's accounting.
         evaluator: held-out rollouts, counted apart, with the ``agent.val_`` settings.
         interactions: the simulated users.
+        environments: what ``environment_agent`` lives in.
     """
 
     collector: RolloutCollector
     evaluator: RolloutCollector
     interactions: InteractionRegistry
+    environments: EnvironmentPools
 
     async def close(self) -> None:
         """Closes connections, after the last trajectory."""
-        for part in (self.collector, self.evaluator, self.interactions):
+        for part in (self.collector, self.evaluator, self.interactions, self.environments):
             await part.close()
 
 
@@ -41,6 +42,7 @@ def make_agents(
     client: LLMServerClient,
     codec: ChatCodec,
     tools: ToolRegistry,
+    score: Score,
 ) -> Agents:
     """Builds them; the client's engines may be added later.
 
@@ -52,6 +54,7 @@ def make_agents(
     users = config.interactions
     interactions = InteractionRegistry.from_path(users.interaction_config_path, timeout=users.timeout)
     interactions.attach(EngineChat(client, codec, max_model_len=config.rollout.max_model_len))
+    environments = EnvironmentPools(**config.environments.model_dump(exclude={"path"}))
     context = AgentContext(
         client=client,
         codec=codec,
@@ -61,14 +64,12 @@ def make_agents(
         tool_config=config.tool_config,
         search=config.search,
         interactions=interactions,
+        environments=environments,
     )
-    parts = {
-        "score": functools.partial(score, timeout=config.reward.timeout),
-        "max_in_flight": config.rollout.max_in_flight,
-        "seed": config.seed,
-    }
+    parts = {"score": score, "max_in_flight": config.rollout.max_in_flight, "seed": config.seed}
     return Agents(
         collector=RolloutCollector(context, **parts),
         evaluator=RolloutCollector(replace(context, limits=config.agent.for_validation()), **parts),
         interactions=interactions,
+        environments=environments,
     )

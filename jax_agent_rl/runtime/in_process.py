@@ -11,17 +11,17 @@ from typing import Any
 
 import jax
 
-from jax_agent_rl.agents import agent_names, load_agents
+from jax_agent_rl.agents import EnvironmentAgent, agent_names, load_agents
 from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.config import Config
 from jax_agent_rl.data.cursor import DataCursor
 from jax_agent_rl.data.rows import load_rows
+from jax_agent_rl.environments import load_environments, require_environments
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.learner.critic import critic_shapes
 from jax_agent_rl.learner.step import Learner
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.hf import load_hf
-from jax_agent_rl.rewards import load_rewards, require_rewards
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.collect import RolloutCollector
 from jax_agent_rl.rollout.protocol import BackendMetrics, RolloutBackend
@@ -30,6 +30,7 @@ from jax_agent_rl.runtime.agents import make_agents
 from jax_agent_rl.runtime.engines import check_engine, load_model, make_backends
 from jax_agent_rl.runtime.fleet import FleetMetrics, check_versions
 from jax_agent_rl.runtime.publishers import Publisher, make_publisher
+from jax_agent_rl.runtime.scoring import needed_services, open_scorer, reward_server
 from jax_agent_rl.tools.loading import open_tools
 from jax_agent_rl.tools.registry import ToolRegistry
 
@@ -74,16 +75,19 @@ async def build(config: Config, *, say: Callable[[str], None]) -> AsyncIterator[
     """
     async with AsyncExitStack() as stack:
         tools = await stack.enter_async_context(open_tools(config.tools))
-        load_rewards(config.reward.path)
+        await stack.enter_async_context(reward_server(config))
         load_agents(config.agent.path)
+        load_environments(config.environments.path)
         train, heldout = _load_data(config, tools)
+        services = needed_services(config, [*train, *heldout])
         codec = ChatCodec.from_pretrained(
             config.model.path, tool_format=config.agent.tool_format, tool_prompt=config.agent.tool_prompt
         )
         _check_devices(config)
         check_engine(config)
         client = LLMServerClient(decode_text=functools.partial(codec.decode, skip_special_tokens=False))
-        agents = make_agents(config, client=client, codec=codec, tools=tools)
+        score = await stack.enter_async_context(open_scorer(config, services, client=client, codec=codec))
+        agents = make_agents(config, client=client, codec=codec, tools=tools, score=score)
         stack.push_async_callback(agents.close)
         await agents.collector.preflight([*train, *heldout])
         say(f"loading {config.model.path}")
@@ -122,7 +126,8 @@ def _load_data(config: Config, tools: ToolRegistry) -> tuple[list[dict[str, Any]
     names = {"agents": agent_names(), "tools": list(tools)}
     train = load_rows(config.data.train, **names)
     heldout = load_rows(config.data.heldout, **names)[: config.data.heldout_limit] if config.data.heldout else []
-    require_rewards([*train, *heldout])
+    names_of = ((row.get("agent_name") or config.agent.default_agent, row) for row in (*train, *heldout))
+    require_environments([row for name, row in names_of if name == EnvironmentAgent.name])
     return train, heldout
 
 

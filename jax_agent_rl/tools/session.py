@@ -21,6 +21,7 @@ from types import TracebackType
 from typing import Any
 
 from jax_agent_rl.errors import ToolArgumentError, ToolError, ToolNotFoundError, ToolTimeoutError
+from jax_agent_rl.in_time import in_time
 from jax_agent_rl.tools.arguments import check_arguments
 from jax_agent_rl.tools.base import BaseTool, ToolResponse, as_response, is_number
 from jax_agent_rl.tools.truncate import Decode, Encode, Side, truncate_text
@@ -196,16 +197,12 @@ class ToolSession:
         Raises:
             ToolTimeoutError: it took longer than the timeout.
         """
-        task = asyncio.ensure_future(_no_exit(work))
-        try:
-            done, _ = await asyncio.wait({task}, timeout=self._timeout)
-        finally:
-            task.cancel()
-        if not done:
-            raise ToolTimeoutError(f"{what} within {self._timeout:g} seconds")
-        if task.cancelled():  # by the tool itself; must not look like a cancellation of the trajectory
-            raise ToolError(f"{what}: it cancelled itself")
-        return task.result()
+        return await in_time(
+            work,
+            self._timeout,
+            late=lambda: ToolTimeoutError(f"{what} within {self._timeout:g} seconds"),
+            error=lambda problem: ToolError(f"{what}: it {problem}"),
+        )
 
 
 _KINDS: dict[type[ToolError], str] = {
@@ -213,11 +210,3 @@ _KINDS: dict[type[ToolError], str] = {
     ToolArgumentError: "bad_arguments",
     ToolTimeoutError: "timeout",
 }
-
-
-async def _no_exit(work: Awaitable[Any]) -> Any:
-    """``sys.exit()`` in a tool ends the call, not the run."""
-    try:
-        return await work
-    except SystemExit as error:
-        raise ToolError(f"the tool tried to exit with {error.code!r}") from None

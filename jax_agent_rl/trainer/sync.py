@@ -25,6 +25,7 @@ from jax_agent_rl.observe.metrics import RunFolder
 from jax_agent_rl.observe.progress import Progress
 from jax_agent_rl.rollout.collect import RolloutCollector
 from jax_agent_rl.rollout.filters import Selection, select
+from jax_agent_rl.rollout.futility import FutilityGuard
 from jax_agent_rl.rollout.protocol import BackendMetrics
 from jax_agent_rl.rollout.shaping import shape
 from jax_agent_rl.runtime.in_process import Runtime
@@ -51,6 +52,9 @@ class SyncTrainer:
     record: RunRecord
     progress: Progress
     clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        self._guard = FutilityGuard(self.runtime.config.trainer.max_lost_batches)
 
     async def run(self) -> None:
         """Runs to the end. Cancelling it (Ctrl-C) leaves a checkpoint of the last finished step."""
@@ -242,6 +246,7 @@ class SyncTrainer:
                 groups.append(group)
                 done += group_size
         self.runtime.client.require_server()  # else what was lost would look like the policy's failure
+        self._guard.check(groups, collector.latest_losses)
         # Groups arrive as they finish; batches must not depend on that.
         return sorted(groups, key=lambda g: int(g.group_id.rsplit("-", 1)[1]))
 
