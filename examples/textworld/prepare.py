@@ -14,8 +14,8 @@ from typing import Any
 SYSTEM = "You play a text game. You are told what to do and which commands there are. Answer with one command."
 EXAMPLE = (
     (
-        "Hello! Please open the wooden chest in the attic.\n\n-= Attic =-\nYou are in the attic. You see a closed wooden "
-        "chest.\n\nYou can: examine wooden chest, inventory, look, open wooden chest",
+        "Hello! Please open the wooden chest in the attic.\n\n-= Attic =-\nYou are in the attic. You see a closed "
+        "wooden chest.\n\nYou can: examine wooden chest, inventory, look, open wooden chest",
         "open wooden chest",
     ),
     (
