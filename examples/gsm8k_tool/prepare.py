@@ -17,8 +17,8 @@ from jax_agent_rl.rewards.rules import marked_number
 
 SAMPLE = Path(__file__).with_name("sample.jsonl")
 SYSTEM = (
-    "You solve problems with a calculator. First write a <tool_call>, then read the <tool_response>, then write the "
-    "answer after ####."
+    "You answer questions with a calculator. First write a <tool_call>, then read the <tool_response>, then answer "
+    "after ####."
 )
 
 
@@ -63,6 +63,7 @@ def row_of(problem: Mapping[str, Any], index: int) -> dict[str, Any]:
             {"role": "system", "content": SYSTEM},
             *worked("Ann has 23 nuts and finds 45 more. How many nuts does she have?", "23 + 45", 68),
             *worked("A box holds 14 pens. How many pens are in 6 boxes?", "14 * 6", 84),
+            *worked("Bob had 310 cents and spent 127 of them. How many cents are left?", "310 - 127", 183),
             {"role": "user", "content": problem["question"]},
         ],
         "reward_model": {"style": "rule", "ground_truth": str(truth)},

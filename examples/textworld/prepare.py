@@ -1,6 +1,6 @@
 """Makes TextWorld games and rows that name them: ``python examples/textworld/prepare.py --train 16 --heldout 4``.
 
-Each game is a small house with a quest of one or two commands; training and held-out games have different seeds.
+Each game is a room with a quest of one command unless asked for more; training and held-out games have different seeds.
 Making a game takes a second or two. Games that lie there already are kept.
 """
 
@@ -11,18 +11,19 @@ import json
 from pathlib import Path
 from typing import Any
 
-SYSTEM = "You play a text game. Each time you are told what you can do, answer with one of these commands."
+SYSTEM = "You play a text game. You are told what to do and which commands there are. Answer with one command."
 EXAMPLE = (
     (
-        "Open the chest.\n\n-= Attic =-\nYou see a closed chest.\n\nYou can: examine chest, look, open chest",
-        "open chest",
+        "Hello! Please open the wooden chest in the attic.\n\n-= Attic =-\nYou are in the attic. You see a closed "
+        "wooden chest.\n\nYou can: examine wooden chest, inventory, look, open wooden chest",
+        "open wooden chest",
     ),
     (
-        "Take the key from the table, then go west.\n\n-= Hall =-\nYou see a table. On the table is a key.\n\n"
-        "You can: examine key, go west, look, take key from table",
+        "Welcome! Your task is to take the key from the table, then go west.\n\n-= Hall =-\nYou are in a hall. On the "
+        "table is a key.\n\nYou can: examine key, go west, inventory, look, take key from table",
         "take key from table",
     ),
-    ("You take the key from the table.\n\nYou can: drop key, examine key, go west, look", "go west"),
+    ("You take the key from the table.\n\nYou can: drop key, examine key, go west, inventory, look", "go west"),
 )
 HELDOUT_SEED = 10_000
 
@@ -32,9 +33,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--train", type=int, default=16, help="training games")
     parser.add_argument("--heldout", type=int, default=4, help="held-out games")
-    parser.add_argument("--rooms", type=int, default=2)
+    parser.add_argument("--rooms", type=int, default=1)
     parser.add_argument("--objects", type=int, default=3)
-    parser.add_argument("--quest-length", type=int, default=2, help="commands a quest takes")
+    parser.add_argument("--quest-length", type=int, default=1, help="commands a quest takes")
     parser.add_argument("--out", type=Path, default=Path("data/textworld"))
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)

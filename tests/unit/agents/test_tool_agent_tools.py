@@ -9,7 +9,7 @@ from PIL import Image
 from jax_agent_rl.agents import AgentContext, ToolAgent
 from jax_agent_rl.config import AgentConfig
 from jax_agent_rl.observe.metrics import trajectory_record
-from jax_agent_rl.rewards import registry as rewards
+from jax_agent_rl.rewards import register_reward, registry, score
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.collect import RolloutCollector
 from jax_agent_rl.rollout.protocol import Capabilities
@@ -74,10 +74,10 @@ async def run(context, row=None):
 @pytest.fixture
 def reward(monkeypatch):
     """A reward function that is paid what the tools paid; it keeps what it saw."""
-    monkeypatch.setattr(rewards, "_REWARDS", {})
+    monkeypatch.setattr(registry, "_REWARDS", {})
     seen = []
 
-    @rewards.register_reward("guessing")
+    @register_reward("guessing")
     def compute_score(data_source, solution_str, ground_truth, extra_info):
         seen.append(extra_info)
         calls, whole = sum(extra_info["tool_rewards"]), sum(extra_info["tool_scores"].values())
@@ -97,7 +97,7 @@ async def test_rewards_of_tools_reach_the_reward_function_and_the_trajectory(rew
         "data_source": "guessing",
         "extra_info": {"tools_kwargs": {"guess": KWARGS}},
     }
-    collector = RolloutCollector(context, score=rewards.score, max_in_flight=4, seed=0)
+    collector = RolloutCollector(context, score=score, max_in_flight=4, seed=0)
     collected = collector.collect([row], group_size=3, sampling=SamplingParams(max_tokens=200), step=0)
     (group,) = [group async for group in collected]
     for trajectory in group.trajectories:
