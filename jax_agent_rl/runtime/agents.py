@@ -10,6 +10,7 @@ from typing import Any
 from jax_agent_rl.agents import AgentContext, get_agent
 from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.config import Config
+from jax_agent_rl.errors import DataError
 from jax_agent_rl.interactions import EngineChat, InteractionRegistry
 from jax_agent_rl.rewards import score
 from jax_agent_rl.rollout.client import LLMServerClient
@@ -49,6 +50,7 @@ async def make_agents(
 
     Raises:
         ConfigError: an agent, interaction or server is missing or wrong.
+        DataError: a row names an interaction there is not.
     """
     if config.agent.default_agent:
         get_agent(config.agent.default_agent)
@@ -75,5 +77,17 @@ async def make_agents(
         evaluator=RolloutCollector(replace(context, limits=config.agent.for_validation()), **parts),
         interactions=interactions,
     )
+    _check_interactions(rows, interactions)
     await agents.collector.preflight(rows)
     return agents
+
+
+def _check_interactions(rows: Sequence[Mapping[str, Any]], known: InteractionRegistry) -> None:
+    """Rows that name a simulated user there is not."""
+    for row in rows:
+        name = ((row.get("extra_info") or {}).get("interaction_kwargs") or {}).get("name")
+        if name is not None and name not in known:
+            raise DataError(
+                f"a row's extra_info.interaction_kwargs.name={name!r} is not known; there are {sorted(known)} "
+                "(interactions.interaction_config_path)"
+            )
