@@ -142,7 +142,7 @@ async def rollout(context: AgentContext, trajectories: int) -> float:
     begin = time.perf_counter()
     await asyncio.gather(*map(one, range(trajectories)))
     seconds = time.perf_counter() - begin
-    await agent.aclose()
+    await agent.close()
     return seconds
 
 

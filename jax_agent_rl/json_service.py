@@ -115,7 +115,7 @@ class JsonService:
         """A GET, whatever its answer holds; raises as :meth:`post` if it is refused or there is none."""
         await self._persist("GET", url, b"", True)
 
-    async def aclose(self) -> None:
+    async def close(self) -> None:
         """Closes the connections."""
         if self._client is not None:
             await self._client.aclose()

@@ -195,9 +195,9 @@ class Episode:
         self._ids = list(self._prompt_ids)
         self._check_prompt_length()
 
-    def score_turn(self, score: float) -> None:
-        """Attaches what a simulated user gave to the last turn."""
-        self.turns[-1] = replace(self.turns[-1], score=score)
+    def add_score(self, score: float) -> None:
+        """Adds to the score of the last turn, see ``Turn.score``."""
+        self.turns[-1] = replace(self.turns[-1], score=(self.turns[-1].score or 0.0) + score)
 
     def add_metrics(self, metrics: Mapping[str, float]) -> None:
         """Adds numbers to ``Trajectory.metrics``."""

@@ -62,7 +62,7 @@ class InteractionAgent(ToolAgent):
 async def _hear(episode: Episode, user: InteractionSession, more: bool) -> FinishReason | None:
     """The user's reply to the last turn; every turn is scored, also the last one."""
     reply = await user.reply(episode.messages)
-    episode.score_turn(reply.score)
+    episode.add_score(reply.score)
     numbers = {key: float(value) for key, value in reply.metadata.items() if _is_number(value)}
     episode.add_metrics({f"interaction/{key}": value for key, value in numbers.items()} | {"interaction_turns": 1})
     if reply.terminate:

@@ -15,6 +15,7 @@ what happens next.
 
 from __future__ import annotations
 
+import asyncio
 import difflib
 import logging
 from abc import ABC, abstractmethod
@@ -64,7 +65,7 @@ class AgentLoop(ABC):
             ConfigError: it is not there; names the key to change.
         """
 
-    async def aclose(self) -> None:  # noqa: B027
+    async def close(self) -> None:  # noqa: B027
         """Closes what the loop holds open, after the last trajectory."""
 
     def start(
@@ -179,10 +180,13 @@ class AgentSelector:
         for loop in dict.fromkeys(map(self.for_row, rows)):
             await loop.preflight()
 
-    async def aclose(self) -> None:
-        """Closes all loops, after the last trajectory."""
-        for loop in self._loops.values():
-            await loop.aclose()
+    async def close(self) -> None:
+        """Closes every loop, after the last trajectory; the first failure is raised after all were tried."""
+        loops = list(self._loops.values())
+        self._loops.clear()
+        results = await asyncio.gather(*(loop.close() for loop in loops), return_exceptions=True)
+        for failure in (result for result in results if isinstance(result, BaseException)):
+            raise failure
 
     def _warn_once(self, name: str) -> None:
         if self._warned or not len(self._context.tools) or name != "single_turn_agent":

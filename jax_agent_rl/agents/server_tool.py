@@ -63,9 +63,9 @@ class ServerToolAgent(AgentLoop):
         if self._server:
             await self._server.check()
 
-    async def aclose(self) -> None:
+    async def close(self) -> None:
         if self._server:
-            await self._server.aclose()
+            await self._server.close()
 
     async def run(
         self, row: Mapping[str, Any], *, trajectory_id: str, group_id: str, sampling: SamplingParams

@@ -111,8 +111,8 @@ class TextToolAgent(MarkerAgent):
     async def preflight(self) -> None:
         await self.client.server.check()
 
-    async def aclose(self) -> None:
-        await self.client.aclose()
+    async def close(self) -> None:
+        await self.client.close()
 
     async def run(
         self, row: Mapping[str, Any], *, trajectory_id: str, group_id: str, sampling: SamplingParams
@@ -150,8 +150,8 @@ class SearchAgent(MarkerAgent):
     def max_calls(self) -> int:
         return self.context.search.max_turns
 
-    async def aclose(self) -> None:
-        await self.client.aclose()
+    async def close(self) -> None:
+        await self.client.close()
 
     async def run(
         self, row: Mapping[str, Any], *, trajectory_id: str, group_id: str, sampling: SamplingParams

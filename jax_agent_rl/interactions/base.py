@@ -65,5 +65,5 @@ class BaseInteraction(ABC):
     async def finalize_interaction(self, instance_id: str) -> None:  # noqa: B027
         """Ends a conversation: frees what was kept for it."""
 
-    async def aclose(self) -> None:  # noqa: B027
+    async def close(self) -> None:  # noqa: B027
         """Closes what the instance holds open, after the last conversation."""

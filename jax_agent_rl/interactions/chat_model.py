@@ -19,7 +19,7 @@ class ChatModel(Protocol):
         self, messages: Sequence[Message], *, request_id: str, max_tokens: int, temperature: float
     ) -> str: ...
 
-    async def aclose(self) -> None: ...
+    async def close(self) -> None: ...
 
 
 class OpenAIChat:
@@ -90,8 +90,8 @@ class OpenAIChat:
             raise InteractionError(f"{self._service.settings.url} answered without a message's text: {answer!r:.200}")
         return content.encode("utf-8", "replace").decode()
 
-    async def aclose(self) -> None:
-        await self._service.aclose()
+    async def close(self) -> None:
+        await self._service.close()
 
 
 class _Generates(Protocol):
@@ -144,5 +144,5 @@ class EngineChat:
         output = await self._client.generate(request_id, prompt_ids=prompt, sampling_params=sampling)
         return self._codec.decode(output.token_ids)
 
-    async def aclose(self) -> None:
+    async def close(self) -> None:
         """The engine is not ours to close."""

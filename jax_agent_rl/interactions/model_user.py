@@ -88,9 +88,9 @@ class ModelUserInteraction(BaseInteraction):
     async def finalize_interaction(self, instance_id: str) -> None:
         self._turns.pop(instance_id, None)
 
-    async def aclose(self) -> None:
+    async def close(self) -> None:
         if self._chat is not None:
-            await self._chat.aclose()
+            await self._chat.close()
 
     def _seen_by_the_user(self, messages: Sequence[Mapping[str, Any]], goal: Any) -> list[dict[str, str]]:
         """Roles exchanged; system messages and tool results are the assistant's own affair."""

@@ -57,10 +57,10 @@ class InteractionRegistry(Mapping[str, BaseInteraction]):
         for user in self._users.values():
             user.attach(engine)
 
-    async def aclose(self) -> None:
+    async def close(self) -> None:
         """Closes all users."""
         for user in self._users.values():
-            await user.aclose()
+            await user.close()
 
     def __getitem__(self, name: str) -> BaseInteraction:
         return self._users[name]

@@ -87,9 +87,9 @@ class RolloutCollector:
         """Checks what the loops of these rows depend on, once before a run; raises ConfigError."""
         await self._agents.preflight(rows)
 
-    async def aclose(self) -> None:
+    async def close(self) -> None:
         """Closes what the loops hold open, after the last trajectory."""
-        await self._agents.aclose()
+        await self._agents.close()
 
     async def collect(
         self,

@@ -32,10 +32,10 @@ class Agents:
     evaluator: RolloutCollector
     interactions: InteractionRegistry
 
-    async def aclose(self) -> None:
+    async def close(self) -> None:
         """Closes connections, after the last trajectory."""
         for part in (self.collector, self.evaluator, self.interactions):
-            await part.aclose()
+            await part.close()
 
 
 async def make_agents(

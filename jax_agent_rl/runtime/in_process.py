@@ -106,8 +106,10 @@ async def build(config: Config, *, say: Callable[[str], None]) -> AsyncIterator[
             heldout=heldout,
         )
     finally:
-        await agents.aclose()
-        await backend.close()
+        try:
+            await agents.close()
+        finally:
+            await backend.close()
 
 
 def _make_backend(

@@ -124,10 +124,10 @@ class ToolServerClient:
         except (ToolServerError, TimeoutError) as error:
             raise ConfigError(f"the tool server is not ready: {error}") from None
         finally:
-            await self.aclose()  # a run may still end before its first trajectory
+            await self.close()  # a run may still end before its first trajectory
 
-    async def aclose(self) -> None:
-        await self._service.aclose()
+    async def close(self) -> None:
+        await self._service.close()
 
 
 def observation_url(url: str) -> str:

@@ -56,8 +56,8 @@ class SearchClient:
                 f"{answer!r:.200}; expected {{result: [[{{document: {{contents}}}}]]}}"
             ) from None
 
-    async def aclose(self) -> None:
-        await self._service.aclose()
+    async def close(self) -> None:
+        await self._service.close()
 
 
 def _contents(passage: Any) -> str:

@@ -117,8 +117,8 @@ class ToolClient:
             tasks = [group.create_task(run(trajectory_id, code)) for trajectory_id, code in named.items()]
         return [task.result() for task in tasks]
 
-    async def aclose(self) -> None:
-        await self.server.aclose()
+    async def close(self) -> None:
+        await self.server.close()
 
 
 def tool_action(code: str) -> str:

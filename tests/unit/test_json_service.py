@@ -43,7 +43,7 @@ async def post(script, payload=None, *, repeatable=False, **settings):
         try:
             return await client.post(payload, repeatable=repeatable)
         finally:
-            await client.aclose()
+            await client.close()
 
 
 async def test_what_is_sent_arrives_and_what_is_answered_comes_back():

@@ -48,7 +48,7 @@ async def appended(codec, first_turn, observation, *, engine=ScriptedBackend, **
         )
         agent = ServerToolAgent(context)
         trajectory = await agent.run(ROW, trajectory_id="t", group_id="g", sampling=SamplingParams(max_tokens=50))
-        await agent.aclose()
+        await agent.close()
     assert_token_exact(trajectory, backend.requests)
     return trajectory.turns[0].appended_ids
 

@@ -243,7 +243,7 @@ async def test_whatever_is_sampled_and_observed_budgets_hold_and_ids_are_exact(s
     async with ToolServer(lambda action: next(rounds)) as server:
         it = stage(server, script, **limits)
         trajectory = await it.run()
-        await it.agent.aclose()
+        await it.agent.close()
     assert_token_exact(trajectory, it.backend.requests)
     assert len(trajectory.response_ids) <= limits["max_response_length"]
     assert len(server.requests) == len(trajectory.tool_calls) <= limits["max_turns"]

@@ -131,7 +131,7 @@ async def search(answer, script=("who <search> a b </search> x", "them"), **conf
         config = SearchConfig(server_url=f"{url}/retrieve", retry_delay=0, **config)
         it = AgentStage(SearchAgent, list(script), shared={"search": config})
         trajectory = await it.run()
-        await it.agent.aclose()
+        await it.agent.close()
     assert_token_exact(trajectory, it.backend.requests)
     return trajectory, asked, it
 

@@ -232,7 +232,7 @@ async def converse(*replies, script, **config):
         try:
             return await stage(script, user).run(row), asked
         finally:
-            await user.aclose()
+            await user.close()
 
 
 async def test_a_model_behind_an_endpoint_plays_the_user(monkeypatch):

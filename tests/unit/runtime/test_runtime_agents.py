@@ -45,7 +45,7 @@ async def test_evaluations_run_with_the_val_settings():
         for collector in (made.collector, made.evaluator):
             stream = collector.collect([ROW], group_size=1, sampling=SamplingParams(max_tokens=50), step=0)
             turns += [t.num_turns async for group in stream for t in group.trajectories]
-        await made.aclose()
+        await made.close()
     assert turns == [4, 2]
 
 
@@ -65,7 +65,7 @@ async def test_a_tool_server_that_is_gone_in_the_middle_loses_trajectories_by_re
         server.respond = broken
         stream = made.collector.collect([ROW], group_size=3, sampling=SamplingParams(max_tokens=50), step=0)
         groups = [group async for group in stream]
-        await made.aclose()
+        await made.close()
     assert [group.dropped for group in groups] == [{"tool_server_error": 3}]
     made.collector.accounting.check()
 

@@ -28,7 +28,7 @@ async def ask(server, *texts, timeout=10.0):
     try:
         return await it.get_observation([Action(trajectory_id=str(i), text=t) for i, t in enumerate(texts)])
     finally:
-        await it.aclose()
+        await it.close()
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ async def test_results_of_a_batch_stand_where_their_calls_do():
         server.respond = backwards
         client = ToolClient(ToolClientConfig(server_url=server.url, max_workers=4, **QUICK))
         results = await client.execute_batch({"a": "1", "b": "2", "c": "3", "d": "4"})
-        await client.aclose()
+        await client.close()
     assert [r.text for r in results] == [f"<python>{i}</python>" for i in "1234"]
     assert sorted(p["trajectory_ids"][0] for p in server.requests) == ["a", "b", "c", "d"]
 
@@ -39,7 +39,7 @@ async def test_one_failed_call_of_a_batch_leaves_the_others_their_results():
     async with ToolServer(lambda action: 42 if "bad" in action else "fine") as server:
         client = ToolClient(ToolClientConfig(server_url=server.url, **QUICK))
         good, bad = await client.execute_batch(["good", "bad"])
-        await client.aclose()
+        await client.close()
     assert good.text == "fine" and isinstance(bad, ToolServerError)
 
 
@@ -59,7 +59,7 @@ async def test_max_workers_bounds_the_requests_at_the_same_time():
         server.respond = count
         client = ToolClient(ToolClientConfig(server_url=server.url, max_workers=2, **QUICK))
         await client.execute_batch([str(i) for i in range(9)])
-        await client.aclose()
+        await client.close()
     assert most <= 2 and len(server.requests) == 9
 
 
@@ -114,7 +114,7 @@ async def test_max_retries_repeats_what_failed():
         failures += [Response(status_code=500)] * 3
         with pytest.raises(ToolServerError, match="HTTP 500"):
             await client.execute(Action(trajectory_id="t"))
-        await client.aclose()
+        await client.close()
 
 
 async def test_an_unreachable_server_is_named_with_the_key_to_change():
