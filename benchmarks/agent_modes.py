@@ -212,7 +212,7 @@ def main() -> None:
     parser.add_argument("--trajectories", type=int, default=64)
     parser.add_argument("--turns", type=int, nargs="+", default=[1, 3])
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--latency", type=float, default=0.3, help="median seconds of a tool call")
+    parser.add_argument("--latency", type=float, default=0.5, help="median seconds of a tool call")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.serve:

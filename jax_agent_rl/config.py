@@ -155,7 +155,7 @@ class AgentConfig(ServerToolConfig):
     max_prompt_length: Positive = Field(512, description="A longer prompt drops the trajectory, with its reason.")
     max_response_length: Positive = Field(512, description="Sampled plus inserted ids after the prompt.")
     max_assistant_turns: Positive = Field(8, description="Most generations in one trajectory.")
-    max_user_turns: NonNegative = Field(8, description="Most tool-result turns in one trajectory.")
+    max_user_turns: NonNegative = Field(8, description="Most turns of tool results or a simulated user.")
     max_parallel_calls: Positive = Field(1, description="Calls run per turn; further ones answer with an error.")
     max_tool_response_length: Positive = Field(256, description="Most tokens of one tool result.")
     tool_response_truncate_side: Literal["left", "middle", "right"] = Field(

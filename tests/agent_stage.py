@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jax_agent_rl.agents import AgentContext, AgentLoop
+from jax_agent_rl.agents import AgentContext, AgentLoop, ServerToolAgent
 from jax_agent_rl.config import AgentConfig
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.types import SamplingParams, Trajectory
 from tests.fakes import FakeCodec, ScriptedBackend
+from tests.http_service import ToolServer
 
 ROW: Mapping[str, Any] = {"prompt": [{"role": "user", "content": "what is 1 + 2 ?"}], "data_source": "calculator"}
 
@@ -66,3 +67,14 @@ def assert_token_exact(trajectory: Trajectory, requests: Any) -> None:
         assert request.prompt_ids == context
         context = context + turn.output.token_ids + turn.appended_ids
     assert context == trajectory.prompt_ids + trajectory.response_ids
+
+
+ACT = "<py> 1 + 2 </py> and more"
+ACTION = "<py> 1 + 2 </py>"
+"""What an engine that stops at the action's end says of ``ACT``."""
+STOP = {"action_stop_tokens": ("</py>",)}
+
+
+def server_tool_stage(server: ToolServer, script: Any, **limits: Any) -> AgentStage:
+    """The server_tool agent on a tool server."""
+    return AgentStage(ServerToolAgent, script, **{"tool_server_url": server.url, **STOP, **limits})

@@ -121,7 +121,8 @@ class ServerToolAgent(AgentLoop):
         observation, record = await self._step(environment, "", row, 0)
         if observation.done:
             raise ToolServerError("the tool server ended the trajectory before its first turn (agent.call_tool_first)")
-        episode.add_metrics({"tool_seconds": record.seconds})
+        numbers = {f"tool_server/{key}": value for key, value in observation.metrics.items()}
+        episode.add_metrics({"tool_seconds": record.seconds, **numbers})
         self._observations.before_the_first_turn(episode, record.observation)
 
     async def _step(

@@ -5,7 +5,7 @@
       ┌─► generate to the closing marker ──► marker? ──no──► ANSWER, or RESPONSE_LENGTH when cut
       │                                        │ yes, but all calls are made ──► MAX_USER_TURNS
       │                                        ▼
-      └── insert the result, if it fits ◄── call it        no room ──► RESPONSE_LENGTH
+      └── insert the result, if it fits ◄── call it ──► TOOL_DONE       no room ──► RESPONSE_LENGTH
 
 The result continues the assistant's text, inside markers of its own, with mask 0.
 """
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, ClassVar
 
 from jax_agent_rl.agents.context import AgentContext
@@ -26,6 +26,9 @@ from jax_agent_rl.tools.search_client import SearchClient
 from jax_agent_rl.tools.tool_client import ToolClient, tool_action
 from jax_agent_rl.tools.truncate import truncate_text
 from jax_agent_rl.types import FinishReason, SamplingParams, StopReason, ToolCallRecord, Trajectory
+
+Call = Callable[[str], Awaitable[Observation]]
+"""Runs what stands between the markers."""
 
 
 class MarkerAgent(AgentLoop):
@@ -41,7 +44,7 @@ class MarkerAgent(AgentLoop):
     def max_calls(self) -> int:
         """Most calls of one trajectory."""
 
-    async def _converse(self, episode: Episode, call: Any) -> FinishReason:
+    async def _converse(self, episode: Episode, call: Call) -> FinishReason:
         for made in range(self.max_calls + 1):
             last = made == self.max_calls
             output = await episode.generate(session_ends=last, stop=[self.closing])
@@ -52,15 +55,17 @@ class MarkerAgent(AgentLoop):
                 return FinishReason.RESPONSE_LENGTH if cut else FinishReason.ANSWER
             if last:
                 break
-            record = await self._call(before, call)
+            observation, record = await self._call(before, call)
             episode.record_calls([record], seconds=record.seconds)
+            if observation.done:
+                return FinishReason.TOOL_DONE
             shown = self.result.format(record.observation)
             ids = self.context.codec.encode_text(shown)
             if not episode.append_ids(ids, [{"role": "tool", "content": record.observation}]):
                 return FinishReason.RESPONSE_LENGTH
         return FinishReason.MAX_USER_TURNS
 
-    async def _call(self, before: str, call: Any) -> ToolCallRecord:
+    async def _call(self, before: str, call: Call) -> tuple[Observation, ToolCallRecord]:
         """``before``: the turn up to the closing marker."""
         _, opened, body = before.rpartition(self.opening)
         began = time.perf_counter()
@@ -69,7 +74,7 @@ class MarkerAgent(AgentLoop):
         else:
             text = f"Error: {self.closing} without {self.opening}."
             observation = Observation(text=text, error="malformed")
-        return ToolCallRecord(
+        record = ToolCallRecord(
             name=self.opening.strip("<>") if opened else "",
             arguments={"text": body} if opened else None,
             observation=self._shorten(observation.text),
@@ -77,6 +82,7 @@ class MarkerAgent(AgentLoop):
             reward=observation.reward,
             seconds=time.perf_counter() - began,
         )
+        return observation, record
 
     def _shorten(self, text: str) -> str:
         limits, codec = self.context.limits, self.context.codec

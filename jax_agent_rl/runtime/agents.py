@@ -8,6 +8,7 @@ from jax_agent_rl.agents import AgentContext, get_agent
 from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.config import Config
 from jax_agent_rl.environments import EnvironmentPools
+from jax_agent_rl.errors import DataError
 from jax_agent_rl.interactions import EngineChat, InteractionRegistry
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.collect import RolloutCollector, Score
@@ -29,6 +30,16 @@ class Agents:
     evaluator: RolloutCollector
     interactions: InteractionRegistry
     environments: EnvironmentPools
+
+    async def preflight(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Checks, before a run, what these rows need: simulated users, and the servers of their loops.
+
+        Raises:
+            ConfigError: a server or setting is missing or wrong.
+            DataError: a row names an interaction there is not.
+        """
+        _check_interactions(rows, self.interactions)
+        await self.collector.preflight(rows)
 
     async def close(self) -> None:
         """Closes connections, after the last trajectory."""
@@ -73,3 +84,14 @@ def make_agents(
         interactions=interactions,
         environments=environments,
     )
+
+
+def _check_interactions(rows: Sequence[Mapping[str, Any]], known: InteractionRegistry) -> None:
+    """Rows that name a simulated user there is not."""
+    for row in rows:
+        name = ((row.get("extra_info") or {}).get("interaction_kwargs") or {}).get("name")
+        if name is not None and name not in known:
+            raise DataError(
+                f"a row's extra_info.interaction_kwargs.name={name!r} is not known; there are {sorted(known)} "
+                "(interactions.interaction_config_path)"
+            )

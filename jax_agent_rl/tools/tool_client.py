@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import textwrap
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
@@ -121,8 +122,12 @@ class ToolClient:
 
 
 def tool_action(code: str) -> str:
-    """Code as the tool server's python tools recognize it."""
-    return f"<python>{code}</python>"
+    """Code as the tool server's python tools recognize it; a common indentation is taken off.
+
+    >>> tool_action(" print(1)")
+    '<python>print(1)</python>'
+    """
+    return f"<python>{textwrap.dedent(code)}</python>"
 
 
 def bare_result(text: str) -> str:

@@ -32,7 +32,7 @@ async def test_code_between_the_markers_is_run_and_its_result_inserted(server):
     it = stage(server, [ASK, "so 3"])
     trajectory = await it.run({**ROW, "extra_info": {"stdin": "7"}})
     (payload,) = server.requests
-    assert payload["actions"] == ["<python> print(3) </python>"] and payload["extra_fields"] == [{"stdin": "7"}]
+    assert payload["actions"] == ["<python>print(3) </python>"] and payload["extra_fields"] == [{"stdin": "7"}]
     assert it.codec.decode(trajectory.turns[0].appended_ids) == "\n<result>\n3\n</result>\n"
     assert [(c.name, c.arguments, c.observation) for c in trajectory.tool_calls] == [
         ("tool", {"text": " print(3) "}, "3")
@@ -46,6 +46,13 @@ async def test_max_tool_turns_bounds_the_calls(server):
     trajectory = await stage(server, [ASK], max_tool_turns=2).run()
     assert len(server.requests) == 2 and trajectory.num_turns == 3
     assert trajectory.finish_reason is FinishReason.MAX_USER_TURNS
+
+
+async def test_the_server_may_end_it():
+    async with ToolServer(lambda action: ("right", True, True)) as server:
+        trajectory = await stage(server, [ASK]).run()
+    assert trajectory.finish_reason is FinishReason.TOOL_DONE
+    assert trajectory.turns[-1].appended_ids == () and server.closed == {"t": 1}
 
 
 async def test_a_closing_marker_alone_is_told_and_runs_nothing(server):
