@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from jax_agent_rl.agents import AgentContext, get_agent
 from jax_agent_rl.chat.codec import ChatCodec
