@@ -11,6 +11,8 @@ _SHARED = ("asyncio_", "ThreadPoolExecutor", "MainThread", "tqdm_monitor")
 """Threads that outlive every backend: those of the event loop's own executor, and the progress bars' clock."""
 _HARMLESS = "resource_tracker"
 """Python's multiprocessing keeps this one helper until the program ends."""
+_SHOWN = 80
+"""Characters of a command shown; it is cut only there, as the name looked for may stand at the end of a long path."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,8 @@ class Footprint:
         """What exists now and did not when this was taken, in words."""
         now = Footprint.now()
         threads = [f"thread {name!r}" for ident, name in now.threads.items() if ident not in self.threads]
-        return threads + [f"process {pid} ({name})" for pid, name in now.processes.items() if pid not in self.processes]
+        processes = {pid: name for pid, name in now.processes.items() if pid not in self.processes}
+        return threads + [f"process {pid} ({name[:_SHOWN]})" for pid, name in processes.items()]
 
 
 def _descendants() -> dict[int, str]:
@@ -52,6 +55,6 @@ def _descendants() -> dict[int, str]:
 
 def _command(pid: int) -> str:
     try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()[:80]
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
     except OSError:
         return ""
