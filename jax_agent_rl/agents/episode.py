@@ -123,7 +123,9 @@ class Episode:
             stop_token_ids=(*self._sampling.stop_token_ids, *stop_token_ids),
             seed=None if seed is None else derive_seed(seed, turn),
         )
-        media = {f"{kind}_data": items for kind, items in join_media(t.appended_media for t in self.turns).items()}
+        media: dict[str, Any] = {
+            f"{kind}_data": items for kind, items in join_media(t.appended_media for t in self.turns).items()
+        }
         began = time.perf_counter()
         output = await self._context.client.generate(
             f"{self._trajectory_id}/{turn}",
