@@ -30,6 +30,7 @@
     ├── ToolDefinitionError         a tool is declared wrongly (raised at import / start)
     ├── WeightUpdateError           new weights were refused; the old ones are still served
     ├── CheckpointError             nothing to restore, or it does not match the config
+    ├── WorkerDiedError             a worker of the tool server went away -> it is started again, its calls fail
     ├── LaunchError                 a host, GPU, port or process of a launch -> fix it there, the message names it
     ├── NothingToTrainError         every trajectory of several batches in a row was lost
     └── NonFiniteError              too many non-finite gradient steps in a row
@@ -197,6 +198,10 @@ class WeightUpdateError(JaxAgentRLError):
 
 class CheckpointError(JaxAgentRLError):
     """There is no checkpoint to restore, or it was made with another model."""
+
+
+class WorkerDiedError(JaxAgentRLError):
+    """A worker process of the tool server is not there, or went away before it answered."""
 
 
 class LaunchError(JaxAgentRLError):

@@ -27,10 +27,10 @@ from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from jax_agent_rl.errors import ConfigError
+from jax_agent_rl.errors import ConfigError, WorkerDiedError
 from jax_agent_rl.serving import is_loopback
 from jax_agent_rl.tools.server import telemetry
-from jax_agent_rl.tools.server.pool import Worker, WorkerDied, worker_of
+from jax_agent_rl.tools.server.pool import Worker, worker_of
 from jax_agent_rl.tools.server.settings import ToolServerSettings
 from jax_agent_rl.tools.server.wire import ObservationRequest, Reply, encode_replies, explain
 
@@ -224,7 +224,7 @@ class ToolServer:
         worker = self._workers[worker_of(body.queries[0], len(self._workers))]
         try:
             found = await worker.retrieve(body.queries, body.topk or self._settings.search.topk)
-        except WorkerDied as error:
+        except WorkerDiedError as error:
             return _refuse(503, str(error))
         if not body.return_scores:
             found = [[hit["document"] for hit in hits] for hits in found]
@@ -235,7 +235,7 @@ class ToolServer:
         for worker in self._workers:
             try:
                 counts.append(await worker.environments())
-            except WorkerDied:
+            except WorkerDiedError:
                 continue
         healthy = len(counts) == len(self._workers)
         body = {

@@ -20,7 +20,7 @@ from typing import Any
 
 import aiohttp
 
-from jax_agent_rl.errors import ConfigError, JaxAgentRLError
+from jax_agent_rl.errors import ConfigError, JaxAgentRLError, WorkerDiedError
 from jax_agent_rl.tools.server.settings import ToolServerSettings
 from jax_agent_rl.tools.server.wire import Failure, Reply, Step, failed
 
@@ -28,10 +28,6 @@ logger = logging.getLogger(__name__)
 _START_SECONDS = 600.0  # making a search index may take a while
 _STOP_SECONDS = 40.0  # longer than a worker needs to give up on environments that do not close
 _RETRY_SECONDS = (0.1, 1.0, 5.0, 30.0)  # before the first, second, … start in a row that fails
-
-
-class WorkerDied(JaxAgentRLError):
-    """The worker is not there, or went away before it answered."""
 
 
 class Worker:
@@ -106,7 +102,7 @@ class Worker:
             try:
                 answers = await self._post("/steps", [asdict(steps[index]) for index in asked])
                 replies |= {i: Reply(**answer) for i, answer in zip(asked, answers, strict=True)}
-            except WorkerDied:
+            except WorkerDiedError:
                 replies |= {index: _lost(steps[index]) for index in asked}
                 self._lost -= {steps[index].trajectory_id for index in asked}  # told now
         for index, step in enumerate(steps):
@@ -114,11 +110,11 @@ class Worker:
         return [replies[index] for index in range(len(steps))]
 
     async def retrieve(self, queries: list[str], topk: int) -> list[list[dict[str, Any]]]:
-        """Searches the corpus; raises :class:`WorkerDied`."""
+        """Searches the corpus; raises :class:`WorkerDiedError`."""
         return await self._post("/retrieve", {"queries": queries, "topk": topk})
 
     async def environments(self) -> int:
-        """How many are open; raises :class:`WorkerDied`."""
+        """How many are open; raises :class:`WorkerDiedError`."""
         return (await self._ask("GET", "/health"))["environments"]
 
     async def _post(self, path: str, body: Any) -> Any:
@@ -126,13 +122,13 @@ class Worker:
 
     async def _ask(self, method: str, path: str, **more: Any) -> Any:
         if self._session is None:
-            raise WorkerDied(f"worker {self.name} is not running")
+            raise WorkerDiedError(f"worker {self.name} is not running")
         try:
             async with self._session.request(method, f"http://worker{path}", **more) as response:
                 response.raise_for_status()
                 return await response.json()
         except (aiohttp.ClientError, OSError) as error:
-            raise WorkerDied(f"worker {self.name} did not answer: {error!r}") from error
+            raise WorkerDiedError(f"worker {self.name} did not answer: {error!r}") from error
 
     # --- its process ------------------------------------------------------------------------------------------
 
@@ -192,7 +188,7 @@ class Worker:
             answer = json.loads(line)
         except ValueError:
             code = await process.wait()
-            raise WorkerDied(f"it ended with code {code} before it was ready; its messages are above") from None
+            raise WorkerDiedError(f"it ended with code {code} before it was ready; its messages are above") from None
         if "error" in answer:
             raise ConfigError(answer["error"].removeprefix("configuration error:\n  - "))
 

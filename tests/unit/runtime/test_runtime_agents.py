@@ -1,11 +1,13 @@
 """The agents' side of a run: evaluation settings reach evaluations, and what is missing is found out before it."""
 
+import functools
+
 import pytest
 from starlette.responses import JSONResponse
 
 from jax_agent_rl.config import build
 from jax_agent_rl.errors import ConfigError, DataError
-from jax_agent_rl.rewards import register_reward
+from jax_agent_rl.rewards import register_reward, score
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.runtime.agents import make_agents
@@ -26,7 +28,10 @@ def one_point(data_source, solution_str, ground_truth, extra_info):
 async def agents(rows, *overrides):
     codec = FakeCodec()
     client = LLMServerClient()
-    made = await make_agents(build(MINIMAL, overrides), client=client, codec=codec, tools=ToolRegistry(), rows=rows)
+    config = build(MINIMAL, overrides)
+    scorer = functools.partial(score, timeout=config.reward.timeout)
+    made = make_agents(config, client=client, codec=codec, tools=ToolRegistry(), score=scorer)
+    await made.preflight(rows)
     client.add_server(AsyncServer(ScriptedBackend(codec, ["act </py>"])))
     return made
 
