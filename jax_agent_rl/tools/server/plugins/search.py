@@ -47,7 +47,7 @@ class Index:
         if not (folder / _STAMP).is_file() or (folder / _STAMP).read_text() != stamp:
             _make(corpus, folder, stamp)
         logging.getLogger("bm25s").setLevel(logging.WARNING)  # it reports every query without words
-        retriever = bm25s.BM25.load(folder, mmap=True, load_corpus=True)
+        retriever = bm25s.BM25.load(folder, mmap=True, load_corpus=True, show_progress=False)
         return cls(retriever, size=int(retriever.scores["num_docs"]))
 
     def search(self, queries: list[str], topk: int) -> list[list[dict[str, Any]]]:
@@ -73,7 +73,7 @@ def _make(corpus: Path, folder: Path, stamp: str) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     made = Path(tempfile.mkdtemp(prefix=folder.name, dir=folder.parent))
     try:
-        retriever.save(made)
+        retriever.save(made, show_progress=False)
         (made / _STAMP).write_text(stamp)
         shutil.rmtree(folder, ignore_errors=True)
         made.rename(folder)
