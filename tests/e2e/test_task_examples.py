@@ -30,10 +30,15 @@ EXAMPLES = {
     "textworld": (["--train", "2", "--heldout", "1"], "textworld", ["agent.max_response_length=300"]),
 }
 
-# The server's tool, the key of its address, the path there, and how the run's calls are named.
+# Settings of the server, the key of its address, the path there, and how the run's calls are named.
 WITH_TOOL_SERVER = {
-    "search_agent": ("search", "search.server_url", "/retrieve", "search"),
-    "python_agent": ("python", "tool_config.server_url", "", "tool"),
+    "search_agent": (
+        ["tools=[search]", "search.corpus={data}/corpus.jsonl"],
+        "search.server_url",
+        "/retrieve",
+        "search",
+    ),
+    "python_agent": (["tools=[python]"], "tool_config.server_url", "", "tool"),
 }
 
 
@@ -68,11 +73,11 @@ def test_an_example_runs(name: str, tmp_path: Path, small_model: Path):
 @needs_bwrap
 @pytest.mark.parametrize("name", WITH_TOOL_SERVER)
 def test_an_example_with_a_tool_server_calls_it_and_learns_from_it(name: str, tmp_path: Path):
-    tool, key, path, call_name = WITH_TOOL_SERVER[name]
+    of_server, key, path, call_name = WITH_TOOL_SERVER[name]
     run(f"examples/{name}/prepare.py", "--out", tmp_path / "data", "--train", "8", "--heldout", "2")
     where = [f"run_dir={tmp_path / 'run'}", f"data.train={tmp_path / 'data' / 'train.jsonl'}", "data.heldout=null"]
     sizes = ["rollout.group_size=4", "rollout.max_in_flight=8", "rollout.jetstream.max_concurrent_decodes=8"]
-    with tool_server(f"tools=[{tool}]", f"search.corpus={tmp_path / 'data' / 'corpus.jsonl'}") as url:
+    with tool_server(*(setting.format(data=tmp_path / "data") for setting in of_server)) as url:
         settings = [f"examples/{name}/config.yaml", *where, *SMALL, *sizes, "trainer.steps=1", f"{key}={url}{path}"]
         run("-m", "jax_agent_rl.cli", "train", *settings)
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
