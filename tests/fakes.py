@@ -24,7 +24,7 @@ from jax_agent_rl.rollout.protocol import (
     TokenChunk,
     WeightUpdate,
 )
-from jax_agent_rl.types import PauseMode, StopReason, TokenOutput, digest_ids
+from jax_agent_rl.types import PauseMode, SamplingParams, StopReason, TokenOutput, digest_ids
 
 EOS = 2
 
@@ -33,6 +33,7 @@ EOS = 2
 class FakeToolCall:
     name: str
     arguments: Any
+    id: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,12 +47,13 @@ class FakeReply:
 class FakeCodec:
     """One id per word (with the white space before it). Calls look like ``<call>name {json}</call>``.
 
-    A rendered message is ``role: content`` and ``EOS``; a prompt ends with ``assistant:``.
+    A rendered message is ``role: content`` (``role: <image> content``) and ``EOS``; a prompt ends with ``assistant:``.
     """
 
     eos_token_ids: tuple[int, ...] = (EOS,)
 
-    def __init__(self) -> None:
+    def __init__(self, *, modalities: frozenset[str] = frozenset()) -> None:
+        self.modalities = modalities
         self._words: list[str] = ["<unk>", "<bos>", "<eos>"]
         self._ids: dict[str, int] = {word: i for i, word in enumerate(self._words)}
 
@@ -63,6 +65,9 @@ class FakeCodec:
                 self._words.append(word)
             ids.append(self._ids[word])
         return ids
+
+    def encode_markup(self, text: str) -> list[int]:
+        return self.encode_text(text)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return "".join(self._words[i] for i in ids if not (skip_special_tokens and i <= EOS))
@@ -83,7 +88,7 @@ class FakeCodec:
         boundary = [] if sampled_ids[-1] == EOS else [EOS]
         return boundary + self._render(messages)
 
-    def parse_reply(self, sampled_ids: Sequence[int]) -> FakeReply:
+    def parse_reply(self, sampled_ids: Sequence[int], tools: Sequence[Mapping[str, Any]] = ()) -> FakeReply:
         text = self.decode(sampled_ids)
         calls, malformed = [], []
         for body in re.findall(r"<call>(.*?)</call>", text, re.S):
@@ -94,6 +99,9 @@ class FakeCodec:
                 malformed.append(body)
         return FakeReply(content=text, tool_calls=tuple(calls), malformed=tuple(malformed))
 
+    def encode_raw(self, text: str) -> list[int]:
+        return self.encode_text(text)
+
     def reply_ids(self, text: str) -> list[int]:
         """What a model would sample to say ``text``: its ids and the end of turn."""
         return [*self.encode_text(text), EOS]
@@ -101,7 +109,8 @@ class FakeCodec:
     def _render(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         ids: list[int] = []
         for message in messages:
-            ids += [*self.encode_text(f"{message['role']}: {message['content']}"), EOS]
+            media = "".join(f" <{kind}>" for kind in message.get("media", ()))
+            ids += [*self.encode_text(f"{message['role']}:{media} {message['content']}"), EOS]
         return ids + self.encode_text("assistant:")
 
 
@@ -174,7 +183,7 @@ class ScriptedBackend:
         plan, start = self._plan(request)
         ids: list[int] = []
         versions: list[int] = []
-        reason = StopReason.LENGTH
+        reason, match = StopReason.LENGTH, None
         while len(ids) < request.sampling.max_tokens:
             await self._wait_for_turn(request.request_id)
             if request.request_id in self._aborted:
@@ -186,13 +195,24 @@ class ScriptedBackend:
             if ids[-1] == EOS and not request.sampling.ignore_eos:
                 reason = StopReason.EOS
                 break
+            if match := self._stop_match(ids, request.sampling):
+                reason = StopReason.STOP
+                break
         return TokenOutput(
             token_ids=tuple(ids),
             log_probs=tuple(-0.01 * (i % 7 + 1) for i in ids),
             policy_versions=tuple(versions),
             stop_reason=reason,
+            stop_match=match,
             context_digest=self.digest(request.prompt_ids + tuple(ids)),
         )
+
+    def _stop_match(self, ids: Sequence[int], sampling: SamplingParams) -> str | None:
+        """The stop id or stop string that the last id completes."""
+        if ids[-1] in sampling.stop_token_ids:
+            return str(ids[-1])
+        text = self.codec.decode(ids, skip_special_tokens=False)
+        return next((stop for stop in sampling.stop if stop in text), None)
 
     def digest(self, ids: Sequence[int]) -> str:
         """Overridden by tests that want a drifting engine."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
-from jax_agent_rl.types import FinishReason, Group, StopReason, TokenOutput, Trajectory, Turn
+from jax_agent_rl.types import FinishReason, Group, StopReason, TokenOutput, ToolCallRecord, Trajectory, Turn
 
 
 def trajectory(
@@ -18,8 +19,14 @@ def trajectory(
     reward: float = 0.0,
     index: int = 0,
     group: str = "g",
+    calls: Sequence[Sequence[ToolCallRecord]] = (),
+    finish: FinishReason = FinishReason.ANSWER,
+    messages: Sequence[dict] = (),
 ) -> Trajectory:
-    """A trajectory of one turn per run of sampled ids (mask 1) and what follows it (mask 0)."""
+    """A trajectory of one turn per run of sampled ids (mask 1) and what follows it (mask 0).
+
+    ``calls`` are the tool calls of the first turns.
+    """
     mask = mask or [1] * len(response)
     logprobs = logprobs or [-1.0] * len(response)
     turns, at = [], 0
@@ -34,7 +41,8 @@ def trajectory(
             stop_reason=StopReason.EOS,
             context_digest="",
         )
-        turns.append(Turn(output=output, appended_ids=tuple(response[sampled_end:end])))
+        made = tuple(calls[len(turns)]) if len(turns) < len(calls) else ()
+        turns.append(Turn(output=output, appended_ids=tuple(response[sampled_end:end]), tool_calls=made))
         at = end
     return Trajectory.from_turns(
         prompt_ids=prompt,
@@ -42,9 +50,21 @@ def trajectory(
         trajectory_id=f"{group}-{index}",
         group_id=group,
         agent_name="tool_agent",
-        finish_reason=FinishReason.ANSWER,
+        finish_reason=finish,
         reward=reward,
+        messages=tuple(messages),
     )
+
+
+def call(*, error: str | None = None, reward: float = 0.0) -> ToolCallRecord:
+    """A tool call."""
+    return ToolCallRecord(name="tool", arguments={}, observation="", error=error, reward=reward)
+
+
+def group_of(trajectories: Iterable[Trajectory], **fields: Any) -> Group:
+    """A group of trajectories that name it already."""
+    members = tuple(trajectories)
+    return Group(group_id=members[0].group_id, trajectories=members, **fields)
 
 
 def random_groups(seed: int, *, groups: int = 3, members: int = 4, vocabulary: int = 97) -> list[Group]:

@@ -1,14 +1,33 @@
 """Agent loops, chosen per row by ``agent_name``.
 
 ``loop`` the interface and the registry · ``context`` what a loop is given · ``episode`` the trajectory as it grows ·
-``single_turn`` and ``tool_agent`` the loops · ``seeds``.
+``single_turn``, ``tool_agent``, ``interaction``, ``environment_agent``, ``server_tool`` and ``text_tool`` the loops ·
+``tool_environment`` and ``observations`` parts of ``server_tool`` · ``seeds``.
+
+Agents of other frameworks: ``recorder`` requests in messages to ids on record · ``conversation`` and ``reply`` what
+frameworks say and read · ``branches`` a session as a trajectory · ``openai_loop`` any OpenAI client, through
+``endpoint`` · ``react`` any LangGraph graph, through ``langgraph``.
 """
 
 from jax_agent_rl.agents.context import AgentContext, AgentEvent, TokenClient
+from jax_agent_rl.agents.environment_agent import EnvironmentAgent
 from jax_agent_rl.agents.episode import Episode
-from jax_agent_rl.agents.loop import AgentLoop, AgentSelector, agent_names, get_agent, register_agent
+from jax_agent_rl.agents.interaction import InteractionAgent
+from jax_agent_rl.agents.loop import (
+    AgentLoop,
+    AgentSelector,
+    agent_names,
+    default_agent,
+    get_agent,
+    load_agents,
+    register_agent,
+)
+from jax_agent_rl.agents.openai_loop import OpenAIAgentLoop, openai_agent
+from jax_agent_rl.agents.react import ReactAgentLoop
 from jax_agent_rl.agents.seeds import derive_seed
+from jax_agent_rl.agents.server_tool import ServerToolAgent
 from jax_agent_rl.agents.single_turn import SingleTurnAgent
+from jax_agent_rl.agents.text_tool import SearchAgent, TextToolAgent
 from jax_agent_rl.agents.tool_agent import ToolAgent
 
 __all__ = [
@@ -16,12 +35,22 @@ __all__ = [
     "AgentEvent",
     "AgentLoop",
     "AgentSelector",
+    "EnvironmentAgent",
     "Episode",
+    "InteractionAgent",
+    "OpenAIAgentLoop",
+    "ReactAgentLoop",
+    "SearchAgent",
+    "ServerToolAgent",
     "SingleTurnAgent",
+    "TextToolAgent",
     "TokenClient",
     "ToolAgent",
     "agent_names",
+    "default_agent",
     "derive_seed",
     "get_agent",
+    "load_agents",
+    "openai_agent",
     "register_agent",
 ]

@@ -6,7 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from jax_agent_rl.config import AgentConfig
+from jax_agent_rl.config import AgentConfig, SearchConfig, ToolClientConfig
+from jax_agent_rl.environments.pool import EnvironmentPools
+from jax_agent_rl.interactions import InteractionRegistry
 from jax_agent_rl.tools.registry import ToolRegistry
 from jax_agent_rl.types import SamplingParams, TokenOutput, ToolCallRecord
 
@@ -26,7 +28,12 @@ class TokenClient(Protocol):
         session_id: str | None = None,
         session_ends: bool = False,
         image_data: Sequence[Any] | None = None,
+        video_data: Sequence[Any] | None = None,
+        on_ids: Callable[[Sequence[int]], None] | None = None,
     ) -> TokenOutput: ...
+
+    @property
+    def modalities(self) -> frozenset[str]: ...
 
     def end_session(self, session_id: str) -> None: ...
 
@@ -64,6 +71,10 @@ class AgentContext:
         tools: all tools of the run.
         limits: the ``agent`` section of the config.
         max_model_len: most ids of one context, ``rollout.max_model_len``.
+        tool_config: the ``tool_config`` section, for ``text_tool_agent``.
+        search: the ``search`` section, for ``search_agent``.
+        interactions: the simulated users of the run.
+        environments: all environments of the run.
         on_event: called after every generation and tool call; must be quick and must not raise.
     """
 
@@ -72,4 +83,19 @@ class AgentContext:
     limits: AgentConfig
     max_model_len: int
     tools: ToolRegistry = field(default_factory=ToolRegistry)
+    tool_config: ToolClientConfig = field(default_factory=ToolClientConfig)
+    search: SearchConfig = field(default_factory=SearchConfig)
+    interactions: InteractionRegistry = field(default_factory=InteractionRegistry)
+    environments: EnvironmentPools = field(default_factory=EnvironmentPools)
     on_event: Callable[[AgentEvent], None] = _ignore
+
+    @property
+    def longest(self) -> int:
+        """Most ids of one context: what the engine takes, or less by ``agent.max_model_len``."""
+        return min(self.limits.max_model_len or self.max_model_len, self.max_model_len)
+
+    @property
+    def modalities(self) -> frozenset[str]:
+        """Kinds of media that the chat template can show and the engine takes."""
+        taken = self.client.modalities
+        return taken & self.codec.modalities if taken else taken

@@ -21,6 +21,7 @@ from jax_agent_rl.errors import AbortedError, BackendError, DataError, PromptToo
 from jax_agent_rl.tools.base import BaseTool
 from jax_agent_rl.tools.registry import schemas_of
 from jax_agent_rl.types import (
+    DropReason,
     FinishReason,
     SamplingParams,
     StopReason,
@@ -29,6 +30,7 @@ from jax_agent_rl.types import (
     Trajectory,
     Turn,
     digest_ids,
+    join_media,
 )
 
 _METRICS = ("generate_seconds", "tool_seconds", "prompt_tokens", "cached_tokens")
@@ -45,6 +47,8 @@ class Episode:
         group_id: shared by the trajectories of one prompt.
         sampling: ``max_tokens`` caps each turn; turn k samples with a seed derived from ``seed`` and k.
         tools: tools the prompt tells of (unless ``agent.tool_prompt`` is ``none``).
+        opening: messages that follow the row's prompt: what an environment shows first.
+        tool_schemas: further tools the prompt tells of, in OpenAI's format.
 
     Attributes:
         turns: assistant turns so far.
@@ -66,16 +70,18 @@ class Episode:
         group_id: str,
         sampling: SamplingParams,
         tools: Mapping[str, BaseTool],
+        opening: Sequence[Mapping[str, Any]] = (),
+        tool_schemas: Sequence[Mapping[str, Any]] = (),
     ):
         self.turns: list[Turn] = []
-        self.messages: list[Mapping[str, Any]] = _prompt_of(row)
+        self.messages: list[Mapping[str, Any]] = prompt_of(row, opening)
         self._context = context
         self._row = row
         self._agent_name = agent_name
         self._trajectory_id = trajectory_id
         self._group_id = group_id
         self._sampling = sampling
-        self._schemas = schemas_of(tools) if context.limits.tool_prompt == "template" else ()
+        self._schemas = (*schemas_of(tools), *tool_schemas) if context.limits.tool_prompt == "template" else ()
         self._metrics: dict[str, float] = {key: 0.0 for key in _METRICS}
         self._prompt_ids = tuple(context.codec.encode_prompt(self.messages, tools=self._schemas))
         self._ids = list(self._prompt_ids)
@@ -86,13 +92,22 @@ class Episode:
         """Ids that may still be added, sampled or inserted."""
         limits = self._context.limits
         response = len(self._ids) - len(self._prompt_ids)
-        return min(limits.max_response_length - response, self._context.max_model_len - len(self._ids))
+        return min(limits.max_response_length - response, self._context.longest - len(self._ids))
 
-    async def generate(self, *, session_ends: bool = False) -> TokenOutput:
+    async def generate(
+        self,
+        *,
+        session_ends: bool = False,
+        stop: Sequence[str] = (),
+        stop_token_ids: Sequence[int] = (),
+        max_tokens: int | None = None,
+    ) -> TokenOutput:
         """Samples the next assistant turn from the context so far.
 
         Args:
             session_ends: no turn will follow, so the engine need not keep the context's KV.
+            stop, stop_token_ids: end the turn, besides those of the sampling parameters.
+            max_tokens: most ids of this turn, besides the budgets.
 
         Raises:
             TokenDriftError: the engine conditioned on other ids than ours.
@@ -103,9 +118,14 @@ class Episode:
         seed = self._sampling.seed
         sampling = replace(
             self._sampling,
-            max_tokens=min(self.tokens_left, self._sampling.max_tokens),
+            max_tokens=min(self.tokens_left, self._sampling.max_tokens, max_tokens or self.tokens_left),
+            stop=(*self._sampling.stop, *stop),
+            stop_token_ids=(*self._sampling.stop_token_ids, *stop_token_ids),
             seed=None if seed is None else derive_seed(seed, turn),
         )
+        media: dict[str, Any] = {
+            f"{kind}_data": items for kind, items in join_media(t.appended_media for t in self.turns).items()
+        }
         began = time.perf_counter()
         output = await self._context.client.generate(
             f"{self._trajectory_id}/{turn}",
@@ -113,9 +133,10 @@ class Episode:
             sampling_params=sampling,
             session_id=self._trajectory_id,
             session_ends=session_ends,
+            **media,
         )
         seconds = time.perf_counter() - began
-        self._check_output(output, sampling.max_tokens)
+        check_output(output, self._ids, sampling.max_tokens, what=f"{self._trajectory_id}: turn {turn}")
         self._metrics["generate_seconds"] += seconds
         self._metrics["prompt_tokens"] += len(self._ids)
         self._metrics["cached_tokens"] += output.cached_tokens
@@ -132,28 +153,95 @@ class Episode:
         for call in calls:
             self._emit(call.seconds, tool_call=call)
 
-    def append(self, messages: Sequence[Mapping[str, Any]]) -> bool:
+    def append(
+        self, messages: Sequence[Mapping[str, Any]], *, media: Mapping[str, tuple[Any, ...]] | None = None
+    ) -> bool:
         """Inserts messages and the next generation prompt after the last turn.
+
+        Args:
+            messages: a message that shows images or videos lists their kinds under ``media``, e.g. ``["image"]``.
+            media: these images and videos by kind, in order.
 
         Returns:
             False, and nothing is inserted, if that would leave no room for a sampled id.
         """
-        last = self.turns[-1]
-        ids = self._context.codec.encode_append(last.output.token_ids, messages, tools=self._schemas)
+        return self.append_ids(self.encode_append(messages), messages, media=media)
+
+    def encode_append(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """The ids :meth:`append` would insert."""
+        last = self.turns[-1].output.token_ids
+        return self._context.codec.encode_append(last, messages, tools=self._schemas)
+
+    def append_ids(
+        self,
+        ids: Sequence[int],
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        media: Mapping[str, tuple[Any, ...]] | None = None,
+        learn: bool = False,
+    ) -> bool:
+        """Inserts ids as they are after the last turn.
+
+        Args:
+            ids: what the context goes on with.
+            messages: the same for people and reward functions.
+            media: as in :meth:`append`.
+            learn: the ids carry loss.
+
+        Returns:
+            False, and nothing is inserted, if that would leave no room for a sampled id.
+        """
         if len(ids) >= self.tokens_left:
             return False
-        self.turns[-1] = replace(last, appended_ids=tuple(ids))
+        self.turns[-1] = replace(
+            self.turns[-1], appended_ids=tuple(ids), appended_media=media or {}, learn_appended=learn
+        )
         self._ids += ids
         self.messages += messages
         return True
+
+    def extend_prompt(self, messages: Sequence[Mapping[str, Any]], ids: Sequence[int] | None = None) -> None:
+        """Adds to the prompt, before the first turn.
+
+        Args:
+            messages: what is added.
+            ids: the same as ids, which then stand after the generation prompt. None: the prompt is rendered anew.
+
+        Raises:
+            PromptTooLongError: it is now longer than ``agent.max_prompt_length``.
+            TemplateError: the chat template cannot render it.
+        """
+        self.messages += messages
+        if ids is None:
+            self._prompt_ids = tuple(self._context.codec.encode_prompt(self.messages, tools=self._schemas))
+        else:
+            self._prompt_ids += tuple(ids)
+        self._ids = list(self._prompt_ids)
+        self._check_prompt_length()
+
+    def add_score(self, score: float) -> None:
+        """Adds to the score of the last turn, see ``Turn.score``."""
+        self.turns[-1] = replace(self.turns[-1], score=(self.turns[-1].score or 0.0) + score)
 
     def add_metrics(self, metrics: Mapping[str, float]) -> None:
         """Adds numbers to ``Trajectory.metrics``."""
         for key, value in metrics.items():
             self._metrics[key] = self._metrics.get(key, 0.0) + value
 
-    def finish(self, reason: FinishReason) -> Trajectory:
-        """The trajectory, not scored yet."""
+    def finish(
+        self,
+        reason: FinishReason,
+        *,
+        tool_scores: Mapping[str, float] | None = None,
+        no_loss: DropReason | None = None,
+    ) -> Trajectory:
+        """The trajectory, not scored yet.
+
+        Args:
+            reason: why it ended.
+            tool_scores: what the tools make of it, :meth:`ToolSession.calc_rewards`.
+            no_loss: why its ids carry no loss, see :class:`~jax_agent_rl.types.Trajectory`.
+        """
         calls = [call for turn in self.turns for call in turn.tool_calls]
         self.add_metrics({"tool_calls": len(calls), "tool_errors": sum(call.error is not None for call in calls)})
         return Trajectory.from_turns(
@@ -163,9 +251,11 @@ class Episode:
             group_id=self._group_id,
             agent_name=self._agent_name,
             finish_reason=reason,
+            no_loss=no_loss,
             metrics=self._metrics,
             row=self._row,
             messages=tuple(self.messages),
+            tool_scores=tool_scores or {},
         )
 
     def _check_prompt_length(self) -> None:
@@ -176,21 +266,10 @@ class Episode:
                 "raise it or shorten the prompt"
             )
         if self.tokens_left < 1:
+            key = "rollout" if limits.max_model_len is None else "agent"
             raise PromptTooLongError(
-                f"the prompt has {length} ids, which leaves no room in rollout.max_model_len="
-                f"{self._context.max_model_len}; raise it or shorten the prompt"
-            )
-
-    def _check_output(self, output: TokenOutput, max_tokens: int) -> None:
-        if output.stop_reason is StopReason.ABORTED:
-            raise AbortedError(f"{self._trajectory_id}: turn {len(self.turns)} was aborted")
-        if not 1 <= len(output.token_ids) <= max_tokens:
-            raise BackendError(f"{self._trajectory_id}: asked for 1 to {max_tokens} ids, got {len(output.token_ids)}")
-        expected = digest_ids([*self._ids, *output.token_ids])
-        if output.context_digest != expected:
-            raise TokenDriftError(
-                f"{self._trajectory_id}: turn {len(self.turns)}: the engine's context (digest {output.context_digest}) "
-                f"is not the trajectory's {len(self._ids)} + {len(output.token_ids)} ids (digest {expected})"
+                f"the prompt has {length} ids, which leaves no room in {key}.max_model_len="
+                f"{self._context.longest}; raise it or shorten the prompt"
             )
 
     def _emit(self, seconds: float, **what: Any) -> None:
@@ -198,9 +277,33 @@ class Episode:
         self._context.on_event(event)
 
 
-def _prompt_of(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def check_output(output: TokenOutput, context_ids: Sequence[int], max_tokens: int, *, what: str) -> None:
+    """Proves that a generation continued exactly ``context_ids`` and kept its budget.
+
+    Args:
+        what: the trajectory and turn, for messages.
+
+    Raises:
+        TokenDriftError: the engine conditioned on other ids.
+        AbortedError: the generation was aborted for good.
+        BackendError: no id, or more than asked for.
+    """
+    if output.stop_reason is StopReason.ABORTED:
+        raise AbortedError(f"{what} was aborted")
+    if not 1 <= len(output.token_ids) <= max_tokens:
+        raise BackendError(f"{what}: asked for 1 to {max_tokens} ids, got {len(output.token_ids)}")
+    expected = digest_ids([*context_ids, *output.token_ids])
+    if output.context_digest != expected:
+        raise TokenDriftError(
+            f"{what}: the engine's context (digest {output.context_digest}) is not the trajectory's "
+            f"{len(context_ids)} + {len(output.token_ids)} ids (digest {expected})"
+        )
+
+
+def prompt_of(row: Mapping[str, Any], opening: Sequence[Mapping[str, Any]] = ()) -> list[Mapping[str, Any]]:
+    """The row's conversation and what follows it; DataError if it is not a list of messages."""
     prompt = row.get("prompt")
-    messages = [] if prompt is None or isinstance(prompt, str | Mapping) else list(prompt)
+    messages = [] if prompt is None or isinstance(prompt, str | Mapping) else [*prompt, *opening]
     if not messages or not all(isinstance(m, Mapping) and "role" in m for m in messages):
         raise DataError(
             f"a row's prompt must be a list of messages like [{{'role': 'user', 'content': …}}], got {prompt!r:.200}"

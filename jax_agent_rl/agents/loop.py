@@ -15,10 +15,11 @@ what happens next.
 
 from __future__ import annotations
 
+import asyncio
 import difflib
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
 from jax_agent_rl.agents.context import AgentContext
@@ -26,6 +27,7 @@ from jax_agent_rl.agents.episode import Episode
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.tools.base import BaseTool
 from jax_agent_rl.types import SamplingParams, Trajectory
+from jax_agent_rl.user_code import load_user_module
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +59,18 @@ class AgentLoop(ABC):
             TrajectoryError: this trajectory is lost, for the reason in ``drop_reason``.
         """
 
+    async def close(self) -> None:
+        """Ends what the loop keeps open between trajectories (servers, connections). The default has nothing."""
+        return None
+
+    async def preflight(self) -> None:
+        """Checks, before a run, what the loop depends on outside this process. The default depends on nothing.
+
+        Raises:
+            ConfigError: it is not there; names the key to change.
+        """
+        return None
+
     def start(
         self,
         row: Mapping[str, Any],
@@ -65,8 +79,10 @@ class AgentLoop(ABC):
         group_id: str,
         sampling: SamplingParams,
         tools: Mapping[str, BaseTool] | None = None,
+        opening: Sequence[Mapping[str, Any]] = (),
+        tool_schemas: Sequence[Mapping[str, Any]] = (),
     ) -> Episode:
-        """A new trajectory of this loop; the prompt tells of ``tools``.
+        """A new trajectory of this loop; the prompt is the row's and ``opening``, and tells of the tools.
 
         Raises:
             DataError, PromptTooLongError, TemplateError: see :class:`~jax_agent_rl.agents.episode.Episode`.
@@ -79,6 +95,8 @@ class AgentLoop(ABC):
             group_id=group_id,
             sampling=sampling,
             tools=tools or {},
+            opening=opening,
+            tool_schemas=tool_schemas,
         )
 
 
@@ -120,9 +138,28 @@ def get_agent(name: str) -> type[AgentLoop]:
     return _AGENTS[name]
 
 
+def load_agents(path: str | None) -> None:
+    """Imports ``agent.path``, a Python file or module that registers more loops; None does nothing.
+
+    Raises:
+        ConfigError: it cannot be imported or registers a name twice.
+    """
+    if path is not None:
+        load_user_module(path, key="agent.path")
+
+
 def agent_names() -> list[str]:
     """Names of all registered loops."""
     return sorted(_AGENTS)
+
+
+def default_agent(context: AgentContext) -> str:
+    """The loop of rows without ``agent_name``: named outright, else search, else text tools, else plain generation."""
+    if context.limits.default_agent:
+        return context.limits.default_agent
+    if context.limits.enable_search:
+        return "search_agent"
+    return "text_tool_agent" if context.tool_config.enabled else "single_turn_agent"
 
 
 class AgentSelector:
@@ -141,15 +178,32 @@ class AgentSelector:
         """The loop named by ``row["agent_name"]``, or the configured default.
 
         Raises:
-            ConfigError: the name is not registered.
+            ConfigError: the name is not registered, or the loop's settings are wrong.
         """
         name = row.get("agent_name")
         if not name:
-            name = self._context.limits.default_agent
+            name = default_agent(self._context)
             self._warn_once(name)
         if name not in self._loops:
             self._loops[name] = get_agent(name)(self._context)
         return self._loops[name]
+
+    async def close(self) -> None:
+        """Closes every loop; the first failure is raised after all were tried."""
+        loops = list(self._loops.values())
+        self._loops.clear()
+        results = await asyncio.gather(*(loop.close() for loop in loops), return_exceptions=True)
+        for failure in (result for result in results if isinstance(result, BaseException)):
+            raise failure
+
+    async def preflight(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Checks, before a run, every loop that these rows will use.
+
+        Raises:
+            ConfigError: what a user has to fix.
+        """
+        for loop in dict.fromkeys(map(self.for_row, rows)):
+            await loop.preflight()
 
     def _warn_once(self, name: str) -> None:
         if self._warned or not len(self._context.tools) or name != "single_turn_agent":

@@ -16,19 +16,25 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from jax_agent_rl.agents.context import AgentContext
 from jax_agent_rl.agents.episode import Episode
 from jax_agent_rl.agents.loop import AgentLoop, register_agent
 from jax_agent_rl.tools.base import BaseTool
+from jax_agent_rl.tools.registry import schemas_of
 from jax_agent_rl.tools.session import ToolSession
-from jax_agent_rl.types import FinishReason, SamplingParams, StopReason, ToolCallRecord, Trajectory
+from jax_agent_rl.types import FinishReason, SamplingParams, StopReason, ToolCallRecord, Trajectory, join_media
 
 if TYPE_CHECKING:
     from jax_agent_rl.chat.codec import Reply
 
 logger = logging.getLogger(__name__)
+
+Answered = Callable[[Episode, bool], Awaitable[FinishReason | None]]
+"""Called after a turn without calls, with whether another turn may follow; None goes on."""
 
 
 @register_agent("tool_agent")
@@ -40,70 +46,110 @@ class ToolAgent(AgentLoop):
     ) -> Trajectory:
         tools = self.context.tools.select((row.get("extra_info") or {}).get("tool_selection"))
         episode = self.start(row, trajectory_id=trajectory_id, group_id=group_id, sampling=sampling, tools=tools)
-        async with self._session(tools, row, trajectory_id) as session:
-            reason = await self._converse(episode, session)
+        modalities = self.context.modalities
+        async with tool_session(self.context, tools, row, trajectory_id, modalities=modalities) as session:
+            reason = await self._converse(episode, session, schemas_of(tools))
+            scores = await session.calc_rewards()
         episode.add_metrics(session.metrics)
-        return episode.finish(reason)
+        return episode.finish(reason, tool_scores=scores)
 
-    def _session(self, tools: Mapping[str, BaseTool], row: Mapping[str, Any], trajectory_id: str) -> ToolSession:
-        limits, codec = self.context.limits, self.context.codec
-        return ToolSession(
-            tools,
-            trajectory_id,
-            kwargs=(row.get("extra_info") or {}).get("tools_kwargs") or {},
-            timeout=limits.tool_timeout,
-            max_response_length=limits.max_tool_response_length,
-            truncate_side=limits.tool_response_truncate_side,
-            encode=codec.encode_text,
-            decode=codec.decode,
-        )
-
-    async def _converse(self, episode: Episode, session: ToolSession) -> FinishReason:
+    async def _converse(
+        self,
+        episode: Episode,
+        session: ToolSession,
+        schemas: Sequence[Mapping[str, Any]],
+        answered: Answered | None = None,
+    ) -> FinishReason:
+        """Runs turns until one ends it; ``answered`` says what follows a turn without calls (None: nothing does)."""
         limits = self.context.limits
-        tool_turns = 0
+        user_turns = 0
         while True:
-            out_of_tool_turns = tool_turns >= limits.max_user_turns
+            out_of_user_turns = user_turns >= limits.max_user_turns
             out_of_turns = len(episode.turns) + 1 >= limits.max_assistant_turns
-            output = await episode.generate(session_ends=out_of_turns or out_of_tool_turns)
+            output = await episode.generate(session_ends=out_of_turns or out_of_user_turns)
             if output.stop_reason is StopReason.LENGTH:
                 return FinishReason.RESPONSE_LENGTH
-            reply = self.context.codec.parse_reply(output.token_ids)
+            reply = self.context.codec.parse_reply(output.token_ids, tools=schemas)
             if not reply.tool_calls and not reply.malformed:
-                return FinishReason.ANSWER
+                more = not out_of_turns and not out_of_user_turns
+                reason = await answered(episode, more) if answered else FinishReason.ANSWER
+                if reason is not None:
+                    return reason
+                user_turns += 1
+                continue
             if out_of_turns:
                 return FinishReason.MAX_ASSISTANT_TURNS
-            if out_of_tool_turns:
+            if out_of_user_turns:
                 return FinishReason.MAX_USER_TURNS
             began = time.perf_counter()
             calls = await self._run_calls(reply, session)
             episode.record_calls(calls, seconds=time.perf_counter() - began)
-            if not episode.append(_observations(calls)):
+            media = join_media(call.media for call in calls)
+            if not episode.append(_observations(calls), media=media):
                 return FinishReason.RESPONSE_LENGTH
-            tool_turns += 1
+            user_turns += 1
 
     async def _run_calls(self, reply: Reply, session: ToolSession) -> list[ToolCallRecord]:
         """Runs the calls of one turn side by side; those over the limit and the malformed ones answer with an error."""
         limit = self.context.limits.max_parallel_calls
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(session.call(call.name, call.arguments)) for call in reply.tool_calls[:limit]]
+            tasks = [
+                group.create_task(session.call(call.name, call.arguments, call_id=call.id))
+                for call in reply.tool_calls[:limit]
+            ]
         records = [task.result() for task in tasks]
         for call in reply.tool_calls[limit:]:
-            text = f"Error: {call.name} was not run: at most {limit} tool calls in one turn"
-            records.append(_refused(session, text, "over_parallel_limit", name=call.name, arguments=call.arguments))
+            refused = over_the_limit(session, call.name, call.arguments, limit)
+            records.append(replace(refused, call_id=call.id))
         for text in reply.malformed:
             logger.info("Failed to decode tool call: %.200s", text)
             records.append(_refused(session, f"Error: Failed to decode tool call: {text:.200}", "malformed"))
         return records
 
 
-def _refused(
-    session: ToolSession, text: str, error: str, *, name: str = "", arguments: Mapping[str, Any] | None = None
-) -> ToolCallRecord:
-    return ToolCallRecord(name=name, arguments=arguments, observation=session.shorten(text), error=error)
+def tool_session(
+    context: AgentContext,
+    tools: Mapping[str, BaseTool],
+    row: Mapping[str, Any],
+    trajectory_id: str,
+    *,
+    modalities: Collection[str] = (),
+) -> ToolSession:
+    """The tools of one trajectory, under the limits of the ``agent`` section and with the row's own arguments.
+
+    Args:
+        modalities: kinds of media the agent can show the model.
+    """
+    limits, codec = context.limits, context.codec
+    return ToolSession(
+        tools,
+        trajectory_id,
+        kwargs=(row.get("extra_info") or {}).get("tools_kwargs") or {},
+        timeout=limits.tool_timeout,
+        max_response_length=limits.max_tool_response_length,
+        truncate_side=limits.tool_response_truncate_side,
+        encode=codec.encode_text,
+        decode=codec.decode,
+        modalities=modalities,
+    )
+
+
+def over_the_limit(session: ToolSession, name: str, arguments: Mapping[str, Any] | None, limit: int) -> ToolCallRecord:
+    """The answer to a call that ``agent.max_parallel_calls`` leaves out."""
+    text = f"Error: {name} was not run: at most {limit} tool calls in one turn"
+    return replace(_refused(session, text, "over_parallel_limit"), name=name, arguments=arguments)
+
+
+def _refused(session: ToolSession, text: str, error: str) -> ToolCallRecord:
+    return ToolCallRecord(name="", arguments=None, observation=session.shorten(text), error=error)
 
 
 def _observations(calls: Sequence[ToolCallRecord]) -> list[dict[str, Any]]:
-    """One tool message per call; a call that could not be decoded has no name to give."""
-    return [
-        {"role": "tool", "content": call.observation} | ({"name": call.name} if call.name else {}) for call in calls
-    ]
+    """One tool message per call, under the id the model gave it; one that could not be decoded has no name to give."""
+    return [_observation(call) for call in calls]
+
+
+def _observation(call: ToolCallRecord) -> dict[str, Any]:
+    kinds = [kind for kind, items in call.media.items() for _ in items]
+    optional = {"name": call.name, "tool_call_id": call.call_id, "media": kinds}
+    return {"role": "tool", "content": call.observation} | {key: value for key, value in optional.items() if value}

@@ -16,18 +16,20 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jax_agent_rl.chat.formats import Reply, get_format
+from jax_agent_rl.chat.formats import Reply, detect_format, get_format
 from jax_agent_rl.chat.template import ChatTemplate, Message, ToolPrompt
 from jax_agent_rl.errors import ModelError, TemplateError
 from jax_agent_rl.types import digest_ids
 
 MARKER = "ANCHOR7f3a9c"
-_CALL_ID_LENGTH = 9  # of letters and digits, as Mistral's templates demand
+CALL_ID_LENGTH = 9  # of letters and digits, as Mistral's templates demand
 _QUESTION = {"role": "user", "content": "question"}
+Anchor = Callable[[Sequence[Message], Sequence[Mapping]], str]
+"""From messages and tools to the text that follows an assistant turn."""
 
 
 class ChatCodec:
@@ -35,7 +37,7 @@ class ChatCodec:
 
     Args:
         tokenizer: a ``transformers`` fast tokenizer with a chat template.
-        tool_format: how tool calls are written, ``agent.tool_format``.
+        tool_format: how tool calls are written, ``agent.tool_format``; ``auto`` finds it in the chat template.
         tool_prompt: ``agent.tool_prompt``.
         eos_token_ids: ids that end a generation; default the tokenizer's EOS.
     """
@@ -51,12 +53,14 @@ class ChatCodec:
         if not tokenizer.chat_template:
             raise ModelError("the tokenizer has no chat template; choose an instruction-tuned model")
         self._tokenizer = tokenizer
-        self._format = get_format(tool_format)
+        template = str(tokenizer.chat_template)
+        self._format = detect_format(template) if tool_format == "auto" else get_format(tool_format)
         self._template = ChatTemplate(tokenizer, self._format, tool_prompt)
         self.eos_token_ids = tuple(eos_token_ids if eos_token_ids is not None else [tokenizer.eos_token_id])
         self._special = tuple(token for token in tokenizer.get_added_vocab() if token)
         self._special_ids = frozenset(tokenizer.get_added_vocab().values())
         self._anchor_of: dict[tuple[str, ...], int] = {}
+        self._modalities: frozenset[str] | None = None
 
     @classmethod
     def from_pretrained(
@@ -108,7 +112,8 @@ class ChatCodec:
         Args:
             sampled_ids: the assistant turn. If it does not end with an end-of-turn id (it was cut), one is inserted.
             messages: ``tool`` or ``user`` messages. For templates that tell which call a result answers, a ``tool``
-                message without a ``tool_call_id`` is given one of its own.
+                message without a ``tool_call_id`` is given one of its own. One with ``media`` (kinds of images and
+                videos, in order) shows these before its text, each as one placeholder of the template's.
             tools: as in :meth:`encode_prompt`; templates may refer to them.
 
         Raises:
@@ -127,6 +132,11 @@ class ChatCodec:
         """Ids of bare text; no template, no special tokens added or recognised."""
         return self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
 
+    def encode_markup(self, text: str) -> list[int]:
+        """Ids of text in which special tokens count and none is added: separators that a configuration gives, prompts
+        that somebody else rendered; never data."""
+        return self._encode(text)
+
     def _addition(self, messages: Sequence[Message], with_call_ids: Sequence[Message], tools: Sequence[Mapping]) -> str:
         """Text after the anchor's assistant turn, beginning with the end of that turn."""
         key = tuple(message["role"] for message in messages)
@@ -136,6 +146,8 @@ class ChatCodec:
         for number in sorted(range(len(anchors)), key=lambda number: number != known):  # the known one first
             anchor, following = anchors[number]
             try:
+                if number != known:
+                    _check_keeps(anchor, following, tools)
                 addition = anchor(following, tools)
             except TemplateError as error:
                 problems.append(str(error))
@@ -153,7 +165,7 @@ class ChatCodec:
     def _calling_anchor(self, messages: Sequence[Message], tools: Sequence[Mapping]) -> str:
         """On an assistant turn that calls tools, for templates that want one before a tool result."""
         results = [message for message in messages if message["role"] == "tool"]
-        results = results or [{"tool_call_id": "0" * _CALL_ID_LENGTH}]
+        results = results or [{"tool_call_id": "0" * CALL_ID_LENGTH}]
         calls = [
             {
                 "id": result["tool_call_id"],
@@ -166,6 +178,8 @@ class ChatCodec:
         text = self._template.render([*anchor, *messages], tools, generation_prompt=True)
         rest = text[text.rindex(MARKER) :] if MARKER in text else ""
         # What the template writes to close the call is the model's own business; the turn's end is not.
+        if (end := self._format.call_end) and end in rest:
+            rest = rest[rest.index(end) + len(end) :]
         ends = [place for token in self._special if (place := rest.find(token)) >= 0]
         if not ends:
             raise TemplateError("the chat template does not mark the end of an assistant turn that calls a tool")
@@ -207,22 +221,47 @@ class ChatCodec:
             list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
 
-    def parse_reply(self, sampled_ids: Sequence[int]) -> Reply:
-        """A sampled assistant turn taken apart into text, reasoning and tool calls."""
+    @property
+    def modalities(self) -> frozenset[str]:
+        """Kinds of media (``image``, ``video``) that the chat template can show in a tool result."""
+        if self._modalities is None:
+            self._modalities = frozenset(kind for kind in ("image", "video") if self._template.shows(kind))
+        return self._modalities
+
+    @property
+    def tool_format(self) -> str:
+        """Name of the tool-call format."""
+        return self._format.name
+
+    def parse_reply(self, sampled_ids: Sequence[int], tools: Sequence[Mapping[str, Any]] = ()) -> Reply:
+        """A sampled assistant turn taken apart into text, reasoning and calls of ``tools`` (their schemas)."""
         ids = list(sampled_ids)
         while ids and ids[-1] in self.eos_token_ids:
             ids.pop()
-        return self._format.parse(self.decode(ids, skip_special_tokens=False))
+        return self._format.parse(self.decode(ids, skip_special_tokens=False), tools)
 
 
 def _with_call_ids(messages: Sequence[Message], sampled_ids: Sequence[int]) -> list[Message]:
     """Tool results with ids that differ within a turn and, as they depend on what was sampled, between turns."""
     return [
-        {"tool_call_id": digest_ids([*sampled_ids, index])[:_CALL_ID_LENGTH], **message}
+        {"tool_call_id": digest_ids([*sampled_ids, index])[:CALL_ID_LENGTH], **message}
         if message["role"] == "tool"
         else message
         for index, message in enumerate(messages)
     ]
+
+
+def _check_keeps(anchor: Anchor, messages: Sequence[Message], tools: Sequence[Mapping]) -> None:
+    """Tries with marked contents whether an anchor makes the template write every message.
+
+    Raises:
+        TemplateError: it leaves one out, as some do with a tool result that no call comes before.
+    """
+    marked = [{**message, "content": f"KEPT{index}x7f3a9c"} for index, message in enumerate(messages)]
+    text = anchor(marked, tools)
+    for message in marked:
+        if message["content"] not in text:
+            raise TemplateError(f"the chat template leaves out a message of role {message['role']!r}")
 
 
 def _after_marker(text: str) -> str:

@@ -3,34 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import ModuleType
 from typing import Any, Literal
 
+from jax_agent_rl.chat.formats import ToolFormat
 from jax_agent_rl.errors import TemplateError
 
 Message = Mapping[str, Any]
 ToolPrompt = Literal["template", "none"]
 
 
+_PROBE = "PROBE5d2e81"
+
+
+def _in_parts(message: Message) -> Message:
+    """A message in the shape multi-modal templates take, if it shows something."""
+    if not (kinds := message.get("media")):
+        return message
+    parts = [*({"type": kind} for kind in kinds), {"type": "text", "text": message["content"]}]
+    return {key: value for key, value in message.items() if key != "media"} | {"content": parts}
+
+
 class ChatTemplate:
     """Renders conversations, bridging what a template lacks.
 
     * No ``tool`` role: tool results become user messages in the tool-call format's own notation.
+    * A message with ``media`` (kinds of images and videos it shows) gets its content in parts: these, then the text.
+    * No tool calls in assistant turns: they are written into the turn's text, in that notation too.
     * No section for tools: the format's description goes into the system message (or the first user message).
 
     Args:
         tokenizer: a ``transformers`` fast tokenizer with a chat template.
-        tool_format: a module of :mod:`jax_agent_rl.chat.formats`.
+        tool_format: how tool calls are written.
         tool_prompt: ``none`` leaves tools out of the prompt.
     """
 
-    def __init__(self, tokenizer: Any, tool_format: ModuleType, tool_prompt: ToolPrompt) -> None:
+    def __init__(self, tokenizer: Any, tool_format: ToolFormat, tool_prompt: ToolPrompt) -> None:
         self._tokenizer = tokenizer
         self._format = tool_format
         self._tool_prompt = tool_prompt
         source = str(tokenizer.chat_template)
         self._has_tool_role = "'tool'" in source or '"tool"' in source or "tool_response" in source
         self._has_tools_section = "tools" in source
+        self._has_tool_calls = "tool_calls" in source
 
     def render(self, messages: Sequence[Message], tools: Sequence[Mapping], *, generation_prompt: bool) -> str:
         """The conversation as text.
@@ -45,14 +59,20 @@ class ChatTemplate:
             messages, tools = self._with_tools_told(messages, tools), ()
         try:
             return self._tokenizer.apply_chat_template(
-                self.adapt(messages), tools=list(tools) or None, add_generation_prompt=generation_prompt, tokenize=False
+                [_in_parts(m) for m in self.adapt(messages)],
+                tools=list(tools) or None,
+                add_generation_prompt=generation_prompt,
+                tokenize=False,
             )
         except (jinja2.TemplateError, TypeError, KeyError, ValueError) as error:
             roles = [m["role"] for m in messages]
             raise TemplateError(f"the chat template refuses a conversation of roles {roles}: {error}") from error
 
     def adapt(self, messages: Sequence[Message]) -> list[Message]:
-        """Tool results as user messages where the template has no ``tool`` role; neighbours become one message."""
+        """Tool calls as text where the template shows none; tool results as user messages where it has no ``tool``
+        role; neighbours become one message."""
+        if not self._has_tool_calls:
+            messages = [self._with_calls_told(m) if m.get("tool_calls") else m for m in messages]
         if self._has_tool_role:
             return list(messages)
         adapted: list[Message] = []
@@ -62,13 +82,39 @@ class ChatTemplate:
                 adapted.append(message)
                 joining = False
                 continue
-            text = self._format.tool_result(message["content"])
+            text, media = self._format.tool_result(message["content"]), list(message.get("media", ()))
             if joining:
-                adapted[-1] = {"role": "user", "content": f"{adapted[-1]['content']}\n{text}"}
-            else:
-                adapted.append({"role": "user", "content": text})
+                before = adapted.pop()
+                text, media = f"{before['content']}\n{text}", [*before.get("media", ()), *media]
+            adapted.append({"role": "user", "content": text} | ({"media": media} if media else {}))
             joining = True
         return adapted
+
+    def shows(self, kind: str) -> bool:
+        """True if the template can show an ``image`` or a ``video`` in a tool result.
+
+        Found by trying: it must write a special token for it, and neither drop the text nor print the message's parts.
+        """
+        question, answer = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+        result = {"role": "tool", "content": _PROBE, "name": "f", "tool_call_id": "0" * 9}
+        try:
+            plain = self.render([question, answer, result], (), generation_prompt=False)
+            shown = self.render([question, answer, {**result, "media": [kind]}], (), generation_prompt=False)
+        except TemplateError:
+            return False
+        special = self._tokenizer.get_added_vocab()
+        more = any(shown.count(token) > plain.count(token) for token in special if token)
+        return more and shown.count(_PROBE) == 1 and "'type'" not in shown and '"type"' not in shown
+
+    def _with_calls_told(self, message: Message) -> Message:
+        if (write := self._format.write) is None:
+            raise TemplateError(
+                "the chat template shows no tool calls of earlier turns, and agent.tool_format="
+                f"{self._format.name} cannot write them as text; set it to hermes or text_tag"
+            )
+        calls = [write(call["function"]["name"], call["function"]["arguments"]) for call in message["tool_calls"]]
+        text = "\n".join([message["content"], *calls] if message["content"] else calls)
+        return {key: value for key, value in message.items() if key != "tool_calls"} | {"content": text}
 
     def _with_tools_told(self, messages: Sequence[Message], tools: Sequence[Mapping]) -> list[Message]:
         section = self._format.system_section(tools)

@@ -28,11 +28,17 @@ OPERATIONS: tuple[Operation, ...] = (
 )
 
 
-def prepare_calculator(out: Path, *, train: int = 2000, heldout: int = 200, seed: int = 0) -> tuple[Path, Path]:
-    """Writes ``train.jsonl`` and ``heldout.jsonl`` (no question is in both) and returns their paths."""
+def prepare_calculator(
+    out: Path, *, train: int = 2000, heldout: int = 200, seed: int = 0, agent_name: str = "tool_agent"
+) -> tuple[Path, Path]:
+    """Writes ``train.jsonl`` and ``heldout.jsonl`` (no question is in both) and returns their paths.
+
+    Args:
+        agent_name: the loop that the rows ask for.
+    """
     out.mkdir(parents=True, exist_ok=True)
     questions = _questions(random.Random(seed))
-    rows = [_row(*next(questions)) for _ in range(train + heldout)]
+    rows = [_row(*next(questions), agent_name) for _ in range(train + heldout)]
     files = (out / "train.jsonl", out / "heldout.jsonl")
     for file, part in zip(files, (rows[heldout:], rows[:heldout]), strict=True):
         write_atomically(file, "".join(json.dumps(row) + "\n" for row in part))
@@ -51,10 +57,10 @@ def _questions(rng: random.Random) -> Iterator[tuple[str, int]]:
                 yield question, compute(a, b)
 
 
-def _row(question: str, answer: int) -> dict[str, Any]:
+def _row(question: str, answer: int, agent_name: str) -> dict[str, Any]:
     return {
         "data_source": "calculator",
-        "agent_name": "tool_agent",
+        "agent_name": agent_name,
         "prompt": [
             {"role": "system", "content": SYSTEM},
             *_worked("What is 23 plus 45?", "23 + 45", 68),

@@ -18,6 +18,7 @@ from typing import Any
 from jax_agent_rl.errors import DataError
 
 Row = dict[str, Any]
+_TOOLS_KWARGS = ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs")
 
 
 def load_rows(
@@ -27,7 +28,7 @@ def load_rows(
 
     Args:
         agents: names a row's ``agent_name`` may have; None does not check.
-        tools: names its ``extra_info.tool_selection`` may list; None does not check.
+        tools: names its ``extra_info.tool_selection`` and ``extra_info.tools_kwargs`` may have; None does not check.
 
     Raises:
         DataError: the file is missing, unreadable or empty, or a row lacks a field, has one of a wrong kind or names
@@ -86,7 +87,7 @@ def _checked(row: Any, agents: Collection[str] | None, tools: Collection[str] | 
     if not isinstance(row, Mapping):
         raise DataError(f"must be an object, got {type(row).__name__}")
     prompt = row.get("prompt")
-    if not isinstance(prompt, list) or not prompt:
+    if not isinstance(prompt, list) or not (prompt or _has_environment(row)):
         raise DataError(f"'prompt' must be a non-empty list of messages, got {prompt!r:.80}")
     for message in prompt:
         _check_message(message)
@@ -100,7 +101,14 @@ def _checked(row: Any, agents: Collection[str] | None, tools: Collection[str] | 
     for section in ("reward_model", "extra_info"):
         _check_object(row, section)
     _check_tools(row.get("extra_info") or {}, tools)
+    _check_object(row.get("extra_info") or {}, "interaction_kwargs")
     return dict(row)
+
+
+def _has_environment(row: Mapping[str, Any]) -> bool:
+    """Whether an environment provides (the rest of) the prompt."""
+    extra_info = row.get("extra_info")
+    return isinstance(extra_info, Mapping) and bool(extra_info.get("environment_kwargs"))
 
 
 def _check_message(message: Any) -> None:
@@ -112,8 +120,13 @@ def _check_message(message: Any) -> None:
 
 def _check_tools(extra_info: Mapping[str, Any], tools: Collection[str] | None) -> None:
     _check_object(extra_info, "tools_kwargs")
-    for name in extra_info.get("tools_kwargs") or {}:
+    for name, kinds in (extra_info.get("tools_kwargs") or {}).items():
         _check_object(extra_info["tools_kwargs"], name)
+        if kinds and tools:  # a run without tools may read the same rows
+            _check_known("extra_info.tools_kwargs", name, tools)
+        for kind in kinds or {}:
+            _check_known(f"extra_info.tools_kwargs.{name}", kind, _TOOLS_KWARGS)
+            _check_object(kinds, kind)
     selection = extra_info.get("tool_selection")
     if selection is None:
         return

@@ -10,15 +10,19 @@ tree of branches) share nodes; a node's position is its depth, and it attends to
 
 With sharing off every trajectory is its own chain, and the same mask is that of a plain packed row.
 
-What is trained on are *targets*, nodes that were sampled (their log-prob is read at the parent), and *terms*, one per
-sampled token and trajectory: several trajectories may have sampled the same token in the same context, each with its
+What is trained on are *targets*, nodes of the loss mask (their log-prob is read at the parent), and *terms*, one per
+such token and trajectory: several trajectories may have sampled the same token in the same context, each with its
 own advantage.
+
+The layout is made once; numbers about terms (advantages, weights, old log-probs) come and go between it and plain
+per-trajectory arrays by :meth:`Batch.with_terms`, :meth:`Batch.of_terms` and :meth:`Batch.of_states`. A trajectory with
+segments is packed as several sequences; its arrays are theirs, one after another.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -28,8 +32,23 @@ TERMS_PER_TOKEN = 2  # room for terms in a row, per token of its length
 
 
 @dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where one sequence of a trajectory lies in the batch.
+
+    Attributes:
+        row: its row.
+        terms: its terms in the row, in the order in which they were sampled.
+        path: int64 [L + 1], nodes of the last prompt id and of every response id: the states before and after each.
+    """
+
+    row: int
+    terms: slice
+    path: np.ndarray
+
+
+@dataclass(frozen=True, kw_only=True)
 class Batch:
-    """R packed rows. Padding has weight 0 and attends to itself only.
+    """R packed rows. Padding has term weight 0 and attends to itself only.
 
     Attributes:
         token_ids, positions, subtree_end: int32 [R, T], see the module docstring.
@@ -37,8 +56,10 @@ class Batch:
         target_id: int32 [R, M].
         target_valid: bool [R, M]; valid targets come first.
         term_target: int32 [R, K]: index into the targets.
-        advantage, weight: float32 [R, K]; weight 0 is padding.
-        rollout_logprob, old_logprob: float32 [R, K].
+        term_sequence: int32 [R, K]: which of the row's sequences; terms of one are contiguous.
+        terms: float32 [R, K] each, by name, 0 at padding. ``weight`` is what a term weighs in the loss; a term of
+            weight 0 is not trained on.
+        places: for each trajectory given to :func:`pack`, where its sequences lie.
     """
 
     token_ids: np.ndarray
@@ -48,24 +69,69 @@ class Batch:
     target_id: np.ndarray
     target_valid: np.ndarray
     term_target: np.ndarray
-    advantage: np.ndarray
-    weight: np.ndarray
-    rollout_logprob: np.ndarray
-    old_logprob: np.ndarray
+    term_sequence: np.ndarray
+    terms: Mapping[str, np.ndarray] = field(default_factory=dict)
+    places: tuple[tuple[Place, ...], ...]
 
     @property
     def num_rows(self) -> int:
         return self.token_ids.shape[0]
 
+    def with_terms(self, **values: Sequence[np.ndarray]) -> Batch:
+        """With named numbers of the terms: for each trajectory one per sampled token, [S]."""
+        made = {name: self._scatter(per_trajectory) for name, per_trajectory in values.items()}
+        return replace(self, terms={**self.terms, **made})
+
+    def of_terms(self, values: np.ndarray) -> list[np.ndarray]:
+        """Numbers of terms [R, K] as one float64 array [S] per trajectory."""
+        return [
+            np.concatenate([values[place.row, place.terms] for place in places]).astype(np.float64)
+            for places in self.places
+        ]
+
+    def of_states(self, values: np.ndarray) -> list[np.ndarray]:
+        """Numbers of nodes [R, T] as one float64 array [L + 1] per trajectory: before every id, and after the last."""
+        return [
+            np.concatenate([*(values[p.row, p.path[:-1]] for p in places), values[last.row, last.path[-1:]]]).astype(
+                np.float64
+            )
+            for places in self.places
+            for last in places[-1:]
+        ]
+
     def micro_batches(self, rows: int) -> Iterator[dict[str, np.ndarray]]:
-        """Slices of exactly ``rows`` rows as dicts of arrays; the last one is padded with empty rows."""
+        """Slices of exactly ``rows`` rows as dicts of arrays, terms by ``term_<name>``; the last one is padded."""
+        arrays = {name: getattr(self, name) for name in _LAYOUT} | {f"term_{k}": v for k, v in self.terms.items()}
         for begin in range(0, self.num_rows, rows):
-            part = {name: value[begin : begin + rows] for name, value in vars(self).items()}
+            part = {name: value[begin : begin + rows] for name, value in arrays.items()}
             missing = rows - len(part["token_ids"])
             if missing:
                 empty = _empty_rows(missing, self.token_ids.shape[1])
-                part = {name: np.concatenate([value, empty[name]]) for name, value in part.items()}
+                nothing = np.zeros((missing, self.term_target.shape[1]), np.float32)
+                part = {name: np.concatenate([value, empty.get(name, nothing)]) for name, value in part.items()}
             yield part
+
+    def _scatter(self, per_trajectory: Sequence[np.ndarray]) -> np.ndarray:
+        values = np.zeros(self.term_target.shape, np.float32)
+        for places, own in zip(self.places, per_trajectory, strict=True):
+            begin = 0
+            for place in places:
+                end = begin + place.terms.stop - place.terms.start
+                values[place.row, place.terms] = own[begin:end]
+                begin = end
+        return values
+
+
+_LAYOUT = (
+    "token_ids",
+    "positions",
+    "subtree_end",
+    "target_parent",
+    "target_id",
+    "target_valid",
+    "term_target",
+    "term_sequence",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,42 +143,37 @@ class Sharing:
     rows: int
 
 
-def pack(
-    trajectories: Sequence[Trajectory],
-    advantages: Sequence[float],
-    weights: Sequence[float],
-    *,
-    row_length: int,
-    share_prefixes: bool = True,
-) -> tuple[Batch, Sharing]:
-    """Packs trajectories into rows: each goes where most of it already stands, else into the first row with room.
-
-    Args:
-        advantages, weights: per trajectory; ``weights`` as :func:`jax_agent_rl.learner.losses.term_weights` gives.
+def pack(trajectories: Sequence[Trajectory], *, row_length: int, share_prefixes: bool = True) -> tuple[Batch, Sharing]:
+    """Packs sequences into rows: each goes where most of it already stands, else into the first row with room.
 
     Raises:
-        ValueError: a trajectory is longer than a row (nothing is ever truncated).
+        ValueError: a sequence is longer than a row (nothing is ever truncated).
     """
-    for trajectory in trajectories:
-        length = len(trajectory.prompt_ids) + len(trajectory.response_ids)
+    sequences = [sequence for trajectory in trajectories for sequence in trajectory.sequences]
+    for sequence in sequences:
+        length = len(sequence.prompt_ids) + len(sequence.response_ids)
         if length > row_length:
             raise ValueError(
-                f"trajectory {trajectory.trajectory_id} has {length} tokens, a row {row_length}; "
+                f"trajectory {sequence.trajectory_id} has {length} tokens, a row {row_length}; "
                 f"set learner.row_length >= {length}"
             )
-    ids = [np.asarray(t.prompt_ids + t.response_ids, np.int32) for t in trajectories]
-    rows = _assign(ids, [t.num_sampled for t in trajectories], row_length, share_prefixes)
+    ids = [np.asarray(s.prompt_ids + s.response_ids, np.int32) for s in sequences]
+    rows = _assign(ids, [sum(s.loss_mask) for s in sequences], row_length, share_prefixes)
     arrays = _empty_rows(len(rows), row_length)
+    places: dict[int, Place] = {}
     for index, row in enumerate(rows):
         paths = _fill_nodes(arrays, index, row)
-        _fill_terms(arrays, index, row, paths, trajectories, advantages, weights)
+        places |= _fill_terms(arrays, index, row, paths, sequences)
     nodes = sum(member.new for row in rows for member in row)
-    return Batch(**arrays), Sharing(tokens=sum(map(len, ids)), nodes=nodes, rows=len(rows))
+    in_order = (places[which] for which in range(len(sequences)))
+    of_trajectories = tuple(tuple(next(in_order) for _ in trajectory.sequences) for trajectory in trajectories)
+    batch = Batch(**arrays, places=of_trajectories)
+    return batch, Sharing(tokens=sum(map(len, ids)), nodes=nodes, rows=len(rows))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Member:
-    """A trajectory in a row. Its first ``common`` ids stand there already; the others become a chain of new nodes.
+    """A sequence in a row. Its first ``common`` ids stand there already; the others become a chain of new nodes.
 
     Attributes:
         which: its number in the batch.
@@ -197,20 +258,14 @@ def _member(which: int, sequence: np.ndarray, row: list[_Member], common: np.nda
 
 
 def _empty_rows(rows: int, length: int) -> dict[str, np.ndarray]:
-    """Arrays of rows that hold nothing but padding."""
-    terms = length * TERMS_PER_TOKEN
-    ints = {
-        name: np.zeros((rows, length), np.int32) for name in ("token_ids", "positions", "target_parent", "target_id")
-    }
-    floats = {
-        name: np.zeros((rows, terms), np.float32) for name in ("advantage", "weight", "rollout_logprob", "old_logprob")
-    }
+    """Layout of rows that hold nothing but padding."""
+    nodes = ("token_ids", "positions", "target_parent", "target_id")
+    terms = ("term_target", "term_sequence")
     return {
-        **ints,
-        **floats,
+        **{name: np.zeros((rows, length), np.int32) for name in nodes},
+        **{name: np.zeros((rows, length * TERMS_PER_TOKEN), np.int32) for name in terms},
         "subtree_end": np.tile(np.arange(1, length + 1, dtype=np.int32), (rows, 1)),
         "target_valid": np.zeros((rows, length), bool),
-        "term_target": np.zeros((rows, terms), np.int32),
     }
 
 
@@ -263,32 +318,32 @@ def _fill_terms(
     index: int,
     row: Sequence[_Member],
     paths: Sequence[np.ndarray],
-    trajectories: Sequence[Trajectory],
-    advantages: Sequence[float],
-    weights: Sequence[float],
-) -> None:
+    sequences: Sequence[Trajectory],
+) -> dict[int, Place]:
     """Writes the terms of one row, member by member, and the targets in the order in which terms first name them."""
-    nodes, parents, logprobs = [], [], []
-    for member, path in zip(row, paths, strict=True):
-        trajectory = trajectories[member.which]
-        sampled = np.flatnonzero(trajectory.response_mask)
-        at = sampled + len(trajectory.prompt_ids)
+    places: dict[int, Place] = {}
+    nodes, parents, numbers = [], [], []
+    count = 0
+    for number, (member, path) in enumerate(zip(row, paths, strict=True)):
+        sequence = sequences[member.which]
+        at = np.flatnonzero(sequence.loss_mask) + len(sequence.prompt_ids)
         nodes.append(path[at])
         parents.append(path[at - 1])
-        logprobs.append(np.asarray(trajectory.rollout_logprobs, np.float32)[sampled])
-    counts = [len(part) for part in nodes]
-    which = np.repeat([member.which for member in row], counts)
-    terms = slice(0, len(which))
+        numbers.append(np.full(len(at), number))
+        places[member.which] = Place(
+            row=index,
+            terms=slice(count, count + len(at)),
+            path=path[len(sequence.prompt_ids) - 1 :],
+        )
+        count += len(at)
     node, parent = np.concatenate(nodes), np.concatenate(parents)
     first, target = _first_seen(node)
-    targets = slice(0, len(first))
-    arrays["target_parent"][index, targets] = parent[first]
-    arrays["target_id"][index, targets] = arrays["token_ids"][index, node[first]]
-    arrays["target_valid"][index, targets] = True
-    arrays["term_target"][index, terms] = target
-    arrays["advantage"][index, terms] = np.asarray(advantages, np.float32)[which]
-    arrays["weight"][index, terms] = np.asarray(weights, np.float32)[which]
-    arrays["rollout_logprob"][index, terms] = np.concatenate(logprobs)
+    arrays["target_parent"][index, : len(first)] = parent[first]
+    arrays["target_id"][index, : len(first)] = arrays["token_ids"][index, node[first]]
+    arrays["target_valid"][index, : len(first)] = True
+    arrays["term_target"][index, :count] = target
+    arrays["term_sequence"][index, :count] = np.concatenate(numbers)
+    return places
 
 
 def _first_seen(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

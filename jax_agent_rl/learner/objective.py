@@ -7,14 +7,15 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
+from jax_agent_rl.config import AlgorithmConfig, LearnerConfig
 from jax_agent_rl.learner.linear_logprobs import linear_logprobs
-from jax_agent_rl.learner.losses import ClipConfig, ppo_clip
+from jax_agent_rl.learner.losses import POLICY_LOSSES, LossConfig, Terms
+from jax_agent_rl.learner.losses.kl import kl_penalty
+from jax_agent_rl.learner.trainable import Arrays, Statistics
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.decoder import hidden_states
 
 TARGETS_PER_CHUNK = 256  # of a row
-
-Arrays = dict[str, jax.Array]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,13 +27,49 @@ class ObjectiveConfig:
         remat: what the backward pass recomputes, see ``models.decoder.hidden_states``.
         vocab_shards: parts the vocabulary is split into over devices.
         on_policy: the old log-probs are this very pass's (one update per rollout batch).
+        bypass: the old log-probs are the rollout's.
+        kl_estimator: of the KL term in the loss; None without one.
     """
 
-    clip: ClipConfig
+    loss: LossConfig
     temperature: float
     on_policy: bool
     remat: str
     vocab_shards: int
+    bypass: bool = False
+    entropy_coeff: float = 0.0
+    kl_estimator: str | None = None
+
+
+def objective_config(algorithm: AlgorithmConfig, config: LearnerConfig, temperature: float) -> ObjectiveConfig:
+    """What the compiled objective depends on.
+
+    The old log-probs of a single update are those of its own forward pass, unless something needs them before it.
+    """
+    correction, kl = algorithm.rollout_correction, algorithm.kl
+    needs_old = (
+        kl.where == "reward"
+        or kl.controller == "adaptive"
+        or correction.rollout_is != "none"
+        or bool(correction.rollout_rs)
+        or algorithm.policy_loss.loss_mode == "decoupled"
+        or config.updates_per_step * config.ppo_epochs > 1
+    )
+    return ObjectiveConfig(
+        loss=LossConfig(
+            low=algorithm.clip_ratio_low,
+            high=algorithm.clip_ratio_high,
+            dual=algorithm.clip_ratio_c,
+            own=algorithm.policy_loss,
+        ),
+        temperature=temperature,
+        on_policy=not (needs_old or correction.bypass_mode),
+        bypass=correction.bypass_mode,
+        remat=config.remat,
+        vocab_shards=config.mesh.tensor,
+        entropy_coeff=algorithm.entropy_coeff,
+        kl_estimator=kl.estimator if kl.where == "loss" else None,
+    )
 
 
 def target_logprobs(
@@ -57,44 +94,71 @@ def target_logprobs(
     head = params.get("lm_head", params["embed"])
     scored = linear_logprobs(hidden, head, ids, valid, objective.temperature, objective.vocab_shards)
     logprob, entropy = (jnp.moveaxis(x.reshape(-1, rows, chunk), 1, 0).reshape(rows, -1)[:, :count] for x in scored)
-    return logprob, jax.lax.stop_gradient(entropy)
+    return logprob, entropy
 
 
 def term_logprobs(config: DecoderConfig, objective: ObjectiveConfig, params: Params, batch: Arrays) -> jax.Array:
-    """Log-prob of every term's token, float32 [R, K]; 0 at padding."""
+    """Log-prob of every term's token, float32 [R, K]; at padding it means nothing."""
     logprob, _ = target_logprobs(config, objective, params, batch)
-    terms = jnp.take_along_axis(logprob, batch["term_target"], axis=1)
-    return jnp.where(batch["weight"] > 0, terms, 0.0)
+    return jnp.take_along_axis(logprob, batch["term_target"], axis=1)
 
 
 def policy_loss(
     config: DecoderConfig, objective: ObjectiveConfig, params: Params, batch: Arrays
-) -> tuple[jax.Array, dict[str, Arrays]]:
-    """The micro-batch's share of the loss.
+) -> tuple[jax.Array, Statistics]:
+    """The micro-batch's share of the loss: policy loss, minus entropy bonus, plus KL to the reference.
 
     Returns:
-        scalar loss (a plain sum over terms; their weights make it the mean of the whole update), and statistics:
-        ``sum`` adds up over micro-batches, ``max`` takes the largest.
+        scalar loss (a plain sum over terms; their weights make it the mean of the whole update), and statistics as
+        :class:`~jax_agent_rl.learner.trainable.Trainable` wants them.
     """
     logprob, entropy = target_logprobs(config, objective, params, batch)
-    weight = batch["weight"]
-    valid = weight > 0
-    terms = jnp.where(valid, jnp.take_along_axis(logprob, batch["term_target"], axis=1), 0.0)
-    old = jax.lax.stop_gradient(terms) if objective.on_policy else batch["old_logprob"]
-    loss, ratio, clipped = ppo_clip(terms, old, batch["advantage"], objective.clip)
-    total = jnp.sum(weight * loss)
-    gap = jnp.where(valid, jnp.abs(batch["rollout_logprob"] - old), 0.0)
-    ones = valid.astype(jnp.float32)
+    weight = batch["term_weight"]
+    active = weight > 0
+    # Zeros at padding: what a loss makes of them is finite, and its weight is 0.
+    logprob, entropy = (
+        jnp.where(active, jnp.take_along_axis(x, batch["term_target"], axis=1), 0.0) for x in (logprob, entropy)
+    )
+    terms = _terms(objective, batch, logprob, active)
+    policy = POLICY_LOSSES[objective.loss.own.loss_mode](terms, objective.loss)
+    per_term = policy.loss * batch.get("term_importance", 1.0) - objective.entropy_coeff * entropy
+    total = jnp.sum(weight * per_term)
+    distance = jnp.zeros_like(logprob)
+    if objective.kl_estimator is not None:
+        distance = jnp.where(active, kl_penalty(objective.kl_estimator, logprob, batch["term_ref_logprob"]), 0.0)
+        total += jnp.sum(batch["term_kl_weight"] * distance)
+    gap = jnp.where(active, jnp.abs(terms.rollout_logprob - _learner_logprob(objective, terms)), 0.0)
     statistics = {
         "sum": {
             "loss": total,
-            "terms": jnp.sum(ones),
-            "clipped": jnp.sum(ones * clipped),
-            "ratio": jnp.sum(ones * ratio),
-            "kl": jnp.sum(ones * (old - terms)),
+            "terms": jnp.sum(terms.active),
+            "clipped": jnp.sum(terms.active * policy.clipped),
+            "ratio": jnp.sum(terms.active * policy.ratio),
+            "kl": jnp.sum(terms.active * (terms.old_logprob - logprob)),
+            "kl_loss": jnp.sum(distance),
             "gap": jnp.sum(gap),
-            "entropy": jnp.sum(ones * jnp.take_along_axis(entropy, batch["term_target"], axis=1)),
+            "entropy": jnp.sum(entropy),
         },
         "max": {"gap": jnp.max(gap)},
     }
     return total, jax.lax.stop_gradient(statistics)
+
+
+def _terms(objective: ObjectiveConfig, batch: Arrays, logprob: jax.Array, active: jax.Array) -> Terms:
+    old = jax.lax.stop_gradient(logprob) if objective.on_policy else batch["term_old_logprob"]
+    rollout = batch["term_rollout_logprob"]
+    rollout = jnp.where(jnp.isnan(rollout), old, rollout)  # an observation that is trained on: nobody sampled it
+    return Terms(
+        logprob=logprob,
+        old_logprob=jnp.where(active, old, 0.0),
+        rollout_logprob=jnp.where(active, rollout, 0.0),
+        advantage=batch["term_advantage"],
+        active=active.astype(jnp.float32),
+        sequence=batch["term_sequence"],
+        chosen=batch.get("term_chosen", jnp.zeros_like(logprob)),
+    )
+
+
+def _learner_logprob(objective: ObjectiveConfig, terms: Terms) -> jax.Array:
+    """What the rollout's log-probs are compared with; in bypass mode the old ones are the rollout's own."""
+    return terms.logprob if objective.bypass else terms.old_logprob

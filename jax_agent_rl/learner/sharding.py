@@ -28,6 +28,7 @@ PARAMETER_AXES: dict[str, tuple[str, ...]] = {
     "embed": ("vocab", "embed"),
     "lm_head": ("vocab", "embed"),
     "final_norm": ("norm",),
+    "value_head": ("norm",),
     "q": ("layers", "heads", "embed"),
     "k": ("layers", "heads", "embed"),
     "v": ("layers", "heads", "embed"),

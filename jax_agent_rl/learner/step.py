@@ -2,7 +2,9 @@
 
 ::
 
-    groups ──► advantages ──► mini-batches (by prompt) ──► pack ──► for each micro-batch: loss, gradients += ──► AdamW
+    groups ─► pack ─► score (old, reference, values: only what is read) ─► experience: advantages, weights (numpy)
+           ─► for each epoch and mini-batch (by prompt):  critic: micro-batches, AdamW
+                                                          policy: micro-batches, AdamW
 
 Gradients are accumulated over micro-batches of fixed shape, so the number of trajectories may vary from step to step
 without a new compilation. Nothing here knows about engines, tools or asyncio.
@@ -10,24 +12,28 @@ without a new compilation. Nothing here knows about engines, tools or asyncio.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import logging
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
-from jax_agent_rl.config import AlgorithmConfig, LearnerConfig
+from jax_agent_rl.config import AlgorithmConfig, CriticConfig, LearnerConfig
 from jax_agent_rl.errors import NonFiniteError
-from jax_agent_rl.learner.advantages import advantages
 from jax_agent_rl.learner.batch import Batch, Sharing, pack
-from jax_agent_rl.learner.losses import ClipConfig, term_weights
-from jax_agent_rl.learner.objective import ObjectiveConfig, policy_loss, term_logprobs
+from jax_agent_rl.learner.critic import critic_params, critic_shapes, state_values, value_loss
+from jax_agent_rl.learner.experience import Experience, PerTerm, Scores, experience, mini_batch_terms
+from jax_agent_rl.learner.losses.covariance import CHOOSE
+from jax_agent_rl.learner.losses.kl import AdaptiveKL
+from jax_agent_rl.learner.metrics import Record, step_metrics
+from jax_agent_rl.learner.objective import objective_config, policy_loss, term_logprobs
 from jax_agent_rl.learner.sharding import make_mesh, parameter_shardings, replicated, row_sharding
+from jax_agent_rl.learner.trainable import Arrays, Trainable, TrainState
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.types import Group
 
@@ -36,12 +42,20 @@ logger = logging.getLogger(__name__)
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class TrainState:
-    """Everything the optimizer changes: ``params``, ``opt_state``, and ``updates`` (int32, optimizer updates done)."""
+class LearnerState:
+    """Everything a resumed run needs of the learner.
 
-    params: Params
-    opt_state: Any
-    updates: jax.Array
+    Attributes:
+        policy: the policy's parameters and optimizer.
+        critic: the critic's, with adv_estimator gae.
+        kl_coef: float32, the KL controller's coefficient.
+        steps: int32, calls of :meth:`Learner.update`.
+    """
+
+    policy: TrainState
+    critic: TrainState | None
+    kl_coef: jax.Array
+    steps: jax.Array
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,37 +65,40 @@ class UpdateResult:
     Attributes:
         metrics: named floats for the log.
         skipped: an update had a non-finite gradient and changed nothing.
+        rejected: ids of trajectories of which every token was rejected.
     """
 
     metrics: dict[str, float]
     skipped: bool
+    rejected: frozenset[str] = frozenset()
 
 
-def make_optimizer(config: LearnerConfig) -> optax.GradientTransformation:
-    """Global-norm clip, then AdamW with linear warm-up; no weight decay on norms."""
+@dataclass(frozen=True, kw_only=True)
+class _MiniBatch:
+    """Trajectories of one optimizer update; ``which`` are their numbers in the step."""
 
-    def decayed(params: Params) -> Any:
-        return jax.tree_util.tree_map_with_path(lambda path, _: "norm" not in path[-1].key, params)
+    batch: Batch
+    sharing: Sharing
+    which: slice
 
-    if config.warmup_steps:
-        rate = optax.linear_schedule(
-            config.learning_rate / config.warmup_steps, config.learning_rate, config.warmup_steps
-        )
-    else:
-        rate = config.learning_rate
-    return optax.chain(
-        optax.clip_by_global_norm(config.max_grad_norm),
-        optax.adamw(rate, b1=config.adam_b1, b2=config.adam_b2, weight_decay=config.weight_decay, mask=decayed),
-    )
+
+@dataclass(frozen=True, kw_only=True)
+class _Batches:
+    """The batch of one update with the terms of each model's loss."""
+
+    of_policy: Batch
+    of_critic: Batch
 
 
 class Learner:
-    """Owns the train state.
+    """Owns the policy, with adv_estimator gae a critic, and with a KL term the reference policy.
 
     Args:
         model: the model's hyperparameters.
-        params: initial parameters; copied.
+        params: initial parameters; copied. They are also the reference's.
         temperature: the rollout's sampling temperature.
+        critic: the critic's optimizer.
+        critic_init: a language model to start the critic from; the policy if None.
     """
 
     def __init__(
@@ -92,146 +109,190 @@ class Learner:
         algorithm: AlgorithmConfig,
         config: LearnerConfig,
         temperature: float,
+        critic: CriticConfig | None = None,
+        critic_init: Params | None = None,
     ) -> None:
-        self._algorithm = algorithm
-        self._config = config
+        self._algorithm, self._config, self._critic_config = algorithm, config, critic or CriticConfig()
         self._mesh = make_mesh(config.mesh)
         self._rows = config.rows_per_micro_batch * config.mesh.data * config.mesh.fsdp
-        self._optimizer = make_optimizer(config)
         self._nonfinite_in_a_row = 0
+        self._kl_coef, self._steps = algorithm.kl.coef, 0
+        self._objective = objective_config(algorithm, config, temperature)
+        everywhere = replicated(self._mesh)
         shardings = parameter_shardings(self._mesh, model.parameter_shapes())
-        # + 0: the learner donates its buffers, so it must own them.
-        params = jax.tree.map(lambda x, s: jax.device_put(x + 0, s), params, shardings)
-        self._shardings = _state_shardings(self._optimizer, params, shardings, replicated(self._mesh))
-        init = lambda params: TrainState(params, self._optimizer.init(params), jnp.int32(0))  # noqa: E731
-        self.state = jax.jit(init, out_shardings=self._shardings, donate_argnums=0)(params)
-        clip = ClipConfig(low=algorithm.clip_ratio_low, high=algorithm.clip_ratio_high, dual=algorithm.clip_ratio_c)
-        self._objective = ObjectiveConfig(
-            clip=clip,
-            temperature=temperature,
-            on_policy=config.updates_per_step == 1,
-            remat=config.remat,
-            vocab_shards=config.mesh.tensor,
-        )
-        self._compile(model)
+        loss = functools.partial(policy_loss, model, self._objective)
+        self._policy = Trainable(params, shardings=shardings, everywhere=everywhere, optimizer=config, loss=loss)
+        self._score = jax.jit(functools.partial(term_logprobs, model, self._objective))
+        self._reference: Params | None = None
+        if algorithm.kl.where != "none":
+            self._reference = jax.tree.map(lambda x, s: jax.device_put(x + 0, s), params, shardings)
+        self._critic: Trainable | None = None
+        if algorithm.adv_estimator == "gae":
+            self._critic = Trainable(
+                critic_params(params if critic_init is None else critic_init),
+                shardings=parameter_shardings(self._mesh, critic_shapes(model)),
+                everywhere=everywhere,
+                optimizer=self._critic_config,
+                loss=functools.partial(
+                    value_loss, model, cliprange=self._critic_config.cliprange_value, remat=config.remat
+                ),
+            )
+        self._values = jax.jit(functools.partial(state_values, model, remat=config.remat))
+
+    @property
+    def state(self) -> LearnerState:
+        """For a checkpoint. Its buffers are valid until the next :meth:`update`, which donates them."""
+        scalars = jax.device_put((jnp.float32(self._kl_coef), jnp.int32(self._steps)), replicated(self._mesh))
+        return LearnerState(self._policy.state, self._critic and self._critic.state, *scalars)
+
+    @state.setter
+    def state(self, state: LearnerState) -> None:
+        self._policy.state = state.policy
+        if self._critic is not None and state.critic is not None:
+            self._critic.state = state.critic
+        self._kl_coef, self._steps = float(state.kl_coef), int(state.steps)
 
     @property
     def params(self) -> Params:
-        """The current parameters, on device. Valid until the next :meth:`update`, which donates them."""
-        return self.state.params
+        """The policy's current parameters, on device. Valid until the next :meth:`update`, which donates them."""
+        return self._policy.state.params
 
     @property
     def programs_compiled(self) -> int:
         """Distinct programs compiled so far; constant once warm."""
-        return sum(f._cache_size() for f in (self._accumulate, self._apply, self._zeros, self._score))
+        own = sum(f._cache_size() for f in (self._score, self._values))
+        return own + self._policy.programs_compiled + (self._critic.programs_compiled if self._critic else 0)
 
     def update(
-        self, groups: Sequence[Group], *, tick: Callable[[int, int], None] = lambda done, total: None
+        self,
+        groups: Sequence[Group],
+        *,
+        masked: Collection[str] = (),
+        tick: Callable[[int, int], None] = lambda done, total: None,
     ) -> UpdateResult:
-        """Trains on groups: ``updates_per_step`` optimizer updates, each over an equal share of the prompts.
+        """Trains on groups: ``ppo_epochs`` times ``updates_per_step`` updates, each over an equal share of the prompts.
 
         Args:
             groups: each with at least one trajectory.
+            masked: ids of trajectories that count in baselines only.
             tick: called with (micro-batches done, total) for a progress display.
 
         Raises:
             NonFiniteError: ``max_nonfinite_steps`` updates in a row were skipped.
         """
         begin = time.perf_counter()
-        batches = self._prepare(groups)
-        total = sum(-(-batch.num_rows // self._rows) for batch, _ in batches)
-        done = 0
-        records, skipped = [], False
-        for batch, _ in batches:
-            grads, statistics = self._zeros(self.state.params), None
-            for arrays in batch.micro_batches(self._rows):
-                grads, new = self._accumulate(self.state.params, grads, self._place(arrays))
-                statistics = new if statistics is None else _merge(statistics, new)
-                done += 1
-                jax.block_until_ready(new)
-                tick(done, total)
-            self.state, norm, finite = self._apply(self.state, grads)
-            del grads
-            skipped |= self._guard(bool(finite), float(norm))
-            records.append((jax.device_get(statistics), float(norm)))
-        seconds = time.perf_counter() - begin
-        return UpdateResult(metrics=_metrics(records, [s for _, s in batches], seconds), skipped=skipped)
+        minis, made = self._prepare(groups, masked=masked)
+        policy, critic = self._train_all(minis, made, tick)
+        self._steps += 1
+        skipped = not all(record.finite for record in (*policy, *critic))
+        self._control_kl(made, skipped)
+        metrics = step_metrics(policy, critic, [m.sharing for m in minis], seconds=time.perf_counter() - begin)
+        trajectories = (t for g in groups for t in g.trajectories)
+        inactive = {t.trajectory_id for t, mask in zip(trajectories, made.active, strict=True) if not mask.any()}
+        return UpdateResult(
+            metrics=metrics | made.metrics | self._kl_metrics(made),
+            skipped=skipped,
+            rejected=frozenset(inactive.difference(masked)),
+        )
 
     # --- preparation ------------------------------------------------------------------------------------------
 
-    def _prepare(self, groups: Sequence[Group]) -> list[tuple[Batch, Sharing]]:
-        """Packed mini-batches; with several updates per step, old log-probs are computed before the first."""
-        count = min(self._config.updates_per_step, len(groups))
-        batches = []
-        for part in np.array_split(np.arange(len(groups)), count):
-            mine = [groups[i] for i in part]
-            trajectories = [t for g in mine for t in g.trajectories]
-            per_trajectory = np.concatenate(
-                [advantages(self._algorithm.adv_estimator, np.array(g.rewards)) for g in mine]
+    def _prepare(self, groups: Sequence[Group], *, masked: Collection[str] = ()) -> tuple[list[_MiniBatch], Experience]:
+        """Packs mini-batches of whole prompts, scores them, and computes what the losses need."""
+        minis, begin = [], 0
+        for part in np.array_split(np.arange(len(groups)), min(self._config.updates_per_step, len(groups))):
+            trajectories = [t for i in part for t in groups[i].trajectories]
+            batch, sharing = pack(
+                trajectories, row_length=self._config.row_length, share_prefixes=self._config.share_prefixes
             )
-            weights = term_weights(self._algorithm.loss_agg_mode, [t.num_sampled for t in trajectories])
-            batches.append(
-                pack(
-                    trajectories,
-                    per_trajectory.tolist(),
-                    weights.tolist(),
-                    row_length=self._config.row_length,
-                    share_prefixes=self._config.share_prefixes,
-                )
-            )
-        if not self._objective.on_policy:
-            batches = [(self._with_old_logprobs(batch), sharing) for batch, sharing in batches]
-        return batches
+            which = slice(begin, begin + len(trajectories))
+            minis.append(_MiniBatch(batch=batch, sharing=sharing, which=which))
+            begin = which.stop
+        return minis, experience(groups, self._algorithm, self._scores(minis), kl_coef=self._kl_coef, masked=masked)
 
-    def _with_old_logprobs(self, batch: Batch) -> Batch:
-        parts = [
-            np.asarray(self._score(self.state.params, self._place(arrays)))
-            for arrays in batch.micro_batches(self._rows)
-        ]
-        old = np.concatenate(parts)[: batch.num_rows]
-        return Batch(**{**vars(batch), "old_logprob": old})
+    def _scores(self, minis: Sequence[_MiniBatch]) -> Scores:
+        """Only what something will read: each is a forward pass."""
+        old = ref = values = None
+        if not (self._objective.on_policy or self._objective.bypass):
+            old = self._logprobs(minis, self.params)
+        if self._reference is not None:
+            ref = self._logprobs(minis, self._reference)
+        if self._critic is not None:
+            params = self._critic.state.params
+            values = [v for m in minis for v in m.batch.of_states(self._passes(self._values, params, m.batch))]
+        return Scores(old=old, ref=ref, values=values)
 
-    def _place(self, arrays: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-        return jax.device_put(arrays, row_sharding(self._mesh))
+    def _logprobs(self, minis: Sequence[_MiniBatch], params: Params) -> PerTerm:
+        return [x for m in minis for x in m.batch.of_terms(self._passes(self._score, params, m.batch))]
 
-    # --- device programs --------------------------------------------------------------------------------------
+    def _passes(self, program: Callable[[Params, Arrays], jax.Array], params: Params, batch: Batch) -> np.ndarray:
+        """Runs a program over all rows of a batch's layout."""
+        layout = replace(batch, terms={})
+        parts = [np.asarray(program(params, arrays)) for arrays in self._place(layout)]
+        return np.concatenate(parts)[: batch.num_rows]
 
-    def _compile(self, model: DecoderConfig) -> None:
-        """Defines the jitted programs; shapes are fixed by the config, so each compiles once."""
-        objective, optimizer = self._objective, self._optimizer
+    def _place(self, batch: Batch) -> Iterator[Arrays]:
+        for arrays in batch.micro_batches(self._rows):
+            yield jax.device_put(arrays, row_sharding(self._mesh))
 
-        def accumulate(params: Params, grads: Params, batch: dict) -> tuple[Params, dict]:
-            def loss(params: Params) -> tuple[jax.Array, dict]:
-                return policy_loss(model, objective, params, batch)
+    # --- optimizer updates -----------------------------------------------------------------------------------
 
-            (_, statistics), new = jax.value_and_grad(loss, has_aux=True)(params)
-            return jax.tree.map(jnp.add, grads, new), statistics
+    def _train_all(
+        self, minis: Sequence[_MiniBatch], made: Experience, tick: Callable[[int, int], None]
+    ) -> tuple[list[Record], list[Record]]:
+        """All epochs and mini-batches; records of the policy's and of the critic's updates."""
+        warming_up = self._critic is not None and self._steps < self._critic_config.critic_warmup
+        models = int(not warming_up) + int(self._critic is not None)
+        total = sum(-(-m.batch.num_rows // self._rows) for m in minis) * self._config.ppo_epochs * models
+        done = itertools.count(1)
+        policy: list[Record] = []
+        critic: list[Record] = []
+        for mini in [*minis] * self._config.ppo_epochs:
+            batches = self._with_terms(mini, made)
+            if self._critic is not None:
+                critic += self._train(self._critic, batches.of_critic, lambda: tick(next(done), total))
+            if not warming_up:
+                policy += self._train(self._policy, batches.of_policy, lambda: tick(next(done), total))
+        return policy, critic
 
-        def apply(state: TrainState, grads: Params) -> tuple[TrainState, jax.Array, jax.Array]:
-            norm = optax.tree.norm(grads)
-            finite = jnp.isfinite(norm)
+    def _with_terms(self, mini: _MiniBatch, made: Experience) -> _Batches:
+        policy, critic = mini_batch_terms(made, mini.which, self._algorithm, kl_coef=self._kl_coef)
+        if self._algorithm.policy_loss.loss_mode in CHOOSE:
+            policy["chosen"] = self._choose(mini, made.active[mini.which], policy)
+        return _Batches(of_policy=mini.batch.with_terms(**policy), of_critic=mini.batch.with_terms(**critic))
 
-            def take() -> TrainState:
-                updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-                return TrainState(optax.apply_updates(state.params, updates), opt_state, state.updates + 1)
+    def _choose(self, mini: _MiniBatch, active: Sequence[np.ndarray], terms: Mapping[str, PerTerm]) -> PerTerm:
+        """The terms a covariance loss singles out, over the whole mini-batch and under the current policy."""
+        current = self._logprobs([mini], self.params)
+        logprob, old, advantage = (
+            np.concatenate([v[m] for v, m in zip(values, active, strict=True)])
+            for values in (current, terms.get("old_logprob", current), terms["advantage"])
+        )
+        chosen = [np.zeros(len(mask)) for mask in active]
+        if len(logprob):
+            choose = CHOOSE[self._algorithm.policy_loss.loss_mode]
+            rng = np.random.default_rng(int(self._policy.state.updates))
+            picked = choose(logprob, old, advantage, self._objective.loss, rng)
+            parts = np.split(picked, np.cumsum([mask.sum() for mask in active])[:-1])
+            for own, mask, part in zip(chosen, active, parts, strict=True):
+                own[mask] = part
+        return chosen
 
-            return jax.lax.cond(finite, take, lambda: state), norm, finite
+    def _train(self, model: Trainable, batch: Batch, tick: Callable[[], None]) -> list[Record]:
+        """One update; none if no token of it is to be trained on (the optimizer's momentum would still move it)."""
+        if not batch.terms["weight"].any():
+            logger.warning("every token of an update was masked or rejected: it was skipped")
+            return []
+        gradients, statistics = model.gradients(self._place(batch), tick)
+        norm, finite = model.apply(gradients)
+        self._guard(finite, norm)
+        return [Record(statistics=statistics, norm=norm, finite=finite)]
 
-        def score(params: Params, batch: dict) -> jax.Array:
-            return term_logprobs(model, objective, params, batch)
-
-        # Output shardings are those of the inputs they replace: a call never compiles for its own result.
-        state, everywhere = self._shardings, replicated(self._mesh)
-        self._zeros = jax.jit(lambda params: jax.tree.map(jnp.zeros_like, params), out_shardings=state.params)
-        self._accumulate = jax.jit(accumulate, donate_argnums=(1,), out_shardings=(state.params, everywhere))
-        self._apply = jax.jit(apply, donate_argnums=(0,), out_shardings=(state, everywhere, everywhere))
-        self._score = jax.jit(score)
-
-    def _guard(self, finite: bool, norm: float) -> bool:
-        """Counts skipped updates; True if this one was."""
+    def _guard(self, finite: bool, norm: float) -> None:
+        """Counts updates skipped in a row."""
         if finite:
             self._nonfinite_in_a_row = 0
-            return False
+            return
         self._nonfinite_in_a_row += 1
         limit = self._config.max_nonfinite_steps
         logger.warning("gradient norm is %s: the update was skipped (%d in a row)", norm, self._nonfinite_in_a_row)
@@ -240,42 +301,17 @@ class Learner:
                 f"{limit} updates in a row had non-finite gradients; the parameters are those before them. "
                 "Lower learner.learning_rate, or look at the rewards of the last step in trajectories.jsonl"
             )
-        return True
 
+    # --- distance to the reference ----------------------------------------------------------------------------
 
-def _state_shardings(optimizer: optax.GradientTransformation, params: Params, shardings: Any, rest: Any) -> TrainState:
-    """Optimizer moments lie where their parameters do, counters everywhere."""
-    abstract = jax.eval_shape(optimizer.init, params)
-    opt_state = optax.tree_utils.tree_map_params(
-        optimizer, lambda _, sharding: sharding, abstract, shardings, transform_non_params=lambda _: rest
-    )
-    return TrainState(shardings, opt_state, rest)
+    def _control_kl(self, made: Experience, skipped: bool) -> None:
+        kl = self._algorithm.kl
+        if kl.controller == "adaptive" and not skipped and np.isfinite(made.kl):
+            controller = AdaptiveKL(target=kl.target, horizon=kl.horizon)
+            self._kl_coef = controller.next(self._kl_coef, made.kl, len(made.active))
 
-
-def _merge(a: dict, b: dict) -> dict:
-    return {"sum": jax.tree.map(jnp.add, a["sum"], b["sum"]), "max": jax.tree.map(jnp.maximum, a["max"], b["max"])}
-
-
-def _metrics(records: list[tuple[dict, float]], sharing: list[Sharing], seconds: float) -> dict[str, float]:
-    """One flat record over all mini-batches of the step."""
-    sums = {name: float(sum(s["sum"][name] for s, _ in records)) for name in records[0][0]["sum"]}
-    terms = max(sums["terms"], 1.0)
-    tokens, nodes = sum(s.tokens for s in sharing), sum(s.nodes for s in sharing)
-    return {
-        "loss": sums["loss"] / len(records),
-        "grad_norm": float(np.mean([norm for _, norm in records])),
-        "clip_fraction": sums["clipped"] / terms,
-        "ratio_mean": sums["ratio"] / terms,
-        "kl": sums["kl"] / terms,
-        "entropy": sums["entropy"] / terms,
-        "logprob_gap_mean": sums["gap"] / terms,
-        "logprob_gap_max": float(max(s["max"]["gap"] for s, _ in records)),
-        "trained_tokens": terms,
-        "batch_tokens": float(tokens),
-        "computed_tokens": float(nodes),
-        "sharing_factor": tokens / nodes,
-        "rows": float(sum(s.rows for s in sharing)),
-        "learner_seconds": seconds,
-        "learner_tokens_per_second": tokens / seconds,
-        "computed_tokens_per_second": nodes / seconds,
-    }
+    def _kl_metrics(self, made: Experience) -> dict[str, float]:
+        if self._reference is None:
+            return {}
+        measured = {"kl_reference": made.kl} if np.isfinite(made.kl) else {}
+        return measured | {"kl_coef": self._kl_coef}

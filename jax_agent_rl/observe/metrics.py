@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,15 +48,23 @@ class RunFolder:
 
 
 def trajectory_record(trajectory: Trajectory, *, step: int, split: str) -> dict[str, Any]:
-    """A trajectory as JSON: ids, mask, log-probs, versions, reward, messages. Derived arrays are left out of turns."""
-    record = {"step": step, "split": split, **asdict(trajectory)}
+    """A trajectory as JSON: ids, mask, log-probs, versions, reward, messages. Derived arrays are left out of turns.
+
+    Of images and videos only their number is kept.
+    """
+    record = {"step": step, "split": split, **asdict(replace(trajectory, turns=(), segments=()))}
+    record["segments"] = [trajectory_record(segment, step=step, split=split) for segment in trajectory.segments]
     record["turns"] = [
         {
             "sampled": len(turn.output.token_ids),
             "appended": len(turn.appended_ids),
             "stop_reason": turn.output.stop_reason,
             "cached_tokens": turn.output.cached_tokens,
-            "tool_calls": [asdict(call) for call in turn.tool_calls],
+            "score": turn.score,
+            "tool_calls": [
+                asdict(replace(call, media={})) | {"media": {kind: len(items) for kind, items in call.media.items()}}
+                for call in turn.tool_calls
+            ],
         }
         for turn in trajectory.turns
     ]

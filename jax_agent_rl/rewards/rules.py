@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from typing import Any
 
@@ -71,3 +71,9 @@ def _truth(ground_truth: Any, data_source: str) -> Decimal:
     if number is None:
         raise RewardError(f"ground_truth of a {data_source!r} row must hold a number, got {ground_truth!r}")
     return number
+
+
+@register_reward("environment")
+def environment(turn_scores: Sequence[float]) -> float:
+    """The return of the episode: everything the environment gave, turn by turn."""
+    return float(sum(turn_scores))

@@ -26,7 +26,7 @@ from typing import Any
 from jax_agent_rl.errors import BackendClosedError, BackendError, EngineDiedError, TokenDriftError
 from jax_agent_rl.rollout.balancer import Balancer
 from jax_agent_rl.rollout.protocol import GenerateRequest, WeightUpdate
-from jax_agent_rl.rollout.server import AsyncServer
+from jax_agent_rl.rollout.server import AsyncServer, OnIds
 from jax_agent_rl.rollout.stops import DecodeText, straddling_stop
 from jax_agent_rl.types import PauseMode, SamplingParams, StopReason, TokenOutput, digest_ids
 
@@ -38,10 +38,11 @@ _MAX_FRUITLESS_RESUMES = 100
 
 @dataclass(kw_only=True, slots=True)
 class _Flight:
-    """A request on its way: where it is, and whether its caller wants it ended."""
+    """A request on its way: where it is, whether its caller wants it ended, and who is told its ids."""
 
     server: AsyncServer | None = None
     unwanted: bool = False
+    on_ids: OnIds | None = None
 
 
 class LLMServerClient:
@@ -66,6 +67,12 @@ class LLMServerClient:
     @property
     def servers(self) -> tuple[AsyncServer, ...]:
         return tuple(self._servers.values())
+
+    @property
+    def modalities(self) -> frozenset[str]:
+        """Kinds of media that every server takes."""
+        taken = [server.backend.capabilities.multi_modal for server in self.servers]
+        return frozenset.intersection(*taken) if taken else frozenset()
 
     def require_server(self) -> None:
         """Whether there is anyone left to ask.
@@ -108,6 +115,8 @@ class LLMServerClient:
         session_id: str | None = None,
         session_ends: bool = False,
         image_data: Sequence[Any] | None = None,
+        video_data: Sequence[Any] | None = None,
+        on_ids: OnIds | None = None,
     ) -> TokenOutput:
         """Samples one continuation.
 
@@ -118,7 +127,11 @@ class LLMServerClient:
                 seed and position goes on as if nothing had happened.
             session_id: shared by the requests of a trajectory; keeps them on one server.
             session_ends: this is the session's last request.
-            image_data: images, for a multi-modal engine.
+            image_data: images, for a multi-modal engine, in order of their placeholders in ``prompt_ids``. A
+                placeholder stands once for each, however many ids the engine makes of it inside.
+            video_data: videos, likewise.
+            on_ids: called with new ids as they are sampled. They are provisional: only the output says whether
+                the last ones stand (a stop string across an interruption takes ids back).
 
         Returns:
             The output; ``StopReason.ABORTED`` only if :meth:`abort` was called for it.
@@ -135,11 +148,11 @@ class LLMServerClient:
             sampling=sampling_params,
             session_id=session_id,
             session_ends=session_ends,
-            multi_modal={"image": tuple(image_data)} if image_data else {},
+            multi_modal={kind: tuple(items) for kind, items in (("image", image_data), ("video", video_data)) if items},
         )
         if request_id in self._flights:
             raise BackendError(f"a request called {request_id!r} is running already")
-        flight = self._flights[request_id] = _Flight()
+        flight = self._flights[request_id] = _Flight(on_ids=on_ids)
         try:
             return await self._run(request, flight)
         finally:
@@ -263,7 +276,7 @@ class LLMServerClient:
             raise BackendError(f"request {request.request_id!r}: there is no server (left)")
         server = flight.server = self._servers[name]
         try:
-            return await server.generate(request)
+            return await server.generate(request, on_ids=flight.on_ids)
         except (EngineDiedError, BackendClosedError) as error:
             self._lose(server, error)
             if not self._servers:

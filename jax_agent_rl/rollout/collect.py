@@ -65,6 +65,9 @@ class RolloutCollector:
         max_in_flight: most trajectories that run at the same time.
         seed: the run's seed. With it, the label, the step and the indices, sampling is reproducible.
         accounting: where trajectories are counted; a new one if None. Evaluation wants its own.
+
+    Attributes:
+        latest_losses: for each reason, what the newest loss said.
     """
 
     def __init__(
@@ -77,11 +80,20 @@ class RolloutCollector:
         accounting: Accounting | None = None,
     ):
         self.accounting = accounting or Accounting()
+        self.latest_losses: dict[DropReason, str] = {}
         self._client = context.client
         self._agents = AgentSelector(context)
         self._score = score
         self._max_in_flight = max_in_flight
         self._seed = seed
+
+    async def close(self) -> None:
+        """Closes the agent loops; nothing may be running."""
+        await self._agents.close()
+
+    async def preflight(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Checks what the loops of these rows depend on, once before a run; raises ConfigError."""
+        await self._agents.preflight(rows)
 
     async def collect(
         self,
@@ -175,6 +187,7 @@ class RolloutCollector:
             trajectory = await self._score(trajectory)
         except TrajectoryError as error:
             logger.warning("%s dropped (%s): %s", job.trajectory_id, error.drop_reason, error)
+            self.latest_losses[error.drop_reason] = str(error)
             return error.drop_reason
         except asyncio.CancelledError:
             task = asyncio.current_task()
@@ -182,8 +195,9 @@ class RolloutCollector:
                 raise  # counted by collect, as everything that was not handed over
             logger.exception("%s dropped: a cancelled future was awaited", job.trajectory_id)
             return DropReason.AGENT_ERROR
-        except Exception:
+        except Exception as error:
             logger.exception("%s dropped: its agent loop raised", job.trajectory_id)
+            self.latest_losses[DropReason.AGENT_ERROR] = f"{type(error).__name__}: {error}"
             return DropReason.AGENT_ERROR
         finally:
             self._client.end_session(job.trajectory_id)

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import cast
 
 from jax_agent_rl.errors import BackendError
-from jax_agent_rl.rollout.protocol import GenerateRequest, RolloutBackend, WeightUpdate
+from jax_agent_rl.rollout.protocol import GenerateRequest, RolloutBackend, TokenChunk, WeightUpdate
 from jax_agent_rl.types import PauseMode, TokenOutput
+
+OnIds = Callable[[Sequence[int]], None]
+"""Is told newly sampled ids of one request; must be quick and must not raise."""
 
 
 class AsyncServer:
@@ -33,8 +39,12 @@ class AsyncServer:
     async def close(self) -> None:
         await self.backend.close()
 
-    async def generate(self, request: GenerateRequest) -> TokenOutput:
+    async def generate(self, request: GenerateRequest, *, on_ids: OnIds | None = None) -> TokenOutput:
         """Runs one request.
+
+        Args:
+            request: what to sample.
+            on_ids: called with new ids as they are sampled, where the backend streams.
 
         Raises:
             BackendError: the backend failed it, or cannot do what it asks for.
@@ -43,9 +53,20 @@ class AsyncServer:
             raise BackendError(f"request {request.request_id!r}: {self.name} takes no {sorted(missing)} input")
         self._running.add(request.request_id)
         try:
-            return await self.backend.generate(request)
+            if on_ids is None or not self.backend.capabilities.streaming:
+                return await self.backend.generate(request)
+            return await self._stream(request, on_ids)
         finally:
             self._running.discard(request.request_id)
+
+    async def _stream(self, request: GenerateRequest, on_ids: OnIds) -> TokenOutput:
+        stream = cast(AsyncGenerator[TokenChunk, None], self.backend.stream(request))  # closing it frees the slot
+        async with contextlib.aclosing(stream) as chunks:
+            async for chunk in chunks:
+                on_ids(chunk.token_ids)
+                if chunk.final is not None:
+                    return chunk.final
+        raise BackendError(f"request {request.request_id!r} ended without a result")
 
     async def abort(self, request_id: str) -> bool:
         """Ends a request with ``StopReason.ABORTED``; False if it is not here."""

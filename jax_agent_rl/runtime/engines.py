@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +21,7 @@ from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.hf import load_hf
 from jax_agent_rl.rollout.protocol import RolloutBackend
+from jax_agent_rl.serving import token_from
 
 DecodeText = Callable[[Sequence[int]], str]
 Weights = Callable[[], tuple[DecoderConfig, Params]]
@@ -34,7 +34,7 @@ def check_engine(config: Config) -> None:
         ConfigError: vLLM is not installed or does not know the model, or a server's token is not set.
     """
     if config.rollout.backend == "remote":
-        token_from(config.rollout.token_env)
+        token_from(config.rollout.token_env, key="rollout.token_env")
     if config.rollout.backend == "vllm":
         try:
             from gpu_backend.settings import check_installation
@@ -77,19 +77,6 @@ def make_backends(
             return [_vllm(config, codec, version)]
         case "jetstream":
             return [_jetstream(config, codec, *weights(), say, version)]
-
-
-def token_from(variable: str | None) -> str | None:
-    """The secret in an environment variable; None if none is named.
-
-    Raises:
-        ConfigError: it is named and not set.
-    """
-    if variable is None:
-        return None
-    if not (token := os.environ.get(variable)):
-        raise ConfigError(f"rollout.token_env names {variable}, which is not set; export {variable}=<the secret>")
-    return token
 
 
 def _jetstream(
@@ -149,6 +136,6 @@ def _decoder(codec: ChatCodec) -> DecodeText:
 def _remote(config: Config) -> list[RolloutBackend]:
     from jax_agent_rl.rollout.remote.client import RemoteBackend
 
-    token = token_from(config.rollout.token_env)
+    token = token_from(config.rollout.token_env, key="rollout.token_env")
     shares_disk = True if config.rollout.weight_folder else None
     return [RemoteBackend(url, token=token, shares_disk=shares_disk) for url in config.rollout.urls]

@@ -30,5 +30,5 @@ def export_run(run: Path, out: Path) -> Path:
         _, state, _ = checkpointer.restore(learner.state)
     finally:
         checkpointer.close()
-    save_hf(out, model, state.params, tokenizer_from=config.model.path)
+    save_hf(out, model, state.policy.params, tokenizer_from=config.model.path)
     return out

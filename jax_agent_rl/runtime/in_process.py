@@ -4,28 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 
-from jax_agent_rl.agents import AgentContext, agent_names, get_agent
+from jax_agent_rl.agents import EnvironmentAgent, agent_names, load_agents
 from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.config import Config
 from jax_agent_rl.data.cursor import DataCursor
 from jax_agent_rl.data.rows import load_rows
+from jax_agent_rl.environments import load_environments, require_environments
 from jax_agent_rl.errors import ConfigError
+from jax_agent_rl.learner.critic import critic_shapes
 from jax_agent_rl.learner.step import Learner
-from jax_agent_rl.rewards import load_rewards, require_rewards, score
+from jax_agent_rl.models.config import DecoderConfig, Params
+from jax_agent_rl.models.hf import load_hf
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.collect import RolloutCollector
-from jax_agent_rl.rollout.protocol import BackendMetrics
+from jax_agent_rl.rollout.protocol import BackendMetrics, RolloutBackend
 from jax_agent_rl.rollout.server import AsyncServer
+from jax_agent_rl.runtime.agents import make_agents
 from jax_agent_rl.runtime.engines import check_engine, load_model, make_backends
 from jax_agent_rl.runtime.fleet import FleetMetrics, check_versions
 from jax_agent_rl.runtime.publishers import Publisher, make_publisher
+from jax_agent_rl.runtime.scoring import needed_services, open_scorer, reward_server
+from jax_agent_rl.tools.loading import open_tools
 from jax_agent_rl.tools.registry import ToolRegistry
 
 
@@ -67,57 +73,87 @@ async def build(config: Config, *, say: Callable[[str], None]) -> AsyncIterator[
     Raises:
         ConfigError, DataError, ModelError, ToolDefinitionError: what a user has to fix.
     """
-    load_rewards(config.reward.path)
-    tools = ToolRegistry.from_path(config.tools.function_tool_path)
-    get_agent(config.agent.default_agent)
-    names = {"agents": agent_names(), "tools": list(tools)}
-    train = load_rows(config.data.train, **names)
-    heldout = load_rows(config.data.heldout, **names)[: config.data.heldout_limit] if config.data.heldout else []
-    require_rewards([*train, *heldout])
-    codec = ChatCodec.from_pretrained(
-        config.model.path, tool_format=config.agent.tool_format, tool_prompt=config.agent.tool_prompt
-    )
-    _check_devices(config)
-    check_engine(config)
-    say(f"loading {config.model.path}")
-    model, params = load_model(config, codec)
-    learner = Learner(
-        model,
-        params,
-        algorithm=config.algorithm,
-        config=config.learner,
-        temperature=config.rollout.temperature,
-    )
-    probe_ids = codec.encode_prompt(train[0]["prompt"])
-    backends = make_backends(config, codec, weights=lambda m=model, p=params: (m, p), say=say)
-    publisher = make_publisher(config, model, probe_ids=probe_ids)
-    del params
-    say(f"starting the {config.rollout.backend} engine")
-    try:
-        await asyncio.gather(*(backend.start() for backend in backends))
-        check_versions(config, backends)
-        servers = [AsyncServer(backend, name=f"engine-{i}") for i, backend in enumerate(backends)]
-        client = LLMServerClient(servers, decode_text=functools.partial(codec.decode, skip_special_tokens=False))
-        context = AgentContext(
-            client=client, codec=codec, tools=tools, limits=config.agent, max_model_len=config.rollout.max_model_len
+    async with AsyncExitStack() as stack:
+        tools = await stack.enter_async_context(open_tools(config.tools))
+        await stack.enter_async_context(reward_server(config))
+        load_agents(config.agent.path)
+        load_environments(config.environments.path)
+        train, heldout = _load_data(config, tools)
+        services = needed_services(config, [*train, *heldout])
+        codec = ChatCodec.from_pretrained(
+            config.model.path, tool_format=config.agent.tool_format, tool_prompt=config.agent.tool_prompt
         )
-        scorer = functools.partial(score, timeout=config.reward.timeout)
-        parts = {"score": scorer, "max_in_flight": config.rollout.max_in_flight, "seed": config.seed}
+        _check_devices(config)
+        check_engine(config)
+        client = LLMServerClient(decode_text=functools.partial(codec.decode, skip_special_tokens=False))
+        score = await stack.enter_async_context(open_scorer(config, services, client=client, codec=codec))
+        agents = make_agents(config, client=client, codec=codec, tools=tools, score=score)
+        stack.push_async_callback(agents.close)
+        await agents.preflight([*train, *heldout])
+        say(f"loading {config.model.path}")
+        model, params = load_model(config, codec)
+        learner = Learner(
+            model,
+            params,
+            algorithm=config.algorithm,
+            config=config.learner,
+            temperature=config.rollout.temperature,
+            critic=config.critic,
+            critic_init=_critic_init(config, model),
+        )
+        publisher = make_publisher(config, model, probe_ids=codec.encode_prompt(train[0]["prompt"]))
+        stack.callback(publisher.close)
+        backends = make_backends(config, codec, weights=lambda m=model, p=params: (m, p), say=say)
+        del params
+        say(f"starting the {config.rollout.backend} engine")
+        await _start(config, client, backends, stack)
         yield Runtime(
             config=config,
             codec=codec,
             metrics=FleetMetrics(backends).read,
             client=client,
-            collector=RolloutCollector(context, **parts),
-            evaluator=RolloutCollector(context, **parts),
+            collector=agents.collector,
+            evaluator=agents.evaluator,
             learner=learner,
             publisher=publisher,
             cursor=DataCursor(train, seed=config.seed),
             heldout=heldout,
         )
-    finally:
-        await asyncio.gather(*(backend.close() for backend in backends))
-        publisher.close()
+
+
+def _load_data(config: Config, tools: ToolRegistry) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Training and held-out rows, every name in them checked."""
+    names = {"agents": agent_names(), "tools": list(tools)}
+    train = load_rows(config.data.train, **names)
+    heldout = load_rows(config.data.heldout, **names)[: config.data.heldout_limit] if config.data.heldout else []
+    names_of = ((row.get("agent_name") or config.agent.default_agent, row) for row in (*train, *heldout))
+    require_environments([row for name, row in names_of if name == EnvironmentAgent.name])
+    return train, heldout
+
+
+async def _start(
+    config: Config, client: LLMServerClient, backends: Sequence[RolloutBackend], stack: AsyncExitStack
+) -> None:
+    """Starts the engines side by side and gives them to the client; ``stack`` closes them."""
+    for backend in backends:
+        stack.push_async_callback(backend.close)
+    await asyncio.gather(*(backend.start() for backend in backends))
+    check_versions(config, backends)
+    for number, backend in enumerate(backends):
+        client.add_server(AsyncServer(backend, name=f"engine-{number}"))
+
+
+def _critic_init(config: Config, policy: DecoderConfig) -> Params | None:
+    """Weights of ``critic.path``; None where the critic starts from the policy's."""
+    if config.critic.path is None:
+        return None
+    model, params = load_hf(config.critic.path)
+    if critic_shapes(model) != critic_shapes(policy):
+        raise ConfigError(
+            f"critic.path={config.critic.path!r} holds a model of other shapes than {config.model.path!r}; give one of "
+            "the same architecture, or leave it out"
+        )
+    return params
 
 
 def _check_devices(config: Config) -> None:

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
-import signal
 from collections.abc import Callable
 
 from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.config import Config
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.rollout.remote.server import RolloutServer
-from jax_agent_rl.runtime.engines import check_engine, load_model, make_backends, token_from
+from jax_agent_rl.runtime.engines import check_engine, load_model, make_backends
+from jax_agent_rl.serving import token_from, told_to_stop
 
 UNTRAINED = -1
 """Policy version of the files: any run's first weights (version 0) are newer."""
 
 
-async def serve(config: Config, *, host: str, port: int, say: Callable[[str], None]) -> None:
+async def serve_rollouts(config: Config, *, host: str, port: int, say: Callable[[str], None]) -> None:
     """Loads, compiles, serves until SIGINT or SIGTERM, and closes everything.
 
     Raises:
@@ -25,7 +24,7 @@ async def serve(config: Config, *, host: str, port: int, say: Callable[[str], No
     """
     if config.rollout.backend == "remote":
         raise ConfigError("a rollout server needs an engine of its own: set rollout.backend=jetstream rollout.urls=[]")
-    token = token_from(config.rollout.token_env)
+    token = token_from(config.rollout.token_env, key="rollout.token_env")
     codec = ChatCodec.from_pretrained(config.model.path, tool_format=config.agent.tool_format)
     check_engine(config)
     say(f"loading {config.model.path}")
@@ -37,15 +36,8 @@ async def serve(config: Config, *, host: str, port: int, say: Callable[[str], No
         await backend.start()
         await server.start()
         say(f"serving {config.model.path} on {server.url}")
-        await _told_to_stop()
+        await told_to_stop()
         say("stopping")
     finally:
         await backend.close()
         await server.close()
-
-
-async def _told_to_stop() -> None:
-    stop = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    await stop.wait()

@@ -1,7 +1,8 @@
 """Tools: what a policy may call.
 
-``base`` the interface · ``function_tool`` and ``signature`` tools from functions · ``registry`` the tools of a run ·
-``session`` the tools of one trajectory (``arguments`` and ``truncate`` are its parts) · ``builtin``.
+``base`` the interface · ``function_tool`` and ``signature`` tools from functions · ``registry`` the tools of a run,
+``loading`` where they come from, ``mcp`` those of MCP servers · ``session`` the tools of one trajectory (``arguments``
+and ``truncate`` are its parts) · ``builtin``.
 """
 
 from jax_agent_rl.tools.base import BaseTool, ToolResponse

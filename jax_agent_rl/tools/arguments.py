@@ -1,7 +1,8 @@
 """Checks the arguments a model wrote against a tool's schema, forgiving about quotes only.
 
 A literal in quotes where the schema wants another type (``"3"``, ``"true"``, ``"[1, 2]"``) is taken for what it
-spells, and ``3.0`` for an integer is 3. Nothing else is guessed: the model reads what was wrong instead.
+spells, and ``3.0`` for an integer is 3. ``"null"`` and ``"None"`` are null where null is allowed and text is not
+(formats without quotes write it so). Nothing else is guessed: the model reads what was wrong instead.
 """
 
 from __future__ import annotations
@@ -69,11 +70,14 @@ def _nullable_to_null(schema: Any) -> Any:
 
 
 def _coerce(schema: Any, value: Any) -> Any:
-    """Applies the two forgiving rules wherever the schema names exactly one non-string type."""
+    """Applies the forgiving rules wherever the schema names exactly one non-string type."""
     if not isinstance(schema, Mapping):
         return value
     if len(options := schema.get("anyOf", ())) == 2 and {"type": "null"} in options:
-        return value if value is None else _coerce(options[0], value)
+        inner = options[0] if options[1] == {"type": "null"} else options[1]
+        if value is None or value in ("null", "None") and inner.get("type") in _SPELLED:
+            return None
+        return _coerce(inner, value)
     kind = schema.get("type")
     if isinstance(value, str) and kind in ("integer", "number", "boolean", "array", "object"):
         value = _unquote(value, kind)

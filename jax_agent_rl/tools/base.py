@@ -2,11 +2,13 @@
 
 Life of a tool in one trajectory (``instance_id`` is the trajectory's id)::
 
-    create(id, **create_kwargs) ──► execute(id, arguments, **execute_kwargs) … ──► release(id, **release_kwargs)
+    create(id, **create_kwargs) ──► execute(id, arguments, **execute_kwargs) …
+        ──► calc_reward(id, **calc_reward_kwargs) ──► release(id, **release_kwargs)
 
 ``create`` and ``release`` are called exactly once, ``release`` also when the trajectory fails or is cancelled, so
 a tool may keep per-trajectory state under ``instance_id``. The keyword arguments come from the dataset row:
-``extra_info.tools_kwargs[tool name] = {"create_kwargs": …, "execute_kwargs": …, "release_kwargs": …}``.
+``extra_info.tools_kwargs[tool name] = {"create_kwargs": …, "execute_kwargs": …, "calc_reward_kwargs": …,
+"release_kwargs": …}``.
 """
 
 from __future__ import annotations
@@ -27,8 +29,9 @@ class ToolResponse:
 
     Attributes:
         text: what the model reads.
-        image: images (PIL) for a multi-modal model. An agent loop that cannot show them refuses the result.
-        video: videos, likewise.
+        image: images (PIL) for a multi-modal model, in the order in which it sees them, before the text. A model or
+            engine that takes none makes the call fail with a message.
+        video: videos, likewise (each a sequence of frames, or whatever the engine takes).
         reward: reward the call itself earns; reaches the reward function, is never shown to the model.
         metrics: numbers to add up over the trajectory, by name.
     """
@@ -39,16 +42,27 @@ class ToolResponse:
     reward: float = 0.0
     metrics: Mapping[str, float] = field(default_factory=dict)
 
+    @property
+    def media(self) -> dict[str, tuple[Any, ...]]:
+        """Its images and videos by kind; empty kinds left out."""
+        return {kind: tuple(items) for kind, items in (("image", self.image), ("video", self.video)) if items}
+
     def __post_init__(self) -> None:
         if not isinstance(self.text, str):
             raise TypeError(f"ToolResponse.text must be str, got {type(self.text).__name__}")
-        if not _is_number(self.reward):
+        for kind in ("image", "video"):
+            if not isinstance(getattr(self, kind), tuple | list):
+                raise TypeError(
+                    f"ToolResponse.{kind} must be a tuple or list, got {type(getattr(self, kind)).__name__}"
+                )
+        if not is_number(self.reward):
             raise ValueError(f"a tool's reward must be a finite number, got {self.reward!r}")
-        if not isinstance(self.metrics, Mapping) or not all(map(_is_number, self.metrics.values())):
+        if not isinstance(self.metrics, Mapping) or not all(map(is_number, self.metrics.values())):
             raise ValueError(f"a tool's metrics must be a mapping of finite numbers, got {self.metrics!r}")
 
 
-def _is_number(value: object) -> bool:
+def is_number(value: object) -> bool:
+    """True for a finite int or float; a bool is none."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
@@ -126,6 +140,28 @@ class BaseTool(ABC):
             ToolError: the call failed; the message is what the model reads. Any other exception is shown with its
                 type.
         """
+
+    async def calc_reward(self, instance_id: str, **calc_reward_kwargs: Any) -> float | None:
+        """Scores the whole trajectory once it is over, from the state the tool kept of it.
+
+        Returns:
+            A finite number, which reaches the reward function as ``extra_info["tool_scores"][name]``; None (the
+            default): the tool has no opinion.
+        """
+        if calc_reward_kwargs:
+            raise TypeError(f"tool {self.name!r} takes no calc_reward_kwargs, got {sorted(calc_reward_kwargs)}")
+        return None
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], schema: Mapping[str, Any] | None) -> BaseTool:
+        """Builds the tool of an entry of ``tools.tool_config_path``.
+
+        Args:
+            config: the entry's ``config``: keyword arguments of the constructor.
+            schema: the entry's ``tool_schema["function"]``, whose parts are keyword arguments too; None: the class
+                has a schema of its own.
+        """
+        return cls(**config, **(schema or {}))
 
     async def release(self, instance_id: str, **release_kwargs: Any) -> None:
         """Frees what ``create`` and ``execute`` made. The default takes no arguments and does nothing."""

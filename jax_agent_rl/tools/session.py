@@ -16,13 +16,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Collection, Mapping
 from types import TracebackType
 from typing import Any
 
 from jax_agent_rl.errors import ToolArgumentError, ToolError, ToolNotFoundError, ToolTimeoutError
+from jax_agent_rl.in_time import in_time
 from jax_agent_rl.tools.arguments import check_arguments
-from jax_agent_rl.tools.base import BaseTool, ToolResponse, as_response
+from jax_agent_rl.tools.base import BaseTool, ToolResponse, as_response, is_number
 from jax_agent_rl.tools.truncate import Decode, Encode, Side, truncate_text
 from jax_agent_rl.types import ToolCallRecord
 
@@ -40,6 +41,7 @@ class ToolSession:
         max_response_length: most tokens of one observation.
         truncate_side: the side cut off a longer one.
         encode, decode: the policy's tokenizer.
+        modalities: kinds of media the model and the engine take, of ``image`` and ``video``.
 
     Attributes:
         metrics: numbers the tools reported, added up, named ``tool/<name>/<key>``.
@@ -56,6 +58,7 @@ class ToolSession:
         truncate_side: Side,
         encode: Encode,
         decode: Decode,
+        modalities: Collection[str] = (),
     ):
         self.metrics: dict[str, float] = {}
         self._tools = tools
@@ -66,6 +69,7 @@ class ToolSession:
         self._side: Side = truncate_side
         self._encode = encode
         self._decode = decode
+        self._modalities = modalities
         self._created: list[str] = []
         self._broken: dict[str, str] = {}  # tools whose create failed, and why
 
@@ -81,8 +85,14 @@ class ToolSession:
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None):
         await self._release_all_shielded()
 
-    async def call(self, name: str, arguments: Any) -> ToolCallRecord:
-        """Runs one call. Never raises for what the tool or the model did wrong."""
+    async def call(self, name: str, arguments: Any, *, call_id: str | None = None) -> ToolCallRecord:
+        """Runs one call. Never raises for what the tool or the model did wrong.
+
+        Args:
+            name: the tool.
+            arguments: as the model wrote them.
+            call_id: the model's own id of the call; it stays with the record.
+        """
         began = time.perf_counter()
         response, error = ToolResponse(), None
         try:
@@ -99,7 +109,31 @@ class ToolSession:
             error=error,
             reward=response.reward,
             seconds=time.perf_counter() - began,
+            call_id=call_id,
+            media=response.media,
         )
+
+    async def calc_rewards(self) -> dict[str, float]:
+        """What each tool makes of the whole trajectory, by name; call it once, when the conversation is over.
+
+        A tool that fails at it has no score; the failure is logged and counted as ``tool/<name>/calc_reward_errors``.
+        """
+        scores: dict[str, float] = {}
+        for name in self._created:
+            if name in self._broken:
+                continue
+            scoring = self._tools[name].calc_reward(self._id, **self._kwargs_for(name, "calc_reward_kwargs"))
+            try:
+                score = await self._in_time(scoring, f"{name} gave no reward")
+                if score is not None and not is_number(score):
+                    raise ValueError(f"a tool's reward must be a finite number or None, got {score!r}")
+            except Exception:
+                logger.warning("tool %s could not score %s", name, self._id, exc_info=True)
+                self._count(name, "calc_reward_errors", 1)
+                continue
+            if score is not None:
+                scores[name] = float(score)
+        return scores
 
     def shorten(self, text: str) -> str:
         """An observation within the token limit."""
@@ -118,12 +152,18 @@ class ToolSession:
             raise ToolArgumentError(f"wrong arguments for {name}: {error}") from None
         call = tool.execute(self._id, checked, **self._kwargs_for(name, "execute_kwargs"))
         response = as_response(await self._in_time(call, f"{name} did not answer"))
-        if response.image or response.video:
-            raise ToolError(f"{name} returned images or video, which cannot be shown here")
+        if unseen := sorted(response.media.keys() - set(self._modalities)):
+            logger.warning(
+                "tool %s returned %s, which this model, its chat template or its engine cannot take", name, unseen
+            )
+            raise ToolError(f"{name} returned {' and '.join(unseen)} data, which cannot be shown here")
         for key, value in response.metrics.items():
-            key = f"tool/{name}/{key}"
-            self.metrics[key] = self.metrics.get(key, 0.0) + value
+            self._count(name, key, value)
         return response
+
+    def _count(self, name: str, key: str, value: float) -> None:
+        key = f"tool/{name}/{key}"
+        self.metrics[key] = self.metrics.get(key, 0.0) + value
 
     async def _create(self, name: str) -> None:
         self._created.append(name)
@@ -157,16 +197,12 @@ class ToolSession:
         Raises:
             ToolTimeoutError: it took longer than the timeout.
         """
-        task = asyncio.ensure_future(_no_exit(work))
-        try:
-            done, _ = await asyncio.wait({task}, timeout=self._timeout)
-        finally:
-            task.cancel()
-        if not done:
-            raise ToolTimeoutError(f"{what} within {self._timeout:g} seconds")
-        if task.cancelled():  # by the tool itself; must not look like a cancellation of the trajectory
-            raise ToolError(f"{what}: it cancelled itself")
-        return task.result()
+        return await in_time(
+            work,
+            self._timeout,
+            late=lambda: ToolTimeoutError(f"{what} within {self._timeout:g} seconds"),
+            error=lambda problem: ToolError(f"{what}: it {problem}"),
+        )
 
 
 _KINDS: dict[type[ToolError], str] = {
@@ -174,11 +210,3 @@ _KINDS: dict[type[ToolError], str] = {
     ToolArgumentError: "bad_arguments",
     ToolTimeoutError: "timeout",
 }
-
-
-async def _no_exit(work: Awaitable[Any]) -> Any:
-    """``sys.exit()`` in a tool ends the call, not the run."""
-    try:
-        return await work
-    except SystemExit as error:
-        raise ToolError(f"the tool tried to exit with {error.code!r}") from None

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from jax_agent_rl.rollout.protocol import BackendMetrics
-from jax_agent_rl.types import DropReason, Group
+from jax_agent_rl.types import DropReason, Group, Trajectory
 
 
 @dataclass(kw_only=True)
@@ -23,7 +23,7 @@ class RunRecord:
         accuracy_before, accuracy_after: held-out accuracy.
         latest_accuracy: of the last evaluation, until it has been shown.
         recompilations: programs compiled after warm-up.
-        learner_programs: programs the learner compiled in its first step; more are recompilations.
+        learner_programs: programs the learner compiled up to its first policy update; more are recompilations.
         max_logprob_gap: largest |rollout log-prob - learner log-prob| of the run.
         cursor: position in the training rows after ``step``.
         accounting: what became of every trajectory.
@@ -91,6 +91,7 @@ def step_record(
         "kind": "step",
         "step": step,
         **_statistics("reward", [t.reward for t in trajectories]),
+        **_part_means(trajectories),
         **_statistics("turns", [t.num_turns for t in trajectories]),
         **_statistics("response_tokens", [len(t.response_ids) for t in trajectories]),
         **_statistics("sampled_tokens", [t.num_sampled for t in trajectories]),
@@ -125,6 +126,16 @@ def evaluation_record(step: int, groups: Sequence[Group], *, seconds: float) -> 
         "tool_calls_mean": sum(len(t.tool_calls) for t in trajectories) / max(1, len(trajectories)),
         "seconds": seconds,
     }
+
+
+def _part_means(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """``reward/<part>``: the mean of each named part over the trajectories that have it; tool and turn sums too."""
+    values: dict[str, list[float]] = {}
+    for trajectory in trajectories:
+        sums = {key: trajectory.metrics.get(key, 0.0) for key in ("tool_reward", "turn_score")}
+        for name, value in {**sums, **trajectory.reward_parts}.items():
+            values.setdefault(f"reward/{name}", []).append(value)
+    return {name: float(np.mean(parts)) for name, parts in sorted(values.items())}
 
 
 def _statistics(name: str, values: Sequence[float]) -> dict[str, float]:

@@ -3,7 +3,8 @@
 ::
 
     evaluate ─► repeat: rows ─► groups of trajectories ─► filter ─► update ─► publish weights ─► record ─► checkpoint
-                          (engine, agents, tools)            (learner)        (learner → engine)
+                   ▲      (engine, agents, tools)          │ (learner)        (learner → engine)
+                   └──── refill: too few groups are left ──┘
              ─► evaluate ─► summary
 
 Every trajectory of a step is sampled from the weights of the step before, so it is on-policy; asynchronous trainers
@@ -16,13 +17,17 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jax_agent_rl.learner.checkpoint import Checkpointer
+from jax_agent_rl.learner.step import UpdateResult
 from jax_agent_rl.observe.metrics import RunFolder
 from jax_agent_rl.observe.progress import Progress
 from jax_agent_rl.rollout.collect import RolloutCollector
+from jax_agent_rl.rollout.filters import Selection, select
+from jax_agent_rl.rollout.futility import FutilityGuard
 from jax_agent_rl.rollout.protocol import BackendMetrics
+from jax_agent_rl.rollout.shaping import shape
 from jax_agent_rl.runtime.in_process import Runtime
 from jax_agent_rl.trainer.record import RunRecord, evaluation_record, step_record
 from jax_agent_rl.types import DropReason, Group, SamplingParams, Trajectory
@@ -47,6 +52,9 @@ class SyncTrainer:
     record: RunRecord
     progress: Progress
     clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        self._guard = FutilityGuard(self.runtime.config.trainer.max_lost_batches)
 
     async def run(self) -> None:
         """Runs to the end. Cancelling it (Ctrl-C) leaves a checkpoint of the last finished step."""
@@ -88,9 +96,9 @@ class SyncTrainer:
     ) -> None:
         """What follows the rollout: filter, update, publish, record."""
         runtime, record, step = self.runtime, self.record, self.record.step + 1
-        kept = self.filter(groups)
-        metrics = await self.learn(kept) if kept else {}
-        weight_update_seconds = await self.publish(step) if kept else 0.0
+        selection = self.filter(groups)
+        metrics = await self.learn(selection) if selection.groups else {}
+        weight_update_seconds = await self.publish(step) if selection.groups else 0.0
         record.step = step
         record.cursor = runtime.cursor.state()
         record.train_seconds = self.clock() - begin
@@ -117,35 +125,54 @@ class SyncTrainer:
             self.save()
 
     async def collect(self, step: int) -> tuple[list[Group], BackendMetrics]:
-        """``prompts_per_step`` groups of ``group_size`` trajectories, and what the engine did for them."""
-        config = self.runtime.config.rollout
+        """``prompts_per_step`` groups of ``group_size`` trajectories, and what the engine did for them.
+
+        With ``algorithm.max_refills``, new prompts replace groups that the filters will leave out.
+        """
+        config, algorithm = self.runtime.config.rollout, self.runtime.config.algorithm
+        before = await self.runtime.metrics()
+        groups: list[Group] = []
+        for round_ in range(1 + algorithm.max_refills):
+            missing = config.prompts_per_step - len(select(groups, algorithm).groups)
+            if not missing:
+                break
+            rows = self.runtime.cursor.next_rows(missing)
+            groups += await self.collect_round(rows, step, f"refill{round_}" if round_ else "train")
+        return groups, _difference(await self.runtime.metrics(), before)
+
+    async def collect_round(self, rows: Sequence[dict], step: int, label: str) -> list[Group]:
+        """One group per row, with shaped rewards and, for ReMax, the reward of a greedy rollout."""
+        config, algorithm = self.runtime.config.rollout, self.runtime.config.algorithm
         sampling = SamplingParams(
             max_tokens=config.max_model_len,
             temperature=config.temperature,
             top_p=config.top_p,
             top_k=config.top_k,
         )
-        rows = self.runtime.cursor.next_rows(config.prompts_per_step)
-        before = await self.runtime.metrics()
-        groups = await self._gather(
-            self.runtime.collector, rows, config.group_size, sampling, step, "train", f"step {step}: rollout"
+        collector, phase = self.runtime.collector, f"step {step}: rollout"
+        groups = await self._gather(collector, rows, config.group_size, sampling, step, label, phase)
+        limit = self.runtime.config.agent.max_response_length
+        groups = [shape(group, algorithm.shaping, max_response_length=limit) for group in groups]
+        if algorithm.adv_estimator != "remax":
+            return groups
+        greedy = await self._gather(
+            collector, rows, 1, replace(sampling, temperature=0.0), step, f"greedy-{label}", f"{phase}, greedy"
         )
-        return groups, _difference(await self.runtime.metrics(), before)
+        greedy = [shape(group, algorithm.shaping, max_response_length=limit) for group in greedy]
+        collector.accounting.drop([t.trajectory_id for t in all_trajectories(greedy)], DropReason.GREEDY)
+        return [
+            replace(group, greedy_reward=baseline.rewards[0] if baseline.rewards else None)
+            for group, baseline in zip(groups, greedy, strict=True)
+        ]
 
-    def filter(self, groups: Sequence[Group]) -> list[Group]:
-        """The groups worth a gradient; the others are counted as dropped, by reason."""
-        kept = []
-        for group in groups:
-            if not group.trajectories:
-                continue  # its members were counted when they were lost
-            if self.runtime.config.algorithm.filter_zero_variance and len(set(group.rewards)) == 1:
-                ids = [t.trajectory_id for t in group.trajectories]
-                self.runtime.collector.accounting.drop(ids, DropReason.ZERO_VARIANCE)
-                continue
-            kept.append(group)
-        return kept
+    def filter(self, groups: Sequence[Group]) -> Selection:
+        """What is worth a gradient; the rest is counted as dropped, by reason."""
+        selection = select(groups, self.runtime.config.algorithm)
+        for reason, ids in selection.dropped.items():
+            self.runtime.collector.accounting.drop(ids, reason)
+        return selection
 
-    async def learn(self, groups: list[Group]) -> dict[str, float]:
+    async def learn(self, selection: Selection) -> dict[str, float]:
         """One learner step in a thread, so that the loop (display, tools) goes on."""
         ticks = [0, 0]
 
@@ -155,9 +182,10 @@ class SyncTrainer:
         self.progress.phase(
             f"step {self.record.step + 1}: learner", lambda: f"{ticks[0]}/{ticks[1] or '?'} micro-batches"
         )
-        result = await asyncio.to_thread(self.runtime.learner.update, groups, tick=tick)
-        self._account(groups, skipped=result.skipped)
-        if not self.record.learner_programs:
+        learner = self.runtime.learner
+        result = await asyncio.to_thread(learner.update, selection.groups, masked=selection.masked, tick=tick)
+        self._account(selection, result)
+        if not self.record.learner_programs and "loss" in result.metrics:  # not while only a critic learns
             self.record.learner_programs = self.runtime.learner.programs_compiled
         return result.metrics
 
@@ -218,19 +246,27 @@ class SyncTrainer:
                 groups.append(group)
                 done += group_size
         self.runtime.client.require_server()  # else what was lost would look like the policy's failure
+        self._guard.check(groups, collector.latest_losses)
         # Groups arrive as they finish; batches must not depend on that.
         return sorted(groups, key=lambda g: int(g.group_id.rsplit("-", 1)[1]))
 
-    def _account(self, groups: Sequence[Group], *, skipped: bool) -> None:
-        ids = [t.trajectory_id for t in all_trajectories(groups)]
+    def _account(self, selection: Selection, result: UpdateResult) -> None:
+        """Books every trajectory that was handed to the learner."""
         accounting = self.runtime.collector.accounting
-        if skipped:
-            accounting.drop(ids, DropReason.NON_FINITE)
-        else:
-            accounting.train(ids)
+        for trajectory in all_trajectories(selection.groups):
+            mine = trajectory.trajectory_id
+            if mine in selection.masked:
+                accounting.drop([mine], selection.masked[mine])
+            elif result.skipped:
+                accounting.drop([mine], DropReason.NON_FINITE)
+            elif mine in result.rejected:
+                accounting.drop([mine], DropReason.REJECTED)
+            else:
+                accounting.train([mine])
 
     def _learner_recompilations(self) -> int:
-        return max(0, self.runtime.learner.programs_compiled - self.record.learner_programs)
+        known = self.record.learner_programs
+        return max(0, self.runtime.learner.programs_compiled - known) if known else 0
 
 
 def _difference(after: BackendMetrics, before: BackendMetrics) -> BackendMetrics:

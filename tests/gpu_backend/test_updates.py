@@ -71,7 +71,8 @@ async def test_weights_change_in_flight_and_each_token_says_whose_it_is(engine: 
     for version, seed in [(old, 0), (new, 3)]:
         mine = versions == version
         expected = engine.reference(seed).logprobs(prompt, output.token_ids)
-        np.testing.assert_allclose(np.array(output.log_probs)[mine], expected[mine], atol=1e-4)
+        # Long contexts in a changing batch: sums in another order. Other weights differ by more than 0.1 somewhere.
+        np.testing.assert_allclose(np.array(output.log_probs)[mine], expected[mine], atol=5e-4)
 
 
 async def test_an_update_needs_no_pause(engine: Engine):

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from jax_agent_rl.config import Config, build, load, valid_keys
+from jax_agent_rl.config import Config, build, load
+from jax_agent_rl.config_tree import valid_keys
 from jax_agent_rl.errors import ConfigError
 
 MINIMAL = {"run_dir": "runs/x", "model": {"path": "m"}, "data": {"train": "t.jsonl"}}

@@ -29,7 +29,7 @@ from jax_agent_rl.rollout.protocol import (
     WeightUpdate,
 )
 from jax_agent_rl.rollout.remote import wire
-from jax_agent_rl.rollout.remote.server import is_loopback
+from jax_agent_rl.serving import is_loopback
 from jax_agent_rl.types import PauseMode, TokenOutput
 
 T = TypeVar("T")

@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
-import ipaddress
 import logging
 import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -30,6 +29,7 @@ from jax_agent_rl.errors import BackendError, ConfigError, JaxAgentRLError, Weig
 from jax_agent_rl.rollout.protocol import RolloutBackend, WeightUpdate
 from jax_agent_rl.rollout.remote import wire
 from jax_agent_rl.rollout.remote.uploads import Uploads
+from jax_agent_rl.serving import is_loopback
 from jax_agent_rl.types import PauseMode
 
 logger = logging.getLogger(__name__)
@@ -268,14 +268,6 @@ class RolloutServer:
             return all(Path(f["path"]).is_file() and Path(f["path"]).stat().st_size == f["size"] for f in body["files"])
 
         return await asyncio.to_thread(look)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only programs of the same machine can reach this address."""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 async def _body(request: web.Request) -> Body:

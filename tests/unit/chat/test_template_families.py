@@ -66,6 +66,41 @@ FAMILIES = {
     "phi3": Family(
         "trl", "phi3.jinja", ("<|user|>", "<|assistant|>", "<|system|>", "<|end|>", "<|endoftext|>"), "<|end|>"
     ),
+    "qwen3.5": Family("trl", "qwen3_5_nothink.jinja", ("<|im_start|>", "<|im_end|>"), "<|im_end|>"),
+    "qwen3-vl": Family(
+        "trl",
+        "qwen3_vl.jinja",
+        ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"),
+        "<|im_end|>",
+    ),
+    "nemotron3": Family("trl", "nemotron_3_nano.jinja", ("<|im_start|>", "<|im_end|>"), "<|im_end|>"),
+    "glm4": Family(
+        "trl",
+        "glm4moe.jinja",
+        ("[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>", "<|endoftext|>"),
+        "<|endoftext|>",
+    ),
+    "lfm2": Family(
+        "trl",
+        "lfm2_2_5.jinja",
+        ("<|startoftext|>", "<|im_start|>", "<|im_end|>", "<|tool_call_start|>", "<|tool_call_end|>"),
+        "<|im_end|>",
+    ),
+    "gemma4": Family(
+        "trl",
+        "gemma4_v5.jinja",
+        (
+            "<bos>",
+            "<|turn>",
+            "<turn|>",
+            "<|tool_call>",
+            "<tool_call|>",
+            "<|tool_response>",
+            "<tool_response|>",
+            '<|"|>',
+        ),
+        "<turn|>",
+    ),
     "smollm2": Family("", "", (), "<|im_end|>"),
 }
 
@@ -75,14 +110,11 @@ def template_of(family: Family) -> str:
     return Path(str(place.locate())).read_text(encoding="utf-8")
 
 
-@functools.cache
-def codec_of(name: str) -> ChatCodec:
-    if name == "smollm2":
-        return ChatCodec.from_pretrained(cache_root() / "models" / "smollm2-135m-instruct")
+def tokenizer_with(special: tuple[str, ...], eos: str):
+    """A small byte-level BPE with these special tokens, the first one as BOS."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
-    family = FAMILIES[name]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.decoder = decoders.ByteLevel()
@@ -92,17 +124,29 @@ def codec_of(name: str) -> ChatCodec:
     tokenizer.train_from_iterator(
         ["user assistant system tool\n\n{}: the answer is a question of name and call " * 20], trainer
     )
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in family.special])
-    wrapped = PreTrainedTokenizerFast(
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
-        eos_token=family.eos,
-        bos_token=family.special[0],
+        eos_token=eos,
+        bos_token=special[0],
         clean_up_tokenization_spaces=False,
     )
+
+
+@functools.cache
+def codec_of(name: str) -> ChatCodec:
+    if name == "smollm2":
+        return ChatCodec.from_pretrained(cache_root() / "models" / "smollm2-135m-instruct")
+    family = FAMILIES[name]
+    wrapped = tokenizer_with(family.special, family.eos)
     wrapped.chat_template = template_of(family)
-    ends = {family.eos, "<|call|>", "<|eom_id|>"} & set(wrapped.get_added_vocab())
+    ends = {family.eos, "<|call|>", "<|eom_id|>", "<|tool_response>"} & set(wrapped.get_added_vocab())
+    tool_format = "gemma4" if name == "gemma4" else "hermes"
     return ChatCodec(
-        wrapped, tool_prompt="none", eos_token_ids=[wrapped.convert_tokens_to_ids(t) for t in sorted(ends)]
+        wrapped,
+        tool_format=tool_format,
+        tool_prompt="none",
+        eos_token_ids=[wrapped.convert_tokens_to_ids(t) for t in sorted(ends)],
     )
 
 

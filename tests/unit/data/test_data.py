@@ -47,6 +47,15 @@ def test_json_lines_and_parquet_give_the_same_rows(tmp_path: Path):
         (GOOD | {"extra_info": {"tool_selection": "add"}}, "must be a list of tool names, got 'add'"),
         (GOOD | {"extra_info": {"tool_selection": ["ad"]}}, "'ad' is not known; did you mean 'add'?"),
         (GOOD | {"extra_info": {"tools_kwargs": {"add": 1}}}, "'add' must be an object or absent, got 1"),
+        (
+            GOOD | {"extra_info": {"tools_kwargs": {"ad": {"create_kwargs": {}}}}},
+            "'ad' is not known; did you mean 'add'?",
+        ),
+        (
+            GOOD | {"extra_info": {"tools_kwargs": {"add": {"creat_kwargs": {}}}}},
+            "'creat_kwargs' is not known; did you mean 'create_kwargs'?",
+        ),
+        (GOOD | {"extra_info": {"tools_kwargs": {"add": {"create_kwargs": 1}}}}, "'create_kwargs' must be an object"),
     ],
 )
 def test_a_bad_row_is_named_with_what_is_wrong(tmp_path: Path, row: object, message: str):
@@ -63,7 +72,10 @@ def test_a_line_that_is_no_text_is_named(tmp_path: Path):
 
 
 def test_rows_that_name_what_there_is_are_taken(tmp_path: Path):
-    row = GOOD | {"agent_name": "mine", "extra_info": {"tool_selection": ["add"], "tools_kwargs": {"add": {}}}}
+    row = GOOD | {
+        "agent_name": "mine",
+        "extra_info": {"tool_selection": ["add"], "tools_kwargs": {"add": {}, "other": None}},
+    }
     nameless = GOOD | {"agent_name": None, "reward_model": None, "extra_info": None}
     assert load_rows(write(tmp_path / "a.jsonl", row, nameless), agents=["mine"], tools=["add"]) == [row, nameless]
 

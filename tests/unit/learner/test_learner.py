@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -25,10 +26,8 @@ def learner(**changes) -> Learner:
 
 def gradient(made: Learner, groups) -> list[np.ndarray]:
     """The accumulated gradient of one update, before the optimizer."""
-    ((batch, _),) = made._prepare(groups)
-    grads = made._zeros(made.params)
-    for arrays in batch.micro_batches(made._rows):
-        grads, _ = made._accumulate(made.params, grads, made._place(arrays))
+    (mini,), experience = made._prepare(groups)
+    grads, _ = made._policy.gradients(made._place(made._with_terms(mini, experience).of_policy))
     return [np.asarray(g) for g in jax.tree.leaves(grads)]
 
 
@@ -59,8 +58,8 @@ def test_the_gradient_does_not_depend_on_the_layout(layout: dict, mode: str):
 def test_old_logprobs_are_those_of_plain_full_passes():
     groups = random_groups(1)
     made = learner(updates_per_step=2)
-    batches = made._prepare(groups)
-    got = sorted(x for batch, _ in batches for x in batch.old_logprob[batch.weight > 0].tolist())
+    _, experience = made._prepare(groups)
+    got = sorted(np.concatenate(experience.terms["old_logprob"]).tolist())
     params = tiny_params()
     expected = []
     for t in (t for g in groups for t in g.trajectories):
@@ -112,19 +111,16 @@ def test_one_program_serves_batches_of_every_size():
 
 def test_a_nonfinite_gradient_changes_nothing_and_three_in_a_row_stop_the_run():
     made = learner(max_nonfinite_steps=3)
-    poisoned = jax.tree.map(lambda x: x, made.state.params)
-    made.state = type(made.state)(
-        poisoned | {"final_norm": jnp.full_like(poisoned["final_norm"], jnp.nan)},
-        made.state.opt_state,
-        made.state.updates,
-    )
+    policy = made.state.policy
+    poisoned = policy.params | {"final_norm": jnp.full_like(policy.params["final_norm"], jnp.nan)}
+    made.state = replace(made.state, policy=replace(policy, params=poisoned))
     before = np.asarray(made.params["embed"])
     groups = random_groups(7)
     assert made.update(groups).skipped and made.update(groups).skipped
     with pytest.raises(NonFiniteError, match="learning_rate"):
         made.update(groups)
     np.testing.assert_array_equal(np.asarray(made.params["embed"]), before)
-    assert int(made.state.updates) == 0
+    assert int(made.state.policy.updates) == 0
 
 
 def test_a_mesh_that_does_not_divide_names_the_parameter():
@@ -149,16 +145,23 @@ from tests.tiny import TINY, tiny_params
 from tests.trajectories import random_groups
 
 config = replace(TINY, vocab_size=96)
-results = []
-for mesh in ({}, {"data": 8}, {"fsdp": 4, "tensor": 2}, {"data": 2, "fsdp": 2, "tensor": 2}):
-    settings = LearnerConfig(learning_rate=1e-3, row_length=32, mesh=mesh)
-    made = Learner(config, tiny_params(config=config), algorithm=AlgorithmConfig(), config=settings, temperature=1.0)
-    for _ in range(2):
-        made.update(random_groups(0, vocabulary=96))
-    results.append([np.asarray(x) for x in jax.tree.leaves(made.params)])
-for other in results[1:]:
-    for a, b in zip(results[0], other, strict=True):
-        np.testing.assert_allclose(a, b, atol=2e-5)
+PPO = {"adv_estimator": "gae", "lam": 0.9, "entropy_coeff": 0.01, "kl": {"where": "loss", "coef": 0.1}}
+GSPO = {"policy_loss": {"loss_mode": "gspo"}, "rollout_correction": {"rollout_is": "sequence"}}
+MESHES = {"data": 8}, {"fsdp": 4, "tensor": 2}, {"data": 2, "fsdp": 2, "tensor": 2}
+for algorithm, meshes in (({}, MESHES), (PPO, MESHES[2:]), (GSPO, MESHES[2:])):
+    results = []
+    for mesh in ({}, *meshes):
+        settings = LearnerConfig(learning_rate=1e-3, row_length=32, mesh=mesh)
+        made = Learner(
+            config, tiny_params(config=config), algorithm=AlgorithmConfig(**algorithm), config=settings, temperature=1.0
+        )
+        for _ in range(2):
+            made.update(random_groups(0, vocabulary=96))
+        critic = made.state.critic and made.state.critic.params
+        results.append([np.asarray(x) for x in jax.tree.leaves((made.params, critic))])
+    for other in results[1:]:
+        for a, b in zip(results[0], other, strict=True):
+            np.testing.assert_allclose(a, b, atol=2e-5)
 print("equal on", jax.device_count(), "devices")
 """
 
@@ -169,3 +172,25 @@ def test_eight_simulated_devices_train_as_one_does():
         [sys.executable, "-c", SHARDED], env=environment, capture_output=True, text=True, timeout=500
     )
     assert "equal on 8 devices" in result.stdout, result.stderr[-2000:]
+
+
+@pytest.mark.parametrize("updates", [1, 2])
+def test_observations_are_trained_on_when_asked_for_and_have_no_gap(updates: int):
+    groups = random_groups(8, groups=2)
+    learned = [
+        replace(
+            g,
+            trajectories=tuple(
+                replace(t, turns=tuple(replace(turn, learn_appended=True) for turn in t.turns)) for t in g.trajectories
+            ),
+        )
+        for g in groups
+    ]
+    plain = learner(updates_per_step=updates).update(groups).metrics
+    made = learner(updates_per_step=updates)
+    result = made.update(learned)
+    ids = sum(len(t.response_ids) for g in groups for t in g.trajectories)
+    assert result.metrics["trained_tokens"] == ids > plain["trained_tokens"]
+    assert not result.skipped and np.isfinite(list(result.metrics.values())).all()
+    if updates == 1:  # later updates start from other weights
+        assert result.metrics["logprob_gap_max"] == pytest.approx(plain["logprob_gap_max"], abs=1e-5)

@@ -10,7 +10,7 @@ import pytest
 
 from jax_agent_rl import rewards
 from jax_agent_rl.errors import ConfigError, RewardError, RewardTimeoutError
-from jax_agent_rl.rewards import registry
+from jax_agent_rl.rewards import registry, scoring
 from jax_agent_rl.threads import DaemonThreads
 from jax_agent_rl.types import DropReason, FinishReason, StopReason, TokenOutput, ToolCallRecord, Trajectory, Turn
 
@@ -32,7 +32,7 @@ def trajectory(data_source="mine", *, extra_info=None, reason=FinishReason.ANSWE
     call = ToolCallRecord(name="add", arguments={}, observation="tool says 9", reward=0.25)
     return Trajectory.from_turns(
         prompt_ids=[1],
-        turns=[Turn(output=output, appended_ids=(6,), tool_calls=(call,)), Turn(output=output)],
+        turns=[Turn(output=output, appended_ids=(6,), tool_calls=(call,), score=0.5), Turn(output=output)],
         trajectory_id="t",
         group_id="g",
         agent_name="tool_agent",
@@ -61,8 +61,8 @@ async def test_a_function_is_called_with_the_documented_arguments():
 
     scored = await rewards.score(trajectory(extra_info={"index": 3}))
     assert (seen["data_source"], seen["solution_str"], seen["ground_truth"]) == ("mine", "answer 9", "9")
-    expected = {"index": 3, "finish_reason": FinishReason.ANSWER, "num_turns": 2, "tool_rewards": [0.25]}
-    assert seen["extra_info"] == expected
+    about = {"finish_reason": FinishReason.ANSWER, "num_turns": 2, "tool_rewards": [0.25]}
+    assert seen["extra_info"] == {"index": 3, **about, "tool_scores": {}, "turn_scores": [0.5]}
     assert seen["thread"] != threading.get_ident(), "it may block"
     assert scored.reward == 1.0 and scored.metrics["tool_calls"] == 1 and scored.metrics["reward_seconds"] >= 0
 
@@ -102,7 +102,7 @@ async def test_an_exception_in_the_function_is_a_reward_error():
 
 
 async def test_an_unknown_data_source_lists_the_known_ones():
-    with pytest.raises(RewardError, match=r"'other'; there are \['calculator', 'gsm8k'"):
+    with pytest.raises(RewardError, match=r"'other'; there are \[.*'calculator'.*'gsm8k'"):
         await rewards.score(trajectory("other"))
     with pytest.raises(ConfigError, match="'None', 'other'"):
         rewards.require_rewards([{"data_source": "other"}, {}, {"data_source": "gsm8k"}])
@@ -146,7 +146,7 @@ def released():
 
 async def test_a_function_that_hangs_is_given_up_and_others_go_on(released, monkeypatch):
     threads = DaemonThreads(max_abandoned=2, kind="reward", error=RewardError)
-    monkeypatch.setattr(registry, "_THREADS", threads)
+    monkeypatch.setattr(scoring, "_THREADS", threads)
 
     @rewards.register_reward("mine")
     def hang(*_):

@@ -25,9 +25,10 @@ from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.protocol import GenerateRequest, RolloutBackend, WeightUpdate
 from jax_agent_rl.rollout.remote import wire
 from jax_agent_rl.rollout.remote.client import RemoteBackend
-from jax_agent_rl.rollout.remote.server import RolloutServer, is_loopback
+from jax_agent_rl.rollout.remote.server import RolloutServer
 from jax_agent_rl.rollout.remote.uploads import Uploads
 from jax_agent_rl.rollout.server import AsyncServer
+from jax_agent_rl.serving import is_loopback
 from jax_agent_rl.types import SamplingParams, StopReason, TokenOutput
 from tests.toy_backend import ToyBackend
 

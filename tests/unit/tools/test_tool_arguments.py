@@ -25,6 +25,14 @@ def one(kind, **more):
         (one("object", additionalProperties={"type": "integer"}), {"a": "1"}, {"a": 1}),
         (one("integer", nullable=True), None, None),
         (one("integer", nullable=True), "4", 4),
+        (one("integer", nullable=True), "null", None),
+        (one("array", nullable=True), "None", None),
+        (one("string", nullable=True), "null", "null"),
+        (
+            {"type": "object", "properties": {"x": {"anyOf": [{"type": "null"}, {"type": "integer"}]}}},
+            "4",
+            4,
+        ),
         (one("string"), "3", "3"),
     ],
 )

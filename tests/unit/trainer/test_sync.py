@@ -21,7 +21,7 @@ from jax_agent_rl.runtime.in_process import Runtime
 from jax_agent_rl.runtime.publishers import ArrayPublisher
 from jax_agent_rl.trainer.record import RunRecord
 from jax_agent_rl.trainer.sync import SyncTrainer
-from jax_agent_rl.types import DropReason
+from jax_agent_rl.types import DropReason, FinishReason
 from tests.fakes import FakeCodec, ScriptedBackend
 
 ROW = {"prompt": [{"role": "user", "content": "go"}], "agent_name": "single_turn_agent"}
@@ -54,8 +54,14 @@ class IdleLearner:
     state = None
     programs_compiled = 1
 
-    def update(self, groups, *, tick):
-        return UpdateResult(metrics={}, skipped=False)
+    rejected = frozenset()
+
+    def __init__(self):
+        self.groups = []
+
+    def update(self, groups, *, masked, tick):
+        self.groups += groups
+        return UpdateResult(metrics={}, skipped=False, rejected=self.rejected)
 
 
 class NoCheckpoints:
@@ -70,14 +76,15 @@ async def parity(trajectory):
     return replace(trajectory, reward=float(int(trajectory.trajectory_id[-1]) % 2))
 
 
-def trainer(tmp_path: Path, *, steps: int) -> SyncTrainer:
+def trainer(tmp_path: Path, *, steps: int, algorithm: dict | None = None, score=parity, **rollout) -> SyncTrainer:
     clock = Clock()
     settings = config.build(
         {
             "run_dir": str(tmp_path),
             "model": {"path": "none"},
             "data": {"train": "none"},
-            "rollout": {"prompts_per_step": 1, "group_size": 2},
+            "rollout": {"prompts_per_step": 1, "group_size": 2} | rollout,
+            "algorithm": algorithm or {},
             "trainer": {"steps": steps, "checkpoint_every": 0},
         }
     )
@@ -85,7 +92,7 @@ def trainer(tmp_path: Path, *, steps: int) -> SyncTrainer:
     backend = SlowToUpdate(clock, codec, ["hello there"])
     client = LLMServerClient([AsyncServer(backend)])
     context = AgentContext(client=client, codec=codec, limits=settings.agent, max_model_len=1000)
-    collectors = [RolloutCollector(context, score=parity, max_in_flight=4, seed=0) for _ in range(2)]
+    collectors = [RolloutCollector(context, score=score, max_in_flight=4, seed=0) for _ in range(2)]
     runtime = Runtime(
         config=settings,
         codec=codec,
@@ -128,3 +135,88 @@ async def test_a_run_without_an_engine_stops_and_says_why(tmp_path: Path):
     for collector in (training.runtime.collector, training.runtime.evaluator):
         collector.accounting.check()
     assert training.runtime.evaluator.accounting.dropped == {DropReason.BACKEND_ERROR: 1}
+
+
+def dropped(training: SyncTrainer) -> dict[str, int]:
+    accounting = training.runtime.collector.accounting
+    accounting.check()
+    assert not accounting.in_flight
+    return {str(reason): count for reason, count in accounting.dropped.items()}
+
+
+async def test_groups_that_are_left_out_are_refilled_from_new_prompts(tmp_path: Path):
+    """The first prompts give equal rewards, those of the first refill differ."""
+
+    async def equal_at_first(t):
+        return replace(t, reward=1.0) if t.trajectory_id.startswith("train-") else await parity(t)
+
+    training = trainer(
+        tmp_path, steps=1, algorithm={"max_refills": 5}, score=equal_at_first, prompts_per_step=3, group_size=2
+    )
+    await training.run()
+    assert [g.group_id for g in training.runtime.learner.groups] == ["refill1-1-0", "refill1-1-1", "refill1-1-2"]
+    assert dropped(training) == {"zero_variance": 6} and training.runtime.collector.accounting.trained == 6
+
+
+async def test_refilling_ends_after_its_rounds(tmp_path: Path):
+    async def equal(t):
+        return replace(t, reward=1.0)
+
+    training = trainer(tmp_path, steps=1, algorithm={"max_refills": 2}, score=equal)
+    await training.run()
+    assert not training.runtime.learner.groups and dropped(training) == {"zero_variance": 3 * 2}
+
+
+async def test_remax_compares_with_a_greedy_rollout_that_is_never_trained_on(tmp_path: Path):
+    async def greedy_earns_less(t):
+        return replace(t, reward=0.25 if t.trajectory_id.startswith("greedy") else 1.0)
+
+    training = trainer(tmp_path, steps=1, algorithm={"adv_estimator": "remax"}, score=greedy_earns_less, group_size=1)
+    await training.run()
+    assert [g.greedy_reward for g in training.runtime.learner.groups] == [0.25]
+    assert dropped(training) == {"greedy": 1} and training.runtime.collector.accounting.trained == 1
+
+
+async def test_rejected_trajectories_are_not_counted_as_trained(tmp_path: Path):
+    training = trainer(tmp_path, steps=1)
+    training.runtime.learner.rejected = frozenset({"train-1-0-1"})
+    await training.run()
+    assert dropped(training) == {"rejected": 1} and training.runtime.collector.accounting.trained == 1
+
+
+async def test_masked_trajectories_are_counted_by_the_filter_that_masked_them(tmp_path: Path):
+    async def second_is_cut_off(t):
+        cut = t.trajectory_id.endswith("-1")
+        return replace(await parity(t), finish_reason=FinishReason.RESPONSE_LENGTH if cut else FinishReason.ANSWER)
+
+    training = trainer(tmp_path, steps=1, algorithm={"filters": {"overlong": "mask"}}, score=second_is_cut_off)
+    await training.run()
+    assert [g.rewards for g in training.runtime.learner.groups] == [(0.0, 1.0)]
+    assert dropped(training) == {"overlong": 1} and training.runtime.collector.accounting.trained == 1
+
+
+async def test_penalties_are_taken_off_before_groups_are_compared(tmp_path: Path):
+    async def equal(t):
+        return replace(t, reward=1.0)
+
+    shaping = {"overlong_buffer": 512, "overlong_factor": 512.0}  # one for every token
+    training = trainer(tmp_path, steps=1, algorithm={"shaping": shaping, "filter_zero_variance": False}, score=equal)
+    await training.run()
+    (group,) = training.runtime.learner.groups
+    assert group.rewards == tuple(1.0 - len(t.response_ids) for t in group.trajectories)
+
+
+async def test_trajectories_without_loss_are_counted_under_their_reason(tmp_path: Path):
+    """Step 1 loses one of two trajectories of its group, step 2 both: then there is nothing to learn from."""
+
+    async def score(trajectory):
+        _, step, _, sample = trajectory.trajectory_id.split("-")
+        lost = sample == "0" or step == "2"
+        return replace(await parity(trajectory), no_loss=DropReason.VOID_TRAJECTORY if lost else None)
+
+    training = trainer(tmp_path, steps=2, score=score)
+    await training.run()
+    books = training.runtime.collector.accounting
+    books.check()
+    assert (books.started, books.trained, dict(books.dropped)) == (4, 1, {DropReason.VOID_TRAJECTORY: 3})
+    assert training.runtime.client.servers[0].backend.policy_version == 1, "the second step published nothing"

@@ -1,0 +1,240 @@
+"""Soak test of the tool server: many trajectories at once, some of them hostile, and nothing left behind.
+
+    python benchmarks/tool_server.py [--seconds 600] [--trajectories 256] [--workers 2] [--kill-every 0]
+
+Every trajectory takes a few actions in a Python session or a shell; some exit, hang, flood, fork, go away in the middle
+of an action or are never finished. At the end every environment must have been closed exactly once (finished, aborted,
+idle, or lost with a worker that ``--kill-every`` killed), no process may be left, and descriptors and memory of
+the server must be what they were after warming up. Exits with 1 and says what is wrong otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import random
+import signal
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import aiohttp
+
+from jax_agent_rl.tools.sandbox.watch import tree
+from jax_agent_rl.tools.server.front import ToolServer
+from jax_agent_rl.tools.server.settings import ToolServerSettings
+
+PYTHON, BASH = "<python>{}</python>", "<bash>{}</bash>"
+ACTIONS = [
+    (30, PYTHON.format("total = globals().get('total', 0) + 1\ntotal")),
+    (20, BASH.format("echo $((count += 1))")),
+    (10, PYTHON.format("import math\n[math.sqrt(n) for n in range(10)]")),
+    (4, PYTHON.format("1 / 0")),
+    (4, "no tool accepts this"),
+    (2, PYTHON.format("import os; os._exit(1)")),
+    (2, BASH.format("exit 1")),
+    (2, BASH.format("sleep 600 & disown; echo started")),
+    (1, PYTHON.format("import time; time.sleep(600)")),
+    (1, PYTHON.format("while True: print('x' * 1000)")),
+    (1, BASH.format("for i in $(seq 100); do sleep 600 & done 2>/dev/null")),
+]
+
+
+@dataclass(kw_only=True)
+class Report:
+    """What happened."""
+
+    trajectories: int = 0
+    actions: int = 0
+    seconds: float = 0.0
+    errors: Counter = field(default_factory=Counter)
+    environments: dict[str, float] = field(default_factory=dict)
+    processes_left: int = 0
+    descriptors: tuple[int, int] = (0, 0)
+    memory_mb: tuple[int, int] = (0, 0)
+
+    @property
+    def problems(self) -> list[str]:
+        """What is wrong; empty if nothing is."""
+        found = []
+        if self.environments["opened"] != self.environments["closed"] + self.environments["lost"]:
+            found.append(f"environments were not closed exactly once: {self.environments}")
+        if self.environments["open"] or self.processes_left:
+            found.append(f"{self.environments['open']} environments and {self.processes_left} processes are left")
+        if self.descriptors[1] > self.descriptors[0]:
+            found.append(f"open descriptors grew from {self.descriptors[0]} to {self.descriptors[1]}")
+        return found
+
+
+async def soak(
+    *,
+    seconds: float,
+    trajectories: int,
+    workers: int = 2,
+    kill_every: float = 0.0,
+    idle_seconds: float = 10.0,
+    seed: int = 0,
+) -> Report:
+    """Runs it.
+
+    Args:
+        seconds: for how long trajectories are begun.
+        trajectories: at the same time.
+        workers: of the server.
+        kill_every: seconds between the deaths of workers; 0 kills none.
+        idle_seconds: after which what was left open is closed.
+        seed: of everything that is random.
+    """
+    settings = ToolServerSettings.model_validate(
+        {
+            "tools": ["stateful_python", "bash"],
+            "port": 0,
+            "workers": workers,
+            "idle_seconds": idle_seconds,
+            "limits": {"wall_seconds": 3.0, "memory_mb": 512, "processes": 32},
+            "step_seconds": 300.0,
+        }
+    )
+    report = Report()
+    async with ToolServer(settings) as server:
+        connector = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(server.url, connector=connector) as session:
+            await _warm_up(session, workers)
+            report.descriptors = (_descriptors(server), 0)
+            report.memory_mb = (_memory_mb(server), 0)
+            began = time.monotonic()
+            killing = asyncio.create_task(_kill(server, kill_every)) if kill_every else None
+            clients = [
+                _client(session, report, random.Random(seed * 100_003 + n), began + seconds, f"c{n}")
+                for n in range(trajectories)
+            ]
+            await asyncio.gather(*clients)
+            report.seconds = time.monotonic() - began
+            if killing is not None:
+                killing.cancel()
+                await asyncio.gather(killing, return_exceptions=True)
+            await _until_nothing_is_open(session)
+            report.environments = await _environments(session)
+            servers = {os.getpid(), *server.worker_pids}
+            report.processes_left = len(set(tree(os.getpid())) - servers)
+            report.descriptors = (report.descriptors[0], _descriptors(server))
+            report.memory_mb = (report.memory_mb[0], _memory_mb(server))
+    return report
+
+
+async def _client(session: aiohttp.ClientSession, report: Report, rng: random.Random, until: float, name: str) -> None:
+    """One trajectory after another."""
+    weights, actions = zip(*ACTIONS, strict=True)
+    count = 0
+    while time.monotonic() < until:
+        count += 1
+        trajectory = f"{name}-{count}"
+        report.trajectories += 1
+        for _ in range(rng.randint(1, 5)):
+            action = rng.choices(actions, weights)[0]
+            goes_away = rng.random() < 0.02
+            answer = await _post(session, trajectory, action, seconds=rng.uniform(0, 1) if goes_away else None)
+            report.actions += 1
+            if answer is None or answer["dones"][0]:
+                report.errors["went away" if answer is None else answer["errors"][0]] += 1
+                break
+        if rng.random() < 0.95:  # the others are left to become idle
+            await _post(session, trajectory, "", finish=True)
+
+
+async def _post(
+    session: aiohttp.ClientSession, trajectory: str, action: str, *, finish: bool = False, seconds: float | None = None
+) -> dict | None:
+    """The answer; None when the client gave up after ``seconds``."""
+    body = {"trajectory_ids": [trajectory], "actions": [action], "finish": [finish]}
+    timeout = aiohttp.ClientTimeout(total=seconds)
+    try:
+        async with session.post("/get_observation", json=body, timeout=timeout) as response:
+            response.raise_for_status()
+            return await response.json()
+    except TimeoutError:
+        return None
+
+
+async def _warm_up(session: aiohttp.ClientSession, workers: int) -> None:
+    """Every worker has run both tools, and let go of them."""
+    for n in range(8 * workers):
+        for _, action in ACTIONS[:2]:
+            await _post(session, f"warm-{n}", action)
+        await _post(session, f"warm-{n}", "", finish=True)
+
+
+async def _kill(server: ToolServer, every: float) -> None:
+    for turn in range(1_000_000):
+        await asyncio.sleep(every)
+        pid = server.worker_pids[turn % len(server.worker_pids)]
+        if pid is not None:
+            os.kill(pid, signal.SIGKILL)
+
+
+async def _until_nothing_is_open(session: aiohttp.ClientSession) -> None:
+    """Until the last is idle for long enough, and every worker is back; gives up after a minute."""
+    for _ in range(600):
+        async with session.get("/health") as response:
+            if response.status == 200 and not (await response.json())["open_environments"]:
+                return
+        await asyncio.sleep(0.1)
+
+
+async def _environments(session: aiohttp.ClientSession) -> dict[str, float]:
+    counts = dict.fromkeys(("opened", "closed", "lost"), 0.0)
+    async with session.get("/metrics") as response:
+        for line in (await response.text()).splitlines():
+            for what in counts:
+                if line.startswith(f"toolserver_environments_{what}_total"):
+                    counts[what] += float(line.rpartition(" ")[2])
+    async with session.get("/health") as response:
+        return counts | {"open": (await response.json())["open_environments"]}
+
+
+def _descriptors(server: ToolServer) -> int:
+    """The workers' open descriptors but for sockets: connections are kept for a while, and their number varies."""
+    return sum(_is_kept(fd) for pid in server.worker_pids for fd in Path(f"/proc/{pid}/fd").iterdir())
+
+
+def _is_kept(fd: Path) -> bool:
+    return not os.readlink(fd).startswith("socket:")
+
+
+def _memory_mb(server: ToolServer) -> int:
+    pages = (int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in server.worker_pids)
+    return sum(pages) * os.sysconf("SC_PAGE_SIZE") >> 20
+
+
+def main() -> None:
+    """See the module."""
+    parser = argparse.ArgumentParser(description="Soak test of the tool server.")
+    parser.add_argument("--seconds", type=float, default=600.0)
+    parser.add_argument("--trajectories", type=int, default=256)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--kill-every", type=float, default=0.0, help="seconds between deaths of workers; 0 is never")
+    options = parser.parse_args()
+    report = asyncio.run(
+        soak(
+            seconds=options.seconds,
+            trajectories=options.trajectories,
+            workers=options.workers,
+            kill_every=options.kill_every,
+        )
+    )
+    rate = report.actions / report.seconds
+    print(
+        f"{report.trajectories} trajectories, {report.actions} actions in {report.seconds:.0f} s: {rate:.1f} a second"
+    )
+    print(f"ended early: {dict(report.errors)}")
+    print(f"environments: {report.environments}; processes left: {report.processes_left}")
+    print(f"workers' descriptors {report.descriptors}, memory in MiB {report.memory_mb} (before, after)")
+    if report.problems:
+        sys.exit("FAILED: " + "; ".join(report.problems))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""A session's tree of turns as one trajectory: the last turn's path, and the other paths as its segments."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from jax_agent_rl.agents.recorder import ChatRecorder, RecordedTurn
+from jax_agent_rl.errors import TrajectoryError
+from jax_agent_rl.types import FinishReason, StopReason, Trajectory, Turn
+
+
+def to_trajectory(
+    recorder: ChatRecorder,
+    *,
+    row: Mapping[str, Any],
+    group_id: str,
+    agent_name: str,
+    metrics: Mapping[str, float],
+    tool_scores: Mapping[str, float],
+) -> Trajectory:
+    """What a session recorded, not scored yet.
+
+    Args:
+        metrics: numbers to add to the recorder's.
+        tool_scores: what the tools make of it, :meth:`ToolSession.calc_rewards`.
+
+    Raises:
+        TrajectoryError: nothing was sampled.
+    """
+    if not recorder.turns:
+        raise TrajectoryError(f"{recorder.session_id}: the agent ended without asking the model anything")
+    main, *others = paths_to_train(recorder.turns)
+    counts = {
+        "segments": float(len(others)),
+        "abandoned_turns": float(len(recorder.turns) - len({turn for path in (main, *others) for turn in path})),
+        "malformed_calls": float(sum(turn.reply.malformed for turn in recorder.turns)),
+        "tool_calls": float(sum(len(turn.tool_calls) for turn in recorder.turns)),
+        "tool_errors": float(sum(call.error is not None for turn in recorder.turns for call in turn.tool_calls)),
+    }
+    common = {"group_id": group_id, "agent_name": agent_name}
+    trained = set(main)
+    segments = []
+    for number, path in enumerate(others):
+        fresh = next(i for i, turn in enumerate(path) if turn not in trained)
+        trained.update(path)
+        segment = _sequence(path, fresh, trajectory_id=f"{recorder.session_id}#{number + 1}", **common)
+        segments.append(replace(segment, finish_reason=_reason(path[-1], None)))
+    return replace(
+        _sequence(main, 0, trajectory_id=recorder.session_id, **common),
+        finish_reason=_reason(main[-1], recorder.refused),
+        row=row,
+        metrics={**recorder.metrics, **counts, **metrics},
+        segments=tuple(segments),
+        tool_scores=tool_scores,
+    )
+
+
+def paths_to_train(turns: Sequence[RecordedTurn]) -> list[list[RecordedTurn]]:
+    """Paths from roots to leaves, that of the last turn first; no leaf that was left behind for its sibling."""
+    parents = {turn.parent for turn in turns}
+    continued = {(turn.parent, turn.inserted_ids) for turn in turns if turn in parents}
+    leaves = [t for t in turns if t not in parents and (t.parent, t.inserted_ids) not in continued]
+    last = max(leaves, key=lambda turn: turn.number)
+    return [last.path(), *(leaf.path() for leaf in leaves if leaf is not last)]
+
+
+def path_arrays(turn: RecordedTurn) -> dict[str, list[Any]]:
+    """The context that ends with a turn in a trajectory's arrays: ids, mask, log-probs, versions."""
+    sequence = _sequence(turn.path(), 0, trajectory_id="", group_id="", agent_name="")
+    names = ("prompt_ids", "response_ids", "response_mask", "rollout_logprobs", "policy_versions")
+    return {name: list(getattr(sequence, name)) for name in names}
+
+
+def _sequence(path: Sequence[RecordedTurn], fresh: int, **fields: Any) -> Trajectory:
+    """A path from its turn ``fresh`` on; what stands before it is prompt, for another sequence trains on it."""
+    first = path[fresh]
+    prompt = first.context_ids[: len(first.context_ids) - len(first.output.token_ids)]
+    following = [*path[fresh + 1 :], None]
+    turns = [
+        Turn(output=t.output, appended_ids=after.inserted_ids if after else (), tool_calls=tuple(t.tool_calls))
+        for t, after in zip(path[fresh:], following, strict=True)
+    ]
+    messages = [m for turn in path for m in (*turn.inserted, {"role": "assistant", "content": turn.text})]
+    return Trajectory.from_turns(
+        prompt_ids=prompt, turns=turns, messages=tuple(messages), finish_reason=FinishReason.ANSWER, **fields
+    )
+
+
+def _reason(last: RecordedTurn, refused: FinishReason | None) -> FinishReason:
+    if refused is not None:
+        return refused
+    return FinishReason.RESPONSE_LENGTH if last.output.stop_reason is StopReason.LENGTH else FinishReason.ANSWER

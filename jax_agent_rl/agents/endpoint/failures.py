@@ -1,0 +1,75 @@
+"""Errors in OpenAI's shape: ``{"error": {"message", "type", "param", "code"}}``.
+
+Clients repeat what failed with 408, 409, 429 or 5xx unless ``x-should-retry`` says no: a repeated request is only
+wanted where it could go better.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import ValidationError
+from starlette.responses import JSONResponse
+
+from jax_agent_rl.errors import (
+    BackendClosedError,
+    BackendError,
+    EngineDiedError,
+    HistoryEditedError,
+    JaxAgentRLError,
+    PromptTooLongError,
+    TemplateError,
+    TurnRefusedError,
+)
+from jax_agent_rl.types import FinishReason
+
+
+class ApiError(Exception):
+    """An answer that is an error.
+
+    Attributes:
+        status: HTTP status.
+        body: the JSON body.
+        retry: whether the same request could succeed later.
+    """
+
+    def __init__(
+        self, status: int, message: str, *, code: str | None = None, param: str | None = None, retry: bool = False
+    ) -> None:
+        super().__init__(message)
+        kind = {400: "invalid_request_error", 401: "authentication_error", 404: "invalid_request_error"}
+        kind |= {413: "invalid_request_error", 429: "rate_limit_error"}
+        self.status = status
+        self.retry = retry
+        error = {"message": message, "type": kind.get(status, "server_error"), "param": param, "code": code}
+        self.body: dict[str, Any] = {"error": error}
+
+    def response(self) -> JSONResponse:
+        return JSONResponse(self.body, self.status, {"x-should-retry": "true" if self.retry else "false"})
+
+
+def from_validation(error: ValidationError) -> ApiError:
+    """The first thing wrong with a request, and how many more there are."""
+    problems = error.errors(include_url=False)
+    first = problems[0]
+    param = ".".join(str(part) for part in first["loc"])
+    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+    message = first["msg"].removeprefix("Value error, ")
+    return ApiError(400, f"{param}={first['input']!r:.120}: {message}{more}", param=param.split(".")[0])
+
+
+def from_failure(error: JaxAgentRLError) -> ApiError:
+    """What a client is told of a failure of ours."""
+    text = str(error)
+    match error:
+        case PromptTooLongError() | TurnRefusedError(finish_reason=FinishReason.RESPONSE_LENGTH):
+            return ApiError(400, text, code="context_length_exceeded", param="messages")
+        case TurnRefusedError():
+            return ApiError(400, text, code=str(error.finish_reason))
+        case TemplateError() | HistoryEditedError():
+            return ApiError(400, text, code=str(error.drop_reason), param="messages")
+        case EngineDiedError() | BackendClosedError():
+            return ApiError(503, text, code="engine_gone")
+        case BackendError():
+            return ApiError(500, text, code="backend_error", retry=True)
+    return ApiError(500, text, code="internal_error")

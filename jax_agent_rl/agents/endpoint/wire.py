@@ -1,0 +1,243 @@
+"""Requests and answers of OpenAI's chat and text completion APIs, as far as this engine can honour them.
+
+What it cannot honour is refused with the parameter's name, never ignored. Reference: the API reference of
+``/v1/chat/completions`` and ``/v1/completions``; ``return_token_ids`` is vLLM's extension.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from jax_agent_rl.agents.recorder import RecordedTurn
+from jax_agent_rl.agents.reply import ChatReply
+from jax_agent_rl.chat.codec import ChatCodec
+
+Prompt = str | list[int]
+
+
+class _StreamOptions(BaseModel):
+    include_usage: bool = False
+
+
+class _Sampled(BaseModel):
+    """What both kinds of request share. Fields that change nothing about the answer (``user``, ``metadata``, …) are
+    accepted; those that would, and cannot be honoured, have only their neutral value."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    model: str
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    seed: Annotated[int, Field(ge=0)] | None = None
+    stop: str | list[str] | None = None
+    n: Annotated[int, Field(ge=1)] | None = None
+    stream: bool | None = None
+    stream_options: _StreamOptions | None = None
+    return_token_ids: bool = False
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+
+    @field_validator("frequency_penalty", "presence_penalty", "logit_bias")
+    @classmethod
+    def _neutral(cls, value: Any) -> Any:
+        if value:
+            raise ValueError("is not supported: log-probs would not be those of the policy")
+        return value
+
+    @field_validator("stop")
+    @classmethod
+    def _stops(cls, value: str | list[str] | None) -> str | list[str] | None:
+        if not all([value] if isinstance(value, str) else value or ["-"]):
+            raise ValueError("must not contain an empty string")
+        return value
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def wants_usage(self) -> bool:
+        """In a stream; a whole answer always has it."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+
+class ChatRequest(_Sampled):
+    """``POST /v1/chat/completions``."""
+
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Literal["auto", "none"] | None = None
+    parallel_tool_calls: bool | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Literal[0] | None = None
+    response_format: dict[str, Any] | None = None
+
+    @field_validator("tools")
+    @classmethod
+    def _functions(cls, value: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+        for tool in value or ():
+            function = tool.get("function")
+            if tool.get("type") != "function" or not isinstance(function, dict) or not function.get("name"):
+                raise ValueError(f'needs {{"type": "function", "function": {{"name": …}}}}, got {tool!r:.120}')
+        return value
+
+    @field_validator("response_format")
+    @classmethod
+    def _text_only(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        if value and value.get("type") != "text":
+            raise ValueError(f"type {value.get('type')!r} is not supported; leave it out and ask for JSON in words")
+        return value
+
+    @property
+    def limit(self) -> int | None:
+        limits = [limit for limit in (self.max_tokens, self.max_completion_tokens) if limit]
+        return min(limits) if limits else None
+
+    @property
+    def told_tools(self) -> list[dict[str, Any]]:
+        return [] if self.tool_choice == "none" else self.tools or []
+
+
+class CompletionRequest(_Sampled):
+    """``POST /v1/completions``: text or ids, one prompt or several."""
+
+    prompt: Annotated[Prompt | list[str] | list[list[int]], Field(min_length=1)]
+    max_tokens: Annotated[int, Field(ge=1)] = 16
+    logprobs: Literal[0, 1] | bool | None = None
+    echo: Literal[False] | None = None
+    suffix: Literal[""] | None = None
+    best_of: Literal[1] | None = None
+
+    @property
+    def limit(self) -> int:
+        return self.max_tokens
+
+    @property
+    def prompts(self) -> list[Prompt]:
+        if isinstance(self.prompt, str) or all(isinstance(item, int) for item in self.prompt):
+            return [self.prompt]  # pyright: ignore[reportReturnType]
+        return list(self.prompt)  # pyright: ignore[reportReturnType]
+
+
+def head(kind: str, number: str, model: str) -> dict[str, Any]:
+    """The fields every answer and chunk begins with."""
+    return {"id": number, "object": kind, "created": int(time.time()), "model": model}
+
+
+def usage(turns: Sequence[RecordedTurn], prompts: int) -> dict[str, Any]:
+    """Tokens of all choices; a prompt with several choices is counted once, as OpenAI does."""
+    per_prompt = len(turns) // prompts
+    prompt = sum(_prompt_tokens(turn) for turn in turns[::per_prompt])
+    completion = sum(len(turn.output.token_ids) for turn in turns)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": sum(turn.output.cached_tokens for turn in turns[::per_prompt])},
+    }
+
+
+def chat_choice(codec: ChatCodec, index: int, turn: RecordedTurn, request: ChatRequest) -> dict[str, Any]:
+    """One whole choice of a chat answer."""
+    message: dict[str, Any] = {"role": "assistant", "content": turn.reply.content or None, "refusal": None}
+    if turn.reply.reasoning is not None:
+        message["reasoning_content"] = turn.reply.reasoning
+    if turn.reply.tool_calls:
+        message["tool_calls"] = tool_calls(turn.reply)
+    else:
+        message["content"] = turn.reply.content
+    logprobs = {"content": _chat_logprobs(codec, turn), "refusal": None} if request.logprobs else None
+    choice = {"index": index, "message": message, "logprobs": logprobs, "finish_reason": turn.reply.finish_reason}
+    return choice | _token_ids(turn, request)
+
+
+def chat_delta(index: int, delta: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    """One choice of a chat chunk."""
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **fields}
+
+
+def last_chat_delta(
+    codec: ChatCodec, index: int, turn: RecordedTurn, rest: str, request: ChatRequest
+) -> dict[str, Any]:
+    """The choice that ends a stream: text not sent yet, tool calls, log-probs of all tokens."""
+    delta: dict[str, Any] = {}
+    if rest:
+        delta["content"] = rest
+    if turn.reply.reasoning is not None:
+        delta["reasoning_content"] = turn.reply.reasoning
+    if turn.reply.tool_calls:
+        delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(tool_calls(turn.reply))]
+    logprobs = {"content": _chat_logprobs(codec, turn), "refusal": None} if request.logprobs else None
+    fields = {"logprobs": logprobs, "finish_reason": turn.reply.finish_reason, **_token_ids(turn, request)}
+    return chat_delta(index, delta, **fields)
+
+
+def tool_calls(reply: ChatReply) -> list[dict[str, Any]]:
+    """Calls with their arguments as a string of JSON."""
+    return [
+        {
+            "id": call.id,
+            "type": "function",
+            "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
+        }
+        for call in reply.tool_calls
+    ]
+
+
+def text_choice(
+    codec: ChatCodec, index: int, text: str, turn: RecordedTurn | None, request: CompletionRequest
+) -> dict[str, Any]:
+    """One choice of a text answer or chunk; ``turn`` is None while it is being sampled."""
+    choice: dict[str, Any] = {"index": index, "text": text, "logprobs": None, "finish_reason": None}
+    if turn is None:
+        return choice
+    if request.logprobs is not None and request.logprobs is not False:
+        choice["logprobs"] = _text_logprobs(codec, turn)
+    return choice | {"finish_reason": turn.reply.finish_reason} | _token_ids(turn, request)
+
+
+def _prompt_tokens(turn: RecordedTurn) -> int:
+    return len(turn.context_ids) - len(turn.output.token_ids)
+
+
+def _token_ids(turn: RecordedTurn, request: _Sampled) -> dict[str, Any]:
+    if not request.return_token_ids:
+        return {}
+    return {"prompt_token_ids": turn.context_ids[: _prompt_tokens(turn)], "token_ids": turn.output.token_ids}
+
+
+def _chat_logprobs(codec: ChatCodec, turn: RecordedTurn) -> list[dict[str, Any]]:
+    pairs = zip(turn.output.token_ids, turn.output.log_probs, strict=True)
+    return [_chat_logprob(codec.decode([token], skip_special_tokens=False), logprob) for token, logprob in pairs]
+
+
+def _chat_logprob(token: str, logprob: float) -> dict[str, Any]:
+    whole = "\ufffd" not in token  # else the token is a part of a character, whose bytes are not known
+    return {
+        "token": token,
+        "logprob": logprob,
+        "bytes": list(token.encode()) if whole else None,
+        "top_logprobs": [],
+    }
+
+
+def _text_logprobs(codec: ChatCodec, turn: RecordedTurn) -> dict[str, Any]:
+    tokens = [codec.decode([token], skip_special_tokens=False) for token in turn.output.token_ids]
+    offsets, at = [], 0
+    for token in tokens:
+        offsets.append(at)
+        at += len(token)
+    return {
+        "tokens": tokens,
+        "token_logprobs": list(turn.output.log_probs),
+        "top_logprobs": None,
+        "text_offset": offsets,
+    }

@@ -1,0 +1,302 @@
+"""A LangChain chat model over the rollout: every call is a turn on record, its ids in the message's metadata.
+
+``AIMessage.response_metadata`` holds, for the context that the message ends::
+
+    prompt_ids         the rendered prompt it began with
+    response_ids       everything after it, this message's ids last
+    response_mask      1 = sampled by the policy
+    rollout_logprobs   of the distribution sampled from; 0 where the mask is 0
+    policy_versions    of each sampled id; -1 where the mask is 0
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import queue
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
+
+from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
+from langchain_core.language_models import BaseChatModel, LanguageModelInput
+from langchain_core.language_models.base import LangSmithParams
+from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage, ToolCall, ToolCallChunk
+from langchain_core.messages import convert_to_openai_messages as to_openai
+from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
+from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
+from langchain_core.runnables import Runnable
+from langchain_core.utils.function_calling import convert_to_openai_tool
+from pydantic import ConfigDict, Field, SkipValidation
+
+from jax_agent_rl.agents.branches import path_arrays
+from jax_agent_rl.agents.recorder import ChatRecorder, OnIds, RecordedTurn
+from jax_agent_rl.agents.reply import ChatReply, TextStream, visible_text
+from jax_agent_rl.types import SamplingParams
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+Event = str | tuple[str, RecordedTurn] | BaseException
+"""New text; the last text and the turn; or why there is none."""
+
+
+class ChatModel(BaseChatModel):
+    """Chats with the policy in one recorded session.
+
+    Other event loops than the engine's and plain threads may use it too: their calls run there.
+
+    Attributes:
+        recorder: the session. Models of one trajectory may share it.
+        sampling: how the policy samples. A call may lower ``max_tokens`` and give ``stop``; nothing else.
+        max_tokens: cap of every call, besides that of ``sampling``.
+        stop: stop strings of every call.
+        loop: the engine's event loop; default the running one.
+    """
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
+    recorder: SkipValidation[ChatRecorder]
+    sampling: SkipValidation[SamplingParams]
+    max_tokens: int | None = None
+    stop: list[str] | None = None
+    loop: SkipValidation[asyncio.AbstractEventLoop] = Field(default_factory=asyncio.get_running_loop, exclude=True)
+
+    @property
+    def _llm_type(self) -> str:
+        return "jax_agent_rl"
+
+    def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
+        """What traces say of the model."""
+        sampling = self._sampling(stop, kwargs.get("max_tokens"))
+        params = LangSmithParams(
+            ls_provider="jax_agent_rl",
+            ls_model_name=kwargs.get("model", "policy"),
+            ls_model_type="chat",
+            ls_temperature=self.sampling.temperature,
+            ls_max_tokens=sampling.max_tokens,
+        )
+        if sampling.stop:
+            params["ls_stop"] = list(sampling.stop)
+        return params
+
+    def bind_tools(
+        self,
+        tools: Sequence[dict[str, Any] | type | Callable | Any],
+        *,
+        tool_choice: str | None = None,
+        **kwargs: Any,
+    ) -> Runnable[LanguageModelInput, AIMessage]:
+        """The model, told of these tools.
+
+        Args:
+            tool_choice: ``auto`` or ``none``. Others (``any``, a tool's name) are a wish, and a warning says so:
+                nothing forces a policy to call, as that would not be its own sampling.
+        """
+        if tool_choice not in (None, "auto", "none"):
+            logger.warning("tool_choice=%r does not force the policy to call a tool; ask for it in words", tool_choice)
+        told = [] if tool_choice == "none" else [convert_to_openai_tool(tool) for tool in tools]
+        return self.bind(tools=told, **kwargs)
+
+    # --- one message ------------------------------------------------------------------------------------------
+
+    async def _agenerate(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> ChatResult:
+        work = self._chat(messages, stop, **kwargs)
+        if asyncio.get_running_loop() is self.loop:
+            return _result(await work)
+        return _result(await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self.loop)))
+
+    def _generate(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> ChatResult:
+        return _result(self._from_thread(self._chat(messages, stop, **kwargs)).result())
+
+    def _chat(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None,
+        *,
+        tools: Sequence[dict[str, Any]] = (),
+        max_tokens: int | None = None,
+        on_ids: OnIds | None = None,
+        amend: Callable[[ChatReply], ChatReply] = lambda reply: reply,
+        **unknown: Any,
+    ) -> Coroutine[Any, Any, RecordedTurn]:
+        if unknown:
+            raise ValueError(f"{sorted(unknown)}: a call may set tools, max_tokens and stop; the run sets the rest")
+        return self.recorder.chat(
+            _openai_messages(messages),
+            tools=tools,
+            sampling=self._sampling(stop, max_tokens),
+            on_ids=on_ids,
+            amend=amend,
+        )
+
+    def _sampling(self, stop: list[str] | None, max_tokens: int | None) -> SamplingParams:
+        caps = [cap for cap in (self.sampling.max_tokens, self.max_tokens, max_tokens) if cap is not None]
+        return replace(self.sampling, max_tokens=min(caps), stop=tuple(stop or self.stop or ()))
+
+    # --- a stream ---------------------------------------------------------------------------------------------
+
+    async def _astream(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> AsyncIterator[ChatGenerationChunk]:
+        events: asyncio.Queue[Event] = asyncio.Queue()
+        tell = partial(asyncio.get_running_loop().call_soon_threadsafe, events.put_nowait)
+        pump = asyncio.run_coroutine_threadsafe(self._pump(tell, messages, stop, **kwargs), self.loop)
+        try:
+            while True:
+                event = await events.get()
+                chunk = _chunk(event)
+                if run_manager is not None:
+                    await run_manager.on_llm_new_token(str(chunk.message.content), chunk=chunk)
+                yield chunk
+                if not isinstance(event, str):
+                    return
+        finally:
+            pump.cancel()
+
+    def _stream(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> Iterator[ChatGenerationChunk]:
+        events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        pump = self._from_thread(self._pump(events.put, messages, stop, **kwargs))
+        try:
+            while True:
+                event = events.get()
+                chunk = _chunk(event)
+                if run_manager is not None:
+                    run_manager.on_llm_new_token(str(chunk.message.content), chunk=chunk)
+                yield chunk
+                if not isinstance(event, str):
+                    return
+        finally:
+            pump.cancel()
+
+    async def _pump(
+        self,
+        tell: Callable[[Event], Any],
+        messages: list[BaseMessage],
+        stop: list[str] | None,
+        *,
+        tools: Sequence[dict[str, Any]] = (),
+        **kwargs: Any,
+    ) -> None:
+        """Tells text as it is certain, then the turn. With tools, all at the end: a call shows when it is whole."""
+        strings = self._sampling(stop, None).stop
+        text = None if tools else TextStream(partial(visible_text, self.recorder.context.codec), strings)
+        rest = ""
+
+        def on_ids(ids: Sequence[int]) -> None:
+            if text is not None and (new := text.add(ids)):
+                tell(new)
+
+        def amend(reply: ChatReply) -> ChatReply:
+            nonlocal rest
+            rest, reply = (reply.content, reply) if text is None else text.finish(reply)
+            return reply
+
+        try:
+            turn = await self._chat(messages, stop, tools=tools, on_ids=on_ids, amend=amend, **kwargs)
+        except BaseException as error:  # whoever reads the stream must not wait for ever
+            tell(error)
+            raise
+        tell((rest, turn))
+
+    def _from_thread(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Hands work to the engine's loop.
+
+        Raises:
+            RuntimeError: this is that loop; it would wait for itself.
+        """
+        try:
+            here = asyncio.get_running_loop()
+        except RuntimeError:
+            here = None
+        if here is self.loop:
+            work.close()
+            raise RuntimeError(
+                "invoke() and stream() would block the event loop of the engine; use ainvoke(), astream()"
+            )
+        return asyncio.run_coroutine_threadsafe(work, self.loop)
+
+
+def _openai_messages(messages: list[BaseMessage]) -> list[dict[str, Any]]:
+    """OpenAI-style dicts. The model's own messages are their text and calls, however their content is laid out."""
+    own = (m.model_copy(update={"content": str(m.text)}) if isinstance(m, AIMessage) else m for m in messages)
+    converted = to_openai(list(own))
+    return converted if isinstance(converted, list) else [converted]
+
+
+def _result(turn: RecordedTurn) -> ChatResult:
+    calls = [ToolCall(name=c.name, args=dict(c.arguments), id=c.id, type="tool_call") for c in turn.reply.tool_calls]
+    message = AIMessage(
+        content=turn.reply.content,
+        tool_calls=calls,
+        response_metadata=_metadata(turn),
+        usage_metadata=_usage(turn),
+        additional_kwargs=_reasoning(turn),
+    )
+    return ChatResult(generations=[ChatGeneration(message=message)])
+
+
+def _chunk(event: Event) -> ChatGenerationChunk:
+    """A piece of a stream; raises what the generation raised."""
+    if isinstance(event, BaseException):
+        raise event
+    if isinstance(event, str):
+        return ChatGenerationChunk(message=AIMessageChunk(content=event))
+    text, turn = event
+    calls = [
+        ToolCallChunk(name=c.name, args=json.dumps(c.arguments), id=c.id, index=i, type="tool_call_chunk")
+        for i, c in enumerate(turn.reply.tool_calls)
+    ]
+    message = AIMessageChunk(
+        content=text,
+        tool_call_chunks=calls,
+        response_metadata=_metadata(turn),
+        usage_metadata=_usage(turn),
+        additional_kwargs=_reasoning(turn),
+        chunk_position="last",
+    )
+    return ChatGenerationChunk(message=message)
+
+
+def _metadata(turn: RecordedTurn) -> dict[str, Any]:
+    arrays = path_arrays(turn)
+    return {"model_name": "policy", "finish_reason": turn.reply.finish_reason, **arrays}
+
+
+def _reasoning(turn: RecordedTurn) -> dict[str, Any]:
+    return {} if turn.reply.reasoning is None else {"reasoning_content": turn.reply.reasoning}
+
+
+def _usage(turn: RecordedTurn) -> UsageMetadata:
+    sampled = len(turn.output.token_ids)
+    told = len(turn.context_ids) - sampled
+    return UsageMetadata(
+        input_tokens=told,
+        output_tokens=sampled,
+        total_tokens=told + sampled,
+        input_token_details=InputTokenDetails(cache_read=turn.output.cached_tokens),
+    )

@@ -1,0 +1,101 @@
+"""Observations of a tool server as ids: where they stand, how long they may be, whether they are trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from jax_agent_rl.agents.episode import Episode
+from jax_agent_rl.config import AgentConfig
+from jax_agent_rl.tools.truncate import truncate_text
+from jax_agent_rl.types import StopReason, TokenOutput
+
+if TYPE_CHECKING:
+    from jax_agent_rl.chat.codec import ChatCodec
+
+
+class ObservationCodec:
+    """Inserts observations after turns. They are data: text of special tokens in them stays plain text.
+
+    ::
+
+        enable_mtrl=false           …</python> ──► observation ──► the model goes on
+        enable_mtrl=true            …</python> ──► end of turn, a turn of mtrl_role, the next generation prompt
+        enable_mtrl=true, mtrl_sep  …</python> ──► turn_end_token, mtrl_sep with the observation for {obs}
+
+    Args:
+        limits: the ``agent`` section of the config.
+        codec: messages to ids and back.
+    """
+
+    def __init__(self, limits: AgentConfig, codec: ChatCodec):
+        self._limits = limits
+        self._codec = codec
+
+    def shorten(self, text: str) -> str:
+        """The text within ``max_obs_length`` tokens, cut on ``truncate_obs_side``."""
+        return self._cut(text, self._limits.max_obs_length, self._limits.truncate_obs_side)
+
+    def before_the_first_turn(self, episode: Episode, text: str) -> None:
+        """Makes the observation part of the prompt.
+
+        Raises:
+            PromptTooLongError, TemplateError: see :meth:`Episode.extend_prompt`.
+        """
+        messages = [self._message(text)]
+        if self._limits.enable_mtrl and self._limits.mtrl_sep is None:
+            episode.extend_prompt(messages)
+        else:
+            episode.extend_prompt(messages, self._between_separators(text, turn_has_ended=False))
+
+    def insert(self, episode: Episode, text: str) -> bool:
+        """Appends the observation after the last turn; False if ``truncate_response_side`` leaves it out."""
+        ids = self._encode(episode, text)
+        if self._append(episode, ids, text):
+            return True
+        if self._limits.truncate_response_side == "right":
+            return False
+        around = len(ids) - len(self._codec.encode_text(text))
+        room = episode.tokens_left // 2 - around
+        if room < 1:
+            return False
+        text = self._cut(text, room, "left")
+        return self._append(episode, self._encode(episode, text), text)
+
+    def _append(self, episode: Episode, ids: Sequence[int], text: str) -> bool:
+        messages = [self._message(text)] if text else []
+        return episode.append_ids(ids, messages, learn=not self._limits.mask_observations)
+
+    def _message(self, text: str) -> dict[str, Any]:
+        return {"role": self._limits.mtrl_role if self._limits.enable_mtrl else "tool", "content": text}
+
+    def _encode(self, episode: Episode, text: str) -> list[int]:
+        output = episode.turns[-1].output
+        if self._limits.enable_mtrl and self._limits.mtrl_sep is None:
+            return self._without_second_end(output, episode.encode_append([self._message(text)]))
+        return self._between_separators(text, turn_has_ended=self._has_ended(output))
+
+    def _between_separators(self, text: str, *, turn_has_ended: bool) -> list[int]:
+        limits, codec = self._limits, self._codec
+        if not limits.enable_mtrl or limits.mtrl_sep is None:
+            return codec.encode_text(text)
+        before, _, after = limits.mtrl_sep.partition("{obs}")
+        end = "" if turn_has_ended else limits.turn_end_token or ""
+        return [*codec.encode_markup(end + before), *codec.encode_text(text), *codec.encode_markup(after)]
+
+    def _has_ended(self, output: TokenOutput) -> bool:
+        """The model itself wrote the end of its turn."""
+        return output.stop_reason is StopReason.EOS or (
+            output.stop_match is not None and output.stop_match == self._limits.turn_end_token
+        )
+
+    def _without_second_end(self, output: TokenOutput, ids: list[int]) -> list[int]:
+        """The template's end of turn is left out where the model wrote it as ``turn_end_token``."""
+        if output.stop_reason is StopReason.STOP and self._has_ended(output):
+            end = self._codec.encode_markup(self._limits.turn_end_token or "")
+            if ids[: len(end)] == end:
+                return ids[len(end) :]
+        return ids
+
+    def _cut(self, text: str, limit: int, side: Any) -> str:
+        return truncate_text(text, limit, side, encode=self._codec.encode_text, decode=self._codec.decode)

@@ -1,0 +1,179 @@
+"""Trains any agent that is written against an OpenAI client.
+
+::
+
+    @openai_agent("my_agent")
+    async def run(base_url, api_key, row):
+        client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key)
+        …                                          any framework, any number of turns, tools, sub-agents
+        return "what it found"                     optional: the reward function's extra_info["agent_output"]
+
+Each trajectory gets a session of its own on an endpoint that this process serves on loopback. What the policy sampled
+in the session is trained on, id by id; the function only ever sees text. Temperature and other sampling settings of its
+requests are set aside for the run's own, ``max_tokens`` and ``stop`` hold.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import secrets
+from collections.abc import Awaitable, Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from jax_agent_rl.agents.branches import to_trajectory
+from jax_agent_rl.agents.context import AgentContext
+from jax_agent_rl.agents.loop import AgentLoop, register_agent
+from jax_agent_rl.agents.recorder import ChatRecorder
+from jax_agent_rl.errors import AgentTimeoutError, ConfigError, TrajectoryError
+from jax_agent_rl.threads import DaemonThreads
+from jax_agent_rl.types import SamplingParams, Trajectory
+
+if TYPE_CHECKING:
+    from jax_agent_rl.agents.endpoint.server import LoopServer
+    from jax_agent_rl.agents.endpoint.sessions import SessionStore
+
+RunAgent = Callable[[str, str, Mapping[str, Any]], Any | Awaitable[Any]]
+"""``run(base_url, api_key, row)``; a function that is not async runs in a thread."""
+
+
+def openai_agent(name: str = "openai_agent") -> Callable[[RunAgent], RunAgent]:
+    """Registers a function as the agent loop that rows call ``name``; name its file in ``agent.path``.
+
+    Raises:
+        ConfigError: the name is taken, or endpoint packages are not installed.
+    """
+
+    def register(function: RunAgent) -> RunAgent:
+        register_agent(name)(type(f"OpenAIAgent_{name}", (OpenAIAgentLoop,), {"function": staticmethod(function)}))
+        return function
+
+    return register
+
+
+class OpenAIAgentLoop(AgentLoop):
+    """Gives each trajectory a session, runs :attr:`function`, and collects what the session recorded."""
+
+    function: RunAgent
+
+    def __init__(self, context: AgentContext) -> None:
+        super().__init__(context)
+        self._threads = DaemonThreads(kind="agent", error=TrajectoryError)
+        self._server: LoopServer | None = None
+        self._store: SessionStore | None = None
+
+    async def run(
+        self, row: Mapping[str, Any], *, trajectory_id: str, group_id: str, sampling: SamplingParams
+    ) -> Trajectory:
+        """See :class:`AgentLoop`.
+
+        Raises:
+            AgentTimeoutError: the function ran past ``agent.run_timeout``.
+            TrajectoryError: it raised; for the reason of its last request, if that failed.
+        """
+        server, store = self._serve()
+        from jax_agent_rl.agents.endpoint.sessions import Session
+
+        recorder = ChatRecorder(self.context, session_id=trajectory_id)
+        session_id, api_key = secrets.token_urlsafe(16), secrets.token_urlsafe(24)
+        store.add(Session(session_id=session_id, recorder=recorder, sampling=sampling, api_key=api_key))
+        try:
+            output = await run_user_agent(
+                self._call(f"{server.url}/sessions/{session_id}/v1", api_key, row),
+                recorder,
+                timeout=self.context.limits.run_timeout,
+            )
+        finally:
+            store.end(session_id)
+        return to_trajectory(
+            recorder,
+            row=with_output(row, output),
+            group_id=group_id,
+            agent_name=self.name,
+            metrics={},
+            tool_scores={},
+        )
+
+    async def close(self) -> None:
+        """Ends the endpoint and all its sessions."""
+        server, store, self._server, self._store = self._server, self._store, None, None
+        if store is not None:
+            store.close()
+        if server is not None:
+            await server.close()
+
+    async def _call(self, base_url: str, api_key: str, row: Mapping[str, Any]) -> Any:
+        function = type(self).function
+        if inspect.iscoroutinefunction(function):
+            return await function(base_url, api_key, row)
+        result = await self._threads.run(lambda: function(base_url, api_key, row), name=f"agent {self.name!r}")
+        return await result if inspect.isawaitable(result) else result
+
+    def _serve(self) -> tuple[LoopServer, SessionStore]:
+        """The endpoint; the first trajectory starts it."""
+        if self._server is None or self._store is None:
+            try:
+                from jax_agent_rl.agents.endpoint.app import Endpoint
+                from jax_agent_rl.agents.endpoint.server import LoopServer
+                from jax_agent_rl.agents.endpoint.sessions import SessionStore
+            except ModuleNotFoundError as error:
+                raise ConfigError(
+                    f"agent {self.name!r} needs {error.name!r}: pip install 'jax_agent_rl[openai]'"
+                ) from error
+            limits = self.context.limits.endpoint
+            self._store = SessionStore(max_sessions=limits.max_sessions, ttl=limits.session_ttl)
+            self._server = LoopServer(Endpoint(self._store, model="policy", limits=limits).app())
+            self._server.start()
+        return self._server, self._store
+
+
+async def run_user_agent(work: Awaitable[Any], recorder: ChatRecorder, *, timeout: float) -> Any:
+    """Awaits a user's agent; what it raises becomes the reason of a drop, or the end of a trajectory that stands.
+
+    Args:
+        timeout: seconds it may take, ``agent.run_timeout``.
+
+    Returns:
+        what it returned; None if it gave up because a budget was used up.
+
+    Raises:
+        AgentTimeoutError: it took longer.
+        TrajectoryError: it failed.
+    """
+    limit = asyncio.timeout(timeout)
+    try:
+        async with limit:
+            return await work
+    except Exception as error:
+        if limit.expired():
+            raise AgentTimeoutError(
+                f"{recorder.session_id}: the agent did not end within agent.run_timeout={timeout:g} seconds"
+            ) from error
+        return _gave_up(recorder, error)
+
+
+def _gave_up(recorder: ChatRecorder, error: Exception) -> None:
+    """A budget that refused a turn explains an exception: the trajectory ends there. Others lose it."""
+    if recorder.refused is not None and recorder.turns:
+        return
+    if isinstance(error, TrajectoryError):
+        raise error
+    text = f"{recorder.session_id}: the agent raised {type(error).__name__}: {error}"
+    reason = type(recorder.failure) if recorder.failure is not None else TrajectoryError
+    raise reason(text) from error
+
+
+def with_output(row: Mapping[str, Any], output: Any) -> Mapping[str, Any]:
+    """The row with the agent's own result for the reward function, under ``extra_info.agent_output``.
+
+    Raises:
+        TrajectoryError: it is not JSON, so it could not be kept with the trajectory.
+    """
+    if output is None:
+        return row
+    try:
+        json.dumps(output)
+    except (TypeError, ValueError) as error:
+        raise TrajectoryError(f"the agent returned {type(output).__name__}, which is not JSON: {error}") from None
+    return {**row, "extra_info": {**(row.get("extra_info") or {}), "agent_output": output}}

@@ -1,0 +1,311 @@
+"""Token-exact sessions for agents that speak in messages: every framework's request becomes ids that are on record.
+
+A framework sends its whole conversation each time. The recorder finds the turn it continues and appends to that turn's
+*ids*; text that the model wrote is never tokenized again::
+
+    request 1   [system, user]                                  no turn on record: rendered       root A
+    request 2   [system, user, assistant A, tool]               extends A: A's ids + the tool's   A ─► B
+    request 3   [system, user, assistant A, tool]               the same again: a sibling         A ─► C
+    request 4   [system, "summary of what was", user]           edited history: rendered anew     root D
+
+    tree        A ─┬─► B        sequences      [A B]    mask 1 on A and B
+                   └─► C                       [A C]    mask 1 on C: A is trained on once
+                D                              [D]      mask 1 on D
+
+The last turn's path is the trajectory; other paths become its ``segments``. A turn that was sampled again and left
+behind for its sibling is not trained on, as nothing came of it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from jax_agent_rl.agents.context import AgentContext, AgentEvent
+from jax_agent_rl.agents.conversation import assistant_message, fingerprint, plain_messages
+from jax_agent_rl.agents.episode import check_output
+from jax_agent_rl.agents.reply import ChatReply, cut_at_stop, read_reply
+from jax_agent_rl.agents.seeds import derive_seed
+from jax_agent_rl.errors import HistoryEditedError, PromptTooLongError, TrajectoryError, TurnRefusedError
+from jax_agent_rl.types import FinishReason, SamplingParams, TokenOutput, ToolCallRecord, digest_ids
+
+OnIds = Callable[[Sequence[int]], None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class RecordedTurn:
+    """One sampled turn: a node of the session's tree.
+
+    Attributes:
+        number: order of completion in the session.
+        parent: the turn it continues, or None for a rendered prompt.
+        inserted_ids: ids between the parent's and its own: the whole prompt of a root.
+        output: the generation.
+        prompt_length: ids of its root's prompt.
+        context_ids: everything up to and including its own ids.
+        inserted: messages told since the parent, as text.
+        reply: what the framework was given.
+        text: its ids as text.
+        tool_calls: results of its calls, where the agent loop itself ran them.
+    """
+
+    number: int
+    parent: RecordedTurn | None
+    inserted_ids: tuple[int, ...]
+    output: TokenOutput
+    prompt_length: int
+    context_ids: tuple[int, ...]
+    inserted: tuple[Mapping[str, Any], ...]
+    reply: ChatReply
+    text: str
+    tool_calls: list[ToolCallRecord] = field(default_factory=list)
+
+    def path(self) -> list[RecordedTurn]:
+        """From its root to itself."""
+        path, turn = [], self
+        while turn is not None:
+            path.append(turn)
+            turn = turn.parent
+        return path[::-1]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Request:
+    """A request resolved to ids."""
+
+    parent: RecordedTurn | None
+    ids: tuple[int, ...]
+    inserted: tuple[Mapping[str, Any], ...]
+
+    @property
+    def context_ids(self) -> tuple[int, ...]:
+        return (self.parent.context_ids if self.parent else ()) + self.ids
+
+    @property
+    def prompt_length(self) -> int:
+        return self.parent.prompt_length if self.parent else len(self.ids)
+
+
+class ChatRecorder:
+    """One session. Requests may run side by side.
+
+    Args:
+        context: what all loops share; its limits hold for the session: prompt and response lengths for each context,
+            turns for all together.
+        session_id: id of the trajectory; keeps its requests on one server.
+
+    Attributes:
+        turns: completed turns, in order.
+        metrics: seconds and counts for ``Trajectory.metrics``.
+        refused: the limit that refused a turn, unless one was sampled since.
+        failure: the error of the last request, if it failed: the reason of a drop.
+    """
+
+    def __init__(self, context: AgentContext, *, session_id: str) -> None:
+        self.turns: list[RecordedTurn] = []
+        self.metrics: dict[str, float] = dict.fromkeys(("generate_seconds", "prompt_tokens", "cached_tokens"), 0.0)
+        self.refused: FinishReason | None = None
+        self.failure: TrajectoryError | None = None
+        self.session_id = session_id
+        self._context = context
+        self._by_conversation: dict[str, RecordedTurn] = {}
+        self._asked: Counter[str] = Counter()
+        self._open = 0  # requests that are being sampled
+
+    @property
+    def context(self) -> AgentContext:
+        return self._context
+
+    async def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        sampling: SamplingParams,
+        on_ids: OnIds | None = None,
+        amend: Callable[[ChatReply], ChatReply] = lambda reply: reply,
+    ) -> RecordedTurn:
+        """Samples the next turn of a conversation.
+
+        Args:
+            messages: the whole conversation, OpenAI-style.
+            tools: schemas in OpenAI's format; told to the model unless ``agent.tool_prompt`` is ``none``.
+            sampling: ``max_tokens`` caps the turn, besides the budgets. ``seed`` is the session's: what a request
+                samples with is derived from it and from its context, so it does not matter what runs beside it.
+            on_ids: is told ids as they are sampled.
+            amend: what was really sent to the framework, if that differs; it is what will come back.
+
+        Raises:
+            TurnRefusedError: a budget allows no further turn.
+            TrajectoryError: this request failed; ``failure`` keeps it.
+        """
+        with _remembered(self):
+            plain = plain_messages(messages)
+            told = tuple(tools) if self._context.limits.tool_prompt == "template" else ()
+            request = self._resolve_chat(plain, told)
+            output = await self._sample(request, sampling, on_ids)
+            reply = amend(read_reply(self._context.codec, output, tools=tools, stop=sampling.stop))
+            turn = self._record(request, output, reply)
+            said = [*plain, assistant_message(reply.content, reply.tool_calls)]
+            self._by_conversation[fingerprint(said, told)] = turn
+            return turn
+
+    async def complete(
+        self, prompt: str | Sequence[int], *, sampling: SamplingParams, on_ids: OnIds | None = None
+    ) -> RecordedTurn:
+        """Continues a raw prompt: text with special tokens recognised, or ids. No template.
+
+        A prompt that begins with a recorded prompt and what was sampled for it extends that turn.
+
+        Raises:
+            TurnRefusedError, TrajectoryError: as :meth:`chat`.
+        """
+        with _remembered(self):
+            request = self._resolve_text(prompt) if isinstance(prompt, str) else self._resolve_ids(tuple(prompt))
+            output = await self._sample(request, sampling, on_ids)
+            reply = read_reply(self._context.codec, output, tools=(), stop=sampling.stop)
+            text = cut_at_stop(self._context.codec.decode(output.token_ids), sampling.stop)
+            return self._record(request, output, replace(reply, content=text, reasoning=None))
+
+    # --- requests to ids --------------------------------------------------------------------------------------
+
+    def _resolve_chat(self, plain: list[dict[str, Any]], told: Sequence[Mapping[str, Any]]) -> _Request:
+        codec = self._context.codec
+        last = max((i for i, m in enumerate(plain) if m["role"] == "assistant"), default=-1)
+        parent = self._by_conversation.get(fingerprint(plain[: last + 1], told)) if last >= 0 else None
+        new = plain[last + 1 :]
+        if parent is None or not new:
+            return _Request(parent=None, ids=tuple(codec.encode_prompt(plain, tools=told)), inserted=tuple(plain))
+        ids = codec.encode_append(parent.output.token_ids, new, tools=told)
+        return _Request(parent=parent, ids=tuple(ids), inserted=tuple(new))
+
+    def _resolve_text(self, prompt: str) -> _Request:
+        codec = self._context.codec
+        best, begun = None, ""
+        for turn in self.turns:
+            text = codec.decode(turn.context_ids, skip_special_tokens=False)
+            if len(begun) < len(text) < len(prompt) and prompt.startswith(text):
+                best, begun = turn, text
+        rest = prompt[len(begun) :]
+        return _Request(
+            parent=best, ids=tuple(codec.encode_markup(rest)), inserted=({"role": "user", "content": rest},)
+        )
+
+    def _resolve_ids(self, ids: tuple[int, ...]) -> _Request:
+        parents = [
+            t for t in self.turns if len(t.context_ids) < len(ids) and ids[: len(t.context_ids)] == t.context_ids
+        ]
+        parent = max(parents, key=lambda turn: len(turn.context_ids), default=None)
+        rest = ids[len(parent.context_ids) :] if parent else ids
+        text = self._context.codec.decode(rest, skip_special_tokens=False)
+        return _Request(parent=parent, ids=rest, inserted=({"role": "user", "content": text},))
+
+    # --- sampling ---------------------------------------------------------------------------------------------
+
+    async def _sample(self, request: _Request, sampling: SamplingParams, on_ids: OnIds | None) -> TokenOutput:
+        context = request.context_ids
+        room = self._room(request)
+        self._check_edit(request)
+        key = digest_ids(context)
+        asked, self._asked[key] = self._asked[key], self._asked[key] + 1
+        seed = None if sampling.seed is None else derive_seed(sampling.seed, key, asked)
+        sampling = replace(sampling, max_tokens=min(room, sampling.max_tokens), seed=seed)
+        number = self._asked.total()
+        self._open += 1
+        began = time.perf_counter()
+        try:
+            output = await self._context.client.generate(
+                f"{self.session_id}/{number}",
+                prompt_ids=context,
+                sampling_params=sampling,
+                session_id=self.session_id,
+                on_ids=on_ids,
+            )
+        finally:
+            self._open -= 1
+        seconds = time.perf_counter() - began
+        check_output(output, context, sampling.max_tokens, what=f"{self.session_id}: request {number}")
+        for name, value in (
+            ("generate_seconds", seconds),
+            ("prompt_tokens", len(context)),
+            ("cached_tokens", output.cached_tokens),
+        ):
+            self.metrics[name] += value
+        self._context.on_event(
+            AgentEvent(trajectory_id=self.session_id, turn=len(self.turns), seconds=seconds, output=output)
+        )
+        return output
+
+    def _record(self, request: _Request, output: TokenOutput, reply: ChatReply) -> RecordedTurn:
+        turn = RecordedTurn(
+            number=len(self.turns),
+            parent=request.parent,
+            inserted_ids=request.ids,
+            output=output,
+            prompt_length=request.prompt_length,
+            context_ids=request.context_ids + output.token_ids,
+            inserted=request.inserted,
+            reply=reply,
+            text=self._context.codec.decode(output.token_ids),
+        )
+        self.turns.append(turn)
+        self.refused = self.failure = None
+        return turn
+
+    def _room(self, request: _Request) -> int:
+        """Ids that may be sampled.
+
+        Raises:
+            PromptTooLongError: the session's first prompt does not fit.
+            TurnRefusedError: a later turn does not, or there were enough turns.
+        """
+        limits = self._context.limits
+        if len(self.turns) + self._open >= limits.max_assistant_turns:
+            raise self._refusal(
+                f"agent.max_assistant_turns={limits.max_assistant_turns} is reached", FinishReason.MAX_ASSISTANT_TURNS
+            )
+        if request.parent and sum(turn.parent is not None for turn in self.turns) >= limits.max_user_turns:
+            raise self._refusal(f"agent.max_user_turns={limits.max_user_turns} is reached", FinishReason.MAX_USER_TURNS)
+        length = len(request.context_ids)
+        response = length - request.prompt_length
+        room = min(limits.max_response_length - response, self._context.longest - length)
+        if request.prompt_length <= limits.max_prompt_length and room >= 1:
+            return room
+        message = (
+            f"a context of {length} ids ({request.prompt_length} of them the prompt) leaves no room within "
+            f"agent.max_prompt_length={limits.max_prompt_length}, agent.max_response_length="
+            f"{limits.max_response_length}, max_model_len={self._context.longest}; raise them or "
+            "shorten the conversation"
+        )
+        if not self.turns:
+            raise PromptTooLongError(message)
+        raise self._refusal(message, FinishReason.RESPONSE_LENGTH)
+
+    def _refusal(self, message: str, reason: FinishReason) -> TurnRefusedError:
+        self.refused = reason
+        return TurnRefusedError(f"{self.session_id}: {message}", reason)
+
+    def _check_edit(self, request: _Request) -> None:
+        if self._context.limits.edited_history == "segment" or not self.turns or request.parent is self.turns[-1]:
+            return
+        raise HistoryEditedError(
+            f"{self.session_id}: a request does not extend turn {self.turns[-1].number}, the last one; set "
+            "agent.edited_history=segment to train on both contexts"
+        )
+
+
+class _remembered:
+    """Keeps a request's error as the recorder's ``failure``."""
+
+    def __init__(self, recorder: ChatRecorder) -> None:
+        self._recorder = recorder
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, _: Any, error: BaseException | None, __: Any) -> None:
+        if isinstance(error, TrajectoryError):
+            self._recorder.failure = error

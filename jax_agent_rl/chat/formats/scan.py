@@ -1,0 +1,171 @@
+"""The walk through an assistant turn that all formats share: text, reasoning, calls, in one pass.
+
+::
+
+    text ──► content                <think> … </think> ──► reasoning, nothing in it is a call
+    opening of a call ──► the format's reader ──► calls, or why there is none
+    </think> with no <think> before it: the prompt opened it, so everything so far was reasoning
+
+A reader says itself where its call ends, so a tag inside a value (a closing tag in a JSON string, say) is no tag. Each
+call costs at most a few looks at the rest of the text, and :data:`MAX_CALLS` bounds the calls: the time is linear.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from jax_agent_rl.chat.formats.types import Reply, ToolCall
+
+MAX_CALLS = 64
+"""Calls (decodable or not) read in one turn; a turn of more is a degenerate one, and the rest of it is not read."""
+
+THINK_TAGS = ("<think>", "</think>")
+SEED_THINK_TAGS = ("<seed:think>", "</seed:think>")
+MISTRAL_THINK_TAGS = ("[THINK]", "[/THINK]")
+GEMMA4_THINK_TAGS = ("<|channel>", "<channel|>")
+_ALL_THINK_TAGS = (*THINK_TAGS, *SEED_THINK_TAGS, *MISTRAL_THINK_TAGS, *GEMMA4_THINK_TAGS)
+
+
+class Read(NamedTuple):
+    """What a reader found: calls and, as text, reasons why something is none; and where it ended."""
+
+    items: list[ToolCall | str]
+    end: int
+
+
+Reader = Callable[[str, re.Match[str]], Read | None]
+"""From the text and the match of the opening to what is there; None: it is text after all."""
+
+
+class Scanner:
+    """Parses turns of one format.
+
+    Args:
+        opening: pattern of what begins a call (or a section of calls). Must not match the empty string.
+        read: reads what begins there. ``Read.end`` must lie after the beginning of the opening.
+        noise: pattern of format tokens between calls that are not part of the content.
+        think: the tags around reasoning.
+    """
+
+    def __init__(
+        self, opening: str, read: Reader, *, noise: str | None = None, think: tuple[str, str] = THINK_TAGS
+    ) -> None:
+        begin, end = map(re.escape, think)
+        parts = [f"(?P<think>{begin})", f"(?P<end>{end})", f"(?P<call>{opening})"]
+        if noise:
+            parts.append(f"(?P<noise>{noise})")
+        self._marks = re.compile("|".join(parts), re.DOTALL)
+        self._read = read
+
+    def parse(self, text: str) -> Reply:
+        """Takes an assistant turn apart."""
+        content: list[str] = []
+        reasoning: list[str] = []
+        items: list[ToolCall | str] = []
+        thinking, reasoned, at = False, False, 0
+        hidden = 0  # everything before this place turned out to be reasoning
+        while mark := self._marks.search(text, at):
+            (reasoning if thinking else content).append(text[at : mark.start()])
+            at = mark.end()
+            kind = mark.lastgroup if mark.lastgroup in ("think", "end", "noise") else "call"
+            if kind == "think":
+                thinking = reasoned = True
+            elif kind == "end":
+                if not thinking:
+                    hidden = mark.start()
+                    content, reasoning, items = [], [], []
+                thinking, reasoned = False, True
+            elif thinking:
+                reasoning.append(mark.group())
+            elif kind == "call":
+                if len(items) >= MAX_CALLS:
+                    items.append(f"more than {MAX_CALLS} calls in one turn: the rest was not read")
+                    at = len(text)
+                    break
+                if (found := self._read(text, mark)) is None:
+                    content.append(mark.group())
+                else:
+                    items += found.items
+                    at = found.end
+        (reasoning if thinking else content).append(text[at:])
+        items = items[: MAX_CALLS + 1]
+        return Reply(
+            content="".join(content).strip(),
+            tool_calls=tuple(item for item in items if isinstance(item, ToolCall)),
+            malformed=tuple(item for item in items if isinstance(item, str)),
+            reasoning=text[:hidden] + "".join(reasoning) if reasoned else None,
+        )
+
+
+def resume_after(text: str, at: int, close: str | None, *marks: str) -> int:
+    """Where to go on after a broken call: behind its closing tag, if that comes before any other mark or thinking tag.
+
+    Args:
+        at: where the call broke, or where it began if a string of it may have swallowed a mark.
+        close: its closing tag, if it has one.
+        marks: tags that begin something else.
+    """
+    tags = "|".join(re.escape(tag) for tag in (close, *marks, *_ALL_THINK_TAGS) if tag)
+    found = re.compile(tags).search(text, at)
+    if found is None:
+        return len(text)
+    return found.end() if found.group() == close else found.start()
+
+
+def skip_space(text: str, at: int) -> int:
+    """The first place from ``at`` that is not white space."""
+    while at < len(text) and text[at].isspace():
+        at += 1
+    return at
+
+
+def after(text: str, at: int, literal: str) -> int:
+    """The place behind ``literal`` if it follows, white space aside; else -1."""
+    at = skip_space(text, at)
+    return at + len(literal) if text.startswith(literal, at) else -1
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_no_constant)
+
+
+def json_at(text: str, at: int) -> tuple[Any, int, str | None]:
+    """``(value, end, None)`` of the JSON after white space; or ``(None, beginning, reason)``."""
+    at = skip_space(text, at)
+    try:
+        value, end = _DECODER.raw_decode(text, at)
+    except RecursionError:
+        return None, at, "not valid JSON: nested too deeply"
+    except ValueError as error:
+        return None, at, f"not valid JSON: {str(error)[:120]}"
+    return value, end, None
+
+
+def arguments_of(value: Any) -> dict[str, Any] | str:
+    """Arguments as an object, also when written as a string of JSON; or what is wrong with them."""
+    if isinstance(value, str):
+        decoded, end, problem = json_at(value, 0)
+        value = decoded if problem is None and skip_space(value, end) == len(value) else value
+    if not isinstance(value, dict):
+        return f'"arguments" must be an object, got {type(value).__name__}'
+    return value
+
+
+def call_of(value: Any, *, keys: tuple[str, ...] = ("arguments",)) -> ToolCall | str:
+    """A decoded ``{"name": …, "arguments": {…}}`` as a call, or what is wrong with it.
+
+    Args:
+        keys: names the arguments may have, the first one present counts; none of them: no arguments.
+    """
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
+        return f'expected an object with "name" and "{keys[0]}"'
+    arguments = arguments_of(next((value[key] for key in keys if key in value), {}))
+    if isinstance(arguments, str):
+        return arguments
+    return ToolCall(name=value["name"], arguments=arguments)

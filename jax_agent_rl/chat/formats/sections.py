@@ -1,0 +1,184 @@
+"""Formats of special tokens around JSON arguments: Kimi K2, DeepSeek V3 and V3.1, Mistral.
+
+::
+
+    kimi          <|tool_calls_section_begin|><|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>{…}
+                  <|tool_call_end|> … <|tool_calls_section_end|>            the text before the arguments is the id
+    deepseek_v3   <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\\n```json\\n{…}\\n```
+                  <｜tool▁call▁end｜> … <｜tool▁calls▁end｜>
+    deepseek_v31  <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{…}<｜tool▁call▁end｜>
+                  … <｜tool▁calls▁end｜>
+    mistral       [TOOL_CALLS][{"name": …, "arguments": {…}, "id": …}]   or, since v11,
+                  [TOOL_CALLS]NAME[CALL_ID]ID[ARGS]{…}[TOOL_CALLS] …
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from jax_agent_rl.chat.formats.scan import (
+    MISTRAL_THINK_TAGS,
+    THINK_TAGS,
+    Read,
+    Scanner,
+    arguments_of,
+    call_of,
+    json_at,
+    resume_after,
+    skip_space,
+)
+from jax_agent_rl.chat.formats.types import Reply, Schema, ToolCall, ToolFormat
+
+_MISTRAL_ID = re.compile(r"[a-zA-Z0-9]{9}")
+"""What Mistral's templates accept as an id; any other is left to the codec to invent."""
+
+
+class SectionReader:
+    """Reads one call that begins with a special token, a head, JSON arguments and an end.
+
+    Args:
+        head: pattern of what stands between the opening and the arguments, with the group ``name``.
+        end: text that must follow the arguments.
+        to_call: the match of the head and the arguments as a call.
+        marks: tags that begin or end something else, for going on after a broken call.
+    """
+
+    def __init__(
+        self, head: str, end: str, to_call: Callable[[re.Match[str], dict[str, Any]], ToolCall], marks: Sequence[str]
+    ) -> None:
+        self._head = re.compile(head)
+        self._end = re.compile(r"\s*" + end)
+        self._to_call = to_call
+        self._marks = marks
+
+    def __call__(self, text: str, opening: re.Match[str]) -> Read:
+        head = self._head.match(text, opening.end())
+        if head is None:
+            return self._broken(text, opening.end(), f"expected a tool's name after {opening.group()}")
+        value, end, problem = json_at(text, head.end())
+        arguments = arguments_of(value) if problem is None else problem
+        close = self._end.match(text, end)
+        if isinstance(arguments, str):
+            return self._broken(text, end, arguments)
+        if close is None:
+            return self._broken(text, end, f"unexpected text after the arguments: {text[end : end + 40]!r}")
+        return Read([self._to_call(head, arguments)], close.end())
+
+    def _broken(self, text: str, at: int, problem: str) -> Read:
+        return Read([problem], resume_after(text, at, *self._marks))
+
+
+def _section_format(
+    name: str, *, opening: str, section: tuple[str, str], read: SectionReader, example: str, markers: Sequence[str]
+) -> ToolFormat:
+    scanner = Scanner(re.escape(opening), read, noise="|".join(map(re.escape, section)))
+
+    def parse(text: str, tools: Sequence[Schema] = ()) -> Reply:
+        reply = scanner.parse(text)
+        announced = section[0] in _visible(text) and not reply.tool_calls and not reply.malformed
+        return replace(reply, malformed=(f"no call after {section[0]}",)) if announced else reply
+
+    return ToolFormat(name=name, parse=parse, example=example, markers=(tuple(markers),), call_end=section[1])
+
+
+def _visible(text: str) -> str:
+    return text.rpartition(THINK_TAGS[1])[2].partition(THINK_TAGS[0])[0]
+
+
+def _kimi_call(head: re.Match[str], arguments: dict[str, Any]) -> ToolCall:
+    return ToolCall(name=head["name"], arguments=arguments, id=head["id"])
+
+
+def _plain_call(head: re.Match[str], arguments: dict[str, Any]) -> ToolCall:
+    return ToolCall(name=head["name"].strip(), arguments=arguments)
+
+
+_KIMI_SECTION = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
+KIMI = _section_format(
+    "kimi",
+    opening="<|tool_call_begin|>",
+    section=_KIMI_SECTION,
+    read=SectionReader(
+        r"\s*(?P<id>(?:functions\.)?(?P<name>[^\s<|:]+)(?::\d+)?)\s*<\|tool_call_argument_begin\|>",
+        re.escape("<|tool_call_end|>"),
+        _kimi_call,
+        ("<|tool_call_end|>", "<|tool_call_begin|>", *_KIMI_SECTION),
+    ),
+    example="<|tool_calls_section_begin|><|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>"
+    '{"KEY": VALUE}<|tool_call_end|><|tool_calls_section_end|>',
+    markers=("<|tool_calls_section_begin|>", "<|tool_call_argument_begin|>"),
+)
+
+_DEEPSEEK_SECTION = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
+_DEEPSEEK_MARKS = ("<｜tool▁call▁end｜>", "<｜tool▁call▁begin｜>", *_DEEPSEEK_SECTION)
+DEEPSEEK_V3 = _section_format(
+    "deepseek_v3",
+    opening="<｜tool▁call▁begin｜>",
+    section=_DEEPSEEK_SECTION,
+    read=SectionReader(
+        r"\s*function\s*<｜tool▁sep｜>(?P<name>[^\n<>`]+)\n\s*```(?:json)?",
+        re.escape("```") + r"\s*<｜tool▁call▁end｜>",
+        _plain_call,
+        _DEEPSEEK_MARKS,
+    ),
+    example="<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n```json\n"
+    '{"KEY": VALUE}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+    markers=("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "```json"),
+)
+DEEPSEEK_V31 = _section_format(
+    "deepseek_v31",
+    opening="<｜tool▁call▁begin｜>",
+    section=_DEEPSEEK_SECTION,
+    read=SectionReader(
+        r"(?P<name>[^\n<>]+)<｜tool▁sep｜>", re.escape("<｜tool▁call▁end｜>"), _plain_call, _DEEPSEEK_MARKS
+    ),
+    example='<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{"KEY": VALUE}<｜tool▁call▁end｜>'
+    "<｜tool▁calls▁end｜>",
+    markers=("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"),
+)
+
+_TOOL_CALLS = "[TOOL_CALLS]"
+_MISTRAL_HEAD = re.compile(
+    r"\s*(?P<name>[^\s\[\]{}<>]+)\s*(?:\[CALL_ID\]\s*(?P<id>[^\s\[\]{}]+)\s*)?(?:\[ARGS\])?(?=\s*\{)"
+)
+
+
+def _with_id(call: ToolCall | str, call_id: Any) -> ToolCall | str:
+    """The call under the id the model wrote, if a template accepts it."""
+    valid = isinstance(call_id, str) and _MISTRAL_ID.fullmatch(call_id)
+    return replace(call, id=call_id) if valid and isinstance(call, ToolCall) else call
+
+
+def _read_mistral(text: str, opening: re.Match[str]) -> Read:
+    at = skip_space(text, opening.end())
+    if text.startswith("[", at) and not text.startswith(_TOOL_CALLS, at):
+        values, end, problem = json_at(text, at)
+        if problem is None and not values:
+            problem = f"no call after {_TOOL_CALLS}"
+        if problem is None:
+            return Read([_with_id(call_of(v), v.get("id") if isinstance(v, dict) else None) for v in values], end)
+    elif head := _MISTRAL_HEAD.match(text, at):
+        value, end, problem = json_at(text, head.end())
+        if problem is None:
+            return Read([_with_id(ToolCall(name=head["name"], arguments=value), head["id"])], end)
+    else:
+        end, problem = at, f"expected a list of calls or NAME[ARGS]{{…}} after {_TOOL_CALLS}"
+    return Read([problem], resume_after(text, end, None, _TOOL_CALLS))
+
+
+_MISTRAL_SCANNER = Scanner(re.escape(_TOOL_CALLS), _read_mistral, think=MISTRAL_THINK_TAGS)
+
+
+def _parse_mistral(text: str, tools: Sequence[Schema] = ()) -> Reply:
+    return _MISTRAL_SCANNER.parse(text)
+
+
+MISTRAL = ToolFormat(
+    name="mistral",
+    parse=_parse_mistral,
+    example='[TOOL_CALLS][{"name": "NAME", "arguments": {"KEY": VALUE}}]',
+    markers=((_TOOL_CALLS,),),
+)

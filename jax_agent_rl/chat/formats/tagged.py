@@ -1,0 +1,178 @@
+"""Formats that write each argument between tags: Qwen3-Coder, Seed-OSS, MiniMax-M2, GLM.
+
+::
+
+    qwen3_coder  <tool_call><function=NAME><parameter=KEY>\\nVALUE\\n</parameter></function></tool_call>
+    seed         <seed:tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></seed:tool_call>
+    minimax      <minimax:tool_call><invoke name="NAME"><parameter name="KEY">VALUE</parameter></invoke> …
+    glm          <tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>
+
+Values are bare text. One ends at a closing tag after which the call goes on or ends; so a value may itself hold a
+closing tag, unless exactly what may follow one follows it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jax_agent_rl.chat.formats.scan import SEED_THINK_TAGS, THINK_TAGS, Read, Scanner, resume_after, skip_space
+from jax_agent_rl.chat.formats.types import Reply, Schema, ToolCall, ToolFormat
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tags:
+    """The tags of one format; white space between them does not count.
+
+    Attributes:
+        open, close: around a call, or around several if ``end_call`` is set.
+        call: pattern of what names the tool, in group 1.
+        end_call: closes what ``call`` opened; None if ``close`` does.
+        key: pattern that opens an argument, its name in group 1.
+        end_value: closes it.
+        padded: a value has one line feed of its own on either side.
+        think: the tags around reasoning.
+    """
+
+    open: str
+    close: str
+    call: str
+    end_call: str | None
+    key: str
+    end_value: str
+    padded: bool = False
+    think: tuple[str, str] = THINK_TAGS
+
+
+class TaggedReader:
+    """Reads the calls between one pair of outer tags."""
+
+    def __init__(self, tags: Tags) -> None:
+        self._tags = tags
+        self._call = re.compile(r"\s*" + tags.call)
+        self._key = re.compile(r"\s*" + tags.key)
+        self._end_call = re.compile(r"\s*" + re.escape(tags.end_call or ""))
+        self._close = re.compile(r"\s*" + re.escape(tags.close))
+        ends = f"{tags.key}|{re.escape(tags.end_call or tags.close)}"
+        self._end_value = re.compile(rf"{re.escape(tags.end_value)}(?=\s*(?:{ends}))")
+
+    def __call__(self, text: str, opening: re.Match[str]) -> Read:
+        items: list[ToolCall | str] = []
+        at = opening.end()
+        while call := self._call.match(text, at):
+            arguments, at, problem = self._arguments(text, call.end())
+            end = self._end_call.match(text, at)
+            if problem is None and end is None:
+                problem = f"{call[1].strip()[:40]!r}: expected {self._tags.end_call}, got {_shown(text, at)}"
+            if problem is not None or end is None:
+                return self._broken(text, at, problem or "")
+            items.append(ToolCall(name=call[1].strip(), arguments=arguments))
+            at = end.end()
+            if self._tags.end_call is None:
+                break
+        if close := self._close.match(text, at):
+            return Read(items or ["no tool is named"], close.end())
+        return self._broken(text, at, f"{self._tags.open}: expected {self._tags.close}, got {_shown(text, at)}")
+
+    def _arguments(self, text: str, at: int) -> tuple[dict[str, str], int, str | None]:
+        """The arguments from ``at``, where they end, and what is wrong with them."""
+        arguments: dict[str, str] = {}
+        while key := self._key.match(text, at):
+            name = key[1].strip()
+            end = self._end_value.search(text, key.end())
+            value = text[key.end() : end.start()] if end else ""
+            if end is None or self._swallows_a_call(value):
+                return arguments, key.end(), f"argument {name[:40]!r} without {self._tags.end_value}"
+            if name in arguments:
+                return arguments, end.end(), f"argument {name[:40]!r} is given twice"
+            arguments[name] = _unpadded(value) if self._tags.padded else value
+            at = end.end()
+        return arguments, at, None
+
+    def _swallows_a_call(self, value: str) -> bool:
+        """True if reasoning ends and a call begins in it: then this was a half-written call in the reasoning."""
+        end = value.find(self._tags.think[1])
+        return end >= 0 and self._tags.open in value[end:]
+
+    def _broken(self, text: str, at: int, problem: str) -> Read:
+        """Nothing between the outer tags is run when a part of it is broken."""
+        return Read([problem], resume_after(text, at, self._tags.close, self._tags.open))
+
+
+def _unpadded(value: str) -> str:
+    value = value[1:] if value.startswith("\n") else value
+    return value[:-1] if value.endswith("\n") else value
+
+
+def _shown(text: str, at: int) -> str:
+    at = skip_space(text, at)
+    return repr(text[at : at + 40]) if at < len(text) else "the end"
+
+
+def _format(name: str, tags: Tags, *, example: str, markers: tuple[tuple[str, ...], ...]) -> ToolFormat:
+    scanner = Scanner(re.escape(tags.open), TaggedReader(tags), think=tags.think)
+
+    def parse(text: str, tools: Sequence[Schema] = ()) -> Reply:
+        return scanner.parse(text)
+
+    return ToolFormat(name=name, parse=parse, example=example, markers=markers, call_end=tags.close)
+
+
+_FUNCTION, _PARAMETER = r"<function=([^<>\n]+)>", r"<parameter=([^<>\n]+)>"
+
+QWEN3_CODER = _format(
+    "qwen3_coder",
+    Tags(
+        open="<tool_call>",
+        close="</tool_call>",
+        call=_FUNCTION,
+        end_call="</function>",
+        key=_PARAMETER,
+        end_value="</parameter>",
+        padded=True,
+    ),
+    example="<tool_call>\n<function=NAME>\n<parameter=KEY>\nVALUE\n</parameter>\n</function>\n</tool_call>",
+    markers=(("<tool_call>", "<function=", "<parameter="),),
+)
+SEED = _format(
+    "seed",
+    Tags(
+        open="<seed:tool_call>",
+        close="</seed:tool_call>",
+        call=_FUNCTION,
+        end_call="</function>",
+        key=_PARAMETER,
+        end_value="</parameter>",
+        think=SEED_THINK_TAGS,
+    ),
+    example="<seed:tool_call>\n<function=NAME>\n<parameter=KEY>VALUE</parameter>\n</function>\n</seed:tool_call>",
+    markers=(("<seed:tool_call>", "<function="),),
+)
+MINIMAX = _format(
+    "minimax",
+    Tags(
+        open="<minimax:tool_call>",
+        close="</minimax:tool_call>",
+        call=r'<invoke name="([^"<>\n]+)">',
+        end_call="</invoke>",
+        key=r'<parameter name="([^"<>\n]+)">',
+        end_value="</parameter>",
+    ),
+    example='<minimax:tool_call>\n<invoke name="NAME">\n<parameter name="KEY">VALUE</parameter>\n</invoke>\n'
+    "</minimax:tool_call>",
+    markers=(("minimax:tool_call", "<invoke name="),),
+)
+GLM = _format(
+    "glm",
+    Tags(
+        open="<tool_call>",
+        close="</tool_call>",
+        call=r"([^\s<>{}][^<>{}\n]*)",
+        end_call=None,
+        key=r"<arg_key>([^<>]+)</arg_key>\s*<arg_value>",
+        end_value="</arg_value>",
+    ),
+    example="<tool_call>NAME\n<arg_key>KEY</arg_key>\n<arg_value>VALUE</arg_value>\n</tool_call>",
+    markers=(("<tool_call>", "<arg_key>", "<arg_value>"),),
+)

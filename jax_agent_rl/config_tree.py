@@ -1,0 +1,148 @@
+"""Configuration trees: YAML files over their bases, ``a.b=c`` overrides, messages with the path and the fix."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar, get_args
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from jax_agent_rl.errors import ConfigError
+
+Tree = TypeVar("Tree", bound=BaseModel)
+
+
+def read_tree(path: Path) -> dict[str, Any]:
+    """The nested mapping a YAML file holds. With a key ``base``, the path of another file (from its own folder), it
+    says only what differs from that.
+
+    Raises:
+        ConfigError: the file is missing or no mapping, or ``base`` leads in a circle.
+    """
+    return _read(path, ())
+
+
+def build_tree(model: type[Tree], tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> Tree:
+    """Validates a nested mapping plus ``key.path=value`` overrides, values in YAML.
+
+    Raises:
+        ConfigError: with all problems at once.
+    """
+    tree = _copy(tree)
+    problems = [problem for item in overrides if (problem := _apply_override(tree, item))]
+    try:
+        made = model.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError(problems + [line for item in error.errors() for line in _explain(item, model)]) from None
+    if problems:
+        raise ConfigError(problems)
+    return made
+
+
+def valid_keys(model: type[BaseModel], prefix: str = "") -> dict[str, str]:
+    """Every key path of the tree with its description."""
+    keys: dict[str, str] = {}
+    for name, info in model.model_fields.items():
+        path = f"{prefix}{name}"
+        candidates = (info.annotation, *get_args(info.annotation))  # an optional section is `Section | None`
+        sections = [t for t in candidates if isinstance(t, type) and issubclass(t, BaseModel)]
+        for section in sections:
+            keys |= valid_keys(section, path + ".")
+        if info.annotation not in sections:
+            keys[path] = info.description or ""
+    return keys
+
+
+def _read(path: Path, readers: tuple[Path, ...]) -> dict[str, Any]:
+    """The file's tree over that of its ``base``; ``readers`` are the files that led here."""
+    if not path.is_file():
+        raise ConfigError(f"config file {str(path)!r} does not exist (configs/quickstart.yaml is a good start)")
+    if path in readers:
+        raise ConfigError(f"{path}: base leads back to the file itself, by {', '.join(map(str, readers))}")
+    try:
+        tree = yaml.load(path.read_text(), _Loader) or {}
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path} must hold a mapping of sections, got {type(tree).__name__}")
+    base = tree.pop("base", None)
+    if base is None:
+        return tree
+    return _merge(_read((path.parent / str(base)).resolve(), (*readers, path)), tree)
+
+
+def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """``over`` wins, section by section."""
+    merged = dict(base)
+    for key, value in over.items():
+        below = merged.get(key)
+        merged[key] = _merge(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
+    return merged
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe YAML in which ``1e-5`` is a number (YAML 1.1 wants ``1.0e-5``)."""
+
+
+_Loader.yaml_implicit_resolvers = {k: list(v) for k, v in yaml.SafeLoader.yaml_implicit_resolvers.items()}
+_EXPONENT = re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$")
+for _first in "-+0123456789":
+    _Loader.yaml_implicit_resolvers.setdefault(_first, []).insert(0, ("tag:yaml.org,2002:float", _EXPONENT))
+
+
+def _copy(tree: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: _copy(v) if isinstance(v, Mapping) else v for k, v in tree.items()}
+
+
+def _apply_override(tree: dict[str, Any], item: str) -> str | None:
+    """Sets one ``a.b=c`` in place; returns the problem, if any."""
+    key, equals, text = item.partition("=")
+    parts = key.strip().split(".")
+    if not equals or not all(parts):
+        return f"override {item!r}: write key.path=value"
+    try:
+        value = yaml.load(text, _Loader)
+    except yaml.YAMLError as error:
+        return f"override {item!r}: the value is not valid YAML ({error})"
+    node = tree
+    for part in parts[:-1]:
+        child = node.setdefault(part, {})
+        if not isinstance(child, dict):
+            return f"override {item!r}: {part!r} is a value, not a section"
+        node = child
+    node[parts[-1]] = value
+    return None
+
+
+def _explain(error: Mapping[str, Any], model: type[BaseModel]) -> list[str]:
+    """One pydantic error as lines of our own: path, what is wrong, the value, the fix."""
+    path = ".".join(str(p) for p in error["loc"])
+    if error["type"] == "extra_forbidden":
+        guess = _nearest(path, model)
+        return [f"{path}: unknown key" + (f"; did you mean {guess}?" if guess else "")]
+    if error["type"] == "missing":
+        return [f"{path}: required, not set"]
+    message = error["msg"].removeprefix("Value error, ")
+    if not path:
+        return message.split("\n")
+    if isinstance(error["input"], Mapping):  # a check of the whole section, which names its keys
+        return [f"{path}: {message}"]
+    return [f"{path}={error['input']!r}: {message}"]
+
+
+def _nearest(path: str, model: type[BaseModel]) -> str | None:
+    """The valid key a user most likely meant: the one it is the end of, a near name in place, a near leaf elsewhere."""
+    keys = list(valid_keys(model))
+    by_leaf = {key.rpartition(".")[2]: key for key in reversed(keys)}  # the first of several sections wins
+    if path in by_leaf:
+        return by_leaf[path]
+    sections = sorted({key.rpartition(".")[0] for key in keys} - {""})
+    if close := difflib.get_close_matches(path, keys + sections, n=1, cutoff=0.75):
+        return close[0]
+    leaf = path.rpartition(".")[2]
+    close = difflib.get_close_matches(leaf, list(by_leaf), n=1, cutoff=0.7)
+    return by_leaf[close[0]] if close else None

@@ -1,0 +1,161 @@
+"""Instances of environments: how many there may be, how long a call may take, and what becomes of them.
+
+::
+
+    lease ──► waits for one of max_instances ──► an idle instance (scope global), or a new one
+                                                    │ reset, step, conclude, each in bounded time
+    end   ◄── scope global and nothing went wrong: idle again ◄──┤
+              else: closed                                  ◄────┘     exactly once, also on cancellation
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from jax_agent_rl.environments.base import Environment, Observation
+from jax_agent_rl.environments.registry import get_environment
+from jax_agent_rl.errors import EnvironmentFailedError, EnvironmentTimeoutError, TrajectoryError
+from jax_agent_rl.in_time import in_time
+from jax_agent_rl.types import FinishReason
+
+if TYPE_CHECKING:
+    from jax_agent_rl.chat.formats.types import Reply
+
+logger = logging.getLogger(__name__)
+
+Scope = Literal["rollout", "global"]
+T = TypeVar("T")
+
+
+class LeasedEnvironment:
+    """An instance while one trajectory has it: every call is bounded, every failure loses this trajectory only."""
+
+    def __init__(self, environment: Environment, name: str, timeout: float):
+        self._environment = environment
+        self._name = name
+        self._timeout = timeout
+
+    @property
+    def tool_schemas(self) -> Sequence[Mapping[str, Any]]:
+        """Tools of this episode; see :class:`Environment`."""
+        return self._environment.tool_schemas
+
+    async def reset(self, **environment_kwargs: Any) -> Observation:
+        """See :meth:`Environment.reset`; EnvironmentFailedError or EnvironmentTimeoutError, as of all methods."""
+        return await self._call("reset", self._environment.reset(**environment_kwargs))
+
+    async def step(self, reply: Reply) -> Observation:
+        """See :meth:`Environment.step`."""
+        return await self._call("step", self._environment.step(reply))
+
+    async def conclude(self, messages: Sequence[Mapping[str, Any]], reason: FinishReason) -> Mapping[str, float]:
+        """See :meth:`Environment.conclude`."""
+        return await self._call("conclude", self._environment.conclude(messages, reason))
+
+    async def close(self) -> None:
+        """See :meth:`Environment.close`; a failure is logged, not raised: the trajectory is over."""
+        try:
+            await self._call("close", self._environment.close())
+        except TrajectoryError as error:
+            logger.warning("%s", error)
+
+    async def _call(self, what: str, work: Awaitable[T]) -> T:
+        where = f"environment {self._name!r}: {what}"
+        try:
+            return await in_time(
+                work,
+                self._timeout,
+                late=lambda: EnvironmentTimeoutError(
+                    f"{where} did not return within environments.timeout={self._timeout:g} seconds"
+                ),
+                error=lambda problem: EnvironmentFailedError(f"{where} {problem}"),
+            )
+        except TrajectoryError:
+            raise
+        except Exception as error:
+            raise EnvironmentFailedError(f"{where} raised {type(error).__name__}: {error}") from error
+
+
+class EnvironmentPool:
+    """The instances of one environment. Use it from one event loop.
+
+    Args:
+        create: makes an instance.
+        name: of the environment, for messages.
+        scope: ``rollout`` makes an instance for each trajectory; ``global`` keeps instances and resets them.
+        max_instances: at the same time; more leases wait.
+        timeout: seconds each call may take.
+    """
+
+    def __init__(
+        self, create: Callable[[], Environment], *, name: str, scope: Scope, max_instances: int, timeout: float
+    ):
+        self._create = create
+        self._name = name
+        self._scope = scope
+        self._timeout = timeout
+        self._slots = asyncio.Semaphore(max_instances)
+        self._idle: list[Environment] = []
+
+    @asynccontextmanager
+    async def lease(self) -> AsyncIterator[LeasedEnvironment]:
+        """An instance for one trajectory.
+
+        Raises:
+            EnvironmentFailedError: it cannot be made.
+        """
+        async with self._slots:
+            environment = self._idle.pop() if self._idle else self._make()
+            leased, sound = LeasedEnvironment(environment, self._name, self._timeout), False
+            try:
+                yield leased
+                sound = True
+            finally:
+                if sound and self._scope == "global":
+                    self._idle.append(environment)
+                else:  # a second cancellation ends the waiting, not the closing
+                    await asyncio.shield(asyncio.ensure_future(leased.close()))
+
+    async def close(self) -> None:
+        """Closes the idle instances; those on lease are closed when they come back or their trajectory ends."""
+        idle, self._idle = self._idle, []
+        self._scope = "rollout"
+        for environment in idle:
+            await LeasedEnvironment(environment, self._name, self._timeout).close()
+
+    def _make(self) -> Environment:
+        try:
+            return self._create()
+        except TrajectoryError:
+            raise
+        except Exception as error:
+            raise EnvironmentFailedError(
+                f"environment {self._name!r} cannot be made: {type(error).__name__}: {error}"
+            ) from error
+
+
+class EnvironmentPools:
+    """All environments of a run, each with a pool of its own.
+
+    Args:
+        scope, max_instances, timeout: see :class:`EnvironmentPool`.
+    """
+
+    def __init__(self, *, scope: Scope = "rollout", max_instances: int = 64, timeout: float = 30.0):
+        self._settings: dict[str, Any] = {"scope": scope, "max_instances": max_instances, "timeout": timeout}
+        self._pools: dict[str, EnvironmentPool] = {}
+
+    def pool(self, name: str) -> EnvironmentPool:
+        """The pool of the environment called ``name``; ConfigError if there is none."""
+        if name not in self._pools:
+            self._pools[name] = EnvironmentPool(get_environment(name), name=name, **self._settings)
+        return self._pools[name]
+
+    async def close(self) -> None:
+        """Closes all idle instances."""
+        for pool in self._pools.values():
+            await pool.close()

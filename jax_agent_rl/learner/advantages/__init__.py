@@ -1,0 +1,191 @@
+"""Advantages by name (``algorithm.adv_estimator``): from the scored trajectories of a step to a number per token.
+
+::
+
+    outcome.py   one number per trajectory, within its group     grpo dr_grpo rloo opo grpo_passk
+    step.py      compared over the whole step                    gpg gdpo remax reinforce_plus_plus(_baseline)
+    gae.py       with a critic                                   gae
+    turns.py     per turn                                        gigpo mt_grpo
+    trees.py     per turn, from shared prefixes                  tree_grpo treerl arpo
+
+The functions in those files are the mathematics, on plain arrays; the adapters here read trajectories and config.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from jax_agent_rl.config_algorithm import AlgorithmConfig
+from jax_agent_rl.errors import ConfigError
+from jax_agent_rl.learner.advantages import gae as gae_module
+from jax_agent_rl.learner.advantages import step, trees, turns
+from jax_agent_rl.learner.advantages.outcome import OUTCOME_ESTIMATORS
+from jax_agent_rl.learner.samples import PerToken, Samples, turn_rewards, turn_spans, turns_of
+from jax_agent_rl.types import FinishReason, Trajectory
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advantages:
+    """``advantages`` per token, and what the critic is to learn (``returns``; None without a critic)."""
+
+    advantages: PerToken
+    returns: PerToken | None = None
+
+
+Estimator = Callable[[Samples, AlgorithmConfig], Advantages]
+
+
+def compute(samples: Samples, config: AlgorithmConfig) -> Advantages:
+    """Advantages of all trajectories of a step; 0 at tokens the policy did not sample."""
+    return ESTIMATORS[config.adv_estimator](samples, config)
+
+
+def _outcome(name: str, samples: Samples, config: AlgorithmConfig) -> Advantages:
+    totals, lengths = samples.totals, np.array([mask.sum() for mask in samples.masks])
+    advantages = np.zeros(len(totals))
+    for group in samples.members:
+        advantages[group] = OUTCOME_ESTIMATORS[name](totals[group], lengths[group])
+    return Advantages(advantages=samples.broadcast(advantages))
+
+
+def _reinforce_plus_plus(samples: Samples, config: AlgorithmConfig) -> Advantages:
+    return Advantages(advantages=step.reinforce_plus_plus(samples.rewards, samples.masks, config.gamma))
+
+
+def _reinforce_plus_plus_baseline(samples: Samples, config: AlgorithmConfig) -> Advantages:
+    return Advantages(advantages=step.reinforce_plus_plus_baseline(samples.totals, samples.members, samples.masks))
+
+
+def _remax(samples: Samples, config: AlgorithmConfig) -> Advantages:
+    return Advantages(advantages=step.remax(samples.rewards, samples.masks, samples.greedy))
+
+
+def _gpg(samples: Samples, config: AlgorithmConfig) -> Advantages:
+    return Advantages(advantages=samples.broadcast(step.gpg(samples.totals, samples.members)))
+
+
+def _gdpo(samples: Samples, config: AlgorithmConfig) -> Advantages:
+    keys = config.gdpo.reward_keys
+    weights = dict(zip(keys, config.gdpo.reward_weights or (1.0,) * len(keys), strict=True))
+    parts = {key: np.array([_part(t, key) for t in samples.trajectories]) for key in keys}
+    return Advantages(advantages=step.gdpo(parts, weights, samples.members, samples.masks))
+
+
+def _part(trajectory: Trajectory, key: str) -> float:
+    if key == "score":
+        return trajectory.reward
+    if key not in trajectory.reward_parts:
+        raise ConfigError(
+            f"algorithm.gdpo.reward_keys names {key!r}, the reward of {trajectory.trajectory_id} has "
+            f"{['score', *trajectory.reward_parts]}; let the reward function return it for every trajectory"
+        )
+    return trajectory.reward_parts[key]
+
+
+def _gae(samples: Samples, config: AlgorithmConfig) -> Advantages:
+    if samples.values is None:
+        raise ValueError("gae needs the critic's values")
+    pairs = []
+    for i, trajectory in enumerate(samples.trajectories):
+        cut_off = trajectory.finish_reason is not FinishReason.ANSWER
+        bootstraps = config.bootstrap == "truncated" and cut_off
+        value_after = float(samples.values[i][-1]) if bootstraps else 0.0
+        arrays = (samples.rewards[i], samples.values[i][:-1], samples.masks[i])
+        pairs.append(gae_module.gae(*arrays, gamma=config.gamma, lam=config.lam, value_after=value_after))
+    whitened = step.whiten([advantages for advantages, _ in pairs], samples.masks)
+    return Advantages(advantages=whitened, returns=[returns for _, returns in pairs])
+
+
+def _gigpo(samples: Samples, config: AlgorithmConfig) -> Advantages:
+    gigpo = config.gigpo
+
+    def one(group: np.ndarray) -> list[np.ndarray]:
+        members = [samples.trajectories[i] for i in group]
+        return turns.gigpo(
+            samples.totals[group],
+            [_per_turn(samples.trajectories[i], samples.rewards[i]) for i in group],
+            [_observations(t) for t in members],
+            gamma=gigpo.gamma,
+            step_advantage_w=gigpo.step_advantage_w,
+            divide_by_std=gigpo.mode == "mean_std_norm",
+            similarity=gigpo.similarity,
+        )
+
+    return _by_turns(samples, one)
+
+
+def _observations(trajectory: Trajectory) -> list[tuple[int, ...]]:
+    """What each turn was sampled after: a prompt, or what was appended to the turn before."""
+    return [ids for s in trajectory.sequences for ids in (s.prompt_ids, *(turn.appended_ids for turn in s.turns[:-1]))]
+
+
+def _per_turn(trajectory: Trajectory, rewards_L: np.ndarray) -> np.ndarray:
+    """Token rewards summed over each turn and what the world appended to it."""
+    return np.add.reduceat(rewards_L, [span.start for span in turn_spans(trajectory)])
+
+
+def _mt_grpo(samples: Samples, config: AlgorithmConfig) -> Advantages:
+    def one(group: np.ndarray) -> list[np.ndarray]:
+        members = [samples.trajectories[i] for i in group]
+        scores = np.array([turn_rewards(t, config.turn_reward).sum() for t in members])
+        firsts = [next((k + 1 for k, turn in enumerate(turns_of(t)) if turn.tool_calls), 0) for t in members]
+        pairs = turns.mt_grpo(samples.totals[group] - scores, scores, firsts, config.turn_advantage_coef)
+        return [
+            np.where(np.arange(len(turns_of(t))) < first, *pair)
+            for t, first, pair in zip(members, firsts, pairs, strict=True)
+        ]
+
+    return _by_turns(samples, one)
+
+
+def _tree_grpo(samples: Samples, config: AlgorithmConfig) -> Advantages:
+    advantages, totals = np.zeros(len(samples.trajectories)), samples.totals
+    for group in samples.members:
+        paths = trees.turn_paths([samples.trajectories[i] for i in group])
+        advantages[group] = trees.tree_grpo(totals[group], paths)
+    return Advantages(advantages=samples.broadcast(advantages))
+
+
+def _treerl(samples: Samples, config: AlgorithmConfig) -> Advantages:
+    def one(group: np.ndarray) -> list[np.ndarray]:
+        return trees.treerl(samples.totals[group], trees.turn_paths([samples.trajectories[i] for i in group]))
+
+    return _by_turns(samples, one)
+
+
+def _arpo(samples: Samples, config: AlgorithmConfig) -> Advantages:
+    def one(group: np.ndarray) -> list[np.ndarray]:
+        paths = trees.turn_paths([samples.trajectories[i] for i in group])
+        return trees.arpo(samples.totals[group], paths, hard=config.shared_tokens == "hard")
+
+    return _by_turns(samples, one)
+
+
+def _by_turns(samples: Samples, one: Callable[[np.ndarray], list[np.ndarray]]) -> Advantages:
+    """Runs a function of each group that gives a number per turn, and lays those out over the turns' tokens."""
+    advantages = [np.zeros(len(mask)) for mask in samples.masks]
+    for group in samples.members:
+        for i, per_turn in zip(group, one(group), strict=True):
+            for span, value in zip(turn_spans(samples.trajectories[i]), per_turn, strict=True):
+                advantages[i][span] = value
+    return Advantages(advantages=advantages)
+
+
+ESTIMATORS: dict[str, Estimator] = {
+    **{name: functools.partial(_outcome, name) for name in OUTCOME_ESTIMATORS},
+    "gpg": _gpg,
+    "gdpo": _gdpo,
+    "remax": _remax,
+    "reinforce_plus_plus": _reinforce_plus_plus,
+    "reinforce_plus_plus_baseline": _reinforce_plus_plus_baseline,
+    "gae": _gae,
+    "gigpo": _gigpo,
+    "mt_grpo": _mt_grpo,
+    "tree_grpo": _tree_grpo,
+    "treerl": _treerl,
+    "arpo": _arpo,
+}

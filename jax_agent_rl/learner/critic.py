@@ -1,0 +1,64 @@
+"""The critic: the policy's architecture with a scalar head. Shapes: R rows, T tokens, K terms, D hidden."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from jax_agent_rl.learner.losses.value import clipped_value
+from jax_agent_rl.learner.trainable import Arrays, Statistics
+from jax_agent_rl.models.config import DecoderConfig, Params
+from jax_agent_rl.models.decoder import hidden_states
+
+
+def critic_params(params: Params) -> Params:
+    """A language model's parameters as a critic's: its output head is replaced by a value head of zeros.
+
+    With zeros every value is 0 at first, so the first advantages are those of plain returns instead of noise.
+    """
+    width = params["final_norm"].shape
+    body = {name: value for name, value in params.items() if name != "lm_head"}
+    return body | {"value_head": jnp.zeros(width, jnp.float32)}
+
+
+def critic_shapes(model: DecoderConfig) -> Params:
+    """Shape of every parameter of the critic."""
+    shapes = {name: shape for name, shape in model.parameter_shapes().items() if name != "lm_head"}
+    return shapes | {"value_head": (model.hidden_size,)}
+
+
+def state_values(model: DecoderConfig, params: Params, batch: Arrays, *, remat: str) -> jax.Array:
+    """Value of the state after every token, float32 [R, T]."""
+    hidden = hidden_states(
+        model, params, batch["token_ids"], batch["positions"], batch["subtree_end"], remat=remat
+    )  # [R, T, D]
+    return jnp.einsum("rtd,d->rt", hidden, params["value_head"], preferred_element_type=jnp.float32)
+
+
+def value_loss(
+    model: DecoderConfig, params: Params, batch: Arrays, *, cliprange: float, remat: str
+) -> tuple[jax.Array, Statistics]:
+    """The micro-batch's share of the clipped value loss, and statistics as :class:`Trainable` wants them.
+
+    The value of a term is that of the state its token was sampled in, its parent's.
+    """
+    values = state_values(model, params, batch, remat=remat)
+    parents = jnp.take_along_axis(batch["target_parent"], batch["term_target"], axis=1)
+    of_terms = jnp.take_along_axis(values, parents, axis=1)
+    weight, returns = batch["term_weight"], batch["term_returns"]
+    active = weight > 0
+    loss, clipped = clipped_value(of_terms, batch["term_old_value"], returns, cliprange)
+    total = jnp.sum(jnp.where(active, weight * loss, 0.0))
+    statistics = {
+        "sum": {
+            "loss": total,
+            "terms": jnp.sum(active, dtype=jnp.float32),
+            "clipped": jnp.sum(jnp.where(active, clipped, 0.0)),
+            "value": jnp.sum(jnp.where(active, of_terms, 0.0)),
+            "returns": jnp.sum(jnp.where(active, returns, 0.0)),
+            "squared_returns": jnp.sum(jnp.where(active, jnp.square(returns), 0.0)),
+            "squared_error": jnp.sum(jnp.where(active, jnp.square(of_terms - returns), 0.0)),
+        },
+        "max": {},
+    }
+    return total, jax.lax.stop_gradient(statistics)

@@ -1,0 +1,149 @@
+"""From scored groups to what each token contributes: rewards, advantages, corrections, weights. Numpy, whole steps.
+
+::
+
+    groups ─► token rewards ─► minus KL ─► advantages ─┐
+    old, rollout log-probs ─► importance, rejections ──┼─► Experience ─► terms of each mini-batch
+    masked trajectories ─► active terms ───────────────┘
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from jax_agent_rl.config_algorithm import AlgorithmConfig
+from jax_agent_rl.learner import advantages
+from jax_agent_rl.learner.correction import correct, mismatch
+from jax_agent_rl.learner.losses.aggregation import term_weights
+from jax_agent_rl.learner.losses.kl import kl_forward
+from jax_agent_rl.learner.samples import samples_of
+from jax_agent_rl.types import Group, Trajectory
+
+PerTerm = list[np.ndarray]
+"""For each trajectory of the step one number per sampled token, [S]."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scores:
+    """What the learner's models say about a step before it is trained on; None where nothing reads it.
+
+    Attributes:
+        old, ref: log-probs per sampled token, float64 [S] per trajectory.
+        values: float64 [L + 1] per trajectory, see :class:`~jax_agent_rl.learner.samples.Samples`.
+    """
+
+    old: PerTerm | None = None
+    ref: PerTerm | None = None
+    values: list[np.ndarray] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experience:
+    """A step, ready to be cut into mini-batches. Everything per trajectory and sampled token, [S].
+
+    Attributes:
+        active: bool, tokens to train on.
+        terms: by the name under which the losses read them.
+        value_terms: the same for the critic; empty without one.
+        kl: mean distance to the reference, nats per token; NaN without one.
+        metrics: named floats for the log.
+    """
+
+    active: list[np.ndarray]
+    terms: dict[str, PerTerm]
+    value_terms: dict[str, PerTerm]
+    kl: float
+    metrics: dict[str, float]
+
+
+def experience(
+    groups: Sequence[Group], config: AlgorithmConfig, scores: Scores, *, kl_coef: float, masked: Collection[str]
+) -> Experience:
+    """Everything the losses need that is not a function of the current parameters.
+
+    Args:
+        kl_coef: the controller's current coefficient, for KL in the reward.
+        masked: ids of trajectories whose rewards count in baselines and whose tokens are not trained on.
+    """
+    samples = samples_of(groups, turn_reward=config.turn_reward)
+    sampled = [np.flatnonzero(mask) for mask in samples.masks]
+    rollout = _rollout_logprobs(samples.trajectories, sampled, scores.old)
+    active = [
+        np.full(len(at), t.trajectory_id not in masked) for t, at in zip(samples.trajectories, sampled, strict=True)
+    ]
+    old = rollout if config.rollout_correction.bypass_mode else scores.old
+    distances = _distances(old, scores.ref, config)
+    if config.kl.where == "reward":
+        for rewards, at, distance in zip(samples.rewards, sampled, distances, strict=True):
+            rewards[at] -= kl_coef * distance
+    estimated = advantages.compute(replace(samples, values=scores.values), config)
+    terms = {"advantage": _at(estimated.advantages, sampled), "rollout_logprob": rollout}
+    metrics = _advantage_metrics(terms["advantage"], active)
+    if old is not None:
+        terms["old_logprob"] = old
+        if config.rollout_correction.bypass_mode:
+            metrics |= mismatch(old, rollout, active)
+        else:
+            corrected = correct(config.rollout_correction, old, rollout, active)
+            active, metrics = corrected.kept, metrics | corrected.metrics
+            terms["importance"] = corrected.importance
+    if scores.ref is not None and config.kl.where == "loss":
+        terms["ref_logprob"] = scores.ref
+    value_terms = {}
+    if estimated.returns is not None and scores.values is not None:
+        old_values = [values[:-1] for values in scores.values]
+        value_terms = {"returns": _at(estimated.returns, sampled), "old_value": _at(old_values, sampled)}
+    kl = float(np.mean([d.mean() for d in distances])) if distances else float("nan")
+    return Experience(active=active, terms=terms, value_terms=value_terms, kl=kl, metrics=metrics)
+
+
+def _rollout_logprobs(
+    trajectories: Sequence[Trajectory], sampled: Sequence[np.ndarray], old: PerTerm | None
+) -> PerTerm:
+    """What the engine reported. For observations, which nobody sampled, the learner's own (if known, else NaN), so
+    that they are never off-policy."""
+    rollout = []
+    for number, (trajectory, at) in enumerate(zip(trajectories, sampled, strict=True)):
+        reported = np.concatenate([np.asarray(s.rollout_logprobs, np.float64) for s in trajectory.sequences])[at]
+        mine = np.concatenate([np.asarray(s.response_mask, bool) for s in trajectory.sequences])[at]
+        rollout.append(np.where(mine, reported, np.nan if old is None else old[number]))
+    return rollout
+
+
+def mini_batch_terms(
+    made: Experience, which: slice, config: AlgorithmConfig, *, kl_coef: float
+) -> tuple[dict[str, PerTerm], dict[str, PerTerm]]:
+    """Terms of the policy's and the critic's batch of one optimizer update, over trajectories ``which``."""
+    active = made.active[which]
+    weights = term_weights(config.loss_agg_mode, active, config.loss_scale_factor)
+    policy = {name: values[which] for name, values in made.terms.items()} | {"weight": weights}
+    if "ref_logprob" in policy:
+        policy["kl_weight"] = [kl_coef * weight for weight in weights]
+    critic = {name: values[which] for name, values in made.value_terms.items()}
+    if critic:
+        critic["weight"] = term_weights("token-mean", active)
+    return policy, critic
+
+
+def _distances(old: PerTerm | None, ref: PerTerm | None, config: AlgorithmConfig) -> PerTerm:
+    if old is None or ref is None:
+        return []
+    return [kl_forward(config.kl.estimator, o, r) for o, r in zip(old, ref, strict=True)]
+
+
+def _at(per_token: Sequence[np.ndarray], sampled: Sequence[np.ndarray]) -> PerTerm:
+    return [values[at] for values, at in zip(per_token, sampled, strict=True)]
+
+
+def _advantage_metrics(per_term: PerTerm, active: Sequence[np.ndarray]) -> dict[str, float]:
+    values = np.concatenate([a[m] for a, m in zip(per_term, active, strict=True)])
+    if not len(values):
+        return {}
+    return {
+        "advantage_mean": float(values.mean()),
+        "advantage_std": float(values.std()),
+        "advantage_abs_max": float(np.abs(values).max()),
+    }

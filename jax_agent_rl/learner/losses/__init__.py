@@ -1,0 +1,36 @@
+"""Losses by name (``algorithm.policy_loss.loss_mode``).
+
+::
+
+    terms.py        what a policy loss is given and gives back
+    policy.py       one ratio per token: vanilla decoupled cispo gpg sapo dppo_tv dppo_kl dro
+    sequence.py     one ratio per trajectory: gspo geo_mean
+    covariance.py   tokens chosen over the mini-batch: clip_cov kl_cov
+    kl.py           distance to the reference, and its controller
+    value.py        the critic's loss
+    aggregation.py  what each token weighs
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from jax_agent_rl.learner.losses import covariance, policy, sequence
+from jax_agent_rl.learner.losses.terms import LossConfig, TermLoss, Terms
+
+PolicyLoss = Callable[[Terms, LossConfig], TermLoss]
+
+POLICY_LOSSES: dict[str, PolicyLoss] = {
+    "vanilla": policy.vanilla,
+    "decoupled": policy.decoupled,
+    "gspo": sequence.gspo,
+    "geo_mean": sequence.geo_mean,
+    "cispo": policy.cispo,
+    "gpg": policy.gpg,
+    "sapo": policy.sapo,
+    "clip_cov": covariance.clip_cov,
+    "kl_cov": covariance.kl_cov,
+    "dppo_tv": policy.dppo_tv,
+    "dppo_kl": policy.dppo_kl,
+    "dro": policy.dro,
+}

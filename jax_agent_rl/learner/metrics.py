@@ -1,0 +1,77 @@
+"""Metrics of a learner step from the statistics of its updates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jax_agent_rl.learner.batch import Sharing
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """One optimizer update: summed statistics, the gradient's norm, and whether it was finite."""
+
+    statistics: dict
+    norm: float
+    finite: bool
+
+
+def step_metrics(
+    policy: Sequence[Record], critic: Sequence[Record], sharing: Sequence[Sharing], *, seconds: float
+) -> dict[str, float]:
+    """One flat record over all updates of a step; what was not trained has no metrics."""
+    tokens, nodes = sum(s.tokens for s in sharing), sum(s.nodes for s in sharing)
+    shared = {
+        "batch_tokens": float(tokens),
+        "computed_tokens": float(nodes),
+        "sharing_factor": tokens / nodes,
+        "rows": float(sum(s.rows for s in sharing)),
+        "learner_seconds": seconds,
+        "learner_tokens_per_second": tokens / seconds,
+        "computed_tokens_per_second": nodes / seconds,
+    }
+    return _policy(policy) | _critic(critic) | shared
+
+
+def _policy(records: Sequence[Record]) -> dict[str, float]:
+    if not records:
+        return {}
+    sums, terms = _sums(records)
+    return {
+        "loss": sums["loss"] / len(records),
+        "grad_norm": float(np.mean([record.norm for record in records])),
+        "clip_fraction": sums["clipped"] / terms,
+        "ratio_mean": sums["ratio"] / terms,
+        "kl": sums["kl"] / terms,
+        "kl_loss": sums["kl_loss"] / terms,
+        "entropy": sums["entropy"] / terms,
+        "logprob_gap_mean": sums["gap"] / terms,
+        "logprob_gap_max": float(max(record.statistics["max"]["gap"] for record in records)),
+        "trained_tokens": terms,
+    }
+
+
+def _critic(records: Sequence[Record]) -> dict[str, float]:
+    if not records:
+        return {}
+    sums, terms = _sums(records)
+    mean = sums["returns"] / terms
+    variance = sums["squared_returns"] / terms - mean**2
+    unexplained = sums["squared_error"] / terms / variance if variance > 1e-12 else 1.0
+    return {
+        "critic_loss": sums["loss"] / len(records),
+        "critic_grad_norm": float(np.mean([record.norm for record in records])),
+        "critic_clip_fraction": sums["clipped"] / terms,
+        "value_mean": sums["value"] / terms,
+        "return_mean": mean,
+        "critic_explained_variance": 1 - unexplained,
+    }
+
+
+def _sums(records: Sequence[Record]) -> tuple[dict[str, float], float]:
+    """Sums over the records, and the number of terms."""
+    sums = {name: float(sum(r.statistics["sum"][name] for r in records)) for name in records[0].statistics["sum"]}
+    return sums, max(sums["terms"], 1.0)

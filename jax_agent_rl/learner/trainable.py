@@ -1,0 +1,143 @@
+"""One set of parameters with its optimizer: the policy, and for PPO the critic.
+
+::
+
+    for each micro-batch:  gradients += d loss        (shapes fixed, one program)
+    apply:                 clip, AdamW                (not finite: nothing changes, to the bit)
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding
+
+from jax_agent_rl.config_base import OptimizerSection
+from jax_agent_rl.models.config import Params
+
+Arrays = dict[str, jax.Array]
+Statistics = dict[str, Arrays]
+Loss = Callable[[Params, Arrays], tuple[jax.Array, Statistics]]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainState:
+    """Everything the optimizer changes: ``params``, ``opt_state``, and ``updates`` (int32, optimizer updates done)."""
+
+    params: Params
+    opt_state: Any
+    updates: jax.Array
+
+
+def make_optimizer(config: OptimizerSection) -> optax.GradientTransformation:
+    """Global-norm clip, then AdamW with linear warm-up; no weight decay on norms."""
+
+    def decayed(params: Params) -> Any:
+        return jax.tree_util.tree_map_with_path(lambda path, _: "norm" not in path[-1].key, params)
+
+    if config.warmup_steps:
+        rate = optax.linear_schedule(
+            config.learning_rate / config.warmup_steps, config.learning_rate, config.warmup_steps
+        )
+    else:
+        rate = config.learning_rate
+    return optax.chain(
+        optax.clip_by_global_norm(config.max_grad_norm),
+        optax.adamw(rate, b1=config.adam_b1, b2=config.adam_b2, weight_decay=config.weight_decay, mask=decayed),
+    )
+
+
+class Trainable:
+    """Parameters, optimizer and the programs of an update.
+
+    Args:
+        params: initial parameters; copied.
+        shardings: one per parameter.
+        everywhere: sharding of scalars.
+        loss: a micro-batch's share of the loss, and statistics: ``sum`` adds up over micro-batches, ``max`` takes the
+            largest.
+
+    Attributes:
+        state: its buffers are donated by :meth:`apply`.
+    """
+
+    def __init__(
+        self, params: Params, *, shardings: Any, everywhere: NamedSharding, optimizer: OptimizerSection, loss: Loss
+    ) -> None:
+        transformation = make_optimizer(optimizer)
+        # + 0: the buffers are donated, so they must be our own.
+        params = jax.tree.map(lambda x, s: jax.device_put(x + 0, s), params, shardings)
+        placed = _state_shardings(transformation, params, shardings, everywhere)
+        init = lambda params: TrainState(params, transformation.init(params), jnp.int32(0))  # noqa: E731
+        self.state: TrainState = jax.jit(init, out_shardings=placed, donate_argnums=0)(params)
+        # Output shardings are those of the inputs they replace: a call never compiles for its own result.
+        self._zeros = jax.jit(lambda params: jax.tree.map(jnp.zeros_like, params), out_shardings=placed.params)
+        self._accumulate = jax.jit(
+            functools.partial(_accumulate, loss), donate_argnums=(1,), out_shardings=(placed.params, everywhere)
+        )
+        self._apply = jax.jit(
+            functools.partial(_apply, transformation),
+            donate_argnums=(0,),
+            out_shardings=(placed, everywhere, everywhere),
+        )
+
+    @property
+    def programs_compiled(self) -> int:
+        """Distinct programs compiled so far."""
+        return sum(f._cache_size() for f in (self._zeros, self._accumulate, self._apply))
+
+    def gradients(
+        self, micro_batches: Iterable[Arrays], tick: Callable[[], None] = lambda: None
+    ) -> tuple[Params, Statistics]:
+        """The gradient of the whole mini-batch and its statistics; ``tick`` is called after each micro-batch."""
+        gradients, statistics = self._zeros(self.state.params), None
+        for arrays in micro_batches:
+            gradients, new = self._accumulate(self.state.params, gradients, arrays)
+            statistics = new if statistics is None else _merge(statistics, new)
+            jax.block_until_ready(new)
+            tick()
+        assert statistics is not None  # a batch has at least one row
+        return gradients, jax.device_get(statistics)
+
+    def apply(self, gradients: Params) -> tuple[float, bool]:
+        """One optimizer update; returns the gradient's norm and whether it was finite. If not, nothing changes."""
+        self.state, norm, finite = self._apply(self.state, gradients)
+        return float(norm), bool(finite)
+
+
+def _accumulate(loss: Loss, params: Params, gradients: Params, batch: Arrays) -> tuple[Params, Statistics]:
+    (_, statistics), new = jax.value_and_grad(loss, has_aux=True)(params, batch)
+    return jax.tree.map(jnp.add, gradients, new), statistics
+
+
+def _apply(
+    optimizer: optax.GradientTransformation, state: TrainState, gradients: Params
+) -> tuple[TrainState, jax.Array, jax.Array]:
+    norm = optax.tree.norm(gradients)
+    finite = jnp.isfinite(norm)
+
+    def take() -> TrainState:
+        updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
+        return TrainState(optax.apply_updates(state.params, updates), opt_state, state.updates + 1)
+
+    return jax.lax.cond(finite, take, lambda: state), norm, finite
+
+
+def _state_shardings(optimizer: optax.GradientTransformation, params: Params, shardings: Any, rest: Any) -> TrainState:
+    """Optimizer moments lie where their parameters do, counters everywhere."""
+    abstract = jax.eval_shape(optimizer.init, params)
+    opt_state = optax.tree_utils.tree_map_params(
+        optimizer, lambda _, sharding: sharding, abstract, shardings, transform_non_params=lambda _: rest
+    )
+    return TrainState(shardings, opt_state, rest)
+
+
+def _merge(a: Statistics, b: Statistics) -> Statistics:
+    return {"sum": jax.tree.map(jnp.add, a["sum"], b["sum"]), "max": jax.tree.map(jnp.maximum, a["max"], b["max"])}

@@ -1,0 +1,174 @@
+"""Programs scored by tests, run in the sandbox.
+
+The last fenced block of the solution is the program. The truth is a mapping (or its JSON text) of one of three kinds::
+
+    {"inputs": ["1 2\\n", …], "outputs": ["3\\n", …]}                      stdin -> stdout, one run each
+    {"inputs": [[1, 2], …], "outputs": [3, …], "fn_name": "add"}          a function (or method of Solution), one run
+    {"tests": "assert add(1, 2) == 3"}                                    asserts (a text or a list), one run
+
+Expected outputs of the first two kinds never enter the sandbox. Asserts have to, beside the program: ending early or
+printing something does not pass them, but a program that searches its own process could. Prefer the first two.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from jax_agent_rl.errors import RewardError
+from jax_agent_rl.rewards.registry import register_reward
+
+_FENCED = re.compile(r"```[ \t]*(?:python|py|python3)?[ \t]*\r?\n(.*?)```", re.DOTALL | re.IGNORECASE)
+
+
+class RunResult(Protocol):
+    """How a program ended."""
+
+    @property
+    def stdout(self) -> str: ...
+
+    @property
+    def ok(self) -> bool:
+        """It ended by itself, with exit code 0."""
+        ...
+
+
+class CodeSandbox(Protocol):
+    """What is needed of a sandbox. ``python`` is its interpreter."""
+
+    @property
+    def python(self) -> str: ...
+
+    async def run(
+        self, argv: Sequence[str], *, stdin: bytes = b"", files: Mapping[str, Any] | None = None
+    ) -> RunResult:
+        """Runs a program with ``files`` in its working folder, in bounded time."""
+        ...
+
+
+@register_reward("code", "apps", "codecontests", "codeforces", "taco", "mbpp", "humaneval")
+async def code_tests(
+    data_source: str, solution_str: str, ground_truth: Any, sandbox: CodeSandbox, partial_credit: bool = False
+) -> dict[str, float]:
+    """1 if the program passes all tests, else 0; with the row field ``partial_credit``, the share it passes.
+
+    ``pass_rate`` and ``has_code`` are parts.
+
+    Raises:
+        RewardError: the truth is of no known kind.
+    """
+    truth = _truth(ground_truth, data_source)
+    program = extract_program(solution_str)
+    if program is None:
+        return {"score": 0.0, "pass_rate": 0.0, "has_code": 0.0}
+    if "tests" in truth:
+        passed = await _run_asserts(program, truth["tests"], sandbox)
+    elif truth.get("fn_name"):
+        passed = await _run_function(program, truth, sandbox)
+    else:
+        passed = await _run_programs(program, truth, sandbox)
+    rate = sum(passed) / len(passed)
+    return {"score": rate if partial_credit else float(rate == 1.0), "pass_rate": rate, "has_code": 1.0}
+
+
+def extract_program(text: str) -> str | None:
+    """The last fenced Python block, or None.
+
+    >>> extract_program("So:\\n```python\\nprint(1)\\n```")
+    'print(1)\\n'
+    """
+    blocks = _FENCED.findall(text)
+    return blocks[-1] if blocks else None
+
+
+def same_output(got: str, expected: str) -> bool:
+    """Equal line by line, white space at the ends of lines and of the text aside."""
+
+    def lines(text: str) -> list[str]:
+        return [line.rstrip() for line in text.strip().splitlines()]
+
+    return lines(got) == lines(expected)
+
+
+def _truth(ground_truth: Any, data_source: str) -> Mapping[str, Any]:
+    truth = ground_truth
+    if isinstance(truth, str):
+        try:
+            truth = json.loads(truth)
+        except ValueError:
+            truth = {"tests": truth}
+    if isinstance(truth, Mapping):
+        tests, inputs, outputs = truth.get("tests"), truth.get("inputs"), truth.get("outputs")
+        if tests or (inputs and outputs and len(inputs) == len(outputs)):
+            return truth if tests else {key: value for key, value in truth.items() if key != "tests"}
+    raise RewardError(
+        f"ground_truth of a {data_source!r} row must hold tests, or as many inputs as outputs; "
+        f"got {ground_truth!r:.200}"
+    )
+
+
+async def _run_programs(program: str, truth: Mapping[str, Any], sandbox: CodeSandbox) -> list[bool]:
+    async def passes(given: str, expected: str) -> bool:
+        files = {"main.py": program.encode()}
+        result = await sandbox.run([sandbox.python, "main.py"], stdin=given.encode(), files=files)
+        return result.ok and same_output(result.stdout, expected)
+
+    async with asyncio.TaskGroup() as group:
+        tasks = [
+            group.create_task(passes(str(given), str(expected)))
+            for given, expected in zip(truth["inputs"], truth["outputs"], strict=True)
+        ]
+    return [task.result() for task in tasks]
+
+
+_CALL_DRIVER = """\
+import json, sys
+calls = json.load(sys.stdin)
+import solution
+owner = solution.Solution() if hasattr(solution, "Solution") else solution
+function = getattr(owner, calls["fn_name"])
+for arguments in calls["inputs"]:
+    try:
+        line = json.dumps({"value": function(*arguments)})
+    except BaseException as error:
+        line = json.dumps({"error": repr(error)[:200]})
+    sys.stdout.write("\\n" + calls["mark"] + line + "\\n")
+    sys.stdout.flush()
+"""
+
+
+async def _run_function(program: str, truth: Mapping[str, Any], sandbox: CodeSandbox) -> list[bool]:
+    mark = secrets.token_hex(16)  # tells results from what the program prints
+    calls = {"fn_name": truth["fn_name"], "inputs": list(truth["inputs"]), "mark": mark}
+    files = {"solution.py": program.encode(), "driver.py": _CALL_DRIVER.encode()}
+    result = await sandbox.run([sandbox.python, "driver.py"], stdin=json.dumps(calls).encode(), files=files)
+    answers = [_json_or_none(line[len(mark) :]) for line in result.stdout.splitlines() if line.startswith(mark)]
+    answers += [None] * (len(truth["outputs"]) - len(answers))  # it ended before the last call
+    return [
+        isinstance(answer, Mapping) and "value" in answer and answer["value"] == _as_json(expected)
+        for answer, expected in zip(answers, truth["outputs"], strict=False)
+    ]
+
+
+async def _run_asserts(program: str, tests: str | Sequence[str], sandbox: CodeSandbox) -> list[bool]:
+    mark = secrets.token_hex(16)  # only a program that reaches its own end prints it
+    text = tests if isinstance(tests, str) else "\n".join(tests)
+    main = f"{program}\n\n{text}\n\nprint({'chr(10) + ' + repr(mark)})\n"
+    result = await sandbox.run([sandbox.python, "main.py"], files={"main.py": main.encode()})
+    return [result.ok and mark in result.stdout.splitlines()]
+
+
+def _json_or_none(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
+
+
+def _as_json(value: Any) -> Any:
+    """What the value looks like after a way through JSON: tuples are lists."""
+    return json.loads(json.dumps(value))

@@ -1,0 +1,131 @@
+"""A reward server over HTTP, asked politely: bounded concurrency, bounded rate, retries with growing pauses.
+
+Request and answer are JSON::
+
+    POST url  {"data_source": …, "solution_str": …, "ground_truth": …, "extra_info": {…}}
+    200       1.0    or    {"score": 1.0, "format": 0.5}
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from jax_agent_rl.errors import RewardError
+from jax_agent_rl.rewards.registry import Score
+
+if TYPE_CHECKING:
+    import httpx
+
+_WORTH_A_RETRY = frozenset({408, 425, 429, 500, 502, 503, 504})
+_LONGEST_PAUSE = 30.0
+
+
+class RemoteReward:
+    """A reward function that asks a server. Use one object from one event loop.
+
+    Args:
+        url: where to POST.
+        timeout: seconds of one attempt.
+        max_retries: further attempts after connection errors, timeouts and statuses such as 429 and 503.
+        retry_delay: seconds before the first of them, doubled each time; the server's ``Retry-After`` comes first.
+        max_concurrency: requests at the same time.
+        requests_per_second: most requests started in a second, evenly spaced; None is no limit.
+        headers: of every request, e.g. an authorization.
+        transport: of httpx, for tests.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        timeout: float = 30.0,
+        max_retries: int = 3,
+        retry_delay: float = 1.0,
+        max_concurrency: int = 16,
+        requests_per_second: float | None = None,
+        headers: Mapping[str, str] | None = None,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ):
+        self.url = url
+        self._timeout = timeout
+        self._max_retries = max_retries
+        self._retry_delay = retry_delay
+        self._slots = asyncio.Semaphore(max_concurrency)
+        self._interval = 0.0 if requests_per_second is None else 1.0 / requests_per_second
+        self._next_start = 0.0
+        self._headers = dict(headers or {})
+        self._transport = transport
+        self._client: httpx.AsyncClient | None = None
+
+    async def __call__(
+        self, data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any]
+    ) -> Score:
+        """The server's score.
+
+        Raises:
+            RewardError: no usable answer after all attempts; the message names the URL.
+        """
+        question = {
+            "data_source": data_source,
+            "solution_str": solution_str,
+            "ground_truth": ground_truth,
+            "extra_info": dict(extra_info),
+        }
+        async with self._slots:
+            response = await self._post(question)
+        try:
+            return response.json()
+        except ValueError:
+            raise RewardError(f"the reward server {self.url} answered no JSON: {response.text[:200]!r}") from None
+
+    async def close(self) -> None:
+        """Closes its connections."""
+        if self._client is not None:
+            await self._client.aclose()
+            self._client = None
+
+    async def _post(self, question: Mapping[str, Any]) -> httpx.Response:
+        """A successful response."""
+        import httpx
+
+        client = self._client = self._client or httpx.AsyncClient(
+            timeout=self._timeout, headers=self._headers, transport=self._transport
+        )
+        attempt = 0
+        while True:
+            await self._wait_for_turn()
+            wanted_pause: float | None = None
+            try:
+                response = await client.post(self.url, json=question)
+                if response.is_success:
+                    return response
+                problem = f"answered {response.status_code} {response.text[:200]!r}"
+                if response.status_code not in _WORTH_A_RETRY:
+                    raise RewardError(f"the reward server {self.url} {problem}")
+                wanted_pause = _retry_after(response)
+            except httpx.TransportError as error:
+                problem = f"cannot be reached ({type(error).__name__}: {error})"
+            if attempt == self._max_retries:
+                raise RewardError(
+                    f"the reward server {self.url} {problem}, {attempt + 1} attempts; start it or correct "
+                    "reward.remote.url"
+                )
+            pause = self._retry_delay * 2**attempt if wanted_pause is None else wanted_pause
+            await asyncio.sleep(min(pause, _LONGEST_PAUSE))
+            attempt += 1
+
+    async def _wait_for_turn(self) -> None:
+        """Starts are at least ``interval`` apart, in the order in which they were asked for."""
+        now = time.monotonic()
+        start = max(now, self._next_start)
+        self._next_start = start + self._interval
+        await asyncio.sleep(start - now)
+
+
+def _retry_after(response: httpx.Response) -> float | None:
+    """Seconds the server asks to wait; None if it does not say so in seconds."""
+    value = response.headers.get("Retry-After", "")
+    return float(value) if value.isdecimal() else None

@@ -1,0 +1,110 @@
+"""``jax-agent-rl serve``: the configured model behind the OpenAI-compatible endpoint, until it is told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import uuid
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from jax_agent_rl.agents import AgentContext
+from jax_agent_rl.agents.recorder import ChatRecorder
+from jax_agent_rl.chat.codec import ChatCodec
+from jax_agent_rl.config import AgentConfig, Config
+from jax_agent_rl.errors import ConfigError
+from jax_agent_rl.rollout.client import LLMServerClient
+from jax_agent_rl.rollout.server import AsyncServer
+from jax_agent_rl.runtime.engines import check_engine, load_model, make_backends
+from jax_agent_rl.serving import token_from, told_to_stop
+from jax_agent_rl.types import SamplingParams
+
+UNLIMITED_TURNS = 1_000_000
+
+
+async def serve_openai(
+    config: Config, *, host: str, port: int, token_env: str | None, model_name: str, say: Callable[[str], None]
+) -> None:
+    """Loads, compiles, serves until SIGINT or SIGTERM, and closes everything.
+
+    Args:
+        token_env: environment variable with the API key; None asks for none, on loopback only.
+        model_name: the name under ``/v1/models``.
+
+    Raises:
+        ConfigError: the address cannot be used, or a token is missing; ModelError: the model cannot be read.
+    """
+    api_key = token_from(token_env, key="--token-env")
+    async with _context(config, say) as (context, start):
+        server = open_endpoint(context, config, host=host, port=port, api_key=api_key, model_name=model_name)
+        try:
+            await start()
+            server.start()
+            say(f"serving {config.model.path} as {model_name!r}: base_url={server.url}/v1")
+            await told_to_stop()
+            say("stopping")
+        finally:
+            await server.close()
+
+
+def open_endpoint(context: AgentContext, config: Config, *, host: str, port: int, api_key: str | None, model_name: str):
+    """The endpoint on its socket, not started: a bad address is told before minutes of compiling.
+
+    Requests outside sessions are not recorded beyond their answer.
+
+    Raises:
+        ConfigError: see :class:`~jax_agent_rl.agents.endpoint.server.LoopServer`; or packages are missing.
+    """
+    try:
+        from jax_agent_rl.agents.endpoint.app import Endpoint
+        from jax_agent_rl.agents.endpoint.server import LoopServer
+        from jax_agent_rl.agents.endpoint.sessions import Session, SessionStore
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"serve needs {error.name!r}: pip install 'jax_agent_rl[openai]'") from error
+    sampling = SamplingParams(max_tokens=config.rollout.max_model_len, temperature=config.rollout.eval_temperature)
+
+    def create(session_id: str) -> Session:
+        recorder = ChatRecorder(context, session_id=session_id)
+        return Session(session_id=session_id, recorder=recorder, sampling=sampling, api_key=api_key, free_sampling=True)
+
+    limits = config.agent.endpoint
+    store = SessionStore(max_sessions=limits.max_sessions, ttl=limits.session_ttl, create=create)
+    endpoint = Endpoint(
+        store, model=model_name, limits=limits, api_key=api_key, stateless=lambda: create(f"once-{uuid.uuid4().hex}")
+    )
+    return LoopServer(endpoint.app(), host=host, port=port, api_key=api_key)
+
+
+def serving_limits(agent: AgentConfig, max_model_len: int) -> AgentConfig:
+    """Training budgets do not bind whom a model is served to; the context's length does."""
+    return agent.model_copy(
+        update={
+            "max_prompt_length": max_model_len,
+            "max_response_length": max_model_len,
+            "max_assistant_turns": UNLIMITED_TURNS,
+            "max_user_turns": UNLIMITED_TURNS,
+            "edited_history": "segment",
+        }
+    )
+
+
+@asynccontextmanager
+async def _context(config: Config, say: Callable[[str], None]) -> AsyncIterator[tuple[AgentContext, Callable]]:
+    """The loaded engine as agents see it, and what starts it."""
+    agent = config.agent
+    codec = ChatCodec.from_pretrained(config.model.path, tool_format=agent.tool_format, tool_prompt=agent.tool_prompt)
+    check_engine(config)
+    say(f"loading {config.model.path}")
+    backends = make_backends(config, codec, weights=functools.partial(load_model, config, codec), say=say)
+    servers = [AsyncServer(backend, name=f"engine-{i}") for i, backend in enumerate(backends)]
+    client = LLMServerClient(servers, decode_text=functools.partial(codec.decode, skip_special_tokens=False))
+
+    async def start() -> None:
+        await asyncio.gather(*(backend.start() for backend in backends))
+
+    length = config.rollout.max_model_len
+    limits = serving_limits(agent, length)
+    try:
+        yield AgentContext(client=client, codec=codec, limits=limits, max_model_len=length), start
+    finally:
+        await asyncio.gather(*(backend.close() for backend in backends))

@@ -1,0 +1,118 @@
+"""What scores the trajectories of a run: the config's reward section, and the services reward functions ask for."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from jax_agent_rl.chat.codec import ChatCodec
+from jax_agent_rl.config import Config, JudgeConfig
+from jax_agent_rl.jetstream.backend import JetStreamBackend
+from jax_agent_rl.jetstream.engine import EngineShapes
+from jax_agent_rl.models.hf import load_hf
+from jax_agent_rl.rewards import (
+    ModelJudge,
+    RemoteReward,
+    load_rewards,
+    register_reward,
+    require_rewards,
+    score,
+    services_asked_for,
+)
+from jax_agent_rl.rollout.client import LLMServerClient
+from jax_agent_rl.rollout.collect import Score
+from jax_agent_rl.rollout.server import AsyncServer
+from jax_agent_rl.tools.sandbox import open_sandbox
+from jax_agent_rl.types import SamplingParams
+
+POLICY = "policy"
+"""The value of ``reward.judge.model`` that means the model being trained."""
+
+
+@asynccontextmanager
+async def reward_server(config: Config) -> AsyncIterator[None]:
+    """Registers the user's reward functions and ``reward.remote``, whose connections are closed in the end.
+
+    Raises:
+        ConfigError: ``reward.path`` cannot be imported, or a data source has a function already.
+    """
+    load_rewards(config.reward.path)
+    if config.reward.remote is None:
+        yield
+        return
+    remote = RemoteReward(**config.reward.remote.model_dump(exclude={"data_sources"}))
+    # It may take the place of a built-in rule: the config asks for it by name.
+    register_reward(*config.reward.remote.data_sources, override=True)(remote)
+    try:
+        yield
+    finally:
+        await remote.close()
+
+
+def needed_services(config: Config, rows: Sequence[Mapping[str, Any]]) -> set[str]:
+    """Services that the rows' reward functions ask for, after checking that everything they ask for exists.
+
+    Raises:
+        ConfigError: a row has no reward function, or its function asks for what there is not.
+    """
+    offered = {"sandbox", *(["judge"] if config.reward.judge else [])}
+    require_rewards(rows, services=offered)
+    return services_asked_for(rows, offered)
+
+
+@asynccontextmanager
+async def open_scorer(
+    config: Config, needed: set[str], *, client: LLMServerClient, codec: ChatCodec
+) -> AsyncIterator[Score]:
+    """Starts the needed services and yields what scores one trajectory.
+
+    Args:
+        config: the run's.
+        needed: see :func:`needed_services`.
+        client, codec: the policy's own engine, for ``reward.judge.model: policy``.
+
+    Raises:
+        ConfigError: the sandbox does not work on this machine.
+        ModelError: the judge's model cannot be loaded.
+    """
+    services: dict[str, Any] = {}
+    if "sandbox" in needed:
+        services["sandbox"] = await open_sandbox(config.reward.sandbox)
+    if "judge" not in needed or config.reward.judge is None:
+        yield _scorer(config, services)
+        return
+    async with _open_judge(config.reward.judge, client=client, codec=codec) as judge:
+        yield _scorer(config, services | {"judge": judge})
+
+
+def _scorer(config: Config, services: Mapping[str, Any]) -> Score:
+    return functools.partial(score, timeout=config.reward.timeout, services=services)
+
+
+@asynccontextmanager
+async def _open_judge(config: JudgeConfig, *, client: LLMServerClient, codec: ChatCodec) -> AsyncIterator[ModelJudge]:
+    """The policy as its own judge, or a frozen model in an engine of its own."""
+    sampling = SamplingParams(max_tokens=config.max_tokens, temperature=config.temperature)
+    if config.model == POLICY:
+        yield ModelJudge(client, codec, sampling=sampling, max_in_flight=config.max_in_flight)
+        return
+    codec = ChatCodec.from_pretrained(config.model, tool_format="hermes", tool_prompt="none")
+    model, params = load_hf(config.model)
+    shapes = EngineShapes(
+        max_model_len=config.max_model_len,
+        max_concurrent_decodes=config.max_in_flight,
+        cache_rows=config.max_in_flight,
+        decode_steps=16,
+        prefill_buckets=(128, 512),
+    )
+    decode = functools.partial(codec.decode, skip_special_tokens=False)
+    backend = JetStreamBackend(model, params, shapes, seed=0, decode_text=decode)
+    await backend.start()
+    try:
+        server = AsyncServer(backend, name="judge-0")
+        judge_client = LLMServerClient([server], decode_text=decode)
+        yield ModelJudge(judge_client, codec, sampling=sampling, max_in_flight=config.max_in_flight)
+    finally:
+        await backend.close()

@@ -1,0 +1,193 @@
+"""The client side of a tool server: ``POST /get_observation``.
+
+::
+
+    {trajectory_ids, actions, extra_fields, finish, is_last_step}  ──►  {observations, dones, valids}
+
+one entry per trajectory in each list. An observation is text, or ``{obs, reward?, metrics?, image?, audio?}``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, FiniteFloat, ValidationError
+
+from jax_agent_rl.errors import ConfigError, ToolServerError
+from jax_agent_rl.json_service import JsonService
+
+PATH = "/get_observation"
+NO_TOOL = "Error: no tool accepted this action; check its format."
+"""What the model reads when the tool server has nothing to say about an action that no tool takes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Action:
+    """What one trajectory sends.
+
+    Attributes:
+        trajectory_id: whose environment it is for.
+        text: what the model wrote, up to the end of the action.
+        extra_fields: what the dataset row adds, for the tool alone.
+        finish: close the environment.
+        is_last_step: no further action will come.
+    """
+
+    trajectory_id: str
+    text: str = ""
+    extra_fields: Mapping[str, Any] = field(default_factory=dict)
+    finish: bool = False
+    is_last_step: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Observation:
+    """What came back.
+
+    Attributes:
+        text: what the model reads.
+        done: the trajectory is over.
+        error: None, or the kind as in :class:`~jax_agent_rl.types.ToolCallRecord`.
+        reward: what the tool gave.
+        metrics: numbers the tool reported.
+    """
+
+    text: str
+    done: bool = False
+    error: str | None = None
+    reward: float = 0.0
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+class ToolServerClient:
+    """Speaks to one tool server.
+
+    Args:
+        service: its ``url`` ends with :data:`PATH`, see :func:`observation_url`.
+    """
+
+    def __init__(self, service: JsonService):
+        self._service = service
+
+    async def get_observation(
+        self, actions: Sequence[Action], *, repeatable: bool = False
+    ) -> list[Observation | ToolServerError]:
+        """Runs one action of each of several trajectories; an entry that cannot be used is an error of its own.
+
+        A server that takes too long gives observations with the error ``timeout``, for the model to read.
+
+        Args:
+            actions: of different trajectories.
+            repeatable: see :meth:`~jax_agent_rl.json_service.JsonService.post`.
+
+        Raises:
+            ToolServerError: the server cannot be reached, refuses, or answers what is no answer to this request.
+        """
+        payload = {
+            "trajectory_ids": [action.trajectory_id for action in actions],
+            "actions": [action.text for action in actions],
+            "extra_fields": [dict(action.extra_fields) for action in actions],
+            "finish": [action.finish for action in actions],
+            "is_last_step": [action.is_last_step for action in actions],
+        }
+        try:
+            answer = await self._service.post(payload, repeatable=repeatable)
+        except TimeoutError:
+            seconds = self._service.settings.timeout
+            text = f"Error: the tool did not answer within {seconds:g} seconds."
+            return [Observation(text=text, error="timeout") for _ in actions]
+        return _observations(answer, len(actions), self._service.settings.url)
+
+    async def finish(self, trajectory_id: str) -> None:
+        """Closes the environment of a trajectory.
+
+        Raises:
+            ToolServerError: as :meth:`get_observation`, or it took too long.
+        """
+        action = Action(trajectory_id=trajectory_id, finish=True, is_last_step=True)
+        (closed,) = await self.get_observation([action], repeatable=True)
+        if isinstance(closed, ToolServerError):
+            raise closed
+        if closed.error == "timeout":
+            raise ToolServerError(f"{self._service.settings.url}: closing {trajectory_id} took too long")
+
+    async def check(self) -> None:
+        """Asks whether the server is well, by ``GET /health``.
+
+        Raises:
+            ConfigError: it is not, or not there.
+        """
+        try:
+            await self._service.ping(self._service.settings.url.removesuffix(PATH) + "/health")
+        except (ToolServerError, TimeoutError) as error:
+            raise ConfigError(f"the tool server is not ready: {error}") from None
+        finally:
+            await self.close()  # a run may still end before its first trajectory
+
+    async def close(self) -> None:
+        await self._service.close()
+
+
+def observation_url(url: str) -> str:
+    """``http://host:5000`` and ``http://host:5000/get_observation`` name the same server.
+
+    >>> observation_url("http://localhost:5000/")
+    'http://localhost:5000/get_observation'
+    """
+    url = url.rstrip("/")
+    return url if url.endswith(PATH) else url + PATH
+
+
+class _Answer(BaseModel):
+    """The frame of an answer; observations are checked one by one."""
+
+    observations: list[Any]
+    dones: list[bool]
+    valids: list[bool]
+
+
+class _Detailed(BaseModel):
+    """An observation that is more than text. What else a server adds is for other readers."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    obs: str
+    reward: FiniteFloat | None = None
+    metrics: dict[str, FiniteFloat] = {}
+    image: Any = None
+    audio: Any = None
+
+
+def _observations(answer: Any, count: int, url: str) -> list[Observation | ToolServerError]:
+    try:
+        frame = _Answer.model_validate(answer)
+    except ValidationError as error:
+        raise ToolServerError(f"{url} gave a wrong answer: {_first(error)}; is it a tool server?") from None
+    lengths = {name: len(values) for name, values in vars(frame).items()}
+    if set(lengths.values()) != {count}:
+        raise ToolServerError(f"{url} gave a wrong answer: {lengths} entries for {count} actions")
+    rows = zip(frame.observations, frame.dones, frame.valids, strict=True)
+    return [_observation(content, done, valid, url) for content, done, valid in rows]
+
+
+def _observation(content: Any, done: bool, valid: bool, url: str) -> Observation | ToolServerError:
+    try:
+        detailed = _Detailed.model_validate({"obs": content} if isinstance(content, str) else content)
+    except ValidationError as error:
+        return ToolServerError(f"{url} gave a wrong observation: {_first(error)}")
+    if detailed.image or detailed.audio:
+        text, kind = "Error: the tool returned images or audio, which cannot be shown here.", "raised"
+    else:
+        # JSON can spell halves of surrogate pairs, which are no text.
+        text, kind = detailed.obs.encode("utf-8", "replace").decode(), None if valid else "invalid_action"
+    if not valid and not text:
+        text = NO_TOOL
+    return Observation(text=text, done=done, error=kind, reward=detailed.reward or 0.0, metrics=detailed.metrics)
+
+
+def _first(error: ValidationError) -> str:
+    problem = error.errors()[0]
+    place = ".".join(map(str, problem["loc"])) or "the answer"
+    return f"{place}: {problem['msg']}, got {problem['input']!r:.200}"

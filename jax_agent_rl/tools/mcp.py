@@ -1,0 +1,301 @@
+"""Tools of MCP servers (Model Context Protocol), over stdio or streamable HTTP, by the ``mcp`` package.
+
+::
+
+    MCPConnection ── one task owns the session: connects, waits, closes (the package wants all three in one task)
+        ▲ call(name, arguments): any number at once; each gives up after ``timeout`` seconds
+        │   the session is gone ──► the call fails with what the model reads; the next call connects anew
+    MCPTool … MCPTool       one per tool of the server, shared by all trajectories
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import io
+import json
+import logging
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from jax_agent_rl.errors import ConfigError, ToolError, ToolTimeoutError
+from jax_agent_rl.tools.base import BaseTool, ToolResponse, ToolResult
+
+if TYPE_CHECKING:
+    from mcp import Client
+    from mcp.types import CallToolResult
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MCPServerConfig:
+    """How to reach a server: ``url``, or ``command`` to start it.
+
+    Attributes:
+        url: of a streamable HTTP endpoint.
+        headers: HTTP headers to send, e.g. ``Authorization``.
+        command, args, env, cwd: the program that speaks MCP on its standard input and output. It inherits none of
+            the environment but what finds programs and homes; ``env`` adds to that.
+    """
+
+    url: str | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+    command: str | None = None
+    args: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    cwd: str | None = None
+
+    @classmethod
+    def from_mapping(cls, settings: Any, *, where: str) -> MCPServerConfig:
+        """From an entry of ``mcpServers``; verl's ``auth_token`` becomes a bearer header.
+
+        Raises:
+            ConfigError: unknown keys, or not exactly one of ``url`` and ``command``.
+        """
+        if not isinstance(settings, Mapping):
+            raise ConfigError(f"{where} must be a mapping, got {settings!r:.100}")
+        known = {"url", "headers", "command", "args", "env", "cwd", "auth_token"}
+        if unknown := sorted(settings.keys() - known):
+            raise ConfigError(f"{where} has unknown keys {unknown}; there are {sorted(known)}")
+        if (settings.get("url") is None) == (settings.get("command") is None):
+            raise ConfigError(f"{where} needs either url or command")
+        plain = {key: value for key, value in settings.items() if key not in ("auth_token", "args")}
+        if token := settings.get("auth_token"):
+            plain["headers"] = {**settings.get("headers", {}), "Authorization": f"Bearer {token}"}
+        return cls(**plain, args=tuple(map(str, settings.get("args") or ())))
+
+    def __str__(self) -> str:
+        return self.url or " ".join([self.command or "", *self.args])
+
+
+class MCPConnection:
+    """A session with one server, opened again when it was lost. An async context manager.
+
+    Args:
+        name: of the server, for messages.
+        server: how to reach it.
+        timeout: seconds that each call may take.
+        connect_timeout: seconds that connecting may take; None: the same.
+
+    Raises:
+        ConfigError: entering: the package ``mcp`` is not installed, or the server cannot be reached.
+    """
+
+    def __init__(
+        self, name: str, server: MCPServerConfig, *, timeout: float, connect_timeout: float | None = None
+    ) -> None:
+        self.name = name
+        self._server = server
+        self._timeout = timeout
+        self._connect_timeout = connect_timeout or timeout
+        self._opening = asyncio.Lock()
+        self._client: Client | None = None
+        self._owner: asyncio.Task[None] | None = None
+        self._stop = asyncio.Event()
+
+    async def __aenter__(self) -> MCPConnection:
+        try:
+            await self._connected()
+        except ImportError:
+            raise ConfigError("MCP tools need the package mcp: pip install 'jax_agent_rl[mcp]'") from None
+        except ToolError as error:
+            raise ConfigError(f"{error}; correct its entry, or start the server") from None
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None):
+        await self._close()
+
+    async def tools(self) -> list[MCPTool]:
+        """All tools the server offers."""
+        client = await self._connected()
+        tools: list[MCPTool] = []
+        cursor = None
+        while True:
+            page = await client.list_tools(cursor=cursor)
+            tools += [MCPTool(self, tool.name, tool.description or "", tool.input_schema) for tool in page.tools]
+            cursor = page.next_cursor
+            if not cursor:
+                return tools
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> CallToolResult:
+        """Runs one call.
+
+        Raises:
+            ToolTimeoutError: no answer in time.
+            ToolError: the server is gone, or refuses the call.
+        """
+        from mcp import MCPError
+
+        client = await self._connected()
+        try:
+            async with asyncio.timeout(self._timeout):
+                return await client.call_tool(name, dict(arguments))
+        except TimeoutError:
+            raise ToolTimeoutError(
+                f"{name}: the server {self.name} did not answer within {self._timeout:g} seconds"
+            ) from None
+        except MCPError as error:
+            if _is_lost(error):
+                self._forget(client)
+            raise ToolError(f"{name}: the server {self.name} failed: {error}") from None
+        except (OSError, RuntimeError) as error:  # the transport's own failures
+            self._forget(client)
+            raise ToolError(f"{name}: the server {self.name} is gone ({type(error).__name__}: {error})") from None
+
+    async def _connected(self) -> Client:
+        """The session, a new one if there is none; one task at a time connects."""
+        async with self._opening:
+            if self._client is None or self._owner is None or self._owner.done():
+                await self._close()
+                self._client = await self._open()
+            return self._client
+
+    async def _open(self) -> Client:
+        self._stop = asyncio.Event()
+        ready: asyncio.Future[Client] = asyncio.get_running_loop().create_future()
+        self._owner = asyncio.create_task(self._own(ready, self._stop), name=f"mcp-{self.name}")
+        try:
+            async with asyncio.timeout(self._connect_timeout):
+                return await asyncio.shield(ready)
+        except ImportError:
+            raise
+        except asyncio.CancelledError:  # of the call that wanted the session
+            self._owner.cancel()
+            raise
+        except TimeoutError:
+            self._owner.cancel()
+            raise ToolError(
+                f"the MCP server {self.name} ({self._server}) did not answer within {self._connect_timeout:g} seconds"
+            ) from None
+        except Exception as error:
+            cause = _innermost(error)
+            raise ToolError(
+                f"the MCP server {self.name} ({self._server}) cannot be reached: {type(cause).__name__}: {cause}"
+            ) from None
+
+    async def _own(self, ready: asyncio.Future[Client], stop: asyncio.Event) -> None:
+        """The life of one session, in one task."""
+        try:
+            async with AsyncExitStack() as stack:
+                client = await stack.enter_async_context(await self._make_client(stack))
+                ready.set_result(client)
+                await stop.wait()
+        except BaseException as error:
+            if not ready.done():
+                ready.set_exception(error if isinstance(error, Exception) else RuntimeError("connecting was cancelled"))
+                ready.exception()  # seen, whether or not anybody still waits for it
+            elif isinstance(error, Exception):
+                logger.warning("the session with the MCP server %s ended: %s", self.name, _innermost(error))
+            if not isinstance(error, Exception):
+                raise
+
+    async def _make_client(self, stack: AsyncExitStack) -> Client:
+        from mcp import Client, StdioServerParameters
+
+        server = self._server
+        if server.command is not None:
+            return Client(
+                StdioServerParameters(
+                    command=server.command, args=list(server.args), env=dict(server.env) or None, cwd=server.cwd
+                )
+            )
+        assert server.url is not None
+        if not server.headers:
+            return Client(server.url)
+        import httpx2
+        from mcp.client.streamable_http import streamable_http_client
+
+        # Each call has a time limit of its own; a response stream may stay open for long.
+        client = httpx2.AsyncClient(headers=dict(server.headers), timeout=httpx2.Timeout(self._timeout, read=None))
+        http = await stack.enter_async_context(client)
+        return Client(streamable_http_client(server.url, http_client=http))
+
+    def _forget(self, client: Client) -> None:
+        """Gives a lost session up; the next call connects anew."""
+        if self._client is client:
+            self._client = None
+            self._stop.set()
+
+    async def _close(self) -> None:
+        """Ends the owner task; cuts it off if it does not end by itself."""
+        owner, self._owner, self._client = self._owner, None, None
+        if owner is None:
+            return
+        self._stop.set()
+        await asyncio.wait({owner}, timeout=self._timeout)
+        if not owner.done():
+            owner.cancel()
+            await asyncio.wait({owner}, timeout=1.0)
+
+
+class MCPTool(BaseTool):
+    """One tool of a server. The server keeps what state there is; trajectories share the session.
+
+    Args:
+        connection: to its server.
+        name, description, parameters: as the server declares them.
+    """
+
+    def __init__(self, connection: MCPConnection, name: str, description: str, parameters: Mapping[str, Any]) -> None:
+        super().__init__(name=name, description=description, parameters=parameters)
+        self._connection = connection
+
+    async def execute(self, instance_id: str, arguments: Mapping[str, Any], **execute_kwargs: Any) -> ToolResult:
+        if execute_kwargs:
+            raise TypeError(f"MCP tool {self.name!r} takes no execute_kwargs, got {sorted(execute_kwargs)}")
+        return as_tool_response(await self._connection.call(self.name, arguments))
+
+
+def as_tool_response(result: CallToolResult) -> ToolResponse:
+    """A call's result as text and images; of other content only its kind is told.
+
+    Raises:
+        ToolError: the server reports an error, or an image cannot be decoded.
+    """
+    texts: list[str] = []
+    images: list[Any] = []
+    for block in result.content:
+        match block.type:
+            case "text":
+                texts.append(block.text)
+            case "image":
+                images.append(_image(block.data))
+            case kind:
+                texts.append(f"[{kind} content, which is not shown]")
+    if not texts and not images and result.structured_content is not None:
+        texts.append(json.dumps(result.structured_content, ensure_ascii=False))
+    text = "\n".join(texts)
+    if result.is_error:
+        raise ToolError(text or "the tool failed without saying why")
+    return ToolResponse(text=text, image=tuple(images))
+
+
+def _image(data: str) -> Any:
+    """A PIL image from base64."""
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        image = Image.open(io.BytesIO(base64.b64decode(data, validate=True)))
+        image.load()
+    except (binascii.Error, UnidentifiedImageError, OSError, ValueError, Image.DecompressionBombError) as error:
+        raise ToolError(f"the server sent an image that cannot be read: {error}") from None
+    return image
+
+
+def _innermost(error: BaseException) -> BaseException:
+    """The first cause inside exception groups."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def _is_lost(error: Any) -> bool:
+    """True if the connection itself is closed, not merely one request refused."""
+    from mcp.types import CONNECTION_CLOSED
+
+    return error.error.code == CONNECTION_CLOSED

@@ -1,0 +1,77 @@
+"""Runs inside the sandbox, just before the program: sets hard limits, gives up every privilege, becomes the program.
+
+Passed to ``python -I -S -c`` as source, so that nothing of the host has to be visible: standard library only. Its
+arguments are a JSON object and then the program's own. Exits with 125 and one line on stderr when it cannot do its
+work; the program is not started then.
+"""
+
+import json
+import os
+import resource
+import select
+import stat
+import sys
+
+
+def _limit(limits: dict) -> None:
+    hard = {
+        resource.RLIMIT_AS: limits["memory_bytes"],
+        resource.RLIMIT_NPROC: limits["processes"],
+        resource.RLIMIT_FSIZE: limits["disk_bytes"],
+        resource.RLIMIT_NOFILE: limits["open_files"],
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_MEMLOCK: 0,
+    }
+    for which, value in hard.items():
+        value = _allowed(which, value)
+        resource.setrlimit(which, (value, value))
+    # The soft limit's signal tells CPU time from other kills; the hard one follows for who ignores the signal.
+    hard_cpu = _allowed(resource.RLIMIT_CPU, limits["cpu_seconds"] + 1)
+    resource.setrlimit(resource.RLIMIT_CPU, (min(limits["cpu_seconds"], hard_cpu), hard_cpu))
+
+
+def _allowed(which: int, value: int) -> int:
+    """The limit, or the lower one this process was started with."""
+    hard = resource.getrlimit(which)[1]
+    return value if hard == resource.RLIM_INFINITY else min(value, hard)
+
+
+def _become(uid: int) -> None:
+    """From root to a user of nobody else's. The process limit counts by user, and never binds root."""
+    for fd in (0, 1, 2):
+        if stat.S_ISFIFO(os.fstat(fd).st_mode):
+            os.fchmod(fd, 0o666)  # else opening /dev/stdout is refused
+    os.setgroups([])
+    os.setresgid(uid, uid, uid)
+    os.setresuid(uid, uid, uid)
+
+
+def _still_wanted(lifeline: int) -> bool:
+    """Whether whoever started this still holds its end of the lifeline.
+
+    The kernel ends this process with its parent only once it was asked to; a parent that died before left no trace.
+    """
+    poll = select.poll()
+    poll.register(lifeline, 0)  # a hang-up is reported without being asked for
+    gone = poll.poll(0)
+    os.close(lifeline)
+    return not gone
+
+
+def main() -> None:
+    """See the module."""
+    options, argv = json.loads(sys.argv[1]), sys.argv[2:]
+    try:
+        if not _still_wanted(options["lifeline"]):
+            return
+        _limit(options["limits"])
+        if options["uid"] is not None:
+            _become(options["uid"])
+        os.execvp(argv[0], argv)
+    except OSError as error:
+        print(f"sandbox guard: {argv[0]}: {error}", file=sys.stderr)
+    sys.exit(125)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""An agent loop over a scripted engine, and the check that its trajectory is token-exact."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jax_agent_rl.agents import AgentContext, AgentLoop, ServerToolAgent
+from jax_agent_rl.config import AgentConfig
+from jax_agent_rl.rollout.client import LLMServerClient
+from jax_agent_rl.rollout.server import AsyncServer
+from jax_agent_rl.types import SamplingParams, Trajectory
+from tests.fakes import FakeCodec, ScriptedBackend
+from tests.http_service import ToolServer
+
+ROW: Mapping[str, Any] = {"prompt": [{"role": "user", "content": "what is 1 + 2 ?"}], "data_source": "calculator"}
+
+
+class AgentStage:
+    """Keeps what tests look at: the codec, the engine, the loop.
+
+    Args:
+        agent: the loop's class.
+        script: what the engine says, see :class:`~tests.fakes.ScriptedBackend`.
+        shared: further fields of the agent context (``tools``, ``interactions``, …).
+        limits: the ``agent`` section.
+    """
+
+    def __init__(
+        self,
+        agent: type[AgentLoop],
+        script: Any,
+        *,
+        backend: type[ScriptedBackend] = ScriptedBackend,
+        codec: FakeCodec | None = None,
+        engine_len: int = 1000,
+        shared: Mapping[str, Any] | None = None,
+        **limits: Any,
+    ):
+        self.codec = codec or FakeCodec()
+        self.backend = backend(self.codec, script)
+        self.client = LLMServerClient([AsyncServer(self.backend)])
+        self.context = AgentContext(
+            client=self.client,
+            codec=self.codec,
+            limits=AgentConfig(**{"tool_prompt": "none", **limits}),
+            max_model_len=engine_len,
+            **(shared or {}),
+        )
+        self.agent = agent(self.context)
+
+    async def run(
+        self, row: Mapping[str, Any] = ROW, *, trajectory_id: str = "t", max_tokens: int = 1000
+    ) -> Trajectory:
+        sampling = SamplingParams(max_tokens=max_tokens, seed=0)
+        return await self.agent.run(row, trajectory_id=trajectory_id, group_id="g", sampling=sampling)
+
+    def text(self, trajectory: Trajectory) -> str:
+        """The response as text, special tokens included."""
+        return self.codec.decode(trajectory.response_ids, skip_special_tokens=False)
+
+
+def assert_token_exact(trajectory: Trajectory, requests: Any) -> None:
+    """The context of every turn is the prompt, then sampled and inserted ids in order; nothing else."""
+    context = trajectory.prompt_ids
+    for turn, request in zip(trajectory.turns, requests, strict=True):
+        assert request.prompt_ids == context
+        context = context + turn.output.token_ids + turn.appended_ids
+    assert context == trajectory.prompt_ids + trajectory.response_ids
+
+
+ACT = "<py> 1 + 2 </py> and more"
+ACTION = "<py> 1 + 2 </py>"
+"""What an engine that stops at the action's end says of ``ACT``."""
+STOP = {"action_stop_tokens": ("</py>",)}
+
+
+def server_tool_stage(server: ToolServer, script: Any, **limits: Any) -> AgentStage:
+    """The server_tool agent on a tool server."""
+    return AgentStage(ServerToolAgent, script, **{"tool_server_url": server.url, **STOP, **limits})

@@ -1,0 +1,99 @@
+"""The examples as their READMEs start them, on a model of random weights: the run is whole and exact."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import yaml
+
+from jax_agent_rl.data.calculator import prepare_calculator
+from jax_agent_rl.observe.metrics import read_records
+
+pytest.importorskip("uvicorn")
+openai = pytest.importorskip("openai")
+pytest.importorskip("langgraph")
+
+ROOT = Path(__file__).parents[2]
+COMMAND = [sys.executable, "-m", "jax_agent_rl.cli"]
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}
+SMALL = [
+    "rollout.prompts_per_step=2",
+    "rollout.group_size=2",
+    "rollout.max_in_flight=4",
+    "rollout.jetstream.max_concurrent_decodes=4",
+    "rollout.jetstream.prefill_buckets=[64, 256]",
+    "agent.max_response_length=24",
+    "algorithm.filter_zero_variance=false",
+    "learner.row_length=384",
+    "data.heldout_limit=2",
+    "trainer.steps=2",
+]
+
+
+@pytest.mark.parametrize("name", ["langgraph_agent", "openai_agent"])
+def test_an_example_trains_with_every_trajectory_accounted_for(name: str, small_model: Path, tmp_path: Path):
+    config = ROOT / "examples" / name / "config.yaml"
+    agent = yaml.safe_load(config.read_text())["agent"]["default_agent"]
+    train, heldout = prepare_calculator(tmp_path / "data", train=24, heldout=4, agent_name=agent)
+    places = [f"run_dir={tmp_path / 'run'}", f"model.path={small_model}", f"data.train={train}"]
+    command = [*COMMAND, "train", str(config), *places, f"data.heldout={heldout}", *SMALL]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=ROOT, env=ENVIRONMENT)
+    assert result.returncode == 0, result.stderr
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["started"] == summary["trained"] == 8 and summary["dropped"] == {}
+    assert summary["token_drift"] == 0 and summary["max_logprob_gap"] <= 1e-3
+    assert {r["agent_name"] for r in read_records(tmp_path / "run" / "trajectories.jsonl")} == {agent}
+
+
+def test_serve_answers_an_openai_client_until_it_is_told_to_stop(small_model: Path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    config = ROOT / "examples" / "openai_agent" / "config.yaml"
+    command = [*COMMAND, "serve", str(config), f"model.path={small_model}", *SMALL, "--port", str(port)]
+    process = subprocess.Popen(
+        [*command, "--token-env", "SERVE_KEY"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=ROOT,
+        env=ENVIRONMENT | {"PYTHONUNBUFFERED": "1", "SERVE_KEY": "k"},
+    )
+    watchdog = threading.Timer(250, process.kill)
+    watchdog.start()
+    assert process.stdout is not None
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if "base_url=" in line:
+            break
+    url = f"http://127.0.0.1:{port}/v1"
+    with openai.OpenAI(base_url=url, api_key="k") as client:
+        messages = [{"role": "user", "content": "hello"}]
+        answers = [
+            client.chat.completions.create(model="policy", messages=messages, max_tokens=8, temperature=1.0, seed=seed)
+            for seed in (1, 1, 2)
+        ]
+        texts = [answer.choices[0].message.content for answer in answers]
+    assert texts[0] == texts[1] != texts[2], lines
+    with openai.OpenAI(base_url=url, api_key="wrong") as client, pytest.raises(openai.AuthenticationError):
+        client.models.list()
+    process.send_signal(signal.SIGTERM)
+    output = process.stdout.read()
+    assert process.wait() == 0, output
+    watchdog.cancel()
+
+
+def test_serve_says_what_to_do_about_an_open_address(small_model: Path):
+    config = ROOT / "examples" / "openai_agent" / "config.yaml"
+    command = [*COMMAND, "serve", str(config), f"model.path={small_model}", "--host", "0.0.0.0"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=ROOT, env=ENVIRONMENT)
+    assert result.returncode == 2 and "--token-env" in result.stderr and "Traceback" not in result.stderr

@@ -1,0 +1,115 @@
+"""Each example prepares its data and trains: on random weights, or on the real model where it is to call tools."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from jax_agent_rl.observe.metrics import read_records
+from tests.capabilities import needs_bwrap
+
+ROOT = Path(__file__).parents[2]
+
+SMALL = [
+    "rollout.prompts_per_step=2",
+    "rollout.group_size=2",
+    "rollout.max_in_flight=4",
+    "rollout.jetstream.max_concurrent_decodes=4",
+    "rollout.jetstream.prefill_buckets=[64, 256]",
+    "algorithm.filter_zero_variance=false",  # a random model earns nothing: without the filter the learner still runs
+    "trainer.steps=2",
+]
+EXAMPLES = {
+    "gsm8k_tool": ([], None, []),
+    "reasoning_gym": (["--train", "8", "--heldout", "2"], "reasoning_gym", ["agent.max_response_length=16"]),
+    "textworld": (["--train", "2", "--heldout", "1"], "textworld", ["agent.max_response_length=300"]),
+}
+
+# Settings of the server, the key of its address, the path there, and how the run's calls are named.
+WITH_TOOL_SERVER = {
+    "search_agent": (
+        ["tools=[search]", "search.corpus={data}/corpus.jsonl"],
+        "search.server_url",
+        "/retrieve",
+        "search",
+    ),
+    "python_agent": (["tools=[python]"], "tool_config.server_url", "", "tool"),
+}
+
+
+def run(*command, cwd=ROOT):
+    result = subprocess.run(
+        [sys.executable, *map(str, command)],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=550,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_runs(name: str, tmp_path: Path, small_model: Path):
+    options, package, overrides = EXAMPLES[name]
+    if package is not None:
+        pytest.importorskip(package)
+    run(f"examples/{name}/prepare.py", "--out", tmp_path / "data", *options)
+    data = [f"data.{part}={tmp_path / 'data' / part}.jsonl" for part in ("train", "heldout")]
+    where = [f"run_dir={tmp_path / 'run'}", f"model.path={small_model}", *data]
+    run("-m", "jax_agent_rl.cli", "train", f"examples/{name}/config.yaml", *where, *SMALL, *overrides)
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["steps"] == 2 and summary["trained"] == summary["started"] == 8
+    assert summary["token_drift"] == 0 and summary["recompilations_after_warmup"] == 0
+    assert summary["max_logprob_gap"] <= 1e-3
+
+
+@needs_bwrap
+@pytest.mark.parametrize("name", WITH_TOOL_SERVER)
+def test_an_example_with_a_tool_server_calls_it_and_learns_from_it(name: str, tmp_path: Path):
+    of_server, key, path, call_name = WITH_TOOL_SERVER[name]
+    run(f"examples/{name}/prepare.py", "--out", tmp_path / "data", "--train", "8", "--heldout", "2")
+    where = [f"run_dir={tmp_path / 'run'}", f"data.train={tmp_path / 'data' / 'train.jsonl'}", "data.heldout=null"]
+    sizes = ["rollout.group_size=4", "rollout.max_in_flight=8", "rollout.jetstream.max_concurrent_decodes=8"]
+    with tool_server(*(setting.format(data=tmp_path / "data") for setting in of_server)) as url:
+        settings = [f"examples/{name}/config.yaml", *where, *SMALL, *sizes, "trainer.steps=1", f"{key}={url}{path}"]
+        run("-m", "jax_agent_rl.cli", "train", *settings)
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["trained"] == summary["started"] == 8 and summary["token_drift"] == 0
+    records = read_records(tmp_path / "run" / "trajectories.jsonl")
+    calls = [call for record in records for turn in record["turns"] for call in turn["tool_calls"]]
+    good = [call for call in calls if call["error"] is None]
+    assert good and {call["name"] for call in good} == {call_name}
+    assert any(record["reward"] for record in records), "the model answers some of these questions from the start"
+
+
+@contextmanager
+def tool_server(*settings: str) -> Iterator[str]:
+    """A tool server of its own; yields its address."""
+    command = [sys.executable, "-m", "jax_agent_rl.cli", "tool-server", "port=0", *settings]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stdout is not None
+        first = process.stdout.readline()
+        try:
+            yield first.split(" on ")[1].split(": ")[0]
+        finally:
+            process.terminate()
+            process.stdout.read()
+    assert process.returncode == 0
+
+
+@pytest.mark.parametrize("name", [*EXAMPLES, *WITH_TOOL_SERVER])
+def test_an_examples_script_says_what_it_would_do(name: str):
+    script = ROOT / "examples" / name / "run.sh"
+    result = subprocess.run(["bash", script, "--dry-run", "seed=1"], capture_output=True, text=True, check=True)
+    assert f"examples/{name}/prepare.py" in result.stdout
+    last = result.stdout.rstrip().splitlines()[-1]
+    assert f"train examples/{name}/config.yaml " in last and last.endswith(" seed=1")
+    assert ("tool-server" in result.stdout) == (name in WITH_TOOL_SERVER)

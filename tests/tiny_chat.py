@@ -1,0 +1,144 @@
+"""A real engine, tokenizer and chat template, all tiny: a random model whose every reply is read as the test wants.
+
+The tokenizer is a byte-level BPE with merges, so that text which a random model sampled is tokenized differently when
+it is tokenized again: an agent loop that re-tokenizes cannot pass.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from jax_agent_rl.agents import AgentContext
+from jax_agent_rl.chat.codec import ChatCodec
+from jax_agent_rl.chat.formats import Reply, ToolCall
+from jax_agent_rl.config import AgentConfig
+from jax_agent_rl.jetstream.backend import JetStreamBackend
+from jax_agent_rl.jetstream.engine import EngineShapes
+from jax_agent_rl.models.config import Params
+from jax_agent_rl.models.decoder import hidden_states, logits
+from jax_agent_rl.rollout.client import LLMServerClient
+from jax_agent_rl.rollout.protocol import GenerateRequest
+from jax_agent_rl.rollout.server import AsyncServer
+from jax_agent_rl.tools import ToolRegistry
+from jax_agent_rl.types import TokenOutput, Trajectory
+from tests.tiny import TINY, tiny_params
+
+LONGEST = 512
+TEMPLATE = (
+    "{% if tools %}<|start|>tools{% for t in tools %}{{ t.function.name }} {% endfor %}<|end|>{% endif %}"
+    "{% for m in messages %}<|start|>{{ m.role }}:{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}[{{ c.function.name }}{{ c.function.arguments | tojson }}]{% endfor %}<|end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|start|>assistant:{% endif %}"
+)
+CORPUS = ["what is one plus two", "the answer is three", "user assistant tool system question", "add numbers here"]
+CONFIG = replace(TINY, vocab_size=400)
+
+
+@functools.cache
+def tokenizer() -> PreTrainedTokenizerFast:
+    model = Tokenizer(models.BPE())
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=CONFIG.vocab_size,
+        special_tokens=["<|pad|>", "<|start|>", "<|end|>"],  # id 2 is the tiny model's EOS
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
+    model.train_from_iterator(CORPUS * 3, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=model, eos_token="<|end|>", chat_template=TEMPLATE)
+
+
+class TinyCodec(ChatCodec):
+    """Reads a reply as a call of ``add`` unless its first id can be divided by three: a random model calls tools."""
+
+    def __init__(self) -> None:
+        super().__init__(tokenizer())
+
+    def parse_reply(self, sampled_ids: Sequence[int], tools: Sequence[Mapping[str, Any]] = ()) -> Reply:
+        text = self.decode(sampled_ids).strip()
+        calls = (ToolCall(name="add", arguments={"a": 1, "b": len(sampled_ids)}),) if sampled_ids[0] % 3 else ()
+        return Reply(content=text, tool_calls=calls)
+
+
+class Watched(JetStreamBackend):
+    """Keeps what was asked of the engine and what it answered."""
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.seen: list[tuple[GenerateRequest, TokenOutput]] = []
+
+    async def stream(self, request):
+        async for chunk in super().stream(request):
+            if chunk.final is not None:
+                self.seen.append((request, chunk.final))
+            yield chunk
+
+
+@functools.cache
+def params() -> Params:
+    return tiny_params(5, CONFIG)
+
+
+@contextlib.asynccontextmanager
+async def tiny_context(*, tools=(), codec: ChatCodec | None = None, **limits) -> AsyncIterator[AgentContext]:
+    """What agent loops are given, over a started JAX engine. ``context.client.servers[0].backend`` is watched."""
+    codec = codec or TinyCodec()
+    shapes = EngineShapes(
+        max_model_len=LONGEST, max_concurrent_decodes=4, cache_rows=8, decode_steps=4, prefill_buckets=(32, 128)
+    )
+    decode = functools.partial(codec.decode, skip_special_tokens=False)
+    backend = Watched(CONFIG, params(), shapes, seed=3, decode_text=decode)
+    await backend.start()
+    try:
+        yield AgentContext(
+            client=LLMServerClient([AsyncServer(backend)], decode_text=decode),
+            codec=codec,
+            tools=ToolRegistry(tools),
+            limits=AgentConfig(**{"max_prompt_length": 256, "max_response_length": 256, **limits}),
+            max_model_len=LONGEST,
+        )
+    finally:
+        await backend.close()
+
+
+@jax.jit
+def _padded_logits(params: Params, ids: jax.Array) -> jax.Array:
+    ends = jnp.full((1, LONGEST), LONGEST, jnp.int32)
+    return logits(params, hidden_states(CONFIG, params, ids[None], jnp.arange(LONGEST)[None], ends))[0]
+
+
+def reference_logprobs(ids: Sequence[int]) -> np.ndarray:
+    """Log-prob of every id but the first, by one full pass: no cache, no turns; float64 [T - 1]."""
+    padded = np.zeros(LONGEST, np.int32)
+    padded[: len(ids)] = ids
+    scores = np.asarray(_padded_logits(params(), padded))[: len(ids) - 1].astype(np.float64)
+    normalized = scores - np.log(np.exp(scores - scores.max(-1, keepdims=True)).sum(-1, keepdims=True))
+    normalized -= scores.max(-1, keepdims=True)
+    return normalized[np.arange(len(ids) - 1), list(ids)[1:]]
+
+
+def assert_exact(trajectory: Trajectory, backend: Watched) -> None:
+    """Everything trained on was sampled by the engine in exactly the context it stands in, and only once."""
+    answers = {request.prompt_ids: [] for request, _ in backend.seen}
+    for request, output in backend.seen:
+        answers[request.prompt_ids].append(output.token_ids)
+    for sequence in trajectory.sequences:
+        context = sequence.prompt_ids
+        for turn in sequence.turns:
+            answers[context].remove(turn.output.token_ids)  # raises unless sampled there; removed: trained on once
+            context += turn.output.token_ids + turn.appended_ids
+        assert context == sequence.prompt_ids + sequence.response_ids
+        expected = reference_logprobs(context)[len(sequence.prompt_ids) - 1 :]
+        mask = np.asarray(sequence.response_mask, bool)
+        np.testing.assert_allclose(np.asarray(sequence.rollout_logprobs)[mask], expected[mask], atol=2e-4)
+        assert not np.asarray(sequence.rollout_logprobs)[~mask].any()

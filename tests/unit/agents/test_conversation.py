@@ -1,0 +1,105 @@
+"""What counts as the same conversation, and text that is never taken back."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jax_agent_rl.agents.conversation import CallWithId, assistant_message, fingerprint, plain_messages
+from jax_agent_rl.agents.reply import ChatReply, TextStream, cut_at_stop
+from jax_agent_rl.errors import TemplateError
+
+ARGUMENTS = st.dictionaries(st.text(max_size=4), st.integers() | st.text(max_size=6) | st.none(), max_size=3)
+
+
+@given(st.text(max_size=12), ARGUMENTS, st.sampled_from([None, 1]), st.booleans(), st.booleans())
+def test_a_reply_is_recognized_however_a_framework_writes_it_back(content, arguments, indent, ascii_only, as_parts):
+    reply = assistant_message(content, [CallWithId(id="call_1", name="add", arguments=arguments)])
+    written = {
+        "role": "assistant",
+        "content": [{"type": "text", "text": content}] if as_parts else content or None,
+        "refusal": None,
+        "annotations": [],
+        "tool_calls": [
+            {
+                "id": "renamed",
+                "type": "function",
+                "function": {
+                    "name": "add",
+                    "arguments": json.dumps(arguments, indent=indent, ensure_ascii=ascii_only),
+                },
+            }
+        ],
+    }
+    assert fingerprint(plain_messages([written]), []) == fingerprint([reply], [])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"content": "other"},
+        {"role": "user", "tool_calls": None},
+        {"tool_calls": None},
+        {"tool_calls": [{"id": "1", "function": {"name": "add", "arguments": '{"a": 2}'}}]},
+        {"tool_calls": [{"id": "1", "function": {"name": "sub", "arguments": '{"a": 1}'}}]},
+    ],
+)
+def test_a_message_that_says_something_else_is_another(change):
+    message = {
+        "role": "assistant",
+        "content": "text",
+        "tool_calls": [{"id": "1", "function": {"name": "add", "arguments": '{"a": 1}'}}],
+    }
+    before, after = plain_messages([message]), plain_messages([{**message, **change}])
+    assert fingerprint(before, []) != fingerprint(after, [])
+    assert fingerprint(before, []) != fingerprint(before, [{"type": "function"}])
+
+
+def test_results_are_named_after_their_calls():
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+    told = plain_messages(
+        [
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "c1", "content": "3"},
+        ]
+    )
+    assert told[1]["name"] == "add"
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        ("hello", "must be an object"),
+        ({"role": "robot", "content": "x"}, "role 'robot'"),
+        ({"role": "user", "content": 3}, "content must be text"),
+        ({"role": "user", "content": [{"type": "image_url"}]}, "'image_url' is not supported"),
+        ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}, "messages[1]"),
+        ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}, "an object"),
+    ],
+)
+def test_a_message_that_is_none_is_named_with_its_place(message, words):
+    with pytest.raises(TemplateError) as caught:
+        plain_messages([{"role": "user", "content": "x"}, message])
+    assert words in str(caught.value) and "messages[1]" in str(caught.value)
+
+
+@given(st.text(alphabet="ab <>/é\ufffd\n", max_size=40), st.lists(st.sampled_from(["ab", "<b>", " a"]), max_size=2))
+def test_pieces_of_a_stream_add_up_to_the_whole_text(text, stop):
+    stream = TextStream(lambda ids: "".join(map(chr, ids)), stop)
+    sent = "".join(stream.add([ord(letter)]) for letter in text)
+    whole = cut_at_stop(text, stop)
+    assert whole.startswith(sent)
+    rest, reply = stream.finish(ChatReply(content=whole))
+    assert sent + rest == reply.content == whole
+
+
+def test_text_that_turns_out_to_be_reasoning_stays_as_it_was_sent():
+    read = {"so": "so", "so</think>": "", "so</think>yes": "yes"}
+    stream = TextStream(lambda ids: read["".join(map(chr, ids))], ())
+    assert stream.add(list(map(ord, "so"))) == "so"
+    assert stream.add(list(map(ord, "</think>"))) == ""
+    rest, reply = stream.finish(ChatReply(content="yes", reasoning="so"))
+    assert (rest, reply.content) == ("yes", "soyes")

@@ -1,0 +1,267 @@
+"""The endpoint with the real ``openai`` client over HTTP: OpenAI's shapes, its errors, limits, and nothing left."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import httpx
+import pytest
+
+pytest.importorskip("uvicorn")
+openai = pytest.importorskip("openai")
+
+from jax_agent_rl.agents import AgentContext  # noqa: E402
+from jax_agent_rl.agents.endpoint.app import Endpoint  # noqa: E402
+from jax_agent_rl.agents.endpoint.server import LoopServer  # noqa: E402
+from jax_agent_rl.agents.endpoint.sessions import Session, SessionStore  # noqa: E402
+from jax_agent_rl.agents.recorder import ChatRecorder  # noqa: E402
+from jax_agent_rl.config import AgentConfig, EndpointConfig  # noqa: E402
+from jax_agent_rl.errors import ConfigError  # noqa: E402
+from jax_agent_rl.rollout.client import LLMServerClient  # noqa: E402
+from jax_agent_rl.rollout.server import AsyncServer  # noqa: E402
+from jax_agent_rl.types import SamplingParams  # noqa: E402
+from tests.fakes import FakeCodec, ScriptedBackend  # noqa: E402
+
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+ASK = [{"role": "user", "content": "what is 1 + 2 ?"}]
+CALL = '<call>add {"a": 1, "b": 2}</call>'
+
+
+class Stage:
+    """An endpoint over a scripted engine, and clients of it."""
+
+    def __init__(self, script, *, api_key=None, clock=None, limits=None, **agent):
+        self.codec = FakeCodec()
+        self.backend = ScriptedBackend(self.codec, script)
+        self.context = AgentContext(
+            client=LLMServerClient([AsyncServer(self.backend)]),
+            codec=self.codec,
+            limits=AgentConfig(**agent),
+            max_model_len=1000,
+        )
+        self.sampling = SamplingParams(max_tokens=1000)
+        self.api_key = api_key
+        limits = EndpointConfig(**(limits or {}))
+        extra = {"clock": clock} if clock else {}
+        self.store = SessionStore(
+            max_sessions=limits.max_sessions, ttl=limits.session_ttl, create=self.session, **extra
+        )
+        endpoint = Endpoint(
+            self.store, model="policy", limits=limits, api_key=api_key, stateless=lambda: self.session("once")
+        )
+        self.server = LoopServer(endpoint.app(), api_key=api_key)
+
+    def session(self, session_id: str) -> Session:
+        recorder = ChatRecorder(self.context, session_id=session_id)
+        return Session(
+            session_id=session_id,
+            recorder=recorder,
+            sampling=self.sampling,
+            api_key=self.api_key,
+            free_sampling=True,
+        )
+
+    def client(self, path="/v1", key="any", retries=0) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(base_url=self.server.url + path, api_key=key, max_retries=retries, timeout=30)
+
+
+@contextlib.asynccontextmanager
+async def serving(*args, **kwargs):
+    stage = Stage(*args, **kwargs)
+    stage.server.start()
+    try:
+        yield stage
+    finally:
+        await stage.server.close()
+
+
+async def test_a_chat_answer_has_openais_shape_with_usage_and_logprobs():
+    async with serving(["the answer is 3"]) as stage, stage.client() as client:
+        answer = await client.chat.completions.create(model="policy", messages=ASK, logprobs=True, seed=3)
+    choice = answer.choices[0]
+    assert choice.message.content == "the answer is 3" and choice.finish_reason == "stop"
+    tokens = choice.logprobs.content
+    assert "".join(t.token for t in tokens) == "the answer is 3<eos>"
+    assert all(t.logprob < 0 and bytes(t.bytes).decode() == t.token for t in tokens)
+    assert answer.usage.completion_tokens == 5
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + 5
+
+
+async def test_tool_calls_come_back_as_calls_and_their_results_extend_the_turn_by_its_ids():
+    async with serving([CALL, "it is 3"]) as stage, stage.client("/sessions/s/v1") as client:
+        first = (await client.chat.completions.create(model="x", messages=ASK, tools=[TOOL])).choices[0]
+        call = first.message.tool_calls[0]
+        assert first.finish_reason == "tool_calls" and call.function.name == "add"
+        assert call.function.arguments == '{"a": 1, "b": 2}'
+        history = [*ASK, first.message.model_dump(), {"role": "tool", "tool_call_id": call.id, "content": "3"}]
+        second = await client.chat.completions.create(model="x", messages=history, tools=[TOOL])
+        assert second.choices[0].message.content == "it is 3"
+        one, two = stage.store.find("s").recorder.turns
+        assert two.parent is one and two.context_ids[: len(one.context_ids)] == one.context_ids
+        recorded = (await client.get(f"{stage.server.url}/sessions/s", cast_to=httpx.Response)).json()
+    assert [len(path) for path in recorded["sequences"]] == [2]
+    assert recorded["sequences"][0][1]["token_ids"] == list(two.output.token_ids)
+
+
+async def test_a_stream_of_text_and_one_of_calls_add_up_to_the_whole_answer():
+    async with serving([CALL, "it is 3"]) as stage, stage.client("/sessions/s/v1") as client:
+        options = {"include_usage": True}
+        stream = await client.chat.completions.create(
+            model="x", messages=ASK, tools=[TOOL], stream=True, stream_options=options
+        )
+        chunks = [chunk async for chunk in stream]
+        deltas = [choice.delta for chunk in chunks for choice in chunk.choices]
+        assert deltas[0].role == "assistant" and deltas[-1].tool_calls[0].function.name == "add"
+        assert chunks[-1].usage.completion_tokens == len(stage.store.find("s").recorder.turns[0].output.token_ids)
+        stream = await client.chat.completions.create(model="x", messages=ASK, stream=True)
+        text = "".join([c.choices[0].delta.content or "" async for c in stream])
+    assert text == "it is 3"
+
+
+async def test_a_stop_string_ends_the_text_but_its_ids_are_kept():
+    async with serving(["one two three four"]) as stage, stage.client("/sessions/s/v1") as client:
+        answer = await client.completions.create(model="x", prompt="count", stop=[" three"])
+    assert answer.choices[0].text == "one two"
+    assert answer.choices[0].finish_reason == "stop" and answer.usage.completion_tokens == 3
+
+
+async def test_several_choices_and_prompts_are_answered_in_order():
+    async with serving(lambda r: FakeCodec().encode_text("")) as stage:
+        stage.backend._script = lambda r: [*r.prompt_ids[:1], 2]
+        async with stage.client() as client:
+            answer = await client.completions.create(model="policy", prompt=["alpha", "beta"], n=2)
+    assert [choice.text for choice in answer.choices] == ["alpha", "alpha", "beta", "beta"]
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"temperature": 9}, "temperature"),
+        ({"presence_penalty": 1.0}, "presence_penalty"),
+        ({"tool_choice": "required", "tools": [TOOL]}, "tool_choice"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"top_logprobs": 5, "logprobs": True}, "top_logprobs"),
+        ({"n": 100}, "n"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages"),
+    ],
+)
+async def test_what_cannot_be_honoured_is_refused_with_the_parameters_name(fields, param):
+    async with serving(["hello"]) as stage, stage.client() as client:
+        with pytest.raises(openai.BadRequestError) as caught:
+            await client.chat.completions.create(**{"model": "policy", "messages": ASK, **fields})
+        assert caught.value.param == param and caught.value.type == "invalid_request_error"
+        assert stage.backend.requests == []
+
+
+async def test_an_unknown_model_an_unknown_path_a_body_too_large_and_one_that_is_no_json():
+    async with serving(["hello"], limits={"max_body_bytes": 2000}) as stage, stage.client() as client:
+        with pytest.raises(openai.NotFoundError, match="model 'gpt' does not exist"):
+            await client.chat.completions.create(model="gpt", messages=ASK)
+        with pytest.raises(openai.NotFoundError):
+            await client.embeddings.create(model="policy", input="x")
+        with pytest.raises(openai.APIStatusError, match="max_body_bytes=2000") as caught:
+            await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "x" * 5000}])
+        assert caught.value.status_code == 413
+        async with httpx.AsyncClient() as plain:
+            answer = await plain.post(f"{stage.server.url}/v1/completions", content=b"{")
+        assert answer.status_code == 400 and "not JSON" in answer.json()["error"]["message"]
+        assert [model.id async for model in client.models.list()] == ["policy"]
+
+
+async def test_a_context_that_is_full_is_openais_error_and_is_not_repeated():
+    async with serving(["hello"], max_prompt_length=2) as stage, stage.client(retries=2) as client:
+        with pytest.raises(openai.BadRequestError) as caught:
+            await client.chat.completions.create(model="policy", messages=ASK)
+    assert caught.value.code == "context_length_exceeded"
+
+
+async def test_strangers_learn_nothing_and_open_nothing():
+    async with serving(["hello"], api_key="secret") as stage:
+        for path in ("/v1", "/sessions/s/v1"):
+            async with stage.client(path, key="wrong") as client:
+                with pytest.raises(openai.AuthenticationError):
+                    await client.chat.completions.create(model="policy", messages=ASK)
+        assert len(stage.store) == 0
+        async with stage.client(key="secret") as client:
+            assert (await client.chat.completions.create(model="policy", messages=ASK)).choices
+
+
+def test_an_address_that_others_reach_needs_a_key():
+    with pytest.raises(ConfigError, match="--token-env"):
+        LoopServer(Endpoint.app, host="0.0.0.0")
+
+
+async def test_a_client_that_hangs_up_frees_the_engine_whole_or_streamed():
+    async with serving(["hello"]) as stage:
+        stage.backend.gate.clear()  # nothing is sampled until it is set
+        for stream in (False, True):
+            async with stage.client("/sessions/s/v1") as client:
+                request = asyncio.ensure_future(client.chat.completions.create(model="x", messages=ASK, stream=stream))
+                while not stage.backend._running:
+                    await asyncio.sleep(0)
+                request.cancel()
+                await asyncio.gather(request, return_exceptions=True)
+            while stage.backend._running:
+                await asyncio.sleep(0)
+        stage.backend.gate.set()
+        session = stage.store.find("s")
+        while session.tasks:
+            await asyncio.sleep(0)
+        assert session.recorder.turns == []
+
+
+async def test_a_session_that_ends_ends_its_requests():
+    async with serving(["hello"]) as stage, stage.client("/sessions/s/v1") as client:
+        stage.backend.gate.clear()
+        request = asyncio.ensure_future(client.chat.completions.create(model="x", messages=ASK))
+        while not stage.backend._running:
+            await asyncio.sleep(0)
+        assert stage.store.end("s")
+        with pytest.raises(openai.APIStatusError, match="session ended"):
+            await request
+        assert not stage.backend._running and not stage.store.end("s")
+
+
+async def test_requests_over_the_limit_are_told_to_come_again_and_slow_ones_end():
+    limits = {"max_concurrent_requests": 1, "request_timeout": 0.2}
+    async with serving(["hello"], limits=limits) as stage, stage.client() as client:
+        stage.backend.gate.clear()
+        first = asyncio.ensure_future(client.chat.completions.create(model="policy", messages=ASK))
+        while not stage.backend._running:
+            await asyncio.sleep(0)
+        with pytest.raises(openai.RateLimitError):
+            await client.chat.completions.create(model="policy", messages=ASK)
+        with pytest.raises(openai.InternalServerError, match="request_timeout=0.2"):
+            await first
+        assert not stage.backend._running
+        with pytest.raises(openai.InternalServerError, match="request_timeout=0.2"):
+            await client.chat.completions.create(model="policy", messages=ASK, stream=True)
+
+
+async def test_idle_sessions_expire_and_too_many_are_refused():
+    now = [0.0]
+    limits = {"session_ttl": 10, "max_sessions": 2}
+    async with serving(["hello"], clock=lambda: now[0], limits=limits) as stage:
+        async with stage.client() as client:
+            for name in ("a", "b"):
+                other = client.with_options(base_url=f"{stage.server.url}/sessions/{name}/v1")
+                await other.chat.completions.create(model="x", messages=ASK)
+            third = client.with_options(base_url=f"{stage.server.url}/sessions/c/v1")
+            with pytest.raises(openai.RateLimitError, match="2 sessions"):
+                await third.chat.completions.create(model="x", messages=ASK)
+            now[0] = 11.0
+            await third.chat.completions.create(model="x", messages=ASK)
+            assert len(stage.store) == 1
+            await client.delete(f"{stage.server.url}/sessions/c", cast_to=httpx.Response)
+            assert len(stage.store) == 0
+
+
+async def test_an_engine_that_dies_in_a_stream_is_an_error_of_the_stream():
+    async with serving(["hello"]) as stage, stage.client() as client:
+        stage.backend.die()
+        with pytest.raises(openai.InternalServerError, match="engine died"):
+            await client.chat.completions.create(model="policy", messages=ASK, stream=True)

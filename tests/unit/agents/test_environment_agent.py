@@ -1,0 +1,181 @@
+"""The environment agent: exact ids, scores per turn, every way to end."""
+
+import pytest
+
+from jax_agent_rl import rewards
+from jax_agent_rl.agents import AgentContext, EnvironmentAgent
+from jax_agent_rl.config import AgentConfig
+from jax_agent_rl.environments import Environment, EnvironmentPools, Observation, registry
+from jax_agent_rl.errors import DataError, EnvironmentFailedError, PromptTooLongError
+from jax_agent_rl.rollout.client import LLMServerClient
+from jax_agent_rl.rollout.server import AsyncServer
+from jax_agent_rl.types import FinishReason, SamplingParams, StopReason, ToolCallRecord
+from tests.fakes import FakeCodec, ScriptedBackend
+from tests.unit.agents.test_tool_agent import assert_token_exact
+
+
+class Countdown(Environment):
+    """Counts down from ``start``; a reply that says the right number earns 1, "give up" ends it at once."""
+
+    instances: list["Countdown"] = []
+
+    def __init__(self):
+        self.instances.append(self)
+        self.left = 0
+        self.concluded = []
+        self.closes = 0
+
+    async def reset(self, *, start: int, words: int = 1) -> Observation:
+        self.left, self.words = start, words
+        return Observation.say(" ".join(["now", *[str(start)] * words]))
+
+    async def step(self, reply):
+        if reply.content.strip() == "break":
+            raise ValueError("out of order")
+        score = float(reply.content.strip() == str(self.left))
+        self.left -= 1
+        if self.left == 0 or "give up" in reply.content:
+            return Observation(score=score, done=True, metrics={"left": self.left})
+        return Observation.say(" ".join(["now", *[str(self.left)] * self.words]), score=score)
+
+    async def conclude(self, messages, reason):
+        self.concluded.append((len(messages), reason))
+        return {"score": 0.25, "left_over": self.left}
+
+    async def close(self):
+        self.closes += 1
+
+
+@pytest.fixture(autouse=True)
+def countdown(monkeypatch):
+    monkeypatch.setattr(registry, "_ENVIRONMENTS", dict(registry._ENVIRONMENTS) | {"countdown": Countdown})
+    monkeypatch.setattr(Countdown, "instances", [])
+    return Countdown
+
+
+def row(**kwargs):
+    return {
+        "prompt": [{"role": "system", "content": "count down"}],
+        "data_source": "environment",
+        "extra_info": {"environment_kwargs": {"name": "countdown", **kwargs}},
+    }
+
+
+class Stage:
+    def __init__(self, script, *, max_model_len=1000, **limits):
+        self.codec = FakeCodec()
+        self.backend = ScriptedBackend(self.codec, script)
+        self.context = AgentContext(
+            client=LLMServerClient([AsyncServer(self.backend)]),
+            codec=self.codec,
+            limits=AgentConfig(**limits),
+            max_model_len=max_model_len,
+            environments=EnvironmentPools(timeout=5.0),
+        )
+
+    async def run(self, row, *, max_tokens=1000):
+        agent = EnvironmentAgent(self.context)
+        sampling = SamplingParams(max_tokens=max_tokens)
+        return await agent.run(row, trajectory_id="t", group_id="g", sampling=sampling)
+
+
+async def test_observations_are_user_messages_and_every_reply_is_scored(countdown):
+    stage = Stage(["3", "5", "1"])
+    trajectory = await stage.run(row(start=3))
+    assert trajectory.finish_reason is FinishReason.ENVIRONMENT_DONE
+    assert trajectory.turn_scores == (1.0, 0.0, 1.25)  # the last word of conclude counts for the last turn
+    assert [(m["role"], m["content"].strip()) for m in trajectory.messages] == [
+        ("system", "count down"),
+        ("user", "now 3"),
+        ("assistant", "3"),
+        ("user", "now 2"),
+        ("assistant", "5"),
+        ("user", "now 1"),
+        ("assistant", "1"),
+    ]
+    assert stage.codec.decode(trajectory.prompt_ids) == "system: count downuser: now 3assistant:"
+    assert stage.codec.decode(trajectory.turns[0].appended_ids) == "user: now 2assistant:"
+    assert_token_exact(trajectory, stage.backend.requests)
+    assert trajectory.row["prompt"] == [{"role": "system", "content": "count down"}], "the row is as it was"
+    assert trajectory.metrics["left"] == 0 and trajectory.metrics["left_over"] == 0
+    assert (await rewards.score(trajectory)).reward == 2.25
+    assert countdown.instances[0].concluded == [(7, FinishReason.ENVIRONMENT_DONE)]
+    assert countdown.instances[0].closes == 1
+
+
+async def test_the_reply_at_a_turn_limit_still_counts(countdown):
+    trajectory = await Stage(["9", "8", "7"], max_assistant_turns=2).run(row(start=9))
+    assert trajectory.finish_reason is FinishReason.MAX_ASSISTANT_TURNS
+    assert trajectory.turn_scores == (1.0, 1.25)
+    assert trajectory.turns[-1].appended_ids == ()
+
+
+@pytest.mark.parametrize("limit", [0, 1, 2])
+async def test_the_limit_of_user_turns_counts_observations_after_the_first(limit):
+    stage = Stage(["9", "8", "7", "6"], max_user_turns=limit)
+    trajectory = await stage.run(row(start=9))
+    assert trajectory.finish_reason is FinishReason.MAX_USER_TURNS
+    assert trajectory.num_turns == limit + 1
+    assert stage.backend.requests[-1].session_ends
+
+
+async def test_a_reply_that_is_cut_off_never_reaches_the_environment(countdown):
+    trajectory = await Stage(["three two one zero"]).run(row(start=3), max_tokens=2)
+    assert trajectory.finish_reason is FinishReason.RESPONSE_LENGTH
+    assert trajectory.turns[-1].output.stop_reason is StopReason.LENGTH
+    assert countdown.instances[0].left == 3
+    assert countdown.instances[0].concluded == [(3, FinishReason.RESPONSE_LENGTH)]
+    assert trajectory.turn_scores == (0.25,)
+
+
+async def test_an_observation_that_does_not_fit_ends_the_trajectory_with_its_score():
+    trajectory = await Stage(["3"], max_response_length=6, max_tool_response_length=50).run(row(start=3, words=9))
+    assert trajectory.finish_reason is FinishReason.RESPONSE_LENGTH
+    assert trajectory.turn_scores == (1.25,) and trajectory.turns[0].appended_ids == ()
+
+
+async def test_a_long_observation_is_shortened_as_a_tool_result_is():
+    stage = Stage(["9", "give up"], max_tool_response_length=4, tool_response_truncate_side="right")
+    trajectory = await stage.run(row(start=9, words=40))
+    shown = trajectory.messages[3]["content"]
+    assert shown.startswith("now 8") and len(stage.codec.encode_text(shown)) <= 4
+
+
+async def test_an_environment_that_fails_loses_the_trajectory_and_is_closed(countdown):
+    with pytest.raises(EnvironmentFailedError, match="'countdown': step raised ValueError: out of order"):
+        await Stage(["break"]).run(row(start=3))
+    assert countdown.instances[0].closes == 1 and countdown.instances[0].concluded == []
+
+
+async def test_an_opening_that_is_too_long_is_a_prompt_that_is_too_long(countdown):
+    with pytest.raises(PromptTooLongError):
+        await Stage(["3"], max_prompt_length=20).run(row(start=3, words=30))
+    assert countdown.instances[0].closes == 1
+
+
+async def test_a_row_may_leave_the_whole_prompt_to_the_environment():
+    stage = Stage(["give up"])
+    trajectory = await stage.run({**row(start=3), "prompt": []})
+    assert stage.codec.decode(trajectory.prompt_ids) == "user: now 3assistant:"
+
+
+async def test_a_row_without_an_environment_is_a_fault_of_the_data():
+    with pytest.raises(DataError, match="environment_kwargs"):
+        await Stage(["3"]).run({"prompt": [{"role": "user", "content": "hi"}]})
+
+
+async def test_tools_of_the_environment_are_in_the_prompt_and_their_calls_are_recorded(countdown, monkeypatch):
+    schema = {"type": "function", "function": {"name": "bell", "parameters": {"type": "object"}}}
+    call = ToolCallRecord(name="bell", arguments={}, observation="ding", reward=0.5)
+
+    class Bell(Countdown):
+        tool_schemas = (schema,)
+
+        async def step(self, reply):
+            return Observation(tool_calls=(call,), done=True)
+
+    monkeypatch.setitem(registry._ENVIRONMENTS, "countdown", Bell)
+    stage = Stage(["ring"])
+    trajectory = await stage.run(row(start=3))
+    assert '"name": "bell"' in stage.codec.decode(trajectory.prompt_ids)
+    assert trajectory.tool_calls == (call,) and trajectory.metrics["tool_calls"] == 1

@@ -1,0 +1,240 @@
+"""Agents written against the real ``openai`` client, on a real engine: what is trained on is what was sampled."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+pytest.importorskip("uvicorn")
+openai = pytest.importorskip("openai")
+
+from jax_agent_rl.agents.openai_loop import OpenAIAgentLoop  # noqa: E402
+from jax_agent_rl.errors import AgentTimeoutError, HistoryEditedError, PromptTooLongError, TrajectoryError  # noqa: E402
+from jax_agent_rl.types import FinishReason, SamplingParams  # noqa: E402
+from tests.tiny_chat import assert_exact, tiny_context, tokenizer  # noqa: E402
+
+ROW = {"prompt": [{"role": "user", "content": "what is one plus two"}], "data_source": "sums"}
+TOOL = {"type": "function", "function": {"name": "add", "description": "adds", "parameters": {"type": "object"}}}
+
+
+def client_of(base_url: str, api_key: str) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=base_url, api_key=api_key, timeout=60)
+
+
+async def trajectory_of(function, context, *, row=ROW, seed=1):
+    loop_class = type("Loop", (OpenAIAgentLoop,), {"function": staticmethod(function), "name": "test_agent"})
+    loop = loop_class(context)
+    sampling = SamplingParams(max_tokens=12, seed=seed)
+    try:
+        return await loop.run(row, trajectory_id=f"t-{seed}", group_id="g", sampling=sampling)
+    finally:
+        await loop.close()
+
+
+async def tool_agent(base_url, api_key, row):
+    """The loop everybody writes: call tools until the model answers."""
+    async with client_of(base_url, api_key) as client:
+        messages = [dict(m) for m in row["prompt"]]
+        while True:
+            answer = await client.chat.completions.create(model="gpt-4o", messages=messages, tools=[TOOL])
+            message = answer.choices[0].message
+            messages.append(message.model_dump(exclude_none=True))
+            if not message.tool_calls:
+                return message.content
+            for call in message.tool_calls:
+                result = sum(json.loads(call.function.arguments).values())
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": str(result)})
+
+
+async def test_many_turns_of_a_tool_calling_client_are_one_exact_trajectory():
+    async with tiny_context() as context:
+        trajectories = [await trajectory_of(tool_agent, context, seed=seed) for seed in range(6)]
+        backend = context.client.servers[0].backend
+        for trajectory in trajectories:
+            assert trajectory.segments == ()
+            assert_exact(trajectory, backend)
+    assert max(t.num_turns for t in trajectories) >= 3
+    assert all(
+        t.row["extra_info"]["agent_output"] == t.messages[-1]["content"].strip()
+        for t in trajectories
+        if t.finish_reason is FinishReason.ANSWER
+    )
+    drifts = [
+        tokenizer().encode(tokenizer().decode(turn.output.token_ids), add_special_tokens=False)
+        != list(turn.output.token_ids)
+        for t in trajectories
+        for turn in t.turns
+    ]
+    assert any(drifts), "the test would not notice re-tokenization"
+
+
+async def test_a_langgraph_agent_over_langchain_openai_is_one_exact_trajectory():
+    langchain_openai = pytest.importorskip("langchain_openai")
+    from langgraph.graph import START, MessagesState, StateGraph
+    from langgraph.prebuilt import ToolNode, tools_condition
+
+    def add(a: int, b: int) -> str:
+        """Adds."""
+        return str(a + b)
+
+    async def agent(base_url, api_key, row):
+        model = langchain_openai.ChatOpenAI(model="gpt-4o", base_url=base_url, api_key=api_key).bind_tools([add])
+
+        async def ask(state: MessagesState):
+            return {"messages": [await model.ainvoke(state["messages"])]}
+
+        graph = StateGraph(MessagesState)
+        graph.add_node("ask", ask)
+        graph.add_node("tools", ToolNode([add]))
+        graph.add_edge(START, "ask")
+        graph.add_conditional_edges("ask", tools_condition)
+        graph.add_edge("tools", "ask")
+        await graph.compile().ainvoke({"messages": row["prompt"]})
+
+    async with tiny_context() as context:
+        trajectories = [await trajectory_of(agent, context, seed=seed) for seed in range(4)]
+        for trajectory in trajectories:
+            assert trajectory.segments == ()
+            assert_exact(trajectory, context.client.servers[0].backend)
+    assert max(t.num_turns for t in trajectories) >= 3
+
+
+async def test_sub_agents_at_the_same_time_are_segments_and_each_turn_is_trained_on_once():
+    async def agent(base_url, api_key, row):
+        async with client_of(base_url, api_key) as client:
+
+            async def ask(messages):
+                answer = await client.chat.completions.create(model="m", messages=messages)
+                return answer.choices[0].message.content
+
+            subjects = [[{"role": "user", "content": f"question {i}"}] for i in range(3)]
+            answers = await asyncio.gather(*map(ask, subjects))
+            for answer, messages in zip(answers, subjects, strict=True):
+                messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": "more"}]
+            await asyncio.gather(*map(ask, subjects))
+            return await ask([{"role": "user", "content": "sum it up"}])
+
+    async with tiny_context() as context:
+        trajectory = await trajectory_of(agent, context)
+        assert_exact(trajectory, context.client.servers[0].backend)
+        assert len(context.client.servers[0].backend.seen) == 7
+    assert [s.num_turns for s in trajectory.sequences] == [2, 2, 2, 1]
+    assert trajectory.messages[0]["content"] == "sum it up" and trajectory.metrics["segments"] == 3
+
+
+async def test_a_rejected_alternative_is_not_trained_on_but_votes_are():
+    async def agent(base_url, api_key, row):
+        async with client_of(base_url, api_key) as client:
+            messages = [dict(m) for m in row["prompt"]]
+            answer = await client.chat.completions.create(model="m", messages=messages, n=3)
+            chosen = answer.choices[1].message.content
+            messages += [{"role": "assistant", "content": chosen}, {"role": "user", "content": "more"}]
+            await client.chat.completions.create(model="m", messages=messages, n=2)
+
+    async with tiny_context() as context:
+        trajectory = await trajectory_of(agent, context)
+        assert_exact(trajectory, context.client.servers[0].backend)
+    assert trajectory.metrics["abandoned_turns"] == 2
+    assert [s.num_turns for s in trajectory.sequences] == [1, 2]
+    assert trajectory.segments[0].prompt_ids[: len(trajectory.prompt_ids)] == trajectory.prompt_ids
+
+
+async def test_a_function_that_is_not_async_runs_in_a_thread():
+    def agent(base_url, api_key, row):
+        client = openai.OpenAI(base_url=base_url, api_key=api_key)
+        return client.chat.completions.create(model="m", messages=row["prompt"]).choices[0].message.content
+
+    async with tiny_context() as context:
+        trajectory = await trajectory_of(agent, context)
+        assert_exact(trajectory, context.client.servers[0].backend)
+    assert trajectory.finish_reason in (FinishReason.ANSWER, FinishReason.RESPONSE_LENGTH)
+
+
+async def test_temperature_and_seed_of_an_agent_do_not_change_how_the_policy_samples():
+    async def asks(client, row, **settings):
+        await client.chat.completions.create(model="m", messages=row["prompt"], **settings)
+
+    def agent(**settings):
+        async def run(base_url, api_key, row):
+            async with client_of(base_url, api_key) as client:
+                await asks(client, row, **settings)
+
+        return run
+
+    async with tiny_context() as context:
+        plain = await trajectory_of(agent(), context, seed=3)
+        other = await trajectory_of(agent(temperature=0.0, top_p=0.1, seed=9), context, seed=3)
+        third = await trajectory_of(agent(), context, seed=4)
+    assert plain.response_ids == other.response_ids != third.response_ids
+
+
+async def test_a_budget_that_ends_an_agent_leaves_a_trajectory_that_stands():
+    async def talks_on(base_url, api_key, row):
+        async with client_of(base_url, api_key) as client:
+            messages = [dict(m) for m in row["prompt"]]
+            while True:
+                answer = await client.chat.completions.create(model="m", messages=messages)
+                messages.append({"role": "assistant", "content": answer.choices[0].message.content})
+                messages.append({"role": "user", "content": "and"})
+
+    async with tiny_context(max_assistant_turns=3) as context:
+        by_turns = await trajectory_of(talks_on, context)
+        assert_exact(by_turns, context.client.servers[0].backend)
+    async with tiny_context(max_assistant_turns=50, max_user_turns=50, max_response_length=60) as context:
+        by_length = await trajectory_of(talks_on, context)
+        assert_exact(by_length, context.client.servers[0].backend)
+    assert by_turns.finish_reason is FinishReason.MAX_ASSISTANT_TURNS and by_turns.num_turns == 3
+    assert by_length.finish_reason is FinishReason.RESPONSE_LENGTH and len(by_length.response_ids) <= 60
+
+
+async def test_failures_of_an_agent_lose_its_trajectory_with_their_reason():
+    async def raises(base_url, api_key, row):
+        raise LookupError("no such page")
+
+    async def hangs(base_url, api_key, row):
+        await asyncio.Event().wait()
+
+    async def is_idle(base_url, api_key, row):
+        return "done"
+
+    async def edits(base_url, api_key, row):
+        async with client_of(base_url, api_key) as client:
+            for text in ("one", "two"):
+                await client.chat.completions.create(model="m", messages=[{"role": "user", "content": text}])
+
+    async with tiny_context(run_timeout=0.5, edited_history="drop") as context:
+        for agent, error, words in (
+            (raises, TrajectoryError, "LookupError: no such page"),
+            (hangs, AgentTimeoutError, "agent.run_timeout=0.5"),
+            (is_idle, TrajectoryError, "without asking the model"),
+        ):
+            with pytest.raises(error, match=words):
+                await trajectory_of(agent, context)
+    async with tiny_context(edited_history="drop", max_prompt_length=200) as context:
+        with pytest.raises(HistoryEditedError):
+            await trajectory_of(edits, context)
+        long = {"prompt": [{"role": "user", "content": "long " * 300}]}
+        with pytest.raises(PromptTooLongError, match="max_prompt_length=200"):
+            await trajectory_of(tool_agent, context, row=long)
+
+
+async def test_a_session_is_over_with_its_trajectory():
+    seen = {}
+
+    async def agent(base_url, api_key, row):
+        seen.update(base_url=base_url, api_key=api_key)
+        async with client_of(base_url, api_key) as client:
+            await client.chat.completions.create(model="m", messages=row["prompt"])
+
+    async with tiny_context() as context:
+        loop_class = type("Loop", (OpenAIAgentLoop,), {"function": staticmethod(agent), "name": "test_agent"})
+        loop = loop_class(context)
+        await loop.run(ROW, trajectory_id="t", group_id="g", sampling=SamplingParams(max_tokens=8))
+        async with client_of(**seen) as client:
+            with pytest.raises(openai.NotFoundError, match="it may be over"):
+                await client.chat.completions.create(model="m", messages=ROW["prompt"])
+            await loop.close()
+            with pytest.raises(openai.APIConnectionError):
+                await client.with_options(max_retries=0).models.list()

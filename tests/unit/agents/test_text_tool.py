@@ -1,0 +1,190 @@
+"""Tools by markers in the text: <tool> over the ToolClient, <search> over a retrieval server; and which agent runs."""
+
+import asyncio
+
+import pytest
+from starlette.applications import Starlette
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+from jax_agent_rl.agents import AgentSelector, SearchAgent, SingleTurnAgent, TextToolAgent, ToolAgent
+from jax_agent_rl.config import SearchConfig, ToolClientConfig
+from jax_agent_rl.errors import ConfigError, ToolServerError
+from jax_agent_rl.types import FinishReason
+from tests.agent_stage import ROW, AgentStage, assert_token_exact
+from tests.http_service import ToolServer, free_port, serve
+
+ASK = "let me see <tool> print(3) </tool> junk"
+
+
+@pytest.fixture
+async def server():
+    async with ToolServer(lambda action: "\n<result>\n3\n</result>\n") as running:
+        yield running
+
+
+def stage(server, script, *, limits=None, **config):
+    config = ToolClientConfig(server_url=server.url, request_interval=0, retry_delay=0, **config)
+    return AgentStage(TextToolAgent, script, shared={"tool_config": config}, **(limits or {}))
+
+
+async def test_code_between_the_markers_is_run_and_its_result_inserted(server):
+    it = stage(server, [ASK, "so 3"])
+    trajectory = await it.run({**ROW, "extra_info": {"stdin": "7"}})
+    (payload,) = server.requests
+    assert payload["actions"] == ["<python>print(3) </python>"] and payload["extra_fields"] == [{"stdin": "7"}]
+    assert it.codec.decode(trajectory.turns[0].appended_ids) == "\n<result>\n3\n</result>\n"
+    assert [(c.name, c.arguments, c.observation) for c in trajectory.tool_calls] == [
+        ("tool", {"text": " print(3) "}, "3")
+    ]
+    assert trajectory.finish_reason is FinishReason.ANSWER
+    assert_token_exact(trajectory, it.backend.requests)
+    assert server.closed == {"t": 1}
+
+
+async def test_max_tool_turns_bounds_the_calls(server):
+    trajectory = await stage(server, [ASK], max_tool_turns=2).run()
+    assert len(server.requests) == 2 and trajectory.num_turns == 3
+    assert trajectory.finish_reason is FinishReason.MAX_USER_TURNS
+
+
+async def test_the_server_may_end_it():
+    async with ToolServer(lambda action: ("right", True, True)) as server:
+        trajectory = await stage(server, [ASK]).run()
+    assert trajectory.finish_reason is FinishReason.TOOL_DONE
+    assert trajectory.turns[-1].appended_ids == () and server.closed == {"t": 1}
+
+
+async def test_a_closing_marker_alone_is_told_and_runs_nothing(server):
+    trajectory = await stage(server, ["oops </tool>", "so 3"]).run()
+    assert trajectory.tool_calls[0].error == "malformed" and not server.requests and not server.closed
+
+
+async def test_an_opening_marker_alone_is_an_answer(server):
+    assert (await stage(server, ["<tool> print(3)"]).run()).finish_reason is FinishReason.ANSWER
+
+
+async def test_a_result_that_is_too_long_is_cut_inside_its_tags():
+    async with ToolServer(lambda action: "w " * 500) as server:
+        it = stage(server, [ASK, "so 3"], limits={"max_tool_response_length": 6})
+        trajectory = await it.run()
+    inserted = it.codec.decode(trajectory.turns[0].appended_ids)
+    assert inserted.startswith("\n<result>\n") and inserted.endswith("\n</result>\n")
+    assert len(trajectory.turns[0].appended_ids) <= 9
+
+
+async def test_calls_of_many_trajectories_run_side_by_side_and_map_back():
+    async with ToolServer() as server:
+        arrived, everybody = [], asyncio.Event()
+
+        async def answer(payload):
+            arrived.append(payload)
+            if len(arrived) == 3:
+                everybody.set()
+            await everybody.wait()
+            return JSONResponse({"observations": payload["trajectory_ids"], "dones": [False], "valids": [True]})
+
+        server.respond = answer
+        it = stage(server, [ASK, "so 3"])
+        done = await asyncio.gather(*(it.run(trajectory_id=name) for name in "abc"))
+    assert [t.tool_calls[0].observation for t in done] == ["a", "b", "c"]
+
+
+async def test_a_slow_tool_is_told_to_the_model_and_counted(server):
+    never = asyncio.Event()
+
+    async def hang(payload):
+        await never.wait()
+
+    server.respond = hang
+    trajectory = await stage(server, [ASK, "so 3"], timeout=0.2).run()
+    never.set()
+    assert trajectory.tool_calls[0].error == "timeout" and trajectory.metrics["tool_errors"] == 1
+    assert trajectory.finish_reason is FinishReason.ANSWER
+
+
+async def test_preflight_names_the_server_that_is_not_there():
+    config = ToolClientConfig(server_url=f"http://127.0.0.1:{free_port()}", max_retries=0)
+    it = AgentStage(TextToolAgent, [ASK], shared={"tool_config": config})
+    with pytest.raises(ConfigError, match=r"not ready.*tool_config\.server_url"):
+        await it.agent.preflight()
+    with pytest.raises(ToolServerError, match="cannot be reached"):
+        await it.run()
+
+
+# --- search ---------------------------------------------------------------------------------------------------
+
+
+def retriever(*answers, asked):
+    queue = list(answers)
+
+    async def retrieve(request):
+        asked.append(await request.json())
+        return JSONResponse(queue.pop(0) if len(queue) > 1 else queue[0])
+
+    return Starlette(routes=[Route("/retrieve", retrieve, methods=["POST"])])
+
+
+async def search(answer, script=("who <search> a b </search> x", "them"), **config):
+    asked = []
+    async with serve(retriever(answer, asked=asked)) as url:
+        config = SearchConfig(server_url=f"{url}/retrieve", retry_delay=0, **config)
+        it = AgentStage(SearchAgent, list(script), shared={"search": config})
+        trajectory = await it.run()
+        await it.agent.close()
+    assert_token_exact(trajectory, it.backend.requests)
+    return trajectory, asked, it
+
+
+async def test_a_query_is_looked_up_and_its_passages_inserted():
+    found = {"result": [[{"document": {"contents": "A b."}, "score": 2.0}, {"document": "C d."}, {"contents": "E."}]]}
+    trajectory, asked, it = await search(found, topk=2)
+    assert asked == [{"queries": ["a b"], "topk": 2, "return_scores": True}]
+    assert it.codec.decode(trajectory.turns[0].appended_ids) == (
+        "\n<information>\n[1] A b.\n[2] C d.\n</information>\n"
+    )
+    assert trajectory.finish_reason is FinishReason.ANSWER
+
+
+async def test_finding_nothing_is_said():
+    trajectory, _, _ = await search({"result": [[]]})
+    assert trajectory.tool_calls[0].observation == "No results found."
+
+
+async def test_search_max_turns_bounds_the_queries():
+    trajectory, asked, _ = await search({"result": [["x"]]}, script=["<search> a </search>"], max_turns=2)
+    assert len(asked) == 2 and trajectory.finish_reason is FinishReason.MAX_USER_TURNS
+
+
+@pytest.mark.parametrize("answer", [{}, [], {"result": []}, {"result": [[3]]}, {"result": [[{"document": {}}]]}])
+async def test_a_wrong_answer_of_the_retriever_is_named(answer):
+    with pytest.raises(ToolServerError, match="/retrieve gave a wrong answer"):
+        await search(answer)
+
+
+def test_search_without_a_server_says_where_to_set_it():
+    with pytest.raises(ConfigError, match=r"search\.server_url"):
+        AgentStage(SearchAgent, ["x"])
+
+
+# --- which agent runs -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("limits", "enabled", "agent"),
+    [
+        ({}, False, SingleTurnAgent),
+        ({}, True, TextToolAgent),
+        ({"enable_search": True}, True, SearchAgent),
+        ({"enable_search": True}, False, SearchAgent),
+        ({"enable_search": True, "default_agent": "tool_agent"}, True, ToolAgent),
+    ],
+)
+def test_a_row_without_agent_name_runs_search_then_tools_then_plain(limits, enabled, agent):
+    shared = {
+        "tool_config": ToolClientConfig(enabled=enabled, server_url="http://localhost:1"),
+        "search": SearchConfig(server_url="http://localhost:1"),
+    }
+    selector = AgentSelector(AgentStage(SingleTurnAgent, ["x"], shared=shared, **limits).context)
+    assert type(selector.for_row({})) is agent
+    assert type(selector.for_row({"agent_name": "single_turn_agent"})) is SingleTurnAgent

@@ -1,0 +1,177 @@
+"""Each family's own chat template writes calls; the format found from that template reads the same calls back.
+
+The templates are those of TRL and Axolotl; for families they lack see tests/parity/test_formats_vs_renderers.py.
+"""
+
+import functools
+import json
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jax_agent_rl.chat.formats import detect_format, get_format
+from jax_agent_rl.errors import ConfigError
+from jax_agent_rl.tools.arguments import check_arguments
+from tests.unit.chat.test_template_families import FAMILIES, codec_of, template_of
+
+FORMAT_OF = {
+    "qwen2.5": "hermes",
+    "qwen3": "hermes",
+    "qwen3-vl": "hermes",
+    "qwen3.5": "qwen3_coder",
+    "nemotron3": "qwen3_coder",
+    "glm4": "glm",
+    "llama3.1": "llama3_json",
+    "deepseek": "deepseek_v3",
+    "gemma4": "gemma4",
+    "gpt-oss": "harmony",
+    "mistral": "mistral",
+    "lfm2": "pythonic",
+}
+QUESTION = "QUESTION5d2e81"
+ONE_CALL = {"llama3.1", "gpt-oss"}
+"""Templates that write one call a turn."""
+PARAMETERS = {
+    "type": "object",
+    "properties": {
+        "text": {"type": "string"},
+        "count": {"type": "integer"},
+        "exact": {"type": "boolean"},
+        "tags": {"type": "array", "items": {"type": "string"}},
+        "options": {"type": "object", "additionalProperties": {"type": "integer"}},
+    },
+}
+# Characters that neither a template escapes differently nor an unquoted format reads as a tag of its own.
+words = st.text(
+    st.characters(whitelist_categories=("L", "N", "Zs"), whitelist_characters="\n.,;:!?()[]{}'\"/\\"), max_size=20
+)
+arguments_of = st.fixed_dictionaries(
+    {},
+    optional={
+        "text": words,
+        "count": st.integers(-1000, 1000),
+        "exact": st.booleans(),
+        "tags": st.lists(st.text("abc é", max_size=5), max_size=3),
+        "options": st.dictionaries(st.sampled_from("abc"), st.integers(0, 9), max_size=2),
+    },
+)
+
+
+@functools.cache
+def turn_around(name: str) -> str:
+    """What the family's template puts before an assistant turn that calls."""
+    return codec_of(name)._template.render([{"role": "user", "content": QUESTION}], (), generation_prompt=True)
+
+
+def written(name: str, calls: list[tuple[str, dict]]) -> str:
+    """The assistant turn as the template writes it, without its end."""
+    codec = codec_of(name)
+    quoted = name == "deepseek"  # its template wants the arguments as text
+    tool_calls = [
+        {
+            "id": f"{number:09d}",
+            "type": "function",
+            "function": {"name": tool, "arguments": json.dumps(arguments) if quoted else arguments},
+        }
+        for number, (tool, arguments) in enumerate(calls)
+    ]
+    messages = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": "", "tool_calls": tool_calls}]
+    text = codec._template.render(messages, (), generation_prompt=False)
+    before = turn_around(name)
+    text = text[len(before) :] if text.startswith(before) else text[text.rindex(QUESTION) + len(QUESTION) :]
+    while ends := [end for end in codec._special if text.rstrip().endswith(end) and not is_format_token(name, end)]:
+        text = text.rstrip().removesuffix(ends[0])
+    return text
+
+
+def unescaped(value):
+    return re.sub(r"['\\\n]", "", value) if isinstance(value, str) else value
+
+
+def is_format_token(name: str, token: str) -> bool:
+    return token in get_format(FORMAT_OF[name]).example or token == get_format(FORMAT_OF[name]).call_end
+
+
+@settings(max_examples=60, deadline=None)
+@given(calls=st.lists(st.tuples(st.sampled_from(["search", "get_weather"]), arguments_of), min_size=1, max_size=3))
+@pytest.mark.parametrize("name", FORMAT_OF)
+def test_calls_written_by_the_familys_template_are_read_back(name, calls):
+    if name in ONE_CALL:
+        calls = calls[:1]
+    if name == "lfm2":  # its template puts text in quotes as it is, so what would need an escape cannot be told
+        calls = [(tool, {k: unescaped(v) for k, v in arguments.items()}) for tool, arguments in calls]
+    reply = get_format(FORMAT_OF[name]).parse(written(name, calls), ())
+    assert reply.malformed == ()
+    assert [(call.name, check_arguments(PARAMETERS, call.arguments)) for call in reply.tool_calls] == calls
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_format_is_found_from_the_template(name):
+    if name == "smollm2":
+        template = str(codec_of(name)._tokenizer.chat_template)
+    else:
+        template = template_of(FAMILIES[name])
+    assert detect_format(template).name == FORMAT_OF.get(name, "hermes")
+
+
+def test_a_template_of_an_unknown_format_is_refused_with_the_key_to_set():
+    with pytest.raises(ConfigError, match="set agent.tool_format to one of"):
+        detect_format("{% for tool in tools %}{{ tool }}{% endfor %}{{ '<CALL>' }}")
+
+
+def test_a_model_written_id_is_the_one_its_result_is_answered_under():
+    codec = codec_of("mistral")
+    text = written("mistral", [("search", {"text": "x"})])
+    (call,) = get_format("mistral").parse(text, ()).tool_calls
+    assert call.id == "000000000"
+    result = {"role": "tool", "content": "found", "tool_call_id": call.id}
+    ids = codec.encode_append([*codec.encode_text(text), codec.eos_token_ids[0]], [result])
+    assert '"call_id": "000000000"' in codec.decode(ids, skip_special_tokens=False)
+
+
+@pytest.mark.parametrize(
+    ("text", "call_id"),
+    [
+        ('[TOOL_CALLS][{"name": "f", "arguments": {}, "id": "abcDEF123"}]', "abcDEF123"),
+        ('[TOOL_CALLS][{"name": "f", "arguments": {}, "id": "too short"}]', None),
+        ('[TOOL_CALLS][{"name": "f", "arguments": {}, "id": 7}]', None),
+        ("[TOOL_CALLS]f[CALL_ID]abcDEF123[ARGS]{}", "abcDEF123"),
+        ("[TOOL_CALLS]f[ARGS]{}", None),
+    ],
+)
+def test_mistral_ids_are_kept_only_where_its_template_accepts_them(text, call_id):
+    (call,) = get_format("mistral").parse(text, ()).tool_calls
+    assert (call.name, call.id) == ("f", call_id)
+
+
+def test_kimi_ids_are_kept():
+    text = "<|tool_call_begin|>functions.get_weather:3<|tool_call_argument_begin|>{}<|tool_call_end|>"
+    (call,) = get_format("kimi").parse(text, ()).tool_calls
+    assert (call.name, call.id) == ("get_weather", "functions.get_weather:3")
+
+
+def test_a_tool_result_that_a_template_drops_without_a_call_is_put_behind_one():
+    """Gemma 4 writes results only inside the turn that calls."""
+    codec = codec_of("gemma4")
+    ids = [*codec.encode_text("<|tool_call>call:f{}<tool_call|>"), codec.eos_token_ids[0]]
+    text = codec.decode(
+        codec.encode_append(ids, [{"role": "tool", "content": "21 degrees"}]), skip_special_tokens=False
+    )
+    assert text.startswith("response:f{") and "21 degrees" in text and text.endswith("<tool_response|>")
+
+
+@pytest.mark.parametrize(("name", "kinds"), [("qwen3-vl", {"image", "video"}), ("qwen3", set()), ("smollm2", set())])
+def test_what_a_template_can_show_is_found_by_trying(name, kinds):
+    assert codec_of(name).modalities == kinds
+
+
+def test_an_image_of_a_tool_result_is_one_placeholder_and_its_text_stays_text():
+    codec = codec_of("qwen3-vl")
+    ids = [*codec.encode_text("x"), codec.eos_token_ids[0]]
+    pad = codec._tokenizer.convert_tokens_to_ids("<|image_pad|>")
+    result = {"role": "tool", "content": "I wrote <|image_pad|> myself", "media": ["image", "image"]}
+    appended = codec.encode_append(ids, [result])
+    assert appended.count(pad) == 2
+    assert "I wrote <|image_pad|> myself" in codec.decode(appended, skip_special_tokens=False)

@@ -1,0 +1,239 @@
+"""Instances of environments: how many, how long, closed exactly once."""
+
+import asyncio
+import subprocess
+import sys
+
+import pytest
+
+from jax_agent_rl import environments
+from jax_agent_rl.environments import Environment, EnvironmentPool, EnvironmentPools, Observation
+from jax_agent_rl.environments import registry as environment_registry
+from jax_agent_rl.errors import (
+    ConfigError,
+    DataError,
+    EnvironmentFailedError,
+    EnvironmentTimeoutError,
+    NothingToTrainError,
+)
+from jax_agent_rl.rollout.futility import FutilityGuard
+from jax_agent_rl.types import DropReason, Group
+from tests.trajectories import trajectory
+
+
+class Room(Environment):
+    """Counts what happens to it."""
+
+    made: list["Room"]
+
+    def __init__(self):
+        self.made.append(self)
+        self.resets = self.closes = 0
+
+    async def reset(self, *, size: int = 1) -> Observation:
+        self.resets += 1
+        return Observation.say(f"a room of {size}")
+
+    async def step(self, reply):
+        return Observation(done=True)
+
+    async def close(self):
+        self.closes += 1
+
+
+@pytest.fixture
+def room():
+    return type("Room", (Room,), {"made": []})
+
+
+def pool_of(cls, *, scope="rollout", max_instances=2, timeout=5.0):
+    return EnvironmentPool(cls, name="room", scope=scope, max_instances=max_instances, timeout=timeout)
+
+
+async def test_each_trajectory_has_an_instance_of_its_own_that_is_closed_once(room):
+    pool = pool_of(room)
+    for _ in range(3):
+        async with pool.lease() as leased:
+            assert (await leased.reset(size=2)).messages == ({"role": "user", "content": "a room of 2"},)
+    await pool.close()
+    assert [(r.resets, r.closes) for r in room.made] == [(1, 1)] * 3
+
+
+async def test_global_instances_are_reset_and_used_again(room):
+    pool = pool_of(room, scope="global")
+
+    async def live():
+        async with pool.lease() as leased:
+            await leased.reset()
+
+    await asyncio.gather(*(live() for _ in range(6)))
+    assert len(room.made) <= 2 and sum(r.resets for r in room.made) == 6
+    assert not any(r.closes for r in room.made)
+    await pool.close()
+    assert all(r.closes == 1 for r in room.made)
+
+
+async def test_an_instance_that_failed_is_not_used_again(room):
+    pool = pool_of(room, scope="global")
+    with pytest.raises(ValueError):
+        async with pool.lease():
+            raise ValueError
+    async with pool.lease():
+        pass
+    assert [r.closes for r in room.made] == [1, 0]
+    await pool.close()
+
+
+async def test_there_are_never_more_instances_than_the_limit(room):
+    pool, living, most = pool_of(room, max_instances=3), 0, 0
+
+    async def live():
+        nonlocal living, most
+        async with pool.lease():
+            living += 1
+            most = max(most, living)
+            await asyncio.sleep(0)
+            living -= 1
+
+    await asyncio.gather(*(live() for _ in range(20)))
+    assert most == 3 and len(room.made) == 20
+
+
+async def test_a_cancelled_trajectory_closes_its_instance_once_and_gives_its_place_back(room):
+    pool = pool_of(room, max_instances=1)
+    inside = asyncio.Event()
+
+    async def live():
+        async with pool.lease():
+            inside.set()
+            await asyncio.Event().wait()
+
+    task = asyncio.create_task(live())
+    await inside.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert [r.closes for r in room.made] == [1]
+    async with pool.lease():
+        pass
+
+
+async def test_after_the_pool_is_closed_what_comes_back_is_closed_too(room):
+    pool = pool_of(room, scope="global")
+    async with pool.lease():
+        await pool.close()
+    assert [r.closes for r in room.made] == [1]
+
+
+async def test_a_call_that_hangs_is_given_up_and_named(room):
+    class Stuck(room):
+        async def step(self, reply):
+            await asyncio.Event().wait()
+
+    async with pool_of(Stuck, timeout=0.05).lease() as leased:
+        with pytest.raises(
+            EnvironmentTimeoutError, match="'room': step did not return within environments.timeout=0.05"
+        ):
+            await leased.step(None)
+
+
+@pytest.mark.parametrize("problem", [ZeroDivisionError("x"), SystemExit(3), asyncio.CancelledError()])
+async def test_whatever_an_environment_raises_loses_one_trajectory(room, problem):
+    class Broken(room):
+        async def reset(self):
+            raise problem
+
+    async with pool_of(Broken).lease() as leased:
+        with pytest.raises(EnvironmentFailedError, match="environment 'room': reset") as caught:
+            await leased.reset()
+    assert caught.value.drop_reason is DropReason.ENVIRONMENT_ERROR
+
+
+async def test_an_instance_that_cannot_be_made_is_named():
+    def broken():
+        raise OSError("no display")
+
+    with pytest.raises(EnvironmentFailedError, match="'room' cannot be made: OSError: no display"):
+        async with pool_of(broken).lease():
+            pass
+
+
+async def test_a_close_that_fails_does_not_lose_the_trajectory(room):
+    class Untidy(room):
+        async def close(self):
+            raise OSError("stuck door")
+
+    async with pool_of(Untidy).lease() as leased:
+        await leased.reset()
+
+
+@pytest.fixture
+def own_registry(monkeypatch):
+    monkeypatch.setattr(environment_registry, "_ENVIRONMENTS", dict(environment_registry._ENVIRONMENTS))
+
+
+async def test_environments_are_found_by_name(own_registry, room):
+    environments.register_environment("room")(room)
+    with pytest.raises(ConfigError, match="two environments are called 'room'"):
+        environments.register_environment("room")(room)
+    pools = EnvironmentPools(scope="global", max_instances=1, timeout=1.0)
+    assert pools.pool("room") is pools.pool("room")
+    with pytest.raises(ConfigError, match=r"'rom'; did you mean 'room'\? there are \[.*'textworld'"):
+        pools.pool("rom")
+    await pools.close()
+
+
+def test_a_users_file_registers_environments(own_registry, tmp_path):
+    path = tmp_path / "my_world.py"
+    path.write_text(
+        "from jax_agent_rl.environments import Environment, Observation, register_environment\n"
+        "@register_environment('mine')\n"
+        "class Mine(Environment):\n"
+        "    async def reset(self): return Observation.say('hi')\n"
+        "    async def step(self, reply): return Observation(done=True)\n"
+    )
+    environments.load_environments(str(path))
+    assert environments.get_environment("mine").name == "mine"
+    with pytest.raises(ConfigError, match="environments.path='missing.py': no such file"):
+        environments.load_environments("missing.py")
+    environments.load_environments(None)
+
+
+def row_in(**kwargs):
+    return {"extra_info": {"environment_kwargs": kwargs}}
+
+
+def test_rows_are_checked_before_a_run():
+    environments.require_environments([row_in(name="textworld", game="x.z8", show_commands=None)])
+    for row in ({}, {"extra_info": {}}, row_in(game="x.z8"), {"extra_info": {"environment_kwargs": "textworld"}}):
+        with pytest.raises(DataError, match="environment_kwargs must be an object with the environment's 'name'"):
+            environments.require_environments([row])
+    with pytest.raises(ConfigError, match="did you mean 'textworld'"):
+        environments.require_environments([row_in(name="textword")])
+    with pytest.raises(DataError, match="'textworld' cannot be reset with {'gme': 'x'}"):
+        environments.require_environments([row_in(name="textworld", gme="x")])
+
+
+def test_importing_the_adapters_loads_none_of_their_packages():
+    packages = {"reasoning_gym", "textworld", "verifiers"}
+    code = f"import sys, jax_agent_rl.environments; print(sorted({packages} & set(sys.modules)))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
+
+
+def lost(**reasons):
+    return Group(group_id="g", trajectories=(), dropped={DropReason(k): v for k, v in reasons.items()})
+
+
+def test_a_run_that_loses_every_batch_stops_and_says_why():
+    guard = FutilityGuard(2)
+    alive = Group(group_id="g", trajectories=(trajectory([1], [2]),), dropped={DropReason.REWARD_ERROR: 3})
+    losses = {DropReason.REWARD_TIMEOUT: "'mine' did not return within reward.timeout=60 seconds"}
+    for groups in ([lost(reward_error=4)], [alive, lost(reward_error=4)], [lost(reward_error=4)], []):
+        guard.check(groups, losses)
+    with pytest.raises(NothingToTrainError) as caught:
+        guard.check([lost(reward_timeout=3, reward_error=1), lost(reward_timeout=4)], losses)
+    message = str(caught.value)
+    assert "every trajectory of 2 batches in a row was lost (reward_timeout 7, reward_error 1)" in message
+    assert "The newest reward_timeout: 'mine' did not return within reward.timeout=60" in message
+    assert "trainer.max_lost_batches" in message

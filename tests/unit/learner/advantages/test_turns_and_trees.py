@@ -1,0 +1,140 @@
+"""Advantages per turn. The expected numbers are worked by hand from the papers' formulas."""
+
+import numpy as np
+import pytest
+
+from jax_agent_rl.config_algorithm import AlgorithmConfig
+from jax_agent_rl.learner.advantages import compute
+from jax_agent_rl.learner.advantages.outcome import grpo
+from jax_agent_rl.learner.advantages.trees import arpo, tree_grpo, treerl, turn_paths
+from jax_agent_rl.learner.advantages.turns import anchor_groups, gigpo
+from jax_agent_rl.learner.samples import samples_of
+from tests.trajectories import call, group_of, trajectory
+
+
+def test_gigpo_adds_what_a_step_is_worth_among_those_from_the_same_observation():
+    # Two episodes; both start from s, then a sees x and b sees y, then both see z. Rewards at the end: 1 and 0.
+    s, x, y, z = (1,), (2,), (3,), (4,)
+    rewards = [np.array([0.0, 0.0, 1.0]), np.array([0.0, 0.0, 0.0])]
+    got = gigpo(
+        np.array([1.0, 0.0]),
+        rewards,
+        [[s, x, z], [s, y, z]],
+        gamma=0.5,
+        step_advantage_w=2.0,
+        divide_by_std=False,
+        similarity=1.0,
+    )
+    # Returns a: .25 .5 1; b: 0 0 0. Anchors: s {.25, 0}, x and y alone (0), z {1, 0}. Episode: +-.5.
+    np.testing.assert_allclose(got, [[0.5 + 2 * 0.125, 0.5, 0.5 + 2 * 0.5], [-0.5 - 2 * 0.125, -0.5, -0.5 - 2 * 0.5]])
+
+
+def test_gigpo_with_deviation_matches_a_peer():
+    """verl-agent's ``mean_std_norm``: unbiased deviation over the steps of an anchor, epsilon 1e-6."""
+    got = gigpo(
+        np.array([1.0, 0.0]),
+        [np.array([1.0]), np.array([0.0])],
+        [[(1,)], [(1,)]],
+        gamma=0.95,
+        step_advantage_w=1.0,
+        divide_by_std=True,
+        similarity=1.0,
+    )
+    unit = 0.5 / (np.sqrt(0.5) + 1e-6)
+    np.testing.assert_allclose(got, [[2 * unit], [-2 * unit]])
+
+
+def test_observations_that_are_nearly_equal_share_an_anchor_if_asked_to():
+    a, b, c = tuple(range(40)), (*range(39), 99), tuple(range(50, 90))
+    assert anchor_groups([a, b, c, a], 1.0).tolist() == [0, 1, 2, 0]
+    assert anchor_groups([a, b, c, a], 0.95).tolist() == [0, 0, 1, 0]
+
+
+def test_gigpo_reads_observations_and_rewards_from_the_turns():
+    """The tool says 7 to one and 8 to the other; a third saw 7 too and fails after it."""
+    members = [
+        trajectory([3], [4, 7, 5], mask=[1, 0, 1], reward=1.0, index=0),
+        trajectory([3], [4, 8, 6], mask=[1, 0, 1], reward=1.0, index=1),
+        trajectory([3], [4, 7, 6], mask=[1, 0, 1], reward=0.0, index=2),
+    ]
+    config = AlgorithmConfig(adv_estimator="gigpo", gigpo={"gamma": 0.5})
+    got = compute(samples_of([group_of(members)], turn_reward="none"), config).advantages
+    first = np.array([0.5, 0.5, 0.0]) - 1 / 3  # all from the prompt
+    second = np.array([0.5, 0.0, -0.5])  # after 7: 1 and 0; after 8: alone
+    episode = np.array([1.0, 1.0, 0.0]) - 2 / 3
+    expected = [[e + a, 0, e + b] for e, a, b in zip(episode, first, second, strict=True)]
+    np.testing.assert_allclose(got, expected, atol=1e-12)
+
+
+def test_mt_grpo_credits_the_tool_call_only_before_its_result():
+    members = [
+        trajectory([3], [4, 5, 7, 6], mask=[1, 1, 0, 1], calls=[[call()]], reward=1.0, index=0),
+        trajectory([3], [4, 5, 7, 6], mask=[1, 1, 0, 1], calls=[[call(error="raised")]], reward=0.0, index=1),
+        trajectory([3], [4, 5], reward=0.0, index=2),
+    ]
+    config = AlgorithmConfig(adv_estimator="mt_grpo", turn_reward="tool_success", turn_advantage_coef=0.5)
+    got = compute(samples_of([group_of(members)], turn_reward="tool_success"), config).advantages
+    outcome, turn = grpo(np.array([1.0, 0, 0])), grpo(np.array([1.0, 0, 0]))
+    np.testing.assert_allclose(got[0], [outcome[0] + turn[0] / 2] * 2 + [0, outcome[0]])
+    np.testing.assert_allclose(got[1], [outcome[1] + turn[1] / 2] * 2 + [0, outcome[1]])
+    np.testing.assert_allclose(got[2], [outcome[2]] * 2)  # no tool result: nothing stands before one
+
+
+def test_tool_rewards_stand_at_the_turns_that_earned_them():
+    t = trajectory(
+        [3], [4, 5, 7, 6], mask=[1, 1, 0, 1], calls=[[call(reward=0.25), call(reward=0.5, error="x")]], reward=1.0
+    )
+    assert samples_of([group_of([t])], turn_reward="tool_reward").rewards[0].tolist() == [0, 0.75, 0, 1]
+    assert samples_of([group_of([t])], turn_reward="tool_success").rewards[0].tolist() == [0, 0.5, 0, 1]
+    assert samples_of([group_of([t])], turn_reward="none").rewards[0].tolist() == [0, 0, 0, 1]
+
+
+# a ─ b ─ c      rewards 1 0 1; e is a tree of its own
+# a ─ b ─ d
+# e
+TREE = [
+    trajectory([3], [10, 7, 11, 7, 12], mask=[1, 0, 1, 0, 1], index=0),
+    trajectory([3], [10, 7, 11, 7, 13], mask=[1, 0, 1, 0, 1], index=1),
+    trajectory([3], [14], index=2),
+]
+REWARDS = np.array([1.0, 0.0, 1.0])
+
+
+def test_a_tree_is_read_off_the_ids():
+    assert [p.tolist() for p in turn_paths(TREE)] == [[0, 1, 2], [0, 1, 3], [4]]
+
+
+def test_another_tool_result_makes_another_branch():
+    other = trajectory([3], [10, 8, 11, 7, 12], mask=[1, 0, 1, 0, 1])
+    assert turn_paths([TREE[0], other])[1].tolist() == [0, 3, 4]
+
+
+def test_tree_grpo_adds_the_comparison_within_each_tree():
+    everyone, pair = grpo(REWARDS), grpo(np.array([1.0, 0.0]))
+    expected = [everyone[0] + pair[0], everyone[1] + pair[1], everyone[2]]
+    np.testing.assert_allclose(tree_grpo(REWARDS, turn_paths(TREE)), expected)
+
+
+def test_treerl_credits_a_turn_with_its_value_and_its_gain_over_the_parent():
+    # Leaves over the mean of the others: 1 - .5, 0 - 1, 1 - .5. Values: prompt 0, a = b = -.25, c .5, d -1, e .5.
+    got = treerl(REWARDS, turn_paths(TREE))
+    np.testing.assert_allclose(got[0], [-0.5, -0.25, 0.5 + 0.75], atol=1e-12)
+    np.testing.assert_allclose(got[1], [-0.5, -0.25, -1 - 0.75], atol=1e-12)
+    np.testing.assert_allclose(got[2], [1.0], atol=1e-12)
+
+
+@pytest.mark.parametrize("hard", [True, False])
+def test_arpo_shares_the_mean_advantage_along_common_turns(hard: bool):
+    advantages = grpo(REWARDS)
+    got = arpo(REWARDS, turn_paths(TREE), hard=hard)
+    shared = (advantages[0] + advantages[1]) / 2 if hard else advantages[0]
+    np.testing.assert_allclose(got[0], [shared, shared, advantages[0]])
+    assert got[2].tolist() == [advantages[2]]
+
+
+def test_of_plain_chains_all_tree_estimators_compare_whole_trajectories():
+    chains = [trajectory([3], [10 + i], index=i) for i in range(3)]
+    paths = turn_paths(chains)
+    np.testing.assert_allclose(tree_grpo(REWARDS, paths), grpo(REWARDS))
+    np.testing.assert_allclose(np.concatenate(arpo(REWARDS, paths, hard=True)), grpo(REWARDS))
+    np.testing.assert_allclose(np.concatenate(treerl(REWARDS, paths)), [1.0, -2.0, 1.0])

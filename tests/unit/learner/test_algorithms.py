@@ -1,0 +1,209 @@
+"""Every algorithm in the learner: gradients that do not depend on the layout, a critic that learns, steps that change
+nothing when they should not."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_agent_rl.config import AlgorithmConfig, CriticConfig, LearnerConfig
+from jax_agent_rl.learner.critic import critic_params, state_values
+from jax_agent_rl.learner.step import Learner, LearnerState
+from tests.tiny import TINY, logprobs_of, tiny_params
+from tests.trajectories import group_of, random_groups, trajectory
+
+PPO = {"adv_estimator": "gae"}
+
+
+def learner(algorithm: dict | None = None, critic: dict | None = None, **changes) -> Learner:
+    config = LearnerConfig(**{"learning_rate": 1e-2, "row_length": 64, "remat": "none"} | changes)
+    made = AlgorithmConfig(**(algorithm or {}))
+    return Learner(
+        TINY, tiny_params(), algorithm=made, config=config, critic=CriticConfig(**(critic or {})), temperature=1.0
+    )
+
+
+def noise(terms: list[np.ndarray]) -> list[np.ndarray]:
+    """Old log-probs away from the current ones, the same in every layout."""
+    rng = np.random.default_rng(0)
+    return [x + rng.normal(0, 0.4, len(x)) for x in terms]
+
+
+def gradients(made: Learner, groups) -> list[np.ndarray]:
+    """Of the policy and, with one, the critic, off-policy enough for clipping to matter."""
+    (mini,), experience = made._prepare(groups, masked={groups[0].trajectories[0].trajectory_id})
+    experience.terms["old_logprob"] = noise(experience.terms["old_logprob"])
+    batch = made._with_terms(mini, experience)
+    result, _ = made._policy.gradients(made._place(batch.of_policy))
+    leaves = jax.tree.leaves(result)
+    if made._critic is not None:
+        leaves += jax.tree.leaves(made._critic.gradients(made._place(batch.of_critic))[0])
+    return [np.asarray(leaf) for leaf in leaves]
+
+
+OFF_POLICY = {"rollout_correction": {"rollout_is": "token", "rollout_is_threshold": 50.0}}
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        {"policy_loss": {"loss_mode": "gspo"}, "entropy_coeff": 0.05, "kl": {"where": "loss", "coef": 0.1}},
+        {"policy_loss": {"loss_mode": "geo_mean"}, "loss_agg_mode": "seq-mean-token-mean"},
+        {"policy_loss": {"loss_mode": "clip_cov", "clip_cov_lb": -9, "clip_cov_ub": 9, "clip_cov_ratio": 0.2}},
+        {**PPO, "lam": 0.9, "loss_agg_mode": "seq-mean-token-sum"},
+    ],
+    ids=["gspo+entropy+kl", "geo_mean", "clip_cov", "ppo"],
+)
+def test_gradients_do_not_depend_on_packing_sharing_or_splitting(algorithm: dict):
+    groups = random_groups(0)
+    algorithm = algorithm | OFF_POLICY
+    alone = learner(algorithm, share_prefixes=False, row_length=32)
+    packed = learner(algorithm, share_prefixes=True, row_length=80, rows_per_micro_batch=2)
+    for a, b in zip(gradients(packed, groups), gradients(alone, groups), strict=True):
+        np.testing.assert_allclose(a, b, atol=5e-5 * max(np.abs(b).max(), 1e-6))
+
+
+def test_values_are_those_of_plain_full_passes():
+    made = learner(PPO)
+    rng = np.random.default_rng(0)
+    head = {"value_head": jnp.asarray(rng.standard_normal(TINY.hidden_size), jnp.float32)}
+    assert made._critic is not None
+    made._critic.state = type(made._critic.state)(
+        made._critic.state.params | head, made._critic.state.opt_state, made._critic.state.updates
+    )
+    groups = random_groups(3)
+    minis, _ = made._prepare(groups)
+    got = made._scores(minis).values
+    assert got is not None
+    for t, values in zip([t for g in groups for t in g.trajectories], got, strict=True):
+        ids = jnp.asarray([t.prompt_ids + t.response_ids])
+        count = ids.shape[1]
+        plain = {"token_ids": ids, "positions": jnp.arange(count)[None], "subtree_end": jnp.full((1, count), count)}
+        expected = state_values(TINY, critic_params(tiny_params()) | head, plain, remat="none")[0]
+        np.testing.assert_allclose(values, expected[len(t.prompt_ids) - 1 :], atol=1e-4)
+
+
+def test_the_critic_learns_what_the_rewards_are_and_the_policy_waits_for_it():
+    made = learner(PPO, critic={"learning_rate": 1e-2, "critic_warmup": 100}, ppo_epochs=2)
+    groups = [group_of(trajectory([3, 4], [5 + i, 9], reward=float(i % 2), index=i) for i in range(4))]
+    before = jax.tree.map(np.asarray, made.params)
+    for _ in range(15):
+        last = made.update(groups).metrics
+    # The first token of each is sampled before anything tells the rewards apart: half the terms keep variance 1/4.
+    assert last["critic_loss"] == pytest.approx(0.5 * 0.25 / 2, rel=0.1)
+    assert last["critic_explained_variance"] == pytest.approx(0.5, abs=0.05)
+    assert "loss" not in last
+    jax.tree.map(np.testing.assert_array_equal, before, jax.tree.map(np.asarray, made.params))
+
+
+def test_after_its_warm_up_ppo_raises_what_was_rewarded():
+    made = learner({**PPO, "clip_ratio_high": 0.2}, critic={"critic_warmup": 1}, ppo_epochs=2, learning_rate=3e-3)
+    groups = random_groups(3)
+    good, bad = ([t for g in groups for t in g.trajectories if bool(t.reward) is want] for want in (True, False))
+
+    def mean(ts) -> float:
+        each = [logprobs_of(made.params, t.prompt_ids, t.response_ids)[np.array(t.response_mask) == 1] for t in ts]
+        return float(np.mean([x.mean() for x in each]))
+
+    before = mean(good) - mean(bad)
+    assert int(made.state.policy.updates) == 0
+    for _ in range(4):
+        made.update(groups)
+    assert int(made.state.policy.updates) == 3 * 2 and int(made.state.critic.updates) == 4 * 2
+    assert mean(good) - mean(bad) > before + 0.05
+
+
+def test_kl_in_the_reward_is_taken_off_token_by_token():
+    made = learner({"adv_estimator": "reinforce_plus_plus", "kl": {"where": "reward", "estimator": "k1", "coef": 0.5}})
+    groups = random_groups(4)
+    made._policy.state = type(made._policy.state)(
+        tiny_params(seed=1), made._policy.state.opt_state, made._policy.state.updates
+    )
+    _, experience = made._prepare(groups)
+    ts = [t for g in groups for t in g.trajectories]
+    returns = []
+    for t in ts:
+        at = np.array(t.response_mask) == 1
+        new, ref = (logprobs_of(tiny_params(seed=s), t.prompt_ids, t.response_ids)[at] for s in (1, 0))
+        rewards = -0.5 * (new - ref)
+        rewards[-1] += t.reward
+        returns.append(rewards[::-1].cumsum()[::-1])
+    flat = np.concatenate(returns)
+    expected = (flat - flat.mean()) / flat.std(ddof=1)
+    np.testing.assert_allclose(np.concatenate(experience.terms["advantage"]), expected, atol=1e-3)
+
+
+def test_the_adaptive_coefficient_falls_while_the_policy_is_the_reference_and_survives_a_checkpoint():
+    kl = {"where": "loss", "controller": "adaptive", "horizon": 100, "target": 0.1, "coef": 0.5}
+    made = learner({"kl": kl})
+    result = made.update(random_groups(0))
+    assert result.metrics["kl_reference"] == pytest.approx(0.0, abs=1e-6)
+    assert result.metrics["kl_coef"] == pytest.approx(0.5 * (1 - 0.2 * 12 / 100))
+    other = learner({"kl": kl})
+    other.state = made.state
+    assert other.state.kl_coef == made.state.kl_coef and int(other.state.steps) == 1
+
+
+def test_the_entropy_bonus_raises_the_entropy():
+    def after(coefficient: float) -> float:
+        made = learner({"entropy_coeff": coefficient}, learning_rate=3e-3)
+        for _ in range(3):
+            made.update(random_groups(5))
+        return made.update(random_groups(5)).metrics["entropy"]
+
+    assert after(0.5) > after(0.0) + 0.05
+
+
+def test_a_masked_trajectory_counts_in_the_baseline_and_has_no_gradient():
+    groups = random_groups(6, groups=1)
+    made = learner()
+    _, plain = made._prepare(groups)
+    _, masked = made._prepare(groups, masked={groups[0].trajectories[1].trajectory_id})
+    np.testing.assert_array_equal(plain.terms["advantage"][1], masked.terms["advantage"][1])
+    assert [mask.any() for mask in masked.active] == [True, False, True, True]
+
+
+def same(before: LearnerState, after: LearnerState) -> None:
+    jax.tree.map(np.testing.assert_array_equal, (before.policy, before.critic), (after.policy, after.critic))
+
+
+def snapshot(made: Learner) -> LearnerState:
+    return jax.tree.map(lambda x: np.array(x), made.state)
+
+
+def test_a_step_of_which_every_token_is_rejected_changes_nothing_to_the_bit():
+    rule = {"rollout_rs": ("token_k2",), "rollout_rs_threshold": (1e-9,)}
+    made = learner({**PPO, "rollout_correction": rule})
+    groups = random_groups(7)
+    before = snapshot(made)
+    result = made.update(groups)
+    same(before, snapshot(made))
+    assert result.rejected == {t.trajectory_id for g in groups for t in g.trajectories} and not result.skipped
+    assert result.metrics["rollout_rs_rejected_fraction"] == 1.0
+
+
+def test_nan_rewards_leave_policy_critic_and_controller_unchanged_to_the_bit():
+    kl = {"where": "loss", "controller": "adaptive", "coef": 0.5}
+    made = learner({**PPO, "kl": kl})
+    groups = random_groups(8, groups=1)
+    bad = [group_of([*groups[0].trajectories[:-1], trajectory([3], [4], reward=float("nan"), index=9, group="g0")])]
+    before = snapshot(made)
+    assert made.update(bad).skipped
+    same(before, snapshot(made))
+    assert made.state.kl_coef == before.kl_coef
+
+
+def test_decoupled_ppo_reads_all_three_policies():
+    groups = random_groups(9)
+    made = learner({"policy_loss": {"loss_mode": "decoupled"}})
+    assert not made._objective.on_policy
+    metrics = made.update(groups).metrics
+    assert metrics["rollout_max_logprob_difference"] > 0.1 and np.isfinite(metrics["loss"])
+
+
+def test_bypass_takes_the_rollouts_logprobs_as_old_and_saves_the_scoring_pass():
+    made = learner({"rollout_correction": {"bypass_mode": True}})
+    _, experience = made._prepare(random_groups(9))
+    for old, rollout in zip(experience.terms["old_logprob"], experience.terms["rollout_logprob"], strict=True):
+        np.testing.assert_array_equal(old, rollout)
+    assert made._score._cache_size() == 0

@@ -1,0 +1,112 @@
+"""Programs scored by tests, in the real sandbox."""
+
+import json
+
+import pytest
+
+from jax_agent_rl.errors import RewardError
+from jax_agent_rl.rewards.code import code_tests, extract_program, same_output
+from jax_agent_rl.tools.sandbox import SandboxLimits, open_sandbox
+
+SUM_PROGRAM = "a, b = map(int, input().split())\nprint(a + b)\n"
+SUM_TRUTH = {"inputs": ["1 2\n", "3 4\n", "0 -1\n"], "outputs": ["3\n", "7", "-1  \n\n"]}
+ADD = "def add(a, b):\n    return a + b\n"
+CALLS = {"fn_name": "add", "inputs": [[1, 2], [[1], [2]]], "outputs": [3, [1, 2]]}
+ASSERTS = "assert add(1, 2) == 3\nassert add('a', 'b') == 'ab'"
+
+
+@pytest.fixture
+async def sandbox():
+    return await open_sandbox("bubblewrap", limits=SandboxLimits(wall_seconds=10, cpu_seconds=5))
+
+
+def reply(program):
+    return f"Here it is:\n```python\n{program}\n```\n"
+
+
+@pytest.mark.parametrize(
+    ("program", "truth", "rate"),
+    [
+        (SUM_PROGRAM, SUM_TRUTH, 1.0),
+        (SUM_PROGRAM, json.dumps(SUM_TRUTH), 1.0),
+        ("print(3)", SUM_TRUTH, 1 / 3),
+        ("raise SystemExit(1)", SUM_TRUTH, 0.0),
+        ("this is no Python", SUM_TRUTH, 0.0),
+        (ADD, CALLS, 1.0),
+        ("class Solution:\n    def add(self, a, b):\n        print('noise')\n        return a + b", CALLS, 1.0),
+        ("def add(a, b):\n    return 3", CALLS, 0.5),
+        ("def add(a, b):\n    raise KeyboardInterrupt", CALLS, 0.0),
+        ("import os\nos._exit(0)", CALLS, 0.0),
+        ("def sub(a, b):\n    return a - b", CALLS, 0.0),
+        (ADD, ASSERTS, 1.0),
+        (ADD, {"tests": ASSERTS.splitlines()}, 1.0),
+        ("def add(a, b):\n    return 3", ASSERTS, 0.0),
+        (ADD + "raise SystemExit(0)", ASSERTS, 0.0),
+        (ADD + "import os\nprint('ok')\nos._exit(0)", ASSERTS, 0.0),
+    ],
+)
+async def test_a_program_earns_what_it_passes(program, truth, rate, sandbox):
+    result = await code_tests("code", reply(program), truth, sandbox)
+    assert result == {"score": float(rate == 1.0), "pass_rate": pytest.approx(rate), "has_code": 1.0}
+    partial = await code_tests("code", reply(program), truth, sandbox, partial_credit=True)
+    assert partial["score"] == pytest.approx(rate)
+
+
+async def test_a_program_that_never_ends_fails_its_tests():
+    sandbox = await open_sandbox("bubblewrap", limits=SandboxLimits(wall_seconds=1))
+    assert (await code_tests("code", reply("while True: pass"), ASSERTS, sandbox))["score"] == 0.0
+
+
+async def test_expected_outputs_never_enter_the_sandbox():
+    class Spy:
+        python = "python3"
+        seen = b""
+
+        async def run(self, argv, *, stdin=b"", files=None):
+            self.seen += stdin + b"".join((files or {}).values())
+
+            class Result:
+                stdout, ok = "", True
+
+            return Result()
+
+    for truth in ({"inputs": ["1"], "outputs": ["secret"]}, {"fn_name": "f", "inputs": [[1]], "outputs": ["secret"]}):
+        spy = Spy()
+        assert (await code_tests("code", reply("pass"), truth, spy))["score"] == 0.0
+        assert b"pass" in spy.seen and b"secret" not in spy.seen
+
+
+async def test_a_reply_without_a_program_earns_nothing():
+    assert (await code_tests("code", "def add(): …", ASSERTS, None)) == {
+        "score": 0.0,
+        "pass_rate": 0.0,
+        "has_code": 0.0,
+    }
+
+
+@pytest.mark.parametrize(
+    "truth", [None, {}, {"inputs": ["1"], "outputs": []}, {"inputs": ["1"], "outputs": ["1", "2"]}]
+)
+async def test_a_row_without_tests_is_an_error(truth):
+    with pytest.raises(RewardError, match="ground_truth of a 'code' row must hold tests"):
+        await code_tests("code", reply("pass"), truth, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "program"),
+    [
+        ("```python\na\n```\n```py\nb\n```", "b\n"),
+        ("```\na\n```", "a\n"),
+        ("``` Python\r\na\n```", "a\n"),
+        ("```python\na", None),
+        ("```json\n{}\n```", None),
+    ],
+)
+def test_the_last_fenced_python_block_is_the_program(text, program):
+    assert extract_program(text) == program
+
+
+def test_outputs_are_compared_line_by_line_without_trailing_space():
+    assert same_output("1 \n2\n\n", "1\n2")
+    assert not same_output("1\n\n2", "1\n2")
+    assert not same_output(" 1\n 2", "1\n2")

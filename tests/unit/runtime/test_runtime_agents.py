@@ -1,0 +1,90 @@
+"""The agents' side of a run: evaluation settings reach evaluations, and what is missing is found out before it."""
+
+import functools
+
+import pytest
+from starlette.responses import JSONResponse
+
+from jax_agent_rl.config import build
+from jax_agent_rl.errors import ConfigError, DataError
+from jax_agent_rl.rewards import register_reward, score
+from jax_agent_rl.rollout.client import LLMServerClient
+from jax_agent_rl.rollout.server import AsyncServer
+from jax_agent_rl.runtime.agents import make_agents
+from jax_agent_rl.tools import ToolRegistry
+from jax_agent_rl.types import SamplingParams
+from tests.fakes import FakeCodec, ScriptedBackend
+from tests.http_service import ToolServer, free_port
+
+MINIMAL = {"run_dir": "runs/x", "model": {"path": "m"}, "data": {"train": "t.jsonl"}}
+ROW = {"prompt": [{"role": "user", "content": "go"}], "data_source": "runtime_agents_test"}
+
+
+@register_reward("runtime_agents_test")
+def one_point(data_source, solution_str, ground_truth, extra_info):
+    return 1.0
+
+
+async def agents(rows, *overrides):
+    codec = FakeCodec()
+    client = LLMServerClient()
+    config = build(MINIMAL, overrides)
+    scorer = functools.partial(score, timeout=config.reward.timeout)
+    made = make_agents(config, client=client, codec=codec, tools=ToolRegistry(), score=scorer)
+    await made.preflight(rows)
+    client.add_server(AsyncServer(ScriptedBackend(codec, ["act </py>"])))
+    return made
+
+
+async def test_evaluations_run_with_the_val_settings():
+    async with ToolServer() as server:
+        made = await agents(
+            [ROW],
+            "agent.default_agent=server_tool_agent",
+            "agent.action_stop_tokens=</py>",
+            f"agent.tool_server_url={server.url}",
+            "agent.max_turns=3",
+            "agent.val_max_turns=1",
+        )
+        turns = []
+        for collector in (made.collector, made.evaluator):
+            stream = collector.collect([ROW], group_size=1, sampling=SamplingParams(max_tokens=50), step=0)
+            turns += [t.num_turns async for group in stream for t in group.trajectories]
+        await made.close()
+    assert turns == [4, 2]
+
+
+async def test_a_tool_server_that_is_gone_in_the_middle_loses_trajectories_by_reason_not_the_run():
+    async with ToolServer() as server:
+        made = await agents(
+            [ROW],
+            "agent.default_agent=server_tool_agent",
+            "agent.action_stop_tokens=</py>",
+            f"agent.tool_server_url={server.url}",
+            "agent.tool_call_max_retries=0",
+        )
+
+        async def broken(payload):
+            return JSONResponse({}, status_code=500)
+
+        server.respond = broken
+        stream = made.collector.collect([ROW], group_size=3, sampling=SamplingParams(max_tokens=50), step=0)
+        groups = [group async for group in stream]
+        await made.close()
+    assert [group.dropped for group in groups] == [{"tool_server_error": 3}]
+    made.collector.accounting.check()
+
+
+async def test_a_server_that_is_not_there_is_found_out_before_the_run():
+    url = f"http://127.0.0.1:{free_port()}"
+    with pytest.raises(ConfigError, match=f"not ready: {url}/health cannot be reached"):
+        await agents([ROW], "tool_config.enabled=true", f"tool_config.server_url={url}", "tool_config.max_retries=0")
+    await agents(
+        [{**ROW, "agent_name": "single_turn_agent"}], "tool_config.enabled=true", f"tool_config.server_url={url}"
+    )
+
+
+async def test_a_row_that_names_an_unknown_interaction_is_found_out_before_the_run():
+    row = {**ROW, "agent_name": "interaction_agent", "extra_info": {"interaction_kwargs": {"name": "gsm9k"}}}
+    with pytest.raises(DataError, match="'gsm9k' is not known"):
+        await agents([row])

@@ -1,0 +1,80 @@
+"""The config's reward section: what is registered, what is started, what is asked."""
+
+from dataclasses import replace
+
+import pytest
+
+from jax_agent_rl import config, rewards
+from jax_agent_rl.config_tree import valid_keys
+from jax_agent_rl.errors import ConfigError, RewardError
+from jax_agent_rl.rewards import registry
+from jax_agent_rl.rollout.client import LLMServerClient
+from jax_agent_rl.rollout.server import AsyncServer
+from jax_agent_rl.runtime.scoring import needed_services, open_scorer, reward_server
+from tests.fakes import FakeCodec, ScriptedBackend
+from tests.trajectories import trajectory
+
+
+@pytest.fixture(autouse=True)
+def own_registry(monkeypatch):
+    monkeypatch.setattr(registry, "_REWARDS", dict(registry._REWARDS))
+
+
+def settings(**reward):
+    return config.build(
+        {"run_dir": "r", "model": {"path": "m"}, "data": {"train": "t"}, "reward": reward},
+    )
+
+
+def scored_row(data_source, **fields):
+    message = {"role": "assistant", "content": "```python\nprint(1)\n```"}
+    row = {"data_source": data_source, **fields}
+    return replace(trajectory([1], [2]), row=row, messages=({"role": "user", "content": "?"}, message))
+
+
+def engine(script):
+    codec = FakeCodec()
+    backend = ScriptedBackend(codec, script)
+    return {"client": LLMServerClient([AsyncServer(backend)]), "codec": codec}, backend
+
+
+async def test_the_policy_may_be_the_judge():
+    conf = settings(judge={"model": "policy", "max_tokens": 20})
+    assert needed_services(conf, [{"data_source": "model_judge"}]) == {"judge"}
+    parts, backend = engine(["[[9]]"])
+    async with open_scorer(conf, {"judge"}, **parts) as score:
+        assert (await score(scored_row("model_judge"))).reward == 0.9
+    assert backend.requests[0].sampling.max_tokens == 20
+
+
+def test_a_judge_nobody_asks_for_is_not_started_and_one_that_is_missing_is_named():
+    assert needed_services(settings(judge={"model": "policy"}), [{"data_source": "calculator"}]) == set()
+    with pytest.raises(ConfigError, match="asks for a judge, and none is configured; set reward.judge.model"):
+        needed_services(settings(), [{"data_source": "model_judge"}])
+
+
+async def test_programs_are_scored_in_the_sandbox():
+    row = {"data_source": "code", "reward_model": {"ground_truth": {"inputs": ["\n"], "outputs": ["1"]}}}
+    conf = settings()
+    assert needed_services(conf, [row]) == {"sandbox"}
+    parts, _ = engine(["x"])
+    async with open_scorer(conf, {"sandbox"}, **parts) as score:
+        assert (await score(scored_row(**row))).reward == 1.0
+
+
+async def test_the_reward_server_takes_the_data_sources_it_is_named_for():
+    conf = settings(remote={"url": "http://127.0.0.1:9/score", "data_sources": ["gsm8k", "mine*"], "max_retries": 0})
+    parts, _ = engine(["x"])
+    async with reward_server(conf):
+        rewards.require_rewards([{"data_source": "mine_too"}])
+        async with open_scorer(conf, set(), **parts) as score:
+            for data_source in ("gsm8k", "mine_too"):
+                with pytest.raises(RewardError, match="http://127.0.0.1:9/score cannot be reached"):
+                    await score(scored_row(data_source))
+
+
+def test_keys_of_optional_sections_are_known_and_misspelt_ones_are_guessed():
+    keys = valid_keys(config.Config)
+    assert {"reward.judge", "reward.judge.model", "reward.remote.url", "environments.scope"} <= set(keys)
+    with pytest.raises(ConfigError, match="did you mean reward.judge.model"):
+        settings(judge={"modle": "policy"})

@@ -1,0 +1,168 @@
+"""The client of the tool server: what its answers may be, and what is made of those they may not be."""
+
+import asyncio
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from starlette.responses import JSONResponse, Response
+
+from jax_agent_rl.errors import ConfigError, ToolServerError
+from jax_agent_rl.json_service import JsonService, ServiceSettings
+from jax_agent_rl.tools.client import NO_TOOL, Action, ToolServerClient, _observations, observation_url
+from tests.http_service import ToolServer, free_port
+
+
+def client(url, *, timeout=10.0):
+    settings = ServiceSettings(
+        url=observation_url(url),
+        url_key="agent.tool_server_url",
+        timeout=timeout,
+        timeout_key="agent.tool_call_timeout",
+    )
+    return ToolServerClient(JsonService(settings, error=ToolServerError))
+
+
+async def ask(server, *texts, timeout=10.0):
+    it = client(server.url, timeout=timeout)
+    try:
+        return await it.get_observation([Action(trajectory_id=str(i), text=t) for i, t in enumerate(texts)])
+    finally:
+        await it.close()
+
+
+@pytest.mark.parametrize(
+    "url", ["http://h:1", "http://h:1/", "http://h:1/get_observation", "http://h:1/get_observation/"]
+)
+def test_the_path_may_be_left_out(url):
+    assert observation_url(url) == "http://h:1/get_observation"
+
+
+async def test_a_batch_comes_back_in_order():
+    async with ToolServer() as server:
+        found = await ask(server, "a", "b", "c")
+    assert [o.text for o in found] == [" ran 'a'", " ran 'b'", " ran 'c'"]
+    assert server.requests[0]["trajectory_ids"] == ["0", "1", "2"]
+
+
+async def test_a_detailed_observation_is_taken_apart():
+    detailed = {"obs": "x", "reward": 1, "metrics": {"t": 0.5}, "more": "for others"}
+    async with ToolServer(lambda action: (detailed, True, True)) as server:
+        (found,) = await ask(server, "a")
+    assert (found.text, found.reward, found.metrics, found.done, found.error) == ("x", 1.0, {"t": 0.5}, True, None)
+
+
+@pytest.mark.parametrize("content", [{"obs": "x", "image": "data:…"}, {"obs": "x", "audio": ["…"]}])
+async def test_what_cannot_be_shown_is_told_to_the_model(content):
+    async with ToolServer(lambda action: content) as server:
+        (found,) = await ask(server, "a")
+    assert found.error == "raised" and "cannot be shown" in found.text
+
+
+async def test_an_action_that_no_tool_takes_is_told_unless_the_server_did():
+    async with ToolServer(lambda action: (action, False, False)) as server:
+        silent, speaking = await ask(server, "", "use <python>")
+    assert (silent.text, silent.error) == (NO_TOOL, "invalid_action")
+    assert (speaking.text, speaking.error) == ("use <python>", "invalid_action")
+
+
+WRONG = [
+    None,
+    [],
+    "text",
+    {},
+    {"observations": ["a"], "dones": [False]},
+    {"observations": ["a"], "dones": [False, True], "valids": [True]},
+    {"observations": [], "dones": [], "valids": []},
+    {"observations": "a", "dones": [False], "valids": [True]},
+    {"observations": ["a"], "dones": ["maybe"], "valids": [True]},
+]
+
+
+@pytest.mark.parametrize("answer", WRONG)
+async def test_a_wrong_answer_is_an_error_that_names_the_server(answer):
+    async with ToolServer() as server:
+
+        async def wrong(payload):
+            return JSONResponse(answer)
+
+        server.respond = wrong
+        with pytest.raises(ToolServerError, match="http://.*/get_observation gave a wrong answer"):
+            await ask(server, "a")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [None, 3, ["a"], {}, {"obs": 3}, {"obs": "x", "reward": "high"}, {"obs": "x", "metrics": {"t": "s"}}],
+)
+async def test_a_wrong_observation_is_an_error_of_its_own_entry(content):
+    async with ToolServer(lambda action: content if action == "bad" else "fine") as server:
+        bad, good = await ask(server, "bad", "good")
+    assert isinstance(bad, ToolServerError) and "gave a wrong observation" in str(bad)
+    assert good.text == "fine"
+
+
+async def test_a_reward_must_be_finite():
+    async with ToolServer() as server:
+
+        async def infinite(payload):
+            return Response('{"observations": [{"obs": "x", "reward": Infinity}], "dones": [0], "valids": [1]}')
+
+        server.respond = infinite
+        (found,) = await ask(server, "a")
+    assert isinstance(found, ToolServerError) and "reward" in str(found)
+
+
+async def test_half_a_surrogate_pair_becomes_text_that_can_be_tokenized():
+    async with ToolServer() as server:
+
+        async def half(payload):
+            return Response('{"observations": ["a\\ud800b"], "dones": [false], "valids": [true]}')
+
+        server.respond = half
+        (found,) = await ask(server, "a")
+    assert found.text == "a?b"
+
+
+async def test_a_slow_tool_is_an_observation_the_model_reads():
+    never = asyncio.Event()
+    async with ToolServer() as server:
+
+        async def hang(payload):
+            await never.wait()
+
+        server.respond = hang
+        found = await ask(server, "a", "b", timeout=0.2)
+        never.set()
+    assert [o.error for o in found] == ["timeout", "timeout"]
+    assert "0.2 seconds" in found[0].text
+
+
+async def test_health_is_asked_before_a_run():
+    async with ToolServer() as server:
+        await client(server.url).check()
+        server.health = 500
+        with pytest.raises(ConfigError, match="not ready.*/health answered HTTP 500"):
+            await client(server.url).check()
+    with pytest.raises(ConfigError, match=r"cannot be reached .*agent\.tool_server_url"):
+        await client(f"http://127.0.0.1:{free_port()}").check()
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.floats() | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["obs", "dones", "valids", "observations"]), inner)
+    ),
+)
+
+
+@given(json_values, st.integers(1, 3))
+def test_whatever_a_server_answers_is_an_observation_or_a_named_error(answer, count):
+    try:
+        found = _observations(answer, count, "http://h")
+    except ToolServerError as error:
+        assert "http://h" in str(error)
+        return
+    assert len(found) == count
+    assert all(isinstance(o, ToolServerError) or isinstance(o.text, str) for o in found)
