@@ -54,7 +54,14 @@ class SearchSettings(Section):
     """The search tool."""
 
     corpus: str | None = Field(None, description='JSON Lines of {"id", "contents"}; the first line is the title.')
-    index: str | None = Field(None, description="Folder of the index, made if missing; default CORPUS.bm25s.")
+    encoder: str | None = Field(
+        None, description="Folder of a sentence-transformers model: search by meaning; null: by words (BM25)."
+    )
+    query_prompt: str = Field("", description="Put before a query for the encoder, e.g. 'query: ' (E5).")
+    passage_prompt: str = Field("", description="Put before a passage for the encoder, e.g. 'passage: ' (E5).")
+    index: str | None = Field(
+        None, description="Folder of the index, made if missing; default CORPUS.bm25s, with an encoder CORPUS.dense."
+    )
     topk: Positive = Field(3, description="Passages an answer has.")
 
 

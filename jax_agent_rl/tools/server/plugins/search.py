@@ -1,98 +1,31 @@
-"""Search over a local corpus with BM25 (the library ``bm25s``).
-
-The corpus is JSON Lines of ``{"id", "contents"}``, as Search-R1's; the first line of ``contents`` is the title. Its
-index is made once, kept in a folder, and mapped into memory by every worker, so that they share one copy.
-"""
+"""Search over a local corpus: by words (BM25), or by meaning with ``search.encoder``."""
 
 from __future__ import annotations
 
-import json
-import logging
-import os
-import shutil
-import tempfile
-from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-import bm25s
-
-from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.tools.server.plugin import Action, Observation, ServerTool
 from jax_agent_rl.tools.server.plugins.markup import tagged
 from jax_agent_rl.tools.server.settings import SearchSettings
 
-_STAMP = "corpus.json"
 
-
-class Index:
+class Index(Protocol):
     """A corpus that can be searched."""
 
-    def __init__(self, retriever: bm25s.BM25, size: int):
-        self._retriever = retriever
-        self._size = size
-
-    @classmethod
-    def open(cls, settings: SearchSettings) -> Index:
-        """Reads the index, after making it if it is missing or its corpus has changed.
-
-        Raises:
-            ConfigError: the corpus is missing, empty or of another form.
-        """
-        corpus = Path(settings.corpus or "")
-        folder = Path(settings.index) if settings.index else corpus.with_name(corpus.name + ".bm25s")
-        if not corpus.is_file():
-            raise ConfigError(f"search.corpus={settings.corpus!r}: no such file (relative to {os.getcwd()})")
-        status = corpus.stat()
-        stamp = json.dumps({"bytes": status.st_size, "modified": status.st_mtime_ns, "bm25s": bm25s.__version__})
-        if not (folder / _STAMP).is_file() or (folder / _STAMP).read_text() != stamp:
-            _make(corpus, folder, stamp)
-        logging.getLogger("bm25s").setLevel(logging.WARNING)  # it reports every query without words
-        retriever = bm25s.BM25.load(folder, mmap=True, load_corpus=True, show_progress=False)
-        return cls(retriever, size=int(retriever.scores["num_docs"]))
-
     def search(self, queries: list[str], topk: int) -> list[list[dict[str, Any]]]:
-        """The best passages for each query, best first: ``{"document": {"id", "contents"}, "score"}``.
-
-        Passages that share no word with the query are left out.
-        """
-        words = bm25s.tokenize(queries, stopwords="en", return_ids=False, show_progress=False)
-        topk = min(topk, self._size)
-        passages, scores = self._retriever.retrieve(words, k=topk, show_progress=False)
-        return [
-            [{"document": p, "score": float(s)} for p, s in zip(row, row_scores, strict=True) if s > 0]
-            for row, row_scores in zip(passages, scores, strict=True)
-        ]
+        """The best passages for each query, best first: ``{"document": {"id", "contents"}, "score"}``."""
+        ...
 
 
-def _make(corpus: Path, folder: Path, stamp: str) -> None:
-    """Writes the index beside its place, then moves it there: a half-made one is never read."""
-    passages = _read(corpus)
-    retriever = bm25s.BM25(corpus=passages)
-    words = bm25s.tokenize([p["contents"] for p in passages], stopwords="en", show_progress=False)
-    retriever.index(words, show_progress=False)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    made = Path(tempfile.mkdtemp(prefix=folder.name, dir=folder.parent))
-    try:
-        retriever.save(made, show_progress=False)
-        (made / _STAMP).write_text(stamp)
-        shutil.rmtree(folder, ignore_errors=True)
-        made.rename(folder)
-    finally:
-        shutil.rmtree(made, ignore_errors=True)
+def open_index(settings: SearchSettings) -> Index:
+    """The index that the settings ask for, made if need be; raises ConfigError."""
+    if settings.encoder is None:
+        from jax_agent_rl.tools.server.plugins.bm25 import BM25Index
 
+        return BM25Index.open(settings)
+    from jax_agent_rl.tools.server.plugins.dense import DenseIndex
 
-def _read(corpus: Path) -> list[dict[str, str]]:
-    passages = []
-    with corpus.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            try:
-                row = json.loads(line)
-                passages.append({"id": str(row.get("id", number - 1)), "contents": str(row["contents"])})
-            except (ValueError, KeyError, AttributeError) as error:
-                raise ConfigError(f'{corpus}:{number}: not {{"id", "contents"}} in JSON ({error!r})') from error
-    if not passages:
-        raise ConfigError(f"search.corpus={str(corpus)!r} is empty")
-    return passages
+    return DenseIndex.open(settings)
 
 
 class SearchTool(ServerTool[tuple[str, str], None]):
@@ -105,7 +38,7 @@ class SearchTool(ServerTool[tuple[str, str], None]):
         self._index = await self.context.threads.run(self._open, name=self.name)
 
     def _open(self) -> Index:
-        return Index.open(self.context.settings.search)
+        return open_index(self.context.settings.search)
 
     def parse_action(self, action: str) -> tuple[str, str] | None:
         for kind in ("search", "answer"):

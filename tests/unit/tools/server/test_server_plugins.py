@@ -7,44 +7,17 @@ import socket
 import sqlite3
 import subprocess
 import sys
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 from PIL import Image
-from prometheus_client import CollectorRegistry
 
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.tools.server.plugins.judge import same_output
 from jax_agent_rl.tools.server.plugins.markup import code_of, result_block, tagged, tool_call
-from jax_agent_rl.tools.server.plugins.search import Index
-from jax_agent_rl.tools.server.settings import SearchSettings, load_settings
-from jax_agent_rl.tools.server.telemetry import Telemetry
-from jax_agent_rl.tools.server.wire import Failure, Step
-from jax_agent_rl.tools.server.worker import make_service, make_tools
+from jax_agent_rl.tools.server.wire import Failure
 from tests.capabilities import needs_bwrap
-
-
-@asynccontextmanager
-async def agent(*overrides, **extra):
-    """A function that takes an action of one trajectory and returns the reply."""
-    settings = load_settings(None, ["limits.wall_seconds=3", *overrides])
-    tools = await make_tools(settings)
-    service = make_service(settings, tools, Telemetry(CollectorRegistry(), worker="0"))
-    await service.start()
-
-    async def act(action, **fields):
-        return await service.step(Step(trajectory_id="t", action=action, extra=fields or extra))
-
-    try:
-        yield act
-    finally:
-        await service.close()
-
-
-def text_of(reply):
-    return reply.observation["obs"] if isinstance(reply.observation, dict) else reply.observation
-
+from tests.tool_plugins import agent, text_of
 
 # --- how actions are written --------------------------------------------------------------------------------------
 
@@ -203,67 +176,6 @@ async def test_a_task_without_proper_tests_is_an_error_not_a_reward(tests):
 
 def test_outputs_are_compared_by_lines_but_for_spaces_at_their_ends():
     assert same_output("1 \n2\n\n", "1\n2") and not same_output("1\n\n2", "1\n2") and not same_output("12", "1 2")
-
-
-# --- search ---------------------------------------------------------------------------------------------------------
-
-PASSAGES = [
-    {"id": "p0", "contents": "Paris\nParis is the capital of France, on the river Seine."},
-    {"id": "p1", "contents": "Berlin\nBerlin is the capital of Germany."},
-    {"id": "p2", "contents": "Seine\nThe Seine is a river of 777 kilometres."},
-]
-
-
-@pytest.fixture
-def corpus(tmp_path):
-    path = tmp_path / "corpus.jsonl"
-    path.write_text("\n".join(map(json.dumps, PASSAGES)))
-    return path
-
-
-async def test_search_shows_the_best_passages_and_answer_ends(corpus):
-    async with agent("tools=[search]", f"search.corpus={corpus}", "search.topk=2") as act:
-        text = text_of(await act("<search>capital of Germany</search>"))
-        assert text.startswith(
-            "\n\n<information>Doc 1(Title: Berlin) Berlin is the capital of Germany.\nDoc 2(Title: Paris)"
-        )
-        assert "No passage matches." in text_of(await act("<search>zebra</search>"))
-        assert "No passage matches." in text_of(await act("<search></search>"))
-        assert (await act("<answer>Berlin</answer>")).done
-
-
-def test_scores_are_those_of_bm25(corpus):
-    """Lucene's formula by hand, with k1 = 1.5 and b = 0.75: "kilometres" is in one of three passages.
-
-    Without stop words the passages have 6 (paris, paris, capital, france, river, seine), 4 and 5 words.
-    """
-    import math
-
-    (hits,) = Index.open(SearchSettings(corpus=str(corpus))).search(["kilometres"], 3)
-    idf = math.log(1 + (3 - 1 + 0.5) / (1 + 0.5))
-    lengths = [6, 4, 5]
-    norm = 1.5 * (1 - 0.75 + 0.75 * lengths[2] / (sum(lengths) / 3))
-    assert [hit["document"]["id"] for hit in hits] == ["p2"]
-    assert hits[0]["score"] == pytest.approx(idf * 1 / (1 + norm), rel=1e-5)
-
-
-def test_the_index_is_made_once_and_again_when_the_corpus_changes(corpus):
-    settings = SearchSettings(corpus=str(corpus))
-    Index.open(settings)
-    stamp = corpus.with_name("corpus.jsonl.bm25s") / "corpus.json"
-    made = stamp.stat().st_mtime_ns
-    Index.open(settings)
-    assert stamp.stat().st_mtime_ns == made
-    corpus.write_text(corpus.read_text() + "\n" + json.dumps({"id": "p3", "contents": "Zebra\nStriped."}))
-    (hits,) = Index.open(settings).search(["zebra"], 3)
-    assert hits[0]["document"]["id"] == "p3" and stamp.stat().st_mtime_ns != made
-
-
-@pytest.mark.parametrize("line", ["not json", '{"id": 1}', "[]"])
-def test_a_broken_corpus_names_its_line(corpus, line):
-    corpus.write_text(json.dumps(PASSAGES[0]) + "\n" + line)
-    with pytest.raises(ConfigError, match="corpus.jsonl:2"):
-        Index.open(SearchSettings(corpus=str(corpus)))
 
 
 # --- sql ------------------------------------------------------------------------------------------------------------

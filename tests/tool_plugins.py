@@ -1,0 +1,31 @@
+"""Tools of the tool server as one trajectory's agent uses them: through the service."""
+
+from contextlib import asynccontextmanager
+
+from prometheus_client import CollectorRegistry
+
+from jax_agent_rl.tools.server.settings import load_settings
+from jax_agent_rl.tools.server.telemetry import Telemetry
+from jax_agent_rl.tools.server.wire import Step
+from jax_agent_rl.tools.server.worker import make_service, make_tools
+
+
+@asynccontextmanager
+async def agent(*overrides, **extra):
+    """A function that takes an action of one trajectory and returns the reply."""
+    settings = load_settings(None, ["limits.wall_seconds=3", *overrides])
+    tools = await make_tools(settings)
+    service = make_service(settings, tools, Telemetry(CollectorRegistry(), worker="0"))
+    await service.start()
+
+    async def act(action, **fields):
+        return await service.step(Step(trajectory_id="t", action=action, extra=fields or extra))
+
+    try:
+        yield act
+    finally:
+        await service.close()
+
+
+def text_of(reply):
+    return reply.observation["obs"] if isinstance(reply.observation, dict) else reply.observation
