@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import re
 import socket
 import sqlite3
 import subprocess
@@ -220,13 +221,13 @@ async def test_sql_answers_with_rows_and_turns_left_and_the_solution_ends(databa
             "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT sum(i) FROM n",
             "ended: it ran for more",
         ),
-        ("SELECT hex(zeroblob(900000000))", "Error"),
+        ("SELECT hex(zeroblob(900000000))", "Error|ended: it"),  # no memory, or out of time before that shows
     ],
 )
 async def test_hostile_queries_are_stopped(databases, query, words):
     before = (databases / "shop.sqlite").read_bytes()
     async with agent("tools=[sql]", f"sql.databases={databases}", db_id="shop") as act:
-        assert words in text_of(await act(f"<sql>{query}</sql>"))
+        assert re.search(words, text_of(await act(f"<sql>{query}</sql>")))
     assert (databases / "shop.sqlite").read_bytes() == before
 
 
