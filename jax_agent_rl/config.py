@@ -14,10 +14,11 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from jax_agent_rl import config_algorithm
+from jax_agent_rl import config_algorithm, config_strategy
 from jax_agent_rl.config_agents import InteractionsConfig, SearchConfig, ServerToolConfig, ToolClientConfig
 from jax_agent_rl.config_algorithm import AlgorithmConfig, CriticConfig
 from jax_agent_rl.config_base import NonNegative, OptimizerSection, Positive, Section
+from jax_agent_rl.config_strategy import StrategyConfig
 from jax_agent_rl.config_tree import build_tree, read_tree
 
 ToolFormatName = Literal[
@@ -113,6 +114,7 @@ class RolloutConfig(Section):
     )
     prompts_per_step: Positive = Field(8, description="Dataset rows per training step.")
     group_size: Positive = Field(8, description="Trajectories per row (a GRPO group).")
+    strategy: StrategyConfig = Field(default_factory=StrategyConfig)
     max_in_flight: Positive = Field(64, description="Trajectories that run at the same time.")
     max_model_len: Positive = Field(1024, description="Most ids of prompt + response in one context.")
     temperature: float = Field(1.0, gt=0, description="Sampling temperature in training; log-probs are of it.")
@@ -304,6 +306,9 @@ class Config(Section):
         """Checks that span sections. Raises them together, so a user fixes them in one go."""
         rollout, agent, algorithm, learner = self.rollout, self.agent, self.algorithm, self.learner
         problems = list(config_algorithm.problems(algorithm, max_response_length=agent.max_response_length))
+        problems += config_strategy.problems(
+            rollout.strategy, group_size=rollout.group_size, adv_estimator=algorithm.adv_estimator
+        )
         if rollout.group_size == 1 and algorithm.needs_group:
             problems.append(
                 f"rollout.group_size=1 gives zero {algorithm.adv_estimator} advantages; set rollout.group_size >= 2, "

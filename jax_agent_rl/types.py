@@ -95,6 +95,10 @@ class DropReason(StrEnum):
     """The user's agent ran past ``agent.run_timeout``."""
     HISTORY_EDITED = "history_edited"
     """The agent changed its history and ``agent.edited_history`` is ``drop``."""
+    REPLAY_MISMATCH = "replay_mismatch"
+    """A branch's stateful tool did not answer as it had answered its parent."""
+    NOT_SELECTED = "not_selected"
+    """A leaf more than the rollout strategy keeps of its tree."""
     TOOL_SERVER_ERROR = "tool_server_error"
     """The tool server could not be reached, or its answer could not be used."""
     INTERACTION_ERROR = "interaction_error"
@@ -275,6 +279,32 @@ class Turn:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Fork:
+    """Where a trajectory left another one of its tree. What it took over is equal id by id, never sampled again::
+
+        parent  = [20 21 2] [30 31 32] [40 41 2]
+        fork    = turns 1, tokens 1
+        branch  = [20 21 2] [30 31 32] [40] + [50 2]        sampled anew: 50 2
+
+    Attributes:
+        tree_id: the first trajectory of the tree.
+        parent_id: the trajectory it left.
+        turns: whole turns taken over, with what was appended to them.
+        tokens: ids taken over of the turn after those.
+    """
+
+    tree_id: str
+    parent_id: str
+    turns: int
+    tokens: int = 0
+
+    @property
+    def at_prompt(self) -> bool:
+        """It took over the prompt alone: a new chain that counts as part of the tree."""
+        return self.turns == self.tokens == 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Trajectory:
     """One complete rollout, unpadded. Build it with :meth:`from_turns`, which keeps the invariants.
 
@@ -296,6 +326,7 @@ class Trajectory:
         segments: further contexts the same rollout sampled in, for agents that edit their history or hold several
             conversations. Each sampled id stands in exactly one sequence with mask 1. Segments share this
             trajectory's fate and advantage; they have no reward and no segments of their own.
+        fork: None, or where it branched off another trajectory of its group.
     """
 
     trajectory_id: str
@@ -316,6 +347,7 @@ class Trajectory:
     messages: tuple[Mapping[str, Any], ...] = ()
     tool_scores: Mapping[str, float] = field(default_factory=dict)
     segments: tuple[Trajectory, ...] = ()
+    fork: Fork | None = None
 
     @classmethod
     def from_turns(cls, *, prompt_ids: Sequence[int], turns: Sequence[Turn], **fields: Any) -> Trajectory:
@@ -362,6 +394,18 @@ class Trajectory:
         return sum(self.response_mask)
 
     @property
+    def tree_id(self) -> str:
+        """The first trajectory of its tree: itself, if it is no branch."""
+        return self.fork.tree_id if self.fork else self.trajectory_id
+
+    @property
+    def num_inherited(self) -> int:
+        """Sampled ids that it took over from its parent."""
+        if self.fork is None:
+            return 0
+        return sum(len(turn.output.token_ids) for turn in self.turns[: self.fork.turns]) + self.fork.tokens
+
+    @property
     def loss_mask(self) -> tuple[int, ...]:
         """1 for each response id the loss reads: those sampled, and what was appended with ``learn_appended``.
 
@@ -393,13 +437,14 @@ class Group:
     """The surviving trajectories of one prompt, with the reward statistics advantages need.
 
     ``dropped`` counts its members that were lost on the way, by reason. ``greedy_reward`` is that of the greedy rollout
-    of the same prompt, where one was made (ReMax).
+    of the same prompt, where one was made (ReMax). ``metrics`` count how the group came about, e.g. ``branches``.
     """
 
     group_id: str
     trajectories: tuple[Trajectory, ...]
     dropped: Mapping[DropReason, int] = field(default_factory=dict)
     greedy_reward: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         strangers = [t.trajectory_id for t in self.trajectories if t.group_id != self.group_id]
