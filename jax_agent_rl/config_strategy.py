@@ -61,7 +61,7 @@ def problems(strategy: StrategyConfig, *, group_size: int, adv_estimator: str) -
     if strategy.name == "chain":
         if adv_estimator in ("tree_grpo", "treerl", "arpo"):
             yield (
-                f"algorithm.adv_estimator={adv_estimator} compares branches, and rollout.strategy.name=chain makes none; "
+                f"algorithm.adv_estimator={adv_estimator} compares branches, rollout.strategy.name=chain makes none; "
                 f"set rollout.strategy.name={adv_estimator}, or algorithm.adv_estimator=grpo"
             )
         return

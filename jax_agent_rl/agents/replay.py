@@ -1,8 +1,8 @@
 """Brings the tools of a branch to where its parent's stood at the fork.
 
-Tools keep state per trajectory, and a branch is a trajectory of its own. So the calls of the turns it took over are made
-again in its session, turn by turn, and must be answered as they were: the ids that follow were sampled after those
-answers. Tools without such state (``BaseTool.stateful`` false, e.g. function tools) are not called again.
+Tools keep state per trajectory, and a branch is a trajectory of its own. So the calls of the turns it took over are
+made again in its session, turn by turn, and must be answered as they were: the ids that follow were sampled after
+those answers. Tools without such state (``BaseTool.stateful`` false, e.g. function tools) are not called again.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@
 
 H is the mean surprisal of the first ``entropy_tokens`` ids that were sampled, an unbiased estimate of their entropy.
 (The authors sum over those ids and the ten most likely alternatives, and divide by the log of the vocabulary's size.)
-Earlier turns come first where the total does not suffice. Branches branch too. What is missing of the total when nothing
-branches any more is made up by new chains from the prompt; nothing is ever duplicated.
+Earlier turns come first where the total does not suffice. Branches branch too. What is missing of the total when
+nothing branches any more is made up by new chains from the prompt; nothing is ever duplicated.
 
 References: Dong et al. 2025, Agentic Reinforced Policy Optimization, arXiv 2507.19849, section 3.1.
 """

@@ -1,8 +1,8 @@
 """Tree-GRPO: chains that are expanded at turns drawn at random.
 
-``M`` first chains, each a tree. In each of ``L`` rounds, ``N`` nodes of every tree are drawn (with replacement) among its
-prompt and the turns that another turn followed, and one new chain continues from each. ``K`` leaves of each tree are
-kept; with ``K = 1 + L N``, all of them. M=2 N=1 L=1::
+``M`` first chains, each a tree. In each of ``L`` rounds, ``N`` nodes of every tree are drawn (with replacement) among
+its prompt and the turns that another turn followed, and one new chain continues from each. ``K`` leaves of each tree
+are kept; with ``K = 1 + L N``, all of them. M=2 N=1 L=1::
 
     round 0   t0 = a b c     t1 = d e
     round 1   t2 = a b + f   t3 = + g          drawn: turn b of t0's tree, the prompt of t1's

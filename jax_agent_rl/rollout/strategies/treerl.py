@@ -1,8 +1,8 @@
 """TreeRL (EPTree): branches where the policy was least certain, in the middle of a turn if need be.
 
 ``M`` first chains, each a tree. In each of ``L`` rounds, the ``N`` most uncertain ids of every tree are sampled anew,
-``T`` times each, and go on from there. Uncertainty is the surprisal ``-log p`` of the id that was sampled, which engines
-report; it is an unbiased sample of the entropy and what the authors' code uses. M=1 N=1 L=1 T=2::
+``T`` times each, and go on from there. Uncertainty is the surprisal ``-log p`` of the id that was sampled, which
+engines report; it is an unbiased sample of the entropy and what the authors' code uses. M=1 N=1 L=1 T=2::
 
     round 0   t0 = a b c d e                       log p   -.1 -.2 -1.9 -.3 -.1
     round 1   t1 = a b + f g    t2 = a b + c h     c is drawn again: it may, by chance, be c
