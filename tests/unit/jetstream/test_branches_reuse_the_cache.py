@@ -35,9 +35,13 @@ class AlwaysCalls(FakeCodec):
         return FakeReply(content="", tool_calls=(FakeToolCall(name="look", arguments={}),))
 
 
+def to_letters(ids) -> str:
+    return "".join("abcdefghijklmnopqrstuvwxyz"[i % 26] for i in ids)
+
+
 @contextlib.asynccontextmanager
 async def collector(strategy, **limits):
-    backend = JetStreamBackend(TINY, tiny_params(), SHAPES, version=1, seed=3, decode_text=lambda ids: "")
+    backend = JetStreamBackend(TINY, tiny_params(), SHAPES, version=1, seed=3, decode_text=to_letters)
     await backend.start()
     try:
         context = AgentContext(
@@ -79,7 +83,7 @@ async def test_a_fork_within_a_turn_reuses_all_before_it_and_keeps_the_log_probs
 
 async def test_a_branch_at_a_turn_reuses_the_turns_and_tool_results_before_it():
     limits = {"max_assistant_turns": 3, "max_response_length": 40}
-    sampling = SamplingParams(max_tokens=40, stop_token_ids=tuple(range(3, 97, 4)))  # so that turns end soon
+    sampling = SamplingParams(max_tokens=40, stop=tuple("abcdef"))  # so that turns end soon
     async with collector(TreeGrpo(TreeGrpoConfig(m=1, n=5, k=6)), **limits) as (_, collect):
         stream = collect.collect([row("tool_agent")], group_size=6, sampling=sampling, step=0)
         (group,) = [group async for group in stream]
