@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
@@ -327,6 +327,8 @@ class Trajectory:
             conversations. Each sampled id stands in exactly one sequence with mask 1. Segments share this
             trajectory's fate and advantage; they have no reward and no segments of their own.
         fork: None, or where it branched off another trajectory of its group.
+        history_window: None, or how many earlier turns each turn was sampled after, besides the prompt. The response
+            arrays are still those of all turns in order; :attr:`sequences` are the contexts that were really there.
     """
 
     trajectory_id: str
@@ -348,6 +350,7 @@ class Trajectory:
     tool_scores: Mapping[str, float] = field(default_factory=dict)
     segments: tuple[Trajectory, ...] = ()
     fork: Fork | None = None
+    history_window: int | None = None
 
     @classmethod
     def from_turns(cls, *, prompt_ids: Sequence[int], turns: Sequence[Turn], **fields: Any) -> Trajectory:
@@ -380,8 +383,32 @@ class Trajectory:
 
     @property
     def sequences(self) -> tuple[Trajectory, ...]:
-        """Everything to train on: the contexts it left, then its last one."""
-        return (*self.segments, self)
+        """Everything to train on: the contexts it left, then its last one.
+
+        With a history window, turn k is sampled after the prompt and the ``window`` turns before it. So one sequence
+        holds the turns that saw all before them, and every later turn is a sequence of its own::
+
+            window 1, turns a b c d      prompt | a b      prompt b | c      prompt c | d
+        """
+        return (*self.segments, *self._windows())
+
+    def _windows(self) -> Iterator[Trajectory]:
+        window, count = self.history_window, len(self.turns)
+        if window is None or count <= window + 1:
+            yield self
+            return
+        for first, end in ((0, window + 1), *((k, k + 1) for k in range(window + 1, count))):
+            seen = (turn.output.token_ids + turn.appended_ids for turn in self.turns[max(0, first - window) : first])
+            *turns, last = self.turns[first:end]
+            learned = last if last.learn_appended else replace(last, appended_ids=(), appended_media={})
+            yield Trajectory.from_turns(
+                prompt_ids=sum(seen, self.prompt_ids),
+                turns=(*turns, learned),
+                trajectory_id=f"{self.trajectory_id}#{end}",
+                group_id=self.group_id,
+                agent_name=self.agent_name,
+                finish_reason=self.finish_reason,
+            )
 
     @property
     def num_turns(self) -> int:

@@ -102,7 +102,19 @@ class Episode:
         """Ids that may still be added, sampled or inserted."""
         limits = self._context.limits
         response = len(self._ids) - len(self._prompt_ids)
-        return min(limits.max_response_length - response, self._context.longest - len(self._ids))
+        return min(limits.max_response_length - response, self._context.longest - len(self._seen_ids()))
+
+    def _seen(self) -> list[Turn]:
+        """The turns that the next one is sampled after: all, or those within ``agent.history_window``."""
+        window = self._context.limits.history_window
+        return self.turns if window is None else self.turns[-window:]
+
+    def _seen_ids(self) -> list[int]:
+        """The context of the next turn."""
+        seen = self._seen()
+        if len(seen) == len(self.turns):
+            return self._ids
+        return [*self._prompt_ids, *(i for turn in seen for i in turn.output.token_ids + turn.appended_ids)]
 
     async def generate(
         self,
@@ -127,17 +139,18 @@ class Episode:
         turn = len(self.turns)
         seed = self._sampling.seed
         begun, self._begun = self._begun, None
-        context = (*self._ids, *(begun.token_ids if begun else ()))
+        seen = self._seen_ids()
+        context = (*seen, *(begun.token_ids if begun else ()))
         most = min(self.tokens_left, self._sampling.max_tokens, max_tokens or self.tokens_left)
         sampling = replace(
             self._sampling,
-            max_tokens=most - (len(context) - len(self._ids)),
+            max_tokens=most - (len(context) - len(seen)),
             stop=(*self._sampling.stop, *stop),
             stop_token_ids=(*self._sampling.stop_token_ids, *stop_token_ids),
             seed=None if seed is None else derive_seed(seed, turn),
         )
         media: dict[str, Any] = {
-            f"{kind}_data": items for kind, items in join_media(t.appended_media for t in self.turns).items()
+            f"{kind}_data": items for kind, items in join_media(t.appended_media for t in self._seen()).items()
         }
         began = time.perf_counter()
         output = await self._context.client.generate(
@@ -272,6 +285,7 @@ class Episode:
             messages=tuple(self.messages),
             tool_scores=tool_scores or {},
             fork=self._fork,
+            history_window=self._context.limits.history_window,
         )
 
     def _check_prompt_length(self) -> None:

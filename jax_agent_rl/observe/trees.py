@@ -72,7 +72,8 @@ def trajectory_of(record: Mapping[str, Any]) -> Trajectory:
         finish_reason=FinishReason(record["finish_reason"]),
         reward=record["reward"],
         segments=tuple(trajectory_of(segment) for segment in record["segments"]),
-        fork=Fork(**record["fork"]) if record.get("fork") else None,
+        fork=Fork(**record["fork"]) if record["fork"] else None,
+        history_window=record["history_window"],
     )
 
 

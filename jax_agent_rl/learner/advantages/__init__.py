@@ -121,7 +121,8 @@ def _gigpo(samples: Samples, config: AlgorithmConfig) -> Advantages:
 
 def _observations(trajectory: Trajectory) -> list[tuple[int, ...]]:
     """What each turn was sampled after: a prompt, or what was appended to the turn before."""
-    return [ids for s in trajectory.sequences for ids in (s.prompt_ids, *(turn.appended_ids for turn in s.turns[:-1]))]
+    contexts = (*trajectory.segments, trajectory)  # not its sequences: a history window makes no observation
+    return [ids for c in contexts for ids in (c.prompt_ids, *(turn.appended_ids for turn in c.turns[:-1]))]
 
 
 def _per_turn(trajectory: Trajectory, rewards_L: np.ndarray) -> np.ndarray:
