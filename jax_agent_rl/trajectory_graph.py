@@ -84,20 +84,6 @@ class TrajectoryGraph:
         )
         return cls(trajectories=tuple(trajectories), nodes=nodes, paths=tuple(paths), ends=tuple(ends))
 
-    @property
-    def sampled_tokens(self) -> int:
-        """Ids the engine sampled for these trajectories: those a branch took over from its parent count once."""
-        total = sum(s.num_sampled for t in self.trajectories for s in t.sequences)
-        return total - sum(t.num_inherited for t in self.trajectories)
-
-    @property
-    def children(self) -> dict[int | None, list[int]]:
-        """For each node, and None for the prompt, the nodes that follow it."""
-        following: dict[int | None, list[int]] = {}
-        for number, node in enumerate(self.nodes):
-            following.setdefault(node.parent, []).append(number)
-        return following
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Piece:

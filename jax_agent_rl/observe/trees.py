@@ -4,7 +4,7 @@
 
     train-3-0  6 trajectories, 2 trees, mean reward 0.50, 96 of 241 sampled tokens shared
     ├── turn 1  34 tokens  mean reward 0.67 of 3  <tool_call> {"name": "calculator" …
-    │   ├── turn 2  9 tokens  mean reward 1.00 of 1  train-3-0-0 answer  The answer is 42.
+    │   ├── turn 2  9 tokens  mean reward 1.00 of 1  train-3-0-0 (tree 1) answer  The answer is 42.
     │   └── …
 """
 
@@ -40,9 +40,9 @@ def render_group(records: Sequence[Mapping[str, Any]], decode: Decode) -> Tree:
     graph = TrajectoryGraph.of(trajectories)
     total = sum(sequence.num_sampled for t in trajectories for sequence in t.sequences)
     shared = total - sum(len(node.ids) for node in graph.nodes)
-    trees = len({t.tree_id for t in trajectories})
+    trees = {tree_id: number for number, tree_id in enumerate(dict.fromkeys(t.tree_id for t in trajectories), 1)}
     tree = Tree(
-        f"[bold]{records[0]['group_id']}[/]  {len(records)} trajectories, {trees} trees, mean reward "
+        f"[bold]{records[0]['group_id']}[/]  {len(records)} trajectories, {len(trees)} trees, mean reward "
         f"{_mean(trajectories):.2f}, {shared} of {total} sampled tokens shared",
         highlight=False,
     )
@@ -55,7 +55,8 @@ def render_group(records: Sequence[Mapping[str, Any]], decode: Decode) -> Tree:
         label = Text(f"turn {node.turn + 1}  {len(node.ids)} tokens  ")
         label.append(f"mean reward {_mean(members):.2f} of {len(members)}  ", "bold")
         for trajectory in ending.get(number, ()):
-            label.append(f"{trajectory.trajectory_id} {trajectory.finish_reason}  ", "cyan")
+            which = f"{trajectory.trajectory_id} (tree {trees[trajectory.tree_id]})"
+            label.append(f"{which} {trajectory.finish_reason}  ", "cyan")
         label.append(_snippet(decode(node.ids)), "green")
         branches[number] = branches[node.parent].add(label)
     return tree

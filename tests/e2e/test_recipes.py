@@ -41,3 +41,9 @@ def test_a_recipe_trains_and_accounts_for_everything(path: Path, recipe: Path, t
         return
     last = [r for r in read_records(folder / "metrics.jsonl") if r["kind"] == "step"][-1]
     assert math.isfinite(last["loss"]) and last["trained_tokens"] > 0
+    if "strategy" in rollout:
+        assert last["tree/branches"] + last["tree/topped_up"] > 0
+        shown = subprocess.run(
+            [*command[:3], "view", str(folder), "--tree"], capture_output=True, text=True, timeout=100
+        )
+        assert shown.returncode == 0 and "trees, mean reward" in shown.stdout, shown.stderr[-3000:]

@@ -7,7 +7,8 @@ engines report; it is an unbiased sample of the entropy and what the authors' co
     round 0   t0 = a b c d e                       log p   -.1 -.2 -1.9 -.3 -.1
     round 1   t1 = a b + f g    t2 = a b + c h     c is drawn again: it may, by chance, be c
 
-A place is used in one round only.
+A place is used in one round only. Every id the policy sampled may be forked; the authors leave out those after the word
+"answer", a rule of their tasks' format.
 
 References: Hou et al. 2025, TreeRL, arXiv 2506.11902, section 3.1.
 """

@@ -35,15 +35,15 @@ def test_common_turns_stand_once_with_the_mean_reward_of_what_followed():
     head, first, *leaves = console.file.getvalue().splitlines()
     assert head.split("  ")[:2] == ["g", "2 trajectories, 1 trees, mean reward 0.50, 2 of 7 sampled tokens shared"]
     assert "turn 1  2 tokens  mean reward 0.50 of 2  10 11" in first
-    assert "turn 2  1 tokens  mean reward 1.00 of 1  g-0 answer  12" in leaves[0]
-    assert "turn 2  2 tokens  mean reward 0.00 of 1  g-1 answer  13 14" in leaves[1]
+    assert "turn 2  1 tokens  mean reward 1.00 of 1  g-0 (tree 1) answer  12" in leaves[0]
+    assert "turn 2  2 tokens  mean reward 0.00 of 1  g-1 (tree 1) answer  13 14" in leaves[1]
 
 
 def test_trajectories_that_are_equal_are_both_named():
     console = Console(file=io.StringIO(), width=160)
     twin = replace(STEM, trajectory_id="g-5")
     console.print(render_group(records_of(STEM, twin), str))
-    assert "g-0 answer  g-5 answer" in console.file.getvalue()
+    assert "g-0 (tree 1) answer  g-5 (tree 2) answer" in console.file.getvalue()
 
 
 def test_groups_of_different_steps_are_told_apart():
