@@ -28,6 +28,7 @@ from typing import Any
 from jax_agent_rl.agents import AgentContext, AgentSelector, derive_seed
 from jax_agent_rl.errors import TrajectoryError
 from jax_agent_rl.rollout.accounting import Accounting
+from jax_agent_rl.rollout.slots import Slots
 from jax_agent_rl.rollout.strategies import Chains, Growth, Outcome, Start, Strategy
 from jax_agent_rl.types import DropReason, Group, SamplingParams, Trajectory
 
@@ -154,7 +155,7 @@ class RolloutCollector:
             for index, row in enumerate(rows)
         ]
         self._check_names(label, step, {plan.group_id for plan in plans})
-        slots = asyncio.Semaphore(self._max_in_flight)
+        slots = Slots(self._max_in_flight)
         undelivered: set[str] = set()
         # In order, so that the members of a group run together and share their prompt in the engine.
         tasks = [asyncio.create_task(self._grow(plan, slots, undelivered), name=plan.group_id) for plan in plans]
@@ -174,7 +175,7 @@ class RolloutCollector:
         if clash:
             raise ValueError(f"{label} trajectories of step {step} are still in flight: {sorted(clash)[:3]}")
 
-    async def _grow(self, plan: _Plan, slots: asyncio.Semaphore, undelivered: set[str]) -> Group:
+    async def _grow(self, plan: _Plan, slots: Slots, undelivered: set[str]) -> Group:
         """Runs one group, wave after wave, to its end."""
         group = _OpenGroup(plan=plan)
         growth = Growth(group_size=plan.group_size, seed=derive_seed(*plan.seed_parts))
@@ -215,12 +216,10 @@ class RolloutCollector:
             metrics=counts if self._strategy.branches else {},
         )
 
-    async def _run(
-        self, group: _OpenGroup, number: int, start: Start, slots: asyncio.Semaphore, undelivered: set[str]
-    ) -> Outcome:
+    async def _run(self, group: _OpenGroup, number: int, start: Start, slots: Slots, undelivered: set[str]) -> Outcome:
         """Runs one trajectory and books its loss, if it is one."""
         trajectory_id = f"{group.plan.group_id}-{number}"
-        async with slots:
+        async with slots.take(urgency=len(group.waves)):
             self.accounting.start(trajectory_id)
             undelivered.add(trajectory_id)
             result = await self._run_or_reason(group, trajectory_id, number, start)

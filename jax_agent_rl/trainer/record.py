@@ -133,7 +133,8 @@ def evaluation_record(step: int, groups: Sequence[Group], *, seconds: float) -> 
 def _tree_counts(groups: Sequence[Group]) -> dict[str, float]:
     """``tree/<name>``: how the groups of a strategy that branches came about, summed; nothing for chains.
 
-    ``nodes`` are those of their graphs; ``inherited_tokens`` sampled ids that branches took over instead of sampling.
+    ``branches`` continue a tree, if only from its prompt; ``topped_up`` are chains that replace missing branches;
+    ``nodes`` those of the groups' graphs; ``inherited_tokens`` sampled ids that branches took over.
     """
     branched = [group for group in groups if group.metrics]
     if not branched:

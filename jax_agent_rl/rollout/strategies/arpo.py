@@ -34,9 +34,7 @@ class Arpo(Strategy):
             return [Start()] * min(self._config.initial_rollouts, growth.group_size)
         budget = growth.group_size - growth.started
         living = [o.trajectory for o in growth.waves[-1] if o.trajectory is not None]
-        turns = sorted(
-            ((turn, index) for index, t in enumerate(living) for turn in _turns_after_tools(t)),
-        )
+        turns = sorted((turn, index) for index, t in enumerate(living) for turn in _turns_after_tools(t))
         branches = [
             Start(fork=at_turn(living[index], turn))
             for turn, index in turns

@@ -332,6 +332,15 @@ async def test_cancelling_stops_branches_and_counts_them():
     assert stage.client.ended == {f"train-0-0-{n}" for n in range(6)} and len(asyncio.all_tasks()) == 1
 
 
+async def test_branches_run_before_further_groups_begin():
+    """While the engine still holds what their parents computed."""
+    stage = Stage(TreeGrpo(TreeGrpoConfig()), max_in_flight=2)
+    await stage.collect(*(row(text=str(n)) for n in range(4)))
+    begun = list(dict.fromkeys(request.session_id for request in stage.requests))
+    first_branch = next(place for place, name in enumerate(begun) if name.rpartition("-")[2] == "2")
+    assert begun.index("train-0-3-0") > first_branch
+
+
 async def test_a_dead_engine_ends_the_group_not_the_batch():
     stage = Stage(TreeGrpo(TreeGrpoConfig()))
     stage.backends[0].die()
