@@ -55,11 +55,12 @@ def view(
     sort: Annotated[str, typer.Option(help="'time', 'best' or 'worst' first.")] = "time",
     limit: Annotated[int, typer.Option(help="How many to show (the last ones).")] = 5,
     whole_prompt: Annotated[bool, typer.Option("--whole-prompt", help="Show prompts in full.")] = False,
+    tree: Annotated[bool, typer.Option("--tree", help="Show groups as trees of turns, with rewards.")] = False,
 ) -> None:
     """Show a run's trajectories: sampled and inserted tokens told apart."""
     from jax_agent_rl.observe.view import view_run
 
-    view_run(run, split=split, step=step, sort=sort, limit=limit, whole_prompt=whole_prompt)
+    view_run(run, split=split, step=step, sort=sort, limit=limit, whole_prompt=whole_prompt, trees=tree)
 
 
 @app.command("tool-server")

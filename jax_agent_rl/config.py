@@ -14,10 +14,11 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from jax_agent_rl import config_algorithm
+from jax_agent_rl import config_algorithm, config_strategy
 from jax_agent_rl.config_agents import InteractionsConfig, SearchConfig, ServerToolConfig, ToolClientConfig
 from jax_agent_rl.config_algorithm import AlgorithmConfig, CriticConfig
 from jax_agent_rl.config_base import NonNegative, OptimizerSection, Positive, Section
+from jax_agent_rl.config_strategy import StrategyConfig
 from jax_agent_rl.config_tree import build_tree, read_tree
 
 ToolFormatName = Literal[
@@ -113,6 +114,7 @@ class RolloutConfig(Section):
     )
     prompts_per_step: Positive = Field(8, description="Dataset rows per training step.")
     group_size: Positive = Field(8, description="Trajectories per row (a GRPO group).")
+    strategy: StrategyConfig = Field(default_factory=StrategyConfig)
     max_in_flight: Positive = Field(64, description="Trajectories that run at the same time.")
     max_model_len: Positive = Field(1024, description="Most ids of prompt + response in one context.")
     temperature: float = Field(1.0, gt=0, description="Sampling temperature in training; log-probs are of it.")
@@ -156,6 +158,12 @@ class AgentConfig(ServerToolConfig):
     max_response_length: Positive = Field(512, description="Sampled plus inserted ids after the prompt.")
     max_assistant_turns: Positive = Field(8, description="Most generations in one trajectory.")
     max_user_turns: NonNegative = Field(8, description="Most turns of tool results or a simulated user.")
+    history_window: Positive | None = Field(
+        None,
+        description="Earlier turns a turn is sampled after, besides the prompt; null: all. Each turn that no longer "
+        "sees all is trained on as a sample of its own. Loops that hold messages (LangGraph, OpenAI clients) manage "
+        "their history themselves.",
+    )
     max_parallel_calls: Positive = Field(1, description="Calls run per turn; further ones answer with an error.")
     max_tool_response_length: Positive = Field(256, description="Most tokens of one tool result.")
     tool_response_truncate_side: Literal["left", "middle", "right"] = Field(
@@ -304,6 +312,14 @@ class Config(Section):
         """Checks that span sections. Raises them together, so a user fixes them in one go."""
         rollout, agent, algorithm, learner = self.rollout, self.agent, self.algorithm, self.learner
         problems = list(config_algorithm.problems(algorithm, max_response_length=agent.max_response_length))
+        problems += config_strategy.problems(
+            rollout.strategy, group_size=rollout.group_size, adv_estimator=algorithm.adv_estimator
+        )
+        if agent.history_window is not None and rollout.strategy.name == "treerl":
+            problems.append(
+                "agent.history_window does not go with rollout.strategy.name=treerl, whose forks within a turn are "
+                "found in the whole history; leave it out, or set rollout.strategy.name=tree_grpo or arpo"
+            )
         if rollout.group_size == 1 and algorithm.needs_group:
             problems.append(
                 f"rollout.group_size=1 gives zero {algorithm.adv_estimator} advantages; set rollout.group_size >= 2, "
@@ -333,6 +349,8 @@ class Config(Section):
                 f"rollout.max_model_len={rollout.max_model_len}; raise the latter or lower the former"
             )
         need = agent.max_prompt_length + agent.max_response_length
+        if agent.history_window is not None:  # a response may be longer than any of its contexts
+            need = min(need, rollout.max_model_len)
         if need > rollout.max_model_len:
             problems.append(
                 f"agent.max_prompt_length + agent.max_response_length = {need} does not fit "

@@ -19,6 +19,7 @@
     │   ├── AbortedError            somebody ended one of its generations for good
     │   ├── AgentTimeoutError       the user's agent ran past its limit
     │   ├── HistoryEditedError      an agent changed what it had been told, which the config forbids
+    │   ├── ReplayError             a branch's tools cannot be brought to where its parent's stood
     │   └── BackendError            the engine failed this request
     │       ├── EngineDiedError     the engine itself is gone (infrastructure: retry elsewhere)
     │       └── BackendClosedError  the engine was shut down
@@ -144,6 +145,12 @@ class HistoryEditedError(TrajectoryError):
     """A request does not extend the conversation before it, and ``agent.edited_history`` is ``drop``."""
 
     drop_reason = DropReason.HISTORY_EDITED
+
+
+class ReplayError(TrajectoryError):
+    """A stateful tool, called again for a branch, did not answer as it had answered the branch's parent."""
+
+    drop_reason = DropReason.REPLAY_MISMATCH
 
 
 class BackendError(TrajectoryError):

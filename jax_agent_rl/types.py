@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
@@ -95,6 +95,10 @@ class DropReason(StrEnum):
     """The user's agent ran past ``agent.run_timeout``."""
     HISTORY_EDITED = "history_edited"
     """The agent changed its history and ``agent.edited_history`` is ``drop``."""
+    REPLAY_MISMATCH = "replay_mismatch"
+    """A branch's stateful tool did not answer as it had answered its parent."""
+    NOT_SELECTED = "not_selected"
+    """A leaf more than the rollout strategy keeps of its tree."""
     TOOL_SERVER_ERROR = "tool_server_error"
     """The tool server could not be reached, or its answer could not be used."""
     INTERACTION_ERROR = "interaction_error"
@@ -275,6 +279,32 @@ class Turn:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Fork:
+    """Where a trajectory left another one of its tree. What it took over is equal id by id, never sampled again::
+
+        parent  = [20 21 2] [30 31 32] [40 41 2]
+        fork    = turns 1, tokens 1
+        branch  = [20 21 2] [30 31 32] [40] + [50 2]        sampled anew: 50 2
+
+    Attributes:
+        tree_id: the first trajectory of the tree.
+        parent_id: the trajectory it left.
+        turns: whole turns taken over, with what was appended to them.
+        tokens: ids taken over of the turn after those.
+    """
+
+    tree_id: str
+    parent_id: str
+    turns: int
+    tokens: int = 0
+
+    @property
+    def at_prompt(self) -> bool:
+        """It took over the prompt alone: a new chain that counts as part of the tree."""
+        return self.turns == self.tokens == 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Trajectory:
     """One complete rollout, unpadded. Build it with :meth:`from_turns`, which keeps the invariants.
 
@@ -296,6 +326,9 @@ class Trajectory:
         segments: further contexts the same rollout sampled in, for agents that edit their history or hold several
             conversations. Each sampled id stands in exactly one sequence with mask 1. Segments share this
             trajectory's fate and advantage; they have no reward and no segments of their own.
+        fork: None, or where it branched off another trajectory of its group.
+        history_window: None, or how many earlier turns each turn was sampled after, besides the prompt. The response
+            arrays are still those of all turns in order; :attr:`sequences` are the contexts that were really there.
     """
 
     trajectory_id: str
@@ -316,6 +349,8 @@ class Trajectory:
     messages: tuple[Mapping[str, Any], ...] = ()
     tool_scores: Mapping[str, float] = field(default_factory=dict)
     segments: tuple[Trajectory, ...] = ()
+    fork: Fork | None = None
+    history_window: int | None = None
 
     @classmethod
     def from_turns(cls, *, prompt_ids: Sequence[int], turns: Sequence[Turn], **fields: Any) -> Trajectory:
@@ -348,8 +383,32 @@ class Trajectory:
 
     @property
     def sequences(self) -> tuple[Trajectory, ...]:
-        """Everything to train on: the contexts it left, then its last one."""
-        return (*self.segments, self)
+        """Everything to train on: the contexts it left, then its last one.
+
+        With a history window, turn k is sampled after the prompt and the ``window`` turns before it. So one sequence
+        holds the turns that saw all before them, and every later turn is a sequence of its own::
+
+            window 1, turns a b c d      prompt | a b      prompt b | c      prompt c | d
+        """
+        return (*self.segments, *self._windows())
+
+    def _windows(self) -> Iterator[Trajectory]:
+        window, count = self.history_window, len(self.turns)
+        if window is None or count <= window + 1:
+            yield self
+            return
+        for first, end in ((0, window + 1), *((k, k + 1) for k in range(window + 1, count))):
+            seen = (turn.output.token_ids + turn.appended_ids for turn in self.turns[max(0, first - window) : first])
+            *turns, last = self.turns[first:end]
+            learned = last if last.learn_appended else replace(last, appended_ids=(), appended_media={})
+            yield Trajectory.from_turns(
+                prompt_ids=sum(seen, self.prompt_ids),
+                turns=(*turns, learned),
+                trajectory_id=f"{self.trajectory_id}#{end}",
+                group_id=self.group_id,
+                agent_name=self.agent_name,
+                finish_reason=self.finish_reason,
+            )
 
     @property
     def num_turns(self) -> int:
@@ -360,6 +419,18 @@ class Trajectory:
     def num_sampled(self) -> int:
         """Ids sampled by the policy."""
         return sum(self.response_mask)
+
+    @property
+    def tree_id(self) -> str:
+        """The first trajectory of its tree: itself, if it is no branch."""
+        return self.fork.tree_id if self.fork else self.trajectory_id
+
+    @property
+    def num_inherited(self) -> int:
+        """Sampled ids that it took over from its parent."""
+        if self.fork is None:
+            return 0
+        return sum(len(turn.output.token_ids) for turn in self.turns[: self.fork.turns]) + self.fork.tokens
 
     @property
     def loss_mask(self) -> tuple[int, ...]:
@@ -393,13 +464,14 @@ class Group:
     """The surviving trajectories of one prompt, with the reward statistics advantages need.
 
     ``dropped`` counts its members that were lost on the way, by reason. ``greedy_reward`` is that of the greedy rollout
-    of the same prompt, where one was made (ReMax).
+    of the same prompt, where one was made (ReMax). ``metrics`` count how the group came about, e.g. ``branches``.
     """
 
     group_id: str
     trajectories: tuple[Trajectory, ...]
     dropped: Mapping[DropReason, int] = field(default_factory=dict)
     greedy_reward: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         strangers = [t.trajectory_id for t in self.trajectories if t.group_id != self.group_id]

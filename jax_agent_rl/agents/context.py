@@ -35,6 +35,8 @@ class TokenClient(Protocol):
     @property
     def modalities(self) -> frozenset[str]: ...
 
+    def fork_session(self, parent_id: str, session_id: str) -> None: ...
+
     def end_session(self, session_id: str) -> None: ...
 
 
@@ -75,6 +77,8 @@ class AgentContext:
         search: the ``search`` section, for ``search_agent``.
         interactions: the simulated users of the run.
         environments: all environments of the run.
+        keep_sessions: never tell the engine that a trajectory's last turn is its last: others may branch off it, and
+            will want its KV.
         on_event: called after every generation and tool call; must be quick and must not raise.
     """
 
@@ -87,6 +91,7 @@ class AgentContext:
     search: SearchConfig = field(default_factory=SearchConfig)
     interactions: InteractionRegistry = field(default_factory=InteractionRegistry)
     environments: EnvironmentPools = field(default_factory=EnvironmentPools)
+    keep_sessions: bool = False
     on_event: Callable[[AgentEvent], None] = _ignore
 
     @property

@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from jax_agent_rl.agents.context import AgentContext, AgentEvent
+from jax_agent_rl.agents.prefix import Prefix
 from jax_agent_rl.agents.seeds import derive_seed
 from jax_agent_rl.errors import AbortedError, BackendError, DataError, PromptTooLongError, TokenDriftError
 from jax_agent_rl.tools.base import BaseTool
@@ -49,6 +50,7 @@ class Episode:
         tools: tools the prompt tells of (unless ``agent.tool_prompt`` is ``none``).
         opening: messages that follow the row's prompt: what an environment shows first.
         tool_schemas: further tools the prompt tells of, in OpenAI's format.
+        prefix: what a branch takes over from another trajectory; its prompt is not rendered anew.
 
     Attributes:
         turns: assistant turns so far.
@@ -72,6 +74,7 @@ class Episode:
         tools: Mapping[str, BaseTool],
         opening: Sequence[Mapping[str, Any]] = (),
         tool_schemas: Sequence[Mapping[str, Any]] = (),
+        prefix: Prefix | None = None,
     ):
         self.turns: list[Turn] = []
         self.messages: list[Mapping[str, Any]] = prompt_of(row, opening)
@@ -83,16 +86,35 @@ class Episode:
         self._sampling = sampling
         self._schemas = (*schemas_of(tools), *tool_schemas) if context.limits.tool_prompt == "template" else ()
         self._metrics: dict[str, float] = {key: 0.0 for key in _METRICS}
-        self._prompt_ids = tuple(context.codec.encode_prompt(self.messages, tools=self._schemas))
-        self._ids = list(self._prompt_ids)
-        self._check_prompt_length()
+        self._fork = prefix.fork if prefix else None
+        self._begun: TokenOutput | None = None  # the part of the next turn that a branch took over
+        if prefix is None:
+            self._prompt_ids = tuple(context.codec.encode_prompt(self.messages, tools=self._schemas))
+            self._ids = list(self._prompt_ids)
+            self._check_prompt_length()
+        else:
+            self.turns, self.messages = list(prefix.turns), list(prefix.messages)
+            self._prompt_ids, self._begun = prefix.prompt_ids, prefix.begun
+            self._ids = prefix.context_ids
 
     @property
     def tokens_left(self) -> int:
         """Ids that may still be added, sampled or inserted."""
         limits = self._context.limits
         response = len(self._ids) - len(self._prompt_ids)
-        return min(limits.max_response_length - response, self._context.longest - len(self._ids))
+        return min(limits.max_response_length - response, self._context.longest - len(self._seen_ids()))
+
+    def _seen(self) -> list[Turn]:
+        """The turns that the next one is sampled after: all, or those within ``agent.history_window``."""
+        window = self._context.limits.history_window
+        return self.turns if window is None else self.turns[-window:]
+
+    def _seen_ids(self) -> list[int]:
+        """The context of the next turn."""
+        seen = self._seen()
+        if len(seen) == len(self.turns):
+            return self._ids
+        return [*self._prompt_ids, *(i for turn in seen for i in turn.output.token_ids + turn.appended_ids)]
 
     async def generate(
         self,
@@ -116,30 +138,36 @@ class Episode:
         """
         turn = len(self.turns)
         seed = self._sampling.seed
+        begun, self._begun = self._begun, None
+        seen = self._seen_ids()
+        context = (*seen, *(begun.token_ids if begun else ()))
+        most = min(self.tokens_left, self._sampling.max_tokens, max_tokens or self.tokens_left)
         sampling = replace(
             self._sampling,
-            max_tokens=min(self.tokens_left, self._sampling.max_tokens, max_tokens or self.tokens_left),
+            max_tokens=most - (len(context) - len(seen)),
             stop=(*self._sampling.stop, *stop),
             stop_token_ids=(*self._sampling.stop_token_ids, *stop_token_ids),
             seed=None if seed is None else derive_seed(seed, turn),
         )
         media: dict[str, Any] = {
-            f"{kind}_data": items for kind, items in join_media(t.appended_media for t in self.turns).items()
+            f"{kind}_data": items for kind, items in join_media(t.appended_media for t in self._seen()).items()
         }
         began = time.perf_counter()
         output = await self._context.client.generate(
             f"{self._trajectory_id}/{turn}",
-            prompt_ids=tuple(self._ids),
+            prompt_ids=context,
             sampling_params=sampling,
             session_id=self._trajectory_id,
-            session_ends=session_ends,
+            session_ends=session_ends and not self._context.keep_sessions,
             **media,
         )
         seconds = time.perf_counter() - began
-        check_output(output, self._ids, sampling.max_tokens, what=f"{self._trajectory_id}: turn {turn}")
+        check_output(output, context, sampling.max_tokens, what=f"{self._trajectory_id}: turn {turn}")
         self._metrics["generate_seconds"] += seconds
-        self._metrics["prompt_tokens"] += len(self._ids)
+        self._metrics["prompt_tokens"] += len(context)
         self._metrics["cached_tokens"] += output.cached_tokens
+        if begun is not None:
+            output = replace(begun, cached_tokens=output.cached_tokens).then(output)
         self._ids += output.token_ids
         self.turns.append(Turn(output=output))
         self.messages.append({"role": "assistant", "content": self._context.codec.decode(output.token_ids)})
@@ -256,6 +284,8 @@ class Episode:
             row=self._row,
             messages=tuple(self.messages),
             tool_scores=tool_scores or {},
+            fork=self._fork,
+            history_window=self._context.limits.history_window,
         )
 
     def _check_prompt_length(self) -> None:

@@ -33,7 +33,7 @@ class InteractionAgent(ToolAgent):
     async def run(
         self, row: Mapping[str, Any], *, trajectory_id: str, group_id: str, sampling: SamplingParams
     ) -> Trajectory:
-        tools = self.context.tools.select((row.get("extra_info") or {}).get("tool_selection"))
+        tools = self._tools_of(row)
         episode = self.start(row, trajectory_id=trajectory_id, group_id=group_id, sampling=sampling, tools=tools)
         modalities = self.context.modalities
         async with (

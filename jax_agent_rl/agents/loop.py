@@ -24,9 +24,10 @@ from typing import Any, ClassVar, TypeVar
 
 from jax_agent_rl.agents.context import AgentContext
 from jax_agent_rl.agents.episode import Episode
+from jax_agent_rl.agents.prefix import Prefix
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.tools.base import BaseTool
-from jax_agent_rl.types import SamplingParams, Trajectory
+from jax_agent_rl.types import Fork, SamplingParams, Trajectory
 from jax_agent_rl.user_code import load_user_module
 
 logger = logging.getLogger(__name__)
@@ -58,6 +59,32 @@ class AgentLoop(ABC):
         Raises:
             TrajectoryError: this trajectory is lost, for the reason in ``drop_reason``.
         """
+
+    async def branch(
+        self, parent: Trajectory, fork: Fork, *, trajectory_id: str, sampling: SamplingParams
+    ) -> Trajectory:
+        """Runs a trajectory that begins as ``parent`` did, up to ``fork``, and goes on by itself.
+
+        Args:
+            parent: a finished trajectory of this loop.
+            fork: where to leave it; not at its prompt, that is :meth:`run`.
+            trajectory_id, sampling: of the branch, as in :meth:`run`.
+
+        Raises:
+            ConfigError: this loop cannot, see :meth:`can_branch`.
+            ReplayError: its tools cannot be brought to where the parent's stood.
+            TrajectoryError: as :meth:`run`.
+        """
+        raise ConfigError(
+            f"agent {self.name!r} cannot go on from the middle of another trajectory; set rollout.strategy.name=chain, "
+            f"or use one of {branching_agents()}"
+        )
+
+    @classmethod
+    def can_branch(cls) -> bool:
+        """Whether :meth:`branch` continues what :meth:`run` begins: the same class must define both."""
+        run, branch = (next(c for c in cls.__mro__ if name in vars(c)) for name in ("run", "branch"))
+        return run is branch
 
     async def close(self) -> None:
         """Ends what the loop keeps open between trajectories (servers, connections). The default has nothing."""
@@ -97,6 +124,27 @@ class AgentLoop(ABC):
             tools=tools or {},
             opening=opening,
             tool_schemas=tool_schemas,
+        )
+
+    def resume(
+        self,
+        parent: Trajectory,
+        fork: Fork,
+        *,
+        trajectory_id: str,
+        sampling: SamplingParams,
+        tools: Mapping[str, BaseTool] | None = None,
+    ) -> Episode:
+        """The trajectory of a branch, as it stands where it left its parent."""
+        return Episode(
+            self.context,
+            parent.row,
+            agent_name=self.name,
+            trajectory_id=trajectory_id,
+            group_id=parent.group_id,
+            sampling=sampling,
+            tools=tools or {},
+            prefix=Prefix.of(parent, fork),
         )
 
 
@@ -153,6 +201,11 @@ def agent_names() -> list[str]:
     return sorted(_AGENTS)
 
 
+def branching_agents() -> list[str]:
+    """Names of the loops that can branch."""
+    return [name for name in agent_names() if _AGENTS[name].can_branch()]
+
+
 def default_agent(context: AgentContext) -> str:
     """The loop of rows without ``agent_name``: named outright, else search, else text tools, else plain generation."""
     if context.limits.default_agent:
@@ -204,6 +257,19 @@ class AgentSelector:
         """
         for loop in dict.fromkeys(map(self.for_row, rows)):
             await loop.preflight()
+
+    def require_branching(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Checks that every loop of these rows can go on from the middle of a trajectory.
+
+        Raises:
+            ConfigError: names those that cannot.
+        """
+        cannot = sorted({loop.name for row in rows if not (loop := self.for_row(row)).can_branch()})
+        if cannot:
+            raise ConfigError(
+                f"rollout.strategy branches trajectories, and agents {cannot} cannot be branched; there are "
+                f"{branching_agents()}; use one of those, or rollout.strategy.name=chain"
+            )
 
     def _warn_once(self, name: str) -> None:
         if self._warned or not len(self._context.tools) or name != "single_turn_agent":

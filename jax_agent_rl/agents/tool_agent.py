@@ -23,10 +23,11 @@ from typing import TYPE_CHECKING, Any
 from jax_agent_rl.agents.context import AgentContext
 from jax_agent_rl.agents.episode import Episode
 from jax_agent_rl.agents.loop import AgentLoop, register_agent
+from jax_agent_rl.agents.replay import replay
 from jax_agent_rl.tools.base import BaseTool
 from jax_agent_rl.tools.registry import schemas_of
 from jax_agent_rl.tools.session import ToolSession
-from jax_agent_rl.types import FinishReason, SamplingParams, StopReason, ToolCallRecord, Trajectory, join_media
+from jax_agent_rl.types import FinishReason, Fork, SamplingParams, StopReason, ToolCallRecord, Trajectory, join_media
 
 if TYPE_CHECKING:
     from jax_agent_rl.chat.codec import Reply
@@ -44,10 +45,28 @@ class ToolAgent(AgentLoop):
     async def run(
         self, row: Mapping[str, Any], *, trajectory_id: str, group_id: str, sampling: SamplingParams
     ) -> Trajectory:
-        tools = self.context.tools.select((row.get("extra_info") or {}).get("tool_selection"))
+        tools = self._tools_of(row)
         episode = self.start(row, trajectory_id=trajectory_id, group_id=group_id, sampling=sampling, tools=tools)
+        return await self._play(episode, tools, row, trajectory_id)
+
+    async def branch(
+        self, parent: Trajectory, fork: Fork, *, trajectory_id: str, sampling: SamplingParams
+    ) -> Trajectory:
+        tools = self._tools_of(parent.row)
+        episode = self.resume(parent, fork, trajectory_id=trajectory_id, sampling=sampling, tools=tools)
+        return await self._play(episode, tools, parent.row, trajectory_id)
+
+    def _tools_of(self, row: Mapping[str, Any]) -> Mapping[str, BaseTool]:
+        return self.context.tools.select((row.get("extra_info") or {}).get("tool_selection"))
+
+    async def _play(
+        self, episode: Episode, tools: Mapping[str, BaseTool], row: Mapping[str, Any], trajectory_id: str
+    ) -> Trajectory:
+        """From where the episode stands to its end, in a tool session of its own."""
         modalities = self.context.modalities
         async with tool_session(self.context, tools, row, trajectory_id, modalities=modalities) as session:
+            if episode.turns:
+                episode.add_metrics(await replay(session, episode.turns))
             reason = await self._converse(episode, session, schemas_of(tools))
             scores = await session.calc_rewards()
         episode.add_metrics(session.metrics)
@@ -62,7 +81,7 @@ class ToolAgent(AgentLoop):
     ) -> FinishReason:
         """Runs turns until one ends it; ``answered`` says what follows a turn without calls (None: nothing does)."""
         limits = self.context.limits
-        user_turns = 0
+        user_turns = len(episode.turns)  # those of a branch were all answered
         while True:
             out_of_user_turns = user_turns >= limits.max_user_turns
             out_of_turns = len(episode.turns) + 1 >= limits.max_assistant_turns

@@ -11,12 +11,15 @@ from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.errors import ConfigError, DataError
 from jax_agent_rl.observe.metrics import RunFolder, read_records
 from jax_agent_rl.observe.trajectories import LEGEND, render
+from jax_agent_rl.observe.trees import groups_of, render_group
 
 SORTS = ("time", "best", "worst")
 
 
-def view_run(run: Path, *, split: str | None, step: int | None, sort: str, limit: int, whole_prompt: bool) -> None:
-    """Prints up to ``limit`` trajectories of a run folder.
+def view_run(
+    run: Path, *, split: str | None, step: int | None, sort: str, limit: int, whole_prompt: bool, trees: bool = False
+) -> None:
+    """Prints up to ``limit`` trajectories of a run folder, or of its groups as trees.
 
     Raises:
         DataError: not a run folder, or nothing in it matches.
@@ -35,9 +38,13 @@ def view_run(run: Path, *, split: str | None, step: int | None, sort: str, limit
     ]
     if not records:
         raise DataError(f"no trajectory of {run} matches split={split}, step={step}")
+    console = Console()
+    if trees:
+        for group in groups_of(records)[-limit:]:
+            console.print(render_group(group, lambda ids: codec.decode(ids)))
+        return
     if sort != "time":
         records.sort(key=lambda r: r["reward"], reverse=sort == "worst")
-    console = Console()
     console.print(LEGEND, highlight=False)
     for record in records[-limit:]:
         console.print(

@@ -55,10 +55,7 @@ class Balancer:
         if server is None:
             server = min(self._in_flight, key=self._in_flight.__getitem__)  # ties: the one added first
         if session is not None:
-            self._sessions[session] = server
-            self._sessions.move_to_end(session)
-            if len(self._sessions) > self._max_sessions:
-                self._sessions.popitem(last=False)
+            self._remember(session, server)
         self._in_flight[server] += 1
         return server
 
@@ -66,6 +63,17 @@ class Balancer:
         """A request that :meth:`acquire` counted has left the server."""
         self._in_flight[server] -= 1
 
+    def fork_session(self, parent: str, child: str) -> None:
+        """Begins a session where another one is; does nothing if nobody knows where that is."""
+        if server := self._sessions.get(parent):
+            self._remember(child, server)
+
     def end_session(self, session: str) -> None:
         """Forgets a session."""
         self._sessions.pop(session, None)
+
+    def _remember(self, session: str, server: str) -> None:
+        self._sessions[session] = server
+        self._sessions.move_to_end(session)
+        if len(self._sessions) > self._max_sessions:
+            self._sessions.popitem(last=False)

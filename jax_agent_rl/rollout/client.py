@@ -170,6 +170,10 @@ class LLMServerClient:
             await flight.server.abort(request_id)
         return True
 
+    def fork_session(self, parent_id: str, session_id: str) -> None:
+        """Begins a session on the server of another, where the KV of their common context is."""
+        self._balancer.fork_session(parent_id, session_id)
+
     def end_session(self, session_id: str) -> None:
         """Forgets where a session lives; call it when its trajectory is over."""
         self._balancer.end_session(session_id)

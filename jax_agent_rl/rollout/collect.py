@@ -2,12 +2,17 @@
 
 ::
 
-    rows × group_size ──► one task each ──► agent.run ──► reward ──► its group ──last member──► queue ──► caller
-                          waits for a slot                 │
-                          (max_in_flight)                  └─ any failure: counted by its reason, the rest goes on
+    rows ──► a task per group ──► strategy.next_wave ──► a task per trajectory ──► reward ──► outcome ─┐
+                 │                        ▲                run, or branch          │                   │
+                 │                        │                waits for a slot        └─ any failure:     │
+                 │                        │                (max_in_flight)            counted by its   │
+                 │ no further wave        │                                           reason, the rest │
+                 ▼                        └───────────────── all outcomes of the wave ──── goes on ◄───┘
+              caller
 
-    task      consumes: a slot.            produces: a member.   waits for: the engine, tools, the reward.
-    collect   consumes: complete groups.   produces: groups.     waits for: the slowest member of the next group.
+    trajectory  consumes: a slot.            produces: an outcome.  waits for: the engine, tools, the reward.
+    group       consumes: outcomes.          produces: waves.       waits for: the slowest member of the wave.
+    collect     consumes: complete groups.   produces: groups.      waits for: the next group that is complete.
 """
 
 from __future__ import annotations
@@ -16,13 +21,15 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jax_agent_rl.agents import AgentContext, AgentSelector, derive_seed
 from jax_agent_rl.errors import TrajectoryError
 from jax_agent_rl.rollout.accounting import Accounting
+from jax_agent_rl.rollout.slots import Slots
+from jax_agent_rl.rollout.strategies import Chains, Growth, Outcome, Start, Strategy
 from jax_agent_rl.types import DropReason, Group, SamplingParams, Trajectory
 
 logger = logging.getLogger(__name__)
@@ -31,29 +38,33 @@ Score = Callable[[Trajectory], Awaitable[Trajectory]]
 """Returns the trajectory with its reward, e.g. :func:`jax_agent_rl.rewards.score`."""
 
 
-@dataclass(kw_only=True, slots=True)
-class _OpenGroup:
-    """A group while its members are running."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Plan:
+    """What the trajectories of one group have in common."""
 
     group_id: str
-    missing: int
-    members: dict[int, Trajectory] = field(default_factory=dict)
+    row: Mapping[str, Any]
+    group_size: int
+    sampling: SamplingParams
+    seed_parts: tuple[int | str, ...]
+
+
+@dataclass(kw_only=True, slots=True)
+class _OpenGroup:
+    """A group while it grows."""
+
+    plan: _Plan
+    waves: list[list[Outcome]] = field(default_factory=list)
     dropped: Counter[DropReason] = field(default_factory=Counter)
 
-    def close(self) -> Group:
-        ordered = tuple(self.members[sample] for sample in sorted(self.members))
-        return Group(group_id=self.group_id, trajectories=ordered, dropped=dict(self.dropped))
+    @property
+    def outcomes(self) -> list[Outcome]:
+        return [outcome for wave in self.waves for outcome in wave]
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Job:
-    """One trajectory to run."""
-
-    trajectory_id: str
-    sample: int
-    row: Mapping[str, Any]
-    group: _OpenGroup
-    sampling: SamplingParams
+    def living(self, trajectory_id: str) -> Trajectory:
+        """A member that survived."""
+        found = (o.trajectory for o in self.outcomes if o.trajectory_id == trajectory_id and o.trajectory)
+        return next(found)
 
 
 class RolloutCollector:
@@ -65,6 +76,7 @@ class RolloutCollector:
         max_in_flight: most trajectories that run at the same time.
         seed: the run's seed. With it, the label, the step and the indices, sampling is reproducible.
         accounting: where trajectories are counted; a new one if None. Evaluation wants its own.
+        strategy: which trajectories of a group are started, and from where; None: all from the prompt.
 
     Attributes:
         latest_losses: for each reason, what the newest loss said.
@@ -78,7 +90,11 @@ class RolloutCollector:
         max_in_flight: int,
         seed: int,
         accounting: Accounting | None = None,
+        strategy: Strategy | None = None,
     ):
+        self._strategy = strategy or Chains()
+        if self._strategy.branches:
+            context = replace(context, keep_sessions=True)
         self.accounting = accounting or Accounting()
         self.latest_losses: dict[DropReason, str] = {}
         self._client = context.client
@@ -95,6 +111,11 @@ class RolloutCollector:
         """Checks what the loops of these rows depend on, once before a run; raises ConfigError."""
         await self._agents.preflight(rows)
 
+    def require_branching(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Checks that the strategy can branch what the loops of these rows make; raises ConfigError."""
+        if self._strategy.branches:
+            self._agents.require_branching(rows)
+
     async def collect(
         self,
         rows: Sequence[Mapping[str, Any]],
@@ -104,7 +125,7 @@ class RolloutCollector:
         step: int,
         label: str = "train",
     ) -> AsyncGenerator[Group, None]:
-        """Yields one group per row, in the order in which they are complete; members are in order of their index.
+        """Yields one group per row, in the order in which they are complete; members are in order of their start.
 
         A group may have lost members (``Group.dropped``), even all of them. Its trajectories stay in flight in
         :attr:`accounting` until the caller says what became of them. Leaving the loop early or cancelling it stops
@@ -113,7 +134,7 @@ class RolloutCollector:
 
         Args:
             rows: one prompt each.
-            group_size: trajectories per row.
+            group_size: trajectories per row, for strategies that leave it open.
             sampling: for every turn; each trajectory gets a seed of its own.
             step: training step, part of the ids and seeds.
             label: tells apart uses in one step (``train``, ``eval``), part of the ids and seeds.
@@ -123,16 +144,24 @@ class RolloutCollector:
         """
         if group_size < 1:
             raise ValueError(f"group_size={group_size}: must be >= 1")
-        slots = asyncio.Semaphore(self._max_in_flight)
-        complete: asyncio.Queue[_OpenGroup] = asyncio.Queue()
-        jobs = self._jobs(rows, group_size=group_size, sampling=sampling, step=step, label=label)
-        undelivered = {job.trajectory_id for job in jobs}
-        if clash := undelivered & self.accounting.in_flight:
-            raise ValueError(f"{label} trajectories of step {step} are still in flight: {sorted(clash)[:3]}")
-        tasks = [asyncio.create_task(self._run(job, slots, complete), name=job.trajectory_id) for job in jobs]
+        plans = [
+            _Plan(
+                group_id=f"{label}-{step}-{index}",
+                row=row,
+                group_size=group_size,
+                sampling=sampling,
+                seed_parts=(self._seed, label, step, index),
+            )
+            for index, row in enumerate(rows)
+        ]
+        self._check_names(label, step, {plan.group_id for plan in plans})
+        slots = Slots(self._max_in_flight)
+        undelivered: set[str] = set()
+        # In order, so that the members of a group run together and share their prompt in the engine.
+        tasks = [asyncio.create_task(self._grow(plan, slots, undelivered), name=plan.group_id) for plan in plans]
         try:
-            for _ in rows:
-                group = (await complete.get()).close()
+            for complete in asyncio.as_completed(tasks):
+                group = await complete
                 undelivered.difference_update(t.trajectory_id for t in group.trajectories)
                 yield group
         finally:
@@ -141,64 +170,106 @@ class RolloutCollector:
             await asyncio.gather(*tasks, return_exceptions=True)
             self.accounting.drop(undelivered & self.accounting.in_flight, DropReason.CANCELLED)
 
-    def _jobs(
-        self, rows: Sequence[Mapping[str, Any]], *, group_size: int, sampling: SamplingParams, step: int, label: str
-    ) -> list[_Job]:
-        """Group by group, so that the members of a group run together and share their prompt in the engine."""
-        jobs = []
-        for index, row in enumerate(rows):
-            group = _OpenGroup(group_id=f"{label}-{step}-{index}", missing=group_size)
-            for sample in range(group_size):
-                seed = derive_seed(self._seed, label, step, index, sample)
-                jobs.append(
-                    _Job(
-                        trajectory_id=f"{group.group_id}-{sample}",
-                        sample=sample,
-                        row=row,
-                        group=group,
-                        sampling=replace(sampling, seed=seed),
-                    )
-                )
-        return jobs
+    def _check_names(self, label: str, step: int, group_ids: Collection[str]) -> None:
+        clash = [i for i in self.accounting.in_flight if i.rpartition("-")[0] in group_ids]
+        if clash:
+            raise ValueError(f"{label} trajectories of step {step} are still in flight: {sorted(clash)[:3]}")
 
-    async def _run(self, job: _Job, slots: asyncio.Semaphore, complete: asyncio.Queue[_OpenGroup]) -> None:
-        """Runs one trajectory and files it, or its loss, in its group."""
-        group = job.group
-        async with slots:
-            self.accounting.start(job.trajectory_id)
-            result = await self._run_or_reason(job)
+    async def _grow(self, plan: _Plan, slots: Slots, undelivered: set[str]) -> Group:
+        """Runs one group, wave after wave, to its end."""
+        group = _OpenGroup(plan=plan)
+        growth = Growth(group_size=plan.group_size, seed=derive_seed(*plan.seed_parts))
+        count = 0
+        try:
+            while starts := self._strategy.next_wave(growth):
+                numbers = range(count, count + len(starts))
+                count += len(starts)
+                async with asyncio.TaskGroup() as wave:
+                    tasks = [
+                        wave.create_task(self._run(group, number, start, slots, undelivered))
+                        for number, start in zip(numbers, starts, strict=True)
+                    ]
+                group.waves.append([task.result() for task in tasks])
+                growth = replace(growth, waves=tuple(group.waves))
+        finally:
+            if self._strategy.branches:  # until here others might have wanted to go on from any of them
+                for number in range(count):
+                    self._client.end_session(f"{plan.group_id}-{number}")
+        return self._close(group, self._strategy.select(growth))
+
+    def _close(self, group: _OpenGroup, kept: Sequence[Trajectory]) -> Group:
+        """Books what the strategy did not keep."""
+        kept_ids = {trajectory.trajectory_id for trajectory in kept}
+        living = [o.trajectory_id for o in group.outcomes if o.trajectory]
+        if surplus := [trajectory_id for trajectory_id in living if trajectory_id not in kept_ids]:
+            self.accounting.drop(surplus, DropReason.NOT_SELECTED)
+            group.dropped[DropReason.NOT_SELECTED] += len(surplus)
+        starts = [outcome.start for outcome in group.outcomes]
+        counts = {
+            "branches": float(sum(start.fork is not None for start in starts)),
+            "topped_up": float(sum(start.topped_up for start in starts)),
+        }
+        return Group(
+            group_id=group.plan.group_id,
+            trajectories=tuple(sorted(kept, key=_number)),
+            dropped=dict(group.dropped),
+            metrics=counts if self._strategy.branches else {},
+        )
+
+    async def _run(self, group: _OpenGroup, number: int, start: Start, slots: Slots, undelivered: set[str]) -> Outcome:
+        """Runs one trajectory and books its loss, if it is one."""
+        trajectory_id = f"{group.plan.group_id}-{number}"
+        async with slots.take(urgency=len(group.waves)):
+            self.accounting.start(trajectory_id)
+            undelivered.add(trajectory_id)
+            result = await self._run_or_reason(group, trajectory_id, number, start)
         if isinstance(result, Trajectory):
-            group.members[job.sample] = result
-        else:
-            self.accounting.drop([job.trajectory_id], result)
-            group.dropped[result] += 1
-        group.missing -= 1
-        if group.missing == 0:
-            complete.put_nowait(group)
+            return Outcome(trajectory_id=trajectory_id, start=start, trajectory=result)
+        self.accounting.drop([trajectory_id], result)
+        group.dropped[result] += 1
+        return Outcome(trajectory_id=trajectory_id, start=start, trajectory=None)
 
-    async def _run_or_reason(self, job: _Job) -> Trajectory | DropReason:
+    async def _run_or_reason(
+        self, group: _OpenGroup, trajectory_id: str, number: int, start: Start
+    ) -> Trajectory | DropReason:
         """The scored trajectory, or why there is none. Only a cancellation of the task itself passes through."""
         began = time.perf_counter()
+        seed = derive_seed(*group.plan.seed_parts, number)
         try:
-            loop = self._agents.for_row(job.row)
-            trajectory = await loop.run(
-                job.row, trajectory_id=job.trajectory_id, group_id=job.group.group_id, sampling=job.sampling
-            )
+            trajectory = await self._play(group, trajectory_id, start, replace(group.plan.sampling, seed=seed))
             trajectory = await self._score(trajectory)
         except TrajectoryError as error:
-            logger.warning("%s dropped (%s): %s", job.trajectory_id, error.drop_reason, error)
+            logger.warning("%s dropped (%s): %s", trajectory_id, error.drop_reason, error)
             self.latest_losses[error.drop_reason] = str(error)
             return error.drop_reason
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise  # counted by collect, as everything that was not handed over
-            logger.exception("%s dropped: a cancelled future was awaited", job.trajectory_id)
+            logger.exception("%s dropped: a cancelled future was awaited", trajectory_id)
             return DropReason.AGENT_ERROR
         except Exception as error:
-            logger.exception("%s dropped: its agent loop raised", job.trajectory_id)
+            logger.exception("%s dropped: its agent loop raised", trajectory_id)
             self.latest_losses[DropReason.AGENT_ERROR] = f"{type(error).__name__}: {error}"
             return DropReason.AGENT_ERROR
         finally:
-            self._client.end_session(job.trajectory_id)
+            if not self._strategy.branches:
+                self._client.end_session(trajectory_id)
         return replace(trajectory, metrics={**trajectory.metrics, "total_seconds": time.perf_counter() - began})
+
+    async def _play(self, group: _OpenGroup, trajectory_id: str, start: Start, sampling: SamplingParams) -> Trajectory:
+        """Runs it from the prompt, or from where it leaves its parent."""
+        row, fork = group.plan.row, start.fork
+        loop = self._agents.for_row(row)
+        if fork is None or fork.at_prompt:
+            trajectory = await loop.run(
+                row, trajectory_id=trajectory_id, group_id=group.plan.group_id, sampling=sampling
+            )
+            return replace(trajectory, fork=fork)
+        self._client.fork_session(fork.parent_id, trajectory_id)
+        return await loop.branch(group.living(fork.parent_id), fork, trajectory_id=trajectory_id, sampling=sampling)
+
+
+def _number(trajectory: Trajectory) -> int:
+    """Its number in the group."""
+    return int(trajectory.trajectory_id.rpartition("-")[2])

@@ -14,6 +14,7 @@ from jax_agent_rl.errors import DataError
 from jax_agent_rl.interactions import EngineChat, InteractionRegistry
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.collect import RolloutCollector, Score
+from jax_agent_rl.rollout.strategies import make_strategy
 from jax_agent_rl.tools.registry import ToolRegistry
 
 
@@ -81,7 +82,7 @@ def make_agents(
     )
     parts = {"score": score, "max_in_flight": config.rollout.max_in_flight, "seed": config.seed}
     return Agents(
-        collector=RolloutCollector(context, **parts),
+        collector=RolloutCollector(context, strategy=make_strategy(config.rollout.strategy), **parts),
         evaluator=RolloutCollector(replace(context, limits=config.agent.for_validation()), **parts),
         interactions=interactions,
         environments=environments,

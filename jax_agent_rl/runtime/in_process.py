@@ -89,6 +89,7 @@ async def build(config: Config, *, say: Callable[[str], None]) -> AsyncIterator[
         score = await stack.enter_async_context(open_scorer(config, services, client=client, codec=codec))
         agents = make_agents(config, client=client, codec=codec, tools=tools, score=score)
         stack.push_async_callback(agents.close)
+        agents.collector.require_branching(train)
         await agents.preflight([*train, *heldout])
         say(f"loading {config.model.path}")
         model, params = load_model(config, codec)

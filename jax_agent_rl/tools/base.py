@@ -18,7 +18,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from jax_agent_rl.errors import ToolDefinitionError
 
@@ -106,6 +106,11 @@ class BaseTool(ABC):
     Raises:
         ToolDefinitionError: no name, or ``parameters`` is not an object schema.
     """
+
+    stateful: ClassVar[bool] = True
+    """The answer to a call may depend on the trajectory's earlier calls. When a trajectory branches (tree rollouts),
+    the earlier calls are then made again for the branch. Set it to False where that would be a waste or a wrong: a
+    search, or a server whose state all trajectories share."""
 
     def __init__(self, *, name: str, description: str, parameters: Mapping[str, Any]):
         if not name:

@@ -48,6 +48,8 @@ class FunctionTool(BaseTool):
             parameters, or a docstring that describes a parameter which does not exist.
     """
 
+    stateful = False  # a function is not told whose call it is
+
     def __init__(
         self,
         function: Callable[..., Any],

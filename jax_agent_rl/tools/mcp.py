@@ -241,6 +241,8 @@ class MCPTool(BaseTool):
         name, description, parameters: as the server declares them.
     """
 
+    stateful = False  # not per trajectory: calls made again would happen twice to everyone
+
     def __init__(self, connection: MCPConnection, name: str, description: str, parameters: Mapping[str, Any]) -> None:
         super().__init__(name=name, description=description, parameters=parameters)
         self._connection = connection

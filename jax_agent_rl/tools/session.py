@@ -113,6 +113,10 @@ class ToolSession:
             media=response.media,
         )
 
+    def is_stateful(self, name: str) -> bool:
+        """Whether the tool keeps state of this trajectory; False if there is no such tool."""
+        return name in self._tools and self._tools[name].stateful
+
     async def calc_rewards(self) -> dict[str, float]:
         """What each tool makes of the whole trajectory, by name; call it once, when the conversation is over.
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from jax_agent_rl.rollout.protocol import BackendMetrics
+from jax_agent_rl.trajectory_graph import TrajectoryGraph
 from jax_agent_rl.types import DropReason, Group, Trajectory
 
 
@@ -85,7 +86,7 @@ def step_record(
     trajectories = [t for g in groups for t in g.trajectories]
     calls = [call for t in trajectories for call in t.tool_calls]
     errors = Counter(call.error for call in calls if call.error)
-    sampled = sum(t.num_sampled for t in trajectories)
+    sampled = sum(t.num_sampled - t.num_inherited for t in trajectories)  # what branches share was sampled once
     defaults = {name: 0.0 for name in ("learner_tokens_per_second", "logprob_gap_max", "logprob_gap_mean", "loss")}
     return {
         "kind": "step",
@@ -95,6 +96,7 @@ def step_record(
         **_statistics("turns", [t.num_turns for t in trajectories]),
         **_statistics("response_tokens", [len(t.response_ids) for t in trajectories]),
         **_statistics("sampled_tokens", [t.num_sampled for t in trajectories]),
+        **_tree_counts(groups),
         "tool_calls_mean": len(calls) / max(1, len(trajectories)),
         "tool_errors": sum(errors.values()),
         "tool_errors_by_kind": dict(errors),
@@ -126,6 +128,24 @@ def evaluation_record(step: int, groups: Sequence[Group], *, seconds: float) -> 
         "tool_calls_mean": sum(len(t.tool_calls) for t in trajectories) / max(1, len(trajectories)),
         "seconds": seconds,
     }
+
+
+def _tree_counts(groups: Sequence[Group]) -> dict[str, float]:
+    """``tree/<name>``: how the groups of a strategy that branches came about, summed; nothing for chains.
+
+    ``branches`` continue a tree, if only from its prompt; ``topped_up`` are chains that replace missing branches;
+    ``nodes`` those of the groups' graphs; ``inherited_tokens`` sampled ids that branches took over.
+    """
+    branched = [group for group in groups if group.metrics]
+    if not branched:
+        return {}
+    counts: Counter[str] = Counter()
+    for group in branched:
+        counts.update(group.metrics)
+        counts["trees"] += len({t.tree_id for t in group.trajectories})
+        counts["nodes"] += len(TrajectoryGraph.of(group.trajectories).nodes)
+        counts["inherited_tokens"] += sum(t.num_inherited for t in group.trajectories)
+    return {f"tree/{name}": float(count) for name, count in sorted(counts.items())}
 
 
 def _part_means(trajectories: Sequence[Trajectory]) -> dict[str, float]:

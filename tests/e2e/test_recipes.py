@@ -23,7 +23,10 @@ def test_a_recipe_trains_and_accounts_for_everything(path: Path, recipe: Path, t
     own = {key: tree[key] for key in ("algorithm", "critic", "learner") if key in tree}
     if "row_length" in own.get("learner", {}):
         del own["learner"]["row_length"]
-    size = {"group_size": min(2, tree.get("rollout", {}).get("group_size", 2))}
+    rollout = tree.get("rollout", {})
+    size = {"group_size": min(2, rollout.get("group_size", 2))}
+    if "strategy" in rollout:  # which fixes the size of a group
+        size = {key: rollout[key] for key in ("strategy", "group_size")}
     file = tmp_path / "small.yaml"
     file.write_text(yaml.safe_dump({"base": recipe.name, "rollout": size} | own))
     command = [sys.executable, "-m", "jax_agent_rl.cli", "train", str(file), "trainer.steps=2", *SMALL]
@@ -38,3 +41,9 @@ def test_a_recipe_trains_and_accounts_for_everything(path: Path, recipe: Path, t
         return
     last = [r for r in read_records(folder / "metrics.jsonl") if r["kind"] == "step"][-1]
     assert math.isfinite(last["loss"]) and last["trained_tokens"] > 0
+    if "strategy" in rollout:
+        assert last["tree/branches"] + last["tree/topped_up"] > 0
+        shown = subprocess.run(
+            [*command[:3], "view", str(folder), "--tree"], capture_output=True, text=True, timeout=100
+        )
+        assert shown.returncode == 0 and "trees, mean reward" in shown.stdout, shown.stderr[-3000:]

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from jax_agent_rl.types import (
     FinishReason,
+    Fork,
     Group,
     SamplingParams,
     StopReason,
@@ -49,6 +50,26 @@ def test_the_worked_example_of_the_module():
     assert t.rollout_logprobs == (-0.1, -0.2, -0.1, 0, 0, 0, -0.3, -0.1)
     assert t.policy_versions == (4, 4, 4, -1, -1, -1, 5, 5)
     assert (t.num_turns, t.num_sampled) == (2, 5)
+
+
+def test_the_worked_example_of_a_fork():
+    first = Turn(output=output([20, 21, 2], [-0.1] * 3, 4), appended_ids=(30, 31, 32))
+    parent = trajectory([first, Turn(output=output([40, 41, 2], [-0.1] * 3, 4))])
+    fork = Fork(tree_id="t", parent_id="t", turns=1, tokens=1)
+    branch = trajectory([first, Turn(output=output([40, 50, 2], [-0.1] * 3, 4))], trajectory_id="b", fork=fork)
+    assert (branch.num_sampled, branch.num_inherited, branch.tree_id) == (6, 4, "t")
+    assert (parent.num_inherited, parent.tree_id) == (0, "t")
+    assert not fork.at_prompt and Fork(tree_id="t", parent_id="t", turns=0).at_prompt
+
+
+def test_the_worked_example_of_a_history_window():
+    turns = [Turn(output=output([i], [-0.1], 0), appended_ids=(0,)) for i in (1, 2, 3)]
+    t = trajectory([*turns, Turn(output=output([4], [-0.1], 0))], prompt_ids=[9], history_window=1)
+    assert [(s.prompt_ids, s.response_ids) for s in t.sequences] == [
+        ((9,), (1, 0, 2)),
+        ((9, 2, 0), (3,)),
+        ((9, 3, 0), (4,)),
+    ]
 
 
 @pytest.mark.parametrize("changes", [{"prompt_ids": []}, {"turns": []}])

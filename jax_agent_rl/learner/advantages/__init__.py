@@ -6,7 +6,7 @@
     step.py      compared over the whole step                    gpg gdpo remax reinforce_plus_plus(_baseline)
     gae.py       with a critic                                   gae
     turns.py     per turn                                        gigpo mt_grpo
-    trees.py     per turn, from shared prefixes                  tree_grpo treerl arpo
+    trees.py     along trees of branches                         tree_grpo treerl arpo
 
 The functions in those files are the mathematics, on plain arrays; the adapters here read trajectories and config.
 """
@@ -25,6 +25,7 @@ from jax_agent_rl.learner.advantages import gae as gae_module
 from jax_agent_rl.learner.advantages import step, trees, turns
 from jax_agent_rl.learner.advantages.outcome import OUTCOME_ESTIMATORS
 from jax_agent_rl.learner.samples import PerToken, Samples, turn_rewards, turn_spans, turns_of
+from jax_agent_rl.trajectory_graph import TrajectoryGraph
 from jax_agent_rl.types import FinishReason, Trajectory
 
 
@@ -120,7 +121,8 @@ def _gigpo(samples: Samples, config: AlgorithmConfig) -> Advantages:
 
 def _observations(trajectory: Trajectory) -> list[tuple[int, ...]]:
     """What each turn was sampled after: a prompt, or what was appended to the turn before."""
-    return [ids for s in trajectory.sequences for ids in (s.prompt_ids, *(turn.appended_ids for turn in s.turns[:-1]))]
+    contexts = (*trajectory.segments, trajectory)  # not its sequences: a history window makes no observation
+    return [ids for c in contexts for ids in (c.prompt_ids, *(turn.appended_ids for turn in c.turns[:-1]))]
 
 
 def _per_turn(trajectory: Trajectory, rewards_L: np.ndarray) -> np.ndarray:
@@ -145,24 +147,30 @@ def _mt_grpo(samples: Samples, config: AlgorithmConfig) -> Advantages:
 def _tree_grpo(samples: Samples, config: AlgorithmConfig) -> Advantages:
     advantages, totals = np.zeros(len(samples.trajectories)), samples.totals
     for group in samples.members:
-        paths = trees.turn_paths([samples.trajectories[i] for i in group])
-        advantages[group] = trees.tree_grpo(totals[group], paths)
+        advantages[group] = trees.tree_grpo(totals[group], [samples.trajectories[i].tree_id for i in group])
     return Advantages(advantages=samples.broadcast(advantages))
 
 
 def _treerl(samples: Samples, config: AlgorithmConfig) -> Advantages:
-    def one(group: np.ndarray) -> list[np.ndarray]:
-        return trees.treerl(samples.totals[group], trees.turn_paths([samples.trajectories[i] for i in group]))
-
-    return _by_turns(samples, one)
+    return _by_nodes(samples, trees.treerl)
 
 
 def _arpo(samples: Samples, config: AlgorithmConfig) -> Advantages:
-    def one(group: np.ndarray) -> list[np.ndarray]:
-        paths = trees.turn_paths([samples.trajectories[i] for i in group])
-        return trees.arpo(samples.totals[group], paths, hard=config.shared_tokens == "hard")
+    return _by_nodes(samples, functools.partial(trees.arpo, hard=config.shared_tokens == "hard"))
 
-    return _by_turns(samples, one)
+
+def _by_nodes(samples: Samples, one: Callable[[np.ndarray, trees.Paths], list[np.ndarray]]) -> Advantages:
+    """Runs a function of each group that gives a number per node of the group's graph, and lays those out over the
+    nodes' tokens and what was appended after them."""
+    advantages = [np.zeros(len(mask)) for mask in samples.masks]
+    for group in samples.members:
+        graph = TrajectoryGraph.of([samples.trajectories[i] for i in group])
+        per_node = one(samples.totals[group], graph.paths)
+        for i, path, ends, values in zip(group, graph.paths, graph.ends, per_node, strict=True):
+            starts = np.asarray(ends) - [len(graph.nodes[node].ids) for node in path]
+            places = np.searchsorted(starts, np.arange(len(samples.masks[i])), side="right") - 1
+            advantages[i] = values[places] * samples.masks[i]
+    return Advantages(advantages=advantages)
 
 
 def _by_turns(samples: Samples, one: Callable[[np.ndarray], list[np.ndarray]]) -> Advantages:

@@ -43,6 +43,18 @@ def test_an_ended_session_is_free_again():
     assert b.acquire("s") == "b"
 
 
+def test_a_forked_session_begins_where_its_parent_is():
+    b = balancer("a", "b")
+    b.acquire("parent")
+    b.fork_session("parent", "child")
+    b.fork_session("nobody", "stranger")
+    assert [b.acquire("stranger"), b.acquire("child"), b.acquire("child")] == ["b", "a", "a"]
+    b.end_session("parent")
+    assert b.acquire("child") == "a", "its end is its own"
+    b.remove("a")
+    assert b.acquire("child") == "b"
+
+
 def test_the_session_used_longest_ago_is_forgotten():
     b = balancer("a", "b", max_sessions=2)
     for session in ("s1", "s2", "s1", "s3"):  # s2 is the oldest when s3 comes

@@ -17,6 +17,7 @@ from jax_agent_rl.observe.progress import Progress
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.collect import RolloutCollector
 from jax_agent_rl.rollout.server import AsyncServer
+from jax_agent_rl.rollout.strategies import make_strategy
 from jax_agent_rl.runtime.in_process import Runtime
 from jax_agent_rl.runtime.publishers import ArrayPublisher
 from jax_agent_rl.trainer.record import RunRecord
@@ -92,7 +93,10 @@ def trainer(tmp_path: Path, *, steps: int, algorithm: dict | None = None, score=
     backend = SlowToUpdate(clock, codec, ["hello there"])
     client = LLMServerClient([AsyncServer(backend)])
     context = AgentContext(client=client, codec=codec, limits=settings.agent, max_model_len=1000)
-    collectors = [RolloutCollector(context, score=score, max_in_flight=4, seed=0) for _ in range(2)]
+    strategies = [make_strategy(settings.rollout.strategy), None]  # evaluations are chains
+    collectors = [
+        RolloutCollector(context, score=score, max_in_flight=4, seed=0, strategy=strategy) for strategy in strategies
+    ]
     runtime = Runtime(
         config=settings,
         codec=codec,
@@ -220,3 +224,31 @@ async def test_trajectories_without_loss_are_counted_under_their_reason(tmp_path
     books.check()
     assert (books.started, books.trained, dict(books.dropped)) == (4, 1, {DropReason.VOID_TRAJECTORY: 3})
     assert training.runtime.client.servers[0].backend.policy_version == 1, "the second step published nothing"
+
+
+async def test_a_step_of_trees_balances_its_books_and_counts_shared_ids_once(tmp_path: Path):
+    """Of each chain two ids are forked, so at least one branch takes something over; then the engine says 3 more."""
+    strategy = {"name": "treerl", "treerl": {"m": 2, "n": 2, "l": 1, "t": 1}}
+    training = trainer(
+        tmp_path, steps=1, algorithm={"adv_estimator": "treerl"}, group_size=6, prompts_per_step=2, strategy=strategy
+    )
+    await training.run()
+    books = training.runtime.collector.accounting
+    books.check()
+    assert (books.started, books.trained) == (12, 12)
+    (group, _) = training.runtime.learner.groups
+    shared = sum(t.num_inherited for g in training.runtime.learner.groups for t in g.trajectories)
+    (line,) = [r for r in read_records(tmp_path / "metrics.jsonl") if r["kind"] == "step"]
+    assert (line["tree/branches"], line["tree/trees"], line["tree/topped_up"]) == (8, 4, 0)
+    assert line["tree/inherited_tokens"] == shared > 0
+    (server,) = training.runtime.client.servers
+    evaluated = 2 * len(group.trajectories[0].response_ids)  # before and after, one held-out row
+    total = line["rollout_tokens_per_second"] * line["rollout_seconds"]
+    assert round(total) == server.backend.sampled - evaluated == 12 * 3
+
+
+async def test_a_step_of_chains_says_nothing_of_trees(tmp_path: Path):
+    training = trainer(tmp_path, steps=1)
+    await training.run()
+    (line,) = [r for r in read_records(tmp_path / "metrics.jsonl") if r["kind"] == "step"]
+    assert not [key for key in line if key.startswith("tree/")]

@@ -1,14 +1,18 @@
 """Advantages per turn. The expected numbers are worked by hand from the papers' formulas."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from jax_agent_rl.config_algorithm import AlgorithmConfig
 from jax_agent_rl.learner.advantages import compute
 from jax_agent_rl.learner.advantages.outcome import grpo
-from jax_agent_rl.learner.advantages.trees import arpo, tree_grpo, treerl, turn_paths
+from jax_agent_rl.learner.advantages.trees import arpo, tree_grpo, treerl
 from jax_agent_rl.learner.advantages.turns import anchor_groups, gigpo
 from jax_agent_rl.learner.samples import samples_of
+from jax_agent_rl.trajectory_graph import TrajectoryGraph
+from jax_agent_rl.types import Fork
 from tests.trajectories import call, group_of, trajectory
 
 
@@ -100,24 +104,28 @@ TREE = [
 REWARDS = np.array([1.0, 0.0, 1.0])
 
 
-def test_a_tree_is_read_off_the_ids():
-    assert [p.tolist() for p in turn_paths(TREE)] == [[0, 1, 2], [0, 1, 3], [4]]
-
-
-def test_another_tool_result_makes_another_branch():
-    other = trajectory([3], [10, 8, 11, 7, 12], mask=[1, 0, 1, 0, 1])
-    assert turn_paths([TREE[0], other])[1].tolist() == [0, 3, 4]
+PATHS = TrajectoryGraph.of(TREE).paths
 
 
 def test_tree_grpo_adds_the_comparison_within_each_tree():
     everyone, pair = grpo(REWARDS), grpo(np.array([1.0, 0.0]))
     expected = [everyone[0] + pair[0], everyone[1] + pair[1], everyone[2]]
-    np.testing.assert_allclose(tree_grpo(REWARDS, turn_paths(TREE)), expected)
+    np.testing.assert_allclose(tree_grpo(REWARDS, ["a", "a", "e"]), expected)
+
+
+def test_a_branch_at_the_prompt_is_compared_within_its_tree():
+    """It shares no turn with it, so ids alone would not tell."""
+    stem, other = (trajectory([3], [10 + i], reward=float(i), index=i) for i in range(2))
+    branch = replace(trajectory([3], [20], reward=1.0, index=2), fork=Fork(tree_id="g-0", parent_id="g-0", turns=0))
+    samples = samples_of([group_of([stem, other, branch])], turn_reward="none")
+    got = compute(samples, AlgorithmConfig(adv_estimator="tree_grpo")).advantages
+    everyone, tree = grpo(np.array([0.0, 1.0, 1.0])), grpo(np.array([0.0, 1.0]))
+    np.testing.assert_allclose([a[0] for a in got], everyone + [tree[0], 0, tree[1]])
 
 
 def test_treerl_credits_a_turn_with_its_value_and_its_gain_over_the_parent():
     # Leaves over the mean of the others: 1 - .5, 0 - 1, 1 - .5. Values: prompt 0, a = b = -.25, c .5, d -1, e .5.
-    got = treerl(REWARDS, turn_paths(TREE))
+    got = treerl(REWARDS, PATHS)
     np.testing.assert_allclose(got[0], [-0.5, -0.25, 0.5 + 0.75], atol=1e-12)
     np.testing.assert_allclose(got[1], [-0.5, -0.25, -1 - 0.75], atol=1e-12)
     np.testing.assert_allclose(got[2], [1.0], atol=1e-12)
@@ -126,7 +134,7 @@ def test_treerl_credits_a_turn_with_its_value_and_its_gain_over_the_parent():
 @pytest.mark.parametrize("hard", [True, False])
 def test_arpo_shares_the_mean_advantage_along_common_turns(hard: bool):
     advantages = grpo(REWARDS)
-    got = arpo(REWARDS, turn_paths(TREE), hard=hard)
+    got = arpo(REWARDS, PATHS, hard=hard)
     shared = (advantages[0] + advantages[1]) / 2 if hard else advantages[0]
     np.testing.assert_allclose(got[0], [shared, shared, advantages[0]])
     assert got[2].tolist() == [advantages[2]]
@@ -134,7 +142,34 @@ def test_arpo_shares_the_mean_advantage_along_common_turns(hard: bool):
 
 def test_of_plain_chains_all_tree_estimators_compare_whole_trajectories():
     chains = [trajectory([3], [10 + i], index=i) for i in range(3)]
-    paths = turn_paths(chains)
-    np.testing.assert_allclose(tree_grpo(REWARDS, paths), grpo(REWARDS))
+    paths = TrajectoryGraph.of(chains).paths
+    np.testing.assert_allclose(tree_grpo(REWARDS, [t.tree_id for t in chains]), grpo(REWARDS))
     np.testing.assert_allclose(np.concatenate(arpo(REWARDS, paths, hard=True)), grpo(REWARDS))
     np.testing.assert_allclose(np.concatenate(treerl(REWARDS, paths)), [1.0, -2.0, 1.0])
+
+
+def test_credit_changes_where_a_branch_left_its_parent_within_a_turn():
+    """a = [10 11 12], b keeps 10 and 11 of it. Leaves over the mean of the others: 1 - 0 and 0 - 1, so the common part
+    is worth 0, and what follows it +1 + 1 and -1 - 1."""
+    a = trajectory([3], [10, 11, 12], reward=1.0, index=0)
+    b = replace(
+        trajectory([3], [10, 11, 20, 21], index=1), fork=Fork(tree_id="g-0", parent_id="g-0", turns=0, tokens=2)
+    )
+    samples = samples_of([group_of([a, b])], turn_reward="none")
+    got = compute(samples, AlgorithmConfig(adv_estimator="treerl")).advantages
+    np.testing.assert_allclose(got[0], [0, 0, 2], atol=1e-12)
+    np.testing.assert_allclose(got[1], [0, 0, -2, -2], atol=1e-12)
+
+
+def test_observations_that_are_trained_on_share_the_credit_of_the_turn_before_them():
+    def with_learned_observation(t):
+        turns = tuple(replace(turn, learn_appended=bool(turn.appended_ids)) for turn in t.turns)
+        return replace(t, turns=turns)
+
+    a, b = (
+        with_learned_observation(trajectory([3], [10, 7, 11 + i], mask=[1, 0, 1], reward=float(i), index=i))
+        for i in range(2)
+    )
+    samples = samples_of([group_of([a, b])], turn_reward="none")
+    got = compute(samples, AlgorithmConfig(adv_estimator="treerl")).advantages
+    np.testing.assert_allclose(got[1], [0, 0, 2], atol=1e-12)

@@ -1,0 +1,126 @@
+"""The trajectories of a group as one graph, in which what they have in common stands once.
+
+A node is a turn, as sampled: two trajectories share it iff they are equal, id by id, up to its end. Where a branch left
+its parent in the middle of a turn (``Fork.tokens``), that turn is two nodes. A worked example, ids as letters::
+
+    t0 = a b c               t1: fork of t0, turns 1          t2: fork of t0, turns 1, tokens 1 (b = b' b")
+    t1 = a d
+    t2 = a b' e              nodes   a ─┬─ b' ─┬─ b" ─ c      paths   t0 = [0 1 2 3]
+    t3 = f                   0       0  │  1   ├─ 2 ── 3              t1 = [0 4]
+                                        │      └─ e ─ 5               t2 = [0 1 5]
+                                        └─ d ─ 4                      t3 = [6]
+                                     f ─ 6
+
+Credit is assigned along it (``learner/advantages/trees.py``), ``jax-agent-rl view --tree`` shows it, and the metrics of
+a step count it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from jax_agent_rl.types import Trajectory
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Node:
+    """A turn, or the part of one between two forks.
+
+    Attributes:
+        parent: number of the node before it; None after a prompt.
+        turn: which turn of its trajectories (of the segment, where those have segments).
+        ids: its sampled ids.
+        members: indices of the trajectories that go through it.
+    """
+
+    parent: int | None
+    turn: int
+    ids: tuple[int, ...]
+    members: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrajectoryGraph:
+    """See the module docstring; build it with :meth:`of`.
+
+    Attributes:
+        trajectories: what it was made of.
+        nodes: in the order in which the trajectories, one after another, come to them.
+        paths: for each trajectory its nodes, through all its segments.
+        ends: for each trajectory where those nodes end in its response (that of all segments, one after another):
+            the position after the node's last id.
+    """
+
+    trajectories: tuple[Trajectory, ...]
+    nodes: tuple[Node, ...]
+    paths: tuple[tuple[int, ...], ...]
+    ends: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, trajectories: Sequence[Trajectory]) -> TrajectoryGraph:
+        """The graph of trajectories of one group (a sequence may be empty)."""
+        cuts = {context for t in trajectories if (context := _fork_context(t))}
+        numbers: dict[tuple[int, ...], int] = {}
+        found: list[_Piece] = []
+        members: list[list[int]] = []
+        paths, ends = [], []
+        for which, trajectory in enumerate(trajectories):
+            path, end = [], []
+            for piece in _pieces(trajectory, cuts):
+                number = numbers.setdefault(piece.context, len(found))
+                if number == len(found):
+                    found.append(piece)
+                    members.append([])
+                if which not in members[number][-1:]:
+                    members[number].append(which)
+                path.append(number)
+                end.append(piece.end)
+            paths.append(tuple(path))
+            ends.append(tuple(end))
+        nodes = tuple(
+            Node(parent=numbers.get(piece.before), turn=piece.turn, ids=piece.ids, members=tuple(through))
+            for piece, through in zip(found, members, strict=True)
+        )
+        return cls(trajectories=tuple(trajectories), nodes=nodes, paths=tuple(paths), ends=tuple(ends))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Piece:
+    """Sampled ids between two cuts: ``context`` is all up to their end, ``before`` up to the end of the node before."""
+
+    before: tuple[int, ...]
+    context: tuple[int, ...]
+    turn: int
+    ids: tuple[int, ...]
+    end: int
+
+
+def _fork_context(trajectory: Trajectory) -> tuple[int, ...]:
+    """Everything a branch took over, where it left its parent within a turn; else nothing."""
+    fork = trajectory.fork
+    if fork is None or not fork.tokens:
+        return ()
+    ids = trajectory.prompt_ids
+    for turn in trajectory.turns[: fork.turns]:
+        ids += turn.output.token_ids + turn.appended_ids
+    return ids + trajectory.turns[fork.turns].output.token_ids[: fork.tokens]
+
+
+def _pieces(trajectory: Trajectory, cuts: set[tuple[int, ...]]) -> Iterator[_Piece]:
+    lengths = sorted({len(cut) for cut in cuts})
+    offset = 0
+    for sequence in trajectory.sequences:
+        whole = sequence.prompt_ids + sequence.response_ids
+        prompt, at, before = len(sequence.prompt_ids), len(sequence.prompt_ids), ()
+        for number, turn in enumerate(sequence.turns):
+            end = at + len(turn.output.token_ids)
+            inner = [length for length in lengths if at < length < end and whole[:length] in cuts]
+            for stop in (*inner, end):
+                context = whole[:stop]
+                yield _Piece(
+                    before=before, context=context, turn=number, ids=whole[at:stop], end=offset + stop - prompt
+                )
+                before, at = context, stop
+            at = end + len(turn.appended_ids)
+        offset += len(sequence.response_ids)

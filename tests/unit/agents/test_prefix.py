@@ -1,0 +1,57 @@
+"""What a branch takes over, and places that are none."""
+
+from dataclasses import replace
+
+import pytest
+
+from jax_agent_rl.agents.prefix import Prefix
+from jax_agent_rl.types import Fork, StopReason
+from tests.trajectories import trajectory
+
+SAID = ("user", "assistant", "user", "assistant", "tool", "assistant")  # the first answer is the prompt's own
+PARENT = trajectory(
+    [3, 4],
+    [10, 11, 7, 20, 21],
+    mask=[1, 1, 0, 1, 1],
+    logprobs=[-0.1, -0.2, 0.0, -0.3, -0.4],
+    messages=[{"role": role, "content": str(number)} for number, role in enumerate(SAID)],
+)
+
+
+def fork(turns: int, tokens: int = 0, parent: str = "g-0") -> Fork:
+    return Fork(tree_id="g-0", parent_id=parent, turns=turns, tokens=tokens)
+
+
+def test_whole_turns_are_taken_over_as_they_are():
+    prefix = Prefix.of(PARENT, fork(1))
+    assert prefix.turns == PARENT.turns[:1] and prefix.begun is None
+    assert prefix.context_ids == [3, 4, 10, 11, 7]
+    assert [m["content"] for m in prefix.messages] == list("01234")
+
+
+def test_of_a_turn_that_is_cut_the_first_ids_keep_their_log_probs():
+    prefix = Prefix.of(PARENT, fork(1, 1))
+    assert prefix.begun is not None
+    assert (prefix.begun.token_ids, prefix.begun.log_probs, prefix.begun.policy_versions) == ((20,), (-0.3,), (0,))
+    assert prefix.begun.stop_reason is StopReason.ABORTED
+    assert prefix.context_ids == [3, 4, 10, 11, 7], "they belong to a turn that is not over"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        (fork(2), "has 2 turns; keep fewer"),
+        (fork(-1), "has 2 turns; keep fewer"),
+        (fork(1, 2), "turn 1 of g-0 has 2 ids"),
+        (fork(0, parent="g-7"), "no place in trajectory g-0"),
+    ],
+)
+def test_a_place_that_is_none_is_refused(wrong: Fork, why: str):
+    with pytest.raises(ValueError, match=why):
+        Prefix.of(PARENT, wrong)
+
+
+def test_a_trajectory_that_left_contexts_behind_has_no_single_beginning():
+    edited = replace(PARENT, segments=(trajectory([3], [5]),))
+    with pytest.raises(ValueError, match="no place"):
+        Prefix.of(edited, fork(1))

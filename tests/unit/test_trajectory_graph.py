@@ -1,0 +1,99 @@
+"""The graph of a group: the module's worked example, and that nothing is lost or counted twice in it."""
+
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jax_agent_rl.trajectory_graph import TrajectoryGraph
+from jax_agent_rl.types import Fork, Trajectory
+from tests.trajectories import trajectory
+
+
+def fork(turns: int, tokens: int = 0) -> Fork:
+    return Fork(tree_id="g-0", parent_id="g-0", turns=turns, tokens=tokens)
+
+
+# a = 10 11, b = 20 21 (b' = 20, b" = 21), c = 30, d = 40, e = 50, f = 60; tool results are 7
+EXAMPLE = [
+    trajectory([3], [10, 11, 7, 20, 21, 7, 30], mask=[1, 1, 0, 1, 1, 0, 1], index=0),
+    replace(trajectory([3], [10, 11, 7, 40], mask=[1, 1, 0, 1], index=1), fork=fork(1)),
+    replace(trajectory([3], [10, 11, 7, 20, 50], mask=[1, 1, 0, 1, 1], index=2), fork=fork(1, 1)),
+    trajectory([3], [60], index=3),
+]
+
+
+def test_the_worked_example_of_the_module():
+    graph = TrajectoryGraph.of(EXAMPLE)
+    assert graph.paths == ((0, 1, 2, 3), (0, 4), (0, 1, 5), (6,))
+    assert [(n.parent, n.turn, n.ids, n.members) for n in graph.nodes] == [
+        (None, 0, (10, 11), (0, 1, 2)),
+        (0, 1, (20,), (0, 2)),
+        (1, 1, (21,), (0,)),
+        (2, 2, (30,), (0,)),
+        (0, 1, (40,), (1,)),
+        (1, 1, (50,), (2,)),
+        (None, 0, (60,), (3,)),
+    ]
+    assert graph.ends == ((2, 4, 5, 7), (2, 4), (2, 4, 5), (1,))
+
+
+def test_a_tree_is_read_off_the_ids_where_no_fork_is_on_record():
+    graph = TrajectoryGraph.of([replace(t, fork=None) for t in EXAMPLE])
+    assert graph.paths == ((0, 1, 2), (0, 3), (0, 4), (5,)), "only whole turns are shared"
+
+
+def test_another_tool_result_makes_another_branch():
+    a, b = (trajectory([3], [10, result, 11], mask=[1, 0, 1]) for result in (7, 8))
+    assert TrajectoryGraph.of([a, b]).paths == ((0, 1), (0, 2))
+
+
+def test_segments_are_part_of_their_trajectorys_path():
+    segment = trajectory([3], [10, 11], index=0)
+    whole = replace(trajectory([3, 4], [20], index=1), segments=(segment,))
+    graph = TrajectoryGraph.of([whole, trajectory([3], [10, 11], index=2)])
+    assert graph.paths == ((0, 1), (0,)) and graph.ends == ((2, 3), (2,))
+    assert [node.parent for node in graph.nodes] == [None, None]
+
+
+def test_a_group_of_nobody_has_an_empty_graph():
+    graph = TrajectoryGraph.of([])
+    assert (graph.nodes, graph.paths, graph.ends) == ((), (), ())
+
+
+@st.composite
+def trees(draw) -> list[Trajectory]:
+    """Trajectories, each from the prompt or branched off an earlier one at a random place."""
+    ids = st.integers(10, 12)
+    made: list[Trajectory] = []
+    for number in range(draw(st.integers(1, 6))):
+        turns, at = [], None
+        if made and draw(st.booleans()):
+            parent = draw(st.sampled_from(made))
+            keep = draw(st.integers(0, parent.num_turns - 1))
+            cut = parent.turns[keep].output.token_ids
+            tokens = draw(st.integers(0, len(cut) - 1))
+            at = Fork(tree_id=parent.tree_id, parent_id=parent.trajectory_id, turns=keep, tokens=tokens)
+            turns = [list(turn.output.token_ids) for turn in parent.turns[:keep]]
+            turns.append([*cut[:tokens], *draw(st.lists(ids, min_size=1, max_size=3))])
+        turns += draw(st.lists(st.lists(ids, min_size=1, max_size=3), min_size=not turns, max_size=2))
+        response = [i for turn in turns for i in (*turn, 7)][:-1]
+        mask = [m for turn in turns for m in (*(1 for _ in turn), 0)][:-1]
+        made.append(replace(trajectory([3], response, mask=mask, index=number), fork=at))
+    return made
+
+
+@given(trees())
+def test_every_path_spells_its_trajectory_and_common_beginnings_stand_once(trajectories: list[Trajectory]):
+    graph = TrajectoryGraph.of(trajectories)
+    for which, (t, path, ends) in enumerate(zip(trajectories, graph.paths, graph.ends, strict=True)):
+        sampled = tuple(i for i, m in zip(t.response_ids, t.response_mask, strict=True) if m)
+        assert tuple(i for node in path for i in graph.nodes[node].ids) == sampled
+        assert ends[-1] == len(t.response_ids)
+        assert [graph.nodes[node].parent for node in path] == [None, *path[:-1]]
+        assert all(which in graph.nodes[node].members for node in path)
+        if t.fork and not t.fork.at_prompt:
+            parent = next(i for i, p in enumerate(trajectories) if p.trajectory_id == t.fork.parent_id)
+            common = set(path) & set(graph.paths[parent])
+            assert sum(len(graph.nodes[node].ids) for node in common) >= t.num_inherited
+    assert sum(len(node.members) for node in graph.nodes) == sum(map(len, graph.paths))
