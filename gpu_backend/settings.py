@@ -105,6 +105,9 @@ class VllmSettings:
             arguments["limit_mm_per_prompt"] = dict(self.multi_modal)
         if cuda:
             arguments |= {"weight_transfer_config": {"backend": "ipc"}, "enable_sleep_mode": self.sleep}
+            # Of the kernels for experts, the ones that use the matrices as they are: others shuffle them when they are
+            # loaded first, and an update in place would not be shuffled.
+            arguments["moe_backend"] = "triton"
         return arguments | dict(self.extra)
 
     def tolerances(self, *, cpu: bool) -> tuple[float, float]:
