@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Container, Sequence
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,8 @@ class Admission:
         if unknown := request.multi_modal.keys() - self._settings.multi_modal.keys():
             raise BackendError(f"{name}: this engine takes no {sorted(unknown)} input; name it in multi_modal")
         if request.lora is not None and request.lora not in self._settings.loras:
-            raise BackendError(f"{name}: no LoRA adapter {request.lora!r}; there are {sorted(self._settings.loras)}")
+            known = sorted(self._settings.loras)
+            raise BackendError(f"{name}: no LoRA adapter {request.lora!r}; there are {known} (rollout.vllm.loras)")
         return RunningRequest(
             request,
             max_tokens=min(request.sampling.max_tokens, limit - len(request.prompt_ids)),
@@ -86,7 +88,18 @@ class Admission:
         return LoRARequest(request.lora, number, str(Path(self._settings.loras[request.lora]).expanduser()))
 
 
-def check_adapter(name: str, path: str) -> None:
-    """Raises ``ConfigError`` if the folder is no PEFT adapter."""
-    if not (Path(path).expanduser() / "adapter_config.json").is_file():
-        raise ConfigError(f"loras.{name}={path!r} holds no adapter_config.json; set it to a PEFT adapter's folder")
+def check_adapter(name: str, path: str, max_rank: int) -> None:
+    """Refuses what vLLM would refuse only when the first request names it.
+
+    Raises:
+        ConfigError: the folder is no PEFT adapter, or its rank is above ``max_rank``.
+    """
+    key, file = f"rollout.vllm.loras.{name}={path!r}", Path(path).expanduser() / "adapter_config.json"
+    if not file.is_file():
+        raise ConfigError(f"{key} holds no adapter_config.json; set it to a PEFT adapter's folder")
+    try:
+        rank = int(json.loads(file.read_text())["r"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{file} names no rank r ({type(error).__name__}: {error}); save the adapter again") from None
+    if rank > max_rank:
+        raise ConfigError(f"{key} has rank {rank}, rollout.vllm.max_lora_rank={max_rank}; raise it")

@@ -125,7 +125,7 @@ class VllmBackend:
         check_installation()
         checkpoint = Checkpoint.read(Path(self._settings.model).expanduser())
         for name, path in self._settings.loras.items():
-            check_adapter(name, path)
+            check_adapter(name, path, self._settings.max_lora_rank)
         started = await asyncio.to_thread(self._start, self._settings)
         self._engine = started.engine
         self._updater = WeightUpdater(started.engine, checkpoint, self._settings, cpu=started.cpu, cuda=started.cuda)

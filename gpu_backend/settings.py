@@ -34,6 +34,7 @@ class VllmSettings:
         enforce_eager: no compiled graphs; None: on CPUs only.
         seed: of the engine's own randomness, for requests without a seed.
         loras: adapter name to PEFT folder.
+        max_loras: different adapters in one batch; None, and on CPUs: all of them.
         max_lora_rank: largest rank among them.
         multi_modal: most items per prompt by kind, e.g. ``{"image": 1}``; empty: text only.
         sleep: reserve memory so that it can be released and restored (CUDA).
@@ -55,6 +56,7 @@ class VllmSettings:
     enforce_eager: bool | None = None
     seed: int = 0
     loras: Mapping[str, str] = field(default_factory=dict)
+    max_loras: int | None = None
     max_lora_rank: int = 16
     multi_modal: Mapping[str, int] = field(default_factory=dict)
     sleep: bool = False
@@ -98,9 +100,11 @@ class VllmSettings:
         if block_size is not None:
             arguments["block_size"] = block_size
         if self.loras:
-            # On CPUs vLLM gives requests without an adapter the last slot: one more is kept empty for them.
-            slots = len(self.loras) + (1 if cpu else 0)
-            arguments |= {"enable_lora": True, "max_loras": slots, "max_lora_rank": self.max_lora_rank}
+            # On CPUs vLLM gives requests without an adapter the last slot: one more is made, which nothing can fill.
+            every = len(self.loras) + (1 if cpu else 0)
+            slots = every if cpu else min(self.max_loras or every, every)
+            arguments |= {"enable_lora": True, "max_loras": slots, "max_cpu_loras": every}
+            arguments["max_lora_rank"] = self.max_lora_rank
         if self.multi_modal:
             arguments["limit_mm_per_prompt"] = dict(self.multi_modal)
         if cuda:

@@ -89,6 +89,13 @@ class VllmConfig(Section):
         None, gt=0, description="Size of the KV cache; null: what gpu_memory_utilization leaves (on CPUs 1)."
     )
     enforce_eager: bool | None = Field(None, description="No compiled graphs; null: on CPUs only.")
+    loras: dict[str, str] = Field(
+        default_factory=dict, description="LoRA adapters requests may name: name to PEFT folder; {} serves none."
+    )
+    max_loras: Positive | None = Field(None, description="Different adapters in one batch; null, and on CPUs: all.")
+    max_lora_rank: Literal[8, 16, 32, 64, 128, 256, 320, 512] = Field(
+        16, description="Largest rank among the adapters; memory is reserved for it."
+    )
     require_probe: bool = Field(True, description="Refuse weights that do not bring log-probs to check them by.")
     max_logprob_difference: float | None = Field(
         None, gt=0, description="Largest log-prob difference the check allows; null: 1e-3 in float32, else 0.5."

@@ -44,6 +44,9 @@ def test_adapters_and_images_are_switched_on_by_naming_them():
     arguments = rich.engine_arguments(cpu=True, cuda=False)
     assert arguments["enable_lora"] and arguments["max_loras"] == 2
     assert rich.engine_arguments(cpu=False, cuda=True)["max_loras"] == 1
+    two = VllmSettings(model="m", max_model_len=128, loras={"a": "x", "b": "y"}, max_loras=1, max_lora_rank=32)
+    cpu, cuda = (two.engine_arguments(cpu=cpu, cuda=not cpu) for cpu in (True, False))
+    assert (cpu["max_loras"], cuda["max_loras"], cuda["max_cpu_loras"], cuda["max_lora_rank"]) == (3, 1, 2, 32)
     assert arguments["limit_mm_per_prompt"] == {"image": 2} and arguments["seed"] == 5
     assert (
         not arguments["skip_tokenizer_init"] and SETTINGS.engine_arguments(cpu=True, cuda=False)["skip_tokenizer_init"]
