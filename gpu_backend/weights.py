@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -141,8 +141,22 @@ class Checkpoint:
             shapes=shapes,
             optional=frozenset({"lm_head.weight"}) if tied else frozenset(),
             eos_token_ids=_eos_ids(folder, config),
-            placeholders={kind: config[f"{kind}_token_id"] for kind in FAMILIES[names[0]].media},
+            placeholders={kind: _placeholder(config, config_file, kind) for kind in FAMILIES[names[0]].media},
         )
+
+    def check_media(self, wanted: Collection[str]) -> None:
+        """Whether the model takes these kinds of input.
+
+        Raises:
+            ConfigError: it does not; or it takes some and none is wanted, for which vLLM would not load its eyes.
+        """
+        if unknown := sorted(set(wanted) - self.placeholders.keys()):
+            raise ConfigError(f"rollout.vllm.multi_modal names {unknown}, which this model does not take; remove them")
+        if self.placeholders and not wanted:
+            raise ConfigError(
+                f"this model takes {' and '.join(self.placeholders)} input; say how much of it with e.g. "
+                f"rollout.vllm.multi_modal.{next(iter(self.placeholders))}=1"
+            )
 
     def check(self, update: Shapes, *, partial: bool) -> None:
         """Whether these tensors may replace the model's (all of them, or some if ``partial``).
@@ -172,6 +186,12 @@ class Checkpoint:
     def placements(self) -> dict[str, Placement]:
         """Where every tensor lies after loading (on one device; tensor-parallel ranks hold slices of it)."""
         return {n: _place(n, self.shapes, self.family) for n in self.shapes if n not in self.optional}
+
+
+def _placeholder(config: Mapping[str, Any], file: Path, kind: str) -> int:
+    if type(placeholder := config.get(f"{kind}_token_id")) is not int:
+        raise ConfigError(f"{file} names no {kind}_token_id; download the model again")
+    return placeholder
 
 
 def _eos_ids(folder: Path, config: Mapping[str, Any]) -> frozenset[int]:

@@ -128,8 +128,8 @@ class LLMServerClient:
                 seed and position goes on as if nothing had happened.
             session_id: shared by the requests of a trajectory; keeps them on one server.
             session_ends: this is the session's last request.
-            image_data: images, for a multi-modal engine, in order of their placeholders in ``prompt_ids``. A
-                placeholder stands once for each, however many ids the engine makes of it inside.
+            image_data: images, for a multi-modal engine, in order of their placeholders in ``prompt_ids``, where each
+                placeholder stands as often as the model reads it (``ChatCodec.expand_media``).
             video_data: videos, likewise.
             lora: name of the adapter to sample with, of an engine that serves it; None is the plain model.
             on_ids: called with new ids as they are sampled. They are provisional: only the output says whether

@@ -195,7 +195,8 @@ class RolloutServer:
         chunked = body.pop("chunks", False)
 
         async def lines() -> AsyncGenerator[Body, None]:
-            wanted = wire.decode_request(body)
+            pictures = bool(body.get("multi_modal"))  # they take time to unpack
+            wanted = await asyncio.to_thread(wire.decode_request, body) if pictures else wire.decode_request(body)
             if not chunked:
                 yield {"final": wire.encode_output(await self._backend.generate(wanted))}
                 return

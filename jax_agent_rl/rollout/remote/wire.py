@@ -16,9 +16,11 @@ from jax_agent_rl.errors import (
     BackendError,
     EngineDiedError,
     PromptTooLongError,
+    TokenDriftError,
     WeightUpdateError,
 )
 from jax_agent_rl.rollout.protocol import Capabilities, GenerateRequest, TokenChunk
+from jax_agent_rl.rollout.remote.pictures import decode_media, encode_media
 from jax_agent_rl.types import PauseMode, SamplingParams, StopReason, TokenOutput
 
 PROTOCOL_VERSION = 1
@@ -35,6 +37,7 @@ _ERRORS: dict[str, type[Exception]] = {
         BackendError,
         EngineDiedError,
         BackendClosedError,
+        TokenDriftError,
         WeightUpdateError,
         NotImplementedError,
     )
@@ -60,20 +63,20 @@ def decode_error(data: Mapping[str, Any]) -> Exception:
 
 
 def encode_request(request: GenerateRequest) -> dict[str, Any]:
-    """Everything but multi-modal input, which is not sent.
+    """The request as JSON, pictures included.
 
     Raises:
-        BackendError: the request has multi-modal input.
+        BackendError: an image or a video is none.
     """
-    if request.multi_modal:
-        kinds = sorted(request.multi_modal)
-        raise BackendError(f"request {request.request_id!r}: a remote backend takes no {kinds} input")
-    data = {f.name: getattr(request, f.name) for f in fields(request) if f.name != "multi_modal"}
-    return data | {"sampling": asdict(request.sampling)}
+    data = {f.name: getattr(request, f.name) for f in fields(request)}
+    try:
+        return data | {"sampling": asdict(request.sampling), "multi_modal": encode_media(request.multi_modal)}
+    except ValueError as error:
+        raise BackendError(f"request {request.request_id!r}: {error}") from None
 
 
 def decode_request(data: Mapping[str, Any]) -> GenerateRequest:
-    """Checks names and the types of ids; the dataclasses check the rest.
+    """Checks names, pictures and the types of ids; the dataclasses check the rest.
 
     Raises:
         BackendError: it is not a request.
@@ -84,8 +87,10 @@ def decode_request(data: Mapping[str, Any]) -> GenerateRequest:
         ids = tuple(data["prompt_ids"])
         if not all(type(i) is int for i in ids):
             raise TypeError("prompt_ids must be whole numbers")
-        return GenerateRequest(**{**data, "prompt_ids": ids, "sampling": SamplingParams(**raw)})
-    except (KeyError, TypeError, ValueError) as error:
+        media = decode_media(data.get("multi_modal", {}))
+        checked = {"prompt_ids": ids, "sampling": SamplingParams(**raw), "multi_modal": media}
+        return GenerateRequest(**{**data, **checked})
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise BackendError(f"not a generate request: {type(error).__name__}: {error}") from None
 
 
@@ -113,9 +118,9 @@ def decode_chunk(data: Mapping[str, Any]) -> TokenChunk:
 
 
 def encode_capabilities(capabilities: Capabilities) -> dict[str, Any]:
-    """What holds from afar: no multi-modal input, and weights only as files."""
+    """What holds from afar: weights only as files."""
     data = asdict(capabilities)
-    data["multi_modal"] = []
+    data["multi_modal"] = sorted(capabilities.multi_modal)
     data["pause_modes"] = sorted(capabilities.pause_modes)
     data["weight_payloads"] = sorted(capabilities.weight_payloads & {"safetensors"})
     return data

@@ -1,0 +1,61 @@
+"""Images and videos on the wire: PNG, which loses nothing, in base64; a video is its frames.
+
+Both sides go through the one form of :mod:`jax_agent_rl.media`, so that an engine sees the same pixels from afar as it
+would in the caller's own process.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jax_agent_rl.media import as_frames, as_picture
+
+MAX_PIXELS = 1 << 26
+"""Of one image: 64 million are more than any model looks at, and a small file can claim any number."""
+
+
+def encode_media(media: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
+    """Items by kind as JSON.
+
+    Raises:
+        ValueError: an item is no image or video.
+    """
+    return {
+        kind: [[_png(frame) for frame in as_frames(item)] if kind == "video" else _png(item) for item in items]
+        for kind, items in media.items()
+    }
+
+
+def decode_media(data: Mapping[str, Sequence[Any]]) -> dict[str, tuple[Any, ...]]:
+    """What :func:`encode_media` was given, as PIL images and lists of them.
+
+    Raises:
+        ValueError: it is not PNG in base64, damaged, or too large.
+    """
+    return {
+        kind: tuple([_picture(frame) for frame in item] if kind == "video" else _picture(item) for item in items)
+        for kind, items in data.items()
+    }
+
+
+def _png(item: Any) -> str:
+    stream = io.BytesIO()
+    as_picture(item).save(stream, format="PNG", compress_level=1)
+    return base64.b64encode(stream.getvalue()).decode()
+
+
+def _picture(text: Any) -> Any:
+    from PIL import Image
+
+    try:
+        picture = Image.open(io.BytesIO(base64.b64decode(text, validate=True)), formats=["PNG"])
+        if picture.width * picture.height > MAX_PIXELS:
+            raise ValueError(f"{picture.width} x {picture.height} are more than {MAX_PIXELS} pixels")
+        picture.load()
+    except (OSError, SyntaxError, TypeError, binascii.Error, Image.DecompressionBombError) as error:
+        raise ValueError(f"not a PNG image in base64: {error}") from None
+    return picture
