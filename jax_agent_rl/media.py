@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 if TYPE_CHECKING:
+    import numpy as np
     from PIL.Image import Image
 
 KINDS = ("image", "video")
@@ -28,6 +27,7 @@ def as_picture(item: Any) -> Image:
     Raises:
         ValueError: it is neither, or has no pixels.
     """
+    import numpy as np
     from PIL import Image, ImageOps
 
     if isinstance(item, np.ndarray):
@@ -57,6 +57,8 @@ def as_frames(item: Any) -> np.ndarray:
     Raises:
         ValueError: it is something else, or has no frames.
     """
+    import numpy as np
+
     if not isinstance(item, Sequence | np.ndarray) or isinstance(item, str | bytes):
         raise ValueError(f"a video must be a sequence of frames, got {type(item).__name__}")
     frames = [np.asarray(as_picture(frame)) for frame in item]

@@ -58,16 +58,15 @@ class MediaTokens:
             return None
         from transformers import AutoImageProcessor
 
+        override = dict(zip(("min_pixels", "max_pixels"), pixels, strict=True)) if pixels else {}
         try:
-            override = {"size": _size(pixels)} if pixels else {}
             images = AutoImageProcessor.from_pretrained(folder, local_files_only=True, **override)
-            frames = _video_settings(folder) | override
-            between = (frames.get("min_pixels", _VIDEO_PIXELS[0]), frames.get("max_pixels", _VIDEO_PIXELS[1]))
+            frames = _video_settings(folder)
             own = {name: frames[name] for name in ("patch_size", "merge_size") if name in frames}
             return cls(
                 {kind: config[f"{kind}_token_id"] for kind in ("image", "video")},
                 images=images,
-                videos=type(images)(size=frames.get("size") or _size(between), **own),
+                videos=type(images)(size=_size(pixels, frames), **own),
                 temporal_patch_size=frames.get("temporal_patch_size", 2),
             )
         except (OSError, ValueError, KeyError) as error:
@@ -119,8 +118,12 @@ class MediaTokens:
                 raise TemplateError(f"{kind} {number + 1} of {len(items)} cannot be shown: {error}") from None
 
 
-def _size(pixels: Pixels) -> dict[str, int]:
-    return {"shortest_edge": pixels[0], "longest_edge": pixels[1]}
+def _size(pixels: Pixels | None, frames: Mapping[str, Any]) -> Mapping[str, int]:
+    """Between how many pixels frames are scaled; a file may say so in either of two ways."""
+    if pixels is None and frames.get("size"):
+        return frames["size"]
+    fewest, most = pixels or (frames.get("min_pixels", _VIDEO_PIXELS[0]), frames.get("max_pixels", _VIDEO_PIXELS[1]))
+    return {"shortest_edge": fewest, "longest_edge": most}
 
 
 def _video_settings(folder: Path) -> dict[str, Any]:

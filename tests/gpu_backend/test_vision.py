@@ -1,6 +1,5 @@
 """Images and videos through a real vLLM, on a tiny random Qwen2.5-VL; the reference is transformers."""
 
-import copy
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -88,14 +87,14 @@ async def test_the_engine_says_what_transformers_says(seeing: Seeing, references
     assert output.context_digest == digest_ids([*prompt, *output.token_ids])
 
 
-def test_positions_of_a_picture_are_those_of_transformers(references):
+async def test_positions_of_a_picture_are_those_of_transformers(references):
     """They differ for videos alone."""
     import torch
 
     ids = [5, IMAGE, IMAGE, IMAGE, IMAGE, 6, 7]
     theirs, _ = references[0].model.model.get_rope_index(
         torch.tensor([ids]),
-        mm_token_type_ids=(torch.tensor([ids]) == IMAGE).int(),
+        mm_token_type_ids=torch.tensor([[int(i == IMAGE) for i in ids]]),
         image_grid_thw=torch.tensor([[1, 4, 4]]),
     )
     assert theirs[:, 0].tolist() == positions(ids, {IMAGE: [(1, 2, 2)]})
@@ -246,7 +245,7 @@ async def test_updates_reach_language_and_vision_and_old_pictures_are_forgotten(
     values.append(await says())
     await backend.update_weights(update_of(folders[0], tmp_path, old, 4))
     values.append(await says())
-    mixed = copy.deepcopy(references[0])
+    mixed = VisionReference(folders[0])
     mixed.model.model.visual.load_state_dict(references[1].model.model.visual.state_dict())
     expected = [r.greedy(prompt, media, 1)[1][0] for r in (references[0], mixed, references[1], references[0])]
     np.testing.assert_allclose(values, expected, atol=5e-4)

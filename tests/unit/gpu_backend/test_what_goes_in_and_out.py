@@ -74,7 +74,7 @@ def test_the_context_limit_caps_max_tokens():
         (request([5] * 20), PromptTooLongError, r"20 ids .*max_model_len=20"),
         (request([5, 97]), BackendError, r"\[0, 97\)"),
         (request(lora="poetry"), BackendError, r"'poetry'; there are \['math'\]"),
-        (request(multi_modal={"image": 1}), BackendError, "image"),
+        (request(multi_modal={"image": ("x",)}), BackendError, "1 of kind 'image', this engine takes 0"),
     ],
 )
 def test_what_vllm_could_not_do_is_refused_with_the_value(bad, error, message):
