@@ -28,7 +28,7 @@ from jax_agent_rl.rollout.protocol import (
     TokenChunk,
     WeightUpdate,
 )
-from jax_agent_rl.rollout.remote import wire
+from jax_agent_rl.rollout.remote import pictures, wire
 from jax_agent_rl.serving import is_loopback
 from jax_agent_rl.types import PauseMode, TokenOutput
 
@@ -146,7 +146,7 @@ class RemoteBackend:
         if unknown := sorted(request.multi_modal.keys() - self.capabilities.multi_modal):
             raise BackendError(f"request {request.request_id!r}: the server at {self.url} takes no {unknown} input")
         if request.multi_modal:  # pictures take time to pack
-            return await asyncio.to_thread(wire.encode_request, request)
+            return await asyncio.to_thread(pictures.encode_request, request)
         return wire.encode_request(request)
 
     async def abort(self, request_id: str) -> bool:

@@ -9,37 +9,53 @@ from __future__ import annotations
 import base64
 import binascii
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
+from jax_agent_rl.errors import BackendError
 from jax_agent_rl.media import as_frames, as_picture
+from jax_agent_rl.rollout.protocol import GenerateRequest
+from jax_agent_rl.rollout.remote import wire
 
 MAX_PIXELS = 1 << 26
 """Of one image: 64 million are more than any model looks at, and a small file can claim any number."""
 
 
-def encode_media(media: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
-    """Items by kind as JSON.
+def encode_request(request: GenerateRequest) -> dict[str, Any]:
+    """A request as JSON, pictures included.
 
     Raises:
-        ValueError: an item is no image or video.
+        BackendError: an image or a video is none.
     """
-    return {
-        kind: [[_png(frame) for frame in as_frames(item)] if kind == "video" else _png(item) for item in items]
-        for kind, items in media.items()
-    }
+    data = wire.encode_request(request)
+    if not request.multi_modal:
+        return data
+    try:
+        media = {
+            kind: [[_png(frame) for frame in as_frames(item)] if kind == "video" else _png(item) for item in items]
+            for kind, items in request.multi_modal.items()
+        }
+    except ValueError as error:
+        raise BackendError(f"request {request.request_id!r}: {error}") from None
+    return data | {"multi_modal": media}
 
 
-def decode_media(data: Mapping[str, Sequence[Any]]) -> dict[str, tuple[Any, ...]]:
-    """What :func:`encode_media` was given, as PIL images and lists of them.
+def decode_request(data: Mapping[str, Any]) -> GenerateRequest:
+    """What :func:`encode_request` was given, with PIL images and lists of them.
 
     Raises:
-        ValueError: it is not PNG in base64, damaged, or too large.
+        BackendError: it is not a request, or a picture is not PNG in base64, damaged, or too large.
     """
-    return {
-        kind: tuple([_picture(frame) for frame in item] if kind == "video" else _picture(item) for item in items)
-        for kind, items in data.items()
-    }
+    if not data.get("multi_modal"):
+        return wire.decode_request(data)
+    try:
+        media = {
+            kind: tuple([_picture(frame) for frame in item] if kind == "video" else _picture(item) for item in items)
+            for kind, items in data["multi_modal"].items()
+        }
+    except (AttributeError, TypeError, ValueError) as error:
+        raise BackendError(f"not a generate request: {type(error).__name__}: {error}") from None
+    return wire.decode_request({**data, "multi_modal": media})
 
 
 def _png(item: Any) -> str:

@@ -20,7 +20,6 @@ from jax_agent_rl.errors import (
     WeightUpdateError,
 )
 from jax_agent_rl.rollout.protocol import Capabilities, GenerateRequest, TokenChunk
-from jax_agent_rl.rollout.remote.pictures import decode_media, encode_media
 from jax_agent_rl.types import PauseMode, SamplingParams, StopReason, TokenOutput
 
 PROTOCOL_VERSION = 1
@@ -63,20 +62,13 @@ def decode_error(data: Mapping[str, Any]) -> Exception:
 
 
 def encode_request(request: GenerateRequest) -> dict[str, Any]:
-    """The request as JSON, pictures included.
-
-    Raises:
-        BackendError: an image or a video is none.
-    """
-    data = {f.name: getattr(request, f.name) for f in fields(request)}
-    try:
-        return data | {"sampling": asdict(request.sampling), "multi_modal": encode_media(request.multi_modal)}
-    except ValueError as error:
-        raise BackendError(f"request {request.request_id!r}: {error}") from None
+    """Everything but pictures, which :mod:`~jax_agent_rl.rollout.remote.pictures` adds."""
+    data = {f.name: getattr(request, f.name) for f in fields(request) if f.name != "multi_modal"}
+    return data | {"sampling": asdict(request.sampling)}
 
 
 def decode_request(data: Mapping[str, Any]) -> GenerateRequest:
-    """Checks names, pictures and the types of ids; the dataclasses check the rest.
+    """Checks names and the types of ids; the dataclasses check the rest.
 
     Raises:
         BackendError: it is not a request.
@@ -87,10 +79,8 @@ def decode_request(data: Mapping[str, Any]) -> GenerateRequest:
         ids = tuple(data["prompt_ids"])
         if not all(type(i) is int for i in ids):
             raise TypeError("prompt_ids must be whole numbers")
-        media = decode_media(data.get("multi_modal", {}))
-        checked = {"prompt_ids": ids, "sampling": SamplingParams(**raw), "multi_modal": media}
-        return GenerateRequest(**{**data, **checked})
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        return GenerateRequest(**{**data, "prompt_ids": ids, "sampling": SamplingParams(**raw)})
+    except (KeyError, TypeError, ValueError) as error:
         raise BackendError(f"not a generate request: {type(error).__name__}: {error}") from None
 
 

@@ -28,7 +28,7 @@ from jax_agent_rl.errors import (
 from jax_agent_rl.media import as_frames, as_picture
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.protocol import GenerateRequest, RolloutBackend, WeightUpdate
-from jax_agent_rl.rollout.remote import wire
+from jax_agent_rl.rollout.remote import pictures, wire
 from jax_agent_rl.rollout.remote.client import RemoteBackend
 from jax_agent_rl.rollout.remote.server import RolloutServer
 from jax_agent_rl.rollout.remote.uploads import Uploads
@@ -210,19 +210,19 @@ async def test_pictures_arrive_pixel_by_pixel():
 
 
 @pytest.mark.parametrize(
-    ("pictures", "message"),
+    ("media", "message"),
     [
         ({"image": ["cat.png"]}, "not a PNG image in base64"),
         ({"image": [base64.b64encode(b"GIF89a").decode()]}, "not a PNG image in base64"),
         ({"video": [[7]]}, "not a PNG image in base64"),
         ({"image": 7}, "TypeError"),
-        ([], "AttributeError"),
+        ([7], "AttributeError"),
     ],
 )
-def test_damaged_pictures_are_refused(pictures, message):
-    data = wire.encode_request(request()) | {"multi_modal": pictures}
+def test_damaged_pictures_are_refused(media, message):
+    data = wire.encode_request(request()) | {"multi_modal": media}
     with pytest.raises(BackendError, match=f"not a generate request: .*{message}"):
-        wire.decode_request(data)
+        pictures.decode_request(data)
 
 
 def test_a_small_file_that_claims_to_be_a_huge_picture_is_not_unpacked():
@@ -230,12 +230,12 @@ def test_a_small_file_that_claims_to_be_a_huge_picture_is_not_unpacked():
     Image.new("1", (9000, 8000)).save(stream, format="PNG")
     data = wire.encode_request(request()) | {"multi_modal": {"image": [base64.b64encode(stream.getvalue()).decode()]}}
     with pytest.raises(BackendError, match="9000 x 8000 are more than"):
-        wire.decode_request(data)
+        pictures.decode_request(data)
 
 
 def test_what_is_no_picture_is_not_sent():
     with pytest.raises(BackendError, match="request 'r': an image must be a PIL image or an array, got str"):
-        wire.encode_request(request(multi_modal={"image": ["cat.png"]}))
+        pictures.encode_request(request(multi_modal={"image": ["cat.png"]}))
 
 
 # --- when one side goes away ----------------------------------------------------------------------------------
