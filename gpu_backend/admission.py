@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+import json
+from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from gpu_backend.media import check_conditioned, fold, vllm_media
 from gpu_backend.settings import VllmSettings
 from jax_agent_rl.errors import BackendError, ConfigError, PromptTooLongError
 from jax_agent_rl.jetstream.request import RunningRequest
@@ -20,6 +22,7 @@ class Admission:
         vocabulary: number of ids the model knows.
         eos_ids: ids that end a generation.
         decode_text: ids to text; without it requests with stop strings are refused.
+        placeholders: id that stands for one position of an image or a video, by kind.
     """
 
     def __init__(
@@ -29,11 +32,13 @@ class Admission:
         vocabulary: int,
         eos_ids: frozenset[int],
         decode_text: Callable[[Sequence[int]], str] | None,
+        placeholders: Mapping[str, int] | None = None,
     ) -> None:
         self._settings = settings
         self._vocabulary = vocabulary
         self._eos_ids = eos_ids
         self._decode_text = decode_text
+        self._placeholders = placeholders or {}
 
     def admit(self, request: GenerateRequest, living: Container[str]) -> RunningRequest:
         """The request as it begins.
@@ -57,10 +62,15 @@ class Admission:
             raise BackendError(f"{name}: prompt ids must be in [0, {self._vocabulary})")
         if request.sampling.stop and self._decode_text is None:
             raise BackendError(f"{name} has stop strings, but this engine was given no tokenizer")
-        if unknown := request.multi_modal.keys() - self._settings.multi_modal.keys():
-            raise BackendError(f"{name}: this engine takes no {sorted(unknown)} input; name it in multi_modal")
+        for kind, items in request.multi_modal.items():
+            if len(items) > (most := self._settings.multi_modal.get(kind, 0)):
+                raise BackendError(
+                    f"{name} has {len(items)} of kind {kind!r}, this engine takes {most}: "
+                    f"raise rollout.vllm.multi_modal.{kind}"
+                )
         if request.lora is not None and request.lora not in self._settings.loras:
-            raise BackendError(f"{name}: no LoRA adapter {request.lora!r}; there are {sorted(self._settings.loras)}")
+            known = sorted(self._settings.loras)
+            raise BackendError(f"{name}: no LoRA adapter {request.lora!r}; there are {known} (rollout.vllm.loras)")
         return RunningRequest(
             request,
             max_tokens=min(request.sampling.max_tokens, limit - len(request.prompt_ids)),
@@ -71,10 +81,16 @@ class Admission:
 
     def prompt(self, request: GenerateRequest) -> dict[str, Any]:
         """vLLM's form of the context."""
-        prompt: dict[str, Any] = {"prompt_token_ids": list(request.prompt_ids)}
+        if not request.multi_modal:
+            return {"prompt_token_ids": list(request.prompt_ids)}
+        counts = {kind: len(items) for kind, items in request.multi_modal.items()}
+        folded = fold(request.prompt_ids, counts, self._placeholders)
+        return {"prompt_token_ids": folded, "multi_modal_data": vllm_media(request)}
+
+    def check_conditioned(self, request: GenerateRequest, ids: Sequence[int]) -> None:
+        """See :func:`gpu_backend.media.check_conditioned`; text reaches vLLM unchanged, and the digest proves it."""
         if request.multi_modal:
-            prompt["multi_modal_data"] = dict(request.multi_modal)
-        return prompt
+            check_conditioned(request, ids, self._placeholders)
 
     def adapter(self, request: GenerateRequest) -> Any:
         """vLLM's ``LoRARequest``, None for the plain model. An adapter's number is its place in the order of names."""
@@ -86,7 +102,18 @@ class Admission:
         return LoRARequest(request.lora, number, str(Path(self._settings.loras[request.lora]).expanduser()))
 
 
-def check_adapter(name: str, path: str) -> None:
-    """Raises ``ConfigError`` if the folder is no PEFT adapter."""
-    if not (Path(path).expanduser() / "adapter_config.json").is_file():
-        raise ConfigError(f"loras.{name}={path!r} holds no adapter_config.json; set it to a PEFT adapter's folder")
+def check_adapter(name: str, path: str, max_rank: int) -> None:
+    """Refuses what vLLM would refuse only when the first request names it.
+
+    Raises:
+        ConfigError: the folder is no PEFT adapter, or its rank is above ``max_rank``.
+    """
+    key, file = f"rollout.vllm.loras.{name}={path!r}", Path(path).expanduser() / "adapter_config.json"
+    if not file.is_file():
+        raise ConfigError(f"{key} holds no adapter_config.json; set it to a PEFT adapter's folder")
+    try:
+        rank = int(json.loads(file.read_text())["r"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{file} names no rank r ({type(error).__name__}: {error}); save the adapter again") from None
+    if rank > max_rank:
+        raise ConfigError(f"{key} has rank {rank}, rollout.vllm.max_lora_rank={max_rank}; raise it")

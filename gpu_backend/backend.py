@@ -124,8 +124,9 @@ class VllmBackend:
             raise BackendError("the backend was already started")
         check_installation()
         checkpoint = Checkpoint.read(Path(self._settings.model).expanduser())
+        checkpoint.check_media(self._settings.multi_modal)
         for name, path in self._settings.loras.items():
-            check_adapter(name, path)
+            check_adapter(name, path, self._settings.max_lora_rank)
         started = await asyncio.to_thread(self._start, self._settings)
         self._engine = started.engine
         self._updater = WeightUpdater(started.engine, checkpoint, self._settings, cpu=started.cpu, cuda=started.cuda)
@@ -134,6 +135,7 @@ class VllmBackend:
             vocabulary=started.engine.model_config.get_vocab_size(),
             eos_ids=checkpoint.eos_token_ids or self._tokenizer_eos_ids,
             decode_text=self._decode_text,
+            placeholders=checkpoint.placeholders,
         )
         await self._engine.update_weight_version(str(self._version))
         self._started = started
@@ -174,6 +176,7 @@ class VllmBackend:
                 output = await self._next_output(live)
                 await self._gate.wait()
                 self._check_serving()
+                self._admission.check_conditioned(request, output.prompt_token_ids)
                 chunk = live.take(output, self._spans(live, output))
                 if chunk is not None:
                     yield chunk
@@ -199,7 +202,7 @@ class VllmBackend:
         try:
             live.collector = await self._engine.add_request(
                 request.request_id,
-                self._admission.prompt(request),
+                await asyncio.to_thread(self._admission.prompt, request),
                 params,
                 lora_request=self._admission.adapter(request),
                 priority=request.priority,

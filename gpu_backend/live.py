@@ -78,8 +78,7 @@ class LiveRequest:
         raise BackendError(f"request {self.run.request.request_id!r}: vLLM ended it with {finish_reason!r}")
 
     def _describe(self, output: Any) -> None:
-        # Images become many ids inside vLLM; the caller's ids are the ones it can compare.
-        if output.prompt_token_ids is not None and not self.run.request.multi_modal:
+        if output.prompt_token_ids is not None:
             self.prompt_ids = output.prompt_token_ids
         self.run.cached_tokens = output.num_cached_tokens or 0
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from jax_agent_rl.errors import ConfigError
+from jax_agent_rl.media import KINDS
 
 GIB = 1 << 30
 OLDEST, NEWEST = (0, 32), (0, 32)
@@ -34,8 +35,10 @@ class VllmSettings:
         enforce_eager: no compiled graphs; None: on CPUs only.
         seed: of the engine's own randomness, for requests without a seed.
         loras: adapter name to PEFT folder.
+        max_loras: different adapters in one batch; None, and on CPUs: all of them.
         max_lora_rank: largest rank among them.
         multi_modal: most items per prompt by kind, e.g. ``{"image": 1}``; empty: text only.
+        pixels: (fewest, most) pixels an image or a frame is scaled to; None: as the model's processor files say.
         sleep: reserve memory so that it can be released and restored (CUDA).
         require_probe: refuse weight updates that do not bring a probe.
         max_logprob_difference: largest |learner - engine| log-prob a probe may show; None: 1e-3 in float32, 0.5 else.
@@ -55,8 +58,10 @@ class VllmSettings:
     enforce_eager: bool | None = None
     seed: int = 0
     loras: Mapping[str, str] = field(default_factory=dict)
+    max_loras: int | None = None
     max_lora_rank: int = 16
     multi_modal: Mapping[str, int] = field(default_factory=dict)
+    pixels: tuple[int, int] | None = None
     sleep: bool = False
     require_probe: bool = True
     max_logprob_difference: float | None = None
@@ -98,13 +103,24 @@ class VllmSettings:
         if block_size is not None:
             arguments["block_size"] = block_size
         if self.loras:
-            # On CPUs vLLM gives requests without an adapter the last slot: one more is kept empty for them.
-            slots = len(self.loras) + (1 if cpu else 0)
-            arguments |= {"enable_lora": True, "max_loras": slots, "max_lora_rank": self.max_lora_rank}
+            # On CPUs vLLM gives requests without an adapter the last slot: one more is made, which nothing can fill.
+            every = len(self.loras) + (1 if cpu else 0)
+            slots = every if cpu else min(self.max_loras or every, every)
+            arguments |= {"enable_lora": True, "max_loras": slots, "max_cpu_loras": every}
+            arguments["max_lora_rank"] = self.max_lora_rank
         if self.multi_modal:
-            arguments["limit_mm_per_prompt"] = dict(self.multi_modal)
+            # A kind that is left out would be unlimited, and memory kept for it.
+            arguments["limit_mm_per_prompt"] = dict.fromkeys(KINDS, 0) | dict(self.multi_modal)
+            # On the device it is left out, silently, where the model's files leave mean and deviation to the defaults.
+            arguments["mm_device_do_normalize"] = False
+            if self.pixels:
+                size = {"shortest_edge": self.pixels[0], "longest_edge": self.pixels[1]}
+                arguments["mm_processor_kwargs"] = {"size": size}
         if cuda:
             arguments |= {"weight_transfer_config": {"backend": "ipc"}, "enable_sleep_mode": self.sleep}
+            # Of the kernels for experts, the ones that use the matrices as they are: others shuffle them when they are
+            # loaded first, and an update in place would not be shuffled.
+            arguments["moe_backend"] = "triton"
         return arguments | dict(self.extra)
 
     def tolerances(self, *, cpu: bool) -> tuple[float, float]:

@@ -2,7 +2,8 @@
 
 vLLM stores some matrices fused (q, k and v as one, stacked along rows) and some transposed. Its own loader does the
 fusing; the table here says where every part must be found *afterwards*, so that a part that was silently left out is
-noticed. Only dense families are listed: expert weights are shuffled after loading and cannot be read back.
+noticed. Experts are one stack per layer, gate above up; kernels that would shuffle it after loading are not used
+(``worker.py`` on CPUs, ``moe_backend`` elsewhere).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,41 +29,65 @@ class Family:
     Attributes:
         fused: vLLM's module name to the Hugging Face modules stacked in it, in order of rows.
         transposed: modules whose ``weight`` Hugging Face stores as [in, out] and vLLM as [out, in].
-        prefix: added to names that lack it.
+        prefixes: how names begin in Hugging Face's files and in vLLM; the first that fits is replaced.
+        experts: vLLM's module with the stacks of all experts, in place of Hugging Face's ``experts``.
+        media: kinds of multi-modal input; ``config.json`` names each kind's placeholder in ``<kind>_token_id``.
     """
 
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     transposed: frozenset[str] = frozenset()
-    prefix: str = ""
+    prefixes: Mapping[str, str] = field(default_factory=dict)
+    experts: str | None = None
+    media: tuple[str, ...] = ()
 
 
-_LLAMA = Family(fused={"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")})
-_GPT2 = Family(transposed=frozenset({"c_attn", "c_proj", "c_fc"}), prefix="transformer.")
+_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+_LLAMA = Family(fused=_FUSED)
+_GPT2 = Family(
+    transposed=frozenset({"c_attn", "c_proj", "c_fc"}), prefixes={"transformer.": "transformer.", "": "transformer."}
+)
+_QWEN_VL = Family(
+    fused=_FUSED,
+    # Two generations of names are in use: files of transformers before and after 4.52 differ.
+    prefixes={
+        "model.language_model.": "language_model.model.",
+        "model.visual.": "visual.",
+        "visual.": "visual.",
+        "model.": "language_model.model.",
+        "lm_head.": "language_model.lm_head.",
+    },
+    media=("image", "video"),
+)
 FAMILIES: Mapping[str, Family] = {
     "LlamaForCausalLM": _LLAMA,
     "MistralForCausalLM": _LLAMA,
     "Qwen2ForCausalLM": _LLAMA,
     "Qwen3ForCausalLM": _LLAMA,
+    "Qwen3MoeForCausalLM": Family(fused=_FUSED, experts="experts.routed_experts"),
+    "Gemma3ForCausalLM": _LLAMA,
     "GPT2LMHeadModel": _GPT2,
+    "Qwen2_5_VLForConditionalGeneration": _QWEN_VL,
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Where one tensor lies: rows ``first .. first + rows`` of vLLM's ``parameter`` (transposed or not)."""
+    """Where one tensor lies: rows ``first .. first + rows`` of vLLM's ``parameter`` (transposed or not), or of its
+    slice ``expert``."""
 
     parameter: str
     first: int
     rows: int
-    transposed: bool
+    transposed: bool = False
+    expert: int | None = None
 
     def __post_init__(self) -> None:
         if self.rows < 1:
             raise ValueError(f"{self.parameter}: {self.rows} rows")
 
-    def to_wire(self) -> tuple[str, int, int, bool]:
+    def to_wire(self) -> tuple[str, int, int, bool, int | None]:
         """Plain values, for a call into another process."""
-        return self.parameter, self.first, self.rows, self.transposed
+        return self.parameter, self.first, self.rows, self.transposed, self.expert
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,12 +99,14 @@ class Checkpoint:
         shapes: every tensor of the model, Hugging Face names.
         optional: names an update may leave out (a tied output matrix).
         eos_token_ids: ids that end a generation.
+        placeholders: id that stands for one position of an image or a video, by kind of input the model takes.
     """
 
     family: Family
     shapes: Shapes
     optional: frozenset[str]
     eos_token_ids: frozenset[int] = frozenset()
+    placeholders: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
     def read(cls, folder: Path) -> Checkpoint:
@@ -114,7 +141,22 @@ class Checkpoint:
             shapes=shapes,
             optional=frozenset({"lm_head.weight"}) if tied else frozenset(),
             eos_token_ids=_eos_ids(folder, config),
+            placeholders={kind: _placeholder(config, config_file, kind) for kind in FAMILIES[names[0]].media},
         )
+
+    def check_media(self, wanted: Collection[str]) -> None:
+        """Whether the model takes these kinds of input.
+
+        Raises:
+            ConfigError: it does not; or it takes some and none is wanted, for which vLLM would not load its eyes.
+        """
+        if unknown := sorted(set(wanted) - self.placeholders.keys()):
+            raise ConfigError(f"rollout.vllm.multi_modal names {unknown}, which this model does not take; remove them")
+        if self.placeholders and not wanted:
+            raise ConfigError(
+                f"this model takes {' and '.join(self.placeholders)} input; say how much of it with e.g. "
+                f"rollout.vllm.multi_modal.{next(iter(self.placeholders))}=1"
+            )
 
     def check(self, update: Shapes, *, partial: bool) -> None:
         """Whether these tensors may replace the model's (all of them, or some if ``partial``).
@@ -146,28 +188,46 @@ class Checkpoint:
         return {n: _place(n, self.shapes, self.family) for n in self.shapes if n not in self.optional}
 
 
+def _placeholder(config: Mapping[str, Any], file: Path, kind: str) -> int:
+    if type(placeholder := config.get(f"{kind}_token_id")) is not int:
+        raise ConfigError(f"{file} names no {kind}_token_id; download the model again")
+    return placeholder
+
+
 def _eos_ids(folder: Path, config: Mapping[str, Any]) -> frozenset[int]:
     """From ``generation_config.json`` (which lists all of them) if it says, else from ``config.json``."""
     file = folder / "generation_config.json"
     generation = json.loads(file.read_text()) if file.is_file() else {}
-    eos = generation.get("eos_token_id", config.get("eos_token_id"))
+    language = config.get("text_config", config)
+    eos = generation.get("eos_token_id", config.get("eos_token_id", language.get("eos_token_id")))
     return frozenset() if eos is None else frozenset(eos if isinstance(eos, list) else [eos])
 
 
 def _place(name: str, shapes: Shapes, family: Family) -> Placement:
-    shape = shapes[name]
-    parts = name.split(".")
+    parts, rows = name.split("."), shapes[name][0]
     module, kind = (parts[-2], parts[-1]) if len(parts) > 1 else ("", name)
-    full = name if name.startswith(family.prefix) else family.prefix + name
+    full = _renamed(name, family).split(".")
+    if family.experts and len(parts) > 4 and parts[-4] == "experts":
+        stack, first = {"gate_proj": ("w13", 0), "up_proj": ("w13", rows), "down_proj": ("w2", 0)}[module]
+        parameter = ".".join([*full[:-4], family.experts, f"{stack}_{kind}"])
+        return Placement(parameter=parameter, first=first, rows=rows, expert=int(parts[-3]))
     for fused, members in family.fused.items():
         if module in members:
             before = members[: members.index(module)]
             siblings = (".".join([*parts[:-2], member, kind]) for member in before)
             first = sum(shapes[sibling][0] for sibling in siblings)
-            parameter = ".".join([*full.split(".")[:-2], fused, kind])
-            return Placement(parameter=parameter, first=first, rows=shape[0], transposed=False)
+            return Placement(parameter=".".join([*full[:-2], fused, kind]), first=first, rows=rows)
     transposed = module in family.transposed and kind == "weight"
-    return Placement(parameter=full, first=0, rows=shape[1] if transposed else shape[0], transposed=transposed)
+    rows = shapes[name][1] if transposed else rows
+    return Placement(parameter=".".join(full), first=0, rows=rows, transposed=transposed)
+
+
+def _renamed(name: str, family: Family) -> str:
+    """A Hugging Face name as vLLM's modules are called, not fused yet."""
+    for theirs, ours in family.prefixes.items():
+        if name.startswith(theirs):
+            return ours + name.removeprefix(theirs)
+    return name
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,7 +38,7 @@ class WeightExtension:
 
         Args:
             paths: the files that were loaded.
-            placements: tensor name to (parameter, first row, rows, transposed).
+            placements: tensor name to (parameter, first row, rows, transposed, expert or None).
         """
         worker: Any = self
         parameters = _plain_names(worker.model_runner.get_model())
@@ -63,10 +63,11 @@ def _plain_names(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _holds(parameters: Mapping[str, torch.Tensor], place: Sequence[Any], tensor: torch.Tensor) -> bool:
-    name, first, rows, transposed = place
+    name, first, rows, transposed, expert = place
     if name not in parameters:
         return False
-    served = parameters[name][first : first + rows]
+    parameter = parameters[name] if expert is None else parameters[name][expert]
+    served = parameter[first : first + rows]
     expected = (tensor.T if transposed else tensor).to(dtype=served.dtype, device=served.device)
     return served.shape == expected.shape and bool(torch.equal(served, expected))
 
@@ -78,13 +79,48 @@ def _keep_weights_plain() -> None:
     the model is built, and only in worker processes: therefore at import, and nowhere else.
     """
     from vllm.model_executor.layers import utils
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
     def plain(layer: torch.nn.Module, remove_weight: bool) -> None:
         layer.cpu_linear = torch.nn.functional.linear
 
+    def plain_experts(experts: Any, layer: torch.nn.Module) -> None:
+        if str(layer.activation.value) != "silu" or hasattr(layer, "w13_bias"):
+            raise RuntimeError(f"experts with {layer.activation} or a bias are unknown to gpu_backend/worker.py")
+
     if not callable(getattr(utils, "dispatch_cpu_unquantized_gemm", None)):
         raise RuntimeError("this vLLM packs CPU weights in a way gpu_backend/worker.py does not know")
     utils.dispatch_cpu_unquantized_gemm = plain
+    CPUUnquantizedExperts.process_weights_after_loading = plain_experts
+    CPUUnquantizedExperts.apply = _apply_experts
+
+
+def _apply_experts(
+    experts: Any,
+    output: torch.Tensor,
+    hidden_states: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    **unused: Any,
+) -> None:
+    """Each token through its experts, on plain matrices; one product per expert that any token goes to.
+
+    Args:
+        output: [N, D], written.
+        hidden_states: [N, D].
+        w1: [E, 2F, D], gate above up.
+        w2: [E, D, F].
+        topk_weights, topk_ids: [N, k].
+        unused: what else vLLM hands its kernels; the models in question leave it at its defaults.
+    """
+    output.zero_()
+    for expert in topk_ids.unique().tolist():
+        rows, slots = torch.where(topk_ids == expert)
+        gate, up = torch.nn.functional.linear(hidden_states[rows], w1[expert]).chunk(2, dim=-1)
+        down = torch.nn.functional.linear(torch.nn.functional.silu(gate) * up, w2[expert])
+        output.index_add_(0, rows, down * topk_weights[rows, slots, None].to(down.dtype))
 
 
 if current_platform.is_cpu():

@@ -45,6 +45,18 @@ class ModelConfig(Section):
     """The policy."""
 
     path: str = Field(description="Folder with config.json, model.safetensors and tokenizer files (Hugging Face).")
+    pixels: tuple[Positive, Positive] | None = Field(
+        None,
+        description="Fewest and most pixels an image or a frame is scaled to, by the engine and where ids are counted; "
+        "null: as the model's processor files say.",
+    )
+
+    @field_validator("pixels")
+    @classmethod
+    def _pixels_ascend(cls, value: tuple[int, int] | None) -> tuple[int, int] | None:
+        if value and value[0] > value[1]:
+            raise ValueError(f"must be [fewest, most], got {list(value)}")
+        return value
 
 
 class DataConfig(Section):
@@ -90,6 +102,16 @@ class VllmConfig(Section):
         None, gt=0, description="Size of the KV cache; null: what gpu_memory_utilization leaves (on CPUs 1)."
     )
     enforce_eager: bool | None = Field(None, description="No compiled graphs; null: on CPUs only.")
+    loras: dict[str, str] = Field(
+        default_factory=dict, description="LoRA adapters requests may name: name to PEFT folder; {} serves none."
+    )
+    max_loras: Positive | None = Field(None, description="Different adapters in one batch; null, and on CPUs: all.")
+    max_lora_rank: Literal[8, 16, 32, 64, 128, 256, 320, 512] = Field(
+        16, description="Largest rank among the adapters; memory is reserved for it."
+    )
+    multi_modal: dict[Literal["image", "video"], Positive] = Field(
+        default_factory=dict, description="Most images and videos in one context, by kind; {} takes none."
+    )
     require_probe: bool = Field(True, description="Refuse weights that do not bring log-probs to check them by.")
     max_logprob_difference: float | None = Field(
         None, gt=0, description="Largest log-prob difference the check allows; null: 1e-3 in float32, else 0.5."

@@ -99,6 +99,9 @@ class FakeCodec:
                 malformed.append(body)
         return FakeReply(content=text, tool_calls=tuple(calls), malformed=tuple(malformed))
 
+    def expand_media(self, ids: Sequence[int], media: Mapping[str, Sequence[Any]]) -> list[int]:
+        return list(ids)  # its model reads one id for each
+
     def encode_raw(self, text: str) -> list[int]:
         return self.encode_text(text)
 

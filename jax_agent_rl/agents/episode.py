@@ -192,8 +192,12 @@ class Episode:
 
         Returns:
             False, and nothing is inserted, if that would leave no room for a sampled id.
+
+        Raises:
+            TemplateError: the chat template, or the model, cannot show them.
         """
-        return self.append_ids(self.encode_append(messages), messages, media=media)
+        ids = self._context.codec.expand_media(self.encode_append(messages), media or {})
+        return self.append_ids(ids, messages, media=media)
 
     def encode_append(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """The ids :meth:`append` would insert."""

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from jax_agent_rl.chat.formats import Reply, detect_format, get_format
+from jax_agent_rl.chat.media import MediaTokens, Pixels
 from jax_agent_rl.chat.template import ChatTemplate, Message, ToolPrompt
 from jax_agent_rl.errors import ModelError, TemplateError
 from jax_agent_rl.types import digest_ids
@@ -40,6 +41,7 @@ class ChatCodec:
         tool_format: how tool calls are written, ``agent.tool_format``; ``auto`` finds it in the chat template.
         tool_prompt: ``agent.tool_prompt``.
         eos_token_ids: ids that end a generation; default the tokenizer's EOS.
+        media: how many ids an image or a video takes; None: one.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class ChatCodec:
         tool_format: str = "hermes",
         tool_prompt: ToolPrompt = "template",
         eos_token_ids: Sequence[int] | None = None,
+        media: MediaTokens | None = None,
     ) -> None:
         if not tokenizer.chat_template:
             raise ModelError("the tokenizer has no chat template; choose an instruction-tuned model")
@@ -60,13 +63,22 @@ class ChatCodec:
         self._special = tuple(token for token in tokenizer.get_added_vocab() if token)
         self._special_ids = frozenset(tokenizer.get_added_vocab().values())
         self._anchor_of: dict[tuple[str, ...], int] = {}
+        self._media = media
         self._modalities: frozenset[str] | None = None
 
     @classmethod
     def from_pretrained(
-        cls, path: str | os.PathLike[str], *, tool_format: str = "hermes", tool_prompt: ToolPrompt = "template"
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        tool_format: str = "hermes",
+        tool_prompt: ToolPrompt = "template",
+        pixels: Pixels | None = None,
     ) -> ChatCodec:
         """The codec of a Hugging Face model folder.
+
+        Args:
+            pixels: ``model.pixels``; images and frames are counted as scaled to so many.
 
         Raises:
             ModelError: tokenizer files are missing or unreadable.
@@ -84,7 +96,11 @@ class ChatCodec:
         except (OSError, ValueError) as error:
             raise ModelError(f"the tokenizer at {folder} cannot be read: {error}") from error
         return cls(
-            tokenizer, tool_format=tool_format, tool_prompt=tool_prompt, eos_token_ids=_eos_ids(folder, tokenizer)
+            tokenizer,
+            tool_format=tool_format,
+            tool_prompt=tool_prompt,
+            eos_token_ids=_eos_ids(folder, tokenizer),
+            media=MediaTokens.read(folder, pixels=pixels),
         )
 
     # --- messages to ids --------------------------------------------------------------------------------------
@@ -127,6 +143,17 @@ class ChatCodec:
             # The model wrote the end of its turn itself (maybe another token than the template's).
             del ids[0]
         return ids
+
+    def expand_media(self, ids: Sequence[int], media: Mapping[str, Sequence[Any]]) -> list[int]:
+        """Ids of :meth:`encode_append` with every placeholder as often as the model reads it for its item.
+
+        Args:
+            media: images and videos by kind, in order of their placeholders.
+
+        Raises:
+            TemplateError: an item cannot be shown, or placeholders and items are not the same in number.
+        """
+        return self._media.expand(ids, media) if self._media and media else list(ids)
 
     def encode_text(self, text: str) -> list[int]:
         """Ids of bare text; no template, no special tokens added or recognised."""

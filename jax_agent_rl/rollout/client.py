@@ -116,6 +116,7 @@ class LLMServerClient:
         session_ends: bool = False,
         image_data: Sequence[Any] | None = None,
         video_data: Sequence[Any] | None = None,
+        lora: str | None = None,
         on_ids: OnIds | None = None,
     ) -> TokenOutput:
         """Samples one continuation.
@@ -127,9 +128,10 @@ class LLMServerClient:
                 seed and position goes on as if nothing had happened.
             session_id: shared by the requests of a trajectory; keeps them on one server.
             session_ends: this is the session's last request.
-            image_data: images, for a multi-modal engine, in order of their placeholders in ``prompt_ids``. A
-                placeholder stands once for each, however many ids the engine makes of it inside.
+            image_data: images, for a multi-modal engine, in order of their placeholders in ``prompt_ids``, where each
+                placeholder stands as often as the model reads it (``ChatCodec.expand_media``).
             video_data: videos, likewise.
+            lora: name of the adapter to sample with, of an engine that serves it; None is the plain model.
             on_ids: called with new ids as they are sampled. They are provisional: only the output says whether
                 the last ones stand (a stop string across an interruption takes ids back).
 
@@ -149,6 +151,7 @@ class LLMServerClient:
             session_id=session_id,
             session_ends=session_ends,
             multi_modal={kind: tuple(items) for kind, items in (("image", image_data), ("video", video_data)) if items},
+            lora=lora,
         )
         if request_id in self._flights:
             raise BackendError(f"a request called {request_id!r} is running already")

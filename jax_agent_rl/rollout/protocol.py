@@ -78,7 +78,9 @@ class GenerateRequest:
             KV of this context will be extended by the next turn.
         session_ends: no further turn of this session is expected; its KV may be reused for others first.
         priority: lower runs first; equal ones in order of arrival.
-        multi_modal: images and such, by kind; only kinds in ``Capabilities.multi_modal``.
+        multi_modal: images and videos (see :mod:`jax_agent_rl.media`) by kind, in order of their placeholders; only
+            kinds in ``Capabilities.multi_modal``. ``prompt_ids`` hold each placeholder as often as the model reads it:
+            an engine that would condition on other ids raises ``TokenDriftError``.
         lora: adapter name, only with ``Capabilities.lora``.
     """
 
@@ -191,6 +193,7 @@ class RolloutBackend(Protocol):
 
         Raises:
             PromptTooLongError: the prompt leaves no room for a sampled id.
+            TokenDriftError: the engine would condition on other ids than ``prompt_ids``.
             BackendError: this request failed (``EngineDiedError``: the whole engine did).
             BackendClosedError: the backend was closed.
         """

@@ -51,6 +51,10 @@ class AsyncServer:
         """
         if missing := request.multi_modal.keys() - self.backend.capabilities.multi_modal:
             raise BackendError(f"request {request.request_id!r}: {self.name} takes no {sorted(missing)} input")
+        if request.lora is not None and not self.backend.capabilities.lora:
+            raise BackendError(
+                f"request {request.request_id!r}: {self.name} serves no LoRA adapter, so not {request.lora!r} either"
+            )
         self._running.add(request.request_id)
         try:
             if on_ids is None or not self.backend.capabilities.streaming:

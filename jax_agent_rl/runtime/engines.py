@@ -120,6 +120,7 @@ def _vllm(config: Config, codec: ChatCodec, version: int) -> RolloutBackend:
     settings = VllmSettings(
         model=config.model.path,
         max_model_len=config.rollout.max_model_len,
+        pixels=config.model.pixels,
         seed=config.seed,
         log_file=str(Path(config.run_dir) / "vllm.log"),
         **engine,

@@ -81,7 +81,10 @@ async def build(config: Config, *, say: Callable[[str], None]) -> AsyncIterator[
         train, heldout = _load_data(config, tools)
         services = needed_services(config, [*train, *heldout])
         codec = ChatCodec.from_pretrained(
-            config.model.path, tool_format=config.agent.tool_format, tool_prompt=config.agent.tool_prompt
+            config.model.path,
+            tool_format=config.agent.tool_format,
+            tool_prompt=config.agent.tool_prompt,
+            pixels=config.model.pixels,
         )
         _check_devices(config)
         check_engine(config)

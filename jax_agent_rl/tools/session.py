@@ -22,6 +22,7 @@ from typing import Any
 
 from jax_agent_rl.errors import ToolArgumentError, ToolError, ToolNotFoundError, ToolTimeoutError
 from jax_agent_rl.in_time import in_time
+from jax_agent_rl.media import check_media
 from jax_agent_rl.tools.arguments import check_arguments
 from jax_agent_rl.tools.base import BaseTool, ToolResponse, as_response, is_number
 from jax_agent_rl.tools.truncate import Decode, Encode, Side, truncate_text
@@ -161,6 +162,10 @@ class ToolSession:
                 "tool %s returned %s, which this model, its chat template or its engine cannot take", name, unseen
             )
             raise ToolError(f"{name} returned {' and '.join(unseen)} data, which cannot be shown here")
+        try:
+            check_media(response.media)
+        except ValueError as error:
+            raise ToolError(f"{name} returned something that cannot be shown: {error}") from None
         for key, value in response.metrics.items():
             self._count(name, key, value)
         return response

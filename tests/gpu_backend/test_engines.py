@@ -1,25 +1,20 @@
-"""Engines of other kinds: tensor parallel, with adapters, of other families, dying, and not starting at all."""
+"""Engines of other kinds: tensor parallel, dying, and not starting at all."""
 
 import asyncio
-import json
 from pathlib import Path
 
-import numpy as np
 import psutil
 import pytest
-import torch
-from safetensors.numpy import load_file, save_file
 
 from gpu_backend.updates import FILES
 from jax_agent_rl.errors import BackendClosedError, ConfigError, EngineDiedError
 from jax_agent_rl.learner.export import WeightFiles
 from jax_agent_rl.models.hf import save_hf
-from jax_agent_rl.probe import LogprobProbe
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.protocol import WeightUpdate
 from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.types import PauseMode, SamplingParams
-from tests.gpu_backend.conftest import PROBE, SMALL, Reference, prompt_of, request, running, small_params
+from tests.gpu_backend.conftest import PROBE, SMALL, Reference, prompt_of, request, running
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 PROMPT = prompt_of(8, 30)
@@ -48,98 +43,6 @@ def tiny(config, seed: int):
     from tests.tiny import tiny_params
 
     return tiny_params(seed, config)
-
-
-def write_adapter(folder: Path, rank: int = 4) -> dict[str, np.ndarray]:
-    """A PEFT adapter of all q matrices; returns what it adds to each."""
-    rng = np.random.default_rng(1)
-    folder.mkdir()
-    settings = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": ["q_proj"], "bias": "none"}
-    (folder / "adapter_config.json").write_text(json.dumps(settings))
-    tensors, added = {}, {}
-    for layer in range(SMALL.num_layers):
-        name = f"model.layers.{layer}.self_attn.q_proj"
-        down = rng.standard_normal((rank, 64), dtype=np.float32) * 0.5
-        up = rng.standard_normal((64, rank), dtype=np.float32) * 0.5
-        tensors[f"base_model.model.{name}.lora_A.weight"] = down
-        tensors[f"base_model.model.{name}.lora_B.weight"] = up
-        added[f"{name}.weight"] = 2 * up @ down
-    save_file(tensors, folder / "adapter_model.safetensors")
-    return added
-
-
-async def test_an_adapter_is_named_per_request(model_folder: Path, tmp_path: Path):
-    added = write_adapter(tmp_path / "adapter")
-    merged = Reference(model_folder)
-    with torch.no_grad():
-        for name, parameter in merged.model.named_parameters():
-            if name in added:
-                parameter += torch.from_numpy(added[name])
-    async with running(model_folder, loras={"math": str(tmp_path / "adapter")}) as backend:
-        assert backend.capabilities.lora
-        plain, adapted = await asyncio.gather(
-            backend.generate(request("p", PROMPT)), backend.generate(request("a", PROMPT, lora="math"))
-        )
-        files = WeightFiles(SMALL, probe_ids=PROBE, folder=tmp_path)
-        update = WeightUpdate(version=2, kind=FILES, payload=files.write(small_params(1), 2))
-        await backend.update_weights(update)
-        save_hf(tmp_path / "new", SMALL, small_params(1))
-        after = await backend.generate(request("n", PROMPT))
-    assert list(plain.token_ids) == Reference(model_folder).greedy(PROMPT, 8)
-    assert list(adapted.token_ids) == merged.greedy(PROMPT, 8) != list(plain.token_ids)
-    np.testing.assert_allclose(adapted.log_probs, merged.logprobs(PROMPT, adapted.token_ids), atol=5e-4)
-    assert list(after.token_ids) == Reference(tmp_path / "new").greedy(PROMPT, 8)
-
-
-def qwen3():
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    return Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=97,
-            hidden_size=64,
-            intermediate_size=96,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=32,
-            tie_word_embeddings=False,
-            max_position_embeddings=512,
-        )
-    )
-
-
-def gpt2():
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    sizes = GPT2Config(vocab_size=97, n_embd=64, n_layer=2, n_head=2, n_positions=512, bos_token_id=1, eos_token_id=2)
-    return GPT2LMHeadModel(sizes)
-
-
-@pytest.mark.parametrize("family", [qwen3, gpt2])
-async def test_other_families_take_updates(tmp_path: Path, family):
-    """Their tensors are fused or transposed in other ways; every one is read back."""
-    for name, seed in [("old", 0), ("new", 1)]:
-        torch.manual_seed(seed)
-        model = family()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter += 0.3 * torch.randn_like(parameter)
-        model.save_pretrained(tmp_path / name)
-    old, new = Reference(tmp_path / "old"), Reference(tmp_path / "new")
-    ids = list(range(3, 30))
-    probe = LogprobProbe(ids=(tuple(ids),), log_probs=(tuple(new.logprobs(ids[:1], ids[1:])),))
-    tensors = load_file(tmp_path / "new" / "model.safetensors")
-    save_file(tensors, tmp_path / "update.safetensors", metadata=probe.to_metadata())
-    async with running(tmp_path / "old") as backend:
-        before = await backend.generate(request("a", PROMPT))
-        await backend.update_weights(
-            WeightUpdate(version=2, kind=FILES, payload=[str(tmp_path / "update.safetensors")])
-        )
-        after = await backend.generate(request("b", PROMPT))
-    assert list(before.token_ids) == old.greedy(PROMPT, 8)
-    assert list(after.token_ids) == new.greedy(PROMPT, 8)
-    np.testing.assert_allclose(after.log_probs, new.logprobs(PROMPT, after.token_ids), atol=5e-4)
 
 
 def engine_cores() -> set[psutil.Process]:

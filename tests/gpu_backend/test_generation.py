@@ -231,7 +231,7 @@ async def test_capabilities_are_honest_about_the_platform(engine: Engine):
     with pytest.raises(NotImplementedError):
         await engine.backend.sleep()
     with pytest.raises(BackendError, match="image"):
-        await engine.backend.generate(request("r", [5], multi_modal={"image": object()}))
+        await engine.backend.generate(request("r", [5], multi_modal={"image": (object(),)}))
 
 
 async def test_metrics_count_ids_and_requests(engine: Engine):

@@ -147,11 +147,11 @@ async def test_an_update_without_a_probe_is_refused(engine: Engine):
     await assert_serves(engine, 0)
 
 
-async def test_weights_that_are_not_the_learners_are_never_served(engine: Engine):
-    """The probe says one thing, the tensors another: as if a matrix had stayed stale."""
+@pytest.mark.parametrize("name", ["model.layers.1.mlp.down_proj.weight", "model.embed_tokens.weight"])
+async def test_weights_that_are_not_the_learners_are_never_served(engine: Engine, name: str):
+    """The probe says one thing, the tensors another: as if a matrix (the second is tied) had stayed stale."""
 
     def spoil(tensors, metadata):
-        name = "model.layers.1.mlp.down_proj.weight"
         return tensors | {name: tensors[name] * 1.02}, metadata
 
     running = asyncio.create_task(engine.backend.generate(request("r", prompt_of(1, 8), max_tokens=200)))
@@ -191,8 +191,8 @@ async def test_the_probe_notices_what_vllms_own_reload_spoils(engine: Engine):
 async def test_a_tensor_that_did_not_land_is_named(engine: Engine, monkeypatch: pytest.MonkeyPatch):
     places = engine.backend._updater._placements
     name = "model.layers.0.self_attn.v_proj.weight"
-    parameter, first, rows, transposed = places[name]
-    monkeypatch.setitem(places, name, (parameter, first - 1, rows, transposed))
+    parameter, first, *rest = places[name]
+    monkeypatch.setitem(places, name, (parameter, first - 1, *rest))
     with pytest.raises(WeightUpdateError, match=name):
         await engine.serve(1)
     monkeypatch.undo()

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 from jax_agent_rl.conformance.check import CheckFailed, check
 from jax_agent_rl.conformance.probe import Probe
-from jax_agent_rl.rollout.protocol import GenerateRequest
 from jax_agent_rl.types import PauseMode, StopReason, TokenOutput
 
 _ATTEMPTS = 5
@@ -203,11 +203,11 @@ async def undeclared(probe: Probe) -> None:
     for mode in sorted(set(PauseMode) - capabilities.pause_modes):
         await probe.raises(NotImplementedError, probe.backend.pause(mode), f"pause({mode}) undeclared", cause=cause)
     if not capabilities.lora:
-        base = probe.request(probe.prompt(5, seed=50))
-        adapted = GenerateRequest(
-            request_id=base.request_id, prompt_ids=base.prompt_ids, sampling=base.sampling, lora="conformance"
-        )
+        adapted = replace(probe.request(probe.prompt(5, seed=50)), lora="conformance")
         await probe.raises(Exception, probe.backend.generate(adapted), "a LoRA request undeclared", cause=cause)
+    for kind in sorted({"image", "video"} - capabilities.multi_modal):
+        seeing = replace(probe.request(probe.prompt(5, seed=51)), multi_modal={kind: (object(),)})
+        await probe.raises(Exception, probe.backend.generate(seeing), f"a request with {kind} undeclared", cause=cause)
 
 
 _NOT_PAUSED = "the pause does not hold: weights would change under a running step"

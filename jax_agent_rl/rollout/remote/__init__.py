@@ -6,5 +6,6 @@
         ▲                                      │
         └── lines of JSON: chunks, or nothing but heartbeats; the last one is the result or the error
 
-``wire`` types to JSON and back · ``server`` · ``uploads`` weight files on their way in · ``client``.
+``wire`` types to JSON and back · ``pictures`` images and videos as PNG · ``server`` · ``uploads`` weight files on their
+way in · ``client``.
 """

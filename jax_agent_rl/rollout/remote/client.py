@@ -28,7 +28,7 @@ from jax_agent_rl.rollout.protocol import (
     TokenChunk,
     WeightUpdate,
 )
-from jax_agent_rl.rollout.remote import wire
+from jax_agent_rl.rollout.remote import pictures, wire
 from jax_agent_rl.serving import is_loopback
 from jax_agent_rl.types import PauseMode, TokenOutput
 
@@ -130,16 +130,24 @@ class RemoteBackend:
     # --- requests ---------------------------------------------------------------------------------------------
 
     async def generate(self, request: GenerateRequest) -> TokenOutput:
-        async with contextlib.aclosing(self._lines("generate", wire.encode_request(request))) as lines:
+        async with contextlib.aclosing(self._lines("generate", await self._body(request))) as lines:
             async for message in lines:
                 output = wire.decode_output(message["final"])
         return output
 
     async def stream(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
-        body = wire.encode_request(request) | {"chunks": True}
+        body = await self._body(request) | {"chunks": True}
         async with contextlib.aclosing(self._lines("generate", body)) as lines:
             async for message in lines:
                 yield wire.decode_chunk(message)
+
+    async def _body(self, request: GenerateRequest) -> dict[str, Any]:
+        """The request as JSON; what the server cannot take is not sent to it first."""
+        if unknown := sorted(request.multi_modal.keys() - self.capabilities.multi_modal):
+            raise BackendError(f"request {request.request_id!r}: the server at {self.url} takes no {unknown} input")
+        if request.multi_modal:  # pictures take time to pack
+            return await asyncio.to_thread(pictures.encode_request, request)
+        return wire.encode_request(request)
 
     async def abort(self, request_id: str) -> bool:
         return await self._call("abort", request_id=request_id)

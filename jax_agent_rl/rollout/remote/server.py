@@ -27,7 +27,7 @@ from aiohttp import web
 
 from jax_agent_rl.errors import BackendError, ConfigError, JaxAgentRLError, WeightUpdateError
 from jax_agent_rl.rollout.protocol import RolloutBackend, WeightUpdate
-from jax_agent_rl.rollout.remote import wire
+from jax_agent_rl.rollout.remote import pictures, wire
 from jax_agent_rl.rollout.remote.uploads import Uploads
 from jax_agent_rl.serving import is_loopback
 from jax_agent_rl.types import PauseMode
@@ -195,7 +195,10 @@ class RolloutServer:
         chunked = body.pop("chunks", False)
 
         async def lines() -> AsyncGenerator[Body, None]:
-            wanted = wire.decode_request(body)
+            if body.get("multi_modal"):  # pictures take time to unpack
+                wanted = await asyncio.to_thread(pictures.decode_request, body)
+            else:
+                wanted = wire.decode_request(body)
             if not chunked:
                 yield {"final": wire.encode_output(await self._backend.generate(wanted))}
                 return

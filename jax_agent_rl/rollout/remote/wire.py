@@ -16,6 +16,7 @@ from jax_agent_rl.errors import (
     BackendError,
     EngineDiedError,
     PromptTooLongError,
+    TokenDriftError,
     WeightUpdateError,
 )
 from jax_agent_rl.rollout.protocol import Capabilities, GenerateRequest, TokenChunk
@@ -35,6 +36,7 @@ _ERRORS: dict[str, type[Exception]] = {
         BackendError,
         EngineDiedError,
         BackendClosedError,
+        TokenDriftError,
         WeightUpdateError,
         NotImplementedError,
     )
@@ -60,14 +62,7 @@ def decode_error(data: Mapping[str, Any]) -> Exception:
 
 
 def encode_request(request: GenerateRequest) -> dict[str, Any]:
-    """Everything but multi-modal input, which is not sent.
-
-    Raises:
-        BackendError: the request has multi-modal input.
-    """
-    if request.multi_modal:
-        kinds = sorted(request.multi_modal)
-        raise BackendError(f"request {request.request_id!r}: a remote backend takes no {kinds} input")
+    """Everything but pictures, which :mod:`~jax_agent_rl.rollout.remote.pictures` adds."""
     data = {f.name: getattr(request, f.name) for f in fields(request) if f.name != "multi_modal"}
     return data | {"sampling": asdict(request.sampling)}
 
@@ -113,9 +108,9 @@ def decode_chunk(data: Mapping[str, Any]) -> TokenChunk:
 
 
 def encode_capabilities(capabilities: Capabilities) -> dict[str, Any]:
-    """What holds from afar: no multi-modal input, and weights only as files."""
+    """What holds from afar: weights only as files."""
     data = asdict(capabilities)
-    data["multi_modal"] = []
+    data["multi_modal"] = sorted(capabilities.multi_modal)
     data["pause_modes"] = sorted(capabilities.pause_modes)
     data["weight_payloads"] = sorted(capabilities.weight_payloads & {"safetensors"})
     return data

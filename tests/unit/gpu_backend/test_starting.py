@@ -40,11 +40,15 @@ def test_nothing_assumes_cuda():
 
 
 def test_adapters_and_images_are_switched_on_by_naming_them():
-    rich = VllmSettings(model="m", max_model_len=128, loras={"a": "x"}, multi_modal={"image": 2}, extra={"seed": 5})
+    rich = VllmSettings(model="m", max_model_len=128, loras={"a": "x"}, multi_modal={"image": 2}, pixels=(4, 8))
     arguments = rich.engine_arguments(cpu=True, cuda=False)
     assert arguments["enable_lora"] and arguments["max_loras"] == 2
     assert rich.engine_arguments(cpu=False, cuda=True)["max_loras"] == 1
-    assert arguments["limit_mm_per_prompt"] == {"image": 2} and arguments["seed"] == 5
+    two = VllmSettings(model="m", max_model_len=128, loras={"a": "x", "b": "y"}, max_loras=1, max_lora_rank=32)
+    cpu, cuda = (two.engine_arguments(cpu=cpu, cuda=not cpu) for cpu in (True, False))
+    assert (cpu["max_loras"], cuda["max_loras"], cuda["max_cpu_loras"], cuda["max_lora_rank"]) == (3, 1, 2, 32)
+    assert arguments["limit_mm_per_prompt"] == {"image": 2, "video": 0}
+    assert arguments["mm_processor_kwargs"] == {"size": {"shortest_edge": 4, "longest_edge": 8}}
     assert (
         not arguments["skip_tokenizer_init"] and SETTINGS.engine_arguments(cpu=True, cuda=False)["skip_tokenizer_init"]
     )

@@ -74,7 +74,7 @@ def test_the_context_limit_caps_max_tokens():
         (request([5] * 20), PromptTooLongError, r"20 ids .*max_model_len=20"),
         (request([5, 97]), BackendError, r"\[0, 97\)"),
         (request(lora="poetry"), BackendError, r"'poetry'; there are \['math'\]"),
-        (request(multi_modal={"image": 1}), BackendError, "image"),
+        (request(multi_modal={"image": ("x",)}), BackendError, "1 of kind 'image', this engine takes 0"),
     ],
 )
 def test_what_vllm_could_not_do_is_refused_with_the_value(bad, error, message):
@@ -89,9 +89,16 @@ def test_stop_strings_need_a_tokenizer_and_ids_must_be_unique():
         admission().admit(request(), {"r"})
 
 
-def test_an_adapter_needs_its_folder(tmp_path):
+def test_an_adapter_needs_its_folder_and_room_for_its_rank(tmp_path):
     with pytest.raises(ConfigError, match=r"loras.math=.* holds no adapter_config.json"):
-        check_adapter("math", str(tmp_path))
+        check_adapter("math", str(tmp_path), 16)
+    (config := tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="names no rank"):
+        check_adapter("math", str(tmp_path), 16)
+    config.write_text('{"r": 32}')
+    with pytest.raises(ConfigError, match=r"loras.math=.* has rank 32, rollout.vllm.max_lora_rank=16"):
+        check_adapter("math", str(tmp_path), 16)
+    check_adapter("math", str(tmp_path), 32)
 
 
 def test_eos_is_kept_with_its_log_prob():

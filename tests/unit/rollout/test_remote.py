@@ -1,7 +1,9 @@
 """Rollout servers and their clients: who may ask, how errors travel, and what happens when one side goes away."""
 
 import asyncio
+import base64
 import contextlib
+import io
 import json
 import math
 import os
@@ -12,7 +14,9 @@ import time
 from pathlib import Path
 
 import aiohttp
+import numpy as np
 import pytest
+from PIL import Image
 
 from jax_agent_rl.errors import (
     BackendError,
@@ -21,9 +25,10 @@ from jax_agent_rl.errors import (
     PromptTooLongError,
     WeightUpdateError,
 )
+from jax_agent_rl.media import as_frames, as_picture
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.protocol import GenerateRequest, RolloutBackend, WeightUpdate
-from jax_agent_rl.rollout.remote import wire
+from jax_agent_rl.rollout.remote import pictures, wire
 from jax_agent_rl.rollout.remote.client import RemoteBackend
 from jax_agent_rl.rollout.remote.server import RolloutServer
 from jax_agent_rl.rollout.remote.uploads import Uploads
@@ -177,10 +182,60 @@ async def test_a_surprise_in_the_backend_is_a_backend_error_with_its_name(caplog
     assert "ZeroDivisionError" in caplog.text
 
 
+PICTURES = {
+    "image": (Image.effect_noise((20, 10), 90).convert("RGB"), Image.new("L", (3, 3), 77)),
+    "video": ([Image.new("RGB", (4, 2), "red"), Image.new("RGB", (4, 2), "blue")],),
+}
+
+
 async def test_images_are_refused_before_anything_is_sent():
     async with served() as (_, _http, remote):
-        with pytest.raises(BackendError, match="image"):
-            await remote.generate(request(multi_modal={"image": ["pixels"]}))
+        with pytest.raises(BackendError, match=r"server at http.* takes no \['image'\] input"):
+            await remote.generate(request(multi_modal={"image": PICTURES["image"]}))
+
+
+async def test_pictures_arrive_pixel_by_pixel():
+    class Seeing(ToyBackend):
+        def _check(self, request):
+            seen.append(request.multi_modal)
+
+    seen = []
+    async with served(backend=Seeing(tick_seconds=0.001, multi_modal=frozenset(PICTURES))) as (_, _http, remote):
+        assert remote.capabilities.multi_modal == PICTURES.keys()
+        await remote.generate(request(multi_modal=PICTURES))
+    (got,) = seen
+    for sent, arrived in zip(PICTURES["image"], got["image"], strict=True):
+        np.testing.assert_array_equal(np.asarray(as_picture(sent)), np.asarray(arrived))
+    np.testing.assert_array_equal(as_frames(PICTURES["video"][0]), as_frames(got["video"][0]))
+
+
+@pytest.mark.parametrize(
+    ("media", "message"),
+    [
+        ({"image": ["cat.png"]}, "not a PNG image in base64"),
+        ({"image": [base64.b64encode(b"GIF89a").decode()]}, "not a PNG image in base64"),
+        ({"video": [[7]]}, "not a PNG image in base64"),
+        ({"image": 7}, "TypeError"),
+        ([7], "AttributeError"),
+    ],
+)
+def test_damaged_pictures_are_refused(media, message):
+    data = wire.encode_request(request()) | {"multi_modal": media}
+    with pytest.raises(BackendError, match=f"not a generate request: .*{message}"):
+        pictures.decode_request(data)
+
+
+def test_a_small_file_that_claims_to_be_a_huge_picture_is_not_unpacked():
+    stream = io.BytesIO()
+    Image.new("1", (9000, 8000)).save(stream, format="PNG")
+    data = wire.encode_request(request()) | {"multi_modal": {"image": [base64.b64encode(stream.getvalue()).decode()]}}
+    with pytest.raises(BackendError, match="9000 x 8000 are more than"):
+        pictures.decode_request(data)
+
+
+def test_what_is_no_picture_is_not_sent():
+    with pytest.raises(BackendError, match="request 'r': an image must be a PIL image or an array, got str"):
+        pictures.encode_request(request(multi_modal={"image": ["cat.png"]}))
 
 
 # --- when one side goes away ----------------------------------------------------------------------------------

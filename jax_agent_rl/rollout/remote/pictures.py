@@ -1,0 +1,77 @@
+"""Images and videos on the wire: PNG, which loses nothing, in base64; a video is its frames.
+
+Both sides go through the one form of :mod:`jax_agent_rl.media`, so that an engine sees the same pixels from afar as it
+would in the caller's own process.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+from collections.abc import Mapping
+from typing import Any
+
+from jax_agent_rl.errors import BackendError
+from jax_agent_rl.media import as_frames, as_picture
+from jax_agent_rl.rollout.protocol import GenerateRequest
+from jax_agent_rl.rollout.remote import wire
+
+MAX_PIXELS = 1 << 26
+"""Of one image: 64 million are more than any model looks at, and a small file can claim any number."""
+
+
+def encode_request(request: GenerateRequest) -> dict[str, Any]:
+    """A request as JSON, pictures included.
+
+    Raises:
+        BackendError: an image or a video is none.
+    """
+    data = wire.encode_request(request)
+    if not request.multi_modal:
+        return data
+    try:
+        media = {
+            kind: [[_png(frame) for frame in as_frames(item)] if kind == "video" else _png(item) for item in items]
+            for kind, items in request.multi_modal.items()
+        }
+    except ValueError as error:
+        raise BackendError(f"request {request.request_id!r}: {error}") from None
+    return data | {"multi_modal": media}
+
+
+def decode_request(data: Mapping[str, Any]) -> GenerateRequest:
+    """What :func:`encode_request` was given, with PIL images and lists of them.
+
+    Raises:
+        BackendError: it is not a request, or a picture is not PNG in base64, damaged, or too large.
+    """
+    if not data.get("multi_modal"):
+        return wire.decode_request(data)
+    try:
+        media = {
+            kind: tuple([_picture(frame) for frame in item] if kind == "video" else _picture(item) for item in items)
+            for kind, items in data["multi_modal"].items()
+        }
+    except (AttributeError, TypeError, ValueError) as error:
+        raise BackendError(f"not a generate request: {type(error).__name__}: {error}") from None
+    return wire.decode_request({**data, "multi_modal": media})
+
+
+def _png(item: Any) -> str:
+    stream = io.BytesIO()
+    as_picture(item).save(stream, format="PNG", compress_level=1)
+    return base64.b64encode(stream.getvalue()).decode()
+
+
+def _picture(text: Any) -> Any:
+    from PIL import Image
+
+    try:
+        picture = Image.open(io.BytesIO(base64.b64decode(text, validate=True)), formats=["PNG"])
+        if picture.width * picture.height > MAX_PIXELS:
+            raise ValueError(f"{picture.width} x {picture.height} are more than {MAX_PIXELS} pixels")
+        picture.load()
+    except (OSError, SyntaxError, TypeError, binascii.Error, Image.DecompressionBombError) as error:
+        raise ValueError(f"not a PNG image in base64: {error}") from None
+    return picture

@@ -1,0 +1,123 @@
+"""Updates of every family that vLLM stores in another way than Hugging Face does, against transformers."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file, save_file
+
+from gpu_backend.updates import FILES
+from jax_agent_rl.errors import WeightUpdateError
+from jax_agent_rl.learner.export import WeightFiles
+from jax_agent_rl.models.hf import load_hf
+from jax_agent_rl.probe import LogprobProbe
+from jax_agent_rl.rollout.protocol import WeightUpdate
+from tests.gpu_backend.conftest import Reference, prompt_of, request, running
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+PROMPT = prompt_of(8, 30)
+IDS = list(range(3, 30))
+SIZES: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+
+def qwen3() -> Any:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    return Qwen3ForCausalLM(Qwen3Config(**SIZES, tie_word_embeddings=False))
+
+
+def qwen3_moe() -> Any:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **experts, tie_word_embeddings=False))
+
+
+def gemma3() -> Any:
+    """A layer with a window shorter than the prompt, one without; tied."""
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    layers = ["sliding_attention", "full_attention"]
+    return Gemma3ForCausalLM(Gemma3TextConfig(**SIZES, layer_types=layers, sliding_window=16, query_pre_attn_scalar=32))
+
+
+def gpt2() -> Any:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = GPT2Config(vocab_size=97, n_embd=64, n_layer=2, n_head=2, n_positions=512, bos_token_id=1, eos_token_id=2)
+    return GPT2LMHeadModel(sizes)
+
+
+def make(folder: Path, family: Any, seed: int) -> Reference:
+    """A random model, far from its initialisation (where norms are one and biases zero)."""
+    torch.manual_seed(seed)
+    model = family()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.3 * torch.randn_like(parameter)
+    model.save_pretrained(folder)
+    return Reference(folder)
+
+
+@pytest.mark.parametrize("family", [qwen3, qwen3_moe, gemma3, gpt2])
+async def test_other_families_take_updates(tmp_path: Path, family: Any):
+    """Their tensors are fused, stacked or transposed in other ways; every one is read back."""
+    old, new = (make(tmp_path / name, family, seed) for name, seed in [("old", 0), ("new", 1)])
+    probe = LogprobProbe(ids=(tuple(IDS),), log_probs=(tuple(new.logprobs(IDS[:1], IDS[1:])),))
+    tensors = load_file(tmp_path / "new" / "model.safetensors")
+    save_file(tensors, tmp_path / "update.safetensors", metadata=probe.to_metadata())
+    async with running(tmp_path / "old") as backend:
+        before = await backend.generate(request("a", PROMPT))
+        await backend.update_weights(
+            WeightUpdate(version=2, kind=FILES, payload=[str(tmp_path / "update.safetensors")])
+        )
+        after = await backend.generate(request("b", PROMPT))
+    assert list(before.token_ids) == old.greedy(PROMPT, 8)
+    assert list(after.token_ids) == new.greedy(PROMPT, 8)
+    np.testing.assert_allclose(after.log_probs, new.logprobs(PROMPT, after.token_ids), atol=5e-4)
+
+
+@pytest.mark.parametrize("family", [qwen3_moe, gemma3])
+async def test_what_the_learner_writes_is_served_and_wrong_weights_are_not(tmp_path: Path, family: Any):
+    """The learner's own probe and file; then the same tensors with two of one shape exchanged."""
+    make(tmp_path / "old", family, 0)
+    make(tmp_path / "new", family, 1)
+    config, params = load_hf(tmp_path / "new")
+    files = WeightFiles(config, probe_ids=[IDS], folder=tmp_path)
+    async with running(tmp_path / "old") as backend:
+        good = files.write(params, 2)
+        await backend.update_weights(WeightUpdate(version=2, kind=FILES, payload=good))
+        largest, _ = backend._updater.last_difference
+        output = await backend.generate(request("a", PROMPT))
+        tensors, probe = load_file(good[0]), files.probe(params)
+        first, second = exchangeable(tensors)
+        tensors[first], tensors[second] = tensors[second], tensors[first]
+        save_file(tensors, tmp_path / "wrong.safetensors", metadata=probe.to_metadata())
+        with pytest.raises(WeightUpdateError, match="not the learner's"):
+            await backend.update_weights(
+                WeightUpdate(version=3, kind=FILES, payload=[str(tmp_path / "wrong.safetensors")])
+            )
+        assert not (await backend.health()).ok
+    reference = Reference(tmp_path / "new")
+    assert largest < 5e-4 and list(output.token_ids) == reference.greedy(PROMPT, 8)
+    np.testing.assert_allclose(output.log_probs, reference.logprobs(PROMPT, output.token_ids), atol=5e-4)
+
+
+def exchangeable(tensors: dict[str, np.ndarray]) -> tuple[str, str]:
+    """Gate and up of one layer (or of its first expert): of one shape, easily mistaken for each other."""
+    first = next(name for name in tensors if "gate_proj" in name)
+    return first, first.replace("gate_proj", "up_proj")
