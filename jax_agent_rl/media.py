@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 KINDS = ("image", "video")
+MOST_PIXELS = 16_000_000
+"""Of an image that came over HTTP."""
 FRAMES_PER_SECOND = 2.0
 """At which videos are shown: tools give frames without times, and this is what Qwen's models were trained on."""
 
@@ -46,6 +48,29 @@ def as_picture(item: Any) -> Image:
     picture = item.convert("RGBA")
     white = Image.new("RGBA", picture.size, "white")
     return Image.alpha_composite(white, picture).convert("RGB")
+
+
+def read_picture(text: str) -> Image:
+    """An image file from a ``data:`` URL, or from base64 alone; its sender need not be trusted.
+
+    Raises:
+        ValueError: it is no image that can be read, or has more than ``MOST_PIXELS`` pixels.
+    """
+    import base64
+    import io
+
+    from PIL import Image
+
+    encoded = text.partition(",")[2] if text.startswith("data:") else text
+    try:
+        image = Image.open(io.BytesIO(base64.b64decode(encoded, validate=True)))
+        if image.width * image.height > MOST_PIXELS:
+            raise ValueError(f"it has {image.width} x {image.height} pixels, more than {MOST_PIXELS}")
+        image.load()
+    # Pillow's readers raise all of these for damaged files.
+    except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
+        raise ValueError(f"an image cannot be read: {error}") from None
+    return as_picture(image)
 
 
 def as_frames(item: Any) -> np.ndarray:

@@ -8,6 +8,7 @@ from typing import Any
 from jax_agent_rl.agents import AgentContext, AgentLoop, ServerToolAgent
 from jax_agent_rl.config import AgentConfig
 from jax_agent_rl.rollout.client import LLMServerClient
+from jax_agent_rl.rollout.protocol import Capabilities
 from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.types import SamplingParams, Trajectory
 from tests.fakes import FakeCodec, ScriptedBackend
@@ -34,11 +35,12 @@ class AgentStage:
         backend: type[ScriptedBackend] = ScriptedBackend,
         codec: FakeCodec | None = None,
         engine_len: int = 1000,
+        capabilities: Capabilities | None = None,
         shared: Mapping[str, Any] | None = None,
         **limits: Any,
     ):
         self.codec = codec or FakeCodec()
-        self.backend = backend(self.codec, script)
+        self.backend = backend(self.codec, script, capabilities=capabilities)
         self.client = LLMServerClient([AsyncServer(self.backend)])
         self.context = AgentContext(
             client=self.client,

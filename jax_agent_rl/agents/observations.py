@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jax_agent_rl.agents.episode import Episode
@@ -12,6 +12,10 @@ from jax_agent_rl.types import StopReason, TokenOutput
 
 if TYPE_CHECKING:
     from jax_agent_rl.chat.codec import ChatCodec
+
+
+Media = Mapping[str, tuple[Any, ...]]
+"""Images and videos by kind."""
 
 
 class ObservationCodec:
@@ -32,6 +36,11 @@ class ObservationCodec:
         self._limits = limits
         self._codec = codec
 
+    @property
+    def are_messages(self) -> bool:
+        """Whether the chat template writes them, which alone knows how images are shown."""
+        return self._limits.enable_mtrl and self._limits.mtrl_sep is None
+
     def shorten(self, text: str) -> str:
         """The text within ``max_obs_length`` tokens, cut on ``truncate_obs_side``."""
         return self._cut(text, self._limits.max_obs_length, self._limits.truncate_obs_side)
@@ -43,15 +52,19 @@ class ObservationCodec:
             PromptTooLongError, TemplateError: see :meth:`Episode.extend_prompt`.
         """
         messages = [self._message(text)]
-        if self._limits.enable_mtrl and self._limits.mtrl_sep is None:
+        if self.are_messages:
             episode.extend_prompt(messages)
         else:
             episode.extend_prompt(messages, self._between_separators(text, turn_has_ended=False))
 
-    def insert(self, episode: Episode, text: str) -> bool:
-        """Appends the observation after the last turn; False if ``truncate_response_side`` leaves it out."""
-        ids = self._encode(episode, text)
-        if self._append(episode, ids, text):
+    def insert(self, episode: Episode, text: str, media: Media) -> bool:
+        """Appends the observation after the last turn; False if ``truncate_response_side`` leaves it out.
+
+        Args:
+            media: images that it shows before its text, by kind; for observations that :attr:`are_messages` alone.
+        """
+        ids = self._encode(episode, text, media)
+        if self._append(episode, ids, text, media):
             return True
         if self._limits.truncate_response_side == "right":
             return False
@@ -60,19 +73,22 @@ class ObservationCodec:
         if room < 1:
             return False
         text = self._cut(text, room, "left")
-        return self._append(episode, self._encode(episode, text), text)
+        return self._append(episode, self._encode(episode, text, media), text, media)
 
-    def _append(self, episode: Episode, ids: Sequence[int], text: str) -> bool:
-        messages = [self._message(text)] if text else []
-        return episode.append_ids(ids, messages, learn=not self._limits.mask_observations)
+    def _append(self, episode: Episode, ids: Sequence[int], text: str, media: Media) -> bool:
+        messages = [self._message(text, media)] if text or media else []
+        return episode.append_ids(ids, messages, learn=not self._limits.mask_observations, media=media)
 
-    def _message(self, text: str) -> dict[str, Any]:
-        return {"role": self._limits.mtrl_role if self._limits.enable_mtrl else "tool", "content": text}
+    def _message(self, text: str, media: Media | None = None) -> dict[str, Any]:
+        role = self._limits.mtrl_role if self._limits.enable_mtrl else "tool"
+        kinds = [kind for kind, items in (media or {}).items() for _ in items]
+        return {"role": role, "content": text} | ({"media": kinds} if kinds else {})
 
-    def _encode(self, episode: Episode, text: str) -> list[int]:
+    def _encode(self, episode: Episode, text: str, media: Media) -> list[int]:
         output = episode.turns[-1].output
-        if self._limits.enable_mtrl and self._limits.mtrl_sep is None:
-            return self._without_second_end(output, episode.encode_append([self._message(text)]))
+        if self.are_messages:
+            ids = self._codec.expand_media(episode.encode_append([self._message(text, media)]), media)
+            return self._without_second_end(output, ids)
         return self._between_separators(text, turn_has_ended=self._has_ended(output))
 
     def _between_separators(self, text: str, *, turn_has_ended: bool) -> list[int]:

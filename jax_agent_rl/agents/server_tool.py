@@ -83,11 +83,13 @@ class ServerToolAgent(AgentLoop):
 
     @asynccontextmanager
     async def _environment(self, server: ToolServerClient, trajectory_id: str) -> AsyncIterator[ToolEnvironment]:
+        shown = self.context.modalities if self._observations.are_messages else frozenset()
         if self.context.limits.rollout_mode == "async" or self._lockstep is None:
-            async with ToolEnvironment(server, _alone(server), trajectory_id) as environment:
+            async with ToolEnvironment(server, _alone(server), trajectory_id, modalities=shown) as environment:
                 yield environment
         else:
-            async with ToolEnvironment(server, self._lockstep.send, trajectory_id) as environment, self._lockstep:
+            environment = ToolEnvironment(server, self._lockstep.send, trajectory_id, modalities=shown)
+            async with environment, self._lockstep:
                 yield environment
 
     async def _act(self, episode: Episode, environment: ToolEnvironment, row: Mapping[str, Any]) -> FinishReason:
@@ -112,7 +114,7 @@ class ServerToolAgent(AgentLoop):
             episode.add_metrics({f"tool_server/{key}": value for key, value in observation.metrics.items()})
             if observation.done:
                 return FinishReason.TOOL_DONE
-            if not self._observations.insert(episode, record.observation):
+            if not self._observations.insert(episode, record.observation, record.media):
                 return FinishReason.RESPONSE_LENGTH
         return FinishReason.MAX_USER_TURNS
 
@@ -121,6 +123,8 @@ class ServerToolAgent(AgentLoop):
         observation, record = await self._step(environment, "", row, 0)
         if observation.done:
             raise ToolServerError("the tool server ended the trajectory before its first turn (agent.call_tool_first)")
+        if observation.media:
+            raise ToolServerError("images before the first turn (agent.call_tool_first) cannot be shown")
         numbers = {f"tool_server/{key}": value for key, value in observation.metrics.items()}
         episode.add_metrics({"tool_seconds": record.seconds, **numbers})
         self._observations.before_the_first_turn(episode, record.observation)

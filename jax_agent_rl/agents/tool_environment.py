@@ -16,6 +16,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -96,13 +97,22 @@ class ToolEnvironment:
         server: closes environments.
         send: delivers actions.
         trajectory_id: whose environment it is.
+        modalities: kinds of media its agent can show the model; an observation with others becomes an error.
 
     Attributes:
         close_failures: 1 if the server could not be told to close it, else 0.
     """
 
-    def __init__(self, server: ToolServerClient, send: Send, trajectory_id: str):
+    def __init__(
+        self,
+        server: ToolServerClient,
+        send: Send,
+        trajectory_id: str,
+        *,
+        modalities: frozenset[str] = frozenset(),
+    ):
         self.close_failures = 0
+        self._modalities = modalities
         self._server = server
         self._send = send
         self._id = trajectory_id
@@ -128,14 +138,15 @@ class ToolEnvironment:
             shorten: brings an observation within its limit.
 
         Returns:
-            the observation as it came, and its record with the shortened text.
+            the observation, and its record with the shortened text.
 
         Raises:
             ToolServerError: there is no observation to be had.
         """
         self._used = True  # before sending: the server may know of it although the answer is lost
         began = time.perf_counter()
-        observation = await self._send(Action(trajectory_id=self._id, text=text, extra_fields=extra_fields))
+        sent = Action(trajectory_id=self._id, text=text, extra_fields=extra_fields)
+        observation = self._shown(await self._send(sent))
         record = ToolCallRecord(
             name=name,
             arguments={"action": text},
@@ -143,8 +154,22 @@ class ToolEnvironment:
             error=observation.error,
             reward=observation.reward,
             seconds=time.perf_counter() - began,
+            media=observation.media,
         )
         return observation, record
+
+    def _shown(self, observation: Observation) -> Observation:
+        unseen = sorted(observation.media.keys() - self._modalities)
+        if not unseen:
+            return observation
+        logger.warning(
+            "the tool server returned media %s for %s, which cannot be shown: that takes a model, chat template and "
+            "engine for them, server_tool_agent and agent.enable_mtrl=true without agent.mtrl_sep",
+            unseen,
+            self._id,
+        )
+        text = f"Error: the tool returned {' and '.join(unseen)} data, which cannot be shown here."
+        return replace(observation, text=text, error="raised", media={})
 
     async def _close(self) -> None:
         try:

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, FiniteFloat, ValidationError
 
 from jax_agent_rl.errors import ConfigError, ToolServerError
 from jax_agent_rl.json_service import JsonService
+from jax_agent_rl.media import read_picture
 
 PATH = "/get_observation"
 NO_TOOL = "Error: no tool accepted this action; check its format."
@@ -52,6 +53,7 @@ class Observation:
         error: None, or the kind as in :class:`~jax_agent_rl.types.ToolCallRecord`.
         reward: what the tool gave.
         metrics: numbers the tool reported.
+        media: images it returned, ``{"image": (PIL image, …)}``.
     """
 
     text: str
@@ -59,6 +61,7 @@ class Observation:
     error: str | None = None
     reward: float = 0.0
     metrics: Mapping[str, float] = field(default_factory=dict)
+    media: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
 
 class ToolServerClient:
@@ -156,7 +159,7 @@ class _Detailed(BaseModel):
     obs: str
     reward: FiniteFloat | None = None
     metrics: dict[str, FiniteFloat] = {}
-    image: Any = None
+    image: str | list[str] | None = None
     audio: Any = None
 
 
@@ -177,14 +180,22 @@ def _observation(content: Any, done: bool, valid: bool, url: str) -> Observation
         detailed = _Detailed.model_validate({"obs": content} if isinstance(content, str) else content)
     except ValidationError as error:
         return ToolServerError(f"{url} gave a wrong observation: {_first(error)}")
-    if detailed.image or detailed.audio:
-        text, kind = "Error: the tool returned images or audio, which cannot be shown here.", "raised"
-    else:
-        # JSON can spell halves of surrogate pairs, which are no text.
-        text, kind = detailed.obs.encode("utf-8", "replace").decode(), None if valid else "invalid_action"
+    # JSON can spell halves of surrogate pairs, which are no text.
+    text, kind = detailed.obs.encode("utf-8", "replace").decode(), None if valid else "invalid_action"
+    pictures = [detailed.image] if isinstance(detailed.image, str) else detailed.image or []
+    media: dict[str, tuple[Any, ...]] = {}
+    try:
+        if detailed.audio:
+            raise ValueError("the tool returned audio, which cannot be shown here")
+        if pictures:
+            media = {"image": tuple(read_picture(picture) for picture in pictures)}
+    except ValueError as error:
+        text, kind = f"Error: {error}.", "raised"
     if not valid and not text:
         text = NO_TOOL
-    return Observation(text=text, done=done, error=kind, reward=detailed.reward or 0.0, metrics=detailed.metrics)
+    return Observation(
+        text=text, done=done, error=kind, reward=detailed.reward or 0.0, metrics=detailed.metrics, media=media
+    )
 
 
 def _first(error: ValidationError) -> str:

@@ -11,6 +11,7 @@ from jax_agent_rl.errors import ConfigError, ToolServerError
 from jax_agent_rl.json_service import JsonService, ServiceSettings
 from jax_agent_rl.tools.client import NO_TOOL, Action, ToolServerClient, _observations, observation_url
 from tests.http_service import ToolServer, free_port
+from tests.pictures import data_url
 
 
 def client(url, *, timeout=10.0):
@@ -52,11 +53,27 @@ async def test_a_detailed_observation_is_taken_apart():
     assert (found.text, found.reward, found.metrics, found.done, found.error) == ("x", 1.0, {"t": 0.5}, True, None)
 
 
-@pytest.mark.parametrize("content", [{"obs": "x", "image": "data:…"}, {"obs": "x", "audio": ["…"]}])
-async def test_what_cannot_be_shown_is_told_to_the_model(content):
-    async with ToolServer(lambda action: content) as server:
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"audio": ["…"]}, "audio, which cannot be shown"),
+        ({"image": "data:…"}, "an image cannot be read"),
+        ({"image": ["data:image/png;base64,aGVsbG8="]}, "an image cannot be read"),
+        ({"image": data_url((5000, 4000))}, "more than 16000000"),
+        ({"image": data_url((9, 9))[:-40]}, "an image cannot be read"),
+    ],
+)
+async def test_what_cannot_be_shown_is_told_to_the_model(more, words):
+    async with ToolServer(lambda action: {"obs": "x", **more}) as server:
         (found,) = await ask(server, "a")
-    assert found.error == "raised" and "cannot be shown" in found.text
+    assert found.error == "raised" and words in found.text and not found.media
+
+
+async def test_images_come_as_pictures():
+    urls = [data_url((4, 3)), data_url((2, 5)).partition(",")[2]]
+    async with ToolServer(lambda action: {"obs": "x", "image": urls}) as server:
+        (found,) = await ask(server, "a")
+    assert [(picture.mode, picture.size) for picture in found.media["image"]] == [("RGB", (4, 3)), ("RGB", (2, 5))]
 
 
 async def test_an_action_that_no_tool_takes_is_told_unless_the_server_did():
