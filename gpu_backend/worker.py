@@ -84,19 +84,20 @@ def _keep_weights_plain() -> None:
     def plain(layer: torch.nn.Module, remove_weight: bool) -> None:
         layer.cpu_linear = torch.nn.functional.linear
 
-    def plain_experts(experts: Any, layer: torch.nn.Module) -> None:
+    def plain_experts(self: Any, layer: Any) -> None:
         if str(layer.activation.value) != "silu" or hasattr(layer, "w13_bias"):
             raise RuntimeError(f"experts with {layer.activation} or a bias are unknown to gpu_backend/worker.py")
 
     if not callable(getattr(utils, "dispatch_cpu_unquantized_gemm", None)):
         raise RuntimeError("this vLLM packs CPU weights in a way gpu_backend/worker.py does not know")
     utils.dispatch_cpu_unquantized_gemm = plain
-    CPUUnquantizedExperts.process_weights_after_loading = plain_experts
-    CPUUnquantizedExperts.apply = _apply_experts
+    kernel: Any = CPUUnquantizedExperts
+    kernel.process_weights_after_loading = plain_experts
+    kernel.apply = _apply_experts
 
 
 def _apply_experts(
-    experts: Any,
+    self: Any,
     output: torch.Tensor,
     hidden_states: torch.Tensor,
     w1: torch.Tensor,

@@ -100,8 +100,10 @@ class MediaTokens:
         counts = {kind: self._counts(kind, items) for kind, items in media.items()}
         expanded: list[int] = []
         for i in ids:
-            kind = kinds.get(i)
-            repeat = 1 if kind is None else next(counts.get(kind, iter(())), 0)
+            if (kind := kinds.get(i)) is None:
+                expanded.append(i)
+                continue
+            repeat = next(counts[kind], 0) if kind in counts else 0
             if not repeat:
                 raise TemplateError(f"the text shows more of kind {kind!r} than the {len(media.get(kind, ()))} given")
             expanded += [i] * repeat
