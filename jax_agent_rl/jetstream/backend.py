@@ -269,7 +269,13 @@ class JetStreamBackend:
             decode_text=self._decode_text,
         )
         self._initial_params = None
-        self._scheduler.cache = engine.warm_up(self._scheduler.params, self._scheduler.cache, self._progress)
+        self._scheduler.cache = engine.warm_up(self._scheduler.params, self._scheduler.cache, self._compiled)
+
+    def _compiled(self, done: int, total: int) -> None:
+        if self._closing:
+            raise BackendClosedError("the backend was closed while its programs were compiled")
+        if self._progress is not None:
+            self._progress(done, total)
 
     def _serve_once(self) -> bool:
         """Commands, then one step; False when it is time to end."""

@@ -28,6 +28,7 @@ from jax_agent_rl.errors import NonFiniteError
 from jax_agent_rl.learner.batch import Batch, Sharing, pack
 from jax_agent_rl.learner.critic import critic_params, critic_shapes, state_values, value_loss
 from jax_agent_rl.learner.experience import Experience, PerTerm, Scores, experience, mini_batch_terms
+from jax_agent_rl.learner.gate import UpdateGate
 from jax_agent_rl.learner.losses.covariance import CHOOSE
 from jax_agent_rl.learner.losses.kl import AdaptiveKL
 from jax_agent_rl.learner.metrics import Record, step_metrics
@@ -50,12 +51,14 @@ class LearnerState:
         critic: the critic's, with adv_estimator gae.
         kl_coef: float32, the KL controller's coefficient.
         steps: int32, calls of :meth:`Learner.update`.
+        nonfinite: int32, updates skipped in a row.
     """
 
     policy: TrainState
     critic: TrainState | None
     kl_coef: jax.Array
     steps: jax.Array
+    nonfinite: jax.Array
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +119,7 @@ class Learner:
         self._mesh = make_mesh(config.mesh)
         self._rows = config.rows_per_micro_batch * config.mesh.data * config.mesh.fsdp
         self._nonfinite_in_a_row = 0
-        self._kl_coef, self._steps = algorithm.kl.coef, 0
+        self._kl_coef, self._steps = float(np.float32(algorithm.kl.coef)), 0
         self._objective = objective_config(algorithm, config, temperature)
         everywhere = replicated(self._mesh)
         shardings = parameter_shardings(self._mesh, model.parameter_shapes())
@@ -142,7 +145,8 @@ class Learner:
     @property
     def state(self) -> LearnerState:
         """For a checkpoint. Its buffers are valid until the next :meth:`update`, which donates them."""
-        scalars = jax.device_put((jnp.float32(self._kl_coef), jnp.int32(self._steps)), replicated(self._mesh))
+        numbers = (jnp.float32(self._kl_coef), jnp.int32(self._steps), jnp.int32(self._nonfinite_in_a_row))
+        scalars = jax.device_put(numbers, replicated(self._mesh))
         return LearnerState(self._policy.state, self._critic and self._critic.state, *scalars)
 
     @state.setter
@@ -151,6 +155,7 @@ class Learner:
         if self._critic is not None and state.critic is not None:
             self._critic.state = state.critic
         self._kl_coef, self._steps = float(state.kl_coef), int(state.steps)
+        self._nonfinite_in_a_row = int(state.nonfinite)
 
     @property
     def params(self) -> Params:
@@ -169,6 +174,7 @@ class Learner:
         *,
         masked: Collection[str] = (),
         tick: Callable[[int, int], None] = lambda done, total: None,
+        gate: UpdateGate | None = None,
     ) -> UpdateResult:
         """Trains on groups: ``ppo_epochs`` times ``updates_per_step`` updates, each over an equal share of the prompts.
 
@@ -176,13 +182,15 @@ class Learner:
             groups: each with at least one trajectory.
             masked: ids of trajectories that count in baselines only.
             tick: called with (micro-batches done, total) for a progress display.
+            gate: closed by whoever wants the state before this call.
 
         Raises:
+            UpdateAbandoned: the gate was closed before the first update; nothing has changed.
             NonFiniteError: ``max_nonfinite_steps`` updates in a row were skipped.
         """
         begin = time.perf_counter()
         minis, made = self._prepare(groups, masked=masked)
-        policy, critic = self._train_all(minis, made, tick)
+        policy, critic = self._train_all(minis, made, tick, gate or UpdateGate())
         self._steps += 1
         skipped = not all(record.finite for record in (*policy, *critic))
         self._control_kl(made, skipped)
@@ -238,7 +246,7 @@ class Learner:
     # --- optimizer updates -----------------------------------------------------------------------------------
 
     def _train_all(
-        self, minis: Sequence[_MiniBatch], made: Experience, tick: Callable[[int, int], None]
+        self, minis: Sequence[_MiniBatch], made: Experience, tick: Callable[[int, int], None], gate: UpdateGate
     ) -> tuple[list[Record], list[Record]]:
         """All epochs and mini-batches; records of the policy's and of the critic's updates."""
         warming_up = self._critic is not None and self._steps < self._critic_config.critic_warmup
@@ -250,9 +258,9 @@ class Learner:
         for mini in [*minis] * self._config.ppo_epochs:
             batches = self._with_terms(mini, made)
             if self._critic is not None:
-                critic += self._train(self._critic, batches.of_critic, lambda: tick(next(done), total))
+                critic += self._train(self._critic, batches.of_critic, lambda: tick(next(done), total), gate)
             if not warming_up:
-                policy += self._train(self._policy, batches.of_policy, lambda: tick(next(done), total))
+                policy += self._train(self._policy, batches.of_policy, lambda: tick(next(done), total), gate)
         return policy, critic
 
     def _with_terms(self, mini: _MiniBatch, made: Experience) -> _Batches:
@@ -278,13 +286,13 @@ class Learner:
                 own[mask] = part
         return chosen
 
-    def _train(self, model: Trainable, batch: Batch, tick: Callable[[], None]) -> list[Record]:
+    def _train(self, model: Trainable, batch: Batch, tick: Callable[[], None], gate: UpdateGate) -> list[Record]:
         """One update; none if no token of it is to be trained on (the optimizer's momentum would still move it)."""
         if not batch.terms["weight"].any():
             logger.warning("every token of an update was masked or rejected: it was skipped")
             return []
         gradients, statistics = model.gradients(self._place(batch), tick)
-        norm, finite = model.apply(gradients)
+        norm, finite = model.apply(gradients, gate)
         self._guard(finite, norm)
         return [Record(statistics=statistics, norm=norm, finite=finite)]
 
@@ -308,7 +316,8 @@ class Learner:
         kl = self._algorithm.kl
         if kl.controller == "adaptive" and not skipped and np.isfinite(made.kl):
             controller = AdaptiveKL(target=kl.target, horizon=kl.horizon)
-            self._kl_coef = controller.next(self._kl_coef, made.kl, len(made.active))
+            # Rounded to what a checkpoint keeps, so that a resumed run goes on with the very same number.
+            self._kl_coef = float(np.float32(controller.next(self._kl_coef, made.kl, len(made.active))))
 
     def _kl_metrics(self, made: Experience) -> dict[str, float]:
         if self._reference is None:

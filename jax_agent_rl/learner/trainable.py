@@ -19,6 +19,7 @@ import optax
 from jax.sharding import NamedSharding
 
 from jax_agent_rl.config_base import OptimizerSection
+from jax_agent_rl.learner.gate import UpdateGate
 from jax_agent_rl.models.config import Params
 
 Arrays = dict[str, jax.Array]
@@ -87,11 +88,12 @@ class Trainable:
             donate_argnums=(0,),
             out_shardings=(placed, everywhere, everywhere),
         )
+        self._compiled_apply: jax.stages.Compiled | None = None
 
     @property
     def programs_compiled(self) -> int:
         """Distinct programs compiled so far."""
-        return sum(f._cache_size() for f in (self._zeros, self._accumulate, self._apply))
+        return sum(f._cache_size() for f in (self._zeros, self._accumulate)) + (self._compiled_apply is not None)
 
     def gradients(
         self, micro_batches: Iterable[Arrays], tick: Callable[[], None] = lambda: None
@@ -106,9 +108,16 @@ class Trainable:
         assert statistics is not None  # a batch has at least one row
         return gradients, jax.device_get(statistics)
 
-    def apply(self, gradients: Params) -> tuple[float, bool]:
-        """One optimizer update; returns the gradient's norm and whether it was finite. If not, nothing changes."""
-        self.state, norm, finite = self._apply(self.state, gradients)
+    def apply(self, gradients: Params, gate: UpdateGate | None = None) -> tuple[float, bool]:
+        """One optimizer update; returns the gradient's norm and whether it was finite. If not, nothing changes.
+
+        Raises:
+            UpdateAbandoned: ``gate`` was closed; the state's buffers are intact.
+        """
+        if self._compiled_apply is None:  # outside the gate, which must never wait for a compiler
+            self._compiled_apply = self._apply.lower(self.state, gradients).compile()
+        with (gate or UpdateGate()).update():
+            self.state, norm, finite = self._compiled_apply(self.state, gradients)
         return float(norm), bool(finite)
 
 
