@@ -124,11 +124,12 @@ def convert(
 def export(
     run: Annotated[Path, typer.Argument(help="A run folder with a checkpoint.")],
     out: Annotated[Path, typer.Argument(help="Folder to write the Hugging Face model to.")],
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
 ) -> None:
     """Write a run's newest checkpoint as a Hugging Face model folder."""
     from jax_agent_rl.runtime.export import export_run
 
-    print(export_run(run, out))
+    print(export_run(run, out, dtype=dtype))
 
 
 @app.command()

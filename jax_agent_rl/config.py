@@ -57,6 +57,9 @@ class DataConfig(Section):
 class JetStreamConfig(Section):
     """The embedded JAX engine (rollout.backend: jetstream)."""
 
+    dtype: Literal["float32", "bfloat16"] = Field(
+        "float32", description="Of the engine's weights, activations and KV cache; the learner has its own."
+    )
     max_concurrent_decodes: Positive = Field(32, description="Decode slots; each holds one context's KV.")
     decode_steps: Positive = Field(16, description="Most decode steps per device dispatch.")
     prefill_buckets: tuple[Positive, ...] = Field(
@@ -246,6 +249,11 @@ class LearnerConfig(OptimizerSection):
     share_prefixes: bool = Field(True, description="Compute tokens common to several trajectories of a row once.")
     remat: Literal["none", "dots", "full"] = Field(
         "dots", description="What the backward pass recomputes: nothing; all but matrix products; whole layers."
+    )
+    compute_dtype: Literal["float32", "bfloat16"] = Field(
+        "float32",
+        description="Of matrix products and activations. Parameters, gradient sums and optimizer stay in float32, "
+        "log-probs and losses, too.",
     )
     max_nonfinite_steps: Positive = Field(3, description="Stop after this many non-finite steps in a row.")
     mesh: MeshConfig = Field(default_factory=MeshConfig)

@@ -24,6 +24,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 
 from jax_agent_rl.errors import (
     BackendClosedError,
@@ -61,6 +62,7 @@ class JetStreamBackend:
         config: the model.
         params: the learner's parameter tree; copied on the device at ``start``.
         shapes: static shapes to compile for.
+        dtype: of the engine's weights, activations and cache; None is that of ``params``.
         version: policy version of ``params``.
         seed: draws the seeds of requests that bring none.
         decode_text: ids to text; without it requests with stop strings are refused.
@@ -73,6 +75,7 @@ class JetStreamBackend:
         params: dict,
         shapes: EngineShapes,
         *,
+        dtype: str | None = None,
         version: int = 0,
         seed: int = 0,
         decode_text: Callable[[Sequence[int]], str] | None = None,
@@ -80,6 +83,7 @@ class JetStreamBackend:
     ) -> None:
         self._config = config
         self._shapes = shapes
+        self._dtype = jnp.dtype(dtype or params["embed"].dtype)
         self._initial_params: dict | None = params
         self._version = version
         self._seed = seed
@@ -260,7 +264,7 @@ class JetStreamBackend:
             self._fail_all(EngineDiedError(self._failure))
 
     def _set_up(self) -> None:
-        engine = JaxEngine(self._config, self._shapes, dtype=self._initial_params["embed"].dtype)
+        engine = JaxEngine(self._config, self._shapes, dtype=self._dtype)
         self._scheduler = Scheduler(
             engine=engine,
             params=engine.load_params(self._initial_params),

@@ -143,12 +143,12 @@ class JaxEngine(engine_api.Engine):
         self._dtype = dtype
         self._tokenizer = tokenizer
         self._mesh = jax.sharding.Mesh(np.array([device or jax.devices()[0]]), ("x",))
-        self._to_engine_layout = jax.jit(engine_params)
+        self._to_engine_layout = jax.jit(functools.partial(engine_params, dtype=dtype))
 
     # --- weights and state ------------------------------------------------------------------------------------
 
     def load_params(self, params: dict) -> EngineParams:
-        """The engine's own copy of the learner's parameter tree, made on the device."""
+        """The engine's own copy of the learner's parameter tree, in its own precision, made on the device."""
         return self._to_engine_layout(params)
 
     def init_cache(self) -> KVCache:

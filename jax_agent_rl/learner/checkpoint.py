@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -100,20 +101,52 @@ class Checkpointer:
         Raises:
             CheckpointError: none there, it belongs to another model, or it is damaged.
         """
+        step = self._existing(step)
+
+        def load() -> Any:
+            abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
+            arguments = ocp.args.Composite(state=ocp.args.StandardRestore(abstract))
+            return self._manager.restore(step, args=arguments).state
+
+        restored, progress = self._load(step, like, load, whole=True)
+        for newer in (s for s in self.steps if s > step):
+            self._manager.delete(newer)
+        return step, restored, progress
+
+    def restore_part(self, like: Any) -> Any:
+        """A part of the newest checkpoint's state, e.g. ``{"policy": {"params": params}}``, placed as ``like`` is.
+
+        Raises:
+            CheckpointError: as :meth:`restore`.
+        """
+        step = self._existing(None)
+
+        def load() -> Any:
+            abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
+            arguments = ocp.args.PyTreeRestore(
+                abstract, partial_restore=True, restore_args=ocp.checkpoint_utils.construct_restore_args(abstract)
+            )
+            with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+                return reader.restore(self._folder / str(step) / "state", args=arguments)
+
+        return self._load(step, like, load, whole=False)[0]
+
+    def _existing(self, step: int | None) -> int:
         steps = self.steps
         if not steps:
             raise CheckpointError(f"no checkpoint in {self._folder}; start the run without --resume")
-        step = steps[-1] if step is None else step
-        if step not in steps:
+        if step is not None and step not in steps:
             raise CheckpointError(f"no checkpoint of step {step} in {self._folder}; there are {steps}")
+        return steps[-1] if step is None else step
+
+    def _load(self, step: int, like: Any, load: Callable[[], Any], *, whole: bool) -> tuple[Any, dict[str, Any]]:
+        """Arrays and progress of a checkpoint that fits and whose checksums are right."""
         try:
             notes = self._manager.restore(step, args=ocp.args.Composite(notes=ocp.args.JsonRestore())).notes
             if notes != _sealed(notes["progress"], notes["arrays"]):
                 raise ValueError("the checksum of its notes is wrong")
-            self._require_fit(step, notes["arrays"], like)
-            abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
-            arguments = ocp.args.Composite(state=ocp.args.StandardRestore(abstract))
-            restored = self._manager.restore(step, args=arguments).state
+            self._require_fit(step, notes["arrays"], like, whole)
+            restored = load()
             changed = [name for name, entry in _manifest(restored).items() if notes["arrays"][name] != entry]
             if changed:
                 raise ValueError(f"checksums of {len(changed)} arrays are wrong, e.g. of {changed[0]}")
@@ -121,19 +154,18 @@ class Checkpointer:
             raise
         except Exception as error:  # Orbax raises bare Exception, too
             raise self._damaged(step, error) from error
-        for newer in (s for s in steps if s > step):
-            self._manager.delete(newer)
-        return step, restored, notes["progress"]
+        return restored, notes["progress"]
 
     def close(self) -> None:
         """Waits for running saves and frees Orbax's threads."""
         self.wait()
         self._manager.close()
 
-    def _require_fit(self, step: int, manifest: dict[str, dict[str, Any]], like: Any) -> None:
+    def _require_fit(self, step: int, manifest: dict[str, dict[str, Any]], like: Any, whole: bool) -> None:
         saved = {name: f"{entry['dtype']}{entry['shape']}" for name, entry in manifest.items()}
         wanted = {name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in _leaves(like).items()}
-        differing = sorted(n for n in saved.keys() | wanted.keys() if saved.get(n) != wanted.get(n))
+        names = saved.keys() | wanted.keys() if whole else wanted.keys()
+        differing = sorted(name for name in names if saved.get(name) != wanted.get(name))
         if differing:
             name = differing[0]
             raise CheckpointError(
@@ -160,7 +192,8 @@ class Checkpointer:
 
 
 def _leaves(state: Any) -> dict[str, Any]:
-    return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state)}
+    found = jax.tree_util.tree_leaves_with_path(state)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in found}
 
 
 def _sealed(progress: dict[str, Any], arrays: dict[str, Any]) -> dict[str, Any]:

@@ -33,6 +33,7 @@ from jax_agent_rl.learner.losses.covariance import CHOOSE
 from jax_agent_rl.learner.losses.kl import AdaptiveKL
 from jax_agent_rl.learner.metrics import Record, step_metrics
 from jax_agent_rl.learner.objective import objective_config, policy_loss, term_logprobs
+from jax_agent_rl.learner.precision import compute_params
 from jax_agent_rl.learner.sharding import make_mesh, parameter_shardings, replicated, row_sharding
 from jax_agent_rl.learner.trainable import Arrays, Trainable, TrainState
 from jax_agent_rl.models.config import DecoderConfig, Params
@@ -123,16 +124,25 @@ class Learner:
         self._objective = objective_config(algorithm, config, temperature)
         everywhere = replicated(self._mesh)
         shardings = parameter_shardings(self._mesh, model.parameter_shapes())
+        compute = functools.partial(compute_params, dtype=config.compute_dtype)
+
+        def view(trained: Params, frozen: Params) -> Params:
+            return compute({**frozen, **trained})
+
         loss = functools.partial(policy_loss, model, self._objective)
-        self._policy = Trainable(params, shardings=shardings, everywhere=everywhere, optimizer=config, loss=loss)
-        self._score = jax.jit(functools.partial(term_logprobs, model, self._objective))
+        self._policy = Trainable(
+            params, frozen={}, view=view, shardings=shardings, everywhere=everywhere, optimizer=config, loss=loss
+        )
+        self._score = jax.jit(lambda *weights, batch: term_logprobs(model, self._objective, view(*weights), batch))
         self._reference: Params | None = None
         if algorithm.kl.where != "none":
-            self._reference = jax.tree.map(lambda x, s: jax.device_put(x + 0, s), params, shardings)
+            self._reference = jax.jit(lambda x: jax.tree.map(jnp.copy, compute(x)), out_shardings=shardings)(params)
         self._critic: Trainable | None = None
         if algorithm.adv_estimator == "gae":
             self._critic = Trainable(
                 critic_params(params if critic_init is None else critic_init),
+                frozen={},
+                view=view,
                 shardings=parameter_shardings(self._mesh, critic_shapes(model)),
                 everywhere=everywhere,
                 optimizer=self._critic_config,
@@ -140,7 +150,7 @@ class Learner:
                     value_loss, model, cliprange=self._critic_config.cliprange_value, remat=config.remat
                 ),
             )
-        self._values = jax.jit(functools.partial(state_values, model, remat=config.remat))
+        self._values = jax.jit(lambda *weights, batch: state_values(model, view(*weights), batch, remat=config.remat))
 
     @property
     def state(self) -> LearnerState:
@@ -222,21 +232,21 @@ class Learner:
         """Only what something will read: each is a forward pass."""
         old = ref = values = None
         if not (self._objective.on_policy or self._objective.bypass):
-            old = self._logprobs(minis, self.params)
+            old = self._logprobs(minis, self._policy.weights)
         if self._reference is not None:
-            ref = self._logprobs(minis, self._reference)
+            ref = self._logprobs(minis, (self._reference, {}))
         if self._critic is not None:
-            params = self._critic.state.params
-            values = [v for m in minis for v in m.batch.of_states(self._passes(self._values, params, m.batch))]
+            weights = self._critic.weights
+            values = [v for m in minis for v in m.batch.of_states(self._passes(self._values, weights, m.batch))]
         return Scores(old=old, ref=ref, values=values)
 
-    def _logprobs(self, minis: Sequence[_MiniBatch], params: Params) -> PerTerm:
-        return [x for m in minis for x in m.batch.of_terms(self._passes(self._score, params, m.batch))]
+    def _logprobs(self, minis: Sequence[_MiniBatch], weights: tuple[Params, Params]) -> PerTerm:
+        return [x for m in minis for x in m.batch.of_terms(self._passes(self._score, weights, m.batch))]
 
-    def _passes(self, program: Callable[[Params, Arrays], jax.Array], params: Params, batch: Batch) -> np.ndarray:
-        """Runs a program over all rows of a batch's layout."""
+    def _passes(self, program: Callable[..., jax.Array], weights: tuple[Params, Params], batch: Batch) -> np.ndarray:
+        """Runs a program of (trained, frozen) weights over all rows of a batch's layout."""
         layout = replace(batch, terms={})
-        parts = [np.asarray(program(params, arrays)) for arrays in self._place(layout)]
+        parts = [np.asarray(program(*weights, batch=arrays)) for arrays in self._place(layout)]
         return np.concatenate(parts)[: batch.num_rows]
 
     def _place(self, batch: Batch) -> Iterator[Arrays]:
@@ -271,7 +281,7 @@ class Learner:
 
     def _choose(self, mini: _MiniBatch, active: Sequence[np.ndarray], terms: Mapping[str, PerTerm]) -> PerTerm:
         """The terms a covariance loss singles out, over the whole mini-batch and under the current policy."""
-        current = self._logprobs([mini], self.params)
+        current = self._logprobs([mini], self._policy.weights)
         logprob, old, advantage = (
             np.concatenate([v[m] for v, m in zip(values, active, strict=True)])
             for values in (current, terms.get("old_logprob", current), terms["advantage"])

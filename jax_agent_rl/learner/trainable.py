@@ -25,6 +25,8 @@ from jax_agent_rl.models.config import Params
 Arrays = dict[str, jax.Array]
 Statistics = dict[str, Arrays]
 Loss = Callable[[Params, Arrays], tuple[jax.Array, Statistics]]
+View = Callable[[Params, Params], Params]
+"""From trained and frozen parameters to those the forward pass reads, differentiably."""
 
 
 @jax.tree_util.register_dataclass
@@ -60,6 +62,8 @@ class Trainable:
 
     Args:
         params: initial parameters; copied.
+        frozen: parameters that are read and never change.
+        view: what the loss is of.
         shardings: one per parameter.
         everywhere: sharding of scalars.
         loss: a micro-batch's share of the loss, and statistics: ``sum`` adds up over micro-batches, ``max`` takes the
@@ -67,10 +71,19 @@ class Trainable:
 
     Attributes:
         state: its buffers are donated by :meth:`apply`.
+        frozen: as given.
     """
 
     def __init__(
-        self, params: Params, *, shardings: Any, everywhere: NamedSharding, optimizer: OptimizerSection, loss: Loss
+        self,
+        params: Params,
+        *,
+        frozen: Params,
+        view: View,
+        shardings: Any,
+        everywhere: NamedSharding,
+        optimizer: OptimizerSection,
+        loss: Loss,
     ) -> None:
         transformation = make_optimizer(optimizer)
         # + 0: the buffers are donated, so they must be our own.
@@ -79,9 +92,12 @@ class Trainable:
         init = lambda params: TrainState(params, transformation.init(params), jnp.int32(0))  # noqa: E731
         self.state: TrainState = jax.jit(init, out_shardings=placed, donate_argnums=0)(params)
         # Output shardings are those of the inputs they replace: a call never compiles for its own result.
+        self.frozen = frozen
         self._zeros = jax.jit(lambda params: jax.tree.map(jnp.zeros_like, params), out_shardings=placed.params)
         self._accumulate = jax.jit(
-            functools.partial(_accumulate, loss), donate_argnums=(1,), out_shardings=(placed.params, everywhere)
+            functools.partial(_accumulate, loss, view),
+            donate_argnums=(2,),
+            out_shardings=(placed.params, everywhere),
         )
         self._apply = jax.jit(
             functools.partial(_apply, transformation),
@@ -89,6 +105,11 @@ class Trainable:
             out_shardings=(placed, everywhere, everywhere),
         )
         self._compiled_apply: jax.stages.Compiled | None = None
+
+    @property
+    def weights(self) -> tuple[Params, Params]:
+        """Trained and frozen parameters, as ``view`` takes them."""
+        return self.state.params, self.frozen
 
     @property
     def programs_compiled(self) -> int:
@@ -101,7 +122,7 @@ class Trainable:
         """The gradient of the whole mini-batch and its statistics; ``tick`` is called after each micro-batch."""
         gradients, statistics = self._zeros(self.state.params), None
         for arrays in micro_batches:
-            gradients, new = self._accumulate(self.state.params, gradients, arrays)
+            gradients, new = self._accumulate(self.state.params, self.frozen, gradients, arrays)
             statistics = new if statistics is None else _merge(statistics, new)
             jax.block_until_ready(new)
             tick()
@@ -121,8 +142,10 @@ class Trainable:
         return float(norm), bool(finite)
 
 
-def _accumulate(loss: Loss, params: Params, gradients: Params, batch: Arrays) -> tuple[Params, Statistics]:
-    (_, statistics), new = jax.value_and_grad(loss, has_aux=True)(params, batch)
+def _accumulate(
+    loss: Loss, view: View, params: Params, frozen: Params, gradients: Params, batch: Arrays
+) -> tuple[Params, Statistics]:
+    (_, statistics), new = jax.value_and_grad(lambda x: loss(view(x, frozen), batch), has_aux=True)(params)
     return jax.tree.map(jnp.add, gradients, new), statistics
 
 

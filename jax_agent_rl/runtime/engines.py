@@ -104,6 +104,7 @@ def _jetstream(
         model,
         params,
         shapes,
+        dtype=engine.dtype,
         version=version,
         seed=config.seed,
         decode_text=_decoder(codec),

@@ -1,5 +1,6 @@
 """SIGTERM, in whatever phase it comes: within ten seconds the last finished step is on disk and the process gone."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -24,9 +25,7 @@ PHASES = {  # the how-manieth call to stop in, and the step that must be saved; 
 
 
 @pytest.fixture(scope="module")
-def environment(tmp_path_factory) -> dict[str, str]:
-    import os
-
+def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": os.getcwd()}
 
 
