@@ -17,7 +17,7 @@ from pydantic import Field, field_validator, model_validator
 from jax_agent_rl import config_algorithm
 from jax_agent_rl.config_agents import InteractionsConfig, SearchConfig, ServerToolConfig, ToolClientConfig
 from jax_agent_rl.config_algorithm import AlgorithmConfig, CriticConfig
-from jax_agent_rl.config_base import NonNegative, OptimizerSection, Positive, Section
+from jax_agent_rl.config_base import LoraConfig, NonNegative, OptimizerSection, Positive, Section
 from jax_agent_rl.config_tree import build_tree, read_tree
 
 ToolFormatName = Literal[
@@ -122,6 +122,11 @@ class RolloutConfig(Section):
     top_p: float = Field(1.0, gt=0, le=1, description="Nucleus mass in training.")
     top_k: NonNegative = Field(0, description="Most likely ids kept in training; 0 is off.")
     eval_temperature: float = Field(0.0, ge=0, description="Temperature for held-out evaluation; 0 is greedy.")
+    deterministic: bool = Field(
+        False,
+        description="Prompts, decoding and the learner's old log-probs by one program (jetstream): the same to the bit "
+        "in any batch, and several times slower.",
+    )
     jetstream: JetStreamConfig = Field(default_factory=JetStreamConfig)
     vllm: VllmConfig = Field(default_factory=VllmConfig)
 
@@ -256,6 +261,7 @@ class LearnerConfig(OptimizerSection):
         "log-probs and losses, too.",
     )
     max_nonfinite_steps: Positive = Field(3, description="Stop after this many non-finite steps in a row.")
+    lora: LoraConfig | None = Field(None, description="Train adapters and freeze the model; null trains all of it.")
     mesh: MeshConfig = Field(default_factory=MeshConfig)
 
 
@@ -360,6 +366,21 @@ class Config(Section):
             problems.append(
                 f"rollout.backend={rollout.backend} and rollout.urls={list(rollout.urls)}: backend remote needs "
                 "addresses of rollout servers, and other backends take none"
+            )
+        if learner.lora and learner.lora.quantize != "none" and rollout.backend != "jetstream":
+            problems.append(
+                f"learner.lora.quantize={learner.lora.quantize} trains over rounded weights, which rollout.backend="
+                f"{rollout.backend} would not start from; set rollout.backend=jetstream, or quantize=none"
+            )
+        if rollout.deterministic and rollout.backend != "jetstream":
+            problems.append(
+                f"rollout.deterministic needs the learner and the engine in one program, but rollout.backend is "
+                f"{rollout.backend!r}; set it to jetstream, or rollout.deterministic=false"
+            )
+        if rollout.deterministic and (learner.mesh != MeshConfig() or algorithm.rollout_correction.bypass_mode):
+            problems.append(
+                "rollout.deterministic runs on one device and compares the learner's own log-probs: remove "
+                "learner.mesh and algorithm.rollout_correction.bypass_mode, or set rollout.deterministic=false"
             )
         if learner.updates_per_step > rollout.prompts_per_step:
             problems.append(

@@ -34,7 +34,9 @@ from jax_agent_rl.errors import (
     TrajectoryError,
     WeightUpdateError,
 )
+from jax_agent_rl.jetstream.deterministic import DeterministicEngine
 from jax_agent_rl.jetstream.engine import EngineShapes, JaxEngine
+from jax_agent_rl.jetstream.programs import ProgramTable
 from jax_agent_rl.jetstream.request import RunningRequest
 from jax_agent_rl.jetstream.scheduler import Scheduler
 from jax_agent_rl.models.config import DecoderConfig
@@ -63,6 +65,8 @@ class JetStreamBackend:
         params: the learner's parameter tree; copied on the device at ``start``.
         shapes: static shapes to compile for.
         dtype: of the engine's weights, activations and cache; None is that of ``params``.
+        deterministic: where the one program of a :class:`DeterministicEngine` is kept, to score by it; None is the
+            fast engine.
         version: policy version of ``params``.
         seed: draws the seeds of requests that bring none.
         decode_text: ids to text; without it requests with stop strings are refused.
@@ -76,6 +80,7 @@ class JetStreamBackend:
         shapes: EngineShapes,
         *,
         dtype: str | None = None,
+        deterministic: ProgramTable | None = None,
         version: int = 0,
         seed: int = 0,
         decode_text: Callable[[Sequence[int]], str] | None = None,
@@ -83,6 +88,7 @@ class JetStreamBackend:
     ) -> None:
         self._config = config
         self._shapes = shapes
+        self._deterministic = deterministic
         self._dtype = jnp.dtype(dtype or params["embed"].dtype)
         self._initial_params: dict | None = params
         self._version = version
@@ -264,7 +270,8 @@ class JetStreamBackend:
             self._fail_all(EngineDiedError(self._failure))
 
     def _set_up(self) -> None:
-        engine = JaxEngine(self._config, self._shapes, dtype=self._dtype)
+        kind = JaxEngine if self._deterministic is None else DeterministicEngine
+        engine = kind(self._config, self._shapes, dtype=self._dtype, table=self._deterministic)
         self._scheduler = Scheduler(
             engine=engine,
             params=engine.load_params(self._initial_params),

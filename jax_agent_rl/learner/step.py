@@ -27,19 +27,28 @@ from jax_agent_rl.config import AlgorithmConfig, CriticConfig, LearnerConfig
 from jax_agent_rl.errors import NonFiniteError
 from jax_agent_rl.learner.batch import Batch, Sharing, pack
 from jax_agent_rl.learner.critic import critic_params, critic_shapes, state_values, value_loss
-from jax_agent_rl.learner.experience import Experience, PerTerm, Scores, experience, mini_batch_terms
+from jax_agent_rl.learner.experience import (
+    Experience,
+    PerTerm,
+    Scores,
+    experience,
+    mini_batch_terms,
+    scores_of_contexts,
+)
 from jax_agent_rl.learner.gate import UpdateGate
 from jax_agent_rl.learner.losses.covariance import CHOOSE
 from jax_agent_rl.learner.losses.kl import AdaptiveKL
 from jax_agent_rl.learner.metrics import Record, step_metrics
 from jax_agent_rl.learner.objective import objective_config, policy_loss, term_logprobs
-from jax_agent_rl.learner.precision import compute_params
 from jax_agent_rl.learner.sharding import make_mesh, parameter_shardings, replicated, row_sharding
 from jax_agent_rl.learner.trainable import Arrays, Trainable, TrainState
+from jax_agent_rl.learner.trained import Trained, plain_view
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.types import Group
 
 logger = logging.getLogger(__name__)
+ScoreContexts = Callable[[Params, Sequence[Sequence[int]]], list[np.ndarray]]
+"""For each context of n ids float32 [n - 1]: the log-prob of every id but the first."""
 
 
 @jax.tree_util.register_dataclass
@@ -103,6 +112,7 @@ class Learner:
         temperature: the rollout's sampling temperature.
         critic: the critic's optimizer.
         critic_init: a language model to start the critic from; the policy if None.
+        score_by: what computes old log-probs; the learner's own packed passes if None.
     """
 
     def __init__(
@@ -115,28 +125,31 @@ class Learner:
         temperature: float,
         critic: CriticConfig | None = None,
         critic_init: Params | None = None,
+        score_by: ScoreContexts | None = None,
     ) -> None:
         self._algorithm, self._config, self._critic_config = algorithm, config, critic or CriticConfig()
         self._mesh = make_mesh(config.mesh)
         self._rows = config.rows_per_micro_batch * config.mesh.data * config.mesh.fsdp
         self._nonfinite_in_a_row = 0
         self._kl_coef, self._steps = float(np.float32(algorithm.kl.coef)), 0
-        self._objective = objective_config(algorithm, config, temperature)
+        self._score_by = score_by
+        self._objective = objective_config(algorithm, config, temperature, scored=score_by is not None)
         everywhere = replicated(self._mesh)
-        shardings = parameter_shardings(self._mesh, model.parameter_shapes())
-        compute = functools.partial(compute_params, dtype=config.compute_dtype)
-
-        def view(trained: Params, frozen: Params) -> Params:
-            return compute({**frozen, **trained})
-
+        policy = Trained.of(model, params, config, mesh=self._mesh)
         loss = functools.partial(policy_loss, model, self._objective)
         self._policy = Trainable(
-            params, frozen={}, view=view, shardings=shardings, everywhere=everywhere, optimizer=config, loss=loss
+            policy.params,
+            frozen=policy.frozen,
+            view=policy.view,
+            shardings=policy.shardings,
+            everywhere=everywhere,
+            optimizer=config,
+            loss=loss,
         )
-        self._score = jax.jit(lambda *weights, batch: term_logprobs(model, self._objective, view(*weights), batch))
-        self._reference: Params | None = None
-        if algorithm.kl.where != "none":
-            self._reference = jax.jit(lambda x: jax.tree.map(jnp.copy, compute(x)), out_shardings=shardings)(params)
+        self._whole = policy.whole
+        self._score = jax.jit(lambda *w, batch: term_logprobs(model, self._objective, policy.view(*w), batch))
+        self._reference = policy.reference() if algorithm.kl.where != "none" else None
+        view = functools.partial(plain_view, dtype=config.compute_dtype)
         self._critic: Trainable | None = None
         if algorithm.adv_estimator == "gae":
             self._critic = Trainable(
@@ -169,8 +182,11 @@ class Learner:
 
     @property
     def params(self) -> Params:
-        """The policy's current parameters, on device. Valid until the next :meth:`update`, which donates them."""
-        return self._policy.state.params
+        """The policy's current parameters, on device; adapters are merged into the model.
+
+        Valid until the next :meth:`update`, which donates them.
+        """
+        return self._whole(*self._policy.weights)
 
     @property
     def programs_compiled(self) -> int:
@@ -226,15 +242,18 @@ class Learner:
             which = slice(begin, begin + len(trajectories))
             minis.append(_MiniBatch(batch=batch, sharing=sharing, which=which))
             begin = which.stop
-        return minis, experience(groups, self._algorithm, self._scores(minis), kl_coef=self._kl_coef, masked=masked)
+        scores = self._scores(minis, groups)
+        return minis, experience(groups, self._algorithm, scores, kl_coef=self._kl_coef, masked=masked)
 
-    def _scores(self, minis: Sequence[_MiniBatch]) -> Scores:
+    def _scores(self, minis: Sequence[_MiniBatch], groups: Sequence[Group]) -> Scores:
         """Only what something will read: each is a forward pass."""
         old = ref = values = None
-        if not (self._objective.on_policy or self._objective.bypass):
+        if self._score_by is not None:
+            old = scores_of_contexts(groups, lambda contexts: self._score_by(self.params, contexts))
+        elif not (self._objective.on_policy or self._objective.bypass):
             old = self._logprobs(minis, self._policy.weights)
         if self._reference is not None:
-            ref = self._logprobs(minis, (self._reference, {}))
+            ref = self._logprobs(minis, self._reference)
         if self._critic is not None:
             weights = self._critic.weights
             values = [v for m in minis for v in m.batch.of_states(self._passes(self._values, weights, m.batch))]
