@@ -125,11 +125,12 @@ def export(
     run: Annotated[Path, typer.Argument(help="A run folder with a checkpoint.")],
     out: Annotated[Path, typer.Argument(help="Folder to write the Hugging Face model to.")],
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    adapter: Annotated[bool, typer.Option("--adapter", help="Only the LoRA adapters, as PEFT loads them.")] = False,
 ) -> None:
-    """Write a run's newest checkpoint as a Hugging Face model folder."""
+    """Write a run's newest checkpoint as a Hugging Face model folder; LoRA adapters are merged in."""
     from jax_agent_rl.runtime.export import export_run
 
-    print(export_run(run, out, dtype=dtype))
+    print(export_run(run, out, dtype=dtype, adapter=adapter))
 
 
 @app.command()

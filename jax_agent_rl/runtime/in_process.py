@@ -105,6 +105,8 @@ async def build(config: Config, *, say: Callable[[str], None]) -> AsyncIterator[
         )
         publisher = make_publisher(config, model, probe_ids=codec.encode_prompt(train[0]["prompt"]))
         stack.callback(publisher.close)
+        if config.learner.lora is not None:
+            params = learner.params  # the base as the learner keeps it: rounded, perhaps
         backends = make_backends(
             config, codec, weights=lambda m=model, p=params: (m, p), say=say, table=shared and shared.table
         )
