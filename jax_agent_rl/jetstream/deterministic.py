@@ -1,9 +1,9 @@
 """One program for everything, so that an id's log-prob is the same to the bit whoever asks, and in whatever company.
 
 Floating-point sums depend on the order in which a program adds, and a program's order on the shapes it was compiled
-for. Elsewhere prompts are computed in chunks, lanes in buckets, and the learner scores packed rows, each by a program of
-its own: their log-probs differ by rounding, and by how requests happened to arrive. Here a single compiled program, one
-step of ``max_concurrent_decodes`` lanes over a whole cache row, does all of it::
+for. Elsewhere prompts are computed in chunks, lanes in buckets, and the learner scores packed rows, each by a program
+of its own: their log-probs differ by rounding, and by how requests happened to arrive. Here a single compiled program,
+steps of ``max_concurrent_decodes`` lanes over whole cache rows, does all of it::
 
     prompts      fed id by id, the next one forced
     decoding     fed id by id, the next one sampled

@@ -108,8 +108,9 @@ def scores_of_contexts(
     sequences = [s for t in trajectories for s in t.sequences]
     scored = iter(score([s.prompt_ids + s.response_ids for s in sequences]))
     return [
-        np.concatenate([next(scored)[len(s.prompt_ids) - 1 :][np.asarray(s.loss_mask, bool)] for s in t.sequences])
-        .astype(np.float64)
+        np.concatenate(
+            [next(scored)[len(s.prompt_ids) - 1 :][np.asarray(s.loss_mask, bool)] for s in t.sequences]
+        ).astype(np.float64)
         for t in trajectories
     ]
 

@@ -1,4 +1,4 @@
-"""Mixed precision: float32 master parameters, computed with in another type (Micikevicius et al. 2018, arXiv 1710.03740).
+"""Mixed precision: float32 master parameters, products in another type (Micikevicius et al. 2018, arXiv 1710.03740).
 
 The cast is part of the differentiated program, so gradients come back in float32 and are summed and applied in it: an
 update smaller than half a bfloat16 step (1/256 of a weight) is kept by the master parameters and counts in the end.

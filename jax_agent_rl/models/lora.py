@@ -1,4 +1,4 @@
-"""A linear weight with a low-rank adapter (Hu et al. 2021, LoRA, arXiv 2106.09685): W + scale B A, never multiplied out.
+"""A linear weight with a low-rank adapter, W + scale B A, not multiplied out (Hu et al. 2021, LoRA, arXiv 2106.09685).
 
 The base may be quantised (Dettmers et al. 2023, QLoRA, arXiv 2305.14314); it is then restored layer by layer, where it
 is used.
@@ -60,8 +60,8 @@ def quantize(weight: jax.Array, kind: Literal["int8", "nf4"]) -> Any:
         ) from None
     if weight.shape[-1] % TILE:
         raise ConfigError(
-            f"learner.lora.quantize={kind}: a weight of {weight.shape[-1]} inputs does not divide into tiles of {TILE}; "
-            "set learner.lora.quantize=none for this model"
+            f"learner.lora.quantize={kind}: a weight of {weight.shape[-1]} inputs does not divide into tiles of {TILE}"
+            "; set learner.lora.quantize=none for this model"
         )
     return qwix.quantize(weight, kind, channelwise_axes=[0, 1], tiled_axes={2: TILE})
 

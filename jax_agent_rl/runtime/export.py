@@ -37,7 +37,7 @@ def export_run(run: Path, out: Path, *, dtype: str = "float32", adapter: bool = 
     if adapter and lora is None:
         raise ConfigError(f"{run} trained the whole model (learner.lora is null); export it without --adapter")
     model, params = load_hf(config.model.path)
-    start = Trained.of(model, params, config.learner, mesh=make_mesh(MeshConfig()))
+    start = Trained.of(model, params, config.learner, mesh=make_mesh(MeshConfig.model_validate({})))
     checkpointer = Checkpointer(run / "checkpoints", keep=config.trainer.keep_checkpoints)
     try:
         placed = jax.tree.map(jax.device_put, start.params, start.shardings)

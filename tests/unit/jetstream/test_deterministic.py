@@ -1,4 +1,4 @@
-"""One program: engine and learner agree on every log-prob to the bit, whatever ran together and however it was packed."""
+"""One program: engine and learner agree on every log-prob to the bit, whatever ran together, however it was packed."""
 
 import asyncio
 from dataclasses import replace
