@@ -249,7 +249,7 @@ class Learner:
         """Only what something will read: each is a forward pass."""
         old = ref = values = None
         if self._score_by is not None:
-            old = scores_of_contexts(groups, lambda contexts: self._score_by(self.params, contexts))
+            old = scores_of_contexts(groups, functools.partial(self._score_by, self.params))
         elif not (self._objective.on_policy or self._objective.bypass):
             old = self._logprobs(minis, self._policy.weights)
         if self._reference is not None:
