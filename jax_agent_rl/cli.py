@@ -28,23 +28,30 @@ def train(
     config: Annotated[Path, typer.Argument(help="YAML configuration, e.g. configs/quickstart.yaml.")],
     overrides: Overrides = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint of run_dir.")] = False,
+    step: Annotated[
+        int | None, typer.Option(help="With --resume: from this step's checkpoint; newer ones are deleted.")
+    ] = None,
 ) -> None:
-    """Train an agent. Ctrl-C stops after saving a checkpoint; --resume goes on from there."""
+    """Train an agent. Ctrl-C and SIGTERM stop it after saving a checkpoint; --resume goes on from there."""
     from rich.console import Console
 
     from jax_agent_rl.config import load
+    from jax_agent_rl.errors import ConfigError
 
+    if step is not None and not resume:
+        raise ConfigError(f"--step {step} names the checkpoint to resume from; give --resume, too, or leave it out")
     settings = load(config, overrides or [])
     console = Console()
     from jax_agent_rl.runtime.compilation_cache import use_compilation_cache
+    from jax_agent_rl.trainer.interrupt import EXIT_CODE, leave_soon
     from jax_agent_rl.trainer.run import train as run
 
     use_compilation_cache()
+    leave = functools.partial(leave_soon, console.print)
     try:
-        asyncio.run(run(settings, resume=resume, console=console))
+        asyncio.run(run(settings, resume=resume, from_step=step, console=console, leave=leave))
     except (asyncio.CancelledError, KeyboardInterrupt):
-        console.print("interrupted; a checkpoint of the last finished step is saved. Go on with --resume", style="bold")
-        raise typer.Exit(130) from None
+        raise typer.Exit(EXIT_CODE) from None
 
 
 @app.command()
@@ -118,11 +125,13 @@ def convert(
 def export(
     run: Annotated[Path, typer.Argument(help="A run folder with a checkpoint.")],
     out: Annotated[Path, typer.Argument(help="Folder to write the Hugging Face model to.")],
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    adapter: Annotated[bool, typer.Option("--adapter", help="Only the LoRA adapters, as PEFT loads them.")] = False,
 ) -> None:
-    """Write a run's newest checkpoint as a Hugging Face model folder."""
+    """Write a run's newest checkpoint as a Hugging Face model folder; LoRA adapters are merged in."""
     from jax_agent_rl.runtime.export import export_run
 
-    print(export_run(run, out))
+    print(export_run(run, out, dtype=dtype, adapter=adapter))
 
 
 @app.command()
@@ -207,8 +216,9 @@ def _serve(config: Path, overrides: Overrides, serving: Callable[..., Coroutine[
 def _quiet_logging() -> None:
     """Warnings of this package go to the screen; other libraries keep still."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
-    for noisy in ("absl", "jax", "orbax"):
+    for noisy in ("jax", "orbax"):
         logging.getLogger(noisy).setLevel(logging.ERROR)
+    logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax's failures are errors of ours, said once
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it misses PyTorch, which nothing here needs
 

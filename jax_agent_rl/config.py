@@ -17,7 +17,7 @@ from pydantic import Field, field_validator, model_validator
 from jax_agent_rl import config_algorithm, config_strategy
 from jax_agent_rl.config_agents import InteractionsConfig, SearchConfig, ServerToolConfig, ToolClientConfig
 from jax_agent_rl.config_algorithm import AlgorithmConfig, CriticConfig
-from jax_agent_rl.config_base import NonNegative, OptimizerSection, Positive, Section
+from jax_agent_rl.config_base import LoraConfig, NonNegative, OptimizerSection, Positive, Section
 from jax_agent_rl.config_strategy import StrategyConfig
 from jax_agent_rl.config_tree import build_tree, read_tree
 
@@ -70,6 +70,9 @@ class DataConfig(Section):
 class JetStreamConfig(Section):
     """The embedded JAX engine (rollout.backend: jetstream)."""
 
+    dtype: Literal["float32", "bfloat16"] = Field(
+        "float32", description="Of the engine's weights, activations and KV cache; the learner has its own."
+    )
     max_concurrent_decodes: Positive = Field(32, description="Decode slots; each holds one context's KV.")
     decode_steps: Positive = Field(16, description="Most decode steps per device dispatch.")
     prefill_buckets: tuple[Positive, ...] = Field(
@@ -143,6 +146,11 @@ class RolloutConfig(Section):
     top_p: float = Field(1.0, gt=0, le=1, description="Nucleus mass in training.")
     top_k: NonNegative = Field(0, description="Most likely ids kept in training; 0 is off.")
     eval_temperature: float = Field(0.0, ge=0, description="Temperature for held-out evaluation; 0 is greedy.")
+    deterministic: bool = Field(
+        False,
+        description="Prompts, decoding and the learner's old log-probs by one program (jetstream): the same to the bit "
+        "in any batch, and several times slower.",
+    )
     jetstream: JetStreamConfig = Field(default_factory=JetStreamConfig)
     vllm: VllmConfig = Field(default_factory=VllmConfig)
 
@@ -277,7 +285,13 @@ class LearnerConfig(OptimizerSection):
     remat: Literal["none", "dots", "full"] = Field(
         "dots", description="What the backward pass recomputes: nothing; all but matrix products; whole layers."
     )
+    compute_dtype: Literal["float32", "bfloat16"] = Field(
+        "float32",
+        description="Of matrix products and activations. Parameters, gradient sums and optimizer stay in float32, "
+        "log-probs and losses, too.",
+    )
     max_nonfinite_steps: Positive = Field(3, description="Stop after this many non-finite steps in a row.")
+    lora: LoraConfig | None = Field(None, description="Train adapters and freeze the model; null trains all of it.")
     mesh: MeshConfig = Field(default_factory=MeshConfig)
 
 
@@ -392,6 +406,21 @@ class Config(Section):
             problems.append(
                 f"rollout.backend={rollout.backend} and rollout.urls={list(rollout.urls)}: backend remote needs "
                 "addresses of rollout servers, and other backends take none"
+            )
+        if learner.lora and learner.lora.quantize != "none" and rollout.backend != "jetstream":
+            problems.append(
+                f"learner.lora.quantize={learner.lora.quantize} trains over rounded weights, which rollout.backend="
+                f"{rollout.backend} would not start from; set rollout.backend=jetstream, or quantize=none"
+            )
+        if rollout.deterministic and rollout.backend != "jetstream":
+            problems.append(
+                f"rollout.deterministic needs the learner and the engine in one program, but rollout.backend is "
+                f"{rollout.backend!r}; set it to jetstream, or rollout.deterministic=false"
+            )
+        if rollout.deterministic and (learner.mesh != MeshConfig() or algorithm.rollout_correction.bypass_mode):
+            problems.append(
+                "rollout.deterministic runs on one device and compares the learner's own log-probs: remove "
+                "learner.mesh and algorithm.rollout_correction.bypass_mode, or set rollout.deterministic=false"
             )
         if learner.updates_per_step > rollout.prompts_per_step:
             problems.append(

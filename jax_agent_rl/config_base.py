@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
@@ -29,3 +29,29 @@ class OptimizerSection(Section):
     adam_b1: float = Field(0.9, ge=0, lt=1, description="AdamW first-moment decay.")
     adam_b2: float = Field(0.95, ge=0, lt=1, description="AdamW second-moment decay.")
     max_grad_norm: float = Field(1.0, gt=0, description="Global gradient-norm clip.")
+
+
+LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+class LoraConfig(Section):
+    """Low-rank adapters in place of full training; see PEFT's ``LoraConfig`` for the fields' meaning."""
+
+    rank: Positive = Field(16, description="r: inner size of the adapters.")
+    alpha: float = Field(32.0, gt=0, description="Adapters are scaled by alpha / rank.")
+    targets: tuple[LoraTarget, ...] = Field(
+        ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+        min_length=1,
+        description="Linear layers that get adapters, by their Hugging Face names.",
+    )
+    quantize: Literal["none", "int8", "nf4"] = Field(
+        "none", description="How the targets' frozen weights are kept (QLoRA); needs the extra `qlora`."
+    )
+    seed: NonNegative = Field(0, description="Draws the adapters' first values.")
+
+    @field_validator("targets")
+    @classmethod
+    def _each_once(cls, value: tuple[LoraTarget, ...]) -> tuple[LoraTarget, ...]:
+        if len(set(value)) != len(value):
+            raise ValueError(f"names a layer twice: {list(value)}")
+        return value

@@ -24,6 +24,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 
 from jax_agent_rl.errors import (
     BackendClosedError,
@@ -33,7 +34,9 @@ from jax_agent_rl.errors import (
     TrajectoryError,
     WeightUpdateError,
 )
+from jax_agent_rl.jetstream.deterministic import DeterministicEngine
 from jax_agent_rl.jetstream.engine import EngineShapes, JaxEngine
+from jax_agent_rl.jetstream.programs import ProgramTable
 from jax_agent_rl.jetstream.request import RunningRequest
 from jax_agent_rl.jetstream.scheduler import Scheduler
 from jax_agent_rl.models.config import DecoderConfig
@@ -61,6 +64,9 @@ class JetStreamBackend:
         config: the model.
         params: the learner's parameter tree; copied on the device at ``start``.
         shapes: static shapes to compile for.
+        dtype: of the engine's weights, activations and cache; None is that of ``params``.
+        deterministic: where the one program of a :class:`DeterministicEngine` is kept, to score by it; None is the
+            fast engine.
         version: policy version of ``params``.
         seed: draws the seeds of requests that bring none.
         decode_text: ids to text; without it requests with stop strings are refused.
@@ -73,6 +79,8 @@ class JetStreamBackend:
         params: dict,
         shapes: EngineShapes,
         *,
+        dtype: str | None = None,
+        deterministic: ProgramTable | None = None,
         version: int = 0,
         seed: int = 0,
         decode_text: Callable[[Sequence[int]], str] | None = None,
@@ -80,6 +88,8 @@ class JetStreamBackend:
     ) -> None:
         self._config = config
         self._shapes = shapes
+        self._deterministic = deterministic
+        self._dtype = jnp.dtype(dtype or params["embed"].dtype)
         self._initial_params: dict | None = params
         self._version = version
         self._seed = seed
@@ -260,7 +270,8 @@ class JetStreamBackend:
             self._fail_all(EngineDiedError(self._failure))
 
     def _set_up(self) -> None:
-        engine = JaxEngine(self._config, self._shapes, dtype=self._initial_params["embed"].dtype)
+        kind = JaxEngine if self._deterministic is None else DeterministicEngine
+        engine = kind(self._config, self._shapes, dtype=self._dtype, table=self._deterministic)
         self._scheduler = Scheduler(
             engine=engine,
             params=engine.load_params(self._initial_params),
@@ -269,7 +280,13 @@ class JetStreamBackend:
             decode_text=self._decode_text,
         )
         self._initial_params = None
-        self._scheduler.cache = engine.warm_up(self._scheduler.params, self._scheduler.cache, self._progress)
+        self._scheduler.cache = engine.warm_up(self._scheduler.params, self._scheduler.cache, self._compiled)
+
+    def _compiled(self, done: int, total: int) -> None:
+        if self._closing:
+            raise BackendClosedError("the backend was closed while its programs were compiled")
+        if self._progress is not None:
+            self._progress(done, total)
 
     def _serve_once(self) -> bool:
         """Commands, then one step; False when it is time to end."""

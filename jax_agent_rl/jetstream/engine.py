@@ -136,19 +136,20 @@ class JaxEngine(engine_api.Engine):
         dtype: jnp.dtype = jnp.float32,
         tokenizer: Any = None,
         device: jax.Device | None = None,
+        table: programs.ProgramTable | None = None,
     ) -> None:
         self.config = config
         self.shapes = shapes
-        self.table = programs.ProgramTable()
+        self.table = table or programs.ProgramTable()
         self._dtype = dtype
         self._tokenizer = tokenizer
         self._mesh = jax.sharding.Mesh(np.array([device or jax.devices()[0]]), ("x",))
-        self._to_engine_layout = jax.jit(engine_params)
+        self._to_engine_layout = jax.jit(functools.partial(engine_params, dtype=dtype))
 
     # --- weights and state ------------------------------------------------------------------------------------
 
     def load_params(self, params: dict) -> EngineParams:
-        """The engine's own copy of the learner's parameter tree, made on the device."""
+        """The engine's own copy of the learner's parameter tree, in its own precision, made on the device."""
         return self._to_engine_layout(params)
 
     def init_cache(self) -> KVCache:
@@ -208,7 +209,7 @@ class JaxEngine(engine_api.Engine):
         span = bucket(self.shapes.span_buckets, int(lanes.positions.max()) + steps)
         steps = min(steps, self.shapes.decode_steps)
         program = programs.decode_program(self.config, self.shapes.decode_steps, span)
-        padded = _pad_lanes(lanes, width - count, unused_row=cache.rows)
+        padded = pad_lanes(lanes, width - count, unused_row=cache.rows)
         limits = np.array([steps, exit_after], np.int32)
         cache, out = self.table.call(("decode", cache.rows, width, span), program, (1,), params, cache, padded, limits)
         ids, bits = np.asarray(out)[:, :, :count]
@@ -222,7 +223,7 @@ class JaxEngine(engine_api.Engine):
         for done, (kind, size, span) in enumerate(jobs):
             if kind == "decode":
                 position = span - shapes.decode_steps
-                cache, _, _ = self.decode(params, cache, _idle_lanes(size, position), shapes.decode_steps, 1)
+                cache, _, _ = self.decode(params, cache, idle_lanes(size, position), shapes.decode_steps, 1)
             else:
                 unused = Extension(row=cache.rows, start=span, ids=np.zeros(1, np.int32))
                 cache = self._extend(params, cache, [unused] * kind, size)
@@ -375,14 +376,16 @@ def make_lanes(count: int) -> programs.Lanes:
     )
 
 
-def _idle_lanes(count: int, position: int) -> programs.Lanes:
+def idle_lanes(count: int, position: int) -> programs.Lanes:
+    """Lanes of rows that do not exist, to compile programs with."""
     lanes = make_lanes(count)
     lanes.positions[:] = position
     lanes.rows[:] = np.iinfo(np.int32).max
     return lanes
 
 
-def _pad_lanes(lanes: programs.Lanes, extra: int, *, unused_row: int) -> programs.Lanes:
+def pad_lanes(lanes: programs.Lanes, extra: int, *, unused_row: int) -> programs.Lanes:
+    """With ``extra`` lanes that do not run."""
     if not extra:
         return lanes
     padding = make_lanes(extra)

@@ -58,8 +58,9 @@ class KVCache:
 FUSED = {"qkv": ("q", "k", "v"), "qkv_bias": ("q_bias", "k_bias", "v_bias"), "gate_up": ("gate", "up")}
 
 
-def engine_params(params: Params) -> EngineParams:
+def engine_params(params: Params, *, dtype: jnp.dtype) -> EngineParams:
     """The learner's parameter tree in the engine's layout (a pure function: jit it, nothing leaves the device)."""
+    params = jax.tree.map(lambda x: x.astype(dtype), params)
     layers = params["layers"]
     return EngineParams(
         # + 0 makes a new buffer: the learner donates its own to the next optimizer step.

@@ -55,6 +55,7 @@ def decode(
     cache: KVCache,
     lanes: Lanes,
     limits: jax.Array,
+    forced: jax.Array | None = None,
 ) -> tuple[KVCache, jax.Array]:
     """Several decode steps for W lanes.
 
@@ -65,6 +66,7 @@ def decode(
         max_steps: static size of the output, >= limits[0].
         span: static; must be >= max(positions) + limits[0].
         limits: int32 [2]: steps to run at most; end early once this many lanes have finished.
+        forced: int32 [max_steps, W], ids to take in place of sampled ones, which stop nothing; -1 samples.
 
     Returns:
         the cache, and int32 [2, max_steps, W]: sampled ids (-1 where a lane did not run) and the bits of their
@@ -93,10 +95,13 @@ def decode(
             top_k=lanes.top_k,
             seed=lanes.seed,
             position=positions + 1,
+            forced=None if forced is None else forced[step],
         )
         new = jnp.stack([jnp.where(running, ids, -1), jax.lax.bitcast_convert_type(logprobs, jnp.int32)])
         out = jax.lax.dynamic_update_index_in_dim(out, new, step, axis=1)
         stopped = jnp.any(ids[:, None] == lanes.stop_ids, axis=1)
+        if forced is not None:
+            stopped &= forced[step] < 0
         remaining = jnp.where(running, jnp.where(stopped, 0, remaining - 1), remaining)
         return (
             step + 1,

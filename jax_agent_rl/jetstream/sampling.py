@@ -25,6 +25,7 @@ def sample(
     top_k: jax.Array,
     seed: jax.Array,
     position: jax.Array,
+    forced: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Draws one id per lane.
 
@@ -36,6 +37,7 @@ def sample(
         seed: uint32 [B].
         position: int32 [B], index in the context of the id being drawn. With the seed it fixes the draw, so a
             generation that was interrupted continues with the ids it would have had.
+        forced: int32 [B], ids to take in place of drawn ones, for their log-probs; -1 draws.
 
     Returns:
         ids int32 [B], and float32 [B] log-probs under the distribution drawn from (greedy lanes: of temperature 1).
@@ -59,6 +61,8 @@ def sample(
         lambda z: drawn,
         logits_VB,
     )
+    if forced is not None:
+        ids = jnp.where(forced >= 0, forced, ids)
     chosen = jnp.take_along_axis(scaled, ids[None], axis=0)[0]
     return ids, chosen - peak - jnp.log(total)
 

@@ -1,17 +1,29 @@
-"""Checkpoints with Orbax: the train state on device, and a small JSON of everything else a resume needs."""
+"""Checkpoints with Orbax: the train state on device, and JSON of everything else a resume needs.
+
+::
+
+    folder/<step>/state   arrays, each device's part written by its own process, in the background
+                  notes   JSON: what the trainer remembers; shape, dtype and checksum of every array; its own checksum
+
+A checkpoint is written beside the others and renamed when it is complete, so a killed process leaves none that is half
+written. Storage may still damage one later; the checksums tell, whatever mesh it is restored onto.
+"""
 
 from __future__ import annotations
 
-import logging
+import json
+import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
 from jax_agent_rl.errors import CheckpointError
 
-logger = logging.getLogger(__name__)
+_WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 
 
 class Checkpointer:
@@ -28,8 +40,15 @@ class Checkpointer:
         self._manager = self._open()
 
     def _open(self) -> ocp.CheckpointManager:
-        options = ocp.CheckpointManagerOptions(max_to_keep=self._keep, enable_async_checkpointing=True, create=True)
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=self._keep, enable_async_checkpointing=True, create=True, cleanup_tmp_directories=True
+        )
         return ocp.CheckpointManager(self._folder, options=options)
+
+    @property
+    def steps(self) -> list[int]:
+        """Steps of all complete checkpoints, ascending."""
+        return sorted(self._manager.all_steps())
 
     @property
     def latest_step(self) -> int | None:
@@ -40,55 +59,176 @@ class Checkpointer:
         """Starts saving ``state`` (a pytree of arrays) and ``progress`` (JSON); returns once the arrays are copied.
 
         Raises:
-            CheckpointError: the folder cannot be written. Earlier checkpoints are intact.
+            CheckpointError: this or an earlier save could not be written. Complete checkpoints are intact.
         """
         if self._manager.latest_step() == step:
             return
-        arguments = ocp.args.Composite(state=ocp.args.StandardSave(state), progress=ocp.args.JsonSave(progress))
+        arguments = ocp.args.Composite(
+            state=ocp.args.StandardSave(state),
+            notes=ocp.args.JsonSave(_sealed(progress, _manifest(state))),
+        )
         try:
             self._manager.save(step, args=arguments, force=True)
         except (OSError, ValueError) as error:
-            # Orbax may remember a step whose commit failed; a fresh manager only sees what is on disk.
-            self._manager = self._open()
-            raise CheckpointError(
-                f"checkpoint of step {step} could not be written to {self._folder}: {error}"
-            ) from error
+            raise self._write_failed(error) from error
+
+    def check(self) -> None:
+        """Raises CheckpointError if a save in the background has failed; never waits."""
+        try:
+            self._manager.check_for_errors()
+        except (OSError, ValueError) as error:
+            raise self._write_failed(error) from error
 
     def wait(self) -> None:
         """Returns when every started save is on disk.
 
         Raises:
-            CheckpointError: a save failed. Earlier checkpoints are intact.
+            CheckpointError: a save failed. Complete checkpoints are intact.
         """
         try:
             self._manager.wait_until_finished()
         except (OSError, ValueError) as error:
-            self._manager = self._open()
-            raise CheckpointError(f"a checkpoint could not be written to {self._folder}: {error}") from error
+            raise self._write_failed(error) from error
 
-    def restore(self, like: Any) -> tuple[int, Any, dict[str, Any]]:
-        """The newest checkpoint: its step, the state placed as ``like`` is, and the progress.
+    def restore(self, like: Any, *, step: int | None = None) -> tuple[int, Any, dict[str, Any]]:
+        """A checkpoint: its step, the state placed as ``like`` is, and the progress.
 
         Args:
-            like: a state of the same structure; shapes, dtypes and shardings are taken from it.
+            like: a state of the same structure; shapes, dtypes and shardings are taken from it. They need not be those
+                of the mesh it was saved from.
+            step: which one; None is the newest. Newer ones are deleted: the run writes those steps again.
 
         Raises:
-            CheckpointError: none there, or it belongs to another model.
+            CheckpointError: none there, it belongs to another model, or it is damaged.
         """
-        step = self._manager.latest_step()
-        if step is None:
+        step = self._existing(step)
+
+        def load() -> Any:
+            abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
+            arguments = ocp.args.Composite(state=ocp.args.StandardRestore(abstract))
+            return self._manager.restore(step, args=arguments).state
+
+        restored, progress = self._load(step, like, load, whole=True)
+        for newer in (s for s in self.steps if s > step):
+            self._manager.delete(newer)
+        return step, restored, progress
+
+    def restore_part(self, like: Any) -> Any:
+        """A part of the newest checkpoint's state, e.g. ``{"policy": {"params": params}}``, placed as ``like`` is.
+
+        Raises:
+            CheckpointError: as :meth:`restore`.
+        """
+        step = self._existing(None)
+
+        def load() -> Any:
+            abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
+            arguments = ocp.args.PyTreeRestore(
+                abstract, partial_restore=True, restore_args=ocp.checkpoint_utils.construct_restore_args(abstract)
+            )
+            with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+                return reader.restore(self._folder / str(step) / "state", args=arguments)
+
+        return self._load(step, like, load, whole=False)[0]
+
+    def _existing(self, step: int | None) -> int:
+        steps = self.steps
+        if not steps:
             raise CheckpointError(f"no checkpoint in {self._folder}; start the run without --resume")
-        abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
-        arguments = ocp.args.Composite(state=ocp.args.StandardRestore(abstract), progress=ocp.args.JsonRestore())
+        if step is not None and step not in steps:
+            raise CheckpointError(f"no checkpoint of step {step} in {self._folder}; there are {steps}")
+        return steps[-1] if step is None else step
+
+    def _load(self, step: int, like: Any, load: Callable[[], Any], *, whole: bool) -> tuple[Any, dict[str, Any]]:
+        """Arrays and progress of a checkpoint that fits and whose checksums are right."""
         try:
-            restored = self._manager.restore(step, args=arguments)
-        except (ValueError, KeyError, OSError) as error:
-            raise CheckpointError(
-                f"checkpoint {step} in {self._folder} does not fit this configuration's model: {error}"
-            ) from error
-        return step, restored.state, restored.progress
+            notes = self._manager.restore(step, args=ocp.args.Composite(notes=ocp.args.JsonRestore())).notes
+            if notes != _sealed(notes["progress"], notes["arrays"]):
+                raise ValueError("the checksum of its notes is wrong")
+            self._require_fit(step, notes["arrays"], like, whole)
+            restored = load()
+            changed = [name for name, entry in _manifest(restored).items() if notes["arrays"][name] != entry]
+            if changed:
+                raise ValueError(f"checksums of {len(changed)} arrays are wrong, e.g. of {changed[0]}")
+        except CheckpointError:
+            raise
+        except Exception as error:  # Orbax raises bare Exception, too
+            raise self._damaged(step, error) from error
+        return restored, notes["progress"]
 
     def close(self) -> None:
         """Waits for running saves and frees Orbax's threads."""
         self.wait()
         self._manager.close()
+
+    def _require_fit(self, step: int, manifest: dict[str, dict[str, Any]], like: Any, whole: bool) -> None:
+        saved = {name: f"{entry['dtype']}{entry['shape']}" for name, entry in manifest.items()}
+        wanted = {name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in _leaves(like).items()}
+        names = saved.keys() | wanted.keys() if whole else wanted.keys()
+        differing = sorted(name for name in names if saved.get(name) != wanted.get(name))
+        if differing:
+            name = differing[0]
+            raise CheckpointError(
+                f"checkpoint {step} in {self._folder} does not fit this configuration: {name} is "
+                f"{saved.get(name, 'missing')} in it and {wanted.get(name, 'missing')} here ({len(differing)} arrays "
+                "differ); resume with the model, algorithm and learner the run was started with"
+            )
+
+    def _damaged(self, step: int, error: Exception) -> CheckpointError:
+        before = [s for s in self.steps if s < step]
+        offer = (
+            f"go on from the one before with --resume --step {before[-1]}"
+            if before
+            else "there is none before it; start the run without --resume"
+        )
+        return CheckpointError(f"checkpoint {step} in {self._folder} is damaged ({_brief(error)}); {offer}")
+
+    def _write_failed(self, error: Exception) -> CheckpointError:
+        # Orbax may remember a step whose commit failed; a fresh manager only sees what is on disk.
+        self._manager = self._open()
+        kept = self.latest_step
+        intact = f"checkpoint {kept} is intact; free space, then --resume" if kept is not None else "there is none yet"
+        return CheckpointError(f"a checkpoint could not be written to {self._folder} ({intact}): {_brief(error)}")
+
+
+def _leaves(state: Any) -> dict[str, Any]:
+    found = jax.tree_util.tree_leaves_with_path(state)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in found}
+
+
+def _sealed(progress: dict[str, Any], arrays: dict[str, Any]) -> dict[str, Any]:
+    content = json.dumps([progress, arrays], sort_keys=True)
+    return {"progress": progress, "arrays": arrays, "crc32": zlib.crc32(content.encode())}
+
+
+def _manifest(state: Any) -> dict[str, dict[str, Any]]:
+    leaves = _leaves(state)
+    sums = jax.device_get(_checksums(leaves))
+    return {
+        name: {"shape": list(leaf.shape), "dtype": str(leaf.dtype), "checksum": int(sums[name])}
+        for name, leaf in leaves.items()
+    }
+
+
+@jax.jit
+def _checksums(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    return {name: _checksum(array) for name, array in arrays.items()}
+
+
+def _checksum(array: jax.Array) -> jax.Array:
+    """uint32: the sum of all elements' bits, each times an odd number of its place, modulo 2**32.
+
+    Integer sums come out the same whatever mesh the array is cut over, and any single flipped bit changes this one.
+    """
+    bits = jax.lax.bitcast_convert_type(array, _WORDS[array.dtype.itemsize]).astype(jnp.uint32)
+    place, stride = jnp.uint32(0), 1
+    for axis in reversed(range(array.ndim)):
+        place = place + jax.lax.broadcasted_iota(jnp.uint32, array.shape, axis) * jnp.uint32(stride % 2**32)
+        stride *= array.shape[axis]
+    return jnp.sum(bits * (2 * place + 1), dtype=jnp.uint32)
+
+
+def _brief(error: Exception) -> str:
+    """The first and last words of an error; tensorstore's go on for pages and end with the cause."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 300 else f"{text[:150]} … {text[-150:]}"

@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -98,6 +98,21 @@ def experience(
         value_terms = {"returns": _at(estimated.returns, sampled), "old_value": _at(old_values, sampled)}
     kl = float(np.mean([d.mean() for d in distances])) if distances else float("nan")
     return Experience(active=active, terms=terms, value_terms=value_terms, kl=kl, metrics=metrics)
+
+
+def scores_of_contexts(
+    groups: Sequence[Group], score: Callable[[Sequence[Sequence[int]]], list[np.ndarray]]
+) -> PerTerm:
+    """Log-probs of every trajectory's trained tokens, from a function of whole contexts, see ``Learner.score_by``."""
+    trajectories = [t for g in groups for t in g.trajectories]
+    sequences = [s for t in trajectories for s in t.sequences]
+    scored = iter(score([s.prompt_ids + s.response_ids for s in sequences]))
+    return [
+        np.concatenate(
+            [next(scored)[len(s.prompt_ids) - 1 :][np.asarray(s.loss_mask, bool)] for s in t.sequences]
+        ).astype(np.float64)
+        for t in trajectories
+    ]
 
 
 def _rollout_logprobs(

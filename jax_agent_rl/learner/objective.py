@@ -41,14 +41,20 @@ class ObjectiveConfig:
     kl_estimator: str | None = None
 
 
-def objective_config(algorithm: AlgorithmConfig, config: LearnerConfig, temperature: float) -> ObjectiveConfig:
+def objective_config(
+    algorithm: AlgorithmConfig, config: LearnerConfig, temperature: float, *, scored: bool = False
+) -> ObjectiveConfig:
     """What the compiled objective depends on.
 
     The old log-probs of a single update are those of its own forward pass, unless something needs them before it.
+
+    Args:
+        scored: old log-probs come from elsewhere.
     """
     correction, kl = algorithm.rollout_correction, algorithm.kl
     needs_old = (
-        kl.where == "reward"
+        scored
+        or kl.where == "reward"
         or kl.controller == "adaptive"
         or correction.rollout_is != "none"
         or bool(correction.rollout_rs)

@@ -86,6 +86,19 @@ def parameter_shardings(mesh: Mesh, shapes: dict[str, Any]) -> dict[str, Any]:
     return jax.tree_util.tree_map_with_path(one, shapes, is_leaf=lambda x: isinstance(x, tuple))
 
 
+def adapter_shardings(mesh: Mesh, adapters: dict[str, Any]) -> dict[str, Any]:
+    """Adapters lie where their weight does; the rank is on every device."""
+
+    def one(name: str) -> dict[str, NamedSharding]:
+        layers, out, inputs = (RULES[axis] for axis in PARAMETER_AXES[name])
+        return {
+            "a": NamedSharding(mesh, PartitionSpec(layers, None, inputs)),
+            "b": NamedSharding(mesh, PartitionSpec(layers, out, None)),
+        }
+
+    return {"adapters": {name: one(name) for name in adapters["adapters"]}}
+
+
 def row_sharding(mesh: Mesh) -> NamedSharding:
     """Batch arrays: rows over data and fsdp."""
     return NamedSharding(mesh, PartitionSpec(RULES["rows"]))

@@ -27,17 +27,28 @@ from jax_agent_rl.config import AlgorithmConfig, CriticConfig, LearnerConfig
 from jax_agent_rl.errors import NonFiniteError
 from jax_agent_rl.learner.batch import Batch, Sharing, pack
 from jax_agent_rl.learner.critic import critic_params, critic_shapes, state_values, value_loss
-from jax_agent_rl.learner.experience import Experience, PerTerm, Scores, experience, mini_batch_terms
+from jax_agent_rl.learner.experience import (
+    Experience,
+    PerTerm,
+    Scores,
+    experience,
+    mini_batch_terms,
+    scores_of_contexts,
+)
+from jax_agent_rl.learner.gate import UpdateGate
 from jax_agent_rl.learner.losses.covariance import CHOOSE
 from jax_agent_rl.learner.losses.kl import AdaptiveKL
 from jax_agent_rl.learner.metrics import Record, step_metrics
 from jax_agent_rl.learner.objective import objective_config, policy_loss, term_logprobs
 from jax_agent_rl.learner.sharding import make_mesh, parameter_shardings, replicated, row_sharding
 from jax_agent_rl.learner.trainable import Arrays, Trainable, TrainState
+from jax_agent_rl.learner.trained import Trained, plain_view
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.types import Group
 
 logger = logging.getLogger(__name__)
+ScoreContexts = Callable[[Params, Sequence[Sequence[int]]], list[np.ndarray]]
+"""For each context of n ids float32 [n - 1]: the log-prob of every id but the first."""
 
 
 @jax.tree_util.register_dataclass
@@ -50,12 +61,14 @@ class LearnerState:
         critic: the critic's, with adv_estimator gae.
         kl_coef: float32, the KL controller's coefficient.
         steps: int32, calls of :meth:`Learner.update`.
+        nonfinite: int32, updates skipped in a row.
     """
 
     policy: TrainState
     critic: TrainState | None
     kl_coef: jax.Array
     steps: jax.Array
+    nonfinite: jax.Array
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +112,7 @@ class Learner:
         temperature: the rollout's sampling temperature.
         critic: the critic's optimizer.
         critic_init: a language model to start the critic from; the policy if None.
+        score_by: what computes old log-probs; the learner's own packed passes if None.
     """
 
     def __init__(
@@ -111,25 +125,37 @@ class Learner:
         temperature: float,
         critic: CriticConfig | None = None,
         critic_init: Params | None = None,
+        score_by: ScoreContexts | None = None,
     ) -> None:
         self._algorithm, self._config, self._critic_config = algorithm, config, critic or CriticConfig()
         self._mesh = make_mesh(config.mesh)
         self._rows = config.rows_per_micro_batch * config.mesh.data * config.mesh.fsdp
         self._nonfinite_in_a_row = 0
-        self._kl_coef, self._steps = algorithm.kl.coef, 0
-        self._objective = objective_config(algorithm, config, temperature)
+        self._kl_coef, self._steps = float(np.float32(algorithm.kl.coef)), 0
+        self._score_by = score_by
+        self._objective = objective_config(algorithm, config, temperature, scored=score_by is not None)
         everywhere = replicated(self._mesh)
-        shardings = parameter_shardings(self._mesh, model.parameter_shapes())
+        policy = Trained.of(model, params, config, mesh=self._mesh)
         loss = functools.partial(policy_loss, model, self._objective)
-        self._policy = Trainable(params, shardings=shardings, everywhere=everywhere, optimizer=config, loss=loss)
-        self._score = jax.jit(functools.partial(term_logprobs, model, self._objective))
-        self._reference: Params | None = None
-        if algorithm.kl.where != "none":
-            self._reference = jax.tree.map(lambda x, s: jax.device_put(x + 0, s), params, shardings)
+        self._policy = Trainable(
+            policy.params,
+            frozen=policy.frozen,
+            view=policy.view,
+            shardings=policy.shardings,
+            everywhere=everywhere,
+            optimizer=config,
+            loss=loss,
+        )
+        self._whole = policy.whole
+        self._score = jax.jit(lambda *w, batch: term_logprobs(model, self._objective, policy.view(*w), batch))
+        self._reference = policy.reference() if algorithm.kl.where != "none" else None
+        view = functools.partial(plain_view, dtype=config.compute_dtype)
         self._critic: Trainable | None = None
         if algorithm.adv_estimator == "gae":
             self._critic = Trainable(
                 critic_params(params if critic_init is None else critic_init),
+                frozen={},
+                view=view,
                 shardings=parameter_shardings(self._mesh, critic_shapes(model)),
                 everywhere=everywhere,
                 optimizer=self._critic_config,
@@ -137,12 +163,13 @@ class Learner:
                     value_loss, model, cliprange=self._critic_config.cliprange_value, remat=config.remat
                 ),
             )
-        self._values = jax.jit(functools.partial(state_values, model, remat=config.remat))
+        self._values = jax.jit(lambda *weights, batch: state_values(model, view(*weights), batch, remat=config.remat))
 
     @property
     def state(self) -> LearnerState:
         """For a checkpoint. Its buffers are valid until the next :meth:`update`, which donates them."""
-        scalars = jax.device_put((jnp.float32(self._kl_coef), jnp.int32(self._steps)), replicated(self._mesh))
+        numbers = (jnp.float32(self._kl_coef), jnp.int32(self._steps), jnp.int32(self._nonfinite_in_a_row))
+        scalars = jax.device_put(numbers, replicated(self._mesh))
         return LearnerState(self._policy.state, self._critic and self._critic.state, *scalars)
 
     @state.setter
@@ -151,11 +178,15 @@ class Learner:
         if self._critic is not None and state.critic is not None:
             self._critic.state = state.critic
         self._kl_coef, self._steps = float(state.kl_coef), int(state.steps)
+        self._nonfinite_in_a_row = int(state.nonfinite)
 
     @property
     def params(self) -> Params:
-        """The policy's current parameters, on device. Valid until the next :meth:`update`, which donates them."""
-        return self._policy.state.params
+        """The policy's current parameters, on device; adapters are merged into the model.
+
+        Valid until the next :meth:`update`, which donates them.
+        """
+        return self._whole(*self._policy.weights)
 
     @property
     def programs_compiled(self) -> int:
@@ -169,6 +200,7 @@ class Learner:
         *,
         masked: Collection[str] = (),
         tick: Callable[[int, int], None] = lambda done, total: None,
+        gate: UpdateGate | None = None,
     ) -> UpdateResult:
         """Trains on groups: ``ppo_epochs`` times ``updates_per_step`` updates, each over an equal share of the prompts.
 
@@ -176,13 +208,15 @@ class Learner:
             groups: each with at least one trajectory.
             masked: ids of trajectories that count in baselines only.
             tick: called with (micro-batches done, total) for a progress display.
+            gate: closed by whoever wants the state before this call.
 
         Raises:
+            UpdateAbandoned: the gate was closed before the first update; nothing has changed.
             NonFiniteError: ``max_nonfinite_steps`` updates in a row were skipped.
         """
         begin = time.perf_counter()
         minis, made = self._prepare(groups, masked=masked)
-        policy, critic = self._train_all(minis, made, tick)
+        policy, critic = self._train_all(minis, made, tick, gate or UpdateGate())
         self._steps += 1
         skipped = not all(record.finite for record in (*policy, *critic))
         self._control_kl(made, skipped)
@@ -208,27 +242,30 @@ class Learner:
             which = slice(begin, begin + len(trajectories))
             minis.append(_MiniBatch(batch=batch, sharing=sharing, which=which))
             begin = which.stop
-        return minis, experience(groups, self._algorithm, self._scores(minis), kl_coef=self._kl_coef, masked=masked)
+        scores = self._scores(minis, groups)
+        return minis, experience(groups, self._algorithm, scores, kl_coef=self._kl_coef, masked=masked)
 
-    def _scores(self, minis: Sequence[_MiniBatch]) -> Scores:
+    def _scores(self, minis: Sequence[_MiniBatch], groups: Sequence[Group]) -> Scores:
         """Only what something will read: each is a forward pass."""
         old = ref = values = None
-        if not (self._objective.on_policy or self._objective.bypass):
-            old = self._logprobs(minis, self.params)
+        if self._score_by is not None:
+            old = scores_of_contexts(groups, functools.partial(self._score_by, self.params))
+        elif not (self._objective.on_policy or self._objective.bypass):
+            old = self._logprobs(minis, self._policy.weights)
         if self._reference is not None:
             ref = self._logprobs(minis, self._reference)
         if self._critic is not None:
-            params = self._critic.state.params
-            values = [v for m in minis for v in m.batch.of_states(self._passes(self._values, params, m.batch))]
+            weights = self._critic.weights
+            values = [v for m in minis for v in m.batch.of_states(self._passes(self._values, weights, m.batch))]
         return Scores(old=old, ref=ref, values=values)
 
-    def _logprobs(self, minis: Sequence[_MiniBatch], params: Params) -> PerTerm:
-        return [x for m in minis for x in m.batch.of_terms(self._passes(self._score, params, m.batch))]
+    def _logprobs(self, minis: Sequence[_MiniBatch], weights: tuple[Params, Params]) -> PerTerm:
+        return [x for m in minis for x in m.batch.of_terms(self._passes(self._score, weights, m.batch))]
 
-    def _passes(self, program: Callable[[Params, Arrays], jax.Array], params: Params, batch: Batch) -> np.ndarray:
-        """Runs a program over all rows of a batch's layout."""
+    def _passes(self, program: Callable[..., jax.Array], weights: tuple[Params, Params], batch: Batch) -> np.ndarray:
+        """Runs a program of (trained, frozen) weights over all rows of a batch's layout."""
         layout = replace(batch, terms={})
-        parts = [np.asarray(program(params, arrays)) for arrays in self._place(layout)]
+        parts = [np.asarray(program(*weights, batch=arrays)) for arrays in self._place(layout)]
         return np.concatenate(parts)[: batch.num_rows]
 
     def _place(self, batch: Batch) -> Iterator[Arrays]:
@@ -238,7 +275,7 @@ class Learner:
     # --- optimizer updates -----------------------------------------------------------------------------------
 
     def _train_all(
-        self, minis: Sequence[_MiniBatch], made: Experience, tick: Callable[[int, int], None]
+        self, minis: Sequence[_MiniBatch], made: Experience, tick: Callable[[int, int], None], gate: UpdateGate
     ) -> tuple[list[Record], list[Record]]:
         """All epochs and mini-batches; records of the policy's and of the critic's updates."""
         warming_up = self._critic is not None and self._steps < self._critic_config.critic_warmup
@@ -250,9 +287,9 @@ class Learner:
         for mini in [*minis] * self._config.ppo_epochs:
             batches = self._with_terms(mini, made)
             if self._critic is not None:
-                critic += self._train(self._critic, batches.of_critic, lambda: tick(next(done), total))
+                critic += self._train(self._critic, batches.of_critic, lambda: tick(next(done), total), gate)
             if not warming_up:
-                policy += self._train(self._policy, batches.of_policy, lambda: tick(next(done), total))
+                policy += self._train(self._policy, batches.of_policy, lambda: tick(next(done), total), gate)
         return policy, critic
 
     def _with_terms(self, mini: _MiniBatch, made: Experience) -> _Batches:
@@ -263,7 +300,7 @@ class Learner:
 
     def _choose(self, mini: _MiniBatch, active: Sequence[np.ndarray], terms: Mapping[str, PerTerm]) -> PerTerm:
         """The terms a covariance loss singles out, over the whole mini-batch and under the current policy."""
-        current = self._logprobs([mini], self.params)
+        current = self._logprobs([mini], self._policy.weights)
         logprob, old, advantage = (
             np.concatenate([v[m] for v, m in zip(values, active, strict=True)])
             for values in (current, terms.get("old_logprob", current), terms["advantage"])
@@ -278,13 +315,13 @@ class Learner:
                 own[mask] = part
         return chosen
 
-    def _train(self, model: Trainable, batch: Batch, tick: Callable[[], None]) -> list[Record]:
+    def _train(self, model: Trainable, batch: Batch, tick: Callable[[], None], gate: UpdateGate) -> list[Record]:
         """One update; none if no token of it is to be trained on (the optimizer's momentum would still move it)."""
         if not batch.terms["weight"].any():
             logger.warning("every token of an update was masked or rejected: it was skipped")
             return []
         gradients, statistics = model.gradients(self._place(batch), tick)
-        norm, finite = model.apply(gradients)
+        norm, finite = model.apply(gradients, gate)
         self._guard(finite, norm)
         return [Record(statistics=statistics, norm=norm, finite=finite)]
 
@@ -308,7 +345,8 @@ class Learner:
         kl = self._algorithm.kl
         if kl.controller == "adaptive" and not skipped and np.isfinite(made.kl):
             controller = AdaptiveKL(target=kl.target, horizon=kl.horizon)
-            self._kl_coef = controller.next(self._kl_coef, made.kl, len(made.active))
+            # Rounded to what a checkpoint keeps, so that a resumed run goes on with the very same number.
+            self._kl_coef = float(np.float32(controller.next(self._kl_coef, made.kl, len(made.active))))
 
     def _kl_metrics(self, made: Experience) -> dict[str, float]:
         if self._reference is None:

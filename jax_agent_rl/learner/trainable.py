@@ -19,11 +19,14 @@ import optax
 from jax.sharding import NamedSharding
 
 from jax_agent_rl.config_base import OptimizerSection
+from jax_agent_rl.learner.gate import UpdateGate
 from jax_agent_rl.models.config import Params
 
 Arrays = dict[str, jax.Array]
 Statistics = dict[str, Arrays]
 Loss = Callable[[Params, Arrays], tuple[jax.Array, Statistics]]
+View = Callable[[Params, Params], Params]
+"""From trained and frozen parameters to those the forward pass reads, differentiably."""
 
 
 @jax.tree_util.register_dataclass
@@ -59,6 +62,8 @@ class Trainable:
 
     Args:
         params: initial parameters; copied.
+        frozen: parameters that are read and never change.
+        view: what the loss is of.
         shardings: one per parameter.
         everywhere: sharding of scalars.
         loss: a micro-batch's share of the loss, and statistics: ``sum`` adds up over micro-batches, ``max`` takes the
@@ -66,10 +71,19 @@ class Trainable:
 
     Attributes:
         state: its buffers are donated by :meth:`apply`.
+        frozen: as given.
     """
 
     def __init__(
-        self, params: Params, *, shardings: Any, everywhere: NamedSharding, optimizer: OptimizerSection, loss: Loss
+        self,
+        params: Params,
+        *,
+        frozen: Params,
+        view: View,
+        shardings: Any,
+        everywhere: NamedSharding,
+        optimizer: OptimizerSection,
+        loss: Loss,
     ) -> None:
         transformation = make_optimizer(optimizer)
         # + 0: the buffers are donated, so they must be our own.
@@ -78,20 +92,29 @@ class Trainable:
         init = lambda params: TrainState(params, transformation.init(params), jnp.int32(0))  # noqa: E731
         self.state: TrainState = jax.jit(init, out_shardings=placed, donate_argnums=0)(params)
         # Output shardings are those of the inputs they replace: a call never compiles for its own result.
+        self.frozen = frozen
         self._zeros = jax.jit(lambda params: jax.tree.map(jnp.zeros_like, params), out_shardings=placed.params)
         self._accumulate = jax.jit(
-            functools.partial(_accumulate, loss), donate_argnums=(1,), out_shardings=(placed.params, everywhere)
+            functools.partial(_accumulate, loss, view),
+            donate_argnums=(2,),
+            out_shardings=(placed.params, everywhere),
         )
         self._apply = jax.jit(
             functools.partial(_apply, transformation),
             donate_argnums=(0,),
             out_shardings=(placed, everywhere, everywhere),
         )
+        self._compiled_apply: jax.stages.Compiled | None = None
+
+    @property
+    def weights(self) -> tuple[Params, Params]:
+        """Trained and frozen parameters, as ``view`` takes them."""
+        return self.state.params, self.frozen
 
     @property
     def programs_compiled(self) -> int:
         """Distinct programs compiled so far."""
-        return sum(f._cache_size() for f in (self._zeros, self._accumulate, self._apply))
+        return sum(f._cache_size() for f in (self._zeros, self._accumulate)) + (self._compiled_apply is not None)
 
     def gradients(
         self, micro_batches: Iterable[Arrays], tick: Callable[[], None] = lambda: None
@@ -99,21 +122,30 @@ class Trainable:
         """The gradient of the whole mini-batch and its statistics; ``tick`` is called after each micro-batch."""
         gradients, statistics = self._zeros(self.state.params), None
         for arrays in micro_batches:
-            gradients, new = self._accumulate(self.state.params, gradients, arrays)
+            gradients, new = self._accumulate(self.state.params, self.frozen, gradients, arrays)
             statistics = new if statistics is None else _merge(statistics, new)
             jax.block_until_ready(new)
             tick()
         assert statistics is not None  # a batch has at least one row
         return gradients, jax.device_get(statistics)
 
-    def apply(self, gradients: Params) -> tuple[float, bool]:
-        """One optimizer update; returns the gradient's norm and whether it was finite. If not, nothing changes."""
-        self.state, norm, finite = self._apply(self.state, gradients)
+    def apply(self, gradients: Params, gate: UpdateGate | None = None) -> tuple[float, bool]:
+        """One optimizer update; returns the gradient's norm and whether it was finite. If not, nothing changes.
+
+        Raises:
+            UpdateAbandoned: ``gate`` was closed; the state's buffers are intact.
+        """
+        if self._compiled_apply is None:  # outside the gate, which must never wait for a compiler
+            self._compiled_apply = self._apply.lower(self.state, gradients).compile()
+        with (gate or UpdateGate()).update():
+            self.state, norm, finite = self._compiled_apply(self.state, gradients)
         return float(norm), bool(finite)
 
 
-def _accumulate(loss: Loss, params: Params, gradients: Params, batch: Arrays) -> tuple[Params, Statistics]:
-    (_, statistics), new = jax.value_and_grad(loss, has_aux=True)(params, batch)
+def _accumulate(
+    loss: Loss, view: View, params: Params, frozen: Params, gradients: Params, batch: Arrays
+) -> tuple[Params, Statistics]:
+    (_, statistics), new = jax.value_and_grad(lambda x: loss(view(x, frozen), batch), has_aux=True)(params)
     return jax.tree.map(jnp.add, gradients, new), statistics
 
 

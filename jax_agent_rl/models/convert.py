@@ -19,8 +19,7 @@ def convert(source: Path, target: Path, *, dtype: Literal["float32", "bfloat16",
     Raises:
         ModelError: the source is not readable or of an unknown family, or the target is in use.
     """
-    if dtype not in DTYPES:
-        raise ModelError(f"--dtype {dtype!r} is not known; there are {', '.join(DTYPES)}")
+    target_dtype = named_dtype(dtype)
     if target.exists() and any(target.iterdir()):
         raise ModelError(f"{target} is not empty; name a new folder")
     if source.suffix == ".gguf":
@@ -30,6 +29,13 @@ def convert(source: Path, target: Path, *, dtype: Literal["float32", "bfloat16",
         if dtype == "float32":
             return target
         source = target
-    config, params = load_hf(source, dtype=DTYPES[dtype])
+    config, params = load_hf(source, dtype=target_dtype)
     save_hf(target, config, params, tokenizer_from=None if source == target else source)
     return target
+
+
+def named_dtype(name: str) -> jnp.dtype:
+    """The type a ``--dtype`` option names; raises ModelError if it is not one of :data:`DTYPES`."""
+    if name not in DTYPES:
+        raise ModelError(f"--dtype {name!r} is not known; there are {', '.join(DTYPES)}")
+    return DTYPES[name]

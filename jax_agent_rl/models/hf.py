@@ -117,18 +117,39 @@ def load_params(
 def save_hf(
     path: str | Path, config: DecoderConfig, params: Params, *, tokenizer_from: str | Path | None = None
 ) -> None:
-    """Writes ``config.json``, ``generation_config.json`` and ``model.safetensors``; copies tokenizer files."""
+    """Writes ``config.json``, ``generation_config.json`` and ``model.safetensors``.
+
+    Args:
+        tokenizer_from: a model folder whose tokenizer, chat template and generation settings go with the weights.
+    """
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     save_file(dict(hf_tensors(config, params)), folder / "model.safetensors", metadata={"format": "pt"})
-    raw = write_config(config)
+    raw = write_config(config) | {"dtype": str(params["embed"].dtype)}
     (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
     generation = {key: raw[key] for key in ("bos_token_id", "eos_token_id")}
-    (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
     if tokenizer_from is not None:
-        for pattern in ("tokenizer*", "special_tokens_map.json", "chat_template*"):
-            for file in Path(tokenizer_from).expanduser().glob(pattern):
-                shutil.copy(file, folder)
+        generation = _copy_tokenizer(Path(tokenizer_from).expanduser(), folder) | generation
+    (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
+
+
+TOKENIZER_FILES = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+    "vocab.*",
+    "merges.txt",
+    "*processor_config.json",
+)
+
+
+def _copy_tokenizer(source: Path, target: Path) -> dict[str, Any]:
+    """Copies what turns text and images into ids and back; returns the source's generation settings."""
+    for file in {file for pattern in TOKENIZER_FILES for file in source.glob(pattern)}:
+        shutil.copy(file, target)
+    settings = source / "generation_config.json"
+    return _read_json(settings) if settings.is_file() else {}
 
 
 def _read_json(file: Path) -> dict[str, Any]:

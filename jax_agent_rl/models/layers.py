@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from jax_agent_rl.models.attention import Sight, tree_attention
 from jax_agent_rl.models.config import DecoderConfig, LinearScaling, Llama3Scaling, Params, Rope
+from jax_agent_rl.models.lora import Adapted
 from jax_agent_rl.models.moe import mixture_of_experts
 
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True)}
@@ -84,8 +85,9 @@ def feed_forward(config: DecoderConfig, layer: Params, x: jax.Array) -> jax.Arra
     return linear(activation(linear(x, layer["gate"])) * linear(x, layer["up"]), layer["down"])
 
 
-def linear(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """``x @ weight.T`` for a weight [out, in]."""
+def linear(x: jax.Array, weight: jax.Array | Adapted) -> jax.Array:
+    """``x @ weight.T`` for a weight [out, in], with or without an adapter."""
     # Flat, so that the weight gradient contracts one axis: one plain product on every platform.
-    flat = jnp.einsum("nd,od->no", x.reshape(-1, x.shape[-1]), weight)
+    flat = x.reshape(-1, x.shape[-1])
+    flat = weight.apply(flat) if isinstance(weight, Adapted) else jnp.einsum("nd,od->no", flat, weight)
     return flat.reshape(*x.shape[:-1], -1)

@@ -36,11 +36,18 @@ class RunFolder:
         """Appends trajectories; ``split`` is ``train`` or ``heldout``."""
         _append(self.trajectories, (trajectory_record(t, step=step, split=split) for t in trajectories))
 
-    def cut_back(self, step: int) -> None:
-        """Removes what was recorded after ``step``: those steps are about to be run again."""
+    def cut_back(self, step: int, *, evaluated: int) -> None:
+        """Removes what was recorded after ``step``, and evaluations after step ``evaluated``: both are run again."""
+
+        def stays(record: Mapping[str, Any]) -> bool:
+            held_out = record.get("kind") == "evaluation" or record.get("split") == "heldout"
+            return record["step"] <= (evaluated if held_out else step)
+
         for file in (self.metrics, self.trajectories):
             if file.exists():
-                write_atomically(file, "".join(line + "\n" for line in _complete_lines(file, step)))
+                write_atomically(
+                    file, "".join(line + "\n" for line in _complete_lines(file) if stays(json.loads(line)))
+                )
 
     def write_json(self, file: Path, content: Mapping[str, Any]) -> None:
         """Writes a JSON file whole or not at all."""
@@ -75,7 +82,7 @@ def trajectory_record(trajectory: Trajectory, *, step: int, split: str) -> dict[
 
 def read_records(file: Path) -> list[dict[str, Any]]:
     """All complete records of a JSON Lines file; a last line cut off by a crash is left out."""
-    return [json.loads(line) for line in _complete_lines(file, None)] if file.exists() else []
+    return [json.loads(line) for line in _complete_lines(file)] if file.exists() else []
 
 
 def write_atomically(file: Path, text: str) -> None:
@@ -91,13 +98,12 @@ def _append(file: Path, records: Iterable[Mapping[str, Any]]) -> None:
             stream.write(json.dumps(record) + "\n")
 
 
-def _complete_lines(file: Path, last_step: int | None) -> list[str]:
+def _complete_lines(file: Path) -> list[str]:
     lines = []
     for line in file.read_text().splitlines():
         try:
-            record = json.loads(line)
+            json.loads(line)
         except json.JSONDecodeError:
             continue  # the line a crash cut off
-        if last_step is None or record["step"] <= last_step:
-            lines.append(line)
+        lines.append(line)
     return lines

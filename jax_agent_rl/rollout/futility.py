@@ -14,11 +14,15 @@ class FutilityGuard:
 
     Args:
         max_lost_batches: the count at which the run stops, >= 1.
+        lost_batches: where to go on counting.
+
+    Attributes:
+        lost_batches: batches in a row of which no trajectory survived.
     """
 
-    def __init__(self, max_lost_batches: int):
+    def __init__(self, max_lost_batches: int, lost_batches: int = 0):
         self._max_lost_batches = max_lost_batches
-        self._lost_batches = 0
+        self.lost_batches = lost_batches
 
     def check(self, groups: Sequence[Group], latest_losses: Mapping[DropReason, str]) -> None:
         """Looks at one collected batch.
@@ -33,15 +37,15 @@ class FutilityGuard:
         if not groups:
             return
         if any(group.trajectories for group in groups):
-            self._lost_batches = 0
+            self.lost_batches = 0
             return
-        self._lost_batches += 1
-        if self._lost_batches < self._max_lost_batches:
+        self.lost_batches += 1
+        if self.lost_batches < self._max_lost_batches:
             return
         reasons = sum((Counter(group.dropped) for group in groups), Counter())
         counts = ", ".join(f"{reason} {count}" for reason, count in reasons.most_common())
         worst = reasons.most_common(1)[0][0]
         raise NothingToTrainError(
-            f"every trajectory of {self._lost_batches} batches in a row was lost ({counts}). The newest {worst}: "
+            f"every trajectory of {self.lost_batches} batches in a row was lost ({counts}). The newest {worst}: "
             f"{latest_losses.get(worst, 'see the log')}. Repair that, or raise trainer.max_lost_batches"
         )

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.config import Config
@@ -22,6 +24,10 @@ from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.hf import load_hf
 from jax_agent_rl.rollout.protocol import RolloutBackend
 from jax_agent_rl.serving import token_from
+
+if TYPE_CHECKING:
+    from jax_agent_rl.jetstream.engine import EngineShapes
+    from jax_agent_rl.jetstream.programs import ProgramTable
 
 DecodeText = Callable[[Sequence[int]], str]
 Weights = Callable[[], tuple[DecoderConfig, Params]]
@@ -62,6 +68,7 @@ def make_backends(
     weights: Weights,
     say: Callable[[str], None],
     version: int = 0,
+    table: ProgramTable | None = None,
 ) -> list[RolloutBackend]:
     """The engines ``rollout.backend`` names; see :func:`check_engine` for what must be there.
 
@@ -69,6 +76,7 @@ def make_backends(
         weights: the model and its initial parameters; called only for an engine that does not read them itself.
         say: takes a line of progress.
         version: policy version of the initial parameters.
+        table: of :func:`one_program`.
     """
     match config.rollout.backend:
         case "remote":
@@ -76,18 +84,41 @@ def make_backends(
         case "vllm":
             return [_vllm(config, codec, version)]
         case "jetstream":
-            return [_jetstream(config, codec, *weights(), say, version)]
+            return [_jetstream(config, codec, *weights(), say, version, table)]
 
 
-def _jetstream(
-    config: Config, codec: ChatCodec, model: DecoderConfig, params: Params, say: Callable[[str], None], version: int
-) -> RolloutBackend:
-    from jax_agent_rl.jetstream.backend import JetStreamBackend
+@dataclass(frozen=True)
+class OneProgram:
+    """With ``rollout.deterministic``: the program that engine and learner share, and the learner's way to it."""
+
+    table: ProgramTable
+    score: Callable[[Params, Sequence[Sequence[int]]], list[np.ndarray]]
+
+
+def one_program(config: Config, model: DecoderConfig) -> OneProgram | None:
+    """None unless ``rollout.deterministic``.
+
+    Raises:
+        ConfigError: this kind of model cannot be run so.
+    """
+    if not config.rollout.deterministic:
+        return None
+    from jax_agent_rl.jetstream.deterministic import DeterministicScorer
+    from jax_agent_rl.jetstream.programs import ProgramTable
+
+    table = ProgramTable()
+    dtype, temperature = config.rollout.jetstream.dtype, config.rollout.temperature
+    return OneProgram(
+        table, DeterministicScorer(model, _shapes(config), dtype=dtype, table=table, temperature=temperature)
+    )
+
+
+def _shapes(config: Config) -> EngineShapes:
     from jax_agent_rl.jetstream.engine import EngineShapes
 
     engine = config.rollout.jetstream
     lanes = min(engine.max_concurrent_decodes, config.rollout.max_in_flight)
-    shapes = EngineShapes(
+    return EngineShapes(
         max_model_len=config.rollout.max_model_len,
         max_concurrent_decodes=lanes,
         # A row for every trajectory in flight: none loses its KV while a tool runs.
@@ -96,6 +127,22 @@ def _jetstream(
         prefill_buckets=engine.prefill_buckets,
     )
 
+
+def _jetstream(
+    config: Config,
+    codec: ChatCodec,
+    model: DecoderConfig,
+    params: Params,
+    say: Callable[[str], None],
+    version: int,
+    table: ProgramTable | None,
+) -> RolloutBackend:
+    from jax_agent_rl.jetstream.backend import JetStreamBackend
+    from jax_agent_rl.jetstream.programs import ProgramTable
+
+    if config.rollout.deterministic and table is None:  # serving, without a learner
+        table = ProgramTable()
+
     def progress(done: int, total: int) -> None:
         if done == total or done % 5 == 0:
             say(f"compiled {done} of {total} engine programs")
@@ -103,7 +150,9 @@ def _jetstream(
     return JetStreamBackend(
         model,
         params,
-        shapes,
+        _shapes(config),
+        dtype=config.rollout.jetstream.dtype,
+        deterministic=table,
         version=version,
         seed=config.seed,
         decode_text=_decoder(codec),

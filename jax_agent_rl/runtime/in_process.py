@@ -27,7 +27,7 @@ from jax_agent_rl.rollout.collect import RolloutCollector
 from jax_agent_rl.rollout.protocol import BackendMetrics, RolloutBackend
 from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.runtime.agents import make_agents
-from jax_agent_rl.runtime.engines import check_engine, load_model, make_backends
+from jax_agent_rl.runtime.engines import check_engine, load_model, make_backends, one_program
 from jax_agent_rl.runtime.fleet import FleetMetrics, check_versions
 from jax_agent_rl.runtime.publishers import Publisher, make_publisher
 from jax_agent_rl.runtime.scoring import needed_services, open_scorer, reward_server
@@ -96,6 +96,7 @@ async def build(config: Config, *, say: Callable[[str], None]) -> AsyncIterator[
         await agents.preflight([*train, *heldout])
         say(f"loading {config.model.path}")
         model, params = load_model(config, codec)
+        shared = one_program(config, model)
         learner = Learner(
             model,
             params,
@@ -104,10 +105,15 @@ async def build(config: Config, *, say: Callable[[str], None]) -> AsyncIterator[
             temperature=config.rollout.temperature,
             critic=config.critic,
             critic_init=_critic_init(config, model),
+            score_by=shared and shared.score,
         )
         publisher = make_publisher(config, model, probe_ids=codec.encode_prompt(train[0]["prompt"]))
         stack.callback(publisher.close)
-        backends = make_backends(config, codec, weights=lambda m=model, p=params: (m, p), say=say)
+        if config.learner.lora is not None:
+            params = learner.params  # the base as the learner keeps it: rounded, perhaps
+        backends = make_backends(
+            config, codec, weights=lambda m=model, p=params: (m, p), say=say, table=shared and shared.table
+        )
         del params
         say(f"starting the {config.rollout.backend} engine")
         await _start(config, client, backends, stack)

@@ -23,6 +23,8 @@ class RunRecord:
         train_seconds: wall time of training (evaluations before and after excluded), over all restarts.
         accuracy_before, accuracy_after: held-out accuracy.
         latest_accuracy: of the last evaluation, until it has been shown.
+        evaluated: the step after which the last evaluation was made; -1: none yet.
+        lost_batches: batches in a row of which no trajectory survived.
         recompilations: programs compiled after warm-up.
         learner_programs: programs the learner compiled up to its first policy update; more are recompilations.
         max_logprob_gap: largest |rollout log-prob - learner log-prob| of the run.
@@ -35,6 +37,8 @@ class RunRecord:
     accuracy_before: float | None = None
     accuracy_after: float | None = None
     latest_accuracy: float | None = None
+    evaluated: int = -1
+    lost_batches: int = 0
     recompilations: int = 0
     learner_programs: int = 0
     max_logprob_gap: float = 0.0

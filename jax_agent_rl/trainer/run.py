@@ -1,10 +1,9 @@
-"""One training run from configuration to summary: the run folder, resuming, signals, and the closing report."""
+"""One training run from configuration to summary: the run folder, resuming, interruptions, the closing report."""
 
 from __future__ import annotations
 
 import asyncio
-import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +17,37 @@ from jax_agent_rl.observe.plots import reward_plot
 from jax_agent_rl.observe.progress import Progress, duration
 from jax_agent_rl.observe.trajectories import LEGEND, best_and_worst, render
 from jax_agent_rl.runtime.in_process import Runtime, build
+from jax_agent_rl.trainer.interrupt import Interruption
 from jax_agent_rl.trainer.record import RunRecord
 from jax_agent_rl.trainer.sync import SyncTrainer
 
 
-async def train(config: Config, *, resume: bool, console: Console) -> dict[str, Any]:
+async def train(
+    config: Config,
+    *,
+    resume: bool,
+    console: Console,
+    from_step: int | None = None,
+    leave: Callable[[], None] = lambda: None,
+) -> dict[str, Any]:
     """Runs training to its end and returns the summary (also written to ``summary.json``).
 
     Args:
         config: its ``run_dir`` is taken as it is when resuming; else a number is added if that folder exists.
-        resume: go on from the newest checkpoint.
+        resume: go on from a checkpoint.
+        from_step: which one; None is the newest. Newer ones are deleted.
+        leave: called once the state of an interrupted run is on disk, before everything is closed.
 
     Raises:
         asyncio.CancelledError: interrupted; a checkpoint of the last finished step was left.
     """
+    with Interruption(console.print, leave) as interruption:
+        return await _train(config, resume, from_step, console, interruption)
+
+
+async def _train(
+    config: Config, resume: bool, from_step: int | None, console: Console, interruption: Interruption
+) -> dict[str, Any]:
     path = newest_run(Path(config.run_dir)) if resume else free_folder(Path(config.run_dir))
     folder = RunFolder(path)
     config = config.model_copy(update={"run_dir": str(path)})
@@ -41,16 +57,21 @@ async def train(config: Config, *, resume: bool, console: Console) -> dict[str, 
         async with build(config, say=lambda text: progress.phase(text)) as runtime:
             folder.write_json(folder.config, config.model_dump(mode="json"))
             checkpointer = Checkpointer(folder.checkpoints, keep=config.trainer.keep_checkpoints)
-            record = await _restore(runtime, checkpointer, folder, progress) if resume else RunRecord()
+            record = _restore(runtime, checkpointer, folder, from_step) if resume else RunRecord()
             record.cursor = record.cursor or runtime.cursor.state()
             trainer = SyncTrainer(
                 runtime=runtime, folder=folder, checkpointer=checkpointer, record=record, progress=progress
             )
             try:
-                if config.rollout.backend == "remote" and not resume:
-                    await _publish_first(trainer, 0)
-                with _interruptible():
-                    await trainer.run()
+                if record.step or config.rollout.backend == "remote":
+                    await _publish_first(trainer, record.step)
+                if resume:
+                    progress.say(f"resumed after step {record.step}")
+                interruption.training_begins()
+                await trainer.run()
+            except asyncio.CancelledError:  # run() has saved
+                interruption.saved(record.step)
+                raise
             finally:
                 checkpointer.close()
             summary = _conclude(runtime, folder, record, console)
@@ -79,16 +100,13 @@ def newest_run(wanted: Path) -> Path:
     return max(runs, key=lambda p: (p / "checkpoints").stat().st_mtime)
 
 
-async def _restore(runtime: Runtime, checkpointer: Checkpointer, folder: RunFolder, progress: Progress) -> RunRecord:
-    """Puts learner, engine, data order and books back to the newest checkpoint."""
-    step, runtime.learner.state, saved = checkpointer.restore(runtime.learner.state)
+def _restore(runtime: Runtime, checkpointer: Checkpointer, folder: RunFolder, from_step: int | None) -> RunRecord:
+    """Puts learner, data order and books back to a checkpoint."""
+    step, runtime.learner.state, saved = checkpointer.restore(runtime.learner.state, step=from_step)
     record = RunRecord.from_json(saved)
     runtime.cursor.restore(record.cursor)
     runtime.collector.accounting.restore(record.accounting)
-    folder.cut_back(step)
-    progress.say(f"resumed after step {step}")
-    trainer = SyncTrainer(runtime=runtime, folder=folder, checkpointer=checkpointer, record=record, progress=progress)
-    await _publish_first(trainer, step)
+    folder.cut_back(step, evaluated=record.evaluated)
     return record
 
 
@@ -102,31 +120,6 @@ async def _publish_first(trainer: SyncTrainer, version: int) -> None:
         await trainer.publish(version)
     except WeightUpdateError as error:
         raise WeightUpdateError(f"{error}; restart the rollout servers before a run starts or resumes") from error
-
-
-class _interruptible:
-    """Inside, the first Ctrl-C or SIGTERM cancels the current task; a second one kills the process as usual."""
-
-    SIGNALS = (signal.SIGINT, signal.SIGTERM)
-
-    def __enter__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        task = asyncio.current_task()
-        assert task is not None
-
-        def interrupt() -> None:
-            self._restore()
-            task.cancel()
-
-        for number in self.SIGNALS:
-            self._loop.add_signal_handler(number, interrupt)
-
-    def __exit__(self, *_: Any) -> None:
-        self._restore()
-
-    def _restore(self) -> None:
-        for number in self.SIGNALS:
-            self._loop.remove_signal_handler(number)
 
 
 def _conclude(runtime: Runtime, folder: RunFolder, record: RunRecord, console: Console) -> dict[str, Any]:

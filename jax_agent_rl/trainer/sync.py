@@ -20,6 +20,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 
 from jax_agent_rl.learner.checkpoint import Checkpointer
+from jax_agent_rl.learner.gate import UpdateGate
 from jax_agent_rl.learner.step import UpdateResult
 from jax_agent_rl.observe.metrics import RunFolder
 from jax_agent_rl.observe.progress import Progress
@@ -54,53 +55,69 @@ class SyncTrainer:
     clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
-        self._guard = FutilityGuard(self.runtime.config.trainer.max_lost_batches)
+        self._guard = FutilityGuard(self.runtime.config.trainer.max_lost_batches, self.record.lost_batches)
+        self._gate = UpdateGate()
+        self._half_done = False
 
     async def run(self) -> None:
-        """Runs to the end. Cancelling it (Ctrl-C) leaves a checkpoint of the last finished step."""
-        config = self.runtime.config.trainer
+        """Runs to the end. Cancelling it (Ctrl-C, SIGTERM) leaves a checkpoint of the last finished step."""
         begin = self.clock() - self.record.train_seconds
         try:
-            if self.record.accuracy_before is None:
+            if self.record.evaluated < 0:
                 self.record.accuracy_before = await self.evaluate()
                 begin = self.clock()
-            while self.record.step < config.steps:
+            while not await self.reached_target() and self.record.step < self.runtime.config.trainer.steps:
                 await self.train_step(begin)
-                if config.eval_every and self.record.step % config.eval_every == 0:
-                    accuracy = await self.evaluate()
-                    if accuracy is not None and config.target_accuracy and accuracy >= config.target_accuracy:
-                        self.record.accuracy_after = accuracy
-                        break
             self.record.train_seconds = self.clock() - begin
             if self.record.accuracy_after is None:
                 self.record.accuracy_after = await self.evaluate()
         finally:
-            self.save()
+            if not self._half_done:  # else the parameters are those of no step: the checkpoint before stands
+                self.save()
             self.checkpointer.wait()
 
+    async def reached_target(self) -> bool:
+        """Evaluates if ``trainer.eval_every`` says so (and it was not done before a restart), and looks at the goal."""
+        config, step = self.runtime.config.trainer, self.record.step
+        if not step or not config.eval_every or step % config.eval_every or self.record.evaluated == step:
+            return False
+        accuracy = await self.evaluate()
+        if accuracy is None or not config.target_accuracy or accuracy < config.target_accuracy:
+            return False
+        self.record.accuracy_after = accuracy
+        return True
+
     async def train_step(self, begin: float) -> None:
-        """One step of the algorithm. Cancelled while collecting, it undoes itself; after that, it finishes first."""
-        step_began = self.clock()
+        """One step of the algorithm. Cancelled before its first update, it undoes itself; later, it finishes first."""
+        step_began, step_before, self._gate = self.clock(), self.record.step, UpdateGate()
         groups, engine = await self.collect(self.record.step + 1)
         rollout_seconds = self.clock() - step_began
         rest = asyncio.ensure_future(self.finish_step(groups, engine, begin, step_began, rollout_seconds))
         try:
             await asyncio.shield(rest)
         except asyncio.CancelledError:
-            self.progress.say("  interrupted: finishing this learner step before saving")
-            await rest
+            if self._gate.close():
+                rest.cancel()
+                await asyncio.gather(rest, return_exceptions=True)
+            else:
+                self.progress.say("  interrupted: finishing this learner step before saving")
+                await rest
             raise
+        finally:
+            self._half_done = self._gate.passed and self.record.step == step_before
 
     async def finish_step(
         self, groups: list[Group], engine: BackendMetrics, begin: float, step_began: float, rollout_seconds: float
     ) -> None:
         """What follows the rollout: filter, update, publish, record."""
         runtime, record, step = self.runtime, self.record, self.record.step + 1
+        self.checkpointer.check()
         selection = self.filter(groups)
         metrics = await self.learn(selection) if selection.groups else {}
         weight_update_seconds = await self.publish(step) if selection.groups else 0.0
         record.step = step
         record.cursor = runtime.cursor.state()
+        record.lost_batches = self._guard.lost_batches
         record.train_seconds = self.clock() - begin
         record.recompilations = engine.recompilations + self._learner_recompilations()
         record.max_logprob_gap = max(record.max_logprob_gap, metrics.get("logprob_gap_max", 0.0))
@@ -182,8 +199,8 @@ class SyncTrainer:
         self.progress.phase(
             f"step {self.record.step + 1}: learner", lambda: f"{ticks[0]}/{ticks[1] or '?'} micro-batches"
         )
-        learner = self.runtime.learner
-        result = await asyncio.to_thread(learner.update, selection.groups, masked=selection.masked, tick=tick)
+        update = self.runtime.learner.update
+        result = await asyncio.to_thread(update, selection.groups, masked=selection.masked, tick=tick, gate=self._gate)
         self._account(selection, result)
         if not self.record.learner_programs and "loss" in result.metrics:  # not while only a critic learns
             self.record.learner_programs = self.runtime.learner.programs_compiled
@@ -204,6 +221,7 @@ class SyncTrainer:
         """Mean reward on the held-out rows (None if there are none), recorded as a line of metrics."""
         runtime = self.runtime
         if not runtime.heldout:
+            self.record.evaluated = self.record.step
             return None
         config = runtime.config.rollout
         sampling = SamplingParams(max_tokens=config.max_model_len, temperature=config.eval_temperature)
@@ -216,7 +234,7 @@ class SyncTrainer:
         line = evaluation_record(step, groups, seconds=self.clock() - begin)
         self.folder.add_metrics(line)
         self.folder.add_trajectories(step, "heldout", trajectories)
-        self.record.latest_accuracy = line["accuracy"]
+        self.record.latest_accuracy, self.record.evaluated = line["accuracy"], step
         self.progress.say(
             f"  held-out accuracy after step {step}: {line['accuracy']:.1%} of {len(groups)} ({line['seconds']:.0f} s)"
         )
@@ -224,9 +242,8 @@ class SyncTrainer:
 
     def save(self) -> None:
         """A checkpoint of the last finished step, if there is none yet."""
-        if self.record.step:
-            self.record.accounting = self.runtime.collector.accounting.state()
-            self.checkpointer.save(self.record.step, self.runtime.learner.state, self.record.to_json())
+        self.record.accounting = self.runtime.collector.accounting.state()
+        self.checkpointer.save(self.record.step, self.runtime.learner.state, self.record.to_json())
 
     async def _gather(
         self,

@@ -26,9 +26,24 @@ def test_resuming_cuts_back_what_came_after_the_checkpoint(tmp_path: Path):
     for step in (1, 2, 3):
         folder.add_metrics({"kind": "step", "step": step})
         folder.add_trajectories(step, "train", [trajectory([3], [4, 2])])
-    folder.cut_back(2)
+    folder.cut_back(2, evaluated=0)
     assert [r["step"] for r in read_records(folder.metrics)] == [1, 2]
     assert [r["step"] for r in read_records(folder.trajectories)] == [1, 2]
+
+
+def test_an_evaluation_that_will_be_made_again_is_cut_back_too(tmp_path: Path):
+    folder = RunFolder(tmp_path / "run")
+    for step in (0, 2):
+        folder.add_metrics({"kind": "step", "step": step})
+        folder.add_metrics({"kind": "evaluation", "step": step})
+        folder.add_trajectories(step, "heldout", [trajectory([3], [4, 2])])
+    folder.cut_back(2, evaluated=0)
+    assert [(r["kind"], r["step"]) for r in read_records(folder.metrics)] == [
+        ("step", 0),
+        ("evaluation", 0),
+        ("step", 2),
+    ]
+    assert [r["step"] for r in read_records(folder.trajectories)] == [0]
 
 
 def test_a_record_holds_everything_training_used():

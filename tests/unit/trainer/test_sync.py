@@ -60,13 +60,16 @@ class IdleLearner:
     def __init__(self):
         self.groups = []
 
-    def update(self, groups, *, masked, tick):
+    def update(self, groups, *, masked, tick, gate):
         self.groups += groups
         return UpdateResult(metrics={}, skipped=False, rejected=self.rejected)
 
 
 class NoCheckpoints:
     def save(self, step, state, record):
+        pass
+
+    def check(self):
         pass
 
     def wait(self):

@@ -1,0 +1,153 @@
+"""One program for everything, so that an id's log-prob is the same to the bit whoever asks, and in whatever company.
+
+Floating-point sums depend on the order in which a program adds, and a program's order on the shapes it was compiled
+for. Elsewhere prompts are computed in chunks, lanes in buckets, and the learner scores packed rows, each by a program
+of its own: their log-probs differ by rounding, and by how requests happened to arrive. Here a single compiled program,
+steps of ``max_concurrent_decodes`` lanes over whole cache rows, does all of it::
+
+    prompts      fed id by id, the next one forced
+    decoding     fed id by id, the next one sampled
+    scoring      fed id by id, the next one forced, its log-prob kept        (the learner's old log-probs)
+
+A lane's numbers depend on the ids of its own context alone: products run over [out, in] x [in, lanes], which sum over
+``in`` alike for every lane. That is so by construction for what a lane is told of others (nothing), and was tested for
+which lane a context gets. What is given up is speed: prompts take a step per id, and scoring costs about what the
+rollout did (``benchmarks/deterministic.py``). He et al. 2025, "Defeating Nondeterminism in LLM Inference", has the idea
+of batch invariance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jax_agent_rl.errors import ConfigError
+from jax_agent_rl.jetstream import programs
+from jax_agent_rl.jetstream.engine import EngineShapes, Extension, JaxEngine, idle_lanes, make_lanes, pad_lanes
+from jax_agent_rl.jetstream.forward import EngineParams, KVCache
+from jax_agent_rl.models.config import DecoderConfig, Params
+
+ANY_ID = 0
+
+
+class DeterministicEngine(JaxEngine):
+    """An engine with one program.
+
+    Raises:
+        ConfigError: the model is a mixture of experts: its products group ids of all lanes.
+    """
+
+    def __init__(self, config: DecoderConfig, shapes: EngineShapes, **options: Any) -> None:
+        if config.experts is not None:
+            raise ConfigError(
+                f"rollout.deterministic: a {config.family} model's experts compute the ids of all lanes together, so "
+                "what one gets depends on the others; set rollout.deterministic=false"
+            )
+        super().__init__(config, shapes, **options)
+
+    def extend(self, params: EngineParams, cache: KVCache, extensions: Sequence[Extension]) -> KVCache:
+        """Feeds ids into rows, one by one."""
+        waiting = [extension for extension in extensions if len(extension.ids)]
+        for some in _batches(waiting, self.max_concurrent_decodes):
+            cache, _ = self.force(params, cache, some, temperature=1.0)
+        return cache
+
+    def decode(
+        self, params: EngineParams, cache: KVCache, lanes: programs.Lanes, steps: int, exit_after: int
+    ) -> tuple[KVCache, np.ndarray, np.ndarray]:
+        """As :meth:`JaxEngine.decode`."""
+        forced = np.full((self.shapes.decode_steps, self.max_concurrent_decodes), -1, np.int32)
+        return self._run(params, cache, lanes, np.array([steps, exit_after], np.int32), forced)
+
+    def force(
+        self, params: EngineParams, cache: KVCache, extensions: Sequence[Extension], *, temperature: float
+    ) -> tuple[KVCache, list[np.ndarray]]:
+        """Feeds ids into rows, at most ``max_concurrent_decodes`` of them.
+
+        Returns:
+            the cache, and for each extension of n ids float32 [n - 1]: the log-prob of every id but the first.
+        """
+        scored: list[list[np.ndarray]] = [[] for _ in extensions]
+        for done in range(0, max((len(e.ids) for e in extensions), default=0), self.shapes.decode_steps):
+            lanes, forced = self._forced_lanes([e.after(min(done, len(e.ids))) for e in extensions], temperature)
+            limits = np.array([self.shapes.decode_steps, len(extensions) + 1], np.int32)
+            cache, ids, log_probs = self._run(params, cache, lanes, limits, forced)
+            for lane, own in enumerate(scored):
+                own.append(log_probs[ids[:, lane] >= 0, lane])
+        return cache, [np.concatenate(own)[: len(e.ids) - 1] for own, e in zip(scored, extensions, strict=True)]
+
+    def warm_up(self, params: EngineParams, cache: KVCache, progress: Any = None) -> KVCache:
+        """Compiles (and runs once) the program."""
+        lanes = idle_lanes(self.max_concurrent_decodes, 0)
+        cache, _, _ = self.decode(params, cache, lanes, self.shapes.decode_steps, 1)
+        cache = self.copy_row(cache, 0, 0)
+        if progress:
+            progress(1, 1)
+        self.table.end_warm_up()
+        return cache
+
+    def _forced_lanes(self, rest: Sequence[Extension], temperature: float) -> tuple[programs.Lanes, np.ndarray]:
+        steps = self.shapes.decode_steps
+        lanes = make_lanes(len(rest))
+        forced = np.full((steps, self.max_concurrent_decodes), -1, np.int32)
+        for lane, extension in enumerate(rest):
+            following = [*extension.ids[1 : steps + 1], ANY_ID][:steps]  # what follows the last one is not read
+            forced[: len(following), lane] = following
+            lanes.rows[lane] = extension.row
+            lanes.tokens[lane] = extension.ids[0] if len(extension.ids) else ANY_ID
+            lanes.positions[lane] = extension.start
+            lanes.remaining[lane] = len(extension.ids)
+            lanes.temperature[lane] = temperature
+        return lanes, forced
+
+    def _run(
+        self, params: EngineParams, cache: KVCache, lanes: programs.Lanes, limits: np.ndarray, forced: np.ndarray
+    ) -> tuple[KVCache, np.ndarray, np.ndarray]:
+        count, span = len(lanes.rows), self.shapes.cache_length
+        program = programs.decode_program(self.config, self.shapes.decode_steps, span)
+        padded = pad_lanes(lanes, self.max_concurrent_decodes - count, unused_row=cache.rows)
+        key = ("deterministic", cache.rows)
+        cache, out = self.table.call(key, program, (1,), params, cache, padded, limits, forced)
+        ids, bits = np.asarray(out)[:, :, :count]
+        return cache, ids, bits.view(np.float32)
+
+
+class DeterministicScorer:
+    """The learner's side: log-probs of finished contexts, by the very program they were sampled by.
+
+    Args:
+        model, shapes, dtype, table: those of the run's engine; the table holds the compiled program.
+        temperature: the rollout's.
+    """
+
+    def __init__(
+        self,
+        model: DecoderConfig,
+        shapes: EngineShapes,
+        *,
+        dtype: Any,
+        table: programs.ProgramTable,
+        temperature: float,
+    ) -> None:
+        self._engine = DeterministicEngine(model, shapes, dtype=dtype, table=table)
+        self._temperature = temperature
+
+    def __call__(self, params: Params, contexts: Sequence[Sequence[int]]) -> list[np.ndarray]:
+        """For each context of n ids float32 [n - 1]: the log-prob of every id but the first."""
+        weights = self._engine.load_params(params)
+        # Of the engine's size, because the program is compiled for that; gone when this returns.
+        cache = self._engine.init_cache()
+        scored: list[np.ndarray] = []
+        order = sorted(range(len(contexts)), key=lambda i: len(contexts[i]))  # alike lengths together
+        for some in _batches(order, min(self._engine.max_concurrent_decodes, cache.rows)):
+            rows = [Extension(row, 0, np.asarray(contexts[i], np.int32)) for row, i in enumerate(some)]
+            cache, own = self._engine.force(weights, cache, rows, temperature=self._temperature)
+            scored += own
+        placed = dict(zip(order, scored, strict=True))
+        return [placed[i] for i in range(len(contexts))]
+
+
+def _batches(items: Sequence[Any], size: int) -> list[Sequence[Any]]:
+    return [items[i : i + size] for i in range(0, len(items), size)]

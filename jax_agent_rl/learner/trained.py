@@ -1,0 +1,70 @@
+"""What of a model is trained: all of it, or adapters over it. The learner reads either through the same functions."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jax_agent_rl.config import LearnerConfig
+from jax_agent_rl.learner.lora import frozen_base, joined, merged, new_adapters
+from jax_agent_rl.learner.precision import compute_params
+from jax_agent_rl.learner.sharding import adapter_shardings, parameter_shardings
+from jax_agent_rl.learner.trainable import View
+from jax_agent_rl.models.config import DecoderConfig, Params
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """Parameters at the start of a run, and how they become a model.
+
+    Attributes:
+        params: the trained ones, float32.
+        shardings: theirs.
+        frozen: the others; empty if all are trained.
+        view: what a forward pass reads, from (trained, frozen).
+        whole: the model in float32, from (trained, frozen).
+    """
+
+    params: Params
+    shardings: Any
+    frozen: Params
+    view: View
+    whole: Callable[[Params, Params], Params]
+
+    @classmethod
+    def of(cls, model: DecoderConfig, params: Params, config: LearnerConfig, *, mesh: Mesh) -> Trained:
+        """Everything, or with ``learner.lora`` its adapters.
+
+        Raises:
+            ConfigError: the mesh does not divide a parameter, or the model lacks a target.
+        """
+        dtype, lora = config.compute_dtype, config.lora
+        shardings = parameter_shardings(mesh, model.parameter_shapes())
+        if lora is None:
+            view = functools.partial(plain_view, dtype=dtype)
+            return cls(params=params, shardings=shardings, frozen={}, view=view, whole=lambda trained, _: trained)
+        adapters = new_adapters(lora, model)
+        placed = jax.tree.map(jax.device_put, params, shardings)
+        return cls(
+            params=adapters,
+            shardings=adapter_shardings(mesh, adapters),
+            frozen=jax.jit(lambda x: frozen_base(lora, model, x, dtype))(placed),
+            view=lambda trained, frozen: joined(lora, trained, frozen, dtype),
+            whole=jax.jit(functools.partial(merged, lora), out_shardings=shardings),
+        )
+
+    def reference(self) -> tuple[Params, Params]:
+        """A copy of what is trained, as it is now, and what is frozen: new adapters are the model itself."""
+        copy = jax.jit(lambda x: jax.tree.map(jnp.copy, x), out_shardings=self.shardings)
+        return copy(self.params), self.frozen
+
+
+def plain_view(trained: Params, _: Params, *, dtype: str) -> Params:
+    """All parameters in the compute type."""
+    return compute_params(trained, dtype)

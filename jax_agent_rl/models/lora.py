@@ -1,0 +1,75 @@
+"""A linear weight with a low-rank adapter, W + scale B A, not multiplied out (Hu et al. 2021, LoRA, arXiv 2106.09685).
+
+The base may be quantised (Dettmers et al. 2023, QLoRA, arXiv 2305.14314); it is then restored layer by layer, where it
+is used.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from jax_agent_rl.errors import ConfigError
+
+TILE = 32  # values that share one scale
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Adapted:
+    """``base + scale * b @ a``; with a leading axis over layers everywhere when stacked.
+
+    Attributes:
+        base: [out, in], an array or one that :func:`quantize` made.
+        a: [r, in].
+        b: [out, r].
+        scale: alpha / r.
+    """
+
+    base: Any
+    a: jax.Array
+    b: jax.Array
+    scale: float = field(metadata={"static": True})
+
+    def apply(self, x: jax.Array) -> jax.Array:
+        """``x @ (base + scale b a).T`` for x [N, in]."""
+        low = jnp.einsum("nd,rd->nr", x, self.a)
+        plain = jnp.einsum("nd,od->no", x, restore(self.base).astype(x.dtype))
+        return plain + jnp.einsum("nr,or->no", low, self.b) * self.scale
+
+    def merged(self) -> jax.Array:
+        """float32 [L, out, in] of a stack."""
+        low_rank = jnp.einsum("lor,lri->loi", self.b, self.a, preferred_element_type=jnp.float32)
+        return restore(self.base).astype(jnp.float32) + self.scale * low_rank
+
+
+def quantize(weight: jax.Array, kind: Literal["int8", "nf4"]) -> Any:
+    """A stack [L, out, in] in 8 or 4 bits, a scale for each 32 values along ``in``.
+
+    Raises:
+        ConfigError: qwix is not installed, or ``in`` is not a multiple of 32.
+    """
+    try:
+        import qwix
+    except ImportError:
+        raise ConfigError(
+            f"learner.lora.quantize={kind} needs the package qwix: pip install 'jax_agent_rl[qlora]'"
+        ) from None
+    if weight.shape[-1] % TILE:
+        raise ConfigError(
+            f"learner.lora.quantize={kind}: a weight of {weight.shape[-1]} inputs does not divide into tiles of {TILE}"
+            "; set learner.lora.quantize=none for this model"
+        )
+    return qwix.quantize(weight, kind, channelwise_axes=[0, 1], tiled_axes={2: TILE})
+
+
+def restore(weight: Any) -> jax.Array:
+    """The floats of a weight, quantised or not."""
+    if isinstance(weight, jax.Array):
+        return weight
+    import qwix
+
+    return qwix.dequantize(weight)

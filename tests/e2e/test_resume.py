@@ -1,0 +1,87 @@
+"""A run that was killed and resumed is, to the bit, the run that never was."""
+
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+from jax_agent_rl.observe.metrics import read_records
+from tests.tiny_run import tiny_recipe
+
+COMMAND = [sys.executable, "-u", "-m", "jax_agent_rl.cli", "train"]
+STEPS, BEFORE = 20, 10
+# Parts of names of metrics that are wall time, or count what depends on it: which requests arrived together.
+TIMES = ("seconds", "per_second", "busy_share", "prefill_tokens", "cached_tokens")
+
+PPO = {
+    "adv_estimator": "gae",
+    "kl": {"where": "loss", "coef": 0.05, "controller": "adaptive", "target": 0.001, "horizon": 50},
+}
+ALGORITHMS = {"grpo": {}, "ppo with a critic and adaptive KL": PPO}
+
+
+def train(recipe: Path, *arguments: str) -> None:
+    result = subprocess.run([*COMMAND, str(recipe), *arguments], capture_output=True, text=True, timeout=200)
+    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-2000:]
+
+
+def train_until_killed(recipe: Path, seed: int) -> None:
+    """Starts a run and kills it at a random moment of one of the steps 11 to 14 (of the evaluation before, perhaps)."""
+    chance = random.Random(seed)
+    last = chance.randint(BEFORE, BEFORE + 3)
+    process = subprocess.Popen([*COMMAND, str(recipe)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.split()[:1] == [f"{last}/{STEPS}"]:
+            break
+    try:
+        process.wait(timeout=chance.uniform(0, 0.3))  # the random moment; nothing waits for it
+    except subprocess.TimeoutExpired:
+        pass
+    process.kill()
+    process.stdout.close()
+    assert process.wait() == -signal.SIGKILL, "it was over before it was killed"
+
+
+def final_state(run: Path) -> dict[str, np.ndarray]:
+    """Every array of the last checkpoint: parameters, optimizer moments, critic, KL coefficient, counters."""
+    tree = ocp.PyTreeCheckpointer().restore(run / "checkpoints" / str(STEPS) / "state")
+    return {jax.tree_util.keystr(path): np.asarray(x) for path, x in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def without_times(record: dict[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in record.items() if not any(part in k for part in TIMES) and k not in ("metrics", "turns")}
+
+
+@pytest.mark.parametrize(("algorithm", "seed"), [("grpo", 1), ("ppo with a critic and adaptive KL", 2)])
+def test_twenty_steps_are_ten_a_kill_and_ten_more(tmp_path: Path, algorithm: str, seed: int):
+    runs = {}
+    for name in ("whole", "killed"):
+        recipe = tiny_recipe(
+            tmp_path / name,
+            algorithm={"filter_zero_variance": False, **ALGORITHMS[algorithm]},
+            trainer={"steps": STEPS, "checkpoint_every": 5, "eval_every": 5},
+            rollout={"deterministic": True},  # else log-probs may depend on which requests happened to arrive together
+        )
+        runs[name] = tmp_path / name / "run"
+        if name == "killed":
+            train_until_killed(recipe, seed)
+            assert not (runs[name] / "summary.json").exists()
+            train(recipe, "--resume")
+        else:
+            train(recipe)
+
+    whole, killed = final_state(runs["whole"]), final_state(runs["killed"])
+    assert whole.keys() == killed.keys() and len(whole) > 30
+    assert [name for name in whole if whole[name].tobytes() != killed[name].tobytes()] == []
+    for file in ("metrics.jsonl", "trajectories.jsonl"):
+        expected, got = ([without_times(r) for r in read_records(run / file)] for run in runs.values())
+        assert expected == got, file
+    assert len([r for r in read_records(runs["killed"] / "metrics.jsonl") if r["kind"] == "step"]) == STEPS

@@ -1,0 +1,79 @@
+"""``jax-agent-rl train`` that stops for ever in a named phase: a program of tests that interrupt it there.
+
+It prints ``HERE`` and waits. What it waits in is what cannot be interrupted in real runs: a compiler's or a transfer's
+thread, or a coroutine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from jax_agent_rl import cli
+from jax_agent_rl.jetstream import engine
+from jax_agent_rl.learner import checkpoint, objective, step
+from jax_agent_rl.rollout.collect import RolloutCollector
+
+phase, when = os.environ["STALL_PHASE"], int(os.environ["STALL_WHEN"])
+calls = 0
+
+
+def here() -> bool:
+    """Whether this is the call to stop in; says so."""
+    global calls
+    calls += 1
+    if calls == when:
+        print("HERE", flush=True)
+    return calls == when
+
+
+def blocking(function: Callable[..., Any]) -> Callable[..., Any]:
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if here():
+            threading.Event().wait()
+        return function(*args, **kwargs)
+
+    return wrapped
+
+
+def saving(save: Callable[..., None]) -> Callable[..., None]:
+    """Says so when arrays are on their way to disk, and goes on: a save must be finished."""
+
+    def wrapped(*args: Any, **kwargs: Any) -> None:
+        save(*args, **kwargs)
+        here()
+
+    return wrapped
+
+
+def waiting(label: str) -> None:
+    collect = RolloutCollector._run_or_reason
+
+    async def wrapped(self: RolloutCollector, job: Any) -> Any:
+        if job.trajectory_id.startswith(label) and here():
+            await asyncio.Event().wait()
+        return await collect(self, job)
+
+    RolloutCollector._run_or_reason = wrapped
+
+
+match phase:
+    case "compile the engine":
+        engine.JaxEngine._extend = blocking(engine.JaxEngine._extend)
+    case "compile the learner":
+        step.policy_loss = blocking(objective.policy_loss)  # called while it is traced
+    case "rollout":
+        waiting("train-")
+    case "evaluate":
+        waiting("heldout-")
+    case "train":
+        step.Learner._train = blocking(step.Learner._train)
+    case "save":
+        checkpoint.Checkpointer.save = saving(checkpoint.Checkpointer.save)
+
+sys.argv = ["jax-agent-rl", "train", *sys.argv[1:]]
+cli.main()

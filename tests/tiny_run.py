@@ -1,0 +1,60 @@
+"""A whole run in seconds: a random model of 400 ids that writes noise, scored by how long the noise is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from jax_agent_rl.models.hf import save_hf
+from tests.tiny_chat import CONFIG, params, tokenizer
+
+REWARD = """
+from jax_agent_rl.rewards import register_reward
+
+@register_reward("noise")
+def compute_score(solution_str, ground_truth):
+    return float(len(solution_str) % 3 == int(ground_truth))
+"""
+WORDS = "what is one plus two the answer three add numbers here".split()
+
+
+def tiny_model(folder: Path) -> Path:
+    """Writes weights, config and tokenizer; returns the folder."""
+    save_hf(folder, CONFIG, params())
+    tokenizer().save_pretrained(folder)
+    return folder
+
+
+def tiny_recipe(folder: Path, **sections: dict[str, Any]) -> Path:
+    """Writes model, rows, reward function and configuration; ``run_dir`` is ``folder / "run"``. Returns the YAML."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = [
+        {
+            "data_source": "noise",
+            "prompt": [{"role": "user", "content": " ".join(WORDS[i % 7 : i % 7 + 4])}],
+            "reward_model": {"ground_truth": str(i % 3)},
+        }
+        for i in range(11)
+    ]
+    for name, part in (("train", rows), ("heldout", rows[:3])):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+    (folder / "reward.py").write_text(REWARD)
+    tree: dict[str, dict[str, Any]] = {
+        "model": {"path": str(tiny_model(folder / "model"))},
+        "data": {"train": str(folder / "train.jsonl"), "heldout": str(folder / "heldout.jsonl")},
+        "reward": {"path": str(folder / "reward.py")},
+        "agent": {"tool_format": "hermes", "max_prompt_length": 32, "max_response_length": 16},
+        "rollout": {"prompts_per_step": 2, "group_size": 4, "max_in_flight": 8, "max_model_len": 64},
+        "learner": {"row_length": 64, "learning_rate": 1e-3},
+        "algorithm": {"filter_zero_variance": False},
+        "trainer": {"steps": 4, "checkpoint_every": 1},
+    }
+    tree["rollout"]["jetstream"] = {"max_concurrent_decodes": 8, "prefill_buckets": [32], "decode_steps": 4}
+    for name, section in sections.items():
+        tree[name] = {**tree.get(name, {}), **section}
+    file = folder / "recipe.yaml"
+    file.write_text(yaml.safe_dump({"run_dir": str(folder / "run"), **tree}))
+    return file

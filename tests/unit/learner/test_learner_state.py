@@ -1,0 +1,146 @@
+"""A learner's whole state through a checkpoint: critic, KL controller and counters; other meshes; gates."""
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from jax_agent_rl.config import AlgorithmConfig, CriticConfig, LearnerConfig
+from jax_agent_rl.errors import CheckpointError
+from jax_agent_rl.learner.checkpoint import Checkpointer
+from jax_agent_rl.learner.gate import UpdateAbandoned, UpdateGate
+from jax_agent_rl.learner.step import Learner
+from tests.tiny import TINY, tiny_params
+from tests.trajectories import random_groups
+
+PPO = {
+    "adv_estimator": "gae",
+    "kl": {"where": "loss", "coef": 0.1, "controller": "adaptive", "target": 1e-4, "horizon": 50},
+}
+
+
+def ppo(**changes) -> Learner:
+    return Learner(
+        TINY,
+        tiny_params(),
+        algorithm=AlgorithmConfig(**PPO),
+        config=LearnerConfig(**{"learning_rate": 1e-2, "row_length": 64, "remat": "none"} | changes),
+        temperature=1.0,
+        critic=CriticConfig(learning_rate=1e-2),
+    )
+
+
+def leaves(made: Learner) -> list[bytes]:
+    return [np.asarray(x).tobytes() for x in jax.tree.leaves(made.state)]
+
+
+def test_a_restored_learner_takes_the_very_same_steps(tmp_path: Path):
+    made, other = ppo(), ppo()
+    for seed in (0, 1):
+        made.update(random_groups(seed))
+    assert float(made.state.kl_coef) != np.float32(0.1), "the controller must have moved for this to prove something"
+    checkpointer = Checkpointer(tmp_path / "c", keep=1)
+    checkpointer.save(2, made.state, {})
+    checkpointer.wait()
+    made.update(random_groups(2))
+    _, other.state, _ = checkpointer.restore(other.state)
+    checkpointer.close()
+    result = other.update(random_groups(2))
+    assert leaves(other) == leaves(made)
+    assert result.metrics["kl_coef"] == float(made.state.kl_coef)
+
+
+def test_a_checkpoint_with_a_critic_does_not_fit_a_learner_without(tmp_path: Path):
+    checkpointer = Checkpointer(tmp_path / "c", keep=1)
+    checkpointer.save(1, ppo().state, {})
+    checkpointer.wait()
+    config = LearnerConfig(row_length=64)
+    plain = Learner(TINY, tiny_params(), algorithm=AlgorithmConfig(), config=config, temperature=1.0)
+    with pytest.raises(CheckpointError, match="does not fit.*critic.*missing here"):
+        checkpointer.restore(plain.state)
+    checkpointer.close()
+
+
+def test_a_closed_gate_keeps_the_state_to_the_bit_and_its_buffers_alive():
+    made = ppo()
+    made.update(random_groups(0))
+    before, gate = leaves(made), UpdateGate()
+    assert gate.close()
+    with pytest.raises(UpdateAbandoned):
+        made.update(random_groups(1), gate=gate)
+    assert leaves(made) == before
+
+
+def test_a_gate_that_an_update_has_passed_cannot_be_closed():
+    gate = UpdateGate()
+    ppo().update(random_groups(1), gate=gate)
+    assert gate.passed and not gate.close()
+
+
+def test_closing_waits_for_an_update_that_is_under_way():
+    gate, inside, finish = UpdateGate(), threading.Event(), threading.Event()
+    done = []
+
+    def update() -> None:
+        with gate.update():
+            inside.set()
+            finish.wait()
+            done.append(True)
+
+    worker = threading.Thread(target=update)
+    worker.start()
+    inside.wait()
+    closer = threading.Thread(target=lambda: done.append(gate.close()))
+    closer.start()
+    finish.set()
+    worker.join()
+    closer.join()
+    assert done == [True, False]
+
+
+MESHES = """
+import sys, pathlib, numpy as np, jax
+from dataclasses import replace
+from jax_agent_rl.config import AlgorithmConfig, LearnerConfig
+from jax_agent_rl.learner.checkpoint import Checkpointer
+from jax_agent_rl.learner.step import Learner
+from tests.tiny import TINY, tiny_params
+from tests.trajectories import random_groups
+
+model = replace(TINY, vocab_size=96)
+def learner(mesh):
+    config = LearnerConfig(learning_rate=1e-3, row_length=64, mesh=mesh)
+    algorithm = AlgorithmConfig(adv_estimator="gae")
+    return Learner(model, tiny_params(config=model), algorithm=algorithm, config=config, temperature=1.0)
+
+made = learner({"fsdp": 4, "tensor": 2})
+made.update(random_groups(0, vocabulary=96))
+saved = [np.asarray(x) for x in jax.tree.leaves(made.state)]
+checkpointer = Checkpointer(pathlib.Path(sys.argv[1]), keep=1)
+checkpointer.save(1, made.state, {})
+checkpointer.wait()
+made.update(random_groups(1, vocabulary=96))
+for mesh in ({}, {"data": 8}, {"data": 2, "fsdp": 2, "tensor": 2}):
+    other = learner(mesh)
+    like = other.state
+    _, other.state, _ = checkpointer.restore(like)
+    for x, y, wanted in zip(saved, jax.tree.leaves(other.state), jax.tree.leaves(like), strict=True):
+        np.testing.assert_array_equal(x, np.asarray(y))
+        assert y.sharding == wanted.sharding
+    other.update(random_groups(1, vocabulary=96))
+    for x, y in zip(jax.tree.leaves(made.params), jax.tree.leaves(other.params), strict=True):
+        np.testing.assert_allclose(np.asarray(x), np.asarray(y), atol=2e-5)
+print("the same on", jax.device_count(), "devices")
+"""
+
+
+def test_a_checkpoint_restores_onto_other_meshes(tmp_path: Path):
+    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "PYTHONPATH": os.getcwd()}
+    command = [sys.executable, "-c", MESHES, str(tmp_path / "c")]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
+    assert "the same on 8 devices" in result.stdout, result.stderr[-2000:]

@@ -1,0 +1,154 @@
+"""Adapters: the right gradients, a base that never changes, what engines and PEFT get."""
+
+import json
+import os
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_agent_rl.config import AlgorithmConfig, LearnerConfig
+from jax_agent_rl.config_base import LoraConfig
+from jax_agent_rl.errors import ConfigError
+from jax_agent_rl.learner.checkpoint import Checkpointer
+from jax_agent_rl.learner.lora import joined, merged, new_adapters
+from jax_agent_rl.learner.peft import save_peft
+from jax_agent_rl.learner.step import Learner
+from jax_agent_rl.models.config import DecoderConfig, Experts, Params
+from jax_agent_rl.models.decoder import hidden_states, logits
+from jax_agent_rl.models.hf import save_hf
+from tests.tiny import TINY, full_logits, tiny_params
+from tests.trajectories import random_groups
+
+LORA = LoraConfig(rank=3, alpha=6.0)
+
+
+def learner(lora: dict | None = None, **algorithm) -> Learner:
+    settings = {"rank": 3, "alpha": 6.0} | (lora or {})
+    config = LearnerConfig(learning_rate=1e-2, row_length=64, remat="none", lora=settings)
+    return Learner(TINY, tiny_params(), algorithm=AlgorithmConfig(**algorithm), config=config, temperature=1.0)
+
+
+def drawn_adapters() -> Params:
+    """Adapters whose ``b`` is not zero."""
+    rng = np.random.default_rng(4)
+    adapters = new_adapters(LORA, TINY)
+    return jax.tree.map(lambda x: jnp.asarray(rng.standard_normal(x.shape) * 0.1, jnp.float32), adapters)
+
+
+def test_an_adapted_model_computes_what_the_merged_one_does():
+    params, adapters = tiny_params(), drawn_adapters()
+    ids = np.random.default_rng(0).integers(3, 97, 20)
+    ends = jnp.full((1, 20), 20, jnp.int32)
+    adapted = joined(LORA, adapters, params, "float32")
+    got = logits(adapted, hidden_states(TINY, adapted, ids[None], jnp.arange(20)[None], ends))[0]
+    expected = full_logits(merged(LORA, adapters, params), ids.tolist())
+    np.testing.assert_allclose(got, expected, atol=5e-4 * np.abs(expected).max())
+    assert np.abs(expected - full_logits(params, ids.tolist())).max() > 0.1
+
+
+def test_gradients_are_those_of_torch_in_float64():
+    torch = pytest.importorskip("torch")
+    rng = np.random.default_rng(1)
+    x, w, a, b = (rng.standard_normal(shape) for shape in ((7, 8), (5, 8), (3, 8), (5, 3)))
+    target = rng.standard_normal((7, 5))
+
+    from jax_agent_rl.models.layers import linear
+    from jax_agent_rl.models.lora import Adapted
+
+    def loss(ab: tuple[jax.Array, jax.Array]) -> jax.Array:
+        return jnp.mean(jnp.square(linear(jnp.float32(x), Adapted(jnp.float32(w), *ab, scale=2.0)) - target))
+
+    got = jax.grad(loss)((jnp.float32(a), jnp.float32(b)))
+    ta, tb = (torch.tensor(v, requires_grad=True) for v in (a, b))
+    out = torch.tensor(x) @ (torch.tensor(w) + 2.0 * tb @ ta).T
+    torch.mean((out - torch.tensor(target)) ** 2).backward()
+    for mine, theirs in zip(got, (ta.grad, tb.grad), strict=True):
+        np.testing.assert_allclose(mine, theirs.numpy(), rtol=2e-5, atol=1e-6)
+
+
+def leaves_of(tree) -> list[bytes]:
+    return [np.asarray(x).tobytes() for x in jax.tree.leaves(tree)]
+
+
+@pytest.mark.parametrize("quantize", ["none", "int8", "nf4"])
+def test_only_adapters_change_and_have_optimizer_state(quantize: str):
+    if quantize != "none":
+        pytest.importorskip("qwix")
+    targets = ("q_proj", "v_proj", "up_proj")  # of 32 inputs each: whole tiles
+    made = learner({"quantize": quantize, "targets": targets})
+    base = leaves_of(made._policy.frozen)
+    whole = np.asarray(made.params["layers"]["q"])
+    for _ in range(2):
+        assert not made.update(random_groups(0)).skipped
+    assert leaves_of(made._policy.frozen) == base
+    assert not np.array_equal(np.asarray(made.params["layers"]["q"]), whole)
+    np.testing.assert_array_equal(made.params["layers"]["down"], tiny_params()["layers"]["down"])
+    shapes = {x.shape for x in jax.tree.leaves(made.state)}
+    assert shapes == {(), (3, 3, 32), (3, 32, 3), (3, 16, 3), (3, 48, 3)}
+
+
+@pytest.mark.parametrize(("quantize", "error"), [("int8", 0.01), ("nf4", 0.2)])
+def test_a_quantised_base_is_near_the_model(quantize: str, error: float):
+    pytest.importorskip("qwix")
+    made = learner({"quantize": quantize, "targets": ("q_proj",)})
+    exact, rough = tiny_params()["layers"]["q"], made.params["layers"]["q"]
+    distance = np.abs(np.asarray(exact) - np.asarray(rough)).max() / np.abs(np.asarray(exact)).max()
+    assert 0 < distance < error
+    stored = made._policy.frozen["layers"]["q"]
+    assert stored.qvalue.dtype == {"int8": jnp.int8, "nf4": jnp.uint4}[quantize]
+
+
+def test_new_adapters_are_the_model_itself_and_the_reference():
+    made = learner(kl={"where": "reward", "coef": 0.1})
+    for a, b in zip(jax.tree.leaves(made.params), jax.tree.leaves(tiny_params()), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert made.update(random_groups(0)).metrics["kl_reference"] == pytest.approx(0.0, abs=1e-7)
+    assert made.update(random_groups(0)).metrics["kl_reference"] > 1e-6
+
+
+def test_a_checkpoint_of_adapters_restores(tmp_path: Path):
+    made, other = learner(), learner()
+    made.update(random_groups(0))
+    checkpointer = Checkpointer(tmp_path / "c", keep=1)
+    checkpointer.save(1, made.state, {})
+    checkpointer.wait()
+    _, other.state, _ = checkpointer.restore(other.state)
+    checkpointer.close()
+    made.update(random_groups(1))
+    other.update(random_groups(1))
+    assert leaves_of(made.params) == leaves_of(other.params)
+
+
+def test_the_files_load_in_peft_and_give_the_merged_models_logits(tmp_path: Path):
+    peft = pytest.importorskip("peft")
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    params, adapters = tiny_params(), drawn_adapters()
+    save_hf(tmp_path / "base", TINY, params)
+    save_peft(tmp_path / "adapter", LORA, TINY, adapters, base=str(tmp_path / "base"))
+    model = peft.PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "adapter"
+    )
+    ids = np.random.default_rng(2).integers(3, 97, 12).tolist()
+    with torch.no_grad():
+        theirs = model(torch.tensor([ids])).logits[0].numpy()
+    mine = full_logits(merged(LORA, adapters, params), ids)
+    np.testing.assert_allclose(mine, theirs, atol=2e-4 * np.abs(theirs).max())
+    written = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert written["r"] == 3 and written["base_model_name_or_path"] == os.fspath(tmp_path / "base")
+
+
+def test_bad_settings_are_refused_with_the_fix():
+    pytest.importorskip("qwix")
+    with pytest.raises(ConfigError, match="tiles of 32; set learner.lora.quantize=none"):
+        learner({"quantize": "int8", "targets": ("down_proj",)})  # 48 inputs
+    with pytest.raises(ValueError, match="names a layer twice"):
+        LoraConfig(targets=("q_proj", "q_proj"))
+    experts = Experts(count=4, per_token=2, intermediate_size=16, normalize=True)
+    mixture = DecoderConfig(**{**vars(TINY), "family": "qwen3_moe", "experts": experts})
+    with pytest.raises(ConfigError, match="has no gate_proj, up_proj, down_proj"):
+        new_adapters(LORA, mixture)

@@ -1,0 +1,104 @@
+"""bfloat16 products over float32 master weights: near the float32 gradient, and no update is too small to count."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_agent_rl.config import AlgorithmConfig, LearnerConfig
+from jax_agent_rl.config_base import OptimizerSection
+from jax_agent_rl.learner.batch import pack
+from jax_agent_rl.learner.objective import objective_config, target_logprobs
+from jax_agent_rl.learner.precision import compute_params
+from jax_agent_rl.learner.sharding import make_mesh, replicated
+from jax_agent_rl.learner.step import Learner
+from jax_agent_rl.learner.trainable import Trainable
+from jax_agent_rl.models.config import Params
+from tests.tiny import TINY, logprobs_of, tiny_params
+from tests.trajectories import random_groups
+
+
+def learner(dtype: str, **algorithm) -> Learner:
+    config = LearnerConfig(learning_rate=1e-3, row_length=64, remat="none", compute_dtype=dtype)
+    return Learner(TINY, tiny_params(), algorithm=AlgorithmConfig(**algorithm), config=config, temperature=1.0)
+
+
+def gradient(made: Learner) -> Params:
+    (mini,), experience = made._prepare(random_groups(0))
+    return made._policy.gradients(made._place(made._with_terms(mini, experience).of_policy))[0]
+
+
+def test_bfloat16_gradients_are_near_those_of_float32_and_are_summed_in_float32():
+    exact, rough = gradient(learner("float32")), gradient(learner("bfloat16"))
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(exact), jax.tree.leaves(rough), strict=True):
+        assert b.dtype == jnp.float32
+        a, b = np.asarray(a).ravel(), np.asarray(b).ravel()
+        name = jax.tree_util.keystr(path)
+        assert not np.array_equal(a, b), f"{name}: nothing was computed in bfloat16"
+        assert np.dot(a, b) / np.linalg.norm(a) / np.linalg.norm(b) > 0.98, name
+        assert 0.85 < np.linalg.norm(b) / np.linalg.norm(a) < 1.15, name
+
+
+def test_float32_computes_with_the_very_parameters():
+    params = tiny_params()
+    for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(compute_params(params, "float32")), strict=True):
+        assert a is b
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_parameters_optimizer_and_logprobs_are_float32_in_either(dtype: str):
+    made = learner(dtype, adv_estimator="gae")
+    made.update(random_groups(0))
+    for path, x in jax.tree_util.tree_leaves_with_path(made.state):
+        assert x.dtype in (jnp.float32, jnp.int32), jax.tree_util.keystr(path)
+    objective = objective_config(AlgorithmConfig(), LearnerConfig(), 1.0)
+    (arrays,) = pack(random_groups(0)[0].trajectories, row_length=64)[0].micro_batches(1)
+    logprob, entropy = target_logprobs(TINY, objective, compute_params(made.params, dtype), arrays)
+    assert logprob.dtype == entropy.dtype == jnp.float32
+
+
+def steps_of(params: Params, view, count: int) -> np.ndarray:
+    """Many updates, each far smaller than a bfloat16 step, that all point the same way."""
+    everywhere = replicated(make_mesh(LearnerConfig().mesh))
+
+    def loss(params: Params, batch: dict) -> tuple[jax.Array, dict]:
+        return jnp.sum(params["w"].astype(jnp.float32)), {"sum": {}, "max": {}}
+
+    made = Trainable(
+        params,
+        frozen={},
+        view=view,
+        shardings={"w": everywhere},
+        everywhere=everywhere,
+        optimizer=OptimizerSection(learning_rate=1e-5),
+        loss=loss,
+    )
+    for _ in range(count):
+        made.apply(made.gradients([{}])[0])
+    return np.asarray(made.state.params["w"], np.float64)
+
+
+def test_updates_too_small_for_bfloat16_add_up_in_the_master_weights():
+    mixed = steps_of({"w": jnp.ones(4)}, lambda params, _: compute_params(params, "bfloat16"), 300)
+    np.testing.assert_allclose(mixed, 1 - 300 * 1e-5, atol=1e-4)  # Adam's steps are of the learning rate's size
+    pure = steps_of({"w": jnp.ones(4, jnp.bfloat16)}, lambda params, _: params, 300)
+    np.testing.assert_array_equal(pure, 1.0, "pure bfloat16 loses every one of them")
+
+
+def test_training_in_bfloat16_raises_the_probability_of_what_was_rewarded():
+    groups = random_groups(3)
+    good, bad = ([t for g in groups for t in g.trajectories if bool(t.reward) is wanted] for wanted in (True, False))
+    made = learner("bfloat16")
+
+    def gap() -> float:
+        scores = [
+            np.mean([logprobs_of(made.params, t.prompt_ids, t.response_ids)[np.array(t.response_mask) == 1].mean()])
+            for ts in (good, bad)
+            for t in ts
+        ]
+        return float(np.mean(scores[: len(good)]) - np.mean(scores[len(good) :]))
+
+    before = gap()
+    for _ in range(10):
+        made.update(groups)
+    assert gap() > before + 0.05
