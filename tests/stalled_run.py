@@ -53,10 +53,10 @@ def saving(save: Callable[..., None]) -> Callable[..., None]:
 def waiting(label: str) -> None:
     collect = RolloutCollector._run_or_reason
 
-    async def wrapped(self: RolloutCollector, job: Any) -> Any:
-        if job.trajectory_id.startswith(label) and here():
+    async def wrapped(self: RolloutCollector, group: Any, trajectory_id: str, *rest: Any) -> Any:
+        if trajectory_id.startswith(label) and here():
             await asyncio.Event().wait()
-        return await collect(self, job)
+        return await collect(self, group, trajectory_id, *rest)
 
     RolloutCollector._run_or_reason = wrapped
 

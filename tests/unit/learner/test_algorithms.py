@@ -73,7 +73,7 @@ def test_values_are_those_of_plain_full_passes():
     )
     groups = random_groups(3)
     minis, _ = made._prepare(groups)
-    got = made._scores(minis).values
+    got = made._scores(minis, groups).values
     assert got is not None
     for t, values in zip([t for g in groups for t in g.trajectories], got, strict=True):
         ids = jnp.asarray([t.prompt_ids + t.response_ids])
