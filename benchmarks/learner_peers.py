@@ -5,11 +5,14 @@
     python -m venv /tmp/tunix && /tmp/tunix/bin/pip install google-tunix==0.1.7
     python benchmarks/learner_peers.py --trl-python /tmp/trl/bin/python --tunix-python /tmp/tunix/bin/python
 
-SmolLM2-135M in float32; groups of 8 completions of 40 tokens to a prompt of 256; one AdamW update, the gradient clipped
-to 1, no KL term, no rollout. Each peer's trainer runs its own code in its own environment (``peers/``), with all rows
-in one micro-batch and with half of them, and the faster counts. Ours runs with a row per sample, and with prefixes
-shared. Everybody's clipped gradient of the first update is compared with ours (``max_grad_diff``, relative to the
-largest) before anything is said about speed. The last line is one JSON object; ``ratio_vs_*`` are of samples/s.
+SmolLM2-135M in float32 on the CPU; a group of 8 completions of 40 tokens to a prompt of 256; one AdamW update, the
+gradient clipped to 1, no KL term, no rollout. Each peer's trainer runs its own code in its own environment
+(``peers/``), the group in one micro-batch. Ours runs with a row per sample, and with prefixes shared. The last line is
+one JSON object; ``ratio_vs_*`` are of samples/s.
+
+``differences`` say that the work is the same, each against ours without sharing: of the first update's clipped gradient
+(``max_grad_diff``, relative to the largest element), its norm before the clip, and the mean entropy at the sampled
+tokens. The loss is 0 on every side: an on-policy ratio is 1, and advantages of a group add up to 0.
 """
 
 from __future__ import annotations
@@ -41,7 +44,8 @@ from jax_agent_rl.runtime.compilation_cache import use_compilation_cache
 from jax_agent_rl.types import Group
 
 PEERS = Path(__file__).parent / "peers"
-OPTIMIZER = {"learning_rate": 1e-6, "adam_b1": 0.9, "adam_b2": 0.95, "max_grad_norm": 1.0}
+OPTIMIZER: dict[str, Any] = {"learning_rate": 1e-6, "adam_b1": 0.9, "adam_b2": 0.95, "max_grad_norm": 1.0}
+VALUES = ("loss", "grad_norm", "entropy")  # of the first update; the norm is that before the clip
 LARGEST_DIFFERENCE = 1e-3  # of a gradient, relative to its largest element; rounding is far below, other work far above
 
 
@@ -49,8 +53,7 @@ LARGEST_DIFFERENCE = 1e-3  # of a gradient, relative to its largest element; rou
 class Measured:
     """One side: seconds of its fastest update after the first, and what the first found.
 
-    ``gradient`` is the clipped one, by Hugging Face tensor name; ``values`` are its norm before the clip, and the mean
-    entropy of the completions' tokens.
+    ``gradient`` is the clipped one, by Hugging Face tensor name; ``values`` are those of ``VALUES``.
     """
 
     seconds: float
@@ -86,27 +89,17 @@ def ours(side: Mapping[str, Any], batch: list[Group], updates: int) -> Measured:
         learner.update(batch)
         jax.block_until_ready(learner.params)
         seconds.append(time.perf_counter() - begin)
-    values = {name: metrics[name] for name in ("grad_norm", "entropy")}
+    values = {name: metrics[name] for name in VALUES}
     return Measured(seconds=min(seconds), gradient=gradient, values=values, versions={"jax": jax.__version__})
 
 
-def peer(python: str, script: str, *, file: Path, rows: int, updates: int) -> Measured:
-    """A peer's script in its environment; the faster of its two sizes of micro-batch."""
-    found = [_run(python, script, file, size, updates) for size in (rows, rows // 2)]
-    return min(found, key=lambda measured: measured.seconds)
-
-
-def _run(python: str, script: str, file: Path, micro_batch: int, updates: int) -> Measured:
+def peer(python: str, script: str, *, file: Path, updates: int) -> Measured:
+    """A peer's script in its environment."""
     gradients = file.with_name("gradients.safetensors")
-    options = {
-        "model": fetch_quickstart_model(),
-        "batch": file,
-        "micro-batch": micro_batch,
-        "updates": updates,
-        "gradients": gradients,
-    }
+    options = {"model": fetch_quickstart_model(), "batch": file, "updates": updates, "gradients": gradients}
     command = [python, str(PEERS / script), *(f"--{name}={value}" for name, value in options.items())]
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    # PYTHONPATH is for our environment: in another it would bring packages of the wrong versions.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"JAX_PLATFORMS": "cpu"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.returncode:
         sys.exit(f"{' '.join(command)} failed; is its environment the one this file's docstring makes?\n{done.stderr}")
@@ -114,33 +107,34 @@ def _run(python: str, script: str, file: Path, micro_batch: int, updates: int) -
     return Measured(
         seconds=min(line["seconds"][1:]),
         gradient=load_file(gradients),
-        values={name: line[name] for name in ("grad_norm", "entropy")},
+        values={name: line[name] for name in VALUES},
         versions=line["versions"],
     )
 
 
 def differences(side: Measured, reference: Measured) -> dict[str, float]:
-    """How far two sides' first updates are apart; the gradients relative to the largest element of one."""
+    """How far two first updates are apart: gradients relative to the largest element, values to theirs if above 1."""
     if side.gradient.keys() != reference.gradient.keys():
         raise ValueError(f"other parameters: {sorted(side.gradient.keys() ^ reference.gradient.keys())[:4]}")
     largest = max(float(np.abs(value).max()) for value in reference.gradient.values())
     apart = max(float(np.abs(side.gradient[name] - value).max()) for name, value in reference.gradient.items())
-    relative = {name: abs(side.values[name] / value - 1) for name, value in reference.values.items()}
-    return {"max_grad_diff": apart / largest, **{f"{name}_diff": value for name, value in relative.items()}}
+    values = {
+        f"{name}_diff": abs(side.values[name] - value) / max(1.0, abs(value))
+        for name, value in reference.values.items()
+    }
+    return {"max_grad_diff": apart / largest, **values}
 
 
 def measure_all(arguments: argparse.Namespace) -> dict[str, Measured]:
     """Every side, one after the other."""
-    batch = groups(arguments.groups)
+    batch = groups(1)
     measured = {}
     with tempfile.TemporaryDirectory(prefix="learner_peers-") as folder:
         file = Path(folder) / "batch.npz"
         write_batch(batch, file)
         for name, script in (("trl", "trl_step.py"), ("tunix", "tunix_step.py")):
             if python := getattr(arguments, f"{name}_python"):
-                measured[name] = peer(
-                    python, script, file=file, rows=arguments.groups * SAMPLES, updates=arguments.updates
-                )
+                measured[name] = peer(python, script, file=file, updates=arguments.updates)
                 print(f"{name}: {measured[name].seconds:.3f} s an update", flush=True)
     for name, side in SIDES.items():
         measured[name] = ours(side, batch, arguments.updates)
@@ -148,20 +142,22 @@ def measure_all(arguments: argparse.Namespace) -> dict[str, Measured]:
     return measured
 
 
-def report(measured: Mapping[str, Measured], samples: int) -> dict[str, Any]:
+def report(measured: Mapping[str, Measured]) -> dict[str, Any]:
     """The figures: tokens and samples count what is given, computed once or not."""
     result: dict[str, Any] = {}
     for name, side in measured.items():
-        result[f"{name}_samples_per_second"] = round(samples / side.seconds, 3)
-        result[f"{name}_tokens_per_second"] = round(samples * (SHARED + OWN) / side.seconds, 1)
-    for peer_name in measured.keys() - SIDES.keys():
+        result[f"{name}_samples_per_second"] = round(SAMPLES / side.seconds, 3)
+        result[f"{name}_tokens_per_second"] = round(SAMPLES * (SHARED + OWN) / side.seconds, 1)
+    peers = [name for name in measured if name not in SIDES]
+    for peer_name in peers:
         for name, suffix in (("shared", ""), ("naive", "_without_sharing")):
             result[f"ratio_vs_{peer_name}{suffix}"] = round(measured[peer_name].seconds / measured[name].seconds, 2)
     result["differences"] = {
         name: differences(side, measured["naive"]) for name, side in measured.items() if name != "naive"
     }
-    result["versions"] = {name: dict(side.versions) for name, side in measured.items() if name not in SIDES}
-    result["load"] = [round(value, 2) for value in os.getloadavg()]
+    result["versions"] = {"ours": dict(measured["naive"].versions)} | {
+        name: dict(measured[name].versions) for name in peers
+    }
     return result
 
 
@@ -169,14 +165,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trl-python", help="interpreter of TRL's environment; without it TRL is left out")
     parser.add_argument("--tunix-python", help="interpreter of google-tunix' environment; without it it is left out")
-    parser.add_argument("--groups", type=int, default=1, help="groups in one update")
     parser.add_argument("--updates", type=int, default=5, help="updates of each side; the first is not timed")
     arguments = parser.parse_args()
-    if arguments.groups < 1 or arguments.updates < 2:
-        parser.error("--groups must be at least 1 and --updates at least 2: the first update warms up")
+    if arguments.updates < 2:
+        parser.error("--updates must be at least 2: the first one warms up")
+    jax.config.update("jax_platforms", "cpu")
     use_compilation_cache()
-    result = report(measure_all(arguments), arguments.groups * SAMPLES)
-    print(json.dumps(result))
+    load = os.getloadavg()[0]
+    result = report(measure_all(arguments))
+    print(json.dumps(result | {"load_before": round(load, 2)}))
     other = [name for name, found in result["differences"].items() if found["max_grad_diff"] > LARGEST_DIFFERENCE]
     if other:
         sys.exit(f"the gradient of {', '.join(other)} is not ours: not the same work, so the ratios mean nothing")

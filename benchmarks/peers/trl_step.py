@@ -1,6 +1,6 @@
 """TRL's side of ``learner_peers.py``: GRPOTrainer's own loop on completions that are given. Runs in TRL's environment.
 
-    TRL_PYTHON trl_step.py --model DIR --batch FILE.npz --micro-batch 8 --updates 4 --gradients OUT.safetensors
+    TRL_PYTHON trl_step.py --model DIR --batch FILE.npz --updates 4 --gradients OUT.safetensors
 
 Only the method that generates and scores is replaced; loss, backward, clip, AdamW and schedule are the trainer's.
 Its defaults stay but where they would cost time or precision: no gradient checkpointing, no bfloat16. The last line is
@@ -22,8 +22,6 @@ from datasets import Dataset
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
-
-SAMPLES = 8  # of a group
 
 
 class GivenCompletions(GRPOTrainer):
@@ -73,13 +71,14 @@ def train(arguments: argparse.Namespace, batch: dict[str, np.ndarray], folder: s
     rows, length = batch["completion_ids"].shape
     config = GRPOConfig(
         output_dir=folder,
-        per_device_train_batch_size=arguments.micro_batch,
-        gradient_accumulation_steps=rows // arguments.micro_batch,
-        num_generations=SAMPLES,
+        per_device_train_batch_size=rows,
+        gradient_accumulation_steps=1,
+        num_generations=rows,
         max_completion_length=length,
         max_steps=arguments.updates,
         learning_rate=float(batch["learning_rate"]),
         lr_scheduler_type="constant",
+        adam_beta1=float(batch["adam_b1"]),
         adam_beta2=float(batch["adam_b2"]),
         max_grad_norm=float(batch["max_grad_norm"]),
         beta=0.0,
@@ -98,7 +97,7 @@ def train(arguments: argparse.Namespace, batch: dict[str, np.ndarray], folder: s
         model=AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32),
         reward_funcs=lambda completions, **_: [0.0] * len(completions),  # never called
         args=config,
-        train_dataset=Dataset.from_dict({"prompt": ["given"] * (rows // SAMPLES)}),
+        train_dataset=Dataset.from_dict({"prompt": ["given"]}),
         processing_class=AutoTokenizer.from_pretrained(arguments.model),
         callbacks=[watch],
     )
@@ -111,8 +110,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in ("--model", "--batch", "--gradients"):
         parser.add_argument(name, required=True)
-    for name in ("--micro-batch", "--updates"):
-        parser.add_argument(name, type=int, required=True)
+    parser.add_argument("--updates", type=int, required=True)
     arguments = parser.parse_args()
     with np.load(arguments.batch) as file:
         batch = dict(file)

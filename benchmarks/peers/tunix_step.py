@@ -1,9 +1,9 @@
 """google-tunix' side of ``learner_peers.py``: GRPOLearner's jitted step on given completions. Runs in its environment.
 
-    TUNIX_PYTHON tunix_step.py --model DIR --batch FILE.npz --micro-batch 8 --updates 4 --gradients OUT.safetensors
+    TUNIX_PYTHON tunix_step.py --model DIR --batch FILE.npz --updates 4 --gradients OUT.safetensors
 
 The learner is built as its users do; ``RLCluster.update_actor``, which its loop calls after a rollout, gets the
-examples. Its Llama3 takes SmolLM2's shapes from the safetensors, with one repair: version 0.1.7 rotates by a base of a
+example. Its Llama3 takes SmolLM2's shapes from the safetensors, with one repair: version 0.1.7 rotates by a base of a
 million whatever ``ModelConfig.rope_theta`` says. The last line is one JSON object: ``seconds`` of every update, and
 what the first one found.
 """
@@ -32,7 +32,6 @@ from tunix.rl import rl_cluster as clusters
 from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner, TrainExample
 from tunix.rl.rollout.base_rollout import RolloutConfig
 
-SAMPLES = 8  # of a group
 HF_NAMES = {
     "input_layernorm.w": "input_layernorm",
     "post_attention_layernorm.w": "post_attention_layernorm",
@@ -66,16 +65,18 @@ def make_cluster(arguments: argparse.Namespace, batch: Mapping[str, np.ndarray])
     rows, length = batch["completion_ids"].shape
     optimizer = optax.chain(
         optax.clip_by_global_norm(float(batch["max_grad_norm"])),
-        optax.adamw(float(batch["learning_rate"]), b2=float(batch["adam_b2"]), weight_decay=0.0),
+        optax.adamw(
+            float(batch["learning_rate"]), b1=float(batch["adam_b1"]), b2=float(batch["adam_b2"]), weight_decay=0.0
+        ),
     )
     training = clusters.RLTrainingConfig(
         actor_optimizer=optimizer,
         eval_every_n_steps=1,
         mini_batch_size=rows,
-        train_micro_batch_size=arguments.micro_batch,
+        train_micro_batch_size=rows,
     )
     roles = (clusters.Role.ACTOR, clusters.Role.ROLLOUT, clusters.Role.REFERENCE)
-    rollout = RolloutConfig(temperature=1.0, max_tokens_to_generate=length, max_prompt_length=256)
+    rollout = RolloutConfig(temperature=1.0, max_tokens_to_generate=length)
     cluster = clusters.RLCluster(
         actor=load_model(arguments.model, mesh),
         tokenizer=AutoTokenizer.from_pretrained(arguments.model),
@@ -83,33 +84,29 @@ def make_cluster(arguments: argparse.Namespace, batch: Mapping[str, np.ndarray])
             role_to_mesh=dict.fromkeys(roles, mesh), training_config=training, rollout_config=rollout
         ),
     )
-    algorithm = GRPOConfig(num_generations=SAMPLES, beta=0.0, loss_agg_mode="token-mean")
+    algorithm = GRPOConfig(num_generations=rows, beta=0.0, loss_agg_mode="token-mean")
     GRPOLearner(cluster, algorithm, reward_fns=lambda prompts, completions, **_: [0.0] * len(prompts))
     cluster.actor_trainer.with_rl_metrics_to_log({"entropy": np.mean})
     return cluster
 
 
-def examples(batch: Mapping[str, np.ndarray], micro_batch: int) -> list[TrainExample]:
-    """The rows in order, ``micro_batch`` at a time."""
-
-    def example(rows: slice) -> TrainExample:
-        prompts, completions = (jnp.asarray(batch[name][rows], jnp.int32) for name in ("prompt_ids", "completion_ids"))
-        return TrainExample(
-            prompt_ids=prompts,
-            prompt_mask=jnp.ones_like(prompts, bool),
-            completion_ids=completions,
-            completion_mask=jnp.ones_like(completions, bool),
-            advantages=jnp.asarray(batch["advantages"][rows], jnp.float32),
-            ref_per_token_logps=None,
-            old_per_token_logps=None,
-        )
-
-    return [example(slice(i, i + micro_batch)) for i in range(0, len(batch["advantages"]), micro_batch)]
+def given(batch: Mapping[str, np.ndarray]) -> TrainExample:
+    """What the learner makes of a rollout."""
+    prompts, completions = (jnp.asarray(batch[name], jnp.int32) for name in ("prompt_ids", "completion_ids"))
+    return TrainExample(
+        prompt_ids=prompts,
+        prompt_mask=jnp.ones_like(prompts, bool),
+        completion_ids=completions,
+        completion_mask=jnp.ones_like(completions, bool),
+        advantages=jnp.asarray(batch["advantages"], jnp.float32),
+        ref_per_token_logps=None,
+        old_per_token_logps=None,
+    )
 
 
 def first_moment(trainer: Any) -> dict[str, np.ndarray]:
     """AdamW's first moment under Hugging Face names, matrices [out, in]."""
-    (mu,) = (value for path, value in optax.tree_utils.tree_get_all_with_path(trainer.optimizer.opt_state, "mu"))
+    mu = optax.tree_utils.tree_get(trainer.optimizer.opt_state, "mu")
     leaves = {".".join(map(str, path)): np.asarray(leaf) for path, leaf in nnx.to_flat_state(mu)}
     return dict(_hf(name, array) for name, array in leaves.items())
 
@@ -128,20 +125,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in ("--model", "--batch", "--gradients"):
         parser.add_argument(name, required=True)
-    for name in ("--micro-batch", "--updates"):
-        parser.add_argument(name, type=int, required=True)
+    parser.add_argument("--updates", type=int, required=True)
     arguments = parser.parse_args()
     with np.load(arguments.batch) as file:
         batch = dict(file)
     cluster = make_cluster(arguments, batch)
-    trainer, given, seconds = cluster.actor_trainer, examples(batch, arguments.micro_batch), []
+    trainer, example, seconds = cluster.actor_trainer, given(batch), []
     for number in range(arguments.updates):
         begin = time.perf_counter()
-        cluster.update_actor(given, None)
+        cluster.update_actor([example], None)
         jax.block_until_ready(nnx.state(trainer.model))
         seconds.append(time.perf_counter() - begin)
         if number == 0:
-            save_file({name: mu / np.float32(0.1) for name, mu in first_moment(trainer).items()}, arguments.gradients)
+            # By now it is the clipped gradient times 1 - b1.
+            scale = np.float32(1 - batch["adam_b1"])
+            save_file({name: mu / scale for name, mu in first_moment(trainer).items()}, arguments.gradients)
     history = functools.partial(trainer.metrics_logger.get_metric_history, "actor", mode="train")
     result = {name: float(history(metric_name=name)[0]) for name in ("loss", "grad_norm", "entropy")}
     versions = {name: importlib.metadata.version(name) for name in ("google-tunix", "flax", "jax")}
