@@ -70,7 +70,7 @@ def write_batch(batch: list[Group], file: Path) -> None:
         prompt_ids=np.array([t.prompt_ids for t in members]),
         completion_ids=np.array([t.response_ids for t in members]),
         advantages=np.concatenate([grpo(np.array([t.reward for t in g.trajectories])) for g in batch]),
-        **{name: np.float64(value) for name, value in OPTIMIZER.items()},
+        **OPTIMIZER,
     )
 
 
