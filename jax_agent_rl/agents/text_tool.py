@@ -150,6 +150,9 @@ class SearchAgent(MarkerAgent):
     def max_calls(self) -> int:
         return self.context.search.max_turns
 
+    async def preflight(self) -> None:
+        await self.client.check()
+
     async def close(self) -> None:
         await self.client.close()
 

@@ -56,6 +56,19 @@ class SearchClient:
                 f"{answer!r:.200}; expected {{result: [[{{document: {{contents}}}}]]}}"
             ) from None
 
+    async def check(self) -> None:
+        """Asks a question, as Search-R1's servers know no other request.
+
+        Raises:
+            ConfigError: the server is not there, or does not answer as it should.
+        """
+        try:
+            await self.search("Is anyone there?")
+        except (ToolServerError, TimeoutError) as error:
+            raise ConfigError(f"the retrieval server is not ready: {error}") from None
+        finally:
+            await self.close()  # a run may still end before its first trajectory
+
     async def close(self) -> None:
         await self._service.close()
 

@@ -162,6 +162,20 @@ async def test_a_wrong_answer_of_the_retriever_is_named(answer):
         await search(answer)
 
 
+async def test_preflight_asks_the_retriever_a_question():
+    asked = []
+    async with serve(retriever({"result": [[]]}, {"answers": []}, asked=asked)) as url:
+        it = AgentStage(
+            SearchAgent, [ASK], shared={"search": SearchConfig(server_url=f"{url}/retrieve", max_retries=0)}
+        )
+        await it.agent.preflight()
+        with pytest.raises(ConfigError, match="not ready: .*/retrieve gave a wrong answer"):
+            await it.agent.preflight()
+    assert len(asked) == 2
+    with pytest.raises(ConfigError, match=r"not ready: .*cannot be reached.*search\.server_url"):
+        await it.agent.preflight()
+
+
 def test_search_without_a_server_says_where_to_set_it():
     with pytest.raises(ConfigError, match=r"search\.server_url"):
         AgentStage(SearchAgent, ["x"])
