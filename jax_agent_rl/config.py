@@ -233,6 +233,8 @@ class MeshConfig(Section):
 
     data: Positive = Field(1, description="Data-parallel replicas.")
     fsdp: Positive = Field(1, description="Shards of every parameter (and of the batch).")
+    expert: Positive = Field(1, description="Shards of every layer's experts (and of the batch).")
+    context: Positive = Field(1, description="Shards of the tokens of every row: long contexts.")
     tensor: Positive = Field(1, description="Tensor-parallel shards.")
 
 
@@ -249,6 +251,17 @@ class LearnerConfig(OptimizerSection):
     )
     max_nonfinite_steps: Positive = Field(3, description="Stop after this many non-finite steps in a row.")
     mesh: MeshConfig = Field(default_factory=MeshConfig)
+
+    @model_validator(mode="after")
+    def _rows_divide(self) -> LearnerConfig:
+        """Tokens of a row are dealt out in equal parts."""
+        rest = -self.row_length % self.mesh.context
+        if rest:
+            raise ValueError(
+                f"learner.row_length={self.row_length} is not divisible by learner.mesh.context={self.mesh.context}; "
+                f"set learner.row_length={self.row_length + rest}, or lower learner.mesh.context"
+            )
+        return self
 
 
 class TrainerConfig(Section):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from jax_agent_rl.config import AlgorithmConfig, LearnerConfig
 from jax_agent_rl.learner.linear_logprobs import linear_logprobs
@@ -14,6 +15,7 @@ from jax_agent_rl.learner.losses.kl import kl_penalty
 from jax_agent_rl.learner.trainable import Arrays, Statistics
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.decoder import hidden_states
+from jax_agent_rl.models.mesh import ROWS, constrain
 
 TARGETS_PER_CHUNK = 256  # of a row
 
@@ -25,7 +27,7 @@ class ObjectiveConfig:
     Attributes:
         temperature: the rollout's; log-probs are of logits / temperature.
         remat: what the backward pass recomputes, see ``models.decoder.hidden_states``.
-        vocab_shards: parts the vocabulary is split into over devices.
+        mesh: what parameters and batch lie on; None on one device.
         on_policy: the old log-probs are this very pass's (one update per rollout batch).
         bypass: the old log-probs are the rollout's.
         kl_estimator: of the KL term in the loss; None without one.
@@ -35,13 +37,15 @@ class ObjectiveConfig:
     temperature: float
     on_policy: bool
     remat: str
-    vocab_shards: int
+    mesh: Mesh | None = None
     bypass: bool = False
     entropy_coeff: float = 0.0
     kl_estimator: str | None = None
 
 
-def objective_config(algorithm: AlgorithmConfig, config: LearnerConfig, temperature: float) -> ObjectiveConfig:
+def objective_config(
+    algorithm: AlgorithmConfig, config: LearnerConfig, temperature: float, mesh: Mesh | None = None
+) -> ObjectiveConfig:
     """What the compiled objective depends on.
 
     The old log-probs of a single update are those of its own forward pass, unless something needs them before it.
@@ -66,7 +70,7 @@ def objective_config(algorithm: AlgorithmConfig, config: LearnerConfig, temperat
         on_policy=not (needs_old or correction.bypass_mode),
         bypass=correction.bypass_mode,
         remat=config.remat,
-        vocab_shards=config.mesh.tensor,
+        mesh=mesh,
         entropy_coeff=algorithm.entropy_coeff,
         kl_estimator=kl.estimator if kl.where == "loss" else None,
     )
@@ -77,22 +81,26 @@ def target_logprobs(
 ) -> tuple[jax.Array, jax.Array]:
     """Log-prob of every target under the model, and the entropy where it was sampled; float32 [R, M]."""
     ids, positions, ends = batch["token_ids"], batch["positions"], batch["subtree_end"]
-    hidden = hidden_states(config, params, ids, positions, ends, remat=objective.remat)
+    mesh = objective.mesh
+    hidden = hidden_states(config, params, ids, positions, ends, remat=objective.remat, mesh=mesh)
     at_parents = jnp.take_along_axis(hidden, batch["target_parent"][..., None], axis=1)  # [R, M, D]
     rows, count, _ = at_parents.shape
     chunk = min(TARGETS_PER_CHUNK, count)
+    chunk += -chunk % (1 if mesh is None else mesh.shape["context"])
     padding = -count % chunk
 
     def chunks(x: jax.Array) -> jax.Array:
         """[R, M, ...] -> [M / chunk, R chunk, ...]"""
         x = jnp.pad(x, ((0, 0), (0, padding)) + ((0, 0),) * (x.ndim - 2))
         x = jnp.moveaxis(x.reshape(rows, -1, chunk, *x.shape[2:]), 1, 0)
-        return x.reshape(x.shape[0], -1, *x.shape[3:])
+        # A chunk's targets, wherever their rows' tokens are, are split over all devices but those of the vocabulary.
+        return constrain(x.reshape(x.shape[0], -1, *x.shape[3:]), mesh, None, (*ROWS, "context"))
 
     # Targets come first in a row, so that a chunk takes from the same place of every row: the last ones may be empty.
     hidden, ids, valid = (chunks(x) for x in (at_parents, batch["target_id"], batch["target_valid"]))
     head = params.get("lm_head", params["embed"])
-    scored = linear_logprobs(hidden, head, ids, valid, objective.temperature, objective.vocab_shards)
+    vocab_shards = 1 if mesh is None else mesh.shape["tensor"]
+    scored = linear_logprobs(hidden, head, ids, valid, objective.temperature, vocab_shards)
     logprob, entropy = (jnp.moveaxis(x.reshape(-1, rows, chunk), 1, 0).reshape(rows, -1)[:, :count] for x in scored)
     return logprob, entropy
 

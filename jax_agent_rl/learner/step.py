@@ -32,7 +32,7 @@ from jax_agent_rl.learner.losses.covariance import CHOOSE
 from jax_agent_rl.learner.losses.kl import AdaptiveKL
 from jax_agent_rl.learner.metrics import Record, step_metrics
 from jax_agent_rl.learner.objective import objective_config, policy_loss, term_logprobs
-from jax_agent_rl.learner.sharding import make_mesh, parameter_shardings, replicated, row_sharding
+from jax_agent_rl.learner.sharding import make_mesh, parameter_shardings, replicated, row_sharding, row_shards
 from jax_agent_rl.learner.trainable import Arrays, Trainable, TrainState
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.types import Group
@@ -114,10 +114,11 @@ class Learner:
     ) -> None:
         self._algorithm, self._config, self._critic_config = algorithm, config, critic or CriticConfig()
         self._mesh = make_mesh(config.mesh)
-        self._rows = config.rows_per_micro_batch * config.mesh.data * config.mesh.fsdp
+        self._rows = config.rows_per_micro_batch * row_shards(self._mesh)
+        mesh = self._mesh if self._mesh.size > 1 else None
         self._nonfinite_in_a_row = 0
         self._kl_coef, self._steps = algorithm.kl.coef, 0
-        self._objective = objective_config(algorithm, config, temperature)
+        self._objective = objective_config(algorithm, config, temperature, mesh)
         everywhere = replicated(self._mesh)
         shardings = parameter_shardings(self._mesh, model.parameter_shapes())
         loss = functools.partial(policy_loss, model, self._objective)
@@ -134,10 +135,10 @@ class Learner:
                 everywhere=everywhere,
                 optimizer=self._critic_config,
                 loss=functools.partial(
-                    value_loss, model, cliprange=self._critic_config.cliprange_value, remat=config.remat
+                    value_loss, model, cliprange=self._critic_config.cliprange_value, remat=config.remat, mesh=mesh
                 ),
             )
-        self._values = jax.jit(functools.partial(state_values, model, remat=config.remat))
+        self._values = jax.jit(functools.partial(state_values, model, remat=config.remat, mesh=mesh))
 
     @property
     def state(self) -> LearnerState:

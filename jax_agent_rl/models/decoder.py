@@ -10,10 +10,12 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 
 from jax_agent_rl.models.attention import Sight
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.layers import attention, feed_forward, rms_norm, rope_tables
+from jax_agent_rl.models.mesh import ROWS, constrain
 
 REMAT_POLICIES = {
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
@@ -76,6 +78,7 @@ def hidden_states(
     subtree_end: jax.Array,
     *,
     remat: str = "none",
+    mesh: Mesh | None = None,
 ) -> jax.Array:
     """Final hidden states (after the last norm) of packed rows of token trees.
 
@@ -85,6 +88,7 @@ def hidden_states(
         subtree_end: int32 [B, T], index one past the last descendant. Token i attends to j iff
             ``j <= i < subtree_end[j]``: its ancestors and itself. A plain causal row has T everywhere.
         remat: what the backward pass recomputes: ``none``; ``dots``, all but matrix products; ``full``, each layer.
+        mesh: what rows, tokens and experts are split over, see ``models.mesh``; None on one device.
 
     Returns:
         [B, T, D].
@@ -94,18 +98,19 @@ def hidden_states(
     def body(x: jax.Array, scanned: tuple[Params, jax.Array]) -> tuple[jax.Array, None]:
         layer, view = scanned
         cos, sin, sight = views[0] if len(views) == 1 else jax.tree.map(lambda *x: jnp.stack(x)[view], *views)
-        mixed = attention(config, layer, rms_norm(config, x, layer["input_norm"]), cos, sin, sight)
+        mixed = attention(config, layer, rms_norm(config, x, layer["input_norm"]), cos, sin, sight, mesh)
         if not config.sandwich_norms:
             x = x + mixed
-            return x + feed_forward(config, layer, rms_norm(config, x, layer["post_attention_norm"])), None
+            return x + feed_forward(config, layer, rms_norm(config, x, layer["post_attention_norm"]), mesh), None
         x = x + rms_norm(config, mixed, layer["post_attention_norm"])
-        out = feed_forward(config, layer, rms_norm(config, x, layer["pre_feedforward_norm"]))
+        out = feed_forward(config, layer, rms_norm(config, x, layer["pre_feedforward_norm"]), mesh)
         return x + rms_norm(config, out, layer["post_feedforward_norm"]), None
 
     if remat != "none":
         body = jax.checkpoint(body, policy=REMAT_POLICIES[remat])
     which = jnp.array([config.is_windowed(i) for i in range(config.num_layers)], jnp.int32)
-    x, _ = jax.lax.scan(body, embed(config, params, token_ids), (params["layers"], which))
+    x = constrain(embed(config, params, token_ids), mesh, ROWS, "context", None)
+    x, _ = jax.lax.scan(body, x, (params["layers"], which))
     return rms_norm(config, x, params["final_norm"])
 
 

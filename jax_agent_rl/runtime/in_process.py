@@ -9,8 +9,6 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import jax
-
 from jax_agent_rl.agents import EnvironmentAgent, agent_names, load_agents
 from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.config import Config
@@ -19,6 +17,7 @@ from jax_agent_rl.data.rows import load_rows
 from jax_agent_rl.environments import load_environments, require_environments
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.learner.critic import critic_shapes
+from jax_agent_rl.learner.sharding import make_mesh
 from jax_agent_rl.learner.step import Learner
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.hf import load_hf
@@ -83,7 +82,7 @@ async def build(config: Config, *, say: Callable[[str], None]) -> AsyncIterator[
         codec = ChatCodec.from_pretrained(
             config.model.path, tool_format=config.agent.tool_format, tool_prompt=config.agent.tool_prompt
         )
-        _check_devices(config)
+        make_mesh(config.learner.mesh)  # or a ConfigError, before anything is loaded
         check_engine(config)
         client = LLMServerClient(decode_text=functools.partial(codec.decode, skip_special_tokens=False))
         score = await stack.enter_async_context(open_scorer(config, services, client=client, codec=codec))
@@ -156,10 +155,3 @@ def _critic_init(config: Config, policy: DecoderConfig) -> Params | None:
     return params
 
 
-def _check_devices(config: Config) -> None:
-    mesh = config.learner.mesh
-    need, have = mesh.data * mesh.fsdp * mesh.tensor, jax.device_count()
-    if need > have:
-        raise ConfigError(
-            f"learner.mesh data*fsdp*tensor = {need}, but this machine has {have} device(s); lower learner.mesh"
-        )
