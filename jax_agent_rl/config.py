@@ -238,6 +238,19 @@ class MeshConfig(Section):
     tensor: Positive = Field(1, description="Tensor-parallel shards.")
 
 
+class MultihostConfig(Section):
+    """Several processes (hosts) with one learner; every one is started with the same config but its ``process_id``."""
+
+    coordinator: str | None = Field(
+        None,
+        description="host:port of process 0; auto: as jax finds it (Cloud TPU, Slurm, Kubernetes). Default: "
+        "$JAX_COORDINATOR_ADDRESS, and without that one process.",
+    )
+    num_processes: Positive | None = Field(None, description="How many; not needed where jax finds it.")
+    process_id: NonNegative | None = Field(None, description="Which one this is; 0 samples, too.")
+    timeout: Positive = Field(300, description="Seconds the processes wait for each other at the start.")
+
+
 class LearnerConfig(OptimizerSection):
     """The optimizer step."""
 
@@ -251,6 +264,7 @@ class LearnerConfig(OptimizerSection):
     )
     max_nonfinite_steps: Positive = Field(3, description="Stop after this many non-finite steps in a row.")
     mesh: MeshConfig = Field(default_factory=MeshConfig)
+    multihost: MultihostConfig = Field(default_factory=MultihostConfig)
 
     @model_validator(mode="after")
     def _rows_divide(self) -> LearnerConfig:

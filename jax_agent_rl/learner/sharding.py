@@ -57,7 +57,7 @@ def make_mesh(config: MeshConfig) -> Mesh:
     """A mesh over the first devices, all of ``MESH_AXES``.
 
     Raises:
-        ConfigError: more devices are asked for than there are.
+        ConfigError: more devices are asked for than there are, or, over several processes, fewer.
     """
     shape = tuple(getattr(config, axis) for axis in MESH_AXES)
     need, have = int(np.prod(shape)), jax.device_count()
@@ -65,6 +65,11 @@ def make_mesh(config: MeshConfig) -> Mesh:
         asked = ", ".join(f"{axis}={size}" for axis, size in zip(MESH_AXES, shape, strict=True) if size > 1)
         raise ConfigError(
             f"learner.mesh asks for {asked} = {need} devices, there are {have}; lower learner.mesh to {have} in all"
+        )
+    if jax.process_count() > 1 and need != have:
+        raise ConfigError(
+            f"learner.mesh takes {need} of {have} devices, but each of the {jax.process_count()} processes has to take "
+            f"part; make the product of learner.mesh {have}"
         )
     return jax.make_mesh(shape, MESH_AXES, axis_types=(AxisType.Auto,) * len(shape), devices=jax.devices()[:need])
 
@@ -93,6 +98,20 @@ def parameter_shardings(mesh: Mesh, shapes: dict[str, Any]) -> dict[str, Any]:
 def row_sharding(mesh: Mesh) -> NamedSharding:
     """Batch arrays [R, T], [R, M], [R, K]: rows over data, fsdp and expert, the other axis over context."""
     return NamedSharding(mesh, PartitionSpec(RULES["rows"], RULES["tokens"]))
+
+
+def place(x: Any, sharding: NamedSharding) -> jax.Array:
+    """A copy of an array, laid out. Over several processes, each holds all of ``x`` or ``x`` is spread already."""
+    if sharding.is_fully_addressable or (isinstance(x, jax.Array) and not x.is_fully_addressable):
+        return jax.device_put(x + 0, sharding)  # + 0: a new buffer even where it lies right
+    host = np.asarray(x)
+    return jax.make_array_from_process_local_data(sharding, host, host.shape)
+
+
+def gathered(tree: Any) -> Any:
+    """Arrays of a mesh, whole on each of its devices; every process calls it."""
+    mesh = jax.tree.leaves(tree)[0].sharding.mesh
+    return jax.jit(lambda tree: tree, out_shardings=replicated(mesh))(tree)
 
 
 def row_shards(mesh: Mesh) -> int:

@@ -20,7 +20,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jax_agent_rl.config import AlgorithmConfig, CriticConfig, LearnerConfig
@@ -32,7 +31,7 @@ from jax_agent_rl.learner.losses.covariance import CHOOSE
 from jax_agent_rl.learner.losses.kl import AdaptiveKL
 from jax_agent_rl.learner.metrics import Record, step_metrics
 from jax_agent_rl.learner.objective import objective_config, policy_loss, term_logprobs
-from jax_agent_rl.learner.sharding import make_mesh, parameter_shardings, replicated, row_sharding, row_shards
+from jax_agent_rl.learner.sharding import make_mesh, parameter_shardings, place, replicated, row_sharding, row_shards
 from jax_agent_rl.learner.trainable import Arrays, Trainable, TrainState
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.types import Group
@@ -123,10 +122,11 @@ class Learner:
         shardings = parameter_shardings(self._mesh, model.parameter_shapes())
         loss = functools.partial(policy_loss, model, self._objective)
         self._policy = Trainable(params, shardings=shardings, everywhere=everywhere, optimizer=config, loss=loss)
-        self._score = jax.jit(functools.partial(term_logprobs, model, self._objective))
+        # Whole everywhere: every process reads all of them.
+        self._score = jax.jit(functools.partial(term_logprobs, model, self._objective), out_shardings=everywhere)
         self._reference: Params | None = None
         if algorithm.kl.where != "none":
-            self._reference = jax.tree.map(lambda x, s: jax.device_put(x + 0, s), params, shardings)
+            self._reference = jax.tree.map(place, params, shardings)
         self._critic: Trainable | None = None
         if algorithm.adv_estimator == "gae":
             self._critic = Trainable(
@@ -138,12 +138,13 @@ class Learner:
                     value_loss, model, cliprange=self._critic_config.cliprange_value, remat=config.remat, mesh=mesh
                 ),
             )
-        self._values = jax.jit(functools.partial(state_values, model, remat=config.remat, mesh=mesh))
+        values = functools.partial(state_values, model, remat=config.remat, mesh=mesh)
+        self._values = jax.jit(values, out_shardings=everywhere)
 
     @property
     def state(self) -> LearnerState:
         """For a checkpoint. Its buffers are valid until the next :meth:`update`, which donates them."""
-        scalars = jax.device_put((jnp.float32(self._kl_coef), jnp.int32(self._steps)), replicated(self._mesh))
+        scalars = (place(x, replicated(self._mesh)) for x in (np.float32(self._kl_coef), np.int32(self._steps)))
         return LearnerState(self._policy.state, self._critic and self._critic.state, *scalars)
 
     @state.setter
@@ -234,7 +235,7 @@ class Learner:
 
     def _place(self, batch: Batch) -> Iterator[Arrays]:
         for arrays in batch.micro_batches(self._rows):
-            yield jax.device_put(arrays, row_sharding(self._mesh))
+            yield {name: place(value, row_sharding(self._mesh)) for name, value in arrays.items()}
 
     # --- optimizer updates -----------------------------------------------------------------------------------
 

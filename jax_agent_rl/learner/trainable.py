@@ -19,6 +19,7 @@ import optax
 from jax.sharding import NamedSharding
 
 from jax_agent_rl.config_base import OptimizerSection
+from jax_agent_rl.learner.sharding import place
 from jax_agent_rl.models.config import Params
 
 Arrays = dict[str, jax.Array]
@@ -73,7 +74,7 @@ class Trainable:
     ) -> None:
         transformation = make_optimizer(optimizer)
         # + 0: the buffers are donated, so they must be our own.
-        params = jax.tree.map(lambda x, s: jax.device_put(x + 0, s), params, shardings)
+        params = jax.tree.map(lambda x, s: place(x, s), params, shardings)
         placed = _state_shardings(transformation, params, shardings, everywhere)
         init = lambda params: TrainState(params, transformation.init(params), jnp.int32(0))  # noqa: E731
         self.state: TrainState = jax.jit(init, out_shardings=placed, donate_argnums=0)(params)
