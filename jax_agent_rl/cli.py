@@ -37,9 +37,14 @@ def train(
     settings = load(config, overrides or [])
     console = Console()
     from jax_agent_rl.runtime.compilation_cache import use_compilation_cache
+    from jax_agent_rl.runtime.learners import follow_run
+    from jax_agent_rl.runtime.multihost import initialize
     from jax_agent_rl.trainer.run import train as run
 
     use_compilation_cache()
+    if initialize(settings.learner.multihost):  # process 0 leads
+        follow_run(settings)
+        return
     try:
         asyncio.run(run(settings, resume=resume, console=console))
     except (asyncio.CancelledError, KeyboardInterrupt):

@@ -262,6 +262,12 @@ class LearnerConfig(OptimizerSection):
     remat: Literal["none", "dots", "full"] = Field(
         "dots", description="What the backward pass recomputes: nothing; all but matrix products; whole layers."
     )
+    router_aux_loss_coef: float = Field(
+        0.0,
+        ge=0,
+        description="Weight of the load-balancing loss of mixture-of-experts models; each update then begins with a "
+        "forward pass that counts how its tokens are routed.",
+    )
     max_nonfinite_steps: Positive = Field(3, description="Stop after this many non-finite steps in a row.")
     mesh: MeshConfig = Field(default_factory=MeshConfig)
     multihost: MultihostConfig = Field(default_factory=MultihostConfig)

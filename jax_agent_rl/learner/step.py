@@ -23,14 +23,14 @@ import jax
 import numpy as np
 
 from jax_agent_rl.config import AlgorithmConfig, CriticConfig, LearnerConfig
-from jax_agent_rl.errors import NonFiniteError
+from jax_agent_rl.errors import ConfigError, NonFiniteError
 from jax_agent_rl.learner.batch import Batch, Sharing, pack
 from jax_agent_rl.learner.critic import critic_params, critic_shapes, state_values, value_loss
 from jax_agent_rl.learner.experience import Experience, PerTerm, Scores, experience, mini_batch_terms
 from jax_agent_rl.learner.losses.covariance import CHOOSE
 from jax_agent_rl.learner.losses.kl import AdaptiveKL
 from jax_agent_rl.learner.metrics import Record, step_metrics
-from jax_agent_rl.learner.objective import objective_config, policy_loss, term_logprobs
+from jax_agent_rl.learner.objective import objective_config, policy_loss, router_loads, term_logprobs
 from jax_agent_rl.learner.sharding import make_mesh, parameter_shardings, place, replicated, row_sharding, row_shards
 from jax_agent_rl.learner.trainable import Arrays, Trainable, TrainState
 from jax_agent_rl.models.config import DecoderConfig, Params
@@ -124,6 +124,13 @@ class Learner:
         self._policy = Trainable(params, shardings=shardings, everywhere=everywhere, optimizer=config, loss=loss)
         # Whole everywhere: every process reads all of them.
         self._score = jax.jit(functools.partial(term_logprobs, model, self._objective), out_shardings=everywhere)
+        self._layers = model.num_layers
+        if config.router_aux_loss_coef and model.experts is None:
+            raise ConfigError(
+                f"learner.router_aux_loss_coef={config.router_aux_loss_coef}, but a {model.family} model has no "
+                "experts to balance; leave it out"
+            )
+        self._route = jax.jit(functools.partial(router_loads, model, self._objective), out_shardings=everywhere)
         self._reference: Params | None = None
         if algorithm.kl.where != "none":
             self._reference = jax.tree.map(place, params, shardings)
@@ -162,7 +169,7 @@ class Learner:
     @property
     def programs_compiled(self) -> int:
         """Distinct programs compiled so far; constant once warm."""
-        own = sum(f._cache_size() for f in (self._score, self._values))
+        own = sum(f._cache_size() for f in (self._score, self._values, self._route))
         return own + self._policy.programs_compiled + (self._critic.programs_compiled if self._critic else 0)
 
     def update(
@@ -285,10 +292,21 @@ class Learner:
         if not batch.terms["weight"].any():
             logger.warning("every token of an update was masked or rejected: it was skipped")
             return []
-        gradients, statistics = model.gradients(self._place(batch), tick)
+        balance = self._balance(batch) if model is self._policy else {}
+        gradients, statistics = model.gradients((arrays | balance for arrays in self._place(batch)), tick)
         norm, finite = model.apply(gradients)
         self._guard(finite, norm)
         return [Record(statistics=statistics, norm=norm, finite=finite)]
+
+    def _balance(self, batch: Batch) -> Arrays:
+        """How the whole update's tokens are routed: the load-balancing loss is no plain sum over micro-batches."""
+        if not self._objective.router_aux_loss_coef:
+            return {}
+        layout = replace(batch, terms={})
+        chosen = sum(np.asarray(self._route(self.params, arrays), np.float64) for arrays in self._place(layout))
+        tokens = self._layers * batch.copies.sum()
+        numbers = {"router_share": np.float32(chosen / tokens), "router_tokens": np.float32(tokens)}
+        return {name: place(value, replicated(self._mesh)) for name, value in numbers.items()}
 
     def _guard(self, finite: bool, norm: float) -> None:
         """Counts updates skipped in a row."""

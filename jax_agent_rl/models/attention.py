@@ -56,9 +56,7 @@ def sharded_tree_attention(
     heads = "tensor" if k.shape[1] % mesh.shape["tensor"] == 0 else None
     split, whole = PartitionSpec(ROWS, heads, "context"), PartitionSpec(ROWS)
     sights = jax.tree.map(lambda x: whole if x.ndim else PartitionSpec(), sight)
-    run = jax.shard_map(
-        shard, mesh=mesh, in_specs=(split, split, split, sights), out_specs=split, check_vma=False
-    )
+    run = jax.shard_map(shard, mesh=mesh, in_specs=(split, split, split, sights), out_specs=split, check_vma=False)
     return run(q, k, v, sight)
 
 
@@ -67,7 +65,7 @@ def tree_attention(q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight) -> ja
     """Dot-product attention over trees.
 
     Args:
-        q: [B, H, Q, h], already scaled; heads of one key/value head are adjacent. Q is T unless ``sight.offset`` is set.
+        q: [B, H, Q, h], already scaled; heads of one key/value head are adjacent. Q is T without a ``sight.offset``.
         k, v: [B, K, T, h].
 
     Returns:

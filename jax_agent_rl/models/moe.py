@@ -40,6 +40,37 @@ def route(experts: Experts, router: jax.Array, x: jax.Array) -> tuple[jax.Array,
     return weights, chosen
 
 
+def router_load(experts: Experts, router: jax.Array, x: jax.Array, copies: jax.Array) -> jax.Array:
+    """How much each expert is used: float32 [2, E], tokens that chose it and the sum of its probabilities.
+
+    Args:
+        x: what the router reads, [B, T, D].
+        copies: int32 [B, T], how often each token counts.
+
+    The counts have no gradient. :func:`load_balancing_loss` makes a loss of the loads of all layers.
+    """
+    scores = jnp.einsum("btd,ed->bte", x, router)
+    probabilities = jax.nn.softmax(scores.astype(jnp.float32), axis=-1)
+    _, chosen = jax.lax.top_k(probabilities, experts.per_token)
+    picked = jnp.sum(jax.nn.one_hot(chosen, experts.count), axis=2)
+    weights = copies.astype(jnp.float32)
+    return jnp.einsum("bt,sbte->se", weights, jnp.stack([jax.lax.stop_gradient(picked), probabilities]))
+
+
+def load_balancing_loss(probabilities: jax.Array, share: jax.Array, tokens: jax.Array) -> jax.Array:
+    """``E sum_e f_e P_e`` (Fedus et al. 2021, Switch Transformers, arXiv 2101.03961, eq. 4), as transformers has it.
+
+    Args:
+        probabilities: float32 [E], each expert's probability summed over some of the tokens and all layers.
+        share: float32 [E], f: the part of *all* tokens (of all layers) that chose an expert.
+        tokens: float32 [], all tokens times layers.
+
+    Returns:
+        these tokens' part of the loss, float32 []: the parts of a batch cut in any way add up to that of the batch.
+    """
+    return len(share) * jnp.sum(share * probabilities) / tokens
+
+
 def mixture_of_experts(experts: Experts, layer: Params, x: jax.Array, activation: Activation) -> jax.Array:
     """Each token through its experts, weighted, [N, D] -> [N, D].
 

@@ -18,6 +18,8 @@ from jax_agent_rl.observe.plots import reward_plot
 from jax_agent_rl.observe.progress import Progress, duration
 from jax_agent_rl.observe.trajectories import LEGEND, best_and_worst, render
 from jax_agent_rl.runtime.in_process import Runtime, build
+from jax_agent_rl.runtime.learners import open_checkpointer
+from jax_agent_rl.runtime.multihost import LeadingCheckpointer, Line, leading
 from jax_agent_rl.trainer.record import RunRecord
 from jax_agent_rl.trainer.sync import SyncTrainer
 
@@ -32,15 +34,20 @@ async def train(config: Config, *, resume: bool, console: Console) -> dict[str, 
     Raises:
         asyncio.CancelledError: interrupted; a checkpoint of the last finished step was left.
     """
+    with leading() as line:  # outermost: whatever fails in here, the other processes are told
+        return await _train(config, resume=resume, console=console, line=line)
+
+
+async def _train(config: Config, *, resume: bool, console: Console, line: Line | None) -> dict[str, Any]:
     path = newest_run(Path(config.run_dir)) if resume else free_folder(Path(config.run_dir))
     folder = RunFolder(path)
     config = config.model_copy(update={"run_dir": str(path)})
     console.print(f"run folder: {path}", highlight=False)
     with Progress(console, total_steps=config.trainer.steps) as progress:
         progress.phase("starting")
-        async with build(config, say=lambda text: progress.phase(text)) as runtime:
+        async with build(config, say=lambda text: progress.phase(text), line=line) as runtime:
             folder.write_json(folder.config, config.model_dump(mode="json"))
-            checkpointer = Checkpointer(folder.checkpoints, keep=config.trainer.keep_checkpoints)
+            checkpointer = open_checkpointer(folder.checkpoints, keep=config.trainer.keep_checkpoints, line=line)
             record = await _restore(runtime, checkpointer, folder, progress) if resume else RunRecord()
             record.cursor = record.cursor or runtime.cursor.state()
             trainer = SyncTrainer(
@@ -79,7 +86,9 @@ def newest_run(wanted: Path) -> Path:
     return max(runs, key=lambda p: (p / "checkpoints").stat().st_mtime)
 
 
-async def _restore(runtime: Runtime, checkpointer: Checkpointer, folder: RunFolder, progress: Progress) -> RunRecord:
+async def _restore(
+    runtime: Runtime, checkpointer: Checkpointer | LeadingCheckpointer, folder: RunFolder, progress: Progress
+) -> RunRecord:
     """Puts learner, engine, data order and books back to the newest checkpoint."""
     step, runtime.learner.state, saved = checkpointer.restore(runtime.learner.state)
     record = RunRecord.from_json(saved)

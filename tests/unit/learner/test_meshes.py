@@ -78,3 +78,29 @@ def test_a_mesh_gives_the_loss_and_gradient_of_one_device(model: str, cases: lis
     ]
     rows = int(lines[-1].split()[1])
     assert rows % 8, "the test wants rows that do not divide"
+
+
+def test_more_devices_than_there_are_names_the_axes_asked_for():
+    with pytest.raises(ConfigError, match="context=16, tensor=4 = 64 devices, there are 1; lower learner.mesh"):
+        make_mesh(LearnerConfig(mesh={"context": 16, "tensor": 4}).mesh)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "message"),
+    [
+        ("expert_up", (2, 6, 16, 32), "experts dimension of 6 is not divisible by learner.mesh.expert=4"),
+        ("expert_up", (2, 8, 15, 32), "mlp dimension of 15 is not divisible by learner.mesh.tensor=2"),
+        ("q", (2, 32, 33), "embed dimension of 33 is not divisible by learner.mesh.fsdp=2"),
+    ],
+)
+def test_a_dimension_that_does_not_divide_names_parameter_and_key(name: str, shape: tuple[int, ...], message: str):
+    class Mesh:
+        shape = {"data": 1, "fsdp": 2, "expert": 4, "context": 1, "tensor": 2}
+
+    with pytest.raises(ConfigError, match=f"parameter '{name}'.*{message}"):
+        parameter_shardings(Mesh(), {"layers": {name: shape}})  # type: ignore[arg-type]
+
+
+def test_rows_that_do_not_divide_over_context_name_the_length_that_does():
+    with pytest.raises(ValueError, match="row_length=1000 is not divisible by learner.mesh.context=3; .*=1002"):
+        LearnerConfig(row_length=1000, mesh={"context": 3})
