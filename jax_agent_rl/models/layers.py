@@ -70,7 +70,7 @@ def attention(
 
     def heads(name: str) -> jax.Array:
         """[B, T, D] -> [B, heads, T, h]"""
-        projected = linear(x, layer[name])
+        projected = linear(x, layer[name], mesh)
         if config.qkv_bias:
             projected = projected + layer[f"{name}_bias"]
         return projected.reshape(rows, count, -1, config.head_dim).transpose(0, 2, 1, 3)
@@ -80,7 +80,7 @@ def attention(
         q, k = rms_norm(config, q, layer["q_norm"]), rms_norm(config, k, layer["k_norm"])
     q = rotate(q, cos, sin) * config.score_scale
     mixed = sharded_tree_attention(q, rotate(k, cos, sin), heads("v"), sight, mesh)
-    return linear(mixed.transpose(0, 2, 1, 3).reshape(rows, count, -1), layer["o"])
+    return linear(mixed.transpose(0, 2, 1, 3).reshape(rows, count, -1), layer["o"], mesh)
 
 
 def feed_forward(config: DecoderConfig, layer: Params, x: jax.Array, mesh: Mesh | None = None) -> jax.Array:
@@ -90,11 +90,13 @@ def feed_forward(config: DecoderConfig, layer: Params, x: jax.Array, mesh: Mesh 
         return sharded_mixture_of_experts(config.experts, layer, x, activation, mesh)
     if config.experts is not None:
         return mixture_of_experts(config.experts, layer, x.reshape(-1, x.shape[-1]), activation).reshape(x.shape)
-    return linear(activation(linear(x, layer["gate"])) * linear(x, layer["up"]), layer["down"])
+    return linear(activation(linear(x, layer["gate"], mesh)) * linear(x, layer["up"], mesh), layer["down"], mesh)
 
 
-def linear(x: jax.Array, weight: jax.Array) -> jax.Array:
+def linear(x: jax.Array, weight: jax.Array, mesh: Mesh | None = None) -> jax.Array:
     """``x @ weight.T`` for a weight [out, in]."""
+    if mesh is not None and mesh.shape["context"] > 1:
+        return jnp.einsum("btd,od->bto", x, weight)  # flat rows of split tokens would have to be gathered
     # Flat, so that the weight gradient contracts one axis: one plain product on every platform.
     flat = jnp.einsum("nd,od->no", x.reshape(-1, x.shape[-1]), weight)
     return flat.reshape(*x.shape[:-1], -1)
