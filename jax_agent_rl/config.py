@@ -18,6 +18,7 @@ from jax_agent_rl import config_algorithm
 from jax_agent_rl.config_agents import InteractionsConfig, SearchConfig, ServerToolConfig, ToolClientConfig
 from jax_agent_rl.config_algorithm import AlgorithmConfig, CriticConfig
 from jax_agent_rl.config_base import NonNegative, OptimizerSection, Positive, Section
+from jax_agent_rl.config_mesh import MeshConfig, MultihostConfig
 from jax_agent_rl.config_tree import build_tree, read_tree
 
 ToolFormatName = Literal[
@@ -226,29 +227,6 @@ class EnvironmentsConfig(Section):
     )
     max_instances: Positive = Field(64, description="Instances of one environment at the same time; more wait.")
     timeout: float = Field(30.0, gt=0, description="Seconds one reset, step, score or close may take.")
-
-
-class MeshConfig(Section):
-    """Learner mesh; the product must equal the number of devices."""
-
-    data: Positive = Field(1, description="Data-parallel replicas.")
-    fsdp: Positive = Field(1, description="Shards of every parameter (and of the batch).")
-    expert: Positive = Field(1, description="Shards of every layer's experts (and of the batch).")
-    context: Positive = Field(1, description="Shards of the tokens of every row: long contexts.")
-    tensor: Positive = Field(1, description="Tensor-parallel shards.")
-
-
-class MultihostConfig(Section):
-    """Several processes (hosts) with one learner; every one is started with the same config but its ``process_id``."""
-
-    coordinator: str | None = Field(
-        None,
-        description="host:port of process 0; auto: as jax finds it (Cloud TPU, Slurm, Kubernetes). Default: "
-        "$JAX_COORDINATOR_ADDRESS, and without that one process.",
-    )
-    num_processes: Positive | None = Field(None, description="How many; not needed where jax finds it.")
-    process_id: NonNegative | None = Field(None, description="Which one this is; 0 samples, too.")
-    timeout: Positive = Field(300, description="Seconds the processes wait for each other at the start.")
 
 
 class LearnerConfig(OptimizerSection):

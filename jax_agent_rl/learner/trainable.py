@@ -73,8 +73,8 @@ class Trainable:
         self, params: Params, *, shardings: Any, everywhere: NamedSharding, optimizer: OptimizerSection, loss: Loss
     ) -> None:
         transformation = make_optimizer(optimizer)
-        # + 0: the buffers are donated, so they must be our own.
-        params = jax.tree.map(lambda x, s: place(x, s), params, shardings)
+        # A copy: the buffers are donated, so they must be our own.
+        params = jax.tree.map(place, params, shardings)
         placed = _state_shardings(transformation, params, shardings, everywhere)
         init = lambda params: TrainState(params, transformation.init(params), jnp.int32(0))  # noqa: E731
         self.state: TrainState = jax.jit(init, out_shardings=placed, donate_argnums=0)(params)
