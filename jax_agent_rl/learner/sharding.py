@@ -101,7 +101,7 @@ def row_sharding(mesh: Mesh) -> NamedSharding:
 
 
 def place(x: Any, sharding: NamedSharding) -> jax.Array:
-    """A copy of an array (numpy or jax), laid out. Over several processes, each holds all of ``x`` or ``x`` is spread already."""
+    """A copy of an array, laid out. Over several processes, each holds all of it or it is spread already."""
     if sharding.is_fully_addressable or (isinstance(x, jax.Array) and not x.is_fully_addressable):
         return jax.device_put(x.copy(), sharding)  # a new buffer even where it lies right
     host = np.asarray(x)
