@@ -187,7 +187,10 @@ class Checkpointer:
 
     def _write_failed(self, error: Exception) -> CheckpointError:
         # Orbax may remember a step whose commit failed; a fresh manager only sees what is on disk.
-        self._manager = self._open()
+        if jax.process_count() == 1:
+            self._manager = self._open()
+        else:  # opening waits for all processes, and the others may not have failed
+            self._manager.reload()
         kept = self.latest_step
         intact = f"checkpoint {kept} is intact; free space, then --resume" if kept is not None else "there is none yet"
         return CheckpointError(f"a checkpoint could not be written to {self._folder} ({intact}): {_brief(error)}")

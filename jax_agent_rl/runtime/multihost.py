@@ -129,16 +129,13 @@ class Line:
             self._stopped = True
             try:
                 self._exchange(COMMANDS.index("stop"), b"null", STOP_PATIENCE)
+                jax.distributed.shutdown()  # waits for all: from here on each may end in its own way
             except jax.errors.JaxRuntimeError as error:
                 logger.warning("the other processes could not be told to stop, and end by themselves: %s", error)
 
     def gate(self, own: UpdateGate | None = None) -> UpdateGate:
         """One step's updates on all processes: they begin, or are abandoned, as process 0's ``own`` gate says."""
         return _SharedGate(self, own or UpdateGate())
-
-    def agree(self, closed: bool) -> bool:
-        """What process 0 gives, on all."""
-        return bool(_from_process_0([closed, 0])[0])
 
     def receive(self) -> tuple[str, Any]:
         """The others: waits for the next command."""
@@ -167,21 +164,21 @@ class _SharedGate(UpdateGate):
 
     @contextlib.contextmanager
     def update(self) -> Iterator[None]:
-        if not self.passed:
-            self._line.meet("update")  # before the gate is held: the others may still compile
-            with contextlib.ExitStack() as held:
-                try:
-                    held.enter_context(self._own.update())
-                    closed = False
-                except UpdateAbandoned:
-                    closed = True
-                if self._line.agree(closed):
-                    raise UpdateAbandoned
-                with super().update():
-                    yield
-            return
-        with super().update():
+        with contextlib.ExitStack() as held:
+            if not self.passed:  # once passed, it stays open
+                self._line.meet("update")  # not while the gate is held: the others may still compile
+                self._decide(held)
+            held.enter_context(super().update())
             yield
+
+    def _decide(self, held: contextlib.ExitStack) -> None:
+        try:
+            held.enter_context(self._own.update())
+            closed = False
+        except UpdateAbandoned:
+            closed = True
+        if _from_process_0([closed, 0])[0]:
+            raise UpdateAbandoned
 
 
 def _from_process_0(numbers: Sequence[int]) -> np.ndarray:
@@ -303,6 +300,7 @@ def follow(learner: Learner) -> None:
         try:
             match command:
                 case "stop":
+                    jax.distributed.shutdown()
                     return
                 case "open":
                     checkpointer = Checkpointer(Path(payload["folder"]), keep=payload["keep"])

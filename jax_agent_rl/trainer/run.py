@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -70,17 +71,19 @@ async def _train(
                 runtime=runtime, folder=folder, checkpointer=checkpointer, record=record, progress=progress
             )
             try:
-                if record.step or config.rollout.backend == "remote":
-                    await _publish_first(trainer, record.step)
-                if resume:
-                    progress.say(f"resumed after step {record.step}")
-                interruption.training_begins()
-                await trainer.run()
+                with contextlib.ExitStack() as last:  # done before an interrupted process leaves in haste
+                    if line is not None:
+                        last.callback(line.stop)
+                    last.callback(checkpointer.close)
+                    if record.step or config.rollout.backend == "remote":
+                        await _publish_first(trainer, record.step)
+                    if resume:
+                        progress.say(f"resumed after step {record.step}")
+                    interruption.training_begins()
+                    await trainer.run()
             except asyncio.CancelledError:  # run() has saved
                 interruption.saved(record.step)
                 raise
-            finally:
-                checkpointer.close()
             summary = _conclude(runtime, folder, record, console)
     return summary
 

@@ -15,6 +15,7 @@ SCRIPT = """
 import sys, json, numpy as np, jax
 from dataclasses import replace
 from jax_agent_rl.config import AlgorithmConfig, LearnerConfig
+from jax_agent_rl.learner.sharding import place
 from jax_agent_rl.learner.step import Learner
 from jax_agent_rl.models.config import Experts, Rope
 from tests.tiny import TINY, tiny_params
@@ -34,15 +35,22 @@ def results(mesh, **changes):
     settings = LearnerConfig(**{"row_length": 48, "mesh": mesh, "router_aux_loss_coef": coef} | changes)
     made = Learner(config, tiny_params(config=config), algorithm=AlgorithmConfig(entropy_coeff=0.01), config=settings,
                    temperature=0.8)
+    if settings.lora:  # at the start b is 0, and a has no gradient
+        drawn = np.random.default_rng(4)
+        moved = jax.tree.map(lambda x: place(0.1 * drawn.standard_normal(x.shape).astype(np.float32), x.sharding),
+                             made._policy.state.params)
+        made._policy.state = replace(made._policy.state, params=moved)
     (mini,), experience = made._prepare(groups)
     batch = made._with_terms(mini, experience).of_policy
     balance = made._balance(batch)
     gradients, statistics = made._policy.gradients(arrays | balance for arrays in made._place(batch))
-    return mini.batch.num_rows, float(statistics["sum"]["loss"]), [np.asarray(x) for x in jax.tree.leaves(gradients)]
+    read = [gradients, made.params] if settings.lora else [gradients]
+    return mini.batch.num_rows, float(statistics["sum"]["loss"]), [np.asarray(x) for x in jax.tree.leaves(read)]
 
-rows, loss, expected = results({})
+always = json.loads(sys.argv[3])
+rows, loss, expected = results({}, **always)
 for case in json.loads(sys.argv[2]):
-    _, own, got = results(case["mesh"], **case.get("changes", {}))
+    _, own, got = results(case["mesh"], **always, **case.get("changes", {}))
     assert abs(own - loss) < 1e-5 * max(1, abs(loss)), (case, own, loss)
     for a, b in zip(got, expected, strict=True):
         np.testing.assert_allclose(a, b, atol=3e-5 * np.abs(b).max(), err_msg=str(case))
@@ -101,16 +109,29 @@ WITH_EXPERTS = [
     {"mesh": {"expert": 4, "context": 2}, "changes": {"remat": "full"}},
     {"mesh": {"data": 2, "fsdp": 2}, "changes": {"rows_per_micro_batch": 2, "remat": "none"}},
 ]
+WITH_ADAPTERS = [
+    {"mesh": {"fsdp": 4, "tensor": 2}},
+    {"mesh": {"context": 2, "fsdp": 2, "tensor": 2}, "changes": {"remat": "full"}},
+]
 
 
 @pytest.mark.parametrize(
-    ("model", "cases"),
-    [("dense", [{"mesh": mesh} for mesh in ONE_AXIS]), ("dense", MIXED), ("experts", WITH_EXPERTS)],
-    ids=["one axis", "mixed", "experts"],
+    ("model", "cases", "always"),
+    [
+        ("dense", [{"mesh": mesh} for mesh in ONE_AXIS], {}),
+        ("dense", MIXED, {}),
+        ("experts", WITH_EXPERTS, {}),
+        ("dense", WITH_ADAPTERS, {"lora": {"rank": 3, "alpha": 6.0}}),
+        ("dense", WITH_ADAPTERS, {"lora": {"rank": 3, "targets": ["q_proj", "up_proj"], "quantize": "int8"}}),
+        ("dense", WITH_ADAPTERS, {"lora": {"rank": 3, "targets": ["q_proj", "up_proj"], "quantize": "nf4"}}),
+    ],
+    ids=["one axis", "mixed", "experts", "adapters", "int8", "nf4"],
 )
-def test_a_mesh_gives_the_loss_and_gradient_of_one_device(model: str, cases: list[dict]):
+def test_a_mesh_gives_the_loss_and_gradient_of_one_device(model: str, cases: list[dict], always: dict):
+    if always.get("lora", {}).get("quantize"):
+        pytest.importorskip("qwix")
     environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "PYTHONPATH": os.getcwd()}
-    command = [sys.executable, "-c", SCRIPT, model, json.dumps(cases)]
+    command = [sys.executable, "-c", SCRIPT, model, json.dumps(cases), json.dumps(always)]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
     lines = result.stdout.splitlines()
     assert [line for line in lines if line.startswith("equal")] == [f"equal {case}" for case in cases], result.stderr[

@@ -9,9 +9,11 @@ import jax
 import numpy as np
 
 from jax_agent_rl.config import AlgorithmConfig, LearnerConfig
+from jax_agent_rl.learner.gate import UpdateAbandoned, UpdateGate
 from jax_agent_rl.learner.step import Learner
 from jax_agent_rl.models.config import Experts
 from jax_agent_rl.runtime.multihost import LeadingCheckpointer, LeadingLearner, follow, initialize, leading
+from jax_agent_rl.types import Group
 from tests.tiny import TINY, tiny_params
 from tests.trajectories import random_groups
 
@@ -40,6 +42,8 @@ def lead(made: Learner, job: dict) -> None:
             begin, learner.state, _ = checkpointer.restore(learner.state)
         metrics = {}
         for step in range(begin, job["steps"]):
+            if line is not None and step:
+                give_up(learner, random_groups(step, vocabulary=96))
             result = learner.update(random_groups(step, vocabulary=96), masked={"g0-1"})
             metrics = result.metrics
             checkpointer.save(step + 1, learner.state, {"step": step + 1})
@@ -50,9 +54,21 @@ def lead(made: Learner, job: dict) -> None:
     print(json.dumps({"begin": begin, **{name: metrics[name] for name in names}}))
 
 
+def give_up(learner: LeadingLearner, groups: list[Group]) -> None:
+    """A step that process 0 abandons: unless all do, what follows comes out different or never ends."""
+    gate = UpdateGate()
+    gate.close()
+    try:
+        learner.update(groups, gate=gate)
+    except UpdateAbandoned:
+        return
+    raise SystemExit("a closed gate let an update pass")
+
+
 def main() -> None:
     job = json.loads(sys.argv[1])
-    config = LearnerConfig(learning_rate=1e-3, row_length=32, mesh=job["mesh"], multihost=job["multihost"])
+    own = {name: job[name] for name in ("mesh", "multihost", "lora")}
+    config = LearnerConfig(learning_rate=1e-3, row_length=32, **own)
     number = initialize(config.multihost)
     params = tiny_params(config=MODEL)
     made = Learner(MODEL, params, algorithm=AlgorithmConfig(**ALGORITHM), config=config, temperature=1.0)

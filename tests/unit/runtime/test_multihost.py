@@ -19,13 +19,23 @@ from jax_agent_rl.types import DropReason
 from tests.trajectories import call, group_of, random_groups, trajectory
 
 
-def run(folder: Path, name: str, *, processes: int, devices: int, mesh: dict, steps: int, restore: bool = False):
+def run(
+    folder: Path,
+    name: str,
+    *,
+    processes: int,
+    devices: int,
+    mesh: dict,
+    steps: int,
+    restore: bool = False,
+    lora: dict | None = None,
+):
     """Runs the job on ``processes`` x ``devices`` and returns what process 0 printed, and the parameters."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
     job = {"mesh": mesh, "steps": steps, "restore": restore, "out": str(folder / f"{name}.npz")}
-    job |= {"checkpoints": str(folder / "checkpoints")}
+    job |= {"checkpoints": str(folder / "checkpoints"), "lora": lora}
     started = []
     environment = os.environ | {
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
@@ -60,6 +70,16 @@ def test_two_processes_train_as_one_does(two_processes, tmp_path: Path):
     _, metrics, params = two_processes
     alone, expected = run(tmp_path, "one", processes=1, devices=1, mesh={}, steps=2)
     assert metrics == pytest.approx(alone, rel=1e-4)
+    for a, b in zip(params, expected, strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5)
+
+
+def test_adapters_train_on_two_processes_as_on_one(tmp_path: Path):
+    lora = {"rank": 2, "targets": ["q_proj", "v_proj"]}
+    (tmp_path / "one").mkdir()
+    one, expected = run(tmp_path / "one", "one", processes=1, devices=1, mesh={}, steps=2, lora=lora)
+    two, params = run(tmp_path, "two", processes=2, devices=1, mesh={"fsdp": 2}, steps=2, lora=lora)
+    assert two == pytest.approx(one, rel=1e-4)
     for a, b in zip(params, expected, strict=True):
         np.testing.assert_allclose(a, b, atol=2e-5)
 
