@@ -43,7 +43,7 @@ from jax_agent_rl.learner.gate import UpdateAbandoned, UpdateGate
 from jax_agent_rl.learner.sharding import gathered
 from jax_agent_rl.learner.step import Learner, LearnerState, UpdateResult
 from jax_agent_rl.models.config import Params
-from jax_agent_rl.types import Group, Trajectory
+from jax_agent_rl.types import Group, Trajectory, Turn
 
 logger = logging.getLogger(__name__)
 
@@ -98,10 +98,12 @@ def decode_groups(encoded: list[dict[str, Any]]) -> list[Group]:
 
 def _lean(trajectory: Trajectory) -> Trajectory:
     """Without the texts and records that only people and rewards read."""
-    turns = tuple(
-        replace(turn, tool_calls=tuple(replace(c, arguments=None, observation="", media={}) for c in turn.tool_calls))
-        for turn in trajectory.turns
-    )
+
+    def lean(turn: Turn) -> Turn:
+        calls = tuple(replace(c, arguments=None, observation="", media={}) for c in turn.tool_calls)
+        return replace(turn, tool_calls=calls, appended_media={})
+
+    turns = tuple(map(lean, trajectory.turns))
     segments = tuple(map(_lean, trajectory.segments))
     return replace(trajectory, turns=turns, segments=segments, row={}, messages=(), metrics={})
 

@@ -118,7 +118,10 @@ def test_what_the_learner_reads_of_groups_survives_the_way_to_the_last_bit():
 def test_texts_and_images_stay_where_they_are():
     made = replace(call(), observation="long", media={"image": (object(),)}, arguments={"a": object()})
     text = replace(trajectory([3], [4, 2], calls=[[made]]), row={"answer": object()}, messages=({"role": "user"},))
-    ((got,),) = (group.trajectories for group in decode_groups(encode_groups([group_of([text])])))
+    text = replace(text, turns=(replace(text.turns[0], appended_media={"image": (object(),)}), *text.turns[1:]))
+    ((got,),) = (
+        group.trajectories for group in decode_groups(json.loads(json.dumps(encode_groups([group_of([text])]))))
+    )
     assert got.response_ids == (4, 2) and not got.messages and not got.row and not got.tool_calls[0].observation
 
 
