@@ -70,20 +70,22 @@ async def _train(
             trainer = SyncTrainer(
                 runtime=runtime, folder=folder, checkpointer=checkpointer, record=record, progress=progress
             )
-            try:
-                with contextlib.ExitStack() as last:  # done before an interrupted process leaves in haste
-                    if line is not None:
-                        last.callback(line.stop)
-                    last.callback(checkpointer.close)
+            with contextlib.ExitStack() as last:
+                if line is not None:
+                    last.callback(line.stop)
+                last.callback(checkpointer.close)
+                try:
                     if record.step or config.rollout.backend == "remote":
                         await _publish_first(trainer, record.step)
                     if resume:
                         progress.say(f"resumed after step {record.step}")
                     interruption.training_begins()
                     await trainer.run()
-            except asyncio.CancelledError:  # run() has saved
-                interruption.saved(record.step)
-                raise
+                except asyncio.CancelledError:  # run() has saved
+                    if line is not None:
+                        last.close()  # or the others would lose this process, which leaves in haste
+                    interruption.saved(record.step)
+                    raise
             summary = _conclude(runtime, folder, record, console)
     return summary
 
