@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from jax_agent_rl.config_base import NonNegative, Positive, Section
 
@@ -33,3 +33,14 @@ class MultihostConfig(Section):
     num_processes: Positive | None = Field(None, description="How many; not needed where jax finds it.")
     process_id: NonNegative | None = Field(None, description="Which one this is; 0 samples, too.")
     timeout: Positive = Field(300, description="Seconds the processes wait for each other at the start.")
+
+    @model_validator(mode="after")
+    def _numbered(self) -> MultihostConfig:
+        """Otherwise the others would wait for a process that never comes."""
+        number, count = self.process_id, self.num_processes
+        if number is not None and count is not None and number >= count:
+            raise ValueError(
+                f"learner.multihost.process_id={number} is not below learner.multihost.num_processes={count}; number "
+                f"the processes from 0 to {count - 1}"
+            )
+        return self

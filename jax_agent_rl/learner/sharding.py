@@ -121,10 +121,13 @@ def place(x: Any, sharding: NamedSharding) -> jax.Array:
     return jax.make_array_from_process_local_data(sharding, host, host.shape)
 
 
-def gathered(tree: Any) -> Any:
-    """Arrays of a mesh, whole on each of its devices; every process calls it."""
-    mesh = jax.tree.leaves(tree)[0].sharding.mesh
-    return jax.jit(lambda tree: tree, out_shardings=replicated(mesh))(tree)
+def gathered(x: jax.Array) -> jax.Array:
+    """An array of a mesh, whole on each of its devices; every process calls it."""
+    return jax.jit(_same, out_shardings=replicated(x.sharding.mesh))(x)
+
+
+def _same(x: jax.Array) -> jax.Array:
+    return x
 
 
 def row_shards(mesh: Mesh) -> int:

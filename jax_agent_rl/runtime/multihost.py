@@ -65,6 +65,11 @@ def initialize(config: MultihostConfig) -> int:
         ConfigError: the numbers do not fit, or the coordinator cannot be reached.
     """
     address = config.coordinator or os.environ.get(ADDRESS)
+    if address is None and (config.num_processes or 1) > 1:
+        raise ConfigError(
+            f"learner.multihost.num_processes={config.num_processes}, but nothing says where they meet; set "
+            f"learner.multihost.coordinator to HOST:PORT of process 0, or ${ADDRESS}"
+        )
     if address is None:
         return 0
     automatic = address == "auto"
@@ -209,7 +214,8 @@ class LeadingLearner:
     def params(self) -> Params:
         """The whole parameters, on this process's first device: what an engine of this process takes."""
         with self._line.command("params"):
-            return jax.tree.map(lambda x: x.addressable_data(0), gathered(self._learner.params))
+            # One at a time: no device but the first ever holds more than one parameter whole.
+            return jax.tree.map(lambda x: gathered(x).addressable_data(0), self._learner.params)
 
     @property
     def programs_compiled(self) -> int:
@@ -309,7 +315,8 @@ def follow(learner: Learner) -> None:
                 case "update":
                     learner.update(decode_groups(payload["groups"]), masked=payload["masked"], gate=line.gate())
                 case "params":
-                    gathered(learner.params)
+                    for x in jax.tree.leaves(learner.params):
+                        gathered(x)
                 case _:
                     assert checkpointer is not None  # process 0 opens before it uses
                     _follow_checkpoint(learner, checkpointer, command, payload)

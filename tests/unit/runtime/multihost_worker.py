@@ -12,7 +12,8 @@ from jax_agent_rl.config import AlgorithmConfig, LearnerConfig
 from jax_agent_rl.learner.gate import UpdateAbandoned, UpdateGate
 from jax_agent_rl.learner.step import Learner
 from jax_agent_rl.models.config import Experts
-from jax_agent_rl.runtime.multihost import LeadingCheckpointer, LeadingLearner, follow, initialize, leading
+from jax_agent_rl.runtime.learners import open_checkpointer
+from jax_agent_rl.runtime.multihost import LeadingLearner, follow, initialize, leading
 from jax_agent_rl.types import Group
 from tests.tiny import TINY, tiny_params
 from tests.trajectories import random_groups
@@ -31,12 +32,7 @@ def lead(made: Learner, job: dict) -> None:
     with leading() as line:
         learner = made if line is None else LeadingLearner(made, line)
         folder = Path(job["checkpoints"])
-        if line is None:
-            from jax_agent_rl.learner.checkpoint import Checkpointer
-
-            checkpointer = Checkpointer(folder, keep=5)
-        else:
-            checkpointer = LeadingCheckpointer(folder, keep=5, line=line)
+        checkpointer = open_checkpointer(folder, keep=5, line=line)
         begin = 0
         if job["restore"]:
             begin, learner.state, _ = checkpointer.restore(learner.state)

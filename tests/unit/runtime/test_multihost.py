@@ -125,9 +125,14 @@ def test_texts_and_images_stay_where_they_are():
     assert got.response_ids == (4, 2) and not got.messages and not got.row and not got.tool_calls[0].observation
 
 
-def test_numbers_that_do_not_fit_say_what_to_start():
-    with pytest.raises(ConfigError, match="process 2 of 2 could not join 'localhost:1'.*own process_id"):
-        initialize(MultihostConfig(coordinator="localhost:1", num_processes=2, process_id=2))
+def test_what_cannot_join_says_what_to_start(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("JAX_COORDINATOR_ADDRESS", raising=False)
+    with pytest.raises(ConfigError, match="process None of 2 could not join 'localhost:1'.*own process_id"):
+        initialize(MultihostConfig(coordinator="localhost:1", num_processes=2))
+    with pytest.raises(ConfigError, match="num_processes=2, but nothing says where they meet; set .*HOST:PORT"):
+        initialize(MultihostConfig(num_processes=2, process_id=1))
+    with pytest.raises(ValueError, match="process_id=2 is not below .*num_processes=2; number .* from 0 to 1"):
+        MultihostConfig(coordinator="localhost:1", num_processes=2, process_id=2)
 
 
 def test_without_a_coordinator_a_process_is_alone(monkeypatch: pytest.MonkeyPatch):
