@@ -149,8 +149,16 @@ class JaxEngine(engine_api.Engine):
     # --- weights and state ------------------------------------------------------------------------------------
 
     def load_params(self, params: dict) -> EngineParams:
-        """The engine's own copy of the learner's parameter tree, in its own precision, made on the device."""
-        return self._to_engine_layout(params)
+        """The engine's own copy of the learner's parameter tree, in its own precision, made on the device.
+
+        From a learner's mesh each parameter is brought to the engine's device, in the engine's precision already.
+        """
+        device = self._mesh.devices.item()
+
+        def here(x: jax.Array) -> jax.Array:
+            return x if x.devices() == {device} else jax.device_put(x.astype(self._dtype), device)
+
+        return self._to_engine_layout(jax.tree.map(here, params))
 
     def init_cache(self) -> KVCache:
         """An empty cache of ``shapes.cache_rows`` rows."""

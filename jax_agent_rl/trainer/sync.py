@@ -30,6 +30,7 @@ from jax_agent_rl.rollout.futility import FutilityGuard
 from jax_agent_rl.rollout.protocol import BackendMetrics
 from jax_agent_rl.rollout.shaping import shape
 from jax_agent_rl.runtime.in_process import Runtime
+from jax_agent_rl.runtime.multihost import LeadingCheckpointer
 from jax_agent_rl.trainer.record import RunRecord, evaluation_record, step_record
 from jax_agent_rl.types import DropReason, Group, SamplingParams, Trajectory
 
@@ -49,7 +50,7 @@ class SyncTrainer:
 
     runtime: Runtime
     folder: RunFolder
-    checkpointer: Checkpointer
+    checkpointer: Checkpointer | LeadingCheckpointer
     record: RunRecord
     progress: Progress
     clock: Callable[[], float] = time.monotonic

@@ -1,0 +1,33 @@
+"""A whole run whose learner lies on several devices of one process, with the engine on the first of them."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from jax_agent_rl.observe.metrics import read_records
+from tests.tiny_run import tiny_recipe
+
+
+def train(recipe: Path, *settings: str, devices: int) -> str:
+    environment = os.environ | {
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        "NPROC": "16",  # XLA's threads: devices wait for each other in them, and a few cores' would all be waiting
+        "JAX_PLATFORMS": "cpu",
+    }
+    command = [sys.executable, "-m", "jax_agent_rl.cli", "train", str(recipe), *settings]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=500, env=environment)
+    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-2000:]
+    return result.stdout
+
+
+def test_the_engine_serves_what_a_mesh_trained_and_one_device_goes_on(tmp_path: Path):
+    recipe = tiny_recipe(tmp_path, trainer={"steps": 2, "checkpoint_every": 2})
+    train(recipe, "learner.mesh.fsdp=2", devices=2)
+    assert "resumed after step 2" in train(recipe, "--resume", "trainer.steps=3", devices=1)
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["steps"] == 3 and summary["recompilations_after_warmup"] == 0
+    steps = [r for r in read_records(tmp_path / "run" / "metrics.jsonl") if r["kind"] == "step"]
+    assert len(steps) == 3 and all(step["trained_tokens"] and step["grad_norm"] for step in steps)
+    assert max(step["logprob_gap_max"] for step in steps) < 1e-3  # weights of the step before would show
