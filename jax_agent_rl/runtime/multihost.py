@@ -85,6 +85,9 @@ def initialize(config: MultihostConfig) -> int:
             f"learner.multihost: process {config.process_id} of {config.num_processes} could not join {address!r} "
             f"({error}); start every process with the same coordinator and num_processes, and its own process_id"
         ) from error
+    if jax.default_backend() == "cpu":
+        # There an executable of the cache and a newly compiled one wait for each other's collectives for ever.
+        jax.config.update("jax_enable_compilation_cache", False)
     return jax.process_index()
 
 
