@@ -21,7 +21,7 @@ from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.config import Config
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.models.config import DecoderConfig, Params
-from jax_agent_rl.models.hf import load_hf
+from jax_agent_rl.models.hf import load_config, load_hf
 from jax_agent_rl.rollout.protocol import RolloutBackend
 from jax_agent_rl.serving import token_from
 
@@ -51,14 +51,23 @@ def check_engine(config: Config) -> None:
         Checkpoint.read(Path(config.model.path).expanduser())
 
 
-def load_model(config: Config, codec: ChatCodec) -> tuple[DecoderConfig, Params]:
-    """The model and its weights; the tokenizer names the ids that end a generation if the model's files do not.
+def read_model(config: Config, codec: ChatCodec) -> DecoderConfig:
+    """The model without its weights; the tokenizer names the ids that end a generation if the model's files do not.
 
     Raises:
         ModelError: the files are missing, damaged or of another family.
     """
-    model, params = load_hf(config.model.path)
-    return (model if model.eos_token_ids else replace(model, eos_token_ids=codec.eos_token_ids)), params
+    model = load_config(config.model.path)
+    return model if model.eos_token_ids else replace(model, eos_token_ids=codec.eos_token_ids)
+
+
+def load_model(config: Config, codec: ChatCodec) -> tuple[DecoderConfig, Params]:
+    """The model and its weights, whole on the default device: for an engine without a learner.
+
+    Raises:
+        ModelError: the files are missing, damaged or of another family.
+    """
+    return read_model(config, codec), load_hf(config.model.path)[1]
 
 
 def make_backends(
