@@ -84,7 +84,8 @@ class Checkpointer:
         """Raises CheckpointError if a save in the background has failed, on any process; never waits."""
         try:
             self._check_others()
-            self._manager.check_for_errors()
+            if not self._manager.is_saving_in_progress():
+                self._manager.wait_until_finished()  # at once; only this tells of what its threads met
         except (OSError, ValueError) as error:
             raise self._write_failed(error) from error
 

@@ -96,10 +96,11 @@ async def build(config: Config, *, say: Callable[[str], None], line: Line | None
         agents.collector.require_branching(train)
         await agents.preflight([*train, *heldout])
         say(f"loading {config.model.path}")
-        model = read_model(config, codec)
+        probe_ids = codec.encode_prompt(train[0]["prompt"])
+        model = read_model(config, codec, probe_ids)
         shared = one_program(config, model)
         learner = make_learner(config, model, score_by=shared and shared.score, line=line)
-        publisher = make_publisher(config, model, probe_ids=codec.encode_prompt(train[0]["prompt"]))
+        publisher = make_publisher(config, model, probe_ids=probe_ids)
         stack.callback(publisher.close)
         backends = make_backends(
             config,
