@@ -28,6 +28,7 @@ class SharedWrites:
         self._client = ocp.multihost.get_jax_distributed_client()
         self._meet = ocp.multihost.get_barrier_sync_fn(processes=set(range(jax.process_count())))
         self._failed: Future[str] = Future()
+        self._caller: int | None = None  # the thread that starts writes
         threading.Thread(target=self._listen, name="checkpoint-failures", daemon=True).start()
 
     def check(self) -> None:
@@ -36,7 +37,8 @@ class SharedWrites:
             raise OSError(self._failed.result())
 
     def agree(self) -> None:
-        """:meth:`check`, with the same outcome on all processes; each has to call it."""
+        """:meth:`check`, with the same outcome on all processes; each has to call it before it starts a write."""
+        self._caller = threading.get_ident()
         if multihost_utils.process_allgather(np.asarray(self._failed.done())).any():
             raise OSError(self._failed.result())
 
@@ -51,8 +53,9 @@ class SharedWrites:
         Raises:
             OSError: a write has failed on one of them.
         """
-        # Orbax comes here from a ``finally``, too, when this process's own write has just failed.
-        if (error := sys.exception()) is not None:
+        # Orbax's own threads come here from a ``finally``, too, when this process's write has just failed. (What the
+        # thread that starts writes is handling, a cancellation perhaps, is its own affair.)
+        if threading.get_ident() != self._caller and (error := sys.exception()) is not None:
             self.fail(error)
         met: Future[None] = Future()
 
