@@ -24,6 +24,7 @@ import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_agent_rl.errors import CheckpointError
+from jax_agent_rl.learner.shared_writes import SharedWrites
 
 _WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 
@@ -39,11 +40,16 @@ class Checkpointer:
     def __init__(self, folder: Path, *, keep: int) -> None:
         self._folder = folder.resolve()
         self._keep = keep
+        self._shared = SharedWrites() if jax.process_count() > 1 else None
         self._manager = self._open()
 
     def _open(self) -> ocp.CheckpointManager:
         options = ocp.CheckpointManagerOptions(
-            max_to_keep=self._keep, enable_async_checkpointing=True, create=True, cleanup_tmp_directories=True
+            max_to_keep=self._keep,
+            enable_async_checkpointing=True,
+            create=True,
+            cleanup_tmp_directories=True,
+            async_options=ocp.AsyncOptions(barrier_sync_fn=self._shared and self._shared.barrier),
         )
         return ocp.CheckpointManager(self._folder, options=options)
 
@@ -63,21 +69,23 @@ class Checkpointer:
         Raises:
             CheckpointError: this or an earlier save could not be written. Complete checkpoints are intact.
         """
-        if self._manager.latest_step() == step:
-            return
-        arguments = ocp.args.Composite(
-            state=ocp.args.StandardSave(state),
-            notes=ocp.args.JsonSave(_sealed(progress, _manifest(state))),
-        )
         try:
+            if self._shared is not None:
+                self._shared.agree()  # what follows takes all processes
+            if self._manager.latest_step() == step:
+                return
+            notes = ocp.args.JsonSave(_sealed(progress, _manifest(state)))
+            arguments = ocp.args.Composite(state=ocp.args.StandardSave(state), notes=notes)
             self._manager.save(step, args=arguments, force=True)
         except (OSError, ValueError) as error:
             raise self._write_failed(error) from error
 
     def check(self) -> None:
-        """Raises CheckpointError if a save in the background has failed; never waits."""
+        """Raises CheckpointError if a save in the background has failed, on any process; never waits."""
         try:
-            self._manager.check_for_errors()
+            self._check_others()
+            if not self._manager.is_saving_in_progress():
+                self._manager.wait_until_finished()  # at once; only this tells of what its threads met
         except (OSError, ValueError) as error:
             raise self._write_failed(error) from error
 
@@ -88,6 +96,7 @@ class Checkpointer:
             CheckpointError: a save failed. Complete checkpoints are intact.
         """
         try:
+            self._check_others()
             self._manager.wait_until_finished()
         except (OSError, ValueError) as error:
             raise self._write_failed(error) from error
@@ -185,11 +194,16 @@ class Checkpointer:
         )
         return CheckpointError(f"checkpoint {step} in {self._folder} is damaged ({_brief(error)}); {offer}")
 
+    def _check_others(self) -> None:
+        if self._shared is not None:
+            self._shared.check()
+
     def _write_failed(self, error: Exception) -> CheckpointError:
-        # Orbax may remember a step whose commit failed; a fresh manager only sees what is on disk.
-        if jax.process_count() == 1:
+        # Orbax may remember a step whose commit failed; this way it only knows what is on disk.
+        if self._shared is None:
             self._manager = self._open()
-        else:  # opening waits for all processes, and the others may not have failed
+        else:  # opening waits for all processes, and there is no going on
+            self._shared.fail(error)
             self._manager.reload()
         kept = self.latest_step
         intact = f"checkpoint {kept} is intact; free space, then --resume" if kept is not None else "there is none yet"

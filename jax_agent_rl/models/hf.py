@@ -70,7 +70,8 @@ def load_hf(
 
     Args:
         shardings: a sharding per parameter: each device's part is read from the files by itself, so the host never
-            holds a whole parameter. None puts everything on the default device.
+            holds a whole parameter that is split, and reads nothing that is for other hosts' devices. None puts
+            everything on the default device.
 
     Returns:
         the config, and the parameter tree.
@@ -244,14 +245,22 @@ def _read(
     sharding: jax.sharding.Sharding,
     where: str,
 ) -> jax.Array:
-    """One parameter, each device's part read by itself."""
+    """One parameter, part by part: the host holds one at a time, and reads it once for all devices that share it."""
 
     def part(names: Names, index: tuple[slice, ...], shape: tuple[int, ...]) -> np.ndarray:
         if isinstance(names, str):
             return _slice(tensors, names, index, shape, where).astype(dtype)
         return np.stack([part(inner, index[1:], shape[1:]) for inner in names[index[0]]])
 
-    return jax.make_array_from_callback(shape, sharding, lambda index: part(names, index, shape), dtype=dtype)
+    sharing: dict[tuple, list[jax.Device]] = {}
+    for device, index in sharding.devices_indices_map(shape).items():
+        if device in sharding.addressable_devices:
+            sharing.setdefault(tuple((at.start, at.stop) for at in index), []).append(device)
+    parts = []
+    for bounds, devices in sharing.items():
+        value = part(names, tuple(slice(*ends) for ends in bounds), shape)
+        parts += [jax.device_put(value, device) for device in devices]
+    return jax.make_array_from_single_device_arrays(shape, sharding, parts, dtype=dtype)
 
 
 def _slice(

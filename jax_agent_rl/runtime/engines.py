@@ -19,9 +19,9 @@ import numpy as np
 
 from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.config import Config
-from jax_agent_rl.errors import ConfigError
+from jax_agent_rl.errors import ConfigError, ModelError
 from jax_agent_rl.models.config import DecoderConfig, Params
-from jax_agent_rl.models.hf import load_hf
+from jax_agent_rl.models.hf import load_config, load_hf
 from jax_agent_rl.rollout.protocol import RolloutBackend
 from jax_agent_rl.serving import token_from
 
@@ -51,14 +51,33 @@ def check_engine(config: Config) -> None:
         Checkpoint.read(Path(config.model.path).expanduser())
 
 
+def read_model(config: Config, codec: ChatCodec, prompt_ids: Sequence[int] = ()) -> DecoderConfig:
+    """The model without its weights; the tokenizer names the ids that end a generation if the model's files do not.
+
+    Args:
+        prompt_ids: a prompt of the run, by which tokenizer and model are compared. Some tokenizers have more ids than
+            the model has embeddings (of pictures, say), which does no harm while texts do not use them.
+
+    Raises:
+        ModelError: the files are missing, damaged or of another family, or the tokenizer is of another model.
+    """
+    model = load_config(config.model.path)
+    largest = max((*codec.eos_token_ids, *prompt_ids))
+    if largest >= model.vocab_size:
+        raise ModelError(
+            f"the tokenizer at {config.model.path} gives id {largest}, but the model has {model.vocab_size} embeddings "
+            "(vocab_size): they are of different models; put the model's own tokenizer there"
+        )
+    return model if model.eos_token_ids else replace(model, eos_token_ids=codec.eos_token_ids)
+
+
 def load_model(config: Config, codec: ChatCodec) -> tuple[DecoderConfig, Params]:
-    """The model and its weights; the tokenizer names the ids that end a generation if the model's files do not.
+    """The model and its weights, whole on the default device: for an engine without a learner.
 
     Raises:
         ModelError: the files are missing, damaged or of another family.
     """
-    model, params = load_hf(config.model.path)
-    return (model if model.eos_token_ids else replace(model, eos_token_ids=codec.eos_token_ids)), params
+    return read_model(config, codec), load_hf(config.model.path)[1]
 
 
 def make_backends(

@@ -22,7 +22,7 @@ from jax_agent_rl.rollout.collect import RolloutCollector
 from jax_agent_rl.rollout.protocol import BackendMetrics, RolloutBackend
 from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.runtime.agents import make_agents
-from jax_agent_rl.runtime.engines import check_engine, load_model, make_backends, one_program
+from jax_agent_rl.runtime.engines import check_engine, make_backends, one_program, read_model
 from jax_agent_rl.runtime.fleet import FleetMetrics, check_versions
 from jax_agent_rl.runtime.learners import make_learner
 from jax_agent_rl.runtime.multihost import LeadingLearner, Line
@@ -96,17 +96,19 @@ async def build(config: Config, *, say: Callable[[str], None], line: Line | None
         agents.collector.require_branching(train)
         await agents.preflight([*train, *heldout])
         say(f"loading {config.model.path}")
-        model, params = load_model(config, codec)
+        probe_ids = codec.encode_prompt(train[0]["prompt"])
+        model = read_model(config, codec, probe_ids)
         shared = one_program(config, model)
-        learner = make_learner(config, model, params, score_by=shared and shared.score, line=line)
-        publisher = make_publisher(config, model, probe_ids=codec.encode_prompt(train[0]["prompt"]))
+        learner = make_learner(config, model, score_by=shared and shared.score, line=line)
+        publisher = make_publisher(config, model, probe_ids=probe_ids)
         stack.callback(publisher.close)
-        if config.learner.lora is not None:
-            params = learner.params  # the base as the learner keeps it: rounded, perhaps
         backends = make_backends(
-            config, codec, weights=lambda m=model, p=params: (m, p), say=say, table=shared and shared.table
+            config,
+            codec,
+            weights=lambda: (model, learner.params),  # as the learner keeps them: under adapters rounded, perhaps
+            say=say,
+            table=shared and shared.table,
         )
-        del params
         say(f"starting the {config.rollout.backend} engine")
         await _start(config, client, backends, stack)
         yield Runtime(

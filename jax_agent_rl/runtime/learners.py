@@ -8,30 +8,34 @@ from jax_agent_rl.config import Config
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.learner.checkpoint import Checkpointer
 from jax_agent_rl.learner.critic import critic_shapes
+from jax_agent_rl.learner.sharding import make_mesh, parameter_shardings
 from jax_agent_rl.learner.step import Learner, ScoreContexts
 from jax_agent_rl.models.config import DecoderConfig, Params
-from jax_agent_rl.models.hf import load_hf
+from jax_agent_rl.models.hf import load_config, load_hf
 from jax_agent_rl.runtime.multihost import LeadingCheckpointer, LeadingLearner, Line, follow
 
 
 def make_learner(
     config: Config,
     model: DecoderConfig,
-    params: Params,
     *,
     score_by: ScoreContexts | None = None,
     line: Line | None = None,
 ) -> Learner | LeadingLearner:
-    """The policy with its optimizer, and the critic if there is one.
+    """The policy of ``model.path`` with its optimizer, and the critic if there is one.
 
     Args:
-        params: initial parameters; copied.
+        model: the policy's hyperparameters.
         score_by: what computes old log-probs, with ``rollout.deterministic``.
         line: to the processes that do the same, see ``runtime.multihost``.
+
+    Raises:
+        ConfigError: the mesh does not divide the model, or the critic is of another architecture.
+        ModelError: files are missing or damaged.
     """
     learner = Learner(
         model,
-        params,
+        _read(config.model.path, model, config),
         algorithm=config.algorithm,
         config=config.learner,
         temperature=config.rollout.temperature,
@@ -49,7 +53,7 @@ def open_checkpointer(folder: Path, *, keep: int, line: Line | None) -> Checkpoi
 
 def follow_run(config: Config) -> None:
     """A whole run on a process that does not lead: the learner, and nothing else."""
-    learner = make_learner(config, *load_hf(config.model.path))
+    learner = make_learner(config, load_config(config.model.path))
     assert isinstance(learner, Learner)
     follow(learner)
 
@@ -58,10 +62,16 @@ def _critic_init(config: Config, policy: DecoderConfig) -> Params | None:
     """Weights of ``critic.path``; None where the critic starts from the policy's."""
     if config.critic.path is None:
         return None
-    model, params = load_hf(config.critic.path)
+    model = load_config(config.critic.path)
     if critic_shapes(model) != critic_shapes(policy):
         raise ConfigError(
             f"critic.path={config.critic.path!r} holds a model of other shapes than {config.model.path!r}; give one of "
             "the same architecture, or leave it out"
         )
-    return params
+    return _read(config.critic.path, model, config)
+
+
+def _read(path: str, model: DecoderConfig, config: Config) -> Params:
+    """A model's parameters on the learner's mesh: each device's part is read by itself, none is ever whole."""
+    mesh = make_mesh(config.learner.mesh)
+    return load_hf(path, shardings=parameter_shardings(mesh, model.parameter_shapes()))[1]

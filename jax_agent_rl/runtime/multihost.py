@@ -8,7 +8,9 @@
 Data still flow one way. Agents, tools and engines exist on process 0 alone. What it tells the others is a command and
 JSON, sent as an array of bytes: what the learner reads of the groups (ids, log-probs, rewards; no text, no pickle), so
 every process packs the same rows and puts those of its own devices on them. Metrics are computed on all devices and
-come out the same everywhere. Checkpoints are written by all, each its own shards, into a folder all of them see.
+come out the same everywhere. Each process reads from the model's files what is for its own devices. Checkpoints are
+written by all, each its own shards, into a folder all of them see; what fails on one ends the run on all
+(``learner.shared_writes``).
 
 While process 0 samples, the others wait at a barrier of jax's coordination service, which unlike a collective on
 devices has no short timeout and notices when a process dies: then all others end, too.
@@ -85,8 +87,9 @@ def initialize(config: MultihostConfig) -> int:
             f"learner.multihost: process {config.process_id} of {config.num_processes} could not join {address!r} "
             f"({error}); start every process with the same coordinator and num_processes, and its own process_id"
         ) from error
-    if jax.default_backend() == "cpu":
-        # There an executable of the cache and a newly compiled one wait for each other's collectives for ever.
+    if jax.process_count() > 1 and jax.default_backend() == "cpu":
+        # Process 0 alone finds its programs there, and on CPUs one that was loaded may exchange arrays in another order
+        # than one just compiled: the processes would wait for each other forever.
         jax.config.update("jax_enable_compilation_cache", False)
     return jax.process_index()
 
@@ -262,7 +265,7 @@ class LeadingCheckpointer:
             self._own.save(step, state, progress)
 
     def check(self) -> None:
-        """See :meth:`Checkpointer.check`; of this process's part, and without the others."""
+        """See :meth:`Checkpointer.check`: what failed on another process is known here without asking it."""
         self._own.check()
 
     def wait(self) -> None:

@@ -10,24 +10,45 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
+
 from jax_agent_rl.observe.metrics import read_records
 from tests.tiny_run import tiny_recipe
 
+# The third checkpoint meets what looks like a full disk, on one of the processes.
+FULL_DISK = """
+import resource, sys
+from jax_agent_rl import cli
+from jax_agent_rl.learner import checkpoint
 
-def start(recipe: Path, *settings: str, processes: int) -> list[subprocess.Popen[str]]:
-    """One process per host, each with one device."""
+save, full = checkpoint.Checkpointer.save, [int(sys.argv.pop(1))]
+
+def limited(self, step, *arguments):
+    if step == 3 and full and f"learner.multihost.process_id={full.pop()}" in sys.argv:
+        self.wait()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+    save(self, step, *arguments)
+
+checkpoint.Checkpointer.save = limited
+cli.main()
+"""
+
+
+def start(recipe: Path, *settings: str, processes: int, full: int | None = None) -> list[subprocess.Popen[str]]:
+    """One process per host, each with one device; the disk of ``full`` fills up."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
     started = []
     for number in range(processes):
-        command = [sys.executable, "-m", "jax_agent_rl.cli", "train", str(recipe), *settings]
+        program = ["-m", "jax_agent_rl.cli"] if full is None else ["-c", FULL_DISK, str(full)]
+        command = [sys.executable, *program, "train", str(recipe), *settings]
         if processes > 1:
             command += [
                 f"learner.multihost.coordinator=127.0.0.1:{port}",
                 f"learner.multihost.num_processes={processes}",
                 f"learner.multihost.process_id={number}",
-                f"learner.mesh.data={processes}",
+                f"learner.mesh.fsdp={processes}",
             ]
         environment = os.environ | {
             # Every process compiles for itself, which is most of what this takes: quickly rather than well.
@@ -89,3 +110,25 @@ def test_a_signal_to_all_leaves_a_checkpoint_of_all(tmp_path: Path):
     assert "--resume" in outputs[0] and "Traceback" not in "".join(outputs)
     saved = [path for path in (tmp_path / "run" / "checkpoints").iterdir() if path.name.isdigit()]
     assert len(saved) == 1 and int(saved[0].name) >= 2
+
+
+@pytest.mark.parametrize("full", [0, 1])
+def test_a_full_disk_on_one_process_ends_the_run_with_a_message_and_it_resumes(full: int, tmp_path: Path):
+    recipe = tiny_recipe(tmp_path, trainer={"steps": 6, "checkpoint_every": 1})
+    output, other = finish(start(recipe, processes=2, full=full), [2, 0])
+    assert "error: a checkpoint could not be written" in output and "checkpoint 2 is intact" in output
+    assert f": on process {full}, " in output, output
+    (resumed,) = finish(start(recipe, "--resume", processes=1), [0])
+    assert "resumed after step 2" in resumed
+
+
+def test_a_signal_to_process_0_before_training_ends_all(tmp_path: Path):
+    started = start(tiny_recipe(tmp_path), processes=2)
+    assert started[0].stdout is not None
+    for line in started[0].stdout:
+        if line.startswith("run folder:"):
+            started[0].send_signal(signal.SIGTERM)
+            break
+    outputs = finish(started, [130, 0])
+    assert "interrupted before training; nothing has changed" in outputs[0]
+    assert "Traceback" not in "".join(outputs) and not (tmp_path / "run" / "metrics.jsonl").exists()
