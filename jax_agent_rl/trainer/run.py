@@ -17,9 +17,19 @@ from jax_agent_rl.observe.plots import reward_plot
 from jax_agent_rl.observe.progress import Progress, duration
 from jax_agent_rl.observe.trajectories import LEGEND, best_and_worst, render
 from jax_agent_rl.runtime.in_process import Runtime, build
+from jax_agent_rl.trainer.base import Trainer
+from jax_agent_rl.trainer.fully_async import FullyAsyncTrainer
 from jax_agent_rl.trainer.interrupt import Interruption
+from jax_agent_rl.trainer.one_step_off import OneStepOffTrainer
 from jax_agent_rl.trainer.record import RunRecord
 from jax_agent_rl.trainer.sync import SyncTrainer
+
+TRAINERS: dict[str, type[Trainer]] = {
+    "sync": SyncTrainer,
+    "one_step_off": OneStepOffTrainer,
+    "fully_async": FullyAsyncTrainer,
+}
+"""By ``trainer.mode``."""
 
 
 async def train(
@@ -59,7 +69,7 @@ async def _train(
             checkpointer = Checkpointer(folder.checkpoints, keep=config.trainer.keep_checkpoints)
             record = _restore(runtime, checkpointer, folder, from_step) if resume else RunRecord()
             record.cursor = record.cursor or runtime.cursor.state()
-            trainer = SyncTrainer(
+            trainer = TRAINERS[config.trainer.mode](
                 runtime=runtime, folder=folder, checkpointer=checkpointer, record=record, progress=progress
             )
             try:
@@ -110,7 +120,7 @@ def _restore(runtime: Runtime, checkpointer: Checkpointer, folder: RunFolder, fr
     return record
 
 
-async def _publish_first(trainer: SyncTrainer, version: int) -> None:
+async def _publish_first(trainer: Trainer, version: int) -> None:
     """The engines start from the learner's weights, wherever those came from.
 
     Raises:
