@@ -133,6 +133,8 @@ class ScriptedBackend:
         requests: everything it was asked, in order.
         gate: cleared, no id is sampled; tests use it to hold requests in the middle.
         most_running: the most requests that ran at the same time.
+        hold: whether a request has to wait before its next id, given how many it has; tests set it to let something
+            else happen first.
     """
 
     def __init__(
@@ -143,6 +145,7 @@ class ScriptedBackend:
         self.gate = asyncio.Event()
         self.gate.set()
         self.most_running = 0
+        self.hold: Callable[[GenerateRequest, int], bool] = lambda request, sampled: False
         self.sampled = 0
         self._script = script
         self._turns: dict[str, int] = {}
@@ -188,7 +191,7 @@ class ScriptedBackend:
         versions: list[int] = []
         reason, match = StopReason.LENGTH, None
         while len(ids) < request.sampling.max_tokens:
-            await self._wait_for_turn(request.request_id)
+            await self._wait_for_turn(request, len(request.prompt_ids) - start + len(ids))
             if request.request_id in self._aborted:
                 reason = StopReason.ABORTED
                 break
@@ -233,9 +236,11 @@ class ScriptedBackend:
             self._plans[request.request_id] = (ids, len(request.prompt_ids))
         return self._plans[request.request_id]
 
-    async def _wait_for_turn(self, request_id: str) -> None:
+    async def _wait_for_turn(self, request: GenerateRequest, sampled: int) -> None:
         await asyncio.sleep(0)
-        while not self.gate.is_set() and request_id not in self._aborted and not self._dead and not self._closed:
+        while not self.gate.is_set() or self.hold(request, sampled):
+            if request.request_id in self._aborted or self._dead or self._closed:
+                break
             await asyncio.sleep(0)
         self._check_alive()
 

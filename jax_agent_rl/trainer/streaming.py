@@ -45,7 +45,7 @@ class StreamTrainer(Trainer):
             spare=config.trainer.spare_prompts,
             version=self.record.step,
         )
-        if self.record.buffer:
+        if self.record.buffer.get("version") == self.record.step:  # else the steps since were synchronous ones
             buffer.restore(self.record.buffer)
         self.buffer = buffer
         self.stream = GroupStream(buffer, draw=self.runtime.cursor.draw, grow=self._grow, drop=self._drop)

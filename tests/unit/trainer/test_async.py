@@ -1,0 +1,394 @@
+"""The asynchronous trainers on a scripted engine and a learner that learns nothing."""
+
+import asyncio
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from jax_agent_rl.errors import ConfigError, EngineDiedError
+from jax_agent_rl.learner.step import UpdateResult
+from jax_agent_rl.observe.metrics import read_records
+from jax_agent_rl.rollout.buffer import versions
+from jax_agent_rl.rollout.protocol import Capabilities
+from jax_agent_rl.trainer.record import RunRecord
+from jax_agent_rl.types import DropReason, Group, PauseMode
+from tests.fake_training import IdleLearner, make_trainer, parity
+
+LONG = "one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen"
+
+
+class Notes:
+    """Keeps what a checkpoint would."""
+
+    def __init__(self):
+        self.saved: dict[int, dict] = {}
+
+    def save(self, step, state, record):
+        self.saved.setdefault(step, record)
+
+    def check(self):
+        pass
+
+    def wait(self):
+        pass
+
+
+class Versions(IdleLearner):
+    """Notes, for every step, the versions of the tokens in it."""
+
+    def __init__(self):
+        super().__init__()
+        self.steps: list[list[Group]] = []
+
+    def update(self, groups, *, masked, tick, gate):
+        self.steps.append(list(groups))
+        with gate.update():
+            return UpdateResult(metrics={}, skipped=False)
+
+    @property
+    def ages(self) -> list[set[int]]:
+        return [{step - v for g in groups for v in versions(g.trajectories)} for step, groups in enumerate(self.steps)]
+
+
+async def finish(training) -> None:
+    async with asyncio.timeout(60):
+        await training.run()
+
+
+def books(training):
+    accounting = training.runtime.collector.accounting
+    accounting.check()
+    assert not accounting.in_flight
+    return accounting
+
+
+def steps_of(tmp_path: Path) -> list[dict]:
+    return [r for r in read_records(tmp_path / "metrics.jsonl") if r["kind"] == "step"]
+
+
+def tasks() -> int:
+    return len(asyncio.all_tasks())
+
+
+@pytest.mark.parametrize(
+    ("mode", "first", "later"), [("one_step_off", {0}, {1}), ("fully_async", {0}, {0, 1})], ids=lambda x: str(x)
+)
+async def test_tokens_are_as_old_as_the_mode_says(tmp_path: Path, mode: str, first: set[int], later: set[int]):
+    learner = Versions()
+    training = make_trainer(tmp_path, steps=6, trainer={"mode": mode}, learner=learner, prompts_per_step=2, rows=5)
+    await finish(training)
+    assert learner.ages[0] == first and all(ages and ages <= later for ages in learner.ages[1:])
+    accounting = books(training)
+    assert (accounting.started, accounting.trained) == (24, 24), "not one group more than the steps need"
+    assert [r["staleness_max"] for r in steps_of(tmp_path)] == [max(ages) for ages in learner.ages]
+    assert training.runtime.client.servers[0].backend.policy_version == 6
+
+
+async def test_one_step_off_rolls_out_the_next_batch_while_it_learns(tmp_path: Path):
+    """The learner does not return before the next batch is complete."""
+    complete = asyncio.Event()
+
+    class Waits(Versions):
+        def update(self, groups, *, masked, tick, gate):
+            if len(self.steps) < 2:
+                asyncio.run_coroutine_threadsafe(complete.wait(), loop).result(timeout=60)
+                loop.call_soon_threadsafe(complete.clear)
+            return super().update(groups, masked=masked, tick=tick, gate=gate)
+
+    loop = asyncio.get_running_loop()
+    training = make_trainer(tmp_path, steps=3, trainer={"mode": "one_step_off"}, learner=Waits())
+    admitted = training.buffer.complete
+
+    def tell(number, group):
+        if number:  # the first batch is what the learner gets
+            complete.set()
+        return admitted(number, group)
+
+    training.buffer.complete = tell
+    await finish(training)
+    assert books(training).trained == 6
+
+
+def engine_of(training):
+    (server,) = training.runtime.client.servers
+    return server.backend
+
+
+async def test_weights_change_under_running_generations_and_each_token_keeps_its_version(tmp_path: Path):
+    """One group samples four tokens of each version, while the others are complete at once."""
+    learner = Versions()
+    training = make_trainer(
+        tmp_path,
+        steps=5,
+        trainer={"mode": "fully_async", "staleness": 4},
+        learner=learner,
+        script=[LONG],
+        prompts_per_step=2,
+    )
+    engine = engine_of(training)
+    engine.hold = lambda r, sampled: r.request_id.startswith("async-0-1") and engine.policy_version < sampled // 4
+    await finish(training)
+    found = [t for groups in learner.steps for g in groups for t in g.trajectories if g.group_id == "async-0-1"]
+    assert [t.response_ids for t in found] == [tuple(training.runtime.codec.reply_ids(LONG))] * 2
+    assert [t.policy_versions for t in found] == [(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3, 4)] * 2
+    last = steps_of(tmp_path)[-1]
+    assert (last["staleness_max"], last["mixed_version_share"]) == (4, 0.5), "it was trained on at its last chance"
+    assert last["staleness_histogram"] == {"0": 2, "1": 8, "2": 8, "3": 8, "4": 8 + 2 * 17}, "with a group of version 0"
+    assert books(training).trained == 20
+
+
+@pytest.mark.parametrize("how", ["keep", "recompute"])
+async def test_generations_go_on_after_every_kind_of_weight_update(tmp_path: Path, how: str):
+    """Every other group waits in its middle for the weights to change."""
+    learner = Versions()
+    training = make_trainer(
+        tmp_path,
+        steps=6,
+        trainer={"mode": "fully_async", "staleness": 2, "in_flight_update": how},
+        learner=learner,
+        script=[LONG],
+        prompts_per_step=2,
+    )
+    engine, began = engine_of(training), {}
+
+    def hold(request, sampled):
+        since = engine.policy_version - began.setdefault(request.request_id, engine.policy_version)
+        return request.request_id.startswith("async") and "-1-" in request.request_id[7:] and since < sampled // 9
+
+    engine.hold = hold
+    await finish(training)
+    ids = tuple(training.runtime.codec.reply_ids(LONG))
+    members = [t for groups in learner.steps for g in groups for t in g.trajectories]
+    assert [t.response_ids for t in members] == [ids] * 24
+    assert {t.rollout_logprobs for t in members} == {tuple(-0.01 * (i % 7 + 1) for i in ids)}
+    assert all(ages <= {0, 1, 2} for ages in learner.ages)
+    assert sum(len(set(versions([t]))) == 2 for t in members) >= 12
+    prompt = min(len(r.prompt_ids) for r in engine.requests)
+    resumed = [r for r in engine.requests if len(r.prompt_ids) > prompt]
+    assert bool(resumed) == (how == "recompute")
+    budget = engine.requests[0].sampling.max_tokens
+    assert all(r.sampling.max_tokens + len(r.prompt_ids) - prompt == budget for r in resumed), "budgets are exact"
+
+
+async def test_with_wait_a_generation_is_of_one_version(tmp_path: Path):
+    learner = Versions()
+    trainer = {"mode": "fully_async", "staleness": 2, "in_flight_update": "wait"}
+    training = make_trainer(tmp_path, steps=6, trainer=trainer, learner=learner, script=[LONG], prompts_per_step=2)
+    await finish(training)
+    assert all(len(set(versions([t]))) == 1 for s in learner.steps for g in s for t in g.trajectories)
+
+
+async def test_an_update_that_the_engine_cannot_do_is_refused_at_the_start(tmp_path: Path):
+    waits = Capabilities(max_model_len=99, max_concurrent=9, pause_modes=frozenset({PauseMode.WAIT}))
+    trainer = {"mode": "fully_async", "in_flight_update": "keep"}
+    with pytest.raises(ConfigError, match="in_flight_update=keep: server-0 can do only auto, wait"):
+        make_trainer(tmp_path, steps=1, trainer=trainer, capabilities=waits)
+
+
+async def test_stragglers_that_get_too_old_are_dropped_with_their_reason(tmp_path: Path):
+    """One group never ends."""
+    learner = Versions()
+    training = make_trainer(
+        tmp_path,
+        steps=4,
+        trainer={"mode": "fully_async", "staleness": 1, "stragglers": "drop"},
+        learner=learner,
+        prompts_per_step=2,
+    )
+    engine_of(training).hold = lambda request, sampled: request.request_id.startswith("async-0-1")
+    await finish(training)
+    assert all(ages <= {0, 1} for ages in learner.ages) and len(learner.ages) == 4
+    accounting = books(training)
+    assert (accounting.dropped, accounting.trained) == ({DropReason.STALE: 2}, 16)
+    assert [r["groups_stale"] for r in steps_of(tmp_path)] == [0, 0, 1, 1], "given up when version 2 begins"
+
+
+async def test_spare_rows_are_given_up_at_the_end_of_the_step(tmp_path: Path):
+    """With S = 0 that is over-sampling: the first 2 of 3 groups are trained on."""
+    learner = Versions()
+    training = make_trainer(
+        tmp_path,
+        steps=3,
+        trainer={"mode": "fully_async", "staleness": 0, "stragglers": "drop", "spare_prompts": 1},
+        learner=learner,
+        prompts_per_step=2,
+    )
+    await finish(training)
+    accounting = books(training)
+    assert (accounting.started, accounting.trained, sum(accounting.dropped.values())) == (18, 12, 6)
+    assert learner.ages == [{0}, {0}, {0}]
+
+
+async def test_groups_that_are_left_out_are_replaced_within_the_bound(tmp_path: Path):
+    """Every third row gives equal rewards."""
+    learner = Versions()
+
+    async def score(t):
+        number = int(t.group_id.split("-")[1]) * 2 + int(t.group_id.split("-")[2])
+        return replace(t, reward=1.0) if number % 3 == 0 else await parity(t)
+
+    training = make_trainer(
+        tmp_path,
+        steps=4,
+        algorithm={"max_refills": 5},
+        score=score,
+        trainer={"mode": "fully_async", "staleness": 1},
+        learner=learner,
+        prompts_per_step=2,
+    )
+    await finish(training)
+    assert [len(groups) for groups in learner.steps] == [2] * 4 and all(ages <= {0, 1} for ages in learner.ages)
+    accounting = books(training)
+    assert accounting.trained == 16 and accounting.dropped[DropReason.ZERO_VARIANCE] >= 2
+    assert training.buffer.dropped[DropReason.ZERO_VARIANCE] * 2 == accounting.dropped[DropReason.ZERO_VARIANCE]
+
+
+async def test_remax_gets_its_greedy_baseline(tmp_path: Path):
+    async def greedy_earns_less(t):
+        return replace(t, reward=0.25 if t.trajectory_id.startswith("greedy") else 1.0)
+
+    remax = {"adv_estimator": "remax"}
+    trainer = {"mode": "fully_async"}
+    training = make_trainer(tmp_path, steps=2, algorithm=remax, trainer=trainer, score=greedy_earns_less, group_size=1)
+    await finish(training)
+    assert [g.greedy_reward for g in training.runtime.learner.groups] == [0.25, 0.25]
+    assert (books(training).dropped, books(training).trained) == ({DropReason.GREEDY: 2}, 2)
+
+
+async def test_a_step_of_groups_without_gradient_is_a_version_too(tmp_path: Path):
+    """Else tokens would look older than they are, and with S = 0 nothing could be trained on any more."""
+
+    async def equal(t):
+        return replace(t, reward=1.0) if t.group_id == "async-0-0" else await parity(t)
+
+    learner = Versions()
+    trainer = {"mode": "fully_async", "staleness": 0}
+    training = make_trainer(tmp_path, steps=3, trainer=trainer, score=equal, learner=learner)
+    await finish(training)
+    assert len(learner.steps) == 2 and [set(versions(s[0].trajectories)) for s in learner.steps] == [{1}, {2}]
+
+
+@pytest.mark.parametrize("mode", ["one_step_off", "fully_async"])
+async def test_a_run_without_an_engine_stops_and_leaves_no_task(tmp_path: Path, mode: str):
+    training = make_trainer(tmp_path, steps=50, trainer={"mode": mode}, script=[LONG])
+    before = tasks()
+    await training.train_step(0.0)
+    training.runtime.client.servers[0].backend.die()
+    with pytest.raises(EngineDiedError, match="no rollout engine is left"):
+        await finish(training)
+    assert tasks() == before and training.record.step == 1
+    books(training)
+
+
+@pytest.mark.parametrize("mode", ["one_step_off", "fully_async"])
+async def test_an_error_of_the_learner_ends_the_run_and_leaves_no_task(tmp_path: Path, mode: str):
+    class Fails(IdleLearner):
+        def update(self, groups, *, masked, tick, gate):
+            raise RuntimeError("out of memory")
+
+    training = make_trainer(tmp_path, steps=5, trainer={"mode": mode}, learner=Fails(), script=[LONG])
+    before = tasks()
+    with pytest.raises(RuntimeError, match="out of memory"):
+        await finish(training)
+    assert tasks() == before
+
+
+async def test_an_error_of_a_group_ends_the_run_and_leaves_no_task(tmp_path: Path):
+    training = make_trainer(tmp_path, steps=5, trainer={"mode": "fully_async", "staleness": 3}, prompts_per_step=2)
+    before, draw = tasks(), training.runtime.collector.collect_one
+
+    async def fails(row, *, step, **rest):
+        if step == 2:
+            raise KeyError("a bug")
+        return await draw(row, step=step, **rest)
+
+    training.runtime.collector.collect_one = fails
+    with pytest.raises(KeyError, match="a bug"):
+        await finish(training)
+    assert tasks() == before
+    books(training)
+
+
+@pytest.mark.parametrize("mode", ["one_step_off", "fully_async"])
+async def test_an_interruption_during_an_update_finishes_that_step_without_waiting_for_rollouts(
+    tmp_path: Path, mode: str
+):
+    """Everything but the first batch never ends."""
+    updating, interrupted = asyncio.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+
+    class Slow(Versions):
+        def update(self, groups, *, masked, tick, gate):
+            with gate.update():
+                loop.call_soon_threadsafe(updating.set)
+                assert interrupted.wait(timeout=60)
+                return UpdateResult(metrics={}, skipped=False)
+
+    notes, trainer = Notes(), {"mode": mode}
+    training = make_trainer(tmp_path, steps=5, trainer=trainer, learner=Slow(), checkpointer=notes)
+    engine_of(training).hold = lambda r, sampled: r.request_id.startswith("async-") and "async-0-0" not in r.request_id
+    before = tasks()
+    task = asyncio.create_task(training.run())
+    async with asyncio.timeout(60):
+        await updating.wait()
+        task.cancel()
+        await asyncio.sleep(0)
+        interrupted.set()
+        await asyncio.gather(task, return_exceptions=True)
+    assert task.cancelled() and tasks() == before
+    assert list(notes.saved) == [1] and engine_of(training).policy_version == 1
+    assert (notes.saved[1]["accounting"]["trained"], books(training).trained) == (2, 2)
+    assert notes.saved[1]["buffer"]["open"] == notes.saved[1]["cursor"]["again"] == [1]
+
+
+def trained_numbers(learner: Versions, upto: int, batch: int) -> list[int]:
+    return [
+        int(g.group_id.split("-")[1]) * batch + int(g.group_id.split("-")[2])
+        for groups in learner.steps[:upto]
+        for g in groups
+    ]
+
+
+@pytest.mark.parametrize("mode", ["one_step_off", "fully_async"])
+@pytest.mark.parametrize("turns", [0, 3, 40, 41, 42, 60, 97, 150])
+async def test_an_interrupted_run_goes_on_and_trains_on_every_row_once(tmp_path: Path, mode: str, turns: int):
+    """Cancelled after so many turns of the event loop; 8 steps of 2 groups in the end, whatever was going on."""
+
+    def make(name: str, **more):
+        return make_trainer(
+            tmp_path / name,
+            steps=8,
+            trainer={"mode": mode},
+            learner=Versions(),
+            checkpointer=Notes(),
+            script=[LONG],
+            prompts_per_step=2,
+            rows=7,
+            **more,
+        )
+
+    first = make("first")
+    before = tasks()
+    task = asyncio.create_task(first.run())
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    task.cancel()
+    async with asyncio.timeout(60):
+        await asyncio.gather(task, return_exceptions=True)
+    assert tasks() == before
+    books(first)
+    step = first.record.step
+    saved = first.checkpointer.saved.get(step)
+    record = RunRecord.from_json(saved) if saved else RunRecord()
+
+    second = make("second", record=record)
+    if step:
+        second.runtime.client.servers[0].backend._version = step  # as published when the run resumes
+    assert second.buffer.room == second.buffer.capacity and second.buffer.version == step
+    await finish(second)
+    done = trained_numbers(first.runtime.learner, step, 2) + trained_numbers(second.runtime.learner, 8 - step, 2)
+    assert sorted(done) == list(range(16))
+    accounting = books(second)
+    assert accounting.trained == 32 and accounting.started == 32 + accounting.dropped.total()
