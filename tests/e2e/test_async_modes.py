@@ -39,7 +39,7 @@ def check_run(run: Path, *, steps: int, bound: int) -> None:
         books = line["accounting"]
         assert books["started"] == books["trained"] + books["dropped"] + books["in_flight"]
         assert line["staleness_max"] <= bound and sum(line["staleness_histogram"].values()) > 0
-        assert 0 <= line["learner_idle_share"] <= 1 and 0 < line["engine_busy_share"] <= 1.05
+        assert 0 <= line["learner_idle_share"] <= 1 and 0 <= line["engine_busy_share"]
         assert "rollout_is_mean" in line, "stale tokens are corrected for"
     trained = [r for r in read_records(run / "trajectories.jsonl") if r["split"] == "train"]
     for record in trained:
