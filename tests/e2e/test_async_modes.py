@@ -56,7 +56,7 @@ def test_a_run_trains_on_every_row_once_and_within_its_bound(tmp_path: Path, nam
     check_run(tmp_path / "run", steps=12, bound=MODES[name].get("staleness", 1))
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT], ids=["kill", "interrupt"])
 @pytest.mark.parametrize("name", ["one_step_off", "keep"])
 def test_a_run_that_was_ended_goes_on_and_loses_and_doubles_nothing(tmp_path: Path, name: str, number: signal.Signals):
     recipe = recipe_of(tmp_path, MODES[name], steps=20)

@@ -55,7 +55,7 @@ class Training(RuleBasedStateMachine):
         self.cancelled = 0
 
     @precondition(lambda self: self.buffer.room)
-    @rule(count=st.integers(1, 4))
+    @rule(count=st.sampled_from([1, 99]))
     def admit(self, count: int):
         for _ in range(min(count, self.buffer.room)):
             ticket = self.buffer.admit(self.next)
@@ -70,12 +70,12 @@ class Training(RuleBasedStateMachine):
             self.buffer.admit(self.next)
 
     @precondition(lambda self: self.born)
-    @rule(data=st.data())
-    def complete(self, data: st.DataObject):
-        number = data.draw(st.sampled_from(sorted(self.born)))
-        first = data.draw(st.integers(self.born.pop(number), self.buffer.version))
-        tokens = data.draw(st.sampled_from([(), (first,), (first, self.buffer.version)]))
-        assert self.buffer.complete(number, group_of(number, *tokens)), "it was no straggler that expired"
+    @rule(choice=st.integers(0, 99), later=st.integers(0, 3), tokens=st.integers(0, 2))
+    def complete(self, choice: int, later: int, tokens: int):
+        number = sorted(self.born)[-1 - choice % len(self.born)]  # small choices are the newest: others are stragglers
+        first = min(self.born.pop(number) + later, self.buffer.version)
+        sampled_by = (first, self.buffer.version)[:tokens]
+        assert self.buffer.complete(number, group_of(number, *sampled_by)), "it was no straggler that expired"
 
     @precondition(lambda self: self.buffer.taken < self.buffer.batch)
     @rule()
@@ -111,7 +111,15 @@ class Training(RuleBasedStateMachine):
         self.trained |= self.held.keys()
         self.held = {}
 
-    @precondition(lambda self: not self.held)
+    @precondition(lambda self: self.buffer.ready >= self.buffer.batch)
+    @rule()
+    def step(self):
+        if not self.held:
+            self.take()
+        if len(self.held) == self.buffer.batch:
+            self.finish_step()
+
+    @precondition(lambda self: not self.held and self.buffer.version > 3)
     @rule()
     def resume(self):
         state, self.buffer = self.buffer.state(), self.make()
