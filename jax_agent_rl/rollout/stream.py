@@ -61,7 +61,7 @@ class GroupStream:
         self._error: Exception | None = None
 
     def want(self, count: int) -> None:
-        """So many groups may be running or ready (and the buffer's spare ones), as far as the buffer admits them."""
+        """So many more groups will be taken: they start, and the buffer's spare ones, as far as it has room."""
         self._wanted = count
         self._fill()
 
@@ -71,6 +71,7 @@ class GroupStream:
             self._check()
             groups = self.buffer.take(count)
             if groups is not None:
+                self._wanted -= len(groups)
                 return groups
             await self._changed.wait()
 
@@ -84,7 +85,7 @@ class GroupStream:
     def discard(self, numbers: Collection[int], reason: DropReason) -> None:
         """See :meth:`RolloutBuffer.discard`; others start in their place."""
         self.buffer.discard(numbers, reason)
-        self._fill()
+        self.want(self._wanted + len(numbers))
 
     def finish_step(self, version: int, *, want: int) -> None:
         """See :meth:`RolloutBuffer.finish_step` and :meth:`want`; stops and books what is too old."""

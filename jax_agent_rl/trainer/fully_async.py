@@ -50,7 +50,8 @@ class FullyAsyncTrainer(StreamTrainer):
 
     async def train_step(self, begin: float) -> None:
         step_began = self.clock()
-        collected = await self.take_batch(lambda: self.wanted_after(self.record.step) - self.buffer.taken)
+        self.stream.want(self.wanted_after(self.record.step))
+        collected = await self.take_batch()
         await self.finish(collected, begin, step_began)
 
     async def hand_over(self, version: int, selection: Selection) -> float:

@@ -24,9 +24,10 @@ class OneStepOffTrainer(StreamTrainer):
     """Rollout of step k + 1 overlaps the learning of step k."""
 
     async def train_step(self, begin: float) -> None:
-        step_began, buffer = self.clock(), self.buffer
-        collected = await self.take_batch(lambda: buffer.batch - buffer.taken)
-        self.stream.want(min(buffer.batch, self.wanted_after(self.record.step + 1)))
+        step_began, batch = self.clock(), self.buffer.batch
+        self.stream.want(batch)
+        collected = await self.take_batch()
+        self.stream.want(min(batch, self.wanted_after(self.record.step + 1)))
         await self.finish(collected, begin, step_began)
 
     async def hand_over(self, version: int, selection: Selection) -> float:
@@ -36,5 +37,5 @@ class OneStepOffTrainer(StreamTrainer):
         await self.stream.idle()
         self.waited += self.clock() - began
         seconds = await self.publish(version)
-        self.stream.finish_step(version, want=self.buffer.ready)
+        self.stream.finish_step(version, want=0)
         return seconds

@@ -49,22 +49,21 @@ class StreamTrainer(Trainer):
             buffer.restore(self.record.buffer)
         self.buffer = buffer
         self.stream = GroupStream(buffer, draw=self.runtime.cursor.draw, grow=self._grow, drop=self._drop)
-        self._engine, self._engine_read, self._shares = BackendMetrics(), self.clock(), ""
+        self._reading: tuple[BackendMetrics, float] | None = None
+        self._shares = ""
 
     def wanted_after(self, step: int) -> int:
         """Groups the steps after this one will consume."""
         return (self.runtime.config.trainer.steps - step) * self.buffer.batch
 
-    async def take_batch(self, want: Callable[[], int]) -> Collected:
+    async def take_batch(self) -> Collected:
         """The groups of the next step: a batch, and those that were replaced because a filter leaves them out.
 
         After ``algorithm.max_refills`` rounds useless ones stay in the batch.
-
-        Args:
-            want: how many groups may be running or ready, asked before every round.
         """
         buffer, stream, began = self.buffer, self.stream, self.clock()
         self.progress.phase(f"step {self.record.step + 1}: learner waits", lambda: f"{buffer.ready}/{buffer.batch}")
+        self._reading = self._reading or (await self.runtime.metrics(), began)
         groups: dict[int, Group] = {}
         useless: Mapping[int, DropReason] = {}
         for _ in range(1 + self.runtime.config.algorithm.max_refills):
@@ -73,14 +72,14 @@ class StreamTrainer(Trainer):
             missing = buffer.batch - buffer.taken
             if not missing:
                 break
-            stream.want(want())
             new = await stream.take(missing)
             self._guard.check(list(new.values()), self.runtime.collector.latest_losses)
             useless = self._useless(new)
             groups |= new
         self.waited += self.clock() - began
         batch = [groups[number] for number in sorted(groups)]
-        engine, seconds = await self._engine_since_last()
+        # From one batch to the next: rollout and learner share that time.
+        engine, seconds = await self._engine_since(*self._reading)
         overlap = staleness_record(batch, buffer.version) | {
             "groups_running": buffer.running,
             "groups_ready": buffer.ready,
@@ -133,9 +132,8 @@ class StreamTrainer(Trainer):
                 reasons[number] = next(iter(selection.dropped or group.dropped))
         return reasons
 
-    async def _engine_since_last(self) -> tuple[BackendMetrics, float]:
-        """What the engines did since the batch before was taken, and the seconds in between."""
-        now, read = await self.runtime.metrics(), self.clock()
-        engine, seconds = now.since(self._engine), read - self._engine_read
-        self._engine, self._engine_read = now, read
-        return engine, seconds
+    async def _engine_since(self, before: BackendMetrics, begin: float) -> tuple[BackendMetrics, float]:
+        """What the engines did since a reading, and the seconds since; this is the next reading."""
+        now, end = await self.runtime.metrics(), self.clock()
+        self._reading = now, end
+        return now.since(before), end - begin

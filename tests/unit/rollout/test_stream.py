@@ -85,6 +85,18 @@ async def test_discarded_groups_are_replaced_at_once():
     await rollout.stream.close()
 
 
+async def test_what_was_taken_is_no_longer_wanted():
+    rollout = Rollout(staleness=2)
+    rollout.stream.want(2)
+    await settle()
+    await rollout.done(0, 1)
+    await rollout.stream.take(2)
+    rollout.stream.discard([0], DropReason.ZERO_VARIANCE)
+    await settle()
+    assert sorted(rollout.growing) == [0, 1, 2], "one in its place, though there is room for more"
+    await rollout.stream.close()
+
+
 async def test_what_gets_too_old_is_stopped_and_booked_as_stale():
     """Group 2 is complete in the very turn in which it is stopped."""
     rollout = Rollout(staleness=0, stragglers="drop", spare=2)

@@ -242,6 +242,7 @@ async def test_groups_that_are_left_out_are_replaced_within_the_bound(tmp_path: 
     assert [len(groups) for groups in learner.steps] == [2] * 4 and all(ages <= {0, 1} for ages in learner.ages)
     accounting = books(training)
     assert accounting.trained == 16 and accounting.dropped[DropReason.ZERO_VARIANCE] >= 2
+    assert accounting.dropped[DropReason.CANCELLED] == 0, "no group more than the steps need"
     assert training.buffer.dropped[DropReason.ZERO_VARIANCE] * 2 == accounting.dropped[DropReason.ZERO_VARIANCE]
 
 
