@@ -191,7 +191,10 @@ class ScriptedBackend:
         versions: list[int] = []
         reason, match = StopReason.LENGTH, None
         while len(ids) < request.sampling.max_tokens:
-            await self._wait_for_turn(request, len(request.prompt_ids) - start + len(ids))
+            await self._wait_for_turn(request.request_id)
+            sampled = len(request.prompt_ids) - start + len(ids)
+            while self.hold(request, sampled) and request.request_id not in self._aborted:
+                await self._wait_for_turn(request.request_id)
             if request.request_id in self._aborted:
                 reason = StopReason.ABORTED
                 break
@@ -236,11 +239,9 @@ class ScriptedBackend:
             self._plans[request.request_id] = (ids, len(request.prompt_ids))
         return self._plans[request.request_id]
 
-    async def _wait_for_turn(self, request: GenerateRequest, sampled: int) -> None:
+    async def _wait_for_turn(self, request_id: str) -> None:
         await asyncio.sleep(0)
-        while not self.gate.is_set() or self.hold(request, sampled):
-            if request.request_id in self._aborted or self._dead or self._closed:
-                break
+        while not self.gate.is_set() and request_id not in self._aborted and not self._dead and not self._closed:
             await asyncio.sleep(0)
         self._check_alive()
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -135,7 +136,8 @@ async def test_weights_change_under_running_generations_and_each_token_keeps_its
     assert [t.policy_versions for t in found] == [(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3, 4)] * 2
     last = steps_of(tmp_path)[-1]
     assert (last["staleness_max"], last["mixed_version_share"]) == (4, 0.5), "it was trained on at its last chance"
-    assert last["staleness_histogram"] == {"0": 2, "1": 8, "2": 8, "3": 8, "4": 8 + 2 * 17}, "with a group of version 0"
+    ages = Counter(str(4 - v) for g in learner.steps[4] for v in versions(g.trajectories))
+    assert last["staleness_histogram"] == ages and min(ages[age] for age in "123") >= 8
     assert books(training).trained == 20
 
 
