@@ -113,6 +113,8 @@ class Trainer:
                 self.checkpointer.wait()
             finally:
                 await self.stop_rollouts()
+                accounting = self.runtime.collector.accounting
+                accounting.drop(accounting.in_flight, DropReason.CANCELLED)
 
     async def reached_target(self) -> bool:
         """Evaluates if ``trainer.eval_every`` says so (and it was not done before a restart), and looks at the goal."""

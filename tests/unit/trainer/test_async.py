@@ -135,8 +135,10 @@ async def test_weights_change_under_running_generations_and_each_token_keeps_its
     assert [t.response_ids for t in found] == [tuple(training.runtime.codec.reply_ids(LONG))] * 2
     assert [t.policy_versions for t in found] == [(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3, 4)] * 2
     last = steps_of(tmp_path)[-1]
-    assert (last["staleness_max"], last["mixed_version_share"]) == (4, 0.5), "it was trained on at its last chance"
-    ages = Counter(str(4 - v) for g in learner.steps[4] for v in versions(g.trajectories))
+    members = [t for g in learner.steps[4] for t in g.trajectories]
+    assert last["mixed_version_share"] == sum(len(set(versions([t]))) > 1 for t in members) / 4
+    assert last["staleness_max"] == 4, "it was trained on at its last chance"
+    ages = Counter(str(4 - v) for v in versions(members))
     assert last["staleness_histogram"] == ages and min(ages[age] for age in "123") >= 8
     assert books(training).trained == 20
 
