@@ -66,14 +66,19 @@ class GroupStream:
         self._fill()
 
     async def take(self, count: int) -> dict[int, Group]:
-        """The next batch, by number; see :meth:`RolloutBuffer.take`."""
-        while True:
+        """The next batch, by number; see :meth:`RolloutBuffer.take`.
+
+        Raises:
+            RuntimeError: the stream was closed: there will be no batch.
+        """
+        while not self._closed:
             self._check()
             groups = self.buffer.take(count)
             if groups is not None:
                 self._wanted -= len(groups)
                 return groups
             await self._changed.wait()
+        raise RuntimeError("the stream of groups is closed")
 
     async def idle(self) -> None:
         """Returns when no group grows."""

@@ -132,6 +132,16 @@ async def test_closing_books_everything_as_cancelled_and_keeps_it_open_for_the_n
     assert sorted(rollout.growing) == [0, 1, 2, 3], "a closed stream starts nothing"
 
 
+async def test_nobody_waits_for_a_stream_that_is_closed():
+    rollout = Rollout()
+    rollout.stream.want(4)
+    batch = asyncio.create_task(rollout.stream.take(2))
+    await settle()
+    await rollout.stream.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        await asyncio.wait_for(batch, timeout=30)
+
+
 @pytest.mark.parametrize("wait", ["take", "idle"])
 async def test_an_error_reaches_whoever_waits(wait: str):
     rollout = Rollout()

@@ -262,6 +262,26 @@ async def test_remax_gets_its_greedy_baseline(tmp_path: Path):
     assert (books(training).dropped, books(training).trained) == ({DropReason.GREEDY: 2}, 2)
 
 
+@pytest.mark.parametrize("mode", ["one_step_off", "fully_async"])
+async def test_groups_of_trees_flow_like_any_others(tmp_path: Path, mode: str):
+    learner = Versions()
+    training = make_trainer(
+        tmp_path,
+        steps=3,
+        algorithm={"adv_estimator": "treerl"},
+        trainer={"mode": mode},
+        learner=learner,
+        script=[LONG],
+        group_size=6,
+        prompts_per_step=2,
+        strategy={"name": "treerl", "treerl": {"m": 2, "n": 2, "l": 1, "t": 1}},
+    )
+    await finish(training)
+    assert [len(g.trajectories) for groups in learner.steps for g in groups] == [6] * 6
+    assert all(ages <= {0, 1} for ages in learner.ages)
+    assert (books(training).started, books(training).trained) == (36, 36)
+
+
 async def test_a_step_of_groups_without_gradient_is_a_version_too(tmp_path: Path):
     """Else tokens would look older than they are, and with S = 0 nothing could be trained on any more."""
 
