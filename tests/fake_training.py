@@ -1,5 +1,6 @@
 """A trainer on a scripted engine and a learner that learns nothing."""
 
+import asyncio
 import io
 from dataclasses import replace
 from pathlib import Path
@@ -10,8 +11,9 @@ from jax_agent_rl import config
 from jax_agent_rl.agents import AgentContext
 from jax_agent_rl.data.cursor import DataCursor
 from jax_agent_rl.learner.step import UpdateResult
-from jax_agent_rl.observe.metrics import RunFolder
+from jax_agent_rl.observe.metrics import RunFolder, read_records
 from jax_agent_rl.observe.progress import Progress
+from jax_agent_rl.rollout.buffer import versions
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.collect import RolloutCollector
 from jax_agent_rl.rollout.protocol import Capabilities
@@ -22,6 +24,7 @@ from jax_agent_rl.runtime.publishers import ArrayPublisher
 from jax_agent_rl.trainer.base import Trainer
 from jax_agent_rl.trainer.record import RunRecord
 from jax_agent_rl.trainer.run import TRAINERS
+from jax_agent_rl.types import Group
 from tests.fakes import FakeCodec, ScriptedBackend
 
 ROW = {"prompt": [{"role": "user", "content": "go"}], "agent_name": "single_turn_agent"}
@@ -138,3 +141,61 @@ def make_trainer(
         progress=progress,
         clock=clock,
     )
+
+
+class Notes:
+    """Keeps what a checkpoint would."""
+
+    def __init__(self):
+        self.saved: dict[int, dict] = {}
+
+    def save(self, step, state, record):
+        self.saved.setdefault(step, record)
+
+    def check(self):
+        pass
+
+    def wait(self):
+        pass
+
+
+class Versions(IdleLearner):
+    """Notes, for every step, the versions of the tokens in it."""
+
+    def __init__(self):
+        super().__init__()
+        self.steps: list[list[Group]] = []
+
+    def update(self, groups, *, masked, tick, gate):
+        self.steps.append(list(groups))
+        with gate.update():
+            return UpdateResult(metrics={}, skipped=False)
+
+    @property
+    def ages(self) -> list[set[int]]:
+        return [{step - v for g in groups for v in versions(g.trajectories)} for step, groups in enumerate(self.steps)]
+
+
+async def finish(training) -> None:
+    async with asyncio.timeout(60):
+        await training.run()
+
+
+def books(training):
+    accounting = training.runtime.collector.accounting
+    accounting.check()
+    assert not accounting.in_flight
+    return accounting
+
+
+def steps_of(tmp_path: Path) -> list[dict]:
+    return [r for r in read_records(tmp_path / "metrics.jsonl") if r["kind"] == "step"]
+
+
+def tasks() -> int:
+    return len(asyncio.all_tasks())
+
+
+def engine_of(training):
+    (server,) = training.runtime.client.servers
+    return server.backend

@@ -1,76 +1,19 @@
 """The asynchronous trainers on a scripted engine and a learner that learns nothing."""
 
 import asyncio
-import threading
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from jax_agent_rl.errors import ConfigError, EngineDiedError
-from jax_agent_rl.learner.step import UpdateResult
-from jax_agent_rl.observe.metrics import read_records
+from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.rollout.buffer import versions
 from jax_agent_rl.rollout.protocol import Capabilities
-from jax_agent_rl.trainer.record import RunRecord
-from jax_agent_rl.types import DropReason, Group, PauseMode
-from tests.fake_training import IdleLearner, make_trainer, parity
+from jax_agent_rl.types import DropReason, PauseMode
+from tests.fake_training import Versions, books, engine_of, finish, make_trainer, parity, steps_of
 
 LONG = "one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen"
-
-
-class Notes:
-    """Keeps what a checkpoint would."""
-
-    def __init__(self):
-        self.saved: dict[int, dict] = {}
-
-    def save(self, step, state, record):
-        self.saved.setdefault(step, record)
-
-    def check(self):
-        pass
-
-    def wait(self):
-        pass
-
-
-class Versions(IdleLearner):
-    """Notes, for every step, the versions of the tokens in it."""
-
-    def __init__(self):
-        super().__init__()
-        self.steps: list[list[Group]] = []
-
-    def update(self, groups, *, masked, tick, gate):
-        self.steps.append(list(groups))
-        with gate.update():
-            return UpdateResult(metrics={}, skipped=False)
-
-    @property
-    def ages(self) -> list[set[int]]:
-        return [{step - v for g in groups for v in versions(g.trajectories)} for step, groups in enumerate(self.steps)]
-
-
-async def finish(training) -> None:
-    async with asyncio.timeout(60):
-        await training.run()
-
-
-def books(training):
-    accounting = training.runtime.collector.accounting
-    accounting.check()
-    assert not accounting.in_flight
-    return accounting
-
-
-def steps_of(tmp_path: Path) -> list[dict]:
-    return [r for r in read_records(tmp_path / "metrics.jsonl") if r["kind"] == "step"]
-
-
-def tasks() -> int:
-    return len(asyncio.all_tasks())
 
 
 @pytest.mark.parametrize(
@@ -110,11 +53,6 @@ async def test_one_step_off_rolls_out_the_next_batch_while_it_learns(tmp_path: P
     training.buffer.complete = tell
     await finish(training)
     assert books(training).trained == 6
-
-
-def engine_of(training):
-    (server,) = training.runtime.client.servers
-    return server.backend
 
 
 async def test_weights_change_under_running_generations_and_each_token_keeps_its_version(tmp_path: Path):
@@ -293,127 +231,3 @@ async def test_a_step_of_groups_without_gradient_is_a_version_too(tmp_path: Path
     training = make_trainer(tmp_path, steps=3, trainer=trainer, score=equal, learner=learner)
     await finish(training)
     assert len(learner.steps) == 2 and [set(versions(s[0].trajectories)) for s in learner.steps] == [{1}, {2}]
-
-
-@pytest.mark.parametrize("mode", ["one_step_off", "fully_async"])
-async def test_a_run_without_an_engine_stops_and_leaves_no_task(tmp_path: Path, mode: str):
-    training = make_trainer(tmp_path, steps=50, trainer={"mode": mode}, script=[LONG])
-    before = tasks()
-    await training.train_step(0.0)
-    training.runtime.client.servers[0].backend.die()
-    with pytest.raises(EngineDiedError, match="no rollout engine is left"):
-        await finish(training)
-    assert tasks() == before and training.record.step == 1
-    books(training)
-
-
-@pytest.mark.parametrize("mode", ["one_step_off", "fully_async"])
-async def test_an_error_of_the_learner_ends_the_run_and_leaves_no_task(tmp_path: Path, mode: str):
-    class Fails(IdleLearner):
-        def update(self, groups, *, masked, tick, gate):
-            raise RuntimeError("out of memory")
-
-    training = make_trainer(tmp_path, steps=5, trainer={"mode": mode}, learner=Fails(), script=[LONG])
-    before = tasks()
-    with pytest.raises(RuntimeError, match="out of memory"):
-        await finish(training)
-    assert tasks() == before
-
-
-async def test_an_error_of_a_group_ends_the_run_and_leaves_no_task(tmp_path: Path):
-    training = make_trainer(tmp_path, steps=5, trainer={"mode": "fully_async", "staleness": 3}, prompts_per_step=2)
-    before, draw = tasks(), training.runtime.collector.collect_one
-
-    async def fails(row, *, step, **rest):
-        if step == 2:
-            raise KeyError("a bug")
-        return await draw(row, step=step, **rest)
-
-    training.runtime.collector.collect_one = fails
-    with pytest.raises(KeyError, match="a bug"):
-        await finish(training)
-    assert tasks() == before
-    books(training)
-
-
-@pytest.mark.parametrize("mode", ["one_step_off", "fully_async"])
-async def test_an_interruption_during_an_update_finishes_that_step_without_waiting_for_rollouts(
-    tmp_path: Path, mode: str
-):
-    """Everything but the first batch never ends."""
-    updating, interrupted = asyncio.Event(), threading.Event()
-    loop = asyncio.get_running_loop()
-
-    class Slow(Versions):
-        def update(self, groups, *, masked, tick, gate):
-            with gate.update():
-                loop.call_soon_threadsafe(updating.set)
-            assert interrupted.wait(timeout=30)
-            return UpdateResult(metrics={}, skipped=False)
-
-    notes, trainer = Notes(), {"mode": mode}
-    training = make_trainer(tmp_path, steps=5, trainer=trainer, learner=Slow(), checkpointer=notes)
-    engine_of(training).hold = lambda r, sampled: r.request_id.startswith("async-") and "async-0-0" not in r.request_id
-    before = tasks()
-    task = asyncio.create_task(training.run())
-    async with asyncio.timeout(60):
-        await updating.wait()
-        task.cancel()
-        await asyncio.sleep(0)
-        interrupted.set()
-        await asyncio.gather(task, return_exceptions=True)
-    assert task.cancelled() and tasks() == before
-    assert list(notes.saved) == [1] and engine_of(training).policy_version == 1
-    assert (notes.saved[1]["accounting"]["trained"], books(training).trained) == (2, 2)
-    assert notes.saved[1]["buffer"]["open"] == notes.saved[1]["cursor"]["again"] == [1]
-
-
-def trained_numbers(learner: Versions, upto: int, batch: int) -> list[int]:
-    return [
-        int(g.group_id.split("-")[1]) * batch + int(g.group_id.split("-")[2])
-        for groups in learner.steps[:upto]
-        for g in groups
-    ]
-
-
-@pytest.mark.parametrize("mode", ["one_step_off", "fully_async"])
-@pytest.mark.parametrize("turns", [0, 3, 40, 41, 42, 60, 97, 150])
-async def test_an_interrupted_run_goes_on_and_trains_on_every_row_once(tmp_path: Path, mode: str, turns: int):
-    """Cancelled after so many turns of the event loop; 8 steps of 2 groups in the end, whatever was going on."""
-
-    def make(name: str, **more):
-        return make_trainer(
-            tmp_path / name,
-            steps=8,
-            trainer={"mode": mode},
-            learner=Versions(),
-            checkpointer=Notes(),
-            script=[LONG],
-            prompts_per_step=2,
-            rows=7,
-            **more,
-        )
-
-    first = make("first")
-    before = tasks()
-    task = asyncio.create_task(first.run())
-    for _ in range(turns):
-        await asyncio.sleep(0)
-    task.cancel()
-    async with asyncio.timeout(60):
-        await asyncio.gather(task, return_exceptions=True)
-    assert tasks() == before
-    books(first)
-    step = first.record.step
-    saved = first.checkpointer.saved.get(step)
-    record = RunRecord.from_json(saved) if saved else RunRecord()
-
-    second = make("second", record=record)
-    if step:
-        second.runtime.client.servers[0].backend._version = step  # as published when the run resumes
-    assert second.buffer.room == second.buffer.capacity and second.buffer.version == step
-    await finish(second)
-    done = trained_numbers(first.runtime.learner, step, 2) + trained_numbers(second.runtime.learner, 8 - step, 2)
-    assert sorted(done) == list(range(16))
-    accounting = books(second)
-    assert accounting.trained == 32 and accounting.started == 32 + accounting.dropped.total()
