@@ -12,17 +12,17 @@ from __future__ import annotations
 
 import functools
 import json
-import time
 
 import numpy as np
-from machine import sgemm_flops
+from machine import best_seconds, sgemm_flops
+from samples import sample
 
 from jax_agent_rl.config import AlgorithmConfig, LearnerConfig
 from jax_agent_rl.learner.step import Learner
 from jax_agent_rl.models.fetch import fetch_quickstart_model
 from jax_agent_rl.models.hf import load_hf
 from jax_agent_rl.runtime.compilation_cache import use_compilation_cache
-from jax_agent_rl.types import FinishReason, Group, StopReason, TokenOutput, Trajectory, Turn
+from jax_agent_rl.types import Group
 
 ROWS, LENGTH, REPEATS = 8, 256, 3
 
@@ -39,10 +39,11 @@ def our_seconds(ids: np.ndarray) -> tuple[float, int]:
         row_length=LENGTH, rows_per_micro_batch=ROWS // 2, share_prefixes=False, learning_rate=1e-6
     )
     learner = Learner(config, params, algorithm=AlgorithmConfig(), config=settings, temperature=1.0)
-    group = Group(group_id="g", trajectories=tuple(_trajectory(row.tolist(), i) for i, row in enumerate(ids)))
+    members = (sample(row[:1], row[1:], group="g", index=i) for i, row in enumerate(ids.tolist()))
+    group = Group(group_id="g", trajectories=tuple(members))
     learner.update([group])
     compiled = learner.programs_compiled
-    seconds = min(_timed(lambda: learner.update([group])) for _ in range(REPEATS))
+    seconds = best_seconds(lambda: learner.update([group]), REPEATS)
     return seconds, learner.programs_compiled - compiled
 
 
@@ -65,8 +66,7 @@ def transformers_seconds(ids: np.ndarray) -> float:
         optimizer.step()
         optimizer.zero_grad()
 
-    step(1)
-    return min(_timed(functools.partial(step, parts)) for parts in (1, 2) for _ in range(2))
+    return min(best_seconds(functools.partial(step, parts), 2) for parts in (1, 2))
 
 
 def counted_flops(shapes: dict) -> float:
@@ -76,32 +76,6 @@ def counted_flops(shapes: dict) -> float:
     hidden, layers = shapes["embed"][1], shapes["layers"]["q"][0]
     attention = 3 * 4 * ROWS * (LENGTH * (LENGTH + 1) / 2) * hidden * layers
     return 6 * ROWS * (LENGTH * body + (LENGTH - 1) * head) + attention
-
-
-def _trajectory(ids: list[int], index: int) -> Trajectory:
-    count = len(ids) - 1
-    output = TokenOutput(
-        token_ids=tuple(ids[1:]),
-        log_probs=(-1.0,) * count,
-        policy_versions=(0,) * count,
-        stop_reason=StopReason.EOS,
-        context_digest="",
-    )
-    return Trajectory.from_turns(
-        prompt_ids=ids[:1],
-        turns=[Turn(output=output)],
-        trajectory_id=f"g-{index}",
-        group_id="g",
-        agent_name="benchmark",
-        finish_reason=FinishReason.ANSWER,
-        reward=float(index % 2),
-    )
-
-
-def _timed(run) -> float:
-    begin = time.perf_counter()
-    run()
-    return time.perf_counter() - begin
 
 
 def main() -> None:

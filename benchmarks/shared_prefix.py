@@ -12,19 +12,20 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
 from typing import Any
 
 import jax
 import numpy as np
 import optax
+from machine import best_seconds
+from samples import sample
 
 from jax_agent_rl.config import AlgorithmConfig, LearnerConfig
 from jax_agent_rl.learner.step import Learner
 from jax_agent_rl.models.fetch import fetch_quickstart_model
 from jax_agent_rl.models.hf import load_hf
 from jax_agent_rl.runtime.compilation_cache import use_compilation_cache
-from jax_agent_rl.types import FinishReason, Group, StopReason, TokenOutput, Trajectory, Turn
+from jax_agent_rl.types import Group
 
 SAMPLES, SHARED, OWN, REPEATS = 8, 256, 40, 4
 SIDES = {
@@ -39,28 +40,10 @@ def groups(count: int) -> list[Group]:
     made = []
     for number in range(count):
         prompt = rng.integers(3, 49000, SHARED).tolist()
-        members = [_sample(prompt, rng.integers(3, 49000, OWN).tolist(), number, i) for i in range(SAMPLES)]
-        made.append(Group(group_id=f"g{number}", trajectories=tuple(members)))
+        own = [rng.integers(3, 49000, OWN).tolist() for _ in range(SAMPLES)]
+        members = tuple(sample(prompt, ids, group=f"g{number}", index=i) for i, ids in enumerate(own))
+        made.append(Group(group_id=f"g{number}", trajectories=members))
     return made
-
-
-def _sample(prompt: list[int], ids: list[int], group: int, index: int) -> Trajectory:
-    output = TokenOutput(
-        token_ids=tuple(ids),
-        log_probs=(-1.0,) * OWN,
-        policy_versions=(0,) * OWN,
-        stop_reason=StopReason.EOS,
-        context_digest="",
-    )
-    return Trajectory.from_turns(
-        prompt_ids=prompt,
-        turns=[Turn(output=output)],
-        trajectory_id=f"g{group}-{index}",
-        group_id=f"g{group}",
-        agent_name="benchmark",
-        finish_reason=FinishReason.ANSWER,
-        reward=float(index % 2),
-    )
 
 
 def measure(side: dict[str, Any], batch: list[Group]) -> tuple[float, list[np.ndarray], float]:
@@ -71,13 +54,7 @@ def measure(side: dict[str, Any], batch: list[Group]) -> tuple[float, list[np.nd
     computed = learner.update(batch).metrics["computed_tokens"]
     moment = optax.tree_utils.tree_get(learner.state.policy.opt_state, "mu")
     gradient = [np.asarray(leaf) / (1 - settings.adam_b1) for leaf in jax.tree.leaves(moment)]
-    return min(_timed(lambda: learner.update(batch)) for _ in range(REPEATS)), gradient, computed
-
-
-def _timed(run) -> float:
-    begin = time.perf_counter()
-    run()
-    return time.perf_counter() - begin
+    return best_seconds(lambda: learner.update(batch), REPEATS), gradient, computed
 
 
 def main() -> None:

@@ -69,6 +69,29 @@ make_environment() {
   say "environment is ready"
 }
 
+# prepare_example NAME EXTRAS [--dry-run] ARGUMENTS…: what examples/NAME needs, and what train_example passes on.
+prepare_example() {
+  local name="$1" extras="$2"
+  shift 2
+  if [ "${1:-}" = "--dry-run" ]; then
+    DRY_RUN=1
+    shift
+  fi
+  ARGUMENTS=("$@")
+  cd "$ROOT"
+  make_environment "$extras"
+  say "model: SmolLM2-135M-Instruct"
+  run "$VENV/bin/jax-agent-rl" fetch-model
+  say "data"
+  run "$VENV/bin/python" "examples/$name/prepare.py"
+}
+
+# train_example NAME [key.path=value …]: trains its recipe with these settings, then those of the command line.
+train_example() {
+  say "training"
+  run "$VENV/bin/jax-agent-rl" train "examples/$1/config.yaml" "${@:2}" "${ARGUMENTS[@]}"
+}
+
 # start_tool_server SETTINGS…: a tool server on a free port until the script ends; TOOL_SERVER_URL is its address.
 start_tool_server() {
   if [ "$DRY_RUN" = 1 ]; then

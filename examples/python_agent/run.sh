@@ -4,18 +4,7 @@
 set -euo pipefail
 # shellcheck source=launch/lib.sh
 source "$(dirname "${BASH_SOURCE[0]}")/../../launch/lib.sh"
-cd "$ROOT"
 
-if [ "${1:-}" = "--dry-run" ]; then
-  DRY_RUN=1
-  shift
-fi
-
-make_environment tool-server
-say "model: SmolLM2-135M-Instruct"
-run "$VENV/bin/jax-agent-rl" fetch-model
-say "data"
-run "$VENV/bin/python" examples/python_agent/prepare.py
+prepare_example python_agent tool-server "$@"
 start_tool_server 'tools=[python]'
-say "training"
-run "$VENV/bin/jax-agent-rl" train examples/python_agent/config.yaml "tool_config.server_url=$TOOL_SERVER_URL" "$@"
+train_example python_agent "tool_config.server_url=$TOOL_SERVER_URL"

@@ -4,17 +4,6 @@
 set -euo pipefail
 # shellcheck source=launch/lib.sh
 source "$(dirname "${BASH_SOURCE[0]}")/../../launch/lib.sh"
-cd "$ROOT"
 
-if [ "${1:-}" = "--dry-run" ]; then
-  DRY_RUN=1
-  shift
-fi
-
-make_environment environments
-say "model: SmolLM2-135M-Instruct"
-run "$VENV/bin/jax-agent-rl" fetch-model
-say "data"
-run "$VENV/bin/python" examples/reasoning_gym/prepare.py
-say "training"
-run "$VENV/bin/jax-agent-rl" train examples/reasoning_gym/config.yaml "$@"
+prepare_example reasoning_gym environments "$@"
+train_example reasoning_gym

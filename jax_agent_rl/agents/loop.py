@@ -16,7 +16,6 @@ what happens next.
 from __future__ import annotations
 
 import asyncio
-import difflib
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,6 +25,7 @@ from jax_agent_rl.agents.context import AgentContext
 from jax_agent_rl.agents.episode import Episode
 from jax_agent_rl.agents.prefix import Prefix
 from jax_agent_rl.errors import ConfigError
+from jax_agent_rl.nearest import did_you_mean
 from jax_agent_rl.tools.base import BaseTool
 from jax_agent_rl.types import Fork, SamplingParams, Trajectory
 from jax_agent_rl.user_code import load_user_module
@@ -180,8 +180,7 @@ def get_agent(name: str) -> type[AgentLoop]:
         ConfigError: there is none; the message has the nearest name and all there are.
     """
     if name not in _AGENTS:
-        near = difflib.get_close_matches(name, _AGENTS, n=1)
-        guess = f"did you mean {near[0]!r}? " if near else ""
+        guess = did_you_mean(name, _AGENTS)
         raise ConfigError(f"no agent is called {name!r}; {guess}there are {agent_names()} (see @register_agent)")
     return _AGENTS[name]
 

@@ -9,13 +9,13 @@ A row, in verl's schema::
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from jax_agent_rl.errors import DataError
+from jax_agent_rl.nearest import did_you_mean
 
 Row = dict[str, Any]
 _TOOLS_KWARGS = ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs")
@@ -145,6 +145,4 @@ def _check_object(holder: Mapping[str, Any], name: str) -> None:
 def _check_known(field: str, name: str, known: Collection[str] | None) -> None:
     if known is None or name in known:
         return
-    near = difflib.get_close_matches(name, known, n=1)
-    guess = f"did you mean {near[0]!r}? " if near else ""
-    raise DataError(f"{field} {name!r} is not known; {guess}there are {sorted(known)}")
+    raise DataError(f"{field} {name!r} is not known; {did_you_mean(name, known)}there are {sorted(known)}")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from jax_agent_rl.environments.base import Environment
 from jax_agent_rl.errors import ConfigError, DataError
+from jax_agent_rl.nearest import did_you_mean
 from jax_agent_rl.user_code import load_user_module
 
 _ENVIRONMENTS: dict[str, type[Environment]] = {}
@@ -39,8 +39,7 @@ def get_environment(name: str) -> type[Environment]:
         ConfigError: there is none; the message has the nearest name and all there are.
     """
     if name not in _ENVIRONMENTS:
-        near = difflib.get_close_matches(name, _ENVIRONMENTS, n=1)
-        guess = f"did you mean {near[0]!r}? " if near else ""
+        guess = did_you_mean(name, _ENVIRONMENTS)
         raise ConfigError(
             f"no environment is called {name!r}; {guess}there are {sorted(_ENVIRONMENTS)} (see @register_environment)"
         )

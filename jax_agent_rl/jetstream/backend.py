@@ -270,8 +270,7 @@ class JetStreamBackend:
             self._fail_all(EngineDiedError(self._failure))
 
     def _set_up(self) -> None:
-        kind = JaxEngine if self._deterministic is None else DeterministicEngine
-        engine = kind(self._config, self._shapes, dtype=self._dtype, table=self._deterministic)
+        engine = self._make_engine()
         self._scheduler = Scheduler(
             engine=engine,
             params=engine.load_params(self._initial_params),
@@ -281,6 +280,10 @@ class JetStreamBackend:
         )
         self._initial_params = None
         self._scheduler.cache = engine.warm_up(self._scheduler.params, self._scheduler.cache, self._compiled)
+
+    def _make_engine(self) -> JaxEngine:
+        kind = JaxEngine if self._deterministic is None else DeterministicEngine
+        return kind(self._config, self._shapes, dtype=self._dtype, table=self._deterministic)
 
     def _compiled(self, done: int, total: int) -> None:
         if self._closing:

@@ -86,7 +86,7 @@ def place(
     if len(learner) != need:
         raise LaunchError(
             f"{first.name}: learner.mesh has {need} device(s) and the learner {len(learner)} GPU(s); set "
-            "learner.mesh.data, fsdp and tensor so that their product is the number of its GPUs"
+            "the axes of learner.mesh so that their product is the number of its GPUs"
         )
     mine = [gpu for gpu in gpus[first] if gpu not in learner] if server_gpus is None else list(server_gpus)
     if server_gpus is None and not others and len(mine) < group:

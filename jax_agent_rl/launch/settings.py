@@ -29,7 +29,7 @@ class Settings:
 
     Attributes:
         run_dir: ``run_dir``.
-        learner_devices: ``learner.mesh``: data * fsdp * tensor.
+        learner_devices: ``learner.mesh``: the product of its axes.
         tensor_parallel_size: ``rollout.vllm.tensor_parallel_size``.
         gpu_memory_utilization: ``rollout.vllm.gpu_memory_utilization``; None if the user did not choose it.
     """
@@ -96,7 +96,7 @@ def _settings_of(path: str, overrides: Sequence[str]) -> Settings:
     chosen = "gpu_memory_utilization" in vllm.model_fields_set
     return Settings(
         run_dir=config.run_dir,
-        learner_devices=mesh.data * mesh.fsdp * mesh.tensor,
+        learner_devices=mesh.devices,
         tensor_parallel_size=vllm.tensor_parallel_size,
         gpu_memory_utilization=vllm.gpu_memory_utilization if chosen else None,
     )

@@ -52,6 +52,7 @@ class Batch:
 
     Attributes:
         token_ids, positions, subtree_end: int32 [R, T], see the module docstring.
+        copies: int32 [R, T], sequences a node stands for; 0 at padding.
         target_parent: int32 [R, M]: index of the node whose logits score the target.
         target_id: int32 [R, M].
         target_valid: bool [R, M]; valid targets come first.
@@ -65,6 +66,7 @@ class Batch:
     token_ids: np.ndarray
     positions: np.ndarray
     subtree_end: np.ndarray
+    copies: np.ndarray
     target_parent: np.ndarray
     target_id: np.ndarray
     target_valid: np.ndarray
@@ -126,6 +128,7 @@ _LAYOUT = (
     "token_ids",
     "positions",
     "subtree_end",
+    "copies",
     "target_parent",
     "target_id",
     "target_valid",
@@ -259,7 +262,7 @@ def _member(which: int, sequence: np.ndarray, row: list[_Member], common: np.nda
 
 def _empty_rows(rows: int, length: int) -> dict[str, np.ndarray]:
     """Layout of rows that hold nothing but padding."""
-    nodes = ("token_ids", "positions", "target_parent", "target_id")
+    nodes = ("token_ids", "positions", "copies", "target_parent", "target_id")
     terms = ("term_target", "term_sequence")
     return {
         **{name: np.zeros((rows, length), np.int32) for name in nodes},
@@ -288,6 +291,7 @@ def _fill_nodes(arrays: dict[str, np.ndarray], index: int, row: Sequence[_Member
         arrays["subtree_end"][index, own] = end
         before = paths[member.owner][: member.common] if member.common else np.zeros(0, np.int64)
         paths.append(np.concatenate([before, np.arange(own.start, own.stop)]))
+        arrays["copies"][index, paths[-1]] += 1
     return paths
 
 

@@ -11,15 +11,17 @@ written. Storage may still damage one later; the checksums tell, whatever mesh i
 
 from __future__ import annotations
 
+import functools
 import json
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_agent_rl.errors import CheckpointError
 
@@ -185,7 +187,10 @@ class Checkpointer:
 
     def _write_failed(self, error: Exception) -> CheckpointError:
         # Orbax may remember a step whose commit failed; a fresh manager only sees what is on disk.
-        self._manager = self._open()
+        if jax.process_count() == 1:
+            self._manager = self._open()
+        else:  # opening waits for all processes, and the others may not have failed
+            self._manager.reload()
         kept = self.latest_step
         intact = f"checkpoint {kept} is intact; free space, then --resume" if kept is not None else "there is none yet"
         return CheckpointError(f"a checkpoint could not be written to {self._folder} ({intact}): {_brief(error)}")
@@ -203,14 +208,24 @@ def _sealed(progress: dict[str, Any], arrays: dict[str, Any]) -> dict[str, Any]:
 
 def _manifest(state: Any) -> dict[str, dict[str, Any]]:
     leaves = _leaves(state)
-    sums = jax.device_get(_checksums(leaves))
+    sums = jax.device_get(_summing(_everywhere(leaves.values()))(leaves))
     return {
         name: {"shape": list(leaf.shape), "dtype": str(leaf.dtype), "checksum": int(sums[name])}
         for name, leaf in leaves.items()
     }
 
 
-@jax.jit
+@functools.cache
+def _summing(everywhere: NamedSharding | None) -> Callable[[dict[str, jax.Array]], dict[str, jax.Array]]:
+    return jax.jit(_checksums, out_shardings=everywhere)
+
+
+def _everywhere(leaves: Iterable[jax.Array]) -> NamedSharding | None:
+    """Where every process can read a result; None if the arrays lie on no mesh."""
+    meshes = [leaf.sharding.mesh for leaf in leaves if isinstance(leaf.sharding, NamedSharding)]
+    return NamedSharding(meshes[0], PartitionSpec()) if meshes else None
+
+
 def _checksums(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
     return {name: _checksum(array) for name, array in arrays.items()}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from jax_agent_rl.learner.losses.value import clipped_value
 from jax_agent_rl.learner.trainable import Arrays, Statistics
@@ -27,22 +28,24 @@ def critic_shapes(model: DecoderConfig) -> Params:
     return shapes | {"value_head": (model.hidden_size,)}
 
 
-def state_values(model: DecoderConfig, params: Params, batch: Arrays, *, remat: str) -> jax.Array:
+def state_values(
+    model: DecoderConfig, params: Params, batch: Arrays, *, remat: str, mesh: Mesh | None = None
+) -> jax.Array:
     """Value of the state after every token, float32 [R, T]."""
     hidden = hidden_states(
-        model, params, batch["token_ids"], batch["positions"], batch["subtree_end"], remat=remat
+        model, params, batch["token_ids"], batch["positions"], batch["subtree_end"], remat=remat, mesh=mesh
     )  # [R, T, D]
     return jnp.einsum("rtd,d->rt", hidden, params["value_head"], preferred_element_type=jnp.float32)
 
 
 def value_loss(
-    model: DecoderConfig, params: Params, batch: Arrays, *, cliprange: float, remat: str
+    model: DecoderConfig, params: Params, batch: Arrays, *, cliprange: float, remat: str, mesh: Mesh | None = None
 ) -> tuple[jax.Array, Statistics]:
     """The micro-batch's share of the clipped value loss, and statistics as :class:`Trainable` wants them.
 
     The value of a term is that of the state its token was sampled in, its parent's.
     """
-    values = state_values(model, params, batch, remat=remat)
+    values = state_values(model, params, batch, remat=remat, mesh=mesh)
     parents = jnp.take_along_axis(batch["target_parent"], batch["term_target"], axis=1)
     of_terms = jnp.take_along_axis(values, parents, axis=1)
     weight, returns = batch["term_weight"], batch["term_returns"]

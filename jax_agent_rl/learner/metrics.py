@@ -40,7 +40,8 @@ def _policy(records: Sequence[Record]) -> dict[str, float]:
     if not records:
         return {}
     sums, terms = _sums(records)
-    return {
+    balance = {"router_aux_loss": sums["router_aux"] / len(records)} if "router_aux" in sums else {}
+    return balance | {
         "loss": sums["loss"] / len(records),
         "grad_norm": float(np.mean([record.norm for record in records])),
         "clip_fraction": sums["clipped"] / terms,

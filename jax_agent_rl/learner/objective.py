@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from jax_agent_rl.config import AlgorithmConfig, LearnerConfig
 from jax_agent_rl.learner.linear_logprobs import linear_logprobs
@@ -13,7 +14,9 @@ from jax_agent_rl.learner.losses import POLICY_LOSSES, LossConfig, Terms
 from jax_agent_rl.learner.losses.kl import kl_penalty
 from jax_agent_rl.learner.trainable import Arrays, Statistics
 from jax_agent_rl.models.config import DecoderConfig, Params
-from jax_agent_rl.models.decoder import hidden_states
+from jax_agent_rl.models.decoder import routed_hidden_states
+from jax_agent_rl.models.mesh import ROWS, constrain
+from jax_agent_rl.models.moe import load_balancing_loss
 
 TARGETS_PER_CHUNK = 256  # of a row
 
@@ -25,24 +28,31 @@ class ObjectiveConfig:
     Attributes:
         temperature: the rollout's; log-probs are of logits / temperature.
         remat: what the backward pass recomputes, see ``models.decoder.hidden_states``.
-        vocab_shards: parts the vocabulary is split into over devices.
+        mesh: what parameters and batch lie on; None on one device.
         on_policy: the old log-probs are this very pass's (one update per rollout batch).
         bypass: the old log-probs are the rollout's.
         kl_estimator: of the KL term in the loss; None without one.
+        router_aux_loss_coef: of the load-balancing loss of a mixture of experts.
     """
 
     loss: LossConfig
     temperature: float
     on_policy: bool
     remat: str
-    vocab_shards: int
+    mesh: Mesh | None = None
     bypass: bool = False
     entropy_coeff: float = 0.0
     kl_estimator: str | None = None
+    router_aux_loss_coef: float = 0.0
 
 
 def objective_config(
-    algorithm: AlgorithmConfig, config: LearnerConfig, temperature: float, *, scored: bool = False
+    algorithm: AlgorithmConfig,
+    config: LearnerConfig,
+    temperature: float,
+    mesh: Mesh | None = None,
+    *,
+    scored: bool = False,
 ) -> ObjectiveConfig:
     """What the compiled objective depends on.
 
@@ -72,33 +82,61 @@ def objective_config(
         on_policy=not (needs_old or correction.bypass_mode),
         bypass=correction.bypass_mode,
         remat=config.remat,
-        vocab_shards=config.mesh.tensor,
+        mesh=mesh,
         entropy_coeff=algorithm.entropy_coeff,
         kl_estimator=kl.estimator if kl.where == "loss" else None,
+        router_aux_loss_coef=config.router_aux_loss_coef,
     )
+
+
+def routed(
+    config: DecoderConfig, objective: ObjectiveConfig, params: Params, batch: Arrays
+) -> tuple[jax.Array, jax.Array | None]:
+    """Hidden states [R, T, D], and where the loss wants it the load of the experts, float32 [2, E]."""
+    ids, positions, ends = batch["token_ids"], batch["positions"], batch["subtree_end"]
+    copies = batch["copies"] if objective.router_aux_loss_coef else None
+    return routed_hidden_states(
+        config, params, ids, positions, ends, copies, remat=objective.remat, mesh=objective.mesh
+    )
+
+
+def router_loads(config: DecoderConfig, objective: ObjectiveConfig, params: Params, batch: Arrays) -> jax.Array:
+    """Tokens of the micro-batch (times layers) that chose each expert, float32 [E]."""
+    _, load = routed(config, objective, params, batch)
+    assert load is not None  # a coefficient is refused without experts
+    return load[0]
 
 
 def target_logprobs(
     config: DecoderConfig, objective: ObjectiveConfig, params: Params, batch: Arrays
 ) -> tuple[jax.Array, jax.Array]:
     """Log-prob of every target under the model, and the entropy where it was sampled; float32 [R, M]."""
-    ids, positions, ends = batch["token_ids"], batch["positions"], batch["subtree_end"]
-    hidden = hidden_states(config, params, ids, positions, ends, remat=objective.remat)
+    hidden, _ = routed(config, objective, params, batch)
+    return _at_targets(objective, params, batch, hidden)
+
+
+def _at_targets(
+    objective: ObjectiveConfig, params: Params, batch: Arrays, hidden: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    mesh = objective.mesh
     at_parents = jnp.take_along_axis(hidden, batch["target_parent"][..., None], axis=1)  # [R, M, D]
     rows, count, _ = at_parents.shape
     chunk = min(TARGETS_PER_CHUNK, count)
+    chunk += -chunk % (1 if mesh is None else mesh.shape["context"])
     padding = -count % chunk
 
     def chunks(x: jax.Array) -> jax.Array:
         """[R, M, ...] -> [M / chunk, R chunk, ...]"""
         x = jnp.pad(x, ((0, 0), (0, padding)) + ((0, 0),) * (x.ndim - 2))
         x = jnp.moveaxis(x.reshape(rows, -1, chunk, *x.shape[2:]), 1, 0)
-        return x.reshape(x.shape[0], -1, *x.shape[3:])
+        # A chunk's targets, wherever their rows' tokens are, are split over all devices but those of the vocabulary.
+        return constrain(x.reshape(x.shape[0], -1, *x.shape[3:]), mesh, None, (*ROWS, "context"))
 
     # Targets come first in a row, so that a chunk takes from the same place of every row: the last ones may be empty.
     hidden, ids, valid = (chunks(x) for x in (at_parents, batch["target_id"], batch["target_valid"]))
     head = params.get("lm_head", params["embed"])
-    scored = linear_logprobs(hidden, head, ids, valid, objective.temperature, objective.vocab_shards)
+    vocab_shards = 1 if mesh is None else mesh.shape["tensor"]
+    scored = linear_logprobs(hidden, head, ids, valid, objective.temperature, vocab_shards)
     logprob, entropy = (jnp.moveaxis(x.reshape(-1, rows, chunk), 1, 0).reshape(rows, -1)[:, :count] for x in scored)
     return logprob, entropy
 
@@ -118,7 +156,8 @@ def policy_loss(
         scalar loss (a plain sum over terms; their weights make it the mean of the whole update), and statistics as
         :class:`~jax_agent_rl.learner.trainable.Trainable` wants them.
     """
-    logprob, entropy = target_logprobs(config, objective, params, batch)
+    hidden, load = routed(config, objective, params, batch)
+    logprob, entropy = _at_targets(objective, params, batch, hidden)
     weight = batch["term_weight"]
     active = weight > 0
     # Zeros at padding: what a loss makes of them is finite, and its weight is 0.
@@ -133,6 +172,10 @@ def policy_loss(
     if objective.kl_estimator is not None:
         distance = jnp.where(active, kl_penalty(objective.kl_estimator, logprob, batch["term_ref_logprob"]), 0.0)
         total += jnp.sum(batch["term_kl_weight"] * distance)
+    balance = {}
+    if load is not None:
+        balance["router_aux"] = load_balancing_loss(load[1], batch["router_share"], batch["router_tokens"])
+        total += objective.router_aux_loss_coef * balance["router_aux"]
     gap = jnp.where(active, jnp.abs(terms.rollout_logprob - _learner_logprob(objective, terms)), 0.0)
     statistics = {
         "sum": {
@@ -144,6 +187,7 @@ def policy_loss(
             "kl_loss": jnp.sum(distance),
             "gap": jnp.sum(gap),
             "entropy": jnp.sum(entropy),
+            **balance,
         },
         "max": {"gap": jnp.max(gap)},
     }

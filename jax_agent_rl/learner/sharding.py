@@ -10,17 +10,18 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_agent_rl.config import MeshConfig
 from jax_agent_rl.errors import ConfigError
-
-MESH_AXES = ("data", "fsdp", "tensor")
+from jax_agent_rl.models.mesh import MESH_AXES, ROWS
 
 RULES: dict[str, str | tuple[str, ...] | None] = {
-    "rows": ("data", "fsdp"),  # batch rows
+    "rows": ROWS,
+    "tokens": "context",
     "layers": None,
     "vocab": "tensor",
     "heads": "tensor",
     "mlp": "tensor",
     "embed": "fsdp",
-    "experts": None,
+    "experts": "expert",
+    "choices": None,
     "norm": None,
 }
 
@@ -41,7 +42,7 @@ PARAMETER_AXES: dict[str, tuple[str, ...]] = {
     "gate": ("layers", "mlp", "embed"),
     "up": ("layers", "mlp", "embed"),
     "down": ("layers", "embed", "mlp"),
-    "router": ("layers", "experts", "embed"),
+    "router": ("layers", "choices", "embed"),
     "expert_gate": ("layers", "experts", "mlp", "embed"),
     "expert_up": ("layers", "experts", "mlp", "embed"),
     "expert_down": ("layers", "experts", "embed", "mlp"),
@@ -53,16 +54,24 @@ PARAMETER_AXES: dict[str, tuple[str, ...]] = {
 
 
 def make_mesh(config: MeshConfig) -> Mesh:
-    """A mesh (data, fsdp, tensor) over the first devices.
+    """A mesh over the first devices, all of ``MESH_AXES``.
 
     Raises:
-        ConfigError: more devices are asked for than there are.
+        ConfigError: more devices are asked for than there are, or, over several processes, fewer.
     """
-    shape = (config.data, config.fsdp, config.tensor)
+    shape = tuple(getattr(config, axis) for axis in MESH_AXES)
     need, have = int(np.prod(shape)), jax.device_count()
     if need > have:
-        raise ConfigError(f"learner.mesh asks for {'x'.join(map(str, shape))} = {need} devices, there are {have}")
-    return jax.make_mesh(shape, MESH_AXES, axis_types=(AxisType.Auto,) * 3, devices=jax.devices()[:need])
+        asked = ", ".join(f"{axis}={size}" for axis, size in zip(MESH_AXES, shape, strict=True) if size > 1)
+        raise ConfigError(
+            f"learner.mesh asks for {asked} = {need} devices, there are {have}; lower learner.mesh to {have} in all"
+        )
+    if jax.process_count() > 1 and need != have:
+        raise ConfigError(
+            f"learner.mesh takes {need} of {have} devices, but each of the {jax.process_count()} processes has to take "
+            f"part; make the product of learner.mesh {have}"
+        )
+    return jax.make_mesh(shape, MESH_AXES, axis_types=(AxisType.Auto,) * len(shape), devices=jax.devices()[:need])
 
 
 def parameter_shardings(mesh: Mesh, shapes: dict[str, Any]) -> dict[str, Any]:
@@ -100,8 +109,27 @@ def adapter_shardings(mesh: Mesh, adapters: dict[str, Any]) -> dict[str, Any]:
 
 
 def row_sharding(mesh: Mesh) -> NamedSharding:
-    """Batch arrays: rows over data and fsdp."""
-    return NamedSharding(mesh, PartitionSpec(RULES["rows"]))
+    """Batch arrays [R, T], [R, M], [R, K]: rows over data, fsdp and expert, the other axis over context."""
+    return NamedSharding(mesh, PartitionSpec(RULES["rows"], RULES["tokens"]))
+
+
+def place(x: Any, sharding: NamedSharding) -> jax.Array:
+    """A copy of an array, laid out. Over several processes, each holds all of it or it is spread already."""
+    if sharding.is_fully_addressable or (isinstance(x, jax.Array) and not x.is_fully_addressable):
+        return jax.device_put(x.copy(), sharding)  # a new buffer even where it lies right
+    host = np.asarray(x)
+    return jax.make_array_from_process_local_data(sharding, host, host.shape)
+
+
+def gathered(tree: Any) -> Any:
+    """Arrays of a mesh, whole on each of its devices; every process calls it."""
+    mesh = jax.tree.leaves(tree)[0].sharding.mesh
+    return jax.jit(lambda tree: tree, out_shardings=replicated(mesh))(tree)
+
+
+def row_shards(mesh: Mesh) -> int:
+    """Parts the rows of a batch are split into."""
+    return int(np.prod([mesh.shape[axis] for axis in ROWS]))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

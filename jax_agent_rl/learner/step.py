@@ -20,11 +20,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jax_agent_rl.config import AlgorithmConfig, CriticConfig, LearnerConfig
-from jax_agent_rl.errors import NonFiniteError
+from jax_agent_rl.errors import ConfigError, NonFiniteError
 from jax_agent_rl.learner.batch import Batch, Sharing, pack
 from jax_agent_rl.learner.critic import critic_params, critic_shapes, state_values, value_loss
 from jax_agent_rl.learner.experience import (
@@ -39,9 +38,9 @@ from jax_agent_rl.learner.gate import UpdateGate
 from jax_agent_rl.learner.losses.covariance import CHOOSE
 from jax_agent_rl.learner.losses.kl import AdaptiveKL
 from jax_agent_rl.learner.metrics import Record, step_metrics
-from jax_agent_rl.learner.objective import objective_config, policy_loss, term_logprobs
-from jax_agent_rl.learner.sharding import make_mesh, parameter_shardings, replicated, row_sharding
-from jax_agent_rl.learner.trainable import Arrays, Trainable, TrainState
+from jax_agent_rl.learner.objective import objective_config, policy_loss, router_loads, term_logprobs
+from jax_agent_rl.learner.sharding import make_mesh, parameter_shardings, place, replicated, row_sharding, row_shards
+from jax_agent_rl.learner.trainable import Arrays, Trainable, TrainState, View
 from jax_agent_rl.learner.trained import Trained, plain_view
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.types import Group
@@ -129,11 +128,12 @@ class Learner:
     ) -> None:
         self._algorithm, self._config, self._critic_config = algorithm, config, critic or CriticConfig()
         self._mesh = make_mesh(config.mesh)
-        self._rows = config.rows_per_micro_batch * config.mesh.data * config.mesh.fsdp
+        self._rows = config.rows_per_micro_batch * row_shards(self._mesh)
+        mesh = self._mesh if self._mesh.size > 1 else None
         self._nonfinite_in_a_row = 0
         self._kl_coef, self._steps = float(np.float32(algorithm.kl.coef)), 0
         self._score_by = score_by
-        self._objective = objective_config(algorithm, config, temperature, scored=score_by is not None)
+        self._objective = objective_config(algorithm, config, temperature, mesh, scored=score_by is not None)
         everywhere = replicated(self._mesh)
         policy = Trained.of(model, params, config, mesh=self._mesh)
         loss = functools.partial(policy_loss, model, self._objective)
@@ -147,7 +147,19 @@ class Learner:
             loss=loss,
         )
         self._whole = policy.whole
-        self._score = jax.jit(lambda *w, batch: term_logprobs(model, self._objective, policy.view(*w), batch))
+
+        def reading(program: Callable[..., jax.Array], view: View) -> Callable[..., jax.Array]:
+            """Of (trained, frozen) weights and a batch; the result whole everywhere: every process reads all of it."""
+            return jax.jit(lambda *weights, batch: program(view(*weights), batch), out_shardings=everywhere)
+
+        self._score = reading(functools.partial(term_logprobs, model, self._objective), policy.view)
+        self._route = reading(functools.partial(router_loads, model, self._objective), policy.view)
+        self._layers = model.num_layers
+        if config.router_aux_loss_coef and model.experts is None:
+            raise ConfigError(
+                f"learner.router_aux_loss_coef={config.router_aux_loss_coef}, but a {model.family} model has no "
+                "experts to balance; leave it out"
+            )
         self._reference = policy.reference() if algorithm.kl.where != "none" else None
         view = functools.partial(plain_view, dtype=config.compute_dtype)
         self._critic: Trainable | None = None
@@ -160,16 +172,16 @@ class Learner:
                 everywhere=everywhere,
                 optimizer=self._critic_config,
                 loss=functools.partial(
-                    value_loss, model, cliprange=self._critic_config.cliprange_value, remat=config.remat
+                    value_loss, model, cliprange=self._critic_config.cliprange_value, remat=config.remat, mesh=mesh
                 ),
             )
-        self._values = jax.jit(lambda *weights, batch: state_values(model, view(*weights), batch, remat=config.remat))
+        self._values = reading(functools.partial(state_values, model, remat=config.remat, mesh=mesh), view)
 
     @property
     def state(self) -> LearnerState:
         """For a checkpoint. Its buffers are valid until the next :meth:`update`, which donates them."""
-        numbers = (jnp.float32(self._kl_coef), jnp.int32(self._steps), jnp.int32(self._nonfinite_in_a_row))
-        scalars = jax.device_put(numbers, replicated(self._mesh))
+        numbers = (np.float32(self._kl_coef), np.int32(self._steps), np.int32(self._nonfinite_in_a_row))
+        scalars = (place(x, replicated(self._mesh)) for x in numbers)
         return LearnerState(self._policy.state, self._critic and self._critic.state, *scalars)
 
     @state.setter
@@ -191,7 +203,7 @@ class Learner:
     @property
     def programs_compiled(self) -> int:
         """Distinct programs compiled so far; constant once warm."""
-        own = sum(f._cache_size() for f in (self._score, self._values))
+        own = sum(f._cache_size() for f in (self._score, self._values, self._route))
         return own + self._policy.programs_compiled + (self._critic.programs_compiled if self._critic else 0)
 
     def update(
@@ -270,7 +282,7 @@ class Learner:
 
     def _place(self, batch: Batch) -> Iterator[Arrays]:
         for arrays in batch.micro_batches(self._rows):
-            yield jax.device_put(arrays, row_sharding(self._mesh))
+            yield {name: place(value, row_sharding(self._mesh)) for name, value in arrays.items()}
 
     # --- optimizer updates -----------------------------------------------------------------------------------
 
@@ -320,10 +332,22 @@ class Learner:
         if not batch.terms["weight"].any():
             logger.warning("every token of an update was masked or rejected: it was skipped")
             return []
-        gradients, statistics = model.gradients(self._place(batch), tick)
+        balance = self._balance(batch) if model is self._policy else {}
+        gradients, statistics = model.gradients((arrays | balance for arrays in self._place(batch)), tick)
         norm, finite = model.apply(gradients, gate)
         self._guard(finite, norm)
         return [Record(statistics=statistics, norm=norm, finite=finite)]
+
+    def _balance(self, batch: Batch) -> Arrays:
+        """How the whole update's tokens are routed: the load-balancing loss is no plain sum over micro-batches."""
+        if not self._objective.router_aux_loss_coef:
+            return {}
+        parts = self._place(replace(batch, terms={}))
+        weights = self._policy.weights
+        chosen = sum(np.asarray(self._route(*weights, batch=arrays), np.float64) for arrays in parts)
+        tokens = self._layers * batch.copies.sum()
+        numbers = {"router_share": np.float32(chosen / tokens), "router_tokens": np.float32(tokens)}
+        return {name: place(value, replicated(self._mesh)) for name, value in numbers.items()}
 
     def _guard(self, finite: bool, norm: float) -> None:
         """Counts updates skipped in a row."""

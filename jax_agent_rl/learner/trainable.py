@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding
 
 from jax_agent_rl.config_base import OptimizerSection
 from jax_agent_rl.learner.gate import UpdateGate
+from jax_agent_rl.learner.sharding import place
 from jax_agent_rl.models.config import Params
 
 Arrays = dict[str, jax.Array]
@@ -86,8 +87,8 @@ class Trainable:
         loss: Loss,
     ) -> None:
         transformation = make_optimizer(optimizer)
-        # + 0: the buffers are donated, so they must be our own.
-        params = jax.tree.map(lambda x, s: jax.device_put(x + 0, s), params, shardings)
+        # A copy: the buffers are donated, so they must be our own.
+        params = jax.tree.map(place, params, shardings)
         placed = _state_shardings(transformation, params, shardings, everywhere)
         init = lambda params: TrainState(params, transformation.init(params), jnp.int32(0))  # noqa: E731
         self.state: TrainState = jax.jit(init, out_shardings=placed, donate_argnums=0)(params)

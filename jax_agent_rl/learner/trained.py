@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jax_agent_rl.config import LearnerConfig
 from jax_agent_rl.learner.lora import frozen_base, joined, merged, new_adapters
 from jax_agent_rl.learner.precision import compute_params
-from jax_agent_rl.learner.sharding import adapter_shardings, parameter_shardings
+from jax_agent_rl.learner.sharding import adapter_shardings, parameter_shardings, place
 from jax_agent_rl.learner.trainable import View
 from jax_agent_rl.models.config import DecoderConfig, Params
 
@@ -50,7 +49,7 @@ class Trained:
             view = functools.partial(plain_view, dtype=dtype)
             return cls(params=params, shardings=shardings, frozen={}, view=view, whole=lambda trained, _: trained)
         adapters = new_adapters(lora, model)
-        placed = jax.tree.map(jax.device_put, params, shardings)
+        placed = jax.tree.map(place, params, shardings)
         return cls(
             params=adapters,
             shardings=adapter_shardings(mesh, adapters),
@@ -61,8 +60,7 @@ class Trained:
 
     def reference(self) -> tuple[Params, Params]:
         """A copy of what is trained, as it is now, and what is frozen: new adapters are the model itself."""
-        copy = jax.jit(lambda x: jax.tree.map(jnp.copy, x), out_shardings=self.shardings)
-        return copy(self.params), self.frozen
+        return jax.tree.map(place, self.params, self.shardings), self.frozen
 
 
 def plain_view(trained: Params, _: Params, *, dtype: str) -> Params:

@@ -10,10 +10,13 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 
 from jax_agent_rl.models.attention import Sight
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.layers import attention, feed_forward, rms_norm, rope_tables
+from jax_agent_rl.models.mesh import ROWS, constrain
+from jax_agent_rl.models.moe import router_load
 
 REMAT_POLICIES = {
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
@@ -76,7 +79,23 @@ def hidden_states(
     subtree_end: jax.Array,
     *,
     remat: str = "none",
+    mesh: Mesh | None = None,
 ) -> jax.Array:
+    """:func:`routed_hidden_states` without the load of experts."""
+    return routed_hidden_states(config, params, token_ids, positions, subtree_end, None, remat=remat, mesh=mesh)[0]
+
+
+def routed_hidden_states(
+    config: DecoderConfig,
+    params: Params,
+    token_ids: jax.Array,
+    positions: jax.Array,
+    subtree_end: jax.Array,
+    copies: jax.Array | None,
+    *,
+    remat: str = "none",
+    mesh: Mesh | None = None,
+) -> tuple[jax.Array, jax.Array | None]:
     """Final hidden states (after the last norm) of packed rows of token trees.
 
     Args:
@@ -84,29 +103,40 @@ def hidden_states(
         positions: int32 [B, T], depth of each token in its tree.
         subtree_end: int32 [B, T], index one past the last descendant. Token i attends to j iff
             ``j <= i < subtree_end[j]``: its ancestors and itself. A plain causal row has T everywhere.
+        copies: int32 [B, T], how often each token counts in the load of the experts; None where nobody asks for it.
         remat: what the backward pass recomputes: ``none``; ``dots``, all but matrix products; ``full``, each layer.
+        mesh: what rows, tokens and experts are split over, see ``models.mesh``; None on one device.
 
     Returns:
-        [B, T, D].
+        [B, T, D], and the sum over layers of ``moe.router_load``, float32 [2, E].
     """
     views = _views(config, positions, subtree_end)  # computed once, for all layers
 
-    def body(x: jax.Array, scanned: tuple[Params, jax.Array]) -> tuple[jax.Array, None]:
+    def forward(layer: Params, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        """The feed-forward part [B, T, D], and the load of its experts."""
+        load = None
+        if copies is not None and config.experts is not None:
+            load = router_load(config.experts, layer["router"], x, copies)
+        return feed_forward(config, layer, x, mesh), load
+
+    def body(x: jax.Array, scanned: tuple[Params, jax.Array]) -> tuple[jax.Array, jax.Array | None]:
         layer, view = scanned
         cos, sin, sight = views[0] if len(views) == 1 else jax.tree.map(lambda *x: jnp.stack(x)[view], *views)
-        mixed = attention(config, layer, rms_norm(config, x, layer["input_norm"]), cos, sin, sight)
+        mixed = attention(config, layer, rms_norm(config, x, layer["input_norm"]), cos, sin, sight, mesh)
         if not config.sandwich_norms:
             x = x + mixed
-            return x + feed_forward(config, layer, rms_norm(config, x, layer["post_attention_norm"])), None
+            out, load = forward(layer, rms_norm(config, x, layer["post_attention_norm"]))
+            return x + out, load
         x = x + rms_norm(config, mixed, layer["post_attention_norm"])
-        out = feed_forward(config, layer, rms_norm(config, x, layer["pre_feedforward_norm"]))
-        return x + rms_norm(config, out, layer["post_feedforward_norm"]), None
+        out, load = forward(layer, rms_norm(config, x, layer["pre_feedforward_norm"]))
+        return x + rms_norm(config, out, layer["post_feedforward_norm"]), load
 
     if remat != "none":
         body = jax.checkpoint(body, policy=REMAT_POLICIES[remat])
     which = jnp.array([config.is_windowed(i) for i in range(config.num_layers)], jnp.int32)
-    x, _ = jax.lax.scan(body, embed(config, params, token_ids), (params["layers"], which))
-    return rms_norm(config, x, params["final_norm"])
+    x = constrain(embed(config, params, token_ids), mesh, ROWS, "context", None)
+    x, loads = jax.lax.scan(body, x, (params["layers"], which))
+    return rms_norm(config, x, params["final_norm"]), None if loads is None else jnp.sum(loads, axis=0)
 
 
 def embed(config: DecoderConfig, params: Params, token_ids: jax.Array) -> jax.Array:

@@ -6,11 +6,12 @@ import math
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
-from jax_agent_rl.models.attention import Sight, tree_attention
+from jax_agent_rl.models.attention import Sight, sharded_tree_attention
 from jax_agent_rl.models.config import DecoderConfig, LinearScaling, Llama3Scaling, Params, Rope
 from jax_agent_rl.models.lora import Adapted
-from jax_agent_rl.models.moe import mixture_of_experts
+from jax_agent_rl.models.moe import mixture_of_experts, sharded_mixture_of_experts
 
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True)}
 
@@ -56,7 +57,13 @@ def rms_norm(config: DecoderConfig, x: jax.Array, weight: jax.Array, *, axis: in
 
 
 def attention(
-    config: DecoderConfig, layer: Params, x: jax.Array, cos: jax.Array, sin: jax.Array, sight: Sight
+    config: DecoderConfig,
+    layer: Params,
+    x: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    sight: Sight,
+    mesh: Mesh | None = None,
 ) -> jax.Array:
     """Self-attention [B, T, D] -> [B, T, D]; cos and sin [B, T, h/2]."""
     rows, count, _ = x.shape
@@ -64,7 +71,7 @@ def attention(
 
     def heads(name: str) -> jax.Array:
         """[B, T, D] -> [B, heads, T, h]"""
-        projected = linear(x, layer[name])
+        projected = linear(x, layer[name], mesh)
         if config.qkv_bias:
             projected = projected + layer[f"{name}_bias"]
         return projected.reshape(rows, count, -1, config.head_dim).transpose(0, 2, 1, 3)
@@ -73,21 +80,27 @@ def attention(
     if config.qk_norm:
         q, k = rms_norm(config, q, layer["q_norm"]), rms_norm(config, k, layer["k_norm"])
     q = rotate(q, cos, sin) * config.score_scale
-    mixed = tree_attention(q, rotate(k, cos, sin), heads("v"), sight)
-    return linear(mixed.transpose(0, 2, 1, 3).reshape(rows, count, -1), layer["o"])
+    mixed = sharded_tree_attention(q, rotate(k, cos, sin), heads("v"), sight, mesh)
+    return linear(mixed.transpose(0, 2, 1, 3).reshape(rows, count, -1), layer["o"], mesh)
 
 
-def feed_forward(config: DecoderConfig, layer: Params, x: jax.Array) -> jax.Array:
+def feed_forward(config: DecoderConfig, layer: Params, x: jax.Array, mesh: Mesh | None = None) -> jax.Array:
     """The gated network, or the mixture of experts, [B, T, D] -> [B, T, D]."""
     activation = ACTIVATIONS[config.activation]
+    if config.experts is not None and mesh is not None:
+        return sharded_mixture_of_experts(config.experts, layer, x, activation, mesh)
     if config.experts is not None:
         return mixture_of_experts(config.experts, layer, x.reshape(-1, x.shape[-1]), activation).reshape(x.shape)
-    return linear(activation(linear(x, layer["gate"])) * linear(x, layer["up"]), layer["down"])
+    return linear(activation(linear(x, layer["gate"], mesh)) * linear(x, layer["up"], mesh), layer["down"], mesh)
 
 
-def linear(x: jax.Array, weight: jax.Array | Adapted) -> jax.Array:
+def linear(x: jax.Array, weight: jax.Array | Adapted, mesh: Mesh | None = None) -> jax.Array:
     """``x @ weight.T`` for a weight [out, in], with or without an adapter."""
+
+    def product(x: jax.Array) -> jax.Array:
+        return weight.apply(x) if isinstance(weight, Adapted) else jnp.einsum("...d,od->...o", x, weight)
+
+    if mesh is not None and mesh.shape["context"] > 1:
+        return product(x)  # flat rows of split tokens would have to be gathered
     # Flat, so that the weight gradient contracts one axis: one plain product on every platform.
-    flat = x.reshape(-1, x.shape[-1])
-    flat = weight.apply(flat) if isinstance(weight, Adapted) else jnp.einsum("nd,od->no", flat, weight)
-    return flat.reshape(*x.shape[:-1], -1)
+    return product(x.reshape(-1, x.shape[-1])).reshape(*x.shape[:-1], -1)

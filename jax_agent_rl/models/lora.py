@@ -35,10 +35,10 @@ class Adapted:
     scale: float = field(metadata={"static": True})
 
     def apply(self, x: jax.Array) -> jax.Array:
-        """``x @ (base + scale b a).T`` for x [N, in]."""
-        low = jnp.einsum("nd,rd->nr", x, self.a)
-        plain = jnp.einsum("nd,od->no", x, restore(self.base).astype(x.dtype))
-        return plain + jnp.einsum("nr,or->no", low, self.b) * self.scale
+        """``x @ (base + scale b a).T`` for x [.., in]."""
+        low = jnp.einsum("...d,rd->...r", x, self.a)
+        plain = jnp.einsum("...d,od->...o", x, restore(self.base).astype(x.dtype))
+        return plain + jnp.einsum("...r,or->...o", low, self.b) * self.scale
 
     def merged(self) -> jax.Array:
         """float32 [L, out, in] of a stack."""

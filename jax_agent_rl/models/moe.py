@@ -1,6 +1,13 @@
 """Mixture of experts without dropped tokens: tokens sorted by expert, one grouped product per matrix.
 
-Shapes: N tokens, D hidden, E experts, F an expert's hidden size, k experts per token.
+On a mesh each shard of the axis ``expert`` holds its own experts::
+
+    own tokens ─► all-gather over expert ─► own experts only (others sorted to the end) ─► sum-scatter back
+
+No token is dropped and no capacity is guessed, whatever the router does; a shard holds the tokens of its ``expert``
+neighbours for one layer, [N k X, D] for X shards, of which the product computes those that are its own.
+
+Shapes: N tokens, D hidden, E experts, F an expert's hidden size, k experts per token, X shards of the axis ``expert``.
 """
 
 from __future__ import annotations
@@ -9,8 +16,19 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
 
 from jax_agent_rl.models.config import Experts, Params
+from jax_agent_rl.models.mesh import ROWS
+
+Activation = Callable[[jax.Array], jax.Array]
+
+WEIGHTS = {  # as ``learner.sharding`` places them, without the axis of layers
+    "router": PartitionSpec(None, "fsdp"),
+    "expert_gate": PartitionSpec("expert", "tensor", "fsdp"),
+    "expert_up": PartitionSpec("expert", "tensor", "fsdp"),
+    "expert_down": PartitionSpec("expert", "fsdp", "tensor"),
+}
 
 
 def route(experts: Experts, router: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -22,23 +40,84 @@ def route(experts: Experts, router: jax.Array, x: jax.Array) -> tuple[jax.Array,
     return weights, chosen
 
 
-def mixture_of_experts(
-    experts: Experts, layer: Params, x: jax.Array, activation: Callable[[jax.Array], jax.Array]
-) -> jax.Array:
+def router_load(experts: Experts, router: jax.Array, x: jax.Array, copies: jax.Array) -> jax.Array:
+    """How much each expert is used: float32 [2, E], tokens that chose it and the sum of its probabilities.
+
+    Args:
+        x: what the router reads, [B, T, D].
+        copies: int32 [B, T], how often each token counts.
+
+    The counts have no gradient. :func:`load_balancing_loss` makes a loss of the loads of all layers.
+    """
+    scores = jnp.einsum("btd,ed->bte", x, router)
+    probabilities = jax.nn.softmax(scores.astype(jnp.float32), axis=-1)
+    _, chosen = jax.lax.top_k(probabilities, experts.per_token)
+    picked = jnp.sum(jax.nn.one_hot(chosen, experts.count), axis=2)
+    weights = copies.astype(jnp.float32)
+    return jnp.einsum("bt,sbte->se", weights, jnp.stack([jax.lax.stop_gradient(picked), probabilities]))
+
+
+def load_balancing_loss(probabilities: jax.Array, share: jax.Array, tokens: jax.Array) -> jax.Array:
+    """``E sum_e f_e P_e`` (Fedus et al. 2021, Switch Transformers, arXiv 2101.03961, eq. 4), as transformers has it.
+
+    Args:
+        probabilities: float32 [E], each expert's probability summed over some of the tokens and all layers.
+        share: float32 [E], f: the part of *all* tokens (of all layers) that chose an expert.
+        tokens: float32 [], all tokens times layers.
+
+    Returns:
+        these tokens' part of the loss, float32 []: the parts of a batch cut in any way add up to that of the batch.
+    """
+    return len(share) * jnp.sum(share * probabilities) / tokens
+
+
+def mixture_of_experts(experts: Experts, layer: Params, x: jax.Array, activation: Activation) -> jax.Array:
     """Each token through its experts, weighted, [N, D] -> [N, D].
 
     Args:
         layer: ``router`` [E, D], ``expert_gate`` and ``expert_up`` [E, F, D], ``expert_down`` [E, D, F].
     """
-    weights, chosen = route(experts, layer["router"], x)
+    return _weighted(layer, x, *route(experts, layer["router"], x), activation)
+
+
+def sharded_mixture_of_experts(
+    experts: Experts, layer: Params, x: jax.Array, activation: Activation, mesh: Mesh
+) -> jax.Array:
+    """:func:`mixture_of_experts` of [B, T, D], rows and tokens split over the mesh and experts over ``expert``."""
+    here = experts.count // mesh.shape["expert"]
+
+    def shard(layer: Params, x: jax.Array) -> jax.Array:
+        layer = {
+            name: jax.lax.all_gather(weight, "fsdp", axis=WEIGHTS[name].index("fsdp"), tiled=True)
+            for name, weight in layer.items()
+        }
+        flat = x.reshape(-1, x.shape[-1])
+        own = (flat, *route(experts, layer["router"], flat))
+        tokens, weights, chosen = (jax.lax.all_gather(part, "expert", tiled=True) for part in own)
+        chosen = chosen - jax.lax.axis_index("expert") * here
+        chosen = jnp.where((chosen >= 0) & (chosen < here), chosen, here)
+        mixed = _weighted(layer, tokens, weights, chosen, activation)
+        mixed = jax.lax.psum_scatter(mixed, "expert", tiled=True)
+        return jax.lax.psum(mixed, "tensor").reshape(x.shape)
+
+    tokens = PartitionSpec(ROWS, "context", None)
+    run = jax.shard_map(shard, mesh=mesh, in_specs=(WEIGHTS, tokens), out_specs=tokens, check_vma=False)
+    return run({name: layer[name] for name in WEIGHTS}, x)
+
+
+def _weighted(layer: Params, x: jax.Array, weights: jax.Array, chosen: jax.Array, activation: Activation) -> jax.Array:
+    """The weighted outputs [N, D] of the chosen experts [N, k]; an index past the last one adds nothing."""
     order = jnp.argsort(chosen.reshape(-1), stable=True)  # [N k] places, by expert
-    token = order // experts.per_token
-    sizes = jnp.bincount(chosen.reshape(-1), length=experts.count)
-    grouped = x[token]
+    token = order // chosen.shape[1]
+    count = len(layer["expert_gate"])
+    sizes = jnp.bincount(chosen.reshape(-1), length=count)
+    # What a grouped product gives for rows past its last group is undefined, forwards and backwards: masked twice.
+    present = (chosen.reshape(-1)[order] < count)[:, None]
+    grouped = jnp.where(present, x[token], 0)
 
     def product(values: jax.Array, weight: jax.Array) -> jax.Array:
         return jax.lax.ragged_dot(values, weight.swapaxes(1, 2), sizes)
 
     hidden = activation(product(grouped, layer["expert_gate"])) * product(grouped, layer["expert_up"])
     outputs = product(hidden, layer["expert_down"]) * weights.reshape(-1)[order, None].astype(x.dtype)
-    return jnp.zeros_like(x).at[token].add(outputs)
+    return jnp.zeros_like(x).at[token].add(jnp.where(present, outputs, 0))

@@ -9,19 +9,14 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import jax
-
 from jax_agent_rl.agents import EnvironmentAgent, agent_names, load_agents
 from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.config import Config
 from jax_agent_rl.data.cursor import DataCursor
 from jax_agent_rl.data.rows import load_rows
 from jax_agent_rl.environments import load_environments, require_environments
-from jax_agent_rl.errors import ConfigError
-from jax_agent_rl.learner.critic import critic_shapes
+from jax_agent_rl.learner.sharding import make_mesh
 from jax_agent_rl.learner.step import Learner
-from jax_agent_rl.models.config import DecoderConfig, Params
-from jax_agent_rl.models.hf import load_hf
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.collect import RolloutCollector
 from jax_agent_rl.rollout.protocol import BackendMetrics, RolloutBackend
@@ -29,6 +24,8 @@ from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.runtime.agents import make_agents
 from jax_agent_rl.runtime.engines import check_engine, load_model, make_backends, one_program
 from jax_agent_rl.runtime.fleet import FleetMetrics, check_versions
+from jax_agent_rl.runtime.learners import make_learner
+from jax_agent_rl.runtime.multihost import LeadingLearner, Line
 from jax_agent_rl.runtime.publishers import Publisher, make_publisher
 from jax_agent_rl.runtime.scoring import needed_services, open_scorer, reward_server
 from jax_agent_rl.tools.loading import open_tools
@@ -58,17 +55,21 @@ class Runtime:
     client: LLMServerClient
     collector: RolloutCollector
     evaluator: RolloutCollector
-    learner: Learner
+    learner: Learner | LeadingLearner
     publisher: Publisher
     cursor: DataCursor
     heldout: list[dict[str, Any]]
 
 
 @asynccontextmanager
-async def build(config: Config, *, say: Callable[[str], None]) -> AsyncIterator[Runtime]:
+async def build(config: Config, *, say: Callable[[str], None], line: Line | None = None) -> AsyncIterator[Runtime]:
     """Loads, compiles and starts everything; closes it in the end.
 
     Cheap checks come first, so that a wrong path is reported before minutes of loading.
+
+    Args:
+        say: takes a line of progress.
+        line: to the other processes of the learner, if there are any (``runtime.multihost``).
 
     Raises:
         ConfigError, DataError, ModelError, ToolDefinitionError: what a user has to fix.
@@ -86,7 +87,7 @@ async def build(config: Config, *, say: Callable[[str], None]) -> AsyncIterator[
             tool_prompt=config.agent.tool_prompt,
             pixels=config.model.pixels,
         )
-        _check_devices(config)
+        make_mesh(config.learner.mesh)  # or a ConfigError, before anything is loaded
         check_engine(config)
         client = LLMServerClient(decode_text=functools.partial(codec.decode, skip_special_tokens=False))
         score = await stack.enter_async_context(open_scorer(config, services, client=client, codec=codec))
@@ -97,16 +98,7 @@ async def build(config: Config, *, say: Callable[[str], None]) -> AsyncIterator[
         say(f"loading {config.model.path}")
         model, params = load_model(config, codec)
         shared = one_program(config, model)
-        learner = Learner(
-            model,
-            params,
-            algorithm=config.algorithm,
-            config=config.learner,
-            temperature=config.rollout.temperature,
-            critic=config.critic,
-            critic_init=_critic_init(config, model),
-            score_by=shared and shared.score,
-        )
+        learner = make_learner(config, model, params, score_by=shared and shared.score, line=line)
         publisher = make_publisher(config, model, probe_ids=codec.encode_prompt(train[0]["prompt"]))
         stack.callback(publisher.close)
         if config.learner.lora is not None:
@@ -151,25 +143,3 @@ async def _start(
     check_versions(config, backends)
     for number, backend in enumerate(backends):
         client.add_server(AsyncServer(backend, name=f"engine-{number}"))
-
-
-def _critic_init(config: Config, policy: DecoderConfig) -> Params | None:
-    """Weights of ``critic.path``; None where the critic starts from the policy's."""
-    if config.critic.path is None:
-        return None
-    model, params = load_hf(config.critic.path)
-    if critic_shapes(model) != critic_shapes(policy):
-        raise ConfigError(
-            f"critic.path={config.critic.path!r} holds a model of other shapes than {config.model.path!r}; give one of "
-            "the same architecture, or leave it out"
-        )
-    return params
-
-
-def _check_devices(config: Config) -> None:
-    mesh = config.learner.mesh
-    need, have = mesh.data * mesh.fsdp * mesh.tensor, jax.device_count()
-    if need > have:
-        raise ConfigError(
-            f"learner.mesh data*fsdp*tensor = {need}, but this machine has {have} device(s); lower learner.mesh"
-        )

@@ -25,6 +25,7 @@ from jax_agent_rl.rollout.filters import Selection, select
 from jax_agent_rl.rollout.futility import FutilityGuard
 from jax_agent_rl.rollout.protocol import BackendMetrics
 from jax_agent_rl.runtime.in_process import Runtime
+from jax_agent_rl.runtime.multihost import LeadingCheckpointer
 from jax_agent_rl.trainer.groups import all_trajectories
 from jax_agent_rl.trainer.record import RunRecord, evaluation_record, step_record
 from jax_agent_rl.types import DropReason, Group, PauseMode, SamplingParams
@@ -63,7 +64,7 @@ class Trainer:
 
     runtime: Runtime
     folder: RunFolder
-    checkpointer: Checkpointer
+    checkpointer: Checkpointer | LeadingCheckpointer
     record: RunRecord
     progress: Progress
     clock: Callable[[], float] = time.monotonic

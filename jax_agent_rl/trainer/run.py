@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from jax_agent_rl.observe.plots import reward_plot
 from jax_agent_rl.observe.progress import Progress, duration
 from jax_agent_rl.observe.trajectories import LEGEND, best_and_worst, render
 from jax_agent_rl.runtime.in_process import Runtime, build
+from jax_agent_rl.runtime.learners import open_checkpointer
+from jax_agent_rl.runtime.multihost import LeadingCheckpointer, Line, leading
 from jax_agent_rl.trainer.base import Trainer
 from jax_agent_rl.trainer.fully_async import FullyAsyncTrainer
 from jax_agent_rl.trainer.interrupt import Interruption
@@ -51,12 +54,17 @@ async def train(
     Raises:
         asyncio.CancelledError: interrupted; a checkpoint of the last finished step was left.
     """
-    with Interruption(console.print, leave) as interruption:
-        return await _train(config, resume, from_step, console, interruption)
+    with leading() as line, Interruption(console.print, leave) as interruption:
+        return await _train(config, resume, from_step, console, interruption, line)
 
 
 async def _train(
-    config: Config, resume: bool, from_step: int | None, console: Console, interruption: Interruption
+    config: Config,
+    resume: bool,
+    from_step: int | None,
+    console: Console,
+    interruption: Interruption,
+    line: Line | None,
 ) -> dict[str, Any]:
     path = newest_run(Path(config.run_dir)) if resume else free_folder(Path(config.run_dir))
     folder = RunFolder(path)
@@ -64,26 +72,30 @@ async def _train(
     console.print(f"run folder: {path}", highlight=False)
     with Progress(console, total_steps=config.trainer.steps) as progress:
         progress.phase("starting")
-        async with build(config, say=lambda text: progress.phase(text)) as runtime:
+        async with build(config, say=lambda text: progress.phase(text), line=line) as runtime:
             folder.write_json(folder.config, config.model_dump(mode="json"))
-            checkpointer = Checkpointer(folder.checkpoints, keep=config.trainer.keep_checkpoints)
+            checkpointer = open_checkpointer(folder.checkpoints, keep=config.trainer.keep_checkpoints, line=line)
             record = _restore(runtime, checkpointer, folder, from_step) if resume else RunRecord()
             record.cursor = record.cursor or runtime.cursor.state()
             trainer = TRAINERS[config.trainer.mode](
                 runtime=runtime, folder=folder, checkpointer=checkpointer, record=record, progress=progress
             )
-            try:
-                if record.step or config.rollout.backend == "remote":
-                    await _publish_first(trainer, record.step)
-                if resume:
-                    progress.say(f"resumed after step {record.step}")
-                interruption.training_begins()
-                await trainer.run()
-            except asyncio.CancelledError:  # run() has saved
-                interruption.saved(record.step)
-                raise
-            finally:
-                checkpointer.close()
+            with contextlib.ExitStack() as last:
+                if line is not None:
+                    last.callback(line.stop)
+                last.callback(checkpointer.close)
+                try:
+                    if record.step or config.rollout.backend == "remote":
+                        await _publish_first(trainer, record.step)
+                    if resume:
+                        progress.say(f"resumed after step {record.step}")
+                    interruption.training_begins()
+                    await trainer.run()
+                except asyncio.CancelledError:  # run() has saved
+                    if line is not None:
+                        last.close()  # or the others would lose this process, which leaves in haste
+                    interruption.saved(record.step)
+                    raise
             summary = _conclude(runtime, folder, record, console)
     return summary
 
@@ -110,7 +122,9 @@ def newest_run(wanted: Path) -> Path:
     return max(runs, key=lambda p: (p / "checkpoints").stat().st_mtime)
 
 
-def _restore(runtime: Runtime, checkpointer: Checkpointer, folder: RunFolder, from_step: int | None) -> RunRecord:
+def _restore(
+    runtime: Runtime, checkpointer: Checkpointer | LeadingCheckpointer, folder: RunFolder, from_step: int | None
+) -> RunRecord:
     """Puts learner, data order and books back to a checkpoint."""
     step, runtime.learner.state, saved = checkpointer.restore(runtime.learner.state, step=from_step)
     record = RunRecord.from_json(saved)

@@ -45,7 +45,7 @@ def test_an_example_trains_with_every_trajectory_accounted_for(name: str, small_
     train, heldout = prepare_calculator(tmp_path / "data", train=24, heldout=4, agent_name=agent)
     places = [f"run_dir={tmp_path / 'run'}", f"model.path={small_model}", f"data.train={train}"]
     command = [*COMMAND, "train", str(config), *places, f"data.heldout={heldout}", *SMALL]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=ROOT, env=ENVIRONMENT)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=500, cwd=ROOT, env=ENVIRONMENT)
     assert result.returncode == 0, result.stderr
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["started"] == summary["trained"] == 8 and summary["dropped"] == {}
@@ -95,5 +95,5 @@ def test_serve_answers_an_openai_client_until_it_is_told_to_stop(small_model: Pa
 def test_serve_says_what_to_do_about_an_open_address(small_model: Path):
     config = ROOT / "examples" / "openai_agent" / "config.yaml"
     command = [*COMMAND, "serve", str(config), f"model.path={small_model}", "--host", "0.0.0.0"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=ROOT, env=ENVIRONMENT)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=500, cwd=ROOT, env=ENVIRONMENT)
     assert result.returncode == 2 and "--token-env" in result.stderr and "Traceback" not in result.stderr

@@ -1,5 +1,6 @@
 """The asynchronous trainers on a real engine and a real learner: whole runs, and a run that was killed."""
 
+import re
 import signal
 import subprocess
 import sys
@@ -70,5 +71,7 @@ def test_a_run_that_was_ended_goes_on_and_loses_and_doubles_nothing(tmp_path: Pa
     assert process.wait(timeout=60) == (-signal.SIGKILL if number == signal.SIGKILL else 130)
     process.stdout.close()
     assert not (tmp_path / "run" / "summary.json").exists()
-    assert "resumed after step 1" in train(recipe, "--resume")
+    resumed = re.search(r"resumed after step (\d+)", train(recipe, "--resume"))
+    # A kill may hit step 10's checkpoint while it is being written; that of step 5 was complete before it began.
+    assert resumed and int(resumed[1]) >= (5 if number == signal.SIGKILL else 12)
     check_run(tmp_path / "run", steps=20, bound=MODES[name].get("staleness", 1))

@@ -16,7 +16,7 @@ from tests.tiny_run import tiny_recipe
 
 def cli(*arguments: object) -> str:
     command = [sys.executable, "-m", "jax_agent_rl.cli", *map(str, arguments)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=500)
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-2000:]
     return result.stdout
 

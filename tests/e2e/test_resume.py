@@ -28,7 +28,7 @@ ALGORITHMS = {"grpo": {}, "ppo with a critic and adaptive KL": PPO}
 
 
 def train(recipe: Path, *arguments: str) -> None:
-    result = subprocess.run([*COMMAND, str(recipe), *arguments], capture_output=True, text=True, timeout=200)
+    result = subprocess.run([*COMMAND, str(recipe), *arguments], capture_output=True, text=True, timeout=500)
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-2000:]
 
 

@@ -67,7 +67,7 @@ def test_sigterm_saves_within_ten_seconds_in_every_phase(phase: str, tmp_path: P
         [sys.executable, "-m", "jax_agent_rl.cli", "train", str(recipe), "--resume"],
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=500,
     )
     assert resumed.returncode == 0 and f"resumed after step {saved}" in resumed.stdout, resumed.stderr[-2000:]
     records = read_records(tmp_path / "run" / "metrics.jsonl")

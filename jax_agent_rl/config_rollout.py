@@ -1,0 +1,98 @@
+"""How trajectories are sampled: the engines and what they share."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, field_validator
+
+from jax_agent_rl.config_base import NonNegative, Positive, Section
+from jax_agent_rl.config_strategy import StrategyConfig
+
+
+class JetStreamConfig(Section):
+    """The embedded JAX engine (rollout.backend: jetstream)."""
+
+    dtype: Literal["float32", "bfloat16"] = Field(
+        "float32", description="Of the engine's weights, activations and KV cache; the learner has its own."
+    )
+    max_concurrent_decodes: Positive = Field(32, description="Decode slots; each holds one context's KV.")
+    decode_steps: Positive = Field(16, description="Most decode steps per device dispatch.")
+    prefill_buckets: tuple[Positive, ...] = Field(
+        (32, 128, 512), description="Padded prompt-chunk lengths, in tokens; longer prompts go in several chunks."
+    )
+
+    @field_validator("prefill_buckets")
+    @classmethod
+    def _ascending(cls, value: tuple[int, ...]) -> tuple[int, ...]:
+        if not value or list(value) != sorted(set(value)):
+            raise ValueError(f"must be ascending and not empty, got {list(value)}")
+        return value
+
+
+class VllmConfig(Section):
+    """The vLLM engine (rollout.backend: vllm), on CUDA, CPU or TPU."""
+
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="Of weights and activations; auto: float32 on CPUs, else the checkpoint's."
+    )
+    max_num_seqs: Positive = Field(64, description="Requests decoded at the same time.")
+    tensor_parallel_size: Positive = Field(1, description="Devices one copy of the model is cut over.")
+    gpu_memory_utilization: float = Field(
+        0.5,
+        gt=0,
+        le=1,
+        description="Share of the device's memory for weights and KV cache; the learner needs the rest.",
+    )
+    kv_cache_gib: float | None = Field(
+        None, gt=0, description="Size of the KV cache; null: what gpu_memory_utilization leaves (on CPUs 1)."
+    )
+    enforce_eager: bool | None = Field(None, description="No compiled graphs; null: on CPUs only.")
+    loras: dict[str, str] = Field(
+        default_factory=dict, description="LoRA adapters requests may name: name to PEFT folder; {} serves none."
+    )
+    max_loras: Positive | None = Field(None, description="Different adapters in one batch; null, and on CPUs: all.")
+    max_lora_rank: Literal[8, 16, 32, 64, 128, 256, 320, 512] = Field(
+        16, description="Largest rank among the adapters; memory is reserved for it."
+    )
+    multi_modal: dict[Literal["image", "video"], Positive] = Field(
+        default_factory=dict, description="Most images and videos in one context, by kind; {} takes none."
+    )
+    require_probe: bool = Field(True, description="Refuse weights that do not bring log-probs to check them by.")
+    max_logprob_difference: float | None = Field(
+        None, gt=0, description="Largest log-prob difference the check allows; null: 1e-3 in float32, else 0.5."
+    )
+    mean_logprob_difference: float | None = Field(
+        None, gt=0, description="Largest mean of it; null: 1e-4 in float32, else 0.05."
+    )
+
+
+class RolloutConfig(Section):
+    """How trajectories are collected."""
+
+    backend: Literal["jetstream", "vllm", "remote"] = Field("jetstream", description="The engine that samples.")
+    urls: tuple[str, ...] = Field((), description="Rollout servers, for backend: remote; e.g. http://10.0.0.5:8100.")
+    token_env: str | None = Field(
+        None, description="Environment variable with the secret that rollout servers ask for (and demand of clients)."
+    )
+    weight_folder: str | None = Field(
+        None,
+        description="Folder through which weights pass to vllm and remote engines; they must see it, too. null: memory "
+        "of this machine, uploaded to rollout servers that do not see it.",
+    )
+    prompts_per_step: Positive = Field(8, description="Dataset rows per training step.")
+    group_size: Positive = Field(8, description="Trajectories per row (a GRPO group).")
+    strategy: StrategyConfig = Field(default_factory=StrategyConfig)
+    max_in_flight: Positive = Field(64, description="Trajectories that run at the same time.")
+    max_model_len: Positive = Field(1024, description="Most ids of prompt + response in one context.")
+    temperature: float = Field(1.0, gt=0, description="Sampling temperature in training; log-probs are of it.")
+    top_p: float = Field(1.0, gt=0, le=1, description="Nucleus mass in training.")
+    top_k: NonNegative = Field(0, description="Most likely ids kept in training; 0 is off.")
+    eval_temperature: float = Field(0.0, ge=0, description="Temperature for held-out evaluation; 0 is greedy.")
+    deterministic: bool = Field(
+        False,
+        description="Prompts, decoding and the learner's old log-probs by one program (jetstream): the same to the bit "
+        "in any batch, and several times slower.",
+    )
+    jetstream: JetStreamConfig = Field(default_factory=JetStreamConfig)
+    vllm: VllmConfig = Field(default_factory=VllmConfig)

@@ -1,0 +1,22 @@
+"""The device mesh as the models see it: which axes split rows, tokens, heads and experts.
+
+Most of a model needs no word about it: parameters and batch arrays lie on the mesh (``learner.sharding``), and XLA
+splits the rest. Only where tokens meet, attention over a row and the experts' exchange, is it said shard by shard.
+"""
+
+from __future__ import annotations
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+# From the slowest to the fastest link: neighbouring devices, which exchange most, differ in the last axis.
+MESH_AXES = ("data", "fsdp", "expert", "context", "tensor")
+ROWS = ("data", "fsdp", "expert")
+"""Axes that split the rows of a batch."""
+
+
+def constrain(x: jax.Array, mesh: Mesh | None, *axes: str | tuple[str, ...] | None) -> jax.Array:
+    """``x`` with its dimensions split over mesh axes; as it is without a mesh."""
+    if mesh is None:
+        return x
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*axes)))

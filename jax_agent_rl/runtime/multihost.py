@@ -1,0 +1,332 @@
+"""One learner over several processes (hosts): process 0 leads, the others do the same learner work beside it.
+
+::
+
+    process 0   rollouts, rewards, filters ─► groups ─┬─► Learner.update ─► metrics, weights to the engines
+    process 1…                                        └─► Learner.update          (follow)
+
+Data still flow one way. Agents, tools and engines exist on process 0 alone. What it tells the others is a command and
+JSON, sent as an array of bytes: what the learner reads of the groups (ids, log-probs, rewards; no text, no pickle), so
+every process packs the same rows and puts those of its own devices on them. Metrics are computed on all devices and
+come out the same everywhere. Checkpoints are written by all, each its own shards, into a folder all of them see.
+
+While process 0 samples, the others wait at a barrier of jax's coordination service, which unlike a collective on
+devices has no short timeout and notices when a process dies: then all others end, too.
+
+One command is carried out at a time, by all. What interrupts a run on process 0 (a signal) therefore waits for the
+learner's thread, and whether a step's updates begin is decided by process 0 alone, see :meth:`Line.gate`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
+from pydantic import TypeAdapter
+
+from jax_agent_rl.config import MultihostConfig
+from jax_agent_rl.errors import ConfigError, JaxAgentRLError
+from jax_agent_rl.learner.checkpoint import Checkpointer
+from jax_agent_rl.learner.gate import UpdateAbandoned, UpdateGate
+from jax_agent_rl.learner.sharding import gathered
+from jax_agent_rl.learner.step import Learner, LearnerState, UpdateResult
+from jax_agent_rl.models.config import Params
+from jax_agent_rl.types import Group, Trajectory, Turn
+
+logger = logging.getLogger(__name__)
+
+ADDRESS = "JAX_COORDINATOR_ADDRESS"
+PATIENCE = 7 * 86400  # seconds a follower waits for the next command: longer than any rollout
+STOP_PATIENCE = 120  # seconds the leader waits for followers that may be gone
+COMMANDS = ("update", "params", "open", "save", "wait", "restore", "close", "stop")
+
+_GROUPS = TypeAdapter(list[Group])
+
+
+def initialize(config: MultihostConfig) -> int:
+    """Joins the other processes, if there are any; call it before anything else uses jax.
+
+    Returns:
+        this process's number; 0 leads.
+
+    Raises:
+        ConfigError: the numbers do not fit, or the coordinator cannot be reached.
+    """
+    address = config.coordinator or os.environ.get(ADDRESS)
+    if address is None:
+        return 0
+    automatic = address == "auto"
+    try:
+        jax.distributed.initialize(
+            coordinator_address=None if automatic else address,
+            num_processes=config.num_processes,
+            process_id=config.process_id,
+            initialization_timeout=config.timeout,
+        )
+    except (ValueError, RuntimeError) as error:
+        raise ConfigError(
+            f"learner.multihost: process {config.process_id} of {config.num_processes} could not join {address!r} "
+            f"({error}); start every process with the same coordinator and num_processes, and its own process_id"
+        ) from error
+    return jax.process_index()
+
+
+# --- what travels -------------------------------------------------------------------------------------------------
+
+
+def encode_groups(groups: Sequence[Group]) -> list[dict[str, Any]]:
+    """What the learner reads of groups, for JSON; floats keep every bit."""
+    return [asdict(replace(group, trajectories=tuple(map(_lean, group.trajectories)))) for group in groups]
+
+
+def decode_groups(encoded: list[dict[str, Any]]) -> list[Group]:
+    """The inverse of :func:`encode_groups`."""
+    return _GROUPS.validate_python(encoded)
+
+
+def _lean(trajectory: Trajectory) -> Trajectory:
+    """Without the texts and records that only people and rewards read."""
+
+    def lean(turn: Turn) -> Turn:
+        calls = tuple(replace(c, arguments=None, observation="", media={}) for c in turn.tool_calls)
+        return replace(turn, tool_calls=calls, appended_media={})
+
+    turns = tuple(map(lean, trajectory.turns))
+    segments = tuple(map(_lean, trajectory.segments))
+    return replace(trajectory, turns=turns, segments=segments, row={}, messages=(), metrics={})
+
+
+class Line:
+    """Commands from process 0 to all, in order."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._lock = threading.Lock()
+        self._stopped = False
+
+    @contextlib.contextmanager
+    def command(self, command: str, payload: Any = None) -> Iterator[None]:
+        """Process 0: tells the others what comes next, and does it itself inside, while no other thread commands."""
+        with self._lock:
+            self._exchange(COMMANDS.index(command), json.dumps(payload).encode(), PATIENCE)
+            yield
+
+    def stop(self) -> None:
+        """Process 0: tells the others to end; once."""
+        with self._lock:
+            if self._stopped:
+                return
+            self._stopped = True
+            try:
+                self._exchange(COMMANDS.index("stop"), b"null", STOP_PATIENCE)
+                jax.distributed.shutdown()  # waits for all: from here on each may end in its own way
+            except jax.errors.JaxRuntimeError as error:
+                logger.warning("the other processes could not be told to stop, and end by themselves: %s", error)
+
+    def gate(self, own: UpdateGate | None = None) -> UpdateGate:
+        """One step's updates on all processes: they begin, or are abandoned, as process 0's ``own`` gate says."""
+        return _SharedGate(self, own or UpdateGate())
+
+    def receive(self) -> tuple[str, Any]:
+        """The others: waits for the next command."""
+        command, payload = self._exchange(-1, b"", PATIENCE)
+        return COMMANDS[command], json.loads(payload)
+
+    def meet(self, what: str, patience: int = PATIENCE) -> None:
+        """Returns when all processes are here."""
+        self._count += 1
+        wait = ocp.multihost.get_barrier_sync_fn(processes=set(range(jax.process_count())))
+        wait(key=f"jax_agent_rl-{what}-{self._count}", timeout_ms=patience * 1000)
+
+    def _exchange(self, command: int, payload: bytes, patience: int) -> tuple[int, bytes]:
+        self.meet("command", patience)
+        command, length = map(int, _from_process_0([command, len(payload)]))
+        # A power of two: few shapes, so few programs.
+        block = np.zeros(1 << max(length - 1, 1).bit_length(), np.uint8)
+        block[: len(payload)] = np.frombuffer(payload, np.uint8)
+        return command, np.asarray(multihost_utils.broadcast_one_to_all(block))[:length].tobytes()
+
+
+class _SharedGate(UpdateGate):
+    def __init__(self, line: Line, own: UpdateGate) -> None:
+        super().__init__()
+        self._line, self._own = line, own
+
+    @contextlib.contextmanager
+    def update(self) -> Iterator[None]:
+        with contextlib.ExitStack() as held:
+            if not self.passed:  # once passed, it stays open
+                self._line.meet("update")  # not while the gate is held: the others may still compile
+                self._decide(held)
+            held.enter_context(super().update())
+            yield
+
+    def _decide(self, held: contextlib.ExitStack) -> None:
+        try:
+            held.enter_context(self._own.update())
+            closed = False
+        except UpdateAbandoned:
+            closed = True
+        if _from_process_0([closed, 0])[0]:
+            raise UpdateAbandoned
+
+
+def _from_process_0(numbers: Sequence[int]) -> np.ndarray:
+    return np.asarray(multihost_utils.broadcast_one_to_all(np.asarray(numbers, np.int32)))
+
+
+# --- process 0 ----------------------------------------------------------------------------------------------------
+
+
+class LeadingLearner:
+    """A :class:`~jax_agent_rl.learner.step.Learner` whose every call happens on all processes."""
+
+    def __init__(self, learner: Learner, line: Line) -> None:
+        self._learner, self._line = learner, line
+
+    @property
+    def state(self) -> LearnerState:
+        """This process's part; see :attr:`Learner.state`."""
+        return self._learner.state
+
+    @state.setter
+    def state(self, state: LearnerState) -> None:
+        self._learner.state = state
+
+    @property
+    def params(self) -> Params:
+        """The whole parameters, on this process's first device: what an engine of this process takes."""
+        with self._line.command("params"):
+            return jax.tree.map(lambda x: x.addressable_data(0), gathered(self._learner.params))
+
+    @property
+    def programs_compiled(self) -> int:
+        """Distinct programs compiled so far."""
+        return self._learner.programs_compiled
+
+    def update(
+        self,
+        groups: Sequence[Group],
+        *,
+        masked: Collection[str] = (),
+        tick: Callable[[int, int], None] = lambda done, total: None,
+        gate: UpdateGate | None = None,
+    ) -> UpdateResult:
+        """See :meth:`Learner.update`."""
+        with self._line.command("update", {"groups": encode_groups(groups), "masked": sorted(masked)}):
+            return self._learner.update(groups, masked=masked, tick=tick, gate=self._line.gate(gate))
+
+
+class LeadingCheckpointer:
+    """A :class:`~jax_agent_rl.learner.checkpoint.Checkpointer` whose every call happens on all processes."""
+
+    def __init__(self, folder: Path, *, keep: int, line: Line) -> None:
+        self._line = line
+        with line.command("open", {"folder": str(folder.resolve()), "keep": keep}):
+            self._own = Checkpointer(folder, keep=keep)
+
+    @property
+    def steps(self) -> list[int]:
+        """See :attr:`Checkpointer.steps`."""
+        return self._own.steps
+
+    @property
+    def latest_step(self) -> int | None:
+        """See :attr:`Checkpointer.latest_step`."""
+        return self._own.latest_step
+
+    def save(self, step: int, state: Any, progress: dict[str, Any]) -> None:
+        """See :meth:`Checkpointer.save`."""
+        with self._line.command("save", {"step": step, "progress": progress}):
+            self._own.save(step, state, progress)
+
+    def check(self) -> None:
+        """See :meth:`Checkpointer.check`; of this process's part, and without the others."""
+        self._own.check()
+
+    def wait(self) -> None:
+        """See :meth:`Checkpointer.wait`."""
+        with self._line.command("wait"):
+            self._own.wait()
+
+    def restore(self, like: Any, *, step: int | None = None) -> tuple[int, Any, dict[str, Any]]:
+        """See :meth:`Checkpointer.restore`; the others take the state they restored."""
+        with self._line.command("restore", {"step": step}):
+            return self._own.restore(like, step=step)
+
+    def close(self) -> None:
+        """See :meth:`Checkpointer.close`."""
+        with self._line.command("close"):
+            self._own.close()
+
+
+@contextlib.contextmanager
+def leading() -> Iterator[Line | None]:
+    """For process 0: the line to the others, who are told to stop in the end. None if there are no others."""
+    if jax.process_count() == 1:
+        yield None
+        return
+    line = Line()
+    try:
+        yield line
+    finally:
+        line.stop()
+
+
+# --- the others ---------------------------------------------------------------------------------------------------
+
+
+def follow(learner: Learner) -> None:
+    """Does what process 0 says until it says stop.
+
+    Ctrl-C and SIGTERM are left to process 0: it saves with everybody's help, then stops everybody.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    line = Line()
+    checkpointer: Checkpointer | None = None
+    while True:
+        command, payload = line.receive()
+        try:
+            match command:
+                case "stop":
+                    jax.distributed.shutdown()
+                    return
+                case "open":
+                    checkpointer = Checkpointer(Path(payload["folder"]), keep=payload["keep"])
+                case "update":
+                    learner.update(decode_groups(payload["groups"]), masked=payload["masked"], gate=line.gate())
+                case "params":
+                    gathered(learner.params)
+                case _:
+                    assert checkpointer is not None  # process 0 opens before it uses
+                    _follow_checkpoint(learner, checkpointer, command, payload)
+        except UpdateAbandoned:
+            logger.info("the step was abandoned before its first update")
+        except (JaxAgentRLError, ValueError) as error:
+            # Process 0 has met the same error: it decides whether the run goes on.
+            logger.warning("%s failed on process %d: %s", command, jax.process_index(), error)
+
+
+def _follow_checkpoint(learner: Learner, checkpointer: Checkpointer, command: str, payload: Any) -> None:
+    match command:
+        case "save":
+            checkpointer.save(payload["step"], learner.state, payload["progress"])
+        case "wait":
+            checkpointer.wait()
+        case "restore":
+            _, learner.state, _ = checkpointer.restore(learner.state, step=payload["step"])
+        case "close":
+            checkpointer.close()

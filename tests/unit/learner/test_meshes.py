@@ -1,0 +1,180 @@
+"""Every mesh of simulated devices gives the losses and gradients of one device."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from jax_agent_rl.config import LearnerConfig
+from jax_agent_rl.errors import ConfigError
+from jax_agent_rl.learner.sharding import make_mesh, parameter_shardings
+
+SCRIPT = """
+import sys, json, numpy as np, jax
+from dataclasses import replace
+from jax_agent_rl.config import AlgorithmConfig, LearnerConfig
+from jax_agent_rl.learner.sharding import place
+from jax_agent_rl.learner.step import Learner
+from jax_agent_rl.models.config import Experts, Rope
+from tests.tiny import TINY, tiny_params
+from tests.trajectories import random_groups
+
+base = replace(TINY, vocab_size=96, num_layers=2)
+MODELS = {
+    "dense": replace(base, qk_norm=True, sandwich_norms=True, sliding_window=4, windowed_layers=(True, False),
+                     local_rope=Rope(theta=100.0)),
+    "experts": replace(base, qk_norm=True,
+                       experts=Experts(count=8, per_token=2, intermediate_size=16, normalize=True)),
+}
+config, groups = MODELS[sys.argv[1]], random_groups(0, vocabulary=96)
+
+def results(mesh, **changes):
+    coef = 1.0 if config.experts else 0.0
+    settings = LearnerConfig(**{"row_length": 48, "mesh": mesh, "router_aux_loss_coef": coef} | changes)
+    made = Learner(config, tiny_params(config=config), algorithm=AlgorithmConfig(entropy_coeff=0.01), config=settings,
+                   temperature=0.8)
+    if settings.lora:  # at the start b is 0, and a has no gradient
+        drawn = np.random.default_rng(4)
+        moved = jax.tree.map(lambda x: place(0.1 * drawn.standard_normal(x.shape).astype(np.float32), x.sharding),
+                             made._policy.state.params)
+        made._policy.state = replace(made._policy.state, params=moved)
+    (mini,), experience = made._prepare(groups)
+    batch = made._with_terms(mini, experience).of_policy
+    balance = made._balance(batch)
+    gradients, statistics = made._policy.gradients(arrays | balance for arrays in made._place(batch))
+    read = [gradients, made.params] if settings.lora else [gradients]
+    return mini.batch.num_rows, float(statistics["sum"]["loss"]), [np.asarray(x) for x in jax.tree.leaves(read)]
+
+always = json.loads(sys.argv[3])
+rows, loss, expected = results({}, **always)
+for case in json.loads(sys.argv[2]):
+    _, own, got = results(case["mesh"], **always, **case.get("changes", {}))
+    assert abs(own - loss) < 1e-5 * max(1, abs(loss)), (case, own, loss)
+    for a, b in zip(got, expected, strict=True):
+        np.testing.assert_allclose(a, b, atol=3e-5 * np.abs(b).max(), err_msg=str(case))
+    print("equal", case, flush=True)
+print("rows", rows)
+"""
+
+WORK = """
+import sys, json, functools, numpy as np, jax
+from dataclasses import replace
+from jax_agent_rl.config import AlgorithmConfig, LearnerConfig
+from jax_agent_rl.learner.batch import pack
+from jax_agent_rl.learner.objective import objective_config, policy_loss
+from jax_agent_rl.learner.sharding import make_mesh, parameter_shardings, row_sharding
+from jax_agent_rl.models.config import Experts
+from tests.tiny import TINY
+from tests.trajectories import random_groups
+
+base = replace(TINY, vocab_size=2048, num_layers=2, hidden_size=128, intermediate_size=512)
+MODELS = {"dense": base, "experts": replace(base, experts=Experts(count=8, per_token=2, intermediate_size=128,
+                                                                  normalize=True))}
+
+def work(model, mesh):
+    settings = LearnerConfig(row_length=512, mesh=mesh, remat="full")
+    mesh = make_mesh(settings.mesh)
+    objective = objective_config(AlgorithmConfig(), settings, 1.0, mesh)
+    places = parameter_shardings(mesh, model.parameter_shapes())
+    params = jax.tree.map(lambda shape, place: jax.ShapeDtypeStruct(shape, np.float32, sharding=place),
+                          model.parameter_shapes(), places, is_leaf=lambda x: isinstance(x, tuple))
+    batch, _ = pack(random_groups(0)[0].trajectories, row_length=512)
+    nothing = [np.zeros(sum(t.loss_mask)) for t in random_groups(0)[0].trajectories]
+    batch = batch.with_terms(weight=nothing, advantage=nothing, rollout_logprob=nothing)
+    arrays = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=row_sharding(mesh))
+              for name, x in next(batch.micro_batches(8)).items()}
+    loss = functools.partial(policy_loss, model, objective)
+    step = jax.jit(lambda params, batch: jax.grad(loss, has_aux=True)(params, batch)[0], out_shardings=places)
+    compiled = step.lower(params, arrays).compile()
+    return compiled.cost_analysis()["flops"], compiled.memory_analysis().temp_size_in_bytes
+
+for name, meshes in json.loads(sys.argv[1]).items():
+    whole = work(MODELS[name], {})
+    for mesh in meshes:
+        print(json.dumps([name, mesh, *(own / all_ for own, all_ in zip(work(MODELS[name], mesh), whole))]), flush=True)
+"""
+
+ONE_AXIS = [{"data": 8}, {"fsdp": 8}, {"tensor": 2}, {"context": 8}]
+MIXED = [
+    {"mesh": {"data": 2, "context": 2, "tensor": 2}},
+    {"mesh": {"fsdp": 2, "context": 4}, "changes": {"remat": "full"}},
+    {"mesh": {"context": 3, "fsdp": 2}, "changes": {"rows_per_micro_batch": 2, "remat": "none"}},
+    {"mesh": {"context": 2, "tensor": 4}},  # two key/value heads on four shards
+]
+WITH_EXPERTS = [
+    {"mesh": {"expert": 8}},
+    {"mesh": {"expert": 2, "fsdp": 2, "tensor": 2}},
+    {"mesh": {"expert": 4, "context": 2}, "changes": {"remat": "full"}},
+    {"mesh": {"data": 2, "fsdp": 2}, "changes": {"rows_per_micro_batch": 2, "remat": "none"}},
+]
+WITH_ADAPTERS = [
+    {"mesh": {"fsdp": 4, "tensor": 2}},
+    {"mesh": {"context": 2, "fsdp": 2, "tensor": 2}, "changes": {"remat": "full"}},
+]
+
+
+@pytest.mark.parametrize(
+    ("model", "cases", "always"),
+    [
+        ("dense", [{"mesh": mesh} for mesh in ONE_AXIS], {}),
+        ("dense", MIXED, {}),
+        ("experts", WITH_EXPERTS, {}),
+        ("dense", WITH_ADAPTERS, {"lora": {"rank": 3, "alpha": 6.0}}),
+        ("dense", WITH_ADAPTERS, {"lora": {"rank": 3, "targets": ["q_proj", "up_proj"], "quantize": "int8"}}),
+        ("dense", WITH_ADAPTERS, {"lora": {"rank": 3, "targets": ["q_proj", "up_proj"], "quantize": "nf4"}}),
+    ],
+    ids=["one axis", "mixed", "experts", "adapters", "int8", "nf4"],
+)
+def test_a_mesh_gives_the_loss_and_gradient_of_one_device(model: str, cases: list[dict], always: dict):
+    if always.get("lora", {}).get("quantize"):
+        pytest.importorskip("qwix")
+    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "PYTHONPATH": os.getcwd()}
+    command = [sys.executable, "-c", SCRIPT, model, json.dumps(cases), json.dumps(always)]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
+    lines = result.stdout.splitlines()
+    assert [line for line in lines if line.startswith("equal")] == [f"equal {case}" for case in cases], result.stderr[
+        -3000:
+    ]
+    rows = int(lines[-1].split()[1])
+    assert rows % 8, "the test wants rows that do not divide"
+
+
+def test_a_mesh_splits_work_and_memory():
+    # Eight devices, so an eighth each, but for what no axis splits: attention sees no causal half where tokens are
+    # split, and a few arrays of a layer are gathered. What XLA cannot split it silently computes everywhere.
+    meshes = {"dense": [{"fsdp": 8}, {"context": 8}], "experts": [{"expert": 8}, {"expert": 4, "context": 2}]}
+    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "PYTHONPATH": os.getcwd()}
+    command = [sys.executable, "-c", WORK, json.dumps(meshes)]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
+    lines = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [line[:2] for line in lines] == [[k, mesh] for k, v in meshes.items() for mesh in v], result.stderr[-3000:]
+    for model, mesh, flops, memory in lines:
+        assert flops < 0.2 and memory < 0.25, (model, mesh, flops, memory)
+
+
+def test_more_devices_than_there_are_names_the_axes_asked_for():
+    with pytest.raises(ConfigError, match="context=16, tensor=4 = 64 devices, there are 1; lower learner.mesh"):
+        make_mesh(LearnerConfig(mesh={"context": 16, "tensor": 4}).mesh)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "message"),
+    [
+        ("expert_up", (2, 6, 16, 32), "experts dimension of 6 is not divisible by learner.mesh.expert=4"),
+        ("expert_up", (2, 8, 15, 32), "mlp dimension of 15 is not divisible by learner.mesh.tensor=2"),
+        ("q", (2, 32, 33), "embed dimension of 33 is not divisible by learner.mesh.fsdp=2"),
+    ],
+)
+def test_a_dimension_that_does_not_divide_names_parameter_and_key(name: str, shape: tuple[int, ...], message: str):
+    class Mesh:
+        shape = {"data": 1, "fsdp": 2, "expert": 4, "context": 1, "tensor": 2}
+
+    with pytest.raises(ConfigError, match=f"parameter '{name}'.*{message}"):
+        parameter_shardings(Mesh(), {"layers": {name: shape}})  # type: ignore[arg-type]
+
+
+def test_rows_that_do_not_divide_over_context_name_the_length_that_does():
+    with pytest.raises(ValueError, match="row_length=1000 is not divisible by learner.mesh.context=3; .*=1002"):
+        LearnerConfig(row_length=1000, mesh={"context": 3})

@@ -1,0 +1,82 @@
+"""One process of a multi-host learner, for ``test_multihost``: its job is a JSON object in ``argv[1]``."""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from jax_agent_rl.config import AlgorithmConfig, LearnerConfig
+from jax_agent_rl.learner.gate import UpdateAbandoned, UpdateGate
+from jax_agent_rl.learner.step import Learner
+from jax_agent_rl.models.config import Experts
+from jax_agent_rl.runtime.multihost import LeadingCheckpointer, LeadingLearner, follow, initialize, leading
+from jax_agent_rl.types import Group
+from tests.tiny import TINY, tiny_params
+from tests.trajectories import random_groups
+
+MODEL = replace(
+    TINY,
+    vocab_size=96,
+    num_layers=2,
+    experts=Experts(count=4, per_token=2, intermediate_size=16, normalize=True),
+)
+ALGORITHM = {"adv_estimator": "gae", "entropy_coeff": 0.01, "kl": {"where": "loss", "coef": 0.1}}
+
+
+def lead(made: Learner, job: dict) -> None:
+    """Restores, trains, saves, and writes down what came out."""
+    with leading() as line:
+        learner = made if line is None else LeadingLearner(made, line)
+        folder = Path(job["checkpoints"])
+        if line is None:
+            from jax_agent_rl.learner.checkpoint import Checkpointer
+
+            checkpointer = Checkpointer(folder, keep=5)
+        else:
+            checkpointer = LeadingCheckpointer(folder, keep=5, line=line)
+        begin = 0
+        if job["restore"]:
+            begin, learner.state, _ = checkpointer.restore(learner.state)
+        metrics = {}
+        for step in range(begin, job["steps"]):
+            if line is not None and step:
+                give_up(learner, random_groups(step, vocabulary=96))
+            result = learner.update(random_groups(step, vocabulary=96), masked={"g0-1"})
+            metrics = result.metrics
+            checkpointer.save(step + 1, learner.state, {"step": step + 1})
+        checkpointer.close()
+        params = [np.asarray(x) for x in jax.tree.leaves(learner.params)]
+    np.savez(job["out"], *params)
+    names = ("loss", "grad_norm", "entropy", "critic_loss", "trained_tokens")
+    print(json.dumps({"begin": begin, **{name: metrics[name] for name in names}}))
+
+
+def give_up(learner: LeadingLearner, groups: list[Group]) -> None:
+    """A step that process 0 abandons: unless all do, what follows comes out different or never ends."""
+    gate = UpdateGate()
+    gate.close()
+    try:
+        learner.update(groups, gate=gate)
+    except UpdateAbandoned:
+        return
+    raise SystemExit("a closed gate let an update pass")
+
+
+def main() -> None:
+    job = json.loads(sys.argv[1])
+    own = {name: job[name] for name in ("mesh", "multihost", "lora")}
+    config = LearnerConfig(learning_rate=1e-3, row_length=32, **own)
+    number = initialize(config.multihost)
+    params = tiny_params(config=MODEL)
+    made = Learner(MODEL, params, algorithm=AlgorithmConfig(**ALGORITHM), config=config, temperature=1.0)
+    if number:
+        follow(made)
+    else:
+        lead(made, job)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""Several processes over loopback train as one does, and restore each other's checkpoints."""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jax_agent_rl.config import MultihostConfig
+from jax_agent_rl.errors import ConfigError
+from jax_agent_rl.runtime.multihost import decode_groups, encode_groups, initialize
+from jax_agent_rl.types import DropReason
+from tests.trajectories import call, group_of, random_groups, trajectory
+
+
+def run(
+    folder: Path,
+    name: str,
+    *,
+    processes: int,
+    devices: int,
+    mesh: dict,
+    steps: int,
+    restore: bool = False,
+    lora: dict | None = None,
+):
+    """Runs the job on ``processes`` x ``devices`` and returns what process 0 printed, and the parameters."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    job = {"mesh": mesh, "steps": steps, "restore": restore, "out": str(folder / f"{name}.npz")}
+    job |= {"checkpoints": str(folder / "checkpoints"), "lora": lora}
+    started = []
+    environment = os.environ | {
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        "PYTHONPATH": os.getcwd(),
+        "JAX_PLATFORMS": "cpu",
+    }
+    for number in range(processes):
+        several = {"coordinator": f"127.0.0.1:{port}", "num_processes": processes, "process_id": number}
+        own = job | {"multihost": several if processes > 1 else {}}
+        command = [sys.executable, "-m", "tests.unit.runtime.multihost_worker", json.dumps(own)]
+        started.append(
+            subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        )
+    try:
+        outputs = [process.communicate(timeout=280) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert [p.returncode for p in started] == [0] * processes, "\n".join(err[-3000:] for _, err in outputs)
+    with np.load(folder / f"{name}.npz") as arrays:
+        return json.loads(outputs[0][0].splitlines()[-1]), [arrays[key] for key in arrays.files]
+
+
+@pytest.fixture(scope="module")
+def two_processes(tmp_path_factory):
+    """Two steps on two processes with two devices each, and the folder of their checkpoints."""
+    folder = tmp_path_factory.mktemp("two")
+    return folder, *run(folder, "two", processes=2, devices=2, mesh={"data": 2, "expert": 2}, steps=2)
+
+
+def test_two_processes_train_as_one_does(two_processes, tmp_path: Path):
+    _, metrics, params = two_processes
+    alone, expected = run(tmp_path, "one", processes=1, devices=1, mesh={}, steps=2)
+    assert metrics == pytest.approx(alone, rel=1e-4)
+    for a, b in zip(params, expected, strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5)
+
+
+def test_adapters_train_on_two_processes_as_on_one(tmp_path: Path):
+    lora = {"rank": 2, "targets": ["q_proj", "v_proj"]}
+    (tmp_path / "one").mkdir()
+    one, expected = run(tmp_path / "one", "one", processes=1, devices=1, mesh={}, steps=2, lora=lora)
+    two, params = run(tmp_path, "two", processes=2, devices=1, mesh={"fsdp": 2}, steps=2, lora=lora)
+    assert two == pytest.approx(one, rel=1e-4)
+    for a, b in zip(params, expected, strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5)
+
+
+def test_one_and_four_processes_go_on_from_what_two_saved(two_processes, tmp_path: Path):
+    results = []
+    for processes, mesh in ((1, {}), (4, {"fsdp": 2, "context": 2})):
+        folder = tmp_path / str(processes)
+        shutil.copytree(two_processes[0], folder)
+        results.append(run(folder, "more", processes=processes, devices=1, mesh=mesh, steps=3, restore=True))
+    (one, expected), (four, params) = results
+    assert one["begin"] == four["begin"] == 2 and four == pytest.approx(one, rel=1e-4)
+    for a, b, before in zip(params, expected, two_processes[2], strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5)
+        assert a.shape == before.shape
+    assert any(np.abs(a - before).max() > 1e-4 for a, before in zip(params, two_processes[2], strict=True))
+
+
+def test_what_the_learner_reads_of_groups_survives_the_way_to_the_last_bit():
+    made = call(error="timeout", reward=0.1)
+    segment = trajectory([5, 6], [7, 2], index=0)
+    whole = trajectory([3, 4], [8, 9, 2], mask=[1, 0, 1], logprobs=[-1 / 3, 0.0, float("nan")], reward=0.1 + 0.2)
+    first = replace(
+        whole,
+        segments=(segment,),
+        turns=(replace(whole.turns[0], tool_calls=(made,), learn_appended=True), *whole.turns[1:]),
+        reward_parts={"format": 1e-17},
+        no_loss=DropReason.OVERLONG,
+    )
+    group = group_of([first, trajectory([3], [2], index=1)], dropped={DropReason.REWARD_ERROR: 2}, greedy_reward=0.7)
+    (got,) = decode_groups(json.loads(json.dumps(encode_groups([group]))))
+    assert repr(got).replace("arguments=None", "arguments={}") == repr(group)  # repr: a NaN is not equal to itself
+    assert decode_groups(json.loads(json.dumps(encode_groups(random_groups(0))))) == random_groups(0)
+
+
+def test_texts_and_images_stay_where_they_are():
+    made = replace(call(), observation="long", media={"image": (object(),)}, arguments={"a": object()})
+    text = replace(trajectory([3], [4, 2], calls=[[made]]), row={"answer": object()}, messages=({"role": "user"},))
+    text = replace(text, turns=(replace(text.turns[0], appended_media={"image": (object(),)}), *text.turns[1:]))
+    ((got,),) = (
+        group.trajectories for group in decode_groups(json.loads(json.dumps(encode_groups([group_of([text])]))))
+    )
+    assert got.response_ids == (4, 2) and not got.messages and not got.row and not got.tool_calls[0].observation
+
+
+def test_numbers_that_do_not_fit_say_what_to_start():
+    with pytest.raises(ConfigError, match="process 2 of 2 could not join 'localhost:1'.*own process_id"):
+        initialize(MultihostConfig(coordinator="localhost:1", num_processes=2, process_id=2))
+
+
+def test_without_a_coordinator_a_process_is_alone(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("JAX_COORDINATOR_ADDRESS", raising=False)
+    assert initialize(MultihostConfig()) == 0
