@@ -216,9 +216,10 @@ class Trainer:
         Returns:
             seconds from the learner's parameters to engines that serve them: export, transfer, loading, proof.
         """
-        begin = self.clock()
-        update = await asyncio.to_thread(self.runtime.publisher.make, self.runtime.learner.params, version)
-        await self.runtime.client.update_weights(update, mode=mode)
+        begin, runtime = self.clock(), self.runtime
+        # In the thread, too: the parameters of a learner over several processes are gathered first.
+        update = await asyncio.to_thread(lambda: runtime.publisher.make(runtime.learner.params, version))
+        await runtime.client.update_weights(update, mode=mode)
         return self.clock() - begin
 
     async def evaluate(self) -> float | None:

@@ -50,7 +50,6 @@ class StreamTrainer(Trainer):
         self.buffer = buffer
         self.stream = GroupStream(buffer, draw=self.runtime.cursor.draw, grow=self._grow, drop=self._drop)
         self._reading: tuple[BackendMetrics, float] | None = None
-        self._shares = ""
 
     def wanted_after(self, step: int) -> int:
         """Groups the steps after this one will consume."""
@@ -62,7 +61,10 @@ class StreamTrainer(Trainer):
         After ``algorithm.max_refills`` rounds useless ones stay in the batch.
         """
         buffer, stream, began = self.buffer, self.stream, self.clock()
-        self.progress.phase(f"step {self.record.step + 1}: learner waits", lambda: f"{buffer.ready}/{buffer.batch}")
+        self.progress.phase(
+            f"step {self.record.step + 1}: rollout",
+            lambda: f"{buffer.ready}/{buffer.batch} groups ready, {buffer.running} running",
+        )
         self._reading = self._reading or (await self.runtime.metrics(), began)
         groups: dict[int, Group] = {}
         useless: Mapping[int, DropReason] = {}
@@ -85,11 +87,10 @@ class StreamTrainer(Trainer):
             "groups_ready": buffer.ready,
             "groups_stale": buffer.dropped[DropReason.STALE],
         }
-        self._shares = f"engine {engine.busy_seconds / seconds:.0%} busy, staleness {overlap['staleness_mean']:.1f}"
         return Collected(groups=batch, engine=engine, seconds=seconds, metrics=overlap)
 
     def meanwhile(self) -> str:
-        return f"; {self.buffer.running} groups running, {self.buffer.ready} ready; {self._shares}"
+        return f"; {self.buffer.ready} groups ready, {self.buffer.running} running"
 
     async def stop_rollouts(self) -> None:
         await self.stream.close()
