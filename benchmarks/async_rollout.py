@@ -1,6 +1,6 @@
 """What each trainer makes of rollouts with tools that take their time: samples per second, and who waits.
 
-    python benchmarks/async_rollout.py [--modes sync one_step_off fully_async] [--turns 3] [--steps 5] [--staleness 4]
+    python benchmarks/async_rollout.py [--modes sync one_step_off fully_async] [--turns 3] [--steps 4] [--staleness 4]
 
 The trainers, the agent loop (``server_tool_agent``), the client and the JAX engine are those of a run; the tool server
 is a process of its own. Lengths of turns, latencies (median 0.63 s, 0.2 to 2 s) and the engine's pace are those of
@@ -13,8 +13,8 @@ one has it who deals out accelerators well: 5000 ids a second for the learner, 6
 which tools and stragglers leave a part idle.
 
 ``ideal`` is the schedule in which neither ever waits: the slower of (ids / learner's pace) and (sampled ids * step /
-lanes). It knows no publication of weights, no prefill, no HTTP. The first step is not counted: there the pipeline
-fills.
+lanes). It knows no publication of weights, no prefill, no HTTP. What is measured are steps in the middle of a run, its
+pipeline full.
 
 The last line is one JSON object: per mode ``samples_per_second``, ``share_of_ideal``, the shares of the time in which
 the engine did not decode and the learner had nothing to do, and the age of its tokens; ``ratio_vs_sync`` and
@@ -70,7 +70,10 @@ from jax_agent_rl.trainer.run import TRAINERS
 from jax_agent_rl.types import Group, Trajectory
 
 LATENCY = Latency(median=0.63, least=0.2, most=2.0)
-WARM_UP = 1  # steps
+WARM_UP = {"sync": 0, "one_step_off": 1, "fully_async": 2}
+"""Steps until the pipeline is full."""
+ENDLESS = 1000
+"""Steps the trainers believe in: a run that comes to its end lets the pipeline run dry."""
 
 
 def place(trajectory_id: str) -> str:
@@ -126,13 +129,13 @@ def settings(mode: str, url: str, folder: Path, arguments: argparse.Namespace) -
                 "max_model_len": longest_context(arguments.turns),
             },
             "learner": {"row_length": longest_context(arguments.turns)},
-            "trainer": {"mode": mode, "steps": arguments.steps, "checkpoint_every": 0, **asynchronous},
+            "trainer": {"mode": mode, "steps": ENDLESS, "checkpoint_every": 0, **asynchronous},
         }
     )
 
 
 async def train(mode: str, backend: PacedBackend, url: str, folder: Path, arguments: argparse.Namespace) -> dict:
-    """One run of a trainer; what its steps after the first came to."""
+    """Some steps of a trainer whose pipeline is full, and what they came to."""
     run = settings(mode, url, folder, arguments)
     client = TurnLengths([AsyncServer(backend)], work=place)
     context = AgentContext(
@@ -161,11 +164,12 @@ async def train(mode: str, backend: PacedBackend, url: str, folder: Path, argume
         progress=Progress(Console(file=io.StringIO()), total_steps=run.trainer.steps),
     )
     try:
-        for step in range(run.trainer.steps):
-            if step == WARM_UP:
-                begin, before = time.perf_counter(), await backend.metrics()
+        for _ in range(WARM_UP[mode]):
             await trainer.train_step(0.0)
-            print(f"{mode}: step {step + 1} of {run.trainer.steps}", flush=True)
+        begin, before = time.perf_counter(), await backend.metrics()
+        for step in range(arguments.steps):
+            await trainer.train_step(0.0)
+            print(f"{mode}: step {step + 1} of {arguments.steps}", flush=True)
         seconds, engine = time.perf_counter() - begin, (await backend.metrics()).since(before)
     finally:
         await trainer.stop_rollouts()
@@ -173,26 +177,39 @@ async def train(mode: str, backend: PacedBackend, url: str, folder: Path, argume
             await collector.close()
         trainer.checkpointer.close()
     collectors[0].accounting.check()
-    return summary(seconds, engine.busy_seconds, learner, read_records(folder / "metrics.jsonl"), arguments)
+    batches, records = learner.batches[WARM_UP[mode] :], read_records(folder / "metrics.jsonl")[WARM_UP[mode] :]
+    learning = [learner.seconds(batch) for batch in batches]
+    return summary(batches, learning, records, arguments, seconds=seconds, engine_seconds=engine.busy_seconds)
 
 
 def summary(
-    seconds: float, busy_seconds: float, learner: PacedLearner, records: Sequence[dict], arguments: argparse.Namespace
+    batches: Sequence[Sequence[Trajectory]],
+    learning: Sequence[float],
+    records: Sequence[dict],
+    arguments: argparse.Namespace,
+    *,
+    seconds: float,
+    engine_seconds: float,
 ) -> dict[str, float]:
-    """Of the steps after the first."""
-    batches, records = learner.batches[WARM_UP:], records[WARM_UP:]
-    samples = sum(map(len, batches))
-    learning = sum(map(learner.seconds, batches))
-    sampled = sum(t.num_sampled for batch in batches for t in batch)
-    ideal = max(learning, sampled * arguments.step_ms / 1000 / arguments.lanes)
+    """What is compared.
+
+    Args:
+        batches: of each step.
+        learning: seconds the learner took for each.
+        records: the lines of ``metrics.jsonl``.
+        seconds: all steps took.
+        engine_seconds: of these, those in which the engine decoded.
+    """
+    decoding = sum(t.num_sampled for batch in batches for t in batch) * arguments.step_ms / 1000 / arguments.lanes
+    ideal = max(sum(learning), decoding)
     return {
-        "samples_per_second": round(samples / seconds, 3),
+        "samples_per_second": round(sum(map(len, batches)) / seconds, 3),
         "seconds_per_step": round(seconds / len(batches), 2),
         "ideal_seconds_per_step": round(ideal / len(batches), 2),
         "share_of_ideal": round(ideal / seconds, 3),
-        "engine_idle_share": round(1 - busy_seconds / seconds, 3),
-        "lanes_used": round(sampled * arguments.step_ms / 1000 / arguments.lanes / seconds, 3),
-        "learner_idle_share": round(1 - learning / seconds, 3),
+        "engine_idle_share": round(1 - engine_seconds / seconds, 3),
+        "lanes_used": round(decoding / seconds, 3),
+        "learner_idle_share": round(1 - sum(learning) / seconds, 3),
         "weight_update_seconds": round(float(np.mean([r["weight_update_seconds"] for r in records])), 3),
         "staleness_mean": round(float(np.mean([r.get("staleness_mean", 0.0) for r in records])), 2),
         "staleness_max": max(r.get("staleness_max", 0) for r in records),
@@ -218,7 +235,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--modes", nargs="+", choices=list(TRAINERS), default=list(TRAINERS))
     parser.add_argument("--turns", type=int, default=3, help="tool calls of a trajectory")
-    parser.add_argument("--steps", type=int, default=5, help="training steps, the first of them not counted")
+    parser.add_argument("--steps", type=int, default=4, help="training steps that are measured")
     parser.add_argument("--rows", type=int, default=8, help="groups a step")
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--staleness", type=int, default=4, help="of fully_async")
@@ -231,8 +248,6 @@ def main() -> None:
     if arguments.serve:
         serve(LATENCY, place)
         return
-    if arguments.steps <= WARM_UP:
-        parser.error(f"--steps {arguments.steps}: the first {WARM_UP} are not counted, so take more")
     use_compilation_cache()
     with tool_server() as url:
         results: dict[str, Any] = asyncio.run(measure(url, arguments))

@@ -139,7 +139,7 @@ class Trainer:
                 rest.cancel()
                 await asyncio.gather(rest, return_exceptions=True)
             else:
-                self.progress.say("  interrupted: finishing this learner step before saving")
+                self.progress.say("  its updates have begun: finishing this learner step before saving")
                 await self.stop_rollouts()
                 await rest
             raise
@@ -158,7 +158,8 @@ class Trainer:
         record.lost_batches = self._guard.lost_batches
         record.train_seconds = self.clock() - begin
         record.recompilations = collected.engine.recompilations + self._learner_recompilations()
-        record.max_logprob_gap = max(record.max_logprob_gap, metrics.get("logprob_gap_max", 0.0))
+        if not collected.metrics.get("staleness_max"):  # what is stale differs by what was learnt since
+            record.max_logprob_gap = max(record.max_logprob_gap, metrics.get("logprob_gap_max", 0.0))
         step_seconds = self.clock() - step_began
         line = step_record(
             step,

@@ -28,7 +28,8 @@ class RunRecord:
         lost_batches: batches in a row of which no trajectory survived.
         recompilations: programs compiled after warm-up.
         learner_programs: programs the learner compiled up to its first policy update; more are recompilations.
-        max_logprob_gap: largest |rollout log-prob - learner log-prob| of the run.
+        max_logprob_gap: largest |rollout log-prob - learner log-prob| of the steps without stale tokens: how far engine
+            and learner disagree about the same weights.
         cursor: position in the training rows after ``step``.
         accounting: what became of every trajectory.
         buffer: of asynchronous trainers, what became of every group.

@@ -30,6 +30,8 @@ from jax_agent_rl.trainer.record import staleness_record
 from jax_agent_rl.types import DropReason, Group
 
 LABEL = "async"
+"""Of trajectory ids: ``async-<s>-<i>-<member>`` is of the run's row number s * batch + i, in whichever step it is
+trained on."""
 
 
 class StreamTrainer(Trainer):
@@ -56,38 +58,42 @@ class StreamTrainer(Trainer):
         return (self.runtime.config.trainer.steps - step) * self.buffer.batch
 
     async def take_batch(self) -> Collected:
-        """The groups of the next step: a batch, and those that were replaced because a filter leaves them out.
-
-        After ``algorithm.max_refills`` rounds useless ones stay in the batch.
-        """
-        buffer, stream, began = self.buffer, self.stream, self.clock()
+        """The groups of the next step, and what rollout and engines did since the last one was taken."""
+        buffer, began = self.buffer, self.clock()
         self.progress.phase(
             f"step {self.record.step + 1}: rollout",
             lambda: f"{buffer.ready}/{buffer.batch} groups ready, {buffer.running} running",
         )
         self._reading = self._reading or (await self.runtime.metrics(), began)
-        groups: dict[int, Group] = {}
-        useless: Mapping[int, DropReason] = {}
-        for _ in range(1 + self.runtime.config.algorithm.max_refills):
-            for number, reason in useless.items():
-                stream.discard([number], reason)
-            missing = buffer.batch - buffer.taken
-            if not missing:
-                break
-            new = await stream.take(missing)
-            self._guard.check(list(new.values()), self.runtime.collector.latest_losses)
-            useless = self._useless(new)
-            groups |= new
+        groups = await self._take_useful()
         self.waited += self.clock() - began
-        batch = [groups[number] for number in sorted(groups)]
         # From one batch to the next: rollout and learner share that time.
         engine, seconds = await self._engine_since(*self._reading)
-        overlap = staleness_record(batch, buffer.version) | {
+        overlap = staleness_record(groups, buffer.version) | {
             "groups_running": buffer.running,
             "groups_ready": buffer.ready,
             "groups_stale": buffer.dropped[DropReason.STALE],
         }
-        return Collected(groups=batch, engine=engine, seconds=seconds, metrics=overlap)
+        return Collected(groups=groups, engine=engine, seconds=seconds, metrics=overlap)
+
+    async def _take_useful(self) -> list[Group]:
+        """A batch, and those that were replaced because a filter leaves them out.
+
+        After ``algorithm.max_refills`` rounds useless ones stay in the batch.
+        """
+        groups: dict[int, Group] = {}
+        useless: Mapping[int, DropReason] = {}
+        for _ in range(1 + self.runtime.config.algorithm.max_refills):
+            for number, reason in useless.items():
+                self.stream.discard([number], reason)
+            missing = self.buffer.batch - self.buffer.taken
+            if not missing:
+                break
+            new = await self.stream.take(missing)
+            self._guard.check(list(new.values()), self.runtime.collector.latest_losses)
+            useless = self._useless(new)
+            groups |= new
+        return [groups[number] for number in sorted(groups)]
 
     def meanwhile(self) -> str:
         return f"; {self.buffer.ready} groups ready, {self.buffer.running} running"
