@@ -3,9 +3,10 @@
     python benchmarks/agent_modes.py [--trajectories 64] [--turns 1 3] [--repeats 4] [--step-ms 10] [--latency 1.0]
 
 ``server_tool_agent`` in both of its ``rollout_mode`` values, on the JAX engine, against a tool server in a process of
-its own. Every turn but the last is sent to the tool server. Lengths, latencies (at most ten times the median) and the
-engine's pace are drawn as ``benchmarks/paced.py`` says; both modes do the same work. The measure belongs to the
-workload as much as to the modes: what a tool costs is to be seen against what a turn costs.
+its own. Every turn but the last is sent to the tool server. Turn lengths (median 100 ids, at most 1024), tool latencies
+(median ``--latency`` seconds, at most ten times that) and the engine's pace are as ``benchmarks/paced.py`` says; both
+modes do the same work. The measure belongs to the workload as much as to the modes: what a tool costs is to be seen
+against what a turn costs.
 
 ``ideal`` is what the drawn lengths and latencies alone would take if nothing else cost anything: the slowest member of
 each phase, phase after phase, for synchronous; the slowest trajectory for asynchronous.
@@ -25,22 +26,23 @@ from collections.abc import Sequence
 
 import numpy as np
 from paced import (
-    LONGEST_TURN,
+    LENGTHS,
     PROMPT,
-    Latency,
+    Draws,
     LetterCodec,
+    PacedBackend,
     TurnLengths,
     add_serve,
     agent_settings,
-    paced_backend,
+    longest_context,
     serve,
+    tool_seconds,
     tool_server,
     turn_length,
 )
 
 from jax_agent_rl.agents import AgentContext, ServerToolAgent, derive_seed
 from jax_agent_rl.config import AgentConfig
-from jax_agent_rl.jetstream.backend import JetStreamBackend
 from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.runtime.compilation_cache import use_compilation_cache
 from jax_agent_rl.types import SamplingParams
@@ -48,8 +50,8 @@ from jax_agent_rl.types import SamplingParams
 PUBLISHED = {1: 1.69, 3: 2.06}
 
 
-def latency_of(median: float) -> Latency:
-    return Latency(median=median, most=10 * median)
+def latencies_of(median: float) -> Draws:
+    return Draws(median=median, most=10 * median)
 
 
 async def rollout(context: AgentContext, names: Sequence[str]) -> float:
@@ -58,7 +60,7 @@ async def rollout(context: AgentContext, names: Sequence[str]) -> float:
     row = {"prompt": PROMPT}
 
     async def one(name: str) -> None:
-        sampling = SamplingParams(max_tokens=LONGEST_TURN, seed=derive_seed("trajectory", name))
+        sampling = SamplingParams(max_tokens=int(LENGTHS.most), seed=derive_seed("trajectory", name))
         trajectory = await agent.run(row, trajectory_id=name, group_id="g", sampling=sampling)
         assert trajectory.num_turns == context.limits.max_turns + 1, trajectory.finish_reason
 
@@ -69,28 +71,30 @@ async def rollout(context: AgentContext, names: Sequence[str]) -> float:
     return seconds
 
 
-def ideal_seconds(names: Sequence[str], turns: int, *, step_seconds: float, latency: Latency) -> dict[str, float]:
+def ideal_seconds(names: Sequence[str], turns: int, *, step_seconds: float, latencies: Draws) -> dict[str, float]:
     """Seconds of each mode if only the drawn lengths and latencies cost anything."""
-    decoding = np.array([[turn_length(name, turn) for turn in range(turns + 1)] for name in names]) * step_seconds
-    waiting = np.array([[latency.seconds(name, turn) for turn in range(turns)] for name in names])
+    decoding = (
+        np.array([[turn_length(LENGTHS, name, turn) for turn in range(turns + 1)] for name in names]) * step_seconds
+    )
+    waiting = np.array([[tool_seconds(latencies, name, turn) for turn in range(turns)] for name in names])
     return {
         "sync": float(decoding.max(axis=0).sum() + waiting.max(axis=0).sum()),
         "async": float((decoding.sum(axis=1) + waiting.sum(axis=1)).max()),
     }
 
 
-async def compare(backend: JetStreamBackend, url: str, turns: int, arguments: argparse.Namespace) -> dict[str, float]:
+async def compare(backend: PacedBackend, url: str, turns: int, arguments: argparse.Namespace) -> dict[str, float]:
     """Both modes, in turns, on the same draws; new draws for each repeat."""
     seconds, ideal, busy = ({"async": 0.0, "sync": 0.0} for _ in range(3))
     for repeat in range(arguments.repeats):
         names = [f"{repeat}-{number}" for number in range(arguments.trajectories)]
-        latency = latency_of(arguments.latency)
-        least = ideal_seconds(names, turns, step_seconds=arguments.step_ms / 1000, latency=latency)
+        latencies = latencies_of(arguments.latency)
+        least = ideal_seconds(names, turns, step_seconds=arguments.step_ms / 1000, latencies=latencies)
         for mode in seconds:
             context = AgentContext(
-                client=TurnLengths([AsyncServer(backend)]),
+                client=TurnLengths([AsyncServer(backend)], lengths=LENGTHS),
                 codec=LetterCodec(),
-                limits=AgentConfig.model_validate(agent_settings(url, turns, rollout_mode=mode)),
+                limits=AgentConfig.model_validate(agent_settings(url, LENGTHS, turns, rollout_mode=mode)),
                 max_model_len=backend.capabilities.max_model_len,
             )
             before = await backend.metrics()
@@ -114,8 +118,10 @@ async def compare(backend: JetStreamBackend, url: str, turns: int, arguments: ar
 
 
 async def measure(arguments: argparse.Namespace, url: str) -> dict:
-    backend = paced_backend(
-        lanes=arguments.trajectories, turns=max(arguments.turns), step_seconds=arguments.step_ms / 1000
+    backend = PacedBackend(
+        lanes=arguments.trajectories,
+        max_model_len=longest_context(LENGTHS, max(arguments.turns)),
+        step_seconds=arguments.step_ms / 1000,
     )
     await backend.start()
     try:
@@ -134,7 +140,7 @@ def main() -> None:
     add_serve(parser)
     arguments = parser.parse_args()
     if arguments.serve:
-        serve(latency_of(arguments.latency))
+        serve(latencies_of(arguments.latency))
         return
     use_compilation_cache()
     with tool_server("--latency", arguments.latency) as url:

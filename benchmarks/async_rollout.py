@@ -3,14 +3,14 @@
     python benchmarks/async_rollout.py [--modes sync one_step_off fully_async] [--turns 3] [--steps 4] [--staleness 4]
 
 The trainers, the agent loop (``server_tool_agent``), the client and the JAX engine are those of a run; the tool server
-is a process of its own. Lengths of turns, latencies (median 0.63 s, 0.2 to 2 s) and the engine's pace are those of
-``benchmarks/paced.py``. The same row has the same draws in every trainer.
+is a process of its own. A turn has 40 ids in the median and at most 400, a tool takes 0.63 s in the median and 0.2 to
+2 s, a decode step 25 ms (about 30B parameters on one accelerator); see ``benchmarks/paced.py``. The same row has the
+same draws in every trainer. ``engine_pace_kept`` below about 0.95 says that this machine could not keep that pace.
 
 The learner is paced, too: it takes as long as its batch has ids, and gives back weights that differ a little and that
 are published as in any run. Forward and backward pass on the engine's two cores would measure these; on an accelerator
-of their own they take none of the engine's time. At the default pace learner and engine are about equally strong, as
-one has it who deals out accelerators well: 5000 ids a second for the learner, 64 lanes at 10 ms for the engine, of
-which tools and stragglers leave a part idle.
+of their own they take none of the engine's time. At 2000 ids a second (one accelerator for the same model) a step of 64
+trajectories takes it about 10 s, of which the engine, with all of its 64 lanes used all the time, would need 7.
 
 ``ideal`` is the schedule in which neither ever waits: the slower of (ids / learner's pace) and (sampled ids * step /
 lanes). It knows no publication of weights, no prefill, no HTTP. What is measured are steps in the middle of a run, its
@@ -38,14 +38,13 @@ import jax
 import numpy as np
 from paced import (
     PROMPT,
-    Latency,
+    Draws,
     LetterCodec,
     PacedBackend,
     TurnLengths,
     add_serve,
     agent_settings,
     longest_context,
-    paced_backend,
     serve,
     small_model,
     tool_server,
@@ -69,7 +68,8 @@ from jax_agent_rl.trainer.record import RunRecord
 from jax_agent_rl.trainer.run import TRAINERS
 from jax_agent_rl.types import Group, Trajectory
 
-LATENCY = Latency(median=0.63, least=0.2, most=2.0)
+LENGTHS = Draws(median=40, least=1, most=400)
+LATENCIES = Draws(median=0.63, least=0.2, most=2.0)
 WARM_UP = {"sync": 0, "one_step_off": 1, "fully_async": 2}
 """Steps until the pipeline is full."""
 ENDLESS = 1000
@@ -121,14 +121,14 @@ def settings(mode: str, url: str, folder: Path, arguments: argparse.Namespace) -
             "run_dir": str(folder),
             "model": {"path": "none"},
             "data": {"train": "none"},
-            "agent": agent_settings(url, arguments.turns),
+            "agent": agent_settings(url, LENGTHS, arguments.turns),
             "rollout": {
                 "prompts_per_step": arguments.rows,
                 "group_size": arguments.group_size,
                 "max_in_flight": arguments.in_flight,
-                "max_model_len": longest_context(arguments.turns),
+                "max_model_len": longest_context(LENGTHS, arguments.turns),
             },
-            "learner": {"row_length": longest_context(arguments.turns)},
+            "learner": {"row_length": longest_context(LENGTHS, arguments.turns)},
             "trainer": {"mode": mode, "steps": ENDLESS, "checkpoint_every": 0, **asynchronous},
         }
     )
@@ -137,7 +137,7 @@ def settings(mode: str, url: str, folder: Path, arguments: argparse.Namespace) -
 async def train(mode: str, backend: PacedBackend, url: str, folder: Path, arguments: argparse.Namespace) -> dict:
     """Some steps of a trainer whose pipeline is full, and what they came to."""
     run = settings(mode, url, folder, arguments)
-    client = TurnLengths([AsyncServer(backend)], work=place)
+    client = TurnLengths([AsyncServer(backend)], lengths=LENGTHS, work=place)
     context = AgentContext(
         client=client, codec=LetterCodec(), limits=run.agent, max_model_len=run.rollout.max_model_len
     )
@@ -220,11 +220,16 @@ async def measure(url: str, arguments: argparse.Namespace) -> dict[str, dict[str
     """Every mode, each with an engine of its own."""
     results = {}
     for mode in arguments.modes:
-        backend = paced_backend(lanes=arguments.lanes, turns=arguments.turns, step_seconds=arguments.step_ms / 1000)
+        backend = PacedBackend(
+            lanes=arguments.lanes,
+            max_model_len=longest_context(LENGTHS, arguments.turns),
+            step_seconds=arguments.step_ms / 1000,
+        )
         await backend.start()
         try:
             with tempfile.TemporaryDirectory() as folder:
                 results[mode] = await train(mode, backend, url, Path(folder), arguments)
+            results[mode]["engine_pace_kept"] = round(backend.pace_kept, 3)
         finally:
             await backend.close()
         print(f"{mode}: {json.dumps(results[mode])}", flush=True)
@@ -241,12 +246,12 @@ def main() -> None:
     parser.add_argument("--staleness", type=int, default=4, help="of fully_async")
     parser.add_argument("--in-flight", type=int, default=112, help="most trajectories that run at the same time")
     parser.add_argument("--lanes", type=int, default=64, help="most that decode at the same time")
-    parser.add_argument("--step-ms", type=float, default=10.0, help="milliseconds of a decode step, at least")
-    parser.add_argument("--learner-tokens-per-second", type=float, default=5000.0)
+    parser.add_argument("--step-ms", type=float, default=25.0, help="milliseconds of a decode step, at least")
+    parser.add_argument("--learner-tokens-per-second", type=float, default=2000.0)
     add_serve(parser)
     arguments = parser.parse_args()
     if arguments.serve:
-        serve(LATENCY, place)
+        serve(LATENCIES, place)
         return
     use_compilation_cache()
     with tool_server() as url:

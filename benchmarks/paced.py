@@ -1,8 +1,8 @@
 """Rollouts at a large model's pace on a small machine: drawn lengths and latencies, a paced engine, a tool server.
 
-Turn lengths (median 100 ids, at most 1024) and tool latencies are log-normal with sigma 1: most are short, a few are
-long, as those of reasoning models and sandboxes. They depend on the trajectory's name and the turn alone, so whatever
-is compared does the same work.
+Turn lengths and tool latencies are log-normal with sigma 1: most are short, a few are long, as those of reasoning
+models and sandboxes. They depend on the trajectory's name and the turn alone, so whatever is compared does the same
+work.
 
 A large model on an accelerator decodes a batch at the pace at which its weights are read, about 10 ms a step for 7B
 parameters in bfloat16 with their cache, whether the batch is full or nearly empty. Two CPU cores have another profile,
@@ -38,10 +38,9 @@ from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.types import SamplingParams, TokenOutput
 
-MEDIAN_TURN, LONGEST_TURN = 100, 1024
 OBSERVATION = " ok."
 PROMPT = [{"role": "user", "content": "What is 12 times 34?"}]
-MAX_PROMPT = 64
+MAX_PROMPT, MAX_OBSERVATION = 64, 16  # ids
 LETTERS = 125
 DECODE_STEPS = 4
 
@@ -49,28 +48,31 @@ Work = Callable[[str], str]
 """Trajectory id to the name its draws depend on."""
 
 
-def log_normal(median: float, least: float, most: float, *key: int | str) -> float:
-    """A draw that depends on ``key`` alone."""
-    draw = random.Random(derive_seed(*key)).lognormvariate(math.log(median), 1.0)
-    return min(most, max(least, draw))
-
-
-def turn_length(name: str, turn: int) -> int:
-    """Ids in a turn."""
-    return round(log_normal(MEDIAN_TURN, 1, LONGEST_TURN, "length", name, turn))
-
-
 @dataclass(frozen=True, kw_only=True)
-class Latency:
-    """Seconds a tool takes."""
+class Draws:
+    """Log-normal with sigma 1, cut at both ends; a draw depends on its key alone."""
 
     median: float
     least: float = 0.0
-    most: float = math.inf
+    most: float
 
-    def seconds(self, name: str, turn: int) -> float:
-        """Of the call that ends this turn."""
-        return log_normal(self.median, self.least, self.most, "latency", name, turn)
+    def at(self, *key: int | str) -> float:
+        draw = random.Random(derive_seed(*key)).lognormvariate(math.log(self.median), 1.0)
+        return min(self.most, max(self.least, draw))
+
+
+LENGTHS = Draws(median=100, least=1, most=1024)
+"""Ids of a turn."""
+
+
+def turn_length(lengths: Draws, name: str, turn: int) -> int:
+    """Ids in this turn of a trajectory."""
+    return round(lengths.at("length", name, turn))
+
+
+def tool_seconds(latencies: Draws, name: str, turn: int) -> float:
+    """Of the call that ends this turn."""
+    return latencies.at("latency", name, turn)
 
 
 def same_name(trajectory_id: str) -> str:
@@ -81,11 +83,11 @@ def same_name(trajectory_id: str) -> str:
 # --- the tool server ----------------------------------------------------------------------------------------------
 
 
-def serve(latency: Latency, work: Work = same_name) -> None:
+def serve(latencies: Draws, work: Work = same_name) -> None:
     """Answers each action after its latency; those of a batch side by side. Prints its port."""
 
     async def run(trajectory_id: str, step: int) -> None:
-        await asyncio.sleep(latency.seconds(work(trajectory_id), step))
+        await asyncio.sleep(tool_seconds(latencies, work(trajectory_id), step))
 
     async def observe(request):
         body = await request.json()
@@ -159,58 +161,71 @@ class PacedEngine(JaxEngine):
     """Decodes at a large model's pace: a step takes ``step_seconds``, however few lanes it has."""
 
     step_seconds = 0.0
+    planned = taken = 0.0  # seconds of all steps
 
     def decode(self, *args):
         begin = time.perf_counter()
         cache, ids, log_probs = super().decode(*args)
-        steps = int((ids >= 0).any(axis=1).sum())
-        time.sleep(max(0.0, begin + steps * self.step_seconds - time.perf_counter()))
+        seconds = int((ids >= 0).any(axis=1).sum()) * self.step_seconds
+        time.sleep(max(0.0, begin + seconds - time.perf_counter()))
+        self.planned, self.taken = self.planned + seconds, self.taken + time.perf_counter() - begin
         return cache, ids, log_probs
 
 
 class PacedBackend(JetStreamBackend):
-    """The JAX engine with :class:`PacedEngine`'s pace."""
+    """The JAX engine with :class:`PacedEngine`'s pace, with a lane and a row of cache for each of ``lanes``."""
+
+    def __init__(self, *, lanes: int, max_model_len: int, step_seconds: float) -> None:
+        config, params = small_model()
+        shapes = EngineShapes(
+            max_model_len=max_model_len,
+            max_concurrent_decodes=lanes,
+            cache_rows=lanes,
+            decode_steps=DECODE_STEPS,
+            prefill_buckets=(32, 64),
+        )
+        super().__init__(config, params, shapes)
+        self._step_seconds = step_seconds
 
     def _make_engine(self) -> JaxEngine:
-        return PacedEngine(self._config, self._shapes, dtype=self._dtype)
+        self._engine = PacedEngine(self._config, self._shapes, dtype=self._dtype)
+        self._engine.step_seconds = self._step_seconds
+        return self._engine
 
-
-def paced_backend(*, lanes: int, turns: int, step_seconds: float) -> PacedBackend:
-    """A backend, not started yet, with a lane and a row of cache for each of ``lanes`` trajectories."""
-    PacedEngine.step_seconds = step_seconds
-    config, params = small_model()
-    shapes = EngineShapes(
-        max_model_len=longest_context(turns),
-        max_concurrent_decodes=lanes,
-        cache_rows=lanes,
-        decode_steps=DECODE_STEPS,
-        prefill_buckets=(32, 64),
-    )
-    return PacedBackend(config, params, shapes)
-
-
-def longest_context(turns: int) -> int:
-    """Ids of a trajectory with so many tool calls, at most."""
-    return MAX_PROMPT + (turns + 1) * (LONGEST_TURN + 16)
+    @property
+    def pace_kept(self) -> float:
+        """1: the steps took what they should. Below, the machine was too slow for them, and measures itself."""
+        return self._engine.planned / self._engine.taken
 
 
 class TurnLengths(LLMServerClient):
     """Ends each turn at its drawn length: a random model has no idea of one."""
 
-    def __init__(self, servers: Sequence[AsyncServer], *, work: Work = same_name):
+    def __init__(self, servers: Sequence[AsyncServer], *, lengths: Draws, work: Work = same_name):
         super().__init__(servers)
-        self._work = work
+        self._lengths, self._work = lengths, work
         self._turns: dict[str, int] = {}
 
     async def generate(self, request_id: str, *, sampling_params: SamplingParams, **fields) -> TokenOutput:
         session = fields["session_id"]
         turn = self._turns.get(session, 0)
         self._turns[session] = turn + 1
-        sampling = replace(sampling_params, max_tokens=turn_length(self._work(session), turn), ignore_eos=True)
+        length = turn_length(self._lengths, self._work(session), turn)
+        sampling = replace(sampling_params, max_tokens=length, ignore_eos=True)
         return await super().generate(request_id, sampling_params=sampling, **fields)
 
 
-def agent_settings(url: str, turns: int, **more: object) -> dict[str, object]:
+def longest_response(lengths: Draws, turns: int) -> int:
+    """Ids after the prompt in a trajectory with so many tool calls, at most."""
+    return (turns + 1) * (int(lengths.most) + MAX_OBSERVATION)
+
+
+def longest_context(lengths: Draws, turns: int) -> int:
+    """Ids of a trajectory with so many tool calls, at most."""
+    return MAX_PROMPT + longest_response(lengths, turns)
+
+
+def agent_settings(url: str, lengths: Draws, turns: int, **more: object) -> dict[str, object]:
     """``agent`` of a configuration: exactly so many tool calls, answered by the server at ``url``."""
     return {
         "tool_server_url": url,
@@ -218,7 +233,7 @@ def agent_settings(url: str, turns: int, **more: object) -> dict[str, object]:
         "max_turns": turns,
         "min_turns": turns,
         "max_prompt_length": MAX_PROMPT,
-        "max_response_length": (turns + 1) * (LONGEST_TURN + 16),
+        "max_response_length": longest_response(lengths, turns),
         "tool_prompt": "none",
         **more,
     }
