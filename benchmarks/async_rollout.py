@@ -166,7 +166,7 @@ async def train(mode: str, backend: PacedBackend, url: str, folder: Path, argume
     try:
         for _ in range(WARM_UP[mode]):
             await trainer.train_step(0.0)
-        begin, before = time.perf_counter(), await backend.metrics()
+        begin, before, pace = time.perf_counter(), await backend.metrics(), backend.pace
         for step in range(arguments.steps):
             await trainer.train_step(0.0)
             print(f"{mode}: step {step + 1} of {arguments.steps}", flush=True)
@@ -179,7 +179,9 @@ async def train(mode: str, backend: PacedBackend, url: str, folder: Path, argume
     collectors[0].accounting.check()
     batches, records = learner.batches[WARM_UP[mode] :], read_records(folder / "metrics.jsonl")[WARM_UP[mode] :]
     learning = [learner.seconds(batch) for batch in batches]
-    return summary(batches, learning, records, arguments, seconds=seconds, engine_seconds=engine.busy_seconds)
+    planned, taken = np.subtract(backend.pace, pace)
+    result = summary(batches, learning, records, arguments, seconds=seconds, engine_seconds=engine.busy_seconds)
+    return result | {"engine_pace_kept": round(planned / taken, 3)}
 
 
 def summary(
@@ -229,7 +231,6 @@ async def measure(url: str, arguments: argparse.Namespace) -> dict[str, dict[str
         try:
             with tempfile.TemporaryDirectory() as folder:
                 results[mode] = await train(mode, backend, url, Path(folder), arguments)
-            results[mode]["engine_pace_kept"] = round(backend.pace_kept, 3)
         finally:
             await backend.close()
         print(f"{mode}: {json.dumps(results[mode])}", flush=True)

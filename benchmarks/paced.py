@@ -193,9 +193,9 @@ class PacedBackend(JetStreamBackend):
         return self._engine
 
     @property
-    def pace_kept(self) -> float:
-        """1: the steps took what they should. Below, the machine was too slow for them, and measures itself."""
-        return self._engine.planned / self._engine.taken
+    def pace(self) -> tuple[float, float]:
+        """Seconds the decode steps so far should take, and did. More: the machine was too slow, and measures itself."""
+        return self._engine.planned, self._engine.taken
 
 
 class TurnLengths(LLMServerClient):

@@ -140,10 +140,28 @@ def staleness_record(groups: Sequence[Group], version: int) -> dict[str, Any]:
     ages = Counter(version - sampled_by for sampled_by in versions(members))
     mixed = sum(len(set(versions([t]))) > 1 for t in members)
     return {
-        "staleness_mean": sum(age * count for age, count in ages.items()) / max(1, ages.total()),
+        "staleness_mean": _mean_age(ages),
         "staleness_max": max(ages, default=0),
         "staleness_histogram": {str(age): count for age, count in sorted(ages.items())},
         "mixed_version_share": mixed / max(1, len(members)),
+    }
+
+
+def overlap_summary(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """How well rollout and learner overlapped in a run, for ``summary.json``.
+
+    Args:
+        lines: ``metrics.jsonl`` of kind ``step``.
+    """
+    seconds = sum(line["step_seconds"] for line in lines)
+    idle = sum(line["step_seconds"] * line.get("learner_idle_share", 0.0) for line in lines)
+    ages: Counter[int] = Counter()
+    for line in lines:
+        ages.update({int(age): count for age, count in line.get("staleness_histogram", {}).items()})
+    return {
+        "learner_idle_share": round(idle / seconds, 3) if seconds else 0.0,
+        "staleness_mean": round(_mean_age(ages), 3),
+        "staleness_max": max(ages, default=0),
     }
 
 
@@ -160,6 +178,10 @@ def evaluation_record(step: int, groups: Sequence[Group], *, seconds: float) -> 
         "tool_calls_mean": sum(len(t.tool_calls) for t in trajectories) / max(1, len(trajectories)),
         "seconds": seconds,
     }
+
+
+def _mean_age(ages: Mapping[int, int]) -> float:
+    return sum(age * count for age, count in ages.items()) / max(1, sum(ages.values()))
 
 
 def _tree_counts(groups: Sequence[Group]) -> dict[str, float]:
