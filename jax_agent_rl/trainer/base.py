@@ -108,6 +108,7 @@ class Trainer:
             if self.record.accuracy_after is None:
                 self.record.accuracy_after = await self.evaluate()
         finally:
+            self.progress.phase(f"saving step {self.record.step}")
             try:
                 if not self._half_done:  # else the parameters are those of no step: the checkpoint before stands
                     self.save()
