@@ -64,6 +64,7 @@ from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.runtime.compilation_cache import use_compilation_cache
 from jax_agent_rl.runtime.in_process import Runtime
 from jax_agent_rl.runtime.publishers import ArrayPublisher
+from jax_agent_rl.trainer.base import Trainer
 from jax_agent_rl.trainer.record import RunRecord
 from jax_agent_rl.trainer.run import TRAINERS
 from jax_agent_rl.types import Group, Trajectory
@@ -134,52 +135,55 @@ def settings(mode: str, url: str, folder: Path, arguments: argparse.Namespace) -
     )
 
 
-async def train(mode: str, backend: PacedBackend, url: str, folder: Path, arguments: argparse.Namespace) -> dict:
-    """Some steps of a trainer whose pipeline is full, and what they came to."""
-    run = settings(mode, url, folder, arguments)
+def make_trainer(mode: str, backend: PacedBackend, url: str, folder: Path, arguments: argparse.Namespace) -> Trainer:
+    """As ``jax-agent-rl train`` makes it, around the paced engine and learner."""
+    run, codec = settings(mode, url, folder, arguments), LetterCodec()
     client = TurnLengths([AsyncServer(backend)], lengths=LENGTHS, work=place)
-    context = AgentContext(
-        client=client, codec=LetterCodec(), limits=run.agent, max_model_len=run.rollout.max_model_len
-    )
-    collectors = [
+    context = AgentContext(client=client, codec=codec, limits=run.agent, max_model_len=run.rollout.max_model_len)
+    collector, evaluator = (
         RolloutCollector(context, score=score, max_in_flight=run.rollout.max_in_flight, seed=run.seed) for _ in range(2)
-    ]
-    learner = PacedLearner(small_model()[1], arguments.learner_tokens_per_second)
-    trainer = TRAINERS[mode](
-        runtime=Runtime(
-            config=run,
-            codec=LetterCodec(),
-            metrics=backend.metrics,
-            client=client,
-            collector=collectors[0],
-            evaluator=collectors[1],
-            learner=learner,
-            publisher=ArrayPublisher(),
-            cursor=DataCursor([{"prompt": PROMPT, "agent_name": "server_tool_agent"}], seed=run.seed),
-            heldout=[],
-        ),
+    )
+    runtime = Runtime(
+        config=run,
+        codec=codec,
+        metrics=backend.metrics,
+        client=client,
+        collector=collector,
+        evaluator=evaluator,
+        learner=PacedLearner(small_model()[1], arguments.learner_tokens_per_second),
+        publisher=ArrayPublisher(),
+        cursor=DataCursor([{"prompt": PROMPT, "agent_name": "server_tool_agent"}], seed=run.seed),
+        heldout=[],
+    )
+    return TRAINERS[mode](
+        runtime=runtime,
         folder=RunFolder(folder),
         checkpointer=Checkpointer(folder / "checkpoints", keep=1),
         record=RunRecord(),
         progress=Progress(Console(file=io.StringIO()), total_steps=run.trainer.steps),
     )
+
+
+async def train(mode: str, backend: PacedBackend, url: str, folder: Path, arguments: argparse.Namespace) -> dict:
+    """Some steps of a trainer whose pipeline is full, and what they came to."""
+    trainer = make_trainer(mode, backend, url, folder, arguments)
+    runtime, warm_up = trainer.runtime, WARM_UP[mode]
     try:
-        for _ in range(WARM_UP[mode]):
+        for _ in range(warm_up):
             await trainer.train_step(0.0)
         begin, before, pace = time.perf_counter(), await backend.metrics(), backend.pace
         for step in range(arguments.steps):
             await trainer.train_step(0.0)
             print(f"{mode}: step {step + 1} of {arguments.steps}", flush=True)
         seconds, engine = time.perf_counter() - begin, (await backend.metrics()).since(before)
+        planned, taken = np.subtract(backend.pace, pace)
     finally:
         await trainer.stop_rollouts()
-        for collector in collectors:
-            await collector.close()
+        await runtime.collector.close()
         trainer.checkpointer.close()
-    collectors[0].accounting.check()
-    batches, records = learner.batches[WARM_UP[mode] :], read_records(folder / "metrics.jsonl")[WARM_UP[mode] :]
-    learning = [learner.seconds(batch) for batch in batches]
-    planned, taken = np.subtract(backend.pace, pace)
+    runtime.collector.accounting.check()
+    batches, records = runtime.learner.batches[warm_up:], read_records(folder / "metrics.jsonl")[warm_up:]
+    learning = [runtime.learner.seconds(batch) for batch in batches]
     result = summary(batches, learning, records, arguments, seconds=seconds, engine_seconds=engine.busy_seconds)
     return result | {"engine_pace_kept": round(planned / taken, 3)}
 

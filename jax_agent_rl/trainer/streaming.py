@@ -67,7 +67,7 @@ class StreamTrainer(Trainer):
         self._reading = self._reading or (await self.runtime.metrics(), began)
         groups = await self._take_useful()
         self.waited += self.clock() - began
-        # From one batch to the next: rollout and learner share that time.
+        # From one batch to the next: rollout and learner (and an evaluation, if there was one) share that time.
         engine, seconds = await self._engine_since(*self._reading)
         overlap = staleness_record(groups, buffer.version) | {
             "groups_running": buffer.running,
