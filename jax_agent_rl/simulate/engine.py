@@ -72,8 +72,16 @@ class SimulatedEngine:
     """
 
     def __init__(self, speed: EngineSpeed, *, max_model_len: int) -> None:
+        self.capabilities = Capabilities(
+            max_model_len=max_model_len,
+            max_concurrent=speed.lanes,
+            streaming=False,
+            pause_modes=frozenset(PauseMode),
+            in_flight_update=True,
+            prefix_reuse=True,
+            weight_payloads=frozenset({"arrays"}),
+        )
         self._speed = speed
-        self._max_model_len = max_model_len
         self._loop = asyncio.get_running_loop()
         self._version = 0
         self._running: dict[str, _Run] = {}
@@ -88,18 +96,6 @@ class SimulatedEngine:
         self._drained: asyncio.Future[None] | None = None
         self._sampled = self._prefilled = self._reused = self._finished = 0
         self._busy = self._loading = 0.0
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return Capabilities(
-            max_model_len=self._max_model_len,
-            max_concurrent=self._speed.lanes,
-            streaming=False,
-            pause_modes=frozenset(PauseMode),
-            in_flight_update=True,
-            prefix_reuse=True,
-            weight_payloads=frozenset({"arrays"}),
-        )
 
     @property
     def policy_version(self) -> int:
