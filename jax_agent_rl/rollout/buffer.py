@@ -29,6 +29,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any, Literal
 
 from jax_agent_rl.types import DropReason, Group, Trajectory
@@ -254,5 +255,4 @@ def versions(trajectories: Iterable[Trajectory]) -> Iterator[int]:
     """The version of every sampled token, segments included."""
     for trajectory in trajectories:
         for sequence in (trajectory, *trajectory.segments):
-            pairs = zip(sequence.policy_versions, sequence.response_mask, strict=True)
-            yield from (version for version, mask in pairs if mask)
+            yield from compress(sequence.policy_versions, sequence.response_mask)

@@ -199,8 +199,7 @@ class RolloutCollector:
         )
 
     def _check_names(self, label: str, step: int, group_ids: Collection[str]) -> None:
-        clash = [i for i in self.accounting.in_flight if i.rpartition("-")[0] in group_ids]
-        if clash:
+        if clash := [group_id for group_id in group_ids if self.accounting.is_open(group_id)]:
             raise ValueError(f"{label} trajectories of step {step} are still in flight: {sorted(clash)[:3]}")
 
     async def _grow(self, plan: _Plan, undelivered: set[str]) -> Group:

@@ -137,7 +137,8 @@ def staleness_record(groups: Sequence[Group], version: int) -> dict[str, Any]:
     while they were sampled.
     """
     members = [t for g in groups for t in g.trajectories]
-    ages = Counter(version - sampled_by for sampled_by in versions(members))
+    tokens = Counter(versions(members))
+    ages = Counter({version - sampled_by: count for sampled_by, count in tokens.items()})
     mixed = sum(len(set(versions([t]))) > 1 for t in members)
     return {
         "staleness_mean": _mean_age(ages),
