@@ -175,6 +175,24 @@ def conformance(
         raise typer.Exit(1)
 
 
+@app.command()
+def simulate(
+    config: Annotated[Path, typer.Argument(help="YAML configuration; its batch sizes count.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(help="Config overrides; with 'assume.' before the key, of the assumptions: assume.steps=20."),
+    ] = None,
+    assume: Annotated[Path | None, typer.Option(help="YAML file of assumptions.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")] = False,
+) -> None:
+    """Compare the trainers on a cluster you describe (engines, learner, tools), in virtual time; no model is needed."""
+    from rich.console import Console
+
+    from jax_agent_rl.simulate.command import run_command
+
+    run_command(config, overrides or [], assume, as_json=json, console=Console())
+
+
 @app.command("rollout-server")
 def rollout_server(
     config: Annotated[Path, typer.Option(help="YAML configuration: model, rollout and its engine are used.")],

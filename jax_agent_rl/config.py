@@ -14,12 +14,13 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from jax_agent_rl import config_algorithm, config_strategy
+from jax_agent_rl import config_algorithm, config_strategy, config_trainer
 from jax_agent_rl.config_agents import InteractionsConfig, SearchConfig, ServerToolConfig, ToolClientConfig
 from jax_agent_rl.config_algorithm import AlgorithmConfig, CriticConfig
 from jax_agent_rl.config_base import LoraConfig, NonNegative, OptimizerSection, Positive, Section
 from jax_agent_rl.config_mesh import MeshConfig, MultihostConfig
 from jax_agent_rl.config_rollout import RolloutConfig
+from jax_agent_rl.config_trainer import OverlapSection
 from jax_agent_rl.config_tree import build_tree, read_tree
 
 ToolFormatName = Literal[
@@ -218,7 +219,7 @@ class LearnerConfig(OptimizerSection):
         return self
 
 
-class TrainerConfig(Section):
+class TrainerConfig(OverlapSection):
     """The run."""
 
     steps: Positive = Field(100, description="Training steps.")
@@ -256,9 +257,10 @@ class Config(Section):
     @model_validator(mode="before")
     @classmethod
     def _fill_in(cls, tree: Any) -> Any:
-        """``agent.n`` gives ``rollout.group_size`` where that is not set."""
+        """``agent.n`` gives ``rollout.group_size`` where that is not set; stale tokens are corrected for."""
         if not isinstance(tree, Mapping):
             return tree
+        tree = config_trainer.with_correction(tree)
         sections = {"tool_config": {}, **tree}  # validated even if not given: the environment may hold some of it
         agent, rollout = sections.get("agent"), sections.get("rollout") or {}
         n = agent.get("n") if isinstance(agent, Mapping) else None
@@ -274,6 +276,7 @@ class Config(Section):
         problems += config_strategy.problems(
             rollout.strategy, group_size=rollout.group_size, adv_estimator=algorithm.adv_estimator
         )
+        problems += config_trainer.problems(self.trainer)
         if agent.history_window is not None and rollout.strategy.name == "treerl":
             problems.append(
                 "agent.history_window does not go with rollout.strategy.name=treerl, whose forks within a turn are "

@@ -133,6 +133,8 @@ class ScriptedBackend:
         requests: everything it was asked, in order.
         gate: cleared, no id is sampled; tests use it to hold requests in the middle.
         most_running: the most requests that ran at the same time.
+        hold: whether a request has to wait before its next id, given how many it has; tests set it to let something
+            else happen first.
     """
 
     def __init__(
@@ -143,6 +145,7 @@ class ScriptedBackend:
         self.gate = asyncio.Event()
         self.gate.set()
         self.most_running = 0
+        self.hold: Callable[[GenerateRequest, int], bool] = lambda request, sampled: False
         self.sampled = 0
         self._script = script
         self._turns: dict[str, int] = {}
@@ -189,6 +192,9 @@ class ScriptedBackend:
         reason, match = StopReason.LENGTH, None
         while len(ids) < request.sampling.max_tokens:
             await self._wait_for_turn(request.request_id)
+            sampled = len(request.prompt_ids) - start + len(ids)
+            while self.hold(request, sampled) and request.request_id not in self._aborted:
+                await self._wait_for_turn(request.request_id)
             if request.request_id in self._aborted:
                 reason = StopReason.ABORTED
                 break

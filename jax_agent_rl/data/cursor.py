@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -18,7 +18,14 @@ class DataCursor(Generic[T]):
     >>> cursor = DataCursor(["a", "b", "c"], seed=0)
     >>> first = cursor.next_rows(4)                  # three of epoch 0, one of epoch 1
     >>> sorted(first[:3]), cursor.state()
-    (['a', 'b', 'c'], {'epoch': 1, 'position': 1, 'rows': 3})
+    (['a', 'b', 'c'], {'epoch': 1, 'position': 1, 'rows': 3, 'again': []})
+
+    Every draw has a number, by which it can be given out again after a restart.
+
+    >>> resumed = DataCursor(["a", "b", "c"], seed=0)
+    >>> resumed.restore(cursor.state(again=[2]))
+    >>> [number for number, row in (resumed.draw(), resumed.draw())]
+    [2, 4]
     """
 
     def __init__(self, rows: Sequence[T], *, seed: int) -> None:
@@ -26,22 +33,39 @@ class DataCursor(Generic[T]):
         self._seed = seed
         self._epoch = 0
         self._position = 0
+        self._again: list[int] = []
+        self._order: tuple[int, np.ndarray] = (-1, np.empty(0, np.int64))
 
     def next_rows(self, count: int) -> list[T]:
         """The next ``count`` rows, over the end of an epoch if need be."""
-        taken: list[T] = []
-        while len(taken) < count:
-            if self._position == len(self._rows):
-                self._epoch, self._position = self._epoch + 1, 0
-            order = np.random.default_rng([self._seed, self._epoch]).permutation(len(self._rows))
-            part = order[self._position : self._position + count - len(taken)]
-            taken += [self._rows[i] for i in part]
-            self._position += len(part)
-        return taken
+        return [self.draw()[1] for _ in range(count)]
 
-    def state(self) -> dict[str, Any]:
-        """What :meth:`restore` needs, as JSON."""
-        return {"epoch": self._epoch, "position": self._position, "rows": len(self._rows)}
+    def draw(self) -> tuple[int, T]:
+        """The number of the next draw and its row."""
+        if self._again:
+            number = self._again.pop(0)
+            return number, self._row(*divmod(number, len(self._rows)))
+        epoch, position = self._epoch, self._position
+        self._epoch, self._position = divmod(epoch * len(self._rows) + position + 1, len(self._rows))
+        return epoch * len(self._rows) + position, self._row(epoch, position)
+
+    def _row(self, epoch: int, position: int) -> T:
+        if self._order[0] != epoch:
+            self._order = epoch, np.random.default_rng([self._seed, epoch]).permutation(len(self._rows))
+        return self._rows[self._order[1][position]]
+
+    def state(self, *, again: Iterable[int] = ()) -> dict[str, Any]:
+        """What :meth:`restore` needs, as JSON.
+
+        Args:
+            again: numbers of draws that came to nothing yet; the restored cursor gives them out first.
+        """
+        return {
+            "epoch": self._epoch,
+            "position": self._position,
+            "rows": len(self._rows),
+            "again": sorted({*self._again, *again}),
+        }
 
     def restore(self, state: dict[str, Any]) -> None:
         """Goes on where a cursor over the same rows with the same seed stood.
@@ -54,4 +78,6 @@ class DataCursor(Generic[T]):
                 f"the checkpoint was made with {state['rows']} training rows, data.train has {len(self._rows)} now; "
                 "restore the file or start a new run"
             )
-        self._epoch, self._position = state["epoch"], state["position"]
+        drawn = state["epoch"] * len(self._rows) + state["position"]
+        self._epoch, self._position = divmod(drawn, len(self._rows))
+        self._again = list(state.get("again", ()))  # which older checkpoints do not have

@@ -151,6 +151,16 @@ def mismatch(old: PerTerm, rollout: PerTerm, active: Sequence[np.ndarray]) -> di
     }
 
 
+def behaviour_weights(cap: float, old: PerTerm, rollout: PerTerm, active: Sequence[np.ndarray]) -> dict[str, float]:
+    """Metrics of the weights that ``policy_loss.loss_mode: decoupled`` brings itself, named as those of ``rollout_is``.
+
+    Args:
+        cap: tokens above it are left out.
+    """
+    raw = [np.exp(np.clip(o - r, -LIMIT, LIMIT)) for o, r in zip(old, rollout, strict=True)]
+    return _weight_metrics(raw, [np.where(weights > cap, 0.0, weights) for weights in raw], active)
+
+
 def _weight_metrics(raw: PerTerm, truncated: PerTerm, active: Sequence[np.ndarray]) -> dict[str, float]:
     before = np.concatenate([w[m] for w, m in zip(raw, active, strict=True)])
     after = np.concatenate([w[m] for w, m in zip(truncated, active, strict=True)])

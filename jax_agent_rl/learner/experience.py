@@ -16,7 +16,7 @@ import numpy as np
 
 from jax_agent_rl.config_algorithm import AlgorithmConfig
 from jax_agent_rl.learner import advantages
-from jax_agent_rl.learner.correction import correct, mismatch
+from jax_agent_rl.learner.correction import behaviour_weights, correct, mismatch
 from jax_agent_rl.learner.losses.aggregation import term_weights
 from jax_agent_rl.learner.losses.kl import kl_forward
 from jax_agent_rl.learner.samples import samples_of
@@ -90,6 +90,8 @@ def experience(
             corrected = correct(config.rollout_correction, old, rollout, active)
             active, metrics = corrected.kept, metrics | corrected.metrics
             terms["importance"] = corrected.importance
+        if config.policy_loss.loss_mode == "decoupled":
+            metrics |= behaviour_weights(config.policy_loss.behav_imp_weight_cap, old, rollout, active)
     if scores.ref is not None and config.kl.where == "loss":
         terms["ref_logprob"] = scores.ref
     value_terms = {}

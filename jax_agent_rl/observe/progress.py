@@ -32,7 +32,7 @@ class Progress:
         self._clock = clock
         self._phase = "starting"
         self._count: Callable[[], str] = lambda: ""
-        self._phase_began = clock()
+        self._phase_began = self._spoke = clock()
         self._lock = threading.Lock()
         self._done = threading.Event()
         self._live = Live(get_renderable=self._line, console=console, refresh_per_second=4, transient=True)
@@ -58,6 +58,7 @@ class Progress:
 
     def say(self, text: str) -> None:
         """A line that stays."""
+        self._spoke = self._clock()
         self._console.print(text, highlight=False)
 
     def step(self, record: Mapping[str, Any], *, seconds_left: float) -> None:
@@ -65,12 +66,11 @@ class Progress:
         if record["step"] == 1 or (record["step"] - 1) % 20 == 0:
             self._console.print(Text(HEADER, style="bold"))
         accuracy = f"{record['accuracy']:.1%}" if record.get("accuracy") is not None else "·"
-        self._console.print(
+        self.say(
             f"{record['step']:>3}/{self._total:<3} {record['reward_mean']:>6.3f} {accuracy:>8} "
             f"{record['tool_calls_mean']:>5.2f} {record['rollout_tokens_per_second']:>10.0f} "
             f"{record['learner_tokens_per_second']:>11.0f} {record['logprob_gap_max']:>8.1e} "
-            f"{duration(record['step_seconds']):>6} {duration(seconds_left):>7}",
-            highlight=False,
+            f"{duration(record['step_seconds']):>6} {duration(seconds_left):>7}"
         )
 
     def _line(self) -> Text:
@@ -81,7 +81,7 @@ class Progress:
 
     def _beat(self) -> None:
         while not self._done.wait(HEARTBEAT_SECONDS):
-            if self._clock() - self._phase_began >= HEARTBEAT_SECONDS / 2:
+            if self._clock() - self._spoke >= HEARTBEAT_SECONDS / 2:
                 self._console.print(self._line())
 
 

@@ -26,11 +26,16 @@ class Accounting:
         self.trained = 0
         self.dropped: Counter[DropReason] = Counter()
         self._in_flight: set[str] = set()
+        self._of_group: Counter[str] = Counter()
 
     @property
     def in_flight(self) -> frozenset[str]:
         """Ids of the trajectories whose fate is open."""
         return frozenset(self._in_flight)
+
+    def is_open(self, group_id: str) -> bool:
+        """Whether a trajectory of this group (its id, a hyphen and a number) is in flight."""
+        return group_id in self._of_group
 
     def start(self, trajectory_id: str) -> None:
         """A trajectory begins.
@@ -41,6 +46,7 @@ class Accounting:
         if trajectory_id in self._in_flight:
             raise ValueError(f"trajectory {trajectory_id!r} was started twice")
         self._in_flight.add(trajectory_id)
+        self._of_group[_group(trajectory_id)] += 1
         self.started += 1
 
     def train(self, trajectory_ids: Iterable[str]) -> None:
@@ -87,4 +93,12 @@ class Accounting:
         if strangers or len(set(ids)) != len(ids):
             raise ValueError(f"not in flight, or named twice: {strangers or ids}")
         self._in_flight.difference_update(ids)
+        for group in map(_group, ids):
+            self._of_group[group] -= 1
+            if not self._of_group[group]:
+                del self._of_group[group]
         return len(ids)
+
+
+def _group(trajectory_id: str) -> str:
+    return trajectory_id.rpartition("-")[0]

@@ -1,17 +1,22 @@
-"""Which server takes a request: the one its session is on, else the one with the least in flight.
+"""Which server takes a request, and before which others: the one its session is on, else the one with the least in
+flight; first those of sessions that began first.
 
 A plain class without clocks, locks or asyncio; the client calls it from one event loop.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
+from typing import Any
 
 
 class Balancer:
     """Sticky sessions over least-in-flight.
 
-    A session stays on its server because the KV of its context is there; it moves only when that server is gone.
+    A session stays on its server because the KV of its context is there; it moves only when that server is gone. Its
+    requests go before those of sessions that began later: by their order of arrival, the next turn of a trajectory
+    that a learner waits for would queue behind the first turns of many that nobody needs yet.
 
     Args:
         max_sessions: sessions remembered; beyond it the one used longest ago is forgotten.
@@ -20,6 +25,8 @@ class Balancer:
     def __init__(self, max_sessions: int = 100_000):
         self._in_flight: dict[str, int] = {}
         self._sessions: OrderedDict[str, str] = OrderedDict()
+        self._ages: OrderedDict[str, int] = OrderedDict()
+        self._arrivals = itertools.count()
         self._max_sessions = max_sessions
 
     @property
@@ -55,7 +62,7 @@ class Balancer:
         if server is None:
             server = min(self._in_flight, key=self._in_flight.__getitem__)  # ties: the one added first
         if session is not None:
-            self._remember(session, server)
+            self._remember(self._sessions, session, server)
         self._in_flight[server] += 1
         return server
 
@@ -63,17 +70,30 @@ class Balancer:
         """A request that :meth:`acquire` counted has left the server."""
         self._in_flight[server] -= 1
 
+    def priority(self, session: str | None = None) -> int:
+        """Of a session's next request; lower runs first. A request without a session is one of its own."""
+        if session is None:
+            return next(self._arrivals)
+        age = self._ages.get(session)
+        if age is None:
+            age = next(self._arrivals)
+        self._remember(self._ages, session, age)
+        return age
+
     def fork_session(self, parent: str, child: str) -> None:
-        """Begins a session where another one is; does nothing if nobody knows where that is."""
+        """Begins a session where another one is, and as old; does nothing if nobody knows that one."""
         if server := self._sessions.get(parent):
-            self._remember(child, server)
+            self._remember(self._sessions, child, server)
+        if (age := self._ages.get(parent)) is not None:
+            self._remember(self._ages, child, age)
 
     def end_session(self, session: str) -> None:
         """Forgets a session."""
         self._sessions.pop(session, None)
+        self._ages.pop(session, None)
 
-    def _remember(self, session: str, server: str) -> None:
-        self._sessions[session] = server
-        self._sessions.move_to_end(session)
-        if len(self._sessions) > self._max_sessions:
-            self._sessions.popitem(last=False)
+    def _remember(self, what: OrderedDict[str, Any], session: str, value: Any) -> None:
+        what[session] = value
+        what.move_to_end(session)
+        if len(what) > self._max_sessions:
+            what.popitem(last=False)

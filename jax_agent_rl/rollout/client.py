@@ -126,7 +126,8 @@ class LLMServerClient:
             prompt_ids: the whole context.
             sampling_params: how to sample. A resumed request keeps its seed, so an engine that keys its draws by
                 seed and position goes on as if nothing had happened.
-            session_id: shared by the requests of a trajectory; keeps them on one server.
+            session_id: shared by the requests of a trajectory; keeps them on one server, and before those of
+                sessions that began later.
             session_ends: this is the session's last request.
             image_data: images, for a multi-modal engine, in order of their placeholders in ``prompt_ids``, where each
                 placeholder stands as often as the model reads it (``ChatCodec.expand_media``).
@@ -150,6 +151,7 @@ class LLMServerClient:
             sampling=sampling_params,
             session_id=session_id,
             session_ends=session_ends,
+            priority=self._balancer.priority(session_id),
             multi_modal={kind: tuple(items) for kind, items in (("image", image_data), ("video", video_data)) if items},
             lora=lora,
         )
@@ -174,7 +176,7 @@ class LLMServerClient:
         return True
 
     def fork_session(self, parent_id: str, session_id: str) -> None:
-        """Begins a session on the server of another, where the KV of their common context is."""
+        """Begins a session on the server of another, where the KV of their common context is, and with its priority."""
         self._balancer.fork_session(parent_id, session_id)
 
     def end_session(self, session_id: str) -> None:

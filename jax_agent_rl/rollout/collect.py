@@ -100,7 +100,7 @@ class RolloutCollector:
         self._client = context.client
         self._agents = AgentSelector(context)
         self._score = score
-        self._max_in_flight = max_in_flight
+        self._slots = Slots(max_in_flight)
         self._seed = seed
 
     async def close(self) -> None:
@@ -144,21 +144,11 @@ class RolloutCollector:
         """
         if group_size < 1:
             raise ValueError(f"group_size={group_size}: must be >= 1")
-        plans = [
-            _Plan(
-                group_id=f"{label}-{step}-{index}",
-                row=row,
-                group_size=group_size,
-                sampling=sampling,
-                seed_parts=(self._seed, label, step, index),
-            )
-            for index, row in enumerate(rows)
-        ]
+        plans = [self._plan(row, group_size, sampling, (label, step, index)) for index, row in enumerate(rows)]
         self._check_names(label, step, {plan.group_id for plan in plans})
-        slots = Slots(self._max_in_flight)
         undelivered: set[str] = set()
         # In order, so that the members of a group run together and share their prompt in the engine.
-        tasks = [asyncio.create_task(self._grow(plan, slots, undelivered), name=plan.group_id) for plan in plans]
+        tasks = [asyncio.create_task(self._grow(plan, undelivered), name=plan.group_id) for plan in plans]
         try:
             for complete in asyncio.as_completed(tasks):
                 group = await complete
@@ -170,12 +160,49 @@ class RolloutCollector:
             await asyncio.gather(*tasks, return_exceptions=True)
             self.accounting.drop(undelivered & self.accounting.in_flight, DropReason.CANCELLED)
 
+    async def collect_one(
+        self,
+        row: Mapping[str, Any],
+        *,
+        group_size: int,
+        sampling: SamplingParams,
+        step: int,
+        index: int,
+        label: str = "train",
+        why_stopped: Callable[[], DropReason] = lambda: DropReason.CANCELLED,
+    ) -> Group:
+        """One group of :meth:`collect`, for callers that start them one by one; all share the slots.
+
+        Args:
+            index: takes the place of the row's place among the rows.
+            why_stopped: asked when this is cancelled; what had been started is counted under it.
+        """
+        plan = self._plan(row, group_size, sampling, (label, step, index))
+        self._check_names(label, step, {plan.group_id})
+        undelivered: set[str] = set()
+        try:
+            return await self._grow(plan, undelivered)
+        except BaseException:
+            self.accounting.drop(undelivered & self.accounting.in_flight, why_stopped())
+            raise
+
+    def _plan(
+        self, row: Mapping[str, Any], group_size: int, sampling: SamplingParams, name: tuple[str, int, int]
+    ) -> _Plan:
+        """``name``: label, step and index."""
+        return _Plan(
+            group_id="-".join(map(str, name)),
+            row=row,
+            group_size=group_size,
+            sampling=sampling,
+            seed_parts=(self._seed, *name),
+        )
+
     def _check_names(self, label: str, step: int, group_ids: Collection[str]) -> None:
-        clash = [i for i in self.accounting.in_flight if i.rpartition("-")[0] in group_ids]
-        if clash:
+        if clash := [group_id for group_id in group_ids if self.accounting.is_open(group_id)]:
             raise ValueError(f"{label} trajectories of step {step} are still in flight: {sorted(clash)[:3]}")
 
-    async def _grow(self, plan: _Plan, slots: Slots, undelivered: set[str]) -> Group:
+    async def _grow(self, plan: _Plan, undelivered: set[str]) -> Group:
         """Runs one group, wave after wave, to its end."""
         group = _OpenGroup(plan=plan)
         growth = Growth(group_size=plan.group_size, seed=derive_seed(*plan.seed_parts))
@@ -186,7 +213,7 @@ class RolloutCollector:
                 count += len(starts)
                 async with asyncio.TaskGroup() as wave:
                     tasks = [
-                        wave.create_task(self._run(group, number, start, slots, undelivered))
+                        wave.create_task(self._run(group, number, start, undelivered))
                         for number, start in zip(numbers, starts, strict=True)
                     ]
                 group.waves.append([task.result() for task in tasks])
@@ -216,10 +243,10 @@ class RolloutCollector:
             metrics=counts if self._strategy.branches else {},
         )
 
-    async def _run(self, group: _OpenGroup, number: int, start: Start, slots: Slots, undelivered: set[str]) -> Outcome:
+    async def _run(self, group: _OpenGroup, number: int, start: Start, undelivered: set[str]) -> Outcome:
         """Runs one trajectory and books its loss, if it is one."""
         trajectory_id = f"{group.plan.group_id}-{number}"
-        async with slots.take(urgency=len(group.waves)):
+        async with self._slots.take(urgency=len(group.waves)):
             self.accounting.start(trajectory_id)
             undelivered.add(trajectory_id)
             result = await self._run_or_reason(group, trajectory_id, number, start)

@@ -13,6 +13,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import compress
 
 from jax_agent_rl.config_algorithm import FILTER_NAMES, AlgorithmConfig
 from jax_agent_rl.rollout.shaping import repetition, sampled_ids
@@ -75,8 +76,8 @@ def _judge(trajectory: Trajectory, config: AlgorithmConfig) -> tuple[str, DropRe
 
 
 def _logprobs_make_sense(sequence: Trajectory) -> bool:
-    sampled = zip(sequence.rollout_logprobs, sequence.response_mask, strict=True)
-    return all(math.isfinite(lp) and lp <= MAX_LOGPROB for lp, mask in sampled if mask)
+    sampled = tuple(compress(sequence.rollout_logprobs, sequence.response_mask))
+    return math.isfinite(sum(sampled)) and max(sampled, default=0.0) <= MAX_LOGPROB
 
 
 def _useless(group: Group, config: AlgorithmConfig, masked: Mapping[str, DropReason]) -> DropReason | None:

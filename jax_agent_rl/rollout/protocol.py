@@ -17,7 +17,7 @@ Life of a backend::
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
 from jax_agent_rl.types import PauseMode, SamplingParams, StopReason, TokenOutput
@@ -168,6 +168,11 @@ class BackendMetrics:
     prefill_seconds: float = 0.0
     recompilations: int = 0
     weight_update_seconds: float = 0.0
+
+    def since(self, before: BackendMetrics) -> BackendMetrics:
+        """What happened between two readings; ``recompilations`` stays the total."""
+        names = [name for name in self.__dataclass_fields__ if name != "recompilations"]
+        return replace(self, **{name: getattr(self, name) - getattr(before, name) for name in names})
 
 
 @runtime_checkable

@@ -35,7 +35,9 @@ class Interruption:
         def interrupt() -> None:
             self._restore()
             task.cancel()
-            if not self._training:
+            if self._training:
+                self._say("interrupted: saving the last finished step (once more: leave at once)")
+            else:
                 self._say("interrupted before training; nothing has changed")
                 self._leave()
 

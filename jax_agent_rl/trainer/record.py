@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from jax_agent_rl.rollout.buffer import versions
 from jax_agent_rl.rollout.protocol import BackendMetrics
 from jax_agent_rl.trajectory_graph import TrajectoryGraph
 from jax_agent_rl.types import DropReason, Group, Trajectory
@@ -27,9 +28,11 @@ class RunRecord:
         lost_batches: batches in a row of which no trajectory survived.
         recompilations: programs compiled after warm-up.
         learner_programs: programs the learner compiled up to its first policy update; more are recompilations.
-        max_logprob_gap: largest |rollout log-prob - learner log-prob| of the run.
+        max_logprob_gap: largest |rollout log-prob - learner log-prob| of the steps without stale tokens: how far engine
+            and learner disagree about the same weights.
         cursor: position in the training rows after ``step``.
         accounting: what became of every trajectory.
+        buffer: of asynchronous trainers, what became of every group.
     """
 
     step: int = 0
@@ -44,6 +47,7 @@ class RunRecord:
     max_logprob_gap: float = 0.0
     cursor: dict[str, Any] = field(default_factory=dict)
     accounting: dict[str, Any] = field(default_factory=dict)
+    buffer: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -85,8 +89,14 @@ def step_record(
     weight_update_seconds: float,
     step_seconds: float,
     recompilations: int,
+    pipeline: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """One ``metrics.jsonl`` line of kind ``step``; learner metrics are 0 where no group was worth a gradient."""
+    """One ``metrics.jsonl`` line of kind ``step``; learner metrics are 0 where no group was worth a gradient.
+
+    Args:
+        rollout_seconds: over which ``engine`` counts.
+        pipeline: how rollout and learner went together: who waited, how old the tokens were.
+    """
     trajectories = [t for g in groups for t in g.trajectories]
     calls = [call for t in trajectories for call in t.tool_calls]
     errors = Counter(call.error for call in calls if call.error)
@@ -114,8 +124,45 @@ def step_record(
         **defaults,
         **learner,
         "step_seconds": step_seconds,
+        **pipeline,
         "recompilations_after_warmup": recompilations,
         "accounting": dict(accounting),
+    }
+
+
+def staleness_record(groups: Sequence[Group], version: int) -> dict[str, Any]:
+    """How old the sampled tokens are that a learner of ``version`` gets, in versions.
+
+    ``staleness_histogram`` counts tokens by age; ``mixed_version_share`` are the trajectories whose weights changed
+    while they were sampled.
+    """
+    members = [t for g in groups for t in g.trajectories]
+    tokens = Counter(versions(members))
+    ages = Counter({version - sampled_by: count for sampled_by, count in tokens.items()})
+    mixed = sum(len(set(versions([t]))) > 1 for t in members)
+    return {
+        "staleness_mean": _mean_age(ages),
+        "staleness_max": max(ages, default=0),
+        "staleness_histogram": {str(age): count for age, count in sorted(ages.items())},
+        "mixed_version_share": mixed / max(1, len(members)),
+    }
+
+
+def overlap_summary(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """How well rollout and learner overlapped in a run, for ``summary.json``.
+
+    Args:
+        lines: ``metrics.jsonl`` of kind ``step``.
+    """
+    seconds = sum(line["step_seconds"] for line in lines)
+    idle = sum(line["step_seconds"] * line.get("learner_idle_share", 0.0) for line in lines)
+    ages: Counter[int] = Counter()
+    for line in lines:
+        ages.update({int(age): count for age, count in line.get("staleness_histogram", {}).items()})
+    return {
+        "learner_idle_share": round(idle / seconds, 3) if seconds else 0.0,
+        "staleness_mean": round(_mean_age(ages), 3),
+        "staleness_max": max(ages, default=0),
     }
 
 
@@ -132,6 +179,10 @@ def evaluation_record(step: int, groups: Sequence[Group], *, seconds: float) -> 
         "tool_calls_mean": sum(len(t.tool_calls) for t in trajectories) / max(1, len(trajectories)),
         "seconds": seconds,
     }
+
+
+def _mean_age(ages: Mapping[int, int]) -> float:
+    return sum(age * count for age, count in ages.items()) / max(1, sum(ages.values()))
 
 
 def _tree_counts(groups: Sequence[Group]) -> dict[str, float]:

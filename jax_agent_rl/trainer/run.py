@@ -20,9 +20,19 @@ from jax_agent_rl.observe.trajectories import LEGEND, best_and_worst, render
 from jax_agent_rl.runtime.in_process import Runtime, build
 from jax_agent_rl.runtime.learners import open_checkpointer
 from jax_agent_rl.runtime.multihost import LeadingCheckpointer, Line, leading
+from jax_agent_rl.trainer.base import Trainer
+from jax_agent_rl.trainer.fully_async import FullyAsyncTrainer
 from jax_agent_rl.trainer.interrupt import Interruption
-from jax_agent_rl.trainer.record import RunRecord
+from jax_agent_rl.trainer.one_step_off import OneStepOffTrainer
+from jax_agent_rl.trainer.record import RunRecord, overlap_summary
 from jax_agent_rl.trainer.sync import SyncTrainer
+
+TRAINERS: dict[str, type[Trainer]] = {
+    "sync": SyncTrainer,
+    "one_step_off": OneStepOffTrainer,
+    "fully_async": FullyAsyncTrainer,
+}
+"""By ``trainer.mode``."""
 
 
 async def train(
@@ -67,7 +77,7 @@ async def _train(
             checkpointer = open_checkpointer(folder.checkpoints, keep=config.trainer.keep_checkpoints, line=line)
             record = _restore(runtime, checkpointer, folder, from_step) if resume else RunRecord()
             record.cursor = record.cursor or runtime.cursor.state()
-            trainer = SyncTrainer(
+            trainer = TRAINERS[config.trainer.mode](
                 runtime=runtime, folder=folder, checkpointer=checkpointer, record=record, progress=progress
             )
             with contextlib.ExitStack() as last:
@@ -124,7 +134,7 @@ def _restore(
     return record
 
 
-async def _publish_first(trainer: SyncTrainer, version: int) -> None:
+async def _publish_first(trainer: Trainer, version: int) -> None:
     """The engines start from the learner's weights, wherever those came from.
 
     Raises:
@@ -139,9 +149,9 @@ async def _publish_first(trainer: SyncTrainer, version: int) -> None:
 def _conclude(runtime: Runtime, folder: RunFolder, record: RunRecord, console: Console) -> dict[str, Any]:
     """Writes the summary and the plot, and prints what a user looks at first."""
     record.accounting = runtime.collector.accounting.state()
-    summary = record.summary()
-    folder.write_json(folder.summary, summary)
     metrics = read_records(folder.metrics)
+    summary = record.summary() | overlap_summary([line for line in metrics if line["kind"] == "step"])
+    folder.write_json(folder.summary, summary)
     reward_plot(metrics, folder.plot, title=folder.path.name)
     records = read_records(folder.trajectories)
     _print_extremes(records, runtime, console)
@@ -172,6 +182,8 @@ def _headline(summary: dict[str, Any]) -> str:
         f"held-out accuracy: {share(summary['heldout_accuracy_before'])} -> {share(summary['heldout_accuracy_after'])} "
         f"after {summary['steps']} steps, {duration(summary['train_seconds'])} of training\n"
         f"trajectories: {summary['started']} started = {summary['trained']} trained + dropped ({dropped})\n"
+        f"learner idle {summary['learner_idle_share']:.0%} of the time, tokens on average "
+        f"{summary['staleness_mean']:.2g} versions old, at most {summary['staleness_max']}\n"
         f"token drift {summary['token_drift']}, largest rollout/learner log-prob gap "
         f"{summary['max_logprob_gap']:.1e}, recompilations after warm-up {summary['recompilations_after_warmup']}"
     )

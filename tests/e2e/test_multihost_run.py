@@ -73,9 +73,10 @@ def finish(started: Sequence[subprocess.Popen[str]], codes: Sequence[int]) -> li
     return outputs
 
 
-def test_two_processes_run_to_the_end_and_one_goes_on_from_their_checkpoint(tmp_path: Path):
+@pytest.mark.parametrize("mode", ["sync", "fully_async"])
+def test_two_processes_run_to_the_end_and_one_goes_on_from_their_checkpoint(tmp_path: Path, mode: str):
     recipe = tiny_recipe(tmp_path)
-    outputs = finish(start(recipe, "trainer.steps=2", processes=2), [0, 0])
+    outputs = finish(start(recipe, "trainer.steps=2", f"trainer.mode={mode}", processes=2), [0, 0])
     folder = tmp_path / "run"
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["steps"] == 2 and summary["recompilations_after_warmup"] == 0
@@ -83,7 +84,7 @@ def test_two_processes_run_to_the_end_and_one_goes_on_from_their_checkpoint(tmp_
     assert summary["max_logprob_gap"] <= 1e-3  # the engine serves what both processes trained
     assert "held-out accuracy" in outputs[0] and "held-out accuracy" not in outputs[1]
 
-    finish(start(recipe, "trainer.steps=3", "--resume", processes=1), [0])
+    finish(start(recipe, "trainer.steps=3", f"trainer.mode={mode}", "--resume", processes=1), [0])
     steps = [r["step"] for r in read_records(folder / "metrics.jsonl") if r["kind"] == "step"]
     assert steps == [1, 2, 3]
 

@@ -21,6 +21,8 @@ SMALL = ["rollout.prompts_per_step=2", "agent.max_response_length=32", "algorith
 def test_a_recipe_trains_and_accounts_for_everything(path: Path, recipe: Path, tmp_path: Path):
     tree = yaml.safe_load(path.read_text())
     own = {key: tree[key] for key in ("algorithm", "critic", "learner") if key in tree}
+    if "mode" in tree.get("trainer", {}):
+        own["trainer"] = tree["trainer"]
     if "row_length" in own.get("learner", {}):
         del own["learner"]["row_length"]
     rollout = tree.get("rollout", {})

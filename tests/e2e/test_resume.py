@@ -18,7 +18,7 @@ from tests.tiny_run import tiny_recipe
 COMMAND = [sys.executable, "-u", "-m", "jax_agent_rl.cli", "train"]
 STEPS, BEFORE = 20, 10
 # Parts of names of metrics that are wall time, or count what depends on it: which requests arrived together.
-TIMES = ("seconds", "per_second", "busy_share", "prefill_tokens", "cached_tokens")
+TIMES = ("seconds", "per_second", "busy_share", "idle_share", "prefill_tokens", "cached_tokens")
 
 PPO = {
     "adv_estimator": "gae",

@@ -199,6 +199,7 @@ def test_decoupled_ppo_reads_all_three_policies():
     assert not made._objective.on_policy
     metrics = made.update(groups).metrics
     assert metrics["rollout_max_logprob_difference"] > 0.1 and np.isfinite(metrics["loss"])
+    assert 0 < metrics["rollout_is_min"] < metrics["rollout_is_max"], "its own weights are in the record"
 
 
 def test_bypass_takes_the_rollouts_logprobs_as_old_and_saves_the_scoring_pass():

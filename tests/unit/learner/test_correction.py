@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jax_agent_rl.config_algorithm import RolloutCorrectionConfig
-from jax_agent_rl.learner.correction import correct, mismatch, reject, truncate
+from jax_agent_rl.learner.correction import behaviour_weights, correct, mismatch, reject, truncate
 
 OLD = [np.array(x) for x in ([-0.5, -1.2, -0.1, -2.0], [-0.9, -0.3, -1.5, -0.7], [-0.2, -2.5, -0.6, -0.05])]
 ROLLOUT = [np.array(x) for x in ([-0.9, -1.0, -0.4, -1.1], [-0.6, -0.9, -1.4, -0.2], [-0.25, -2.4, -1.9, -0.5])]
@@ -91,3 +91,11 @@ def test_a_step_of_which_everything_is_rejected_has_metrics_all_the_same():
     config = RolloutCorrectionConfig(rollout_is="token", rollout_rs=("token_k2",), rollout_rs_threshold=(1e-9,))
     made = correct(config, OLD, ROLLOUT, ACTIVE)
     assert not any(k.any() for k in made.kept) and made.metrics["rollout_rs_rejected_fraction"] == 1.0
+
+
+def test_the_weights_of_decoupled_ppo_are_counted_as_it_takes_them():
+    """Ratios 1, 2 and 4 under a cap of 3, and one that a filter masks."""
+    old, rollout = [np.log([1.0, 2.0, 4.0, 9.0])], [np.zeros(4)]
+    got = behaviour_weights(3.0, old, rollout, [np.array([True, True, True, False])])
+    assert got["rollout_is_mean"] == pytest.approx(7 / 3) and got["rollout_is_max"] == pytest.approx(4)
+    assert got["rollout_is_clipped_fraction"] == pytest.approx(1 / 3)

@@ -55,6 +55,17 @@ def test_a_forked_session_begins_where_its_parent_is():
     assert b.acquire("child") == "b"
 
 
+def test_sessions_that_began_first_go_first_whatever_comes_between():
+    b = balancer("a")
+    first, second = b.priority("first"), b.priority("second")
+    alone = b.priority()
+    assert first < second < alone and (b.priority("second"), b.priority("first")) == (second, first)
+    b.fork_session("first", "branch")
+    assert b.priority("branch") == first, "a branch is as old as its parent"
+    b.end_session("first")
+    assert b.priority("first") > alone, "one of the same name is another session"
+
+
 def test_the_session_used_longest_ago_is_forgotten():
     b = balancer("a", "b", max_sessions=2)
     for session in ("s1", "s2", "s1", "s3"):  # s2 is the oldest when s3 comes

@@ -328,3 +328,11 @@ async def test_no_server_is_added_in_the_middle_of_an_update():
         client.add_server(fleet.servers[1])
     fleet.go_on()
     await asyncio.gather(held, updating)
+
+
+async def test_a_trajectorys_next_turn_goes_before_those_that_began_later():
+    fleet = Fleet()
+    for name, session in (("old-1", "old"), ("new-1", "new"), ("old-2", "old")):
+        await fleet.ask(name, session_id=session)
+    first, later, again = (request.priority for request in fleet.backends[0].requests)
+    assert first == again < later

@@ -9,7 +9,7 @@ import pytest
 from jax_agent_rl.errors import NothingToTrainError, RewardTimeoutError
 from jax_agent_rl.observe.metrics import read_records
 from jax_agent_rl.types import DropReason
-from tests.unit.trainer.test_sync import trainer
+from tests.fake_training import make_trainer
 
 
 async def hangs(trajectory):
@@ -17,7 +17,7 @@ async def hangs(trajectory):
 
 
 async def test_rewards_that_fail_for_whole_batches_stop_the_run_with_a_message(tmp_path: Path):
-    training = trainer(tmp_path, steps=1000)
+    training = make_trainer(tmp_path, steps=1000)
     collector = training.runtime.collector
     collector._score = hangs
     with pytest.raises(NothingToTrainError, match="reward_timeout 2.*did not return within reward.timeout=60"):
@@ -29,7 +29,7 @@ async def test_rewards_that_fail_for_whole_batches_stop_the_run_with_a_message(t
 
 
 async def test_a_batch_that_is_half_lost_goes_on(tmp_path: Path):
-    training = trainer(tmp_path, steps=5)
+    training = make_trainer(tmp_path, steps=5)
 
     async def fails_for_one(trajectory):
         if trajectory.trajectory_id.endswith("-0"):
@@ -42,7 +42,7 @@ async def test_a_batch_that_is_half_lost_goes_on(tmp_path: Path):
 
 
 async def test_named_parts_and_the_sums_of_tools_and_turns_are_metrics_of_the_step(tmp_path: Path):
-    training = trainer(tmp_path, steps=1)
+    training = make_trainer(tmp_path, steps=1)
 
     async def parts(trajectory):
         reward = float(trajectory.trajectory_id.endswith("-1"))

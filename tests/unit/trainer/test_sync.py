@@ -1,130 +1,19 @@
 """The synchronous trainer on a scripted engine and a learner that learns nothing."""
 
-import io
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
-from jax_agent_rl import config
-from jax_agent_rl.agents import AgentContext
-from jax_agent_rl.data.cursor import DataCursor
 from jax_agent_rl.errors import EngineDiedError
-from jax_agent_rl.learner.step import UpdateResult
-from jax_agent_rl.observe.metrics import RunFolder, read_records
-from jax_agent_rl.observe.progress import Progress
-from jax_agent_rl.rollout.client import LLMServerClient
-from jax_agent_rl.rollout.collect import RolloutCollector
-from jax_agent_rl.rollout.server import AsyncServer
-from jax_agent_rl.rollout.strategies import make_strategy
-from jax_agent_rl.runtime.in_process import Runtime
-from jax_agent_rl.runtime.publishers import ArrayPublisher
-from jax_agent_rl.trainer.record import RunRecord
-from jax_agent_rl.trainer.sync import SyncTrainer
+from jax_agent_rl.observe.metrics import read_records
+from jax_agent_rl.trainer.base import Trainer
 from jax_agent_rl.types import DropReason, FinishReason
-from tests.fakes import FakeCodec, ScriptedBackend
-
-ROW = {"prompt": [{"role": "user", "content": "go"}], "agent_name": "single_turn_agent"}
-
-
-class Clock:
-    """Stands still unless it is moved on."""
-
-    now = 0.0
-
-    def __call__(self) -> float:
-        self.now += 1e-6  # rates are per second of it
-        return self.now
-
-
-class SlowToUpdate(ScriptedBackend):
-    """Version n takes n seconds to load."""
-
-    def __init__(self, clock: Clock, *args):
-        super().__init__(*args)
-        self.clock = clock
-
-    async def update_weights(self, update):
-        await super().update_weights(update)
-        self.clock.now += update.version
-
-
-class IdleLearner:
-    params = None
-    state = None
-    programs_compiled = 1
-
-    rejected = frozenset()
-
-    def __init__(self):
-        self.groups = []
-
-    def update(self, groups, *, masked, tick, gate):
-        self.groups += groups
-        return UpdateResult(metrics={}, skipped=False, rejected=self.rejected)
-
-
-class NoCheckpoints:
-    def save(self, step, state, record):
-        pass
-
-    def check(self):
-        pass
-
-    def wait(self):
-        pass
-
-
-async def parity(trajectory):
-    return replace(trajectory, reward=float(int(trajectory.trajectory_id[-1]) % 2))
-
-
-def trainer(tmp_path: Path, *, steps: int, algorithm: dict | None = None, score=parity, **rollout) -> SyncTrainer:
-    clock = Clock()
-    settings = config.build(
-        {
-            "run_dir": str(tmp_path),
-            "model": {"path": "none"},
-            "data": {"train": "none"},
-            "rollout": {"prompts_per_step": 1, "group_size": 2} | rollout,
-            "algorithm": algorithm or {},
-            "trainer": {"steps": steps, "checkpoint_every": 0},
-        }
-    )
-    codec = FakeCodec()
-    backend = SlowToUpdate(clock, codec, ["hello there"])
-    client = LLMServerClient([AsyncServer(backend)])
-    context = AgentContext(client=client, codec=codec, limits=settings.agent, max_model_len=1000)
-    strategies = [make_strategy(settings.rollout.strategy), None]  # evaluations are chains
-    collectors = [
-        RolloutCollector(context, score=score, max_in_flight=4, seed=0, strategy=strategy) for strategy in strategies
-    ]
-    runtime = Runtime(
-        config=settings,
-        codec=codec,
-        metrics=backend.metrics,
-        publisher=ArrayPublisher(),
-        client=client,
-        collector=collectors[0],
-        evaluator=collectors[1],
-        learner=IdleLearner(),
-        cursor=DataCursor([ROW], seed=0),
-        heldout=[ROW],
-    )
-    progress = Progress(Console(file=io.StringIO()), total_steps=steps)
-    return SyncTrainer(
-        runtime=runtime,
-        folder=RunFolder(tmp_path),
-        checkpointer=NoCheckpoints(),
-        record=RunRecord(),
-        progress=progress,
-        clock=clock,
-    )
+from tests.fake_training import make_trainer, parity
 
 
 async def test_every_step_records_the_seconds_of_its_own_weight_update(tmp_path: Path):
-    training = trainer(tmp_path, steps=3)
+    training = make_trainer(tmp_path, steps=3)
     await training.run()
     steps = [r for r in read_records(tmp_path / "metrics.jsonl") if r["kind"] == "step"]
     assert [round(r["weight_update_seconds"], 3) for r in steps] == [1.0, 2.0, 3.0]
@@ -132,7 +21,7 @@ async def test_every_step_records_the_seconds_of_its_own_weight_update(tmp_path:
 
 
 async def test_a_run_without_an_engine_stops_and_says_why(tmp_path: Path):
-    training = trainer(tmp_path, steps=3)
+    training = make_trainer(tmp_path, steps=3)
     (server,) = training.runtime.client.servers
     await training.train_step(0.0)
     server.backend.die()
@@ -144,7 +33,7 @@ async def test_a_run_without_an_engine_stops_and_says_why(tmp_path: Path):
     assert training.runtime.evaluator.accounting.dropped == {DropReason.BACKEND_ERROR: 1}
 
 
-def dropped(training: SyncTrainer) -> dict[str, int]:
+def dropped(training: Trainer) -> dict[str, int]:
     accounting = training.runtime.collector.accounting
     accounting.check()
     assert not accounting.in_flight
@@ -157,7 +46,7 @@ async def test_groups_that_are_left_out_are_refilled_from_new_prompts(tmp_path: 
     async def equal_at_first(t):
         return replace(t, reward=1.0) if t.trajectory_id.startswith("train-") else await parity(t)
 
-    training = trainer(
+    training = make_trainer(
         tmp_path, steps=1, algorithm={"max_refills": 5}, score=equal_at_first, prompts_per_step=3, group_size=2
     )
     await training.run()
@@ -169,7 +58,7 @@ async def test_refilling_ends_after_its_rounds(tmp_path: Path):
     async def equal(t):
         return replace(t, reward=1.0)
 
-    training = trainer(tmp_path, steps=1, algorithm={"max_refills": 2}, score=equal)
+    training = make_trainer(tmp_path, steps=1, algorithm={"max_refills": 2}, score=equal)
     await training.run()
     assert not training.runtime.learner.groups and dropped(training) == {"zero_variance": 3 * 2}
 
@@ -178,14 +67,16 @@ async def test_remax_compares_with_a_greedy_rollout_that_is_never_trained_on(tmp
     async def greedy_earns_less(t):
         return replace(t, reward=0.25 if t.trajectory_id.startswith("greedy") else 1.0)
 
-    training = trainer(tmp_path, steps=1, algorithm={"adv_estimator": "remax"}, score=greedy_earns_less, group_size=1)
+    training = make_trainer(
+        tmp_path, steps=1, algorithm={"adv_estimator": "remax"}, score=greedy_earns_less, group_size=1
+    )
     await training.run()
     assert [g.greedy_reward for g in training.runtime.learner.groups] == [0.25]
     assert dropped(training) == {"greedy": 1} and training.runtime.collector.accounting.trained == 1
 
 
 async def test_rejected_trajectories_are_not_counted_as_trained(tmp_path: Path):
-    training = trainer(tmp_path, steps=1)
+    training = make_trainer(tmp_path, steps=1)
     training.runtime.learner.rejected = frozenset({"train-1-0-1"})
     await training.run()
     assert dropped(training) == {"rejected": 1} and training.runtime.collector.accounting.trained == 1
@@ -196,7 +87,7 @@ async def test_masked_trajectories_are_counted_by_the_filter_that_masked_them(tm
         cut = t.trajectory_id.endswith("-1")
         return replace(await parity(t), finish_reason=FinishReason.RESPONSE_LENGTH if cut else FinishReason.ANSWER)
 
-    training = trainer(tmp_path, steps=1, algorithm={"filters": {"overlong": "mask"}}, score=second_is_cut_off)
+    training = make_trainer(tmp_path, steps=1, algorithm={"filters": {"overlong": "mask"}}, score=second_is_cut_off)
     await training.run()
     assert [g.rewards for g in training.runtime.learner.groups] == [(0.0, 1.0)]
     assert dropped(training) == {"overlong": 1} and training.runtime.collector.accounting.trained == 1
@@ -207,7 +98,9 @@ async def test_penalties_are_taken_off_before_groups_are_compared(tmp_path: Path
         return replace(t, reward=1.0)
 
     shaping = {"overlong_buffer": 512, "overlong_factor": 512.0}  # one for every token
-    training = trainer(tmp_path, steps=1, algorithm={"shaping": shaping, "filter_zero_variance": False}, score=equal)
+    training = make_trainer(
+        tmp_path, steps=1, algorithm={"shaping": shaping, "filter_zero_variance": False}, score=equal
+    )
     await training.run()
     (group,) = training.runtime.learner.groups
     assert group.rewards == tuple(1.0 - len(t.response_ids) for t in group.trajectories)
@@ -221,7 +114,7 @@ async def test_trajectories_without_loss_are_counted_under_their_reason(tmp_path
         lost = sample == "0" or step == "2"
         return replace(await parity(trajectory), no_loss=DropReason.VOID_TRAJECTORY if lost else None)
 
-    training = trainer(tmp_path, steps=2, score=score)
+    training = make_trainer(tmp_path, steps=2, score=score)
     await training.run()
     books = training.runtime.collector.accounting
     books.check()
@@ -232,7 +125,7 @@ async def test_trajectories_without_loss_are_counted_under_their_reason(tmp_path
 async def test_a_step_of_trees_balances_its_books_and_counts_shared_ids_once(tmp_path: Path):
     """Of each chain two ids are forked, so at least one branch takes something over; then the engine says 3 more."""
     strategy = {"name": "treerl", "treerl": {"m": 2, "n": 2, "l": 1, "t": 1}}
-    training = trainer(
+    training = make_trainer(
         tmp_path, steps=1, algorithm={"adv_estimator": "treerl"}, group_size=6, prompts_per_step=2, strategy=strategy
     )
     await training.run()
@@ -251,7 +144,7 @@ async def test_a_step_of_trees_balances_its_books_and_counts_shared_ids_once(tmp
 
 
 async def test_a_step_of_chains_says_nothing_of_trees(tmp_path: Path):
-    training = trainer(tmp_path, steps=1)
+    training = make_trainer(tmp_path, steps=1)
     await training.run()
     (line,) = [r for r in read_records(tmp_path / "metrics.jsonl") if r["kind"] == "step"]
     assert not [key for key in line if key.startswith("tree/")]

@@ -1,0 +1,273 @@
+"""What each trainer makes of rollouts with tools that take their time: samples per second, and who waits.
+
+    python benchmarks/async_rollout.py [--modes sync one_step_off fully_async] [--turns 3] [--steps 4] [--staleness 4]
+
+The trainers, the agent loop (``server_tool_agent``), the client and the JAX engine are those of a run; the tool server
+is a process of its own. A turn has 40 ids in the median and at most 400, a tool takes 0.63 s in the median and 0.2 to
+2 s, a decode step 25 ms (about 30B parameters on one accelerator); see ``benchmarks/paced.py``. The same row has the
+same draws in every trainer. ``engine_pace_kept`` below about 0.95 says that this machine could not keep that pace.
+
+The learner is paced, too: it takes as long as its batch has ids, and gives back weights that differ a little and that
+are published as in any run. Forward and backward pass on the engine's two cores would measure these; on an accelerator
+of their own they take none of the engine's time. At 2000 ids a second (one accelerator for the same model) a step of 64
+trajectories takes it about 10 s, of which the engine, with all of its 64 lanes used all the time, would need 7.
+
+``ideal`` is the schedule in which neither ever waits: the slower of (ids / learner's pace) and (sampled ids * step /
+lanes). It knows no publication of weights, no prefill, no HTTP. What is measured are steps in the middle of a run, its
+pipeline full.
+
+The last line is one JSON object: per mode ``samples_per_second``, ``share_of_ideal``, the shares of the time in which
+the engine did not decode and the learner had nothing to do, and the age of its tokens; ``ratio_vs_sync`` and
+``share_of_ideal`` of fully asynchronous training at the top.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import io
+import json
+import tempfile
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from paced import (
+    PROMPT,
+    Draws,
+    LetterCodec,
+    PacedBackend,
+    TurnLengths,
+    add_serve,
+    agent_settings,
+    longest_context,
+    serve,
+    small_model,
+    tool_server,
+)
+from rich.console import Console
+
+from jax_agent_rl import config
+from jax_agent_rl.agents import AgentContext
+from jax_agent_rl.data.cursor import DataCursor
+from jax_agent_rl.learner.checkpoint import Checkpointer
+from jax_agent_rl.learner.gate import UpdateGate
+from jax_agent_rl.learner.step import UpdateResult
+from jax_agent_rl.observe.metrics import RunFolder, read_records
+from jax_agent_rl.observe.progress import Progress
+from jax_agent_rl.rollout.collect import RolloutCollector
+from jax_agent_rl.rollout.server import AsyncServer
+from jax_agent_rl.runtime.compilation_cache import use_compilation_cache
+from jax_agent_rl.runtime.in_process import Runtime
+from jax_agent_rl.runtime.publishers import ArrayPublisher
+from jax_agent_rl.trainer.base import Trainer
+from jax_agent_rl.trainer.record import RunRecord
+from jax_agent_rl.trainer.run import TRAINERS
+from jax_agent_rl.types import Group, Trajectory
+
+LENGTHS = Draws(median=40, least=1, most=400)
+LATENCIES = Draws(median=0.63, least=0.2, most=2.0)
+WARM_UP = {"sync": 0, "one_step_off": 1, "fully_async": 2}
+"""Steps until the pipeline is full."""
+ENDLESS = 1000
+"""Steps the trainers believe in: a run that comes to its end lets the pipeline run dry."""
+
+
+def place(trajectory_id: str) -> str:
+    """Which row of the run, and which member of its group: the same for all trainers."""
+    label, step, index, member = trajectory_id.split("-")
+    return f"{int(step) - (label == 'train')}-{index}-{member}"  # synchronous steps are counted from 1
+
+
+class PacedLearner:
+    """Takes the time that a batch takes at ``tokens_per_second``, then has new parameters."""
+
+    programs_compiled = 0
+
+    def __init__(self, params: dict, tokens_per_second: float):
+        self.params = params
+        self.batches: list[list[Trajectory]] = []
+        self._pace = tokens_per_second
+
+    @property
+    def state(self) -> dict:
+        return self.params
+
+    def seconds(self, batch: Sequence[Trajectory]) -> float:
+        """For this batch."""
+        return sum(len(t.prompt_ids) + len(t.response_ids) for t in batch) / self._pace
+
+    def update(self, groups: Sequence[Group], *, masked: Collection[str], tick: Any, gate: UpdateGate) -> UpdateResult:
+        batch = [t for group in groups for t in group.trajectories]
+        self.batches.append(batch)
+        with gate.update():
+            time.sleep(self.seconds(batch))
+            self.params = jax.tree.map(lambda x: x * (1 + 1e-6), self.params)
+        return UpdateResult(metrics={}, skipped=False)
+
+
+async def score(trajectory: Trajectory) -> Trajectory:
+    return replace(trajectory, reward=float(trajectory.trajectory_id[-1] in "02468"))
+
+
+def settings(mode: str, url: str, folder: Path, arguments: argparse.Namespace) -> config.Config:
+    """The configuration of a run in this mode."""
+    asynchronous = {"staleness": arguments.staleness} if mode == "fully_async" else {}
+    return config.build(
+        {
+            "run_dir": str(folder),
+            "model": {"path": "none"},
+            "data": {"train": "none"},
+            "agent": agent_settings(url, LENGTHS, arguments.turns),
+            "rollout": {
+                "prompts_per_step": arguments.rows,
+                "group_size": arguments.group_size,
+                "max_in_flight": arguments.in_flight,
+                "max_model_len": longest_context(LENGTHS, arguments.turns),
+            },
+            "learner": {"row_length": longest_context(LENGTHS, arguments.turns)},
+            "trainer": {"mode": mode, "steps": ENDLESS, "checkpoint_every": 0, **asynchronous},
+        }
+    )
+
+
+def make_trainer(mode: str, backend: PacedBackend, url: str, folder: Path, arguments: argparse.Namespace) -> Trainer:
+    """As ``jax-agent-rl train`` makes it, around the paced engine and learner."""
+    run, codec = settings(mode, url, folder, arguments), LetterCodec()
+    client = TurnLengths([AsyncServer(backend)], lengths=LENGTHS, work=place)
+    context = AgentContext(client=client, codec=codec, limits=run.agent, max_model_len=run.rollout.max_model_len)
+    collector, evaluator = (
+        RolloutCollector(context, score=score, max_in_flight=run.rollout.max_in_flight, seed=run.seed) for _ in range(2)
+    )
+    runtime = Runtime(
+        config=run,
+        codec=codec,
+        metrics=backend.metrics,
+        client=client,
+        collector=collector,
+        evaluator=evaluator,
+        learner=PacedLearner(small_model()[1], arguments.learner_tokens_per_second),
+        publisher=ArrayPublisher(),
+        cursor=DataCursor([{"prompt": PROMPT, "agent_name": "server_tool_agent"}], seed=run.seed),
+        heldout=[],
+    )
+    return TRAINERS[mode](
+        runtime=runtime,
+        folder=RunFolder(folder),
+        checkpointer=Checkpointer(folder / "checkpoints", keep=1),
+        record=RunRecord(),
+        progress=Progress(Console(file=io.StringIO()), total_steps=run.trainer.steps),
+    )
+
+
+async def train(mode: str, backend: PacedBackend, url: str, folder: Path, arguments: argparse.Namespace) -> dict:
+    """Some steps of a trainer whose pipeline is full, and what they came to."""
+    trainer = make_trainer(mode, backend, url, folder, arguments)
+    runtime, warm_up = trainer.runtime, WARM_UP[mode]
+    try:
+        for _ in range(warm_up):
+            await trainer.train_step(0.0)
+        begin, before, pace = time.perf_counter(), await backend.metrics(), backend.pace
+        for step in range(arguments.steps):
+            await trainer.train_step(0.0)
+            print(f"{mode}: step {step + 1} of {arguments.steps}", flush=True)
+        seconds, engine = time.perf_counter() - begin, (await backend.metrics()).since(before)
+        planned, taken = np.subtract(backend.pace, pace)
+    finally:
+        await trainer.stop_rollouts()
+        await runtime.collector.close()
+        trainer.checkpointer.close()
+    runtime.collector.accounting.check()
+    batches, records = runtime.learner.batches[warm_up:], read_records(folder / "metrics.jsonl")[warm_up:]
+    learning = [runtime.learner.seconds(batch) for batch in batches]
+    result = summary(batches, learning, records, arguments, seconds=seconds, engine_seconds=engine.busy_seconds)
+    return result | {"engine_pace_kept": round(planned / taken, 3)}
+
+
+def summary(
+    batches: Sequence[Sequence[Trajectory]],
+    learning: Sequence[float],
+    records: Sequence[dict],
+    arguments: argparse.Namespace,
+    *,
+    seconds: float,
+    engine_seconds: float,
+) -> dict[str, float]:
+    """What is compared.
+
+    Args:
+        batches: of each step.
+        learning: seconds the learner took for each.
+        records: the lines of ``metrics.jsonl``.
+        seconds: all steps took.
+        engine_seconds: of these, those in which the engine decoded.
+    """
+    decoding = sum(t.num_sampled for batch in batches for t in batch) * arguments.step_ms / 1000 / arguments.lanes
+    ideal = max(sum(learning), decoding)
+    return {
+        "samples_per_second": round(sum(map(len, batches)) / seconds, 3),
+        "seconds_per_step": round(seconds / len(batches), 2),
+        "ideal_seconds_per_step": round(ideal / len(batches), 2),
+        "share_of_ideal": round(ideal / seconds, 3),
+        "engine_idle_share": round(1 - engine_seconds / seconds, 3),
+        "lanes_used": round(decoding / seconds, 3),
+        "learner_idle_share": round(1 - sum(learning) / seconds, 3),
+        "weight_update_seconds": round(float(np.mean([r["weight_update_seconds"] for r in records])), 3),
+        "staleness_mean": round(float(np.mean([r.get("staleness_mean", 0.0) for r in records])), 2),
+        "staleness_max": max(r.get("staleness_max", 0) for r in records),
+    }
+
+
+async def measure(url: str, arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Every mode, each with an engine of its own."""
+    results = {}
+    for mode in arguments.modes:
+        backend = PacedBackend(
+            lanes=arguments.lanes,
+            max_model_len=longest_context(LENGTHS, arguments.turns),
+            step_seconds=arguments.step_ms / 1000,
+        )
+        await backend.start()
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                results[mode] = await train(mode, backend, url, Path(folder), arguments)
+        finally:
+            await backend.close()
+        print(f"{mode}: {json.dumps(results[mode])}", flush=True)
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--modes", nargs="+", choices=list(TRAINERS), default=list(TRAINERS))
+    parser.add_argument("--turns", type=int, default=3, help="tool calls of a trajectory")
+    parser.add_argument("--steps", type=int, default=4, help="training steps that are measured")
+    parser.add_argument("--rows", type=int, default=8, help="groups a step")
+    parser.add_argument("--group-size", type=int, default=8)
+    parser.add_argument("--staleness", type=int, default=4, help="of fully_async")
+    parser.add_argument("--in-flight", type=int, default=112, help="most trajectories that run at the same time")
+    parser.add_argument("--lanes", type=int, default=64, help="most that decode at the same time")
+    parser.add_argument("--step-ms", type=float, default=25.0, help="milliseconds of a decode step, at least")
+    parser.add_argument("--learner-tokens-per-second", type=float, default=2000.0)
+    add_serve(parser)
+    arguments = parser.parse_args()
+    if arguments.serve:
+        serve(LATENCIES, place)
+        return
+    use_compilation_cache()
+    with tool_server() as url:
+        results: dict[str, Any] = asyncio.run(measure(url, arguments))
+    if best := results.get("fully_async"):
+        results["share_of_ideal"] = best["share_of_ideal"]
+        if "sync" in results:
+            results["ratio_vs_sync"] = round(best["samples_per_second"] / results["sync"]["samples_per_second"], 2)
+    workload = {name: value for name, value in vars(arguments).items() if name not in ("modes", "serve")}
+    print(json.dumps({**workload, **results}))
+
+
+if __name__ == "__main__":
+    main()

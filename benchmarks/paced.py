@@ -1,0 +1,239 @@
+"""Rollouts at a large model's pace on a small machine: drawn lengths and latencies, a paced engine, a tool server.
+
+Turn lengths and tool latencies are log-normal with sigma 1: most are short, a few are long, as those of reasoning
+models and sandboxes. They depend on the trajectory's name and the turn alone, so whatever is compared does the same
+work.
+
+A large model on an accelerator decodes a batch at the pace at which its weights are read, about 10 ms a step for 7B
+parameters in bfloat16 with their cache, whether the batch is full or nearly empty. Two CPU cores have another profile,
+so the model here is small and random, and every decode step is held to that pace. Everything else, agent, client,
+scheduler, programs and HTTP, is what a run uses, at its own speed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import math
+import random
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import jax
+import uvicorn
+from starlette.applications import Starlette
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+from jax_agent_rl.agents import derive_seed
+from jax_agent_rl.jetstream.backend import JetStreamBackend
+from jax_agent_rl.jetstream.engine import EngineShapes, JaxEngine
+from jax_agent_rl.models.config import DecoderConfig
+from jax_agent_rl.rollout.client import LLMServerClient
+from jax_agent_rl.rollout.server import AsyncServer
+from jax_agent_rl.types import SamplingParams, TokenOutput
+
+OBSERVATION = " ok."
+PROMPT = [{"role": "user", "content": "What is 12 times 34?"}]
+MAX_PROMPT, MAX_OBSERVATION = 64, 16  # ids
+LETTERS = 125
+DECODE_STEPS = 4
+
+Work = Callable[[str], str]
+"""Trajectory id to the name its draws depend on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draws:
+    """Log-normal with sigma 1, cut at both ends; a draw depends on its key alone."""
+
+    median: float
+    least: float = 0.0
+    most: float
+
+    def at(self, *key: int | str) -> float:
+        draw = random.Random(derive_seed(*key)).lognormvariate(math.log(self.median), 1.0)
+        return min(self.most, max(self.least, draw))
+
+
+LENGTHS = Draws(median=100, least=1, most=1024)
+"""Ids of a turn."""
+
+
+def turn_length(lengths: Draws, name: str, turn: int) -> int:
+    """Ids in this turn of a trajectory."""
+    return round(lengths.at("length", name, turn))
+
+
+def tool_seconds(latencies: Draws, name: str, turn: int) -> float:
+    """Of the call that ends this turn."""
+    return latencies.at("latency", name, turn)
+
+
+def same_name(trajectory_id: str) -> str:
+    """Draws by the trajectory id itself."""
+    return trajectory_id
+
+
+# --- the tool server ----------------------------------------------------------------------------------------------
+
+
+def serve(latencies: Draws, work: Work = same_name) -> None:
+    """Answers each action after its latency; those of a batch side by side. Prints its port."""
+
+    async def run(trajectory_id: str, step: int) -> None:
+        await asyncio.sleep(tool_seconds(latencies, work(trajectory_id), step))
+
+    async def observe(request):
+        body = await request.json()
+        if not all(body["finish"]):
+            steps = [extra["current_step"] for extra in body["extra_fields"]]
+            await asyncio.gather(*map(run, body["trajectory_ids"], steps))
+        count = len(body["actions"])
+        return JSONResponse({"observations": [OBSERVATION] * count, "dones": [False] * count, "valids": [True] * count})
+
+    listening = socket.socket()
+    listening.bind(("127.0.0.1", 0))
+    print(listening.getsockname()[1], flush=True)
+    app = Starlette(routes=[Route("/get_observation", observe, methods=["POST"])])
+    uvicorn.Server(uvicorn.Config(app, log_level="critical")).run(sockets=[listening])
+
+
+@contextlib.contextmanager
+def tool_server(*arguments: object) -> Iterator[str]:
+    """Runs this program again with ``--serve`` and these arguments, beside it, and yields the server's URL."""
+    command = [sys.executable, sys.argv[0], "--serve", *map(str, arguments)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            yield f"http://127.0.0.1:{int(server.stdout.readline())}"
+        finally:
+            server.terminate()
+
+
+def add_serve(parser: argparse.ArgumentParser) -> None:
+    """For :func:`tool_server`."""
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+
+
+# --- the engine ---------------------------------------------------------------------------------------------------
+
+
+class LetterCodec:
+    """Printable characters as ids, after three special ones; as much of ``ChatCodec`` as the loop needs here."""
+
+    eos_token_ids = (2,)
+
+    def encode_text(self, text: str) -> list[int]:
+        return [3 + ord(character) % LETTERS for character in text]
+
+    def encode_prompt(self, messages: Sequence[Mapping[str, str]], tools: Sequence[object] = ()) -> list[int]:
+        return [1, *self.encode_text("".join(message["content"] for message in messages))]
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        return "".join(chr(32 + i) for i in ids if i > 2)
+
+
+def small_model() -> tuple[DecoderConfig, dict]:
+    """One layer of random weights, in float32."""
+    config = DecoderConfig(
+        vocab_size=3 + LETTERS,
+        hidden_size=64,
+        intermediate_size=128,
+        num_layers=1,
+        num_heads=4,
+        num_kv_heads=1,
+        head_dim=16,
+        tie_word_embeddings=True,
+        eos_token_ids=(2,),
+    )
+    shapes, tree = jax.tree.flatten(config.parameter_shapes(), is_leaf=lambda x: isinstance(x, tuple))
+    keys = jax.random.split(jax.random.key(0), len(shapes))
+    return config, jax.tree.unflatten(tree, [0.05 * jax.random.normal(k, s) for k, s in zip(keys, shapes, strict=True)])
+
+
+class PacedEngine(JaxEngine):
+    """Decodes at a large model's pace: a step takes ``step_seconds``, however few lanes it has."""
+
+    step_seconds = 0.0
+    planned = taken = 0.0  # seconds of all steps
+
+    def decode(self, *args):
+        begin = time.perf_counter()
+        cache, ids, log_probs = super().decode(*args)
+        seconds = int((ids >= 0).any(axis=1).sum()) * self.step_seconds
+        time.sleep(max(0.0, begin + seconds - time.perf_counter()))
+        self.planned, self.taken = self.planned + seconds, self.taken + time.perf_counter() - begin
+        return cache, ids, log_probs
+
+
+class PacedBackend(JetStreamBackend):
+    """The JAX engine with :class:`PacedEngine`'s pace, with a lane and a row of cache for each of ``lanes``."""
+
+    def __init__(self, *, lanes: int, max_model_len: int, step_seconds: float) -> None:
+        config, params = small_model()
+        shapes = EngineShapes(
+            max_model_len=max_model_len,
+            max_concurrent_decodes=lanes,
+            cache_rows=lanes,
+            decode_steps=DECODE_STEPS,
+            prefill_buckets=(32, 64),
+        )
+        super().__init__(config, params, shapes)
+        self._step_seconds = step_seconds
+
+    def _make_engine(self) -> JaxEngine:
+        self._engine = PacedEngine(self._config, self._shapes, dtype=self._dtype)
+        self._engine.step_seconds = self._step_seconds
+        return self._engine
+
+    @property
+    def pace(self) -> tuple[float, float]:
+        """Seconds the decode steps so far should take, and did. More: the machine was too slow, and measures itself."""
+        return self._engine.planned, self._engine.taken
+
+
+class TurnLengths(LLMServerClient):
+    """Ends each turn at its drawn length: a random model has no idea of one."""
+
+    def __init__(self, servers: Sequence[AsyncServer], *, lengths: Draws, work: Work = same_name):
+        super().__init__(servers)
+        self._lengths, self._work = lengths, work
+        self._turns: dict[str, int] = {}
+
+    async def generate(self, request_id: str, *, sampling_params: SamplingParams, **fields) -> TokenOutput:
+        session = fields["session_id"]
+        turn = self._turns.get(session, 0)
+        self._turns[session] = turn + 1
+        length = turn_length(self._lengths, self._work(session), turn)
+        sampling = replace(sampling_params, max_tokens=length, ignore_eos=True)
+        return await super().generate(request_id, sampling_params=sampling, **fields)
+
+
+def longest_response(lengths: Draws, turns: int) -> int:
+    """Ids after the prompt in a trajectory with so many tool calls, at most."""
+    return (turns + 1) * (int(lengths.most) + MAX_OBSERVATION)
+
+
+def longest_context(lengths: Draws, turns: int) -> int:
+    """Ids of a trajectory with so many tool calls, at most."""
+    return MAX_PROMPT + longest_response(lengths, turns)
+
+
+def agent_settings(url: str, lengths: Draws, turns: int, **more: object) -> dict[str, object]:
+    """``agent`` of a configuration: exactly so many tool calls, answered by the server at ``url``."""
+    return {
+        "tool_server_url": url,
+        "tool_call_timeout": 600,
+        "max_turns": turns,
+        "min_turns": turns,
+        "max_prompt_length": MAX_PROMPT,
+        "max_response_length": longest_response(lengths, turns),
+        "tool_prompt": "none",
+        **more,
+    }

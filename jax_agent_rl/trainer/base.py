@@ -1,0 +1,293 @@
+"""What every trainer does around its pipeline: evaluate, learn, publish, record, save, and end in good order.
+
+::
+
+    run ─► evaluate ─► repeat: train_step (the trainer's own: where its groups come from)
+                                 └─► finish: filter ─► learn ─► hand_over ─► record ─► checkpoint
+        ─► evaluate ─► save
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+from jax_agent_rl.learner.checkpoint import Checkpointer
+from jax_agent_rl.learner.gate import UpdateGate
+from jax_agent_rl.learner.step import UpdateResult
+from jax_agent_rl.observe.metrics import RunFolder
+from jax_agent_rl.observe.progress import Progress
+from jax_agent_rl.rollout.collect import RolloutCollector
+from jax_agent_rl.rollout.filters import Selection, select
+from jax_agent_rl.rollout.futility import FutilityGuard
+from jax_agent_rl.rollout.protocol import BackendMetrics
+from jax_agent_rl.runtime.in_process import Runtime
+from jax_agent_rl.runtime.multihost import LeadingCheckpointer
+from jax_agent_rl.trainer.groups import all_trajectories
+from jax_agent_rl.trainer.record import RunRecord, evaluation_record, step_record
+from jax_agent_rl.types import DropReason, Group, PauseMode, SamplingParams
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collected:
+    """The groups of one step.
+
+    Attributes:
+        groups: before any filter.
+        engine: what the engines did while they were collected.
+        seconds: over which ``engine`` counts.
+        metrics: more named values for the step's record.
+    """
+
+    groups: list[Group]
+    engine: BackendMetrics
+    seconds: float
+    metrics: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True)
+class Trainer:
+    """Trains until ``trainer.steps`` (or ``trainer.target_accuracy``), from wherever ``record`` stands.
+
+    Attributes:
+        runtime: engine, agents, learner.
+        folder: where results go.
+        checkpointer: where states go.
+        record: progress that survives a restart.
+        progress: the display.
+        clock: seconds, monotonic.
+        waited: seconds of this step in which the learner had nothing to do.
+    """
+
+    runtime: Runtime
+    folder: RunFolder
+    checkpointer: Checkpointer | LeadingCheckpointer
+    record: RunRecord
+    progress: Progress
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        self._guard = FutilityGuard(self.runtime.config.trainer.max_lost_batches, self.record.lost_batches)
+        self._gate = UpdateGate()
+        self._half_done = False
+        self.waited = 0.0
+
+    async def train_step(self, begin: float) -> None:
+        """One step of the algorithm. Cancelled before its first update, it undoes itself; later, it finishes first.
+
+        Args:
+            begin: when training began, on :attr:`clock`.
+        """
+        raise NotImplementedError
+
+    async def hand_over(self, version: int, selection: Selection) -> float:
+        """Lets the engines have what was learnt; returns the seconds it took to publish."""
+        raise NotImplementedError
+
+    def meanwhile(self) -> str:
+        """For the display: what the rollout does while the learner is busy."""
+        return ""
+
+    async def stop_rollouts(self) -> None:
+        """Ends what still runs after the last step, or at an interruption. Called more than once."""
+
+    async def run(self) -> None:
+        """Runs to the end. Cancelling it (Ctrl-C, SIGTERM) leaves a checkpoint of the last finished step."""
+        begin = self.clock() - self.record.train_seconds
+        try:
+            if self.record.evaluated < 0:
+                self.record.accuracy_before = await self.evaluate()
+                begin = self.clock()
+            while not await self.reached_target() and self.record.step < self.runtime.config.trainer.steps:
+                await self.train_step(begin)
+            await self.stop_rollouts()
+            self.record.train_seconds = self.clock() - begin
+            if self.record.accuracy_after is None:
+                self.record.accuracy_after = await self.evaluate()
+        finally:
+            self.progress.phase(f"saving step {self.record.step}")
+            try:
+                if not self._half_done:  # else the parameters are those of no step: the checkpoint before stands
+                    self.save()
+                self.checkpointer.wait()
+            finally:
+                await self.stop_rollouts()
+                accounting = self.runtime.collector.accounting
+                accounting.drop(accounting.in_flight, DropReason.CANCELLED)
+
+    async def reached_target(self) -> bool:
+        """Evaluates if ``trainer.eval_every`` says so (and it was not done before a restart), and looks at the goal."""
+        config, step = self.runtime.config.trainer, self.record.step
+        if not step or not config.eval_every or step % config.eval_every or self.record.evaluated == step:
+            return False
+        accuracy = await self.evaluate()
+        if accuracy is None or not config.target_accuracy or accuracy < config.target_accuracy:
+            return False
+        self.record.accuracy_after = accuracy
+        return True
+
+    async def finish(self, collected: Collected, begin: float, step_began: float) -> None:
+        """:meth:`finish_step`, which a cancellation stops before its first update, and lets end after that."""
+        step_before, self._gate = self.record.step, UpdateGate()
+        rest = asyncio.ensure_future(self.finish_step(collected, begin, step_began))
+        try:
+            await asyncio.shield(rest)
+        except asyncio.CancelledError:
+            if self._gate.close():
+                rest.cancel()
+                await asyncio.gather(rest, return_exceptions=True)
+            else:
+                self.progress.say("  its updates have begun: finishing this learner step before saving")
+                await self.stop_rollouts()
+                await rest
+            raise
+        finally:
+            self._half_done = self._gate.passed and self.record.step == step_before
+
+    async def finish_step(self, collected: Collected, begin: float, step_began: float) -> None:
+        """What follows the rollout: filter, update, publish, record."""
+        runtime, record, step, groups = self.runtime, self.record, self.record.step + 1, collected.groups
+        self.checkpointer.check()
+        selection = self.filter(groups)
+        metrics = await self.learn(selection) if selection.groups else {}
+        weight_update_seconds = await self.hand_over(step, selection)
+        record.step = step
+        record.cursor = runtime.cursor.state()
+        record.lost_batches = self._guard.lost_batches
+        record.train_seconds = self.clock() - begin
+        record.recompilations = collected.engine.recompilations + self._learner_recompilations()
+        if not collected.metrics.get("staleness_max"):  # what is stale differs by what was learnt since
+            record.max_logprob_gap = max(record.max_logprob_gap, metrics.get("logprob_gap_max", 0.0))
+        step_seconds = self.clock() - step_began
+        line = step_record(
+            step,
+            groups,
+            metrics,
+            collected.engine,
+            accounting=runtime.collector.accounting.summary(),
+            rollout_seconds=collected.seconds,
+            weight_update_seconds=weight_update_seconds,
+            step_seconds=step_seconds,
+            recompilations=record.recompilations,
+            pipeline={"learner_idle_share": self.waited / step_seconds, **collected.metrics},
+        )
+        self.waited = 0.0
+        self.folder.add_metrics(line)
+        self.folder.add_trajectories(step, "train", all_trajectories(groups))
+        left = (runtime.config.trainer.steps - step) * record.train_seconds / step
+        self.progress.step(line | {"accuracy": record.latest_accuracy}, seconds_left=left)
+        record.latest_accuracy = None
+        every = runtime.config.trainer.checkpoint_every
+        if every and step % every == 0:
+            self.save()
+
+    def filter(self, groups: Sequence[Group]) -> Selection:
+        """What is worth a gradient; the rest is counted as dropped, by reason."""
+        selection = select(groups, self.runtime.config.algorithm)
+        for reason, ids in selection.dropped.items():
+            self.runtime.collector.accounting.drop(ids, reason)
+        return selection
+
+    async def learn(self, selection: Selection) -> dict[str, float]:
+        """One learner step in a thread, so that the loop (display, tools) goes on."""
+        ticks = [0, 0]
+
+        def tick(done: int, total: int) -> None:
+            ticks[:] = done, total
+
+        self.progress.phase(
+            f"step {self.record.step + 1}: learner",
+            lambda: f"{ticks[0]}/{ticks[1] or '?'} micro-batches{self.meanwhile()}",
+        )
+        update = self.runtime.learner.update
+        result = await asyncio.to_thread(update, selection.groups, masked=selection.masked, tick=tick, gate=self._gate)
+        self._account(selection, result)
+        if not self.record.learner_programs and "loss" in result.metrics:  # not while only a critic learns
+            self.record.learner_programs = self.runtime.learner.programs_compiled
+        return result.metrics
+
+    async def publish(self, version: int, *, mode: PauseMode | None = None) -> float:
+        """New weights to every engine; version and prefix cache change with them.
+
+        Args:
+            mode: what happens to generations that run; see :meth:`AsyncServer.update_weights`.
+
+        Returns:
+            seconds from the learner's parameters to engines that serve them: export, transfer, loading, proof.
+        """
+        begin, runtime = self.clock(), self.runtime
+        # In the thread, too: the parameters of a learner over several processes are gathered first.
+        update = await asyncio.to_thread(lambda: runtime.publisher.make(runtime.learner.params, version))
+        await runtime.client.update_weights(update, mode=mode)
+        return self.clock() - begin
+
+    async def evaluate(self) -> float | None:
+        """Mean reward on the held-out rows (None if there are none), recorded as a line of metrics."""
+        runtime = self.runtime
+        if not runtime.heldout:
+            self.record.evaluated = self.record.step
+            return None
+        config = runtime.config.rollout
+        sampling = SamplingParams(max_tokens=config.max_model_len, temperature=config.eval_temperature)
+        begin = self.clock()
+        step = self.record.step
+        label = f"held-out evaluation after step {step}"
+        groups = await self._gather(runtime.evaluator, runtime.heldout, 1, sampling, step, "heldout", label)
+        trajectories = all_trajectories(groups)
+        runtime.evaluator.accounting.train(t.trajectory_id for t in trajectories)
+        line = evaluation_record(step, groups, seconds=self.clock() - begin)
+        self.folder.add_metrics(line)
+        self.folder.add_trajectories(step, "heldout", trajectories)
+        self.record.latest_accuracy, self.record.evaluated = line["accuracy"], step
+        self.progress.say(
+            f"  held-out accuracy after step {step}: {line['accuracy']:.1%} of {len(groups)} ({line['seconds']:.0f} s)"
+        )
+        return line["accuracy"]
+
+    def save(self) -> None:
+        """A checkpoint of the last finished step, if there is none yet."""
+        self.record.accounting = self.runtime.collector.accounting.state()
+        self.checkpointer.save(self.record.step, self.runtime.learner.state, self.record.to_json())
+
+    def _account(self, selection: Selection, result: UpdateResult) -> None:
+        """Books every trajectory that was handed to the learner."""
+        accounting = self.runtime.collector.accounting
+        for trajectory in all_trajectories(selection.groups):
+            mine = trajectory.trajectory_id
+            if mine in selection.masked:
+                accounting.drop([mine], selection.masked[mine])
+            elif result.skipped:
+                accounting.drop([mine], DropReason.NON_FINITE)
+            elif mine in result.rejected:
+                accounting.drop([mine], DropReason.REJECTED)
+            else:
+                accounting.train([mine])
+
+    def _learner_recompilations(self) -> int:
+        known = self.record.learner_programs
+        return max(0, self.runtime.learner.programs_compiled - known) if known else 0
+
+    async def _gather(
+        self,
+        collector: RolloutCollector,
+        rows: Sequence[dict],
+        group_size: int,
+        sampling: SamplingParams,
+        step: int,
+        label: str,
+        phase: str,
+    ) -> list[Group]:
+        total, done, groups = len(rows) * group_size, 0, []
+        self.progress.phase(phase, lambda: f"{done}/{total} trajectories")
+        stream = collector.collect(rows, group_size=group_size, sampling=sampling, step=step, label=label)
+        async with aclosing(stream):
+            async for group in stream:
+                groups.append(group)
+                done += group_size
+        self.runtime.client.require_server()  # else what was lost would look like the policy's failure
+        self._guard.check(groups, collector.latest_losses)
+        # Groups arrive as they finish; batches must not depend on that.
+        return sorted(groups, key=lambda g: int(g.group_id.rsplit("-", 1)[1]))

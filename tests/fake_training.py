@@ -1,0 +1,201 @@
+"""A trainer on a scripted engine and a learner that learns nothing."""
+
+import asyncio
+import io
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+
+from jax_agent_rl import config
+from jax_agent_rl.agents import AgentContext
+from jax_agent_rl.data.cursor import DataCursor
+from jax_agent_rl.learner.step import UpdateResult
+from jax_agent_rl.observe.metrics import RunFolder, read_records
+from jax_agent_rl.observe.progress import Progress
+from jax_agent_rl.rollout.buffer import versions
+from jax_agent_rl.rollout.client import LLMServerClient
+from jax_agent_rl.rollout.collect import RolloutCollector
+from jax_agent_rl.rollout.protocol import Capabilities
+from jax_agent_rl.rollout.server import AsyncServer
+from jax_agent_rl.rollout.strategies import make_strategy
+from jax_agent_rl.runtime.in_process import Runtime
+from jax_agent_rl.runtime.publishers import ArrayPublisher
+from jax_agent_rl.trainer.base import Trainer
+from jax_agent_rl.trainer.record import RunRecord
+from jax_agent_rl.trainer.run import TRAINERS
+from jax_agent_rl.types import Group
+from tests.fakes import FakeCodec, ScriptedBackend
+
+ROW = {"prompt": [{"role": "user", "content": "go"}], "agent_name": "single_turn_agent"}
+
+
+class Clock:
+    """Stands still unless it is moved on."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 1e-6  # rates are per second of it
+        return self.now
+
+
+class SlowToUpdate(ScriptedBackend):
+    """Version n takes n seconds to load."""
+
+    def __init__(self, clock: Clock, *args, **more):
+        super().__init__(*args, **more)
+        self.clock = clock
+
+    async def update_weights(self, update):
+        await super().update_weights(update)
+        self.clock.now += update.version
+
+
+class IdleLearner:
+    params = None
+    state = None
+    programs_compiled = 1
+
+    rejected = frozenset()
+
+    def __init__(self):
+        self.groups = []
+
+    def update(self, groups, *, masked, tick, gate):
+        self.groups += groups
+        return UpdateResult(metrics={}, skipped=False, rejected=self.rejected)
+
+
+class NoCheckpoints:
+    def save(self, step, state, record):
+        pass
+
+    def check(self):
+        pass
+
+    def wait(self):
+        pass
+
+
+async def parity(trajectory):
+    return replace(trajectory, reward=float(int(trajectory.trajectory_id[-1]) % 2))
+
+
+def make_trainer(
+    tmp_path: Path,
+    *,
+    steps: int,
+    algorithm: dict | None = None,
+    score=parity,
+    trainer: dict | None = None,
+    script=("hello there",),
+    learner: IdleLearner | None = None,
+    checkpointer: NoCheckpoints | None = None,
+    record: RunRecord | None = None,
+    rows: int = 1,
+    capabilities: Capabilities | None = None,
+    **rollout,
+) -> Trainer:
+    clock = Clock()
+    settings = config.build(
+        {
+            "run_dir": str(tmp_path),
+            "model": {"path": "none"},
+            "data": {"train": "none"},
+            "rollout": {"prompts_per_step": 1, "group_size": 2} | rollout,
+            "algorithm": algorithm or {},
+            "trainer": {"steps": steps, "checkpoint_every": 0} | (trainer or {}),
+        }
+    )
+    codec = FakeCodec()
+    backend = SlowToUpdate(clock, codec, script, capabilities=capabilities)
+    client = LLMServerClient([AsyncServer(backend)])
+    context = AgentContext(client=client, codec=codec, limits=settings.agent, max_model_len=1000)
+    strategies = [make_strategy(settings.rollout.strategy), None]  # evaluations are chains
+    collectors = [
+        RolloutCollector(context, score=score, max_in_flight=4, seed=0, strategy=strategy) for strategy in strategies
+    ]
+    runtime = Runtime(
+        config=settings,
+        codec=codec,
+        metrics=backend.metrics,
+        publisher=ArrayPublisher(),
+        client=client,
+        collector=collectors[0],
+        evaluator=collectors[1],
+        learner=learner or IdleLearner(),
+        cursor=DataCursor([ROW] * rows, seed=0),
+        heldout=[ROW],
+    )
+    record = record or RunRecord()
+    if record.cursor:
+        runtime.cursor.restore(record.cursor)
+        runtime.collector.accounting.restore(record.accounting)
+    progress = Progress(Console(file=io.StringIO()), total_steps=steps)
+    return TRAINERS[settings.trainer.mode](
+        runtime=runtime,
+        folder=RunFolder(tmp_path),
+        checkpointer=checkpointer or NoCheckpoints(),
+        record=record,
+        progress=progress,
+        clock=clock,
+    )
+
+
+class Notes:
+    """Keeps what a checkpoint would."""
+
+    def __init__(self):
+        self.saved: dict[int, dict] = {}
+
+    def save(self, step, state, record):
+        self.saved.setdefault(step, record)
+
+    def check(self):
+        pass
+
+    def wait(self):
+        pass
+
+
+class Versions(IdleLearner):
+    """Notes, for every step, the versions of the tokens in it."""
+
+    def __init__(self):
+        super().__init__()
+        self.steps: list[list[Group]] = []
+
+    def update(self, groups, *, masked, tick, gate):
+        self.steps.append(list(groups))
+        with gate.update():
+            return UpdateResult(metrics={}, skipped=False)
+
+    @property
+    def ages(self) -> list[set[int]]:
+        return [{step - v for g in groups for v in versions(g.trajectories)} for step, groups in enumerate(self.steps)]
+
+
+async def finish(training) -> None:
+    async with asyncio.timeout(60):
+        await training.run()
+
+
+def books(training):
+    accounting = training.runtime.collector.accounting
+    accounting.check()
+    assert not accounting.in_flight
+    return accounting
+
+
+def steps_of(tmp_path: Path) -> list[dict]:
+    return [r for r in read_records(tmp_path / "metrics.jsonl") if r["kind"] == "step"]
+
+
+def tasks() -> int:
+    return len(asyncio.all_tasks())
+
+
+def engine_of(training):
+    (server,) = training.runtime.client.servers
+    return server.backend

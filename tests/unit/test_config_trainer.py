@@ -1,0 +1,74 @@
+"""Which trainer, and what goes with it."""
+
+import pytest
+
+from jax_agent_rl import config
+from jax_agent_rl.errors import ConfigError
+
+BASE = {"run_dir": "r", "model": {"path": "m"}, "data": {"train": "t"}}
+
+
+def build(trainer: dict, **sections) -> config.Config:
+    return config.build({**BASE, "trainer": trainer, **sections})
+
+
+@pytest.mark.parametrize(
+    ("trainer", "bound"),
+    [
+        ({}, 0),
+        ({"mode": "one_step_off"}, 1),
+        ({"mode": "fully_async"}, 1),
+        ({"mode": "fully_async", "staleness": 0}, 0),
+        ({"mode": "fully_async", "staleness": 7}, 7),
+        ({"mode": "one_step_off", "staleness": 1}, 1),
+    ],
+)
+def test_each_mode_has_its_staleness(trainer: dict, bound: int):
+    assert build(trainer).trainer.max_staleness == bound
+
+
+@pytest.mark.parametrize(
+    ("trainer", "message"),
+    [
+        ({"staleness": 2}, "trainer.staleness=2: with trainer.mode=sync it is 0"),
+        ({"mode": "one_step_off", "staleness": 2}, "with trainer.mode=one_step_off it is 1"),
+        ({"stragglers": "drop"}, "trainer.stragglers is read only with trainer.mode=fully_async, which is 'sync'"),
+        ({"mode": "one_step_off", "in_flight_update": "keep"}, "trainer.in_flight_update is read only"),
+        ({"mode": "one_step_off", "spare_prompts": 1}, "trainer.spare_prompts is read only"),
+        ({"mode": "fully_async", "spare_prompts": 1}, "spare_prompts=1 are there to be lost"),
+        ({"mode": "async"}, "trainer.mode"),
+    ],
+)
+def test_settings_that_do_nothing_are_refused(trainer: dict, message: str):
+    with pytest.raises(ConfigError, match=message):
+        build(trainer)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "algorithm", "level"),
+    [
+        ({"mode": "fully_async"}, None, "token"),
+        ({"mode": "one_step_off"}, {"adv_estimator": "rloo"}, "token"),
+        ({"mode": "fully_async", "staleness": 0}, None, "none"),
+        ({}, None, "none"),
+        ({"mode": "fully_async"}, {"policy_loss": {"loss_mode": "decoupled"}}, "none"),
+        ({"mode": "fully_async"}, {"policy_loss": {"loss_mode": "gspo"}}, "token"),
+        ({"mode": "fully_async"}, {"rollout_correction": {"rollout_is": "none"}}, "none"),
+        ({"mode": "fully_async"}, {"rollout_correction": {"bypass_mode": True}}, "none"),
+    ],
+)
+def test_stale_tokens_are_corrected_for_unless_a_user_says_how(trainer: dict, algorithm: dict | None, level: str):
+    sections = {} if algorithm is None else {"algorithm": algorithm}
+    assert build(trainer, **sections).algorithm.rollout_correction.rollout_is == level
+
+
+def test_overrides_count_as_said():
+    tree = {**BASE, "trainer": {"mode": "fully_async"}}
+    own = config.build(tree, ["algorithm.rollout_correction.rollout_is=sequence"])
+    assert own.algorithm.rollout_correction.rollout_is == "sequence"
+    assert config.build(BASE, ["trainer.mode=fully_async"]).algorithm.rollout_correction.rollout_is == "token"
+
+
+def test_a_saved_configuration_says_the_same_when_it_is_read_again():
+    first = build({"mode": "fully_async", "staleness": 2})
+    assert config.build(first.model_dump(mode="json")) == first

@@ -1,0 +1,147 @@
+"""How runs of the asynchronous trainers end: by an error, an interruption, and what a resumed run makes of it."""
+
+import asyncio
+import threading
+from pathlib import Path
+
+import pytest
+
+from jax_agent_rl.errors import EngineDiedError
+from jax_agent_rl.learner.step import UpdateResult
+from jax_agent_rl.trainer.record import RunRecord
+from tests.fake_training import (
+    IdleLearner,
+    Notes,
+    Versions,
+    books,
+    engine_of,
+    finish,
+    make_trainer,
+    tasks,
+)
+
+LONG = "one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen"
+
+
+@pytest.mark.parametrize("mode", ["one_step_off", "fully_async"])
+async def test_a_run_without_an_engine_stops_and_leaves_no_task(tmp_path: Path, mode: str):
+    training = make_trainer(tmp_path, steps=50, trainer={"mode": mode}, script=[LONG])
+    before = tasks()
+    await training.train_step(0.0)
+    training.runtime.client.servers[0].backend.die()
+    with pytest.raises(EngineDiedError, match="no rollout engine is left"):
+        await finish(training)
+    assert tasks() == before and training.record.step == 1
+    books(training)
+
+
+@pytest.mark.parametrize("mode", ["one_step_off", "fully_async"])
+async def test_an_error_of_the_learner_ends_the_run_and_leaves_no_task(tmp_path: Path, mode: str):
+    class Fails(IdleLearner):
+        def update(self, groups, *, masked, tick, gate):
+            raise RuntimeError("out of memory")
+
+    training = make_trainer(tmp_path, steps=5, trainer={"mode": mode}, learner=Fails(), script=[LONG])
+    before = tasks()
+    with pytest.raises(RuntimeError, match="out of memory"):
+        await finish(training)
+    assert tasks() == before
+
+
+async def test_an_error_of_a_group_ends_the_run_and_leaves_no_task(tmp_path: Path):
+    training = make_trainer(tmp_path, steps=5, trainer={"mode": "fully_async", "staleness": 3}, prompts_per_step=2)
+    before, draw = tasks(), training.runtime.collector.collect_one
+
+    async def fails(row, *, step, **rest):
+        if step == 2:
+            raise KeyError("a bug")
+        return await draw(row, step=step, **rest)
+
+    training.runtime.collector.collect_one = fails
+    with pytest.raises(KeyError, match="a bug"):
+        await finish(training)
+    assert tasks() == before
+    books(training)
+
+
+@pytest.mark.parametrize("mode", ["one_step_off", "fully_async"])
+async def test_an_interruption_during_an_update_finishes_that_step_without_waiting_for_rollouts(
+    tmp_path: Path, mode: str
+):
+    """Everything but the first batch never ends."""
+    updating, interrupted = asyncio.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+
+    class Slow(Versions):
+        def update(self, groups, *, masked, tick, gate):
+            with gate.update():
+                loop.call_soon_threadsafe(updating.set)
+            assert interrupted.wait(timeout=30)
+            return UpdateResult(metrics={}, skipped=False)
+
+    notes, trainer = Notes(), {"mode": mode}
+    training = make_trainer(tmp_path, steps=5, trainer=trainer, learner=Slow(), checkpointer=notes)
+    engine_of(training).hold = lambda r, sampled: r.request_id.startswith("async-") and "async-0-0" not in r.request_id
+    before = tasks()
+    task = asyncio.create_task(training.run())
+    async with asyncio.timeout(60):
+        await updating.wait()
+        task.cancel()
+        await asyncio.sleep(0)
+        interrupted.set()
+        await asyncio.gather(task, return_exceptions=True)
+    assert task.cancelled() and tasks() == before
+    assert list(notes.saved) == [1] and engine_of(training).policy_version == 1
+    assert (notes.saved[1]["accounting"]["trained"], books(training).trained) == (2, 2)
+    assert notes.saved[1]["buffer"]["open"] == notes.saved[1]["cursor"]["again"] == [1]
+
+
+def trained_numbers(learner: Versions, upto: int, batch: int) -> list[int]:
+    return [
+        int(g.group_id.split("-")[1]) * batch + int(g.group_id.split("-")[2])
+        for groups in learner.steps[:upto]
+        for g in groups
+    ]
+
+
+@pytest.mark.parametrize("mode", ["one_step_off", "fully_async"])
+@pytest.mark.parametrize("turns", [0, 3, 40, 41, 42, 60, 97, 150])
+async def test_an_interrupted_run_goes_on_and_trains_on_every_row_once(tmp_path: Path, mode: str, turns: int):
+    """Cancelled after so many turns of the event loop; 8 steps of 2 groups in the end, whatever was going on."""
+
+    def make(name: str, **more):
+        return make_trainer(
+            tmp_path / name,
+            steps=8,
+            trainer={"mode": mode},
+            learner=Versions(),
+            checkpointer=Notes(),
+            script=[LONG],
+            prompts_per_step=2,
+            rows=7,
+            **more,
+        )
+
+    first = make("first")
+    before = tasks()
+    task = asyncio.create_task(first.run())
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    task.cancel()
+    async with asyncio.timeout(60):
+        await asyncio.gather(task, return_exceptions=True)
+    assert tasks() == before
+    books(first)
+    step = first.record.step
+    saved = first.checkpointer.saved.get(step)
+    record = RunRecord.from_json(saved) if saved else RunRecord()
+
+    second = make("second", record=record)
+    if step:
+        second.runtime.client.servers[0].backend._version = step  # as published when the run resumes
+    assert second.buffer.room == second.buffer.capacity and second.buffer.version == step
+    await finish(second)
+    done = trained_numbers(first.runtime.learner, step, 2) + trained_numbers(second.runtime.learner, 8 - step, 2)
+    assert sorted(done) == list(range(16))
+    accounting = books(second)
+    assert accounting.trained == 32 and accounting.started == 32 + accounting.dropped.total()
