@@ -187,6 +187,11 @@ class LearnerConfig(OptimizerSection):
     row_length: Positive = Field(1024, description="Tokens per packed row; a row is one gradient micro-batch's unit.")
     rows_per_micro_batch: Positive = Field(1, description="Packed rows in one forward/backward (per data shard).")
     share_prefixes: bool = Field(True, description="Compute tokens common to several trajectories of a row once.")
+    row_patches: Positive = Field(
+        4096,
+        description="Most patches of the pictures in a packed row, for models that see; a trajectory's must fit.",
+    )
+    freeze_vision: bool = Field(False, description="Leave what reads pictures as it is, and train the decoder alone.")
     remat: Literal["none", "dots", "full"] = Field(
         "dots", description="What the backward pass recomputes: nothing; all but matrix products; whole layers."
     )

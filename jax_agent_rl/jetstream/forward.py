@@ -26,7 +26,8 @@ NEGATIVE = -1e30  # masks a score; finite, so a fully masked lane stays free of 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class EngineParams:
-    """All weights in the engine's layout; ``head`` is ``embed`` itself when embeddings are tied.
+    """All weights in the engine's layout; ``head`` is ``embed`` itself when embeddings are tied, ``vision`` as the
+    learner has it.
 
     A layer is a dict of the learner's arrays for that layer, but ``qkv`` [(H+2K)h, D] (and ``qkv_bias`` [(H+2K)h]) in
     place of q, k, v, and ``gate_up`` [2F, D] in place of gate and up.
@@ -36,6 +37,23 @@ class EngineParams:
     layers: tuple[Params, ...]
     final_norm: jax.Array
     head: jax.Array | None
+    vision: Params | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class ChunkSight:
+    """What R chunks of T ids show.
+
+    Attributes:
+        positions: int32 [R, T, 3], rotary positions.
+        features: [R, T, D], what takes an embedding's place ...
+        shown: bool [R, T], ... here.
+    """
+
+    positions: jax.Array
+    features: jax.Array
+    shown: jax.Array
 
 
 @jax.tree_util.register_dataclass
@@ -68,6 +86,7 @@ def engine_params(params: Params, *, dtype: jnp.dtype) -> EngineParams:
         layers=tuple(_fuse({name: x[i] for name, x in layers.items()}) for i in range(layers["q"].shape[0])),
         final_norm=params["final_norm"] + 0,
         head=params["lm_head"] + 0 if "lm_head" in params else None,
+        vision=jax.tree.map(lambda x: x + 0, params["vision"]) if "vision" in params else None,
     )
 
 
@@ -86,7 +105,12 @@ def empty_cache(config: DecoderConfig, rows: int, length: int, dtype: jnp.dtype)
 
 
 def decode_step(
-    config: DecoderConfig, params: EngineParams, cache: KVCache, tokens: jax.Array, positions: jax.Array
+    config: DecoderConfig,
+    params: EngineParams,
+    cache: KVCache,
+    tokens: jax.Array,
+    positions: jax.Array,
+    offsets: jax.Array | None = None,
 ) -> tuple[jax.Array, KVCache]:
     """Feeds one token per lane and returns the logits of the next.
 
@@ -94,6 +118,7 @@ def decode_step(
         cache: one row per lane; positions below ``positions`` hold the context.
         tokens: int32 [B].
         positions: int32 [B], where each token goes.
+        offsets: int32 [B], what pictures in a context add to its rotary positions; None: nothing.
 
     Returns:
         logits float32 [V, B] and the cache with the tokens' keys and values written.
@@ -101,7 +126,7 @@ def decode_step(
     heads, size, lanes = config.num_heads, config.head_dim, len(tokens)
     lane = jnp.arange(lanes)
     x = embed_tokens(config, params, tokens).T  # [D, B]
-    tables = _rope(config, positions)
+    tables = _rope(config, positions if offsets is None else positions + offsets)
     distance = positions[:, None] - jnp.arange(cache.length)  # [B, S]
     sights = (distance >= 0, (distance >= 0) & (distance < (config.sliding_window or cache.length)))
     keys, values = [], []
@@ -125,7 +150,12 @@ def decode_step(
 
 
 def prefill_chunks(
-    config: DecoderConfig, params: EngineParams, cache: KVCache, tokens: jax.Array, starts: jax.Array
+    config: DecoderConfig,
+    params: EngineParams,
+    cache: KVCache,
+    tokens: jax.Array,
+    starts: jax.Array,
+    sight: ChunkSight | None = None,
 ) -> tuple[tuple[jax.Array, jax.Array], ...]:
     """Keys and values of one chunk of each of R contexts, given the positions before it. No logits: decoding begins
     with the context's last token, so whoever shares a prompt needs no prefill at all.
@@ -134,6 +164,7 @@ def prefill_chunks(
         cache: R rows holding the positions below ``starts``.
         tokens: int32 [R, T], padded at the end; what padding writes is overwritten before it is ever visible.
         starts: int32 [R], position of ``tokens[:, 0]``.
+        sight: what the chunks show, for models that see.
 
     Returns:
         per layer: keys [R, K, h, T] and values [R, K, T, h].
@@ -141,7 +172,11 @@ def prefill_chunks(
     heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.head_dim
     rows, count = tokens.shape
     x = embed_tokens(config, params, tokens.reshape(-1)).T  # [D, R T]
-    tables = _rope(config, (starts[:, None] + jnp.arange(count)).reshape(-1))
+    positions = starts[:, None] + jnp.arange(count)
+    if sight is not None:
+        x = jnp.where(sight.shown.reshape(-1), sight.features.reshape(rows * count, -1).T, x)
+        positions = sight.positions
+    tables = _rope(config, positions.reshape(-1, *positions.shape[2:]))
     sights = tuple(_chunk_sight(starts, count, cache.length, window) for window in (None, config.sliding_window))
     new = []
     for i, (layer, k_cache, v_cache) in enumerate(zip(params.layers, cache.keys, cache.values, strict=True)):

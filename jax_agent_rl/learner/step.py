@@ -39,10 +39,12 @@ from jax_agent_rl.learner.losses.covariance import CHOOSE
 from jax_agent_rl.learner.losses.kl import AdaptiveKL
 from jax_agent_rl.learner.metrics import Record, step_metrics
 from jax_agent_rl.learner.objective import objective_config, policy_loss, router_loads, term_logprobs
+from jax_agent_rl.learner.pictures import row_sight
 from jax_agent_rl.learner.sharding import make_mesh, parameter_shardings, place, replicated, row_sharding, row_shards
 from jax_agent_rl.learner.trainable import Arrays, Trainable, TrainState, View
-from jax_agent_rl.learner.trained import Trained, plain_view
+from jax_agent_rl.learner.trained import Trained, divided, plain_view
 from jax_agent_rl.models.config import DecoderConfig, Params
+from jax_agent_rl.models.shown import Sight
 from jax_agent_rl.types import Group
 
 logger = logging.getLogger(__name__)
@@ -112,6 +114,7 @@ class Learner:
         critic: the critic's optimizer.
         critic_init: a language model to start the critic from; the policy if None.
         score_by: what computes old log-probs; the learner's own packed passes if None.
+        sight: how the model sees; None where trajectories show nothing.
     """
 
     def __init__(
@@ -125,6 +128,7 @@ class Learner:
         critic: CriticConfig | None = None,
         critic_init: Params | None = None,
         score_by: ScoreContexts | None = None,
+        sight: Sight | None = None,
     ) -> None:
         self._algorithm, self._config, self._critic_config = algorithm, config, critic or CriticConfig()
         self._mesh = make_mesh(config.mesh)
@@ -133,6 +137,7 @@ class Learner:
         self._nonfinite_in_a_row = 0
         self._kl_coef, self._steps = float(np.float32(algorithm.kl.coef)), 0
         self._score_by = score_by
+        self._sight = row_sight(sight, config)
         self._objective = objective_config(algorithm, config, temperature, mesh, scored=score_by is not None)
         everywhere = replicated(self._mesh)
         policy = Trained.of(model, params, config, mesh=self._mesh)
@@ -164,11 +169,16 @@ class Learner:
         view = functools.partial(plain_view, dtype=config.compute_dtype)
         self._critic: Trainable | None = None
         if algorithm.adv_estimator == "gae":
-            self._critic = Trainable(
+            trained, frozen, shardings = divided(
                 critic_params(params if critic_init is None else critic_init),
-                frozen={},
+                parameter_shardings(self._mesh, critic_shapes(model)),
+                freeze_vision=config.freeze_vision,
+            )
+            self._critic = Trainable(
+                trained,
+                frozen=frozen,
                 view=view,
-                shardings=parameter_shardings(self._mesh, critic_shapes(model)),
+                shardings=shardings,
                 everywhere=everywhere,
                 optimizer=self._critic_config,
                 loss=functools.partial(
@@ -249,7 +259,10 @@ class Learner:
         for part in np.array_split(np.arange(len(groups)), min(self._config.updates_per_step, len(groups))):
             trajectories = [t for i in part for t in groups[i].trajectories]
             batch, sharing = pack(
-                trajectories, row_length=self._config.row_length, share_prefixes=self._config.share_prefixes
+                trajectories,
+                row_length=self._config.row_length,
+                share_prefixes=self._config.share_prefixes,
+                sight=self._sight,
             )
             which = slice(begin, begin + len(trajectories))
             minis.append(_MiniBatch(batch=batch, sharing=sharing, which=which))

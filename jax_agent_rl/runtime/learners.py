@@ -11,6 +11,7 @@ from jax_agent_rl.learner.critic import critic_shapes
 from jax_agent_rl.learner.step import Learner, ScoreContexts
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.hf import load_hf
+from jax_agent_rl.models.shown import Sight
 from jax_agent_rl.runtime.multihost import LeadingCheckpointer, LeadingLearner, Line, follow
 
 
@@ -38,6 +39,7 @@ def make_learner(
         critic=config.critic,
         critic_init=_critic_init(config, model),
         score_by=score_by,
+        sight=Sight.of(model, config.model.path, pixels=config.model.pixels),
     )
     return learner if line is None else LeadingLearner(learner, line)
 
