@@ -23,6 +23,7 @@ RULES: dict[str, str | tuple[str, ...] | None] = {
     "experts": "expert",
     "choices": None,
     "norm": None,
+    "patch": None,
 }
 
 PARAMETER_AXES: dict[str, tuple[str, ...]] = {
@@ -50,6 +51,19 @@ PARAMETER_AXES: dict[str, tuple[str, ...]] = {
     "post_attention_norm": ("layers", "norm"),
     "pre_feedforward_norm": ("layers", "norm"),
     "post_feedforward_norm": ("layers", "norm"),
+    # Of vision towers, which share the names above.
+    "patch_embed": ("embed", "patch", "patch", "patch", "patch"),
+    "qkv": ("layers", "heads", "embed"),
+    "qkv_bias": ("layers", "heads"),
+    "o_bias": ("layers", "norm"),
+    "gate_bias": ("layers", "mlp"),
+    "up_bias": ("layers", "mlp"),
+    "down_bias": ("layers", "norm"),
+    "merger_norm": ("norm",),
+    "merger_in": ("mlp", "embed"),
+    "merger_in_bias": ("mlp",),
+    "merger_out": ("embed", "mlp"),
+    "merger_out_bias": ("norm",),
 }
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -61,6 +61,20 @@ class Layout(NamedTuple):
     windows: np.ndarray
     frames: np.ndarray
     places: np.ndarray
+
+
+class PictureInputs(NamedTuple):
+    """What a decoder reads in place of its pictures' placeholders, beside the ids of B rows.
+
+    Attributes:
+        rope_positions: int32 [B, T, 3], time, row and column of every token, that of text too.
+        features: [B, N, D], from ``models.vision``.
+        feature_index: int32 [B, T], which feature stands at a token's place; -1 for text.
+    """
+
+    rope_positions: Any
+    features: Any
+    feature_index: Any
 
 
 def merged(vision: VisionConfig, grid: Grid) -> Grid:
