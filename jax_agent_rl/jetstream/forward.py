@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.decoder import embed
-from jax_agent_rl.models.layers import ACTIVATIONS, rms_norm, rope_tables, rotate
+from jax_agent_rl.models.layers import ACTIVATIONS, picture_rope_tables, rms_norm, rope_tables, rotate
 from jax_agent_rl.models.moe import mixture_of_experts
 
 NEGATIVE = -1e30  # masks a score; finite, so a fully masked lane stays free of NaN
@@ -252,7 +252,10 @@ def embed_tokens(config: DecoderConfig, params: EngineParams, tokens: jax.Array)
 
 
 def _rope(config: DecoderConfig, positions: jax.Array) -> tuple[tuple[jax.Array, jax.Array], ...]:
-    """cos and sin [h/2, B] of full layers, and of windowed ones."""
+    """cos and sin [h/2, B] of full layers, and of windowed ones; a model that sees has positions [B, 3] in prompts."""
+    if positions.ndim == 2:
+        cos, sin = picture_rope_tables(config.rope, config.head_dim, positions)
+        return (cos.T, sin.T), (cos.T, sin.T)
     ropes = (config.rope, config.local_rope or config.rope)
     tables = (rope_tables(rope, config.head_dim, positions) for rope in ropes)
     return tuple((cos.T, sin.T) for cos, sin in tables)
