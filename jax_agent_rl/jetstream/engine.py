@@ -19,10 +19,11 @@ import numpy as np
 from flax import struct
 
 from jax_agent_rl.jetstream import compat, programs
-from jax_agent_rl.jetstream.forward import ChunkSight, EngineParams, KVCache, empty_cache, engine_params
+from jax_agent_rl.jetstream.forward import EngineParams, KVCache, empty_cache, engine_params
 from jax_agent_rl.jetstream.lanes import MAX_STOP_IDS, Lanes, idle_lanes, pad_lanes
 from jax_agent_rl.jetstream.tokenizer import IdTokenizer
 from jax_agent_rl.models.config import DecoderConfig
+from jax_agent_rl.models.pictures import PictureInputs
 from jax_agent_rl.models.shown import Shown
 
 engine_api = compat.engine_api()
@@ -189,12 +190,12 @@ class JaxEngine(engine_api.Engine):
             places[i] = extension.row, extension.start
         span = bucket(self.shapes.prefill_spans, max(e.start for e in some))
         program = programs.chunks_program(self.config, span)
-        sight = self._chunk_sight(some, rows, size)
+        pictures = self._pictures(some, rows, size)
         key = ("chunks", cache.rows, rows, size, span)
-        new = self.table.call(key, program, (), params, cache, tokens, places, sight)
+        new = self.table.call(key, program, (), params, cache, tokens, places, pictures)
         return self.table.call(("write", cache.rows, rows, size), programs.write_chunks, (0,), cache, new, places)
 
-    def _chunk_sight(self, some: Sequence[Extension], rows: int, size: int) -> ChunkSight | None:
+    def _pictures(self, some: Sequence[Extension], rows: int, size: int) -> PictureInputs | None:
         """What chunks show: nothing, where the model does not see."""
         return None
 

@@ -14,10 +14,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_agent_rl.jetstream.forward import ChunkSight, EngineParams, KVCache, decode_step, prefill_chunks
+from jax_agent_rl.jetstream.forward import EngineParams, KVCache, decode_step, prefill_chunks
 from jax_agent_rl.jetstream.lanes import Lanes
 from jax_agent_rl.jetstream.sampling import sample
 from jax_agent_rl.models.config import DecoderConfig
+from jax_agent_rl.models.pictures import PictureInputs
 
 
 def decode(
@@ -132,7 +133,7 @@ def compute_chunks(
     cache: KVCache,
     tokens: jax.Array,
     places: jax.Array,
-    sight: ChunkSight | None = None,
+    pictures: PictureInputs | None = None,
 ) -> NewKV:
     """Prefills one chunk of each of R rows, to be written by :func:`write_chunks`.
 
@@ -142,14 +143,14 @@ def compute_chunks(
         span: static number of cached positions to attend to, >= every chunk's start.
         tokens: int32 [R, T], padded.
         places: int32 [R, 2]: row, start; a row >= the cache's marks an unused chunk.
-        sight: what the chunks show, for models that see.
+        pictures: what the chunks show, for models that see.
     """
     rows = places[:, 0]
     view = KVCache(
         tuple(k.at[rows].get(mode="clip")[..., :span] for k in cache.keys),
         tuple(v.at[rows].get(mode="clip")[:, :, :span] for v in cache.values),
     )
-    return prefill_chunks(config, params, view, tokens, places[:, 1], sight)
+    return prefill_chunks(config, params, view, tokens, places[:, 1], pictures)
 
 
 def write_chunks(cache: KVCache, new: NewKV, places: jax.Array) -> KVCache:

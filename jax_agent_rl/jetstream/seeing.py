@@ -22,10 +22,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_agent_rl.jetstream.engine import PREFILL_ROWS, EngineShapes, Extension, JaxEngine, bucket
-from jax_agent_rl.jetstream.forward import ChunkSight, EngineParams, KVCache
+from jax_agent_rl.jetstream.forward import EngineParams, KVCache
 from jax_agent_rl.jetstream.lanes import Lanes
 from jax_agent_rl.models.config import DecoderConfig
-from jax_agent_rl.models.pictures import layout
+from jax_agent_rl.models.pictures import PictureInputs, layout
 from jax_agent_rl.models.vision import features
 from jax_agent_rl.patches import Picture
 
@@ -107,9 +107,10 @@ class SeeingEngine(JaxEngine):
         key = ("lay", *chunks.shape[:2], len(found))
         return self.table.call(key, _laid, (), chunks, found, index, np.int32(row))
 
-    def _chunk_sight(self, some: Sequence[Extension], rows: int, size: int) -> ChunkSight:
+    def _pictures(self, some: Sequence[Extension], rows: int, size: int) -> PictureInputs:
+        """Every id of a chunk has a place of its own for a feature."""
         positions = np.zeros((rows, size, 3), np.int32)
-        shown = np.zeros((rows, size), bool)
+        places = np.full((rows, size), -1, np.int32)
         chunks = self._blank(rows, size)
         for row, extension in enumerate(some):
             start, context = extension.start, extension.shown
@@ -120,8 +121,8 @@ class SeeingEngine(JaxEngine):
             positions[row, : len(mine)] = mine
             for found, index in self._indices(extension, size):
                 chunks = self._lay(chunks, found, index, row)
-                shown[row] |= index >= 0
-        return ChunkSight(positions, chunks, shown)
+                places[row] = np.where(index >= 0, np.arange(size), places[row])
+        return PictureInputs(positions, chunks, places)
 
     def _indices(self, extension: Extension, size: int) -> Iterator[tuple[jax.Array, np.ndarray]]:
         """Features that a chunk shows, with int32 [T]: which of them stands at each id, -1 for none."""
