@@ -15,15 +15,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from jax_agent_rl.models.attention import BLOCK, NEGATIVE
 from jax_agent_rl.models.config import Params, VisionConfig
 from jax_agent_rl.models.decoder import REMAT_POLICIES
 from jax_agent_rl.models.layers import linear, rms_norm, rotate, rows_at
 from jax_agent_rl.models.mesh import ROWS, constrain
 from jax_agent_rl.models.pictures import Layout
 
-NEGATIVE = -1e30  # masks a score; finite, so that padding stays free of NaN
-QUERIES = 256
-"""Most queries whose scores over all patches exist at a time."""
 _NOWHERE = -2  # number of a window that no patch is in, nor padding
 
 
@@ -77,7 +75,7 @@ def _embed(config: VisionConfig, params: Params, patches: jax.Array, order: jax.
 
 
 def _rope(config: VisionConfig, places: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """cos and sin float32 [B, P, h/2] of places [B, P, 2]: half of the frequencies turn with rows, half with columns."""
+    """cos and sin float32 [B, P, h/2] of places [B, P, 2]: half of the angles turn with rows, half with columns."""
     half = config.head_dim // 2
     frequencies = 1.0 / 10000.0 ** (jnp.arange(0, half, 2, dtype=jnp.float32) / half)
     angles = (places[..., None].astype(jnp.float32) * frequencies).reshape(*places.shape[:-1], half)
@@ -109,7 +107,7 @@ def _attention(
 
 def _attend_to_frames(q: jax.Array, k: jax.Array, v: jax.Array, frames: jax.Array) -> jax.Array:
     """Each patch to all of its frame, a block of queries at a time, whose scores the backward pass recomputes."""
-    block = math.gcd(QUERIES, q.shape[2])
+    block = math.gcd(BLOCK, q.shape[2])
 
     def attend(start: jax.Array) -> jax.Array:
         queries = jax.lax.dynamic_slice_in_dim(q, start, block, axis=2)

@@ -1,9 +1,9 @@
 """Qwen2.5-VL (``qwen2_5_vl``): Qwen2.5 with a tower for images and videos, and rotary positions of three axes.
 
-Files come in two layouts, and both are read: published checkpoints have the decoder's fields at the top of
-``config.json`` and tensors ``visual.…`` and ``model.…``; transformers writes a ``text_config`` since version 5, and in
-between it wrote tensors ``model.visual.…`` and ``model.language_model.…``. Written are ``text_config``, which every
-reader knows, and the names of published checkpoints, which are those that engines load.
+Files come in several layouts, and all are read: published checkpoints have the decoder's fields at the top of
+``config.json`` and tensors ``visual.…`` and ``model.…``; newer transformers writes a ``text_config`` besides or
+instead, and some of its versions wrote tensors ``model.visual.…`` and ``model.language_model.…``. Written are a
+``text_config`` and the names of published checkpoints, as transformers 5 does.
 """
 
 from __future__ import annotations
@@ -110,8 +110,9 @@ def _read_vision(raw: Mapping[str, Any], out_size: int) -> VisionConfig:
     refuse(fields, hidden_act="silu", out_hidden_size=out_size)
     refuse(section(fields, "rope_parameters"), rope_type="axial", rope_theta=10000.0)
     channels = "in_channels" if "in_channels" in fields else "in_chans"
+    depth = integer(fields, "depth")
     config = VisionConfig(
-        num_layers=integer(fields, "depth"),
+        num_layers=depth,
         hidden_size=integer(fields, "hidden_size"),
         intermediate_size=integer(fields, "intermediate_size"),
         num_heads=integer(fields, "num_heads"),
@@ -121,7 +122,7 @@ def _read_vision(raw: Mapping[str, Any], out_size: int) -> VisionConfig:
         temporal_patch_size=integer(fields, "temporal_patch_size", 2),
         merge_size=integer(fields, "spatial_merge_size", 2),
         window_size=integer(fields, "window_size", 112),
-        full_attention_layers=tuple(fields.get("fullatt_block_indexes", (7, 15, 23, 31))),
+        full_attention_layers=_full_attention_layers(fields, depth),
         tokens_per_second=integer(fields, "tokens_per_second", 4),
         **{name: integer(raw, name) for name in _PLACEHOLDER_IDS},
     )
@@ -136,6 +137,13 @@ def _read_vision(raw: Mapping[str, Any], out_size: int) -> VisionConfig:
             f"{config.patch_size * config.merge_size} pixels; correct the file"
         )
     return config
+
+
+def _full_attention_layers(fields: Mapping[str, Any], depth: int) -> tuple[int, ...]:
+    found = fields.get("fullatt_block_indexes", [7, 15, 23, 31])
+    if not isinstance(found, list | tuple) or not set(found) <= set(range(depth)):
+        raise bad_field(fields, "fullatt_block_indexes", f"a list of layers from 0 to {depth - 1}")
+    return tuple(found)
 
 
 def _write_vision(config: VisionConfig) -> dict[str, Any]:
