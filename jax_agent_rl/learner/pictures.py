@@ -6,7 +6,7 @@ padded to one of two sizes, so that there are few programs; rows without picture
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -76,20 +76,49 @@ class RowPictures:
     def micro_batch(self, begin: int, rows: int) -> dict[str, np.ndarray]:
         """Arrays of ``rows`` rows from ``begin`` on, padded with empty ones; none if they show nothing."""
         mine = self.pictures[begin : begin + rows]
-        most = max(_patches(row) for row in mine)
+        most = max(sum(len(picture.patches) for picture in row) for row in mine)
         if not most:
             return {}
         size = next(size for size in self.sight.sizes if size >= most)
-        padded = [*mine, *[()] * (rows - len(mine))]
-        vision = self.sight.sight.vision
-        layouts = [layout(vision, [picture.grid for picture in row], size) for row in padded]
-        stacked = Layout(*map(np.stack, zip(*layouts, strict=True)))
-        return {
-            "feature_index": _padded(self.feature_index[begin : begin + rows], rows, -1),
-            "rope_positions": _padded(self.rope_positions[begin : begin + rows], rows, 0),
-            "patches": np.stack([_padded(_joined(vision, row), size, 0.0) for row in padded]),
-            **{f"patch_{name}": value for name, value in stacked._asdict().items()},
-        }
+        return _arrays(
+            self.sight.sight.vision,
+            [*mine, *[()] * (rows - len(mine))],
+            size,
+            feature_index=_padded(self.feature_index[begin : begin + rows], rows, -1),
+            rope_positions=_padded(self.rope_positions[begin : begin + rows], rows, 0),
+        )
+
+
+def blanks(micro_batch: Mapping[str, np.ndarray], sight: RowSight) -> Iterator[dict[str, np.ndarray]]:
+    """A micro-batch without weight and without pictures, in every shape that pictures give to one."""
+    weightless = {"term_weight": np.zeros_like(micro_batch["term_weight"])} if "term_weight" in micro_batch else {}
+    text = {name: value for name, value in micro_batch.items() if name not in _SHOWN} | weightless
+    yield text
+    positions = text["positions"]
+    for size in sight.sizes:
+        yield text | _arrays(
+            sight.sight.vision,
+            [()] * len(positions),
+            size,
+            feature_index=np.full_like(positions, -1),
+            rope_positions=np.repeat(positions[..., None], 3, axis=2),
+        )
+
+
+_SHOWN = ("patches", "feature_index", "rope_positions", *(f"patch_{name}" for name in Layout._fields))
+
+
+def _arrays(
+    vision: VisionConfig, rows: Sequence[Sequence[Picture]], size: int, **arrays: np.ndarray
+) -> dict[str, np.ndarray]:
+    """With the rows' patches [R, P, patch_dim] and their layout."""
+    layouts = [layout(vision, [picture.grid for picture in row], size) for row in rows]
+    stacked = Layout(*map(np.stack, zip(*layouts, strict=True)))
+    return {
+        **arrays,
+        "patches": np.stack([_padded(_joined(vision, row), size, 0.0) for row in rows]),
+        **{f"patch_{name}": value for name, value in stacked._asdict().items()},
+    }
 
 
 class Album:
@@ -187,10 +216,6 @@ def _show(sight: Sight, sequence: Trajectory) -> Shown:
     except ValueError as error:
         raise ValueError(f"trajectory {sequence.trajectory_id}: {error}") from None
     return replace(shown, ids=ids)
-
-
-def _patches(pictures: Sequence[Picture]) -> int:
-    return sum(len(picture.patches) for picture in pictures)
 
 
 def _joined(vision: VisionConfig, pictures: Sequence[Picture]) -> np.ndarray:

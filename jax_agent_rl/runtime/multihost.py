@@ -41,7 +41,8 @@ from jax_agent_rl.errors import ConfigError, JaxAgentRLError
 from jax_agent_rl.learner.checkpoint import Checkpointer
 from jax_agent_rl.learner.gate import UpdateAbandoned, UpdateGate
 from jax_agent_rl.learner.sharding import gathered
-from jax_agent_rl.learner.step import Learner, LearnerState, UpdateResult
+from jax_agent_rl.learner.state import LearnerState, UpdateResult
+from jax_agent_rl.learner.step import Learner
 from jax_agent_rl.models.config import Params
 from jax_agent_rl.rollout.remote.pictures import decode_media, encode_media
 from jax_agent_rl.types import Group, Trajectory, Turn

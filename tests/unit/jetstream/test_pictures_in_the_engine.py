@@ -18,18 +18,19 @@ from jax_agent_rl.jetstream.engine import EngineShapes
 from jax_agent_rl.jetstream.programs import ProgramTable
 from jax_agent_rl.rollout.protocol import GenerateRequest, WeightUpdate
 from jax_agent_rl.types import SamplingParams, TokenOutput, digest_ids
-from tests.tiny_seeing import IMAGE, SEEING, picture, placeholders, seeing_params, seen_logprobs, sight
+from tests.tiny import tiny_params
+from tests.tiny_vision import IMAGE, TINY_VL, picture, placeholders, seen_logprobs, sight
 
 SHAPES = EngineShapes(
     max_model_len=88, max_concurrent_decodes=2, cache_rows=5, decode_steps=4, prefill_buckets=(16,), patch_buckets=(32,)
 )
-FIRST, SECOND, WIDE = picture(1), picture(2), picture(3, 24, 16)
+FIRST, SECOND, WIDE = picture(1), picture(2), picture(3, 12, 8)
 CLIP = [picture(seed) for seed in range(4, 7)]
 
 
 @contextlib.asynccontextmanager
 async def running(**options: Any):
-    backend = JetStreamBackend(SEEING, seeing_params(), SHAPES, version=1, **{"sight": sight()} | options)
+    backend = JetStreamBackend(TINY_VL, tiny_params(config=TINY_VL), SHAPES, version=1, **{"sight": sight()} | options)
     await backend.start()
     try:
         yield backend
@@ -47,7 +48,7 @@ def asking(name: str, prompt: Sequence[int], media: Mapping[str, Sequence[Any]],
 def assert_right(prompt: Sequence[int], media: Mapping[str, Sequence[Any]], output: TokenOutput, seed: int = 0) -> None:
     """Greedy ids, their log-probs and the digest are those of a full pass over prompt and output."""
     ids = [*prompt, *output.token_ids]
-    scores = seen_logprobs(seeing_params(seed), sight().show(ids, sight().read(media)))[len(prompt) - 1 : -1]
+    scores = seen_logprobs(tiny_params(seed, TINY_VL), sight().show(ids, sight().read(media)))[len(prompt) - 1 : -1]
     assert scores.argmax(-1).tolist() == list(output.token_ids)
     np.testing.assert_allclose(output.log_probs, scores.max(-1), atol=1e-4)
     assert output.context_digest == digest_ids(ids)
@@ -88,7 +89,7 @@ async def test_pictures_of_every_kind_over_two_turns_and_beside_each_other():
         assert_right(shown, one, await backend.generate(asking("d", shown, one)))
 
         # New weights: what was cached is forgotten, the tower's are new, too.
-        params = jax.tree.map(np.asarray, seeing_params(1))
+        params = jax.tree.map(np.asarray, tiny_params(1, TINY_VL))
         await backend.update_weights(WeightUpdate(version=2, kind="arrays", payload=params))
         fresh = await backend.generate(asking("e", prompt, one))
         assert fresh.cached_tokens == 0
@@ -106,7 +107,7 @@ async def _refusals(backend: JetStreamBackend) -> None:
     with pytest.raises(BackendError, match="request 'end' ends with a picture"):
         await backend.generate(asking("end", [5, *shown[:-1]], media))
     with pytest.raises(BackendError, match=r"of 64 patches, the engine takes 32; .*rollout.jetstream.patch_buckets"):
-        big = {"image": [picture(8, 32, 32)]}
+        big = {"image": [picture(8, 16, 16)]}
         await backend.generate(asking("big", [5, *placeholders(big), 7], big))
     with pytest.raises(BackendError, match="request 'none': image 1 of 1 cannot be shown: .*got str"):
         await backend.generate(asking("none", [5, *shown, 7], {"image": ["cat.png"]}))
@@ -126,7 +127,9 @@ async def test_a_request_whose_pictures_are_still_read_can_be_aborted():
 
 async def test_a_deterministic_engine_takes_text_alone():
     shapes = replace(SHAPES, max_concurrent_decodes=1, cache_rows=1)
-    backend = JetStreamBackend(SEEING, seeing_params(), shapes, sight=sight(), deterministic=ProgramTable())
+    backend = JetStreamBackend(
+        TINY_VL, tiny_params(config=TINY_VL), shapes, sight=sight(), deterministic=ProgramTable()
+    )
     assert not backend.capabilities.multi_modal
     await backend.start()
     try:

@@ -14,21 +14,20 @@ from jax_agent_rl.learner.pictures import RowSight, row_sight
 from jax_agent_rl.learner.step import Learner
 from jax_agent_rl.types import Group, Trajectory
 from tests.tiny import TINY, tiny_params
-from tests.tiny_seeing import (
+from tests.tiny_vision import (
     IMAGE,
-    SEEING,
+    TINY_VL,
     VIDEO,
     picture,
     placeholders,
-    seeing_params,
     seeing_trajectory,
     seen_logprobs,
     sight,
 )
 
 PROMPT = [5, 6]
-FIRST, SECOND, WIDE = picture(1), picture(2), picture(3, 24, 16)
-CLIP = [picture(seed, 16, 16) for seed in range(4, 7)]
+FIRST, SECOND, WIDE = picture(1), picture(2), picture(3, 12, 8)
+CLIP = [picture(seed) for seed in range(4, 7)]
 
 
 def packed(*trajectories: Trajectory, share: bool = True, row_patches: int = 256) -> tuple[Batch, Sharing]:
@@ -91,7 +90,7 @@ def test_rows_take_no_more_patches_than_they_may():
     ts = family((FIRST, 10), (SECOND, 11), (picture(9), 12))
     batch, _ = packed(*ts, row_patches=32)
     assert [len(row) for row in batch.pictures.pictures] == [2, 1]
-    assert {arrays["patches"].shape for arrays in batch.micro_batches(1)} == {(1, 32, 96), (1, 16, 96)}
+    assert {arrays["patches"].shape for arrays in batch.micro_batches(1)} == {(1, 32, 24), (1, 16, 24)}
     with pytest.raises(
         ValueError, match=r"g-0 shows pictures of 16 patches, a row takes 8; set learner.row_patches >="
     ):
@@ -115,7 +114,9 @@ def test_a_window_of_history_shows_what_stands_in_it():
 def learner(**changes) -> Learner:
     config = LearnerConfig(**{"learning_rate": 1e-2, "row_length": 96, "remat": "none", "row_patches": 128} | changes)
     algorithm = AlgorithmConfig(adv_estimator="dr_grpo")
-    return Learner(SEEING, seeing_params(), algorithm=algorithm, config=config, temperature=1.0, sight=sight())
+    return Learner(
+        TINY_VL, tiny_params(config=TINY_VL), algorithm=algorithm, config=config, temperature=1.0, sight=sight()
+    )
 
 
 def group() -> list[Group]:
@@ -142,7 +143,7 @@ def test_log_probs_are_those_of_plain_full_passes():
     _, experience = made._prepare(group())
     for t, got in zip(group()[0].trajectories, experience.terms["old_logprob"], strict=True):
         ids = t.prompt_ids + t.response_ids
-        scores = seen_logprobs(seeing_params(), sight().show(ids, sight().read(t.multi_modal)))
+        scores = seen_logprobs(tiny_params(config=TINY_VL), sight().show(ids, sight().read(t.multi_modal)))
         expected = scores[np.arange(len(ids) - 1), ids[1:]][len(t.prompt_ids) - 1 :]
         np.testing.assert_allclose(got, expected[np.array(t.loss_mask, bool)], atol=1e-4)
 
@@ -157,7 +158,7 @@ def test_gradients_of_tower_and_decoder_do_not_depend_on_the_layout():
 
 @pytest.mark.parametrize("freeze", [False, True])
 def test_an_update_changes_the_tower_unless_it_is_frozen(freeze: bool):
-    made, before = learner(freeze_vision=freeze), seeing_params()
+    made, before = learner(freeze_vision=freeze), tiny_params(config=TINY_VL)
     assert not made.update(group()).skipped
     for path, x in jax.tree_util.tree_leaves_with_path(made.params):
         old = before
@@ -167,10 +168,21 @@ def test_an_update_changes_the_tower_unless_it_is_frozen(freeze: bool):
     assert ("vision" in made.state.policy.params) != freeze
 
 
+def test_the_first_step_compiles_for_every_number_of_patches():
+    made = learner()
+    made.update(group())  # rows of many patches
+    compiled = made.programs_compiled
+    text = seeing_trajectory(PROMPT, ([7, 8], {}), reward=1)
+    few = seeing_trajectory(PROMPT, ([7, 8], {"image": [FIRST]}), ([9], {}), index=1)
+    for members in ((text, text), (few, text)):
+        made.update([Group(group_id="g", trajectories=members)])
+    assert made.programs_compiled == compiled
+
+
 def test_adapters_leave_the_tower_alone():
     made = learner(lora={"rank": 2, "targets": ["q_proj"]})
     assert not made.update(group()).skipped
-    jax.tree.map(np.testing.assert_array_equal, made.params["vision"], seeing_params()["vision"])
+    jax.tree.map(np.testing.assert_array_equal, made.params["vision"], tiny_params(config=TINY_VL)["vision"])
 
 
 def test_what_a_learner_cannot_do_is_said():
