@@ -24,6 +24,7 @@ RULES: dict[str, str | tuple[str, ...] | None] = {
     "choices": None,
     "norm": None,
     "patch": None,
+    "tower_mlp": None,  # Qwen2.5-VL's 3420 would keep eight devices from splitting the decoder
 }
 
 PARAMETER_AXES: dict[str, tuple[str, ...]] = {
@@ -51,13 +52,19 @@ PARAMETER_AXES: dict[str, tuple[str, ...]] = {
     "post_attention_norm": ("layers", "norm"),
     "pre_feedforward_norm": ("layers", "norm"),
     "post_feedforward_norm": ("layers", "norm"),
-    # Of vision towers, which share the names above.
+}
+
+VISION_AXES: dict[str, tuple[str, ...]] = {
+    **PARAMETER_AXES,
     "patch_embed": ("embed", "patch", "patch", "patch", "patch"),
     "qkv": ("layers", "heads", "embed"),
     "qkv_bias": ("layers", "heads"),
     "o_bias": ("layers", "norm"),
-    "gate_bias": ("layers", "mlp"),
-    "up_bias": ("layers", "mlp"),
+    "gate": ("layers", "tower_mlp", "embed"),
+    "up": ("layers", "tower_mlp", "embed"),
+    "down": ("layers", "embed", "tower_mlp"),
+    "gate_bias": ("layers", "tower_mlp"),
+    "up_bias": ("layers", "tower_mlp"),
     "down_bias": ("layers", "norm"),
     "merger_norm": ("norm",),
     "merger_in": ("mlp", "embed"),
@@ -65,6 +72,7 @@ PARAMETER_AXES: dict[str, tuple[str, ...]] = {
     "merger_out": ("embed", "mlp"),
     "merger_out_bias": ("norm",),
 }
+"""Of vision towers."""
 
 
 def make_mesh(config: MeshConfig) -> Mesh:
@@ -97,8 +105,9 @@ def parameter_shardings(mesh: Mesh, shapes: dict[str, Any]) -> dict[str, Any]:
 
     def one(path: tuple, shape: tuple[int, ...]) -> NamedSharding:
         name = path[-1].key
-        spec = [RULES[axis] for axis in PARAMETER_AXES[name]]
-        for size, axis, mesh_axis in zip(shape, PARAMETER_AXES[name], spec, strict=True):
+        axes = (VISION_AXES if path[0].key == "vision" else PARAMETER_AXES)[name]
+        spec = [RULES[axis] for axis in axes]
+        for size, axis, mesh_axis in zip(shape, axes, spec, strict=True):
             if isinstance(mesh_axis, str) and size % mesh.shape[mesh_axis]:
                 raise ConfigError(
                     f"parameter {name!r}: its {axis} dimension of {size} is not divisible by "

@@ -74,6 +74,21 @@ with tempfile.TemporaryDirectory() as folder:
         results.append(jax.jit(jax.value_and_grad(loss), static_argnums=3)(vision, *batch, mesh))
 jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5, rtol=1e-4), *results)
 assert all(np.abs(x).max() > 1e-3 for x in jax.tree.leaves(results[0][1])), "a part of the tower has no gradient"
+
+# A learner that packs pictures, two rows of them and one of text.
+from jax_agent_rl.types import Group
+from tests.tiny_vision import picture, seeing_trajectory, sight
+
+turns = [([7, 8], {"image": [picture(1)]}), ([9, 11], {"image": [picture(2, 12, 8)]}), ([12], {})]
+members = tuple(seeing_trajectory([5, 6], *turns[-n:], index=n, reward=float(n)) for n in (1, 2, 3))
+results = []
+for shape in ({}, {"fsdp": 2, "tensor": 2}):
+    settings = LearnerConfig(learning_rate=1e-3, row_length=24, row_patches=48, mesh=shape)
+    made = Learner(config, tiny_params(config=config), algorithm=AlgorithmConfig(), config=settings, temperature=1.0,
+                   sight=sight())
+    made.update([Group(group_id="g", trajectories=members)])
+    results.append(made.params)
+jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), *results)
 print(config.family, "equal")
 """
 
