@@ -49,16 +49,17 @@ class Decoder(nnx.Module):
                 return nnx.Param(jnp.zeros(shape, dtype))
             return nnx.Param((jax.random.normal(rngs.params(), shape) * 0.02).astype(dtype))
 
+        def draw_all(shapes: Params) -> nnx.Dict:
+            return nnx.Dict({n: draw_all(s) if isinstance(s, dict) else draw(n, s) for n, s in shapes.items()})
+
         shapes = config.parameter_shapes()
         self.embed = draw("embed", shapes["embed"])
-        self.layers = nnx.Dict({name: draw(name, shape) for name, shape in shapes["layers"].items()})
+        self.layers = draw_all(shapes["layers"])
         self.final_norm = draw("final_norm", shapes["final_norm"])
         if "lm_head" in shapes:
             self.lm_head = draw("lm_head", shapes["lm_head"])
         if "vision" in shapes:
-            layers = nnx.Dict({name: draw(name, shape) for name, shape in shapes["vision"].pop("layers").items()})
-            top = {name: draw(name, shape) for name, shape in shapes["vision"].items()}
-            self.vision = nnx.Dict(layers=layers, **top)
+            self.vision = draw_all(shapes["vision"])
 
     def __call__(self, token_ids: jax.Array) -> jax.Array:
         """Causal logits float32 [B, T, V] of int32 [B, T]."""

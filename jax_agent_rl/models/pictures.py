@@ -25,6 +25,9 @@ from jax_agent_rl.media import FRAMES_PER_SECOND
 from jax_agent_rl.models.config import VisionConfig
 from jax_agent_rl.patches import Grid
 
+Array = Any
+"""numpy's on the host, jax's within a program."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
@@ -56,11 +59,11 @@ class Layout(NamedTuple):
         places: int32 [.., P, 2], row and column of a patch in its picture.
     """
 
-    order: np.ndarray
-    restore: np.ndarray
-    windows: np.ndarray
-    frames: np.ndarray
-    places: np.ndarray
+    order: Array
+    restore: Array
+    windows: Array
+    frames: Array
+    places: Array
 
 
 class PictureInputs(NamedTuple):
@@ -72,9 +75,9 @@ class PictureInputs(NamedTuple):
         feature_index: int32 [B, T], which feature stands at a token's place; -1 for text.
     """
 
-    rope_positions: Any
-    features: Any
-    feature_index: Any
+    rope_positions: Array
+    features: Array
+    feature_index: Array
 
 
 def merged(vision: VisionConfig, grid: Grid) -> Grid:
@@ -82,7 +85,7 @@ def merged(vision: VisionConfig, grid: Grid) -> Grid:
     return grid[0], grid[1] // vision.merge_size, grid[2] // vision.merge_size
 
 
-def locate(vision: VisionConfig, ids: Sequence[int], grids: Mapping[str, Sequence[Grid]]) -> list[Span]:
+def locate(vision: VisionConfig, ids: Sequence[int] | np.ndarray, grids: Mapping[str, Sequence[Grid]]) -> list[Span]:
     """Where each item stands, in order of the ids.
 
     An item takes the first run of its placeholder that is long enough and not taken yet. A placeholder in a shorter
@@ -94,8 +97,8 @@ def locate(vision: VisionConfig, ids: Sequence[int], grids: Mapping[str, Sequenc
     Raises:
         ValueError: an item finds no such run.
     """
-    ids = np.asarray(ids)
-    spans = [span for kind, items in grids.items() for span in _spans(vision, ids, kind, items)]
+    array = np.asarray(ids)
+    spans = [span for kind, items in grids.items() for span in _spans(vision, array, kind, items)]
     return sorted(spans, key=lambda span: span.start)
 
 

@@ -126,16 +126,16 @@ def _attend_to_windows(q: jax.Array, k: jax.Array, v: jax.Array, windows: jax.Ar
         """[B, H, P, h] -> [B, H, P / S, S, h]"""
         return x.reshape(rows, heads, count // size, size, head_dim)
 
-    def beside(x: jax.Array, axis: int, **edge: int) -> jax.Array:
-        """Each block of ``axis`` with the two beside it, [.., P / S, 3 S, ..]."""
+    def beside(x: jax.Array, axis: int, edge: int = 0) -> jax.Array:
+        """Each block of ``axis`` with the two beside it, [.., P / S, 3 S, ..]; beyond the ends is ``edge``."""
         widths = [(size, size) if i == axis else (0, 0) for i in range(x.ndim)]
-        padded = jnp.pad(x, widths, **edge)
+        padded = jnp.pad(x, widths, constant_values=edge)
         parts = [jax.lax.slice_in_dim(padded, i * size, i * size + count, axis=axis) for i in range(3)]
         shape = (*x.shape[:axis], count // size, size, *x.shape[axis + 1 :])
         return jnp.concatenate([part.reshape(shape) for part in parts], axis=axis + 1)
 
     mine = windows.reshape(rows, count // size, size)
-    visible = mine[..., None] == beside(windows, 1, constant_values=_NOWHERE)[:, :, None]  # [B, P / S, S, 3 S]
+    visible = mine[..., None] == beside(windows, 1, _NOWHERE)[:, :, None]  # [B, P / S, S, 3 S]
     return _softmax_attention(blocks(q), beside(k, 2), beside(v, 2), visible[:, None]).reshape(q.shape)
 
 

@@ -99,10 +99,11 @@ def _plain_rope(text: Mapping[str, Any]) -> dict[str, Any]:
 
 def _sections(rope: Mapping[str, Any], head_dim: int) -> tuple[int, int, int]:
     found = rope.get("mrope_section")
-    whole = isinstance(found, list | tuple) and len(found) == 3 and all(type(size) is int for size in found)
-    if not whole or min(found) < 0 or 2 * sum(found) != head_dim:
+    sizes = list(found) if isinstance(found, list | tuple) else []
+    whole = len(sizes) == 3 and all(type(size) is int and size >= 0 for size in sizes)
+    if not whole or 2 * sum(sizes) != head_dim:
         raise bad_field(rope, "mrope_section", f"three numbers that sum to head_dim / 2 = {head_dim / 2:g}")
-    return tuple(found)
+    return sizes[0], sizes[1], sizes[2]
 
 
 def _read_vision(raw: Mapping[str, Any], out_size: int) -> VisionConfig:

@@ -6,11 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from jax_agent_rl.errors import ModelError
 from jax_agent_rl.models.convert import convert
+from jax_agent_rl.models.decoder import Decoder, model_params, with_params
 from jax_agent_rl.models.families import read_config, write_config
 from jax_agent_rl.models.hf import load_hf, save_hf
 from tests.tiny import tiny_params
@@ -104,6 +107,13 @@ def test_what_is_tied_may_stand_in_the_section_of_text_alone():
 def test_a_field_this_package_does_not_honour_is_named(field: str, value: object, message: str):
     with pytest.raises(ModelError, match=message):
         read_config(changed(field, value))
+
+
+def test_a_drawn_model_has_the_tower_of_its_config():
+    drawn = model_params(Decoder(TINY_VL, rngs=nnx.Rngs(0)))
+    assert jax.tree.map(jnp.shape, drawn) == TINY_VL.parameter_shapes()
+    params = tiny_params(config=TINY_VL)
+    jax.tree.map(np.testing.assert_array_equal, model_params(with_params(TINY_VL, params)), params)
 
 
 def test_conversion_keeps_the_tower_and_the_processors(tmp_path: Path):
