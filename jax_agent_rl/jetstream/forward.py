@@ -159,12 +159,13 @@ def prefill_chunks(
     heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.head_dim
     rows, count = tokens.shape
     x = embed_tokens(config, params, tokens.reshape(-1))
+    if pictures is not None:
+        x = place_features(x.reshape(rows, count, -1), pictures).reshape(rows * count, -1)
+    x = x.T  # [D, R T]
     if pictures is None:
         tables = _rope(config, (starts[:, None] + jnp.arange(count)).reshape(-1))
     else:
-        x = place_features(x.reshape(rows, count, -1), pictures).reshape(rows * count, -1)
         tables = _picture_rope(config, pictures.rope_positions.reshape(-1, 3))
-    x = x.T  # [D, R T]
     sights = tuple(_chunk_sight(starts, count, cache.length, window) for window in (None, config.sliding_window))
     new = []
     for i, (layer, k_cache, v_cache) in enumerate(zip(params.layers, cache.keys, cache.values, strict=True)):

@@ -1,7 +1,9 @@
 """Pictures of packed rows. Shapes: R rows, T tokens, P patches, N features (P / merge_size²), D hidden.
 
-A row holds every distinct picture once, however many of its trajectories show it. Its patches lie one after another,
-padded to one of two sizes, so that there are few programs; rows without pictures are those of a model of text.
+Trajectories carry pictures as tools made them; here they are cut into what the tower reads, whoever sampled them (in
+verl's words ``return_multi_modal_inputs: false``). A row holds every distinct picture once, however many of its
+trajectories show it. Its patches lie one after another, padded to one of two sizes, so that there are few programs;
+rows without pictures are those of a model of text.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import numpy as np
 import pytest
@@ -166,6 +168,27 @@ def test_an_update_changes_the_tower_unless_it_is_frozen(freeze: bool):
             old = old[key.key]
         assert np.array_equal(x, old) == (freeze and path[0].key == "vision"), path
     assert ("vision" in made.state.policy.params) != freeze
+
+
+def test_a_critic_sees_too_and_its_tower_is_frozen_with_the_policys():
+    config = LearnerConfig(row_length=96, row_patches=128, freeze_vision=True)
+    algorithm = AlgorithmConfig(adv_estimator="gae")
+    made = Learner(
+        TINY_VL, tiny_params(config=TINY_VL), algorithm=algorithm, config=config, temperature=1.0, sight=sight()
+    )
+    (mini,), _ = made._prepare(group())
+    made._critic.state.params["value_head"] = jax.numpy.ones(TINY_VL.hidden_size)  # zeros see nothing
+    values = [made._passes(made._values, made._critic.weights, mini.batch)]
+    black = group()[0].trajectories[0]
+    turn = replace(black.turns[0], appended_media={"image": (Image.new("RGB", (8, 8)), WIDE)})
+    other = [replace(group()[0], trajectories=(replace(black, turns=(turn, *black.turns[1:])),))]
+    (mini,), _ = made._prepare(other)
+    values.append(made._passes(made._values, made._critic.weights, mini.batch))
+    place = mini.batch.places[0][0]
+    before, after = (v[place.row, place.path] for v in values)
+    np.testing.assert_allclose(before[:3], after[:3], atol=1e-5)
+    assert np.abs(before[-1] - after[-1]) > 1e-3
+    assert "vision" not in made._critic.state.params and not made.update(group()).skipped
 
 
 def test_the_first_step_compiles_for_every_number_of_patches():
