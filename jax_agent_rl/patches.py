@@ -105,9 +105,12 @@ class Patcher:
         Raises:
             ValueError: it is none, or of a shape the model cannot take.
         """
+        import numpy as np
+
         processor = self._processors[kind]
-        shown = list(as_frames(item)) if kind == "video" else [as_picture(item)]
-        cut = processor(images=shown, return_tensors="np")
+        shown = list(as_frames(item)) if kind == "video" else [np.asarray(as_picture(item))]
+        # Said, because a picture of three rows would be taken for one of three channels.
+        cut = processor(images=shown, input_data_format="channels_last", return_tensors="np")
         _, rows, columns = cut["image_grid_thw"][0].tolist()
         patches = cut["pixel_values"]
         if kind == "image":

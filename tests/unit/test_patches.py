@@ -68,6 +68,14 @@ def test_a_group_holds_its_frames_and_the_last_one_fills_it(tmp_path: Path):
         np.testing.assert_array_equal(groups[group, :, :, place], stills[still][:, :, place])
 
 
+@pytest.mark.parametrize("size", [(80, 3), (60, 1), (3, 80), (2, 2)])
+def test_the_flattest_pictures_are_cut_into_as_many_patches_as_are_counted(patcher: Patcher, size):
+    for kind, item in (("image", picture(*size)), ("video", [picture(*size)])):
+        shown = patcher.picture(kind, item)
+        assert len(shown.patches) == 4 * patcher.count(kind, item)
+        assert (shown.grid[1] < shown.grid[2]) == (size[1] < size[0])
+
+
 def test_only_equal_pictures_share_a_digest(patcher: Patcher):
     one, same, other = (patcher.picture("image", noise(seed)).digest for seed in (0, 0, 1))
     still = patcher.picture("video", [noise(0)]).digest
