@@ -56,7 +56,8 @@ def row_sight(sight: Sight | None, config: LearnerConfig) -> RowSight | None:
             f"learner.mesh.context={config.mesh.context} splits rows within pictures, which this learner cannot do; "
             "set learner.mesh.context=1 and split over fsdp or tensor"
         )
-    return RowSight(sight=sight, row_patches=config.row_patches)
+    most = config.row_length * sight.vision.merge_size**2  # a token for each feature
+    return RowSight(sight=sight, row_patches=config.row_patches or most)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

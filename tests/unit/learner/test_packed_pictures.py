@@ -99,6 +99,16 @@ def test_rows_take_no_more_patches_than_they_may():
         packed(*ts, row_patches=8)
 
 
+@pytest.mark.parametrize("length", [24, 96])
+def test_by_default_a_row_takes_all_that_its_tokens_can_show(length: int):
+    rows = row_sight(sight(), LearnerConfig(row_length=length))
+    most = [FIRST] * ((length - 3) // 6)  # each takes 4 ids between two
+    batch, _ = pack([seeing_trajectory([5], ([7], {"image": most}), ([9], {}))], row_length=length, sight=rows)
+    others = [picture(100 + i) for i in range(len(most))]
+    pack([seeing_trajectory([5], ([7], {"image": others}), ([9], {}))], row_length=length, sight=rows)
+    assert rows.sizes[-1] >= 16 * len(others) and len(batch.pictures.pictures[0]) == 1
+
+
 def test_rows_without_pictures_are_those_of_a_model_of_text():
     text = seeing_trajectory(PROMPT, ([7, 8], {}), index=5)
     seeing, plain = packed(text)[0], pack([text], row_length=96)[0]
@@ -211,6 +221,7 @@ def test_adapters_leave_the_tower_alone():
 def test_what_a_learner_cannot_do_is_said():
     with pytest.raises(ConfigError, match="learner.mesh.context=2 splits rows within pictures"):
         row_sight(sight(), LearnerConfig(mesh={"context": 2}))
+    assert row_sight(None, LearnerConfig(mesh={"context": 2})) is None
     with pytest.raises(ConfigError, match="learner.freeze_vision=true, but a llama model"):
         Learner(
             TINY, tiny_params(), algorithm=AlgorithmConfig(), config=LearnerConfig(freeze_vision=True), temperature=1.0
