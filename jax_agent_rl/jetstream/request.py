@@ -36,8 +36,9 @@ class RunningRequest:
         self.request = request
         self.max_tokens = max_tokens
         self.seed = seed
-        self.shown = shown
-        self.keys = np.asarray(request.prompt_ids, np.int32)  # of the prompt; see PictureNames.keys
+        self.shown = shown  # until it is prefilled: patches are large
+        self.offset = shown.offset if shown else 0  # what pictures add to rotary positions behind them
+        self.keys: np.ndarray | None = None  # of a prompt with pictures, see PictureNames.keys
         self.row: int | None = None
         self.cached_tokens = 0
         self.token_ids: list[int] = []
@@ -94,14 +95,9 @@ class RunningRequest:
         tail = self._decode_text(self.token_ids[-self._window :])
         return next((s for s in self.request.sampling.stop if s in tail), None)
 
-    @property
-    def offset(self) -> int:
-        """What its pictures add to rotary positions behind them."""
-        return self.shown.offset if self.shown else 0
-
     def ids_of(self, held: np.ndarray) -> np.ndarray:
         """int32: the ids of keys that a row holds of this context; names of other pictures stay what they are."""
-        if self.shown is None:
+        if self.keys is None:
             return held
         prompt = held[: len(self.keys)]
         mine = np.asarray(self.request.prompt_ids, np.int32)[: len(prompt)]

@@ -158,18 +158,20 @@ class Scheduler:
         plan = AdmissionPlan()
         while self._waiting and len(self.running) < self.engine.max_concurrent_decodes:
             run = self._waiting[0][2]
+            prompt = keys = np.asarray(run.request.prompt_ids, np.int32)
             if run.shown is not None:
-                run.keys = self._keys(run.shown)
-            placement = self.table.place(run.keys, run.request.session_id)
+                run.keys = keys = self._keys(run.shown)
+            placement = self.table.place(keys, run.request.session_id)
             if placement is None:
                 break
             heapq.heappop(self._waiting)
             run.row, run.cached_tokens = placement.row, placement.reused
             self.running[run.request.request_id] = run
-            new = slice(placement.reused, -1)
-            plan.add(placement, np.asarray(run.request.prompt_ids, np.int32)[new], run.shown)
-            self.table.append(placement.row, run.keys[new])
-            self.counters.prefill_tokens += len(run.keys[new])
+            new = prompt[placement.reused : -1]
+            plan.add(placement, new, run.shown)
+            run.shown = None
+            self.table.append(placement.row, keys[placement.reused : -1])
+            self.counters.prefill_tokens += len(new)
             self.counters.cached_tokens += placement.reused
         for copies, extensions in plan.stages():
             for source, target in copies:

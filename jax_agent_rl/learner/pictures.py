@@ -38,9 +38,7 @@ class RowSight:
     def sizes(self) -> tuple[int, ...]:
         """To which patches are padded: a quarter of a row's most, and all, in whole windows."""
         window = self.sight.vision.window_patches
-        return tuple(
-            sorted({-(-size // window) * window for size in (self.row_patches // 4, self.row_patches) if size})
-        )
+        return tuple(sorted({-(-self.row_patches // part // window) * window for part in (4, 1)}))
 
 
 def row_sight(sight: Sight | None, config: LearnerConfig) -> RowSight | None:

@@ -108,7 +108,7 @@ class Learner:
         self._pack = functools.partial(
             pack, row_length=config.row_length, share_prefixes=config.share_prefixes, sight=self._sight
         )
-        self._seen_by: set[Any] = set()  # programs that had a batch
+        self._compiled: set[Any] = set()  # programs, for every number of patches
         self._objective = objective_config(algorithm, config, temperature, mesh, scored=score_by is not None)
         everywhere = replicated(self._mesh)
         policy = Trained.of(model, params, config, mesh=self._mesh)
@@ -271,8 +271,8 @@ class Learner:
     def _blanks(self, batch: Batch, program: Any) -> Iterator[Arrays]:
         """Micro-batches without weight, for a program that has its first batch: with them it is compiled for every
         number of patches, and for none later."""
-        if self._sight is not None and program not in self._seen_by:
-            self._seen_by.add(program)
+        if self._sight is not None and program not in self._compiled:
+            self._compiled.add(program)
             yield from map(self._placed, blanks(next(batch.micro_batches(self._rows)), self._sight))
 
     # --- optimizer updates -----------------------------------------------------------------------------------
