@@ -8,7 +8,9 @@ rows without pictures are those of a model of text.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -135,7 +137,8 @@ class Album:
 
     def __init__(self, sight: RowSight, sequences: Sequence[Trajectory]) -> None:
         self._sight = sight
-        self._shown = [_show(sight.sight, sequence) for sequence in sequences]
+        with ThreadPoolExecutor() as pool:  # scaling an image lets go of the interpreter
+            self._shown = list(pool.map(functools.partial(_show, sight.sight), sequences))
         names = PictureNames()
         self.keys = [names.keys(shown) for shown in self._shown]
         """For each sequence its ids, int32 [n], in which pictures have names: see ``PictureNames.keys``."""
