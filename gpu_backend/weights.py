@@ -29,13 +29,15 @@ class Family:
     Attributes:
         fused: vLLM's module name to the Hugging Face modules stacked in it, in order of rows.
         transposed: modules whose ``weight`` Hugging Face stores as [in, out] and vLLM as [out, in].
-        prefixes: how names begin in Hugging Face's files and in vLLM; the first that fits is replaced.
+        aliases: how names begin in some folders and in published ones, by which updates call every tensor.
+        prefixes: how those begin in vLLM; the first that fits is replaced.
         experts: vLLM's module with the stacks of all experts, in place of Hugging Face's ``experts``.
         media: kinds of multi-modal input; ``config.json`` names each kind's placeholder in ``<kind>_token_id``.
     """
 
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     transposed: frozenset[str] = frozenset()
+    aliases: Mapping[str, str] = field(default_factory=dict)
     prefixes: Mapping[str, str] = field(default_factory=dict)
     experts: str | None = None
     media: tuple[str, ...] = ()
@@ -48,10 +50,9 @@ _GPT2 = Family(
 )
 _QWEN_VL = Family(
     fused=_FUSED,
-    # Two generations of names are in use: files of transformers before and after 4.52 differ.
+    # Two generations of names are in use: some versions of transformers since 4.52 wrote another than is published.
+    aliases={"model.language_model.": "model.", "model.visual.": "visual."},
     prefixes={
-        "model.language_model.": "language_model.model.",
-        "model.visual.": "visual.",
         "visual.": "visual.",
         "model.": "language_model.model.",
         "lm_head.": "language_model.lm_head.",
@@ -96,7 +97,7 @@ class Checkpoint:
 
     Attributes:
         family: its layout in vLLM.
-        shapes: every tensor of the model, Hugging Face names.
+        shapes: every tensor of the model, by the names of published checkpoints.
         optional: names an update may leave out (a tied output matrix).
         eos_token_ids: ids that end a generation.
         placeholders: id that stands for one position of an image or a video, by kind of input the model takes.
@@ -127,21 +128,22 @@ class Checkpoint:
             )
         if config.get("quantization_config"):
             raise ConfigError(f"{config_file}: quantised weights cannot be trained; use the unquantised model")
+        family = FAMILIES[names[0]]
         shapes: dict[str, tuple[int, ...]] = {}
         try:
             for file in sorted(folder.glob("*.safetensors")):
-                shapes |= read_header(file).shapes
+                shapes |= {_renamed(n, family.aliases): shape for n, shape in read_header(file).shapes.items()}
         except WeightUpdateError as error:
             raise ConfigError(str(error)) from error
         if not shapes:
             raise ConfigError(f"{folder} holds no *.safetensors; convert the model's weights to safetensors")
         tied = config.get("tie_word_embeddings", False) or names[0] == "GPT2LMHeadModel"
         return cls(
-            family=FAMILIES[names[0]],
+            family=family,
             shapes=shapes,
             optional=frozenset({"lm_head.weight"}) if tied else frozenset(),
             eos_token_ids=_eos_ids(folder, config),
-            placeholders={kind: _placeholder(config, config_file, kind) for kind in FAMILIES[names[0]].media},
+            placeholders={kind: _placeholder(config, config_file, kind) for kind in family.media},
         )
 
     def check_media(self, wanted: Collection[str]) -> None:
@@ -206,7 +208,7 @@ def _eos_ids(folder: Path, config: Mapping[str, Any]) -> frozenset[int]:
 def _place(name: str, shapes: Shapes, family: Family) -> Placement:
     parts, rows = name.split("."), shapes[name][0]
     module, kind = (parts[-2], parts[-1]) if len(parts) > 1 else ("", name)
-    full = _renamed(name, family).split(".")
+    full = _renamed(name, family.prefixes).split(".")
     if family.experts and len(parts) > 4 and parts[-4] == "experts":
         stack, first = {"gate_proj": ("w13", 0), "up_proj": ("w13", rows), "down_proj": ("w2", 0)}[module]
         parameter = ".".join([*full[:-4], family.experts, f"{stack}_{kind}"])
@@ -222,9 +224,9 @@ def _place(name: str, shapes: Shapes, family: Family) -> Placement:
     return Placement(parameter=".".join(full), first=0, rows=rows, transposed=transposed)
 
 
-def _renamed(name: str, family: Family) -> str:
-    """A Hugging Face name as vLLM's modules are called, not fused yet."""
-    for theirs, ours in family.prefixes.items():
+def _renamed(name: str, prefixes: Mapping[str, str]) -> str:
+    """A name whose beginning is replaced, by the first of ``prefixes`` that fits."""
+    for theirs, ours in prefixes.items():
         if name.startswith(theirs):
             return ours + name.removeprefix(theirs)
     return name

@@ -188,6 +188,12 @@ class LearnerConfig(OptimizerSection):
     row_length: Positive = Field(1024, description="Tokens per packed row; a row is one gradient micro-batch's unit.")
     rows_per_micro_batch: Positive = Field(1, description="Packed rows in one forward/backward (per data shard).")
     share_prefixes: bool = Field(True, description="Compute tokens common to several trajectories of a row once.")
+    row_patches: Positive | None = Field(
+        None,
+        description="Most patches of the pictures in a packed row, for models that see; null: as many as its tokens "
+        "can show. Fewer take less memory, but a trajectory that shows more ends the run.",
+    )
+    freeze_vision: bool = Field(False, description="Leave what reads pictures as it is, and train the decoder alone.")
     remat: Literal["none", "dots", "full"] = Field(
         "dots", description="What the backward pass recomputes: nothing; all but matrix products; whole layers."
     )

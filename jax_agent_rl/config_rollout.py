@@ -22,7 +22,12 @@ class JetStreamConfig(Section):
         (32, 128, 512), description="Padded prompt-chunk lengths, in tokens; longer prompts go in several chunks."
     )
 
-    @field_validator("prefill_buckets")
+    patch_buckets: tuple[Positive, ...] = Field(
+        (256, 1024, 4096),
+        description="Padded numbers of patches a model that sees looks at together; a picture must fit in the largest.",
+    )
+
+    @field_validator("prefill_buckets", "patch_buckets")
     @classmethod
     def _ascending(cls, value: tuple[int, ...]) -> tuple[int, ...]:
         if not value or list(value) != sorted(set(value)):

@@ -238,6 +238,7 @@ class Trajectory:
         fork: None, or where it branched off another trajectory of its group.
         history_window: None, or how many earlier turns each turn was sampled after, besides the prompt. The response
             arrays are still those of all turns in order; :attr:`sequences` are the contexts that were really there.
+        prompt_media: images and videos ``prompt_ids`` show; a sequence of a history window has its earlier turns'.
     """
 
     trajectory_id: str
@@ -260,6 +261,7 @@ class Trajectory:
     segments: tuple[Trajectory, ...] = ()
     fork: Fork | None = None
     history_window: int | None = None
+    prompt_media: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
     @classmethod
     def from_turns(cls, *, prompt_ids: Sequence[int], turns: Sequence[Turn], **fields: Any) -> Trajectory:
@@ -307,7 +309,8 @@ class Trajectory:
             yield self
             return
         for first, end in ((0, window + 1), *((k, k + 1) for k in range(window + 1, count))):
-            seen = (turn.output.token_ids + turn.appended_ids for turn in self.turns[max(0, first - window) : first])
+            before = self.turns[max(0, first - window) : first]
+            seen = (turn.output.token_ids + turn.appended_ids for turn in before)
             *turns, last = self.turns[first:end]
             learned = last if last.learn_appended else replace(last, appended_ids=(), appended_media={})
             yield Trajectory.from_turns(
@@ -317,6 +320,7 @@ class Trajectory:
                 group_id=self.group_id,
                 agent_name=self.agent_name,
                 finish_reason=self.finish_reason,
+                prompt_media=join_media([self.prompt_media, *(turn.appended_media for turn in before)]),
             )
 
     @property
@@ -365,7 +369,7 @@ class Trajectory:
     @property
     def multi_modal(self) -> dict[str, tuple[Any, ...]]:
         """Images and videos the ids show, by kind, in order of their placeholders; unprocessed, as tools made them."""
-        return join_media(turn.appended_media for turn in self.turns)
+        return join_media([self.prompt_media, *(turn.appended_media for turn in self.turns)])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

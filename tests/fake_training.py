@@ -10,7 +10,7 @@ from rich.console import Console
 from jax_agent_rl import config
 from jax_agent_rl.agents import AgentContext
 from jax_agent_rl.data.cursor import DataCursor
-from jax_agent_rl.learner.step import UpdateResult
+from jax_agent_rl.learner.state import UpdateResult
 from jax_agent_rl.observe.metrics import RunFolder, read_records
 from jax_agent_rl.observe.progress import Progress
 from jax_agent_rl.rollout.buffer import versions

@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import heapq
 import itertools
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -34,7 +34,7 @@ from jax_agent_rl.rollout.protocol import (
 )
 from jax_agent_rl.types import PauseMode, StopReason, TokenOutput, digest_ids
 
-EOS, VOCAB = 2, 61
+EOS, VOCAB, IMAGE = 2, 61, 60
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
@@ -73,6 +73,15 @@ def to_text(ids: Sequence[int]) -> str:
     return "".join(_LETTERS[i % 26] for i in ids)
 
 
+class ToyMedia:
+    """An image takes two ids."""
+
+    placeholders = {"image": IMAGE}
+
+    def expand(self, ids: Sequence[int], media: Mapping[str, Sequence[Any]]) -> list[int]:
+        return [i for own in ids for i in ([own] * 2 if own == IMAGE else [own])]
+
+
 def toy_subject(make: Callable[[], RolloutBackend], **fields: Any) -> Subject:
     """A subject over the toy model; the payload of an update names the weight set."""
     standard = {
@@ -83,6 +92,7 @@ def toy_subject(make: Callable[[], RolloutBackend], **fields: Any) -> Subject:
         "vocab_size": VOCAB,
         "eos_ids": frozenset({EOS}),
         "decode_text": to_text,
+        "media": ToyMedia(),
         "tolerance": 1e-9,
         "patience": 30.0,
     }
@@ -203,8 +213,10 @@ class ToyBackend:
             raise PromptTooLongError(f"a prompt of {length} ids leaves no room in max_model_len={limit}")
         if not all(0 <= i < VOCAB for i in request.prompt_ids):
             raise BackendError(f"prompt ids must be in [0, {VOCAB})")
-        if request.lora or request.multi_modal:
-            raise BackendError("the toy backend takes neither images nor adapters")
+        if request.lora or request.multi_modal.keys() - self.capabilities.multi_modal:
+            raise BackendError("the toy backend takes no adapters, and no pictures that it does not declare")
+        if request.prompt_ids.count(IMAGE) < 2 * len(request.multi_modal.get("image", ())):
+            raise BackendError("an image takes two placeholders")
         if any(r.request.request_id == request.request_id for r in self._all()):
             raise BackendError(f"request {request.request_id!r} is already running")
 
@@ -227,8 +239,9 @@ class ToyBackend:
 
     def _admit(self, run: Run) -> None:
         prompt = run.request.prompt_ids
-        run.cached = next((n for n in range(len(prompt) - 1, 0, -1) if prompt[:n] in self.cache), 0)
-        self.cache.update(prompt[:n] for n in range(1, len(prompt) + 1))
+        keys = [self.key(run, n) for n in range(len(prompt) + 1)]
+        run.cached = next((n for n in range(len(prompt) - 1, 0, -1) if keys[n] in self.cache), 0)
+        self.cache.update(keys[1:])
         self._count(cached_tokens=run.cached, prefill_tokens=len(prompt) - run.cached)
         self.running[run.request.request_id] = run
 
@@ -237,7 +250,7 @@ class ToyBackend:
         run.ids.append(token)
         run.log_probs.append(log_prob)
         run.versions.append(self._version)
-        self.cache.add((*run.request.prompt_ids, *run.ids))
+        self.cache.add(self.key(run, len(run.request.prompt_ids) + len(run.ids)))
         self._count(generated_tokens=1)
         reason = self.reason(run)
         if reason is not None:
@@ -247,12 +260,23 @@ class ToyBackend:
                 TokenChunk(token_ids=(token,), log_probs=(log_prob,), policy_versions=(self._version,))
             )
 
+    def key(self, run: Run, count: int) -> tuple:
+        """What the cache knows a context's first ids by."""
+        ids = (*run.request.prompt_ids, *run.ids)[:count]
+        return ids + tuple(self.images(run)[: -(-ids.count(IMAGE) // 2)])
+
+    def images(self, run: Run) -> list[bytes]:
+        """What the model sees."""
+        return [image.tobytes() for image in run.request.multi_modal.get("image", ())]
+
     def distribution(self, run: Run) -> np.ndarray:
         """Log-probs float64 [V] that the next id is drawn from."""
         sampling = run.request.sampling
         logits = self.model.logits([*run.request.prompt_ids, *run.ids][-2:])[-1:]
         if len(run.request.prompt_ids) + len(run.ids) == 1:
             logits = self.model.logits(run.request.prompt_ids)
+        for place, image in enumerate(self.images(run)):
+            logits = logits + np.random.default_rng([place, *image[:8]]).standard_normal(VOCAB)
         if sampling.temperature:
             logits = truncate(logits / sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k)
         return log_softmax(logits)[0]

@@ -21,9 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from jax_agent_rl.chat.formats import Reply, detect_format, get_format
-from jax_agent_rl.chat.media import MediaTokens, Pixels
+from jax_agent_rl.chat.media import MediaTokens
 from jax_agent_rl.chat.template import ChatTemplate, Message, ToolPrompt
 from jax_agent_rl.errors import ModelError, TemplateError
+from jax_agent_rl.patches import Pixels
 from jax_agent_rl.types import digest_ids
 
 MARKER = "ANCHOR7f3a9c"

@@ -65,8 +65,10 @@ class Probe:
     # --- requests ---------------------------------------------------------------------------------------------
 
     def prompt(self, length: int, seed: int) -> list[int]:
-        """Random ids without EOS."""
-        allowed = np.setdiff1d(np.arange(self.subject.vocab_size), sorted(self.subject.eos_ids))
+        """Random ids without EOS and placeholders."""
+        media = self.subject.media
+        special = self.subject.eos_ids.union(media.placeholders.values() if media else ())
+        allowed = np.setdiff1d(np.arange(self.subject.vocab_size), sorted(special))
         return np.random.default_rng([seed, length]).choice(allowed, length).tolist()
 
     def request(

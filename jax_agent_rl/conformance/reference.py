@@ -52,13 +52,15 @@ class TransformersReference:
     def _model(self, weights: str) -> Any:
         if weights not in self._models:
             import torch
-            from transformers import AutoModelForCausalLM
+            from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
             from transformers.utils import logging
 
             logging.disable_progress_bar()
-            self._models[weights] = AutoModelForCausalLM.from_pretrained(
-                self._folders[weights], dtype=torch.float64, attn_implementation="eager"
-            ).eval()
+            folder = self._folders[weights]
+            seeing = hasattr(AutoConfig.from_pretrained(folder), "vision_config")
+            kind = AutoModelForImageTextToText if seeing else AutoModelForCausalLM
+            model = kind.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
+            self._models[weights] = model.eval()
         return self._models[weights]
 
 

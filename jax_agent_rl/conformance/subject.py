@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from jax_agent_rl.conformance.reference import Reference
 from jax_agent_rl.rollout.protocol import RolloutBackend
@@ -15,6 +15,19 @@ with some of the second's parameters."""
 
 SHORTEST_CONTEXT = 128
 """Least ``Capabilities.max_model_len`` the checks have room in."""
+
+
+class MediaCounts(Protocol):
+    """How contexts show images and videos, see :class:`jax_agent_rl.chat.media.MediaTokens`."""
+
+    @property
+    def placeholders(self) -> Mapping[str, int]:
+        """Ids by kind."""
+        ...
+
+    def expand(self, ids: Sequence[int], media: Mapping[str, Sequence[Any]]) -> list[int]:
+        """With each item's one placeholder as often as the model reads it."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +44,7 @@ class Subject:
         eos_ids: ids that end a generation.
         decode_text: ids to text, as the backend decodes them; None without a tokenizer.
         ending_prompts: prompts after which the model is likely to end soon; random ones are tried after them.
+        media: how many ids an image or a video takes; None for models of text.
         tolerance: largest difference of a log-prob from float64, in nats. 1e-3 suits float32, 0.1 bfloat16.
         patience: seconds one check may take before it counts as hanging.
     """
@@ -43,5 +57,6 @@ class Subject:
     eos_ids: frozenset[int]
     decode_text: Callable[[Sequence[int]], str] | None = None
     ending_prompts: tuple[tuple[int, ...], ...] = ()
+    media: MediaCounts | None = None
     tolerance: float = 1e-3
     patience: float = 120.0

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jax_agent_rl.chat.media import MediaTokens
 from jax_agent_rl.conformance.models import ModelFolders, weight_files
 from jax_agent_rl.conformance.reference import TransformersReference
 from jax_agent_rl.conformance.subject import BASE, MIXED, OTHER, Subject
@@ -88,7 +89,8 @@ def describe(
     """
     folders = {BASE: options.folders.base, OTHER: options.folders.other, MIXED: options.folders.mixed}
     reference = TransformersReference(folders)
-    vocab_size = json.loads((options.folders.base / "config.json").read_text())["vocab_size"]
+    raw = json.loads((options.folders.base / "config.json").read_text())
+    vocab_size = raw.get("text_config", raw)["vocab_size"]
 
     def payload_of(kind: str, which: str) -> Any:
         if kind == "safetensors":
@@ -109,6 +111,7 @@ def describe(
         eos_ids=_eos_ids(options.folders.base),
         decode_text=decoder(tokenizer) if tokenizer else None,
         ending_prompts=_ending_prompts(tokenizer),
+        media=MediaTokens.read(options.folders.base),
         tolerance=options.tolerance,
         patience=options.patience,
     )
@@ -124,6 +127,7 @@ def jetstream(options: SubjectOptions) -> Subject:
     from jax_agent_rl.jetstream.backend import JetStreamBackend
     from jax_agent_rl.jetstream.engine import EngineShapes
     from jax_agent_rl.models.hf import load_hf
+    from jax_agent_rl.models.shown import Sight
 
     folders = {BASE: options.folders.base, OTHER: options.folders.other}
     config, params = load_hf(folders[BASE])
@@ -134,11 +138,14 @@ def jetstream(options: SubjectOptions) -> Subject:
         cache_rows=2 * options.max_concurrent,
         decode_steps=4,
         prefill_buckets=(32, 128),
+        patch_buckets=(64,),
     )
+    sight = Sight.of(config, folders[BASE])
     tokenizer = _tokenizer(folders[BASE])
 
     def make() -> RolloutBackend:
-        return JetStreamBackend(config, params, shapes, decode_text=decoder(tokenizer) if tokenizer else None)
+        decode = decoder(tokenizer) if tokenizer else None
+        return JetStreamBackend(config, params, shapes, sight=sight, decode_text=decode)
 
     def payload(kind: str, which: str) -> Any:
         if which not in trees:
@@ -158,6 +165,7 @@ def vllm(options: SubjectOptions) -> Subject:
         max_model_len=options.max_model_len,
         max_num_seqs=options.max_concurrent,
         dtype="float32" if options.tolerance < 0.01 else "auto",
+        multi_modal={"image": 2, "video": 1} if MediaTokens.read(options.folders.base) else {},
     )
     tokenizer = _tokenizer(options.folders.base)
     decode = decoder(tokenizer) if tokenizer else None

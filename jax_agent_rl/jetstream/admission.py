@@ -6,6 +6,7 @@ import numpy as np
 
 from jax_agent_rl.jetstream.engine import Extension
 from jax_agent_rl.jetstream.rows import Placement
+from jax_agent_rl.models.shown import Shown
 
 
 class AdmissionPlan:
@@ -20,8 +21,12 @@ class AdmissionPlan:
         self._filled: dict[int, int] = {}  # row -> stage that writes it
         self._read: dict[int, int] = {}  # row -> last stage that copies from it
 
-    def add(self, placement: Placement, new: np.ndarray) -> None:
-        """Plans one admission: an optional copy, then a prefill of ``new`` (int32) behind what is reused."""
+    def add(self, placement: Placement, new: np.ndarray, shown: Shown | None = None) -> None:
+        """Plans one admission: an optional copy, then a prefill of ``new`` (int32) behind what is reused.
+
+        Args:
+            shown: the whole context, if it has pictures.
+        """
         source, row = placement.copy_from, placement.row
         stage = self._read.get(row, 0)
         if source is not None:
@@ -33,7 +38,7 @@ class AdmissionPlan:
         copies, extensions = self._stages[stage]
         if source is not None:
             copies.append((source, row))
-        extensions.append(Extension(row, placement.reused, new))
+        extensions.append(Extension(row, placement.reused, new, shown))
 
     def stages(self) -> list[tuple[list[tuple[int, int]], list[Extension]]]:
         """(source, target) copies and extensions, stage by stage."""

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
 import threading
 import time
@@ -30,17 +29,18 @@ from jax_agent_rl.errors import (
     BackendClosedError,
     BackendError,
     EngineDiedError,
-    ModelError,
     TrajectoryError,
-    WeightUpdateError,
 )
 from jax_agent_rl.jetstream.deterministic import DeterministicEngine
 from jax_agent_rl.jetstream.engine import EngineShapes, JaxEngine
+from jax_agent_rl.jetstream.pictures import PictureReader
 from jax_agent_rl.jetstream.programs import ProgramTable
 from jax_agent_rl.jetstream.request import RunningRequest
 from jax_agent_rl.jetstream.scheduler import Scheduler
+from jax_agent_rl.jetstream.seeing import SeeingEngine
+from jax_agent_rl.jetstream.weights import ServedWeights
 from jax_agent_rl.models.config import DecoderConfig
-from jax_agent_rl.models.hf import load_params
+from jax_agent_rl.models.shown import Shown, Sight
 from jax_agent_rl.rollout.protocol import (
     BackendMetrics,
     Capabilities,
@@ -67,6 +67,7 @@ class JetStreamBackend:
         dtype: of the engine's weights, activations and cache; None is that of ``params``.
         deterministic: where the one program of a :class:`DeterministicEngine` is kept, to score by it; None is the
             fast engine.
+        sight: how the model sees; None takes no pictures, and neither does a deterministic engine.
         version: policy version of ``params``.
         seed: draws the seeds of requests that bring none.
         decode_text: ids to text; without it requests with stop strings are refused.
@@ -81,6 +82,7 @@ class JetStreamBackend:
         *,
         dtype: str | None = None,
         deterministic: ProgramTable | None = None,
+        sight: Sight | None = None,
         version: int = 0,
         seed: int = 0,
         decode_text: Callable[[Sequence[int]], str] | None = None,
@@ -95,7 +97,10 @@ class JetStreamBackend:
         self._seed = seed
         self._decode_text = decode_text
         self._progress = progress
-        self._structure = jax.tree.map(lambda x: (x.shape, x.dtype), params)
+        self._weights = ServedWeights(config, params)
+        if deterministic is not None:  # one program for all ids looks at no picture
+            sight = None
+        self._pictures = PictureReader(sight, most_patches=max(shapes.patch_buckets, default=0))
         self._streams: dict[str, asyncio.Queue[TokenChunk | Exception]] = {}
         self._commands: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
@@ -116,6 +121,7 @@ class JetStreamBackend:
             prefix_reuse=True,
             priorities=True,
             weight_payloads=frozenset({"arrays", "safetensors"}),
+            multi_modal=self._pictures.kinds,
         )
 
     @property
@@ -156,7 +162,8 @@ class JetStreamBackend:
         self._streams[request.request_id] = events
         finished = False
         try:
-            self._post(lambda: self._submit(request))
+            shown = await self._pictures.read(request)
+            self._post(lambda: self._submit(request, shown))
             while not finished:
                 event = await events.get()
                 if isinstance(event, Exception):
@@ -170,6 +177,7 @@ class JetStreamBackend:
                 self._post(lambda: self._abort(request.request_id))
 
     async def abort(self, request_id: str) -> bool:
+        await self._pictures.settled(request_id)
         return await self._call(lambda: self._abort(request_id))
 
     # --- pausing and weights ----------------------------------------------------------------------------------
@@ -187,7 +195,7 @@ class JetStreamBackend:
 
     async def update_weights(self, update: WeightUpdate) -> None:
         if update.kind == "safetensors":  # decoding goes on while files are read
-            update = await asyncio.to_thread(self._read_weights, update)
+            update = await asyncio.to_thread(self._weights.read, update)
         await self._call(lambda: self._take_weights(update))
 
     async def reset_prefix_cache(self) -> None:
@@ -282,7 +290,9 @@ class JetStreamBackend:
         self._scheduler.cache = engine.warm_up(self._scheduler.params, self._scheduler.cache, self._compiled)
 
     def _make_engine(self) -> JaxEngine:
-        kind = JaxEngine if self._deterministic is None else DeterministicEngine
+        kind: type[JaxEngine] = SeeingEngine if self._pictures.kinds else JaxEngine
+        if self._deterministic is not None:
+            kind = DeterministicEngine
         return kind(self._config, self._shapes, dtype=self._dtype, table=self._deterministic)
 
     def _compiled(self, done: int, total: int) -> None:
@@ -329,9 +339,9 @@ class JetStreamBackend:
         if progress:
             self._tell(self._deliver, [(run.request.request_id, chunk) for run, chunk in progress])
 
-    def _submit(self, request: GenerateRequest) -> None:
+    def _submit(self, request: GenerateRequest, shown: Shown | None) -> None:
         try:
-            self._scheduler.submit(request)
+            self._scheduler.submit(request, shown)
         except TrajectoryError as error:  # this request's own fault
             self._tell(self._deliver, [(request.request_id, error)])
 
@@ -347,27 +357,8 @@ class JetStreamBackend:
             for request_id in list(self._scheduler.running):
                 self._abort(request_id)
 
-    def _read_weights(self, update: WeightUpdate) -> WeightUpdate:
-        """Files to arrays in the learner's layout, which the engine thread then takes like any."""
-        dtype = self._structure["embed"][1]
-        try:
-            params = load_params(update.payload, self._config, dtype=dtype)
-        except ModelError as error:
-            raise WeightUpdateError(f"the update does not fit the model served: {error}") from error
-        return dataclasses.replace(update, kind="arrays", payload=params)
-
     def _take_weights(self, update: WeightUpdate) -> None:
-        if update.kind != "arrays" or update.partial:
-            kind = f"kind={update.kind!r}, partial={update.partial}"
-            raise WeightUpdateError(
-                f"the jetstream backend takes whole updates of 'arrays' or 'safetensors', got {kind}"
-            )
-        if update.version <= self._version:
-            raise WeightUpdateError(f"version {update.version} is not newer than {self._version}, which is served")
-        structure = jax.tree.map(lambda x: (x.shape, x.dtype), update.payload)
-        if structure != self._structure:
-            what = _difference(self._structure, structure)
-            raise WeightUpdateError(f"the update does not fit the model served: {what}")
+        self._weights.check(update, self._version)
         begin = time.perf_counter()
         params = jax.block_until_ready(self._scheduler.engine.load_params(update.payload))
         self._scheduler.set_weights(params, update.version)
@@ -385,14 +376,3 @@ def _settle(future: asyncio.Future, error: Exception | None, result: Any) -> Non
         future.set_exception(error)
     else:
         future.set_result(result)
-
-
-def _difference(old: Any, new: Any) -> str:
-    """The first parameter in which two trees of (shape, dtype) differ, in words."""
-    is_leaf = lambda x: isinstance(x, tuple)  # noqa: E731
-    before = {jax.tree_util.keystr(p): v for p, v in jax.tree_util.tree_leaves_with_path(old, is_leaf=is_leaf)}
-    after = {jax.tree_util.keystr(p): v for p, v in jax.tree_util.tree_leaves_with_path(new, is_leaf=is_leaf)}
-    for name in sorted(before.keys() | after.keys()):
-        if before.get(name) != after.get(name):
-            return f"{name} is {after.get(name, 'missing')}, served is {before.get(name, 'nothing')}"
-    return "the trees are nested differently"

@@ -25,8 +25,9 @@ import numpy as np
 
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.jetstream import programs
-from jax_agent_rl.jetstream.engine import EngineShapes, Extension, JaxEngine, idle_lanes, make_lanes, pad_lanes
+from jax_agent_rl.jetstream.engine import EngineShapes, Extension, JaxEngine
 from jax_agent_rl.jetstream.forward import EngineParams, KVCache
+from jax_agent_rl.jetstream.lanes import Lanes, idle_lanes, make_lanes, pad_lanes
 from jax_agent_rl.models.config import DecoderConfig, Params
 
 ANY_ID = 0
@@ -55,7 +56,7 @@ class DeterministicEngine(JaxEngine):
         return cache
 
     def decode(
-        self, params: EngineParams, cache: KVCache, lanes: programs.Lanes, steps: int, exit_after: int
+        self, params: EngineParams, cache: KVCache, lanes: Lanes, steps: int, exit_after: int
     ) -> tuple[KVCache, np.ndarray, np.ndarray]:
         """As :meth:`JaxEngine.decode`."""
         forced = np.full((self.shapes.decode_steps, self.max_concurrent_decodes), -1, np.int32)
@@ -88,7 +89,7 @@ class DeterministicEngine(JaxEngine):
         self.table.end_warm_up()
         return cache
 
-    def _forced_lanes(self, rest: Sequence[Extension], temperature: float) -> tuple[programs.Lanes, np.ndarray]:
+    def _forced_lanes(self, rest: Sequence[Extension], temperature: float) -> tuple[Lanes, np.ndarray]:
         steps = self.shapes.decode_steps
         lanes = make_lanes(len(rest))
         forced = np.full((steps, self.max_concurrent_decodes), -1, np.int32)
@@ -103,7 +104,7 @@ class DeterministicEngine(JaxEngine):
         return lanes, forced
 
     def _run(
-        self, params: EngineParams, cache: KVCache, lanes: programs.Lanes, limits: np.ndarray, forced: np.ndarray
+        self, params: EngineParams, cache: KVCache, lanes: Lanes, limits: np.ndarray, forced: np.ndarray
     ) -> tuple[KVCache, np.ndarray, np.ndarray]:
         count, span = len(lanes.rows), self.shapes.cache_length
         program = programs.decode_program(self.config, self.shapes.decode_steps, span)

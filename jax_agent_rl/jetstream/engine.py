@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -20,11 +20,13 @@ from flax import struct
 
 from jax_agent_rl.jetstream import compat, programs
 from jax_agent_rl.jetstream.forward import EngineParams, KVCache, empty_cache, engine_params
+from jax_agent_rl.jetstream.lanes import MAX_STOP_IDS, Lanes, idle_lanes, pad_lanes
 from jax_agent_rl.jetstream.tokenizer import IdTokenizer
 from jax_agent_rl.models.config import DecoderConfig
+from jax_agent_rl.models.pictures import PictureInputs
+from jax_agent_rl.models.shown import Shown
 
 engine_api = compat.engine_api()
-MAX_STOP_IDS = 8
 PREFILL_ROWS = 4  # chunks computed together: a matrix product of one short chunk mostly waits for the weights
 
 
@@ -38,6 +40,7 @@ class EngineShapes:
         cache_rows: contexts whose KV is kept (running, or waiting for their next turn).
         decode_steps: most steps of one dispatch.
         prefill_buckets: padded chunk lengths, ascending.
+        patch_buckets: numbers of patches looked at together, ascending; for models that see.
     """
 
     max_model_len: int
@@ -45,6 +48,7 @@ class EngineShapes:
     cache_rows: int
     decode_steps: int
     prefill_buckets: tuple[int, ...]
+    patch_buckets: tuple[int, ...] = ()
 
     @property
     def cache_length(self) -> int:
@@ -83,15 +87,17 @@ def bucket(buckets: tuple[int, ...], need: int) -> int:
 
 @dataclass(frozen=True)
 class Extension:
-    """Ids (int32 [n]) to prefill into a row from position ``start`` on."""
+    """Ids (int32 [n]) to prefill into a row from position ``start`` on; ``shown`` is the whole context of those that
+    see."""
 
     row: int
     start: int
     ids: np.ndarray
+    shown: Shown | None = None
 
     def after(self, count: int) -> Extension:
         """What is left when the first ``count`` ids are done."""
-        return Extension(self.row, self.start + count, self.ids[count:])
+        return replace(self, start=self.start + count, ids=self.ids[count:])
 
 
 @struct.dataclass
@@ -192,8 +198,14 @@ class JaxEngine(engine_api.Engine):
             places[i] = extension.row, extension.start
         span = bucket(self.shapes.prefill_spans, max(e.start for e in some))
         program = programs.chunks_program(self.config, span)
-        new = self.table.call(("chunks", cache.rows, rows, size, span), program, (), params, cache, tokens, places)
+        pictures = self._pictures(some, rows, size)
+        key = ("chunks", cache.rows, rows, size, span)
+        new = self.table.call(key, program, (), params, cache, tokens, places, pictures)
         return self.table.call(("write", cache.rows, rows, size), programs.write_chunks, (0,), cache, new, places)
+
+    def _pictures(self, some: Sequence[Extension], rows: int, size: int) -> PictureInputs | None:
+        """What chunks show: nothing, where the model does not see."""
+        return None
 
     def copy_row(self, cache: KVCache, source: int, target: int) -> KVCache:
         """Copies one row over another, on the device."""
@@ -201,7 +213,7 @@ class JaxEngine(engine_api.Engine):
         return self.table.call(("copy", cache.rows), programs.copy_row, (0,), cache, place)
 
     def decode(
-        self, params: EngineParams, cache: KVCache, lanes: programs.Lanes, steps: int, exit_after: int
+        self, params: EngineParams, cache: KVCache, lanes: Lanes, steps: int, exit_after: int
     ) -> tuple[KVCache, np.ndarray, np.ndarray]:
         """Runs up to ``steps`` decode steps.
 
@@ -288,7 +300,7 @@ class JaxEngine(engine_api.Engine):
         slots, length = self.max_concurrent_decodes, self.shapes.cache_length
 
         def step(params: EngineParams, state: DecodeState) -> tuple[DecodeState, jax.Array]:
-            lanes = programs.Lanes(
+            lanes = Lanes(
                 rows=jnp.arange(slots),
                 tokens=state.tokens,
                 positions=state.positions,
@@ -367,35 +379,3 @@ def _batches(extensions: list[Extension]) -> Iterator[list[Extension]]:
             yield some
         else:
             yield from ([one] for one in some)
-
-
-def make_lanes(count: int) -> programs.Lanes:
-    """Numpy lanes of a given number, greedy and not running, to be filled in."""
-    return programs.Lanes(
-        rows=np.zeros(count, np.int32),
-        tokens=np.zeros(count, np.int32),
-        positions=np.zeros(count, np.int32),
-        remaining=np.zeros(count, np.int32),
-        temperature=np.zeros(count, np.float32),
-        top_p=np.ones(count, np.float32),
-        top_k=np.zeros(count, np.int32),
-        seed=np.zeros(count, np.uint32),
-        stop_ids=np.full((count, MAX_STOP_IDS), -1, np.int32),
-    )
-
-
-def idle_lanes(count: int, position: int) -> programs.Lanes:
-    """Lanes of rows that do not exist, to compile programs with."""
-    lanes = make_lanes(count)
-    lanes.positions[:] = position
-    lanes.rows[:] = np.iinfo(np.int32).max
-    return lanes
-
-
-def pad_lanes(lanes: programs.Lanes, extra: int, *, unused_row: int) -> programs.Lanes:
-    """With ``extra`` lanes that do not run."""
-    if not extra:
-        return lanes
-    padding = make_lanes(extra)
-    padding.rows[:] = unused_row
-    return jax.tree.map(lambda a, b: np.concatenate([a, b]), lanes, padding)

@@ -17,8 +17,9 @@ import jax.numpy as jnp
 
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.decoder import embed
-from jax_agent_rl.models.layers import ACTIVATIONS, rms_norm, rope_tables, rotate
+from jax_agent_rl.models.layers import ACTIVATIONS, picture_rope_tables, place_features, rms_norm, rope_tables, rotate
 from jax_agent_rl.models.moe import mixture_of_experts
+from jax_agent_rl.models.pictures import PictureInputs
 
 NEGATIVE = -1e30  # masks a score; finite, so a fully masked lane stays free of NaN
 
@@ -26,7 +27,8 @@ NEGATIVE = -1e30  # masks a score; finite, so a fully masked lane stays free of 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class EngineParams:
-    """All weights in the engine's layout; ``head`` is ``embed`` itself when embeddings are tied.
+    """All weights in the engine's layout. There is no ``head`` when embeddings are tied, and no ``vision`` (the
+    learner's subtree, for ``models.vision``) in a model of text.
 
     A layer is a dict of the learner's arrays for that layer, but ``qkv`` [(H+2K)h, D] (and ``qkv_bias`` [(H+2K)h]) in
     place of q, k, v, and ``gate_up`` [2F, D] in place of gate and up.
@@ -36,6 +38,7 @@ class EngineParams:
     layers: tuple[Params, ...]
     final_norm: jax.Array
     head: jax.Array | None
+    vision: Params | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -68,6 +71,7 @@ def engine_params(params: Params, *, dtype: jnp.dtype) -> EngineParams:
         layers=tuple(_fuse({name: x[i] for name, x in layers.items()}) for i in range(layers["q"].shape[0])),
         final_norm=params["final_norm"] + 0,
         head=params["lm_head"] + 0 if "lm_head" in params else None,
+        vision=jax.tree.map(lambda x: x + 0, params["vision"]) if "vision" in params else None,
     )
 
 
@@ -86,7 +90,12 @@ def empty_cache(config: DecoderConfig, rows: int, length: int, dtype: jnp.dtype)
 
 
 def decode_step(
-    config: DecoderConfig, params: EngineParams, cache: KVCache, tokens: jax.Array, positions: jax.Array
+    config: DecoderConfig,
+    params: EngineParams,
+    cache: KVCache,
+    tokens: jax.Array,
+    positions: jax.Array,
+    rope_offsets: jax.Array | None = None,
 ) -> tuple[jax.Array, KVCache]:
     """Feeds one token per lane and returns the logits of the next.
 
@@ -94,6 +103,8 @@ def decode_step(
         cache: one row per lane; positions below ``positions`` hold the context.
         tokens: int32 [B].
         positions: int32 [B], where each token goes.
+        rope_offsets: int32 [B], how much further each token stands in rotary positions, for contexts with pictures
+            (``models.pictures.rope_positions``); the token itself is text. None: no further.
 
     Returns:
         logits float32 [V, B] and the cache with the tokens' keys and values written.
@@ -101,7 +112,7 @@ def decode_step(
     heads, size, lanes = config.num_heads, config.head_dim, len(tokens)
     lane = jnp.arange(lanes)
     x = embed_tokens(config, params, tokens).T  # [D, B]
-    tables = _rope(config, positions)
+    tables = _rope(config, positions if rope_offsets is None else positions + rope_offsets)
     distance = positions[:, None] - jnp.arange(cache.length)  # [B, S]
     sights = (distance >= 0, (distance >= 0) & (distance < (config.sliding_window or cache.length)))
     keys, values = [], []
@@ -125,7 +136,12 @@ def decode_step(
 
 
 def prefill_chunks(
-    config: DecoderConfig, params: EngineParams, cache: KVCache, tokens: jax.Array, starts: jax.Array
+    config: DecoderConfig,
+    params: EngineParams,
+    cache: KVCache,
+    tokens: jax.Array,
+    starts: jax.Array,
+    pictures: PictureInputs | None = None,
 ) -> tuple[tuple[jax.Array, jax.Array], ...]:
     """Keys and values of one chunk of each of R contexts, given the positions before it. No logits: decoding begins
     with the context's last token, so whoever shares a prompt needs no prefill at all.
@@ -134,14 +150,22 @@ def prefill_chunks(
         cache: R rows holding the positions below ``starts``.
         tokens: int32 [R, T], padded at the end; what padding writes is overwritten before it is ever visible.
         starts: int32 [R], position of ``tokens[:, 0]``.
+        pictures: what the chunks show, and rotary positions [R, T, 3] of their tokens; None for text whose rotary
+            positions are its cache positions.
 
     Returns:
         per layer: keys [R, K, h, T] and values [R, K, T, h].
     """
     heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.head_dim
     rows, count = tokens.shape
-    x = embed_tokens(config, params, tokens.reshape(-1)).T  # [D, R T]
-    tables = _rope(config, (starts[:, None] + jnp.arange(count)).reshape(-1))
+    x = embed_tokens(config, params, tokens.reshape(-1))
+    if pictures is not None:
+        x = place_features(x.reshape(rows, count, -1), pictures).reshape(rows * count, -1)
+    x = x.T  # [D, R T]
+    if pictures is None:
+        tables = _rope(config, (starts[:, None] + jnp.arange(count)).reshape(-1))
+    else:
+        tables = _picture_rope(config, pictures.rope_positions.reshape(-1, 3))
     sights = tuple(_chunk_sight(starts, count, cache.length, window) for window in (None, config.sliding_window))
     new = []
     for i, (layer, k_cache, v_cache) in enumerate(zip(params.layers, cache.keys, cache.values, strict=True)):
@@ -221,3 +245,9 @@ def _rope(config: DecoderConfig, positions: jax.Array) -> tuple[tuple[jax.Array,
     ropes = (config.rope, config.local_rope or config.rope)
     tables = (rope_tables(rope, config.head_dim, positions) for rope in ropes)
     return tuple((cos.T, sin.T) for cos, sin in tables)
+
+
+def _picture_rope(config: DecoderConfig, positions: jax.Array) -> tuple[tuple[jax.Array, jax.Array], ...]:
+    """The same at positions [B, 3]; no model that reads pictures has windowed layers."""
+    cos, sin = picture_rope_tables(config.rope, config.head_dim, positions)
+    return ((cos.T, sin.T),)

@@ -9,42 +9,16 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jax_agent_rl.jetstream.forward import EngineParams, KVCache, decode_step, prefill_chunks
+from jax_agent_rl.jetstream.lanes import Lanes
 from jax_agent_rl.jetstream.sampling import sample
 from jax_agent_rl.models.config import DecoderConfig
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Lanes:
-    """What the W lanes of one decode dispatch run; arrays of length W.
-
-    Attributes:
-        rows: int32, cache row of each lane; a row >= the cache's marks an unused lane.
-        tokens: int32, the last id of each context, not yet in the cache.
-        positions: int32, where it goes: the number of ids the cache holds.
-        remaining: int32, ids still allowed; 0 marks a lane that does not run.
-        temperature, top_p: float32.
-        top_k: int32.
-        seed: uint32.
-        stop_ids: int32 [W, n], ids that end the generation, padded with -1.
-    """
-
-    rows: jax.Array
-    tokens: jax.Array
-    positions: jax.Array
-    remaining: jax.Array
-    temperature: jax.Array
-    top_p: jax.Array
-    top_k: jax.Array
-    seed: jax.Array
-    stop_ids: jax.Array
+from jax_agent_rl.models.pictures import PictureInputs
 
 
 def decode(
@@ -87,7 +61,7 @@ def decode(
     def body(carry: tuple) -> tuple:
         step, tokens, positions, remaining, work, out = carry
         running = remaining > 0
-        logits, work = decode_step(config, params, work, tokens, jnp.minimum(positions, span - 1))
+        logits, work = decode_step(config, params, work, tokens, jnp.minimum(positions, span - 1), lanes.offsets)
         ids, logprobs = sample(
             logits,
             temperature=lanes.temperature,
@@ -153,7 +127,13 @@ NewKV = tuple[tuple[jax.Array, jax.Array], ...]
 
 
 def compute_chunks(
-    config: DecoderConfig, span: int, params: EngineParams, cache: KVCache, tokens: jax.Array, places: jax.Array
+    config: DecoderConfig,
+    span: int,
+    params: EngineParams,
+    cache: KVCache,
+    tokens: jax.Array,
+    places: jax.Array,
+    pictures: PictureInputs | None = None,
 ) -> NewKV:
     """Prefills one chunk of each of R rows, to be written by :func:`write_chunks`.
 
@@ -163,13 +143,14 @@ def compute_chunks(
         span: static number of cached positions to attend to, >= every chunk's start.
         tokens: int32 [R, T], padded.
         places: int32 [R, 2]: row, start; a row >= the cache's marks an unused chunk.
+        pictures: what the chunks show, for models that see.
     """
     rows = places[:, 0]
     view = KVCache(
         tuple(k.at[rows].get(mode="clip")[..., :span] for k in cache.keys),
         tuple(v.at[rows].get(mode="clip")[:, :, :span] for v in cache.values),
     )
-    return prefill_chunks(config, params, view, tokens, places[:, 1])
+    return prefill_chunks(config, params, view, tokens, places[:, 1], pictures)
 
 
 def write_chunks(cache: KVCache, new: NewKV, places: jax.Array) -> KVCache:

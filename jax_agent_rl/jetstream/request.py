@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from jax_agent_rl.models.shown import Shown
 from jax_agent_rl.rollout.protocol import GenerateRequest
 from jax_agent_rl.types import StopReason, TokenOutput, digest_ids
 
@@ -19,6 +20,7 @@ class RunningRequest:
         eos_ids: ids that end it with ``StopReason.EOS``.
         seed: uint32 that fixes its draws.
         decode_text: ids to text; needed only for stop strings.
+        shown: the prompt with its pictures, if it has any.
     """
 
     def __init__(
@@ -29,10 +31,14 @@ class RunningRequest:
         eos_ids: frozenset[int],
         seed: int,
         decode_text: Callable[[Sequence[int]], str] | None,
+        shown: Shown | None = None,
     ) -> None:
         self.request = request
         self.max_tokens = max_tokens
         self.seed = seed
+        self.shown = shown  # until it is prefilled: patches are large
+        self.offset = shown.offset if shown else 0  # what pictures add to rotary positions behind them
+        self.keys: np.ndarray | None = None  # of a prompt with pictures, see PictureNames.keys
         self.row: int | None = None
         self.cached_tokens = 0
         self.token_ids: list[int] = []
@@ -88,6 +94,14 @@ class RunningRequest:
         assert self._decode_text is not None  # refused at submission otherwise
         tail = self._decode_text(self.token_ids[-self._window :])
         return next((s for s in self.request.sampling.stop if s in tail), None)
+
+    def ids_of(self, held: np.ndarray) -> np.ndarray:
+        """int32: the ids of keys that a row holds of this context; names of other pictures stay what they are."""
+        if self.keys is None:
+            return held
+        prompt = held[: len(self.keys)]
+        mine = np.asarray(self.request.prompt_ids, np.int32)[: len(prompt)]
+        return np.concatenate([np.where(prompt == self.keys[: len(prompt)], mine, prompt), held[len(prompt) :]])
 
     def output(self, context_ids: Sequence[int]) -> TokenOutput:
         """The result. ``context_ids``: prompt and output as the cache holds them, fingerprinted for the caller."""

@@ -16,19 +16,22 @@ import heapq
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from jax_agent_rl.errors import BackendError, PromptTooLongError
 from jax_agent_rl.jetstream.admission import AdmissionPlan
-from jax_agent_rl.jetstream.engine import MAX_STOP_IDS, JaxEngine, make_lanes
+from jax_agent_rl.jetstream.engine import JaxEngine
 from jax_agent_rl.jetstream.forward import EngineParams
-from jax_agent_rl.jetstream.programs import Lanes
+from jax_agent_rl.jetstream.lanes import MAX_STOP_IDS, Lanes, make_lanes
 from jax_agent_rl.jetstream.request import RunningRequest
 from jax_agent_rl.jetstream.rows import RowTable
+from jax_agent_rl.models.shown import PictureNames, Shown
 from jax_agent_rl.rollout.protocol import BackendMetrics, GenerateRequest, TokenChunk
 from jax_agent_rl.types import StopReason
+
+MOST_NAMES = 1 << 30  # of pictures' features: keys are int32
 
 
 @dataclass
@@ -72,14 +75,18 @@ class Scheduler:
         self._known: set[str] = set()
         self._arrivals = itertools.count()
         self._rng = np.random.default_rng(self.seed)
+        self._names = PictureNames()
         self._eos = frozenset(self.engine.config.eos_token_ids)
 
     @property
     def waiting(self) -> int:
         return len(self._waiting)
 
-    def submit(self, request: GenerateRequest) -> None:
+    def submit(self, request: GenerateRequest, shown: Shown | None = None) -> None:
         """Queues a request.
+
+        Args:
+            shown: its prompt with its pictures, if it has any.
 
         Raises:
             PromptTooLongError: no room for one sampled id.
@@ -94,8 +101,8 @@ class Scheduler:
             )
         if request.request_id in self._known:
             raise BackendError(f"{name} is already running; request ids must be unique while they live")
-        if request.multi_modal or request.lora:
-            raise BackendError(f"{name}: the jetstream backend takes no multi-modal input and no LoRA adapter")
+        if request.lora:
+            raise BackendError(f"{name}: the jetstream backend takes no LoRA adapter")
         if sampling.stop and self.decode_text is None:
             raise BackendError(f"{name} has stop strings, but this engine was given no tokenizer")
         vocabulary = self.engine.config.vocab_size
@@ -107,6 +114,7 @@ class Scheduler:
             eos_ids=self._eos,
             seed=(sampling.seed if sampling.seed is not None else int(self._rng.integers(2**32))) % 2**32,
             decode_text=self.decode_text,
+            shown=shown,
         )
         if len(run.stop_ids) > MAX_STOP_IDS:
             raise BackendError(f"{name}: at most {MAX_STOP_IDS} stop ids (EOS included), got {len(run.stop_ids)}")
@@ -150,22 +158,32 @@ class Scheduler:
         plan = AdmissionPlan()
         while self._waiting and len(self.running) < self.engine.max_concurrent_decodes:
             run = self._waiting[0][2]
-            prompt = np.asarray(run.request.prompt_ids, np.int32)
-            placement = self.table.place(prompt, run.request.session_id)
+            prompt = keys = np.asarray(run.request.prompt_ids, np.int32)
+            if run.shown is not None:
+                run.keys = keys = self._keys(run.shown)
+            placement = self.table.place(keys, run.request.session_id)
             if placement is None:
                 break
             heapq.heappop(self._waiting)
             run.row, run.cached_tokens = placement.row, placement.reused
             self.running[run.request.request_id] = run
             new = prompt[placement.reused : -1]
-            plan.add(placement, new)
-            self.table.append(placement.row, new)
+            plan.add(placement, new, run.shown)
+            run.shown = None
+            self.table.append(placement.row, keys[placement.reused : -1])
             self.counters.prefill_tokens += len(new)
             self.counters.cached_tokens += placement.reused
         for copies, extensions in plan.stages():
             for source, target in copies:
                 self.cache = self.engine.copy_row(self.cache, source, target)
             self.cache = self.engine.extend(self.params, self.cache, extensions)
+
+    def _keys(self, shown: Shown) -> np.ndarray:
+        """Names are given to pictures that are admitted, and never twice while a row may hold one."""
+        if self._names.count > MOST_NAMES:
+            self.table.reset()
+            self._names = PictureNames()
+        return self._names.keys(shown)
 
     # --- decoding ---------------------------------------------------------------------------------------------
 
@@ -174,6 +192,8 @@ class Scheduler:
         lanes = make_lanes(len(runs))
         for lane, run in enumerate(runs):
             self._fill_lane(lanes, lane, run)
+        if any(run.offset for run in runs):
+            lanes = replace(lanes, offsets=np.array([run.offset for run in runs], np.int32))
         exit_after = 1 if self._waiting else len(runs)
         steps = self.engine.shapes.decode_steps
         self.cache, ids, log_probs = self.engine.decode(self.params, self.cache, lanes, steps, exit_after)
@@ -213,7 +233,7 @@ class Scheduler:
     def _finish(self, run: RunningRequest, new_ids: tuple[int, ...], new_log_probs: tuple[float, ...]) -> TokenChunk:
         request = run.request
         if run.row is not None:
-            context = [*self.table.ids(run.row).tolist(), run.last_id]
+            context = [*run.ids_of(self.table.ids(run.row)).tolist(), run.last_id]
             self.table.release(run.row, session_ends=request.session_ends)
         else:
             context = [*request.prompt_ids, *run.token_ids]

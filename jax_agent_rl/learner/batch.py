@@ -17,6 +17,8 @@ own advantage.
 The layout is made once; numbers about terms (advantages, weights, old log-probs) come and go between it and plain
 per-trajectory arrays by :meth:`Batch.with_terms`, :meth:`Batch.of_terms` and :meth:`Batch.of_states`. A trajectory with
 segments is packed as several sequences; its arrays are theirs, one after another.
+
+Where a model sees (``learner.pictures``), ids that show different pictures are different ids until rows are made.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from jax_agent_rl.learner.pictures import Album, RowPictures, RowSight
 from jax_agent_rl.types import Trajectory
 
 TERMS_PER_TOKEN = 2  # room for terms in a row, per token of its length
@@ -61,6 +64,7 @@ class Batch:
         terms: float32 [R, K] each, by name, 0 at padding. ``weight`` is what a term weighs in the loss; a term of
             weight 0 is not trained on.
         places: for each trajectory given to :func:`pack`, where its sequences lie.
+        pictures: what the rows show; None where the model sees nothing.
     """
 
     token_ids: np.ndarray
@@ -74,6 +78,7 @@ class Batch:
     term_sequence: np.ndarray
     terms: Mapping[str, np.ndarray] = field(default_factory=dict)
     places: tuple[tuple[Place, ...], ...]
+    pictures: RowPictures | None = None
 
     @property
     def num_rows(self) -> int:
@@ -111,7 +116,7 @@ class Batch:
                 empty = _empty_rows(missing, self.token_ids.shape[1])
                 nothing = np.zeros((missing, self.term_target.shape[1]), np.float32)
                 part = {name: np.concatenate([value, empty.get(name, nothing)]) for name, value in part.items()}
-            yield part
+            yield part | (self.pictures.micro_batch(begin, rows) if self.pictures else {})
 
     def _scatter(self, per_trajectory: Sequence[np.ndarray]) -> np.ndarray:
         values = np.zeros(self.term_target.shape, np.float32)
@@ -146,11 +151,16 @@ class Sharing:
     rows: int
 
 
-def pack(trajectories: Sequence[Trajectory], *, row_length: int, share_prefixes: bool = True) -> tuple[Batch, Sharing]:
+def pack(
+    trajectories: Sequence[Trajectory], *, row_length: int, share_prefixes: bool = True, sight: RowSight | None = None
+) -> tuple[Batch, Sharing]:
     """Packs sequences into rows: each goes where most of it already stands, else into the first row with room.
 
+    Args:
+        sight: how the model sees; None for a model of text.
+
     Raises:
-        ValueError: a sequence is longer than a row (nothing is ever truncated).
+        ValueError: a sequence is longer than a row (nothing is ever truncated), or has pictures of more patches.
     """
     sequences = [sequence for trajectory in trajectories for sequence in trajectory.sequences]
     for sequence in sequences:
@@ -160,17 +170,24 @@ def pack(trajectories: Sequence[Trajectory], *, row_length: int, share_prefixes:
                 f"trajectory {sequence.trajectory_id} has {length} tokens, a row {row_length}; "
                 f"set learner.row_length >= {length}"
             )
-    ids = [np.asarray(s.prompt_ids + s.response_ids, np.int32) for s in sequences]
-    rows = _assign(ids, [sum(s.loss_mask) for s in sequences], row_length, share_prefixes)
+    album = Album(sight, sequences) if sight else None
+    ids = album.keys if album else [np.asarray(s.prompt_ids + s.response_ids, np.int32) for s in sequences]
+    rows = _assign(ids, [sum(s.loss_mask) for s in sequences], row_length, share_prefixes, album)
     arrays = _empty_rows(len(rows), row_length)
     places: dict[int, Place] = {}
+    paths = []
     for index, row in enumerate(rows):
-        paths = _fill_nodes(arrays, index, row)
-        places |= _fill_terms(arrays, index, row, paths, sequences)
+        paths.append(_fill_nodes(arrays, index, row))
+        places |= _fill_terms(arrays, index, row, paths[-1], sequences)
+    pictures = None
+    if album:
+        members = [[member.which for member in row] for row in rows]
+        pictures = album.lay_out(arrays["token_ids"], arrays["positions"], members, paths)
+        arrays |= {name: album.ids(arrays[name]) for name in ("token_ids", "target_id")}
     nodes = sum(member.new for row in rows for member in row)
     in_order = (places[which] for which in range(len(sequences)))
     of_trajectories = tuple(tuple(next(in_order) for _ in trajectory.sequences) for trajectory in trajectories)
-    batch = Batch(**arrays, places=of_trajectories)
+    batch = Batch(**arrays, places=of_trajectories, pictures=pictures)
     return batch, Sharing(tokens=sum(map(len, ids)), nodes=nodes, rows=len(rows))
 
 
@@ -226,7 +243,9 @@ def _common(a: np.ndarray, b: np.ndarray) -> int:
     return first if shorter and differ[first] else shorter
 
 
-def _assign(ids: Sequence[np.ndarray], terms: Sequence[int], length: int, share: bool) -> list[list[_Member]]:
+def _assign(
+    ids: Sequence[np.ndarray], terms: Sequence[int], length: int, share: bool, album: Album | None
+) -> list[list[_Member]]:
     """Rows of members; each trajectory joins the row with room that shares most with it, the first of equals."""
     count = len(ids)
     prefixes = _Prefixes(ids) if share else None
@@ -239,12 +258,16 @@ def _assign(ids: Sequence[np.ndarray], terms: Sequence[int], length: int, share:
         np.maximum.at(shared, row_of[:which], common)
         has_room = nodes[: len(rows)] + len(sequence) - shared <= length
         has_room &= row_terms[: len(rows)] + terms[which] <= length * TERMS_PER_TOKEN
+        if album:
+            has_room &= album.has_room(which, len(rows))
         if has_room.any():
             row = int(np.where(has_room, shared, -1).argmax())
         else:
             row = len(rows)
             rows.append([])
         rows[row].append(_member(which, sequence, rows[row], common))
+        if album:
+            album.add(which, row)
         row_of[which] = row
         nodes[row] += rows[row][-1].new
         row_terms[row] += terms[which]

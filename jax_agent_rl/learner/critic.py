@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jax_agent_rl.learner.losses.value import clipped_value
+from jax_agent_rl.learner.seeing import seen
 from jax_agent_rl.learner.trainable import Arrays, Statistics
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.decoder import hidden_states
@@ -33,7 +34,14 @@ def state_values(
 ) -> jax.Array:
     """Value of the state after every token, float32 [R, T]."""
     hidden = hidden_states(
-        model, params, batch["token_ids"], batch["positions"], batch["subtree_end"], remat=remat, mesh=mesh
+        model,
+        params,
+        batch["token_ids"],
+        batch["positions"],
+        batch["subtree_end"],
+        pictures=seen(model, params, batch, remat=remat, mesh=mesh),
+        remat=remat,
+        mesh=mesh,
     )  # [R, T, D]
     return jnp.einsum("rtd,d->rt", hidden, params["value_head"], preferred_element_type=jnp.float32)
 

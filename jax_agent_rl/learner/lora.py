@@ -70,7 +70,7 @@ def merged(lora: LoraConfig, trained: Params, frozen: Params) -> Params:
     """A whole float32 model: adapters multiplied out and added to the base."""
     weights = {name: weight.merged() for name, weight in _adapted(lora, trained, frozen).items()}
     rest = {name: x.astype(jnp.float32) for name, x in frozen["layers"].items() if name not in weights}
-    top = {name: x.astype(jnp.float32) for name, x in frozen.items() if name != "layers"}
+    top = jax.tree.map(lambda x: x.astype(jnp.float32), {k: x for k, x in frozen.items() if k != "layers"})
     return {**top, "layers": {name: (weights | rest)[name] for name in frozen["layers"]}}
 
 

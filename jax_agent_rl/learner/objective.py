@@ -12,6 +12,7 @@ from jax_agent_rl.config import AlgorithmConfig, LearnerConfig
 from jax_agent_rl.learner.linear_logprobs import linear_logprobs
 from jax_agent_rl.learner.losses import POLICY_LOSSES, LossConfig, Terms
 from jax_agent_rl.learner.losses.kl import kl_penalty
+from jax_agent_rl.learner.seeing import seen
 from jax_agent_rl.learner.trainable import Arrays, Statistics
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.decoder import routed_hidden_states
@@ -96,7 +97,15 @@ def routed(
     ids, positions, ends = batch["token_ids"], batch["positions"], batch["subtree_end"]
     copies = batch["copies"] if objective.router_aux_loss_coef else None
     return routed_hidden_states(
-        config, params, ids, positions, ends, copies, remat=objective.remat, mesh=objective.mesh
+        config,
+        params,
+        ids,
+        positions,
+        ends,
+        copies,
+        pictures=seen(config, params, batch, remat=objective.remat, mesh=objective.mesh),
+        remat=objective.remat,
+        mesh=objective.mesh,
     )
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -22,11 +24,14 @@ def save_peft(folder: Path, lora: LoraConfig, model: DecoderConfig, trained: Par
     """
     folder.mkdir(parents=True, exist_ok=True)
     names = tensor_names(model)["layers"]
+    # A model that sees has its decoder one module further in, and a tower with modules of the same names.
+    inner = "model." if model.vision is None else "model.language_model."
+    targets = list(lora.targets) if model.vision is None else rf"{re.escape(inner)}.*\.({'|'.join(lora.targets)})"
     tensors = {
-        f"base_model.model.{weight.removesuffix('.weight')}.lora_{part.upper()}.weight": matrix
+        f"base_model.model.{module}.lora_{part.upper()}.weight": matrix
         for name, adapter in trained["adapters"].items()
         for part, stack in adapter.items()
-        for weight, matrix in zip(names[name], np.asarray(stack), strict=True)
+        for module, matrix in zip(_modules(names[name], inner), np.asarray(stack), strict=True)
     }
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     config = {
@@ -37,7 +42,12 @@ def save_peft(folder: Path, lora: LoraConfig, model: DecoderConfig, trained: Par
         "lora_alpha": lora.alpha,
         "lora_dropout": 0.0,
         "bias": "none",
-        "target_modules": list(lora.targets),
+        "target_modules": targets,
         "inference_mode": True,
     }
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _modules(weights: Sequence[str], inner: str) -> list[str]:
+    """Modules of tensors that published files call ``model.….weight``."""
+    return [inner + weight.removeprefix("model.").removesuffix(".weight") for weight in weights]

@@ -23,6 +23,8 @@ RULES: dict[str, str | tuple[str, ...] | None] = {
     "experts": "expert",
     "choices": None,
     "norm": None,
+    "patch": None,
+    "tower_mlp": None,  # Qwen2.5-VL's 3420 would keep eight devices from splitting the decoder
 }
 
 PARAMETER_AXES: dict[str, tuple[str, ...]] = {
@@ -51,6 +53,26 @@ PARAMETER_AXES: dict[str, tuple[str, ...]] = {
     "pre_feedforward_norm": ("layers", "norm"),
     "post_feedforward_norm": ("layers", "norm"),
 }
+
+VISION_AXES: dict[str, tuple[str, ...]] = {
+    **PARAMETER_AXES,
+    "patch_embed": ("embed", "patch", "patch", "patch", "patch"),
+    "qkv": ("layers", "heads", "embed"),
+    "qkv_bias": ("layers", "heads"),
+    "o_bias": ("layers", "norm"),
+    "gate": ("layers", "tower_mlp", "embed"),
+    "up": ("layers", "tower_mlp", "embed"),
+    "down": ("layers", "embed", "tower_mlp"),
+    "gate_bias": ("layers", "tower_mlp"),
+    "up_bias": ("layers", "tower_mlp"),
+    "down_bias": ("layers", "norm"),
+    "merger_norm": ("norm",),
+    "merger_in": ("mlp", "embed"),
+    "merger_in_bias": ("mlp",),
+    "merger_out": ("embed", "mlp"),
+    "merger_out_bias": ("norm",),
+}
+"""Of vision towers."""
 
 
 def make_mesh(config: MeshConfig) -> Mesh:
@@ -83,8 +105,9 @@ def parameter_shardings(mesh: Mesh, shapes: dict[str, Any]) -> dict[str, Any]:
 
     def one(path: tuple, shape: tuple[int, ...]) -> NamedSharding:
         name = path[-1].key
-        spec = [RULES[axis] for axis in PARAMETER_AXES[name]]
-        for size, axis, mesh_axis in zip(shape, PARAMETER_AXES[name], spec, strict=True):
+        axes = (VISION_AXES if path[0].key == "vision" else PARAMETER_AXES)[name]
+        spec = [RULES[axis] for axis in axes]
+        for size, axis, mesh_axis in zip(shape, axes, spec, strict=True):
             if isinstance(mesh_axis, str) and size % mesh.shape[mesh_axis]:
                 raise ConfigError(
                     f"parameter {name!r}: its {axis} dimension of {size} is not divisible by "

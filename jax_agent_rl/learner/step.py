@@ -18,6 +18,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import numpy as np
@@ -39,50 +40,18 @@ from jax_agent_rl.learner.losses.covariance import CHOOSE
 from jax_agent_rl.learner.losses.kl import AdaptiveKL
 from jax_agent_rl.learner.metrics import Record, step_metrics
 from jax_agent_rl.learner.objective import objective_config, policy_loss, router_loads, term_logprobs
+from jax_agent_rl.learner.pictures import blanks, row_sight
 from jax_agent_rl.learner.sharding import make_mesh, parameter_shardings, place, replicated, row_sharding, row_shards
-from jax_agent_rl.learner.trainable import Arrays, Trainable, TrainState, View
-from jax_agent_rl.learner.trained import Trained, plain_view
+from jax_agent_rl.learner.state import LearnerState, UpdateResult
+from jax_agent_rl.learner.trainable import Arrays, Trainable, View
+from jax_agent_rl.learner.trained import Trained, divided, plain_view
 from jax_agent_rl.models.config import DecoderConfig, Params
+from jax_agent_rl.models.shown import Sight
 from jax_agent_rl.types import Group
 
 logger = logging.getLogger(__name__)
 ScoreContexts = Callable[[Params, Sequence[Sequence[int]]], list[np.ndarray]]
 """For each context of n ids float32 [n - 1]: the log-prob of every id but the first."""
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class LearnerState:
-    """Everything a resumed run needs of the learner.
-
-    Attributes:
-        policy: the policy's parameters and optimizer.
-        critic: the critic's, with adv_estimator gae.
-        kl_coef: float32, the KL controller's coefficient.
-        steps: int32, calls of :meth:`Learner.update`.
-        nonfinite: int32, updates skipped in a row.
-    """
-
-    policy: TrainState
-    critic: TrainState | None
-    kl_coef: jax.Array
-    steps: jax.Array
-    nonfinite: jax.Array
-
-
-@dataclass(frozen=True, kw_only=True)
-class UpdateResult:
-    """What one :meth:`Learner.update` did.
-
-    Attributes:
-        metrics: named floats for the log.
-        skipped: an update had a non-finite gradient and changed nothing.
-        rejected: ids of trajectories of which every token was rejected.
-    """
-
-    metrics: dict[str, float]
-    skipped: bool
-    rejected: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +81,7 @@ class Learner:
         critic: the critic's optimizer.
         critic_init: a language model to start the critic from; the policy if None.
         score_by: what computes old log-probs; the learner's own packed passes if None.
+        sight: how the model sees; None where trajectories show nothing.
     """
 
     def __init__(
@@ -125,6 +95,7 @@ class Learner:
         critic: CriticConfig | None = None,
         critic_init: Params | None = None,
         score_by: ScoreContexts | None = None,
+        sight: Sight | None = None,
     ) -> None:
         self._algorithm, self._config, self._critic_config = algorithm, config, critic or CriticConfig()
         self._mesh = make_mesh(config.mesh)
@@ -133,6 +104,11 @@ class Learner:
         self._nonfinite_in_a_row = 0
         self._kl_coef, self._steps = float(np.float32(algorithm.kl.coef)), 0
         self._score_by = score_by
+        self._sight = row_sight(sight, config)
+        self._pack = functools.partial(
+            pack, row_length=config.row_length, share_prefixes=config.share_prefixes, sight=self._sight
+        )
+        self._compiled: set[Any] = set()  # programs, for every number of patches
         self._objective = objective_config(algorithm, config, temperature, mesh, scored=score_by is not None)
         everywhere = replicated(self._mesh)
         policy = Trained.of(model, params, config, mesh=self._mesh)
@@ -164,11 +140,16 @@ class Learner:
         view = functools.partial(plain_view, dtype=config.compute_dtype)
         self._critic: Trainable | None = None
         if algorithm.adv_estimator == "gae":
-            self._critic = Trainable(
+            trained, frozen, shardings = divided(
                 critic_params(params if critic_init is None else critic_init),
-                frozen={},
+                parameter_shardings(self._mesh, critic_shapes(model)),
+                freeze_vision=config.freeze_vision,
+            )
+            self._critic = Trainable(
+                trained,
+                frozen=frozen,
                 view=view,
-                shardings=parameter_shardings(self._mesh, critic_shapes(model)),
+                shardings=shardings,
                 everywhere=everywhere,
                 optimizer=self._critic_config,
                 loss=functools.partial(
@@ -248,9 +229,7 @@ class Learner:
         minis, begin = [], 0
         for part in np.array_split(np.arange(len(groups)), min(self._config.updates_per_step, len(groups))):
             trajectories = [t for i in part for t in groups[i].trajectories]
-            batch, sharing = pack(
-                trajectories, row_length=self._config.row_length, share_prefixes=self._config.share_prefixes
-            )
+            batch, sharing = self._pack(trajectories)
             which = slice(begin, begin + len(trajectories))
             minis.append(_MiniBatch(batch=batch, sharing=sharing, which=which))
             begin = which.stop
@@ -277,12 +256,24 @@ class Learner:
     def _passes(self, program: Callable[..., jax.Array], weights: tuple[Params, Params], batch: Batch) -> np.ndarray:
         """Runs a program of (trained, frozen) weights over all rows of a batch's layout."""
         layout = replace(batch, terms={})
+        for arrays in self._blanks(layout, program):
+            program(*weights, batch=arrays)
         parts = [np.asarray(program(*weights, batch=arrays)) for arrays in self._place(layout)]
         return np.concatenate(parts)[: batch.num_rows]
 
     def _place(self, batch: Batch) -> Iterator[Arrays]:
         for arrays in batch.micro_batches(self._rows):
-            yield {name: place(value, row_sharding(self._mesh)) for name, value in arrays.items()}
+            yield self._placed(arrays)
+
+    def _placed(self, arrays: Mapping[str, np.ndarray]) -> Arrays:
+        return {name: place(value, row_sharding(self._mesh)) for name, value in arrays.items()}
+
+    def _blanks(self, batch: Batch, program: Any) -> Iterator[Arrays]:
+        """Micro-batches without weight, for a program that has its first batch: with them it is compiled for every
+        number of patches, and for none later."""
+        if self._sight is not None and program not in self._compiled:
+            self._compiled.add(program)
+            yield from map(self._placed, blanks(next(batch.micro_batches(self._rows)), self._sight))
 
     # --- optimizer updates -----------------------------------------------------------------------------------
 
@@ -333,6 +324,8 @@ class Learner:
             logger.warning("every token of an update was masked or rejected: it was skipped")
             return []
         balance = self._balance(batch) if model is self._policy else {}
+        for arrays in self._blanks(batch, model):
+            model.gradients([arrays | balance])
         gradients, statistics = model.gradients((arrays | balance for arrays in self._place(batch)), tick)
         norm, finite = model.apply(gradients, gate)
         self._guard(finite, norm)

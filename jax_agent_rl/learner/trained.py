@@ -1,4 +1,5 @@
-"""What of a model is trained: all of it, or adapters over it. The learner reads either through the same functions."""
+"""What of a model is trained: all of it, its decoder, or adapters over it. The learner reads each through the same
+functions."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ import jax
 from jax.sharding import Mesh
 
 from jax_agent_rl.config import LearnerConfig
+from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.learner.lora import frozen_base, joined, merged, new_adapters
 from jax_agent_rl.learner.precision import compute_params
 from jax_agent_rl.learner.sharding import adapter_shardings, parameter_shardings, place
@@ -38,16 +40,26 @@ class Trained:
 
     @classmethod
     def of(cls, model: DecoderConfig, params: Params, config: LearnerConfig, *, mesh: Mesh) -> Trained:
-        """Everything, or with ``learner.lora`` its adapters.
+        """Everything, with ``learner.freeze_vision`` all but the tower, or with ``learner.lora`` adapters.
 
         Raises:
-            ConfigError: the mesh does not divide a parameter, or the model lacks a target.
+            ConfigError: the mesh does not divide a parameter, or the model lacks a target, or a tower to freeze.
         """
         dtype, lora = config.compute_dtype, config.lora
+        if config.freeze_vision and model.vision is None:
+            raise ConfigError(
+                f"learner.freeze_vision=true, but a {model.family} model has nothing that reads pictures; leave it out"
+            )
         shardings = parameter_shardings(mesh, model.parameter_shapes())
         if lora is None:
-            view = functools.partial(plain_view, dtype=dtype)
-            return cls(params=params, shardings=shardings, frozen={}, view=view, whole=lambda trained, _: trained)
+            trained, frozen, shardings = divided(params, shardings, freeze_vision=config.freeze_vision)
+            return cls(
+                params=trained,
+                shardings=shardings,
+                frozen=frozen,
+                view=functools.partial(plain_view, dtype=dtype),
+                whole=lambda trained, frozen: {**trained, **frozen},
+            )
         adapters = new_adapters(lora, model)
         placed = jax.tree.map(place, params, shardings)
         return cls(
@@ -63,6 +75,15 @@ class Trained:
         return jax.tree.map(place, self.params, self.shardings), self.frozen
 
 
-def plain_view(trained: Params, _: Params, *, dtype: str) -> Params:
+def divided(params: Params, shardings: Any, *, freeze_vision: bool) -> tuple[Params, Params, Any]:
+    """What is trained, what is not (the tower, which then takes no optimizer state either; laid out), and the first
+    one's shardings."""
+    if not freeze_vision:
+        return params, {}, shardings
+    trained, places = ({name: x for name, x in tree.items() if name != "vision"} for tree in (params, shardings))
+    return trained, jax.tree.map(place, {"vision": params["vision"]}, {"vision": shardings["vision"]}), places
+
+
+def plain_view(trained: Params, frozen: Params, *, dtype: str) -> Params:
     """All parameters in the compute type."""
-    return compute_params(trained, dtype)
+    return compute_params({**trained, **frozen}, dtype)

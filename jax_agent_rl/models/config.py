@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 Params = dict[str, Any]
 
@@ -27,10 +27,16 @@ class Llama3Scaling:
 
 @dataclass(frozen=True, kw_only=True)
 class Rope:
-    """Rotary position embedding: base ``theta`` and how long contexts stretch it."""
+    """Rotary position embedding: base ``theta`` and how long contexts stretch it.
+
+    Attributes:
+        sections: how many frequencies turn with time, row and column of a token; None where all turn with its
+            position (Wang et al. 2024, Qwen2-VL, arXiv 2409.12191, section 2.1).
+    """
 
     theta: float = 10000.0
     scaling: LinearScaling | Llama3Scaling | None = None
+    sections: tuple[int, int, int] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +57,87 @@ class Experts:
 
 
 @dataclass(frozen=True, kw_only=True)
+class VisionConfig:
+    """The tower of Qwen2.5-VL, that turns patches of pictures into features among the decoder's embeddings.
+
+    Attributes:
+        num_layers: Hugging Face's ``depth``.
+        out_size: of a feature, the decoder's ``hidden_size``.
+        patch_size: pixels of a patch's side.
+        temporal_patch_size: frames of a video in one patch; an image is shown to all of them.
+        merge_size: patches of a square's side that become one feature.
+        window_size: pixels of the side of a window; most layers attend within windows.
+        full_attention_layers: those that attend within a whole image, or group of frames.
+        tokens_per_second: how far apart a second of video lies in rotary time.
+        image_token_id: placeholder, one for each feature of an image.
+        video_token_id: the same for videos.
+        vision_start_token_id: stands before an item's placeholders in chat templates.
+        vision_end_token_id: stands behind them.
+    """
+
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    out_size: int
+    in_channels: int = 3
+    patch_size: int = 14
+    temporal_patch_size: int = 2
+    merge_size: int = 2
+    window_size: int = 112
+    full_attention_layers: tuple[int, ...] = ()
+    tokens_per_second: int = 2
+    image_token_id: int
+    video_token_id: int
+    vision_start_token_id: int
+    vision_end_token_id: int
+
+    # What every tower of the family has, under the names that models.layers knows from decoders.
+    rms_norm_eps: ClassVar[float] = 1e-6
+    norm_offset: ClassVar[float] = 0.0
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_heads
+
+    @property
+    def placeholders(self) -> dict[str, int]:
+        """Placeholder ids by kind of item."""
+        return {"image": self.image_token_id, "video": self.video_token_id}
+
+    @property
+    def patch_dim(self) -> int:
+        """Numbers in a patch."""
+        return self.in_channels * self.temporal_patch_size * self.patch_size**2
+
+    @property
+    def window_side(self) -> int:
+        """Features of a window's side."""
+        return self.window_size // (self.patch_size * self.merge_size)
+
+    @property
+    def window_patches(self) -> int:
+        """Most patches of a window; numbers of patches are padded to multiples of it."""
+        return (self.window_side * self.merge_size) ** 2
+
+    def parameter_shapes(self) -> Params:
+        """As :meth:`DecoderConfig.parameter_shapes`."""
+        d, f, merged = self.hidden_size, self.intermediate_size, self.hidden_size * self.merge_size**2
+        layer = {"qkv": (3 * d, d), "qkv_bias": (3 * d,), "o": (d, d), "o_bias": (d,)}
+        layer |= {"gate": (f, d), "up": (f, d), "down": (d, f), "gate_bias": (f,), "up_bias": (f,), "down_bias": (d,)}
+        layer |= {"input_norm": (d,), "post_attention_norm": (d,)}
+        return {
+            "patch_embed": (d, self.in_channels, self.temporal_patch_size, self.patch_size, self.patch_size),
+            "layers": {name: (self.num_layers, *shape) for name, shape in layer.items()},
+            "merger_norm": (d,),
+            "merger_in": (merged, merged),
+            "merger_in_bias": (merged,),
+            "merger_out": (self.out_size, merged),
+            "merger_out_bias": (self.out_size,),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
     """Hyperparameters of a decoder-only transformer. Hashable: programs are compiled per config.
 
@@ -68,6 +155,7 @@ class DecoderConfig:
         windowed_layers: which layers have that window (and ``local_rope``); empty means none.
         local_rope: of windowed layers.
         experts: None means a dense feed-forward network.
+        vision: what reads pictures; None for a model of text.
     """
 
     family: str = "llama"
@@ -95,6 +183,7 @@ class DecoderConfig:
     windowed_layers: tuple[bool, ...] = ()
     local_rope: Rope | None = None
     experts: Experts | None = None
+    vision: VisionConfig | None = None
 
     @property
     def score_scale(self) -> float:
@@ -114,6 +203,8 @@ class DecoderConfig:
         }
         if not self.tie_word_embeddings:
             shapes["lm_head"] = (self.vocab_size, self.hidden_size)
+        if self.vision is not None:
+            shapes["vision"] = self.vision.parameter_shapes()
         return shapes
 
     def _layer_shapes(self) -> dict[str, tuple[int, ...]]:

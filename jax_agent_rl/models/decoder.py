@@ -14,9 +14,17 @@ from jax.sharding import Mesh
 
 from jax_agent_rl.models.attention import Sight
 from jax_agent_rl.models.config import DecoderConfig, Params
-from jax_agent_rl.models.layers import attention, feed_forward, rms_norm, rope_tables
+from jax_agent_rl.models.layers import (
+    attention,
+    feed_forward,
+    picture_rope_tables,
+    place_features,
+    rms_norm,
+    rope_tables,
+)
 from jax_agent_rl.models.mesh import ROWS, constrain
 from jax_agent_rl.models.moe import router_load
+from jax_agent_rl.models.pictures import PictureInputs
 
 REMAT_POLICIES = {
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
@@ -41,12 +49,17 @@ class Decoder(nnx.Module):
                 return nnx.Param(jnp.zeros(shape, dtype))
             return nnx.Param((jax.random.normal(rngs.params(), shape) * 0.02).astype(dtype))
 
+        def draw_all(shapes: Params) -> nnx.Dict:
+            return nnx.Dict({n: draw_all(s) if isinstance(s, dict) else draw(n, s) for n, s in shapes.items()})
+
         shapes = config.parameter_shapes()
         self.embed = draw("embed", shapes["embed"])
-        self.layers = nnx.Dict({name: draw(name, shape) for name, shape in shapes["layers"].items()})
+        self.layers = draw_all(shapes["layers"])
         self.final_norm = draw("final_norm", shapes["final_norm"])
         if "lm_head" in shapes:
             self.lm_head = draw("lm_head", shapes["lm_head"])
+        if "vision" in shapes:
+            self.vision = draw_all(shapes["vision"])
 
     def __call__(self, token_ids: jax.Array) -> jax.Array:
         """Causal logits float32 [B, T, V] of int32 [B, T]."""
@@ -78,11 +91,14 @@ def hidden_states(
     positions: jax.Array,
     subtree_end: jax.Array,
     *,
+    pictures: PictureInputs | None = None,
     remat: str = "none",
     mesh: Mesh | None = None,
 ) -> jax.Array:
     """:func:`routed_hidden_states` without the load of experts."""
-    return routed_hidden_states(config, params, token_ids, positions, subtree_end, None, remat=remat, mesh=mesh)[0]
+    return routed_hidden_states(
+        config, params, token_ids, positions, subtree_end, None, pictures=pictures, remat=remat, mesh=mesh
+    )[0]
 
 
 def routed_hidden_states(
@@ -93,6 +109,7 @@ def routed_hidden_states(
     subtree_end: jax.Array,
     copies: jax.Array | None,
     *,
+    pictures: PictureInputs | None = None,
     remat: str = "none",
     mesh: Mesh | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
@@ -104,13 +121,14 @@ def routed_hidden_states(
         subtree_end: int32 [B, T], index one past the last descendant. Token i attends to j iff
             ``j <= i < subtree_end[j]``: its ancestors and itself. A plain causal row has T everywhere.
         copies: int32 [B, T], how often each token counts in the load of the experts; None where nobody asks for it.
+        pictures: what the rows show; None for text alone, whose rotary positions are ``positions``.
         remat: what the backward pass recomputes: ``none``; ``dots``, all but matrix products; ``full``, each layer.
         mesh: what rows, tokens and experts are split over, see ``models.mesh``; None on one device.
 
     Returns:
         [B, T, D], and the sum over layers of ``moe.router_load``, float32 [2, E].
     """
-    views = _views(config, positions, subtree_end)  # computed once, for all layers
+    views = _views(config, positions, subtree_end, pictures)  # computed once, for all layers
 
     def forward(layer: Params, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         """The feed-forward part [B, T, D], and the load of its experts."""
@@ -134,7 +152,8 @@ def routed_hidden_states(
     if remat != "none":
         body = jax.checkpoint(body, policy=REMAT_POLICIES[remat])
     which = jnp.array([config.is_windowed(i) for i in range(config.num_layers)], jnp.int32)
-    x = constrain(embed(config, params, token_ids), mesh, ROWS, "context", None)
+    x = embed(config, params, token_ids)
+    x = constrain(x if pictures is None else place_features(x, pictures), mesh, ROWS, "context", None)
     x, loads = jax.lax.scan(body, x, (params["layers"], which))
     return rms_norm(config, x, params["final_norm"]), None if loads is None else jnp.sum(loads, axis=0)
 
@@ -152,10 +171,13 @@ def logits(params: Params, hidden: jax.Array) -> jax.Array:
 
 
 def _views(
-    config: DecoderConfig, positions: jax.Array, subtree_end: jax.Array
+    config: DecoderConfig, positions: jax.Array, subtree_end: jax.Array, pictures: PictureInputs | None
 ) -> list[tuple[jax.Array, jax.Array, Sight]]:
     """Rotary tables [B, T, h/2] and sight of full layers and, if there are any, of windowed ones."""
-    full = rope_tables(config.rope, config.head_dim, positions)
+    if pictures is None:
+        full = rope_tables(config.rope, config.head_dim, positions)
+    else:
+        full = picture_rope_tables(config.rope, config.head_dim, pictures.rope_positions)
     if config.sliding_window is None or config.local_rope is None:
         return [(*full, Sight(subtree_end))]
     local = rope_tables(config.local_rope, config.head_dim, positions)

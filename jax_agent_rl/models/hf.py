@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ LAYER = {
 }
 
 Names = str | list[Any]  # a tensor's name, or those of a stack of tensors
+Tensors = dict[str, Callable[[], Any]]  # by name, what opens a tensor without reading it
 
 
 def load_config(path: str | Path) -> DecoderConfig:
@@ -97,7 +99,7 @@ def load_params(
         ModelError: a file is missing or damaged, or tensors are missing, left over or of a wrong shape.
     """
     where = str(Path(files[0]).parent) if files else "an empty list of files"
-    tensors = _open_tensors(files)
+    tensors = {_published(config, name): opened for name, opened in _open_tensors(files).items()}
     shapes = config.parameter_shapes()
     if shardings is None:
         here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
@@ -191,6 +193,8 @@ def tensor_names(config: DecoderConfig) -> Params:
     }
     if not config.tie_word_embeddings:
         tree["lm_head"] = TOP["lm_head"]
+    if config.vision is not None:
+        tree["vision"] = FAMILIES[config.family].vision_names(config.vision)
     return tree
 
 
@@ -212,15 +216,21 @@ def _all_names(config: DecoderConfig) -> set[str]:
     return set(jax.tree.leaves(tensor_names(config)))
 
 
-def _open_tensors(files: Sequence[str | Path]) -> dict[str, Any]:
-    """Every tensor name with the open file that holds it."""
-    found: dict[str, Any] = {}
+def _published(config: DecoderConfig, name: str) -> str:
+    """A tensor's name as checkpoints are published, whatever a newer file calls it."""
+    prefixes = FAMILIES[config.family].PREFIXES if config.vision is not None else {}
+    return next((old + name.removeprefix(new) for new, old in prefixes.items() if name.startswith(new)), name)
+
+
+def _open_tensors(files: Sequence[str | Path]) -> Tensors:
+    """Every tensor of the files."""
+    found: Tensors = {}
     for file in files:
         try:
             handle = safe_open(file, framework="numpy")
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{file} cannot be read ({error}); download or convert the model again") from error
-        found |= {name: handle for name in handle.keys()}
+        found |= {name: partial(handle.get_slice, name) for name in handle.keys()}
     return found
 
 
@@ -238,7 +248,7 @@ def _weight_files(folder: Path) -> Iterator[Path]:
 
 
 def _read(
-    tensors: dict[str, Any],
+    tensors: Tensors,
     names: Names,
     shape: tuple[int, ...],
     dtype: jnp.dtype,
@@ -263,9 +273,7 @@ def _read(
     return jax.make_array_from_single_device_arrays(shape, sharding, parts, dtype=dtype)
 
 
-def _slice(
-    tensors: dict[str, Any], name: str, index: tuple[slice, ...], shape: tuple[int, ...], where: str
-) -> np.ndarray:
+def _slice(tensors: Tensors, name: str, index: tuple[slice, ...], shape: tuple[int, ...], where: str) -> np.ndarray:
     """A part of one tensor.
 
     Raises:
@@ -276,7 +284,7 @@ def _slice(
             f"{where}: tensor {name!r} is missing from the safetensors files; download or convert the model again"
         )
     try:
-        tensor = tensors[name].get_slice(name)
+        tensor = tensors[name]()
         found = tuple(tensor.get_shape())
         if found == shape:
             return tensor[index]

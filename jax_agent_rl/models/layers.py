@@ -6,12 +6,14 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from jax_agent_rl.models.attention import Sight, sharded_tree_attention
-from jax_agent_rl.models.config import DecoderConfig, LinearScaling, Llama3Scaling, Params, Rope
+from jax_agent_rl.models.config import DecoderConfig, LinearScaling, Llama3Scaling, Params, Rope, VisionConfig
 from jax_agent_rl.models.lora import Adapted
 from jax_agent_rl.models.moe import mixture_of_experts, sharded_mixture_of_experts
+from jax_agent_rl.models.pictures import PictureInputs
 
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True)}
 
@@ -37,6 +39,26 @@ def rope_tables(rope: Rope, head_dim: int, positions: jax.Array) -> tuple[jax.Ar
     return jnp.cos(angles), jnp.sin(angles)
 
 
+def picture_rope_tables(rope: Rope, head_dim: int, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """:func:`rope_tables` at int32 positions [.., 3] of time, row and column, each of which turns its section of the
+    frequencies."""
+    assert rope.sections is not None
+    axis_of_frequency = np.repeat(np.arange(3), rope.sections)
+    angles = positions[..., axis_of_frequency].astype(jnp.float32) * rope_frequencies(rope, head_dim)
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def place_features(x: jax.Array, pictures: PictureInputs) -> jax.Array:
+    """Embeddings [B, T, D] with the pictures' features in place of their placeholders'."""
+    shown = rows_at(pictures.features, jnp.maximum(pictures.feature_index, 0))
+    return jnp.where(pictures.feature_index[..., None] >= 0, shown.astype(x.dtype), x)
+
+
+def rows_at(x: jax.Array, index: jax.Array) -> jax.Array:
+    """``x[b, index[b, i]]``, [B, I, D], of x [B, N, D] and index int32 [B, I]."""
+    return jax.vmap(lambda x, index: x[index])(x, index)
+
+
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, *, axis: int = -1) -> jax.Array:
     """Rotates halves along ``axis`` (Hugging Face's layout); cos and sin broadcast against a half."""
     first, second = jnp.split(x, 2, axis=axis)
@@ -44,7 +66,7 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, *, axis: int = -1) -> j
     return rotated.astype(x.dtype)
 
 
-def rms_norm(config: DecoderConfig, x: jax.Array, weight: jax.Array, *, axis: int = -1) -> jax.Array:
+def rms_norm(config: DecoderConfig | VisionConfig, x: jax.Array, weight: jax.Array, *, axis: int = -1) -> jax.Array:
     """RMS norm over ``axis`` in float32, rounded where Hugging Face's models round."""
     shape = [1] * x.ndim
     shape[axis] = -1

@@ -59,7 +59,8 @@ def trajectory_record(trajectory: Trajectory, *, step: int, split: str) -> dict[
 
     Of images and videos only their number is kept.
     """
-    record = {"step": step, "split": split, **asdict(replace(trajectory, turns=(), segments=()))}
+    record = {"step": step, "split": split, **asdict(replace(trajectory, turns=(), segments=(), prompt_media={}))}
+    record["prompt_media"] = {kind: len(items) for kind, items in trajectory.prompt_media.items()}
     record["segments"] = [trajectory_record(segment, step=step, split=split) for segment in trajectory.segments]
     record["turns"] = [
         {

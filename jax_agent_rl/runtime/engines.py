@@ -22,6 +22,7 @@ from jax_agent_rl.config import Config
 from jax_agent_rl.errors import ConfigError, ModelError
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.hf import load_config, load_hf
+from jax_agent_rl.models.shown import Sight
 from jax_agent_rl.rollout.protocol import RolloutBackend
 from jax_agent_rl.serving import token_from
 
@@ -144,6 +145,7 @@ def _shapes(config: Config) -> EngineShapes:
         cache_rows=max(lanes, config.rollout.max_in_flight),
         decode_steps=engine.decode_steps,
         prefill_buckets=engine.prefill_buckets,
+        patch_buckets=engine.patch_buckets,
     )
 
 
@@ -172,6 +174,7 @@ def _jetstream(
         _shapes(config),
         dtype=config.rollout.jetstream.dtype,
         deterministic=table,
+        sight=Sight.of(model, config.model.path, pixels=config.model.pixels),
         version=version,
         seed=config.seed,
         decode_text=_decoder(codec),

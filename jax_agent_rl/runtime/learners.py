@@ -12,6 +12,7 @@ from jax_agent_rl.learner.sharding import make_mesh, parameter_shardings
 from jax_agent_rl.learner.step import Learner, ScoreContexts
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.hf import load_config, load_hf
+from jax_agent_rl.models.shown import Sight
 from jax_agent_rl.runtime.multihost import LeadingCheckpointer, LeadingLearner, Line, follow
 
 
@@ -42,6 +43,7 @@ def make_learner(
         critic=config.critic,
         critic_init=_critic_init(config, model),
         score_by=score_by,
+        sight=Sight.of(model, config.model.path, pixels=config.model.pixels),
     )
     return learner if line is None else LeadingLearner(learner, line)
 

@@ -6,7 +6,7 @@
     process 1…                                        └─► Learner.update          (follow)
 
 Data still flow one way. Agents, tools and engines exist on process 0 alone. What it tells the others is a command and
-JSON, sent as an array of bytes: what the learner reads of the groups (ids, log-probs, rewards; no text, no pickle), so
+JSON, sent as an array of bytes: what the learner reads of the groups (ids, log-probs, rewards, pictures; no pickle), so
 every process packs the same rows and puts those of its own devices on them. Metrics are computed on all devices and
 come out the same everywhere. Each process reads from the model's files what is for its own devices. Checkpoints are
 written by all, each its own shards, into a folder all of them see; what fails on one ends the run on all
@@ -43,8 +43,10 @@ from jax_agent_rl.errors import ConfigError, JaxAgentRLError
 from jax_agent_rl.learner.checkpoint import Checkpointer
 from jax_agent_rl.learner.gate import UpdateAbandoned, UpdateGate
 from jax_agent_rl.learner.sharding import gathered
-from jax_agent_rl.learner.step import Learner, LearnerState, UpdateResult
+from jax_agent_rl.learner.state import LearnerState, UpdateResult
+from jax_agent_rl.learner.step import Learner
 from jax_agent_rl.models.config import Params
+from jax_agent_rl.rollout.remote.pictures import decode_media, encode_media
 from jax_agent_rl.types import Group, Trajectory, Turn
 
 logger = logging.getLogger(__name__)
@@ -104,7 +106,8 @@ def encode_groups(groups: Sequence[Group]) -> list[dict[str, Any]]:
 
 def decode_groups(encoded: list[dict[str, Any]]) -> list[Group]:
     """The inverse of :func:`encode_groups`."""
-    return _GROUPS.validate_python(encoded)
+    groups = _GROUPS.validate_python(encoded)
+    return [replace(group, trajectories=tuple(map(_with_pictures, group.trajectories))) for group in groups]
 
 
 def _lean(trajectory: Trajectory) -> Trajectory:
@@ -112,11 +115,19 @@ def _lean(trajectory: Trajectory) -> Trajectory:
 
     def lean(turn: Turn) -> Turn:
         calls = tuple(replace(c, arguments=None, observation="", media={}) for c in turn.tool_calls)
-        return replace(turn, tool_calls=calls, appended_media={})
+        return replace(turn, tool_calls=calls, appended_media=encode_media(turn.appended_media))
 
     turns = tuple(map(lean, trajectory.turns))
     segments = tuple(map(_lean, trajectory.segments))
-    return replace(trajectory, turns=turns, segments=segments, row={}, messages=(), metrics={})
+    shown = encode_media(trajectory.prompt_media)
+    return replace(trajectory, turns=turns, segments=segments, row={}, messages=(), metrics={}, prompt_media=shown)
+
+
+def _with_pictures(trajectory: Trajectory) -> Trajectory:
+    """With PNG read as pictures."""
+    turns = tuple(replace(turn, appended_media=decode_media(turn.appended_media)) for turn in trajectory.turns)
+    segments = tuple(map(_with_pictures, trajectory.segments))
+    return replace(trajectory, turns=turns, segments=segments, prompt_media=decode_media(trajectory.prompt_media))
 
 
 class Line:

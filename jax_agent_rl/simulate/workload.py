@@ -162,7 +162,7 @@ class SimulatedLearner:
         gate: UpdateGate,
     ) -> Any:
         """Runs in the simulation's "thread", see :meth:`VirtualLoop.run_in_executor`."""
-        from jax_agent_rl.learner.step import UpdateResult
+        from jax_agent_rl.learner.state import UpdateResult
 
         tokens = sum(len(t.prompt_ids) + len(t.response_ids) for group in groups for t in group.trajectories)
         seconds = tokens / self._speed.tokens_per_second

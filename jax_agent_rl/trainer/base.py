@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from jax_agent_rl.learner.checkpoint import Checkpointer
 from jax_agent_rl.learner.gate import UpdateGate
-from jax_agent_rl.learner.step import UpdateResult
+from jax_agent_rl.learner.state import UpdateResult
 from jax_agent_rl.observe.metrics import RunFolder
 from jax_agent_rl.observe.progress import Progress
 from jax_agent_rl.rollout.collect import RolloutCollector

@@ -11,6 +11,7 @@ from jax_agent_rl.conformance import checks as _checks  # noqa: F401  (registers
 from jax_agent_rl.conformance.models import prepare_folders
 from jax_agent_rl.conformance.subjects import SubjectOptions, make_subject
 from jax_agent_rl.errors import ConfigError
+from tests.gpu_backend.vision import write_model
 from tests.served import served_toy, toy_files
 from tests.toy_backend import ToyBackend, toy_subject
 
@@ -73,3 +74,17 @@ def test_it(report: Report, check: str):
     if result.outcome == "skipped":
         pytest.skip(result.detail)
     assert result.outcome == "passed", result.detail
+
+
+@pytest.mark.parametrize("backend", ["jetstream", pytest.param("vllm", marks=pytest.mark.vllm)])
+def test_engines_see_images(backend: str, tmp_path: Path):
+    """The checks of images and a few that a model with a tower could fail, on a tiny random Qwen2.5-VL."""
+    pytest.importorskip("torch")
+    if backend == "vllm":
+        pytest.importorskip("vllm")
+        pytest.importorskip("torchvision")
+    options = SubjectOptions(folders=prepare_folders(write_model(tmp_path / "model", 0), tmp_path), max_concurrent=2)
+    images = [name for name in CHECKS if name.startswith("images-")]
+    checks = [*images, "greedy-matches-reference", "prefix-reuse", "weights-take-effect"]
+    report = asyncio.run(run_suite(make_subject(backend, options), only=checks))
+    assert len(images) == 3 and [r.outcome for r in report.results] == ["passed"] * 6, report.results

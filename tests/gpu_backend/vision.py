@@ -124,20 +124,24 @@ class VisionReference:
 
     def __init__(self, folder: Path) -> None:
         import torch
-        from transformers import AutoProcessor, Qwen2_5_VLForConditionalGeneration
+        from transformers import Qwen2_5_VLForConditionalGeneration
 
         self._torch = torch
         self.model = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
-        self._processor: Any = AutoProcessor.from_pretrained(folder)
+        self._folder = folder
 
     def logprobs(self, ids: Sequence[int], media: Mapping[str, Sequence[Any]]) -> np.ndarray:
         """float64 [T, V]: log-probs of what follows each id."""
+        from transformers import AutoImageProcessor, AutoVideoProcessor
+
         inputs: dict[str, Any] = {}
         if media.get("image"):
-            inputs |= self._processor.image_processor(images=list(media["image"]), return_tensors="pt")
-        if media.get("video"):
+            processor = AutoImageProcessor.from_pretrained(self._folder)
+            inputs |= processor(images=list(media["image"]), return_tensors="pt")
+        if media.get("video"):  # this processor needs torchvision
+            processor = AutoVideoProcessor.from_pretrained(self._folder)
             videos = [np.stack([np.asarray(frame) for frame in video]) for video in media["video"]]
-            inputs |= self._processor.video_processor(videos=videos, do_sample_frames=False, return_tensors="pt")
+            inputs |= processor(videos=videos, do_sample_frames=False, return_tensors="pt")
         grids = {
             placeholder: [(t, h // 2, w // 2) for t, h, w in inputs[f"{kind}_grid_thw"].tolist()]
             for kind, placeholder in (("image", IMAGE), ("video", VIDEO))

@@ -72,6 +72,13 @@ def test_the_worked_example_of_a_history_window():
     ]
 
 
+def test_a_sequence_of_a_history_window_shows_what_its_ids_show():
+    turns = [Turn(output=output([i], [-0.1], 0), appended_ids=(0,), appended_media={"image": (i,)}) for i in (1, 2, 3)]
+    t = trajectory([*turns, Turn(output=output([4], [-0.1], 0))], history_window=1, prompt_media={"image": (0,)})
+    assert [s.multi_modal["image"] for s in t.sequences] == [(0, 1), (0, 2), (0, 3)]
+    assert t.multi_modal == {"image": (0, 1, 2, 3)}
+
+
 @pytest.mark.parametrize("changes", [{"prompt_ids": []}, {"turns": []}])
 def test_a_trajectory_without_prompt_or_sample_is_refused(changes: dict):
     with pytest.raises(ValueError, match="needs a prompt and a sampled id"):

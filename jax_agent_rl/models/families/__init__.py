@@ -1,7 +1,8 @@
 """Model families: Hugging Face's ``config.json`` to and from :class:`DecoderConfig`, and tensor names.
 
 A family is a module with ``MODEL_TYPES``, ``read(raw) -> DecoderConfig`` and ``write(config) -> dict``; ``NAMES`` maps
-this package's per-layer names to Hugging Face's, where they differ from the common ones.
+this package's per-layer names to Hugging Face's, where they differ from the common ones. One that reads pictures also
+has ``vision_names(config.vision)``, names in the shape of ``params["vision"]``, and ``PREFIXES``, see there.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ from typing import Any
 
 from jax_agent_rl.errors import ModelError
 from jax_agent_rl.models.config import DecoderConfig
-from jax_agent_rl.models.families import gemma3, llama, qwen
+from jax_agent_rl.models.families import gemma3, llama, qwen, qwen_vl
 
-FAMILIES: dict[str, ModuleType] = {name: module for module in (llama, qwen, gemma3) for name in module.MODEL_TYPES}
+FAMILIES: dict[str, ModuleType] = {
+    name: module for module in (llama, qwen, qwen_vl, gemma3) for name in module.MODEL_TYPES
+}
 
 
 def read_config(raw: Mapping[str, Any]) -> DecoderConfig:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import binascii
 import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jax_agent_rl.errors import BackendError
@@ -31,13 +31,9 @@ def encode_request(request: GenerateRequest) -> dict[str, Any]:
     if not request.multi_modal:
         return data
     try:
-        media = {
-            kind: [[_png(frame) for frame in as_frames(item)] if kind == "video" else _png(item) for item in items]
-            for kind, items in request.multi_modal.items()
-        }
+        return data | {"multi_modal": encode_media(request.multi_modal)}
     except ValueError as error:
         raise BackendError(f"request {request.request_id!r}: {error}") from None
-    return data | {"multi_modal": media}
 
 
 def decode_request(data: Mapping[str, Any]) -> GenerateRequest:
@@ -49,13 +45,34 @@ def decode_request(data: Mapping[str, Any]) -> GenerateRequest:
     if not data.get("multi_modal"):
         return wire.decode_request(data)
     try:
-        media = {
-            kind: tuple([_picture(frame) for frame in item] if kind == "video" else _picture(item) for item in items)
-            for kind, items in data["multi_modal"].items()
-        }
+        media = decode_media(data["multi_modal"])
     except (AttributeError, TypeError, ValueError) as error:
         raise BackendError(f"not a generate request: {type(error).__name__}: {error}") from None
     return wire.decode_request({**data, "multi_modal": media})
+
+
+def encode_media(media: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
+    """Images and videos by kind as JSON.
+
+    Raises:
+        ValueError: one is none.
+    """
+    return {
+        kind: [[_png(frame) for frame in as_frames(item)] if kind == "video" else _png(item) for item in items]
+        for kind, items in media.items()
+    }
+
+
+def decode_media(media: Mapping[str, Sequence[Any]]) -> dict[str, tuple[Any, ...]]:
+    """What :func:`encode_media` was given, with PIL images and lists of them.
+
+    Raises:
+        ValueError: a picture is not PNG in base64, damaged, or too large.
+    """
+    return {
+        kind: tuple([_picture(frame) for frame in item] if kind == "video" else _picture(item) for item in items)
+        for kind, items in media.items()
+    }
 
 
 def _png(item: Any) -> str:

@@ -10,7 +10,7 @@ from jax_agent_rl.conformance import CHECKS, run_suite
 from jax_agent_rl.conformance.check import CheckFailed
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.types import PauseMode, StopReason, digest_ids
-from tests.toy_backend import EOS, MODELS, ToyBackend, ToyModel, toy_subject
+from tests.toy_backend import EOS, IMAGE, MODELS, ToyBackend, ToyModel, toy_subject
 
 
 class DropsEos(ToyBackend):
@@ -176,7 +176,46 @@ class CrossesAnswers(ToyBackend):
         return super().sample(run)
 
 
+class Seeing(ToyBackend):
+    def __init__(self, **options):
+        super().__init__(**{"multi_modal": frozenset({"image"})} | options)
+
+
+class SeesNothing(Seeing):
+    def images(self, run):
+        return []
+
+
+class ForgetsTheOrder(Seeing):
+    def images(self, run):
+        return sorted(super().images(run))
+
+
+class TakesOthersImages(Seeing):
+    """The first images shown in a context are taken for all that follow in it."""
+
+    def images(self, run):
+        self.first = getattr(self, "first", {})
+        return self.first.setdefault(run.request.prompt_ids, super().images(run))
+
+
+class ComparesIdsAlone(Seeing):
+    def key(self, run, count):
+        return (*run.request.prompt_ids, *run.ids)[:count]
+
+
+class CountsNothing(Seeing):
+    def _check(self, request):
+        super()._check(replace(request, prompt_ids=tuple(i for i in request.prompt_ids if i != IMAGE), multi_modal={}))
+
+
 CAUGHT_BY = [
+    (SeesNothing, "images-are-seen"),
+    (ForgetsTheOrder, "images-are-seen"),
+    (TakesOthersImages, "images-are-seen"),
+    (TakesOthersImages, "images-and-prefixes"),
+    (ComparesIdsAlone, "images-and-prefixes"),
+    (CountsNothing, "images-miscounted-refused"),
     (DropsEos, "eos-kept"),
     (CallsEosLength, "eos-kept"),
     (RawLogprobs, "logprobs-temperature"),
@@ -227,7 +266,7 @@ def impatience(monkeypatch):
 
 @pytest.mark.parametrize(("broken", "check"), CAUGHT_BY, ids=lambda x: x if isinstance(x, str) else x.__name__)
 def test_a_broken_backend_is_caught_with_the_reason(broken, check):
-    honest = asyncio.run(run_suite(toy_subject(ToyBackend), only=[check]))
+    honest = asyncio.run(run_suite(toy_subject(Seeing if issubclass(broken, Seeing) else ToyBackend), only=[check]))
     assert [r.outcome for r in honest.results] == ["passed"], honest.results
     (result,) = asyncio.run(run_suite(toy_subject(broken, patience=4.0), only=[check])).results
     assert result.outcome == "failed"

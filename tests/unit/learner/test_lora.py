@@ -20,6 +20,7 @@ from jax_agent_rl.models.config import DecoderConfig, Experts, Params
 from jax_agent_rl.models.decoder import hidden_states, logits
 from jax_agent_rl.models.hf import save_hf
 from tests.tiny import TINY, full_logits, tiny_params
+from tests.tiny_vision import TINY_VL
 from tests.trajectories import random_groups
 
 LORA = LoraConfig(rank=3, alpha=6.0)
@@ -31,10 +32,10 @@ def learner(lora: dict | None = None, **algorithm) -> Learner:
     return Learner(TINY, tiny_params(), algorithm=AlgorithmConfig(**algorithm), config=config, temperature=1.0)
 
 
-def drawn_adapters() -> Params:
+def drawn_adapters(model: DecoderConfig = TINY) -> Params:
     """Adapters whose ``b`` is not zero."""
     rng = np.random.default_rng(4)
-    adapters = new_adapters(LORA, TINY)
+    adapters = new_adapters(LORA, model)
     return jax.tree.map(lambda x: jnp.asarray(rng.standard_normal(x.shape) * 0.1, jnp.float32), adapters)
 
 
@@ -122,21 +123,22 @@ def test_a_checkpoint_of_adapters_restores(tmp_path: Path):
     assert leaves_of(made.params) == leaves_of(other.params)
 
 
-def test_the_files_load_in_peft_and_give_the_merged_models_logits(tmp_path: Path):
+@pytest.mark.parametrize("config", [TINY, TINY_VL], ids=lambda config: config.family)
+def test_the_files_load_in_peft_and_give_the_merged_models_logits(config: DecoderConfig, tmp_path: Path):
     peft = pytest.importorskip("peft")
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    params, adapters = tiny_params(), drawn_adapters()
-    save_hf(tmp_path / "base", TINY, params)
-    save_peft(tmp_path / "adapter", LORA, TINY, adapters, base=str(tmp_path / "base"))
-    model = peft.PeftModel.from_pretrained(
-        AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "adapter"
-    )
+    params, adapters = tiny_params(config=config), drawn_adapters(config)
+    save_hf(tmp_path / "base", config, params)
+    save_peft(tmp_path / "adapter", LORA, config, adapters, base=str(tmp_path / "base"))
+    kind = AutoModelForCausalLM if config.vision is None else AutoModelForImageTextToText
+    model = peft.PeftModel.from_pretrained(kind.from_pretrained(tmp_path / "base"), tmp_path / "adapter")
+    assert not any("visual" in name for name, _ in model.named_parameters() if "lora" in name)
     ids = np.random.default_rng(2).integers(3, 97, 12).tolist()
     with torch.no_grad():
         theirs = model(torch.tensor([ids])).logits[0].numpy()
-    mine = full_logits(merged(LORA, adapters, params), ids)
+    mine = full_logits(merged(LORA, adapters, params), ids, config)
     np.testing.assert_allclose(mine, theirs, atol=2e-4 * np.abs(theirs).max())
     written = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert written["r"] == 3 and written["base_model_name_or_path"] == os.fspath(tmp_path / "base")

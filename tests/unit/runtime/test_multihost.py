@@ -14,8 +14,10 @@ import pytest
 
 from jax_agent_rl.config import MultihostConfig
 from jax_agent_rl.errors import ConfigError
+from jax_agent_rl.media import as_frames
 from jax_agent_rl.runtime.multihost import decode_groups, encode_groups, initialize
 from jax_agent_rl.types import DropReason
+from tests.tiny_vision import picture, seeing_trajectory
 from tests.trajectories import call, group_of, random_groups, trajectory
 
 
@@ -116,14 +118,25 @@ def test_what_the_learner_reads_of_groups_survives_the_way_to_the_last_bit():
     assert decode_groups(json.loads(json.dumps(encode_groups(random_groups(0))))) == random_groups(0)
 
 
-def test_texts_and_images_stay_where_they_are():
+def test_texts_stay_where_they_are():
     made = replace(call(), observation="long", media={"image": (object(),)}, arguments={"a": object()})
     text = replace(trajectory([3], [4, 2], calls=[[made]]), row={"answer": object()}, messages=({"role": "user"},))
-    text = replace(text, turns=(replace(text.turns[0], appended_media={"image": (object(),)}), *text.turns[1:]))
     ((got,),) = (
         group.trajectories for group in decode_groups(json.loads(json.dumps(encode_groups([group_of([text])]))))
     )
     assert got.response_ids == (4, 2) and not got.messages and not got.row and not got.tool_calls[0].observation
+
+
+def test_pictures_that_ids_show_travel_pixel_by_pixel():
+    image, clip = picture(1), [picture(seed) for seed in (2, 3)]
+    sent = seeing_trajectory([5], ([7], {"image": [image]}), ([8], {"video": [clip]}), prompt_media={"image": (image,)})
+    ((got,),) = (
+        group.trajectories for group in decode_groups(json.loads(json.dumps(encode_groups([group_of([sent])]))))
+    )
+    assert got.multi_modal.keys() == {"image", "video"} and got.response_ids == sent.response_ids
+    for shown in got.multi_modal["image"]:
+        np.testing.assert_array_equal(np.asarray(shown), np.asarray(image))
+    np.testing.assert_array_equal(as_frames(got.multi_modal["video"][0]), as_frames(clip))
 
 
 def test_what_cannot_join_says_what_to_start(monkeypatch: pytest.MonkeyPatch):

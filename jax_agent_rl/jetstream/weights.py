@@ -1,0 +1,67 @@
+"""Whether an update's weights are those of the model served, and how files become arrays."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+
+from jax_agent_rl.errors import ModelError, WeightUpdateError
+from jax_agent_rl.models.config import DecoderConfig, Params
+from jax_agent_rl.models.hf import load_params
+from jax_agent_rl.rollout.protocol import WeightUpdate
+
+
+class ServedWeights:
+    """Shapes and types of the parameters an engine serves.
+
+    Args:
+        params: the first ones; not kept.
+    """
+
+    def __init__(self, config: DecoderConfig, params: Params) -> None:
+        self._config = config
+        self._structure = jax.tree.map(lambda x: (x.shape, x.dtype), params)
+
+    def read(self, update: WeightUpdate) -> WeightUpdate:
+        """Files to arrays in the learner's layout, which an engine then takes like any.
+
+        Raises:
+            WeightUpdateError: they are not of this model.
+        """
+        dtype = self._structure["embed"][1]
+        try:
+            params = load_params(update.payload, self._config, dtype=dtype)
+        except ModelError as error:
+            raise WeightUpdateError(f"the update does not fit the model served: {error}") from error
+        return replace(update, kind="arrays", payload=params)
+
+    def check(self, update: WeightUpdate, version: int) -> None:
+        """Whether an update can follow ``version``.
+
+        Raises:
+            WeightUpdateError: it cannot; says why.
+        """
+        if update.kind != "arrays" or update.partial:
+            kind = f"kind={update.kind!r}, partial={update.partial}"
+            raise WeightUpdateError(
+                f"the jetstream backend takes whole updates of 'arrays' or 'safetensors', got {kind}"
+            )
+        if update.version <= version:
+            raise WeightUpdateError(f"version {update.version} is not newer than {version}, which is served")
+        structure = jax.tree.map(lambda x: (x.shape, x.dtype), update.payload)
+        if structure != self._structure:
+            what = _difference(self._structure, structure)
+            raise WeightUpdateError(f"the update does not fit the model served: {what}")
+
+
+def _difference(old: Any, new: Any) -> str:
+    """The first parameter in which two trees of (shape, dtype) differ, in words."""
+    is_leaf = lambda x: isinstance(x, tuple)  # noqa: E731
+    before = {jax.tree_util.keystr(p): v for p, v in jax.tree_util.tree_leaves_with_path(old, is_leaf=is_leaf)}
+    after = {jax.tree_util.keystr(p): v for p, v in jax.tree_util.tree_leaves_with_path(new, is_leaf=is_leaf)}
+    for name in sorted(before.keys() | after.keys()):
+        if before.get(name) != after.get(name):
+            return f"{name} is {after.get(name, 'missing')}, served is {before.get(name, 'nothing')}"
+    return "the trees are nested differently"

@@ -1,0 +1,44 @@
+"""What a learner is between two steps, and what a step did."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+
+from jax_agent_rl.learner.trainable import TrainState
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class LearnerState:
+    """Everything a resumed run needs of the learner.
+
+    Attributes:
+        policy: the policy's parameters and optimizer.
+        critic: the critic's, with adv_estimator gae.
+        kl_coef: float32, the KL controller's coefficient.
+        steps: int32, calls of :meth:`Learner.update`.
+        nonfinite: int32, updates skipped in a row.
+    """
+
+    policy: TrainState
+    critic: TrainState | None
+    kl_coef: jax.Array
+    steps: jax.Array
+    nonfinite: jax.Array
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateResult:
+    """What one :meth:`Learner.update` did.
+
+    Attributes:
+        metrics: named floats for the log.
+        skipped: an update had a non-finite gradient and changed nothing.
+        rejected: ids of trajectories of which every token was rejected.
+    """
+
+    metrics: dict[str, float]
+    skipped: bool
+    rejected: frozenset[str] = frozenset()

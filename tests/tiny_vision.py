@@ -1,0 +1,133 @@
+"""A random Qwen2.5-VL small enough for unit tests, pictures for it, and the plain way to run it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from PIL import Image
+
+from jax_agent_rl.models.config import DecoderConfig, Params, Rope, VisionConfig
+from jax_agent_rl.models.decoder import hidden_states, logits
+from jax_agent_rl.models.pictures import PictureInputs, feature_index, layout
+from jax_agent_rl.models.shown import Shown, Sight
+from jax_agent_rl.models.vision import features
+from jax_agent_rl.patches import Grid, Patcher, Picture
+from jax_agent_rl.types import FinishReason, StopReason, TokenOutput, Trajectory, Turn
+from tests.tiny import TINY
+
+IMAGE, VIDEO, START, END = 90, 91, 92, 93
+TINY_VISION = VisionConfig(
+    num_layers=2,
+    hidden_size=16,
+    intermediate_size=24,
+    num_heads=2,
+    out_size=TINY.hidden_size,
+    patch_size=2,
+    window_size=8,  # two by two features
+    full_attention_layers=(1,),
+    image_token_id=IMAGE,
+    video_token_id=VIDEO,
+    vision_start_token_id=START,
+    vision_end_token_id=END,
+)
+TINY_VL: DecoderConfig = replace(
+    TINY, family="qwen2_5_vl", qkv_bias=True, rope=Rope(sections=(1, 1, 2)), vision=TINY_VISION
+)
+LONGEST, PATCHES = 96, 128  # every reference pass is padded to these, so that it compiles once
+
+
+def drawn(seed: int, grid: Grid, kind: str = "image") -> Picture:
+    """Noise, as an image processor would have scaled it."""
+    shape = (int(np.prod(grid)), TINY_VISION.patch_dim)
+    return Picture(kind=kind, patches=np.random.default_rng(seed).standard_normal(shape, dtype=np.float32), grid=grid)
+
+
+@functools.cache
+def sight() -> Sight:
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil as Processor
+
+    sizes = {"patch_size": 2, "merge_size": 2, "temporal_patch_size": 2}
+    processor = Processor(**sizes, size={"shortest_edge": 8 * 8, "longest_edge": 16 * 16})
+    return Sight(vision=TINY_VISION, patcher=Patcher(images=processor, videos=processor))
+
+
+def picture(seed: int, width: int = 8, height: int = 8) -> Image.Image:
+    """Noise; of 8 x 8 pixels it takes 4 ids."""
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8))
+
+
+def placeholders(media: Mapping[str, Sequence[Any]]) -> list[int]:
+    """Ids that show items, one after another, between start and end."""
+    ids = []
+    for kind, items in media.items():
+        for item in items:
+            ids += [START, *[TINY_VISION.placeholders[kind]] * sight().patcher.count(kind, item), END]
+    return ids
+
+
+def seen_logprobs(params: Params, shown: Shown, config: DecoderConfig = TINY_VL) -> np.ndarray:
+    """Log-probs float64 [T, V] of one causal pass over a whole context: no cache, no packing."""
+    patches = np.zeros((PATCHES, TINY_VISION.patch_dim), np.float32)
+    joined = np.concatenate([patches[:0], *(p.patches for p in shown.pictures)])
+    patches[: len(joined)] = joined
+    starts = np.cumsum([0, *(span.stop - span.start for span in shown.spans)])[:-1]
+    index = np.full(LONGEST, -1, np.int32)
+    index[: len(shown.ids)] = feature_index(len(shown.ids), shown.spans, starts.tolist())
+    positions = np.zeros((LONGEST, 3), np.int32)
+    positions[: len(shown.ids)] = shown.positions
+    ids = np.zeros(LONGEST, np.int32)
+    ids[: len(shown.ids)] = shown.ids
+    plan = layout(TINY_VISION, [p.grid for p in shown.pictures], PATCHES)
+    scores = np.asarray(_logits(config, params, ids, patches, plan, positions, index)).astype(np.float64)
+    scores -= scores.max(-1, keepdims=True)
+    return (scores - np.log(np.exp(scores).sum(-1, keepdims=True)))[: len(shown.ids)]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _logits(config: DecoderConfig, params: Params, ids, patches, plan, positions, index) -> jax.Array:
+    found = features(TINY_VISION, params["vision"], patches, plan)
+    pictures = PictureInputs(positions[None], found[None], index[None])
+    ends = jnp.full((1, LONGEST), LONGEST, jnp.int32)
+    return logits(params, hidden_states(config, params, ids[None], jnp.arange(LONGEST)[None], ends, pictures=pictures))[
+        0
+    ]
+
+
+def seeing_trajectory(
+    prompt: Sequence[int],
+    *turns: tuple[Sequence[int], Mapping[str, Sequence[Any]]],
+    index: int = 0,
+    reward: float = 0.0,
+    **fields: Any,
+) -> Trajectory:
+    """A trajectory of turns: what was sampled, and the items shown after it."""
+    made = [
+        Turn(
+            output=TokenOutput(
+                token_ids=tuple(sampled),
+                log_probs=(-1.0,) * len(sampled),
+                policy_versions=(0,) * len(sampled),
+                stop_reason=StopReason.EOS,
+                context_digest="",
+            ),
+            appended_ids=tuple(placeholders(media)),
+            appended_media={kind: tuple(items) for kind, items in media.items()},
+        )
+        for sampled, media in turns
+    ]
+    return Trajectory.from_turns(
+        prompt_ids=prompt,
+        turns=made,
+        trajectory_id=f"g-{index}",
+        group_id="g",
+        agent_name="tool_agent",
+        finish_reason=FinishReason.ANSWER,
+        reward=reward,
+        **fields,
+    )

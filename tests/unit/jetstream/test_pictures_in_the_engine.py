@@ -1,0 +1,142 @@
+"""The JAX engine with pictures, against full forward passes without a cache."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jax_agent_rl.errors import BackendError, TokenDriftError
+from jax_agent_rl.jetstream.backend import JetStreamBackend
+from jax_agent_rl.jetstream.engine import EngineShapes
+from jax_agent_rl.jetstream.programs import ProgramTable
+from jax_agent_rl.rollout.protocol import GenerateRequest, WeightUpdate
+from jax_agent_rl.types import SamplingParams, TokenOutput, digest_ids
+from tests.tiny import tiny_params
+from tests.tiny_vision import IMAGE, TINY_VL, picture, placeholders, seen_logprobs, sight
+
+SHAPES = EngineShapes(
+    max_model_len=88, max_concurrent_decodes=2, cache_rows=5, decode_steps=4, prefill_buckets=(16,), patch_buckets=(32,)
+)
+FIRST, SECOND, WIDE = picture(1), picture(2), picture(3, 12, 8)
+CLIP = [picture(seed) for seed in range(4, 7)]
+
+
+@contextlib.asynccontextmanager
+async def running(**options: Any):
+    backend = JetStreamBackend(TINY_VL, tiny_params(config=TINY_VL), SHAPES, version=1, **{"sight": sight()} | options)
+    await backend.start()
+    try:
+        yield backend
+    finally:
+        await backend.close()
+
+
+def asking(name: str, prompt: Sequence[int], media: Mapping[str, Sequence[Any]], **options: Any) -> GenerateRequest:
+    sampling = SamplingParams(max_tokens=options.pop("max_tokens", 6), temperature=0.0, ignore_eos=True)
+    return GenerateRequest(
+        request_id=name, prompt_ids=tuple(prompt), multi_modal=media, sampling=sampling, session_id=name, **options
+    )
+
+
+def assert_right(prompt: Sequence[int], media: Mapping[str, Sequence[Any]], output: TokenOutput, seed: int = 0) -> None:
+    """Greedy ids, their log-probs and the digest are those of a full pass over prompt and output."""
+    ids = [*prompt, *output.token_ids]
+    scores = seen_logprobs(tiny_params(seed, TINY_VL), sight().show(ids, sight().read(media)))[len(prompt) - 1 : -1]
+    assert scores.argmax(-1).tolist() == list(output.token_ids)
+    np.testing.assert_allclose(output.log_probs, scores.max(-1), atol=1e-4)
+    assert output.context_digest == digest_ids(ids)
+
+
+async def test_pictures_of_every_kind_over_two_turns_and_beside_each_other():
+    """One engine for all, because it compiles for a while."""
+    async with running() as backend:
+        assert backend.capabilities.multi_modal == {"image", "video"}
+        one = {"image": [FIRST]}
+        prompt = [5, 6, *placeholders(one), 7]
+
+        # Alone, and beside a request of text; the same ids with another picture share the text before it alone.
+        first, text = await asyncio.gather(
+            backend.generate(asking("a", prompt, one)), backend.generate(asking("t", [5, 6, 7, 8], {}))
+        )
+        assert_right(prompt, one, first)
+        assert_right([5, 6, 7, 8], {}, text)
+        other = await backend.generate(asking("b", prompt, {"image": [SECOND]}))
+        assert_right(prompt, {"image": [SECOND]}, other)
+        assert other.cached_tokens == 3
+        assert np.abs(np.subtract(first.log_probs, other.log_probs)).max() > 1e-2
+
+        # The same picture in another object is the same.
+        again = await backend.generate(asking("c", prompt, {"image": [FIRST.copy()]}))
+        assert again.cached_tokens == len(prompt) - 1 and again.token_ids == first.token_ids
+        assert_right(prompt, one, again)
+
+        # A second turn computes what is new: an image, a video, and a second image that needs a look of its own.
+        more = {"image": [FIRST, WIDE], "video": [CLIP]}
+        longer = [*prompt, *first.token_ids, *placeholders({"video": [CLIP], "image": [WIDE]}), 9]
+        second = await backend.generate(asking("a", longer, more))
+        assert second.cached_tokens == len(prompt) + len(first.token_ids) - 1
+        assert_right(longer, more, second)
+
+        # A placeholder that the model sampled is text.
+        shown = [*prompt, IMAGE, IMAGE, 4]
+        assert_right(shown, one, await backend.generate(asking("d", shown, one)))
+
+        # New weights: what was cached is forgotten, the tower's are new, too.
+        params = jax.tree.map(np.asarray, tiny_params(1, TINY_VL))
+        await backend.update_weights(WeightUpdate(version=2, kind="arrays", payload=params))
+        fresh = await backend.generate(asking("e", prompt, one))
+        assert fresh.cached_tokens == 0
+        assert_right(prompt, one, fresh, seed=1)
+        assert (await backend.metrics()).recompilations == 0
+
+        await _refusals(backend)
+
+
+async def _refusals(backend: JetStreamBackend) -> None:
+    media = {"image": [FIRST]}
+    shown = placeholders(media)
+    with pytest.raises(TokenDriftError, match="request 'few': image 1 of 1 takes 4 placeholders"):
+        await backend.generate(asking("few", [5, IMAGE, 7], media))
+    with pytest.raises(BackendError, match="request 'end' ends with a picture"):
+        await backend.generate(asking("end", [5, *shown[:-1]], media))
+    with pytest.raises(BackendError, match=r"of 64 patches, the engine takes 32; .*rollout.jetstream.patch_buckets"):
+        big = {"image": [picture(8, 16, 16)]}
+        await backend.generate(asking("big", [5, *placeholders(big), 7], big))
+    with pytest.raises(BackendError, match="request 'none': image 1 of 1 cannot be shown: .*got str"):
+        await backend.generate(asking("none", [5, *shown, 7], {"image": ["cat.png"]}))
+    assert not (await backend.generate(asking("after", [5, *shown, 7], media))).stop_match
+    health = await backend.health()
+    assert health.ok and health.running == health.waiting == 0
+
+
+async def test_a_request_whose_pictures_are_still_read_can_be_aborted():
+    async with running() as backend:
+        media = {"image": [FIRST]}
+        task = asyncio.create_task(backend.generate(asking("r", [5, *placeholders(media), 7], media, max_tokens=60)))
+        await asyncio.sleep(0)  # it has begun to read
+        assert await backend.abort("r") or task.done()
+        await task
+
+
+async def test_a_deterministic_engine_takes_text_alone():
+    shapes = replace(SHAPES, max_concurrent_decodes=1, cache_rows=1)
+    backend = JetStreamBackend(
+        TINY_VL, tiny_params(config=TINY_VL), shapes, sight=sight(), deterministic=ProgramTable()
+    )
+    assert not backend.capabilities.multi_modal
+    await backend.start()
+    try:
+        prompt = [5, 6, 7]
+        assert_right(prompt, {}, await backend.generate(asking("t", prompt, {})))
+        media = {"image": [FIRST]}
+        with pytest.raises(BackendError, match="this engine takes no pictures"):
+            await backend.generate(asking("p", [5, *placeholders(media), 7], media))
+    finally:
+        await backend.close()
