@@ -161,8 +161,9 @@ class JaxEngine(engine_api.Engine):
         """
         device = self._mesh.devices.item()
 
-        def here(x: jax.Array) -> jax.Array:
-            return x if x.devices() == {device} else jax.device_put(x.astype(self._dtype), device)
+        def here(x: jax.Array | np.ndarray) -> jax.Array:
+            at_home = isinstance(x, jax.Array) and x.devices() == {device}
+            return x if at_home else jax.device_put(x.astype(self._dtype), device)
 
         return self._to_engine_layout(jax.tree.map(here, params))
 
