@@ -18,7 +18,8 @@ pipeline full.
 
 The last line is one JSON object: per mode ``samples_per_second``, ``share_of_ideal``, the shares of the time in which
 the engine did not decode and the learner had nothing to do, and the age of its tokens; ``ratio_vs_sync`` and
-``share_of_ideal`` of fully asynchronous training at the top.
+``share_of_ideal`` of fully asynchronous training at the top. ``simulated_seconds_per_step`` is what
+``jax-agent-rl simulate`` says of the same workload, over more steps: what is measured checks the simulator.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from typing import Any
 import jax
 import numpy as np
 from paced import (
+    OBSERVATION,
     PROMPT,
     Draws,
     LetterCodec,
@@ -64,6 +66,8 @@ from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.runtime.compilation_cache import use_compilation_cache
 from jax_agent_rl.runtime.in_process import Runtime
 from jax_agent_rl.runtime.publishers import ArrayPublisher
+from jax_agent_rl.simulate.run import Policy, simulate
+from jax_agent_rl.simulate.workload import load_assumptions
 from jax_agent_rl.trainer.base import Trainer
 from jax_agent_rl.trainer.record import RunRecord
 from jax_agent_rl.trainer.run import TRAINERS
@@ -222,6 +226,33 @@ def summary(
     }
 
 
+def simulated(mode: str, url: str, arguments: argparse.Namespace) -> float:
+    """Seconds of a step by simulation, with other draws of the same kind."""
+    assumptions = load_assumptions(
+        None,
+        [
+            "engines.count=1",
+            f"engines.lanes={arguments.lanes}",
+            f"engines.step_ms={arguments.step_ms}",
+            "engines.load_seconds=0",
+            "learner.publish_seconds=0",
+            f"learner.tokens_per_second={arguments.learner_tokens_per_second}",
+            f"agent.turns={arguments.turns + 1}",
+            f"agent.prompt_tokens={len(LetterCodec().encode_prompt(PROMPT))}",
+            f"agent.observation_tokens={len(OBSERVATION)}",
+            f"agent.turn_tokens={LENGTHS.median}",
+            f"agent.turn_tokens_max={LENGTHS.most}",
+            f"agent.tool_seconds={LATENCIES.median}",
+            f"agent.tool_seconds_min={LATENCIES.least}",
+            f"agent.tool_seconds_max={LATENCIES.most}",
+            "steps=30",
+        ],
+    )
+    recipe = settings(mode, url, Path("none"), arguments)
+    trainer = {"mode": mode, **({"staleness": arguments.staleness} if mode == "fully_async" else {})}
+    return simulate(recipe, assumptions, Policy(name=mode, trainer=trainer)).step_seconds
+
+
 async def measure(url: str, arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
     """Every mode, each with an engine of its own."""
     results = {}
@@ -261,6 +292,8 @@ def main() -> None:
     use_compilation_cache()
     with tool_server() as url:
         results: dict[str, Any] = asyncio.run(measure(url, arguments))
+    for mode in arguments.modes:
+        results[mode]["simulated_seconds_per_step"] = round(simulated(mode, url, arguments), 2)
     if best := results.get("fully_async"):
         results["share_of_ideal"] = best["share_of_ideal"]
         if "sync" in results:

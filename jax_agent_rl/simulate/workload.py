@@ -69,6 +69,7 @@ class AgentAssumptions(Section):
     observation_tokens: Positive = Field(32, description="Ids of a tool's result.")
     tool_seconds: Seconds = Field(1.0, description="Median latency of a tool.")
     tool_sigma: float = Field(1.0, ge=0, description="Spread of that.")
+    tool_seconds_min: Seconds = Field(0.0, description="Shorter latencies are raised to this.")
     tool_seconds_max: Seconds = Field(10.0, description="Longer latencies are cut to this.")
 
     def turn_length(self, *key: int | str) -> int:
@@ -78,7 +79,8 @@ class AgentAssumptions(Section):
 
     def tool_latency(self, *key: int | str) -> float:
         """Seconds of the tool call of this name."""
-        return min(self.tool_seconds_max, _log_normal(self.tool_seconds, self.tool_sigma, "tool", *key))
+        drawn = _log_normal(self.tool_seconds, self.tool_sigma, "tool", *key)
+        return max(self.tool_seconds_min, min(self.tool_seconds_max, drawn))
 
     @property
     def longest(self) -> int:
