@@ -118,9 +118,13 @@ async def score(trajectory: Trajectory) -> Trajectory:
     return replace(trajectory, reward=float(trajectory.trajectory_id[-1] in "02468"))
 
 
+def overlap(mode: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """The keys of ``trainer`` that make this mode."""
+    return {"mode": mode} | ({"staleness": arguments.staleness} if mode == "fully_async" else {})
+
+
 def settings(mode: str, url: str, folder: Path, arguments: argparse.Namespace) -> config.Config:
     """The configuration of a run in this mode."""
-    asynchronous = {"staleness": arguments.staleness} if mode == "fully_async" else {}
     return config.build(
         {
             "run_dir": str(folder),
@@ -134,7 +138,7 @@ def settings(mode: str, url: str, folder: Path, arguments: argparse.Namespace) -
                 "max_model_len": longest_context(LENGTHS, arguments.turns),
             },
             "learner": {"row_length": longest_context(LENGTHS, arguments.turns)},
-            "trainer": {"mode": mode, "steps": ENDLESS, "checkpoint_every": 0, **asynchronous},
+            "trainer": {**overlap(mode, arguments), "steps": ENDLESS, "checkpoint_every": 0},
         }
     )
 
@@ -249,8 +253,7 @@ def simulated(mode: str, url: str, arguments: argparse.Namespace) -> float:
         ],
     )
     recipe = settings(mode, url, Path("none"), arguments)
-    trainer = {"mode": mode, **({"staleness": arguments.staleness} if mode == "fully_async" else {})}
-    return simulate(recipe, assumptions, Policy(name=mode, trainer=trainer)).step_seconds
+    return simulate(recipe, assumptions, Policy(name=mode, trainer=overlap(mode, arguments))).step_seconds
 
 
 async def measure(url: str, arguments: argparse.Namespace) -> dict[str, dict[str, float]]:

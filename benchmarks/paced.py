@@ -15,14 +15,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import math
-import random
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import jax
 import uvicorn
@@ -30,12 +28,12 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from jax_agent_rl.agents import derive_seed
 from jax_agent_rl.jetstream.backend import JetStreamBackend
 from jax_agent_rl.jetstream.engine import EngineShapes, JaxEngine
 from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.server import AsyncServer
+from jax_agent_rl.simulate.draws import Draws
 from jax_agent_rl.types import SamplingParams, TokenOutput
 
 OBSERVATION = " ok."
@@ -46,19 +44,6 @@ DECODE_STEPS = 4
 
 Work = Callable[[str], str]
 """Trajectory id to the name its draws depend on."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Draws:
-    """Log-normal with sigma 1, cut at both ends; a draw depends on its key alone."""
-
-    median: float
-    least: float = 0.0
-    most: float
-
-    def at(self, *key: int | str) -> float:
-        draw = random.Random(derive_seed(*key)).lognormvariate(math.log(self.median), 1.0)
-        return min(self.most, max(self.least, draw))
 
 
 LENGTHS = Draws(median=100, least=1, most=1024)

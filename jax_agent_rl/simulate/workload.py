@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
-import random
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,12 +10,13 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from jax_agent_rl.agents.loop import AgentLoop, register_agent
-from jax_agent_rl.agents.seeds import derive_seed
 from jax_agent_rl.config_base import NonNegative, Positive, Section
 from jax_agent_rl.config_tree import build_tree, read_tree
 from jax_agent_rl.learner.gate import UpdateGate
+from jax_agent_rl.learner.state import UpdateResult
 from jax_agent_rl.rollout.protocol import WeightUpdate
 from jax_agent_rl.simulate.clock import VirtualLoop
+from jax_agent_rl.simulate.draws import Draws
 from jax_agent_rl.simulate.engine import ID, EngineSpeed
 from jax_agent_rl.types import FinishReason, Group, SamplingParams, Trajectory
 
@@ -74,13 +73,15 @@ class AgentAssumptions(Section):
 
     def turn_length(self, *key: int | str) -> int:
         """Ids of the generation of this name."""
-        drawn = _log_normal(self.turn_tokens, self.turn_sigma, "turn", *key)
-        return max(1, min(self.turn_tokens_max, round(drawn)))
+        draws = Draws(median=self.turn_tokens, sigma=self.turn_sigma, least=1, most=self.turn_tokens_max)
+        return round(draws.at("turn", *key))
 
     def tool_latency(self, *key: int | str) -> float:
         """Seconds of the tool call of this name."""
-        drawn = _log_normal(self.tool_seconds, self.tool_sigma, "tool", *key)
-        return max(self.tool_seconds_min, min(self.tool_seconds_max, drawn))
+        draws = Draws(
+            median=self.tool_seconds, sigma=self.tool_sigma, least=self.tool_seconds_min, most=self.tool_seconds_max
+        )
+        return draws.at("tool", *key)
 
     @property
     def longest(self) -> int:
@@ -101,13 +102,6 @@ class Assumptions(Section):
 def load_assumptions(path: Path | None, overrides: Sequence[str]) -> Assumptions:
     """Reads a YAML file, if any, and applies overrides; raises :class:`ConfigError` with all problems."""
     return build_tree(Assumptions, read_tree(path) if path else {}, overrides)
-
-
-def _log_normal(median: float, sigma: float, *key: int | str) -> float:
-    """A draw that depends on ``key`` alone, so that every trainer is given the same work."""
-    if not median:
-        return 0.0
-    return random.Random(derive_seed(*key)).lognormvariate(math.log(median), sigma)
 
 
 class SimulatedCodec:
@@ -162,10 +156,8 @@ class SimulatedLearner:
         masked: Mapping[str, Any],
         tick: Callable[[int, int], None],
         gate: UpdateGate,
-    ) -> Any:
+    ) -> UpdateResult:
         """Runs in the simulation's "thread", see :meth:`VirtualLoop.run_in_executor`."""
-        from jax_agent_rl.learner.state import UpdateResult
-
         tokens = sum(len(t.prompt_ids) + len(t.response_ids) for group in groups for t in group.trajectories)
         seconds = tokens / self._speed.tokens_per_second
         with gate.update():

@@ -88,6 +88,12 @@ def test_the_command_prints_every_policy_and_ends_with_json(tmp_path, capsys):
     assert told["assumptions"]["agent"]["turns"] == 1 and len(told["outcomes"]) == len(POLICIES)
 
 
+def test_recipes_of_algorithms_that_take_groups_of_one_can_be_simulated():
+    alone = {"rollout": {"prompts_per_step": 4, "group_size": 1}, "algorithm": {"adv_estimator": "reinforce_plus_plus"}}
+    result = simulate(config.build(RECIPE | alone), load_assumptions(None, ["steps=1"]), POLICIES[0])
+    assert result.samples_per_second == pytest.approx(4 / result.step_seconds)
+
+
 def test_a_wrong_assumption_is_named(tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("run_dir: x\nmodel: {path: none}\ndata: {train: none}\n")
