@@ -141,12 +141,14 @@ def export(
 
 @app.command()
 def conformance(
-    backend: Annotated[str, typer.Option(help="jetstream, vllm, remote, or your own as package.module:function.")],
+    backend: Annotated[str, typer.Option(help="jetstream, vllm, remote, ray, or your own as package.module:function.")],
     model: Annotated[Path | None, typer.Option(help="Model folder; default a tiny random one.")] = None,
     url: Annotated[
         str | None, typer.Option(help="Address of a running rollout server, for remote; default one is started.")
     ] = None,
-    engine: Annotated[str, typer.Option(help="What serves behind the rollout server that is started.")] = "jetstream",
+    engine: Annotated[
+        str, typer.Option(help="What serves behind the rollout server that is started, or in the Ray actor.")
+    ] = "jetstream",
     token_env: Annotated[str | None, typer.Option(help="Environment variable with the server's token.")] = None,
     tolerance: Annotated[float, typer.Option(help="Largest log-prob error in nats; 0.1 suits bfloat16.")] = 1e-3,
     max_model_len: Annotated[int, typer.Option(help="Context length to serve with, at least 128.")] = 256,

@@ -40,8 +40,8 @@ def run_command(
             f"--url {url} goes with --backend remote and --model: the folder of the model that server serves, to "
             f"compare with; got --backend {backend}, --model {model}"
         )
-    if engine == "remote":
-        raise ConfigError("--engine remote: a rollout server needs an engine of its own; use jetstream or vllm")
+    if engine in ("remote", "ray"):
+        raise ConfigError(f"--engine {engine}: it needs an engine of its own behind it; use jetstream or vllm")
     with tempfile.TemporaryDirectory(prefix="conformance-") as scratch, console.status("preparing") as status:
 
         def say(result: Result) -> None:

@@ -1,13 +1,16 @@
-"""A backend behind a rollout server of its own, reached over loopback, as one backend."""
+"""A backend behind a rollout server of its own, or in a Ray actor of its own cluster, as one backend."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from typing import Any
 
 from jax_agent_rl.rollout.protocol import RolloutBackend
+from jax_agent_rl.rollout.ray_actor.backend import RayBackend
 from jax_agent_rl.rollout.remote.client import RemoteBackend
 from jax_agent_rl.rollout.remote.server import RolloutServer
+from jax_agent_rl.runtime.ray_cluster import open_ray
 
 
 class ServedBackend(RemoteBackend):
@@ -33,3 +36,19 @@ class ServedBackend(RemoteBackend):
         await super().close()
         await self.server.close()
         await self.inner.close()
+
+
+class ActorBackend(RayBackend):
+    """Starts and ends Ray with itself, unless it runs already."""
+
+    def __init__(self, make: Callable[[], RolloutBackend]) -> None:
+        super().__init__(make)
+        self._ray = AsyncExitStack()
+
+    async def start(self) -> None:
+        await self._ray.enter_async_context(open_ray(None))
+        await super().start()
+
+    async def close(self) -> None:
+        await super().close()
+        await self._ray.aclose()

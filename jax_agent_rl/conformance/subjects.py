@@ -6,6 +6,7 @@ A factory takes :class:`SubjectOptions` and returns a :class:`Subject`. ``BACKEN
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 from collections.abc import Callable
@@ -19,10 +20,11 @@ from jax_agent_rl.conformance.reference import TransformersReference
 from jax_agent_rl.conformance.subject import BASE, MIXED, OTHER, Subject
 from jax_agent_rl.conformance.updates import with_probe
 from jax_agent_rl.errors import ConfigError
-from jax_agent_rl.rollout.protocol import RolloutBackend
+from jax_agent_rl.rollout.protocol import RolloutBackend, WeightUpdate
 
 BACKENDS = {
     "jetstream": "jax_agent_rl.conformance.subjects:jetstream",
+    "ray": "jax_agent_rl.conformance.subjects:ray_actor",
     "remote": "jax_agent_rl.conformance.subjects:remote",
     "vllm": "jax_agent_rl.conformance.subjects:vllm",
 }
@@ -41,7 +43,7 @@ class SubjectOptions:
         patience: see :class:`Subject`.
         url: of a running rollout server, for ``remote``; None: one is started on loopback.
         token: that the server asks for, or None.
-        engine: the backend, by name, behind the server that is started.
+        engine: the backend, by name, behind the server that is started, or in the Ray actor.
     """
 
     folders: ModelFolders
@@ -182,6 +184,28 @@ def remote(options: SubjectOptions) -> Subject:
         return describe(f"remote {url}", lambda: RemoteBackend(url, token=options.token), options)
     inner = make_subject(options.engine, options)
     return describe(f"remote {options.engine}", lambda: ServedBackend(inner.make), options)
+
+
+def ray_actor(options: SubjectOptions) -> Subject:
+    """An engine in a Ray actor, which takes its weights from the object store."""
+    from jax_agent_rl.conformance.served import ActorBackend
+    from jax_agent_rl.rollout.ray_actor.weights import store
+
+    inner = make_subject(options.engine, options)
+    form = "arrays" if options.engine == "jetstream" else "safetensors"
+
+    def payload(kind: str, which: str) -> Any:
+        import ray  # not before it is started, which sets what it reads when it is imported
+
+        return store(WeightUpdate(version=0, kind=form, payload=inner.payload(form, which)), ray.put).payload
+
+    make = functools.partial(_engine, options)
+    return describe(f"ray {options.engine}", lambda: ActorBackend(make), options, payload=payload)
+
+
+def _engine(options: SubjectOptions) -> RolloutBackend:
+    """Inside the actor."""
+    return make_subject(options.engine, options).make()
 
 
 def _tokenizer(folder: Path) -> Any:

@@ -1,6 +1,7 @@
 """The conformance suite on every backend of the package: one run each, one test per check."""
 
 import asyncio
+import importlib.util
 from dataclasses import replace
 from pathlib import Path
 
@@ -59,8 +60,21 @@ def remote_vllm(request):
     return make_subject("remote", replace(request.getfixturevalue("options"), engine="vllm"))
 
 
-SUBJECTS = [toy, jetstream, remote_toy, remote_toy_upload, remote_jetstream]
-ON_VLLM = [pytest.param(subject, marks=pytest.mark.vllm) for subject in (vllm, remote_vllm)]
+def ray_jetstream(request):
+    pytest.importorskip("torch")
+    if importlib.util.find_spec("ray") is None:  # importing it here would be before what it reads then is set
+        pytest.skip("Ray is not installed")
+    return make_subject("ray", request.getfixturevalue("options"))
+
+
+def ray_vllm(request):
+    vllm(request)
+    ray_jetstream(request)
+    return make_subject("ray", replace(request.getfixturevalue("options"), engine="vllm"))
+
+
+SUBJECTS = [toy, jetstream, remote_toy, remote_toy_upload, remote_jetstream, ray_jetstream]
+ON_VLLM = [pytest.param(subject, marks=pytest.mark.vllm) for subject in (vllm, remote_vllm, ray_vllm)]
 
 
 @pytest.fixture(scope="module", params=[*SUBJECTS, *ON_VLLM], ids=lambda subject: subject.__name__)
