@@ -106,7 +106,7 @@ class JetStreamBackend:
         self._wake = threading.Condition()
         self._thread: threading.Thread | None = None
         self._closing = False
-        self._paused = False
+        self._paused = self._asleep = False
         self._draining: asyncio.Future[None] | None = None
         self._failure: str | None = None
 
@@ -120,6 +120,7 @@ class JetStreamBackend:
             in_flight_update=True,
             prefix_reuse=True,
             priorities=True,
+            sleep=True,
             weight_payloads=frozenset({"arrays", "safetensors"}),
             multi_modal=self._pictures.kinds,
         )
@@ -202,10 +203,11 @@ class JetStreamBackend:
         await self._call(lambda: self._scheduler.table.reset())
 
     async def sleep(self) -> None:
-        raise NotImplementedError("the jetstream backend shares its device with the learner and never sleeps")
+        """Moves weights to host memory and drops the KV cache; running requests are aborted, new ones wait."""
+        await self._call(self._fall_asleep)
 
     async def wake(self) -> None:
-        raise NotImplementedError("the jetstream backend shares its device with the learner and never sleeps")
+        await self._call(self._wake_up)
 
     # --- state ------------------------------------------------------------------------------------------------
 
@@ -331,7 +333,7 @@ class JetStreamBackend:
 
     def _has_work(self) -> bool:
         scheduler = self._scheduler
-        if self._paused:
+        if self._paused or self._asleep:
             return False
         return bool(scheduler.running) or (scheduler.waiting > 0 and self._draining is None)
 
@@ -356,6 +358,18 @@ class JetStreamBackend:
         if mode is PauseMode.ABORT:
             for request_id in list(self._scheduler.running):
                 self._abort(request_id)
+
+    def _fall_asleep(self) -> None:
+        for request_id in list(self._scheduler.running):
+            self._abort(request_id)
+        if not self._asleep:
+            self._scheduler.sleep()
+        self._asleep = True
+
+    def _wake_up(self) -> None:
+        if self._asleep:
+            self._scheduler.wake()
+        self._asleep = False
 
     def _take_weights(self, update: WeightUpdate) -> None:
         self._weights.check(update, self._version)

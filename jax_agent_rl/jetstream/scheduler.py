@@ -18,12 +18,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+import jax
 import numpy as np
 
 from jax_agent_rl.errors import BackendError, PromptTooLongError
 from jax_agent_rl.jetstream.admission import AdmissionPlan
 from jax_agent_rl.jetstream.engine import JaxEngine
-from jax_agent_rl.jetstream.forward import EngineParams
+from jax_agent_rl.jetstream.forward import EngineParams, KVCache
 from jax_agent_rl.jetstream.lanes import MAX_STOP_IDS, Lanes, make_lanes
 from jax_agent_rl.jetstream.request import RunningRequest
 from jax_agent_rl.jetstream.rows import RowTable
@@ -31,6 +32,7 @@ from jax_agent_rl.models.shown import PictureNames, Shown
 from jax_agent_rl.rollout.protocol import BackendMetrics, GenerateRequest, TokenChunk
 from jax_agent_rl.types import StopReason
 
+NO_CACHE = KVCache(keys=(), values=())
 MOST_NAMES = 1 << 30  # of pictures' features: keys are int32
 
 
@@ -148,6 +150,18 @@ class Scheduler:
         self.params = params
         self.version = version
         self.table.reset()
+
+    def sleep(self) -> None:
+        """Releases the device's memory: the cache is dropped, the weights wait on the host. Nothing may be running."""
+        self._places = jax.tree.map(lambda x: x.sharding, self.params)
+        self.params = jax.tree.map(np.array, self.params)
+        self.cache = NO_CACHE
+        self.table.reset()
+
+    def wake(self) -> None:
+        """Undoes :meth:`sleep`; shapes and places are those of before, so nothing is compiled again."""
+        self.params = jax.block_until_ready(jax.device_put(self.params, self._places))
+        self.cache = self.engine.init_cache()
 
     def metrics(self) -> BackendMetrics:
         return BackendMetrics(**vars(self.counters), recompilations=self.engine.table.recompilations)

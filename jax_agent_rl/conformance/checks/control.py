@@ -189,6 +189,21 @@ async def pause_abort(probe: Probe) -> None:
     probe.expect_greedy(prompt, output, "its ids", cause="wrong ids at the cut")
 
 
+@check("sleep-and-wake", needs=["sleep"])
+async def sleep_and_wake(probe: Probe) -> None:
+    """Asleep it holds what comes; awake again it is as before, without what was cached."""
+    prompt = probe.prompt(64, seed=52)
+    await probe.generate(prompt)
+    await probe.backend.sleep()
+    held = probe.begin(prompt, max_tokens=8)
+    await asyncio.sleep(0.1)
+    probe.equal(held.done(), False, "a request ended while asleep", cause="the engine samples without its memory")
+    await probe.backend.wake()
+    output = await probe.within(60, held, "the end of a request that came while asleep", cause="it was dropped")
+    probe.equal(output.cached_tokens, 0, "cached_tokens after waking", cause="KV that was released is reused")
+    probe.expect_greedy(prompt, output, "ids after waking", cause="weights or cache are not those of before")
+
+
 @check("undeclared-raises")
 async def undeclared(probe: Probe) -> None:
     """What Capabilities deny raises: nothing pretends."""
