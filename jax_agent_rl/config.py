@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from jax_agent_rl import config_algorithm, config_strategy, config_trainer
+from jax_agent_rl import config_algorithm, config_placement, config_strategy, config_trainer
 from jax_agent_rl.config_agents import InteractionsConfig, SearchConfig, ServerToolConfig, ToolClientConfig
 from jax_agent_rl.config_algorithm import AlgorithmConfig, CriticConfig
 from jax_agent_rl.config_base import LoraConfig, NonNegative, OptimizerSection, Positive, Section
@@ -283,6 +283,13 @@ class Config(Section):
             rollout.strategy, group_size=rollout.group_size, adv_estimator=algorithm.adv_estimator
         )
         problems += config_trainer.problems(self.trainer)
+        problems += config_placement.problems(
+            rollout,
+            backend=rollout.backend,
+            mode=self.trainer.mode,
+            deterministic=rollout.deterministic,
+            tensor_parallel_size=rollout.vllm.tensor_parallel_size,
+        )
         if agent.history_window is not None and rollout.strategy.name == "treerl":
             problems.append(
                 "agent.history_window does not go with rollout.strategy.name=treerl, whose forks within a turn are "

@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field, field_validator
 
 from jax_agent_rl.config_base import NonNegative, Positive, Section
+from jax_agent_rl.config_placement import PlacementSection
 from jax_agent_rl.config_strategy import StrategyConfig
 
 
@@ -72,7 +73,7 @@ class VllmConfig(Section):
     )
 
 
-class RolloutConfig(Section):
+class RolloutConfig(PlacementSection):
     """How trajectories are collected."""
 
     backend: Literal["jetstream", "vllm", "remote"] = Field("jetstream", description="The engine that samples.")

@@ -5,11 +5,14 @@
     jetstream   one engine in this process, on its devices
     vllm        one vLLM engine in child processes of this one
     remote      a client per rollout server of ``rollout.urls``; what samples there is the server's choice
+
+The first two run in other processes just so: :mod:`~jax_agent_rl.runtime.placement`.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,11 +27,17 @@ from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.hf import load_config, load_hf
 from jax_agent_rl.models.shown import Sight
 from jax_agent_rl.rollout.protocol import RolloutBackend
+from jax_agent_rl.runtime.compilation_cache import use_compilation_cache
 from jax_agent_rl.serving import token_from
 
 if TYPE_CHECKING:
     from jax_agent_rl.jetstream.engine import EngineShapes
     from jax_agent_rl.jetstream.programs import ProgramTable
+
+logger = logging.getLogger(__name__)
+
+UNTRAINED = -1
+"""Policy version of the model's files: any run's first weights (version 0) are newer."""
 
 DecodeText = Callable[[Sequence[int]], str]
 Weights = Callable[[], tuple[DecoderConfig, Params]]
@@ -105,6 +114,15 @@ def make_backends(
             return [_vllm(config, codec, version)]
         case "jetstream":
             return [_jetstream(config, codec, *weights(), say, version, table)]
+
+
+def make_engine(config: Config, *, version: int) -> RolloutBackend:
+    """The one engine ``rollout.backend`` names, of the model's files: for a process without a learner."""
+    use_compilation_cache()
+    codec = ChatCodec.from_pretrained(config.model.path, tool_format=config.agent.tool_format)
+    weights = functools.partial(load_model, config, codec)
+    (backend,) = make_backends(config, codec, weights=weights, say=logger.info, version=version)
+    return backend
 
 
 @dataclass(frozen=True)
@@ -193,6 +211,7 @@ def _vllm(config: Config, codec: ChatCodec, version: int) -> RolloutBackend:
         max_model_len=config.rollout.max_model_len,
         pixels=config.model.pixels,
         seed=config.seed,
+        sleep=config.rollout.sleep,
         log_file=str(Path(config.run_dir) / "vllm.log"),
         **engine,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ from jax_agent_rl.runtime.engines import check_engine, make_backends, one_progra
 from jax_agent_rl.runtime.fleet import FleetMetrics, check_versions
 from jax_agent_rl.runtime.learners import make_learner
 from jax_agent_rl.runtime.multihost import LeadingLearner, Line
+from jax_agent_rl.runtime.placement import first_version, open_places, place_engines, room_for_learning
 from jax_agent_rl.runtime.publishers import Publisher, make_publisher
 from jax_agent_rl.runtime.scoring import needed_services, open_scorer, reward_server
 from jax_agent_rl.tools.loading import open_tools
@@ -47,6 +48,7 @@ class Runtime:
         learner: parameters and optimizer.
         cursor: the order of the training rows.
         heldout: rows to evaluate on.
+        room_for_learning: a context for the learner's updates, in which engines on its devices make room.
     """
 
     config: Config
@@ -59,6 +61,7 @@ class Runtime:
     publisher: Publisher
     cursor: DataCursor
     heldout: list[dict[str, Any]]
+    room_for_learning: Callable[[], AbstractAsyncContextManager] = nullcontext
 
 
 @asynccontextmanager
@@ -87,8 +90,9 @@ async def build(config: Config, *, say: Callable[[str], None], line: Line | None
             tool_prompt=config.agent.tool_prompt,
             pixels=config.model.pixels,
         )
-        make_mesh(config.learner.mesh)  # or a ConfigError, before anything is loaded
         check_engine(config)
+        places = await stack.enter_async_context(open_places(config))
+        make_mesh(config.learner.mesh)  # or a ConfigError, before anything is loaded
         client = LLMServerClient(decode_text=functools.partial(codec.decode, skip_special_tokens=False))
         score = await stack.enter_async_context(open_scorer(config, services, client=client, codec=codec))
         agents = make_agents(config, client=client, codec=codec, tools=tools, score=score)

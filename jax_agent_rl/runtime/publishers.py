@@ -9,6 +9,7 @@ from jax_agent_rl.config import Config
 from jax_agent_rl.learner.export import WeightFiles
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.rollout.protocol import WeightUpdate
+from jax_agent_rl.rollout.ray_actor.weights import store
 
 PROBE_LENGTH = 96
 """Ids of the context that proves an update: enough to touch every parameter, and cheap to recompute."""
@@ -48,8 +49,31 @@ class FilePublisher:
         self._files.close()
 
 
+class StorePublisher:
+    """For engines in Ray actors: what another publisher makes, in Ray's object store, from where all of them read it.
+
+    Args:
+        inner: makes it in the form in which the engines take it.
+    """
+
+    def __init__(self, inner: Publisher) -> None:
+        self._inner = inner
+        self._newest: WeightUpdate | None = None
+
+    def make(self, params: Params, version: int) -> WeightUpdate:
+        """Writes all parameters once; the store forgets those of the version before when no engine reads them."""
+        import ray
+
+        self._newest = store(self._inner.make(params, version), ray.put)
+        return self._newest
+
+    def close(self) -> None:
+        self._newest = None
+        self._inner.close()
+
+
 def make_publisher(config: Config, model: DecoderConfig, *, probe_ids: Sequence[int]) -> Publisher:
-    """What ``rollout.backend`` takes weights from.
+    """What the engines of ``rollout.backend`` and ``rollout.placement`` take weights from.
 
     Args:
         probe_ids: a typical context, by which weights are checked after they were moved.
@@ -57,6 +81,11 @@ def make_publisher(config: Config, model: DecoderConfig, *, probe_ids: Sequence[
     Raises:
         ConfigError: ``rollout.weight_folder`` does not exist.
     """
+    form = _form(config, model, probe_ids)
+    return form if config.rollout.placement == "colocated" else StorePublisher(form)
+
+
+def _form(config: Config, model: DecoderConfig, probe_ids: Sequence[int]) -> Publisher:
     if config.rollout.backend == "jetstream":
         return ArrayPublisher()
     probe = probe_ids[: min(PROBE_LENGTH, config.rollout.max_model_len - 1)]

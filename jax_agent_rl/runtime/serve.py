@@ -9,11 +9,8 @@ from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.config import Config
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.rollout.remote.server import RolloutServer
-from jax_agent_rl.runtime.engines import check_engine, load_model, make_backends
+from jax_agent_rl.runtime.engines import UNTRAINED, check_engine, load_model, make_backends
 from jax_agent_rl.serving import token_from, told_to_stop
-
-UNTRAINED = -1
-"""Policy version of the files: any run's first weights (version 0) are newer."""
 
 
 async def serve_rollouts(config: Config, *, host: str, port: int, say: Callable[[str], None]) -> None:

@@ -203,7 +203,9 @@ class Trainer:
             lambda: f"{ticks[0]}/{ticks[1] or '?'} micro-batches{self.meanwhile()}",
         )
         update = self.runtime.learner.update
-        result = await asyncio.to_thread(update, selection.groups, masked=selection.masked, tick=tick, gate=self._gate)
+        arguments = {"masked": selection.masked, "tick": tick, "gate": self._gate}
+        async with self.runtime.room_for_learning():
+            result = await asyncio.to_thread(update, selection.groups, **arguments)
         self._account(selection, result)
         if not self.record.learner_programs and "loss" in result.metrics:  # not while only a critic learns
             self.record.learner_programs = self.runtime.learner.programs_compiled

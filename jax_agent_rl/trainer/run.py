@@ -85,7 +85,7 @@ async def _train(
                     last.callback(line.stop)
                 last.callback(checkpointer.close)
                 try:
-                    if record.step or config.rollout.backend == "remote":
+                    if record.step or config.rollout.backend == "remote" or config.rollout.placement != "colocated":
                         await _publish_first(trainer, record.step)
                     if resume:
                         progress.say(f"resumed after step {record.step}")
