@@ -169,7 +169,7 @@ class VllmBackend:
         self._check_serving()
         live = LiveRequest(self._admission.admit(request, self._live))
         self._live[request.request_id] = live
-        self._usage.begin()
+        self._usage.begin(live.run)
         try:
             await self._submit(live)
             while not live.finished:
@@ -356,7 +356,7 @@ class VllmBackend:
     def _need_sleep(self) -> None:
         self._check_running()
         if not self.capabilities.sleep:
-            raise NotImplementedError("sleep needs CUDA and rollout.vllm.sleep=true")
+            raise NotImplementedError("sleep needs CUDA and rollout.sleep=true")
 
     def _check_running(self) -> None:
         """Like :meth:`_check_serving`, but an engine with wrong weights may still be given right ones."""

@@ -22,13 +22,13 @@ from typing import Any, cast
 from jax_agent_rl.config import Config
 from jax_agent_rl.errors import BackendError, ConfigError
 from jax_agent_rl.rollout.client import LLMServerClient
+from jax_agent_rl.rollout.manager import BackendFactory
 from jax_agent_rl.rollout.protocol import RolloutBackend
 from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.runtime.engines import UNTRAINED, make_engine
 from jax_agent_rl.runtime.ray_cluster import open_ray, reserve
 
 logger = logging.getLogger(__name__)
-Factory = Callable[[], RolloutBackend]
 
 
 @asynccontextmanager
@@ -63,8 +63,8 @@ async def open_places(config: Config) -> AsyncIterator[list[dict[str, Any]]]:
 
 
 def place_engines(
-    config: Config, places: Sequence[Mapping[str, Any]], colocated: Mapping[str, Factory]
-) -> dict[str, Factory]:
+    config: Config, places: Sequence[Mapping[str, Any]], colocated: Mapping[str, BackendFactory]
+) -> dict[str, BackendFactory]:
     """The engines of ``rollout.placement``, by name.
 
     Args:
@@ -88,13 +88,13 @@ def first_version(config: Config) -> int:
     return 0 if config.rollout.placement == "colocated" else UNTRAINED
 
 
-def _in_actors(config: Config, places: Sequence[Mapping[str, Any]]) -> dict[str, Factory]:
+def _in_actors(config: Config, places: Sequence[Mapping[str, Any]]) -> dict[str, BackendFactory]:
     rollout = config.rollout.model_copy(update={"placement": "colocated", "sleep": False})
     model = config.model.model_copy(update={"path": str(Path(config.model.path).expanduser().absolute())})
     # A learner's GPU platform would fail where Ray shows none, and vLLM's own process needs none for JAX.
     on_cpu = not rollout.gpus_per_engine or rollout.backend == "vllm"
     variables = {"JAX_PLATFORMS": "cpu"} if on_cpu else {}
-    factories: dict[str, Factory] = {}
+    factories: dict[str, BackendFactory] = {}
     for number, place in enumerate(places):
         name = f"ray-{number}"
         own = {"rollout": rollout, "model": model, "seed": config.seed + number, "run_dir": f"{config.run_dir}/{name}"}
@@ -109,7 +109,7 @@ def _actor(config: Config, name: str, options: Mapping[str, Any]) -> RolloutBack
     return RayBackend(functools.partial(make_engine, config, version=UNTRAINED), name=name, options=options)
 
 
-def _from_store(make: Factory) -> RolloutBackend:
+def _from_store(make: BackendFactory) -> RolloutBackend:
     from jax_agent_rl.rollout.ray_actor.from_store import FromStore
 
     return cast(RolloutBackend, FromStore(make()))

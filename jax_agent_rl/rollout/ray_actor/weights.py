@@ -80,14 +80,14 @@ def store(update: WeightUpdate, put: Callable[[Any], Any]) -> WeightUpdate:
 
     Args:
         update: of kind ``arrays`` (nested dicts) or ``safetensors`` (paths).
-        put: writes an object to the store; returns its reference.
+        put: writes an object to the store; returns its reference. What it refers to lasts as long as that is kept.
     """
     if update.kind == "safetensors":
         form, tree = "safetensors", {Path(p).name: Tensor.of(np.memmap(p, np.uint8, mode="r")) for p in update.payload}
     else:
         form, tree = "arrays", _map(Tensor.of, update.payload)
     payload = StoredWeights(form=form, reference=put(tree), checksum=checksum(tree))
-    return replace(update, kind=KIND, payload=payload)
+    return replace(update, kind=KIND, payload=payload, lasting=True)
 
 
 @asynccontextmanager
