@@ -84,7 +84,8 @@ async def reserve(engines: int, *, gpus_per_engine: int, learner_gpus: int = 0) 
     """A bundle of a placement group for the learner, on this node, and one for every engine.
 
     Engines with GPUs are packed onto as few nodes as hold them, nearest to the learner; those that compute on CPUs are
-    spread, as on one node they would share its cores.
+    spread, as on one node they would share its cores. Of the GPUs of its bundle alone this process is told
+    (``CUDA_VISIBLE_DEVICES``): it must not have looked at any before.
 
     Yields:
         Ray's actor options of each engine.
@@ -110,14 +111,11 @@ async def reserve(engines: int, *, gpus_per_engine: int, learner_gpus: int = 0) 
                 f"rollout.engines={engines}: Ray found no place for them within {_READY_SECONDS:g} s; free are "
                 f"{_plain(ray.available_resources())}; end what uses the rest, or lower rollout.engines"
             ) from None
-        yield [
-            {
-                "num_cpus": 1,
-                "num_gpus": gpus_per_engine,
-                "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=1 + i),
-            }
-            for i in range(engines)
-        ]
+        places = [PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=i) for i in range(1 + engines)]
+        if learner_gpus:
+            look = ray.remote(ray.get_gpu_ids).options(num_gpus=learner_gpus, scheduling_strategy=places[0])
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, await look.remote()))
+        yield [{"num_cpus": 1, "num_gpus": gpus_per_engine, "scheduling_strategy": place} for place in places[1:]]
     finally:
         remove_placement_group(group)
 

@@ -1,0 +1,189 @@
+"""Engines beside the learner, in Ray actors, and both: whole runs of a tiny model, and an actor that is killed."""
+
+import asyncio
+import contextlib
+import functools
+import importlib.util
+import io
+import os
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from jax_agent_rl.config import Config, load
+from jax_agent_rl.conformance.footprint import Footprint
+from jax_agent_rl.errors import ConfigError, EngineDiedError, WeightUpdateError
+from jax_agent_rl.observe.metrics import read_records
+from jax_agent_rl.rollout.protocol import GenerateRequest, WeightUpdate
+from jax_agent_rl.rollout.ray_actor.backend import RayBackend
+from jax_agent_rl.rollout.ray_actor.host import EngineHost
+from jax_agent_rl.rollout.ray_actor.weights import store
+from jax_agent_rl.runtime.ray_cluster import open_ray, reserve
+from jax_agent_rl.trainer.run import train
+from jax_agent_rl.types import SamplingParams
+from tests.tiny_run import tiny_recipe
+from tests.toy_backend import ToyBackend
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_ray():
+    """With three GPUs, as far as Ray knows. Runs find it and leave it running: starting it takes longer than a run."""
+    with asyncio.Runner() as runner, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_OVERRIDE_RESOURCES", '{"GPU": 3}')
+        context = open_ray(None, bundles=4)
+        runner.run(context.__aenter__())
+        yield
+        runner.run(context.__aexit__(None, None, None))
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory) -> Path:
+    return tiny_recipe(tmp_path_factory.mktemp("recipe"))
+
+
+def engines() -> list[int]:
+    """Process ids of the actors."""
+    return [pid for pid, command in Footprint.now().processes.items() if EngineHost.__name__ in command]
+
+
+async def train_and(config: Config, meanwhile: Callable[[], Awaitable[None]] | None = None) -> None:
+    training = asyncio.create_task(train(config, resume=False, console=Console(file=io.StringIO())))
+    if meanwhile is not None:
+        await meanwhile()
+    await training
+
+
+def run(recipe: Path, folder: Path, *overrides: str, meanwhile=None) -> tuple[list[dict[str, Any]], list[dict]]:
+    """Trains, checks the books of every step, and returns the steps' metrics and the trajectories."""
+    config = load(recipe, [f"run_dir={folder / 'run'}", *overrides])
+    asyncio.run(train_and(config, meanwhile))
+    assert not engines(), "actors outlive their run"
+    steps = [r for r in read_records(folder / "run" / "metrics.jsonl") if r["kind"] == "step"]
+    assert [r["step"] for r in steps] == list(range(1, config.trainer.steps + 1))
+    for step in steps:
+        books = step["accounting"]
+        assert books["started"] == books["trained"] + books["dropped"] + books["in_flight"]
+    trained = [r for r in read_records(folder / "run" / "trajectories.jsonl") if r["split"] == "train"]
+    assert len({r["trajectory_id"] for r in trained}) == len(trained)
+    return steps, trained
+
+
+@pytest.fixture(scope="module")
+def colocated(recipe, tmp_path_factory) -> list[dict[str, Any]]:
+    return run(recipe, tmp_path_factory.mktemp("colocated"))[1]
+
+
+@pytest.mark.parametrize(
+    "overrides", [["sleep=true"], ["placement=separate"], ["placement=hybrid", "sleep=true"]], ids=str
+)
+def test_every_placement_samples_the_same_trajectories(recipe, colocated, overrides: list[str], tmp_path: Path):
+    steps, trained = run(recipe, tmp_path, *(f"rollout.{override}" for override in overrides))
+    keys = ("trajectory_id", "step", "response_ids", "policy_versions", "reward")
+    assert [{k: r[k] for k in keys} for r in trained] == [{k: r[k] for k in keys} for r in colocated]
+    assert sum(step["accounting"]["dropped"] for step in steps) == 0
+
+
+@pytest.mark.parametrize(("mode", "count"), [("sync", 1), ("fully_async", 2)])
+def test_an_actor_that_is_killed_costs_time_and_no_trajectory(recipe, mode: str, count: int, tmp_path: Path):
+    """With one engine the run goes on only once it is rebuilt and has the weights of the moment."""
+    metrics = tmp_path / "run" / "metrics.jsonl"
+
+    async def kill_one() -> None:
+        while not (metrics.exists() and [r for r in read_records(metrics) if r["kind"] == "step"]):
+            await asyncio.sleep(0.01)
+        pids = engines()
+        assert len(pids) == count
+        os.kill(pids[0], signal.SIGKILL)
+
+    overrides = [f"trainer.mode={mode}", "trainer.steps=8", "rollout.placement=separate", f"rollout.engines={count}"]
+    steps, trained = run(recipe, tmp_path, *overrides, meanwhile=kill_one)
+    last = steps[-1]
+    assert (last["servers_lost"], last["stale_served"]) == (1, 0)
+    assert last["servers_joined"] == 1 or count > 1, "nobody else could have sampled the rest"
+    assert len(trained) == 8 * 8 and last["accounting"]["trained"] == 8 * 8
+
+
+def toy_actor(**options: Any) -> RayBackend:
+    return RayBackend(functools.partial(ToyBackend, weight_payloads=frozenset({"safetensors"})), options=options)
+
+
+def request(name: str, max_tokens: int = 5) -> GenerateRequest:
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+    return GenerateRequest(request_id=name, prompt_ids=(3, 4, 5), sampling=sampling)
+
+
+@contextlib.asynccontextmanager
+async def toys(count: int) -> AsyncIterator[list[RayBackend]]:
+    actors = [toy_actor() for _ in range(count)]
+    try:
+        await asyncio.gather(*(actor.start() for actor in actors))
+        yield actors
+    finally:
+        await asyncio.gather(*(actor.close() for actor in actors))
+
+
+async def test_one_object_updates_all_engines_and_a_damaged_one_none(tmp_path: Path):
+    import ray
+
+    (tmp_path / "w.safetensors").write_text("other")
+    files = WeightUpdate(version=1, kind="safetensors", payload=[str(tmp_path / "w.safetensors")])
+    put: list[Any] = []
+
+    def counting(tree: Any) -> Any:
+        put.append(ray.put(tree))
+        return put[-1]
+
+    update = store(files, counting)
+    damaged = replace(update, payload=replace(update.payload, checksum=update.payload.checksum ^ 1))
+    async with toys(2) as actors:
+        before = [await actor.generate(request("before")) for actor in actors]
+        for actor, old in zip(actors, before, strict=True):
+            with pytest.raises(WeightUpdateError, match="version 1 were damaged on their way"):
+                await actor.update_weights(damaged)
+            assert (await actor.generate(request("still"))).token_ids == old.token_ids and actor.policy_version == 0
+        await asyncio.gather(*(actor.update_weights(update) for actor in actors))
+        after = [await actor.generate(request("after")) for actor in actors]
+    assert len(put) == 1 and after[0] == after[1]
+    assert after[0].token_ids != before[0].token_ids and set(after[0].policy_versions) == {1}
+
+
+async def test_what_a_dead_actor_was_asked_fails_as_a_dead_engine():
+    async with toys(1) as (actor,):
+        running = asyncio.create_task(actor.generate(request("long", max_tokens=190)))
+        stream = actor.stream(request("stream", max_tokens=190))
+        await anext(stream)
+        (pid,) = engines()
+        os.kill(pid, signal.SIGKILL)
+        for lost in (running, anext_until_end(stream), actor.metrics()):
+            with pytest.raises(EngineDiedError, match="its Ray actor is gone"):
+                await lost
+        health = await actor.health()
+        assert not health.ok and "is gone" in health.detail
+
+
+async def anext_until_end(stream: AsyncIterator[Any]) -> None:
+    async for _ in stream:
+        pass
+
+
+async def test_learner_and_engines_see_different_gpus(monkeypatch: pytest.MonkeyPatch):
+    import ray
+
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    async with reserve(2, gpus_per_engine=1, learner_gpus=1) as places:
+        ids = [await ray.remote(ray.get_gpu_ids).options(**place).remote() for place in places]
+        seen = [os.environ["CUDA_VISIBLE_DEVICES"], *(str(gpu) for (gpu,) in ids)]
+    assert sorted(seen) == ["0", "1", "2"]
+
+
+async def test_a_cluster_that_is_too_small_is_named_with_what_it_has():
+    with pytest.raises(ConfigError, match="rollout.gpus_per_engine=2 and a learner need 5 GPUs, .* has .*3 GPUs"):
+        async with reserve(2, gpus_per_engine=2, learner_gpus=1):
+            raise AssertionError("there are three")
