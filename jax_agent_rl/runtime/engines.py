@@ -159,8 +159,10 @@ def _jetstream(
     table: ProgramTable | None,
 ) -> RolloutBackend:
     from jax_agent_rl.jetstream.backend import JetStreamBackend
+    from jax_agent_rl.jetstream.layout import make_engine_mesh
     from jax_agent_rl.jetstream.programs import ProgramTable
 
+    engine = config.rollout.jetstream
     if config.rollout.deterministic and table is None:  # serving, without a learner
         table = ProgramTable()
 
@@ -172,7 +174,8 @@ def _jetstream(
         model,
         params,
         _shapes(config),
-        dtype=config.rollout.jetstream.dtype,
+        dtype=engine.dtype,
+        mesh=make_engine_mesh(engine.mesh, first_device=engine.first_device),
         deterministic=table,
         sight=Sight.of(model, config.model.path, pixels=config.model.pixels),
         version=version,
