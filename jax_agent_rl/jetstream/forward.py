@@ -26,6 +26,8 @@ from jax_agent_rl.models.mesh import constrain
 from jax_agent_rl.models.moe import mixture_of_experts, replicated_mixture_of_experts
 from jax_agent_rl.models.pictures import PictureInputs
 
+DEVICES = ("expert", "tensor")
+"""The axes of an engine's mesh that are not 1."""
 NEGATIVE = -1e30  # masks a score; finite, so a fully masked lane stays free of NaN
 
 
@@ -153,6 +155,7 @@ def decode_step(
     x = rms_norm(config, x, params.final_norm, axis=0)
     head = params.embed if params.head is None else params.head
     logits = jnp.einsum("vd,db->vb", head, x, preferred_element_type=jnp.float32)
+    logits = constrain(logits, mesh, DEVICES)  # or XLA might rather gather the head than its product
     return constrain(logits, mesh), KVCache(tuple(keys), tuple(values))
 
 
@@ -234,9 +237,7 @@ def _project(
     return rotate(q, cos, sin, axis=2) * config.score_scale, rotate(k, cos, sin, axis=1), v
 
 
-def _finish_layer(
-    config: DecoderConfig, layer: Params, x: jax.Array, mixed: jax.Array, mesh: Mesh | None
-) -> jax.Array:
+def _finish_layer(config: DecoderConfig, layer: Params, x: jax.Array, mixed: jax.Array, mesh: Mesh | None) -> jax.Array:
     """Residual, feed-forward, residual on [D, B]."""
     mixed = constrain(mixed, mesh)
     if not config.sandwich_norms:

@@ -20,15 +20,12 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_agent_rl.config_mesh import EngineMeshConfig
 from jax_agent_rl.errors import ConfigError
-from jax_agent_rl.jetstream.forward import EngineParams
+from jax_agent_rl.jetstream.forward import DEVICES, EngineParams
 from jax_agent_rl.learner.sharding import PARAMETER_AXES, RULES, parameter_shardings, replicated
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.mesh import MESH_AXES
 
 KEY = "rollout.jetstream.mesh"
-DEVICES = ("expert", "tensor")
-"""The axes of an engine's mesh that are not 1."""
-
 ENGINE_RULES = RULES | {"heads": DEVICES, "vocab": DEVICES}
 
 _FUSED_AXES = {

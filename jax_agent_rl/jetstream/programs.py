@@ -194,7 +194,13 @@ class ProgramTable:
         return len(self._programs)
 
     def call(
-        self, key: tuple, function: Callable[..., Any], donate: tuple[int, ...], *args: Any, place: NamedSharding, out: Any
+        self,
+        key: tuple,
+        function: Callable[..., Any],
+        donate: tuple[int, ...],
+        *args: Any,
+        place: NamedSharding,
+        out: Any,
     ) -> Any:
         """Runs ``function(*args)`` through the program named ``key``, compiling it if it is new.
 

@@ -115,7 +115,9 @@ def replicated_mixture_of_experts(
         chosen = _own(chosen, here)
         return jax.lax.psum(_weighted(layer, x, weights, chosen, activation), ("expert", "tensor"))
 
-    run = jax.shard_map(shard, mesh=mesh, in_specs=(WEIGHTS, PartitionSpec()), out_specs=PartitionSpec(), check_vma=False)
+    run = jax.shard_map(
+        shard, mesh=mesh, in_specs=(WEIGHTS, PartitionSpec()), out_specs=PartitionSpec(), check_vma=False
+    )
     return run({name: layer[name] for name in WEIGHTS}, x)
 
 
