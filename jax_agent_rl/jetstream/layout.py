@@ -66,8 +66,8 @@ def engine_config(model: DecoderConfig, mesh: Mesh) -> DecoderConfig:
     if model.num_heads % kv_heads:
         fitting = [n for n in range(1, model.num_heads + 1) if model.num_heads % math.lcm(model.num_kv_heads, n) == 0]
         raise ConfigError(
-            f"{KEY} takes {devices} devices, but {model.num_heads} query heads with {model.num_kv_heads} key/value heads "
-            f"can be shared evenly by {fitting} devices only"
+            f"{KEY} takes {devices} devices, but {model.num_heads} query heads with {model.num_kv_heads} key/value "
+            f"heads can be shared evenly by {fitting} devices only"
         )
     parameter_places(model, mesh)  # the other dimensions
     return replace(model, num_kv_heads=kv_heads)

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from jax_agent_rl.checksums import check_files
 from jax_agent_rl.errors import ModelError, WeightUpdateError
 from jax_agent_rl.jetstream.layout import parameter_places
 from jax_agent_rl.models.config import DecoderConfig, Params
@@ -32,8 +33,9 @@ class ServedWeights:
         """Files to arrays in the learner's layout, which an engine then takes like any.
 
         Raises:
-            WeightUpdateError: they are not of this model.
+            WeightUpdateError: they are not those that were sent, or not of this model.
         """
+        check_files(update.payload, update.digests)
         dtype = self._structure["embed"][1]
         try:
             params = load_params(update.payload, self._config, dtype=dtype, shardings=self._places)

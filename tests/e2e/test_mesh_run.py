@@ -1,4 +1,4 @@
-"""Whole runs whose learner lies on several devices of one process, with the engine on the first of them or on others."""
+"""Whole runs whose learner lies on several devices, with the engine on the first of them or on others."""
 
 import json
 import os
