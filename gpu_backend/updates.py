@@ -17,6 +17,7 @@ from typing import Any
 from gpu_backend.settings import VllmSettings
 from gpu_backend.transfer import load_from_device
 from gpu_backend.weights import Checkpoint, Shapes, differences, read_update
+from jax_agent_rl.checksums import check_files
 from jax_agent_rl.errors import WeightUpdateError
 from jax_agent_rl.probe import LogprobProbe
 from jax_agent_rl.rollout.protocol import WeightUpdate
@@ -124,7 +125,9 @@ def _contents(update: WeightUpdate) -> tuple[Shapes, LogprobProbe | None]:
     if update.kind == FILES:
         if isinstance(update.payload, str | bytes):
             raise WeightUpdateError(f"payload must be a list of file paths, got {type(update.payload).__name__}")
-        return read_update([str(path) for path in update.payload])
+        paths = [str(path) for path in update.payload]
+        check_files(paths, update.digests)
+        return read_update(paths)
     return {name: tuple(array.shape) for name, array in update.payload.tensors.items()}, update.payload.probe
 
 

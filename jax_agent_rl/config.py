@@ -358,10 +358,13 @@ class Config(Section):
                 f"rollout.deterministic needs the learner and the engine in one program, but rollout.backend is "
                 f"{rollout.backend!r}; set it to jetstream, or rollout.deterministic=false"
             )
-        if rollout.deterministic and (learner.mesh != MeshConfig() or algorithm.rollout_correction.bypass_mode):
+        engine = rollout.jetstream
+        spread = learner.mesh != MeshConfig() or engine.mesh.devices > 1 or engine.first_device > 0
+        if rollout.deterministic and (spread or algorithm.rollout_correction.bypass_mode):
             problems.append(
                 "rollout.deterministic runs on one device and compares the learner's own log-probs: remove "
-                "learner.mesh and algorithm.rollout_correction.bypass_mode, or set rollout.deterministic=false"
+                "learner.mesh, rollout.jetstream.mesh and first_device, and "
+                "algorithm.rollout_correction.bypass_mode, or set rollout.deterministic=false"
             )
         if learner.updates_per_step > rollout.prompts_per_step:
             problems.append(

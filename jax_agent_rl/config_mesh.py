@@ -1,4 +1,4 @@
-"""What the learner runs on: the mesh of devices, and the processes that hold them."""
+"""What learner and engine run on: meshes of devices, and the processes that hold them."""
 
 from __future__ import annotations
 
@@ -20,6 +20,18 @@ class MeshConfig(Section):
     def devices(self) -> int:
         """How many it takes."""
         return self.data * self.fsdp * self.expert * self.context * self.tensor
+
+
+class EngineMeshConfig(Section):
+    """The devices one jetstream engine is spread over."""
+
+    expert: Positive = Field(1, description="Shards of every layer's experts; the rest is split over these, too.")
+    tensor: Positive = Field(1, description="Tensor-parallel shards: heads, feed-forward, vocabulary and KV cache.")
+
+    @property
+    def devices(self) -> int:
+        """How many it takes."""
+        return self.expert * self.tensor
 
 
 class MultihostConfig(Section):

@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field, field_validator
 
 from jax_agent_rl.config_base import NonNegative, Positive, Section
+from jax_agent_rl.config_mesh import EngineMeshConfig
 from jax_agent_rl.config_placement import PlacementSection
 from jax_agent_rl.config_strategy import StrategyConfig
 
@@ -22,7 +23,12 @@ class JetStreamConfig(Section):
     prefill_buckets: tuple[Positive, ...] = Field(
         (32, 128, 512), description="Padded prompt-chunk lengths, in tokens; longer prompts go in several chunks."
     )
-
+    mesh: EngineMeshConfig = Field(default_factory=EngineMeshConfig)
+    first_device: NonNegative = Field(
+        0,
+        description="Number of the first device the engine takes; the learner's begin with 0. From the product of "
+        "learner.mesh on, the engine samples beside the learner instead of in turn with it.",
+    )
     patch_buckets: tuple[Positive, ...] = Field(
         (256, 1024, 4096),
         description="Padded numbers of patches a model that sees looks at together; a picture must fit in the largest.",

@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
+from jax_agent_rl.config_mesh import EngineMeshConfig
 from jax_agent_rl.errors import (
     BackendClosedError,
     BackendError,
@@ -33,6 +34,7 @@ from jax_agent_rl.errors import (
 )
 from jax_agent_rl.jetstream.deterministic import DeterministicEngine
 from jax_agent_rl.jetstream.engine import EngineShapes, JaxEngine
+from jax_agent_rl.jetstream.layout import make_engine_mesh
 from jax_agent_rl.jetstream.pictures import PictureReader
 from jax_agent_rl.jetstream.programs import ProgramTable
 from jax_agent_rl.jetstream.request import RunningRequest
@@ -58,13 +60,14 @@ BURST_SECONDS = 0.02  # or this long after the first
 
 
 class JetStreamBackend:
-    """One engine of this process on one device.
+    """One engine of this process, on one device or a mesh of several.
 
     Args:
         config: the model.
         params: the learner's parameter tree; copied on the device at ``start``.
         shapes: static shapes to compile for.
         dtype: of the engine's weights, activations and cache; None is that of ``params``.
+        mesh: the engine's devices, see ``jetstream.layout``; None is this process's first one.
         deterministic: where the one program of a :class:`DeterministicEngine` is kept, to score by it; None is the
             fast engine.
         sight: how the model sees; None takes no pictures, and neither does a deterministic engine.
@@ -81,6 +84,7 @@ class JetStreamBackend:
         shapes: EngineShapes,
         *,
         dtype: str | None = None,
+        mesh: jax.sharding.Mesh | None = None,
         deterministic: ProgramTable | None = None,
         sight: Sight | None = None,
         version: int = 0,
@@ -97,7 +101,8 @@ class JetStreamBackend:
         self._seed = seed
         self._decode_text = decode_text
         self._progress = progress
-        self._weights = ServedWeights(config, params)
+        self._mesh = mesh or make_engine_mesh(EngineMeshConfig())
+        self._weights = ServedWeights(config, params, self._mesh)
         if deterministic is not None:  # one program for all ids looks at no picture
             sight = None
         self._pictures = PictureReader(sight, most_patches=max(shapes.patch_buckets, default=0))
@@ -295,7 +300,7 @@ class JetStreamBackend:
         kind: type[JaxEngine] = SeeingEngine if self._pictures.kinds else JaxEngine
         if self._deterministic is not None:
             kind = DeterministicEngine
-        return kind(self._config, self._shapes, dtype=self._dtype, table=self._deterministic)
+        return kind(self._config, self._shapes, dtype=self._dtype, mesh=self._mesh, table=self._deterministic)
 
     def _compiled(self, done: int, total: int) -> None:
         if self._closing:
@@ -374,8 +379,9 @@ class JetStreamBackend:
     def _take_weights(self, update: WeightUpdate) -> None:
         self._weights.check(update, self._version)
         begin = time.perf_counter()
-        params = jax.block_until_ready(self._scheduler.engine.load_params(update.payload))
-        self._scheduler.set_weights(params, update.version)
+        scheduler = self._scheduler
+        params = jax.block_until_ready(scheduler.engine.load_params(update.payload, scheduler.params))
+        scheduler.set_weights(params, update.version)
         self._version = update.version
         self._scheduler.counters.weight_update_seconds += time.perf_counter() - begin
 

@@ -107,10 +107,10 @@ class DeterministicEngine(JaxEngine):
         self, params: EngineParams, cache: KVCache, lanes: Lanes, limits: np.ndarray, forced: np.ndarray
     ) -> tuple[KVCache, np.ndarray, np.ndarray]:
         count, span = len(lanes.rows), self.shapes.cache_length
-        program = programs.decode_program(self.config, self.shapes.decode_steps, span)
+        program = programs.decode_program(self.config, self.shapes.decode_steps, span, self._split)
         padded = pad_lanes(lanes, self.max_concurrent_decodes - count, unused_row=cache.rows)
-        key = ("deterministic", cache.rows)
-        cache, out = self.table.call(key, program, (1,), params, cache, padded, limits, forced)
+        key, places = ("deterministic", cache.rows), (self._by_head, self._everywhere)
+        cache, out = self._call(key, program, (1,), params, cache, padded, limits, forced, out=places)
         ids, bits = np.asarray(out)[:, :, :count]
         return cache, ids, bits.view(np.float32)
 

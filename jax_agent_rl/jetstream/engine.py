@@ -18,11 +18,15 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from jax_agent_rl.config_mesh import EngineMeshConfig
 from jax_agent_rl.jetstream import compat, programs
-from jax_agent_rl.jetstream.forward import EngineParams, KVCache, empty_cache, engine_params
+from jax_agent_rl.jetstream.forward import EngineParams, KVCache, empty_cache
+from jax_agent_rl.jetstream.intake import WeightIntake
 from jax_agent_rl.jetstream.lanes import MAX_STOP_IDS, Lanes, idle_lanes, pad_lanes
+from jax_agent_rl.jetstream.layout import cache_places, engine_config, make_engine_mesh
 from jax_agent_rl.jetstream.tokenizer import IdTokenizer
-from jax_agent_rl.models.config import DecoderConfig
+from jax_agent_rl.learner.sharding import replicated
+from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.pictures import PictureInputs
 from jax_agent_rl.models.shown import Shown
 
@@ -132,7 +136,14 @@ class ResultTokens(engine_api.ResultTokens):
 
 
 class JaxEngine(engine_api.Engine):
-    """See the module docstring. Not thread-safe: one thread drives it."""
+    """See the module docstring. Not thread-safe: one thread drives it.
+
+    Args:
+        mesh: the devices it is spread over, see ``jetstream.layout``; None is this process's first one.
+
+    Raises:
+        ConfigError: the mesh does not divide the model.
+    """
 
     def __init__(
         self,
@@ -141,35 +152,40 @@ class JaxEngine(engine_api.Engine):
         *,
         dtype: jnp.dtype = jnp.float32,
         tokenizer: Any = None,
-        device: jax.Device | None = None,
+        mesh: jax.sharding.Mesh | None = None,
         table: programs.ProgramTable | None = None,
     ) -> None:
-        self.config = config
+        self._mesh = mesh or make_engine_mesh(EngineMeshConfig())
+        self.config = engine_config(config, self._mesh)
         self.shapes = shapes
         self.table = table or programs.ProgramTable()
         self._dtype = dtype
         self._tokenizer = tokenizer
-        self._mesh = jax.sharding.Mesh(np.array([device or jax.devices()[0]]), ("x",))
-        self._to_engine_layout = jax.jit(functools.partial(engine_params, dtype=dtype))
+        self._everywhere, self._by_head = replicated(self._mesh), cache_places(self._mesh)
+        self._split = self._mesh if self._mesh.size > 1 else None
+        self._take = WeightIntake(config, self.config, self._mesh, dtype=dtype, call=self.table.call)
 
     # --- weights and state ------------------------------------------------------------------------------------
 
-    def load_params(self, params: dict) -> EngineParams:
-        """The engine's own copy of the learner's parameter tree, in its own precision, made on the device.
+    def load_params(self, params: Params, old: EngineParams | None = None) -> EngineParams:
+        """The engine's own copy of the learner's parameter tree, in its own precision, see :class:`WeightIntake`.
 
-        From a learner's mesh each parameter is brought to the engine's device, in the engine's precision already.
+        Args:
+            old: weights that are served no more; the new ones take their memory.
         """
-        device = self._mesh.devices.item()
-
-        def here(x: jax.Array | np.ndarray) -> jax.Array:
-            at_home = isinstance(x, jax.Array) and x.devices() == {device}
-            return x if at_home else jax.device_put(x.astype(self._dtype), device)
-
-        return self._to_engine_layout(jax.tree.map(here, params))
+        return self._take(params, old)
 
     def init_cache(self) -> KVCache:
         """An empty cache of ``shapes.cache_rows`` rows."""
-        return empty_cache(self.config, self.shapes.cache_rows, self.shapes.cache_length, self._dtype)
+        return self._empty_cache(self.shapes.cache_rows)
+
+    def _empty_cache(self, rows: int) -> KVCache:
+        make = functools.partial(empty_cache, self.config, rows, self.shapes.cache_length, self._dtype)
+        return jax.jit(make, out_shardings=self._by_head)()
+
+    def _call(self, key: tuple, function: Any, donate: tuple[int, ...], *args: Any, out: Any) -> Any:
+        """Runs a program on the engine's mesh."""
+        return self.table.call(key, function, donate, *args, place=self._everywhere, out=out)
 
     # --- our scheduler's interface ----------------------------------------------------------------------------
 
@@ -198,11 +214,12 @@ class JaxEngine(engine_api.Engine):
             tokens[i, : len(chunk)] = chunk
             places[i] = extension.row, extension.start
         span = bucket(self.shapes.prefill_spans, max(e.start for e in some))
-        program = programs.chunks_program(self.config, span)
+        program = programs.chunks_program(self.config, span, self._split)
         pictures = self._pictures(some, rows, size)
         key = ("chunks", cache.rows, rows, size, span)
-        new = self.table.call(key, program, (), params, cache, tokens, places, pictures)
-        return self.table.call(("write", cache.rows, rows, size), programs.write_chunks, (0,), cache, new, places)
+        new = self._call(key, program, (), params, cache, tokens, places, pictures, out=self._by_head)
+        key = ("write", cache.rows, rows, size)
+        return self._call(key, programs.write_chunks, (0,), cache, new, places, out=self._by_head)
 
     def _pictures(self, some: Sequence[Extension], rows: int, size: int) -> PictureInputs | None:
         """What chunks show: nothing, where the model does not see."""
@@ -211,7 +228,7 @@ class JaxEngine(engine_api.Engine):
     def copy_row(self, cache: KVCache, source: int, target: int) -> KVCache:
         """Copies one row over another, on the device."""
         place = np.array([source, target], np.int32)
-        return self.table.call(("copy", cache.rows), programs.copy_row, (0,), cache, place)
+        return self._call(("copy", cache.rows), programs.copy_row, (0,), cache, place, out=self._by_head)
 
     def decode(
         self, params: EngineParams, cache: KVCache, lanes: Lanes, steps: int, exit_after: int
@@ -229,10 +246,11 @@ class JaxEngine(engine_api.Engine):
         width = bucket(self.shapes.lane_buckets, count)
         span = bucket(self.shapes.span_buckets, int(lanes.positions.max()) + steps)
         steps = min(steps, self.shapes.decode_steps)
-        program = programs.decode_program(self.config, self.shapes.decode_steps, span)
+        program = programs.decode_program(self.config, self.shapes.decode_steps, span, self._split)
         padded = pad_lanes(lanes, width - count, unused_row=cache.rows)
         limits = np.array([steps, exit_after], np.int32)
-        cache, out = self.table.call(("decode", cache.rows, width, span), program, (1,), params, cache, padded, limits)
+        key, places = ("decode", cache.rows, width, span), (self._by_head, self._everywhere)
+        cache, out = self._call(key, program, (1,), params, cache, padded, limits, out=places)
         ids, bits = np.asarray(out)[:, :, :count]
         return cache, ids, bits.view(np.float32)
 
@@ -268,7 +286,7 @@ class JaxEngine(engine_api.Engine):
         ids = np.asarray(padded_tokens)[:true_length].astype(np.int32)
         if existing_prefix is None:
             start = 0
-            cache = empty_cache(self.config, 1, self.shapes.cache_length, self._dtype)
+            cache = self._empty_cache(1)
         else:
             start = int(existing_prefix.length)
             cache = jax.tree.map(jnp.copy, existing_prefix.cache)
@@ -281,7 +299,7 @@ class JaxEngine(engine_api.Engine):
     def init_decode_state(self) -> DecodeState:
         """A state of ``max_concurrent_decodes`` empty slots (each request below gets its own arrays)."""
         slots = self.max_concurrent_decodes
-        cache = empty_cache(self.config, slots, self.shapes.cache_length, self._dtype)
+        cache = self._empty_cache(slots)
         tokens, positions, generated = (jnp.zeros(slots, jnp.int32) for _ in range(3))
         return DecodeState(cache=cache, tokens=tokens, positions=positions, generated=generated)
 
@@ -313,7 +331,7 @@ class JaxEngine(engine_api.Engine):
                 stop_ids=jnp.full((slots, MAX_STOP_IDS), -1, jnp.int32),
             )
             limits = jnp.array([1, slots + 1], jnp.int32)
-            cache, out = programs.decode(self.config, 1, length, params, state.cache, lanes, limits)
+            cache, out = programs.decode(self.config, 1, length, self._split, params, state.cache, lanes, limits)
             ids, bits = out[0, 0], out[1, 0]
             # An idle slot keeps stepping in JetStream's Driver: hold it inside its row.
             positions = jnp.minimum(state.positions + 1, length - 1)
@@ -324,8 +342,8 @@ class JaxEngine(engine_api.Engine):
         return jax.jit(step, donate_argnums=(1,))
 
     def get_prefix_destination_sharding(self) -> jax.sharding.Sharding:
-        """Prefixes live on the engine's own device."""
-        return jax.sharding.NamedSharding(self._mesh, jax.sharding.PartitionSpec())
+        """Prefixes live where the engine's cache does."""
+        return self._by_head
 
     def get_tokenizer(self) -> Any:
         """JetStream's parameters for C++ tokenizers; only the id arithmetic of ``build_tokenizer`` uses them."""

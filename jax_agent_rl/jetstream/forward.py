@@ -1,11 +1,14 @@
 """The model as the engine runs it: one prompt chunk, or one token for each of many lanes.
 
-Shapes: B lanes, T chunk tokens, D hidden, H query heads, K key/value heads, h head size, F feed-forward, V
-vocabulary, S cache positions. The learner's parameters (``models.decoder``) are turned once per weight update into
+Shapes: B lanes, T chunk tokens, D hidden, H query heads, K key/value heads (as the engine keeps them), G = H / K, h
+head size, F feed-forward, V vocabulary, S cache positions. The learner's parameters (``models.decoder``) are turned once per weight update into
 :class:`EngineParams`: one set of arrays per layer with q/k/v and gate/up fused, so a step reads each weight once.
 
 Decoding keeps activations feature-major, [D, B], and multiplies as ``W[out, in] @ x[in, B]``: for few lanes this is
 two to three times faster on CPUs than ``x @ W`` and costs nothing elsewhere.
+
+On a mesh (``jetstream.layout``) heads, feed-forward units, experts and the vocabulary lie apart, activations are the
+same on every device, and the devices add up twice per layer. No split or reshape below cuts across devices.
 """
 
 from __future__ import annotations
@@ -14,13 +17,17 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.decoder import embed
 from jax_agent_rl.models.layers import ACTIVATIONS, picture_rope_tables, place_features, rms_norm, rope_tables, rotate
-from jax_agent_rl.models.moe import mixture_of_experts
+from jax_agent_rl.models.mesh import constrain
+from jax_agent_rl.models.moe import mixture_of_experts, replicated_mixture_of_experts
 from jax_agent_rl.models.pictures import PictureInputs
 
+DEVICES = ("expert", "tensor")
+"""The axes of an engine's mesh that are not 1."""
 NEGATIVE = -1e30  # masks a score; finite, so a fully masked lane stays free of NaN
 
 
@@ -30,8 +37,9 @@ class EngineParams:
     """All weights in the engine's layout. There is no ``head`` when embeddings are tied, and no ``vision`` (the
     learner's subtree, for ``models.vision``) in a model of text.
 
-    A layer is a dict of the learner's arrays for that layer, but ``qkv`` [(H+2K)h, D] (and ``qkv_bias`` [(H+2K)h]) in
-    place of q, k, v, and ``gate_up`` [2F, D] in place of gate and up.
+    A layer is a dict of the learner's arrays for that layer, but ``qkv`` [K, (G+2)h, D] (and ``qkv_bias`` [K, (G+2)h])
+    in place of q, k, v: for each key/value head its queries, its keys, its values. ``gate_up`` [2, F, D] is in place of
+    gate and up.
     """
 
     embed: jax.Array
@@ -58,26 +66,39 @@ class KVCache:
         return self.keys[0].shape[-1]
 
 
-FUSED = {"qkv": ("q", "k", "v"), "qkv_bias": ("q_bias", "k_bias", "v_bias"), "gate_up": ("gate", "up")}
+def engine_params(config: DecoderConfig, params: Params, *, dtype: jnp.dtype) -> EngineParams:
+    """The learner's parameter tree in the engine's layout (a pure function: jit it, nothing leaves the device).
 
-
-def engine_params(params: Params, *, dtype: jnp.dtype) -> EngineParams:
-    """The learner's parameter tree in the engine's layout (a pure function: jit it, nothing leaves the device)."""
+    Args:
+        config: with ``num_kv_heads`` as the engine keeps them: a multiple of the parameters', which are repeated.
+    """
     params = jax.tree.map(lambda x: x.astype(dtype), params)
     layers = params["layers"]
     return EngineParams(
         # + 0 makes a new buffer: the learner donates its own to the next optimizer step.
         embed=params["embed"] + 0,
-        layers=tuple(_fuse({name: x[i] for name, x in layers.items()}) for i in range(layers["q"].shape[0])),
+        layers=tuple(_fuse(config, {name: x[i] for name, x in layers.items()}) for i in range(config.num_layers)),
         final_norm=params["final_norm"] + 0,
         head=params["lm_head"] + 0 if "lm_head" in params else None,
         vision=jax.tree.map(lambda x: x + 0, params["vision"]) if "vision" in params else None,
     )
 
 
-def _fuse(layer: Params) -> Params:
-    fused = {name: jnp.concatenate([layer[p] for p in parts]) for name, parts in FUSED.items() if parts[0] in layer}
-    return {k: x for k, x in layer.items() if not any(k in parts for parts in FUSED.values())} | fused
+def _fuse(config: DecoderConfig, layer: Params) -> Params:
+    layer = dict(layer)
+    for fused, parts in (("qkv", ("q", "k", "v")), ("qkv_bias", ("q_bias", "k_bias", "v_bias"))):
+        if parts[0] in layer:
+            layer[fused] = jnp.concatenate([_by_kv_head(config, layer.pop(part)) for part in parts], axis=1)
+    if "gate" in layer:
+        layer["gate_up"] = jnp.stack([layer.pop("gate"), layer.pop("up")])
+    return layer
+
+
+def _by_kv_head(config: DecoderConfig, x: jax.Array) -> jax.Array:
+    """[n h, ...] -> [K, m h, ...]: m of n query heads for each key/value head, or n key/value heads, each K / n times."""
+    heads = len(x) // config.head_dim
+    kv_heads = min(heads, config.num_kv_heads)
+    return jnp.repeat(x.reshape(kv_heads, -1, *x.shape[1:]), config.num_kv_heads // kv_heads, axis=0)
 
 
 def empty_cache(config: DecoderConfig, rows: int, length: int, dtype: jnp.dtype) -> KVCache:
@@ -96,6 +117,7 @@ def decode_step(
     tokens: jax.Array,
     positions: jax.Array,
     rope_offsets: jax.Array | None = None,
+    mesh: Mesh | None = None,
 ) -> tuple[jax.Array, KVCache]:
     """Feeds one token per lane and returns the logits of the next.
 
@@ -105,13 +127,14 @@ def decode_step(
         positions: int32 [B], where each token goes.
         rope_offsets: int32 [B], how much further each token stands in rotary positions, for contexts with pictures
             (``models.pictures.rope_positions``); the token itself is text. None: no further.
+        mesh: the engine's, if it has more than one device.
 
     Returns:
-        logits float32 [V, B] and the cache with the tokens' keys and values written.
+        logits float32 [V, B] (whole on every device) and the cache with the tokens' keys and values written.
     """
     heads, size, lanes = config.num_heads, config.head_dim, len(tokens)
     lane = jnp.arange(lanes)
-    x = embed_tokens(config, params, tokens).T  # [D, B]
+    x = constrain(embed_tokens(config, params, tokens).T, mesh)  # [D, B]
     tables = _rope(config, positions if rope_offsets is None else positions + rope_offsets)
     distance = positions[:, None] - jnp.arange(cache.length)  # [B, S]
     sights = (distance >= 0, (distance >= 0) & (distance < (config.sliding_window or cache.length)))
@@ -121,18 +144,19 @@ def decode_step(
         q, k, v = _project(config, layer, x, *tables[config.is_windowed(i)])
         k_cache = k_cache.at[lane, :, :, positions].set(k.transpose(2, 0, 1).astype(k_cache.dtype))
         v_cache = v_cache.at[lane, :, positions].set(v.transpose(2, 0, 1).astype(v_cache.dtype))
-        q = q.reshape(config.num_kv_heads, -1, size, lanes).transpose(3, 0, 1, 2)
+        q = q.transpose(3, 0, 1, 2)
         scores = jnp.einsum("bkgh,bkhs->bkgs", q, k_cache, preferred_element_type=jnp.float32)
         scores = jnp.where(visible[:, None, None], scores, NEGATIVE)
         weights = jax.nn.softmax(scores, axis=-1).astype(v_cache.dtype)
         mixed = jnp.einsum("bkgs,bksh->bkgh", weights, v_cache).reshape(lanes, heads * size).T
-        x = _finish_layer(config, layer, x, _matmul(layer["o"], mixed))
+        x = _finish_layer(config, layer, x, _matmul(layer["o"], mixed), mesh)
         keys.append(k_cache)
         values.append(v_cache)
     x = rms_norm(config, x, params.final_norm, axis=0)
     head = params.embed if params.head is None else params.head
     logits = jnp.einsum("vd,db->vb", head, x, preferred_element_type=jnp.float32)
-    return logits, KVCache(tuple(keys), tuple(values))
+    logits = constrain(logits, mesh, DEVICES)  # or XLA might rather gather the head than its product
+    return constrain(logits, mesh), KVCache(tuple(keys), tuple(values))
 
 
 def prefill_chunks(
@@ -142,6 +166,7 @@ def prefill_chunks(
     tokens: jax.Array,
     starts: jax.Array,
     pictures: PictureInputs | None = None,
+    mesh: Mesh | None = None,
 ) -> tuple[tuple[jax.Array, jax.Array], ...]:
     """Keys and values of one chunk of each of R contexts, given the positions before it. No logits: decoding begins
     with the context's last token, so whoever shares a prompt needs no prefill at all.
@@ -152,6 +177,7 @@ def prefill_chunks(
         starts: int32 [R], position of ``tokens[:, 0]``.
         pictures: what the chunks show, and rotary positions [R, T, 3] of their tokens; None for text whose rotary
             positions are its cache positions.
+        mesh: the engine's, if it has more than one device.
 
     Returns:
         per layer: keys [R, K, h, T] and values [R, K, T, h].
@@ -161,7 +187,7 @@ def prefill_chunks(
     x = embed_tokens(config, params, tokens.reshape(-1))
     if pictures is not None:
         x = place_features(x.reshape(rows, count, -1), pictures).reshape(rows * count, -1)
-    x = x.T  # [D, R T]
+    x = constrain(x.T, mesh)  # [D, R T]
     if pictures is None:
         tables = _rope(config, (starts[:, None] + jnp.arange(count)).reshape(-1))
     else:
@@ -171,7 +197,7 @@ def prefill_chunks(
     for i, (layer, k_cache, v_cache) in enumerate(zip(params.layers, cache.keys, cache.values, strict=True)):
         visible = sights[config.is_windowed(i)]
         q, k, v = _project(config, layer, x, *tables[config.is_windowed(i)])
-        q = q.reshape(kv_heads, heads // kv_heads, size, rows, count)
+        q = q.reshape(*q.shape[:-1], rows, count)
         k = k.reshape(kv_heads, size, rows, count).transpose(2, 0, 1, 3).astype(k_cache.dtype)  # [R, K, h, T]
         v = v.reshape(kv_heads, size, rows, count).transpose(2, 0, 3, 1).astype(v_cache.dtype)  # [R, K, T, h]
         all_keys = jnp.concatenate([k_cache, k], axis=3)
@@ -179,7 +205,7 @@ def prefill_chunks(
         scores = jnp.einsum("kghrt,rkhs->rkgts", q, all_keys, preferred_element_type=jnp.float32)
         weights = jax.nn.softmax(jnp.where(visible, scores, NEGATIVE), axis=-1).astype(v_cache.dtype)
         mixed = jnp.einsum("rkgts,rksh->kghrt", weights, all_values).reshape(heads * size, rows * count)
-        x = _finish_layer(config, layer, x, _matmul(layer["o"], mixed))
+        x = _finish_layer(config, layer, x, _matmul(layer["o"], mixed), mesh)
         new.append((k, v))
     return tuple(new)
 
@@ -199,40 +225,42 @@ def _chunk_sight(starts: jax.Array, count: int, length: int, window: int | None)
 def _project(
     config: DecoderConfig, layer: Params, x: jax.Array, cos: jax.Array, sin: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Rotated and scaled queries [H, h, B], rotated keys and values [K, h, B] of x [D, B]; cos and sin [h/2, B]."""
-    heads, kv_heads = config.num_heads, config.num_kv_heads
+    """Rotated and scaled queries [K, G, h, B], rotated keys and values [K, h, B] of x [D, B]; cos and sin [h/2, B]."""
     qkv = _matmul(layer["qkv"], rms_norm(config, x, layer["input_norm"], axis=0))
     if config.qkv_bias:
-        qkv = qkv + layer["qkv_bias"][:, None]
-    qkv = qkv.reshape(heads + 2 * kv_heads, config.head_dim, -1)
-    q, k, v = jnp.split(qkv, (heads, heads + kv_heads))
+        qkv = qkv + layer["qkv_bias"][..., None]
+    qkv = qkv.reshape(config.num_kv_heads, -1, config.head_dim, x.shape[1])
+    q, k, v = qkv[:, :-2], qkv[:, -2], qkv[:, -1]
     if config.qk_norm:
-        q = rms_norm(config, q, layer["q_norm"], axis=1)
+        q = rms_norm(config, q, layer["q_norm"], axis=2)
         k = rms_norm(config, k, layer["k_norm"], axis=1)
-    return rotate(q, cos, sin, axis=1) * config.score_scale, rotate(k, cos, sin, axis=1), v
+    return rotate(q, cos, sin, axis=2) * config.score_scale, rotate(k, cos, sin, axis=1), v
 
 
-def _finish_layer(config: DecoderConfig, layer: Params, x: jax.Array, mixed: jax.Array) -> jax.Array:
+def _finish_layer(config: DecoderConfig, layer: Params, x: jax.Array, mixed: jax.Array, mesh: Mesh | None) -> jax.Array:
     """Residual, feed-forward, residual on [D, B]."""
+    mixed = constrain(mixed, mesh)
     if not config.sandwich_norms:
         x = x + mixed
-        return x + _feed_forward(config, layer, rms_norm(config, x, layer["post_attention_norm"], axis=0))
+        return x + _feed_forward(config, layer, rms_norm(config, x, layer["post_attention_norm"], axis=0), mesh)
     x = x + rms_norm(config, mixed, layer["post_attention_norm"], axis=0)
-    out = _feed_forward(config, layer, rms_norm(config, x, layer["pre_feedforward_norm"], axis=0))
+    out = _feed_forward(config, layer, rms_norm(config, x, layer["pre_feedforward_norm"], axis=0), mesh)
     return x + rms_norm(config, out, layer["post_feedforward_norm"], axis=0)
 
 
-def _feed_forward(config: DecoderConfig, layer: Params, x: jax.Array) -> jax.Array:
+def _feed_forward(config: DecoderConfig, layer: Params, x: jax.Array, mesh: Mesh | None) -> jax.Array:
     """The gated network, or the mixture of experts, on [D, B]."""
     activation = ACTIVATIONS[config.activation]
+    if config.experts is not None and mesh is not None:
+        return replicated_mixture_of_experts(config.experts, layer, x.T, activation, mesh).T
     if config.experts is not None:
         return mixture_of_experts(config.experts, layer, x.T, activation).T
-    gate, up = jnp.split(_matmul(layer["gate_up"], x), 2)
-    return _matmul(layer["down"], activation(gate) * up)
+    gate, up = _matmul(layer["gate_up"], x)
+    return constrain(_matmul(layer["down"], activation(gate) * up), mesh)
 
 
 def _matmul(weight: jax.Array, x: jax.Array) -> jax.Array:
-    return jnp.einsum("od,db->ob", weight, x)
+    return jnp.einsum("...od,db->...ob", weight, x)
 
 
 def embed_tokens(config: DecoderConfig, params: EngineParams, tokens: jax.Array) -> jax.Array:

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
 
 from jax_agent_rl.jetstream.forward import EngineParams, KVCache, decode_step, prefill_chunks
 from jax_agent_rl.jetstream.lanes import Lanes
@@ -25,6 +26,7 @@ def decode(
     config: DecoderConfig,
     max_steps: int,
     span: int,
+    mesh: Mesh | None,
     params: EngineParams,
     cache: KVCache,
     lanes: Lanes,
@@ -39,6 +41,7 @@ def decode(
     Args:
         max_steps: static size of the output, >= limits[0].
         span: static; must be >= max(positions) + limits[0].
+        mesh: the engine's, if it has more than one device.
         limits: int32 [2]: steps to run at most; end early once this many lanes have finished.
         forced: int32 [max_steps, W], ids to take in place of sampled ones, which stop nothing; -1 samples.
 
@@ -61,7 +64,8 @@ def decode(
     def body(carry: tuple) -> tuple:
         step, tokens, positions, remaining, work, out = carry
         running = remaining > 0
-        logits, work = decode_step(config, params, work, tokens, jnp.minimum(positions, span - 1), lanes.offsets)
+        here = jnp.minimum(positions, span - 1)
+        logits, work = decode_step(config, params, work, tokens, here, lanes.offsets, mesh)
         ids, logprobs = sample(
             logits,
             temperature=lanes.temperature,
@@ -129,6 +133,7 @@ NewKV = tuple[tuple[jax.Array, jax.Array], ...]
 def compute_chunks(
     config: DecoderConfig,
     span: int,
+    mesh: Mesh | None,
     params: EngineParams,
     cache: KVCache,
     tokens: jax.Array,
@@ -141,6 +146,7 @@ def compute_chunks(
 
     Args:
         span: static number of cached positions to attend to, >= every chunk's start.
+        mesh: the engine's, if it has more than one device.
         tokens: int32 [R, T], padded.
         places: int32 [R, 2]: row, start; a row >= the cache's marks an unused chunk.
         pictures: what the chunks show, for models that see.
@@ -150,7 +156,7 @@ def compute_chunks(
         tuple(k.at[rows].get(mode="clip")[..., :span] for k in cache.keys),
         tuple(v.at[rows].get(mode="clip")[:, :, :span] for v in cache.values),
     )
-    return prefill_chunks(config, params, view, tokens, places[:, 1], pictures)
+    return prefill_chunks(config, params, view, tokens, places[:, 1], pictures, mesh)
 
 
 def write_chunks(cache: KVCache, new: NewKV, places: jax.Array) -> KVCache:
@@ -187,23 +193,44 @@ class ProgramTable:
     def __len__(self) -> int:
         return len(self._programs)
 
-    def call(self, key: tuple, function: Callable[..., Any], donate: tuple[int, ...], *args: Any) -> Any:
-        """Runs ``function(*args)`` through the program named ``key``, compiling it if it is new."""
+    def call(
+        self,
+        key: tuple,
+        function: Callable[..., Any],
+        donate: tuple[int, ...],
+        *args: Any,
+        place: NamedSharding,
+        out: Any,
+    ) -> Any:
+        """Runs ``function(*args)`` through the program named ``key``, compiling it if it is new.
+
+        Args:
+            donate: indices of arguments whose memory the result may take.
+            place: where arguments go that are on no devices yet.
+            out: shardings of the result (a prefix of its tree).
+        """
         program = self._programs.get(key)
         if program is None:
             begin = time.perf_counter()
-            program = jax.jit(function, donate_argnums=donate).lower(*args).compile()
-            self._programs[key] = program
+            places = jax.tree.map(lambda x: x.sharding if getattr(x, "committed", False) else place, args)
+            jitted = jax.jit(
+                function,
+                in_shardings=places,
+                out_shardings=out,
+                donate_argnums=donate,
+                keep_unused=True,  # memory may be given by what is not read
+            )
+            program = self._programs[key] = jitted.lower(*args).compile()
             self.compile_seconds += time.perf_counter() - begin
             self.recompilations += self._warm
         return program(*args)
 
 
-def decode_program(config: DecoderConfig, max_steps: int, span: int) -> Callable[..., Any]:
+def decode_program(config: DecoderConfig, max_steps: int, span: int, mesh: Mesh | None) -> Callable[..., Any]:
     """``decode`` with its static arguments bound."""
-    return functools.partial(decode, config, max_steps, span)
+    return functools.partial(decode, config, max_steps, span, mesh)
 
 
-def chunks_program(config: DecoderConfig, span: int) -> Callable[..., Any]:
+def chunks_program(config: DecoderConfig, span: int, mesh: Mesh | None) -> Callable[..., Any]:
     """``compute_chunks`` with its static arguments bound."""
-    return functools.partial(compute_chunks, config, span)
+    return functools.partial(compute_chunks, config, span, mesh)

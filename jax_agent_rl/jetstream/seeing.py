@@ -101,11 +101,11 @@ class SeeingEngine(JaxEngine):
             patches[: len(joined)] = joined
         where = layout(self._vision, [picture.grid for picture in pictures], size)
         program = functools.partial(features, self._vision)
-        return self.table.call(("tower", size), program, (), params.vision, patches, where)
+        return self._call(("tower", size), program, (), params.vision, patches, where, out=self._everywhere)
 
     def _lay(self, chunks: jax.Array, found: jax.Array, index: np.ndarray, row: int) -> jax.Array:
         key = ("lay", *chunks.shape[:2], len(found))
-        return self.table.call(key, _laid, (), chunks, found, index, np.int32(row))
+        return self._call(key, _laid, (), chunks, found, index, np.int32(row), out=self._everywhere)
 
     def _pictures(self, some: Sequence[Extension], rows: int, size: int) -> PictureInputs:
         """Every id of a chunk has a place of its own for a feature."""

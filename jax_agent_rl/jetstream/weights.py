@@ -6,8 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
+from jax_agent_rl.checksums import check_files
 from jax_agent_rl.errors import ModelError, WeightUpdateError
+from jax_agent_rl.jetstream.layout import parameter_places
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.hf import load_params
 from jax_agent_rl.rollout.protocol import WeightUpdate
@@ -18,21 +21,24 @@ class ServedWeights:
 
     Args:
         params: the first ones; not kept.
+        mesh: the engine's: of files each device reads its part.
     """
 
-    def __init__(self, config: DecoderConfig, params: Params) -> None:
+    def __init__(self, config: DecoderConfig, params: Params, mesh: Mesh) -> None:
         self._config = config
+        self._places = parameter_places(config, mesh)
         self._structure = jax.tree.map(lambda x: (x.shape, x.dtype), params)
 
     def read(self, update: WeightUpdate) -> WeightUpdate:
         """Files to arrays in the learner's layout, which an engine then takes like any.
 
         Raises:
-            WeightUpdateError: they are not of this model.
+            WeightUpdateError: they are not those that were sent, or not of this model.
         """
+        check_files(update.payload, update.digests)
         dtype = self._structure["embed"][1]
         try:
-            params = load_params(update.payload, self._config, dtype=dtype)
+            params = load_params(update.payload, self._config, dtype=dtype, shardings=self._places)
         except ModelError as error:
             raise WeightUpdateError(f"the update does not fit the model served: {error}") from error
         return replace(update, kind="arrays", payload=params)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import save_file
 
+from jax_agent_rl.checksums import file_digest
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.decoder import hidden_states, logits
@@ -51,16 +52,25 @@ class WeightFiles:
         self._probe_ids = tuple(tuple(ids) for ids in probe_ids)
         self._shard_bytes = shard_bytes
         self._folder = Path(tempfile.mkdtemp(prefix="jax_agent_rl-weights-", dir=folder or memory))
+        self.digests: dict[str, str] = {}
+        """Of the newest version's files, by name."""
         self._logprobs = jax.jit(_logprobs, static_argnums=0)
 
     def write(self, params: Params, version: int) -> list[str]:
-        """Writes all parameters; the files of the version before are removed. Returns paths."""
+        """Writes all parameters; the files of the version before are removed. Returns paths.
+
+        A file appears under its name when it is whole.
+        """
         self._clear()
+        self.digests = {}
         metadata = {"format": "pt", "policy_version": str(version), **self.probe(params).to_metadata()}
         paths = []
         for number, tensors in enumerate(self._shards(params)):
             path = self._folder / f"v{version}-{number:05d}.safetensors"
-            save_file(tensors, path, metadata=metadata)
+            begun = path.with_suffix(".begun")
+            save_file(tensors, begun, metadata=metadata)
+            self.digests[path.name] = file_digest(begun)
+            begun.rename(path)
             paths.append(str(path))
         return paths
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -96,8 +98,18 @@ def make_mesh(config: MeshConfig) -> Mesh:
     return jax.make_mesh(shape, MESH_AXES, axis_types=(AxisType.Auto,) * len(shape), devices=jax.devices()[:need])
 
 
-def parameter_shardings(mesh: Mesh, shapes: dict[str, Any]) -> dict[str, Any]:
+def parameter_shardings(
+    mesh: Mesh,
+    shapes: dict[str, Any],
+    *,
+    rules: Mapping[str, str | tuple[str, ...] | None] = RULES,
+    key: str = "learner.mesh",
+) -> dict[str, Any]:
     """A sharding for every parameter of a tree of shapes.
+
+    Args:
+        rules: from logical to mesh axes.
+        key: of the configuration, that says what the mesh is.
 
     Raises:
         ConfigError: a dimension does not divide; names the parameter and the key to change.
@@ -106,13 +118,12 @@ def parameter_shardings(mesh: Mesh, shapes: dict[str, Any]) -> dict[str, Any]:
     def one(path: tuple, shape: tuple[int, ...]) -> NamedSharding:
         name = path[-1].key
         axes = (VISION_AXES if path[0].key == "vision" else PARAMETER_AXES)[name]
-        spec = [RULES[axis] for axis in axes]
-        for size, axis, mesh_axis in zip(shape, axes, spec, strict=True):
-            if isinstance(mesh_axis, str) and size % mesh.shape[mesh_axis]:
-                raise ConfigError(
-                    f"parameter {name!r}: its {axis} dimension of {size} is not divisible by "
-                    f"learner.mesh.{mesh_axis}={mesh.shape[mesh_axis]}"
-                )
+        spec = [rules[axis] for axis in axes]
+        for size, axis, mesh_axes in zip(shape, axes, spec, strict=True):
+            over = (mesh_axes,) if isinstance(mesh_axes, str) else mesh_axes or ()
+            if size % math.prod(mesh.shape[name] for name in over):
+                asked = " x ".join(f"{key}.{name}={mesh.shape[name]}" for name in over if mesh.shape[name] > 1)
+                raise ConfigError(f"parameter {name!r}: its {axis} dimension of {size} is not divisible by {asked}")
         return NamedSharding(mesh, PartitionSpec(*spec))
 
     return jax.tree_util.tree_map_with_path(one, shapes, is_leaf=lambda x: isinstance(x, tuple))

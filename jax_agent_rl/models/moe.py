@@ -94,15 +94,37 @@ def sharded_mixture_of_experts(
         flat = x.reshape(-1, x.shape[-1])
         own = (flat, *route(experts, layer["router"], flat))
         tokens, weights, chosen = (jax.lax.all_gather(part, "expert", tiled=True) for part in own)
-        chosen = chosen - jax.lax.axis_index("expert") * here
-        chosen = jnp.where((chosen >= 0) & (chosen < here), chosen, here)
-        mixed = _weighted(layer, tokens, weights, chosen, activation)
+        mixed = _weighted(layer, tokens, weights, _own(chosen, here), activation)
         mixed = jax.lax.psum_scatter(mixed, "expert", tiled=True)
         return jax.lax.psum(mixed, "tensor").reshape(x.shape)
 
     tokens = PartitionSpec(ROWS, "context", None)
     run = jax.shard_map(shard, mesh=mesh, in_specs=(WEIGHTS, tokens), out_specs=tokens, check_vma=False)
     return run({name: layer[name] for name in WEIGHTS}, x)
+
+
+def replicated_mixture_of_experts(
+    experts: Experts, layer: Params, x: jax.Array, activation: Activation, mesh: Mesh
+) -> jax.Array:
+    """:func:`mixture_of_experts` of [N, D] that is the same on every device, where the experts are spread over
+    ``expert`` and each one's hidden units over ``tensor``: every device adds what its part of them gives."""
+    here = experts.count // mesh.shape["expert"]
+
+    def shard(layer: Params, x: jax.Array) -> jax.Array:
+        weights, chosen = route(experts, layer["router"], x)
+        chosen = _own(chosen, here)
+        return jax.lax.psum(_weighted(layer, x, weights, chosen, activation), ("expert", "tensor"))
+
+    run = jax.shard_map(
+        shard, mesh=mesh, in_specs=(WEIGHTS, PartitionSpec()), out_specs=PartitionSpec(), check_vma=False
+    )
+    return run({name: layer[name] for name in WEIGHTS}, x)
+
+
+def _own(chosen: jax.Array, here: int) -> jax.Array:
+    """Indices of experts among the ``here`` of this shard; ``here`` for those of others."""
+    chosen = chosen - jax.lax.axis_index("expert") * here
+    return jnp.where((chosen >= 0) & (chosen < here), chosen, here)
 
 
 def _weighted(layer: Params, x: jax.Array, weights: jax.Array, chosen: jax.Array, activation: Activation) -> jax.Array:

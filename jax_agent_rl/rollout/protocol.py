@@ -45,7 +45,7 @@ class Capabilities:
         lora: adapters can be named per request.
         sleep: ``sleep``/``wake`` release and restore device memory.
         weight_payloads: payload kinds ``update_weights`` takes: ``"arrays"`` (a pytree of device arrays
-            of the same process) and/or ``"safetensors"`` (paths of files).
+            of the same process), ``"safetensors"`` (paths of files), ``"tensorstore"`` (address of a folder).
     """
 
     max_model_len: int
@@ -123,11 +123,14 @@ class WeightUpdate:
         version: the policy version these weights are; must be greater than the one served.
         kind: ``"arrays"``: ``payload`` is the learner's parameter pytree (device arrays of this process; the
             engine copies on the device and keeps no reference). ``"safetensors"``: ``payload`` is a list of
-            file paths.
+            file paths. ``"tensorstore"``: ``payload`` is the address of a version's folder, as
+            ``models.stored`` writes it.
         payload: see ``kind``. Opaque to everything between the learner and the engine.
         partial: only some parameters are named; the others stay.
         lasting: the payload stays as it is until the next update is made, so that a server that joins meanwhile can
             be given it, too. Arrays are not: the learner's next step reuses their memory.
+        digests: of the payload's files by name (``jax_agent_rl.checksums``); compared before an engine takes anything.
+            None given, none compared.
     """
 
     version: int
@@ -135,6 +138,7 @@ class WeightUpdate:
     payload: Any
     partial: bool = False
     lasting: bool = False
+    digests: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

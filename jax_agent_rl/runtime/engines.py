@@ -32,6 +32,8 @@ from jax_agent_rl.runtime.compilation_cache import use_compilation_cache
 from jax_agent_rl.serving import token_from
 
 if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
     from jax_agent_rl.jetstream.engine import EngineShapes
     from jax_agent_rl.jetstream.programs import ProgramTable
 
@@ -83,12 +85,16 @@ def read_model(config: Config, codec: ChatCodec, prompt_ids: Sequence[int] = ())
 
 
 def load_model(config: Config, codec: ChatCodec) -> tuple[DecoderConfig, Params]:
-    """The model and its weights, whole on the default device: for an engine without a learner.
+    """The model and its weights, each part on the device of the engine that serves it: for one without a learner.
 
     Raises:
+        ConfigError: the engine's mesh does not divide the model.
         ModelError: the files are missing, damaged or of another family.
     """
-    return read_model(config, codec), load_hf(config.model.path)[1]
+    from jax_agent_rl.jetstream.layout import parameter_places
+
+    model = read_model(config, codec)
+    return model, load_hf(config.model.path, shardings=parameter_places(model, _engine_mesh(config)))[1]
 
 
 def make_backends(
@@ -189,6 +195,12 @@ def _shapes(config: Config) -> EngineShapes:
     )
 
 
+def _engine_mesh(config: Config) -> Mesh:
+    from jax_agent_rl.jetstream.layout import make_engine_mesh
+
+    return make_engine_mesh(config.rollout.jetstream.mesh, first_device=config.rollout.jetstream.first_device)
+
+
 def _jetstream(
     config: Config,
     codec: ChatCodec,
@@ -213,6 +225,7 @@ def _jetstream(
         params,
         _shapes(config),
         dtype=config.rollout.jetstream.dtype,
+        mesh=_engine_mesh(config),
         deterministic=table,
         sight=Sight.of(model, config.model.path, pixels=config.model.pixels),
         version=version,

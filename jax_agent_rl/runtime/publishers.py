@@ -44,7 +44,9 @@ class FilePublisher:
     def make(self, params: Params, version: int) -> WeightUpdate:
         """Writes all parameters; the files of the version before are removed first."""
         files = self._files.write(params, version)
-        return WeightUpdate(version=version, kind="safetensors", payload=files, lasting=True)
+        return WeightUpdate(
+            version=version, kind="safetensors", payload=files, lasting=True, digests=self._files.digests
+        )
 
     def close(self) -> None:
         self._files.close()

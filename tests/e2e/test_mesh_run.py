@@ -1,10 +1,12 @@
-"""A whole run whose learner lies on several devices of one process, with the engine on the first of them."""
+"""Whole runs whose learner lies on several devices, with the engine on the first of them or on others."""
 
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 from jax_agent_rl.observe.metrics import read_records
 from tests.tiny_run import tiny_recipe
@@ -31,3 +33,29 @@ def test_the_engine_serves_what_a_mesh_trained_and_one_device_goes_on(tmp_path: 
     steps = [r for r in read_records(tmp_path / "run" / "metrics.jsonl") if r["kind"] == "step"]
     assert len(steps) == 3 and all(step["trained_tokens"] and step["grad_norm"] for step in steps)
     assert max(step["logprob_gap_max"] for step in steps) < 1e-3  # weights of the step before would show
+
+
+@pytest.mark.parametrize("mode", ["sync", "fully_async"])
+def test_learner_and_engine_on_meshes_side_by_side(tmp_path: Path, mode: str):
+    recipe = tiny_recipe(
+        tmp_path,
+        trainer={"steps": 4, "mode": mode},
+        learner={"mesh": {"fsdp": 2, "tensor": 2}},
+        rollout={
+            "max_in_flight": 16,
+            "jetstream": {
+                "mesh": {"tensor": 2},
+                "first_device": 4,
+                "max_concurrent_decodes": 8,
+                "prefill_buckets": [32],
+                "decode_steps": 4,
+            },
+        },
+    )
+    train(recipe, devices=6)
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["steps"] == 4 and summary["recompilations_after_warmup"] == 0
+    steps = [r for r in read_records(tmp_path / "run" / "metrics.jsonl") if r["kind"] == "step"]
+    fresh = [step for step in steps if not step.get("staleness_max")]  # what is stale differs by what was learnt since
+    assert len(fresh) == 4 if mode == "sync" else fresh
+    assert max(step["logprob_gap_max"] for step in fresh) < 1e-3

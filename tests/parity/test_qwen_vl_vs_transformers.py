@@ -179,7 +179,7 @@ def test_every_gradient_of_tower_and_decoder_is_equal(peer, tmp_path: Path):
 def test_the_engine_continues_in_chunks_and_steps_as_transformers_does_at_once(peer):
     model, folder = peer
     config, params = load_hf(folder)
-    weights = engine_params(params, dtype=jnp.float32)
+    weights = engine_params(config, params, dtype=jnp.float32)
     _, _, places, index, offset = shown(config.vision)
     seen = features(config.vision, weights.vision, jnp.asarray(shown(config.vision)[0]), shown(config.vision)[1])[None]
     cache, prompt = empty_cache(config, 1, 64, jnp.float32), len(IDS) - 4

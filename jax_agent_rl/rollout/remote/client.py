@@ -163,7 +163,12 @@ class RemoteBackend:
     async def update_weights(self, update: WeightUpdate) -> None:
         if update.kind != "safetensors":
             raise WeightUpdateError(f"a remote backend takes weights of kind 'safetensors', got {update.kind!r}")
-        body = {"version": update.version, "kind": update.kind, "partial": update.partial}
+        body = {
+            "version": update.version,
+            "kind": update.kind,
+            "partial": update.partial,
+            "digests": dict(update.digests),
+        }
         files = [Path(path).absolute() for path in update.payload]
         if missing := [str(file) for file in files if not file.is_file()]:
             raise WeightUpdateError(f"weight files do not exist: {missing}")

@@ -258,6 +258,7 @@ class RolloutServer:
                     kind=str(body["kind"]),
                     payload=files,
                     partial=bool(body.get("partial", False)),
+                    digests={str(name): str(found) for name, found in body.get("digests", {}).items()},
                 )
             )
         finally:

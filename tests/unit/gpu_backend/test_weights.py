@@ -201,6 +201,10 @@ def test_refusals_come_before_anything_is_touched(updater: WeightUpdater, folder
         (WeightUpdate(version=2, kind="safetensors", payload=[whole]), "not newer than 2"),
         (WeightUpdate(version=3, kind="safetensors", payload=[whole]), "no log-prob probe"),
         (WeightUpdate(version=3, kind="safetensors", payload=whole), "list of file paths"),
+        (
+            WeightUpdate(version=3, kind="safetensors", payload=[whole], digests={"model.safetensors": "xxh3_128:0"}),
+            "model.safetensors is not what the learner wrote",
+        ),
     ]:
         with pytest.raises(WeightUpdateError, match=message):
             updater.check(update, served=2)

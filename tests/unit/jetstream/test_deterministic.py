@@ -145,6 +145,8 @@ def test_a_mixture_of_experts_is_refused():
     [
         {"rollout": {"backend": "vllm"}},
         {"learner": {"mesh": {"data": 2}}},
+        {"rollout": {"jetstream": {"mesh": {"tensor": 2}}}},
+        {"rollout": {"jetstream": {"first_device": 1}}},
         {"algorithm": {"rollout_correction": {"bypass_mode": True}}},
     ],
     ids=str,

@@ -384,6 +384,21 @@ async def test_uploaded_weights_are_checked_used_and_deleted(tmp_path: Path):
     assert not folder.exists()
 
 
+@pytest.mark.parametrize("shares_disk", [True, False])
+async def test_digests_go_with_the_update_to_the_backend_that_checks_them(tmp_path: Path, monkeypatch, shares_disk):
+    file, taken = tmp_path / "w.safetensors", []
+    file.write_text("other")
+    async with served(client={"shares_disk": shares_disk}, upload_folder=tmp_path) as (inner, _, remote):
+
+        async def take(update: WeightUpdate) -> None:
+            taken.append(update.digests)
+
+        monkeypatch.setattr(inner, "update_weights", take)
+        digests = {"w.safetensors": "xxh3_128:0"}
+        await remote.update_weights(WeightUpdate(version=1, kind="safetensors", payload=[file], digests=digests))
+    assert taken == [digests]
+
+
 async def test_a_local_server_reads_the_file_itself_and_an_unshared_one_is_sent_it(tmp_path: Path, monkeypatch):
     file = tmp_path / "w.safetensors"
     file.write_text("other")

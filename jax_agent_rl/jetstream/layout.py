@@ -1,0 +1,104 @@
+"""Where an engine's arrays lie on its mesh.
+
+::
+
+    attention      key/value heads with their queries, over all devices     ─► o     ─► add up
+    feed-forward   hidden units over ``tensor``, experts over ``expert``    ─► down  ─► add up
+    vocabulary     embeddings and head over all devices                     ─► logits gathered, sampled everywhere
+
+Key/value heads fewer than devices are repeated, so that each device keeps those its queries read. A tower that sees is
+whole on every device.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jax_agent_rl.config_mesh import EngineMeshConfig
+from jax_agent_rl.errors import ConfigError
+from jax_agent_rl.jetstream.forward import DEVICES, EngineParams
+from jax_agent_rl.learner.sharding import PARAMETER_AXES, RULES, parameter_shardings, replicated
+from jax_agent_rl.models.config import DecoderConfig, Params
+from jax_agent_rl.models.mesh import MESH_AXES
+
+KEY = "rollout.jetstream.mesh"
+ENGINE_RULES = RULES | {"heads": DEVICES, "vocab": DEVICES}
+
+_FUSED_AXES = {
+    "qkv": ("layers", "heads", "choices", "embed"),
+    "qkv_bias": ("layers", "heads", "choices"),
+    "gate_up": ("layers", "choices", "mlp", "embed"),
+}
+
+
+def make_engine_mesh(config: EngineMeshConfig, *, first_device: int = 0) -> Mesh:
+    """A mesh over this process's devices from ``first_device`` on.
+
+    Raises:
+        ConfigError: there are not so many.
+    """
+    devices = jax.local_devices()
+    end = first_device + config.devices
+    if end > len(devices):
+        raise ConfigError(
+            f"{KEY} takes {config.devices} devices from number {first_device} on, but this process has {len(devices)}; "
+            f"lower {KEY} or rollout.jetstream.first_device"
+        )
+    shape = tuple(getattr(config, axis, 1) for axis in MESH_AXES)
+    types = (AxisType.Auto,) * len(shape)
+    return jax.make_mesh(shape, MESH_AXES, axis_types=types, devices=devices[first_device:end])
+
+
+def engine_config(model: DecoderConfig, mesh: Mesh) -> DecoderConfig:
+    """The model as an engine on a mesh computes it: with as many key/value heads as all devices can share.
+
+    Raises:
+        ConfigError: the devices cannot share the model evenly.
+    """
+    expert, devices = mesh.shape["expert"], mesh.size
+    if expert > 1 and model.experts is None:
+        raise ConfigError(f"{KEY}.expert={expert}, but a {model.family} model has no experts; set {KEY}.tensor instead")
+    kv_heads = math.lcm(model.num_kv_heads, devices)
+    if model.num_heads % kv_heads:
+        fitting = [n for n in range(1, model.num_heads + 1) if model.num_heads % math.lcm(model.num_kv_heads, n) == 0]
+        raise ConfigError(
+            f"{KEY} takes {devices} devices, but {model.num_heads} query heads with {model.num_kv_heads} key/value "
+            f"heads can be shared evenly by {fitting} devices only"
+        )
+    parameter_places(model, mesh)  # the other dimensions
+    return replace(model, num_kv_heads=kv_heads)
+
+
+def parameter_places(model: DecoderConfig, mesh: Mesh) -> Params:
+    """A sharding for every parameter in the *learner's* layout on an engine's mesh: as files are read.
+
+    Raises:
+        ConfigError: a dimension does not divide.
+    """
+    places = parameter_shardings(mesh, model.parameter_shapes(), rules=ENGINE_RULES, key=KEY)
+    if "vision" in places:
+        places["vision"] = jax.tree.map(lambda _: replicated(mesh), places["vision"])
+    return places
+
+
+def engine_places(params: EngineParams, mesh: Mesh) -> EngineParams:
+    """A sharding for every array of (the shapes of) an engine's parameters."""
+
+    def one(path: tuple, _: jax.Array) -> NamedSharding:
+        names = [getattr(key, "name", getattr(key, "key", None)) for key in path]
+        if names[0] == "vision":
+            return replicated(mesh)
+        name = {"head": "lm_head"}.get(names[-1], names[-1])
+        axes = _FUSED_AXES.get(name) or PARAMETER_AXES[name]
+        return NamedSharding(mesh, PartitionSpec(*(ENGINE_RULES[axis] for axis in axes if axis != "layers")))
+
+    return jax.tree_util.tree_map_with_path(one, params)
+
+
+def cache_places(mesh: Mesh) -> NamedSharding:
+    """Of every array of keys or values, [N, K, …]."""
+    return NamedSharding(mesh, PartitionSpec(None, DEVICES))
