@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -12,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import save_file
 
+from jax_agent_rl import leftovers
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.decoder import hidden_states, logits
@@ -50,7 +49,7 @@ class WeightFiles:
         self._config = config
         self._probe_ids = tuple(tuple(ids) for ids in probe_ids)
         self._shard_bytes = shard_bytes
-        self._folder = Path(tempfile.mkdtemp(prefix="jax_agent_rl-weights-", dir=folder or memory))
+        self._folder = leftovers.make_folder("jax_agent_rl-weights-", Path(folder) if folder else memory)
         self._logprobs = jax.jit(_logprobs, static_argnums=0)
 
     def write(self, params: Params, version: int) -> list[str]:
@@ -74,7 +73,7 @@ class WeightFiles:
 
     def close(self) -> None:
         """Removes the folder."""
-        shutil.rmtree(self._folder, ignore_errors=True)
+        leftovers.remove_folder(self._folder)
 
     def _clear(self) -> None:
         for file in self._folder.iterdir():
