@@ -118,9 +118,11 @@ def newest_run(wanted: Path) -> Path:
         CheckpointError: none has.
     """
     numbered = [p for p in wanted.parent.glob(f"{wanted.name}-*") if p.name.removeprefix(f"{wanted.name}-").isdigit()]
-    runs = [p for p in (wanted, *numbered) if (p / "checkpoints").is_dir() and any((p / "checkpoints").iterdir())]
+    runs = [p for p in (wanted, *numbered) if any(c.name.isdigit() for c in (p / "checkpoints").glob("*"))]
     if not runs:
-        raise CheckpointError(f"--resume: no run with a checkpoint at {wanted} (or {wanted.name}-N beside it)")
+        raise CheckpointError(
+            f"--resume: no run with a checkpoint at {wanted} (or {wanted.name}-N beside it); start without --resume"
+        )
     return max(runs, key=lambda p: (p / "checkpoints").stat().st_mtime)
 
 

@@ -86,15 +86,15 @@ def test_a_gate_that_an_update_has_passed_cannot_be_closed():
 
 @pytest.mark.parametrize("share", [0.3, 0.6, 1.0])
 def test_several_updates_are_undone_to_the_bit_when_their_gate_is_closed_between_them(share: float):
-    """Two epochs of a critic's and a policy's update: what is closed after a share of the micro-batches never happened."""
+    """Two epochs of a critic's and a policy's update, closed after a share of their micro-batches."""
     made, undisturbed, gate = ppo(ppo_epochs=2), ppo(ppo_epochs=2), UpdateGate()
     for learner in (made, undisturbed):
         learner.update(random_groups(0))
     before, meanwhile = leaves(made), []
 
     def close(done: int, total: int) -> None:
-        if done == after:
-            assert gate.close() and total > after
+        if done == math.ceil(share * total):
+            assert gate.close()
             meanwhile.append((gate.passed, leaves(made)))
 
     with pytest.raises(UpdateAbandoned):
