@@ -8,10 +8,11 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from jax_agent_rl import leftovers
-from jax_agent_rl.errors import ConfigError
+from jax_agent_rl.errors import ConfigError, WeightUpdateError
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.decoder import hidden_states, logits
 from jax_agent_rl.models.hf import hf_tensors
@@ -53,13 +54,23 @@ class WeightFiles:
         self._logprobs = jax.jit(_logprobs, static_argnums=0)
 
     def write(self, params: Params, version: int) -> list[str]:
-        """Writes all parameters; the files of the version before are removed. Returns paths."""
+        """Writes all parameters; the files of the version before are removed. Returns paths.
+
+        Raises:
+            WeightUpdateError: they could not be written.
+        """
         self._clear()
         metadata = {"format": "pt", "policy_version": str(version), **self.probe(params).to_metadata()}
         paths = []
         for number, tensors in enumerate(self._shards(params)):
             path = self._folder / f"v{version}-{number:05d}.safetensors"
-            save_file(tensors, path, metadata=metadata)
+            try:
+                save_file(tensors, path, metadata=metadata)
+            except SafetensorError as error:
+                raise WeightUpdateError(
+                    f"the weights of version {version} could not be written to {path} ({error}); make space there, or "
+                    "set rollout.weight_folder to a folder with room for the whole model"
+                ) from error
             paths.append(str(path))
         return paths
 

@@ -187,9 +187,6 @@ class Trainer:
     ) -> None:
         """The step is finished: the record, a line of metrics, the trajectories, the display."""
         runtime, record, step, groups = self.runtime, self.record, self.record.step + 1, collected.groups
-        record.step = step
-        record.cursor = runtime.cursor.state()
-        record.lost_batches = self._guard.lost_batches
         record.train_seconds = self.clock() - begin
         record.recompilations = collected.engine.recompilations + self._learner_recompilations()
         if not collected.metrics.get("staleness_max"):  # what is stale differs by what was learnt since
@@ -207,9 +204,12 @@ class Trainer:
             recompilations=record.recompilations,
             pipeline={"learner_idle_share": self.waited / step_seconds, **collected.metrics},
         )
-        self.waited = 0.0
         self.folder.add_metrics(line)
         self.folder.add_trajectories(step, "train", all_trajectories(groups))
+        self.waited = 0.0
+        record.step, record.accuracy_after = step, None
+        record.cursor = runtime.cursor.state()
+        record.lost_batches = self._guard.lost_batches
         left = (runtime.config.trainer.steps - step) * record.train_seconds / step
         self.progress.step(line | {"accuracy": record.latest_accuracy}, seconds_left=left)
         record.latest_accuracy = None

@@ -25,7 +25,7 @@ from jax_agent_rl import leftovers
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 PROMISED_SECONDS = 4.5  # from the signal to the end of the process; a save may take longer
-CLOSING_SECONDS = 1.0  # that an orderly shutdown gets in any case
+CLOSING_SECONDS = (0.5, 2.0)  # that an orderly shutdown gets: in any case, and at most
 EXIT_CODE = 130
 
 Leave = Callable[[float], None]
@@ -111,7 +111,8 @@ class Interruption:
 
     def _leave_in_time(self) -> None:
         assert self._began is not None
-        self._leave(max(CLOSING_SECONDS, self._began + PROMISED_SECONDS - time.monotonic()))
+        left = self._began + PROMISED_SECONDS - time.monotonic()
+        self._leave(min(max(left, CLOSING_SECONDS[0]), CLOSING_SECONDS[1]))
 
 
 def leave_within(say: Callable[[str], None], seconds: float) -> None:
