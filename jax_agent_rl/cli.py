@@ -45,14 +45,14 @@ def train(
     from jax_agent_rl.runtime.compilation_cache import use_compilation_cache
     from jax_agent_rl.runtime.learners import follow_run
     from jax_agent_rl.runtime.multihost import initialize
-    from jax_agent_rl.trainer.interrupt import EXIT_CODE, leave_soon
+    from jax_agent_rl.trainer.interrupt import EXIT_CODE, leave_within
     from jax_agent_rl.trainer.run import train as run
 
     use_compilation_cache()
     if initialize(settings.learner.multihost):  # process 0 leads
         follow_run(settings)
         return
-    leave = functools.partial(leave_soon, console.print)
+    leave = functools.partial(leave_within, console.print)
     try:
         asyncio.run(run(settings, resume=resume, from_step=step, console=console, leave=leave))
     except (asyncio.CancelledError, KeyboardInterrupt):

@@ -31,6 +31,7 @@
     ├── ToolDefinitionError         a tool is declared wrongly (raised at import / start)
     ├── WeightUpdateError           new weights were refused; the old ones are still served
     ├── CheckpointError             nothing to restore, or it does not match the config
+    ├── StorageError                a file of the run could not be written -> make space, then --resume
     ├── WorkerDiedError             a worker of the tool server went away -> it is started again, its calls fail
     ├── LaunchError                 a host, GPU, port or process of a launch -> fix it there, the message names it
     ├── NothingToTrainError         every trajectory of several batches in a row was lost
@@ -205,6 +206,10 @@ class WeightUpdateError(JaxAgentRLError):
 
 class CheckpointError(JaxAgentRLError):
     """There is no checkpoint to restore, or it was made with another model."""
+
+
+class StorageError(JaxAgentRLError):
+    """A file of the run folder could not be written: the disk is full, perhaps, or gone."""
 
 
 class WorkerDiedError(JaxAgentRLError):

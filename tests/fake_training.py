@@ -77,6 +77,9 @@ class NoCheckpoints:
     def wait(self):
         pass
 
+    def written(self):
+        return ""
+
 
 async def parity(trajectory):
     return replace(trajectory, reward=float(int(trajectory.trajectory_id[-1]) % 2))
@@ -157,6 +160,9 @@ class Notes:
 
     def wait(self):
         pass
+
+    def written(self):
+        return ""
 
 
 class Versions(IdleLearner):

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
+from jax_agent_rl import leftovers
 from jax_agent_rl.checksums import file_digest
-from jax_agent_rl.errors import ConfigError
+from jax_agent_rl.errors import ConfigError, WeightUpdateError
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.decoder import hidden_states, logits
 from jax_agent_rl.models.hf import hf_tensors
@@ -51,7 +51,7 @@ class WeightFiles:
         self._config = config
         self._probe_ids = tuple(tuple(ids) for ids in probe_ids)
         self._shard_bytes = shard_bytes
-        self._folder = Path(tempfile.mkdtemp(prefix="jax_agent_rl-weights-", dir=folder or memory))
+        self._folder = leftovers.make_folder("jax_agent_rl-weights-", Path(folder) if folder else memory)
         self.digests: dict[str, str] = {}
         """Of the newest version's files, by name."""
         self._logprobs = jax.jit(_logprobs, static_argnums=0)
@@ -60,6 +60,9 @@ class WeightFiles:
         """Writes all parameters; the files of the version before are removed. Returns paths.
 
         A file appears under its name when it is whole.
+
+        Raises:
+            WeightUpdateError: they could not be written.
         """
         self._clear()
         self.digests = {}
@@ -68,9 +71,15 @@ class WeightFiles:
         for number, tensors in enumerate(self._shards(params)):
             path = self._folder / f"v{version}-{number:05d}.safetensors"
             begun = path.with_suffix(".begun")
-            save_file(tensors, begun, metadata=metadata)
-            self.digests[path.name] = file_digest(begun)
-            begun.rename(path)
+            try:
+                save_file(tensors, begun, metadata=metadata)
+                self.digests[path.name] = file_digest(begun)
+                begun.rename(path)
+            except (SafetensorError, OSError) as error:
+                raise WeightUpdateError(
+                    f"the weights of version {version} could not be written to {path} ({error}); make space there, or "
+                    "set rollout.weight_folder to a folder with room for the whole model"
+                ) from error
             paths.append(str(path))
         return paths
 
@@ -84,7 +93,7 @@ class WeightFiles:
 
     def close(self) -> None:
         """Removes the folder."""
-        shutil.rmtree(self._folder, ignore_errors=True)
+        leftovers.remove_folder(self._folder)
 
     def _clear(self) -> None:
         for file in self._folder.iterdir():

@@ -1,4 +1,4 @@
-"""Who goes first when a run is interrupted: the optimizer update, or the save of the state before it."""
+"""Who goes first when a run is interrupted: a step's optimizer updates, or the save of the state before them."""
 
 from __future__ import annotations
 
@@ -8,20 +8,22 @@ from collections.abc import Iterator
 
 
 class UpdateAbandoned(Exception):
-    """The step was given up before its first update; parameters and optimizer are as they were."""
+    """The step was given up; parameters and optimizer are as they were before it."""
 
 
 class UpdateGate:
-    """One step's updates pass through it, in the learner's thread; another thread may close it before the first.
+    """One step's updates pass through it, in the learner's thread; another thread may close it.
 
-    An update donates the buffers of the state it replaces. Closing the gate guarantees that they stay valid, even
-    while the learner's thread is still busy with a compilation that nobody can stop.
+    An update donates the buffers of the state it replaces. Closing the gate guarantees that the learner's state is, and
+    stays, that before the step, even while its thread is still busy with a compilation that nobody can stop. It can be
+    closed before the first update, and up to the last one where the learner keeps the state before the step.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._closed = False
         self._passed = False
+        self._revocable = False
 
     @contextlib.contextmanager
     def update(self) -> Iterator[None]:
@@ -32,13 +34,42 @@ class UpdateGate:
             self._passed = True
             yield
 
+    @contextlib.contextmanager
+    def revocable(self) -> Iterator[None]:
+        """Around all updates of a step whose state before is kept.
+
+        Raises:
+            UpdateAbandoned: the gate was closed meanwhile, and whoever did so relies on that state.
+        """
+        with self._lock:
+            self._revocable = not self._closed
+        try:
+            yield
+        except BaseException:
+            with self._lock:
+                self._closed = True
+            raise
+        with self._lock:
+            self._revocable = False
+        self.check()
+
+    def check(self) -> None:
+        """Raises :class:`UpdateAbandoned` if the gate was closed."""
+        if self._closed:
+            raise UpdateAbandoned
+
     @property
     def passed(self) -> bool:
         """Whether an update has begun."""
         return self._passed
 
+    @property
+    def half_way(self) -> bool:
+        """Whether an update has begun that is not undone."""
+        return self._passed and not self._closed
+
     def close(self) -> bool:
-        """Lets no update begin; returns False if one has passed already: then the step must be finished."""
+        """Lets no more update begin; returns False if one has passed for good: then the step must be finished."""
         with self._lock:
-            self._closed = not self._passed
+            self._closed = self._closed or self._revocable or not self._passed
             return self._closed

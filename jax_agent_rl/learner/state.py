@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
+import numpy as np
 
+from jax_agent_rl.learner.sharding import place
 from jax_agent_rl.learner.trainable import TrainState
 
 
@@ -27,6 +30,28 @@ class LearnerState:
     kl_coef: jax.Array
     steps: jax.Array
     nonfinite: jax.Array
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeptState:
+    """A learner state in host memory, to go back to. For arrays that one process holds.
+
+    Attributes:
+        arrays: of numpy.
+        shardings: where they lay.
+    """
+
+    arrays: LearnerState
+    shardings: Any
+
+    @classmethod
+    def of(cls, state: LearnerState) -> KeptState:
+        """A copy: ``state`` may be donated."""
+        return cls(arrays=jax.tree.map(np.array, state), shardings=jax.tree.map(lambda x: x.sharding, state))
+
+    def placed(self) -> LearnerState:
+        """On the devices again."""
+        return jax.tree.map(place, self.arrays, self.shardings)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,7 @@ without a new compilation. Nothing here knows about engines, tools or asyncio.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import logging
@@ -42,7 +43,7 @@ from jax_agent_rl.learner.metrics import Record, step_metrics
 from jax_agent_rl.learner.objective import objective_config, policy_loss, router_loads, term_logprobs
 from jax_agent_rl.learner.pictures import blanks, row_sight
 from jax_agent_rl.learner.sharding import make_mesh, parameter_shardings, place, replicated, row_sharding, row_shards
-from jax_agent_rl.learner.state import LearnerState, UpdateResult
+from jax_agent_rl.learner.state import KeptState, LearnerState, UpdateResult
 from jax_agent_rl.learner.trainable import Arrays, Trainable, View
 from jax_agent_rl.learner.trained import Trained, divided, plain_view
 from jax_agent_rl.models.config import DecoderConfig, Params
@@ -108,6 +109,7 @@ class Learner:
         self._pack = functools.partial(
             pack, row_length=config.row_length, share_prefixes=config.share_prefixes, sight=self._sight
         )
+        self._before: KeptState | None = None
         self._compiled: set[Any] = set()  # programs, for every number of patches
         self._objective = objective_config(algorithm, config, temperature, mesh, scored=score_by is not None)
         everywhere = replicated(self._mesh)
@@ -160,7 +162,9 @@ class Learner:
 
     @property
     def state(self) -> LearnerState:
-        """For a checkpoint. Its buffers are valid until the next :meth:`update`, which donates them."""
+        """For a checkpoint: after the last :meth:`update` that cannot be undone. The next one donates its buffers."""
+        if (before := self._before) is not None:
+            return before.placed()
         numbers = (np.float32(self._kl_coef), np.int32(self._steps), np.int32(self._nonfinite_in_a_row))
         scalars = (place(x, replicated(self._mesh)) for x in numbers)
         return LearnerState(self._policy.state, self._critic and self._critic.state, *scalars)
@@ -204,12 +208,13 @@ class Learner:
             gate: closed by whoever wants the state before this call.
 
         Raises:
-            UpdateAbandoned: the gate was closed before the first update; nothing has changed.
-            NonFiniteError: ``max_nonfinite_steps`` updates in a row were skipped.
+            UpdateAbandoned: the gate was closed; nothing has changed.
+            NonFiniteError: ``max_nonfinite_steps`` updates in a row were skipped; nothing else has changed.
         """
-        begin = time.perf_counter()
+        begin, gate = time.perf_counter(), gate or UpdateGate()
         minis, made = self._prepare(groups, masked=masked)
-        policy, critic = self._train_all(minis, made, tick, gate or UpdateGate())
+        with self._all_or_none(len(minis), gate):
+            policy, critic = self._train_all(minis, made, tick, gate)
         self._steps += 1
         skipped = not all(record.finite for record in (*policy, *critic))
         self._control_kl(made, skipped)
@@ -277,6 +282,22 @@ class Learner:
 
     # --- optimizer updates -----------------------------------------------------------------------------------
 
+    @contextlib.contextmanager
+    def _all_or_none(self, minis: int, gate: UpdateGate) -> Iterator[None]:
+        """Around a step's updates. Where there are several, the state before them is kept in host memory."""
+        if (minis * self._config.ppo_epochs == 1 and self._critic is None) or jax.process_count() > 1:
+            yield
+            return
+        self._before = KeptState.of(self.state)
+        try:
+            with gate.revocable():
+                yield
+        except BaseException:
+            self.state = self._before.placed()
+            raise
+        finally:
+            self._before = None
+
     def _train_all(
         self, minis: Sequence[_MiniBatch], made: Experience, tick: Callable[[int, int], None], gate: UpdateGate
     ) -> tuple[list[Record], list[Record]]:
@@ -287,12 +308,17 @@ class Learner:
         done = itertools.count(1)
         policy: list[Record] = []
         critic: list[Record] = []
+
+        def ticked() -> None:
+            gate.check()
+            tick(next(done), total)
+
         for mini in [*minis] * self._config.ppo_epochs:
             batches = self._with_terms(mini, made)
             if self._critic is not None:
-                critic += self._train(self._critic, batches.of_critic, lambda: tick(next(done), total), gate)
+                critic += self._train(self._critic, batches.of_critic, ticked, gate)
             if not warming_up:
-                policy += self._train(self._policy, batches.of_policy, lambda: tick(next(done), total), gate)
+                policy += self._train(self._policy, batches.of_policy, ticked, gate)
         return policy, critic
 
     def _with_terms(self, mini: _MiniBatch, made: Experience) -> _Batches:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from jax_agent_rl.errors import StorageError
 from jax_agent_rl.types import Trajectory
 
 
@@ -27,6 +29,8 @@ class RunFolder:
         self.summary = path / "summary.json"
         self.plot = path / "reward.png"
         self.checkpoints = path / "checkpoints"
+
+    # What writes raises StorageError if there is no room. The next resume removes the part of a line that was written.
 
     def add_metrics(self, record: Mapping[str, Any]) -> None:
         """Appends one record of ``metrics.jsonl``."""
@@ -87,16 +91,37 @@ def read_records(file: Path) -> list[dict[str, Any]]:
 
 
 def write_atomically(file: Path, text: str) -> None:
-    """Replaces a file in one move, so a crash leaves the old or the new one."""
+    """Replaces a file in one move, so a crash leaves the old or the new one.
+
+    Raises:
+        StorageError: it could not be written; the old one is there.
+    """
     temporary = file.with_name(file.name + ".tmp")
-    temporary.write_text(text)
-    os.replace(temporary, file)
+    try:
+        with writing(file):
+            temporary.write_text(text)
+            os.replace(temporary, file)
+    except StorageError:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def _append(file: Path, records: Iterable[Mapping[str, Any]]) -> None:
-    with file.open("a") as stream:
+    with writing(file), file.open("a") as stream:
         for record in records:
             stream.write(json.dumps(record) + "\n")
+
+
+@contextlib.contextmanager
+def writing(file: Path) -> Iterator[None]:
+    """Around writing a file of the run; StorageError says which one failed, and what to do."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(
+            f"{file} could not be written ({error.strerror or error}); make space there, then go on with --resume. "
+            "Complete checkpoints are intact"
+        ) from error
 
 
 def _complete_lines(file: Path) -> list[str]:

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jax_agent_rl.observe.metrics import writing
+
 
 def reward_plot(records: Sequence[Mapping[str, Any]], file: Path, *, title: str) -> None:
     """Draws ``metrics.jsonl`` records (kinds ``step`` and ``evaluation``) to a PNG."""
@@ -33,7 +35,8 @@ def reward_plot(records: Sequence[Mapping[str, Any]], file: Path, *, title: str)
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right")
     figure.tight_layout()
-    figure.savefig(file)
+    with writing(file):
+        figure.savefig(file)
 
 
 def _smooth(values: Sequence[float], weight: float = 0.6) -> list[float]:

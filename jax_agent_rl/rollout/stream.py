@@ -95,6 +95,8 @@ class GroupStream:
     def finish_step(self, version: int, *, want: int) -> None:
         """See :meth:`RolloutBuffer.finish_step` and :meth:`want`; stops and books what is too old."""
         expired = self.buffer.finish_step(version)
+        if self._closed:  # then all are stopped and booked
+            return
         for group in expired.ready.values():
             self._drop(group, DropReason.STALE)
         for number in expired.running:

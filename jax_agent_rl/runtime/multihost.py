@@ -284,6 +284,10 @@ class LeadingCheckpointer:
         with self._line.command("wait"):
             self._own.wait()
 
+    def written(self) -> str:
+        """See :meth:`Checkpointer.written`: of all processes."""
+        return self._own.written()
+
     def restore(self, like: Any, *, step: int | None = None) -> tuple[int, Any, dict[str, Any]]:
         """See :meth:`Checkpointer.restore`; the others take the state they restored."""
         with self._line.command("restore", {"step": step}):

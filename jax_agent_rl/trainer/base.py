@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from jax_agent_rl.learner.checkpoint import Checkpointer
 from jax_agent_rl.learner.gate import UpdateGate
@@ -29,6 +30,8 @@ from jax_agent_rl.runtime.multihost import LeadingCheckpointer
 from jax_agent_rl.trainer.groups import all_trajectories
 from jax_agent_rl.trainer.record import RunRecord, evaluation_record, step_record
 from jax_agent_rl.types import DropReason, Group, PauseMode, SamplingParams
+
+UNDOING_SECONDS = 2.0  # for an update that was interrupted to stop and put the state back
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +79,7 @@ class Trainer:
         self.waited = 0.0
 
     async def train_step(self, begin: float) -> None:
-        """One step of the algorithm. Cancelled before its first update, it undoes itself; later, it finishes first.
+        """One step of the algorithm. Cancelled, it is undone, unless it can no longer be: then it finishes first.
 
         Args:
             begin: when training began, on :attr:`clock`.
@@ -86,6 +89,9 @@ class Trainer:
     async def hand_over(self, version: int, selection: Selection) -> float:
         """Lets the engines have what was learnt; returns the seconds it took to publish."""
         raise NotImplementedError
+
+    def advance(self, version: int) -> None:
+        """The step is finished, and its weights have been handed over unless the run ends."""
 
     def meanwhile(self) -> str:
         """For the display: what the rollout does while the learner is busy."""
@@ -108,7 +114,7 @@ class Trainer:
             if self.record.accuracy_after is None:
                 self.record.accuracy_after = await self.evaluate()
         finally:
-            self.progress.phase(f"saving step {self.record.step}")
+            self.progress.phase(f"saving step {self.record.step}", self.checkpointer.written)
             try:
                 if not self._half_done:  # else the parameters are those of no step: the checkpoint before stands
                     self.save()
@@ -130,33 +136,57 @@ class Trainer:
         return True
 
     async def finish(self, collected: Collected, begin: float, step_began: float) -> None:
-        """:meth:`finish_step`, which a cancellation stops before its first update, and lets end after that."""
-        step_before, self._gate = self.record.step, UpdateGate()
-        rest = asyncio.ensure_future(self.finish_step(collected, begin, step_began))
+        """What follows the rollout: filter, update, publish, record.
+
+        Interrupted while it learns, the step is undone, if the learner can; what has been learnt is recorded even if
+        the engines do not get it any more: a run publishes when it resumes.
+        """
+        self.checkpointer.check()
+        step, self._gate = self.record.step + 1, UpdateGate()
+        selection, seconds = self.filter(collected.groups), 0.0
+        learning = asyncio.ensure_future(self.learn(selection))
         try:
-            await asyncio.shield(rest)
-        except asyncio.CancelledError:
-            if self._gate.close():
-                rest.cancel()
-                await asyncio.gather(rest, return_exceptions=True)
-            else:
-                self.progress.say("  its updates have begun: finishing this learner step before saving")
-                await self.stop_rollouts()
-                await rest
+            await self._learnt_or_undone(learning)
+            seconds = await self.hand_over(step, selection)
+        except BaseException:
+            await self.stop_rollouts()
             raise
         finally:
-            self._half_done = self._gate.passed and self.record.step == step_before
+            if _succeeded(learning):
+                self.advance(step)
+                self._book(collected, learning.result(), begin, step_began, weight_update_seconds=seconds)
+            self._half_done = self._gate.half_way and self.record.step < step
+        every = self.runtime.config.trainer.checkpoint_every
+        if every and step % every == 0:
+            self.save()
 
-    async def finish_step(self, collected: Collected, begin: float, step_began: float) -> None:
-        """What follows the rollout: filter, update, publish, record."""
+    async def _learnt_or_undone(self, learning: asyncio.Future[dict[str, float]]) -> None:
+        """Waits for the learner's thread, which a cancellation stops where it can."""
+        try:
+            await asyncio.shield(learning)
+        except asyncio.CancelledError:
+            if not self._gate.close():
+                self.progress.say("  its updates have begun: finishing this learner step before saving")
+                await self.stop_rollouts()
+                await asyncio.wait((learning,))
+                raise
+            if self._gate.passed:  # the thread goes back by itself, unless it is inside a compiler
+                await asyncio.wait((learning,), timeout=UNDOING_SECONDS)
+            learning.cancel()
+            await asyncio.gather(learning, return_exceptions=True)
+            raise
+
+    def _book(
+        self,
+        collected: Collected,
+        metrics: Mapping[str, float],
+        begin: float,
+        step_began: float,
+        *,
+        weight_update_seconds: float,
+    ) -> None:
+        """The step is finished: the record, a line of metrics, the trajectories, the display."""
         runtime, record, step, groups = self.runtime, self.record, self.record.step + 1, collected.groups
-        self.checkpointer.check()
-        selection = self.filter(groups)
-        metrics = await self.learn(selection) if selection.groups else {}
-        weight_update_seconds = await self.hand_over(step, selection)
-        record.step = step
-        record.cursor = runtime.cursor.state()
-        record.lost_batches = self._guard.lost_batches
         record.train_seconds = self.clock() - begin
         record.recompilations = collected.engine.recompilations + self._learner_recompilations()
         if not collected.metrics.get("staleness_max"):  # what is stale differs by what was learnt since
@@ -178,15 +208,15 @@ class Trainer:
                 **collected.metrics,
             },
         )
-        self.waited = 0.0
         self.folder.add_metrics(line)
         self.folder.add_trajectories(step, "train", all_trajectories(groups))
+        self.waited = 0.0
+        record.step, record.accuracy_after = step, None
+        record.cursor = runtime.cursor.state()
+        record.lost_batches = self._guard.lost_batches
         left = (runtime.config.trainer.steps - step) * record.train_seconds / step
         self.progress.step(line | {"accuracy": record.latest_accuracy}, seconds_left=left)
         record.latest_accuracy = None
-        every = runtime.config.trainer.checkpoint_every
-        if every and step % every == 0:
-            self.save()
 
     def filter(self, groups: Sequence[Group]) -> Selection:
         """What is worth a gradient; the rest is counted as dropped, by reason."""
@@ -196,7 +226,9 @@ class Trainer:
         return selection
 
     async def learn(self, selection: Selection) -> dict[str, float]:
-        """One learner step in a thread, so that the loop (display, tools) goes on."""
+        """One learner step in a thread, so that the loop (display, tools) goes on; its metrics, if there was one."""
+        if not selection.groups:
+            return {}
         ticks = [0, 0]
 
         def tick(done: int, total: int) -> None:
@@ -297,3 +329,7 @@ class Trainer:
         self._guard.check(groups, collector.latest_losses)
         # Groups arrive as they finish; batches must not depend on that.
         return sorted(groups, key=lambda g: int(g.group_id.rsplit("-", 1)[1]))
+
+
+def _succeeded(future: asyncio.Future[Any]) -> bool:
+    return future.done() and not future.cancelled() and future.exception() is None

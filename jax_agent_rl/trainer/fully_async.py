@@ -55,10 +55,12 @@ class FullyAsyncTrainer(StreamTrainer):
         await self.finish(collected, begin, step_began)
 
     async def hand_over(self, version: int, selection: Selection) -> float:
-        """Publishes at once, whatever runs; then there is room for a batch."""
-        seconds = await self.publish(version, mode=self._pause)
+        """Publishes at once, whatever runs."""
+        return await self.publish(version, mode=self._pause)
+
+    def advance(self, version: int) -> None:
+        """Now there is room for a batch."""
         self.stream.finish_step(version, want=self.wanted_after(version))
-        return seconds
 
 
 def _supports(capabilities: Capabilities, name: str) -> bool:

@@ -1,74 +1,131 @@
-"""Ctrl-C and SIGTERM: the first one asks the run to save and end, a second one kills the process as usual."""
+"""Ctrl-C and SIGTERM: the first one asks the run to save and end, the second ends the process at once.
+
+::
+
+    signal ─► wakeup descriptor ─► watching thread ─┬─► cancel the run's task: it saves, then closes everything
+                                                    └─► second signal, or closing takes too long: clean up, exit
+
+A thread watches, for the main thread may be inside a compiler or a loader that returns in minutes; a handler of Python
+would have to wait for it.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import signal
+import socket
 import threading
+import time
 from collections.abc import Callable
+from enum import Enum
 from typing import Any
 
+from jax_agent_rl import leftovers
+
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-CLOSING_SECONDS = 3.0
+PROMISED_SECONDS = 4.5  # from the signal to the end of the process; a save may take longer
+CLOSING_SECONDS = (0.5, 2.0)  # that an orderly shutdown gets: in any case, and at most
 EXIT_CODE = 130
+
+Leave = Callable[[float], None]
+
+
+class Stage(Enum):
+    """Of a run, to an interruption."""
+
+    STARTING = "interrupted before training; nothing has changed"
+    TRAINING = "interrupted: saving the last finished step (once more: leave at once)"
+    CLOSING = "interrupted while closing; everything is saved"
 
 
 class Interruption:
-    """Inside, the first signal cancels the current task.
+    """Inside, the first signal cancels the current task. Use it in the main thread.
 
     Args:
-        say: takes a line for the user.
-        leave: sees to it that the process ends soon; called when everything worth it is on disk.
+        say: takes a line for the user; called from another thread.
+        leave: sees to it that the process ends within so many seconds; called when everything worth it is on disk.
     """
 
-    def __init__(self, say: Callable[[str], None], leave: Callable[[], None]) -> None:
+    def __init__(self, say: Callable[[str], None], leave: Leave) -> None:
         self._say = say
         self._leave = leave
-        self._training = False
+        self._stage = Stage.STARTING
+        self._began: float | None = None
+        self._lock = threading.Lock()
 
     def __enter__(self) -> Interruption:
         self._loop = asyncio.get_running_loop()
         task = asyncio.current_task()
         assert task is not None
-
-        def interrupt() -> None:
-            self._restore()
-            task.cancel()
-            if self._training:
-                self._say("interrupted: saving the last finished step (once more: leave at once)")
-            else:
-                self._say("interrupted before training; nothing has changed")
-                self._leave()
-
-        for number in SIGNALS:
-            self._loop.add_signal_handler(number, interrupt)
+        self._task = task
+        self._inbox, self._outbox = socket.socketpair()
+        self._outbox.setblocking(False)
+        self._wakeup_before = signal.set_wakeup_fd(self._outbox.fileno(), warn_on_full_buffer=False)
+        self._before = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
+        threading.Thread(target=self._watch, name="interruption", daemon=True).start()
         return self
 
     def __exit__(self, *_: Any) -> None:
-        self._restore()
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(self._wakeup_before)
+        self._outbox.close()
 
     def training_begins(self) -> None:
         """From here on there is something to save before the process may go."""
-        self._training = True
+        self._enter_stage(Stage.TRAINING)
+
+    def training_ended(self) -> None:
+        """Everything is on disk: what comes is not worth waiting for."""
+        self._enter_stage(Stage.CLOSING)
 
     def saved(self, step: int) -> None:
         """The state after ``step`` is on disk."""
         self._say(f"interrupted; a checkpoint of step {step} is saved. Go on with --resume")
-        self._leave()
+        self._leave_in_time()
 
-    def _restore(self) -> None:
-        for number in SIGNALS:
-            self._loop.remove_signal_handler(number)
+    def _enter_stage(self, stage: Stage) -> None:
+        with self._lock:
+            self._stage = stage
+
+    def _watch(self) -> None:
+        with self._inbox:
+            while received := self._inbox.recv(64):
+                for number in received:
+                    if number in SIGNALS:
+                        self._interrupt()
+
+    def _interrupt(self) -> None:
+        with self._lock:
+            if self._began is not None:
+                self._say("interrupted again: leaving at once; complete checkpoints are intact")
+                self._leave(0.0)
+                return
+            self._began = time.monotonic()
+            stage = self._stage
+        self._say(stage.value)
+        self._loop.call_soon_threadsafe(self._task.cancel)
+        if stage is not Stage.TRAINING:
+            self._leave_in_time()
+
+    def _leave_in_time(self) -> None:
+        assert self._began is not None
+        left = self._began + PROMISED_SECONDS - time.monotonic()
+        self._leave(min(max(left, CLOSING_SECONDS[0]), CLOSING_SECONDS[1]))
 
 
-def leave_soon(say: Callable[[str], None]) -> None:
+def leave_within(say: Callable[[str], None], seconds: float) -> None:
     """Gives an orderly shutdown a moment, then ends the process: a thread inside a compiler cannot be stopped."""
 
     def leave() -> None:
-        say("something that cannot be stopped (a compilation?) still runs; leaving without waiting for it")
+        if seconds:
+            say("something that cannot be stopped (a compilation?) still runs; leaving without waiting for it")
+        leftovers.remove_all()
         os._exit(EXIT_CODE)
 
-    timer = threading.Timer(CLOSING_SECONDS, leave)
+    if not seconds:
+        leave()
+    timer = threading.Timer(seconds, leave)
     timer.daemon = True
     timer.start()

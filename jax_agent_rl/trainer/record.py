@@ -22,7 +22,7 @@ class RunRecord:
     Attributes:
         step: training steps finished.
         train_seconds: wall time of training (evaluations before and after excluded), over all restarts.
-        accuracy_before, accuracy_after: held-out accuracy.
+        accuracy_before, accuracy_after: held-out accuracy, before the first step and after the last.
         latest_accuracy: of the last evaluation, until it has been shown.
         evaluated: the step after which the last evaluation was made; -1: none yet.
         lost_batches: batches in a row of which no trajectory survived.
@@ -54,11 +54,10 @@ class RunRecord:
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> RunRecord:
-        """Restores a record; the process is new, so its learner compiles anew and the end is open again."""
+        """Restores a record; the process is new, so its learner compiles anew."""
         known = {f.name for f in fields(cls)}
         record = cls(**{k: v for k, v in saved.items() if k in known})
         record.learner_programs = 0
-        record.accuracy_after = None
         return record
 
     def summary(self) -> dict[str, Any]:

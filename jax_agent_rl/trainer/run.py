@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from jax_agent_rl.runtime.learners import open_checkpointer
 from jax_agent_rl.runtime.multihost import LeadingCheckpointer, Line, leading
 from jax_agent_rl.trainer.base import Trainer
 from jax_agent_rl.trainer.fully_async import FullyAsyncTrainer
-from jax_agent_rl.trainer.interrupt import Interruption
+from jax_agent_rl.trainer.interrupt import Interruption, Leave
 from jax_agent_rl.trainer.one_step_off import OneStepOffTrainer
 from jax_agent_rl.trainer.record import RunRecord, overlap_summary
 from jax_agent_rl.trainer.sync import SyncTrainer
@@ -41,7 +41,7 @@ async def train(
     resume: bool,
     console: Console,
     from_step: int | None = None,
-    leave: Callable[[], None] = lambda: None,
+    leave: Leave = lambda seconds: None,
 ) -> dict[str, Any]:
     """Runs training to its end and returns the summary (also written to ``summary.json``).
 
@@ -49,7 +49,8 @@ async def train(
         config: its ``run_dir`` is taken as it is when resuming; else a number is added if that folder exists.
         resume: go on from a checkpoint.
         from_step: which one; None is the newest. Newer ones are deleted.
-        leave: called once the state of an interrupted run is on disk, before everything is closed.
+        leave: called once the state of an interrupted run is on disk, before everything is closed, with the seconds
+            that may take; with 0 at the second interruption.
 
     Raises:
         asyncio.CancelledError: interrupted; a checkpoint of the last finished step was left.
@@ -96,6 +97,7 @@ async def _train(
                         last.close()  # or the others would lose this process, which leaves in haste
                     interruption.saved(record.step)
                     raise
+            interruption.training_ended()
             summary = _conclude(runtime, folder, record, console)
     return summary
 
@@ -116,9 +118,11 @@ def newest_run(wanted: Path) -> Path:
         CheckpointError: none has.
     """
     numbered = [p for p in wanted.parent.glob(f"{wanted.name}-*") if p.name.removeprefix(f"{wanted.name}-").isdigit()]
-    runs = [p for p in (wanted, *numbered) if (p / "checkpoints").is_dir() and any((p / "checkpoints").iterdir())]
+    runs = [p for p in (wanted, *numbered) if any(c.name.isdigit() for c in (p / "checkpoints").glob("*"))]
     if not runs:
-        raise CheckpointError(f"--resume: no run with a checkpoint at {wanted} (or {wanted.name}-N beside it)")
+        raise CheckpointError(
+            f"--resume: no run with a checkpoint at {wanted} (or {wanted.name}-N beside it); start without --resume"
+        )
     return max(runs, key=lambda p: (p / "checkpoints").stat().st_mtime)
 
 

@@ -5,20 +5,15 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
-import jax
-import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 
 from jax_agent_rl.observe.metrics import read_records
+from tests.run_results import require_same
 from tests.tiny_run import tiny_recipe
 
 COMMAND = [sys.executable, "-u", "-m", "jax_agent_rl.cli", "train"]
 STEPS, BEFORE = 20, 10
-# Parts of names of metrics that are wall time, or count what depends on it: which requests arrived together.
-TIMES = ("seconds", "per_second", "busy_share", "idle_share", "prefill_tokens", "cached_tokens")
 
 PPO = {
     "adv_estimator": "gae",
@@ -50,16 +45,6 @@ def train_until_killed(recipe: Path, seed: int) -> None:
     assert process.wait() == -signal.SIGKILL, "it was over before it was killed"
 
 
-def final_state(run: Path) -> dict[str, np.ndarray]:
-    """Every array of the last checkpoint: parameters, optimizer moments, critic, KL coefficient, counters."""
-    tree = ocp.PyTreeCheckpointer().restore(run / "checkpoints" / str(STEPS) / "state")
-    return {jax.tree_util.keystr(path): np.asarray(x) for path, x in jax.tree_util.tree_leaves_with_path(tree)}
-
-
-def without_times(record: dict[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in record.items() if not any(part in k for part in TIMES) and k not in ("metrics", "turns")}
-
-
 @pytest.mark.parametrize(("algorithm", "seed"), [("grpo", 1), ("ppo with a critic and adaptive KL", 2)])
 def test_twenty_steps_are_ten_a_kill_and_ten_more(tmp_path: Path, algorithm: str, seed: int):
     runs = {}
@@ -78,10 +63,5 @@ def test_twenty_steps_are_ten_a_kill_and_ten_more(tmp_path: Path, algorithm: str
         else:
             train(recipe)
 
-    whole, killed = final_state(runs["whole"]), final_state(runs["killed"])
-    assert whole.keys() == killed.keys() and len(whole) > 30
-    assert [name for name in whole if whole[name].tobytes() != killed[name].tobytes()] == []
-    for file in ("metrics.jsonl", "trajectories.jsonl"):
-        expected, got = ([without_times(r) for r in read_records(run / file)] for run in runs.values())
-        assert expected == got, file
+    require_same(runs["whole"], runs["killed"])
     assert len([r for r in read_records(runs["killed"] / "metrics.jsonl") if r["kind"] == "step"]) == STEPS

@@ -6,11 +6,11 @@ import asyncio
 import hashlib
 import re
 import shutil
-import tempfile
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+from jax_agent_rl import leftovers
 from jax_agent_rl.errors import WeightUpdateError
 
 _ID = re.compile(r"[0-9a-f]{16,64}")
@@ -30,7 +30,7 @@ class Uploads:
 
     def __init__(self, *, max_bytes: int, folder: Path | None = None) -> None:
         parent = folder or (_MEMORY if _MEMORY.is_dir() else None)
-        self._root = Path(tempfile.mkdtemp(prefix="jax_agent_rl-uploads-", dir=parent))
+        self._root = leftovers.make_folder("jax_agent_rl-uploads-", parent)
         self._max_bytes = max_bytes
         self._touched: dict[str, float] = {}
 
@@ -74,7 +74,7 @@ class Uploads:
 
     def close(self) -> None:
         """Deletes everything."""
-        shutil.rmtree(self._root, ignore_errors=True)
+        leftovers.remove_folder(self._root)
 
     def _drop_forgotten(self) -> None:
         """A client that died after its upload would fill the disk otherwise."""

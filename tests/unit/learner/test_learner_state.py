@@ -1,9 +1,11 @@
 """A learner's whole state through a checkpoint: critic, KL controller and counters; other meshes; gates."""
 
+import math
 import os
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -11,7 +13,7 @@ import numpy as np
 import pytest
 
 from jax_agent_rl.config import AlgorithmConfig, CriticConfig, LearnerConfig
-from jax_agent_rl.errors import CheckpointError
+from jax_agent_rl.errors import CheckpointError, NonFiniteError
 from jax_agent_rl.learner.checkpoint import Checkpointer
 from jax_agent_rl.learner.gate import UpdateAbandoned, UpdateGate
 from jax_agent_rl.learner.step import Learner
@@ -80,6 +82,40 @@ def test_a_gate_that_an_update_has_passed_cannot_be_closed():
     gate = UpdateGate()
     ppo().update(random_groups(1), gate=gate)
     assert gate.passed and not gate.close()
+
+
+@pytest.mark.parametrize("share", [0.3, 0.6, 1.0])
+def test_several_updates_are_undone_to_the_bit_when_their_gate_is_closed_between_them(share: float):
+    """Two epochs of a critic's and a policy's update, closed after a share of their micro-batches."""
+    made, undisturbed, gate = ppo(ppo_epochs=2), ppo(ppo_epochs=2), UpdateGate()
+    for learner in (made, undisturbed):
+        learner.update(random_groups(0))
+    before, meanwhile = leaves(made), []
+
+    def close(done: int, total: int) -> None:
+        if done == math.ceil(share * total):
+            assert gate.close()
+            meanwhile.append((gate.passed, leaves(made)))
+
+    with pytest.raises(UpdateAbandoned):
+        made.update(random_groups(1), tick=close, gate=gate)
+    assert meanwhile == [(True, before)] and leaves(made) == before and not gate.half_way
+    assert made.update(random_groups(1)).metrics["loss"] == undisturbed.update(random_groups(1)).metrics["loss"]
+    assert leaves(made) == leaves(undisturbed)
+
+
+def test_several_updates_are_undone_when_one_of_them_fails():
+    made, gate = ppo(ppo_epochs=3, max_nonfinite_steps=1), UpdateGate()
+    before = leaves(made)
+
+    def poison(done: int, total: int) -> None:
+        if done == total - 1:
+            policy = made._policy.state
+            made._policy.state = replace(policy, params=jax.tree.map(lambda x: x * np.nan, policy.params))
+
+    with pytest.raises(NonFiniteError):
+        made.update(random_groups(1), tick=poison, gate=gate)
+    assert gate.passed and not gate.half_way and leaves(made) == before
 
 
 def test_closing_waits_for_an_update_that_is_under_way():

@@ -17,6 +17,7 @@ from tests.fake_training import (
     engine_of,
     finish,
     make_trainer,
+    steps_of,
     tasks,
 )
 
@@ -65,10 +66,10 @@ async def test_an_error_of_a_group_ends_the_run_and_leaves_no_task(tmp_path: Pat
 
 
 @pytest.mark.parametrize("mode", ["one_step_off", "fully_async"])
-async def test_an_interruption_during_an_update_finishes_that_step_without_waiting_for_rollouts(
+async def test_an_interruption_during_the_only_update_finishes_that_step_without_waiting_for_rollouts(
     tmp_path: Path, mode: str
 ):
-    """Everything but the first batch never ends."""
+    """Everything but the first batch never ends. The engine does not get what was learnt: the run is over."""
     updating, interrupted = asyncio.Event(), threading.Event()
     loop = asyncio.get_running_loop()
 
@@ -91,9 +92,38 @@ async def test_an_interruption_during_an_update_finishes_that_step_without_waiti
         interrupted.set()
         await asyncio.gather(task, return_exceptions=True)
     assert task.cancelled() and tasks() == before
-    assert list(notes.saved) == [1] and engine_of(training).policy_version == 1
+    assert list(notes.saved) == [1] and engine_of(training).policy_version == 0
     assert (notes.saved[1]["accounting"]["trained"], books(training).trained) == (2, 2)
     assert notes.saved[1]["buffer"]["open"] == notes.saved[1]["cursor"]["again"] == [1]
+
+
+@pytest.mark.parametrize("mode", ["sync", "one_step_off", "fully_async"])
+async def test_an_interruption_between_the_updates_of_a_step_undoes_it_without_waiting_for_a_compiler(
+    tmp_path: Path, mode: str
+):
+    """The second step's first update has passed, and the learner's thread never gets to its second."""
+    updating, forever = asyncio.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+
+    class Stuck(Versions):
+        def update(self, groups, *, masked, tick, gate):
+            with gate.revocable():
+                result = super().update(groups, masked=masked, tick=tick, gate=gate)
+                if len(self.steps) == 2:
+                    loop.call_soon_threadsafe(updating.set)
+                    forever.wait()
+            return result
+
+    notes = Notes()
+    training = make_trainer(tmp_path, steps=5, trainer={"mode": mode}, learner=Stuck(), checkpointer=notes)
+    task = asyncio.create_task(training.run())
+    async with asyncio.timeout(60):
+        await updating.wait()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    forever.set()
+    assert task.cancelled() and list(notes.saved) == [1] == [line["step"] for line in steps_of(tmp_path)]
+    assert notes.saved[1]["accounting"]["trained"] == books(training).trained == 2
 
 
 def trained_numbers(learner: Versions, upto: int, batch: int) -> list[int]:

@@ -1,0 +1,165 @@
+"""``jax-agent-rl`` in forks of a process that has imported everything, so that a start costs a tenth of its time.
+
+::
+
+    test ── {"arguments", "log", "die_at"} ──► python -m tests.forked ── fork ──► the command, its own process group
+         ◄── {"pid"}, later {"status"} ──────
+
+No backend of jax exists before the fork. With ``die_at`` the command kills itself (as ``kill -9`` does) at its n-th
+operation on files that changes something: in the middle of a checkpoint, between two files, before a rename.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import traceback
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+CHANGES = frozenset({"os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate", "shutil.rmtree"})
+TICK = 1 / os.sysconf("SC_CLK_TCK")
+PATIENCE = 300.0  # seconds for a command that should end by itself
+
+
+class Command:
+    """A running command.
+
+    Attributes:
+        pid: also of its process group.
+    """
+
+    def __init__(self, pid: int, forker: Forker) -> None:
+        self.pid = pid
+        self._forker = forker
+        self.status: int | None = None
+
+    @property
+    def cpu_seconds(self) -> float:
+        """User and system time so far. Moments of a life are drawn from it, for wall time depends on the machine."""
+        try:
+            fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        except FileNotFoundError:
+            return float("inf")
+        return (int(fields[11]) + int(fields[12])) * TICK
+
+    @property
+    def ended(self) -> bool:
+        """Looks for one tick of the clock that processor time is counted by."""
+        return self.status is not None or self._forker.answered(within=TICK)
+
+    def reach(self, cpu_seconds: float) -> None:
+        """Returns once it has used so much time, or has ended."""
+        while self.cpu_seconds < cpu_seconds and not self.ended:
+            pass
+
+    def wait(self) -> int:
+        """Its exit code, negative for a signal."""
+        if self.status is None:
+            assert self._forker.answered(within=PATIENCE), f"process {self.pid} does not end"
+            self.status = os.waitstatus_to_exitcode(self._forker.answer()["status"])
+        return self.status
+
+    def kill(self) -> int:
+        """As ``kill -9``; returns the exit code, which is another if it had ended already."""
+        if not self.ended:
+            os.kill(self.pid, signal.SIGKILL)
+        return self.wait()
+
+
+class Forker:
+    """Use as a context manager; one command at a time."""
+
+    def __enter__(self) -> Forker:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.forked"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=os.environ | {"PYTHONPATH": os.getcwd(), "PYTHONUNBUFFERED": "1"},
+        )
+        assert self.answer() == "ready"
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
+        self._process.kill()
+        self._process.communicate()
+
+    def start(self, *arguments: str, log: Path, die_at: int | None = None) -> Command:
+        """Starts ``jax-agent-rl ARGUMENTS``; what it prints is appended to ``log``."""
+        order = {"arguments": arguments, "log": str(log), "die_at": die_at}
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(order).encode() + b"\n")
+        self._process.stdin.flush()
+        return Command(self.answer()["pid"], self)
+
+    def answer(self) -> Any:
+        assert self._process.stdout is not None
+        line = b""
+        while not line.endswith(b"\n"):  # unbuffered, so that select tells the truth
+            piece = os.read(self._process.stdout.fileno(), 1)
+            assert piece, "the process that forks has died"
+            line += piece
+        return json.loads(line)
+
+    def answered(self, *, within: float) -> bool:
+        """Whether the command has ended, waiting so many seconds for it."""
+        return bool(select.select([self._process.stdout], [], [], within)[0])
+
+
+def _serve() -> None:
+    from jax_agent_rl import cli
+    from jax_agent_rl.runtime import compilation_cache, learners  # noqa: F401
+    from jax_agent_rl.trainer import run  # noqa: F401
+
+    # The suite's cache instead: it keeps the quick compilations, too.
+    compilation_cache.use_compilation_cache = lambda: None
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    print(json.dumps("ready"), file=answers)
+    while line := sys.stdin.readline():
+        order = json.loads(line)
+        pid = os.fork()
+        if not pid:
+            answers.close()
+            _run(cli.main, **order)
+        print(json.dumps({"pid": pid}), file=answers)
+        print(json.dumps({"status": os.waitpid(pid, 0)[1]}), file=answers)
+
+
+def _run(main: Any, *, arguments: list[str], log: str, die_at: int | None) -> None:
+    os.setsid()
+    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for descriptor in (1, 2):
+        os.dup2(out, descriptor)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    changes = 0
+
+    def count(event: str, details: tuple[Any, ...]) -> None:
+        nonlocal changes
+        writes = event == "open" and isinstance(details[2], int) and details[2] & (os.O_WRONLY | os.O_RDWR)
+        if writes or event in CHANGES:
+            changes += 1
+            if changes == die_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(count)
+    sys.argv = ["jax-agent-rl", *arguments]
+    code = 1
+    try:
+        main()
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    print(f"{changes} changes of the file system", flush=True)
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    _serve()
