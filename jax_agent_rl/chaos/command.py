@@ -108,5 +108,6 @@ def _report(seed: int, calm: Played, rough: Played) -> dict[str, Any]:
         "trained_per_second": round(rough.trained_per_second, 2),
         "undisturbed_per_second": round(calm.trained_per_second, 2),
         "throughput_share": round(rough.trained_per_second / max(1e-9, calm.trained_per_second), 3),
+        "stop_seconds": round(rough.stop_seconds, 2),
         "steps_after_last_fault": rough.steps_after,
     }

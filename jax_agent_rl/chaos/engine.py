@@ -1,4 +1,4 @@
-"""An engine at a given pace: every tick each running request gets one id of a :class:`~jax_agent_rl.chaos.policy.Policy`.
+"""An engine at a given pace: every tick each running request gets one id of a :class:`.Policy`.
 
 Starting one takes a second, so it can be killed every few. What it may do wrong, it does on command: while it is
 ``hung``, it takes requests and commands and answers none, as an engine does whose device stands still.

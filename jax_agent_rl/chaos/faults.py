@@ -2,7 +2,7 @@
 
 ::
 
-    seed ──► schedule: the times of each fault ──► then: hit a server or a proxy that no other fault has in hand, mend it
+    seed ──► times of each fault ──► at each: hit a server or a proxy that no other fault has in hand ──► mend it
 """
 
 from __future__ import annotations

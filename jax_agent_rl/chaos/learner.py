@@ -1,4 +1,4 @@
-"""A learner that hands every trajectory to the ledger instead of an optimizer, and whose weights follow from the step."""
+"""A learner that hands every trajectory to the ledger, not to an optimizer; its weights follow from the step."""
 
 from __future__ import annotations
 

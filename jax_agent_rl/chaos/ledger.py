@@ -1,4 +1,4 @@
-"""What must hold, watched while the run goes on: each trajectory's one fate, each token's version, each step's books."""
+"""What must hold, watched while the run goes on: each trajectory has one fate, each token a version that was served."""
 
 from __future__ import annotations
 

@@ -52,6 +52,7 @@ class Played:
 
     Attributes:
         seconds: it lasted.
+        stop_seconds: from its cancellation until nothing of it ran any more.
         findings: :meth:`Ledger.summary`.
         complaints: in words.
         faults: how often each struck.
@@ -65,6 +66,7 @@ class Played:
     """
 
     seconds: float
+    stop_seconds: float = 0.0
     findings: dict[str, Any] = field(default_factory=dict)
     complaints: list[str] = field(default_factory=list)
     faults: dict[str, int] = field(default_factory=dict)
@@ -136,7 +138,9 @@ async def _run(
     finally:
         for task in (watching, striking, training):
             task.cancel()
+        stopping = time.monotonic()
         _, stuck = await asyncio.wait({watching, striking, training}, timeout=_STOP_SECONDS)
+        played.stop_seconds = time.monotonic() - stopping
         played.crashed = played.crashed or ", ".join(f"{t.get_name()} did not end when cancelled" for t in stuck)
     if striking.done() and not striking.cancelled() and (error := striking.exception()):
         raise error
@@ -161,10 +165,8 @@ async def _watch(
         if every:
             played.footprints.append(Footprint.now())
         struck = ", ".join(f"{injection.name} {injection.strikes}" for injection in injections if injection.strikes)
-        trained = stage.ledger.count("trained")
-        say(
-            f"  {time.monotonic() - begin:4.0f} s: step {stage.ledger.steps}, {trained} trained; {struck or 'no faults'}"
-        )
+        done = f"step {stage.ledger.steps}, {stage.ledger.count('trained')} trained"
+        say(f"  {time.monotonic() - begin:4.0f} s: {done}; {struck or 'no faults'}")
 
 
 def _conclude(stage: Stage, injections: Sequence[Injection], played: Played) -> None:

@@ -10,8 +10,8 @@
                                 ├─ slow         the answer in small pieces
                                 └─ stall        nothing, for as long as the client cares to wait
 
-A server that is not there gives HTTP 502. The server is asked by HTTP/1.0, so that its answer is not chunked and half of
-one looks whole.
+A server that is not there gives HTTP 502. The server is asked by HTTP/1.0, so that its answer is not chunked and half
+of one looks whole.
 """
 
 from __future__ import annotations

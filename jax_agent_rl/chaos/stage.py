@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import io
 import os
@@ -37,7 +38,6 @@ from jax_agent_rl.data.cursor import DataCursor
 from jax_agent_rl.observe.metrics import RunFolder
 from jax_agent_rl.observe.progress import Progress
 from jax_agent_rl.rollout.collect import RolloutCollector
-from jax_agent_rl.rollout.filters import Selection
 from jax_agent_rl.rollout.remote.client import RemoteBackend
 from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.runtime.fleet import FleetMetrics
@@ -128,7 +128,7 @@ async def open_stage(scratch: Path, *, seed: int, mark: str) -> AsyncIterator[St
         tools = _tool_server(env, scratch)
         for child in (*engines, tools):
             stack.push_async_callback(child.stop)
-            await child.start()
+        await asyncio.gather(*(child.start() for child in (*engines, tools)))
         proxies = [FaultProxy(child.port, rng=Random(f"{seed}/{child.name}")) for child in (*engines, tools)]
         for proxy in proxies:
             await proxy.start()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -16,6 +14,7 @@ from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.decoder import hidden_states, logits
 from jax_agent_rl.models.hf import hf_tensors
+from jax_agent_rl.owned_folder import OwnedFolder
 from jax_agent_rl.probe import LogprobProbe
 
 GIB = 1 << 30
@@ -50,7 +49,8 @@ class WeightFiles:
         self._config = config
         self._probe_ids = tuple(tuple(ids) for ids in probe_ids)
         self._shard_bytes = shard_bytes
-        self._folder = Path(tempfile.mkdtemp(prefix="jax_agent_rl-weights-", dir=folder or memory))
+        self._owned = OwnedFolder("jax_agent_rl-weights-", folder or memory)
+        self._folder = self._owned.path
         self._logprobs = jax.jit(_logprobs, static_argnums=0)
 
     def write(self, params: Params, version: int) -> list[str]:
@@ -74,10 +74,10 @@ class WeightFiles:
 
     def close(self) -> None:
         """Removes the folder."""
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._owned.close()
 
     def _clear(self) -> None:
-        for file in self._folder.iterdir():
+        for file in self._folder.glob("*.safetensors"):
             file.unlink()
 
     def _shards(self, params: Params) -> Iterator[dict[str, np.ndarray]]:

@@ -6,12 +6,12 @@ import asyncio
 import hashlib
 import re
 import shutil
-import tempfile
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 from jax_agent_rl.errors import WeightUpdateError
+from jax_agent_rl.owned_folder import OwnedFolder
 
 _ID = re.compile(r"[0-9a-f]{16,64}")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\.safetensors")
@@ -30,7 +30,8 @@ class Uploads:
 
     def __init__(self, *, max_bytes: int, folder: Path | None = None) -> None:
         parent = folder or (_MEMORY if _MEMORY.is_dir() else None)
-        self._root = Path(tempfile.mkdtemp(prefix="jax_agent_rl-uploads-", dir=parent))
+        self._folder = OwnedFolder("jax_agent_rl-uploads-", parent)
+        self._root = self._folder.path
         self._max_bytes = max_bytes
         self._touched: dict[str, float] = {}
 
@@ -74,7 +75,7 @@ class Uploads:
 
     def close(self) -> None:
         """Deletes everything."""
-        shutil.rmtree(self._root, ignore_errors=True)
+        self._folder.close()
 
     def _drop_forgotten(self) -> None:
         """A client that died after its upload would fill the disk otherwise."""

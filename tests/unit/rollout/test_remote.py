@@ -375,12 +375,12 @@ async def test_uploaded_weights_are_checked_used_and_deleted(tmp_path: Path):
     async with served(client={"shares_disk": False}, upload_folder=tmp_path) as (inner, _, remote):
         await remote.update_weights(WeightUpdate(version=3, kind="safetensors", payload=[str(file)]))
         assert (remote.policy_version, inner.policy_version) == (3, 3)
-        (folder,) = [p for p in tmp_path.iterdir() if p.is_dir()]
-        assert not list(folder.iterdir())
+        (folder,) = [p for p in tmp_path.glob("[!.]*") if p.is_dir()]
+        assert not list(folder.glob("[!.]*"))
         file.write_text("nonsense")
         with pytest.raises(WeightUpdateError, match="names no weight set"):
             await remote.update_weights(WeightUpdate(version=4, kind="safetensors", payload=[file]))
-        assert not list(folder.iterdir()) and remote.policy_version == 3
+        assert not list(folder.glob("[!.]*")) and remote.policy_version == 3
     assert not folder.exists()
 
 
