@@ -19,21 +19,24 @@ def problems(trajectory: Trajectory, *, seed: int) -> Iterator[str]:
     name = trajectory.trajectory_id
     label, *numbers = name.rsplit("-", 3)
     own_seed = derive_seed(seed, label, *map(int, numbers))
-    context, key = list(trajectory.prompt_ids), context_key(trajectory.prompt_ids)
-    mask: list[int] = []
-    for turn_number, turn in enumerate(trajectory.turns):
-        output, turn_seed = turn.output, derive_seed(own_seed, turn_number)
+    key, position = context_key(trajectory.prompt_ids), len(trajectory.prompt_ids)
+    ids: list[int] = []
+    sampled: list[tuple[int, int, float, int]] = []  # place in the response, id, log-prob, version
+    for number, turn in enumerate(trajectory.turns):
+        output, turn_seed = turn.output, derive_seed(own_seed, number)
         for token, log_prob, version in zip(output.token_ids, output.log_probs, output.policy_versions, strict=True):
-            expected = policy_of(seed, version).sample(key, seed=turn_seed, position=len(context))
+            expected = policy_of(seed, version).sample(key, seed=turn_seed, position=position + len(ids))
             if expected != (token, log_prob):
-                yield f"{name}: id {len(context)} is {token, log_prob}; version {version} gives {expected}"
-            context.append(token)
+                yield f"{name}: id {len(ids)} is {token, log_prob}; version {version} gives {expected}"
+            sampled.append((len(ids), token, log_prob, version))
+            ids.append(token)
             key = context_key([token], key)
-        context += turn.appended_ids
+        ids += turn.appended_ids
         key = context_key(turn.appended_ids, key)
-        mask += [1] * len(output.token_ids) + [0] * len(turn.appended_ids)
-        for calls_before, call in enumerate(turn.tool_calls):
-            if call.reward > turn_number + calls_before + 1:
-                yield f"{name}: its tool acted {call.reward:g} times by turn {turn_number + 1}"
-    if context != [*trajectory.prompt_ids, *trajectory.response_ids] or mask != list(trajectory.response_mask):
-        yield f"{name}: its ids or its mask are not those of its turns"
+        acted = max((call.reward for call in turn.tool_calls), default=0.0)
+        if acted > number + 1:
+            yield f"{name}: its tool acted {acted:g} times in {number + 1} turns"
+    columns = (trajectory.response_mask, trajectory.rollout_logprobs, trajectory.policy_versions)
+    flat = enumerate(zip(trajectory.response_ids, *columns, strict=True))
+    if list(trajectory.response_ids) != ids or sampled != [(i, t, lp, v) for i, (t, m, lp, v) in flat if m]:
+        yield f"{name}: what the learner reads is not what its turns hold"

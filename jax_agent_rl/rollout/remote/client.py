@@ -273,7 +273,7 @@ class RemoteBackend:
             error = wire.decode_error((await response.json())["error"])
         except (ValueError, KeyError, TypeError, aiohttp.ContentTypeError):
             if response.status in _GATEWAY:
-                raise EngineDiedError(f"the rollout server at {self.url} is not there: HTTP {response.status}") from None
+                raise EngineDiedError(f"the rollout server at {self.url} is gone: HTTP {response.status}") from None
             error = BackendError(f"HTTP {response.status}: is this a rollout server?")
         if response.status == 409:
             raise EngineDiedError(f"the rollout server at {self.url} was restarted and has lost its weights")

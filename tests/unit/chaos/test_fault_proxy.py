@@ -11,7 +11,10 @@ from aiohttp import web
 from jax_agent_rl.chaos.proxy import Fault, FaultProxy
 from jax_agent_rl.errors import EngineDiedError, JaxAgentRLError, ToolServerError
 from jax_agent_rl.json_service import JsonService, ServiceSettings
+from jax_agent_rl.rollout.protocol import GenerateRequest
 from jax_agent_rl.rollout.remote.client import RemoteBackend
+from jax_agent_rl.rollout.remote.server import RolloutServer
+from jax_agent_rl.types import SamplingParams
 from tests.toy_backend import ToyBackend
 
 ANSWER = {"observations": ["x" * 500]}
@@ -135,11 +138,10 @@ async def test_the_sendings_of_each_rollout_request_are_counted():
 
 
 @pytest.mark.parametrize("fault", list(Fault))
-async def test_whatever_happens_to_the_network_a_rollout_server_is_well_or_gone_and_never_an_error_of_another_kind(fault):
+async def test_whatever_happens_to_the_network_a_rollout_server_is_well_or_gone_and_never_an_error_of_another_kind(
+    fault,
+):
     """Gone means: the request goes on elsewhere. Any other error would cost the trajectory."""
-    from jax_agent_rl.rollout.remote.server import RolloutServer
-    from jax_agent_rl.rollout.protocol import GenerateRequest
-    from jax_agent_rl.types import SamplingParams
 
     backend = ToyBackend(tick_seconds=0.0)
     server = RolloutServer(backend, heartbeat_seconds=0.1)
@@ -152,16 +154,10 @@ async def test_whatever_happens_to_the_network_a_rollout_server_is_well_or_gone_
         remote = RemoteBackend(proxy.url, silence_seconds=0.5)
         await remote.start()
         proxy.fault, proxy.chance = fault, 2.0
-        calls = [
-            lambda: remote.generate(
-                GenerateRequest(request_id="a", prompt_ids=(5, 6), sampling=SamplingParams(max_tokens=3, seed=1))
-            ),
-            lambda: remote.abort("nobody"),
-            lambda: remote.metrics(),
-        ]
-        for call in calls:
+        request = GenerateRequest(request_id="a", prompt_ids=(5, 6), sampling=SamplingParams(max_tokens=3, seed=1))
+        for call in (remote.generate(request), remote.abort("nobody"), remote.metrics()):
             try:
-                await call()
+                await call
                 outcomes.add("well")
             except EngineDiedError:
                 outcomes.add("gone")
