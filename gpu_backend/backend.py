@@ -169,7 +169,7 @@ class VllmBackend:
         self._check_serving()
         live = LiveRequest(self._admission.admit(request, self._live))
         self._live[request.request_id] = live
-        self._usage.begin()
+        self._usage.begin(live.run)
         try:
             await self._submit(live)
             while not live.finished:

@@ -18,19 +18,19 @@ class Usage:
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
-        self._inside = 0
+        self._inside: dict[int, RunningRequest] = {}
         self._since = 0.0
         self._busy = 0.0
         self._generated = self._prefilled = self._cached = self._finished = 0
         self.weight_update_seconds = 0.0
 
-    def begin(self) -> None:
+    def begin(self, run: RunningRequest) -> None:
         if not self._inside:
             self._since = self._clock()
-        self._inside += 1
+        self._inside[id(run)] = run
 
     def end(self, run: RunningRequest) -> None:
-        self._inside -= 1
+        del self._inside[id(run)]
         if not self._inside:
             self._busy += self._clock() - self._since
         self._generated += len(run.token_ids)
@@ -42,7 +42,7 @@ class Usage:
     def metrics(self) -> BackendMetrics:
         running = self._clock() - self._since if self._inside else 0.0
         return BackendMetrics(
-            generated_tokens=self._generated,
+            generated_tokens=self._generated + sum(len(run.token_ids) for run in self._inside.values()),
             prefill_tokens=self._prefilled,
             cached_tokens=self._cached,
             requests_finished=self._finished,

@@ -339,6 +339,8 @@ class Config(Section):
                 f"rollout.backend={rollout.backend} and rollout.urls={list(rollout.urls)}: backend remote needs "
                 "addresses of rollout servers, and other backends take none"
             )
+        if twice := sorted({url for url in rollout.urls if rollout.urls.count(url) > 1}):
+            problems.append(f"rollout.urls names {', '.join(twice)} more than once; a server is one address")
         if learner.lora and learner.lora.quantize != "none" and rollout.backend != "jetstream":
             problems.append(
                 f"learner.lora.quantize={learner.lora.quantize} trains over rounded weights, which rollout.backend="

@@ -89,6 +89,26 @@ class RolloutConfig(Section):
     group_size: Positive = Field(8, description="Trajectories per row (a GRPO group).")
     strategy: StrategyConfig = Field(default_factory=StrategyConfig)
     max_in_flight: Positive = Field(64, description="Trajectories that run at the same time.")
+    max_in_flight_per_server: Positive | None = Field(
+        None,
+        description="Requests a server gets at the same time; others wait, those of older trajectories first, so that "
+        "a server that joins late has work at once. null: all go at once.",
+    )
+    recovery_seconds: float = Field(
+        600.0,
+        ge=0,
+        description="How long a lost vllm engine or rollout server is started or reached again; 0: never. jetstream "
+        "lives and dies with the run.",
+    )
+    wait_for_server_seconds: float = Field(
+        300.0, ge=0, description="How long requests wait when all servers are lost and one is being recovered."
+    )
+    stall_seconds: float | None = Field(
+        300.0,
+        gt=0,
+        description="A server that has requests and does nothing for so long is lost (3 times as long before its first "
+        "token: it may compile; 10 times while it takes weights); null: never.",
+    )
     max_model_len: Positive = Field(1024, description="Most ids of prompt + response in one context.")
     temperature: float = Field(1.0, gt=0, description="Sampling temperature in training; log-probs are of it.")
     top_p: float = Field(1.0, gt=0, le=1, description="Nucleus mass in training.")

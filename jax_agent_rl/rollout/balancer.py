@@ -18,11 +18,16 @@ class Balancer:
     requests go before those of sessions that began later: by their order of arrival, the next turn of a trajectory
     that a learner waits for would queue behind the first turns of many that nobody needs yet.
 
+    A session whose server is full moves to one that has room, if there is one: an idle lane is worth more than a cache,
+    since ids are computed from a prompt many times faster than they are sampled.
+
     Args:
         max_sessions: sessions remembered; beyond it the one used longest ago is forgotten.
+        max_in_flight: most requests of a server; None: any number.
     """
 
-    def __init__(self, max_sessions: int = 100_000):
+    def __init__(self, max_sessions: int = 100_000, *, max_in_flight: int | None = None):
+        self._max_in_flight = max_in_flight
         self._in_flight: dict[str, int] = {}
         self._sessions: OrderedDict[str, str] = OrderedDict()
         self._ages: OrderedDict[str, int] = OrderedDict()
@@ -55,16 +60,28 @@ class Balancer:
             del self._sessions[session]
 
     def acquire(self, session: str | None = None) -> str | None:
-        """Chooses a server and counts the request there; None if there is no server."""
-        if not self._in_flight:
-            return None
-        server = self._sessions.get(session) if session is not None else None
-        if server is None:
-            server = min(self._in_flight, key=self._in_flight.__getitem__)  # ties: the one added first
+        """Chooses a server and counts the request there; None if there is no server, or none with room."""
+        server = self.home(session)
+        if server is None or not self.has_room(server):
+            roomy = filter(self.has_room, self._in_flight)
+            server = min(roomy, key=self._in_flight.__getitem__, default=None)  # ties: the one added first
+        if server is not None:
+            self.take(server, session)
+        return server
+
+    def home(self, session: str | None) -> str | None:
+        """The server a session is on."""
+        return self._sessions.get(session) if session is not None else None
+
+    def has_room(self, server: str) -> bool:
+        """Whether the server may get another request."""
+        return self._max_in_flight is None or self._in_flight[server] < self._max_in_flight
+
+    def take(self, server: str, session: str | None = None) -> None:
+        """Counts a request on this server, where its session is from now on."""
         if session is not None:
             self._remember(self._sessions, session, server)
         self._in_flight[server] += 1
-        return server
 
     def release(self, server: str) -> None:
         """A request that :meth:`acquire` counted has left the server."""

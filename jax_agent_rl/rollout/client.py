@@ -2,47 +2,70 @@
 
 ::
 
-    agent ──generate(ids)──► Balancer: sticky per session, else least in flight
+    agent ──generate(ids)──► Admission: sticky per session, else least in flight; waits where there is no room
                                 │
                 ┌───────────────┼───────────────┐
                 ▼               ▼               ▼
            AsyncServer     AsyncServer     AsyncServer
                 │ done            │ ABORTED          │ EngineDied, Closed
                 ▼                 ▼                  ▼
-             return     go on with prompt + ids   server is dropped,
-                        so far, budget exact      same request elsewhere
+             return     go on with prompt + ids   server is dropped, go on elsewhere
+                        so far, budget exact      with what it had streamed
 
 A caller sees one whole output whatever happened to the engines below; only its own ``abort`` gives it a partial one.
+Servers come and go: :class:`~jax_agent_rl.rollout.manager.LLMServerManager` sees to that.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
-from jax_agent_rl.errors import BackendClosedError, BackendError, EngineDiedError, TokenDriftError
-from jax_agent_rl.rollout.balancer import Balancer
-from jax_agent_rl.rollout.protocol import GenerateRequest, WeightUpdate
-from jax_agent_rl.rollout.server import AsyncServer, OnIds
-from jax_agent_rl.rollout.stops import DecodeText, straddling_stop
-from jax_agent_rl.types import PauseMode, SamplingParams, StopReason, TokenOutput, digest_ids
+from jax_agent_rl.errors import BackendClosedError, BackendError, EngineDiedError
+from jax_agent_rl.rollout.admission import Admission
+from jax_agent_rl.rollout.parts import check_context, heard, join, rest_of
+from jax_agent_rl.rollout.protocol import GenerateRequest, TokenChunk, WeightUpdate
+from jax_agent_rl.rollout.server import AsyncServer, OnIds, ServingStats, take_weights
+from jax_agent_rl.rollout.stops import DecodeText
+from jax_agent_rl.types import PauseMode, SamplingParams, StopReason, TokenOutput
 
 logger = logging.getLogger(__name__)
 
-_MAX_FRUITLESS_RESUMES = 100
-"""Resumptions in a row without a new id after which a request fails: an engine that aborts for ever is broken."""
+_MAX_FRUITLESS = 100
+"""Interruptions in a row without a new id after which a request fails: an engine that aborts for ever is broken."""
+
+_MAX_LOSSES = 20
+"""Servers in a row that were lost under a request without a new id: then it is the request that kills them."""
+
+
+class Overseer(Protocol):
+    """Who looks after a client's servers; see :class:`~jax_agent_rl.rollout.manager.LLMServerManager`."""
+
+    def lost(self, server: AsyncServer, why: str) -> None:
+        """A server is about to leave the rotation."""
+        ...
+
+    async def update_weights(self, update: WeightUpdate, *, mode: PauseMode | None = None) -> None:
+        """Does what :meth:`LLMServerClient.update_weights` promises."""
+        ...
 
 
 @dataclass(kw_only=True, slots=True)
 class _Flight:
-    """A request on its way: where it is, whether its caller wants it ended, and who is told its ids."""
+    """A request on its way: where it is, whether its caller wants it ended, and what its part has streamed so far."""
 
+    on_ids: OnIds | None
     server: AsyncServer | None = None
     unwanted: bool = False
-    on_ids: OnIds | None = None
+    losses: int = 0
+    chunks: list[TokenChunk] = field(default_factory=list)
+
+    def hear(self, chunk: TokenChunk) -> None:
+        self.chunks.append(chunk)
+        if self.on_ids is not None:
+            self.on_ids(chunk.token_ids)
 
 
 class LLMServerClient:
@@ -52,21 +75,49 @@ class LLMServerClient:
         servers: started servers with different names, all at the same policy version.
         decode_text: ids to text, special tokens included; finds stop strings that an interruption cut in two.
             Without it, an interrupted request that has stop strings fails.
+        max_in_flight_per_server: requests beyond it wait here, those of older sessions first; None: any number.
+        wait_for_server_seconds: how long requests wait while there is no server but one is being brought back.
     """
 
-    def __init__(self, servers: Iterable[AsyncServer] = (), *, decode_text: DecodeText | None = None):
+    def __init__(
+        self,
+        servers: Iterable[AsyncServer] = (),
+        *,
+        decode_text: DecodeText | None = None,
+        max_in_flight_per_server: int | None = None,
+        wait_for_server_seconds: float = 0.0,
+    ):
         self._decode_text = decode_text
         self._updating = False
-        self._balancer = Balancer()
-        self._servers: dict[str, AsyncServer] = {}
+        self._admission = Admission(max_in_flight=max_in_flight_per_server, wait_seconds=wait_for_server_seconds)
+        self._balancer = self._admission.balancer
         self._flights: dict[str, _Flight] = {}
-        self._last_loss = ""
+        self._overseer: Overseer | None = None
+        self._served: int | None = None
+        self._asked = False
+        self._lost = self._joined = self._stale = 0
         for server in servers:
             self.add_server(server)
 
     @property
     def servers(self) -> tuple[AsyncServer, ...]:
-        return tuple(self._servers.values())
+        """Those in rotation."""
+        return self._admission.servers
+
+    @property
+    def policy_version(self) -> int | None:
+        """Of the weights that are served; None before there was a server."""
+        return self._served
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is a server, or one can be waited for."""
+        return self._admission.is_open
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for room on a server, or for a server."""
+        return self._admission.waiting
 
     @property
     def modalities(self) -> frozenset[str]:
@@ -74,14 +125,29 @@ class LLMServerClient:
         taken = [server.backend.capabilities.multi_modal for server in self.servers]
         return frozenset.intersection(*taken) if taken else frozenset()
 
+    def stats(self) -> ServingStats:
+        """How the servers fared so far."""
+        return ServingStats(
+            servers_up=len(self.servers),
+            servers_lost=self._lost,
+            servers_joined=self._joined,
+            stale_served=self._stale,
+        )
+
     def require_server(self) -> None:
-        """Whether there is anyone left to ask.
+        """Whether there is anyone left to ask, or to wait for.
 
         Raises:
             EngineDiedError: every server is gone; says why the last one went.
         """
-        if not self._servers:
-            raise EngineDiedError(f"no rollout engine is left: {self._last_loss or 'none was added'}")
+        if not self._admission.is_open:
+            raise EngineDiedError(f"no rollout engine is left: {self._admission.why_closed}")
+
+    # --- servers ----------------------------------------------------------------------------------------------
+
+    def oversee(self, overseer: Overseer) -> None:
+        """Leaves losses and weight updates to whoever looks after the servers from now on."""
+        self._overseer = overseer
 
     def add_server(self, server: AsyncServer) -> None:
         """Takes a started server into the rotation, also while others are running.
@@ -90,21 +156,92 @@ class LLMServerClient:
             ValueError: its name is in use, or its weights are not those of the others.
         """
         self._check_version(server)
-        self._balancer.add(server.name)
-        self._servers[server.name] = server
+        self._admission.add(server)
+        self._served = server.backend.policy_version
+        self._joined += self._asked
 
-    async def remove_server(self, name: str) -> AsyncServer:
+    async def remove_server(self, name: str, *, drain: bool = False) -> AsyncServer:
         """Takes a server out of the rotation; what it was running goes on elsewhere. The caller closes it.
 
         A backend that cannot abort finishes its requests first.
 
+        Args:
+            drain: it finishes all its requests first, whatever it can do.
+
         Raises:
             KeyError: there is no such server.
         """
-        server = self._servers.pop(name)
-        self._balancer.remove(name)
-        await server.evacuate()
+        server = self._admission.get(name)
+        self._admission.remove(server, why="was removed")
+        if drain:
+            await server.drain()
+        else:
+            await server.evacuate()
         return server
+
+    def lose_server(self, server: AsyncServer, why: str) -> None:
+        """A server is gone; its requests and sessions move on. Nothing happens if it left before."""
+        if not self._admission.has(server):
+            return
+        self._lost += 1
+        if self._overseer is not None:
+            self._overseer.lost(server, why)
+        self._admission.remove(server, why=why)
+        logger.warning("server %s is gone (%s); %d left", server.name, why, len(self.servers))
+
+    def expect_server(self, name: str) -> None:
+        """A server is being brought back: while there is no other, requests wait for it."""
+        self._admission.expect(name)
+
+    def expect_server_no_more(self, name: str) -> None:
+        """It is back, or will not come back."""
+        self._admission.expect_no_more(name)
+
+    def serve(self, version: int) -> None:
+        """These are the weights that are served from now on."""
+        self._served = version
+
+    async def update_weights(self, update: WeightUpdate, *, mode: PauseMode | None = None) -> None:
+        """Updates all servers at once; see :meth:`AsyncServer.update_weights`.
+
+        A server that dies of it leaves the rotation.
+
+        Raises:
+            WeightUpdateError: refused; the old weights are still served (without a manager: by those who refused).
+            BackendError: no server is left.
+        """
+        if self._overseer is not None:
+            await self._overseer.update_weights(update, mode=mode)
+            return
+        self._updating = True
+        try:
+            results = await take_weights(self.servers, update, mode=mode)
+        finally:
+            self._updating = False
+        failures = []
+        for server, error in results.items():
+            if isinstance(error, EngineDiedError | BackendClosedError):
+                self.lose_server(server, str(error))
+            elif error is not None:
+                failures.append(error)
+        if failures:
+            raise failures[0]
+        if not self.servers:
+            raise BackendError(f"no server is left to take weights of version {update.version}")
+        self._served = update.version
+
+    def _check_version(self, server: AsyncServer) -> None:
+        """A server of other weights would sample from a policy that nobody asked for."""
+        if self._updating:
+            raise ValueError(f"server {server.name!r} cannot be added while weights are being updated; add it after")
+        served = sorted({s.backend.policy_version for s in self.servers})
+        if served and served != [server.backend.policy_version]:
+            raise ValueError(
+                f"server {server.name!r} has policy version {server.backend.policy_version}, the others have {served}; "
+                "bring it up to date first with server.update_weights(...)"
+            )
+
+    # --- requests ---------------------------------------------------------------------------------------------
 
     async def generate(
         self,
@@ -158,6 +295,7 @@ class LLMServerClient:
         if request_id in self._flights:
             raise BackendError(f"a request called {request_id!r} is running already")
         flight = self._flights[request_id] = _Flight(on_ids=on_ids)
+        self._asked = True
         try:
             return await self._run(request, flight)
         finally:
@@ -171,6 +309,7 @@ class LLMServerClient:
         if flight is None:
             return False
         flight.unwanted = True
+        self._admission.dismiss(request_id)
         if flight.server is not None:
             await flight.server.abort(request_id)
         return True
@@ -183,143 +322,64 @@ class LLMServerClient:
         """Forgets where a session lives; call it when its trajectory is over."""
         self._balancer.end_session(session_id)
 
-    async def update_weights(self, update: WeightUpdate, *, mode: PauseMode | None = None) -> None:
-        """Updates all servers at once; see :meth:`AsyncServer.update_weights`.
-
-        A server that dies of it leaves the rotation.
-
-        Raises:
-            WeightUpdateError: a server refused; it still serves its old weights.
-            BackendError: no server is left.
-        """
-        servers = self.servers
-        self._updating = True
-        try:
-            updates = (s.update_weights(update, mode=mode) for s in servers)
-            results = await asyncio.gather(*updates, return_exceptions=True)
-        finally:
-            self._updating = False
-        failures = []
-        for server, result in zip(servers, results, strict=True):
-            if isinstance(result, EngineDiedError | BackendClosedError):
-                self._lose(server, result)
-            elif isinstance(result, BaseException):
-                failures.append(result)
-        if failures:
-            raise failures[0]
-        if not self._servers:
-            raise BackendError(f"no server is left to take weights of version {update.version}")
-
     async def _run(self, request: GenerateRequest, flight: _Flight) -> TokenOutput:
         """Sends the request until it is whole: each pass sends what is missing to some server."""
         so_far: TokenOutput | None = None
         rest, fruitless = request, 0
         while not flight.unwanted:
-            output = await self._send(rest, flight)
-            if output is None:
+            part = await self._send(rest, flight)
+            if part is None:
                 continue
-            fruitless = 0 if output.token_ids else fruitless + 1
-            so_far = output if so_far is None else self._join(request, so_far, output)
+            fruitless = 0 if part.token_ids else fruitless + 1
+            so_far = part if so_far is None else join(request, so_far, part, self._decode_text)
             if so_far.stop_reason is not StopReason.ABORTED:
                 return so_far
-            left = request.sampling.max_tokens - len(so_far.token_ids)
-            if left <= 0:
+            if len(so_far.token_ids) >= request.sampling.max_tokens:
                 return replace(so_far, stop_reason=StopReason.LENGTH)
-            _check_context(rest, output)
-            if fruitless >= _MAX_FRUITLESS_RESUMES:
+            check_context(rest, part)
+            if fruitless >= _MAX_FRUITLESS:
                 raise BackendError(f"request {request.request_id!r} was aborted {fruitless} times without a new id")
-            rest = replace(
-                request,
-                prompt_ids=request.prompt_ids + so_far.token_ids,
-                sampling=replace(request.sampling, max_tokens=left),
-            )
-        return so_far or _nothing(request)
-
-    def _join(self, request: GenerateRequest, before: TokenOutput, rest: TokenOutput) -> TokenOutput:
-        """Both parts as one, cut where a stop string is complete that began before the interruption.
-
-        Raises:
-            TokenDriftError: the later part was conditioned on other ids.
-            BackendError: the request has stop strings and this client cannot read text.
-        """
-        whole, stop = before.then(rest), request.sampling.stop
-        if not stop or not before.token_ids:
-            return whole
-        if self._decode_text is None:
-            raise BackendError(
-                f"request {request.request_id!r} was interrupted, and its stop strings {list(stop)} may stand across "
-                "the seam; give LLMServerClient decode_text"
-            )
-        found = straddling_stop(before.token_ids, rest.token_ids, stop, self._decode_text)
-        if found is None:
-            return whole
-        end, match = len(before.token_ids) + found[0], found[1]
-        if end == len(whole.token_ids) and whole.stop_reason in (StopReason.EOS, StopReason.STOP):
-            return whole  # the engine's own reason for ending at this id comes first
-        _check_context(replace(request, prompt_ids=request.prompt_ids + before.token_ids), rest)
-        return replace(
-            whole,
-            token_ids=whole.token_ids[:end],
-            log_probs=whole.log_probs[:end],
-            policy_versions=whole.policy_versions[:end],
-            stop_reason=StopReason.STOP,
-            stop_match=match,
-            context_digest=digest_ids(request.prompt_ids + whole.token_ids[:end]),
-        )
-
-    def _check_version(self, server: AsyncServer) -> None:
-        """A server of other weights would sample from a policy that nobody asked for."""
-        if self._updating:
-            raise ValueError(f"server {server.name!r} cannot be added while weights are being updated; add it after")
-        served = sorted({s.backend.policy_version for s in self.servers})
-        if served and served != [server.backend.policy_version]:
-            raise ValueError(
-                f"server {server.name!r} has policy version {server.backend.policy_version}, the others have {served}; "
-                "bring it up to date first with server.update_weights(...)"
-            )
+            rest = rest_of(request, so_far)
+        return so_far or heard(request, ())
 
     async def _send(self, request: GenerateRequest, flight: _Flight) -> TokenOutput | None:
-        """One attempt on one server; None if that server turned out to be gone and there are others."""
-        name = self._balancer.acquire(request.session_id)
-        if name is None:
-            raise BackendError(f"request {request.request_id!r}: there is no server (left)")
-        server = flight.server = self._servers[name]
-        try:
-            return await server.generate(request, on_ids=flight.on_ids)
-        except (EngineDiedError, BackendClosedError) as error:
-            self._lose(server, error)
-            if not self._servers:
-                raise
+        """One attempt on one server; None if nothing came of it."""
+        server = await self._admission.enter(request)
+        if server is None:  # it was aborted while it waited
             return None
+        try:
+            if flight.unwanted or not self._admission.has(server):  # that happened since it was its turn
+                return None
+            return await self._ask(server, request, flight)
+        except (EngineDiedError, BackendClosedError) as error:
+            self.lose_server(server, str(error))
+            if not self._admission.is_open:
+                raise
+            return self._salvage(request, flight, error)
+        finally:
+            self._admission.leave(server)
+
+    async def _ask(self, server: AsyncServer, request: GenerateRequest, flight: _Flight) -> TokenOutput:
+        flight.server, flight.chunks, served = server, [], self._served
+        try:
+            part = await server.generate(request, on_chunk=flight.hear if flight.on_ids else None)
         finally:
             flight.server = None
-            if self._servers.get(name) is server:  # not when it was removed, nor when another took its name
-                self._balancer.release(name)
+        flight.losses = 0
+        if served is not None and (stale := sum(version < served for version in part.policy_versions)):
+            self._stale += stale
+            logger.error("%s sampled %d tokens with weights older than %d", server.name, stale, served)
+        return part
 
-    def _lose(self, server: AsyncServer, error: BaseException) -> None:
-        """A server is gone; its sessions move on with their next request."""
-        if self._servers.get(server.name) is server:
-            del self._servers[server.name]
-            self._balancer.remove(server.name)
-            self._last_loss = f"{server.name}: {error}"
-            logger.warning("server %s is gone (%s); %d left", server.name, error, len(self._servers))
-
-
-def _check_context(request: GenerateRequest, part: TokenOutput) -> None:
-    """The digest of a part is lost when another is joined to it or it is cut, so it is checked before."""
-    if part.context_digest != digest_ids(request.prompt_ids + part.token_ids):
-        raise TokenDriftError(
-            f"request {request.request_id!r}: a part of it was not sampled from the {len(request.prompt_ids)} "
-            "ids that were sent"
-        )
-
-
-def _nothing(request: GenerateRequest) -> TokenOutput:
-    """The output of a request that was aborted before it sampled anything."""
-    return TokenOutput(
-        token_ids=(),
-        log_probs=(),
-        policy_versions=(),
-        stop_reason=StopReason.ABORTED,
-        context_digest=digest_ids(request.prompt_ids),
-    )
+    def _salvage(self, request: GenerateRequest, flight: _Flight, error: BackendError) -> TokenOutput | None:
+        """What a server that is gone had streamed; None where it had streamed nothing that can be gone on with."""
+        if flight.chunks and (self._decode_text is not None or not request.sampling.stop):
+            flight.losses = 0
+            return heard(request, flight.chunks)
+        flight.losses += 1
+        if flight.losses >= _MAX_LOSSES:
+            raise BackendError(
+                f"request {request.request_id!r}: {flight.losses} servers were lost under it, the last one because: "
+                f"{error}"
+            )
+        return None

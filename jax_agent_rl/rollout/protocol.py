@@ -126,12 +126,15 @@ class WeightUpdate:
             file paths.
         payload: see ``kind``. Opaque to everything between the learner and the engine.
         partial: only some parameters are named; the others stay.
+        lasting: the payload stays as it is until the next update is made, so that a server that joins meanwhile can
+            be given it, too. Arrays are not: the learner's next step reuses their memory.
     """
 
     version: int
     kind: str
     payload: Any
     partial: bool = False
+    lasting: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -23,6 +23,7 @@ from jax_agent_rl.errors import ConfigError, ModelError
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.hf import load_config, load_hf
 from jax_agent_rl.models.shown import Sight
+from jax_agent_rl.rollout.manager import BackendFactory
 from jax_agent_rl.rollout.protocol import RolloutBackend
 from jax_agent_rl.serving import token_from
 
@@ -90,7 +91,21 @@ def make_backends(
     version: int = 0,
     table: ProgramTable | None = None,
 ) -> list[RolloutBackend]:
-    """The engines ``rollout.backend`` names; see :func:`check_engine` for what must be there.
+    """The engines ``rollout.backend`` names; see :func:`backend_factories`."""
+    makes = backend_factories(config, codec, weights=weights, say=say, version=version, table=table)
+    return [make() for make in makes.values()]
+
+
+def backend_factories(
+    config: Config,
+    codec: ChatCodec,
+    *,
+    weights: Weights,
+    say: Callable[[str], None],
+    version: int = 0,
+    table: ProgramTable | None = None,
+) -> dict[str, BackendFactory]:
+    """What makes the engines ``rollout.backend`` names, by their names; :func:`check_engine` for what must be there.
 
     Args:
         weights: the model and its initial parameters; called only for an engine that does not read them itself.
@@ -102,9 +117,15 @@ def make_backends(
         case "remote":
             return _remote(config)
         case "vllm":
-            return [_vllm(config, codec, version)]
+            return {"vllm": functools.partial(_vllm, config, codec, version)}
         case "jetstream":
-            return [_jetstream(config, codec, *weights(), say, version, table)]
+            return {"jetstream": lambda: _jetstream(config, codec, *weights(), say, version, table)}
+
+
+def recovery_seconds(config: Config) -> float:
+    """``rollout.recovery_seconds``, where an engine can be replaced: one that shares devices and process with the
+    learner cannot."""
+    return 0.0 if config.rollout.backend == "jetstream" else config.rollout.recovery_seconds
 
 
 @dataclass(frozen=True)
@@ -205,9 +226,10 @@ def _decoder(codec: ChatCodec) -> DecodeText:
     return functools.partial(codec.decode, skip_special_tokens=False)
 
 
-def _remote(config: Config) -> list[RolloutBackend]:
+def _remote(config: Config) -> dict[str, BackendFactory]:
     from jax_agent_rl.rollout.remote.client import RemoteBackend
 
     token = token_from(config.rollout.token_env, key="rollout.token_env")
     shares_disk = True if config.rollout.weight_folder else None
-    return [RemoteBackend(url, token=token, shares_disk=shares_disk) for url in config.rollout.urls]
+    connect = functools.partial(RemoteBackend, token=token, shares_disk=shares_disk)
+    return {url: functools.partial(connect, url) for url in config.rollout.urls}

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,11 +18,11 @@ from jax_agent_rl.learner.sharding import make_mesh
 from jax_agent_rl.learner.step import Learner
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.collect import RolloutCollector
-from jax_agent_rl.rollout.protocol import BackendMetrics, RolloutBackend
-from jax_agent_rl.rollout.server import AsyncServer
+from jax_agent_rl.rollout.manager import LLMServerManager
+from jax_agent_rl.rollout.protocol import BackendMetrics
 from jax_agent_rl.runtime.agents import make_agents
-from jax_agent_rl.runtime.engines import check_engine, make_backends, one_program, read_model
-from jax_agent_rl.runtime.fleet import FleetMetrics, check_versions
+from jax_agent_rl.runtime.engines import backend_factories, check_engine, one_program, read_model, recovery_seconds
+from jax_agent_rl.runtime.fleet import FleetMetrics
 from jax_agent_rl.runtime.learners import make_learner
 from jax_agent_rl.runtime.multihost import LeadingLearner, Line
 from jax_agent_rl.runtime.publishers import Publisher, make_publisher
@@ -89,7 +88,11 @@ async def build(config: Config, *, say: Callable[[str], None], line: Line | None
         )
         make_mesh(config.learner.mesh)  # or a ConfigError, before anything is loaded
         check_engine(config)
-        client = LLMServerClient(decode_text=functools.partial(codec.decode, skip_special_tokens=False))
+        client = LLMServerClient(
+            decode_text=functools.partial(codec.decode, skip_special_tokens=False),
+            max_in_flight_per_server=config.rollout.max_in_flight_per_server,
+            wait_for_server_seconds=config.rollout.wait_for_server_seconds,
+        )
         score = await stack.enter_async_context(open_scorer(config, services, client=client, codec=codec))
         agents = make_agents(config, client=client, codec=codec, tools=tools, score=score)
         stack.push_async_callback(agents.close)
@@ -102,19 +105,26 @@ async def build(config: Config, *, say: Callable[[str], None], line: Line | None
         learner = make_learner(config, model, score_by=shared and shared.score, line=line)
         publisher = make_publisher(config, model, probe_ids=probe_ids)
         stack.callback(publisher.close)
-        backends = make_backends(
+        factories = backend_factories(
             config,
             codec,
             weights=lambda: (model, learner.params),  # as the learner keeps them: under adapters rounded, perhaps
             say=say,
             table=shared and shared.table,
         )
+        manager = LLMServerManager(
+            client,
+            recovery_seconds=recovery_seconds(config),
+            stall_seconds=config.rollout.stall_seconds,
+            seed=config.seed,
+        )
+        stack.push_async_callback(manager.close)
         say(f"starting the {config.rollout.backend} engine")
-        await _start(config, client, backends, stack)
+        await manager.start(factories)
         yield Runtime(
             config=config,
             codec=codec,
-            metrics=FleetMetrics(backends).read,
+            metrics=FleetMetrics(lambda: manager.backends).read,
             client=client,
             collector=agents.collector,
             evaluator=agents.evaluator,
@@ -133,15 +143,3 @@ def _load_data(config: Config, tools: ToolRegistry) -> tuple[list[dict[str, Any]
     names_of = ((row.get("agent_name") or config.agent.default_agent, row) for row in (*train, *heldout))
     require_environments([row for name, row in names_of if name == EnvironmentAgent.name])
     return train, heldout
-
-
-async def _start(
-    config: Config, client: LLMServerClient, backends: Sequence[RolloutBackend], stack: AsyncExitStack
-) -> None:
-    """Starts the engines side by side and gives them to the client; ``stack`` closes them."""
-    for backend in backends:
-        stack.push_async_callback(backend.close)
-    await asyncio.gather(*(backend.start() for backend in backends))
-    check_versions(config, backends)
-    for number, backend in enumerate(backends):
-        client.add_server(AsyncServer(backend, name=f"engine-{number}"))

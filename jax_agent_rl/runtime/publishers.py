@@ -42,7 +42,8 @@ class FilePublisher:
 
     def make(self, params: Params, version: int) -> WeightUpdate:
         """Writes all parameters; the files of the version before are removed first."""
-        return WeightUpdate(version=version, kind="safetensors", payload=self._files.write(params, version))
+        files = self._files.write(params, version)
+        return WeightUpdate(version=version, kind="safetensors", payload=files, lasting=True)
 
     def close(self) -> None:
         self._files.close()

@@ -216,7 +216,7 @@ def _runtime(
     return Runtime(
         config=config,
         codec=cast(Any, codec),
-        metrics=FleetMetrics(engines).read,
+        metrics=FleetMetrics(lambda: engines).read,
         client=client,
         collector=collectors[0],
         evaluator=collectors[1],

@@ -13,7 +13,7 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from jax_agent_rl.learner.checkpoint import Checkpointer
 from jax_agent_rl.learner.gate import UpdateGate
@@ -172,7 +172,11 @@ class Trainer:
             weight_update_seconds=weight_update_seconds,
             step_seconds=step_seconds,
             recompilations=record.recompilations,
-            pipeline={"learner_idle_share": self.waited / step_seconds, **collected.metrics},
+            pipeline={
+                "learner_idle_share": self.waited / step_seconds,
+                **asdict(runtime.client.stats()),
+                **collected.metrics,
+            },
         )
         self.waited = 0.0
         self.folder.add_metrics(line)

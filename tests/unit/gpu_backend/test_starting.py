@@ -13,7 +13,10 @@ from gpu_backend.settings import GIB, VllmSettings, check_installation, environm
 from gpu_backend.usage import Usage
 from jax_agent_rl.config import build
 from jax_agent_rl.errors import BackendError, ConfigError
+from jax_agent_rl.jetstream.request import RunningRequest
+from jax_agent_rl.rollout.protocol import GenerateRequest
 from jax_agent_rl.runtime.engines import check_engine
+from jax_agent_rl.types import SamplingParams
 
 SETTINGS = VllmSettings(model="m", max_model_len=128)
 LOG = """2026 INFO 1 vllm.core: starting
@@ -153,9 +156,23 @@ def test_importing_the_backend_imports_neither_vllm_nor_torch():
 
 def test_usage_counts_busy_time_once():
     now = [0.0]
-    usage = Usage(clock=lambda: now[0])
-    usage.begin()
+    usage, one, other = Usage(clock=lambda: now[0]), running("one"), running("other")
+    usage.begin(one)
     now[0] = 2.0
-    usage.begin()
+    usage.begin(other)
     now[0] = 3.0
     assert usage.metrics().busy_seconds == 3.0
+
+
+def test_ids_count_as_they_are_sampled_and_once():
+    usage, run = Usage(), running("r")
+    usage.begin(run)
+    run.token_ids.append(5)
+    assert usage.metrics().generated_tokens == 1, "an engine whose counters move only at the end would look stalled"
+    usage.end(run)
+    assert usage.metrics().generated_tokens == 1
+
+
+def running(name):
+    request = GenerateRequest(request_id=name, prompt_ids=(1,), sampling=SamplingParams(max_tokens=5))
+    return RunningRequest(request, max_tokens=5, eos_ids=frozenset(), seed=0, decode_text=None)

@@ -1,0 +1,159 @@
+"""Servers in virtual time whose engines can die, fall silent and refuse weights, and a manager over them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import closing
+from typing import Any
+
+from jax_agent_rl.errors import EngineDiedError, WeightUpdateError
+from jax_agent_rl.rollout.client import LLMServerClient
+from jax_agent_rl.rollout.manager import LLMServerManager
+from jax_agent_rl.rollout.protocol import GenerateRequest, WeightUpdate
+from jax_agent_rl.simulate.clock import VirtualLoop
+from jax_agent_rl.simulate.engine import EngineSpeed, SimulatedEngine
+from jax_agent_rl.types import PauseMode, SamplingParams, TokenOutput
+
+SPEED = EngineSpeed(lanes=64, step_seconds=1.0, prefill_tokens_per_step=10**9, load_seconds=1.0)
+
+
+class FaultyEngine(SimulatedEngine):
+    """Samples an id a second; a successor of its name begins with version 0 again."""
+
+    def __init__(self, fleet: Fleet, name: str, *, version: int = 0) -> None:
+        super().__init__(fleet.speed, max_model_len=4096)
+        self.fleet, self.name = fleet, name
+        self._version = version
+        self._dead = self._silent = False
+        self.started = self.refuses = False
+        self.asked: list[GenerateRequest] = []
+        self.updates: list[int] = []
+
+    async def start(self) -> None:
+        self.fleet.starts.append((self.name, self._loop.time()))
+        await asyncio.sleep(self.fleet.start_seconds)
+        if self.name in self.fleet.unreachable:
+            raise EngineDiedError(f"{self.name} is not to be reached")
+        self.started = True
+
+    async def generate(self, request: GenerateRequest) -> TokenOutput:
+        self._check()
+        served = self.fleet.client.policy_version
+        assert served is not None and self._version >= served, "a fenced server was asked"
+        self.asked.append(request)
+        return await super().generate(request)
+
+    async def update_weights(self, update: WeightUpdate) -> None:
+        self._check()
+        if self._silent:
+            await asyncio.get_running_loop().create_future()
+        if update.version <= self._version or self.refuses:
+            raise WeightUpdateError(f"{self.name} refuses version {update.version}")
+        await super().update_weights(update)
+        self._check()
+        self.updates.append(update.version)
+
+    async def abort(self, request_id: str) -> bool:
+        self._check()
+        if self._silent:
+            await asyncio.get_running_loop().create_future()
+        return await super().abort(request_id)
+
+    async def pause(self, mode: PauseMode) -> None:
+        self._check()
+        await super().pause(mode)
+
+    async def metrics(self) -> Any:
+        self._check()
+        return await super().metrics()
+
+    def _check(self) -> None:
+        if self._dead:
+            raise EngineDiedError(f"{self.name} died")
+
+    def die(self) -> None:
+        """Everything inside and everything asked of it fails."""
+        self._dead = True
+        for run in [*self._running.values(), *self._waiting]:
+            if not run.done.done():
+                run.done.set_exception(EngineDiedError(f"{self.name} died"))
+
+    def fall_silent(self) -> None:
+        """Samples nothing any more, and answers nothing that needs the engine."""
+        self._advance()
+        self._silent = self._paused = True
+        self._schedule()
+
+    async def resume(self) -> None:
+        if not self._silent:
+            await super().resume()
+
+
+class Fleet:
+    """A client, its manager, and every engine that was made for them.
+
+    Attributes:
+        engines: by name, all there ever were, the newest last.
+        starts: name and time of every start.
+        unreachable: names whose engines do not start now.
+    """
+
+    def __init__(self, *, client: dict[str, Any] | None = None, speed: EngineSpeed = SPEED, **manager: Any) -> None:
+        self.speed = speed
+        self.engines: dict[str, list[FaultyEngine]] = {}
+        self.starts: list[tuple[str, float]] = []
+        self.unreachable: set[str] = set()
+        self.start_seconds = 0.0
+        self.client = LLMServerClient(**{"wait_for_server_seconds": 50.0} | (client or {}))
+        self.manager = LLMServerManager(self.client, **{"recovery_seconds": 100.0} | manager)
+        self._number = 0
+
+    def make(self, name: str, **engine: Any) -> Callable[[], FaultyEngine]:
+        def factory() -> FaultyEngine:
+            made = FaultyEngine(self, name, **engine)
+            self.engines.setdefault(name, []).append(made)
+            return made
+
+        return factory
+
+    async def start(self, *names: str) -> None:
+        await self.manager.start({name: self.make(name) for name in names})
+
+    def __getitem__(self, name: str) -> FaultyEngine:
+        """The newest engine of this name."""
+        return self.engines[name][-1]
+
+    @property
+    def up(self) -> list[str]:
+        return sorted(server.name for server in self.client.servers)
+
+    def ask(self, tokens: int, **request: Any) -> asyncio.Task[TokenOutput]:
+        self._number += 1
+        fields = {"prompt_ids": (1,) * 8, "sampling_params": SamplingParams(max_tokens=tokens)} | request
+        return asyncio.ensure_future(self.client.generate(f"r{self._number}", **fields))
+
+    async def publish(self, version: int, *, lasting: bool = True, **options: Any) -> None:
+        update = WeightUpdate(version=version, kind="arrays", payload=None, lasting=lasting)
+        await self.client.update_weights(update, **options)
+
+
+def in_virtual_time(main: Callable[..., Awaitable[Any]], **fleet: Any) -> Any:
+    """``main(fleet)``; afterwards the manager is closed, and no task may be left."""
+
+    async def whole() -> Any:
+        made = Fleet(**fleet)
+        try:
+            return await main(made)
+        finally:
+            await made.manager.close()
+            await asyncio.sleep(0)
+            left = asyncio.all_tasks() - {asyncio.current_task()}
+            assert not left, left
+
+    with closing(VirtualLoop()) as loop:
+        return loop.run_until_complete(whole())
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()

@@ -1,0 +1,314 @@
+"""The manager of the servers, in virtual time: engines sample an id a second and take a second to load weights."""
+
+import asyncio
+
+import pytest
+
+from jax_agent_rl.errors import BackendError, ConfigError, EngineDiedError, WeightUpdateError
+from jax_agent_rl.types import StopReason
+from tests.fleet import in_virtual_time, now
+
+
+def test_a_server_that_joins_gets_the_served_weights_before_any_request():
+    async def main(fleet):
+        await fleet.start("a")
+        await fleet.publish(1)
+        await fleet.manager.join("b", fleet.make("b"))
+        assert fleet["b"].updates == [1] and fleet.up == ["a", "b"]
+        outputs = await asyncio.gather(fleet.ask(3), fleet.ask(3))
+        assert {output.policy_versions for output in outputs} == {(1, 1, 1)}
+        assert fleet["b"].asked, "the engine itself asserts that it was not asked before"
+
+    in_virtual_time(main)
+
+
+def test_where_nothing_lasts_of_an_update_a_server_enters_with_the_next():
+    async def main(fleet):
+        await fleet.start("a")
+        await fleet.publish(1, lasting=False)
+        joining = asyncio.create_task(fleet.manager.join("b", fleet.make("b")))
+        await asyncio.sleep(10)
+        assert not joining.done() and fleet.up == ["a"]
+        await fleet.publish(2, lasting=False)
+        await joining
+        assert fleet["b"].updates == [2] and fleet.up == ["a", "b"]
+
+    in_virtual_time(main)
+
+
+def test_a_join_and_an_update_at_the_same_time_end_with_one_version_everywhere():
+    async def main(fleet):
+        await fleet.start("a")
+        await fleet.publish(1)
+        await asyncio.gather(fleet.manager.join("b", fleet.make("b")), fleet.publish(2), fleet.publish(3))
+        assert {engine.policy_version for engine in fleet.manager.backends} == {3} and len(fleet.up) == 2
+
+    in_virtual_time(main)
+
+
+@pytest.mark.parametrize("why", ["unreachable", "newer", "refuses", "cancelled", "in use"])
+def test_a_join_that_fails_leaves_everything_as_it_was(why):
+    async def main(fleet):
+        await fleet.start("a")
+        await fleet.publish(1)
+        make = fleet.make("b", version=7 if why == "newer" else 0)
+        if why == "unreachable":
+            fleet.unreachable.add("b")
+            with pytest.raises(EngineDiedError, match="not to be reached"):
+                await fleet.manager.join("b", make)
+        elif why == "newer":
+            with pytest.raises(WeightUpdateError, match="version 7, newer than the run's 1.*restart it"):
+                await fleet.manager.join("b", make)
+        elif why == "refuses":
+
+            def stubborn():
+                engine = make()
+                engine.refuses = True
+                return engine
+
+            with pytest.raises(WeightUpdateError, match="b refuses version 1"):
+                await fleet.manager.join("b", stubborn)
+        elif why == "in use":
+            with pytest.raises(ValueError, match="'a' already"):
+                await fleet.manager.join("a", make)
+        else:
+            joining = asyncio.create_task(fleet.manager.join("b", make))
+            await asyncio.sleep(0.5)  # it is loading weights
+            joining.cancel()
+            await asyncio.gather(joining, return_exceptions=True)
+        assert fleet.up == ["a"] and len(fleet.manager.backends) == 1
+        assert all(engine._closed for engine in fleet.engines.get("b", []))
+        await fleet.publish(2)
+        fleet.unreachable.clear()
+        await fleet.manager.join("b", fleet.make("b"))
+        assert fleet.up == ["a", "b"], "the name and the lock are free again"
+
+    in_virtual_time(main)
+
+
+@pytest.mark.parametrize("drain", [False, True])
+def test_a_server_that_leaves_loses_no_request(drain):
+    async def main(fleet):
+        await fleet.start("a", "b")
+        tasks = [fleet.ask(10), fleet.ask(10)]
+        await asyncio.sleep(4.5)
+        await fleet.manager.leave("a", drain=drain)
+        assert fleet.up == ["b"] and fleet["a"]._closed
+        outputs = await asyncio.gather(*tasks)
+        assert [len(output.token_ids) for output in outputs] == [10, 10]
+        resumed = [request.sampling.max_tokens for request in fleet["b"].asked]
+        assert resumed == ([10] if drain else [10, 6]), "what was sampled counts against the budget"
+        with pytest.raises(KeyError):
+            await fleet.manager.leave("a")
+
+    in_virtual_time(main)
+
+
+def test_a_lost_server_is_replaced_brought_up_to_date_and_takes_part_again():
+    async def main(fleet):
+        await fleet.start("a", "b")
+        await fleet.publish(1)
+        tasks = [fleet.ask(10), fleet.ask(10)]
+        await asyncio.sleep(4.5)
+        fleet["a"].die()
+        await asyncio.sleep(5)
+        assert fleet.up == ["a", "b"] and len(fleet.engines["a"]) == 2
+        assert fleet["a"].updates == [1] and fleet.engines["a"][0]._closed
+        assert [len(output.token_ids) for output in await asyncio.gather(*tasks)] == [10, 10]
+        stats = fleet.client.stats()
+        assert (stats.servers_up, stats.servers_lost, stats.servers_joined, stats.stale_served) == (2, 1, 1, 0)
+
+    in_virtual_time(main)
+
+
+def test_requests_wait_for_a_server_that_is_being_brought_back():
+    async def main(fleet):
+        await fleet.start("a")
+        fleet.unreachable.add("a")
+        task = fleet.ask(5)
+        await asyncio.sleep(2)
+        fleet["a"].die()
+        late = fleet.ask(5)
+        await asyncio.sleep(20)
+        fleet.client.require_server()
+        fleet.unreachable.clear()
+        assert [len(output.token_ids) for output in await asyncio.gather(task, late)] == [5, 5]
+
+    in_virtual_time(main)
+
+
+def test_requests_do_not_wait_longer_than_was_said_and_a_server_that_comes_later_serves_again():
+    async def main(fleet):
+        await fleet.start("a")
+        fleet.unreachable.add("a")
+        fleet["a"].die()
+        for expected in (50.0, 50.0):
+            with pytest.raises(EngineDiedError, match="a: a died; none came back within 50 s"):
+                await fleet.ask(5)
+            assert now() == pytest.approx(expected, abs=0.1), "the outage has begun once"
+        with pytest.raises(EngineDiedError, match="no rollout engine is left"):
+            fleet.client.require_server()
+        fleet.unreachable.clear()
+        await asyncio.sleep(40)
+        assert len((await fleet.ask(5)).token_ids) == 5
+
+    in_virtual_time(main)
+
+
+def test_when_time_is_up_a_server_is_given_up_and_its_loss_is_the_answer():
+    async def main(fleet):
+        await fleet.start("a")
+        fleet.unreachable.add("a")
+        fleet["a"].die()
+        with pytest.raises(EngineDiedError, match="no server left: a: a died"):
+            await fleet.ask(5)
+        assert now() == pytest.approx(20, abs=0.1)
+        tries = [at for _, at in fleet.starts[1:]]
+        gaps = [later - earlier for earlier, later in zip(tries, tries[1:], strict=False)]
+        assert all(0.5 * 2**n <= gap <= 1.0 * 2**n for n, gap in enumerate(gaps)) and len(gaps) >= 3, gaps
+
+    in_virtual_time(main, recovery_seconds=20.0)
+
+
+def test_without_recovery_a_loss_is_final_and_told_at_once():
+    async def main(fleet):
+        await fleet.start("a")
+        fleet["a"].die()
+        with pytest.raises(EngineDiedError, match="a died"):
+            await fleet.ask(5)
+        assert now() < 1e-6 and len(fleet.starts) == 1
+        await fleet.manager.join("a", fleet.make("a"))
+        assert len((await fleet.ask(5)).token_ids) == 5
+
+    in_virtual_time(main, recovery_seconds=0.0)
+
+
+def test_a_request_that_kills_every_server_fails_in_the_end():
+    async def main(fleet):
+        await fleet.start("a")
+        task = fleet.ask(50)
+        while not task.done():
+            fleet["a"].die()
+            await asyncio.sleep(1)
+        with pytest.raises(BackendError, match="20 servers were lost under it"):
+            await task
+
+    in_virtual_time(main)
+
+
+def test_an_engine_that_accepts_and_never_answers_is_lost_and_its_requests_move_on():
+    async def main(fleet):
+        await fleet.start("a", "b")
+        assert len((await fleet.ask(30)).token_ids) == 30
+        tasks = [fleet.ask(30), fleet.ask(30)]
+        await asyncio.sleep(5.5)
+        fleet["a"].fall_silent()
+        outputs = await asyncio.gather(*tasks)
+        assert [len(output.token_ids) for output in outputs] == [30, 30]
+        assert fleet.client.stats().servers_lost == 1
+        await asyncio.sleep(10)
+        assert fleet.up == ["a", "b"] and len(fleet.engines["a"]) == 2
+
+    in_virtual_time(main, stall_seconds=20.0)
+
+
+def test_an_idle_engine_and_a_slow_one_have_not_stalled():
+    async def main(fleet):
+        await fleet.start("a")
+        await asyncio.sleep(1000)
+        assert len((await fleet.ask(2000)).token_ids) == 2000
+        assert fleet.client.stats().servers_lost == 0
+
+    in_virtual_time(main, stall_seconds=20.0)
+
+
+def test_an_engine_that_dies_without_being_asked_is_noticed():
+    async def main(fleet):
+        await fleet.start("a")
+        fleet["a"].die()
+        await asyncio.sleep(15)
+        assert fleet.up == ["a"] and len(fleet.engines["a"]) == 2
+
+    in_virtual_time(main, stall_seconds=20.0)
+
+
+def test_a_server_that_hangs_while_it_takes_weights_does_not_hold_up_the_run_for_ever():
+    async def main(fleet):
+        await fleet.start("a", "b")
+        fleet["a"].fall_silent()
+        await fleet.publish(1)
+        assert fleet["b"].updates == [1] and now() < 12 * 20
+        await asyncio.sleep(10)
+        assert fleet.up == ["a", "b"] and fleet["a"].updates == [1]
+
+    in_virtual_time(main, stall_seconds=20.0)
+
+
+def test_a_server_that_refuses_what_another_took_is_fenced_and_tried_again():
+    async def main(fleet):
+        await fleet.start("a", "b")
+        fleet["a"].refuses = True
+        tasks = [fleet.ask(10), fleet.ask(10)]
+        await asyncio.sleep(4.5)
+        await fleet.publish(1)
+        assert fleet.up == ["b"]
+        await asyncio.sleep(5)
+        assert fleet.up == ["a", "b"] and fleet["a"].updates == [1]
+        outputs = await asyncio.gather(*tasks)
+        assert [len(output.token_ids) for output in outputs] == [10, 10]
+        assert fleet.client.stats().stale_served == 0
+
+    in_virtual_time(main)
+
+
+def test_if_all_refuse_the_old_weights_serve_on_and_the_error_is_told():
+    async def main(fleet):
+        await fleet.start("a", "b")
+        fleet["a"].refuses = fleet["b"].refuses = True
+        with pytest.raises(WeightUpdateError, match="a refuses version 1"):
+            await fleet.publish(1)
+        assert fleet.up == ["a", "b"] and fleet.client.policy_version == 0
+        output = await fleet.ask(5)
+        assert output.stop_reason is StopReason.LENGTH and set(output.policy_versions) == {0}
+
+    in_virtual_time(main)
+
+
+def test_an_update_during_an_outage_is_kept_if_it_lasts():
+    async def main(fleet):
+        await fleet.start("a")
+        fleet["a"].die()
+        await fleet.publish(1)
+        assert (await fleet.ask(3)).policy_versions == (1, 1, 1)
+        fleet["a"].die()
+        with pytest.raises(BackendError, match="no server is left to take weights of version 2"):
+            await fleet.publish(2, lasting=False)
+
+    in_virtual_time(main)
+
+
+def test_servers_that_start_with_different_weights_are_refused_and_closed():
+    async def main(fleet):
+        with pytest.raises(ConfigError, match=r"different policy versions: {'a': 0, 'b': 3}"):
+            await fleet.manager.start({"a": fleet.make("a"), "b": fleet.make("b", version=3)})
+        assert fleet["a"]._closed and fleet["b"]._closed and not fleet.up
+
+    in_virtual_time(main)
+
+
+def test_closing_ends_what_waits_for_a_server():
+    async def main(fleet):
+        await fleet.start("a")
+        await fleet.publish(1, lasting=False)
+        joining = asyncio.create_task(fleet.manager.join("b", fleet.make("b")))
+        await asyncio.sleep(1)
+        fleet.unreachable.add("a")
+        fleet["a"].die()
+        task = fleet.ask(5)
+        await asyncio.sleep(1)
+        await fleet.manager.close()
+        for error in await asyncio.gather(joining, task, return_exceptions=True):
+            assert isinstance(error, BackendError)
+        assert all(engine._closed for engines in fleet.engines.values() for engine in engines)
+
+    in_virtual_time(main)
