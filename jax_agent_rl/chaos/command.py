@@ -103,6 +103,7 @@ def _report(seed: int, calm: Played, rough: Played) -> dict[str, Any]:
         "orphans": rough.leftovers.count + calm.leftovers.count,
         "faults": rough.faults,
         "requests_spoilt": rough.network,
+        "servers_lost": rough.servers_lost,
         "most_attempts": rough.most_attempts,
         "mean_attempts": round(rough.mean_attempts, 3),
         "trained_per_second": round(rough.trained_per_second, 2),

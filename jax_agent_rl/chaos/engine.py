@@ -51,7 +51,7 @@ class PacedBackend:
     """
 
     def __init__(
-        self, policy: Policy, *, version: int, tick_seconds: float = 0.02, lanes: int = 8, max_model_len: int = 1024
+        self, policy: Policy, *, version: int, tick_seconds: float = 0.02, lanes: int = 4, max_model_len: int = 1024
     ) -> None:
         self._capabilities = Capabilities(
             max_model_len=max_model_len,

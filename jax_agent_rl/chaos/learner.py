@@ -65,7 +65,7 @@ class PolicyPublisher:
         self.close()
         file = self._folder / f"version-{version}.safetensors"
         policy_of(self._seed, version).save(file)
-        return WeightUpdate(version=version, kind="safetensors", payload=[str(file)])
+        return WeightUpdate(version=version, kind="safetensors", payload=[str(file)], lasting=True)
 
     def close(self) -> None:
         for file in self._folder.glob("*.safetensors"):

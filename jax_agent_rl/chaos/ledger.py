@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
@@ -30,6 +31,7 @@ class Ledger:
         unbalanced: steps after which the books did not balance.
         steps: that the learner finished.
         tokens: sampled ids that were trained on.
+        warm: when the first step was over, by ``time.monotonic``, and how many trajectories it had trained.
         complaints: the first of all these in words.
     """
 
@@ -37,6 +39,7 @@ class Ledger:
         self.fates: dict[str, str | None] = {}
         self.duplicated = self.inexact = self.stale_served = self.unbalanced = 0
         self.steps = self.tokens = 0
+        self.warm: tuple[float, int] | None = None
         self.complaints: list[str] = []
         self._seed = seed
         self._learnt: set[str] = set()
@@ -62,6 +65,7 @@ class Ledger:
     def finish_step(self, accounting: Accounting) -> None:
         """A step is over; its books and the fates must agree."""
         self.steps += 1
+        self.warm = self.warm or (time.monotonic(), self.count("trained"))
         try:
             accounting.check()
         except AssertionError as error:
@@ -71,6 +75,13 @@ class Ledger:
         if open_ones != accounting.in_flight or len(self.fates) != accounting.started:
             self.unbalanced += 1
             self.complain(f"after step {self.steps} the trajectories in flight are not those without a fate")
+
+    def rate(self, now: float) -> float:
+        """Trajectories trained per second since it was warm; 0 if it never was."""
+        if self.warm is None:
+            return 0.0
+        since, trained = self.warm
+        return (self.count("trained") - trained) / (now - since)
 
     def count(self, fate: str) -> int:
         """Trajectories with this fate."""
@@ -132,10 +143,10 @@ class WatchedClient(LLMServerClient):
     def __init__(self, ledger: Ledger, **options: Any) -> None:
         super().__init__(**options)
         self._ledger = ledger
-        self._served = self._offered = 0
+        self._published = self._offered = 0
 
     async def generate(self, request_id: str, **request: Any) -> TokenOutput:
-        oldest = self._served
+        oldest = self._published
         output = await super().generate(request_id, **request)
         versions = output.policy_versions
         wrong = [version for version in versions if not oldest <= version <= self._offered]
@@ -147,4 +158,4 @@ class WatchedClient(LLMServerClient):
     async def update_weights(self, update: WeightUpdate, *, mode: PauseMode | None = None) -> None:
         self._offered = update.version
         await super().update_weights(update, mode=mode)
-        self._served = update.version
+        self._published = update.version

@@ -52,6 +52,7 @@ class Played:
 
     Attributes:
         seconds: it lasted.
+        trained_per_second: trajectories, from the end of the first step, when everything is warm.
         stop_seconds: from its cancellation until nothing of it ran any more.
         findings: :meth:`Ledger.summary`.
         complaints: in words.
@@ -62,10 +63,12 @@ class Played:
         steps_after: that were finished after the last fault was mended.
         crashed: why the trainer ended before its time; "" if it did not.
         leftovers: after everything was closed.
+        servers_lost: how often the client lost a server.
         footprints: taken while it ran.
     """
 
     seconds: float
+    trained_per_second: float = 0.0
     stop_seconds: float = 0.0
     findings: dict[str, Any] = field(default_factory=dict)
     complaints: list[str] = field(default_factory=list)
@@ -75,12 +78,9 @@ class Played:
     mean_attempts: float = 0.0
     steps_after: int = 0
     crashed: str = ""
+    servers_lost: int = 0
     leftovers: Leftovers = Leftovers()
     footprints: list[Footprint] = field(default_factory=list)
-
-    @property
-    def trained_per_second(self) -> float:
-        return self.findings["trained"] / self.seconds
 
 
 async def play(
@@ -133,6 +133,7 @@ async def _run(
         steps = stage.ledger.steps
         await asyncio.wait({training}, timeout=max(0.0, begin + seconds - time.monotonic()))
         played.seconds = time.monotonic() - begin
+        played.trained_per_second = stage.ledger.rate(time.monotonic())
         played.steps_after = stage.ledger.steps - steps
         played.crashed = _why_ended(training)
     finally:
@@ -172,6 +173,7 @@ async def _watch(
 def _conclude(stage: Stage, injections: Sequence[Injection], played: Played) -> None:
     proxies = (*stage.victims.engine_proxies, stage.victims.tool_proxy)
     attempts: Counter[str] = sum((proxy.attempts for proxy in proxies), Counter())
+    played.servers_lost = stage.trainer.runtime.client.stats().servers_lost
     played.findings, played.complaints = stage.ledger.summary(), stage.ledger.complaints
     played.faults = {injection.name: injection.strikes for injection in injections}
     played.network = {str(fault): n for fault, n in sorted(sum((proxy.hits for proxy in proxies), Counter()).items())}

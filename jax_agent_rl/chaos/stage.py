@@ -38,8 +38,8 @@ from jax_agent_rl.data.cursor import DataCursor
 from jax_agent_rl.observe.metrics import RunFolder
 from jax_agent_rl.observe.progress import Progress
 from jax_agent_rl.rollout.collect import RolloutCollector
+from jax_agent_rl.rollout.manager import LLMServerManager
 from jax_agent_rl.rollout.remote.client import RemoteBackend
-from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.runtime.fleet import FleetMetrics
 from jax_agent_rl.runtime.in_process import Runtime
 from jax_agent_rl.trainer.base import Collected
@@ -49,6 +49,8 @@ from jax_agent_rl.types import Trajectory
 
 ENGINES = 3
 SILENCE_SECONDS = 2.0
+STALL_SECONDS = 2.0
+RECOVERY_SECONDS = 120.0
 LEARNER_SECONDS = 0.3
 _FOREVER = 10**9
 _ROWS = [{"prompt": [{"role": "user", "content": f"row {i}"}], "agent_name": "server_tool_agent"} for i in range(32)]
@@ -161,13 +163,18 @@ async def _trainer(
     settings: config.Config, urls: list[str], weights: Path, ledger: Ledger, stack: AsyncExitStack
 ) -> WatchedTrainer:
     text = codec()
+    client = WatchedClient(
+        ledger,
+        decode_text=functools.partial(text.decode, skip_special_tokens=False),
+        wait_for_server_seconds=RECOVERY_SECONDS,
+    )
+    manager = LLMServerManager(
+        client, recovery_seconds=RECOVERY_SECONDS, stall_seconds=STALL_SECONDS, seed=settings.seed
+    )
+    stack.push_async_callback(manager.close)
     # Weights go over the wire, where they can be spoilt.
-    backends = [RemoteBackend(url, shares_disk=False, silence_seconds=SILENCE_SECONDS) for url in urls]
-    client = WatchedClient(ledger, decode_text=functools.partial(text.decode, skip_special_tokens=False))
-    for number, backend in enumerate(backends):
-        stack.push_async_callback(backend.close)
-        await backend.start()
-        client.add_server(AsyncServer(backend, name=f"engine-{number}"))
+    connect = functools.partial(RemoteBackend, shares_disk=False, silence_seconds=SILENCE_SECONDS)
+    await manager.start({f"engine-{number}": functools.partial(connect, url) for number, url in enumerate(urls)})
     context = AgentContext(client=client, codec=text, limits=settings.agent, max_model_len=512)
     collector = RolloutCollector(
         context,
@@ -182,7 +189,7 @@ async def _trainer(
     runtime = Runtime(
         config=settings,
         codec=text,
-        metrics=FleetMetrics(backends).read,
+        metrics=FleetMetrics(lambda: manager.backends).read,
         client=client,
         collector=collector,
         evaluator=collector,
