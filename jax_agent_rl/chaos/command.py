@@ -13,6 +13,7 @@ from rich.console import Console
 from jax_agent_rl.chaos.faults import NAMES
 from jax_agent_rl.chaos.footprint import growth
 from jax_agent_rl.chaos.play import CALM_SECONDS, Played, play
+from jax_agent_rl.chaos.stage import TOOL_RETRIES
 from jax_agent_rl.errors import ConfigError
 
 UNDISTURBED_SHARE = 0.25
@@ -82,6 +83,8 @@ def failures(played: Played) -> list[str]:
         broken.append("no step was finished after the last fault")
     if played.most_attempts > MAX_ATTEMPTS:
         broken.append(f"a request was sent {played.most_attempts} times, more than {MAX_ATTEMPTS}")
+    if played.most_tool_attempts > 1 + TOOL_RETRIES:
+        broken.append(f"a tool call was sent {played.most_tool_attempts} times, may be repeated {TOOL_RETRIES} times")
     return broken + _growing(played)
 
 
@@ -105,6 +108,7 @@ def _report(seed: int, calm: Played, rough: Played) -> dict[str, Any]:
         "requests_spoilt": rough.network,
         "servers_lost": rough.servers_lost,
         "most_attempts": rough.most_attempts,
+        "most_tool_attempts": rough.most_tool_attempts,
         "mean_attempts": round(rough.mean_attempts, 3),
         "trained_per_second": round(rough.trained_per_second, 2),
         "undisturbed_per_second": round(calm.trained_per_second, 2),

@@ -60,6 +60,7 @@ class Played:
         network: requests spoilt, by fault.
         most_attempts: how often the most repeated rollout request was sent.
         mean_attempts: sent rollout requests per request.
+        most_tool_attempts: how often the most repeated tool call was sent.
         steps_after: that were finished after the last fault was mended.
         crashed: why the trainer ended before its time; "" if it did not.
         leftovers: after everything was closed.
@@ -76,6 +77,7 @@ class Played:
     network: dict[str, int] = field(default_factory=dict)
     most_attempts: int = 0
     mean_attempts: float = 0.0
+    most_tool_attempts: int = 0
     steps_after: int = 0
     crashed: str = ""
     servers_lost: int = 0
@@ -172,12 +174,14 @@ async def _watch(
 
 def _conclude(stage: Stage, injections: Sequence[Injection], played: Played) -> None:
     proxies = (*stage.victims.engine_proxies, stage.victims.tool_proxy)
-    attempts: Counter[str] = sum((proxy.attempts for proxy in proxies), Counter())
+    attempts: Counter[str] = sum((proxy.attempts for proxy in stage.victims.engine_proxies), Counter())
+    tool_attempts = stage.victims.tool_proxy.attempts
     played.servers_lost = stage.trainer.runtime.client.stats().servers_lost
     played.findings, played.complaints = stage.ledger.summary(), stage.ledger.complaints
     played.faults = {injection.name: injection.strikes for injection in injections}
     played.network = {str(fault): n for fault, n in sorted(sum((proxy.hits for proxy in proxies), Counter()).items())}
     played.most_attempts = max(attempts.values(), default=0)
+    played.most_tool_attempts = max(tool_attempts.values(), default=0)
     played.mean_attempts = attempts.total() / max(1, len(attempts))
 
 

@@ -55,7 +55,7 @@ class FaultProxy:
         busy: somebody set :attr:`fault`; others leave it alone.
         hits: requests hit, by fault.
         requests: requests received, by path.
-        attempts: how often each rollout request (by its id) was sent here.
+        attempts: how often each rollout request (by its id) or tool call (by trajectory and step) was sent here.
     """
 
     def __init__(self, upstream: int, *, rng: Random, piece_seconds: float = 0.02) -> None:
@@ -117,8 +117,8 @@ class FaultProxy:
     def _note(self, head: bytes, body: bytes) -> None:
         path = head.split(b" ", 2)[1].decode()
         self.requests[path] += 1
-        if path == "/v1/generate":
-            self.attempts[json.loads(body)["request_id"]] += 1
+        if name := _name(path, body):
+            self.attempts[name] += 1
 
     async def _answer(self, head: bytes, body: bytes, writer: asyncio.StreamWriter) -> None:
         fault = self.fault if self.fault and self._rng.random() < self.chance else None
@@ -161,6 +161,17 @@ class FaultProxy:
             case _:
                 await answer.read()
                 await asyncio.Event().wait()
+
+
+def _name(path: str, body: bytes) -> str | None:
+    """What tells a request and its repetitions from others; None where repetitions do not matter."""
+    if path == "/v1/generate":
+        return json.loads(body)["request_id"]
+    if path == "/get_observation":
+        call = json.loads(body)
+        step = "close" if call["finish"][0] else call["extra_fields"][0]["current_step"]
+        return f"{call['trajectory_ids'][0]}/{step}"
+    return None
 
 
 async def _send(writer: asyncio.StreamWriter, data: bytes) -> None:

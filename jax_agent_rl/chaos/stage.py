@@ -50,6 +50,7 @@ from jax_agent_rl.types import Trajectory
 ENGINES = 3
 SILENCE_SECONDS = 2.0
 STALL_SECONDS = 2.0
+TOOL_RETRIES = 3
 RECOVERY_SECONDS = 120.0
 LEARNER_SECONDS = 0.3
 _FOREVER = 10**9
@@ -95,6 +96,7 @@ def settings_of(tool_server: str, folder: Path, seed: int) -> config.Config:
             "agent": {
                 "tool_server_url": tool_server,
                 "tool_call_timeout": 2.0,
+                "tool_call_max_retries": TOOL_RETRIES,
                 "max_turns": 3,
                 "enable_mtrl": True,
                 "max_prompt_length": 64,
