@@ -204,9 +204,14 @@ def chaos(
     from rich.console import Console
 
     from jax_agent_rl.chaos.command import run_command
+    from jax_agent_rl.trainer.interrupt import EXIT_CODE
 
-    logging.getLogger("jax_agent_rl").setLevel(logging.ERROR)  # each lost server is a warning, and here they are many
-    if not run_command(seconds, seed, only or [], soak=soak, console=Console()):
+    logging.getLogger("jax_agent_rl").setLevel(logging.CRITICAL)  # lost servers and calls are what it is about
+    try:
+        held = run_command(seconds, seed, only or [], soak=soak, console=Console())
+    except (asyncio.CancelledError, KeyboardInterrupt):
+        raise typer.Exit(EXIT_CODE) from None
+    if not held:
         raise typer.Exit(1)
 
 

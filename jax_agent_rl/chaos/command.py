@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -38,6 +39,7 @@ def run_command(seconds: float, seed: int, only: Sequence[str], *, soak: bool, c
         Whether everything held.
 
     Raises:
+        asyncio.CancelledError: SIGTERM; everything was closed.
         ConfigError: a fault there is not, or too little time.
     """
     if unknown := sorted(set(only) - set(NAMES)):
@@ -48,6 +50,10 @@ def run_command(seconds: float, seed: int, only: Sequence[str], *, soak: bool, c
 
 
 async def _both(seconds: float, seed: int, faults: Sequence[str], soak: bool, console: Console) -> bool:
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)  # its servers must not outlive it
+
     def say(text: str) -> None:
         console.print(text, highlight=False, soft_wrap=True)
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
+import tempfile
+from pathlib import Path
 
 from jax_agent_rl.chaos.engine import PacedBackend
 from jax_agent_rl.chaos.policy import policy_of
@@ -24,7 +26,8 @@ async def serve(port: int, seed: int) -> None:
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGUSR1, backend.hang, True)
     loop.add_signal_handler(signal.SIGUSR2, backend.hang, False)
-    server = RolloutServer(backend, port=port, heartbeat_seconds=HEARTBEAT_SECONDS)
+    uploads = Path(tempfile.gettempdir())  # where what is left over is looked for
+    server = RolloutServer(backend, port=port, heartbeat_seconds=HEARTBEAT_SECONDS, upload_folder=uploads)
     try:
         await backend.start()
         await server.start()

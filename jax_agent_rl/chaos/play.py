@@ -3,8 +3,8 @@
 ::
 
     start ─► trainer runs ........................................... cancelled ─► close ─► what is left?
-                  │ faults strike ........ mended │ calm: it must go on │
-                  0                       seconds - CALM             seconds
+                  │ faults strike ........ mended │ calm ... until a step is done, at least until seconds are over
+                  0                       seconds - CALM
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from jax_agent_rl.chaos.stage import Stage, open_stage
 
 CALM_SECONDS = 5.0
 _STOP_SECONDS = 30.0
+_RECOVERY_SECONDS = 90.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,6 +137,7 @@ async def _run(
         await asyncio.wait({training}, timeout=max(0.0, begin + seconds - time.monotonic()))
         played.seconds = time.monotonic() - begin
         played.trained_per_second = stage.ledger.rate(time.monotonic())
+        await _recover(stage, training, steps)
         played.steps_after = stage.ledger.steps - steps
         played.crashed = _why_ended(training)
     finally:
@@ -149,6 +151,13 @@ async def _run(
         raise error
     _conclude(stage, injections, played)
     return played
+
+
+async def _recover(stage: Stage, training: asyncio.Task[None], steps: int) -> None:
+    """Waits for a step after ``steps``: servers that were lost often are tried again after a while only."""
+    deadline = time.monotonic() + _RECOVERY_SECONDS
+    while stage.ledger.steps <= steps and not training.done() and time.monotonic() < deadline:
+        await asyncio.wait({training}, timeout=0.2)
 
 
 async def _strike(injections: Sequence[Injection], seed: int, seconds: float) -> None:
