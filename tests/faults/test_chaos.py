@@ -2,7 +2,12 @@
 
 import asyncio
 import json
+import signal
 import sys
+from pathlib import Path
+
+from jax_agent_rl.conformance.footprint import Footprint
+from jax_agent_rl.trainer.interrupt import EXIT_CODE
 
 FREE_TO_LOSE = {"cancelled", "tool_server_error", "single_member"}
 """In flight at the end; its tool server was killed or unreachable; the others of its group were lost to that."""
@@ -36,3 +41,18 @@ async def test_a_fault_there_is_not_is_refused_before_anything_is_started():
     )
     _, errors = await process.communicate()
     assert process.returncode == 2 and b"there is no such fault; there are kill_engine" in errors
+
+
+async def test_told_to_stop_it_takes_its_servers_with_it():
+    before = Footprint.now().processes
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "jax_agent_rl.cli", "chaos", "--seconds", "600"), stdout=asyncio.subprocess.PIPE
+    )
+    while b"trained" not in await process.stdout.readline():
+        assert process.returncode is None
+    servers = Footprint.now().processes.keys() - before.keys() - {process.pid}
+    assert len(servers) >= 5, "three engines, the tool server and its worker"
+    process.send_signal(signal.SIGTERM)
+    await process.communicate()
+    assert process.returncode == EXIT_CODE
+    assert not [pid for pid in servers if Path(f"/proc/{pid}").exists()]
