@@ -171,12 +171,21 @@ class LLMServerClient:
         Raises:
             KeyError: there is no such server.
         """
-        server = self._admission.get(name)
-        self._admission.remove(server, why="was removed")
+        server = self.take_out(name)
         if drain:
             await server.drain()
         else:
             await server.evacuate()
+        return server
+
+    def take_out(self, name: str) -> AsyncServer:
+        """Takes a server out of the rotation and leaves it with what it is running.
+
+        Raises:
+            KeyError: there is no such server.
+        """
+        server = self._admission.get(name)
+        self._admission.remove(server, why="was removed")
         return server
 
     def lose_server(self, server: AsyncServer, why: str) -> None:
