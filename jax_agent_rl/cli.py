@@ -195,6 +195,28 @@ def simulate(
     run_command(config, overrides or [], assume, as_json=json, console=Console())
 
 
+@app.command()
+def chaos(
+    seconds: Annotated[float, typer.Option(help="Of the undisturbed run and the one with faults together.")] = 45.0,
+    seed: Annotated[int, typer.Option(help="Draws faults, rows and tokens.")] = 0,
+    only: Annotated[list[str] | None, typer.Option(help="Only this fault; may be repeated.")] = None,
+    soak: Annotated[bool, typer.Option("--soak", help="Measure memory, descriptors and tasks, too.")] = False,
+) -> None:
+    """Run a small system of real processes under injected faults; the last line is one JSON object of what held."""
+    from rich.console import Console
+
+    from jax_agent_rl.chaos.command import run_command
+    from jax_agent_rl.trainer.interrupt import EXIT_CODE
+
+    logging.getLogger("jax_agent_rl").setLevel(logging.CRITICAL)  # lost servers and calls are what it is about
+    try:
+        held = run_command(seconds, seed, only or [], soak=soak, console=Console())
+    except (asyncio.CancelledError, KeyboardInterrupt):
+        raise typer.Exit(EXIT_CODE) from None
+    if not held:
+        raise typer.Exit(1)
+
+
 @app.command("rollout-server")
 def rollout_server(
     config: Annotated[Path, typer.Option(help="YAML configuration: model, rollout and its engine are used.")],

@@ -34,6 +34,7 @@ from jax_agent_rl.types import PauseMode, TokenOutput
 
 T = TypeVar("T")
 _RETRY_SECONDS = 0.5
+_GATEWAY = frozenset({502, 503, 504})  # what a proxy says in place of a server it does not reach
 _GONE = (aiohttp.ClientError, ConnectionError, TimeoutError)
 
 
@@ -224,7 +225,10 @@ class RemoteBackend:
         with self._gone_is_an_error():
             async with self._client().get(f"{self.url}/v1/{path}") as response:
                 await self._check(response)
-                return await response.json()
+                try:
+                    return await response.json()
+                except ValueError as error:
+                    raise aiohttp.ClientPayloadError(f"its answer is no JSON ({error})") from error
 
     async def _call(self, method: str, **body: Any) -> Any:
         async with contextlib.aclosing(self._lines(method, body)) as lines:
@@ -273,6 +277,8 @@ class RemoteBackend:
         try:
             error = wire.decode_error((await response.json())["error"])
         except (ValueError, KeyError, TypeError, aiohttp.ContentTypeError):
+            if response.status in _GATEWAY:
+                raise EngineDiedError(f"the rollout server at {self.url} is gone: HTTP {response.status}") from None
             error = BackendError(f"HTTP {response.status}: is this a rollout server?")
         if response.status == 409:
             raise EngineDiedError(f"the rollout server at {self.url} was restarted and has lost its weights")

@@ -14,11 +14,9 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -27,6 +25,7 @@ from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from jax_agent_rl import leftovers
 from jax_agent_rl.errors import ConfigError, WorkerDiedError
 from jax_agent_rl.serving import is_loopback
 from jax_agent_rl.tools.server import telemetry
@@ -67,9 +66,9 @@ class ToolServer:
             )
         self._settings = settings
         self._token = None if token is None else b"Bearer " + token.encode()
-        self._folder = tempfile.TemporaryDirectory(prefix="tool-server-")  # mode 0700: its sockets ask for no token
-        (Path(self._folder.name) / "metrics").mkdir()
-        self._workers = [Worker(settings, n, Path(self._folder.name), self._died) for n in range(settings.workers)]
+        self._folder = leftovers.make_folder("tool-server-")  # mode 0700: its sockets ask for no token
+        (self._folder / "metrics").mkdir()
+        self._workers = [Worker(settings, n, self._folder, self._died) for n in range(settings.workers)]
         self._metrics = CollectorRegistry()
         self._requests = Counter("toolserver_requests", "Requests.", ["path", "status"], registry=self._metrics)
         self._restarts = Counter("toolserver_worker_restarts", "Workers that died.", registry=self._metrics)
@@ -130,7 +129,7 @@ class ToolServer:
         if self._runner is not None:
             await self._runner.cleanup()
         await asyncio.gather(*(worker.stop() for worker in self._workers))
-        self._folder.cleanup()
+        leftovers.remove_folder(self._folder)
 
     async def __aenter__(self) -> ToolServer:
         await self.start()
@@ -255,7 +254,7 @@ class ToolServer:
 
     def _of_workers(self) -> CollectorRegistry:
         registry = CollectorRegistry()
-        MultiProcessCollector(registry, path=str(Path(self._folder.name) / "metrics"))
+        MultiProcessCollector(registry, path=str(self._folder / "metrics"))
         return registry
 
     def _died(self, worker: str, pid: int) -> None:
@@ -265,7 +264,7 @@ class ToolServer:
             already = self._lost_before.get((worker, tool), 0.0)
             self._lost.labels(tool).inc(max(0.0, count - already))
             self._lost_before[worker, tool] = count
-        mark_process_dead(pid, path=str(Path(self._folder.name) / "metrics"))
+        mark_process_dead(pid, path=str(self._folder / "metrics"))
 
     def _open_in(self, worker: str) -> dict[str, float]:
         """Environments a worker opened and did not close, over all its processes so far, by tool."""

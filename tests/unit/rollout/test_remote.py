@@ -376,11 +376,11 @@ async def test_uploaded_weights_are_checked_used_and_deleted(tmp_path: Path):
         await remote.update_weights(WeightUpdate(version=3, kind="safetensors", payload=[str(file)]))
         assert (remote.policy_version, inner.policy_version) == (3, 3)
         (folder,) = [p for p in tmp_path.iterdir() if p.is_dir()]
-        assert not list(folder.iterdir())
+        assert [p.name for p in folder.iterdir()] == []
         file.write_text("nonsense")
         with pytest.raises(WeightUpdateError, match="names no weight set"):
             await remote.update_weights(WeightUpdate(version=4, kind="safetensors", payload=[file]))
-        assert not list(folder.iterdir()) and remote.policy_version == 3
+        assert [p.name for p in folder.iterdir()] == [] and remote.policy_version == 3
     assert not folder.exists()
 
 
@@ -440,6 +440,6 @@ async def test_a_bad_upload_leaves_nothing(tmp_path: Path, upload, name, digest,
     data = blocks(b"x" * 9, b"y" * (9 if "big" in name else 1))
     with pytest.raises(WeightUpdateError, match=message):
         await uploads.receive(upload, name, digest, data)
-    assert [p for p in tmp_path.rglob("*") if p.is_file()] == []
+    assert [p.name for p in tmp_path.rglob("*") if p.is_file()] == []
     with pytest.raises(WeightUpdateError, match="no upload"):
         uploads.files(upload)

@@ -1,0 +1,1 @@
+"""Long runs under injected faults; ``jax-agent-rl chaos``."""

@@ -1,0 +1,208 @@
+"""A half-dead network: a proxy before one HTTP server that answers in its place, or spoils the server's answers.
+
+::
+
+    client ──► head, body ──► fault? ──no──► server ──► answer ──► client          one request per connection
+                                │
+                                ├─ reset        RST, before the server sees the request or in the middle of the answer
+                                ├─ unavailable  HTTP 503 with a page of HTML, as gateways send
+                                ├─ truncate     the first half of the answer, then a proper end
+                                ├─ slow         the answer in small pieces
+                                └─ stall        nothing, for as long as the client cares to wait
+
+A server that is not there gives HTTP 502. The server is asked by HTTP/1.0, so that its answer is not chunked and half
+of one looks whole.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import re
+import socket
+import struct
+from collections import Counter
+from enum import StrEnum
+from random import Random
+
+_MAX_HEAD = 1 << 16
+_PIECE = 64
+
+
+class Fault(StrEnum):
+    """What may happen to a request; see the module."""
+
+    RESET = "reset"
+    UNAVAILABLE = "unavailable"
+    TRUNCATE = "truncate"
+    SLOW = "slow"
+    STALL = "stall"
+
+
+class FaultProxy:
+    """Listens on loopback and forwards to a port of loopback.
+
+    Args:
+        upstream: the server's port.
+        rng: decides which requests a fault hits, and where.
+        piece_seconds: between two pieces of a slow answer.
+
+    Attributes:
+        port: where it listens, after :meth:`start`.
+        fault: hits requests from now on; None: none.
+        chance: that it hits one.
+        busy: somebody set :attr:`fault`; others leave it alone.
+        hits: requests hit, by fault.
+        requests: requests received, by path.
+        attempts: how often each rollout request (by its id) or tool call (by trajectory and step) was sent here.
+    """
+
+    def __init__(self, upstream: int, *, rng: Random, piece_seconds: float = 0.02) -> None:
+        self.port = 0
+        self.fault: Fault | None = None
+        self.chance = 1.0
+        self.busy = False
+        self.hits: Counter[Fault] = Counter()
+        self.requests: Counter[str] = Counter()
+        self.attempts: Counter[str] = Counter()
+        self._upstream = upstream
+        self._rng = rng
+        self._piece_seconds = piece_seconds
+        self._connections: set[asyncio.Task[None]] = set()
+        self._server: asyncio.Server | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    async def start(self) -> None:
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0, limit=_MAX_HEAD)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    async def close(self) -> None:
+        """Stops listening and breaks off every connection."""
+        if self._server is not None:
+            self._server.close()
+        for connection in self._connections:
+            connection.cancel()
+        await asyncio.gather(*self._connections, return_exceptions=True)
+        if self._server is not None:
+            await self._server.wait_closed()
+
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.create_task(self._connection(reader, writer), name="fault-proxy")
+        self._connections.add(task)
+        task.add_done_callback(self._connections.discard)
+
+    async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One request; ends when it is answered or the client has left."""
+        try:
+            head = await reader.readuntil(b"\r\n\r\n")
+            body = await reader.readexactly(_content_length(head))
+        except (asyncio.IncompleteReadError, asyncio.LimitOverrunError, ConnectionError):
+            writer.close()
+            return
+        self._note(head, body)
+        answering = asyncio.create_task(self._answer(head, body, writer), name="fault-proxy-answer")
+        leaving = asyncio.create_task(reader.read(1), name="fault-proxy-client")
+        try:
+            await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (answering, leaving):
+                task.cancel()
+            await asyncio.gather(answering, leaving, return_exceptions=True)
+            writer.close()
+
+    def _note(self, head: bytes, body: bytes) -> None:
+        path = head.split(b" ", 2)[1].decode()
+        self.requests[path] += 1
+        if name := _name(path, body):
+            self.attempts[name] += 1
+
+    async def _answer(self, head: bytes, body: bytes, writer: asyncio.StreamWriter) -> None:
+        fault = self.fault if self.fault and self._rng.random() < self.chance else None
+        before = self._rng.random() < 0.5  # the server acts
+        if fault is not None:
+            self.hits[fault] += 1
+        if fault is Fault.UNAVAILABLE:
+            return await _say(writer, 503, "Service Unavailable")
+        if fault is Fault.RESET and before:
+            return _reset(writer)
+        if fault is Fault.STALL and before:
+            await asyncio.Event().wait()
+        try:
+            from_server, to_server = await asyncio.open_connection("127.0.0.1", self._upstream)
+        except OSError:
+            return await _say(writer, 502, "Bad Gateway")
+        try:
+            to_server.write(_plain_head(head) + body)
+            await self._pass_on(from_server, writer, fault)
+        except ConnectionError:  # the server died, or the client has left
+            _reset(writer)
+        finally:
+            to_server.close()
+
+    async def _pass_on(self, answer: asyncio.StreamReader, writer: asyncio.StreamWriter, fault: Fault | None) -> None:
+        match fault:
+            case None:
+                while data := await answer.read(1 << 16):
+                    await _send(writer, data)
+            case Fault.SLOW:
+                while data := await answer.read(_PIECE):
+                    await _send(writer, data)
+                    await asyncio.sleep(self._piece_seconds)
+            case Fault.TRUNCATE:
+                head, _, body = (await answer.read()).partition(b"\r\n\r\n")
+                await _send(writer, _without(b"content-length", head) + b"\r\n\r\n" + body[: len(body) // 2])
+            case Fault.RESET:
+                await _send(writer, await answer.read(_PIECE))
+                _reset(writer)
+            case _:
+                await answer.read()
+                await asyncio.Event().wait()
+
+
+def _name(path: str, body: bytes) -> str | None:
+    """What tells a request and its repetitions from others; None where repetitions do not matter."""
+    if path == "/v1/generate":
+        return json.loads(body)["request_id"]
+    if path == "/get_observation":
+        call = json.loads(body)
+        step = "close" if call["finish"][0] else call["extra_fields"][0]["current_step"]
+        return f"{call['trajectory_ids'][0]}/{step}"
+    return None
+
+
+async def _send(writer: asyncio.StreamWriter, data: bytes) -> None:
+    writer.write(data)
+    await writer.drain()
+
+
+async def _say(writer: asyncio.StreamWriter, status: int, reason: str) -> None:
+    page = f"<html><body><h1>{status} {reason}</h1></body></html>".encode()
+    head = f"HTTP/1.1 {status} {reason}\r\nContent-Type: text/html\r\nContent-Length: {len(page)}\r\n"
+    await _send(writer, head.encode() + b"Connection: close\r\n\r\n" + page)
+
+
+def _reset(writer: asyncio.StreamWriter) -> None:
+    """Ends the connection with RST, as a crashed host or a firewall does, not with an orderly FIN."""
+    with contextlib.suppress(OSError):  # the client may have left already
+        writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    writer.transport.abort()
+
+
+def _content_length(head: bytes) -> int:
+    found = re.search(rb"\r\ncontent-length: *(\d+)", head, re.I)
+    return int(found[1]) if found else 0
+
+
+def _plain_head(head: bytes) -> bytes:
+    """The request by HTTP/1.0, on a connection of its own."""
+    line, _, rest = head.partition(b"\r\n")
+    without = _without(b"connection", rest.removesuffix(b"\r\n\r\n"))
+    return line.replace(b"HTTP/1.1", b"HTTP/1.0") + b"\r\n" + without + b"\r\nConnection: close\r\n\r\n"
+
+
+def _without(name: bytes, head: bytes) -> bytes:
+    return b"\r\n".join(line for line in head.split(b"\r\n") if not line.lower().startswith(name + b":"))
