@@ -207,8 +207,9 @@ class LLMServerClient:
         self._admission.expect_no_more(name)
 
     def serve(self, version: int) -> None:
-        """These are the weights that are served from now on."""
+        """These are the weights that are served from now on; what was computed with others is worth nothing."""
         self._served = version
+        self._balancer.forget_prefixes()
 
     async def update_weights(self, update: WeightUpdate, *, mode: PauseMode | None = None) -> None:
         """Updates all servers at once; see :meth:`AsyncServer.update_weights`.
@@ -237,7 +238,7 @@ class LLMServerClient:
             raise failures[0]
         if not self.servers:
             raise BackendError(f"no server is left to take weights of version {update.version}")
-        self._served = update.version
+        self.serve(update.version)
 
     def _check_version(self, server: AsyncServer) -> None:
         """A server of other weights would sample from a policy that nobody asked for."""
