@@ -139,7 +139,7 @@ class LLMServerManager:
         try:
             await self._bring_in(name, asyncio.get_running_loop().time() + within)
         except BaseException:
-            del self._factories[name]
+            self._factories.pop(name, None)
             raise
         finally:
             if name not in self._recoveries:  # it may have been lost again by now
@@ -173,8 +173,8 @@ class LLMServerManager:
             if not entered.done():
                 entered.set_exception(BackendClosedError("the servers are being closed"))
         await _cancel(*self._recoveries.values(), *filter(None, [self._watch]))
-        await asyncio.gather(*map(self._part_with, self._servers.values()))
-        await asyncio.gather(*self._chores)
+        servers, self._servers = self._servers, {}  # none of them is lost any more
+        await asyncio.gather(*map(self._part_with, servers.values()), *self._chores)
 
     async def _bring_in(self, name: str, deadline: float) -> None:
         server = AsyncServer(self._factories[name](), name=name)
