@@ -42,7 +42,12 @@ class FaultyEngine(SimulatedEngine):
         served = self.fleet.client.policy_version
         assert served is not None and self._version >= served, "a fenced server was asked"
         self.asked.append(request)
-        return await super().generate(request)
+        assert request.request_id not in self.fleet.inside, "a request ran twice at the same time"
+        self.fleet.inside.add(request.request_id)
+        try:
+            return await super().generate(request)
+        finally:
+            self.fleet.inside.remove(request.request_id)
 
     async def update_weights(self, update: WeightUpdate) -> None:
         self._check()
@@ -97,6 +102,7 @@ class Fleet:
         engines: by name, all there ever were, the newest last.
         starts: name and time of every start.
         unreachable: names whose engines do not start now.
+        inside: requests that are in some engine.
     """
 
     def __init__(self, *, client: dict[str, Any] | None = None, speed: EngineSpeed = SPEED, **manager: Any) -> None:
@@ -104,6 +110,7 @@ class Fleet:
         self.engines: dict[str, list[FaultyEngine]] = {}
         self.starts: list[tuple[str, float]] = []
         self.unreachable: set[str] = set()
+        self.inside: set[str] = set()
         self.start_seconds = 0.0
         self.client = LLMServerClient(**{"wait_for_server_seconds": 50.0} | (client or {}))
         self.manager = LLMServerManager(self.client, **{"recovery_seconds": 100.0} | manager)

@@ -171,12 +171,21 @@ class LLMServerClient:
         Raises:
             KeyError: there is no such server.
         """
-        server = self._admission.get(name)
-        self._admission.remove(server, why="was removed")
+        server = self.take_out(name)
         if drain:
             await server.drain()
         else:
             await server.evacuate()
+        return server
+
+    def take_out(self, name: str) -> AsyncServer:
+        """Takes a server out of the rotation and leaves it with what it is running.
+
+        Raises:
+            KeyError: there is no such server.
+        """
+        server = self._admission.get(name)
+        self._admission.remove(server, why="was removed")
         return server
 
     def lose_server(self, server: AsyncServer, why: str) -> None:
@@ -198,8 +207,9 @@ class LLMServerClient:
         self._admission.expect_no_more(name)
 
     def serve(self, version: int) -> None:
-        """These are the weights that are served from now on."""
+        """These are the weights that are served from now on; what was computed with others is worth nothing."""
         self._served = version
+        self._balancer.forget_prefixes()
 
     async def update_weights(self, update: WeightUpdate, *, mode: PauseMode | None = None) -> None:
         """Updates all servers at once; see :meth:`AsyncServer.update_weights`.
@@ -228,7 +238,7 @@ class LLMServerClient:
             raise failures[0]
         if not self.servers:
             raise BackendError(f"no server is left to take weights of version {update.version}")
-        self._served = update.version
+        self.serve(update.version)
 
     def _check_version(self, server: AsyncServer) -> None:
         """A server of other weights would sample from a policy that nobody asked for."""

@@ -139,7 +139,7 @@ class LLMServerManager:
         try:
             await self._bring_in(name, asyncio.get_running_loop().time() + within)
         except BaseException:
-            del self._factories[name]
+            self._factories.pop(name, None)
             raise
         finally:
             if name not in self._recoveries:  # it may have been lost again by now
@@ -159,10 +159,12 @@ class LLMServerManager:
         self._factories.pop(name, None)
         if recovery := self._recoveries.get(name):
             await _cancel(recovery)
-        if server := self._servers.get(name):
-            await self._client.remove_server(name, drain=drain)
-            self._servers.pop(name, None)
-            await self._part_with(server)
+        if name in self._servers:
+            server = self._client.take_out(name)
+            if drain:
+                await server.drain()
+            del self._servers[name]
+            await self._end(server, "it left")
 
     async def close(self) -> None:
         """Ends everything it started: recoveries, the watchdog, and the servers."""
@@ -171,8 +173,8 @@ class LLMServerManager:
             if not entered.done():
                 entered.set_exception(BackendClosedError("the servers are being closed"))
         await _cancel(*self._recoveries.values(), *filter(None, [self._watch]))
-        await asyncio.gather(*map(self._part_with, self._servers.values()))
-        await asyncio.gather(*self._chores)
+        servers, self._servers = self._servers, {}  # none of them is lost any more
+        await asyncio.gather(*map(self._part_with, servers.values()), *self._chores)
 
     async def _bring_in(self, name: str, deadline: float) -> None:
         server = AsyncServer(self._factories[name](), name=name)
@@ -185,9 +187,9 @@ class LLMServerManager:
         except BaseException:
             self._fenced.pop(server, None)
             if self._servers.get(name) is server:  # let in at the moment it was cancelled
+                self._client.take_out(name)
                 del self._servers[name]
-                await self._client.remove_server(name)
-            await self._part_with(server)
+            await self._end(server, "it was not wanted any more")
             raise
 
     async def _enter(self, server: AsyncServer) -> asyncio.Future[None] | None:

@@ -1,0 +1,130 @@
+"""Waiting for a server: whose turn it is, and for how long there is any use in it."""
+
+import asyncio
+
+from jax_agent_rl.rollout.admission import Admission
+from jax_agent_rl.rollout.protocol import GenerateRequest
+from jax_agent_rl.rollout.server import AsyncServer
+from jax_agent_rl.types import SamplingParams, StopReason
+from tests.fleet import EngineSpeed, in_virtual_time, now
+
+LIMITED = {"client": {"max_in_flight_per_server": 2, "wait_for_server_seconds": 50.0}}
+
+
+def asked(fleet, name):
+    return [request.request_id for request in fleet[name].asked]
+
+
+def test_no_server_gets_more_than_its_limit_and_the_rest_goes_in_the_order_of_sessions():
+    async def main(fleet):
+        await fleet.start("a")
+        first = fleet.ask(5, session_id="old")
+        await asyncio.sleep(0)
+        held = [fleet.ask(20), fleet.ask(20), fleet.ask(5, session_id="new")]  # r2, r3, r4
+        await first
+        again = fleet.ask(5, session_id="old")  # r5
+        await asyncio.gather(again, *held)
+        assert asked(fleet, "a") == ["r1", "r2", "r3", "r5", "r4"]
+
+    in_virtual_time(main, **LIMITED)
+
+
+def test_a_server_that_joins_late_has_work_at_once():
+    async def main(fleet):
+        await fleet.start("a")
+        tasks = [fleet.ask(10, session_id=f"s{i}") for i in range(4)]
+        await asyncio.sleep(3)
+        assert fleet.client.waiting == 2
+        await fleet.manager.join("b", fleet.make("b"))
+        assert fleet.client.waiting == 0
+        await asyncio.gather(*tasks)
+        assert asked(fleet, "b") == ["r3", "r4"]
+
+    in_virtual_time(main, **LIMITED)
+
+
+def test_a_session_waits_for_its_server_while_others_have_use_for_the_room_elsewhere():
+    async def main(fleet):
+        await fleet.start("a", "b")
+        await asyncio.gather(fleet.ask(1, session_id="on a"), fleet.ask(1, session_id="on b"))  # r1, r2
+        held = [fleet.ask(20), fleet.ask(5), fleet.ask(20), fleet.ask(20)]  # a: r3, r5; b: r4, r6
+        await asyncio.sleep(1)
+        waiting = [fleet.ask(1, session_id="on a"), fleet.ask(1)]  # r7 waits for a, r8 for any
+        await asyncio.gather(*held, *waiting)
+        assert asked(fleet, "b") == ["r2", "r4", "r6", "r8", "r7"], "r8 took b's room first, then nobody else wanted it"
+
+    in_virtual_time(main, **LIMITED)
+
+
+def test_a_session_whose_server_is_full_goes_where_there_is_room_and_stays_there():
+    async def main(fleet):
+        await fleet.start("a", "b")
+        await fleet.ask(1, session_id="s")
+        held = [fleet.ask(20), fleet.ask(5), fleet.ask(20)]  # a: r2, r4; b: r3
+        await asyncio.sleep(1)
+        await fleet.ask(1, session_id="s")
+        await asyncio.gather(*held)
+        await fleet.ask(1, session_id="s")
+        assert asked(fleet, "b") == ["r3", "r5", "r6"]
+
+    in_virtual_time(main, **LIMITED)
+
+
+def test_a_waiting_request_can_be_aborted_and_cancelled():
+    async def main(fleet):
+        await fleet.start("a")
+        held = [fleet.ask(20), fleet.ask(20)]
+        aborted, cancelled, last = fleet.ask(5), fleet.ask(5), fleet.ask(5)
+        await asyncio.sleep(1)
+        assert fleet.client.waiting == 3
+        assert await fleet.client.abort("r3")
+        output = await aborted
+        assert (output.token_ids, output.stop_reason) == ((), StopReason.ABORTED) and now() < 2
+        cancelled.cancel()
+        await asyncio.gather(*held, last)
+        assert asked(fleet, "a") == ["r1", "r2", "r5"] and cancelled.cancelled()
+
+    in_virtual_time(main, **LIMITED)
+
+
+def test_room_given_to_a_request_in_the_moment_it_is_cancelled_goes_to_the_next():
+    async def main(fleet):
+        admission = Admission(max_in_flight=1, wait_seconds=0.0)
+        admission.add(AsyncServer(fleet.make("a")()))
+
+        def enter(name):
+            request = GenerateRequest(request_id=name, prompt_ids=(1,), sampling=SamplingParams(max_tokens=1))
+            return asyncio.ensure_future(admission.enter(request))
+
+        server, waiting, last = await enter("first"), enter("waiting"), enter("last")
+        await asyncio.sleep(0)
+        admission.leave(server)  # it is the turn of the one that waits, which does not know it yet
+        waiting.cancel()
+        assert await last is server and waiting.cancelled() and not admission.waiting
+
+    in_virtual_time(main)
+
+
+def test_those_that_wait_for_a_lost_server_go_elsewhere():
+    async def main(fleet):
+        await fleet.start("a", "b")
+        await fleet.ask(1, session_id="on a")
+        held = [fleet.ask(9) for _ in range(4)]
+        await asyncio.sleep(1)
+        task = fleet.ask(1, session_id="on a")
+        fleet.unreachable.add("a")
+        fleet["a"].die()
+        await asyncio.gather(task, *held)
+        assert fleet.up == ["b"] and "r6" in asked(fleet, "b")
+
+    in_virtual_time(main, **LIMITED)
+
+
+def test_a_thousand_requests_keep_two_servers_full_to_the_end():
+    async def main(fleet):
+        await fleet.start("a", "b")
+        await asyncio.gather(*(fleet.ask(4, session_id=f"s{i}") for i in range(1000)))
+        # 2 x 2 lanes, 4 seconds each
+        assert 1000 <= now() < 1010 and len(asked(fleet, "a")) == len(asked(fleet, "b")) == 500
+
+    in_virtual_time(main, speed=EngineSpeed(lanes=2, step_seconds=1.0, prefill_tokens_per_step=10**9), **LIMITED)
