@@ -38,7 +38,7 @@ async def open_ray(address: str | None, *, bundles: int = 1) -> AsyncIterator[No
     try:
         import ray
     except ImportError as error:
-        raise ConfigError(f"engines in Ray actors need Ray ({error}): pip install 'ray>=2.52'") from None
+        raise ConfigError(f"engines in Ray actors need Ray ({error}): pip install 'jax_agent_rl[ray]'") from None
     if ray.is_initialized():
         yield
         return
