@@ -39,7 +39,7 @@ class ServedBackend(RemoteBackend):
 
 
 class ActorBackend(RayBackend):
-    """Starts and ends Ray with itself, unless it runs already."""
+    """Starts and ends Ray with itself, unless it runs already. The actor gets a GPU where there is one."""
 
     def __init__(self, make: Callable[[], RolloutBackend]) -> None:
         super().__init__(make)
@@ -47,6 +47,9 @@ class ActorBackend(RayBackend):
 
     async def start(self) -> None:
         await self._ray.enter_async_context(open_ray(None))
+        import ray
+
+        self._options["num_gpus"] = min(1, ray.cluster_resources().get("GPU", 0))
         await super().start()
 
     async def close(self) -> None:

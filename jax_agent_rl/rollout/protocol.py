@@ -45,7 +45,8 @@ class Capabilities:
         lora: adapters can be named per request.
         sleep: ``sleep``/``wake`` release and restore device memory.
         weight_payloads: payload kinds ``update_weights`` takes: ``"arrays"`` (a pytree of device arrays
-            of the same process), ``"safetensors"`` (paths of files), ``"tensorstore"`` (address of a folder).
+            of the same process), ``"safetensors"`` (paths of files), ``"tensorstore"`` (address of a folder),
+            ``"object_store"`` (a reference into Ray's store).
     """
 
     max_model_len: int
@@ -124,7 +125,8 @@ class WeightUpdate:
         kind: ``"arrays"``: ``payload`` is the learner's parameter pytree (device arrays of this process; the
             engine copies on the device and keeps no reference). ``"safetensors"``: ``payload`` is a list of
             file paths. ``"tensorstore"``: ``payload`` is the address of a version's folder, as
-            ``models.stored`` writes it.
+            ``models.stored`` writes it. ``"object_store"``: a
+            :class:`~jax_agent_rl.rollout.ray_actor.weights.StoredWeights`.
         payload: see ``kind``. Opaque to everything between the learner and the engine.
         partial: only some parameters are named; the others stay.
         lasting: the payload stays as it is until the next update is made, so that a server that joins meanwhile can

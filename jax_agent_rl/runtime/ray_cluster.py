@@ -38,7 +38,7 @@ async def open_ray(address: str | None, *, bundles: int = 1) -> AsyncIterator[No
     try:
         import ray
     except ImportError as error:
-        raise ConfigError(f"engines in Ray actors need Ray ({error}): pip install 'ray>=2.52'") from None
+        raise ConfigError(f"engines in Ray actors need Ray ({error}): pip install 'jax_agent_rl[ray]'") from None
     if ray.is_initialized():
         yield
         return
@@ -97,9 +97,8 @@ async def reserve(engines: int, *, gpus_per_engine: int, learner_gpus: int = 0) 
     from ray.util.placement_group import placement_group, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    engine = {"CPU": 1, **({"GPU": gpus_per_engine} if gpus_per_engine else {})}
-    learner = {"CPU": 1, f"node:{ray.util.get_node_ip_address()}": 0.001}
-    learner |= {"GPU": learner_gpus} if learner_gpus else {}
+    engine = _bundle(gpus_per_engine)
+    learner = _bundle(learner_gpus) | {f"node:{ray.util.get_node_ip_address()}": 0.001}
     _check_room(ray.cluster_resources(), engines, gpus_per_engine, learner_gpus)
     group = placement_group([learner, *([engine] * engines)], strategy="PACK" if gpus_per_engine else "SPREAD")
     try:
@@ -118,6 +117,10 @@ async def reserve(engines: int, *, gpus_per_engine: int, learner_gpus: int = 0) 
         yield [{"num_cpus": 1, "num_gpus": gpus_per_engine, "scheduling_strategy": place} for place in places[1:]]
     finally:
         remove_placement_group(group)
+
+
+def _bundle(gpus: int) -> dict[str, float]:
+    return {"CPU": 1, "GPU": gpus} if gpus else {"CPU": 1}
 
 
 def _check_room(total: Mapping[str, float], engines: int, gpus_per_engine: int, learner_gpus: int) -> None:

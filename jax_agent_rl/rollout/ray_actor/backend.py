@@ -88,7 +88,7 @@ class RayBackend:
         self._capabilities = replace(capabilities, weight_payloads=frozenset({KIND}))
 
     async def close(self) -> None:
-        """Ends the engine, then the actor; one that does not answer for 30 s is ended all the same."""
+        """Ends the engine, then the actor, also if it does not answer for 30 s or never started."""
         if self._closed:
             return
         self._closed = True
@@ -97,9 +97,10 @@ class RayBackend:
         import ray
 
         try:
-            with contextlib.suppress(BackendError, TimeoutError):
-                async with asyncio.timeout(_CLOSE_SECONDS):
-                    await self._call(self._actor.call, "close")
+            if self._capabilities is not None:
+                with contextlib.suppress(BackendError, TimeoutError):
+                    async with asyncio.timeout(_CLOSE_SECONDS):
+                        await self._call(self._actor.call, "close")
         finally:
             ray.kill(self._actor, no_restart=True)
 

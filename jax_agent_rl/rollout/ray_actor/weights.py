@@ -127,7 +127,7 @@ def checksum(tree: Mapping[str, Any]) -> int:
     total = 0
     for name, tensor in _leaves(tree):
         total = zlib.crc32(f"{name} {tensor.dtype} {tensor.shape}".encode(), total)
-        total = zlib.crc32(tensor.data, total)
+        total = zlib.crc32(tensor.data.data, total)
     return total
 
 

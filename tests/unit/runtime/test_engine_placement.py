@@ -1,0 +1,139 @@
+"""Engines that make room for the learner, and what is made for each placement; no Ray is started."""
+
+import asyncio
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+
+from jax_agent_rl import config
+from jax_agent_rl.errors import ConfigError, EngineDiedError
+from jax_agent_rl.rollout.client import LLMServerClient
+from jax_agent_rl.rollout.protocol import WeightUpdate
+from jax_agent_rl.rollout.ray_actor.backend import RayBackend
+from jax_agent_rl.rollout.ray_actor.from_store import FromStore
+from jax_agent_rl.rollout.ray_actor.weights import KIND, store
+from jax_agent_rl.rollout.server import AsyncServer
+from jax_agent_rl.runtime.placement import open_places, place_engines, room_for_learning
+from jax_agent_rl.types import SamplingParams
+from tests.toy_backend import ToyBackend
+
+SLEEPING = {"placement": "hybrid", "sleep": True}
+
+
+def settings(**rollout: Any) -> config.Config:
+    return config.build({"run_dir": "run", "model": {"path": "m"}, "data": {"train": "t"}, "rollout": rollout})
+
+
+class Sleeper(ToyBackend):
+    def __init__(self, **options: Any) -> None:
+        super().__init__(sleep=True, **options)
+        self.asleep = False
+
+    async def sleep(self) -> None:
+        self.asleep = True
+
+    async def wake(self) -> None:
+        self.asleep = False
+
+
+async def serving(**backends: ToyBackend) -> LLMServerClient:
+    for backend in backends.values():
+        await backend.start()
+    return LLMServerClient([AsyncServer(backend, name=name) for name, backend in backends.items()])
+
+
+def names(client: LLMServerClient) -> set[str]:
+    return {server.name for server in client.servers}
+
+
+async def close(client: LLMServerClient) -> None:
+    await asyncio.gather(*(server.close() for server in client.servers))
+
+
+async def test_an_engine_that_shares_nothing_needs_make_no_room():
+    client = await serving(here=Sleeper())
+    assert room_for_learning(settings(), client, "here") is nullcontext
+    assert room_for_learning(settings(placement="separate"), client, "here") is nullcontext
+    await close(client)
+
+
+@pytest.mark.parametrize("rollout", [{"sleep": True}, SLEEPING], ids=["colocated", "hybrid without others"])
+async def test_the_only_engine_sleeps_where_it_is_if_it_may(rollout: dict[str, Any]):
+    engine = Sleeper()
+    client = await serving(here=engine)
+    async with room_for_learning(settings(**rollout), client, "here")():
+        assert names(client) == {"here"} and engine.asleep == (rollout is not SLEEPING)
+    assert not engine.asleep
+    await close(client)
+
+
+async def test_in_a_hybrid_it_leaves_and_its_requests_go_on_elsewhere():
+    here, there = Sleeper(), ToyBackend()
+    client = await serving(here=here, there=there)
+    sampling = SamplingParams(max_tokens=150, temperature=0.0, ignore_eos=True)
+    running = [
+        asyncio.create_task(client.generate(f"r{i}", prompt_ids=[3, 4], sampling_params=sampling)) for i in range(2)
+    ]
+    while not (here.running and there.running):
+        await asyncio.sleep(0)
+    with pytest.raises(ArithmeticError):
+        async with room_for_learning(settings(**SLEEPING), client, "here")():
+            assert names(client) == {"there"} and here.asleep and not here.running
+            outputs = await asyncio.gather(*running)
+            raise ArithmeticError("the learner fails")
+    assert [len(output.token_ids) for output in outputs] == [150, 150] and outputs[0].token_ids == outputs[1].token_ids
+    assert names(client) == {"here", "there"} and not here.asleep
+    await close(client)
+
+
+async def test_an_engine_that_dies_asleep_comes_back_for_its_death_to_be_seen():
+    class Dying(Sleeper):
+        async def wake(self) -> None:
+            raise EngineDiedError("out of memory")
+
+    client = await serving(here=Dying(), there=ToyBackend())
+    async with room_for_learning(settings(**SLEEPING), client, "here")():
+        pass
+    assert names(client) == {"here", "there"}
+    await close(client)
+
+
+async def test_sleep_that_an_engine_cannot_do_is_refused_at_start():
+    client = await serving(here=ToyBackend())
+    with pytest.raises(ConfigError, match="rollout.sleep: the jetstream engine cannot give its memory back"):
+        room_for_learning(settings(sleep=True), client, "here")
+    await close(client)
+
+
+async def test_colocated_engines_need_no_ray():
+    async with open_places(settings()) as places:
+        assert places == []
+
+
+@pytest.mark.parametrize(
+    ("placement", "kinds"),
+    [
+        ("colocated", {"jetstream": ToyBackend}),
+        ("separate", {"ray-0": RayBackend, "ray-1": RayBackend}),
+        ("hybrid", {"jetstream": FromStore, "ray-0": RayBackend, "ray-1": RayBackend}),
+    ],
+)
+def test_each_placement_has_its_engines(placement: str, kinds: dict[str, type]):
+    places = [] if placement == "colocated" else [{"num_cpus": 1}] * 2
+    engines = place_engines(settings(placement=placement), places, {"jetstream": ToyBackend})
+    assert {name: type(make()) for name, make in engines.items()} == kinds
+
+
+async def test_an_engine_of_this_process_takes_weights_from_the_store(tmp_path):
+    (tmp_path / "w.safetensors").write_text("other")
+    kept: dict[int, Any] = {}
+
+    async def fetch(reference: int) -> Any:
+        return kept[reference]
+
+    engine = FromStore(ToyBackend(weight_payloads=frozenset({"safetensors"})), fetch)
+    assert engine.capabilities.weight_payloads == {KIND}
+    files = WeightUpdate(version=4, kind="safetensors", payload=[str(tmp_path / "w.safetensors")])
+    await engine.update_weights(store(files, lambda tree: kept.setdefault(0, tree) and 0))
+    assert engine.policy_version == 4
