@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from jax_agent_rl import config_algorithm, config_strategy, config_trainer
+from jax_agent_rl import config_algorithm, config_rollout, config_strategy, config_trainer
 from jax_agent_rl.config_agents import InteractionsConfig, SearchConfig, ServerToolConfig, ToolClientConfig
 from jax_agent_rl.config_algorithm import AlgorithmConfig, CriticConfig
 from jax_agent_rl.config_base import LoraConfig, NonNegative, OptimizerSection, Positive, Section
@@ -334,11 +334,7 @@ class Config(Section):
                 f"rollout.top_p={rollout.top_p}, rollout.top_k={rollout.top_k}: the learner's log-probs are of the "
                 "full distribution and would not match; train with top_p=1 and top_k=0"
             )
-        if (rollout.backend == "remote") != bool(rollout.urls):
-            problems.append(
-                f"rollout.backend={rollout.backend} and rollout.urls={list(rollout.urls)}: backend remote needs "
-                "addresses of rollout servers, and other backends take none"
-            )
+        problems += config_rollout.problems(rollout)
         if learner.lora and learner.lora.quantize != "none" and rollout.backend != "jetstream":
             problems.append(
                 f"learner.lora.quantize={learner.lora.quantize} trains over rounded weights, which rollout.backend="

@@ -126,6 +126,7 @@ def jetstream(options: SubjectOptions) -> Subject:
     """The embedded JAX engine."""
     from jax_agent_rl.jetstream.backend import JetStreamBackend
     from jax_agent_rl.jetstream.engine import EngineShapes
+    from jax_agent_rl.models import stored
     from jax_agent_rl.models.hf import load_hf
     from jax_agent_rl.models.shown import Sight
 
@@ -150,6 +151,11 @@ def jetstream(options: SubjectOptions) -> Subject:
     def payload(kind: str, which: str) -> Any:
         if which not in trees:
             trees[which] = load_hf(folders[which])[1]
+        if kind == "tensorstore":
+            folder = stored.version_folder(str(options.folders.scratch / which), 0)
+            stored.write_part(folder, trees[which], part=0)
+            stored.publish(folder, parts=1)
+            return folder
         return trees[which]
 
     return describe("jetstream", make, options, payload=payload)
