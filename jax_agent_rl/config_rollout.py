@@ -95,7 +95,7 @@ class RolloutConfig(Section):
     )
     weight_transport: Literal["files", "tensorstore"] = Field(
         "files",
-        description="How weights pass to other processes. files: safetensors, written by one process. tensorstore: each "
+        description="How weights pass to other processes. files: safetensors, by one process. tensorstore: each "
         "process of the learner writes its own shards to weight_folder, and each jetstream server reads those of its "
         "devices (backend: remote).",
     )

@@ -85,7 +85,7 @@ def describe(
         name: for the report.
         make: builds the backend over ``options.folders.base``.
         options: see :class:`SubjectOptions`.
-        payload: payloads of update kinds other than ``safetensors``.
+        payload: payloads of update kinds other than ``safetensors`` and ``tensorstore``.
     """
     folders = {BASE: options.folders.base, OTHER: options.folders.other, MIXED: options.folders.mixed}
     reference = TransformersReference(folders)
@@ -97,6 +97,8 @@ def describe(
             files = weight_files(folders[which] / "partial" if which == MIXED else folders[which])
             place = options.folders.scratch
             return with_probe(files, which, reference=reference, vocab_size=vocab_size, folder=place)
+        if kind == "tensorstore":
+            return _stored(folders[which], options.folders.scratch / which)
         if payload is None:
             raise ConfigError(f"{name}: there is no payload of kind {kind!r} to test with")
         return payload(kind, which)
@@ -117,6 +119,17 @@ def describe(
     )
 
 
+def _stored(model: Path, folder: Path) -> str:
+    """A model's parameters as a folder of shards; its address."""
+    from jax_agent_rl.models import stored
+    from jax_agent_rl.models.hf import load_hf
+
+    address = stored.version_folder(str(folder), 0)
+    stored.write_part(address, load_hf(model)[1], part=0)
+    stored.publish(address, parts=1)
+    return address
+
+
 def decoder(tokenizer: Any) -> Callable[[Any], str]:
     """ids to text, special ids included, as engines look for stop strings."""
     return lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False)
@@ -126,7 +139,6 @@ def jetstream(options: SubjectOptions) -> Subject:
     """The embedded JAX engine."""
     from jax_agent_rl.jetstream.backend import JetStreamBackend
     from jax_agent_rl.jetstream.engine import EngineShapes
-    from jax_agent_rl.models import stored
     from jax_agent_rl.models.hf import load_hf
     from jax_agent_rl.models.shown import Sight
 
@@ -151,11 +163,6 @@ def jetstream(options: SubjectOptions) -> Subject:
     def payload(kind: str, which: str) -> Any:
         if which not in trees:
             trees[which] = load_hf(folders[which])[1]
-        if kind == "tensorstore":
-            folder = stored.version_folder(str(options.folders.scratch / which), 0)
-            stored.write_part(folder, trees[which], part=0)
-            stored.publish(folder, parts=1)
-            return folder
         return trees[which]
 
     return describe("jetstream", make, options, payload=payload)
