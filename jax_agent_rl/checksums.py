@@ -56,6 +56,6 @@ def check(name: str, found: str, sent: str) -> None:
     """
     if found != sent:
         raise WeightUpdateError(
-            f"{name} is not what the learner wrote: its digest is {found}, that of the update {sent}; it was damaged, cut "
-            "short or replaced by another version's"
+            f"{name} is not what the learner wrote: its digest is {found}, that of the update {sent}; it was damaged, "
+            "cut short or replaced by another version's"
         )

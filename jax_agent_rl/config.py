@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from jax_agent_rl import config_algorithm, config_placement, config_strategy, config_trainer
+from jax_agent_rl import config_algorithm, config_placement, config_rollout, config_strategy, config_trainer
 from jax_agent_rl.config_agents import InteractionsConfig, SearchConfig, ServerToolConfig, ToolClientConfig
 from jax_agent_rl.config_algorithm import AlgorithmConfig, CriticConfig
 from jax_agent_rl.config_base import LoraConfig, NonNegative, OptimizerSection, Positive, Section
@@ -288,7 +288,8 @@ class Config(Section):
             backend=rollout.backend,
             mode=self.trainer.mode,
             deterministic=rollout.deterministic,
-            tensor_parallel_size=rollout.vllm.tensor_parallel_size,
+            devices=rollout.vllm.tensor_parallel_size if rollout.backend == "vllm" else rollout.jetstream.mesh.devices,
+            first_device=rollout.jetstream.first_device,
         )
         if agent.history_window is not None and rollout.strategy.name == "treerl":
             problems.append(
@@ -341,13 +342,7 @@ class Config(Section):
                 f"rollout.top_p={rollout.top_p}, rollout.top_k={rollout.top_k}: the learner's log-probs are of the "
                 "full distribution and would not match; train with top_p=1 and top_k=0"
             )
-        if (rollout.backend == "remote") != bool(rollout.urls):
-            problems.append(
-                f"rollout.backend={rollout.backend} and rollout.urls={list(rollout.urls)}: backend remote needs "
-                "addresses of rollout servers, and other backends take none"
-            )
-        if twice := sorted({url for url in rollout.urls if rollout.urls.count(url) > 1}):
-            problems.append(f"rollout.urls names {', '.join(twice)} more than once; a server is one address")
+        problems += config_rollout.problems(rollout)
         if learner.lora and learner.lora.quantize != "none" and rollout.backend != "jetstream":
             problems.append(
                 f"learner.lora.quantize={learner.lora.quantize} trains over rounded weights, which rollout.backend="

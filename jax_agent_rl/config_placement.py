@@ -33,7 +33,7 @@ class PlacementSection(Section):
 
 
 def problems(
-    rollout: PlacementSection, *, backend: str, mode: str, deterministic: bool, tensor_parallel_size: int
+    rollout: PlacementSection, *, backend: str, mode: str, deterministic: bool, devices: int, first_device: int
 ) -> Iterator[str]:
     """Every inconsistency of these keys, each with its fix.
 
@@ -41,7 +41,8 @@ def problems(
         backend: ``rollout.backend``.
         mode: ``trainer.mode``.
         deterministic: ``rollout.deterministic``.
-        tensor_parallel_size: ``rollout.vllm.tensor_parallel_size``.
+        devices: that one engine is spread over.
+        first_device: ``rollout.jetstream.first_device``.
     """
     where = rollout.placement
     if where == "colocated":
@@ -68,7 +69,11 @@ def problems(
         )
     if rollout.sleep and (where == "separate" or backend == "remote"):
         yield "rollout.sleep: no engine is on the learner's devices, so none has to give memory back; remove it"
-    devices = tensor_parallel_size if backend == "vllm" else 1
+    if where != "colocated" and first_device:
+        yield (
+            f"rollout.jetstream.first_device={first_device} is of an engine beside the learner, but with "
+            f"rollout.placement={where} each engine in an actor has its devices to itself; remove it"
+        )
     if rollout.gpus_per_engine not in (0, devices):
-        needs = "rollout.vllm.tensor_parallel_size" if backend == "vllm" else "what a jetstream engine uses"
-        yield f"rollout.gpus_per_engine={rollout.gpus_per_engine}: set {devices}, which is {needs}, or 0 for CPUs"
+        key = "rollout.vllm.tensor_parallel_size" if backend == "vllm" else "rollout.jetstream.mesh"
+        yield f"rollout.gpus_per_engine={rollout.gpus_per_engine}: set {devices}, which {key} needs, or 0 for CPUs"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
 from pydantic import Field, field_validator
@@ -90,7 +91,14 @@ class RolloutConfig(PlacementSection):
     weight_folder: str | None = Field(
         None,
         description="Folder through which weights pass to vllm and remote engines; they must see it, too. null: memory "
-        "of this machine, uploaded to rollout servers that do not see it.",
+        "of this machine, uploaded to rollout servers that do not see it. For weight_transport: tensorstore also a "
+        "bucket, as gs://bucket/path.",
+    )
+    weight_transport: Literal["files", "tensorstore"] = Field(
+        "files",
+        description="How weights pass to other processes. files: safetensors, by one process. tensorstore: each "
+        "process of the learner writes its own shards to weight_folder, and each jetstream server reads those of its "
+        "devices (backend: remote).",
     )
     prompts_per_step: Positive = Field(8, description="Dataset rows per training step.")
     group_size: Positive = Field(8, description="Trajectories per row (a GRPO group).")
@@ -128,3 +136,24 @@ class RolloutConfig(PlacementSection):
     )
     jetstream: JetStreamConfig = Field(default_factory=JetStreamConfig)
     vllm: VllmConfig = Field(default_factory=VllmConfig)
+
+
+def problems(rollout: RolloutConfig) -> Iterator[str]:
+    """What does not go together."""
+    if (rollout.backend == "remote") != bool(rollout.urls):
+        yield (
+            f"rollout.backend={rollout.backend} and rollout.urls={list(rollout.urls)}: backend remote needs "
+            "addresses of rollout servers, and other backends take none"
+        )
+    folder = rollout.weight_folder
+    if rollout.weight_transport == "tensorstore" and (rollout.backend != "remote" or folder is None):
+        yield (
+            f"rollout.weight_transport=tensorstore with rollout.backend={rollout.backend} and rollout.weight_folder="
+            f"{folder}: it is for remote servers that see a folder or bucket; set rollout.weight_folder, or "
+            "rollout.weight_transport=files"
+        )
+    if rollout.weight_transport == "files" and folder is not None and "://" in folder:
+        yield (
+            f"rollout.weight_folder={folder} is no folder of this machine; set rollout.weight_transport=tensorstore, "
+            "which writes to buckets"
+        )

@@ -87,7 +87,7 @@ def describe(
         name: for the report.
         make: builds the backend over ``options.folders.base``.
         options: see :class:`SubjectOptions`.
-        payload: payloads of update kinds other than ``safetensors``.
+        payload: payloads of update kinds other than ``safetensors`` and ``tensorstore``.
     """
     folders = {BASE: options.folders.base, OTHER: options.folders.other, MIXED: options.folders.mixed}
     reference = TransformersReference(folders)
@@ -99,6 +99,8 @@ def describe(
             files = weight_files(folders[which] / "partial" if which == MIXED else folders[which])
             place = options.folders.scratch
             return with_probe(files, which, reference=reference, vocab_size=vocab_size, folder=place)
+        if kind == "tensorstore":
+            return _stored(folders[which], options.folders.scratch / which)
         if payload is None:
             raise ConfigError(f"{name}: there is no payload of kind {kind!r} to test with")
         return payload(kind, which)
@@ -117,6 +119,17 @@ def describe(
         tolerance=options.tolerance,
         patience=options.patience,
     )
+
+
+def _stored(model: Path, folder: Path) -> str:
+    """A model's parameters as a folder of shards; its address."""
+    from jax_agent_rl.models import stored
+    from jax_agent_rl.models.hf import load_hf
+
+    address = stored.version_folder(str(folder), 0)
+    stored.write_part(address, load_hf(model)[1], part=0)
+    stored.publish(address, parts=1)
+    return address
 
 
 def decoder(tokenizer: Any) -> Callable[[Any], str]:

@@ -40,7 +40,7 @@ from jax_agent_rl.jetstream.programs import ProgramTable
 from jax_agent_rl.jetstream.request import RunningRequest
 from jax_agent_rl.jetstream.scheduler import Scheduler
 from jax_agent_rl.jetstream.seeing import SeeingEngine
-from jax_agent_rl.jetstream.weights import ServedWeights
+from jax_agent_rl.jetstream.weights import FILES, WEIGHT_PAYLOADS, ServedWeights
 from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.models.shown import Shown, Sight
 from jax_agent_rl.rollout.protocol import (
@@ -126,7 +126,7 @@ class JetStreamBackend:
             prefix_reuse=True,
             priorities=True,
             sleep=True,
-            weight_payloads=frozenset({"arrays", "safetensors"}),
+            weight_payloads=WEIGHT_PAYLOADS,
             multi_modal=self._pictures.kinds,
         )
 
@@ -200,7 +200,7 @@ class JetStreamBackend:
         await self._call(lambda: setattr(self, "_paused", False))
 
     async def update_weights(self, update: WeightUpdate) -> None:
-        if update.kind == "safetensors":  # decoding goes on while files are read
+        if update.kind in FILES:  # decoding goes on while files are read
             update = await asyncio.to_thread(self._weights.read, update)
         await self._call(lambda: self._take_weights(update))
 

@@ -139,10 +139,7 @@ class JaxEngine(engine_api.Engine):
     """See the module docstring. Not thread-safe: one thread drives it.
 
     Args:
-        mesh: the devices it is spread over, see ``jetstream.layout``; None is this process's first one.
-
-    Raises:
-        ConfigError: the mesh does not divide the model.
+        mesh: its devices, see ``jetstream.layout``, which raises a ConfigError; None is this process's first one.
     """
 
     def __init__(

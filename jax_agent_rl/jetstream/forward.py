@@ -1,8 +1,9 @@
 """The model as the engine runs it: one prompt chunk, or one token for each of many lanes.
 
 Shapes: B lanes, T chunk tokens, D hidden, H query heads, K key/value heads (as the engine keeps them), G = H / K, h
-head size, F feed-forward, V vocabulary, S cache positions. The learner's parameters (``models.decoder``) are turned once per weight update into
-:class:`EngineParams`: one set of arrays per layer with q/k/v and gate/up fused, so a step reads each weight once.
+head size, F feed-forward, V vocabulary, S cache positions. The learner's parameters (``models.decoder``) are turned
+once per weight update into :class:`EngineParams`: one set of arrays per layer with q/k/v and gate/up fused, so a step
+reads each weight once.
 
 Decoding keeps activations feature-major, [D, B], and multiplies as ``W[out, in] @ x[in, B]``: for few lanes this is
 two to three times faster on CPUs than ``x @ W`` and costs nothing elsewhere.
@@ -95,7 +96,7 @@ def _fuse(config: DecoderConfig, layer: Params) -> Params:
 
 
 def _by_kv_head(config: DecoderConfig, x: jax.Array) -> jax.Array:
-    """[n h, ...] -> [K, m h, ...]: m of n query heads for each key/value head, or n key/value heads, each K / n times."""
+    """[n h, ...] -> [K, m h, ...]: m = n / K query heads each; or of fewer than K key/value heads one, repeated."""
     heads = len(x) // config.head_dim
     kv_heads = min(heads, config.num_kv_heads)
     return jnp.repeat(x.reshape(kv_heads, -1, *x.shape[1:]), config.num_kv_heads // kv_heads, axis=0)

@@ -26,7 +26,7 @@ from jax_agent_rl.jetstream.forward import EngineParams, engine_params
 from jax_agent_rl.jetstream.layout import engine_places, parameter_places
 from jax_agent_rl.learner.sharding import replicated
 from jax_agent_rl.models.config import DecoderConfig, Params
-from jax_agent_rl.models.mesh import MESH_AXES
+from jax_agent_rl.models.mesh import MESH_AXES, Bounds, bounds_of
 
 Call = Callable[..., Any]
 Devices = tuple[jax.Device, ...]
@@ -56,6 +56,8 @@ class WeightIntake:
             params: the learner's tree, on any devices of this process or on the host.
             old: weights whose memory may be taken: they are gone afterwards. None takes new memory.
         """
+        if old is not None and not isinstance(old.embed, jax.Array):
+            old = None  # they wait on the host
         params = jax.tree.map(self._on_devices, params, parameter_places(self._model, self._mesh))
         source = _devices_of(params["embed"])
         shapes = jax.eval_shape(self._arrange, params)
@@ -95,23 +97,16 @@ def moved(x: jax.Array, place: NamedSharding) -> jax.Array:
 
     ``jax.device_put`` would gather on the host what is not split alike.
     """
-    held = [(_bounds(shard.index, x.shape), shard.data) for shard in x.addressable_shards]
+    held = [(bounds_of(shard.index, x.shape), shard.data) for shard in x.addressable_shards]
     parts = []
     for number, (device, index) in enumerate(place.addressable_devices_indices_map(x.shape).items()):
-        wanted = _bounds(index, x.shape)
+        wanted = bounds_of(index, x.shape)
         sources = [(bounds, data) for bounds, data in held if _within(wanted, bounds)]
         bounds, data = sources[number % len(sources)]
         if wanted != bounds:
             data = data[tuple(slice(w[0] - b[0], w[1] - b[0]) for w, b in zip(wanted, bounds, strict=True))]
         parts.append(jax.device_put(data, device))
     return jax.make_array_from_single_device_arrays(x.shape, place, parts)
-
-
-Bounds = tuple[tuple[int, int], ...]
-
-
-def _bounds(index: tuple[slice, ...], shape: tuple[int, ...]) -> Bounds:
-    return tuple(at.indices(size)[:2] for at, size in zip(index, shape, strict=True))
 
 
 def _within(inner: Bounds, outer: Bounds) -> bool:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jax_agent_rl.checksums import check_files
@@ -13,7 +14,11 @@ from jax_agent_rl.errors import ModelError, WeightUpdateError
 from jax_agent_rl.jetstream.layout import parameter_places
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.hf import load_params
+from jax_agent_rl.models.stored import MANIFEST, StoredParams
 from jax_agent_rl.rollout.protocol import WeightUpdate
+
+FILES = frozenset({"safetensors", "tensorstore"})
+WEIGHT_PAYLOADS = FILES | {"arrays"}
 
 
 class ServedWeights:
@@ -30,18 +35,26 @@ class ServedWeights:
         self._structure = jax.tree.map(lambda x: (x.shape, x.dtype), params)
 
     def read(self, update: WeightUpdate) -> WeightUpdate:
-        """Files to arrays in the learner's layout, which an engine then takes like any.
+        """Files, or a folder of shards, to arrays in the learner's layout, which an engine then takes like any.
 
         Raises:
             WeightUpdateError: they are not those that were sent, or not of this model.
         """
-        check_files(update.payload, update.digests)
         dtype = self._structure["embed"][1]
+        if update.kind == "tensorstore":
+            return replace(update, kind="arrays", payload=self._read_stored(update, dtype))
+        check_files(update.payload, update.digests)
         try:
             params = load_params(update.payload, self._config, dtype=dtype, shardings=self._places)
         except ModelError as error:
             raise WeightUpdateError(f"the update does not fit the model served: {error}") from error
         return replace(update, kind="arrays", payload=params)
+
+    def _read_stored(self, update: WeightUpdate, dtype: jnp.dtype) -> Params:
+        if not isinstance(update.payload, str):
+            raise WeightUpdateError(f"payload must be the address of a folder, got {type(update.payload).__name__}")
+        stored = StoredParams(update.payload, manifest_digest=update.digests.get(MANIFEST))
+        return stored.read(self._config.parameter_shapes(), dtype=dtype, shardings=self._places)
 
     def check(self, update: WeightUpdate, version: int) -> None:
         """Whether an update can follow ``version``.
@@ -52,7 +65,7 @@ class ServedWeights:
         if update.kind != "arrays" or update.partial:
             kind = f"kind={update.kind!r}, partial={update.partial}"
             raise WeightUpdateError(
-                f"the jetstream backend takes whole updates of 'arrays' or 'safetensors', got {kind}"
+                f"the jetstream backend takes whole updates of {sorted(WEIGHT_PAYLOADS)}, got {kind}"
             )
         if update.version <= version:
             raise WeightUpdateError(f"version {update.version} is not newer than {version}, which is served")

@@ -46,6 +46,7 @@ from jax_agent_rl.learner.sharding import make_mesh, parameter_shardings, place,
 from jax_agent_rl.learner.state import KeptState, LearnerState, UpdateResult
 from jax_agent_rl.learner.trainable import Arrays, Trainable, View
 from jax_agent_rl.learner.trained import Trained, divided, plain_view
+from jax_agent_rl.models import stored
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.shown import Sight
 from jax_agent_rl.types import Group
@@ -184,6 +185,15 @@ class Learner:
         Valid until the next :meth:`update`, which donates them.
         """
         return self._whole(*self._policy.weights)
+
+    def store(self, folder: str) -> str:
+        """Writes :attr:`params` to a version's folder, see ``models.stored``; returns the digest of its manifest.
+
+        Raises:
+            OSError: they cannot be written.
+        """
+        stored.write_part(folder, self.params, part=0)
+        return stored.publish(folder, parts=1)
 
     @property
     def programs_compiled(self) -> int:

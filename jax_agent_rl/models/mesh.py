@@ -15,6 +15,15 @@ ROWS = ("data", "fsdp", "expert")
 """Axes that split the rows of a batch."""
 
 
+Bounds = tuple[tuple[int, int], ...]
+"""Begin and end of a part of an array, in every dimension."""
+
+
+def bounds_of(index: tuple[slice, ...], shape: tuple[int, ...]) -> Bounds:
+    """Of a shard, as shardings name them."""
+    return tuple(at.indices(size)[:2] for at, size in zip(index, shape, strict=True))
+
+
 def constrain(x: jax.Array, mesh: Mesh | None, *axes: str | tuple[str, ...] | None) -> jax.Array:
     """``x`` with its dimensions split over mesh axes; as it is without a mesh."""
     if mesh is None:

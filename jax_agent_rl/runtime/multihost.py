@@ -45,6 +45,7 @@ from jax_agent_rl.learner.gate import UpdateAbandoned, UpdateGate
 from jax_agent_rl.learner.sharding import gathered
 from jax_agent_rl.learner.state import LearnerState, UpdateResult
 from jax_agent_rl.learner.step import Learner
+from jax_agent_rl.models import stored
 from jax_agent_rl.models.config import Params
 from jax_agent_rl.rollout.remote.pictures import decode_media, encode_media
 from jax_agent_rl.types import Group, Trajectory, Turn
@@ -54,7 +55,7 @@ logger = logging.getLogger(__name__)
 ADDRESS = "JAX_COORDINATOR_ADDRESS"
 PATIENCE = 7 * 86400  # seconds a follower waits for the next command: longer than any rollout
 STOP_PATIENCE = 120  # seconds the leader waits for followers that may be gone
-COMMANDS = ("update", "params", "open", "save", "wait", "restore", "close", "stop")
+COMMANDS = ("update", "params", "store", "open", "save", "wait", "restore", "close", "stop")
 
 _GROUPS = TypeAdapter(list[Group])
 
@@ -234,6 +235,15 @@ class LeadingLearner:
             # One at a time: no device but the first ever holds more than one parameter whole.
             return jax.tree.map(lambda x: gathered(x).addressable_data(0), self._learner.params)
 
+    def store(self, folder: str) -> str:
+        """See :meth:`Learner.store`: every process writes the shards of its own devices."""
+        with self._line.command("store", {"folder": folder}):
+            try:
+                stored.write_part(folder, self._learner.params, part=0)
+            finally:  # the others are on their way there
+                self._line.meet("store")
+            return stored.publish(folder, parts=jax.process_count())
+
     @property
     def programs_compiled(self) -> int:
         """Distinct programs compiled so far."""
@@ -338,12 +348,17 @@ def follow(learner: Learner) -> None:
                 case "params":
                     for x in jax.tree.leaves(learner.params):
                         gathered(x)
+                case "store":
+                    try:
+                        stored.write_part(payload["folder"], learner.params, part=jax.process_index())
+                    finally:  # what was not written, process 0 will miss
+                        line.meet("store")
                 case _:
                     assert checkpointer is not None  # process 0 opens before it uses
                     _follow_checkpoint(learner, checkpointer, command, payload)
         except UpdateAbandoned:
             logger.info("the step was abandoned before its first update")
-        except (JaxAgentRLError, ValueError) as error:
+        except (JaxAgentRLError, ValueError, OSError) as error:
             # Process 0 has met the same error: it decides whether the run goes on.
             logger.warning("%s failed on process %d: %s", command, jax.process_index(), error)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from typing import Protocol
 
 from jax_agent_rl.config import Config
 from jax_agent_rl.learner.export import WeightFiles
+from jax_agent_rl.models import stored
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.rollout.protocol import WeightUpdate
 from jax_agent_rl.rollout.ray_actor.weights import store
@@ -15,10 +17,23 @@ PROBE_LENGTH = 96
 """Ids of the context that proves an update: enough to touch every parameter, and cheap to recompute."""
 
 
+class WeightSource(Protocol):
+    """What of a learner is published: that of one process or of several, or a part of one."""
+
+    @property
+    def params(self) -> Params:
+        """The whole parameters, on device."""
+        ...
+
+    def store(self, folder: str) -> str:
+        """Writes them as ``models.stored`` does, each process its own shards; returns the manifest's digest."""
+        ...
+
+
 class Publisher(Protocol):
     """Turns the learner's parameters into a :class:`WeightUpdate` that the run's engines take."""
 
-    def make(self, params: Params, version: int) -> WeightUpdate: ...
+    def make(self, learner: WeightSource, version: int) -> WeightUpdate: ...
 
     def close(self) -> None:
         """Removes what it left behind."""
@@ -28,8 +43,8 @@ class Publisher(Protocol):
 class ArrayPublisher:
     """For an engine of this process: the arrays themselves."""
 
-    def make(self, params: Params, version: int) -> WeightUpdate:
-        return WeightUpdate(version=version, kind="arrays", payload=params)
+    def make(self, learner: WeightSource, version: int) -> WeightUpdate:
+        return WeightUpdate(version=version, kind="arrays", payload=learner.params)
 
     def close(self) -> None:
         pass
@@ -41,9 +56,9 @@ class FilePublisher:
     def __init__(self, files: WeightFiles) -> None:
         self._files = files
 
-    def make(self, params: Params, version: int) -> WeightUpdate:
+    def make(self, learner: WeightSource, version: int) -> WeightUpdate:
         """Writes all parameters; the files of the version before are removed first."""
-        files = self._files.write(params, version)
+        files = self._files.write(learner.params, version)
         return WeightUpdate(
             version=version, kind="safetensors", payload=files, lasting=True, digests=self._files.digests
         )
@@ -52,7 +67,7 @@ class FilePublisher:
         self._files.close()
 
 
-class StorePublisher:
+class ObjectStorePublisher:
     """For engines in Ray actors: what another publisher makes, in Ray's object store, from where all of them read it.
 
     Args:
@@ -63,16 +78,46 @@ class StorePublisher:
         self._inner = inner
         self._newest: WeightUpdate | None = None
 
-    def make(self, params: Params, version: int) -> WeightUpdate:
+    def make(self, learner: WeightSource, version: int) -> WeightUpdate:
         """Writes all parameters once; the store forgets those of the version before when no engine reads them."""
         import ray
 
-        self._newest = store(self._inner.make(params, version), ray.put)
+        self._newest = store(self._inner.make(learner, version), ray.put)
         return self._newest
 
     def close(self) -> None:
         self._newest = None
         self._inner.close()
+
+
+class TensorstorePublisher:
+    """For engines that see a folder or bucket: shards from every process of the learner, for every engine's own.
+
+    Args:
+        folder: where; a folder of the run's own is made in it.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self._root = f"{stored.address(folder)}weights-{secrets.token_hex(8)}/"
+        self._served: str | None = None
+
+    def make(self, learner: WeightSource, version: int) -> WeightUpdate:
+        """Writes a version, makes it visible, and removes the one before.
+
+        Raises:
+            OSError: a process of the learner could not write.
+        """
+        folder, before = stored.version_folder(self._root, version), self._served
+        digest = learner.store(folder)
+        self._served = folder
+        if before not in (None, folder):
+            stored.remove(before)
+        return WeightUpdate(
+            version=version, kind="tensorstore", payload=folder, lasting=True, digests={stored.MANIFEST: digest}
+        )
+
+    def close(self) -> None:
+        stored.remove(self._root)
 
 
 def make_publisher(config: Config, model: DecoderConfig, *, probe_ids: Sequence[int]) -> Publisher:
@@ -85,11 +130,14 @@ def make_publisher(config: Config, model: DecoderConfig, *, probe_ids: Sequence[
         ConfigError: ``rollout.weight_folder`` does not exist.
     """
     form = _form(config, model, probe_ids)
-    return form if config.rollout.placement == "colocated" else StorePublisher(form)
+    return form if config.rollout.placement == "colocated" else ObjectStorePublisher(form)
 
 
 def _form(config: Config, model: DecoderConfig, probe_ids: Sequence[int]) -> Publisher:
     if config.rollout.backend == "jetstream":
         return ArrayPublisher()
+    if config.rollout.weight_transport == "tensorstore":
+        assert config.rollout.weight_folder is not None  # by the configuration's own checks
+        return TensorstorePublisher(config.rollout.weight_folder)
     probe = probe_ids[: min(PROBE_LENGTH, config.rollout.max_model_len - 1)]
     return FilePublisher(WeightFiles(model, probe_ids=[probe], folder=config.rollout.weight_folder))

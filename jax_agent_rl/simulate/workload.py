@@ -172,7 +172,7 @@ class SimulatedPublisher:
     def __init__(self, speed: LearnerAssumptions) -> None:
         self._speed = speed
 
-    def make(self, params: Any, version: int) -> WeightUpdate:
+    def make(self, learner: Any, version: int) -> WeightUpdate:
         _spend(self._speed.publish_seconds)
         return WeightUpdate(version=version, kind="arrays", payload=None)
 

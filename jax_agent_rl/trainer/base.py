@@ -257,8 +257,7 @@ class Trainer:
             seconds from the learner's parameters to engines that serve them: export, transfer, loading, proof.
         """
         begin, runtime = self.clock(), self.runtime
-        # In the thread, too: the parameters of a learner over several processes are gathered first.
-        update = await asyncio.to_thread(lambda: runtime.publisher.make(runtime.learner.params, version))
+        update = await asyncio.to_thread(runtime.publisher.make, runtime.learner, version)
         await runtime.client.update_weights(update, mode=mode)
         return self.clock() - begin
 

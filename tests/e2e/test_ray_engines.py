@@ -148,7 +148,7 @@ async def test_one_object_updates_all_engines_and_a_damaged_one_none(tmp_path: P
         return put[-1]
 
     update = store(files, counting)
-    damaged = replace(update, payload=replace(update.payload, checksum=update.payload.checksum ^ 1))
+    damaged = replace(update, payload=replace(update.payload, checksum=update.payload.checksum[::-1]))
     async with toys(2) as actors:
         before = [await actor.generate(request("before")) for actor in actors]
         for actor, old in zip(actors, before, strict=True):

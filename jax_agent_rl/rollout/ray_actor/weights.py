@@ -12,9 +12,6 @@ of types that NumPy does not know itself (bfloat16) would be copied.
 from __future__ import annotations
 
 import asyncio
-import shutil
-import tempfile
-import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -23,7 +20,9 @@ from typing import Any, Literal
 
 import ml_dtypes  # noqa: F401  (teaches NumPy bfloat16 by name)
 import numpy as np
+import xxhash
 
+from jax_agent_rl import leftovers
 from jax_agent_rl.errors import WeightUpdateError
 from jax_agent_rl.rollout.protocol import WeightUpdate
 
@@ -72,7 +71,7 @@ class StoredWeights:
 
     form: Form
     reference: Any
-    checksum: int
+    checksum: str
 
 
 def store(update: WeightUpdate, put: Callable[[Any], Any]) -> WeightUpdate:
@@ -108,27 +107,27 @@ async def fetched(update: WeightUpdate, fetch: Fetch) -> AsyncIterator[WeightUpd
     found = await asyncio.to_thread(checksum, tree)
     if found != stored.checksum:
         raise WeightUpdateError(
-            f"the weights of version {update.version} were damaged on their way: their checksum is {found:08x}, it was "
-            f"{stored.checksum:08x} when they were written; publish them again"
+            f"the weights of version {update.version} were damaged on their way: their checksum is {found}, it was "
+            f"{stored.checksum} when they were written; publish them again"
         )
     if stored.form == "arrays":
         yield replace(update, kind="arrays", payload=_map(Tensor.array, tree))
         return
-    folder = Path(tempfile.mkdtemp(prefix="jax_agent_rl-weights-", dir=_MEMORY if _MEMORY.is_dir() else None))
+    folder = leftovers.make_folder("jax_agent_rl-fetched-", _MEMORY if _MEMORY.is_dir() else None)
     try:
         files = await asyncio.to_thread(_write, tree, folder)
         yield replace(update, kind="safetensors", payload=files)
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        leftovers.remove_folder(folder)
 
 
-def checksum(tree: Mapping[str, Any]) -> int:
-    """CRC-32 over every tensor's name, type, shape and bytes, in order of names."""
-    total = 0
+def checksum(tree: Mapping[str, Any]) -> str:
+    """XXH3 (128 bits, hexadecimal) over every tensor's name, type, shape and bytes, in order of names."""
+    digest = xxhash.xxh3_128()
     for name, tensor in _leaves(tree):
-        total = zlib.crc32(f"{name} {tensor.dtype} {tensor.shape}".encode(), total)
-        total = zlib.crc32(tensor.data.data, total)
-    return total
+        digest.update(f"{name} {tensor.dtype} {tensor.shape}".encode())
+        digest.update(tensor.data.data)
+    return digest.hexdigest()
 
 
 def _leaves(tree: Mapping[Any, Any], path: str = "") -> Iterator[tuple[str, Tensor]]:

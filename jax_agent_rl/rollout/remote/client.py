@@ -162,14 +162,20 @@ class RemoteBackend:
         await self._call("resume")
 
     async def update_weights(self, update: WeightUpdate) -> None:
-        if update.kind != "safetensors":
-            raise WeightUpdateError(f"a remote backend takes weights of kind 'safetensors', got {update.kind!r}")
+        if update.kind not in wire.REMOTE_PAYLOADS:
+            kinds = sorted(wire.REMOTE_PAYLOADS)
+            raise WeightUpdateError(f"a remote backend takes weights of kind {kinds}, got {update.kind!r}")
         body = {
             "version": update.version,
             "kind": update.kind,
             "partial": update.partial,
             "digests": dict(update.digests),
         }
+        if update.kind == "tensorstore":
+            if not isinstance(update.payload, str):
+                raise WeightUpdateError(f"payload must be an address, got {type(update.payload).__name__}")
+            await self._call("update_weights", **body, folder=update.payload)
+            return
         files = [Path(path).absolute() for path in update.payload]
         if missing := [str(file) for file in files if not file.is_file()]:
             raise WeightUpdateError(f"weight files do not exist: {missing}")

@@ -251,12 +251,15 @@ class RolloutServer:
     async def _update_weights(self, body: Body) -> None:
         upload = body.get("upload")
         try:
-            files = self._uploads.files(upload) if upload else [str(path) for path in body["paths"]]
+            if "folder" in body:
+                payload: str | list[str] = str(body["folder"])
+            else:
+                payload = self._uploads.files(upload) if upload else [str(path) for path in body["paths"]]
             await self._backend.update_weights(
                 WeightUpdate(
                     version=int(body["version"]),
                     kind=str(body["kind"]),
-                    payload=files,
+                    payload=payload,
                     partial=bool(body.get("partial", False)),
                     digests={str(name): str(found) for name, found in body.get("digests", {}).items()},
                 )

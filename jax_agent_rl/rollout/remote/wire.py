@@ -41,6 +41,7 @@ _ERRORS: dict[str, type[Exception]] = {
         NotImplementedError,
     )
 }
+REMOTE_PAYLOADS = frozenset({"safetensors", "tensorstore"})
 T = TypeVar("T")
 
 
@@ -108,11 +109,11 @@ def decode_chunk(data: Mapping[str, Any]) -> TokenChunk:
 
 
 def encode_capabilities(capabilities: Capabilities) -> dict[str, Any]:
-    """What holds from afar: weights only as files."""
+    """What holds from afar: weights only as files or through a folder."""
     data = asdict(capabilities)
     data["multi_modal"] = sorted(capabilities.multi_modal)
     data["pause_modes"] = sorted(capabilities.pause_modes)
-    data["weight_payloads"] = sorted(capabilities.weight_payloads & {"safetensors"})
+    data["weight_payloads"] = sorted(capabilities.weight_payloads & REMOTE_PAYLOADS)
     return data
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from jax_agent_rl.config import AlgorithmConfig, LearnerConfig
 from jax_agent_rl.learner.gate import UpdateAbandoned, UpdateGate
 from jax_agent_rl.learner.step import Learner
+from jax_agent_rl.models import stored
 from jax_agent_rl.models.config import Experts
 from jax_agent_rl.runtime.learners import open_checkpointer
 from jax_agent_rl.runtime.multihost import LeadingLearner, follow, initialize, leading
@@ -44,10 +45,23 @@ def lead(made: Learner, job: dict) -> None:
             metrics = result.metrics
             checkpointer.save(step + 1, learner.state, {"step": step + 1})
         checkpointer.close()
+        Path(job["out"]).with_suffix(".share").write_text(str(share_read_back(learner, made, job)))
         params = [np.asarray(x) for x in jax.tree.leaves(learner.params)]
     np.savez(job["out"], *params)
     names = ("loss", "grad_norm", "entropy", "critic_loss", "trained_tokens")
     print(json.dumps({"begin": begin, **{name: metrics[name] for name in names}}))
+
+
+def share_read_back(learner: Learner | LeadingLearner, made: Learner, job: dict) -> float:
+    """What of the stored parameters this process reads for its own devices; every value is checked."""
+    folder = stored.version_folder(job["out"] + ".stored", 1)
+    reader = stored.StoredParams(folder, manifest_digest=learner.store(folder))
+    places = jax.tree.map(lambda x: x.sharding, made.params)
+    found = reader.read(MODEL.parameter_shapes(), dtype=np.float32, shardings=places)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(made.params), strict=True):
+        for ours, theirs in zip(a.addressable_shards, b.addressable_shards, strict=True):
+            np.testing.assert_array_equal(ours.data, theirs.data)
+    return reader.bytes_read / sum(x.nbytes for x in jax.tree.leaves(made.params))
 
 
 def give_up(learner: LeadingLearner, groups: list[Group]) -> None:

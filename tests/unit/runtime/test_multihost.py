@@ -85,6 +85,9 @@ def test_adapters_train_on_two_processes_as_on_one(tmp_path: Path):
     assert two == pytest.approx(one, rel=1e-4)
     for a, b in zip(params, expected, strict=True):
         np.testing.assert_allclose(a, b, atol=2e-5)
+    # Of the weights that both wrote to a folder, a process reads what its own device holds.
+    assert float((tmp_path / "one" / "one.share").read_text()) == 1
+    assert 0.5 < float((tmp_path / "two.share").read_text()) < 0.52, "norms are on every device"
 
 
 def test_one_and_four_processes_go_on_from_what_two_saved(two_processes, tmp_path: Path):

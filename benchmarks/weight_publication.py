@@ -1,0 +1,149 @@
+"""How long new weights take from the learner's memory into an engine's, for each way they can go.
+
+    python benchmarks/weight_publication.py [--rounds 3]
+
+SmolLM2-135M in float32. The ways take turns, round by round, in one process; of each the shortest time counts, from the
+learner's arrays to arrays in the engine's layout. On CPUs six devices are simulated:
+
+    arrays            learner and engine on one device, one program
+    arrays_resharded  learner fsdp 3 on devices 0-2 ─► engine tensor 3 on devices 3-5, shard by shard
+    files             safetensors in shared memory with digests, read by an engine of one device
+    upload            the same files over HTTP on loopback
+    tensorstore       learner fsdp 3 ─► folder in shared memory ─► engine tensor 3
+
+The yardstick is numpy copying as many bytes. The last line is one JSON object: per way ``seconds_per_billion``
+parameters, ``gb_per_s`` and ``share_of_memcpy``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count=6 {os.environ.get('XLA_FLAGS', '')}"
+os.environ.setdefault("NPROC", "16")  # simulated devices wait for each other in XLA's threads
+
+import jax
+import numpy as np
+
+from jax_agent_rl.config_mesh import EngineMeshConfig, MeshConfig
+from jax_agent_rl.jetstream.engine import EngineShapes, JaxEngine
+from jax_agent_rl.jetstream.layout import make_engine_mesh
+from jax_agent_rl.jetstream.weights import FILES, ServedWeights
+from jax_agent_rl.learner.export import WeightFiles
+from jax_agent_rl.learner.sharding import make_mesh, parameter_shardings, place
+from jax_agent_rl.models import stored
+from jax_agent_rl.models.config import DecoderConfig, Params
+from jax_agent_rl.models.fetch import fetch_quickstart_model
+from jax_agent_rl.models.hf import load_hf
+from jax_agent_rl.rollout.protocol import BackendMetrics, Capabilities, Health, WeightUpdate
+from jax_agent_rl.rollout.remote.client import RemoteBackend
+from jax_agent_rl.rollout.remote.server import RolloutServer
+
+SHAPES = EngineShapes(max_model_len=64, max_concurrent_decodes=2, cache_rows=2, decode_steps=4, prefill_buckets=(32,))
+SHARED_MEMORY = Path("/dev/shm")
+
+
+class Taker:
+    """Of a backend what takes weights; nothing is sampled, so no program for it is compiled."""
+
+    capabilities = Capabilities(max_model_len=64, max_concurrent=2, weight_payloads=FILES)
+
+    def __init__(self, model: DecoderConfig, params: Params, mesh: EngineMeshConfig, first_device: int = 0) -> None:
+        devices = make_engine_mesh(mesh, first_device=first_device)
+        self._engine = JaxEngine(model, SHAPES, mesh=devices)
+        self._weights = ServedWeights(model, params, devices)
+        self._served = self._engine.load_params(params)
+        self.policy_version = 0
+
+    async def update_weights(self, update: WeightUpdate) -> None:
+        if update.kind in FILES:
+            update = await asyncio.to_thread(self._weights.read, update)
+        self._weights.check(update, self.policy_version)
+        self._served = jax.block_until_ready(self._engine.load_params(update.payload, self._served))
+        self.policy_version = update.version
+
+    async def health(self) -> Health:
+        return Health(ok=True)
+
+    async def metrics(self) -> BackendMetrics:
+        return BackendMetrics()
+
+
+async def measure(rounds: int) -> dict[str, dict[str, float]]:
+    model, whole = load_hf(fetch_quickstart_model())
+    split = jax.tree.map(place, whole, parameter_shardings(make_mesh(MeshConfig(fsdp=3)), model.parameter_shapes()))
+    count = sum(x.size for x in jax.tree.leaves(whole))
+    files = WeightFiles(model, probe_ids=[list(range(3, 35))])
+    root = tempfile.mkdtemp(prefix="jax_agent_rl-weights-", dir=SHARED_MEMORY if SHARED_MEMORY.is_dir() else None)
+    one, spread = EngineMeshConfig(), EngineMeshConfig(tensor=3)
+    takers = {name: Taker(model, whole, one) for name in ("arrays", "files", "upload")}
+    takers |= {name: Taker(model, split, spread, first_device=3) for name in ("arrays_resharded", "tensorstore")}
+    server = RolloutServer(takers["upload"])  # type: ignore[arg-type]
+    await server.start()
+    remote = RemoteBackend(server.url, shares_disk=False)
+    await remote.start()
+
+    def written(version: int) -> WeightUpdate:
+        paths = files.write(whole, version)
+        return WeightUpdate(version=version, kind="safetensors", payload=paths, digests=files.digests)
+
+    def shards(version: int) -> WeightUpdate:
+        folder = stored.version_folder(root, version)
+        stored.write_part(folder, split, part=0)
+        digests = {stored.MANIFEST: stored.publish(folder, parts=1)}
+        stored.remove(stored.version_folder(root, version - 1))
+        return WeightUpdate(version=version, kind="tensorstore", payload=folder, digests=digests)
+
+    ways: dict[str, tuple[Callable[[int], WeightUpdate], Callable[[WeightUpdate], Awaitable[None]]]] = {
+        "arrays": (lambda v: WeightUpdate(version=v, kind="arrays", payload=whole), takers["arrays"].update_weights),
+        "arrays_resharded": (
+            lambda v: WeightUpdate(version=v, kind="arrays", payload=split),
+            takers["arrays_resharded"].update_weights,
+        ),
+        "files": (written, takers["files"].update_weights),
+        "upload": (written, remote.update_weights),
+        "tensorstore": (shards, takers["tensorstore"].update_weights),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in ("memcpy", *ways)}
+    source, target = np.ones(count, np.float32), np.zeros(count, np.float32)
+    for version in range(1, rounds + 2):  # the first round compiles
+        begin = time.perf_counter()
+        np.copyto(target, source)
+        seconds["memcpy"].append(time.perf_counter() - begin)
+        for name, (make, take) in ways.items():
+            begin = time.perf_counter()
+            await take(make(version))
+            seconds[name].append(time.perf_counter() - begin)
+    await remote.close()
+    await server.close()
+    files.close()
+    stored.remove(stored.address(root))
+    best = {name: min(times[1:]) for name, times in seconds.items()}
+    return {
+        name: {
+            "seconds_per_billion": time / count * 1e9,
+            "gb_per_s": 4 * count / time / 1e9,
+            "share_of_memcpy": best["memcpy"] / time,
+        }
+        for name, time in best.items()
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    result = asyncio.run(measure(parser.parse_args().rounds))
+    for name, numbers in result.items():
+        print(f"{name:17} " + "  ".join(f"{key} {value:.3g}" for key, value in numbers.items()))
+    print(json.dumps({name: {k: round(v, 4) for k, v in numbers.items()} for name, numbers in result.items()}))
+
+
+if __name__ == "__main__":
+    main()

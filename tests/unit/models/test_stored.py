@@ -1,0 +1,108 @@
+"""Parameters in a folder: written shard by shard, read chunk by chunk, and refused if they are not what was written."""
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_agent_rl.errors import WeightUpdateError
+from jax_agent_rl.models import stored
+from tests.simulated import run_on_devices
+from tests.tiny import TINY, tiny_params
+
+SHAPES = TINY.parameter_shapes()
+HERE = jax.tree.map(
+    lambda _: jax.sharding.SingleDeviceSharding(jax.devices()[0]), SHAPES, is_leaf=lambda x: isinstance(x, tuple)
+)
+
+
+def write(root: Path, version: int, seed: int) -> tuple[str, str]:
+    folder = stored.version_folder(str(root), version)
+    stored.write_part(folder, tiny_params(seed), part=0)
+    return folder, stored.publish(folder, parts=1)
+
+
+def read(folder: str, digest: str | None) -> dict:
+    return stored.StoredParams(folder, manifest_digest=digest).read(SHAPES, dtype=jnp.float32, shardings=HERE)
+
+
+def test_what_is_read_is_what_was_written_and_a_removed_version_is_gone(tmp_path: Path):
+    first, _ = write(tmp_path, 1, seed=1)
+    second, digest = write(tmp_path, 10, seed=2)
+    stored.remove(first)
+    assert [path.name for path in tmp_path.iterdir()] == ["v10"]
+    jax.tree.map(np.testing.assert_array_equal, read(second, digest), tiny_params(2))
+    with pytest.raises(WeightUpdateError, match="there are no weights at .*/v1/"):
+        read(first, None)
+
+
+def test_a_version_is_not_there_before_all_parts_are(tmp_path: Path):
+    folder = stored.version_folder(str(tmp_path), 1)
+    stored.write_part(folder, tiny_params(), part=0)
+    with pytest.raises(WeightUpdateError, match="no manifest.json"):
+        read(folder, None)
+    with pytest.raises(OSError, match="process 1 has not written its part"):
+        stored.publish(folder, parts=2)
+    with pytest.raises(WeightUpdateError, match="no manifest.json"):
+        read(folder, None)
+
+
+def test_a_chunk_or_manifest_that_is_another_is_refused_by_name(tmp_path: Path):
+    folder, digest = write(tmp_path, 1, seed=1)
+    other, other_digest = write(tmp_path, 2, seed=2)
+    chunk, of_other = (tmp_path / version / "embed/c/0/0" for version in ("v1", "v2"))
+    ours, theirs = chunk.read_bytes(), of_other.read_bytes()
+    for spoilt in (theirs, ours[:-1] + b"x", ours[:-4], None):
+        chunk.unlink()
+        if spoilt is not None:
+            chunk.write_bytes(spoilt)
+        with pytest.raises(WeightUpdateError, match="embed"):
+            read(folder, digest)
+        chunk.write_bytes(ours)
+    with pytest.raises(WeightUpdateError, match="v2/manifest.json is not what the learner wrote"):
+        read(other, digest)
+    jax.tree.map(np.testing.assert_array_equal, read(other, other_digest), tiny_params(2))
+
+
+def test_another_models_parameters_are_refused_with_both_shapes(tmp_path: Path):
+    folder, digest = write(tmp_path, 1, seed=1)
+    shapes = {**SHAPES, "final_norm": (33,)}
+    with pytest.raises(WeightUpdateError, match=r"final_norm is \(32,\), served is \(33,\)"):
+        stored.StoredParams(folder, manifest_digest=digest).read(shapes, dtype=jnp.float32, shardings=HERE)
+
+
+MESHES = """
+import json, sys
+import jax, jax.numpy as jnp, numpy as np
+from dataclasses import replace
+from jax_agent_rl.config import MeshConfig
+from jax_agent_rl.config_mesh import EngineMeshConfig
+from jax_agent_rl.jetstream.layout import make_engine_mesh, parameter_places
+from jax_agent_rl.learner.sharding import make_mesh, parameter_shardings, place
+from jax_agent_rl.models import stored
+from tests.tiny import TINY, tiny_params
+
+model = replace(TINY, vocab_size=96, num_heads=8)
+shapes, params = model.parameter_shapes(), tiny_params(config=model)
+mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
+folder = stored.version_folder(sys.argv[1], 1)
+stored.write_part(folder, jax.tree.map(place, params, parameter_shardings(mesh, shapes)), part=0)
+digest = stored.publish(folder, parts=1)
+for tensor in (1, 4):
+    places = parameter_places(model, make_engine_mesh(EngineMeshConfig(tensor=tensor), first_device=3))
+    reader = stored.StoredParams(folder, manifest_digest=digest)
+    found = reader.read(shapes, dtype=jnp.bfloat16, shardings=places)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(params), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b.astype(jnp.bfloat16)))
+    assert all(x.sharding == p for x, p in zip(jax.tree.leaves(found), jax.tree.leaves(places), strict=True))
+    print(json.dumps([reader.bytes_read, sum(x.nbytes for x in jax.tree.leaves(params))]))
+"""
+
+
+def test_any_mesh_reads_what_any_mesh_wrote_each_byte_once(tmp_path: Path):
+    for line in run_on_devices(MESHES, str(tmp_path)):
+        read, whole = json.loads(line)
+        assert read == whole
