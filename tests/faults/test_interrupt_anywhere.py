@@ -81,6 +81,7 @@ def recipe_in(folder: Path, mode: str) -> Path:
     return tiny_recipe(folder, trainer=trainer, rollout={"deterministic": True}, learner={"ppo_epochs": 2})
 
 
+@pytest.mark.timeout(300 + 60 * INTERRUPTS)
 @pytest.mark.parametrize("mode", ["sync", "one_step_off", "fully_async"])
 def test_an_interrupted_run_ends_in_time_with_its_last_step_saved_and_leaves_nothing_behind(
     mode: str, forker: Forker, undisturbed: tuple[float, Path], scratch: Path, tmp_path: Path
