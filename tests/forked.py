@@ -11,6 +11,8 @@ operation on files that changes something: in the middle of a checkpoint, betwee
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import json
 import os
 import select
@@ -23,6 +25,7 @@ from types import TracebackType
 from typing import Any
 
 CHANGES = frozenset({"os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate", "shutil.rmtree"})
+PR_SET_CHILD_SUBREAPER = 36
 TICK = 1 / os.sysconf("SC_CLK_TCK")
 PATIENCE = 300.0  # seconds for a command that should end by itself
 
@@ -38,15 +41,15 @@ class Command:
         self.pid = pid
         self._forker = forker
         self.status: int | None = None
+        self._cpu_seconds = 0.0
 
     @property
     def cpu_seconds(self) -> float:
         """User and system time so far. Moments of a life are drawn from it, for wall time depends on the machine."""
-        try:
+        with contextlib.suppress(FileNotFoundError):  # it has ended
             fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
-        except FileNotFoundError:
-            return float("inf")
-        return (int(fields[11]) + int(fields[12])) * TICK
+            self._cpu_seconds = (int(fields[11]) + int(fields[12])) * TICK
+        return self._cpu_seconds
 
     @property
     def ended(self) -> bool:
@@ -73,14 +76,21 @@ class Command:
 
 
 class Forker:
-    """Use as a context manager; one command at a time."""
+    """Use as a context manager; one command at a time.
+
+    Args:
+        environment: more variables.
+    """
+
+    def __init__(self, **environment: str) -> None:
+        self._environment = environment
 
     def __enter__(self) -> Forker:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.forked"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=os.environ | {"PYTHONPATH": os.getcwd(), "PYTHONUNBUFFERED": "1"},
+            env=os.environ | {"PYTHONPATH": os.getcwd(), "PYTHONUNBUFFERED": "1"} | self._environment,
         )
         assert self.answer() == "ready"
         return self
@@ -97,6 +107,12 @@ class Forker:
         self._process.stdin.flush()
         return Command(self.answer()["pid"], self)
 
+    @property
+    def orphans(self) -> list[int]:
+        """Processes that a command has left behind and that still live: the forker adopts them."""
+        children = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children").read_text().split()
+        return [int(pid) for pid in children if _lives(pid)]
+
     def answer(self) -> Any:
         assert self._process.stdout is not None
         line = b""
@@ -111,6 +127,13 @@ class Forker:
         return bool(select.select([self._process.stdout], [], [], within)[0])
 
 
+def _lives(pid: str) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
 def _serve() -> None:
     from jax_agent_rl import cli
     from jax_agent_rl.runtime import compilation_cache, learners  # noqa: F401
@@ -118,6 +141,7 @@ def _serve() -> None:
 
     # The suite's cache instead: it keeps the quick compilations, too.
     compilation_cache.use_compilation_cache = lambda: None
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     print(json.dumps("ready"), file=answers)
     while line := sys.stdin.readline():
@@ -155,6 +179,8 @@ def _run(main: Any, *, arguments: list[str], log: str, die_at: int | None) -> No
         code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 1
+    except KeyboardInterrupt:  # before the command line had begun
+        code = 130
     except BaseException:
         traceback.print_exc()
     print(f"{changes} changes of the file system", flush=True)

@@ -22,7 +22,7 @@ class UpdateGate:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._closed = False
-        self._passed = False
+        self._passed = 0  # updates that have begun, without those that changed nothing
         self._revocable = False
 
     @contextlib.contextmanager
@@ -31,8 +31,12 @@ class UpdateGate:
         with self._lock:
             if self._closed:
                 raise UpdateAbandoned
-            self._passed = True
+            self._passed += 1
             yield
+
+    def unchanged(self) -> None:
+        """Inside :meth:`update`: it was not finite, so the state is what it was."""
+        self._passed -= 1
 
     @contextlib.contextmanager
     def revocable(self) -> Iterator[None]:
@@ -60,16 +64,16 @@ class UpdateGate:
 
     @property
     def passed(self) -> bool:
-        """Whether an update has begun."""
-        return self._passed
+        """Whether an update has begun that changes the state."""
+        return self._passed > 0
 
     @property
     def half_way(self) -> bool:
         """Whether an update has begun that is not undone."""
-        return self._passed and not self._closed
+        return self.passed and not self._closed
 
     def close(self) -> bool:
         """Lets no more update begin; returns False if one has passed for good: then the step must be finished."""
         with self._lock:
-            self._closed = self._closed or self._revocable or not self._passed
+            self._closed = self._closed or self._revocable or not self.passed
             return self._closed

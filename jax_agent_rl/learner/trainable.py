@@ -138,8 +138,11 @@ class Trainable:
         """
         if self._compiled_apply is None:  # outside the gate, which must never wait for a compiler
             self._compiled_apply = self._apply.lower(self.state, gradients).compile()
-        with (gate or UpdateGate()).update():
+        gate = gate or UpdateGate()
+        with gate.update():
             self.state, norm, finite = self._compiled_apply(self.state, gradients)
+            if not finite:
+                gate.unchanged()
         return float(norm), bool(finite)
 
 

@@ -196,6 +196,11 @@ class _SharedGate(UpdateGate):
             held.enter_context(super().update())
             yield
 
+    def unchanged(self) -> None:
+        super().unchanged()
+        if not self.passed:  # then this update passed the own gate, too
+            self._own.unchanged()
+
     def _decide(self, held: contextlib.ExitStack) -> None:
         try:
             held.enter_context(self._own.update())

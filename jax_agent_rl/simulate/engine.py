@@ -8,9 +8,9 @@ one timer, for the request that is done next, is all there is to simulate.
 from __future__ import annotations
 
 import asyncio
+import bisect
 import heapq
 import itertools
-from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
@@ -80,6 +80,7 @@ class SimulatedEngine:
             pause_modes=frozenset(PauseMode),
             in_flight_update=True,
             prefix_reuse=True,
+            priorities=True,
             weight_payloads=frozenset({"arrays"}),
         )
         self._speed = speed
@@ -87,7 +88,7 @@ class SimulatedEngine:
         self._version = 0
         self._running: dict[str, _Run] = {}
         self._by_end: list[tuple[float, int, _Run]] = []  # a heap; those that left are skipped
-        self._waiting: deque[_Run] = deque()
+        self._waiting: list[_Run] = []  # by priority, then arrival
         self._contexts: dict[str, int] = {}  # ids of each session whose KV is here
         self._prompts = PrefixIndex()
         self._steps = 0.0
@@ -116,7 +117,7 @@ class SimulatedEngine:
         if self._closed:
             raise BackendClosedError("the simulated engine is closed")
         run = _Run(request=request, done=self._loop.create_future())
-        self._waiting.append(run)
+        bisect.insort(self._waiting, run, key=lambda run: run.request.priority)
         self._advance()
         self._admit()
         try:
@@ -211,7 +212,7 @@ class SimulatedEngine:
     def _admit(self) -> None:
         """Gives free lanes to those that wait; call :meth:`_advance` first."""
         while self._waiting and len(self._running) < self._speed.lanes and not self._paused and self._drained is None:
-            run = self._waiting.popleft()
+            run = self._waiting.pop(0)
             length, session = len(run.request.prompt_ids), run.request.session_id
             run.cached = min(max(self._contexts.get(session or "", 0), self._known(run.request.prompt_ids)), length - 1)
             self._prefilled += length - run.cached

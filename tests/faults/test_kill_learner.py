@@ -81,6 +81,7 @@ class Life:
         assert running.wait() == 0, self.log.read_text()[-3000:]
 
 
+@pytest.mark.timeout(300 + 60 * KILLS)
 def test_whenever_a_run_is_killed_it_resumes_and_ends_with_the_same_bits(forker: Forker, tmp_path: Path):
     chance = random.Random(SEED)
     undisturbed = Life(forker, recipe_in(tmp_path / "undisturbed"))

@@ -118,6 +118,18 @@ def test_several_updates_are_undone_when_one_of_them_fails():
     assert gate.passed and not gate.half_way and leaves(made) == before
 
 
+def test_an_update_that_changed_nothing_leaves_the_gate_to_be_closed():
+    gate = UpdateGate()
+    with gate.update():
+        gate.unchanged()
+    assert not gate.passed and not gate.half_way
+    with gate.update():
+        pass
+    with gate.update():
+        gate.unchanged()
+    assert gate.half_way and not gate.close()
+
+
 def test_closing_waits_for_an_update_that_is_under_way():
     gate, inside, finish = UpdateGate(), threading.Event(), threading.Event()
     done = []

@@ -52,6 +52,15 @@ def test_lanes_advance_together_and_the_next_in_line_takes_the_lane_that_is_free
     assert times(run(main, lanes=2)) == [10.0, 3.0, 7.0]
 
 
+def test_what_waits_is_served_by_priority_and_then_by_arrival():
+    async def main(engine):
+        urgent = request("d", 1, priority=-1)
+        return await finish(engine, request("a", 10), request("b", 3), request("c", 4), urgent, request("e", 2))
+
+    # one lane: a has it, then d, which is urgent, then b, c and e as they came
+    assert times(run(main, lanes=1)) == [10.0, 14.0, 18.0, 11.0, 20.0]
+
+
 def test_each_lane_in_use_slows_all_of_them():
     async def main(engine):
         return await finish(engine, request("a", 10), request("b", 5))

@@ -1,0 +1,88 @@
+"""NaN wherever it can enter a run: what it touches is counted and left out, and no parameter ever becomes one.
+
+One run gets them all: rewards in step 1, a log-prob of the engine in step 2, the gradient of step 3.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from jax_agent_rl.observe.metrics import read_records
+from tests.run_results import final_state
+from tests.tiny_run import tiny_recipe
+
+POISONED = """
+import dataclasses, math, sys
+import jax
+from jax_agent_rl import cli
+from jax_agent_rl.jetstream.backend import JetStreamBackend
+from jax_agent_rl.learner.trainable import Trainable
+from jax_agent_rl.rewards import scoring
+
+every_gradient = sys.argv.pop() == "every gradient"
+generate, gradients, check, steps, rewards = JetStreamBackend.generate, Trainable.gradients, scoring._check, 0, 0
+
+async def poisoned_logprobs(self, request):
+    output = await generate(self, request)
+    if not request.request_id.startswith("train-2-1-3"):
+        return output
+    return dataclasses.replace(output, log_probs=(math.nan, *output.log_probs[1:]))
+
+def poisoned_gradients(self, *arguments):
+    global steps
+    steps += 1
+    found, statistics = gradients(self, *arguments)
+    if every_gradient or steps == 3:
+        found = jax.tree.map(lambda x: x * math.nan, found)
+    return found, statistics
+
+def poisoned_reward(result, source):
+    global rewards
+    rewards += 1
+    return check({4: math.nan, 5: math.inf, 6: {"score": -math.inf}}.get(rewards, result), source)
+
+JetStreamBackend.generate = poisoned_logprobs
+Trainable.gradients = poisoned_gradients
+scoring._check = poisoned_reward
+cli.main()
+"""
+
+
+def train(recipe: Path, poison: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", POISONED, "train", str(recipe), poison],
+        env=os.environ | {"PYTHONPATH": os.getcwd()},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def finite(run: Path) -> bool:
+    return all(np.isfinite(array).all() for array in final_state(run).values())
+
+
+def test_nan_rewards_logprobs_and_gradients_cost_what_they_touch_and_the_run_goes_on(tmp_path: Path):
+    recipe = tiny_recipe(tmp_path, trainer={"steps": 4, "checkpoint_every": 1}, data={"heldout": None})
+    result = train(recipe, "once each")
+    assert result.returncode == 0, result.stderr[-3000:]
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["dropped"] == {"reward_error": 3, "nan_logprobs": 1, "non_finite": 8}
+    assert (summary["started"], summary["trained"]) == (32, 32 - 12) and summary["steps"] == 4
+    assert finite(tmp_path / "run")
+    steps = [line for line in read_records(tmp_path / "run" / "metrics.jsonl") if line["kind"] == "step"]
+    assert [line["accounting"]["trained"] for line in steps] == [5, 12, 12, 20]
+
+
+def test_gradients_that_stay_nan_end_the_run_with_the_last_finite_parameters_saved(tmp_path: Path):
+    recipe = tiny_recipe(
+        tmp_path, data={"heldout": None}, learner={"max_nonfinite_steps": 2}, trainer={"checkpoint_every": 0}
+    )
+    result = train(recipe, "every gradient")
+    assert result.returncode == 2 and "Traceback" not in result.stderr, result.stderr[-3000:]
+    assert "2 updates in a row had non-finite gradients" in result.stderr.replace("\n", " ")
+    assert "learner.learning_rate" in result.stderr and finite(tmp_path / "run")
