@@ -26,6 +26,7 @@ from typing import Any
 from jax_agent_rl.chaos.children import marked
 from jax_agent_rl.chaos.faults import Injection, all_injections
 from jax_agent_rl.chaos.footprint import Footprint
+from jax_agent_rl.chaos.ledger import TRAINED
 from jax_agent_rl.chaos.stage import Stage, open_stage
 
 CALM_SECONDS = 5.0
@@ -177,7 +178,7 @@ async def _watch(
         if every:
             played.footprints.append(Footprint.now())
         struck = ", ".join(f"{injection.name} {injection.strikes}" for injection in injections if injection.strikes)
-        done = f"step {stage.ledger.steps}, {stage.ledger.count('trained')} trained"
+        done = f"step {stage.ledger.steps}, {stage.ledger.count(TRAINED)} trained"
         say(f"  {time.monotonic() - begin:4.0f} s: {done}; {struck or 'no faults'}")
 
 

@@ -6,11 +6,9 @@ import signal
 import sys
 from pathlib import Path
 
+from jax_agent_rl.chaos.ledger import FREE_TO_LOSE
 from jax_agent_rl.conformance.footprint import Footprint
 from jax_agent_rl.trainer.interrupt import EXIT_CODE
-
-FREE_TO_LOSE = {"cancelled", "tool_server_error", "single_member"}
-"""In flight at the end; its tool server was killed or unreachable; the others of its group were lost to that."""
 
 
 async def chaos(*options: str) -> tuple[int | None, dict, str]:
