@@ -31,6 +31,9 @@ from jax_agent_rl.chaos.stage import Stage, open_stage
 
 CALM_SECONDS = 5.0
 _STOP_SECONDS = 30.0
+_LOOK_SECONDS = 5.0
+_RARER = 3.0
+"""In a soak, which is about what piles up, not about how much can go wrong at once."""
 _RECOVERY_SECONDS = 90.0
 
 
@@ -93,7 +96,7 @@ async def play(
     seed: int,
     faults: Collection[str],
     say: Callable[[str], None],
-    footprint_every: float | None = None,
+    soak: bool = False,
 ) -> Played:
     """Starts a stage, runs it for so long, closes it and looks for what is left.
 
@@ -102,7 +105,7 @@ async def play(
         seed: of everything.
         faults: names of those that strike; none: an undisturbed run.
         say: takes a line of progress.
-        footprint_every: seconds between two measurements of this process; None: none are taken.
+        soak: take footprints, and let faults be as rare as they are for a run that has to get far.
 
     Raises:
         LaunchError: a server does not start.
@@ -112,7 +115,7 @@ async def play(
         scratch, ports = Path(name), ()
         async with open_stage(scratch, seed=seed, mark=mark) as stage:
             ports = stage.ports
-            played = await _run(stage, seconds, seed, faults, say, footprint_every)
+            played = await _run(stage, seconds, seed, faults, say, soak)
         await asyncio.sleep(0)
         played.leftovers = Leftovers(
             processes=await _orphans(mark),
@@ -124,13 +127,15 @@ async def play(
 
 
 async def _run(
-    stage: Stage, seconds: float, seed: int, faults: Collection[str], say: Callable[[str], None], every: float | None
+    stage: Stage, seconds: float, seed: int, faults: Collection[str], say: Callable[[str], None], soak: bool
 ) -> Played:
     injections = [injection for injection in all_injections(stage.victims) if injection.name in faults]
     played = Played(seconds=seconds)
     training = asyncio.create_task(stage.trainer.run(), name="trainer")
-    watching = asyncio.create_task(_watch(stage, injections, played, say, every), name="watch")
-    striking = asyncio.create_task(_strike(injections, seed, seconds - CALM_SECONDS), name="faults")
+    watching = asyncio.create_task(_watch(stage, injections, played, say, soak), name="watch")
+    striking = asyncio.create_task(
+        _strike(injections, seed, seconds - CALM_SECONDS, rarer=_RARER if soak else 1.0), name="faults"
+    )
     begin = time.monotonic()
     try:
         await asyncio.wait({training, striking}, return_when=asyncio.FIRST_COMPLETED)
@@ -161,21 +166,21 @@ async def _recover(stage: Stage, training: asyncio.Task[None], steps: int) -> No
         await asyncio.wait({training}, timeout=0.2)
 
 
-async def _strike(injections: Sequence[Injection], seed: int, seconds: float) -> None:
+async def _strike(injections: Sequence[Injection], seed: int, seconds: float, *, rarer: float) -> None:
     async with asyncio.TaskGroup() as group:
         for injection in injections:
-            group.create_task(injection.run(seed, seconds), name=injection.name)
+            group.create_task(injection.run(seed, seconds, rarer=rarer), name=injection.name)
         group.create_task(asyncio.sleep(seconds), name="calm begins")
 
 
 async def _watch(
-    stage: Stage, injections: Sequence[Injection], played: Played, say: Callable[[str], None], every: float | None
+    stage: Stage, injections: Sequence[Injection], played: Played, say: Callable[[str], None], soak: bool
 ) -> None:
-    """A line of progress, and a footprint if asked for, now and then."""
+    """A line of progress, and in a soak a footprint, now and then."""
     begin = time.monotonic()
     while True:
-        await asyncio.sleep(every or 5.0)
-        if every:
+        await asyncio.sleep(_LOOK_SECONDS)
+        if soak:
             played.footprints.append(Footprint.now())
         struck = ", ".join(f"{injection.name} {injection.strikes}" for injection in injections if injection.strikes)
         done = f"step {stage.ledger.steps}, {stage.ledger.count(TRAINED)} trained"
