@@ -24,6 +24,7 @@ from dataclasses import dataclass
 
 from jax_agent_rl.errors import EngineDiedError
 from jax_agent_rl.rollout.balancer import Balancer
+from jax_agent_rl.rollout.prefixes import PrefixIndex
 from jax_agent_rl.rollout.protocol import GenerateRequest
 from jax_agent_rl.rollout.server import AsyncServer
 
@@ -33,6 +34,7 @@ class _Waiter:
     """A request in a line; its place is None when it is told to wait no longer."""
 
     request: GenerateRequest
+    chain: list[int]
     place: asyncio.Future[AsyncServer | None]
 
 
@@ -119,12 +121,13 @@ class Admission:
         Raises:
             EngineDiedError: there is no server, and no hope of one.
         """
-        name = self.balancer.acquire(request.session_id)
+        chain = self._chain(request)
+        name = self.balancer.acquire(request.session_id, chain)
         if name is not None:
             return self._servers[name]
         if not self.is_open:
             raise self._closed(request)
-        waiter = _Waiter(request=request, place=asyncio.get_running_loop().create_future())
+        waiter = _Waiter(request=request, chain=chain, place=asyncio.get_running_loop().create_future())
         line = self._lines[self.balancer.home(request.session_id)]
         heapq.heappush(line, (request.priority, next(self._arrivals), waiter))
         self._look_out()
@@ -147,10 +150,18 @@ class Admission:
             if waiter.request.request_id == request_id:
                 waiter.place.set_result(None)
 
+    def _chain(self, request: GenerateRequest) -> list[int]:
+        """Of a prompt whose beginning may be that of another session's; ids do not tell pictures apart."""
+        if self.balancer.home(request.session_id) or request.multi_modal or len(self._servers) < 2:
+            return []
+        if not all(server.backend.capabilities.prefix_reuse for server in self.servers):
+            return []
+        return PrefixIndex.chain(request.prompt_ids, request.lora)
+
     def _fill(self, server: AsyncServer) -> None:
         """Gives the server's room to those whose turn it is."""
         while self.balancer.has_room(server.name) and (waiter := self._next(server.name)):
-            self.balancer.take(server.name, waiter.request.session_id)
+            self.balancer.take(server.name, waiter.request.session_id, waiter.chain)
             waiter.place.set_result(server)
 
     def _next(self, name: str) -> _Waiter | None:

@@ -8,7 +8,17 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Any
+
+from jax_agent_rl.rollout.prefixes import BLOCK, PrefixIndex
+
+WORTH = 1024
+"""Shared ids below which a prompt is computed sooner than an uneven load is made up for."""
+
+BUSIER, MORE = 1.1, 2
+"""A server is clearly busier than another with more than so many times its requests, and so many more. By
+``benchmarks/prefix_routing.py``: with more, requests wait longer for lanes than their prompts would have taken."""
 
 
 class Balancer:
@@ -17,6 +27,10 @@ class Balancer:
     A session stays on its server because the KV of its context is there; it moves only when that server is gone. Its
     requests go before those of sessions that began later: by their order of arrival, the next turn of a trajectory
     that a learner waits for would queue behind the first turns of many that nobody needs yet.
+
+    A new session goes where the longest part of its prompt was computed lately, unless that server is clearly busier
+    than the least busy one. That pays where long prompts have long beginnings in common, as those of a group do: by
+    load alone, every server computes them all. Where they do not, or where there is one server, it changes nothing.
 
     A session whose server is full moves to one that has room, if there is one: an idle lane is worth more than a cache,
     since ids are computed from a prompt many times faster than they are sampled.
@@ -33,6 +47,7 @@ class Balancer:
         self._ages: OrderedDict[str, int] = OrderedDict()
         self._arrivals = itertools.count()
         self._max_sessions = max_sessions
+        self._prefixes = PrefixIndex()
 
     @property
     def servers(self) -> tuple[str, ...]:
@@ -56,18 +71,31 @@ class Balancer:
     def remove(self, server: str) -> None:
         """Removes a server; its sessions go elsewhere with their next request. Unknown names are ignored."""
         self._in_flight.pop(server, None)
+        self._prefixes.forget(server)
         for session in [s for s, where in self._sessions.items() if where == server]:
             del self._sessions[session]
 
-    def acquire(self, session: str | None = None) -> str | None:
-        """Chooses a server and counts the request there; None if there is no server, or none with room."""
+    def acquire(self, session: str | None = None, chain: Sequence[int] = ()) -> str | None:
+        """Chooses a server and counts the request there; None if there is no server, or none with room.
+
+        Args:
+            chain: of the prompt, see :meth:`PrefixIndex.chain`; empty where no KV would be found.
+        """
         server = self.home(session)
         if server is None or not self.has_room(server):
             roomy = filter(self.has_room, self._in_flight)
-            server = min(roomy, key=self._in_flight.__getitem__, default=None)  # ties: the one added first
+            least = min(roomy, key=self._in_flight.__getitem__, default=None)  # ties: the one added first
+            server = self._with_prefix(chain, least) or least
         if server is not None:
-            self.take(server, session)
+            self.take(server, session, chain)
         return server
+
+    def _with_prefix(self, chain: Sequence[int], least: str | None) -> str | None:
+        """The server that has most of a prompt, if that is worth more than an even load."""
+        server, shared = self._prefixes.find(chain)
+        if server is None or least is None or shared < max(WORTH, len(chain) * BLOCK // 2) or not self.has_room(server):
+            return None
+        return server if self._in_flight[server] <= self._in_flight[least] * BUSIER + MORE else None
 
     def home(self, session: str | None) -> str | None:
         """The server a session is on."""
@@ -77,8 +105,9 @@ class Balancer:
         """Whether the server may get another request."""
         return self._max_in_flight is None or self._in_flight[server] < self._max_in_flight
 
-    def take(self, server: str, session: str | None = None) -> None:
-        """Counts a request on this server, where its session is from now on."""
+    def take(self, server: str, session: str | None = None, chain: Sequence[int] = ()) -> None:
+        """Counts a request on this server, where its session and its prompt are from now on."""
+        self._prefixes.add(chain, server)
         if session is not None:
             self._remember(self._sessions, session, server)
         self._in_flight[server] += 1
@@ -96,6 +125,10 @@ class Balancer:
             age = next(self._arrivals)
         self._remember(self._ages, session, age)
         return age
+
+    def forget_prefixes(self) -> None:
+        """No server has KV that is worth anything any more."""
+        self._prefixes.clear()
 
     def fork_session(self, parent: str, child: str) -> None:
         """Begins a session where another one is, and as old; does nothing if nobody knows that one."""

@@ -18,16 +18,17 @@ Servers come and go: :class:`~jax_agent_rl.rollout.manager.LLMServerManager` see
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 from jax_agent_rl.errors import BackendClosedError, BackendError, EngineDiedError
 from jax_agent_rl.rollout.admission import Admission
 from jax_agent_rl.rollout.parts import check_context, heard, join, rest_of
 from jax_agent_rl.rollout.protocol import GenerateRequest, TokenChunk, WeightUpdate
-from jax_agent_rl.rollout.server import AsyncServer, OnIds, ServingStats, take_weights
+from jax_agent_rl.rollout.server import AsyncServer, OnIds, Overseer, ServingStats, take_weights
 from jax_agent_rl.rollout.stops import DecodeText
 from jax_agent_rl.types import PauseMode, SamplingParams, StopReason, TokenOutput
 
@@ -38,18 +39,6 @@ _MAX_FRUITLESS = 100
 
 _MAX_LOSSES = 20
 """Servers in a row that were lost under a request without a new id: then it is the request that kills them."""
-
-
-class Overseer(Protocol):
-    """Who looks after a client's servers; see :class:`~jax_agent_rl.rollout.manager.LLMServerManager`."""
-
-    def lost(self, server: AsyncServer, why: str) -> None:
-        """A server is about to leave the rotation."""
-        ...
-
-    async def update_weights(self, update: WeightUpdate, *, mode: PauseMode | None = None) -> None:
-        """Does what :meth:`LLMServerClient.update_weights` promises."""
-        ...
 
 
 @dataclass(kw_only=True, slots=True)
@@ -207,8 +196,9 @@ class LLMServerClient:
         self._admission.expect_no_more(name)
 
     def serve(self, version: int) -> None:
-        """These are the weights that are served from now on."""
+        """These are the weights that are served from now on; what was computed with others is worth nothing."""
         self._served = version
+        self._balancer.forget_prefixes()
 
     async def update_weights(self, update: WeightUpdate, *, mode: PauseMode | None = None) -> None:
         """Updates all servers at once; see :meth:`AsyncServer.update_weights`.
@@ -222,11 +212,8 @@ class LLMServerClient:
         if self._overseer is not None:
             await self._overseer.update_weights(update, mode=mode)
             return
-        self._updating = True
-        try:
+        with self.updating():
             results = await take_weights(self.servers, update, mode=mode)
-        finally:
-            self._updating = False
         failures = []
         for server, error in results.items():
             if isinstance(error, EngineDiedError | BackendClosedError):
@@ -237,7 +224,16 @@ class LLMServerClient:
             raise failures[0]
         if not self.servers:
             raise BackendError(f"no server is left to take weights of version {update.version}")
-        self._served = update.version
+        self.serve(update.version)
+
+    @contextlib.contextmanager
+    def updating(self) -> Iterator[None]:
+        """While weights change, nobody may enter the rotation: it would be left out."""
+        self._updating = True
+        try:
+            yield
+        finally:
+            self._updating = False
 
     def _check_version(self, server: AsyncServer) -> None:
         """A server of other weights would sample from a policy that nobody asked for."""

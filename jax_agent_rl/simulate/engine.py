@@ -11,10 +11,11 @@ import asyncio
 import heapq
 import itertools
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
 from jax_agent_rl.errors import BackendClosedError, BackendError
+from jax_agent_rl.rollout.prefixes import PrefixIndex
 from jax_agent_rl.rollout.protocol import (
     BackendMetrics,
     Capabilities,
@@ -25,7 +26,7 @@ from jax_agent_rl.rollout.protocol import (
 )
 from jax_agent_rl.types import PauseMode, StopReason, TokenOutput, digest_ids
 
-ID = 1  # what every position of a simulated context holds
+ID = 1  # what every position of a simulated context holds, after its prompt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +89,7 @@ class SimulatedEngine:
         self._by_end: list[tuple[float, int, _Run]] = []  # a heap; those that left are skipped
         self._waiting: deque[_Run] = deque()
         self._contexts: dict[str, int] = {}  # ids of each session whose KV is here
+        self._prompts = PrefixIndex()
         self._steps = 0.0
         self._at = self._loop.time()
         self._timer: asyncio.TimerHandle | None = None
@@ -159,10 +161,12 @@ class SimulatedEngine:
             run.versions += [self._version] * (run.sampled(self._steps) - len(run.versions))
         self._version = update.version
         self._contexts.clear()
+        self._prompts.clear()
         self._loading += self._speed.load_seconds
 
     async def reset_prefix_cache(self) -> None:
         self._contexts.clear()
+        self._prompts.clear()
 
     async def sleep(self) -> None:
         raise BackendError("the simulated engine never sleeps")
@@ -209,7 +213,7 @@ class SimulatedEngine:
         while self._waiting and len(self._running) < self._speed.lanes and not self._paused and self._drained is None:
             run = self._waiting.popleft()
             length, session = len(run.request.prompt_ids), run.request.session_id
-            run.cached = min(self._contexts.get(session, 0), length - 1) if session is not None else 0
+            run.cached = min(max(self._contexts.get(session or "", 0), self._known(run.request.prompt_ids)), length - 1)
             self._prefilled += length - run.cached
             self._reused += run.cached
             run.began = self._steps + (length - run.cached) / self._speed.prefill_tokens_per_step
@@ -217,6 +221,13 @@ class SimulatedEngine:
             self._running[run.request.request_id] = run
             heapq.heappush(self._by_end, (run.end, next(self._number), run))
         self._schedule()
+
+    def _known(self, prompt_ids: Sequence[int]) -> int:
+        """Ids that this prompt has in common with one before; from now on, it is one of those."""
+        chain = PrefixIndex.chain(prompt_ids)
+        shared = self._prompts.find(chain)[1]
+        self._prompts.add(chain, "here")
+        return shared
 
     def _schedule(self) -> None:
         """Sets the timer for the request that is done next."""

@@ -205,7 +205,7 @@ def _runtime(
     ]
     rows = [
         {
-            "prompt": [{"role": "user"}],
+            "prompt": [{"role": "user", "content": number}],
             "agent_name": AGENT,
             "agent": assumptions.agent,
             "seed": assumptions.seed,

@@ -105,16 +105,16 @@ def load_assumptions(path: Path | None, overrides: Sequence[str]) -> Assumptions
 
 
 class SimulatedCodec:
-    """Prompts of the assumed length; nothing has a text."""
+    """Prompts of the assumed length, which are the row's number throughout; nothing has a text."""
 
     eos_token_ids: tuple[int, ...] = ()
     modalities: frozenset[str] = frozenset()
 
     def __init__(self, prompt_tokens: int) -> None:
-        self._prompt = [ID] * prompt_tokens
+        self._prompt_tokens = prompt_tokens
 
     def encode_prompt(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[object] = ()) -> list[int]:
-        return self._prompt
+        return [int(messages[0]["content"])] * self._prompt_tokens
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return ""

@@ -7,7 +7,7 @@ import pytest
 
 from jax_agent_rl.errors import BackendClosedError, BackendError, EngineDiedError, TokenDriftError, WeightUpdateError
 from jax_agent_rl.rollout.client import LLMServerClient
-from jax_agent_rl.rollout.protocol import RolloutBackend, WeightUpdate
+from jax_agent_rl.rollout.protocol import RolloutBackend, TokenChunk, WeightUpdate
 from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.types import PauseMode, SamplingParams, StopReason, digest_ids
 from tests.fakes import EOS, FakeCodec, ScriptedBackend
@@ -336,3 +336,66 @@ async def test_a_trajectorys_next_turn_goes_before_those_that_began_later():
         await fleet.ask(name, session_id=session)
     first, later, again = (request.priority for request in fleet.backends[0].requests)
     assert first == again < later
+
+
+class Streams(ScriptedBackend):
+    """Tells every id as it samples it."""
+
+    async def stream(self, request):
+        plan, start = self._plan(request)
+        self.requests.append(request)
+        for sampled in range(request.sampling.max_tokens):
+            await self._wait_for_turn(request.request_id)
+            token = plan[len(request.prompt_ids) - start + sampled]
+            self.sampled += 1
+            part = {"token_ids": (token,), "log_probs": (-0.5,), "policy_versions": (self._version,)}
+            yield TokenChunk(**part)
+        raise AssertionError("the tests end it before")
+
+
+async def test_what_a_lost_server_had_streamed_is_gone_on_with_and_told_once():
+    fleet = Fleet(2)
+    fleet.backends[0] = lost = Streams(fleet.codec, [WORDS])
+    lost.share_plans(fleet.backends[1])
+    fleet.servers[0].backend = lost
+    heard = []
+    task = fleet.ask(max_tokens=6, on_ids=heard.extend)
+    await fleet.sampled(2)
+    lost.die()
+    fleet.go_on()
+    output = await task
+    assert output.token_ids == tuple(heard) == fleet.whole[:6]
+    assert output.context_digest == digest_ids([*PROMPT, *output.token_ids])
+    (rest,) = fleet.backends[1].requests
+    assert rest.prompt_ids == (*PROMPT, *fleet.whole[:2]) and rest.sampling.max_tokens == 4
+
+
+async def test_an_abandoned_server_lets_go_of_its_requests_whatever_its_engine_does():
+    fleet = Fleet(2)
+    fleet.backends[0].gate.clear()
+    task = fleet.ask()
+    await asyncio.sleep(0)
+    assert fleet.servers[0].running
+    fleet.servers[0].abandon("it does nothing")
+    assert (await task).token_ids == fleet.whole
+    assert fleet.client.stats().servers_lost == 1 and not fleet.servers[0].running
+    with pytest.raises(EngineDiedError, match="it does nothing"):
+        await fleet.servers[0].update_weights(WeightUpdate(version=1, kind="arrays", payload=None))
+
+
+async def test_tokens_of_weights_that_should_have_been_replaced_are_counted():
+    class Forgetful(ScriptedBackend):
+        async def update_weights(self, update):
+            await super().update_weights(update)
+            self.said, self._version = self._version, 0
+
+        @property
+        def policy_version(self):
+            return getattr(self, "said", 0)
+
+    fleet = Fleet(2)
+    fleet.servers[0].backend = Forgetful(fleet.codec, [WORDS])
+    await fleet.client.update_weights(WeightUpdate(version=1, kind="arrays", payload=None))
+    await asyncio.gather(fleet.ask("r0", max_tokens=3), fleet.ask("r1", max_tokens=4))
+    assert fleet.client.stats().stale_served == 3
+    assert (fleet.client.stats().servers_up, fleet.client.stats().servers_joined) == (2, 0)

@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from jax_agent_rl.errors import BackendError, ConfigError, EngineDiedError, WeightUpdateError
+from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.types import StopReason
 from tests.fleet import in_virtual_time, now
 
@@ -285,6 +286,36 @@ def test_an_update_during_an_outage_is_kept_if_it_lasts():
             await fleet.publish(2, lasting=False)
 
     in_virtual_time(main)
+
+
+def test_nobody_slips_into_the_rotation_past_the_fence_while_weights_change():
+    async def main(fleet):
+        await fleet.start("a")
+        publishing = asyncio.create_task(fleet.publish(1))
+        await asyncio.sleep(0.5)
+        with pytest.raises(ValueError, match="while weights are being updated"):
+            fleet.client.add_server(AsyncServer(fleet.make("b")(), name="b"))
+        await publishing
+
+    in_virtual_time(main)
+
+
+def test_a_fenced_server_that_dies_while_it_waits_is_replaced_by_one_that_waits():
+    async def main(fleet):
+        await fleet.start("a", "b")
+        await fleet.publish(1, lasting=False)
+        fleet["b"].die()
+        await asyncio.sleep(20)
+        fleet["b"].die()  # this one is fenced, so nobody notices before the next update
+        fleet["a"].refuses = True
+        with pytest.raises(WeightUpdateError, match="a refuses version 2"):
+            await fleet.publish(2, lasting=False)
+        await asyncio.sleep(5)
+        fleet["a"].refuses = False
+        await fleet.publish(3, lasting=False)
+        assert fleet.up == ["a", "b"] and len(fleet.engines["b"]) == 3 and fleet["b"].updates == [3]
+
+    in_virtual_time(main, stall_seconds=20.0)
 
 
 def test_servers_that_start_with_different_weights_are_refused_and_closed():

@@ -59,9 +59,7 @@ async def test_a_killed_and_restarted_rollout_server_comes_back_with_the_served_
 
         def ask(name, **more):
             sampling = SamplingParams(max_tokens=100, seed=7, temperature=1.0, ignore_eos=True)
-            return asyncio.ensure_future(
-                client.generate(name, prompt_ids=[5, 6, 7], sampling_params=sampling, **more)
-            )
+            return asyncio.ensure_future(client.generate(name, prompt_ids=[5, 6, 7], sampling_params=sampling, **more))
 
         heard = []
         tasks = [ask("plain"), ask("other"), ask("streamed", on_ids=heard.extend)]

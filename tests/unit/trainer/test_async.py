@@ -27,6 +27,7 @@ async def test_tokens_are_as_old_as_the_mode_says(tmp_path: Path, mode: str, fir
     accounting = books(training)
     assert (accounting.started, accounting.trained) == (24, 24), "not one group more than the steps need"
     assert [r["staleness_max"] for r in steps_of(tmp_path)] == [max(ages) for ages in learner.ages]
+    assert all((r["servers_up"], r["servers_lost"], r["stale_served"]) == (1, 0, 0) for r in steps_of(tmp_path))
     assert training.runtime.client.servers[0].backend.policy_version == 6
 
 
