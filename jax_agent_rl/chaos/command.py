@@ -13,7 +13,7 @@ from rich.console import Console
 
 from jax_agent_rl.chaos.faults import NAMES
 from jax_agent_rl.chaos.footprint import growth
-from jax_agent_rl.chaos.play import CALM_SECONDS, Played, play
+from jax_agent_rl.chaos.play import CALM_SECONDS, Plan, Played, play
 from jax_agent_rl.chaos.stage import TOOL_RETRIES
 from jax_agent_rl.errors import ConfigError
 
@@ -22,6 +22,7 @@ UNDISTURBED_SHARE = 0.25
 MAX_ATTEMPTS = 20
 """Sendings of one rollout request; each fault that hits it costs one, so more means that something sends in circles."""
 MAX_RSS_GROWTH = 0.05
+_LONGEST_CALM = 60.0
 _SHORTEST = 2 * CALM_SECONDS
 
 
@@ -57,9 +58,9 @@ async def _both(seconds: float, seed: int, faults: Sequence[str], soak: bool, co
         console.print(text, highlight=False, soft_wrap=True)
 
     say(f"undisturbed, seed {seed}")
-    calm = await play(min(60.0, seconds * UNDISTURBED_SHARE), seed=seed, faults=(), say=say)
+    calm = await play(Plan(seconds=min(_LONGEST_CALM, seconds * UNDISTURBED_SHARE), seed=seed), say)
     say(f"with faults: {', '.join(faults)}")
-    rough = await play(seconds - calm.seconds, seed=seed, faults=faults, say=say, soak=soak)
+    rough = await play(Plan(seconds=seconds - calm.seconds, seed=seed, faults=faults, soak=soak), say)
     broken = [*(f"undisturbed: {what}" for what in failures(calm)), *failures(rough)]
     report = _report(seed, calm, rough) | {"failures": broken}
     if soak:

@@ -10,23 +10,19 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import secrets
-import signal
-import socket
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jax_agent_rl.chaos.children import marked
 from jax_agent_rl.chaos.faults import Injection, all_injections
 from jax_agent_rl.chaos.footprint import Footprint
 from jax_agent_rl.chaos.ledger import TRAINED
+from jax_agent_rl.chaos.leftovers import Leftovers, find_leftovers
 from jax_agent_rl.chaos.stage import Stage, open_stage
 
 CALM_SECONDS = 5.0
@@ -38,17 +34,20 @@ _RECOVERY_SECONDS = 90.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Leftovers:
-    """What should have been gone: processes, ports that are still bound, files, asyncio tasks."""
+class Plan:
+    """What to play.
 
-    processes: Sequence[str] = ()
-    ports: Sequence[int] = ()
-    files: Sequence[str] = ()
-    tasks: Sequence[str] = ()
+    Attributes:
+        seconds: from the first generation on; longer only if no step was finished after the last fault.
+        seed: of everything.
+        faults: names of those that strike; none: an undisturbed run.
+        soak: take footprints, and let faults be as rare as they are for a run that has to get far.
+    """
 
-    @property
-    def count(self) -> int:
-        return len(self.processes) + len(self.ports) + len(self.files) + len(self.tasks)
+    seconds: float
+    seed: int
+    faults: Collection[str] = ()
+    soak: bool = False
 
 
 @dataclass(kw_only=True)
@@ -90,57 +89,37 @@ class Played:
     footprints: list[Footprint] = field(default_factory=list)
 
 
-async def play(
-    seconds: float,
-    *,
-    seed: int,
-    faults: Collection[str],
-    say: Callable[[str], None],
-    soak: bool = False,
-) -> Played:
-    """Starts a stage, runs it for so long, closes it and looks for what is left.
+async def play(plan: Plan, say: Callable[[str], None]) -> Played:
+    """Starts a stage, runs it, closes it and looks for what is left.
 
     Args:
-        seconds: from the first generation to the last.
-        seed: of everything.
-        faults: names of those that strike; none: an undisturbed run.
+        plan: how long, and what strikes.
         say: takes a line of progress.
-        soak: take footprints, and let faults be as rare as they are for a run that has to get far.
 
     Raises:
         LaunchError: a server does not start.
     """
     mark, before = secrets.token_hex(8), asyncio.all_tasks()
     with tempfile.TemporaryDirectory(prefix="chaos-") as name:
-        scratch, ports = Path(name), ()
-        async with open_stage(scratch, seed=seed, mark=mark) as stage:
-            ports = stage.ports
-            played = await _run(stage, seconds, seed, faults, say, soak)
-        await asyncio.sleep(0)
-        played.leftovers = Leftovers(
-            processes=await _orphans(mark),
-            ports=[port for port in ports if _is_bound(port)],
-            files=[str(path.relative_to(scratch)) for path in (scratch / "tmp").rglob("*")],
-            tasks=[task.get_name() for task in asyncio.all_tasks() - before],
+        async with open_stage(Path(name), seed=plan.seed, mark=mark) as stage:
+            played = await _run(stage, plan, say)
+        played.leftovers = await find_leftovers(
+            mark=mark, ports=stage.ports, folder=stage.temporary, tasks_before=before
         )
     return played
 
 
-async def _run(
-    stage: Stage, seconds: float, seed: int, faults: Collection[str], say: Callable[[str], None], soak: bool
-) -> Played:
-    injections = [injection for injection in all_injections(stage.victims) if injection.name in faults]
-    played = Played(seconds=seconds)
+async def _run(stage: Stage, plan: Plan, say: Callable[[str], None]) -> Played:
+    injections = [injection for injection in all_injections(stage.victims) if injection.name in plan.faults]
+    played = Played(seconds=plan.seconds)
     training = asyncio.create_task(stage.trainer.run(), name="trainer")
-    watching = asyncio.create_task(_watch(stage, injections, played, say, soak), name="watch")
-    striking = asyncio.create_task(
-        _strike(injections, seed, seconds - CALM_SECONDS, rarer=_RARER if soak else 1.0), name="faults"
-    )
+    watching = asyncio.create_task(_watch(stage, injections, played if plan.soak else None, say), name="watch")
+    striking = asyncio.create_task(_strike(injections, plan), name="faults")
     begin = time.monotonic()
     try:
         await asyncio.wait({training, striking}, return_when=asyncio.FIRST_COMPLETED)
         steps = stage.ledger.steps
-        await asyncio.wait({training}, timeout=max(0.0, begin + seconds - time.monotonic()))
+        await asyncio.wait({training}, timeout=max(0.0, begin + plan.seconds - time.monotonic()))
         played.seconds = time.monotonic() - begin
         played.trained_per_second = stage.ledger.rate(time.monotonic())
         await _recover(stage, training, steps)
@@ -154,7 +133,7 @@ async def _run(
         played.stop_seconds = time.monotonic() - stopping
         played.crashed = played.crashed or ", ".join(f"{t.get_name()} did not end when cancelled" for t in stuck)
     if striking.done() and not striking.cancelled() and (error := striking.exception()):
-        raise error
+        raise error.exceptions[0] if isinstance(error, ExceptionGroup) else error  # a server did not start again
     _conclude(stage, injections, played)
     return played
 
@@ -166,21 +145,22 @@ async def _recover(stage: Stage, training: asyncio.Task[None], steps: int) -> No
         await asyncio.wait({training}, timeout=0.2)
 
 
-async def _strike(injections: Sequence[Injection], seed: int, seconds: float, *, rarer: float) -> None:
+async def _strike(injections: Sequence[Injection], plan: Plan) -> None:
+    seconds, rarer = plan.seconds - CALM_SECONDS, _RARER if plan.soak else 1.0
     async with asyncio.TaskGroup() as group:
         for injection in injections:
-            group.create_task(injection.run(seed, seconds, rarer=rarer), name=injection.name)
-        group.create_task(asyncio.sleep(seconds), name="calm begins")
+            group.create_task(injection.run(plan.seed, seconds, rarer=rarer), name=injection.name)
+        group.create_task(asyncio.sleep(seconds), name="until the calm")
 
 
 async def _watch(
-    stage: Stage, injections: Sequence[Injection], played: Played, say: Callable[[str], None], soak: bool
+    stage: Stage, injections: Sequence[Injection], played: Played | None, say: Callable[[str], None]
 ) -> None:
-    """A line of progress, and in a soak a footprint, now and then."""
+    """A line of progress now and then, and a footprint for ``played``, if given."""
     begin = time.monotonic()
     while True:
         await asyncio.sleep(_LOOK_SECONDS)
-        if soak:
+        if played is not None:
             played.footprints.append(Footprint.now())
         struck = ", ".join(f"{injection.name} {injection.strikes}" for injection in injections if injection.strikes)
         done = f"step {stage.ledger.steps}, {stage.ledger.count(TRAINED)} trained"
@@ -205,26 +185,3 @@ def _why_ended(training: asyncio.Task[None]) -> str:
         return ""
     error = None if training.cancelled() else training.exception()
     return f"{type(error).__name__}: {error}" if error else "the trainer ended by itself"
-
-
-async def _orphans(mark: str) -> list[str]:
-    """Processes of the run that outlived it, each killed now; a worker is given a moment to notice its parent's end."""
-    for _ in range(40):
-        if not marked(mark):
-            return []
-        await asyncio.sleep(0.05)
-    found = marked(mark)
-    for pid in found:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    return [f"{pid}: {command}" for pid, command in found.items()]
-
-
-def _is_bound(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections in TIME_WAIT do not count
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            return True
-    return False

@@ -85,12 +85,14 @@ class Stage:
         ledger: watches it.
         victims: what faults may hit.
         ports: all that are bound.
+        temporary: the folder for the servers' temporary files.
     """
 
     trainer: WatchedTrainer
     ledger: Ledger
     victims: Victims
     ports: tuple[int, ...]
+    temporary: Path
 
 
 def settings_of(tool_server: str, folder: Path, seed: int) -> config.Config:
@@ -153,6 +155,7 @@ async def open_stage(scratch: Path, *, seed: int, mark: str) -> AsyncIterator[St
             ledger=ledger,
             victims=Victims(engines=engines, tools=tools, engine_proxies=proxies[:-1], tool_proxy=proxies[-1]),
             ports=(*(child.port for child in (*engines, tools)), *(proxy.port for proxy in proxies)),
+            temporary=temporary,
         )
 
 
