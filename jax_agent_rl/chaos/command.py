@@ -84,8 +84,8 @@ def failures(played: Played) -> list[str]:
             broken.append(f"left behind: {what} {names}")
     if played.crashed:
         broken.append(f"the run ended early: {played.crashed}")
-    elif not played.steps_after:
-        broken.append("no step was finished after the last fault")
+    elif not played.trained_after:
+        broken.append("nothing was trained after the last fault")
     if played.most_attempts > MAX_ATTEMPTS:
         broken.append(f"a request was sent {played.most_attempts} times, more than {MAX_ATTEMPTS}")
     if played.most_tool_attempts > 1 + TOOL_RETRIES:
@@ -119,5 +119,5 @@ def _report(seed: int, calm: Played, rough: Played) -> dict[str, Any]:
         "undisturbed_per_second": round(calm.trained_per_second, 2),
         "throughput_share": round(rough.trained_per_second / max(1e-9, calm.trained_per_second), 3),
         "stop_seconds": round(rough.stop_seconds, 2),
-        "steps_after_last_fault": rough.steps_after,
+        "trained_after_last_fault": rough.trained_after,
     }

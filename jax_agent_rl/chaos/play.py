@@ -3,7 +3,7 @@
 ::
 
     start ─► trainer runs ........................................... cancelled ─► close ─► what is left?
-                  │ faults strike ........ mended │ calm ... until a step is done, at least until seconds are over
+                  │ faults strike ........ mended │ calm ... until more are trained, at least until seconds are over
                   0                       seconds - CALM
 """
 
@@ -38,7 +38,7 @@ class Plan:
     """What to play.
 
     Attributes:
-        seconds: from the first generation on; longer only if no step was finished after the last fault.
+        seconds: from the first generation on; longer only if nothing was trained after the last fault.
         seed: of everything.
         faults: names of those that strike; none: an undisturbed run.
         soak: take footprints, and let faults be as rare as they are for a run that has to get far.
@@ -65,7 +65,7 @@ class Played:
         most_attempts: how often the most repeated rollout request was sent.
         mean_attempts: sent rollout requests per request.
         most_tool_attempts: how often the most repeated tool call was sent.
-        steps_after: that were finished after the last fault was mended.
+        trained_after: trajectories trained after the last fault was mended.
         crashed: why the trainer ended before its time; "" if it did not.
         leftovers: after everything was closed.
         servers_lost: how often the client lost a server.
@@ -82,7 +82,7 @@ class Played:
     most_attempts: int = 0
     mean_attempts: float = 0.0
     most_tool_attempts: int = 0
-    steps_after: int = 0
+    trained_after: int = 0
     crashed: str = ""
     servers_lost: int = 0
     leftovers: Leftovers = Leftovers()
@@ -118,12 +118,12 @@ async def _run(stage: Stage, plan: Plan, say: Callable[[str], None]) -> Played:
     begin = time.monotonic()
     try:
         await asyncio.wait({training, striking}, return_when=asyncio.FIRST_COMPLETED)
-        steps = stage.ledger.steps
+        trained = stage.ledger.count(TRAINED)
         await asyncio.wait({training}, timeout=max(0.0, begin + plan.seconds - time.monotonic()))
         played.seconds = time.monotonic() - begin
         played.trained_per_second = stage.ledger.rate(time.monotonic())
-        await _recover(stage, training, steps)
-        played.steps_after = stage.ledger.steps - steps
+        await _recover(stage, training, trained)
+        played.trained_after = stage.ledger.count(TRAINED) - trained
         played.crashed = _why_ended(training)
     finally:
         for task in (watching, striking, training):
@@ -138,10 +138,10 @@ async def _run(stage: Stage, plan: Plan, say: Callable[[str], None]) -> Played:
     return played
 
 
-async def _recover(stage: Stage, training: asyncio.Task[None], steps: int) -> None:
-    """Waits for a step after ``steps``: servers that were lost often are tried again after a while only."""
+async def _recover(stage: Stage, training: asyncio.Task[None], trained: int) -> None:
+    """Waits until more are trained: servers that were lost often are tried again after a while only."""
     deadline = time.monotonic() + _RECOVERY_SECONDS
-    while stage.ledger.steps <= steps and not training.done() and time.monotonic() < deadline:
+    while stage.ledger.count(TRAINED) <= trained and not training.done() and time.monotonic() < deadline:
         await asyncio.wait({training}, timeout=0.2)
 
 
