@@ -200,7 +200,9 @@ def chaos(
     seconds: Annotated[float, typer.Option(help="Of the undisturbed run and the one with faults together.")] = 45.0,
     seed: Annotated[int, typer.Option(help="Draws faults, rows and tokens.")] = 0,
     only: Annotated[list[str] | None, typer.Option(help="Only this fault; may be repeated.")] = None,
-    soak: Annotated[bool, typer.Option("--soak", help="Measure memory, descriptors and tasks, too.")] = False,
+    soak: Annotated[
+        bool, typer.Option("--soak", help="Measure memory, descriptors and tasks; faults are rarer.")
+    ] = False,
 ) -> None:
     """Run a small system of real processes under injected faults; the last line is one JSON object of what held."""
     from rich.console import Console

@@ -16,6 +16,7 @@ MARK = "JAX_AGENT_RL_CHAOS"
 _START_SECONDS = 60.0
 _STOP_SECONDS = 10.0
 _POLL_SECONDS = 0.05
+_SHOWN = 2000
 
 
 class Child:
@@ -57,10 +58,14 @@ class Child:
             async with asyncio.timeout(_START_SECONDS):
                 while not await _listens(self.port):
                     if self._process.returncode is not None:
-                        raise LaunchError(f"{self.name} ended with {self._process.returncode}; see {self._log}")
+                        raise LaunchError(f"{self.name} ended with {self._process.returncode}: {self._last_words()}")
                     await asyncio.sleep(_POLL_SECONDS)
         except TimeoutError:
-            raise LaunchError(f"{self.name} does not listen on port {self.port}; see {self._log}") from None
+            raise LaunchError(f"{self.name} does not listen on port {self.port}: {self._last_words()}") from None
+
+    def _last_words(self) -> str:
+        """The end of its log, which goes with the run's folder."""
+        return self._log.read_text(errors="replace")[-_SHOWN:].strip() or "it said nothing"
 
     def send(self, number: signal.Signals) -> None:
         """Sends a signal, if it lives."""

@@ -62,18 +62,18 @@ class Injection(ABC, Generic[Target]):
         self.strikes = 0
         self.skipped = 0
 
-    def times(self, seed: int, seconds: float) -> list[float]:
-        """When it strikes, in seconds from the begin; the gaps are 0.6 to 1.4 times :attr:`every`."""
+    def times(self, seed: int, seconds: float, *, rarer: float = 1.0) -> list[float]:
+        """When it strikes, in seconds from the begin; the gaps are 0.6 to 1.4 times :attr:`every`, times ``rarer``."""
         rng, found, now = Random(f"{seed}/{self.name}"), [], 0.0
-        while (now := now + self.every * rng.uniform(0.6, 1.4)) < seconds:
+        while (now := now + rarer * self.every * rng.uniform(0.6, 1.4)) < seconds:
             found.append(now)
         return found
 
-    async def run(self, seed: int, seconds: float) -> None:
-        """Strikes at its times, at the earliest when it has mended what it broke before."""
+    async def run(self, seed: int, seconds: float, *, rarer: float = 1.0) -> None:
+        """Strikes at its :meth:`times`, at the earliest when it has mended what it broke before."""
         loop = asyncio.get_running_loop()
         begin = loop.time()
-        for number, when in enumerate(self.times(seed, seconds)):
+        for number, when in enumerate(self.times(seed, seconds, rarer=rarer)):
             await asyncio.sleep(max(0.0, begin + when - loop.time()))
             await self.strike(Random(f"{seed}/{self.name}/{number}"))
 

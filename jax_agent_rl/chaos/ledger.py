@@ -13,6 +13,9 @@ from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.protocol import WeightUpdate
 from jax_agent_rl.types import DropReason, PauseMode, TokenOutput, Trajectory
 
+TRAINED = "trained"
+FREE_TO_LOSE = frozenset({DropReason.CANCELLED, DropReason.TOOL_SERVER_ERROR, DropReason.SINGLE_MEMBER})
+"""What may be lost: what is in flight when the run ends, what a dead tool server knew, the rest of such a group."""
 _SHOWN = 20
 """Faults of the system that are kept in words; the rest is counted."""
 
@@ -65,7 +68,7 @@ class Ledger:
     def finish_step(self, accounting: Accounting) -> None:
         """A step is over; its books and the fates must agree."""
         self.steps += 1
-        self.warm = self.warm or (time.monotonic(), self.count("trained"))
+        self.warm = self.warm or (time.monotonic(), self.count(TRAINED))
         try:
             accounting.check()
         except AssertionError as error:
@@ -81,7 +84,7 @@ class Ledger:
         if self.warm is None:
             return 0.0
         since, trained = self.warm
-        return (self.count("trained") - trained) / (now - since)
+        return (self.count(TRAINED) - trained) / (now - since)
 
     def count(self, fate: str) -> int:
         """Trajectories with this fate."""
@@ -90,19 +93,19 @@ class Ledger:
     def summary(self) -> dict[str, Any]:
         """The findings as JSON.
 
-        ``lost`` are those whose fate nobody knows, and those that an engine's failure cost: such a failure may cost
-        time, and no trajectory.
+        ``lost`` are those whose fate nobody knows, and those dropped for a reason that is not :data:`FREE_TO_LOSE`: an
+        engine's failure, say, may cost time, and no trajectory.
         """
         ends = Counter(fate or "unknown" for fate in self.fates.values())
         return {
-            "lost": ends["unknown"] + ends[DropReason.BACKEND_ERROR],
+            "lost": sum(n for fate, n in ends.items() if fate != TRAINED and fate not in FREE_TO_LOSE),
             "duplicated": self.duplicated,
             "inexact": self.inexact,
             "stale_served": self.stale_served,
             "unbalanced_steps": self.unbalanced,
             "started": len(self.fates),
-            "trained": ends["trained"],
-            "dropped": {reason: n for reason, n in sorted(ends.items()) if reason not in ("trained", "unknown")},
+            "trained": ends[TRAINED],
+            "dropped": {reason: n for reason, n in sorted(ends.items()) if reason not in (TRAINED, "unknown")},
             "steps": self.steps,
             "trained_tokens": self.tokens,
         }
@@ -125,7 +128,7 @@ class WatchedAccounting(Accounting):
     def train(self, trajectory_ids: Iterable[str]) -> None:
         ids = list(trajectory_ids)
         super().train(ids)
-        self._ledger.fates.update(dict.fromkeys(ids, "trained"))
+        self._ledger.fates.update(dict.fromkeys(ids, TRAINED))
 
     def drop(self, trajectory_ids: Iterable[str], reason: DropReason) -> None:
         ids = list(trajectory_ids)

@@ -3,48 +3,51 @@
 ::
 
     start ─► trainer runs ........................................... cancelled ─► close ─► what is left?
-                  │ faults strike ........ mended │ calm ... until a step is done, at least until seconds are over
+                  │ faults strike ........ mended │ calm ... until more are trained, at least until seconds are over
                   0                       seconds - CALM
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
 import secrets
-import signal
-import socket
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jax_agent_rl.chaos.children import marked
 from jax_agent_rl.chaos.faults import Injection, all_injections
 from jax_agent_rl.chaos.footprint import Footprint
+from jax_agent_rl.chaos.ledger import TRAINED
+from jax_agent_rl.chaos.leftovers import Leftovers, find_leftovers
 from jax_agent_rl.chaos.stage import Stage, open_stage
 
 CALM_SECONDS = 5.0
 _STOP_SECONDS = 30.0
+_LOOK_SECONDS = 5.0
+_RARER = 3.0
+"""In a soak, which is about what piles up, not about how much can go wrong at once."""
 _RECOVERY_SECONDS = 90.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Leftovers:
-    """What should have been gone: processes, ports that are still bound, files, asyncio tasks."""
+class Plan:
+    """What to play.
 
-    processes: Sequence[str] = ()
-    ports: Sequence[int] = ()
-    files: Sequence[str] = ()
-    tasks: Sequence[str] = ()
+    Attributes:
+        seconds: from the first generation on; longer only if nothing was trained after the last fault.
+        seed: of everything.
+        faults: names of those that strike; none: an undisturbed run.
+        soak: take footprints, and let faults be as rare as they are for a run that has to get far.
+    """
 
-    @property
-    def count(self) -> int:
-        return len(self.processes) + len(self.ports) + len(self.files) + len(self.tasks)
+    seconds: float
+    seed: int
+    faults: Collection[str] = ()
+    soak: bool = False
 
 
 @dataclass(kw_only=True)
@@ -62,7 +65,7 @@ class Played:
         most_attempts: how often the most repeated rollout request was sent.
         mean_attempts: sent rollout requests per request.
         most_tool_attempts: how often the most repeated tool call was sent.
-        steps_after: that were finished after the last fault was mended.
+        trained_after: trajectories trained after the last fault was mended.
         crashed: why the trainer ended before its time; "" if it did not.
         leftovers: after everything was closed.
         servers_lost: how often the client lost a server.
@@ -79,66 +82,48 @@ class Played:
     most_attempts: int = 0
     mean_attempts: float = 0.0
     most_tool_attempts: int = 0
-    steps_after: int = 0
+    trained_after: int = 0
     crashed: str = ""
     servers_lost: int = 0
     leftovers: Leftovers = Leftovers()
     footprints: list[Footprint] = field(default_factory=list)
 
 
-async def play(
-    seconds: float,
-    *,
-    seed: int,
-    faults: Collection[str],
-    say: Callable[[str], None],
-    footprint_every: float | None = None,
-) -> Played:
-    """Starts a stage, runs it for so long, closes it and looks for what is left.
+async def play(plan: Plan, say: Callable[[str], None]) -> Played:
+    """Starts a stage, runs it, closes it and looks for what is left.
 
     Args:
-        seconds: from the first generation to the last.
-        seed: of everything.
-        faults: names of those that strike; none: an undisturbed run.
+        plan: how long, and what strikes.
         say: takes a line of progress.
-        footprint_every: seconds between two measurements of this process; None: none are taken.
 
     Raises:
         LaunchError: a server does not start.
     """
     mark, before = secrets.token_hex(8), asyncio.all_tasks()
     with tempfile.TemporaryDirectory(prefix="chaos-") as name:
-        scratch, ports = Path(name), ()
-        async with open_stage(scratch, seed=seed, mark=mark) as stage:
-            ports = stage.ports
-            played = await _run(stage, seconds, seed, faults, say, footprint_every)
-        await asyncio.sleep(0)
-        played.leftovers = Leftovers(
-            processes=await _orphans(mark),
-            ports=[port for port in ports if _is_bound(port)],
-            files=[str(path.relative_to(scratch)) for path in (scratch / "tmp").rglob("*")],
-            tasks=[task.get_name() for task in asyncio.all_tasks() - before],
+        async with open_stage(Path(name), seed=plan.seed, mark=mark) as stage:
+            played = await _run(stage, plan, say)
+        played.leftovers = await find_leftovers(
+            mark=mark, ports=stage.ports, folder=stage.temporary, tasks_before=before
         )
     return played
 
 
-async def _run(
-    stage: Stage, seconds: float, seed: int, faults: Collection[str], say: Callable[[str], None], every: float | None
-) -> Played:
-    injections = [injection for injection in all_injections(stage.victims) if injection.name in faults]
-    played = Played(seconds=seconds)
+async def _run(stage: Stage, plan: Plan, say: Callable[[str], None]) -> Played:
+    injections = [injection for injection in all_injections(stage.victims) if injection.name in plan.faults]
+    played = Played(seconds=plan.seconds)
     training = asyncio.create_task(stage.trainer.run(), name="trainer")
-    watching = asyncio.create_task(_watch(stage, injections, played, say, every), name="watch")
-    striking = asyncio.create_task(_strike(injections, seed, seconds - CALM_SECONDS), name="faults")
+    watching = asyncio.create_task(_watch(stage, injections, played if plan.soak else None, say), name="watch")
+    striking = asyncio.create_task(_strike(injections, plan), name="faults")
     begin = time.monotonic()
     try:
         await asyncio.wait({training, striking}, return_when=asyncio.FIRST_COMPLETED)
-        steps = stage.ledger.steps
-        await asyncio.wait({training}, timeout=max(0.0, begin + seconds - time.monotonic()))
+        trained = stage.ledger.count(TRAINED)
+        await asyncio.wait({training}, timeout=max(0.0, begin + plan.seconds - time.monotonic()))
         played.seconds = time.monotonic() - begin
         played.trained_per_second = stage.ledger.rate(time.monotonic())
-        await _recover(stage, training, steps)
-        played.steps_after = stage.ledger.steps - steps
+        await _recover(stage, training, trained)
+        played.trained_after = stage.ledger.count(TRAINED) - trained
         played.crashed = _why_ended(training)
     finally:
         for task in (watching, striking, training):
@@ -148,36 +133,37 @@ async def _run(
         played.stop_seconds = time.monotonic() - stopping
         played.crashed = played.crashed or ", ".join(f"{t.get_name()} did not end when cancelled" for t in stuck)
     if striking.done() and not striking.cancelled() and (error := striking.exception()):
-        raise error
+        raise error.exceptions[0] if isinstance(error, ExceptionGroup) else error  # a server did not start again
     _conclude(stage, injections, played)
     return played
 
 
-async def _recover(stage: Stage, training: asyncio.Task[None], steps: int) -> None:
-    """Waits for a step after ``steps``: servers that were lost often are tried again after a while only."""
+async def _recover(stage: Stage, training: asyncio.Task[None], trained: int) -> None:
+    """Waits until more are trained: servers that were lost often are tried again after a while only."""
     deadline = time.monotonic() + _RECOVERY_SECONDS
-    while stage.ledger.steps <= steps and not training.done() and time.monotonic() < deadline:
+    while stage.ledger.count(TRAINED) <= trained and not training.done() and time.monotonic() < deadline:
         await asyncio.wait({training}, timeout=0.2)
 
 
-async def _strike(injections: Sequence[Injection], seed: int, seconds: float) -> None:
+async def _strike(injections: Sequence[Injection], plan: Plan) -> None:
+    seconds, rarer = plan.seconds - CALM_SECONDS, _RARER if plan.soak else 1.0
     async with asyncio.TaskGroup() as group:
         for injection in injections:
-            group.create_task(injection.run(seed, seconds), name=injection.name)
-        group.create_task(asyncio.sleep(seconds), name="calm begins")
+            group.create_task(injection.run(plan.seed, seconds, rarer=rarer), name=injection.name)
+        group.create_task(asyncio.sleep(seconds), name="until the calm")
 
 
 async def _watch(
-    stage: Stage, injections: Sequence[Injection], played: Played, say: Callable[[str], None], every: float | None
+    stage: Stage, injections: Sequence[Injection], played: Played | None, say: Callable[[str], None]
 ) -> None:
-    """A line of progress, and a footprint if asked for, now and then."""
+    """A line of progress now and then, and a footprint for ``played``, if given."""
     begin = time.monotonic()
     while True:
-        await asyncio.sleep(every or 5.0)
-        if every:
+        await asyncio.sleep(_LOOK_SECONDS)
+        if played is not None:
             played.footprints.append(Footprint.now())
         struck = ", ".join(f"{injection.name} {injection.strikes}" for injection in injections if injection.strikes)
-        done = f"step {stage.ledger.steps}, {stage.ledger.count('trained')} trained"
+        done = f"step {stage.ledger.steps}, {stage.ledger.count(TRAINED)} trained"
         say(f"  {time.monotonic() - begin:4.0f} s: {done}; {struck or 'no faults'}")
 
 
@@ -199,26 +185,3 @@ def _why_ended(training: asyncio.Task[None]) -> str:
         return ""
     error = None if training.cancelled() else training.exception()
     return f"{type(error).__name__}: {error}" if error else "the trainer ended by itself"
-
-
-async def _orphans(mark: str) -> list[str]:
-    """Processes of the run that outlived it, each killed now; a worker is given a moment to notice its parent's end."""
-    for _ in range(40):
-        if not marked(mark):
-            return []
-        await asyncio.sleep(0.05)
-    found = marked(mark)
-    for pid in found:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    return [f"{pid}: {command}" for pid, command in found.items()]
-
-
-def _is_bound(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections in TIME_WAIT do not count
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            return True
-    return False

@@ -38,6 +38,7 @@ from jax_agent_rl.data.cursor import DataCursor
 from jax_agent_rl.observe.metrics import RunFolder
 from jax_agent_rl.observe.progress import Progress
 from jax_agent_rl.rollout.collect import RolloutCollector
+from jax_agent_rl.rollout.filters import Selection
 from jax_agent_rl.rollout.manager import LLMServerManager
 from jax_agent_rl.rollout.remote.client import RemoteBackend
 from jax_agent_rl.runtime.fleet import FleetMetrics
@@ -45,7 +46,7 @@ from jax_agent_rl.runtime.in_process import Runtime
 from jax_agent_rl.trainer.base import Collected
 from jax_agent_rl.trainer.fully_async import FullyAsyncTrainer
 from jax_agent_rl.trainer.record import RunRecord
-from jax_agent_rl.types import Trajectory
+from jax_agent_rl.types import PauseMode, Trajectory
 
 ENGINES = 3
 SILENCE_SECONDS = 2.0
@@ -59,9 +60,16 @@ _ROWS = [{"prompt": [{"role": "user", "content": f"row {i}"}], "agent_name": "se
 
 @dataclass(kw_only=True)
 class WatchedTrainer(FullyAsyncTrainer):
-    """Has the books checked after every step."""
+    """Has the books checked after every step; updates weights by turns in both ways.
+
+    Running generations are frozen by one update, and aborted and resumed by the next.
+    """
 
     ledger: Ledger
+
+    async def hand_over(self, version: int, selection: Selection) -> float:
+        self._pause = PauseMode.KEEP if version % 2 else PauseMode.ABORT
+        return await super().hand_over(version, selection)
 
     async def finish_step(self, collected: Collected, begin: float, step_began: float) -> None:
         await super().finish_step(collected, begin, step_began)
@@ -77,12 +85,14 @@ class Stage:
         ledger: watches it.
         victims: what faults may hit.
         ports: all that are bound.
+        temporary: the folder for the servers' temporary files.
     """
 
     trainer: WatchedTrainer
     ledger: Ledger
     victims: Victims
     ports: tuple[int, ...]
+    temporary: Path
 
 
 def settings_of(tool_server: str, folder: Path, seed: int) -> config.Config:
@@ -145,6 +155,7 @@ async def open_stage(scratch: Path, *, seed: int, mark: str) -> AsyncIterator[St
             ledger=ledger,
             victims=Victims(engines=engines, tools=tools, engine_proxies=proxies[:-1], tool_proxy=proxies[-1]),
             ports=(*(child.port for child in (*engines, tools)), *(proxy.port for proxy in proxies)),
+            temporary=temporary,
         )
 
 

@@ -1,4 +1,4 @@
-"""The command that users run, with every fault, for twenty seconds."""
+"""The command that users run: every fault for a while, and an end before its time."""
 
 import asyncio
 import json
@@ -6,11 +6,9 @@ import signal
 import sys
 from pathlib import Path
 
+from jax_agent_rl.chaos.ledger import FREE_TO_LOSE
 from jax_agent_rl.conformance.footprint import Footprint
 from jax_agent_rl.trainer.interrupt import EXIT_CODE
-
-FREE_TO_LOSE = {"cancelled", "tool_server_error", "single_member"}
-"""In flight at the end; its tool server was killed or unreachable; the others of its group were lost to that."""
 
 
 async def chaos(*options: str) -> tuple[int | None, dict, str]:
@@ -23,7 +21,7 @@ async def chaos(*options: str) -> tuple[int | None, dict, str]:
 
 
 async def test_everything_holds_while_engines_tools_network_and_weights_change_under_the_run():
-    status, report, shown = await chaos("--seconds", "24", "--seed", "1")
+    status, report, shown = await chaos("--seconds", "20", "--seed", "1")
     assert (status, report["failures"]) == (0, []), shown
     names = ("lost", "duplicated", "inexact", "stale_served", "unbalanced_steps", "orphans")
     assert {name: report[name] for name in names} == dict.fromkeys(names, 0)
@@ -32,7 +30,6 @@ async def test_everything_holds_while_engines_tools_network_and_weights_change_u
     assert report["trained"] and report["steps"] and report["servers_lost"]
     struck = [name for name, count in report["faults"].items() if count]
     assert "kill_engine" in struck and sum(name.startswith("network") for name in struck) >= 4
-    assert 0 < report["throughput_share"]
 
 
 async def test_a_fault_there_is_not_is_refused_before_anything_is_started():

@@ -4,6 +4,7 @@ import asyncio
 import re
 import secrets
 import signal
+import socket
 import sys
 from dataclasses import replace
 
@@ -13,7 +14,8 @@ from jax_agent_rl.chaos.children import MARK, Child, free_port, marked
 from jax_agent_rl.chaos.command import failures
 from jax_agent_rl.chaos.footprint import Footprint, growth
 from jax_agent_rl.chaos.ledger import Ledger, WatchedAccounting, WatchedClient
-from jax_agent_rl.chaos.play import Leftovers, Played
+from jax_agent_rl.chaos.leftovers import Leftovers, find_leftovers
+from jax_agent_rl.chaos.play import Played
 from jax_agent_rl.errors import LaunchError
 from jax_agent_rl.rollout.protocol import WeightUpdate
 from jax_agent_rl.rollout.server import AsyncServer
@@ -30,7 +32,7 @@ time.sleep(60)
 """
 GOOD = Played(
     seconds=10.0,
-    steps_after=1,
+    trained_after=1,
     findings={"lost": 0, "duplicated": 0, "inexact": 0, "stale_served": 0, "unbalanced_steps": 0},
 )
 
@@ -104,7 +106,7 @@ def test_a_run_in_which_everything_held_has_no_failures():
         ({"leftovers": Leftovers(ports=[80])}, "left behind: ports .80"),
         ({"leftovers": Leftovers(tasks=["t"])}, "left behind: tasks"),
         ({"crashed": "OSError: no"}, "ended early: OSError: no"),
-        ({"steps_after": 0}, "no step was finished after the last fault"),
+        ({"trained_after": 0}, "nothing was trained after the last fault"),
         ({"most_attempts": 21}, "sent 21 times"),
         ({"most_tool_attempts": 5}, "sent 5 times, may be repeated 3 times"),
     ],
@@ -151,8 +153,30 @@ async def test_a_child_is_killed_and_comes_back_at_its_port_and_carries_its_mark
     assert not marked(mark)
 
 
-async def test_a_server_that_ends_at_once_is_an_error_that_names_its_log(tmp_path):
-    child = Child("broken", [sys.executable, "-c", "raise SystemExit(3)"], port=1, env={}, log=tmp_path / "log")
-    with pytest.raises(LaunchError, match="broken ended with 3; see .*log"):
+async def test_a_server_that_ends_at_once_is_an_error_with_its_last_words(tmp_path):
+    command = [sys.executable, "-c", "import sys; print('no such tool'); sys.exit(3)"]
+    child = Child("broken", command, port=1, env={}, log=tmp_path / "log")
+    with pytest.raises(LaunchError, match="broken ended with 3: no such tool"):
         async with asyncio.timeout(60):
             await child.start()
+
+
+async def test_what_a_run_leaves_behind_is_found_and_its_processes_are_killed(tmp_path):
+    mark, before = secrets.token_hex(8), asyncio.all_tasks()
+
+    async def find():
+        return await find_leftovers(mark=mark, ports=[port], folder=tmp_path, tasks_before=before)
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        (tmp_path / "weights").touch()
+        waiting = asyncio.create_task(asyncio.Event().wait(), name="forgotten")
+        sleeping = [sys.executable, "-c", "import time; time.sleep(60)"]
+        process = await asyncio.create_subprocess_exec(*sleeping, env={MARK: mark}, start_new_session=True)
+        found = await find()
+    assert (found.ports, found.files, found.tasks, found.count) == ([port], ["weights"], ["forgotten"], 4)
+    assert found.processes[0].startswith(f"{process.pid}: ")
+    assert await process.wait() == -signal.SIGKILL
+    waiting.cancel()
+    (tmp_path / "weights").unlink()
+    assert (await find()).count == 0
