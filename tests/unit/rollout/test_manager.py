@@ -318,6 +318,23 @@ def test_a_fenced_server_that_dies_while_it_waits_is_replaced_by_one_that_waits(
     in_virtual_time(main, stall_seconds=20.0)
 
 
+def test_a_server_that_is_lost_in_the_moment_it_came_back_is_recovered_again():
+    async def main(fleet):
+        await fleet.start("a", "b")
+        await fleet.publish(1, lasting=False)
+        fleet["b"].die()
+        await asyncio.sleep(20)
+        await fleet.publish(2)  # lets it in; its recovery has not heard of that when it is lost again
+        (server,) = (server for server in fleet.client.servers if server.name == "b")
+        fleet.client.lose_server(server, "a test wants it")
+        fleet.unreachable.add("b")
+        await asyncio.sleep(10)
+        await fleet.manager.leave("b")  # a KeyError if it were not being recovered
+        assert fleet.up == ["a"] and len(fleet.engines["b"]) > 3
+
+    in_virtual_time(main, stall_seconds=20.0)
+
+
 def test_servers_that_start_with_different_weights_are_refused_and_closed():
     async def main(fleet):
         with pytest.raises(ConfigError, match=r"different policy versions: {'a': 0, 'b': 3}"):
