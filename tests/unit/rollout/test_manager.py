@@ -1,6 +1,7 @@
 """The manager of the servers, in virtual time: engines sample an id a second and take a second to load weights."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
@@ -125,12 +126,14 @@ def test_a_lost_server_is_replaced_brought_up_to_date_and_takes_part_again():
 def test_requests_wait_for_a_server_that_is_being_brought_back():
     async def main(fleet):
         await fleet.start("a")
+        fleet["a"].capabilities = replace(fleet["a"].capabilities, multi_modal=frozenset({"image"}))
         fleet.unreachable.add("a")
         task = fleet.ask(5)
         await asyncio.sleep(2)
         fleet["a"].die()
         late = fleet.ask(5)
         await asyncio.sleep(20)
+        assert not fleet.up and fleet.client.modalities == {"image"}, "nobody believes that the model went blind"
         fleet.client.require_server()
         fleet.unreachable.clear()
         assert [len(output.token_ids) for output in await asyncio.gather(task, late)] == [5, 5]
