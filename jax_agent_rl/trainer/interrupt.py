@@ -79,6 +79,9 @@ class Interruption:
     def training_ended(self) -> None:
         """Everything is on disk: what comes is not worth waiting for."""
         self._enter_stage(Stage.CLOSING)
+        if self._began is not None:  # the signal came while the last step was saved
+            self._say(Stage.CLOSING.value)
+            self._leave_in_time()
 
     def saved(self, step: int) -> None:
         """The state after ``step`` is on disk."""

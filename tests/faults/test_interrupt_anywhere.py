@@ -1,7 +1,8 @@
 """Ctrl-C and SIGTERM at any moment of a run: it ends within five seconds, with the last finished step saved.
 
-Moments are of processor time, drawn from a seed over the whole life: loading, compiling, evaluating, sampling,
-learning, saving, closing. Ctrl-C goes to the whole process group, as a terminal sends it; some come twice.
+Moments are drawn from a seed: half of them of the processor time of a whole life, most of which is loading and
+compiling, half of the time after one of its steps: evaluating, sampling, learning, saving, closing. Ctrl-C goes to the
+whole process group, as a terminal sends it; some come twice.
 
 ``INTERRUPTS=50 python -m pytest -s tests/faults/test_interrupt_anywhere.py`` interrupts each trainer as often as that
 (default 2) and prints how long each took; ``INTERRUPT_SEED=7`` draws other moments.
@@ -26,31 +27,45 @@ INTERRUPTS = int(os.environ.get("INTERRUPTS", "2"))
 SEED = int(os.environ.get("INTERRUPT_SEED", "0"))
 PROMISE = 5.0  # seconds
 STEPS = 5
+A_STEP = 1.0  # processor seconds, about; evaluations and the end of the run are part of it
 UNNOTICED = (-signal.SIGINT, -signal.SIGTERM, 1)  # before the run had begun to listen: Python's or the shell's own way
 
 
 @dataclass(frozen=True, kw_only=True)
 class Interrupt:
+    """When and how: so much processor time after a step (0: the start), with which signal."""
+
+    step: int
     cpu_seconds: float
     signal: signal.Signals
     twice: bool
 
     @classmethod
     def draw(cls, chance: random.Random, life: float) -> "Interrupt":
-        which = chance.choice([signal.SIGINT, signal.SIGINT, signal.SIGTERM])
-        return cls(cpu_seconds=chance.uniform(0.0, life), signal=which, twice=chance.random() < 0.2)
+        step = chance.choice([0, chance.randint(1, STEPS)])
+        return cls(
+            step=step,
+            cpu_seconds=chance.uniform(0.0, A_STEP if step else life),
+            signal=chance.choice([signal.SIGINT, signal.SIGINT, signal.SIGTERM]),
+            twice=chance.random() < 0.2,
+        )
 
-    def send(self, running: Command) -> float:
+    def send(self, running: Command, log: Path) -> float:
         """Interrupts it at its moment; returns the seconds until it was gone."""
-        running.reach(self.cpu_seconds)
+        while self.step and finished_steps(log.read_text()) < self.step and not running.ended:
+            pass
+        running.reach(self.cpu_seconds + (running.cpu_seconds if self.step else 0.0))
         began = time.monotonic()
         for _ in range(1 + self.twice):
             if not running.ended:
-                os.kill(running.pid, self.signal) if self.signal == signal.SIGTERM else os.killpg(
-                    running.pid, self.signal
-                )
+                send = os.kill if self.signal == signal.SIGTERM else os.killpg
+                send(running.pid, self.signal)
         running.wait()
         return time.monotonic() - began
+
+
+def finished_steps(said: str) -> int:
+    return max(map(int, re.findall(rf"^ *(\d+)/{STEPS} ", said, re.MULTILINE)), default=0)
 
 
 @pytest.fixture(scope="module")
@@ -91,8 +106,9 @@ def test_an_interrupted_run_ends_in_time_with_its_last_step_saved_and_leaves_not
     for number in range(INTERRUPTS):
         interrupt = Interrupt.draw(chance, undisturbed[0])
         run, log = tmp_path / f"interrupted-{number}", tmp_path / f"log-{number}.txt"
+        log.touch()
         running = forker.start("train", str(recipe), f"run_dir={run}", log=log)
-        seconds = interrupt.send(running)
+        seconds = interrupt.send(running, log)
         said = log.read_text()
         step = require_saved(running.wait(), interrupt, run, said)
         saved += [run] if step else []
@@ -116,7 +132,7 @@ def require_saved(status: int, interrupt: Interrupt, run: Path, said: str) -> in
     assert "Traceback" not in said, said[-3000:]
     assert status in (0, 130) or (status in UNNOTICED and "run folder" not in said), (status, interrupt, said[-2000:])
     checkpoints = {p.name for p in (run / "checkpoints").glob("*")}
-    finished = max(map(int, re.findall(rf"^ *(\d+)/{STEPS} ", said, re.MULTILINE)), default=0)
+    finished = finished_steps(said)
     if status == 0 or "everything is saved" in said:
         assert checkpoints == {str(STEPS)}
         return None
