@@ -18,16 +18,17 @@ Servers come and go: :class:`~jax_agent_rl.rollout.manager.LLMServerManager` see
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 from jax_agent_rl.errors import BackendClosedError, BackendError, EngineDiedError
 from jax_agent_rl.rollout.admission import Admission
 from jax_agent_rl.rollout.parts import check_context, heard, join, rest_of
 from jax_agent_rl.rollout.protocol import GenerateRequest, TokenChunk, WeightUpdate
-from jax_agent_rl.rollout.server import AsyncServer, OnIds, ServingStats, take_weights
+from jax_agent_rl.rollout.server import AsyncServer, OnIds, Overseer, ServingStats, take_weights
 from jax_agent_rl.rollout.stops import DecodeText
 from jax_agent_rl.types import PauseMode, SamplingParams, StopReason, TokenOutput
 
@@ -38,18 +39,6 @@ _MAX_FRUITLESS = 100
 
 _MAX_LOSSES = 20
 """Servers in a row that were lost under a request without a new id: then it is the request that kills them."""
-
-
-class Overseer(Protocol):
-    """Who looks after a client's servers; see :class:`~jax_agent_rl.rollout.manager.LLMServerManager`."""
-
-    def lost(self, server: AsyncServer, why: str) -> None:
-        """A server is about to leave the rotation."""
-        ...
-
-    async def update_weights(self, update: WeightUpdate, *, mode: PauseMode | None = None) -> None:
-        """Does what :meth:`LLMServerClient.update_weights` promises."""
-        ...
 
 
 @dataclass(kw_only=True, slots=True)
@@ -94,6 +83,7 @@ class LLMServerClient:
         self._flights: dict[str, _Flight] = {}
         self._overseer: Overseer | None = None
         self._served: int | None = None
+        self._modalities: frozenset[str] = frozenset()
         self._asked = False
         self._lost = self._joined = self._stale = 0
         for server in servers:
@@ -121,9 +111,9 @@ class LLMServerClient:
 
     @property
     def modalities(self) -> frozenset[str]:
-        """Kinds of media that every server takes."""
+        """Kinds of media that every server takes; while there is none, what they took before."""
         taken = [server.backend.capabilities.multi_modal for server in self.servers]
-        return frozenset.intersection(*taken) if taken else frozenset()
+        return frozenset.intersection(*taken) if taken else self._modalities
 
     def stats(self) -> ServingStats:
         """How the servers fared so far."""
@@ -185,7 +175,7 @@ class LLMServerClient:
             KeyError: there is no such server.
         """
         server = self._admission.get(name)
-        self._admission.remove(server, why="was removed")
+        self._remove(server, "was removed")
         return server
 
     def lose_server(self, server: AsyncServer, why: str) -> None:
@@ -195,8 +185,12 @@ class LLMServerClient:
         self._lost += 1
         if self._overseer is not None:
             self._overseer.lost(server, why)
-        self._admission.remove(server, why=why)
+        self._remove(server, why)
         logger.warning("server %s is gone (%s); %d left", server.name, why, len(self.servers))
+
+    def _remove(self, server: AsyncServer, why: str) -> None:
+        self._modalities = self.modalities
+        self._admission.remove(server, why=why)
 
     def expect_server(self, name: str) -> None:
         """A server is being brought back: while there is no other, requests wait for it."""
@@ -223,11 +217,8 @@ class LLMServerClient:
         if self._overseer is not None:
             await self._overseer.update_weights(update, mode=mode)
             return
-        self._updating = True
-        try:
+        with self.updating():
             results = await take_weights(self.servers, update, mode=mode)
-        finally:
-            self._updating = False
         failures = []
         for server, error in results.items():
             if isinstance(error, EngineDiedError | BackendClosedError):
@@ -239,6 +230,15 @@ class LLMServerClient:
         if not self.servers:
             raise BackendError(f"no server is left to take weights of version {update.version}")
         self.serve(update.version)
+
+    @contextlib.contextmanager
+    def updating(self) -> Iterator[None]:
+        """While weights change, nobody may enter the rotation: it would be left out."""
+        self._updating = True
+        try:
+            yield
+        finally:
+            self._updating = False
 
     def _check_version(self, server: AsyncServer) -> None:
         """A server of other weights would sample from a policy that nobody asked for."""

@@ -231,11 +231,15 @@ class LLMServerManager:
         async with self._change:
             # Part of the parameters makes a server current only if the rest of them were.
             fenced = () if update.partial else tuple(self._fenced)
-            results = await take_weights((*self._client.servers, *fenced), update, mode=mode)
+            with self._client.updating():
+                results = await take_weights((*self._client.servers, *fenced), update, mode=mode)
             rotation = self._client.servers
             took = [server for server in rotation if server in results and results[server] is None]
             refused = {s: error for s in rotation if (error := results.get(s)) is not None and not _is_death(error)}
             self._lose_the_dead(results)
+            for server in fenced:
+                if (error := results[server]) is not None:
+                    self._turn_away(server, error)
             if refused and not took:
                 raise next(iter(refused.values()))
             self._client.serve(update.version)
@@ -243,7 +247,7 @@ class LLMServerManager:
             for server, error in refused.items():
                 self._client.lose_server(server, f"it refused weights that others took: {error}")
             for server in fenced:
-                self._let_in(server, results[server])
+                self._let_in(server)
             if not self._client.servers and (self._latest is None or not self._client.is_open):
                 raise BackendError(f"no server is left to take weights of version {update.version}")
 
@@ -252,14 +256,15 @@ class LLMServerManager:
             if error is not None and _is_death(error):
                 self._client.lose_server(server, str(error))
 
-    def _let_in(self, server: AsyncServer, error: BaseException | None) -> None:
+    def _let_in(self, server: AsyncServer) -> None:
         entered = self._fenced.pop(server, None)
-        if entered is None or entered.done():  # it left meanwhile
-            return
-        if error is None:
+        if entered is not None and not entered.done():  # else it left meanwhile
             self._admit(server)
             entered.set_result(None)
-        else:
+
+    def _turn_away(self, server: AsyncServer, error: BaseException) -> None:
+        entered = self._fenced.pop(server, None)
+        if entered is not None and not entered.done():
             entered.set_exception(error)
 
     # --- losses -----------------------------------------------------------------------------------------------

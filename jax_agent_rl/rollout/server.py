@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Protocol, cast
 
 from jax_agent_rl.errors import BackendError, EngineDiedError
 from jax_agent_rl.rollout.protocol import GenerateRequest, RolloutBackend, TokenChunk, WeightUpdate
@@ -179,6 +179,18 @@ class AsyncServer:
         if capabilities.in_flight_update and PauseMode.KEEP in capabilities.pause_modes:
             return PauseMode.KEEP
         return next((mode for mode in (PauseMode.ABORT, PauseMode.WAIT) if mode in capabilities.pause_modes), None)
+
+
+class Overseer(Protocol):
+    """Who looks after a client's servers; see :class:`~jax_agent_rl.rollout.manager.LLMServerManager`."""
+
+    def lost(self, server: AsyncServer, why: str) -> None:
+        """A server is about to leave the rotation."""
+        ...
+
+    async def update_weights(self, update: WeightUpdate, *, mode: PauseMode | None = None) -> None:
+        """Does what :meth:`~jax_agent_rl.rollout.client.LLMServerClient.update_weights` promises."""
+        ...
 
 
 async def take_weights(

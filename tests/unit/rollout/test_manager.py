@@ -1,10 +1,12 @@
 """The manager of the servers, in virtual time: engines sample an id a second and take a second to load weights."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
 from jax_agent_rl.errors import BackendError, ConfigError, EngineDiedError, WeightUpdateError
+from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.types import StopReason
 from tests.fleet import in_virtual_time, now
 
@@ -124,12 +126,14 @@ def test_a_lost_server_is_replaced_brought_up_to_date_and_takes_part_again():
 def test_requests_wait_for_a_server_that_is_being_brought_back():
     async def main(fleet):
         await fleet.start("a")
+        fleet["a"].capabilities = replace(fleet["a"].capabilities, multi_modal=frozenset({"image"}))
         fleet.unreachable.add("a")
         task = fleet.ask(5)
         await asyncio.sleep(2)
         fleet["a"].die()
         late = fleet.ask(5)
         await asyncio.sleep(20)
+        assert not fleet.up and fleet.client.modalities == {"image"}, "nobody believes that the model went blind"
         fleet.client.require_server()
         fleet.unreachable.clear()
         assert [len(output.token_ids) for output in await asyncio.gather(task, late)] == [5, 5]
@@ -285,6 +289,53 @@ def test_an_update_during_an_outage_is_kept_if_it_lasts():
             await fleet.publish(2, lasting=False)
 
     in_virtual_time(main)
+
+
+def test_nobody_slips_into_the_rotation_past_the_fence_while_weights_change():
+    async def main(fleet):
+        await fleet.start("a")
+        publishing = asyncio.create_task(fleet.publish(1))
+        await asyncio.sleep(0.5)
+        with pytest.raises(ValueError, match="while weights are being updated"):
+            fleet.client.add_server(AsyncServer(fleet.make("b")(), name="b"))
+        await publishing
+
+    in_virtual_time(main)
+
+
+def test_a_fenced_server_that_dies_while_it_waits_is_replaced_by_one_that_waits():
+    async def main(fleet):
+        await fleet.start("a", "b")
+        await fleet.publish(1, lasting=False)
+        fleet["b"].die()
+        await asyncio.sleep(20)
+        fleet["b"].die()  # this one is fenced, so nobody notices before the next update
+        fleet["a"].refuses = True
+        with pytest.raises(WeightUpdateError, match="a refuses version 2"):
+            await fleet.publish(2, lasting=False)
+        await asyncio.sleep(5)
+        fleet["a"].refuses = False
+        await fleet.publish(3, lasting=False)
+        assert fleet.up == ["a", "b"] and len(fleet.engines["b"]) == 3 and fleet["b"].updates == [3]
+
+    in_virtual_time(main, stall_seconds=20.0)
+
+
+def test_a_server_that_is_lost_in_the_moment_it_came_back_is_recovered_again():
+    async def main(fleet):
+        await fleet.start("a", "b")
+        await fleet.publish(1, lasting=False)
+        fleet["b"].die()
+        await asyncio.sleep(20)
+        await fleet.publish(2)  # lets it in; its recovery has not heard of that when it is lost again
+        (server,) = (server for server in fleet.client.servers if server.name == "b")
+        fleet.client.lose_server(server, "a test wants it")
+        fleet.unreachable.add("b")
+        await asyncio.sleep(10)
+        await fleet.manager.leave("b")  # a KeyError if it were not being recovered
+        assert fleet.up == ["a"] and len(fleet.engines["b"]) > 3
+
+    in_virtual_time(main, stall_seconds=20.0)
 
 
 def test_servers_that_start_with_different_weights_are_refused_and_closed():
