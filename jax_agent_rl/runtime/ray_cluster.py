@@ -48,7 +48,7 @@ async def open_ray(address: str | None, *, bundles: int = 1) -> AsyncIterator[No
         options |= {"_node_ip_address": "127.0.0.1", "include_dashboard": False, "num_cpus": cores}
     try:  # in a thread, where it installs no signal handlers
         await asyncio.to_thread(ray.init, address or "local", **options)
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         where = f"rollout.ray_address={address}" if address else "a Ray cluster of this machine"
         raise ConfigError(f"{where}: {error}") from error
     try:
@@ -70,7 +70,8 @@ def _secure_own() -> None:
         "RAY_USAGE_STATS_ENABLED": "0",
     }
     missing = sorted(name for name in variables if name not in os.environ)
-    if "ray" in sys.modules and not sys.modules["ray"].is_initialized() and missing:
+    imported = sys.modules.get("ray")
+    if missing and imported is not None and not imported.is_initialized():
         raise ConfigError(
             "Ray was imported before the run could secure the cluster it starts on this machine: import it later, set "
             f"{', '.join(missing)} before the program starts, or give rollout.ray_address"
