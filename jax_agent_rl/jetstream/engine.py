@@ -338,9 +338,9 @@ class JaxEngine(engine_api.Engine):
 
         return jax.jit(step, donate_argnums=(1,))
 
-    def get_prefix_destination_sharding(self) -> jax.sharding.Sharding:
-        """Prefixes live where the engine's cache does."""
-        return self._by_head
+    def get_prefix_destination_sharding(self) -> Any:
+        """Prefixes live where the engine's cache does: a prefix of their tree."""
+        return Prefix(cache=self._by_head, last_token=self._everywhere, length=self._everywhere)
 
     def get_tokenizer(self) -> Any:
         """JetStream's parameters for C++ tokenizers; only the id arithmetic of ``build_tokenizer`` uses them."""

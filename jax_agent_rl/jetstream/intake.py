@@ -79,7 +79,10 @@ class WeightIntake:
         return jax.tree.map(moved, staged, places)
 
     def _on_devices(self, x: jax.Array | np.ndarray, place: NamedSharding) -> jax.Array:
-        return x if isinstance(x, jax.Array) else jax.device_put(x, place)
+        """What comes from the host is laid out; and on a lone device all arrays are named alike, without a copy, so
+        that one program takes them."""
+        at_home = isinstance(x, jax.Array) and self._devices == _devices_of(x) and len(self._devices) == 1
+        return jax.device_put(x, place) if at_home or not isinstance(x, jax.Array) else x
 
 
 def staging_mesh(engine: Mesh, devices: Devices) -> Mesh:

@@ -227,4 +227,4 @@ def _key(bounds: Bounds, chunk: tuple[int, ...]) -> str:
 
 
 def _bytes(x: np.ndarray) -> memoryview:
-    return memoryview(x.reshape(-1).view(np.uint8))
+    return x.reshape(-1).view(np.uint8).data
