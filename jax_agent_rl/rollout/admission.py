@@ -134,7 +134,8 @@ class Admission:
         try:
             return await waiter.place
         except asyncio.CancelledError:
-            if waiter.place.done() and not waiter.place.cancelled() and (server := waiter.place.result()):
+            given = waiter.place.done() and not waiter.place.cancelled() and waiter.place.exception() is None
+            if given and (server := waiter.place.result()) is not None:
                 self.leave(server)  # it had just been its turn
             raise
 

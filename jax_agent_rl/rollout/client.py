@@ -83,6 +83,7 @@ class LLMServerClient:
         self._flights: dict[str, _Flight] = {}
         self._overseer: Overseer | None = None
         self._served: int | None = None
+        self._modalities: frozenset[str] = frozenset()
         self._asked = False
         self._lost = self._joined = self._stale = 0
         for server in servers:
@@ -110,9 +111,9 @@ class LLMServerClient:
 
     @property
     def modalities(self) -> frozenset[str]:
-        """Kinds of media that every server takes."""
+        """Kinds of media that every server takes; while there is none, what they took before."""
         taken = [server.backend.capabilities.multi_modal for server in self.servers]
-        return frozenset.intersection(*taken) if taken else frozenset()
+        return frozenset.intersection(*taken) if taken else self._modalities
 
     def stats(self) -> ServingStats:
         """How the servers fared so far."""
@@ -174,7 +175,7 @@ class LLMServerClient:
             KeyError: there is no such server.
         """
         server = self._admission.get(name)
-        self._admission.remove(server, why="was removed")
+        self._remove(server, "was removed")
         return server
 
     def lose_server(self, server: AsyncServer, why: str) -> None:
@@ -184,8 +185,12 @@ class LLMServerClient:
         self._lost += 1
         if self._overseer is not None:
             self._overseer.lost(server, why)
-        self._admission.remove(server, why=why)
+        self._remove(server, why)
         logger.warning("server %s is gone (%s); %d left", server.name, why, len(self.servers))
+
+    def _remove(self, server: AsyncServer, why: str) -> None:
+        self._modalities = self.modalities
+        self._admission.remove(server, why=why)
 
     def expect_server(self, name: str) -> None:
         """A server is being brought back: while there is no other, requests wait for it."""

@@ -105,6 +105,21 @@ def test_room_given_to_a_request_in_the_moment_it_is_cancelled_goes_to_the_next(
     in_virtual_time(main)
 
 
+def test_one_that_is_cancelled_in_the_moment_all_hope_is_lost_is_cancelled():
+    async def main(fleet):
+        admission = Admission(max_in_flight=1, wait_seconds=10.0)
+        admission.expect("a")
+        request = GenerateRequest(request_id="r", prompt_ids=(1,), sampling=SamplingParams(max_tokens=1))
+        waiting = asyncio.ensure_future(admission.enter(request))
+        await asyncio.sleep(0)
+        admission.expect_no_more("a")
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        assert waiting.cancelled()
+
+    in_virtual_time(main)
+
+
 def test_those_that_wait_for_a_lost_server_go_elsewhere():
     async def main(fleet):
         await fleet.start("a", "b")

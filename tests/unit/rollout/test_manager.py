@@ -1,6 +1,7 @@
 """The manager of the servers, in virtual time: engines sample an id a second and take a second to load weights."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
@@ -125,12 +126,14 @@ def test_a_lost_server_is_replaced_brought_up_to_date_and_takes_part_again():
 def test_requests_wait_for_a_server_that_is_being_brought_back():
     async def main(fleet):
         await fleet.start("a")
+        fleet["a"].capabilities = replace(fleet["a"].capabilities, multi_modal=frozenset({"image"}))
         fleet.unreachable.add("a")
         task = fleet.ask(5)
         await asyncio.sleep(2)
         fleet["a"].die()
         late = fleet.ask(5)
         await asyncio.sleep(20)
+        assert not fleet.up and fleet.client.modalities == {"image"}, "nobody believes that the model went blind"
         fleet.client.require_server()
         fleet.unreachable.clear()
         assert [len(output.token_ids) for output in await asyncio.gather(task, late)] == [5, 5]
@@ -314,6 +317,23 @@ def test_a_fenced_server_that_dies_while_it_waits_is_replaced_by_one_that_waits(
         fleet["a"].refuses = False
         await fleet.publish(3, lasting=False)
         assert fleet.up == ["a", "b"] and len(fleet.engines["b"]) == 3 and fleet["b"].updates == [3]
+
+    in_virtual_time(main, stall_seconds=20.0)
+
+
+def test_a_server_that_is_lost_in_the_moment_it_came_back_is_recovered_again():
+    async def main(fleet):
+        await fleet.start("a", "b")
+        await fleet.publish(1, lasting=False)
+        fleet["b"].die()
+        await asyncio.sleep(20)
+        await fleet.publish(2)  # lets it in; its recovery has not heard of that when it is lost again
+        (server,) = (server for server in fleet.client.servers if server.name == "b")
+        fleet.client.lose_server(server, "a test wants it")
+        fleet.unreachable.add("b")
+        await asyncio.sleep(10)
+        await fleet.manager.leave("b")  # a KeyError if it were not being recovered
+        assert fleet.up == ["a"] and len(fleet.engines["b"]) > 3
 
     in_virtual_time(main, stall_seconds=20.0)
 
