@@ -84,3 +84,6 @@ class NoCheckpoints:
 
     def wait(self) -> None:
         pass
+
+    def written(self) -> str:
+        return ""

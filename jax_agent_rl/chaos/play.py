@@ -22,7 +22,7 @@ from typing import Any
 from jax_agent_rl.chaos.faults import Injection, all_injections
 from jax_agent_rl.chaos.footprint import Footprint
 from jax_agent_rl.chaos.ledger import TRAINED
-from jax_agent_rl.chaos.leftovers import Leftovers, find_leftovers
+from jax_agent_rl.chaos.remains import Leftovers, find_leftovers
 from jax_agent_rl.chaos.stage import Stage, open_stage
 
 CALM_SECONDS = 5.0

@@ -71,8 +71,8 @@ class WatchedTrainer(FullyAsyncTrainer):
         self._pause = PauseMode.KEEP if version % 2 else PauseMode.ABORT
         return await super().hand_over(version, selection)
 
-    async def finish_step(self, collected: Collected, begin: float, step_began: float) -> None:
-        await super().finish_step(collected, begin, step_began)
+    async def finish(self, collected: Collected, begin: float, step_began: float) -> None:
+        await super().finish(collected, begin, step_began)
         self.ledger.finish_step(self.runtime.collector.accounting)
 
 

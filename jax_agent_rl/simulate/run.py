@@ -129,6 +129,9 @@ class _NoCheckpoints:
 
     def wait(self) -> None: ...
 
+    def written(self) -> str:
+        return ""
+
 
 def simulate(recipe: Config, assumptions: Assumptions, policy: Policy) -> Outcome:
     """Runs a recipe under a policy.

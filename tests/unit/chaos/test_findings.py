@@ -14,8 +14,8 @@ from jax_agent_rl.chaos.children import MARK, Child, free_port, marked
 from jax_agent_rl.chaos.command import failures
 from jax_agent_rl.chaos.footprint import Footprint, growth
 from jax_agent_rl.chaos.ledger import Ledger, WatchedAccounting, WatchedClient
-from jax_agent_rl.chaos.leftovers import Leftovers, find_leftovers
 from jax_agent_rl.chaos.play import Played
+from jax_agent_rl.chaos.remains import Leftovers, find_leftovers
 from jax_agent_rl.errors import LaunchError
 from jax_agent_rl.rollout.protocol import WeightUpdate
 from jax_agent_rl.rollout.server import AsyncServer
