@@ -145,6 +145,8 @@ def problems(rollout: RolloutConfig) -> Iterator[str]:
             f"rollout.backend={rollout.backend} and rollout.urls={list(rollout.urls)}: backend remote needs "
             "addresses of rollout servers, and other backends take none"
         )
+    if twice := sorted({url for url in rollout.urls if rollout.urls.count(url) > 1}):
+        yield f"rollout.urls names {', '.join(twice)} more than once; a server is one address"
     folder = rollout.weight_folder
     if rollout.weight_transport == "tensorstore" and (rollout.backend != "remote" or folder is None):
         yield (
