@@ -144,12 +144,17 @@ def recovery_seconds(config: Config) -> float:
     return 0.0 if shared else config.rollout.recovery_seconds
 
 
-def make_engine(config: Config, *, version: int) -> RolloutBackend:
-    """The one engine ``rollout.backend`` names, of the model's files: for a process without a learner."""
+def make_engine(config: Config, *, version: int, say: Callable[[str], None] = logger.info) -> RolloutBackend:
+    """The one engine ``rollout.backend`` names, of the model's files: for a process without a learner.
+
+    Args:
+        version: policy version of those files.
+        say: takes a line of progress.
+    """
     use_compilation_cache()
     codec = ChatCodec.from_pretrained(config.model.path, tool_format=config.agent.tool_format)
     weights = functools.partial(load_model, config, codec)
-    (backend,) = make_backends(config, codec, weights=weights, say=logger.info, version=version)
+    (backend,) = make_backends(config, codec, weights=weights, say=say, version=version)
     return backend
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 
-from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.config import Config
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.rollout.remote.server import RolloutServer
-from jax_agent_rl.runtime.engines import UNTRAINED, check_engine, load_model, make_backends
+from jax_agent_rl.runtime.engines import UNTRAINED, check_engine, make_engine
 from jax_agent_rl.serving import token_from, told_to_stop
 
 
@@ -22,12 +20,9 @@ async def serve_rollouts(config: Config, *, host: str, port: int, say: Callable[
     if config.rollout.backend == "remote":
         raise ConfigError("a rollout server needs an engine of its own: set rollout.backend=jetstream rollout.urls=[]")
     token = token_from(config.rollout.token_env, key="rollout.token_env")
-    codec = ChatCodec.from_pretrained(config.model.path, tool_format=config.agent.tool_format)
     check_engine(config)
     say(f"loading {config.model.path}")
-    (backend,) = make_backends(
-        config, codec, weights=functools.partial(load_model, config, codec), say=say, version=UNTRAINED
-    )
+    backend = make_engine(config, version=UNTRAINED, say=say)
     server = RolloutServer(backend, host=host, port=port, token=token)  # before minutes of compiling: it may refuse
     try:
         await backend.start()

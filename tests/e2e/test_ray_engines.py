@@ -80,11 +80,16 @@ def colocated(recipe, tmp_path_factory) -> list[dict[str, Any]]:
     return run(recipe, tmp_path_factory.mktemp("colocated"))[1]
 
 
-@pytest.mark.parametrize(
-    "overrides", [["sleep=true"], ["placement=separate"], ["placement=hybrid", "sleep=true"]], ids=str
-)
-def test_every_placement_samples_the_same_trajectories(recipe, colocated, overrides: list[str], tmp_path: Path):
-    steps, trained = run(recipe, tmp_path, *(f"rollout.{override}" for override in overrides))
+PLACEMENTS = {
+    "asleep": ["rollout.sleep=true"],
+    "separate": ["rollout.placement=separate"],
+    "hybrid": ["rollout.placement=hybrid", "rollout.sleep=true"],
+}
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_every_placement_samples_the_same_trajectories(recipe, colocated, placement: str, tmp_path: Path):
+    steps, trained = run(recipe, tmp_path, *PLACEMENTS[placement])
     keys = ("trajectory_id", "step", "response_ids", "policy_versions", "reward")
     assert [{k: r[k] for k in keys} for r in trained] == [{k: r[k] for k in keys} for r in colocated]
     assert sum(step["accounting"]["dropped"] for step in steps) == 0

@@ -320,7 +320,7 @@ def test_a_backend_that_is_not_there_is_a_config_error(tmp_path):
     from jax_agent_rl.conformance.subjects import SubjectOptions, make_subject
 
     options = SubjectOptions(folders=ModelFolders(base=tmp_path, other=tmp_path, mixed=tmp_path, scratch=tmp_path))
-    with pytest.raises(ConfigError, match="jetstream, remote, vllm"):
+    with pytest.raises(ConfigError, match="jetstream, ray, remote, vllm"):
         make_subject("jetsream", options)
     with pytest.raises(ConfigError, match="not available"):
         make_subject("no_such_package:subject", options)
