@@ -128,7 +128,8 @@ class LLMServerManager:
 
         Raises:
             ValueError: the name is in use.
-            WeightUpdateError: it refused the weights, or has newer ones.
+            WeightUpdateError: it refused the weights (their files may just be replaced by the next: join again), or has
+                newer ones.
             BackendError: it died.
             TimeoutError: it took too long.
         """

@@ -76,3 +76,9 @@ def test_a_config_cannot_be_changed():
 
 def test_every_key_is_described():
     assert [key for key, text in valid_keys(Config).items() if not text and key != "run_dir"] == []
+
+
+def test_a_rollout_server_is_named_once():
+    url = "http://10.0.0.5:8100"
+    (line,) = problems(MINIMAL, "rollout.backend=remote", f"rollout.urls=[{url}, {url}]")
+    assert url in line and "more than once" in line
