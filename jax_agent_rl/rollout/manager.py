@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import random
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from typing import Any
@@ -80,7 +79,7 @@ class LLMServerManager:
         self._change = asyncio.Lock()
         self._latest: WeightUpdate | None = None
         self._recoveries: dict[str, asyncio.Task[None]] = {}
-        self._back: dict[str, tuple[float, float]] = {}  # when each came back last, and after which pause
+        self._paused: dict[str, float] = {}  # before each came back last
         self._chores: set[asyncio.Task[None]] = set()
         self._watch: asyncio.Task[None] | None = None
         self._closed = False
@@ -299,7 +298,7 @@ class LLMServerManager:
         deadline = loop.time() + self._recovery_seconds
         try:
             await self._end(dead, why)
-            for pause in self._pauses(name):
+            for pause in self._pauses(dead):
                 await asyncio.sleep(min(pause, deadline - loop.time()))
                 if loop.time() >= deadline:
                     break
@@ -309,7 +308,7 @@ class LLMServerManager:
                     why = f"{type(error).__name__}: {error}"
                     logger.warning("server %s did not come back: %s", name, why)
                 else:
-                    self._back[name] = (loop.time(), pause)
+                    self._paused[name] = pause
                     logger.warning("server %s is back", name)
                     return
             logger.error("server %s is given up after %g s; %s", name, self._recovery_seconds, why)
@@ -319,12 +318,11 @@ class LLMServerManager:
                 del self._recoveries[name]
                 self._client.expect_server_no_more(name)
 
-    def _pauses(self, name: str) -> Iterator[float]:
-        """Of one that is lost as soon as it is back, they go on where they were."""
-        chance, pause = random.Random(f"{self._seed}/{name}"), _FIRST_PAUSE
-        back, paused = self._back.get(name, (-math.inf, 0.0))
-        if asyncio.get_running_loop().time() - back < 2 * paused:
-            pause = min(2 * paused, _LONGEST_PAUSE)
+    def _pauses(self, dead: AsyncServer) -> Iterator[float]:
+        """For one that has answered nothing since it came back, they go on where they were."""
+        chance = random.Random(f"{self._seed}/{dead.name}")
+        paused = 0.0 if dead.has_answered else self._paused.get(dead.name, 0.0)
+        pause = max(_FIRST_PAUSE, min(2 * paused, _LONGEST_PAUSE))
         while True:
             yield pause * chance.uniform(0.5, 1.0)
             pause = min(2 * pause, _LONGEST_PAUSE)

@@ -54,6 +54,8 @@ class AsyncServer:
         self._waits: set[asyncio.Timeout] = set()
         self._abandoned = ""
         self._updating = False
+        self.has_answered = False
+        """Whether it has finished a request: it works, or did."""
 
     @property
     def running(self) -> frozenset[str]:
@@ -115,8 +117,11 @@ class AsyncServer:
         try:
             async with self._until_abandoned():
                 if on_chunk is None or not self.backend.capabilities.streaming:
-                    return await self.backend.generate(request)
-                return await self._stream(request, on_chunk)
+                    output = await self.backend.generate(request)
+                else:
+                    output = await self._stream(request, on_chunk)
+            self.has_answered = True
+            return output
         finally:
             self._running.discard(request.request_id)
             if not self._running:

@@ -363,3 +363,20 @@ def test_closing_ends_what_waits_for_a_server():
         assert all(engine._closed for engines in fleet.engines.values() for engine in engines)
 
     in_virtual_time(main)
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_server_that_answers_between_its_losses_is_back_soon_and_one_that_never_does_later_each_time(answers):
+    async def main(fleet):
+        await fleet.start("a", "b")
+        for _ in range(7):
+            if answers:
+                await asyncio.gather(fleet.ask(3), fleet.ask(3))
+            fleet.client.lose_server(next(s for s in fleet.client.servers if s.name == "a"), "it died")
+            while "a" not in fleet.up:
+                await asyncio.sleep(0.01)
+        starts = [when for name, when in fleet.starts if name == "a"]
+        last = starts[-1] - starts[-2]
+        assert last < 5 if answers else last > 10
+
+    in_virtual_time(main)
