@@ -35,8 +35,8 @@ test_main() {
   say "import rules"
   run "$VENV/bin/lint-imports"
   say "tests"
-  # All of them: by file (its fixtures are made once), side by side. Compiling, most of the work, takes one core at a time.
-  local side_by_side=(-n 2 --dist loadfile --no-loadscope-reorder)
+  # All of them: side by side, see tests/conftest.py. Compiling, most of the work, takes one core at a time.
+  local side_by_side=(-n 2 --no-loadscope-reorder)
   if [ $# -gt 0 ]; then side_by_side=(); fi
   run "$VENV/bin/python" -m pytest -m "not vllm" --durations=10 "${side_by_side[@]}" "$@"
 }

@@ -1,11 +1,33 @@
-"""Compiled programs are kept between tests and runs: many tests build the same small engine."""
+"""Compiled programs are kept between tests and runs: many tests build the same small engine. Files run side by side,
+where the machine has room for that, but those that start Ray one after another."""
 
 from __future__ import annotations
 
 import os
+
+import pytest
 
 from jax_agent_rl.cache import cache_root
 
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache_root() / "xla-tests"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+
+WITH_RAY = {
+    "tests/conformance/test_conformance.py",
+    "tests/e2e/test_launch_with_ray.py",
+    "tests/e2e/test_ray_engines.py",
+}
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """A file at a time to each worker. Two clusters that start at once on one machine look for the same ports."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return "Ray" if file in WITH_RAY else file
+
+    return Scheduling(config, log)

@@ -26,6 +26,7 @@ from jax_agent_rl import leftovers
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 PROMISED_SECONDS = 4.5  # from the signal to the end of the process; a save may take longer
 CLOSING_SECONDS = (0.5, 2.0)  # that an orderly shutdown gets: in any case, and at most
+FAREWELL_SECONDS = 60.0  # where other processes have to be told first: without their leader they would crash
 EXIT_CODE = 130
 
 Leave = Callable[[float], None]
@@ -45,11 +46,13 @@ class Interruption:
     Args:
         say: takes a line for the user; called from another thread.
         leave: sees to it that the process ends within so many seconds; called when everything worth it is on disk.
+        leads: other processes of the run depend on this one.
     """
 
-    def __init__(self, say: Callable[[str], None], leave: Leave) -> None:
+    def __init__(self, say: Callable[[str], None], leave: Leave, *, leads: bool = False) -> None:
         self._say = say
         self._leave = leave
+        self._leads = leads
         self._stage = Stage.STARTING
         self._began: float | None = None
         self._lock = threading.Lock()
@@ -114,6 +117,9 @@ class Interruption:
 
     def _leave_in_time(self) -> None:
         assert self._began is not None
+        if self._leads:
+            self._leave(FAREWELL_SECONDS)
+            return
         left = self._began + PROMISED_SECONDS - time.monotonic()
         self._leave(min(max(left, CLOSING_SECONDS[0]), CLOSING_SECONDS[1]))
 

@@ -55,7 +55,7 @@ async def train(
     Raises:
         asyncio.CancelledError: interrupted; a checkpoint of the last finished step was left.
     """
-    with leading() as line, Interruption(console.print, leave) as interruption:
+    with leading() as line, Interruption(console.print, leave, leads=line is not None) as interruption:
         return await _train(config, resume, from_step, console, interruption, line)
 
 
