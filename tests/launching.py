@@ -136,7 +136,9 @@ class Machines:
             "PYTHON": sys.executable,
             "FAKES": str(self.folder),
         }
-        inherited = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+        # A test before this one may have had a Ray of its own in this process.
+        others = ("CUDA_VISIBLE_DEVICES", "RAY_")
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith(others)}
         return inherited | own | self.variables
 
     def calls(self) -> list[str]:

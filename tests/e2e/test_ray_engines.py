@@ -26,6 +26,7 @@ from jax_agent_rl.rollout.ray_actor.weights import store
 from jax_agent_rl.runtime.ray_cluster import open_ray, reserve
 from jax_agent_rl.trainer.run import train
 from jax_agent_rl.types import SamplingParams
+from tests.launching import wait_for_end
 from tests.tiny_run import tiny_recipe
 from tests.toy_backend import ToyBackend
 
@@ -64,7 +65,8 @@ def run(recipe: Path, folder: Path, *overrides: str, meanwhile=None) -> tuple[li
     """Trains, checks the books of every step, and returns the steps' metrics and the trajectories."""
     config = load(recipe, [f"run_dir={folder / 'run'}", *overrides])
     asyncio.run(train_and(config, meanwhile))
-    assert not engines(), "actors outlive their run"
+    for pid in engines():  # Ray kills an actor's process a moment after it was told to
+        wait_for_end(pid, 30)
     steps = [r for r in read_records(folder / "run" / "metrics.jsonl") if r["kind"] == "step"]
     assert [r["step"] for r in steps] == list(range(1, config.trainer.steps + 1))
     for step in steps:
@@ -122,8 +124,9 @@ def test_an_actor_that_is_killed_costs_time_and_no_trajectory(recipe, case: str,
     assert len(trained) == 8 * 8 and last["accounting"]["trained"] == 8 * 8
 
 
-def toy_actor(**options: Any) -> RayBackend:
-    return RayBackend(functools.partial(ToyBackend, weight_payloads=frozenset({"safetensors"})), options=options)
+def toy_actor(*, tick_seconds: float = 0.0, **options: Any) -> RayBackend:
+    make = functools.partial(ToyBackend, tick_seconds=tick_seconds, weight_payloads=frozenset({"safetensors"}))
+    return RayBackend(make, options=options)
 
 
 def request(name: str, max_tokens: int = 5) -> GenerateRequest:
@@ -132,8 +135,8 @@ def request(name: str, max_tokens: int = 5) -> GenerateRequest:
 
 
 @contextlib.asynccontextmanager
-async def toys(count: int) -> AsyncIterator[list[RayBackend]]:
-    actors = [toy_actor() for _ in range(count)]
+async def toys(count: int, *, tick_seconds: float = 0.0) -> AsyncIterator[list[RayBackend]]:
+    actors = [toy_actor(tick_seconds=tick_seconds) for _ in range(count)]
     try:
         await asyncio.gather(*(actor.start() for actor in actors))
         yield actors
@@ -167,7 +170,7 @@ async def test_one_object_updates_all_engines_and_a_damaged_one_none(tmp_path: P
 
 
 async def test_what_a_dead_actor_was_asked_fails_as_a_dead_engine():
-    async with toys(1) as (actor,):
+    async with toys(1, tick_seconds=1.0) as (actor,):  # or they might end before their engine does
         running = asyncio.create_task(actor.generate(request("long", max_tokens=190)))
         stream = actor.stream(request("stream", max_tokens=190))
         await anext(stream)
