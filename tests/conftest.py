@@ -8,10 +8,12 @@ import os
 import pytest
 
 from jax_agent_rl.cache import cache_root
+from jax_agent_rl.runtime.ray_cluster import secure_own_cluster
 
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache_root() / "xla-tests"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+secure_own_cluster()  # before a test of vLLM imports Ray
 
 WITH_RAY = {
     "tests/conformance/test_conformance.py",

@@ -34,7 +34,7 @@ async def open_ray(address: str | None, *, bundles: int = 1) -> AsyncIterator[No
     """
     address = address or os.environ.get("RAY_ADDRESS")
     if not address:
-        _secure_own()
+        secure_own_cluster()
     try:
         import ray
     except ImportError as error:
@@ -57,8 +57,10 @@ async def open_ray(address: str | None, *, bundles: int = 1) -> AsyncIterator[No
         await asyncio.to_thread(ray.shutdown)
 
 
-def _secure_own() -> None:
+def secure_own_cluster() -> None:
     """Sets what Ray reads when it is first imported, for clusters that this process starts: token and loopback.
+
+    :func:`open_ray` does it. Call it before, where something else (vLLM does) imports Ray first.
 
     Raises:
         ConfigError: something else has imported it before.
