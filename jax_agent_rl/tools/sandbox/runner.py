@@ -6,6 +6,7 @@ import asyncio
 import platform
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -18,6 +19,7 @@ from jax_agent_rl.tools.sandbox.process import SandboxProcess
 
 Mode = Literal["bubblewrap", "unsafe_local"]
 _ASK = "or set sandbox=unsafe_local to run what models write with your own rights, without protection"
+_TRIAL_SECONDS = 30.0
 _PROBE = "import resource as r; print(r.getrlimit(r.RLIMIT_NPROC)[1], open('/proc/net/dev').read().count(':'))"
 
 
@@ -102,9 +104,11 @@ async def open_sandbox(
     interpreter = python or this_python()
     if mode == "unsafe_local":
         return Sandbox(UnsafeLocal(interpreter), chosen, max_running=max_running)
-    sandbox = Sandbox(_bubblewrap(interpreter), chosen, max_running=max_running)
-    await _try_out(sandbox)
-    return sandbox
+    isolation = _bubblewrap(interpreter)
+    # A busy machine may need longer to start a program than what a model writes is given to run.
+    patient = replace(chosen, wall_seconds=max(chosen.wall_seconds, _TRIAL_SECONDS))
+    await _try_out(Sandbox(isolation, patient, max_running=1))
+    return Sandbox(isolation, chosen, max_running=max_running)
 
 
 def _bubblewrap(python: Path) -> Bubblewrap:
