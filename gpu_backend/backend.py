@@ -22,7 +22,6 @@ import gc
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from gpu_backend.admission import Admission, check_adapter
@@ -30,6 +29,7 @@ from gpu_backend.launch import Started, root_cause, start_engine
 from gpu_backend.live import LiveRequest
 from gpu_backend.sampling import vllm_sampling
 from gpu_backend.settings import VllmSettings, check_installation
+from gpu_backend.tpu import ask_workers
 from gpu_backend.updates import FILES, WeightUpdater
 from gpu_backend.usage import Usage
 from gpu_backend.versions import Span
@@ -40,6 +40,7 @@ from jax_agent_rl.errors import (
     EngineDiedError,
     WeightUpdateError,
 )
+from jax_agent_rl.model_folder import model_folder
 from jax_agent_rl.rollout.protocol import (
     BackendMetrics,
     Capabilities,
@@ -92,14 +93,16 @@ class VllmBackend:
     @property
     def capabilities(self) -> Capabilities:
         cuda = self._started is not None and self._started.cuda
+        tpu = self._started is not None and self._started.tpu
         return Capabilities(
             max_model_len=self._settings.max_model_len,
             max_concurrent=self._settings.max_num_seqs,
+            seeds=not tpu,
             stop_strings=self._decode_text is not None,
             pause_modes=frozenset(PauseMode),
             in_flight_update=True,
             prefix_reuse=True,
-            partial_update=True,
+            partial_update=not tpu,
             priorities=True,
             multi_modal=frozenset(self._settings.multi_modal),
             lora=bool(self._settings.loras),
@@ -123,13 +126,21 @@ class VllmBackend:
         if self._started is not None:
             raise BackendError("the backend was already started")
         check_installation()
-        checkpoint = Checkpoint.read(Path(self._settings.model).expanduser())
+        checkpoint = Checkpoint.read(model_folder(self._settings.model, weights=True))
         checkpoint.check_media(self._settings.multi_modal)
         for name, path in self._settings.loras.items():
             check_adapter(name, path, self._settings.max_lora_rank)
         started = await asyncio.to_thread(self._start, self._settings)
         self._engine = started.engine
-        self._updater = WeightUpdater(started.engine, checkpoint, self._settings, cpu=started.cpu, cuda=started.cuda)
+        self._updater = WeightUpdater(
+            started.engine,
+            checkpoint,
+            self._settings,
+            cpu=started.cpu,
+            cuda=started.cuda,
+            tpu=started.tpu,
+            fixed=await ask_workers(started.engine) if started.tpu else None,
+        )
         self._admission = Admission(
             self._settings,
             vocabulary=started.engine.model_config.get_vocab_size(),
@@ -198,7 +209,9 @@ class VllmBackend:
         from vllm.sampling_params import RequestOutputKind
 
         request = live.run.request
-        params = SamplingParams(**vllm_sampling(live.run), output_kind=RequestOutputKind.DELTA)
+        assert self._started is not None
+        sampling = vllm_sampling(live.run, tpu=self._started.tpu)
+        params = SamplingParams(**sampling, output_kind=RequestOutputKind.DELTA)
         try:
             live.collector = await self._engine.add_request(
                 request.request_id,

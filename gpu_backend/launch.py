@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gpu_backend import tpu
 from gpu_backend.settings import VllmSettings, check_installation, environment, write_log_config
 from jax_agent_rl.errors import BackendError, ConfigError
 
@@ -31,6 +32,7 @@ class Started:
     cpu: bool
     cuda: bool
     log_file: Path
+    tpu: bool = False
 
 
 def start_engine(settings: VllmSettings) -> Started:
@@ -49,6 +51,8 @@ def start_engine(settings: VllmSettings) -> Started:
     with _environment(environment(settings, cpus=cpus, log_config=log_config)):
         try:
             return _start(settings, log_file)
+        except ConfigError:
+            raise
         except ImportError as error:
             raise ConfigError(f"vLLM is installed but cannot be imported: {error}") from error
         except Exception as error:
@@ -60,13 +64,16 @@ def _start(settings: VllmSettings, log_file: Path) -> Started:
     from vllm.platforms import current_platform
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    cpu, cuda = current_platform.is_cpu(), current_platform.is_cuda()
+    cpu, cuda, on_tpu = current_platform.is_cpu(), current_platform.is_cuda(), current_platform.is_tpu()
+    if on_tpu:
+        tpu.check_settings(settings)
     if cpu and settings.tensor_parallel_size == 1:
         # With it, the CPU build runs the model in a third process that polls shared memory on a core of its own.
         # The engine core stays in a child process either way: AsyncLLM always makes one.
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     arguments = AsyncEngineArgs(**settings.engine_arguments(cpu=cpu, cuda=cuda))
-    return Started(engine=AsyncLLM.from_engine_args(arguments), cpu=cpu, cuda=cuda, log_file=log_file)
+    engine = AsyncLLM.from_engine_args(arguments)
+    return Started(engine=engine, cpu=cpu, cuda=cuda, log_file=log_file, tpu=on_tpu)
 
 
 @contextlib.contextmanager

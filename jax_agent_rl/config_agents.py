@@ -21,66 +21,83 @@ Side = Literal["left", "middle", "right"]
 class ServerToolConfig(Section):
     """`agent` keys of `server_tool_agent`; `n`, `max_model_len` and the `val_` keys hold for every agent."""
 
-    enable_agent: bool = Field(True, description="server_tool_agent: off, it generates once and calls no tool.")
+    enable_agent: bool = Field(default=True, description="server_tool_agent: off, it generates once and calls no tool.")
     tool_server_url: str | None = Field(
-        None, description="Address of the tool server, e.g. http://localhost:5000; /get_observation is added."
+        default=None, description="Address of the tool server, e.g. http://localhost:5000; /get_observation is added."
     )
     tool_server_token_env: str | None = Field(
-        None, description="Environment variable with the secret the tool server asks for (Authorization: Bearer)."
+        default=None,
+        description="Environment variable with the secret the tool server asks for (Authorization: Bearer).",
     )
-    tool_call_timeout: float = Field(30.0, gt=0, description="Seconds the tool server may take for one request.")
+    tool_call_timeout: float = Field(
+        default=30.0, gt=0, description="Seconds the tool server may take for one request."
+    )
     tool_call_max_retries: NonNegative = Field(
-        3, description="Repetitions of a request that did not reach the tool server, or that it was too busy to take."
+        default=3,
+        description="Repetitions of a request that did not reach the tool server, or that it was too busy to take.",
     )
-    max_turns: NonNegative = Field(5, description="Most tool calls of a server_tool_agent trajectory.")
+    max_turns: NonNegative = Field(default=5, description="Most tool calls of a server_tool_agent trajectory.")
     min_turns: NonNegative = Field(
-        0, description="Turns that are sent to the tool server even if they hold no action stop token."
+        default=0, description="Turns that are sent to the tool server even if they hold no action stop token."
     )
     action_stop_tokens: tuple[str, ...] = Field(
-        (), description="Texts that end a turn and make it an action. A list, `a,b`, or a file that holds `a,b`."
+        default=(),
+        description="Texts that end a turn and make it an action. A list, `a,b`, or a file that holds `a,b`.",
+        json_schema_extra={"type": ["array", "string"]},
     )
-    max_action_length: Positive | None = Field(None, description="Most tokens of one turn; null: the budgets alone.")
-    max_obs_length: Positive = Field(256, description="Most tokens of one observation of the tool server.")
-    truncate_obs_side: Side = Field("middle", description="The side that is cut when an observation is too long.")
+    max_action_length: Positive | None = Field(
+        default=None, description="Most tokens of one turn; null: the budgets alone."
+    )
+    max_obs_length: Positive = Field(default=256, description="Most tokens of one observation of the tool server.")
+    truncate_obs_side: Side = Field(
+        default="middle", description="The side that is cut when an observation is too long."
+    )
     truncate_response_side: Literal["left", "right"] = Field(
-        "right",
+        default="right",
         description="Where a response is cut that an observation would overflow. right: before the observation, and "
         "the trajectory ends. left: in the observation, whose end is given half of the tokens left.",
     )
-    mask_observations: bool = Field(True, description="Observations carry no loss; false trains on them, too.")
+    mask_observations: bool = Field(default=True, description="Observations carry no loss; false trains on them, too.")
     enable_mtrl: bool = Field(
-        False, description="Observations are chat turns of their own; false: they continue the assistant's text."
+        default=False,
+        description="Observations are chat turns of their own; false: they continue the assistant's text.",
     )
-    mtrl_role: str = Field("user", description="Role of those chat turns.")
+    mtrl_role: str = Field(default="user", description="Role of those chat turns.")
     mtrl_sep: str | None = Field(
-        None,
+        default=None,
         description="Text around an observation in the mtrl format, with `{obs}`; null: the chat template's.",
     )
     turn_end_token: str | None = Field(
-        None, description="Ends a turn, besides EOS; inserted where mtrl_sep follows a turn without it."
+        default=None, description="Ends a turn, besides EOS; inserted where mtrl_sep follows a turn without it."
     )
-    additional_eos_token_ids: tuple[NonNegative, ...] = Field((), description="Token ids that end a turn, besides EOS.")
-    call_tool_first: bool = Field(False, description="Ask the tool server for an observation before the first turn.")
+    additional_eos_token_ids: tuple[NonNegative, ...] = Field(
+        default=(), description="Token ids that end a turn, besides EOS."
+    )
+    call_tool_first: bool = Field(
+        default=False, description="Ask the tool server for an observation before the first turn."
+    )
     force_finish_for_last_turn: bool = Field(
-        False, description="The turn after the last tool call does not stop at action stop tokens."
+        default=False, description="The turn after the last tool call does not stop at action stop tokens."
     )
     mask_overlong_loss: bool = Field(
-        False, description="A trajectory cut by a limit carries no loss; its reward counts in its group."
+        default=False, description="A trajectory cut by a limit carries no loss; its reward counts in its group."
     )
     mask_void_traj: bool = Field(
-        False, description="A trajectory with no valid action and no answer carries no loss; its reward counts."
+        default=False, description="A trajectory with no valid action and no answer carries no loss; its reward counts."
     )
     rollout_mode: Literal["async", "sync"] = Field(
-        "async", description="sync: tools are called when all trajectories in flight have finished their turn."
+        default="async", description="sync: tools are called when all trajectories in flight have finished their turn."
     )
     max_concurrent_trajectories: Positive | None = Field(
-        None, description="Most server_tool_agent trajectories at the same time, besides rollout.max_in_flight."
+        default=None, description="Most server_tool_agent trajectories at the same time, besides rollout.max_in_flight."
     )
-    max_model_len: Positive | None = Field(None, description="Most ids of an agent's context; null: the engine's.")
-    n: Positive | None = Field(None, description="Trajectories per row: another name of rollout.group_size.")
-    val_max_turns: NonNegative | None = Field(None, description="max_turns in evaluations; null: the same.")
+    max_model_len: Positive | None = Field(
+        default=None, description="Most ids of an agent's context; null: the engine's."
+    )
+    n: Positive | None = Field(default=None, description="Trajectories per row: another name of rollout.group_size.")
+    val_max_turns: NonNegative | None = Field(default=None, description="max_turns in evaluations; null: the same.")
     val_max_response_length: Positive | None = Field(
-        None, description="max_response_length in evaluations; null: the same."
+        default=None, description="max_response_length in evaluations; null: the same."
     )
 
     @field_validator("action_stop_tokens", mode="before")
@@ -125,15 +142,15 @@ class ToolClientConfig(Section):
     ``max_tool_turns`` where the configuration does not.
     """
 
-    enabled: bool = Field(False, description="Rows without agent_name run as text_tool_agent.")
-    server_url: str | None = Field(None, description="Address of the tool server, e.g. http://localhost:5000.")
-    token_env: str | None = Field(None, description="Environment variable with the secret the server asks for.")
-    max_tool_turns: NonNegative = Field(3, description="Most tool calls of one trajectory.")
-    max_retries: NonNegative = Field(3, description="Repetitions of a request that failed.")
-    retry_delay: float = Field(1.0, ge=0, description="Seconds before each repetition.")
-    timeout: float = Field(30.0, gt=0, description="Seconds one request may take.")
-    max_workers: Positive = Field(10, description="Requests at the same time.")
-    request_interval: float = Field(0.1, ge=0, description="Least seconds between the starts of two requests.")
+    enabled: bool = Field(default=False, description="Rows without agent_name run as text_tool_agent.")
+    server_url: str | None = Field(default=None, description="Address of the tool server, e.g. http://localhost:5000.")
+    token_env: str | None = Field(default=None, description="Environment variable with the secret the server asks for.")
+    max_tool_turns: NonNegative = Field(default=3, description="Most tool calls of one trajectory.")
+    max_retries: NonNegative = Field(default=3, description="Repetitions of a request that failed.")
+    retry_delay: float = Field(default=1.0, ge=0, description="Seconds before each repetition.")
+    timeout: float = Field(default=30.0, gt=0, description="Seconds one request may take.")
+    max_workers: Positive = Field(default=10, description="Requests at the same time.")
+    request_interval: float = Field(default=0.1, ge=0, description="Least seconds between the starts of two requests.")
 
     @model_validator(mode="before")
     @classmethod
@@ -147,19 +164,19 @@ class ToolClientConfig(Section):
 class SearchConfig(Section):
     """`search`: the retrieval server of `search_agent`, in which text between <search> and </search> is a query."""
 
-    server_url: str | None = Field(None, description="Address that takes {queries, topk, return_scores}.")
-    token_env: str | None = Field(None, description="Environment variable with the secret the server asks for.")
-    topk: Positive = Field(3, description="Passages per query.")
-    max_turns: NonNegative = Field(3, description="Most queries of one trajectory.")
-    timeout: float = Field(30.0, gt=0, description="Seconds one request may take.")
-    max_retries: NonNegative = Field(3, description="Repetitions of a request that failed.")
-    retry_delay: float = Field(1.0, ge=0, description="Seconds before each repetition.")
+    server_url: str | None = Field(default=None, description="Address that takes {queries, topk, return_scores}.")
+    token_env: str | None = Field(default=None, description="Environment variable with the secret the server asks for.")
+    topk: Positive = Field(default=3, description="Passages per query.")
+    max_turns: NonNegative = Field(default=3, description="Most queries of one trajectory.")
+    timeout: float = Field(default=30.0, gt=0, description="Seconds one request may take.")
+    max_retries: NonNegative = Field(default=3, description="Repetitions of a request that failed.")
+    retry_delay: float = Field(default=1.0, ge=0, description="Seconds before each repetition.")
 
 
 class InteractionsConfig(Section):
     """`interactions`: the simulated users of `interaction_agent`."""
 
     interaction_config_path: str | None = Field(
-        None, description="YAML file: interaction: [{name, class_name, config}]."
+        default=None, description="YAML file: interaction: [{name, class_name, config}]."
     )
-    timeout: float = Field(60.0, gt=0, description="Seconds a simulated user may take for one reply.")
+    timeout: float = Field(default=60.0, gt=0, description="Seconds a simulated user may take for one reply.")

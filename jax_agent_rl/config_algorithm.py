@@ -40,84 +40,96 @@ WITHOUT_GROUP_BASELINE: frozenset[str] = frozenset({"gae", "reinforce_plus_plus"
 class GigpoConfig(Section):
     """GiGPO (adv_estimator: gigpo), arXiv 2505.10978."""
 
-    gamma: float = Field(0.95, gt=0, le=1, description="Discount from turn to turn.")
-    step_advantage_w: float = Field(1.0, ge=0, description="Weight of the step advantage beside the episode's.")
+    gamma: float = Field(default=0.95, gt=0, le=1, description="Discount from turn to turn.")
+    step_advantage_w: float = Field(default=1.0, ge=0, description="Weight of the step advantage beside the episode's.")
     mode: Literal["mean_norm", "mean_std_norm"] = Field(
-        "mean_norm", description="Subtract the group's mean only, or divide by its standard deviation too."
+        default="mean_norm", description="Subtract the group's mean only, or divide by its standard deviation too."
     )
     similarity: float = Field(
-        1.0, gt=0, le=1, description="Observations at least this similar are one anchor; 1: equal ids only."
+        default=1.0, gt=0, le=1, description="Observations at least this similar are one anchor; 1: equal ids only."
     )
 
 
 class GdpoConfig(Section):
     """GDPO (adv_estimator: gdpo): each named part of the reward is normalized by itself."""
 
-    reward_keys: tuple[str, ...] = Field((), description="Keys of the reward function's dict.")
-    reward_weights: tuple[float, ...] = Field((), description="One weight per key; empty: all 1.")
+    reward_keys: tuple[str, ...] = Field(default=(), description="Keys of the reward function's dict.")
+    reward_weights: tuple[float, ...] = Field(default=(), description="One weight per key; empty: all 1.")
 
 
 class PolicyLossConfig(Section):
     """Which loss, and the keys that only some losses read."""
 
-    loss_mode: LossMode = Field("vanilla", description="Policy loss; vanilla is PPO's clipped surrogate.")
+    loss_mode: LossMode = Field(default="vanilla", description="Policy loss; vanilla is PPO's clipped surrogate.")
     behav_imp_weight_cap: float = Field(
-        5.0, gt=0, description="decoupled: tokens whose proximal/behaviour ratio is above this are left out."
+        default=5.0, gt=0, description="decoupled: tokens whose proximal/behaviour ratio is above this are left out."
     )
-    tau_pos: float = Field(1.0, gt=0, description="sapo: temperature of the gate for positive advantages.")
-    tau_neg: float = Field(1.05, gt=0, description="sapo: temperature of the gate for the others.")
-    clip_cov_ratio: float = Field(2e-4, gt=0, le=1, description="clip_cov: share of the tokens left out.")
-    clip_cov_lb: float = Field(1.0, description="clip_cov: only covariances above this are chosen.")
-    clip_cov_ub: float = Field(5.0, description="clip_cov: only covariances below this are chosen.")
-    kl_cov_ratio: float = Field(2e-4, gt=0, le=1, description="kl_cov: share of the tokens penalized.")
-    ppo_kl_coef: float = Field(1.0, ge=0, description="kl_cov: weight of |log-ratio| on them.")
-    dppo_ratio_cap: float = Field(20.0, gt=1, description="dppo_tv, dppo_kl: the ratio is truncated here.")
-    dro_beta: float = Field(0.05, gt=0, description="dro: weight of the quadratic log-ratio penalty.")
+    tau_pos: float = Field(default=1.0, gt=0, description="sapo: temperature of the gate for positive advantages.")
+    tau_neg: float = Field(default=1.05, gt=0, description="sapo: temperature of the gate for the others.")
+    clip_cov_ratio: float = Field(default=2e-4, gt=0, le=1, description="clip_cov: share of the tokens left out.")
+    clip_cov_lb: float = Field(default=1.0, description="clip_cov: only covariances above this are chosen.")
+    clip_cov_ub: float = Field(default=5.0, description="clip_cov: only covariances below this are chosen.")
+    kl_cov_ratio: float = Field(default=2e-4, gt=0, le=1, description="kl_cov: share of the tokens penalized.")
+    ppo_kl_coef: float = Field(default=1.0, ge=0, description="kl_cov: weight of |log-ratio| on them.")
+    dppo_ratio_cap: float = Field(default=20.0, gt=1, description="dppo_tv, dppo_kl: the ratio is truncated here.")
+    dro_beta: float = Field(default=0.05, gt=0, description="dro: weight of the quadratic log-ratio penalty.")
 
 
 class KLConfig(Section):
     """Distance to the reference policy, the model the run started from."""
 
     where: Literal["none", "reward", "loss"] = Field(
-        "none",
+        default="none",
         description="none; off every token's reward; or a term of the loss. Both need a second copy of the model.",
     )
-    estimator: KLEstimator = Field("k3", description="Estimator per token; with + the gradient is that of k2.")
-    coef: float = Field(0.001, gt=0, description="Weight; where the adaptive controller starts.")
-    controller: Literal["fixed", "adaptive"] = Field("fixed", description="adaptive steers the KL towards `target`.")
-    target: float = Field(0.1, gt=0, description="adaptive: wanted KL per token, nats.")
+    estimator: KLEstimator = Field(default="k3", description="Estimator per token; with + the gradient is that of k2.")
+    coef: float = Field(default=0.001, gt=0, description="Weight; where the adaptive controller starts.")
+    controller: Literal["fixed", "adaptive"] = Field(
+        default="fixed", description="adaptive steers the KL towards `target`."
+    )
+    target: float = Field(default=0.1, gt=0, description="adaptive: wanted KL per token, nats.")
     horizon: Positive = Field(
-        10_000, description="adaptive: trajectories over which the coefficient may change by 20%."
+        default=10_000, description="adaptive: trajectories over which the coefficient may change by 20%."
     )
 
 
 class RolloutCorrectionConfig(Section):
     """For rollouts whose log-probs are not the learner's: another engine, or older weights."""
 
-    rollout_is: Literal["none", "token", "sequence"] = Field("none", description="Importance weights and their level.")
+    rollout_is: Literal["none", "token", "sequence"] = Field(
+        default="none", description="Importance weights and their level."
+    )
     rollout_is_threshold: float | Bounds = Field(
-        2.0,
+        default=2.0,
         description="One number: larger weights become it (TIS). [low, high]: weights outside become 0 (IcePop).",
     )
-    rollout_is_batch_normalize: bool = Field(False, description="Divide the weights by their mean.")
-    rollout_rs: tuple[RejectionRule, ...] = Field((), description="Leave out what fails any of these rules.")
+    rollout_is_batch_normalize: bool = Field(default=False, description="Divide the weights by their mean.")
+    rollout_rs: tuple[RejectionRule, ...] = Field(default=(), description="Leave out what fails any of these rules.")
     rollout_rs_threshold: tuple[float | Bounds, ...] = Field(
-        (), description="One per rule, or one for all: an upper bound; for k1 rules of the ratio, or [low, high]."
+        default=(),
+        description="One per rule, or one for all: an upper bound; for k1 rules of the ratio, or [low, high].",
     )
-    bypass_mode: bool = Field(False, description="Old log-probs are the rollout's: saves the learner's scoring pass.")
+    bypass_mode: bool = Field(
+        default=False, description="Old log-probs are the rollout's: saves the learner's scoring pass."
+    )
 
 
 class FiltersConfig(Section):
     """Trajectories not to train on. mask: its reward still counts in its group's baseline; drop: it does not."""
 
-    void_turn: FilterAction = Field("off", description="A turn has neither a tool call nor a final answer (SimpleTIR).")
-    void_trajectory: FilterAction = Field("off", description="No turn has a tool call or a final answer.")
-    all_tool_calls_failed: FilterAction = Field("off", description="There are tool calls and each ended in an error.")
-    overlong: FilterAction = Field("off", description="The response budget cut it off.")
-    repetition: FilterAction = Field("off", description="It repeats itself more than `max_repetition`.")
-    max_repetition: float = Field(0.5, ge=0, lt=1, description="repetition: largest share of repeated n-grams.")
+    void_turn: FilterAction = Field(
+        default="off", description="A turn has neither a tool call nor a final answer (SimpleTIR)."
+    )
+    void_trajectory: FilterAction = Field(default="off", description="No turn has a tool call or a final answer.")
+    all_tool_calls_failed: FilterAction = Field(
+        default="off", description="There are tool calls and each ended in an error."
+    )
+    overlong: FilterAction = Field(default="off", description="The response budget cut it off.")
+    repetition: FilterAction = Field(default="off", description="It repeats itself more than `max_repetition`.")
+    max_repetition: float = Field(default=0.5, ge=0, lt=1, description="repetition: largest share of repeated n-grams.")
     final_answer: str | None = Field(
-        None, description="void_turn, void_trajectory: what a final answer looks like (regular expression); else any."
+        default=None,
+        description="void_turn, void_trajectory: what a final answer looks like (regular expression); else any.",
     )
 
     @field_validator("final_answer")
@@ -134,49 +146,57 @@ class ShapingConfig(Section):
     """What is taken off a trajectory's reward before advantages are computed."""
 
     overlong_buffer: NonNegative = Field(
-        0, description="Tokens before agent.max_response_length over which the penalty grows from 0 (DAPO); 0 is off."
+        default=0,
+        description="Tokens before agent.max_response_length over which the penalty grows from 0 (DAPO); 0 is off.",
     )
-    overlong_factor: float = Field(1.0, gt=0, description="Largest overlong penalty.")
-    repetition_factor: float = Field(0.0, ge=0, description="Penalty for a response of nothing but repetition.")
-    repetition_ngram: Positive = Field(20, description="Tokens of an n-gram, for the penalty and the filter.")
+    overlong_factor: float = Field(default=1.0, gt=0, description="Largest overlong penalty.")
+    repetition_factor: float = Field(default=0.0, ge=0, description="Penalty for a response of nothing but repetition.")
+    repetition_ngram: Positive = Field(default=20, description="Tokens of an n-gram, for the penalty and the filter.")
 
 
 class AlgorithmConfig(Section):
     """The objective."""
 
-    adv_estimator: AdvEstimator = Field("grpo", description="Advantage estimator.")
-    gamma: float = Field(1.0, gt=0, le=1, description="gae, reinforce_plus_plus: discount from token to token.")
-    lam: float = Field(1.0, ge=0, le=1, description="gae: its lambda.")
+    adv_estimator: AdvEstimator = Field(default="grpo", description="Advantage estimator.")
+    gamma: float = Field(default=1.0, gt=0, le=1, description="gae, reinforce_plus_plus: discount from token to token.")
+    lam: float = Field(default=1.0, ge=0, le=1, description="gae: its lambda.")
     bootstrap: Literal["none", "truncated"] = Field(
-        "none", description="gae: value after the last token: 0, or the critic's where a limit cut the trajectory off."
+        default="none",
+        description="gae: value after the last token: 0, or the critic's where a limit cut the trajectory off.",
     )
     gigpo: GigpoConfig = Field(default_factory=GigpoConfig)
     gdpo: GdpoConfig = Field(default_factory=GdpoConfig)
     turn_reward: Literal["none", "tool_reward", "tool_success"] = Field(
-        "none", description="Reward of a turn with tool calls: their rewards' sum, or the share without an error."
+        default="none",
+        description="Reward of a turn with tool calls: their rewards' sum, or the share without an error.",
     )
-    turn_advantage_coef: float = Field(1.0, gt=0, description="mt_grpo: weight of the turn advantage.")
+    turn_advantage_coef: float = Field(default=1.0, gt=0, description="mt_grpo: weight of the turn advantage.")
     shared_tokens: Literal["hard", "soft"] = Field(
-        "hard", description="arpo: tokens common to several trajectories get the mean advantage, or each its own."
+        default="hard",
+        description="arpo: tokens common to several trajectories get the mean advantage, or each its own.",
     )
     policy_loss: PolicyLossConfig = Field(default_factory=PolicyLossConfig)
-    clip_ratio_low: float = Field(0.2, gt=0, lt=1, description="Clip below 1 (geo_mean: of the log; dppo: divergence).")
-    clip_ratio_high: float = Field(0.28, gt=0, description="Clip above 1 (clip-higher).")
-    clip_ratio_c: float = Field(3.0, gt=1, description="Dual clip for negative advantages.")
+    clip_ratio_low: float = Field(
+        default=0.2, gt=0, lt=1, description="Clip below 1 (geo_mean: of the log; dppo: divergence)."
+    )
+    clip_ratio_high: float = Field(default=0.28, gt=0, description="Clip above 1 (clip-higher).")
+    clip_ratio_c: float = Field(default=3.0, gt=1, description="Dual clip for negative advantages.")
     loss_agg_mode: LossAggMode = Field(
-        "token-mean", description="How token losses are averaged, over the whole batch however it is split."
+        default="token-mean", description="How token losses are averaged, over the whole batch however it is split."
     )
     loss_scale_factor: Positive | None = Field(
-        None, description="seq-mean-token-sum-norm: the constant that replaces a sequence's length (Dr. GRPO)."
+        default=None, description="seq-mean-token-sum-norm: the constant that replaces a sequence's length (Dr. GRPO)."
     )
-    entropy_coeff: float = Field(0.0, ge=0, description="Weight of the entropy bonus.")
+    entropy_coeff: float = Field(default=0.0, ge=0, description="Weight of the entropy bonus.")
     kl: KLConfig = Field(default_factory=KLConfig)
     rollout_correction: RolloutCorrectionConfig = Field(default_factory=RolloutCorrectionConfig)
     filter_zero_variance: bool | None = Field(
-        None, description="Leave out groups of equal rewards. Unset: where the estimator gives them no advantage."
+        default=None,
+        description="Leave out groups of equal rewards. Unset: where the estimator gives them no advantage.",
     )
     max_refills: NonNegative = Field(
-        0, description="Rounds of new prompts that replace groups which were left out (DAPO's dynamic sampling)."
+        default=0,
+        description="Rounds of new prompts that replace groups which were left out (DAPO's dynamic sampling).",
     )
     filters: FiltersConfig = Field(default_factory=FiltersConfig)
     shaping: ShapingConfig = Field(default_factory=ShapingConfig)
@@ -197,10 +217,14 @@ class AlgorithmConfig(Section):
 class CriticConfig(OptimizerSection):
     """The value model of adv_estimator gae: the policy's architecture with a scalar head, and its own optimizer."""
 
-    learning_rate: float = Field(1e-5, gt=0, description="Peak learning rate of the critic's AdamW.")
-    path: str | None = Field(None, description="Weights to start from (Hugging Face folder); unset: the policy's.")
-    critic_warmup: NonNegative = Field(0, description="First steps in which only the critic learns.")
-    cliprange_value: float = Field(0.5, gt=0, description="A value may move this far from its old one in a step.")
+    learning_rate: float = Field(default=1e-5, gt=0, description="Peak learning rate of the critic's AdamW.")
+    path: str | None = Field(
+        default=None, description="Weights to start from (Hugging Face folder); unset: the policy's."
+    )
+    critic_warmup: NonNegative = Field(default=0, description="First steps in which only the critic learns.")
+    cliprange_value: float = Field(
+        default=0.5, gt=0, description="A value may move this far from its old one in a step."
+    )
 
 
 _CLIPPED = ("vanilla", "decoupled", "gspo", "geo_mean", "cispo", "clip_cov", "dppo_tv", "dppo_kl")

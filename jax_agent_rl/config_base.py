@@ -23,12 +23,12 @@ class Section(BaseModel):
 class OptimizerSection(Section):
     """AdamW, for the policy (``learner``) and the critic."""
 
-    learning_rate: float = Field(1e-6, gt=0, description="Peak learning rate of AdamW.")
-    warmup_steps: NonNegative = Field(0, description="Steps of linear warm-up.")
-    weight_decay: float = Field(0.0, ge=0, description="AdamW weight decay.")
-    adam_b1: float = Field(0.9, ge=0, lt=1, description="AdamW first-moment decay.")
-    adam_b2: float = Field(0.95, ge=0, lt=1, description="AdamW second-moment decay.")
-    max_grad_norm: float = Field(1.0, gt=0, description="Global gradient-norm clip.")
+    learning_rate: float = Field(default=1e-6, gt=0, description="Peak learning rate of AdamW.")
+    warmup_steps: NonNegative = Field(default=0, description="Steps of linear warm-up.")
+    weight_decay: float = Field(default=0.0, ge=0, description="AdamW weight decay.")
+    adam_b1: float = Field(default=0.9, ge=0, lt=1, description="AdamW first-moment decay.")
+    adam_b2: float = Field(default=0.95, ge=0, lt=1, description="AdamW second-moment decay.")
+    max_grad_norm: float = Field(default=1.0, gt=0, description="Global gradient-norm clip.")
 
 
 LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -37,17 +37,17 @@ LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_pr
 class LoraConfig(Section):
     """Low-rank adapters in place of full training; see PEFT's ``LoraConfig`` for the fields' meaning."""
 
-    rank: Positive = Field(16, description="r: inner size of the adapters.")
-    alpha: float = Field(32.0, gt=0, description="Adapters are scaled by alpha / rank.")
+    rank: Positive = Field(default=16, description="r: inner size of the adapters.")
+    alpha: float = Field(default=32.0, gt=0, description="Adapters are scaled by alpha / rank.")
     targets: tuple[LoraTarget, ...] = Field(
-        ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+        default=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
         min_length=1,
         description="Linear layers that get adapters, by their Hugging Face names.",
     )
     quantize: Literal["none", "int8", "nf4"] = Field(
-        "none", description="How the targets' frozen weights are kept (QLoRA); needs the extra `qlora`."
+        default="none", description="How the targets' frozen weights are kept (QLoRA); needs the extra `qlora`."
     )
-    seed: NonNegative = Field(0, description="Draws the adapters' first values.")
+    seed: NonNegative = Field(default=0, description="Draws the adapters' first values.")
 
     @field_validator("targets")
     @classmethod

@@ -14,19 +14,20 @@ class PlacementSection(Section):
     """Beside the learner, or elsewhere."""
 
     placement: Literal["colocated", "separate", "hybrid"] = Field(
-        "colocated",
-        description="colocated: one engine on the learner's devices. separate: engines in Ray actors on resources of "
-        "their own. hybrid: those, and the colocated one while the learner has nothing to do.",
+        default="colocated",
+        description="colocated: one engine on the learner's devices, in each of its processes (hosts). separate: "
+        "engines in Ray actors on resources of their own. hybrid: those, and the colocated one while the learner has "
+        "nothing to do.",
     )
-    engines: Positive = Field(1, description="Engines in Ray actors (placement separate and hybrid).")
-    gpus_per_engine: NonNegative = Field(0, description="GPUs of each of them; 0 runs them on CPUs.")
+    engines: Positive = Field(default=1, description="Engines in Ray actors (placement separate and hybrid).")
+    gpus_per_engine: NonNegative = Field(default=0, description="GPUs of each of them; 0 runs them on CPUs.")
     ray_address: str | None = Field(
-        None,
+        default=None,
         description="Of the Ray cluster they run on; null: RAY_ADDRESS, and without that one of this machine's own, "
         "which ends with the run.",
     )
     sleep: bool = Field(
-        False,
+        default=False,
         description="The colocated engine gives its memory (KV cache, weights) back while the learner updates; with "
         "placement colocated in trainer.mode=sync only.",
     )

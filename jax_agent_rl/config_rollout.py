@@ -16,28 +16,53 @@ from jax_agent_rl.config_strategy import StrategyConfig
 class JetStreamConfig(Section):
     """The embedded JAX engine (rollout.backend: jetstream)."""
 
-    dtype: Literal["float32", "bfloat16"] = Field(
-        "float32", description="Of the engine's weights, activations and KV cache; the learner has its own."
+    engine: str | None = Field(
+        default=None,
+        description="A function that makes another engine of JetStream's later API, such as MaxText's, as "
+        "package.module:function or file.py:function; null: the built-in one. See third_party/jetstream.md.",
     )
-    max_concurrent_decodes: Positive = Field(32, description="Decode slots; each holds one context's KV.")
-    decode_steps: Positive = Field(16, description="Most decode steps per device dispatch.")
-    prefill_buckets: tuple[Positive, ...] = Field(
-        (32, 128, 512), description="Padded prompt-chunk lengths, in tokens; longer prompts go in several chunks."
+    dtype: Literal["float32", "bfloat16"] = Field(
+        default="float32", description="Of the engine's weights, activations and KV cache; the learner has its own."
+    )
+    kv_dtype: Literal["auto", "int8", "fp8"] = Field(
+        default="auto",
+        description="Of the KV cache. auto: dtype. int8, fp8: 8 bits and a scale per token and head, half the memory "
+        "of bfloat16. Engine and learner then differ, see algorithm.rollout_correction.",
+    )
+    quantize: Literal["none", "int8", "fp8"] = Field(
+        default="none",
+        description="The matrices of layers in 8 bits with a scale per output; activations, embeddings, head and "
+        "router stay in dtype. Every update's weights are rounded again as the engine takes them.",
+    )
+    max_concurrent_decodes: Positive = Field(default=32, description="Contexts decoded together at most.")
+    cache_tokens: Positive | None = Field(
+        default=None,
+        description="Positions the KV cache holds, at least rollout.max_model_len. Shared prefixes count once; when it "
+        "is full, KV that waits for its next turn goes, then requests that run wait and are prefilled again. null: "
+        "max_model_len for each of max_concurrent_decodes, and half of it for every other trajectory in flight.",
+    )
+    decode_steps: Positive = Field(default=16, description="Most decode steps per device dispatch.")
+    prefill_buckets: tuple[Positive, ...] | None = Field(
+        default=None,
+        description="Padded prompt-chunk lengths, in tokens; longer prompts go in several chunks. null: 32, 128, 512 "
+        "and agent.max_prompt_length, as far as that goes, at most 2048.",
     )
     mesh: EngineMeshConfig = Field(default_factory=EngineMeshConfig)
     first_device: NonNegative = Field(
-        0,
+        default=0,
         description="Number of the first device the engine takes; the learner's begin with 0. From the product of "
         "learner.mesh on, the engine samples beside the learner instead of in turn with it.",
     )
     patch_buckets: tuple[Positive, ...] = Field(
-        (256, 1024, 4096),
+        default=(256, 1024, 4096),
         description="Padded numbers of patches a model that sees looks at together; a picture must fit in the largest.",
     )
 
     @field_validator("prefill_buckets", "patch_buckets")
     @classmethod
-    def _ascending(cls, value: tuple[int, ...]) -> tuple[int, ...]:
+    def _ascending(cls, value: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        if value is None:
+            return None
         if not value or list(value) != sorted(set(value)):
             raise ValueError(f"must be ascending and not empty, got {list(value)}")
         return value
@@ -47,90 +72,97 @@ class VllmConfig(Section):
     """The vLLM engine (rollout.backend: vllm), on CUDA, CPU or TPU."""
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="Of weights and activations; auto: float32 on CPUs, else the checkpoint's."
+        default="auto", description="Of weights and activations; auto: float32 on CPUs, else the checkpoint's."
     )
-    max_num_seqs: Positive = Field(64, description="Requests decoded at the same time.")
-    tensor_parallel_size: Positive = Field(1, description="Devices one copy of the model is cut over.")
+    max_num_seqs: Positive = Field(default=64, description="Requests decoded at the same time.")
+    tensor_parallel_size: Positive = Field(default=1, description="Devices one copy of the model is cut over.")
     gpu_memory_utilization: float = Field(
-        0.5,
+        default=0.5,
         gt=0,
         le=1,
         description="Share of the device's memory for weights and KV cache; the learner needs the rest.",
     )
     kv_cache_gib: float | None = Field(
-        None, gt=0, description="Size of the KV cache; null: what gpu_memory_utilization leaves (on CPUs 1)."
+        default=None, gt=0, description="Size of the KV cache; null: what gpu_memory_utilization leaves (on CPUs 1)."
     )
-    enforce_eager: bool | None = Field(None, description="No compiled graphs; null: on CPUs only.")
+    enforce_eager: bool | None = Field(default=None, description="No compiled graphs; null: on CPUs only.")
     loras: dict[str, str] = Field(
         default_factory=dict, description="LoRA adapters requests may name: name to PEFT folder; {} serves none."
     )
-    max_loras: Positive | None = Field(None, description="Different adapters in one batch; null, and on CPUs: all.")
+    max_loras: Positive | None = Field(
+        default=None, description="Different adapters in one batch; null, and on CPUs: all."
+    )
     max_lora_rank: Literal[8, 16, 32, 64, 128, 256, 320, 512] = Field(
-        16, description="Largest rank among the adapters; memory is reserved for it."
+        default=16, description="Largest rank among the adapters; memory is reserved for it."
     )
     multi_modal: dict[Literal["image", "video"], Positive] = Field(
         default_factory=dict, description="Most images and videos in one context, by kind; {} takes none."
     )
-    require_probe: bool = Field(True, description="Refuse weights that do not bring log-probs to check them by.")
+    require_probe: bool = Field(
+        default=True, description="Refuse weights that do not bring log-probs to check them by."
+    )
     max_logprob_difference: float | None = Field(
-        None, gt=0, description="Largest log-prob difference the check allows; null: 1e-3 in float32, else 0.5."
+        default=None, gt=0, description="Largest log-prob difference the check allows; null: 1e-3 in float32, else 0.5."
     )
     mean_logprob_difference: float | None = Field(
-        None, gt=0, description="Largest mean of it; null: 1e-4 in float32, else 0.05."
+        default=None, gt=0, description="Largest mean of it; null: 1e-4 in float32, else 0.05."
     )
 
 
 class RolloutConfig(PlacementSection):
     """How trajectories are collected."""
 
-    backend: Literal["jetstream", "vllm", "remote"] = Field("jetstream", description="The engine that samples.")
-    urls: tuple[str, ...] = Field((), description="Rollout servers, for backend: remote; e.g. http://10.0.0.5:8100.")
+    backend: Literal["jetstream", "vllm", "remote"] = Field(default="jetstream", description="The engine that samples.")
+    urls: tuple[str, ...] = Field(
+        default=(), description="Rollout servers, for backend: remote; e.g. http://10.0.0.5:8100."
+    )
     token_env: str | None = Field(
-        None, description="Environment variable with the secret that rollout servers ask for (and demand of clients)."
+        default=None,
+        description="Environment variable with the secret that rollout servers ask for (and demand of clients).",
     )
     weight_folder: str | None = Field(
-        None,
+        default=None,
         description="Folder through which weights pass to vllm and remote engines; they must see it, too. null: memory "
         "of this machine, uploaded to rollout servers that do not see it. For weight_transport: tensorstore also a "
         "bucket, as gs://bucket/path.",
     )
     weight_transport: Literal["files", "tensorstore"] = Field(
-        "files",
+        default="files",
         description="How weights pass to other processes. files: safetensors, by one process. tensorstore: each "
         "process of the learner writes its own shards to weight_folder, and each jetstream server reads those of its "
         "devices (backend: remote).",
     )
-    prompts_per_step: Positive = Field(8, description="Dataset rows per training step.")
-    group_size: Positive = Field(8, description="Trajectories per row (a GRPO group).")
+    prompts_per_step: Positive = Field(default=8, description="Dataset rows per training step.")
+    group_size: Positive = Field(default=8, description="Trajectories per row (a GRPO group).")
     strategy: StrategyConfig = Field(default_factory=StrategyConfig)
-    max_in_flight: Positive = Field(64, description="Trajectories that run at the same time.")
+    max_in_flight: Positive = Field(default=64, description="Trajectories that run at the same time.")
     max_in_flight_per_server: Positive | None = Field(
-        None,
+        default=None,
         description="Requests a server gets at the same time; others wait, those of older trajectories first, so that "
         "a server that joins late has work at once. null: all go at once.",
     )
     recovery_seconds: float = Field(
-        600.0,
+        default=600.0,
         ge=0,
-        description="How long a lost engine or rollout server is started or reached again; 0: never. A jetstream "
-        "engine in the learner's process lives and dies with it.",
+        description="How long a lost engine or rollout server is started or reached again; 0: never. The one jetstream "
+        "engine of a run in one process lives and dies with it.",
     )
     wait_for_server_seconds: float = Field(
-        300.0, ge=0, description="How long requests wait when all servers are lost and one is being recovered."
+        default=300.0, ge=0, description="How long requests wait when all servers are lost and one is being recovered."
     )
     stall_seconds: float | None = Field(
-        300.0,
+        default=300.0,
         gt=0,
         description="A server that has requests and does nothing for so long is lost (3 times as long before its first "
         "token: it may compile; 10 times while it takes weights); null: never.",
     )
-    max_model_len: Positive = Field(1024, description="Most ids of prompt + response in one context.")
-    temperature: float = Field(1.0, gt=0, description="Sampling temperature in training; log-probs are of it.")
-    top_p: float = Field(1.0, gt=0, le=1, description="Nucleus mass in training.")
-    top_k: NonNegative = Field(0, description="Most likely ids kept in training; 0 is off.")
-    eval_temperature: float = Field(0.0, ge=0, description="Temperature for held-out evaluation; 0 is greedy.")
+    max_model_len: Positive = Field(default=1024, description="Most ids of prompt + response in one context.")
+    temperature: float = Field(default=1.0, gt=0, description="Sampling temperature in training; log-probs are of it.")
+    top_p: float = Field(default=1.0, gt=0, le=1, description="Nucleus mass in training.")
+    top_k: NonNegative = Field(default=0, description="Most likely ids kept in training; 0 is off.")
+    eval_temperature: float = Field(default=0.0, ge=0, description="Temperature for held-out evaluation; 0 is greedy.")
     deterministic: bool = Field(
-        False,
+        default=False,
         description="Prompts, decoding and the learner's old log-probs by one program (jetstream): the same to the bit "
         "in any batch, and several times slower.",
     )
@@ -147,6 +179,13 @@ def problems(rollout: RolloutConfig) -> Iterator[str]:
         )
     if twice := sorted({url for url in rollout.urls if rollout.urls.count(url) > 1}):
         yield f"rollout.urls names {', '.join(twice)} more than once; a server is one address"
+    if rollout.backend == "jetstream" and rollout.jetstream.engine is not None:
+        yield from _engine_problems(rollout)
+    if (tokens := rollout.jetstream.cache_tokens) is not None and tokens < rollout.max_model_len:
+        yield (
+            f"rollout.jetstream.cache_tokens={tokens} holds no context of rollout.max_model_len="
+            f"{rollout.max_model_len}; raise it, or lower rollout.max_model_len"
+        )
     folder = rollout.weight_folder
     if rollout.weight_transport == "tensorstore" and (rollout.backend != "remote" or folder is None):
         yield (
@@ -159,3 +198,16 @@ def problems(rollout: RolloutConfig) -> Iterator[str]:
             f"rollout.weight_folder={folder} is no folder of this machine; set rollout.weight_transport=tensorstore, "
             "which writes to buckets"
         )
+
+
+def _engine_problems(rollout: RolloutConfig) -> Iterator[str]:
+    """What an engine that a user brings cannot do."""
+    where = f"rollout.jetstream.engine={rollout.jetstream.engine}"
+    if rollout.temperature != 1 or rollout.top_p < 1 or rollout.top_k or rollout.eval_temperature not in (0, 1):
+        yield (
+            f"{where} reports log-probs of the raw logits, but rollout.temperature={rollout.temperature:g}, top_p="
+            f"{rollout.top_p:g}, top_k={rollout.top_k}, eval_temperature={rollout.eval_temperature:g}; set temperature "
+            "and top_p to 1, top_k to 0 and eval_temperature to 0 or 1"
+        )
+    if rollout.deterministic:
+        yield f"{where} is not the learner's program; remove it, or set rollout.deterministic=false"

@@ -13,38 +13,46 @@ from jax_agent_rl.config_base import Positive, Section
 class TreeGrpoConfig(Section):
     """`tree_grpo`, arXiv 2509.21240. A group has m * k trajectories."""
 
-    m: Positive = Field(2, description="Trees of a group: first chains.")
-    n: Positive = Field(2, description="Nodes of each tree that are drawn in one round; each is continued once.")
-    l: Positive = Field(1, description="Rounds of expansion.")  # noqa: E741
-    k: Positive = Field(3, description="Leaves of each tree that are kept, of 1 + l * n.")
+    m: Positive = Field(default=2, description="Trees of a group: first chains.")
+    n: Positive = Field(
+        default=2, description="Nodes of each tree that are drawn in one round; each is continued once."
+    )
+    l: Positive = Field(default=1, description="Rounds of expansion.")  # noqa: E741
+    k: Positive = Field(default=3, description="Leaves of each tree that are kept, of 1 + l * n.")
 
 
 class TreerlConfig(Section):
     """`treerl`, arXiv 2506.11902. A group has m * (1 + l * n * t) trajectories."""
 
-    m: Positive = Field(6, description="Trees of a group: first chains.")
-    n: Positive = Field(2, description="Most uncertain tokens of each tree that are forked in one round.")
-    l: Positive = Field(1, description="Rounds of forking.")  # noqa: E741
-    t: Positive = Field(2, description="Branches of each forked token.")
+    m: Positive = Field(default=6, description="Trees of a group: first chains.")
+    n: Positive = Field(default=2, description="Most uncertain tokens of each tree that are forked in one round.")
+    l: Positive = Field(default=1, description="Rounds of forking.")  # noqa: E741
+    t: Positive = Field(default=2, description="Branches of each forked token.")
 
 
 class ArpoConfig(Section):
     """`arpo`, arXiv 2507.19849. A group has rollout.group_size trajectories."""
 
-    initial_rollouts: Positive = Field(4, description="First chains of a group; the rest of it is for branches.")
-    beam_size: int = Field(2, ge=2, description="One turn goes on in at most this many ways, its own included.")
-    branch_probability: float = Field(0.5, ge=0, le=1, description="Chance to branch where the entropy stays the same.")
-    entropy_weight: float = Field(
-        0.2, ge=0, description="How much a rise of the entropy, in nats per token, adds to it."
+    initial_rollouts: Positive = Field(
+        default=4, description="First chains of a group; the rest of it is for branches."
     )
-    entropy_tokens: Positive = Field(20, description="First tokens of a turn over which its entropy is estimated.")
+    beam_size: int = Field(default=2, ge=2, description="One turn goes on in at most this many ways, its own included.")
+    branch_probability: float = Field(
+        default=0.5, ge=0, le=1, description="Chance to branch where the entropy stays the same."
+    )
+    entropy_weight: float = Field(
+        default=0.2, ge=0, description="How much a rise of the entropy, in nats per token, adds to it."
+    )
+    entropy_tokens: Positive = Field(
+        default=20, description="First tokens of a turn over which its entropy is estimated."
+    )
 
 
 class StrategyConfig(Section):
     """Which trajectories of a group are started, and from where."""
 
     name: Literal["chain", "tree_grpo", "treerl", "arpo"] = Field(
-        "chain",
+        default="chain",
         description="chain: all from the prompt. The others branch: at turns drawn at random, at the most uncertain "
         "tokens, after tool results that raise the entropy.",
     )

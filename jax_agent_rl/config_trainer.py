@@ -16,25 +16,25 @@ class OverlapSection(Section):
     """Which trainer, and how old its tokens may be."""
 
     mode: Literal["sync", "one_step_off", "fully_async"] = Field(
-        "sync",
+        default="sync",
         description="sync: roll out, then learn. one_step_off: roll out the next step while learning this one. "
         "fully_async: roll out all the time, also while weights change.",
     )
     staleness: NonNegative | None = Field(
-        None,
+        default=None,
         description="fully_async: most versions a token may be older than the weights it trains; up to (staleness + 1) "
         "* rollout.prompts_per_step groups are under way. null: 1. The other modes fix it (sync 0, one_step_off 1).",
     )
     stragglers: Literal["wait", "drop"] = Field(
-        "wait",
+        default="wait",
         description="fully_async: wait: the learner waits for groups that would get too old. drop: it never does, and "
         "what gets too old is lost, which favours short trajectories.",
     )
     spare_prompts: NonNegative = Field(
-        0, description="stragglers: drop: rows started on top, so that as many of the slowest may be lost."
+        default=0, description="stragglers: drop: rows started on top, so that as many of the slowest may be lost."
     )
     in_flight_update: Literal["auto", "keep", "recompute", "wait"] = Field(
-        "auto",
+        default="auto",
         description="fully_async: what running generations do when weights change. keep: they go on with the KV of the "
         "old weights; recompute: they go on, their context computed anew; wait: they end their turn first. auto: the "
         "first of these that the engine can do.",

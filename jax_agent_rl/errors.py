@@ -34,6 +34,7 @@
     ├── StorageError                a file of the run could not be written -> make space, then --resume
     ├── WorkerDiedError             a worker of the tool server went away -> it is started again, its calls fail
     ├── LaunchError                 a host, GPU, port or process of a launch -> fix it there, the message names it
+    │   └── LaunchTargetError       what was asked of the cloud is not there
     ├── NothingToTrainError         every trajectory of several batches in a row was lost
     └── NonFiniteError              too many non-finite gradient steps in a row
 
@@ -218,6 +219,10 @@ class WorkerDiedError(JaxAgentRLError):
 
 class LaunchError(JaxAgentRLError):
     """A launch cannot go on: a host, its driver or GPUs, a port, or one of its processes. The message names it."""
+
+
+class LaunchTargetError(LaunchError):
+    """What a launch asked the cloud for is not there: no slice of that name, say."""
 
 
 class NothingToTrainError(JaxAgentRLError):

@@ -12,5 +12,10 @@ def did_you_mean(name: str, known: Collection[str]) -> str:
     >>> did_you_mean("tool_agnet", ["tool_agent", "search_agent"])
     "did you mean 'tool_agent'? "
     """
-    near = difflib.get_close_matches(name, known, n=1)
+    near = nearest(name, known)
     return f"did you mean {near[0]!r}? " if near else ""
+
+
+def nearest(name: str, known: Collection[str]) -> list[str]:
+    """Up to three known names that are near, the nearest first."""
+    return difflib.get_close_matches(name, known)

@@ -6,6 +6,7 @@ import asyncio
 import ipaddress
 import os
 import signal
+from urllib.parse import urlsplit
 
 from jax_agent_rl.errors import ConfigError
 
@@ -39,4 +40,16 @@ def is_loopback(host: str) -> bool:
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
+        return False
+
+
+def names_this_machine(host_header: str, *, listening_on: str) -> bool:
+    """Whether a request's ``Host`` is this machine, or the address that is listened on.
+
+    A page in a local browser comes under another name, which was made to resolve here (DNS rebinding): servers that ask
+    for no token refuse it.
+    """
+    try:
+        return urlsplit(f"//{host_header}").hostname in ("localhost", "127.0.0.1", "::1", listening_on)
+    except ValueError:  # malformed
         return False

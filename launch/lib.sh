@@ -42,7 +42,7 @@ make_environment() {
   local python stamp wanted extras="$*"
   python="$(find_python)"
   stamp="$VENV/.jax_agent_rl.${extras:-core}.stamp"
-  wanted="$(cat "$ROOT/pyproject.toml" "$CONSTRAINTS" "$ROOT"/third_party/*no-deps.txt "${BASH_SOURCE[0]}" | cksum)"
+  wanted="$(cat "$ROOT/pyproject.toml" "$CONSTRAINTS" "$ROOT"/third_party/{constraints-cpu,no-deps,test-no-deps}.txt "${BASH_SOURCE[0]}" | cksum)"
   if [ "$DRY_RUN" = 0 ] && [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; then
     say "environment $VENV is up to date"
     return

@@ -25,13 +25,32 @@ if [ -z "$PARTS" ]; then
   if [ $# -gt 0 ]; then PARTS=main; fi
 fi
 
+# Tests that look at a page use Chromium or Chrome, and are skipped where there is neither. Where INSTALL_BROWSER=1
+# allows it, the system's package is installed (Debian, Ubuntu; as root).
+install_browser() {
+  local name
+  for name in chromium-headless-shell chromium chromium-browser google-chrome; do
+    if command -v "$name" >/dev/null; then return; fi
+  done
+  if [ "${INSTALL_BROWSER:-0}" != 1 ] || ! command -v apt-get >/dev/null; then
+    say "no browser: tests of the report's page are skipped (INSTALL_BROWSER=1 installs one on Debian and Ubuntu)"
+    return
+  fi
+  say "browser: chromium-headless-shell"
+  run timeout 120 apt-get update -qq
+  run timeout 300 apt-get install -qq -y --no-install-recommends chromium-headless-shell fonts-dejavu-core
+}
+
 test_main() {
-  make_environment dev,environments,math
+  make_environment dev,docs,environments,math,plan,tensorboard,trace,trackio,wandb
+  install_browser || say "the browser could not be installed: tests of the report's page are skipped"
   say "model: SmolLM2-135M-Instruct"
   run "$VENV/bin/jax-agent-rl" fetch-model
   say "lint"
   run "$VENV/bin/ruff" check "${LINTED[@]}"
   run "$VENV/bin/ruff" format --check "${LINTED[@]}"
+  say "types"
+  run "$VENV/bin/pyright" --pythonpath "$VENV/bin/python"
   say "import rules"
   run "$VENV/bin/lint-imports"
   say "tests"

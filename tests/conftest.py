@@ -3,6 +3,7 @@ where the machine has room for that, but those that start Ray one after another.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 
 import pytest
@@ -10,6 +11,8 @@ import pytest
 from jax_agent_rl.cache import cache_root
 from jax_agent_rl.runtime.ray_cluster import secure_own_cluster
 
+if importlib.util.find_spec("libtpu"):  # it is there to compile for slices, and would complain that there is none
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache_root() / "xla-tests"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
@@ -20,6 +23,22 @@ WITH_RAY = {
     "tests/e2e/test_launch_with_ray.py",
     "tests/e2e/test_ray_engines.py",
 }
+
+
+class FailuresAtOnce:
+    """Names what failed when it does: a whole run takes a while, and ends with the details."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        screen = self._config.pluginmanager.get_plugin("terminalreporter")
+        if report.failed and screen is not None:
+            screen.write_line(f"\n{'failed' if report.when == 'call' else 'error'}: {report.nodeid}")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(FailuresAtOnce(config))
 
 
 @pytest.hookimpl(optionalhook=True)

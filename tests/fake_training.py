@@ -21,6 +21,7 @@ from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.rollout.strategies import make_strategy
 from jax_agent_rl.runtime.in_process import Runtime
 from jax_agent_rl.runtime.publishers import ArrayPublisher
+from jax_agent_rl.tracing import Tracer
 from jax_agent_rl.trainer.base import Trainer
 from jax_agent_rl.trainer.record import RunRecord
 from jax_agent_rl.trainer.run import TRAINERS
@@ -98,6 +99,7 @@ def make_trainer(
     record: RunRecord | None = None,
     rows: int = 1,
     capabilities: Capabilities | None = None,
+    tracer: Tracer | None = None,
     **rollout,
 ) -> Trainer:
     clock = Clock()
@@ -117,7 +119,16 @@ def make_trainer(
     context = AgentContext(client=client, codec=codec, limits=settings.agent, max_model_len=1000)
     strategies = [make_strategy(settings.rollout.strategy), None]  # evaluations are chains
     collectors = [
-        RolloutCollector(context, score=score, max_in_flight=4, seed=0, strategy=strategy) for strategy in strategies
+        RolloutCollector(
+            context,
+            score=score,
+            max_in_flight=4,
+            seed=0,
+            strategy=strategy,
+            tracer=tracer,
+            validate=strategy is None,
+        )
+        for strategy in strategies
     ]
     runtime = Runtime(
         config=settings,

@@ -205,11 +205,11 @@ def is_free(port: int, address: str = "127.0.0.1") -> bool:
     return True
 
 
-def free_ports(count: int) -> int:
+def free_ports(count: int, *, first: int = 21000, last: int = 30000) -> int:
     """The first of so many neighbouring ports that nobody listens on."""
-    for first in range(21000, 30000, count):
-        if all(is_free(first + i) for i in range(count)):
-            return first
+    for port in range(first, last, count):
+        if all(is_free(port + i) for i in range(count)):
+            return port
     raise AssertionError("no ports are free")
 
 

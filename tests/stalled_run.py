@@ -15,7 +15,7 @@ from typing import Any
 
 from jax_agent_rl import cli
 from jax_agent_rl.jetstream import engine
-from jax_agent_rl.learner import checkpoint, objective, step
+from jax_agent_rl.learner import checkpoint, objective, programs, step
 from jax_agent_rl.rollout.collect import RolloutCollector
 
 phase, when = os.environ["STALL_PHASE"], int(os.environ["STALL_WHEN"])
@@ -65,7 +65,7 @@ match phase:
     case "compile the engine":
         engine.JaxEngine._extend = blocking(engine.JaxEngine._extend)
     case "compile the learner":
-        step.policy_loss = blocking(objective.policy_loss)  # called while it is traced
+        programs.policy_loss = blocking(objective.policy_loss)  # called while it is traced
     case "rollout":
         waiting("train-")
     case "evaluate":

@@ -94,7 +94,11 @@ async def tiny_context(*, tools=(), codec: ChatCodec | None = None, **limits) ->
     """What agent loops are given, over a started JAX engine. ``context.client.servers[0].backend`` is watched."""
     codec = codec or TinyCodec()
     shapes = EngineShapes(
-        max_model_len=LONGEST, max_concurrent_decodes=4, cache_rows=8, decode_steps=4, prefill_buckets=(32, 128)
+        max_model_len=LONGEST,
+        max_concurrent_decodes=4,
+        cache_tokens=8 * LONGEST,
+        decode_steps=4,
+        prefill_buckets=(32, 128),
     )
     decode = functools.partial(codec.decode, skip_special_tokens=False)
     backend = Watched(CONFIG, params(), shapes, seed=3, decode_text=decode)

@@ -14,10 +14,12 @@ from tests.tiny_chat import CONFIG, params, tokenizer
 REWARD = """
 from jax_agent_rl.rewards import register_reward
 
-@register_reward("noise")
+@register_reward("noise", override=True)  # a process may make several runs
 def compute_score(solution_str, ground_truth):
     return float(len(solution_str) % 3 == int(ground_truth))
 """
+SMALL = {"max_concurrent_decodes": 2, "prefill_buckets": [32], "decode_steps": 4}
+"""An engine with few programs, for runs whose every process compiles its own."""
 WORDS = "what is one plus two the answer three add numbers here".split()
 
 

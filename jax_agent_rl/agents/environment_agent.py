@@ -21,6 +21,7 @@ from jax_agent_rl.agents.episode import Episode
 from jax_agent_rl.agents.loop import AgentLoop, register_agent
 from jax_agent_rl.environments import LeasedEnvironment, environment_of
 from jax_agent_rl.tools.truncate import truncate_text
+from jax_agent_rl.tracing import span
 from jax_agent_rl.types import FinishReason, SamplingParams, StopReason, Trajectory
 
 
@@ -62,7 +63,8 @@ class EnvironmentAgent(AgentLoop):
             if output.stop_reason is StopReason.LENGTH:
                 return FinishReason.RESPONSE_LENGTH
             began = time.perf_counter()
-            observation = await environment.step(self.context.codec.parse_reply(output.token_ids))
+            with span("tool", "environment"):
+                observation = await environment.step(self.context.codec.parse_reply(output.token_ids))
             episode.add_metrics({"environment_seconds": time.perf_counter() - began, **observation.metrics})
             episode.record_calls(observation.tool_calls, seconds=sum(call.seconds for call in observation.tool_calls))
             episode.add_score(observation.score)

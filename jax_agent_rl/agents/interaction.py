@@ -23,6 +23,7 @@ from jax_agent_rl.errors import InteractionError
 from jax_agent_rl.interactions import InteractionSession
 from jax_agent_rl.tools.base import is_number
 from jax_agent_rl.tools.registry import schemas_of
+from jax_agent_rl.tracing import span
 from jax_agent_rl.types import FinishReason, SamplingParams, Trajectory
 
 
@@ -67,7 +68,10 @@ class InteractionAgent(ToolAgent):
 
 async def _hear(episode: Episode, user: InteractionSession, more: bool) -> FinishReason | None:
     """The user's reply to the last turn; every turn is scored, also the last one."""
-    reply = await user.reply(episode.messages)
+    with span("tool", "user") as traced:
+        reply = await user.reply(episode.messages)
+        if traced:
+            traced.set(observation=reply.text)
     episode.add_score(reply.score)
     numbers = {key: float(value) for key, value in reply.metadata.items() if is_number(value)}
     episode.add_metrics({f"interaction/{key}": value for key, value in numbers.items()} | {"interaction_turns": 1})

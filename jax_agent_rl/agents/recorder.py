@@ -30,6 +30,7 @@ from jax_agent_rl.agents.episode import check_output
 from jax_agent_rl.agents.reply import ChatReply, cut_at_stop, read_reply
 from jax_agent_rl.agents.seeds import derive_seed
 from jax_agent_rl.errors import HistoryEditedError, PromptTooLongError, TrajectoryError, TurnRefusedError
+from jax_agent_rl.tracing import current, under
 from jax_agent_rl.types import FinishReason, SamplingParams, TokenOutput, ToolCallRecord, digest_ids
 
 OnIds = Callable[[Sequence[int]], None]
@@ -111,6 +112,7 @@ class ChatRecorder:
         self.failure: TrajectoryError | None = None
         self.session_id = session_id
         self._context = context
+        self._span = current()  # requests come in tasks of the HTTP server
         self._by_conversation: dict[str, RecordedTurn] = {}
         self._asked: Counter[str] = Counter()
         self._open = 0  # requests that are being sampled
@@ -217,13 +219,14 @@ class ChatRecorder:
         self._open += 1
         began = time.perf_counter()
         try:
-            output = await self._context.client.generate(
-                f"{self.session_id}/{number}",
-                prompt_ids=context,
-                sampling_params=sampling,
-                session_id=self.session_id,
-                on_ids=on_ids,
-            )
+            with under(self._span):
+                output = await self._context.client.generate(
+                    f"{self.session_id}/{number}",
+                    prompt_ids=context,
+                    sampling_params=sampling,
+                    session_id=self.session_id,
+                    on_ids=on_ids,
+                )
         finally:
             self._open -= 1
         seconds = time.perf_counter() - began

@@ -25,6 +25,7 @@ from jax_agent_rl.tools.client import Observation
 from jax_agent_rl.tools.search_client import SearchClient
 from jax_agent_rl.tools.tool_client import ToolClient, tool_action
 from jax_agent_rl.tools.truncate import truncate_text
+from jax_agent_rl.tracing import span
 from jax_agent_rl.types import FinishReason, SamplingParams, StopReason, ToolCallRecord, Trajectory
 
 Call = Callable[[str], Awaitable[Observation]]
@@ -164,7 +165,10 @@ class SearchAgent(MarkerAgent):
 
     async def _search(self, query: str) -> Observation:
         try:
-            passages = await self.client.search(query.strip())
+            with span("tool", "search") as traced:
+                passages = await self.client.search(query.strip())
+                if traced:
+                    traced.set(arguments={"query": query}, observation="\n".join(passages))
         except TimeoutError:
             return Observation(text="Error: the search did not answer in time.", error="timeout")
         text = "\n".join(f"[{number}] {passage}" for number, passage in enumerate(passages, 1))

@@ -22,6 +22,7 @@ from typing import Any
 
 from jax_agent_rl.errors import ToolServerError
 from jax_agent_rl.tools.client import Action, Observation, ToolServerClient
+from jax_agent_rl.tracing import span
 from jax_agent_rl.types import ToolCallRecord
 
 logger = logging.getLogger(__name__)
@@ -146,7 +147,10 @@ class ToolEnvironment:
         self._used = True  # before sending: the server may know of it although the answer is lost
         began = time.perf_counter()
         sent = Action(trajectory_id=self._id, text=text, extra_fields=extra_fields)
-        observation = self._shown(await self._send(sent))
+        with span("tool", name) as traced:
+            observation = self._shown(await self._send(sent))
+            if traced:
+                traced.set(arguments={"action": text}, observation=observation.text, tool_error=observation.error)
         record = ToolCallRecord(
             name=name,
             arguments={"action": text},

@@ -61,7 +61,7 @@ class PolicyPublisher:
     def __init__(self, folder: Path, seed: int) -> None:
         self._folder, self._seed = folder, seed
 
-    def make(self, params: Any, version: int) -> WeightUpdate:
+    def make(self, learner: Any, version: int) -> WeightUpdate:
         self.close()
         file = self._folder / f"version-{version}.safetensors"
         policy_of(self._seed, version).save(file)

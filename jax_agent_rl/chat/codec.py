@@ -24,6 +24,7 @@ from jax_agent_rl.chat.formats import Reply, detect_format, get_format
 from jax_agent_rl.chat.media import MediaTokens
 from jax_agent_rl.chat.template import ChatTemplate, Message, ToolPrompt
 from jax_agent_rl.errors import ModelError, TemplateError
+from jax_agent_rl.model_folder import model_folder
 from jax_agent_rl.patches import Pixels
 from jax_agent_rl.types import digest_ids
 
@@ -86,7 +87,7 @@ class ChatCodec:
         """
         from transformers import AutoTokenizer
 
-        folder = Path(path).expanduser()
+        folder = model_folder(path)
         if not (folder / "tokenizer.json").is_file():
             raise ModelError(
                 f"no tokenizer at {str(folder)!r} (tokenizer.json is missing); set model.path to a Hugging Face "

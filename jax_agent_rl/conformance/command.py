@@ -24,6 +24,7 @@ def run_command(
     url: str | None,
     token: str | None,
     engine: str,
+    brought: str | None = None,
     tolerance: float,
     max_model_len: int,
     only: Sequence[str],
@@ -40,6 +41,8 @@ def run_command(
             f"--url {url} goes with --backend remote and --model: the folder of the model that server serves, to "
             f"compare with; got --backend {backend}, --model {model}"
         )
+    if brought is not None and "jetstream" not in (backend, engine):
+        raise ConfigError(f"--brought {brought} is an engine of backend jetstream; got --backend {backend}")
     if engine in ("remote", "ray"):
         raise ConfigError(f"--engine {engine}: it needs an engine of its own behind it; use jetstream or vllm")
     with tempfile.TemporaryDirectory(prefix="conformance-") as scratch, console.status("preparing") as status:
@@ -54,6 +57,7 @@ def run_command(
             url=url,
             token=token,
             engine=engine,
+            brought=brought,
         )
         report = asyncio.run(run_suite(make_subject(backend, options), only=only, say=say))
     print_report(report, console)

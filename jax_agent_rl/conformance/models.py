@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from jax_agent_rl.errors import ModelError
+from jax_agent_rl.model_folder import model_folder
 
 _SPECIAL = ("<unk>", "<bos>", "<eos>")
 _LETTERS = [chr(code) for code in range(33, 127)]
@@ -38,7 +39,7 @@ def prepare_folders(model: Path | None, scratch: Path) -> ModelFolders:
     Raises:
         ModelError: there are no safetensors files in ``model``.
     """
-    base = Path(model).expanduser() if model else write_tiny_model(scratch / "base")
+    base = model_folder(model, weights=True) if model else write_tiny_model(scratch / "base")
     other, mixed = scratch / "other", scratch / "mixed"
     files = weight_files(base)
     if not files:

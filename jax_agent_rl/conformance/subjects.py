@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from jax_agent_rl.chat.media import MediaTokens
 from jax_agent_rl.conformance.models import ModelFolders, weight_files
@@ -44,6 +44,8 @@ class SubjectOptions:
         url: of a running rollout server, for ``remote``; None: one is started on loopback.
         token: that the server asks for, or None.
         engine: the backend, by name, behind the server that is started, or in the Ray actor.
+        brought: for ``jetstream``: the engine that ``rollout.jetstream.engine`` would name; None is the built-in one.
+        quantize: ``rollout.jetstream.quantize`` of ``jetstream``; None: none.
     """
 
     folders: ModelFolders
@@ -54,6 +56,8 @@ class SubjectOptions:
     url: str | None = None
     token: str | None = None
     engine: str = "jetstream"
+    brought: str | None = None
+    quantize: Literal["int8", "fp8"] | None = None
 
 
 def make_subject(backend: str, options: SubjectOptions) -> Subject:
@@ -138,8 +142,9 @@ def decoder(tokenizer: Any) -> Callable[[Any], str]:
 
 
 def jetstream(options: SubjectOptions) -> Subject:
-    """The embedded JAX engine."""
+    """The embedded JAX engine, or one that is brought."""
     from jax_agent_rl.jetstream.backend import JetStreamBackend
+    from jax_agent_rl.jetstream.brought import load_engine_function
     from jax_agent_rl.jetstream.engine import EngineShapes
     from jax_agent_rl.models.hf import load_hf
     from jax_agent_rl.models.shown import Sight
@@ -150,17 +155,20 @@ def jetstream(options: SubjectOptions) -> Subject:
     shapes = EngineShapes(
         max_model_len=options.max_model_len,
         max_concurrent_decodes=options.max_concurrent,
-        cache_rows=2 * options.max_concurrent,
+        cache_tokens=2 * options.max_concurrent * options.max_model_len,
         decode_steps=4,
         prefill_buckets=(32, 128),
         patch_buckets=(64,),
     )
     sight = Sight.of(config, folders[BASE])
+    brought = load_engine_function(options.brought) if options.brought else None
     tokenizer = _tokenizer(folders[BASE])
 
     def make() -> RolloutBackend:
         decode = decoder(tokenizer) if tokenizer else None
-        return JetStreamBackend(config, params, shapes, sight=sight, decode_text=decode)
+        return JetStreamBackend(
+            config, params, shapes, brought=brought, sight=sight, decode_text=decode, quantize=options.quantize
+        )
 
     def payload(kind: str, which: str) -> Any:
         if which not in trees:

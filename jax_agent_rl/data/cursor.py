@@ -36,6 +36,11 @@ class DataCursor(Generic[T]):
         self._again: list[int] = []
         self._order: tuple[int, np.ndarray] = (-1, np.empty(0, np.int64))
 
+    @property
+    def rows(self) -> Sequence[T]:
+        """All of them, in the data's order."""
+        return self._rows
+
     def next_rows(self, count: int) -> list[T]:
         """The next ``count`` rows, over the end of an epoch if need be."""
         return [self.draw()[1] for _ in range(count)]

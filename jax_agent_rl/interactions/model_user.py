@@ -21,16 +21,18 @@ PERSONA = (
 class ModelUserConfig(Section):
     """The ``config`` mapping of a :class:`ModelUserInteraction`."""
 
-    base_url: str | None = Field(None, description="OpenAI-compatible endpoint; null: the run's own engine.")
-    model: str = Field("default", description="The model's name there.")
-    api_key_env: str | None = Field(None, description="Environment variable that holds the endpoint's key.")
-    persona: str = Field(PERSONA, description="System message; {done} stands for done_phrase.")
-    done_phrase: str = Field("###DONE###", min_length=1, description="A reply that holds it ends the conversation.")
-    max_tokens: Positive = Field(256, description="Most tokens of one reply.")
-    temperature: float = Field(0.7, ge=0, description="Sampling temperature of the user.")
-    timeout: float = Field(60.0, gt=0, description="Seconds one reply may take.")
-    max_retries: NonNegative = Field(3, description="Repetitions of a request that failed.")
-    retry_delay: float = Field(1.0, ge=0, description="Seconds before each repetition.")
+    base_url: str | None = Field(default=None, description="OpenAI-compatible endpoint; null: the run's own engine.")
+    model: str = Field(default="default", description="The model's name there.")
+    api_key_env: str | None = Field(default=None, description="Environment variable that holds the endpoint's key.")
+    persona: str = Field(default=PERSONA, description="System message; {done} stands for done_phrase.")
+    done_phrase: str = Field(
+        default="###DONE###", min_length=1, description="A reply that holds it ends the conversation."
+    )
+    max_tokens: Positive = Field(default=256, description="Most tokens of one reply.")
+    temperature: float = Field(default=0.7, ge=0, description="Sampling temperature of the user.")
+    timeout: float = Field(default=60.0, gt=0, description="Seconds one reply may take.")
+    max_retries: NonNegative = Field(default=3, description="Repetitions of a request that failed.")
+    retry_delay: float = Field(default=1.0, ge=0, description="Seconds before each repetition.")
 
 
 class ModelUserInteraction(BaseInteraction):

@@ -19,29 +19,27 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from jax_agent_rl.config_mesh import EngineMeshConfig
-from jax_agent_rl.errors import (
-    BackendClosedError,
-    BackendError,
-    EngineDiedError,
-    TrajectoryError,
-)
+from jax_agent_rl.errors import BackendClosedError, BackendError, EngineDiedError, TrajectoryError
+from jax_agent_rl.jetstream.brought import MakeEngine, SlotEngine
 from jax_agent_rl.jetstream.deterministic import DeterministicEngine
-from jax_agent_rl.jetstream.engine import EngineShapes, JaxEngine
+from jax_agent_rl.jetstream.engine import EngineShapes, JaxEngine, unheard
 from jax_agent_rl.jetstream.layout import make_engine_mesh
 from jax_agent_rl.jetstream.pictures import PictureReader
 from jax_agent_rl.jetstream.programs import ProgramTable
 from jax_agent_rl.jetstream.request import RunningRequest
 from jax_agent_rl.jetstream.scheduler import Scheduler
 from jax_agent_rl.jetstream.seeing import SeeingEngine
+from jax_agent_rl.jetstream.slots import SlotScheduler
 from jax_agent_rl.jetstream.weights import FILES, WEIGHT_PAYLOADS, ServedWeights
 from jax_agent_rl.models.config import DecoderConfig
+from jax_agent_rl.models.quantized import EightBits
 from jax_agent_rl.models.shown import Shown, Sight
 from jax_agent_rl.rollout.protocol import (
     BackendMetrics,
@@ -67,14 +65,16 @@ class JetStreamBackend:
         params: the learner's parameter tree; copied on the device at ``start``.
         shapes: static shapes to compile for.
         dtype: of the engine's weights, activations and cache; None is that of ``params``.
+        kv_dtype, quantize: see :class:`~jax_agent_rl.jetstream.engine.JaxEngine`.
         mesh: the engine's devices, see ``jetstream.layout``; None is this process's first one.
         deterministic: where the one program of a :class:`DeterministicEngine` is kept, to score by it; None is the
             fast engine.
-        sight: how the model sees; None takes no pictures, and neither does a deterministic engine.
+        brought: makes an engine of JetStream's later API, which samples in place of the built-in one.
+        sight: how the model sees; None takes no pictures, and neither does a deterministic engine or a brought one.
         version: policy version of ``params``.
         seed: draws the seeds of requests that bring none.
         decode_text: ids to text; without it requests with stop strings are refused.
-        progress: called with (done, total) while programs compile.
+        say: takes a line of progress while programs compile.
     """
 
     def __init__(
@@ -84,30 +84,35 @@ class JetStreamBackend:
         shapes: EngineShapes,
         *,
         dtype: str | None = None,
+        kv_dtype: EightBits | None = None,
+        quantize: EightBits | None = None,
         mesh: jax.sharding.Mesh | None = None,
         deterministic: ProgramTable | None = None,
+        brought: MakeEngine | None = None,
         sight: Sight | None = None,
         version: int = 0,
         seed: int = 0,
         decode_text: Callable[[Sequence[int]], str] | None = None,
-        progress: Callable[[int, int], None] | None = None,
+        say: Callable[[str], None] = unheard,
     ) -> None:
         self._config = config
         self._shapes = shapes
         self._deterministic = deterministic
+        self._brought = brought
         self._dtype = jnp.dtype(dtype or params["embed"].dtype)
+        self._eight_bits = {"kv_dtype": kv_dtype, "quantize": quantize}
         self._initial_params: dict | None = params
         self._version = version
         self._seed = seed
         self._decode_text = decode_text
-        self._progress = progress
+        self._say = say
         self._mesh = mesh or make_engine_mesh(EngineMeshConfig())
         self._weights = ServedWeights(config, params, self._mesh)
-        if deterministic is not None:  # one program for all ids looks at no picture
+        if deterministic is not None or brought is not None:  # one program for all ids looks at no picture
             sight = None
         self._pictures = PictureReader(sight, most_patches=max(shapes.patch_buckets, default=0))
         self._streams: dict[str, asyncio.Queue[TokenChunk | Exception]] = {}
-        self._commands: deque[Callable[[], None]] = deque()
+        self._commands: deque[Callable[[], object]] = deque()
         self._wake = threading.Condition()
         self._thread: threading.Thread | None = None
         self._closing = False
@@ -120,10 +125,12 @@ class JetStreamBackend:
         return Capabilities(
             max_model_len=self._shapes.max_model_len,
             max_concurrent=self._shapes.max_concurrent_decodes,
+            any_sampling=self._brought is None,
+            seeds=self._brought is None,
             stop_strings=self._decode_text is not None,
             pause_modes=frozenset(PauseMode),
             in_flight_update=True,
-            prefix_reuse=True,
+            prefix_reuse=self._brought is None,
             priorities=True,
             sleep=True,
             weight_payloads=WEIGHT_PAYLOADS,
@@ -161,7 +168,7 @@ class JetStreamBackend:
                     return chunk.final
         raise BackendError(f"request {request.request_id!r} ended without a result")
 
-    async def stream(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
+    async def stream(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
         events: asyncio.Queue[TokenChunk | Exception] = asyncio.Queue()
         if request.request_id in self._streams:
             raise BackendError(f"request {request.request_id!r} is already running; ids must be unique while they live")
@@ -220,15 +227,14 @@ class JetStreamBackend:
         if self._failure or self._thread is None or self._closing:
             detail = self._failure or ("closed" if self._closing else "not started: call start()")
             return Health(ok=False, detail=detail, policy_version=self._version)
-        running, waiting = await self._call(lambda: (len(self._scheduler.running), self._scheduler.waiting))
-        return Health(ok=True, policy_version=self._version, running=running, waiting=waiting)
+        return await self._call(lambda: self._scheduler.health(self._version))
 
     async def metrics(self) -> BackendMetrics:
         return await self._call(lambda: self._scheduler.metrics())
 
     # --- crossing to the thread -------------------------------------------------------------------------------
 
-    def _post(self, command: Callable[[], None]) -> None:
+    def _post(self, command: Callable[[], object]) -> None:
         """Queues a command for the thread."""
         if self._failure:
             raise EngineDiedError(self._failure)
@@ -286,27 +292,24 @@ class JetStreamBackend:
 
     def _set_up(self) -> None:
         engine = self._make_engine()
-        self._scheduler = Scheduler(
-            engine=engine,
-            params=engine.load_params(self._initial_params),
-            version=self._version,
-            seed=self._seed,
-            decode_text=self._decode_text,
-        )
-        self._initial_params = None
-        self._scheduler.cache = engine.warm_up(self._scheduler.params, self._scheduler.cache, self._compiled)
+        assert self._initial_params is not None  # an engine is set up once
+        params, self._initial_params = engine.load_params(self._initial_params), None
+        kind = Scheduler if self._brought is None else SlotScheduler
+        self._scheduler = kind(engine, params, version=self._version, seed=self._seed, decode_text=self._decode_text)
+        self._scheduler.cache = engine.warm_up(self._scheduler.params, self._scheduler.cache, self._compiling)
 
-    def _make_engine(self) -> JaxEngine:
-        kind: type[JaxEngine] = SeeingEngine if self._pictures.kinds else JaxEngine
-        if self._deterministic is not None:
-            kind = DeterministicEngine
-        return kind(self._config, self._shapes, dtype=self._dtype, mesh=self._mesh, table=self._deterministic)
+    def _make_engine(self) -> JaxEngine | SlotEngine:
+        if self._brought is not None:
+            return SlotEngine(self._brought(self._config, self._shapes), self._config, self._shapes)
+        plain = SeeingEngine if self._pictures.kinds else JaxEngine
+        kind: type[JaxEngine] = plain if self._deterministic is None else DeterministicEngine
+        options = {"dtype": self._dtype, "mesh": self._mesh, "table": self._deterministic, **self._eight_bits}
+        return kind(self._config, self._shapes, **options)
 
-    def _compiled(self, done: int, total: int) -> None:
+    def _compiling(self, line: str) -> None:
         if self._closing:
             raise BackendClosedError("the backend was closed while its programs were compiled")
-        if self._progress is not None:
-            self._progress(done, total)
+        self._say(line)
 
     def _serve_once(self) -> bool:
         """Commands, then one step; False when it is time to end."""

@@ -69,8 +69,9 @@ def _stand_in_for_seqio() -> None:
     """Registers empty ``seqio`` modules that offer the two class names JetStream's annotations use."""
     seqio = types.ModuleType("seqio")
     vocabularies = types.ModuleType("seqio.vocabularies")
-    vocabularies.Vocabulary = type("Vocabulary", (), {})
-    vocabularies.SentencePieceVocabulary = type("SentencePieceVocabulary", (vocabularies.Vocabulary,), {})
-    seqio.vocabularies = vocabularies
+    vocabulary = type("Vocabulary", (), {})
+    sentence_piece = type("SentencePieceVocabulary", (vocabulary,), {})
+    vars(vocabularies).update(Vocabulary=vocabulary, SentencePieceVocabulary=sentence_piece)
+    vars(seqio).update(vocabularies=vocabularies)
     sys.modules.setdefault("seqio", seqio)
     sys.modules.setdefault("seqio.vocabularies", vocabularies)

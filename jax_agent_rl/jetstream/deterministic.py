@@ -3,7 +3,7 @@
 Floating-point sums depend on the order in which a program adds, and a program's order on the shapes it was compiled
 for. Elsewhere prompts are computed in chunks, lanes in buckets, and the learner scores packed rows, each by a program
 of its own: their log-probs differ by rounding, and by how requests happened to arrive. Here a single compiled program,
-steps of ``max_concurrent_decodes`` lanes over whole cache rows, does all of it::
+steps of ``max_concurrent_decodes`` lanes over all pages of the longest context, does all of it::
 
     prompts      fed id by id, the next one forced
     decoding     fed id by id, the next one sampled
@@ -18,15 +18,16 @@ of batch invariance.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.jetstream import programs
-from jax_agent_rl.jetstream.engine import EngineShapes, Extension, JaxEngine
-from jax_agent_rl.jetstream.forward import EngineParams, KVCache
+from jax_agent_rl.jetstream.engine import EngineShapes, Extension, JaxEngine, unheard
+from jax_agent_rl.jetstream.forward import EngineParams
+from jax_agent_rl.jetstream.kv import KVCache
 from jax_agent_rl.jetstream.lanes import Lanes, idle_lanes, make_lanes, pad_lanes
 from jax_agent_rl.models.config import DecoderConfig, Params
 
@@ -49,7 +50,7 @@ class DeterministicEngine(JaxEngine):
         super().__init__(config, shapes, **options)
 
     def extend(self, params: EngineParams, cache: KVCache, extensions: Sequence[Extension]) -> KVCache:
-        """Feeds ids into rows, one by one."""
+        """Feeds ids into pages, one by one."""
         waiting = [extension for extension in extensions if len(extension.ids)]
         for some in _batches(waiting, self.max_concurrent_decodes):
             cache, _ = self.force(params, cache, some, temperature=1.0)
@@ -65,7 +66,7 @@ class DeterministicEngine(JaxEngine):
     def force(
         self, params: EngineParams, cache: KVCache, extensions: Sequence[Extension], *, temperature: float
     ) -> tuple[KVCache, list[np.ndarray]]:
-        """Feeds ids into rows, at most ``max_concurrent_decodes`` of them.
+        """Feeds ids into pages, at most ``max_concurrent_decodes`` of them.
 
         Returns:
             the cache, and for each extension of n ids float32 [n - 1]: the log-prob of every id but the first.
@@ -79,24 +80,21 @@ class DeterministicEngine(JaxEngine):
                 own.append(log_probs[ids[:, lane] >= 0, lane])
         return cache, [np.concatenate(own)[: len(e.ids) - 1] for own, e in zip(scored, extensions, strict=True)]
 
-    def warm_up(self, params: EngineParams, cache: KVCache, progress: Any = None) -> KVCache:
+    def warm_up(self, params: EngineParams, cache: KVCache, say: Callable[[str], None] = unheard) -> KVCache:
         """Compiles (and runs once) the program."""
-        lanes = idle_lanes(self.max_concurrent_decodes, 0)
+        say("compiling the one program (1 of 1)")
+        lanes = idle_lanes(self.max_concurrent_decodes, self.shapes.context_pages, 0)
         cache, _, _ = self.decode(params, cache, lanes, self.shapes.decode_steps, 1)
-        cache = self.copy_row(cache, 0, 0)
-        if progress:
-            progress(1, 1)
-        self.table.end_warm_up()
-        return cache
+        return self._warm(cache, say)
 
     def _forced_lanes(self, rest: Sequence[Extension], temperature: float) -> tuple[Lanes, np.ndarray]:
         steps = self.shapes.decode_steps
-        lanes = make_lanes(len(rest))
+        lanes = make_lanes(len(rest), self.shapes.context_pages)
         forced = np.full((steps, self.max_concurrent_decodes), -1, np.int32)
         for lane, extension in enumerate(rest):
             following = [*extension.ids[1 : steps + 1], ANY_ID][:steps]  # what follows the last one is not read
             forced[: len(following), lane] = following
-            lanes.rows[lane] = extension.row
+            lanes.pages[lane, : len(extension.pages)] = extension.pages
             lanes.tokens[lane] = extension.ids[0] if len(extension.ids) else ANY_ID
             lanes.positions[lane] = extension.start
             lanes.remaining[lane] = len(extension.ids)
@@ -106,10 +104,10 @@ class DeterministicEngine(JaxEngine):
     def _run(
         self, params: EngineParams, cache: KVCache, lanes: Lanes, limits: np.ndarray, forced: np.ndarray
     ) -> tuple[KVCache, np.ndarray, np.ndarray]:
-        count, span = len(lanes.rows), self.shapes.cache_length
-        program = programs.decode_program(self.config, self.shapes.decode_steps, span, self._split)
-        padded = pad_lanes(lanes, self.max_concurrent_decodes - count, unused_row=cache.rows)
-        key, places = ("deterministic", cache.rows), (self._by_head, self._everywhere)
+        count = len(lanes.tokens)
+        program = programs.decode_program(self.config, self.shapes.decode_steps, self._split, self._in_place)
+        padded = pad_lanes(lanes, self.max_concurrent_decodes - count)
+        key, places = ("deterministic", cache.count), (self._by_head, self._everywhere)
         cache, out = self._call(key, program, (1,), params, cache, padded, limits, forced, out=places)
         ids, bits = np.asarray(out)[:, :, :count]
         return cache, ids, bits.view(np.float32)
@@ -142,9 +140,13 @@ class DeterministicScorer:
         cache = self._engine.init_cache()
         scored: list[np.ndarray] = []
         order = sorted(range(len(contexts)), key=lambda i: len(contexts[i]))  # alike lengths together
-        for some in _batches(order, min(self._engine.max_concurrent_decodes, cache.rows)):
-            rows = [Extension(row, 0, np.asarray(contexts[i], np.int32)) for row, i in enumerate(some)]
-            cache, own = self._engine.force(weights, cache, rows, temperature=self._temperature)
+        shapes = self._engine.shapes
+        for some in _batches(order, min(shapes.max_concurrent_decodes, shapes.pages // shapes.context_pages)):
+            fed = [
+                Extension(self._engine.pages_of_slot(slot), 0, np.asarray(contexts[i], np.int32))
+                for slot, i in enumerate(some)
+            ]
+            cache, own = self._engine.force(weights, cache, fed, temperature=self._temperature)
             scored += own
         placed = dict(zip(order, scored, strict=True))
         return [placed[i] for i in range(len(contexts))]

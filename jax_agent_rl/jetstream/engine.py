@@ -1,15 +1,15 @@
 """A JetStream ``Engine`` over the Flax model, on CPU, GPU and TPU from the same code.
 
-Two callers drive it. Our scheduler (``jetstream.scheduler``) uses :meth:`JaxEngine.extend`, :meth:`copy_row` and
-:meth:`decode`: rows of one cache, many steps per dispatch, sampling per request. JetStream's own Driver uses the
+Two callers drive it. Our scheduler (``jetstream.scheduler``) uses :meth:`JaxEngine.extend`, :meth:`copy_page` and
+:meth:`decode`: pages of one cache, many steps per dispatch, sampling per request. JetStream's own Driver uses the
 abstract interface (``prefill`` / ``insert`` / ``generate``), which is the same programs one request and one step at a
-time, greedy.
+time, greedy; its slots have as many pages as the longest context, side by side.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,81 +20,37 @@ from flax import struct
 
 from jax_agent_rl.config_mesh import EngineMeshConfig
 from jax_agent_rl.jetstream import compat, programs
-from jax_agent_rl.jetstream.forward import EngineParams, KVCache, empty_cache
+from jax_agent_rl.jetstream.forward import EngineParams
 from jax_agent_rl.jetstream.intake import WeightIntake
+from jax_agent_rl.jetstream.kv import KVCache, empty_cache
 from jax_agent_rl.jetstream.lanes import MAX_STOP_IDS, Lanes, idle_lanes, pad_lanes
 from jax_agent_rl.jetstream.layout import cache_places, engine_config, make_engine_mesh
+from jax_agent_rl.jetstream.pages import NOBODYS
+from jax_agent_rl.jetstream.paging import copied, pages_of, written
+from jax_agent_rl.jetstream.shapes import EngineShapes, bucket
 from jax_agent_rl.jetstream.tokenizer import IdTokenizer
 from jax_agent_rl.learner.sharding import replicated
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.pictures import PictureInputs
+from jax_agent_rl.models.quantized import DTYPES, EightBits
 from jax_agent_rl.models.shown import Shown
 
 engine_api = compat.engine_api()
+
+
+def unheard(line: str) -> None:
+    """Takes a line of progress that nobody reads."""
+
+
 PREFILL_ROWS = 4  # chunks computed together: a matrix product of one short chunk mostly waits for the weights
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineShapes:
-    """The static shapes an engine compiles for.
-
-    Attributes:
-        max_model_len: most ids in one context.
-        max_concurrent_decodes: most lanes of one dispatch.
-        cache_rows: contexts whose KV is kept (running, or waiting for their next turn).
-        decode_steps: most steps of one dispatch.
-        prefill_buckets: padded chunk lengths, ascending.
-        patch_buckets: numbers of patches looked at together, ascending; for models that see.
-    """
-
-    max_model_len: int
-    max_concurrent_decodes: int
-    cache_rows: int
-    decode_steps: int
-    prefill_buckets: tuple[int, ...]
-    patch_buckets: tuple[int, ...] = ()
-
-    @property
-    def cache_length(self) -> int:
-        """Positions of a row: room for a padded chunk after the longest context, in whole 32s."""
-        return -(-(self.max_model_len + self.prefill_buckets[0]) // 32) * 32
-
-    @property
-    def lane_buckets(self) -> tuple[int, ...]:
-        """Lane counts compiled for: 2, 8, 32, … and the maximum."""
-        sizes = [2 * 4**i for i in range(12)]
-        return (*(s for s in sizes if s < self.max_concurrent_decodes), self.max_concurrent_decodes)
-
-    @property
-    def span_buckets(self) -> tuple[int, ...]:
-        """Cache spans compiled for: quarters of a row, in whole 32s, where that is at least 64."""
-        quarters = {-(-self.cache_length * i // 128) * 32 for i in (1, 2, 3, 4)}
-        return tuple(sorted(q for q in quarters if q >= 64))
-
-    @property
-    def prefill_spans(self) -> tuple[int, ...]:
-        """Cache spans a prompt chunk attends to: none, half a row, a row."""
-        return (0, *self.span_buckets[::-2][::-1])
-
-    @property
-    def chunk_buckets(self) -> tuple[int, ...]:
-        """Prefill buckets that can occur: up to the first that holds a whole context."""
-        enough = next((i for i, b in enumerate(self.prefill_buckets) if b >= self.max_model_len), None)
-        useful = self.prefill_buckets if enough is None else self.prefill_buckets[: enough + 1]
-        return tuple(b for b in useful if b <= self.cache_length)
-
-
-def bucket(buckets: tuple[int, ...], need: int) -> int:
-    """Smallest bucket >= need; the largest if none is."""
-    return next((b for b in buckets if b >= need), buckets[-1])
 
 
 @dataclass(frozen=True)
 class Extension:
-    """Ids (int32 [n]) to prefill into a row from position ``start`` on; ``shown`` is the whole context of those that
-    see."""
+    """Ids (int32 [n]) to prefill from position ``start`` on into a context's pages, given by their numbers; ``shown``
+    is the whole context of those that see."""
 
-    row: int
+    pages: Sequence[int]
     start: int
     ids: np.ndarray
     shown: Shown | None = None
@@ -106,7 +62,7 @@ class Extension:
 
 @struct.dataclass
 class Prefix:
-    """The KV of one prefilled context without its last id: ``cache`` has one row."""
+    """The KV of one prefilled context without its last id: ``cache`` has the pages of slot 0."""
 
     cache: KVCache
     last_token: jax.Array  # int32 []
@@ -139,6 +95,9 @@ class JaxEngine(engine_api.Engine):
     """See the module docstring. Not thread-safe: one thread drives it.
 
     Args:
+        dtype: of weights, activations and cache.
+        kv_dtype: of keys and values instead: ``int8`` or ``fp8``.
+        quantize: of the matrices of layers instead: ``int8`` or ``fp8``, at every intake of weights.
         mesh: its devices, see ``jetstream.layout``, which raises a ConfigError; None is this process's first one.
     """
 
@@ -148,6 +107,8 @@ class JaxEngine(engine_api.Engine):
         shapes: EngineShapes,
         *,
         dtype: jnp.dtype = jnp.float32,
+        kv_dtype: EightBits | None = None,
+        quantize: EightBits | None = None,
         tokenizer: Any = None,
         mesh: jax.sharding.Mesh | None = None,
         table: programs.ProgramTable | None = None,
@@ -155,12 +116,15 @@ class JaxEngine(engine_api.Engine):
         self._mesh = mesh or make_engine_mesh(EngineMeshConfig())
         self.config = engine_config(config, self._mesh)
         self.shapes = shapes
-        self.table = table or programs.ProgramTable()
-        self._dtype = dtype
+        self.table = programs.ProgramTable() if table is None else table
+        self._dtype, self._kv_dtype = dtype, DTYPES[kv_dtype] if kv_dtype else dtype
         self._tokenizer = tokenizer
         self._everywhere, self._by_head = replicated(self._mesh), cache_places(self._mesh)
         self._split = self._mesh if self._mesh.size > 1 else None
-        self._take = WeightIntake(config, self.config, self._mesh, dtype=dtype, call=self.table.call)
+        self._in_place = self._mesh.devices.flat[0].platform == "tpu"
+        self._take = WeightIntake(
+            config, self.config, self._mesh, dtype=dtype, quantize=quantize and DTYPES[quantize], call=self.table.call
+        )
 
     # --- weights and state ------------------------------------------------------------------------------------
 
@@ -173,12 +137,12 @@ class JaxEngine(engine_api.Engine):
         return self._take(params, old)
 
     def init_cache(self) -> KVCache:
-        """An empty cache of ``shapes.cache_rows`` rows."""
-        return self._empty_cache(self.shapes.cache_rows)
+        """An empty cache of ``shapes.pages`` pages, and nobody's."""
+        return self._empty_cache(self.shapes.pages)
 
-    def _empty_cache(self, rows: int) -> KVCache:
-        make = functools.partial(empty_cache, self.config, rows, self.shapes.cache_length, self._dtype)
-        return jax.jit(make, out_shardings=self._by_head)()
+    def _empty_cache(self, pages: int) -> KVCache:
+        make = functools.partial(empty_cache, self.config, 1 + pages, self.shapes.page, self._kv_dtype)
+        return self._call(("empty", pages), make, (), out=self._by_head)
 
     def _call(self, key: tuple, function: Any, donate: tuple[int, ...], *args: Any, out: Any) -> Any:
         """Runs a program on the engine's mesh."""
@@ -187,13 +151,12 @@ class JaxEngine(engine_api.Engine):
     # --- our scheduler's interface ----------------------------------------------------------------------------
 
     def extend(self, params: EngineParams, cache: KVCache, extensions: Sequence[Extension]) -> KVCache:
-        """Prefills ids into rows, in as many bucketed chunks as it takes; chunks of a size run several at a time."""
+        """Prefills ids into pages, in as many bucketed chunks as it takes; chunks of a size run several at a time."""
         waiting = [extension for extension in extensions if len(extension.ids)]
         while waiting:
             by_size: dict[int, list[Extension]] = {}
             for extension in waiting:
-                fitting = tuple(b for b in self.shapes.chunk_buckets if b <= self.shapes.cache_length - extension.start)
-                by_size.setdefault(bucket(fitting, len(extension.ids)), []).append(extension)
+                by_size.setdefault(bucket(self.shapes.chunk_buckets, len(extension.ids)), []).append(extension)
             for size, same in by_size.items():
                 same.sort(key=lambda extension: extension.start)  # alike spans together
                 for some in _batches(same):
@@ -202,30 +165,32 @@ class JaxEngine(engine_api.Engine):
         return cache
 
     def _extend(self, params: EngineParams, cache: KVCache, some: Sequence[Extension], size: int) -> KVCache:
-        """One chunk of up to ``size`` ids for each of one, or up to PREFILL_ROWS, rows."""
-        rows = 1 if len(some) == 1 else PREFILL_ROWS
-        tokens = np.zeros((rows, size), np.int32)
-        places = np.full((rows, 2), (cache.rows, 0), np.int32)
-        for i, extension in enumerate(some):
-            chunk = extension.ids[:size]
-            tokens[i, : len(chunk)] = chunk
-            places[i] = extension.row, extension.start
+        """One chunk of up to ``size`` ids for each of one, or up to PREFILL_ROWS, contexts."""
+        rows, page = 1 if len(some) == 1 else PREFILL_ROWS, self.shapes.page
         span = bucket(self.shapes.prefill_spans, max(e.start for e in some))
-        program = programs.chunks_program(self.config, span, self._split)
+        tokens, starts = np.zeros((rows, size), np.int32), np.zeros(rows, np.int32)
+        before = np.full((rows, span // page), NOBODYS, np.int32)
+        into = np.full((rows, pages_of(size, page)), NOBODYS, np.int32)
+        for i, extension in enumerate(some):
+            tokens[i, : len(extension.ids[:size])] = extension.ids[:size]
+            starts[i] = extension.start
+            for table, first in ((before, 0), (into, extension.start // page)):
+                own = extension.pages[first : first + table.shape[1]]
+                table[i, : len(own)] = own
+        program = programs.chunks_program(self.config, self._split)
         pictures = self._pictures(some, rows, size)
-        key = ("chunks", cache.rows, rows, size, span)
-        new = self._call(key, program, (), params, cache, tokens, places, pictures, out=self._by_head)
-        key = ("write", cache.rows, rows, size)
-        return self._call(key, programs.write_chunks, (0,), cache, new, places, out=self._by_head)
+        key = ("chunks", cache.count, rows, size, span)
+        new = self._call(key, program, (), params, cache, tokens, starts, before, into, pictures, out=self._by_head)
+        return self._call(("write", cache.count, rows, size), written, (0,), cache, new, into, out=self._by_head)
 
     def _pictures(self, some: Sequence[Extension], rows: int, size: int) -> PictureInputs | None:
         """What chunks show: nothing, where the model does not see."""
         return None
 
-    def copy_row(self, cache: KVCache, source: int, target: int) -> KVCache:
-        """Copies one row over another, on the device."""
+    def copy_page(self, cache: KVCache, source: int, target: int) -> KVCache:
+        """Copies one page over another, on the device."""
         place = np.array([source, target], np.int32)
-        return self._call(("copy", cache.rows), programs.copy_row, (0,), cache, place, out=self._by_head)
+        return self._call(("copy", cache.count), copied, (0,), cache, place, out=self._by_head)
 
     def decode(
         self, params: EngineParams, cache: KVCache, lanes: Lanes, steps: int, exit_after: int
@@ -233,40 +198,50 @@ class JaxEngine(engine_api.Engine):
         """Runs up to ``steps`` decode steps.
 
         Args:
-            lanes: numpy arrays of any length up to ``max_concurrent_decodes``; padded here to a bucket.
+            lanes: numpy arrays of any length up to ``max_concurrent_decodes``, padded here to a bucket, with pages of
+                the longest context.
             exit_after: come back early once this many lanes have finished.
 
         Returns:
             cache, ids int32 [steps', W], log-probs float32 [steps', W]; an id of -1 means the lane did not run.
         """
-        count = len(lanes.rows)
+        count = len(lanes.tokens)
         width = bucket(self.shapes.lane_buckets, count)
         span = bucket(self.shapes.span_buckets, int(lanes.positions.max()) + steps)
         steps = min(steps, self.shapes.decode_steps)
-        program = programs.decode_program(self.config, self.shapes.decode_steps, span, self._split)
-        padded = pad_lanes(lanes, width - count, unused_row=cache.rows)
+        program = programs.decode_program(self.config, self.shapes.decode_steps, self._split, self._in_place)
+        padded = pad_lanes(replace(lanes, pages=lanes.pages[:, : span // self.shapes.page]), width - count)
         limits = np.array([steps, exit_after], np.int32)
-        key, places = ("decode", cache.rows, width, span), (self._by_head, self._everywhere)
+        key, places = ("decode", cache.count, width, span), (self._by_head, self._everywhere)
         cache, out = self._call(key, program, (1,), params, cache, padded, limits, out=places)
         ids, bits = np.asarray(out)[:, :, :count]
         return cache, ids, bits.view(np.float32)
 
-    def warm_up(self, params: EngineParams, cache: KVCache, progress: Any = None) -> KVCache:
-        """Compiles (and runs once) every program the shapes allow; later compilations count as recompilations."""
+    def warm_up(self, params: EngineParams, cache: KVCache, say: Callable[[str], None] = unheard) -> KVCache:
+        """Compiles (and runs once) every program the shapes allow; later compilations count as recompilations.
+
+        Args:
+            say: takes a line before each program, and one about all of them.
+        """
         shapes = self.shapes
         jobs = [("decode", w, s) for w in shapes.lane_buckets for s in shapes.span_buckets]
         jobs += [(n, t, s) for n in (1, PREFILL_ROWS) for t in shapes.chunk_buckets for s in shapes.prefill_spans]
-        for done, (kind, size, span) in enumerate(jobs):
-            if kind == "decode":
+        for number, (kind, size, span) in enumerate(jobs, 1):
+            name = f"decode {size} lanes" if kind == "decode" else f"prefill {kind} x {size}"
+            say(f"compiling {name} of {span} positions ({number} of {len(jobs)})")
+            if isinstance(kind, str):
                 position = span - shapes.decode_steps
-                cache, _, _ = self.decode(params, cache, idle_lanes(size, position), shapes.decode_steps, 1)
+                lanes = idle_lanes(size, shapes.context_pages, position)
+                cache, _, _ = self.decode(params, cache, lanes, shapes.decode_steps, 1)
             else:
-                unused = Extension(row=cache.rows, start=span, ids=np.zeros(1, np.int32))
+                unused = Extension(pages=(), start=span, ids=np.zeros(1, np.int32))
                 cache = self._extend(params, cache, [unused] * kind, size)
-            if progress:
-                progress(done + 1, len(jobs))
-        cache = self.copy_row(cache, 0, 0)
+        return self._warm(cache, say)
+
+    def _warm(self, cache: KVCache, say: Callable[[str], None]) -> KVCache:
+        cache = self.copy_page(cache, NOBODYS, NOBODYS)
         self.table.end_warm_up()
+        say(self.table.summary())
         return cache
 
     # --- JetStream's abstract interface -----------------------------------------------------------------------
@@ -283,22 +258,27 @@ class JaxEngine(engine_api.Engine):
         ids = np.asarray(padded_tokens)[:true_length].astype(np.int32)
         if existing_prefix is None:
             start = 0
-            cache = self._empty_cache(1)
+            cache = self._empty_cache(self.shapes.context_pages)
         else:
             start = int(existing_prefix.length)
             cache = jax.tree.map(jnp.copy, existing_prefix.cache)
             ids = np.concatenate([np.asarray(existing_prefix.last_token)[None], ids])
         if start + len(ids) > self.shapes.max_model_len:
             raise ValueError(f"{start + len(ids)} ids do not fit max_model_len={self.shapes.max_model_len}")
-        cache = self.extend(params, cache, [Extension(row=0, start=start, ids=ids[:-1])])
+        cache = self.extend(params, cache, [Extension(self.pages_of_slot(0), start, ids[:-1])])
         return Prefix(cache=cache, last_token=jnp.int32(ids[-1]), length=jnp.int32(start + len(ids) - 1))
 
     def init_decode_state(self) -> DecodeState:
         """A state of ``max_concurrent_decodes`` empty slots (each request below gets its own arrays)."""
         slots = self.max_concurrent_decodes
-        cache = self._empty_cache(slots)
+        cache = self._empty_cache(slots * self.shapes.context_pages)
         tokens, positions, generated = (jnp.zeros(slots, jnp.int32) for _ in range(3))
         return DecodeState(cache=cache, tokens=tokens, positions=positions, generated=generated)
+
+    def pages_of_slot(self, slot: int) -> range:
+        """Of a decode state's cache."""
+        first = 1 + slot * self.shapes.context_pages
+        return range(first, first + self.shapes.context_pages)
 
     def insert(self, prefix: Prefix, decode_state: DecodeState, slot: int) -> DecodeState:
         """Puts a prefilled context into a slot."""
@@ -314,10 +294,12 @@ class JaxEngine(engine_api.Engine):
     @functools.cached_property
     def _generate_step(self) -> Any:
         slots, length = self.max_concurrent_decodes, self.shapes.cache_length
+        step_once = programs.decode_program(self.config, 1, self._split, self._in_place)
+        pages = np.array([self.pages_of_slot(slot) for slot in range(slots)], np.int32)
 
         def step(params: EngineParams, state: DecodeState) -> tuple[DecodeState, jax.Array]:
             lanes = Lanes(
-                rows=jnp.arange(slots),
+                pages=jnp.asarray(pages),
                 tokens=state.tokens,
                 positions=state.positions,
                 remaining=jnp.ones(slots, jnp.int32),
@@ -328,9 +310,9 @@ class JaxEngine(engine_api.Engine):
                 stop_ids=jnp.full((slots, MAX_STOP_IDS), -1, jnp.int32),
             )
             limits = jnp.array([1, slots + 1], jnp.int32)
-            cache, out = programs.decode(self.config, 1, length, self._split, params, state.cache, lanes, limits)
+            cache, out = step_once(params, state.cache, lanes, limits)
             ids, bits = out[0, 0], out[1, 0]
-            # An idle slot keeps stepping in JetStream's Driver: hold it inside its row.
+            # An idle slot keeps stepping in JetStream's Driver: hold it inside its pages.
             positions = jnp.minimum(state.positions + 1, length - 1)
             generated = state.generated + 1
             data = jnp.stack([ids, jnp.ones_like(ids), generated, bits], axis=1)
@@ -340,13 +322,14 @@ class JaxEngine(engine_api.Engine):
 
     def get_prefix_destination_sharding(self) -> Any:
         """Prefixes live where the engine's cache does: a prefix of their tree."""
-        return Prefix(cache=self._by_head, last_token=self._everywhere, length=self._everywhere)
+        places: Any = Prefix  # shardings in the places of arrays
+        return places(cache=self._by_head, last_token=self._everywhere, length=self._everywhere)
 
     def get_tokenizer(self) -> Any:
         """JetStream's parameters for C++ tokenizers; only the id arithmetic of ``build_tokenizer`` uses them."""
         from jetstream.engine import tokenizer_pb2
 
-        return tokenizer_pb2.TokenizerParameters()
+        return tokenizer_pb2.TokenizerParameters()  # pyright: ignore[reportAttributeAccessIssue]  # made at import
 
     def build_tokenizer(self, metadata: Any) -> IdTokenizer:
         """The tokenizer JetStream's Driver asks for (ids and stop ids; text when one was given)."""
@@ -376,8 +359,9 @@ class JaxEngine(engine_api.Engine):
 
 @functools.partial(jax.jit, donate_argnums=(1,))
 def _insert(prefix: Prefix, state: DecodeState, slot: jax.Array) -> DecodeState:
+    first = 1 + slot * (prefix.cache.count - 1)
     cache = jax.tree.map(
-        lambda rows, row: jax.lax.dynamic_update_index_in_dim(rows, row, slot, axis=0), state.cache, prefix.cache
+        lambda pages, own: jax.lax.dynamic_update_slice_in_dim(pages, own[1:], first, axis=0), state.cache, prefix.cache
     )
     return DecodeState(
         cache=cache,

@@ -20,16 +20,18 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from jax_agent_rl.jetstream.attention import DEVICES, chunk_attention, decode_attention
+from jax_agent_rl.jetstream.kv import KVCache, LayerKV, stored
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.decoder import embed
 from jax_agent_rl.models.layers import ACTIVATIONS, picture_rope_tables, place_features, rms_norm, rope_tables, rotate
 from jax_agent_rl.models.mesh import constrain
 from jax_agent_rl.models.moe import mixture_of_experts, replicated_mixture_of_experts
 from jax_agent_rl.models.pictures import PictureInputs
+from jax_agent_rl.models.quantized import product, quantized
 
-DEVICES = ("expert", "tensor")
-"""The axes of an engine's mesh that are not 1."""
-NEGATIVE = -1e30  # masks a score; finite, so a fully masked lane stays free of NaN
+QUANTIZED = frozenset({"qkv", "o", "gate_up", "down", "expert_gate", "expert_up", "expert_down"})
+"""A layer's matrices, [..., in], which 8 bits are enough for; a router's choices are not smooth."""
 
 
 @jax.tree_util.register_dataclass
@@ -40,7 +42,7 @@ class EngineParams:
 
     A layer is a dict of the learner's arrays for that layer, but ``qkv`` [K, (G+2)h, D] (and ``qkv_bias`` [K, (G+2)h])
     in place of q, k, v: for each key/value head its queries, its keys, its values. ``gate_up`` [2, F, D] is in place of
-    gate and up.
+    gate and up. Those of ``QUANTIZED`` may be ``models.quantized.Quantized``.
     """
 
     embed: jax.Array
@@ -50,38 +52,33 @@ class EngineParams:
     vision: Params | None = None
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class KVCache:
-    """Keys [N, K, h, S] and values [N, K, S, h] per layer, N rows: the layouts their products read in order."""
-
-    keys: tuple[jax.Array, ...]
-    values: tuple[jax.Array, ...]
-
-    @property
-    def rows(self) -> int:
-        return self.keys[0].shape[0]
-
-    @property
-    def length(self) -> int:
-        return self.keys[0].shape[-1]
-
-
-def engine_params(config: DecoderConfig, params: Params, *, dtype: jnp.dtype) -> EngineParams:
+def engine_params(
+    config: DecoderConfig, params: Params, *, dtype: jnp.dtype, quantize: jnp.dtype | None = None
+) -> EngineParams:
     """The learner's parameter tree in the engine's layout (a pure function: jit it, nothing leaves the device).
 
     Args:
         config: with ``num_kv_heads`` as the engine keeps them: a multiple of the parameters', which are repeated.
+        dtype: of all that is not quantised.
+        quantize: int8 or float8 for the matrices of layers, a scale for each output; None keeps them in ``dtype``.
     """
-    params = jax.tree.map(lambda x: x.astype(dtype), params)
     layers = params["layers"]
+    rest = jax.tree.map(lambda x: x.astype(dtype), {name: x for name, x in params.items() if name != "layers"})
+
+    def layer(i: int) -> Params:
+        fused = _fuse(config, {name: x[i] for name, x in layers.items()})
+        return {
+            name: x.astype(dtype) if quantize is None or name not in QUANTIZED else quantized(x, quantize, axis=-1)
+            for name, x in fused.items()
+        }
+
     return EngineParams(
         # + 0 makes a new buffer: the learner donates its own to the next optimizer step.
-        embed=params["embed"] + 0,
-        layers=tuple(_fuse(config, {name: x[i] for name, x in layers.items()}) for i in range(config.num_layers)),
-        final_norm=params["final_norm"] + 0,
-        head=params["lm_head"] + 0 if "lm_head" in params else None,
-        vision=jax.tree.map(lambda x: x + 0, params["vision"]) if "vision" in params else None,
+        embed=rest["embed"] + 0,
+        layers=tuple(layer(i) for i in range(config.num_layers)),
+        final_norm=rest["final_norm"] + 0,
+        head=rest["lm_head"] + 0 if "lm_head" in rest else None,
+        vision=jax.tree.map(lambda x: x + 0, rest["vision"]) if "vision" in rest else None,
     )
 
 
@@ -102,15 +99,6 @@ def _by_kv_head(config: DecoderConfig, x: jax.Array) -> jax.Array:
     return jnp.repeat(x.reshape(kv_heads, -1, *x.shape[1:]), config.num_kv_heads // kv_heads, axis=0)
 
 
-def empty_cache(config: DecoderConfig, rows: int, length: int, dtype: jnp.dtype) -> KVCache:
-    """A cache of zeros."""
-    heads, size = config.num_kv_heads, config.head_dim
-    return KVCache(
-        keys=tuple(jnp.zeros((rows, heads, size, length), dtype) for _ in range(config.num_layers)),
-        values=tuple(jnp.zeros((rows, heads, length, size), dtype) for _ in range(config.num_layers)),
-    )
-
-
 def decode_step(
     config: DecoderConfig,
     params: EngineParams,
@@ -119,45 +107,40 @@ def decode_step(
     positions: jax.Array,
     rope_offsets: jax.Array | None = None,
     mesh: Mesh | None = None,
+    pages: jax.Array | None = None,
 ) -> tuple[jax.Array, KVCache]:
     """Feeds one token per lane and returns the logits of the next.
 
     Args:
-        cache: one row per lane; positions below ``positions`` hold the context.
+        cache: one row per lane, or pages; positions below ``positions`` hold the context.
         tokens: int32 [B].
         positions: int32 [B], where each token goes.
         rope_offsets: int32 [B], how much further each token stands in rotary positions, for contexts with pictures
             (``models.pictures.rope_positions``); the token itself is text. None: no further.
         mesh: the engine's, if it has more than one device.
+        pages: int32 [B, n], those of each lane, in place of rows; for TPUs.
 
     Returns:
         logits float32 [V, B] (whole on every device) and the cache with the tokens' keys and values written.
     """
     heads, size, lanes = config.num_heads, config.head_dim, len(tokens)
-    lane = jnp.arange(lanes)
     x = constrain(embed_tokens(config, params, tokens).T, mesh)  # [D, B]
     tables = _rope(config, positions if rope_offsets is None else positions + rope_offsets)
-    distance = positions[:, None] - jnp.arange(cache.length)  # [B, S]
-    sights = (distance >= 0, (distance >= 0) & (distance < (config.sliding_window or cache.length)))
-    keys, values = [], []
-    for i, (layer, k_cache, v_cache) in enumerate(zip(params.layers, cache.keys, cache.values, strict=True)):
-        visible = sights[config.is_windowed(i)]
+    windows = (None, config.sliding_window)
+    layers = []
+    for i, (layer, cached) in enumerate(zip(params.layers, cache.layers, strict=True)):
+        window = windows[config.is_windowed(i)]
         q, k, v = _project(config, layer, x, *tables[config.is_windowed(i)])
-        k_cache = k_cache.at[lane, :, :, positions].set(k.transpose(2, 0, 1).astype(k_cache.dtype))
-        v_cache = v_cache.at[lane, :, positions].set(v.transpose(2, 0, 1).astype(v_cache.dtype))
-        q = q.transpose(3, 0, 1, 2)
-        scores = jnp.einsum("bkgh,bkhs->bkgs", q, k_cache, preferred_element_type=jnp.float32)
-        scores = jnp.where(visible[:, None, None], scores, NEGATIVE)
-        weights = jax.nn.softmax(scores, axis=-1).astype(v_cache.dtype)
-        mixed = jnp.einsum("bkgs,bksh->bkgh", weights, v_cache).reshape(lanes, heads * size).T
-        x = _finish_layer(config, layer, x, _matmul(layer["o"], mixed), mesh)
-        keys.append(k_cache)
-        values.append(v_cache)
+        q, new = q.transpose(3, 0, 1, 2), (k.transpose(2, 0, 1), v.transpose(2, 0, 1))
+        mixed, cached = decode_attention(q, cached, new, positions, pages, window=window, mesh=mesh)
+        mixed = mixed.reshape(lanes, heads * size).T
+        x = _finish_layer(config, layer, x, product(layer["o"], mixed), mesh)
+        layers.append(cached)
     x = rms_norm(config, x, params.final_norm, axis=0)
     head = params.embed if params.head is None else params.head
     logits = jnp.einsum("vd,db->vb", head, x, preferred_element_type=jnp.float32)
     logits = constrain(logits, mesh, DEVICES)  # or XLA might rather gather the head than its product
-    return constrain(logits, mesh), KVCache(tuple(keys), tuple(values))
+    return constrain(logits, mesh), KVCache(tuple(layers))
 
 
 def prefill_chunks(
@@ -168,7 +151,7 @@ def prefill_chunks(
     starts: jax.Array,
     pictures: PictureInputs | None = None,
     mesh: Mesh | None = None,
-) -> tuple[tuple[jax.Array, jax.Array], ...]:
+) -> tuple[LayerKV, ...]:
     """Keys and values of one chunk of each of R contexts, given the positions before it. No logits: decoding begins
     with the context's last token, so whoever shares a prompt needs no prefill at all.
 
@@ -181,7 +164,7 @@ def prefill_chunks(
         mesh: the engine's, if it has more than one device.
 
     Returns:
-        per layer: keys [R, K, h, T] and values [R, K, T, h].
+        per layer, as the cache keeps them: keys [R, K, h, T] and values [R, K, T, h].
     """
     heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.head_dim
     rows, count = tokens.shape
@@ -193,41 +176,27 @@ def prefill_chunks(
         tables = _rope(config, (starts[:, None] + jnp.arange(count)).reshape(-1))
     else:
         tables = _picture_rope(config, pictures.rope_positions.reshape(-1, 3))
-    sights = tuple(_chunk_sight(starts, count, cache.length, window) for window in (None, config.sliding_window))
+    windows = (None, config.sliding_window)
     new = []
-    for i, (layer, k_cache, v_cache) in enumerate(zip(params.layers, cache.keys, cache.values, strict=True)):
-        visible = sights[config.is_windowed(i)]
+    for i, (layer, cached) in enumerate(zip(params.layers, cache.layers, strict=True)):
+        window = windows[config.is_windowed(i)]
         q, k, v = _project(config, layer, x, *tables[config.is_windowed(i)])
         q = q.reshape(*q.shape[:-1], rows, count)
-        k = k.reshape(kv_heads, size, rows, count).transpose(2, 0, 1, 3).astype(k_cache.dtype)  # [R, K, h, T]
-        v = v.reshape(kv_heads, size, rows, count).transpose(2, 0, 3, 1).astype(v_cache.dtype)  # [R, K, T, h]
-        all_keys = jnp.concatenate([k_cache, k], axis=3)
-        all_values = jnp.concatenate([v_cache, v], axis=2)
-        scores = jnp.einsum("kghrt,rkhs->rkgts", q, all_keys, preferred_element_type=jnp.float32)
-        weights = jax.nn.softmax(jnp.where(visible, scores, NEGATIVE), axis=-1).astype(v_cache.dtype)
-        mixed = jnp.einsum("rkgts,rksh->kghrt", weights, all_values).reshape(heads * size, rows * count)
-        x = _finish_layer(config, layer, x, _matmul(layer["o"], mixed), mesh)
-        new.append((k, v))
+        k = k.reshape(kv_heads, size, rows, count).transpose(2, 0, 1, 3)  # [R, K, h, T]
+        v = v.reshape(kv_heads, size, rows, count).transpose(2, 0, 3, 1)  # [R, K, T, h]
+        own = stored(k, v, cached.keys.dtype)
+        mixed = chunk_attention(q, cached, own, starts, window=window, mesh=mesh)
+        mixed = mixed.reshape(heads * size, rows * count)
+        x = _finish_layer(config, layer, x, product(layer["o"], mixed), mesh)
+        new.append(own)
     return tuple(new)
-
-
-def _chunk_sight(starts: jax.Array, count: int, length: int, window: int | None) -> jax.Array:
-    """What each position of a chunk sees, bool [R, 1, 1, T, length + T]: the cache below ``starts``, then the chunk."""
-    query = starts[:, None, None] + jnp.arange(count)[:, None]  # [R, T, 1]
-    rows = len(starts)
-    cached = jnp.broadcast_to(jnp.arange(length), (rows, 1, length))
-    before = jnp.where(cached < starts[:, None, None], query - cached, -1)
-    within = jnp.broadcast_to(jnp.arange(count)[:, None] - jnp.arange(count), (rows, count, count))
-    distance = jnp.concatenate([before, within], axis=2)
-    visible = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
-    return visible[:, None, None]
 
 
 def _project(
     config: DecoderConfig, layer: Params, x: jax.Array, cos: jax.Array, sin: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Rotated and scaled queries [K, G, h, B], rotated keys and values [K, h, B] of x [D, B]; cos and sin [h/2, B]."""
-    qkv = _matmul(layer["qkv"], rms_norm(config, x, layer["input_norm"], axis=0))
+    qkv = product(layer["qkv"], rms_norm(config, x, layer["input_norm"], axis=0))
     if config.qkv_bias:
         qkv = qkv + layer["qkv_bias"][..., None]
     qkv = qkv.reshape(config.num_kv_heads, -1, config.head_dim, x.shape[1])
@@ -256,12 +225,8 @@ def _feed_forward(config: DecoderConfig, layer: Params, x: jax.Array, mesh: Mesh
         return replicated_mixture_of_experts(config.experts, layer, x.T, activation, mesh).T
     if config.experts is not None:
         return mixture_of_experts(config.experts, layer, x.T, activation).T
-    gate, up = _matmul(layer["gate_up"], x)
-    return constrain(_matmul(layer["down"], activation(gate) * up), mesh)
-
-
-def _matmul(weight: jax.Array, x: jax.Array) -> jax.Array:
-    return jnp.einsum("...od,db->...ob", weight, x)
+    gate, up = product(layer["gate_up"], x)
+    return constrain(product(layer["down"], activation(gate) * up), mesh)
 
 
 def embed_tokens(config: DecoderConfig, params: EngineParams, tokens: jax.Array) -> jax.Array:

@@ -24,12 +24,12 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 
 from jax_agent_rl.jetstream.forward import EngineParams, engine_params
 from jax_agent_rl.jetstream.layout import engine_places, parameter_places
-from jax_agent_rl.learner.sharding import replicated
+from jax_agent_rl.learner.sharding import place, replicated
 from jax_agent_rl.models.config import DecoderConfig, Params
-from jax_agent_rl.models.mesh import MESH_AXES, Bounds, bounds_of
+from jax_agent_rl.models.mesh import MESH_AXES, Bounds, Device, bounds_of, local_bounds
 
 Call = Callable[..., Any]
-Devices = tuple[jax.Device, ...]
+Devices = tuple[Device, ...]
 
 
 class WeightIntake:
@@ -39,31 +39,40 @@ class WeightIntake:
         model: the model; ``config`` is it with the engine's key/value heads.
         mesh: the engine's.
         dtype: of its weights.
+        quantize: of the matrices of its layers, see ``jetstream.forward.engine_params``.
         call: runs a program, as ``ProgramTable.call``.
     """
 
     def __init__(
-        self, model: DecoderConfig, config: DecoderConfig, mesh: Mesh, *, dtype: jnp.dtype, call: Call
+        self,
+        model: DecoderConfig,
+        config: DecoderConfig,
+        mesh: Mesh,
+        *,
+        dtype: jnp.dtype,
+        quantize: jnp.dtype | None,
+        call: Call,
     ) -> None:
         self._model, self._mesh, self._call = model, mesh, call
         self._devices: Devices = tuple(mesh.devices.flat)
-        self._arrange = functools.partial(engine_params, config, dtype=dtype)
+        self._arrange = functools.partial(engine_params, config, dtype=dtype, quantize=quantize)
 
     def __call__(self, params: Params, old: EngineParams | None = None) -> EngineParams:
         """The engine's own copy; no reference to ``params`` is kept.
 
         Args:
-            params: the learner's tree, on any devices of this process or on the host.
+            params: the learner's tree, on any devices of this process or on the host. If it is only described, so is
+                what comes back.
             old: weights whose memory may be taken: they are gone afterwards. None takes new memory.
         """
-        if old is not None and not isinstance(old.embed, jax.Array):
+        if old is not None and isinstance(old.embed, np.ndarray):
             old = None  # they wait on the host
         params = jax.tree.map(self._on_devices, params, parameter_places(self._model, self._mesh))
         source = _devices_of(params["embed"])
         shapes = jax.eval_shape(self._arrange, params)
         places = engine_places(shapes, self._mesh)
         if source == self._devices:
-            old = old if old is not None else _zeros(shapes, places)
+            old = old if old is not None else self._zeros(shapes, places)
             return self._call(
                 ("weights", _layouts(params)), lambda old, params: self._arrange(params), (0,), old, params,
                 place=replicated(self._mesh), out=places,
@@ -78,11 +87,19 @@ class WeightIntake:
             x.delete()
         return jax.tree.map(moved, staged, places)
 
-    def _on_devices(self, x: jax.Array | np.ndarray, place: NamedSharding) -> jax.Array:
+    def _on_devices(self, x: jax.Array | np.ndarray, sharding: NamedSharding) -> jax.Array:
         """What comes from the host is laid out; and on a lone device all arrays are named alike, without a copy, so
         that one program takes them."""
-        at_home = isinstance(x, jax.Array) and self._devices == _devices_of(x) and len(self._devices) == 1
-        return jax.device_put(x, place) if at_home or not isinstance(x, jax.Array) else x
+        if isinstance(x, np.ndarray):
+            return jax.device_put(x, sharding)
+        at_home = len(self._devices) == 1 and self._devices == _devices_of(x)
+        if isinstance(x, jax.ShapeDtypeStruct):
+            return place(x, sharding) if at_home else x
+        return jax.device_put(x, sharding) if at_home else x
+
+    def _zeros(self, shapes: EngineParams, places: EngineParams) -> EngineParams:
+        make = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)  # noqa: E731
+        return self._call(("no weights",), make, (), place=replicated(self._mesh), out=places)
 
 
 def staging_mesh(engine: Mesh, devices: Devices) -> Mesh:
@@ -95,21 +112,22 @@ def staging_mesh(engine: Mesh, devices: Devices) -> Mesh:
     return Mesh(np.array(devices).reshape(shape), MESH_AXES, axis_types=(AxisType.Auto,) * len(shape))
 
 
-def moved(x: jax.Array, place: NamedSharding) -> jax.Array:
+def moved(x: jax.Array, sharding: NamedSharding) -> jax.Array:
     """An array on other devices, every shard cut from one that holds it; copies of a shard are read in turn.
 
     ``jax.device_put`` would gather on the host what is not split alike.
     """
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return place(x, sharding)
     held = [(bounds_of(shard.index, x.shape), shard.data) for shard in x.addressable_shards]
     parts = []
-    for number, (device, index) in enumerate(place.addressable_devices_indices_map(x.shape).items()):
-        wanted = bounds_of(index, x.shape)
+    for number, (device, wanted) in enumerate(local_bounds(sharding, x.shape).items()):
         sources = [(bounds, data) for bounds, data in held if _within(wanted, bounds)]
         bounds, data = sources[number % len(sources)]
         if wanted != bounds:
             data = data[tuple(slice(w[0] - b[0], w[1] - b[0]) for w, b in zip(wanted, bounds, strict=True))]
         parts.append(jax.device_put(data, device))
-    return jax.make_array_from_single_device_arrays(x.shape, place, parts)
+    return jax.make_array_from_single_device_arrays(x.shape, sharding, parts)
 
 
 def _within(inner: Bounds, outer: Bounds) -> bool:
@@ -124,7 +142,3 @@ def _devices_of(x: jax.Array) -> Devices:
 def _layouts(params: Params) -> tuple:
     """Names a program by where its arguments lie."""
     return tuple((x.dtype.name, x.sharding) for x in jax.tree.leaves(params))
-
-
-def _zeros(shapes: EngineParams, places: EngineParams) -> EngineParams:
-    return jax.jit(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes), out_shardings=places)()

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import numpy as np
+
+from jax_agent_rl.jetstream.pages import NOBODYS
 
 MAX_STOP_IDS = 8
 
@@ -16,7 +19,7 @@ class Lanes:
     """What the W lanes of one decode dispatch run; arrays of length W.
 
     Attributes:
-        rows: int32, cache row of each lane; a row >= the cache's marks an unused lane.
+        pages: int32 [W, n], of each lane's context in order, 0 where it has none (yet); all of an unused lane's are.
         tokens: int32, the last id of each context, not yet in the cache.
         positions: int32, where it goes: the number of ids the cache holds.
         remaining: int32, ids still allowed; 0 marks a lane that does not run.
@@ -27,7 +30,7 @@ class Lanes:
         offsets: int32, what pictures add to rotary positions; None where the model sees nothing.
     """
 
-    rows: jax.Array
+    pages: jax.Array
     tokens: jax.Array
     positions: jax.Array
     remaining: jax.Array
@@ -39,10 +42,10 @@ class Lanes:
     offsets: jax.Array | None = None
 
 
-def make_lanes(count: int) -> Lanes:
-    """Numpy lanes of a given number, greedy and not running, to be filled in."""
-    return Lanes(
-        rows=np.zeros(count, np.int32),
+def make_lanes(count: int, pages: int) -> Lanes:
+    """Numpy lanes of a given number, with room for ``pages`` each, greedy and not running, to be filled in."""
+    arrays: dict[str, Any] = dict(  # numpy's on the host, which programs take for jax's
+        pages=np.full((count, pages), NOBODYS, np.int32),
         tokens=np.zeros(count, np.int32),
         positions=np.zeros(count, np.int32),
         remaining=np.zeros(count, np.int32),
@@ -52,22 +55,21 @@ def make_lanes(count: int) -> Lanes:
         seed=np.zeros(count, np.uint32),
         stop_ids=np.full((count, MAX_STOP_IDS), -1, np.int32),
     )
+    return Lanes(**arrays)
 
 
-def idle_lanes(count: int, position: int) -> Lanes:
-    """Lanes of rows that do not exist, to compile programs with."""
-    lanes = make_lanes(count)
+def idle_lanes(count: int, pages: int, position: int) -> Lanes:
+    """Lanes without pages, to compile programs with."""
+    lanes = make_lanes(count, pages)
     lanes.positions[:] = position
-    lanes.rows[:] = np.iinfo(np.int32).max
     return lanes
 
 
-def pad_lanes(lanes: Lanes, extra: int, *, unused_row: int) -> Lanes:
+def pad_lanes(lanes: Lanes, extra: int) -> Lanes:
     """With ``extra`` lanes that do not run."""
     if not extra:
         return lanes
-    padding = make_lanes(extra)
-    padding.rows[:] = unused_row
+    padding = make_lanes(extra, lanes.pages.shape[1])
     if lanes.offsets is not None:
         padding = replace(padding, offsets=np.zeros(extra, np.int32))
     return jax.tree.map(lambda a, b: np.concatenate([a, b]), lanes, padding)

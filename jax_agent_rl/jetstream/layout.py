@@ -13,6 +13,7 @@ whole on every device.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import jax
@@ -20,10 +21,12 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_agent_rl.config_mesh import EngineMeshConfig
 from jax_agent_rl.errors import ConfigError
-from jax_agent_rl.jetstream.forward import DEVICES, EngineParams
+from jax_agent_rl.jetstream.attention import DEVICES
+from jax_agent_rl.jetstream.forward import EngineParams
 from jax_agent_rl.learner.sharding import PARAMETER_AXES, RULES, parameter_shardings, replicated
 from jax_agent_rl.models.config import DecoderConfig, Params
-from jax_agent_rl.models.mesh import MESH_AXES
+from jax_agent_rl.models.mesh import MESH_AXES, Device
+from jax_agent_rl.models.quantized import split_weight
 
 KEY = "rollout.jetstream.mesh"
 ENGINE_RULES = RULES | {"heads": DEVICES, "vocab": DEVICES}
@@ -35,13 +38,18 @@ _FUSED_AXES = {
 }
 
 
-def make_engine_mesh(config: EngineMeshConfig, *, first_device: int = 0) -> Mesh:
-    """A mesh over this process's devices from ``first_device`` on.
+def make_engine_mesh(
+    config: EngineMeshConfig, *, first_device: int = 0, devices: Sequence[Device] | None = None
+) -> Mesh:
+    """A mesh over a process's devices from ``first_device`` on.
+
+    Args:
+        devices: the process's; may be ones that only a compiler knows. None: this process's.
 
     Raises:
         ConfigError: there are not so many.
     """
-    devices = jax.local_devices()
+    devices = jax.local_devices() if devices is None else devices
     end = first_device + config.devices
     if end > len(devices):
         raise ConfigError(
@@ -88,17 +96,20 @@ def parameter_places(model: DecoderConfig, mesh: Mesh) -> Params:
 def engine_places(params: EngineParams, mesh: Mesh) -> EngineParams:
     """A sharding for every array of (the shapes of) an engine's parameters."""
 
-    def one(path: tuple, _: jax.Array) -> NamedSharding:
-        names = [getattr(key, "name", getattr(key, "key", None)) for key in path]
+    def one(path: tuple, x: jax.Array) -> NamedSharding:
+        names = [str(getattr(key, "name", getattr(key, "key", None))) for key in path]
         if names[0] == "vision":
             return replicated(mesh)
         name = {"head": "lm_head"}.get(names[-1], names[-1])
+        if quantized := name in ("numbers", "scale"):
+            name = names[-2]
         axes = _FUSED_AXES.get(name) or PARAMETER_AXES[name]
-        return NamedSharding(mesh, PartitionSpec(*(ENGINE_RULES[axis] for axis in axes if axis != "layers")))
+        spec = PartitionSpec(*(ENGINE_RULES[axis] for axis in axes if axis != "layers"))
+        return NamedSharding(mesh, split_weight(x, spec) if quantized else spec)
 
     return jax.tree_util.tree_map_with_path(one, params)
 
 
 def cache_places(mesh: Mesh) -> NamedSharding:
-    """Of every array of keys or values, [N, K, …]."""
+    """Of every array of keys, values or their scales, [N, K, …]."""
     return NamedSharding(mesh, PartitionSpec(None, DEVICES))

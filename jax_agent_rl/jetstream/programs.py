@@ -6,17 +6,22 @@ per dispatch.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.monitoring
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
-from jax_agent_rl.jetstream.forward import EngineParams, KVCache, decode_step, prefill_chunks
+from jax_agent_rl.jetstream.forward import EngineParams, decode_step, prefill_chunks
+from jax_agent_rl.jetstream.kv import KVCache, LayerKV
 from jax_agent_rl.jetstream.lanes import Lanes
+from jax_agent_rl.jetstream.paging import aligned, gathered, write_back
 from jax_agent_rl.jetstream.sampling import sample
 from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.models.pictures import PictureInputs
@@ -25,23 +30,23 @@ from jax_agent_rl.models.pictures import PictureInputs
 def decode(
     config: DecoderConfig,
     max_steps: int,
-    span: int,
     mesh: Mesh | None,
+    in_place: bool,
     params: EngineParams,
     cache: KVCache,
     lanes: Lanes,
     limits: jax.Array,
     forced: jax.Array | None = None,
 ) -> tuple[KVCache, jax.Array]:
-    """Several decode steps for W lanes.
+    """Several decode steps for W lanes, each in its ``lanes.pages`` of the cache.
 
-    The lanes' rows are gathered into a compact working cache of ``span`` positions (rows and positions that no lane
-    uses cost nothing), the steps run on it, and only the new columns are written back.
+    On a TPU kernels read and write the pages where they lie. Elsewhere they are gathered into a compact working cache
+    (those that no lane uses cost nothing), the steps run on it, and the pages they may have written are written back.
 
     Args:
-        max_steps: static size of the output, >= limits[0].
-        span: static; must be >= max(positions) + limits[0].
+        max_steps: static size of the output, >= limits[0]; pages must be there for as many.
         mesh: the engine's, if it has more than one device.
+        in_place: by kernels for TPUs.
         limits: int32 [2]: steps to run at most; end early once this many lanes have finished.
         forced: int32 [max_steps, W], ids to take in place of sampled ones, which stop nothing; -1 samples.
 
@@ -49,11 +54,27 @@ def decode(
         the cache, and int32 [2, max_steps, W]: sampled ids (-1 where a lane did not run) and the bits of their
         float32 log-probs. One array, because one copy to the host is cheaper than two.
     """
-    lane_count = lanes.rows.shape[0]
-    work = KVCache(
-        tuple(k.at[lanes.rows].get(mode="clip")[..., :span] for k in cache.keys),
-        tuple(v.at[lanes.rows].get(mode="clip")[:, :, :span] for v in cache.values),
-    )
+    span = lanes.pages.shape[1] * cache.length
+    pages, worked = (lanes.pages, cache) if in_place else (None, gathered(cache, lanes.pages))
+
+    def feed(worked: KVCache, tokens: jax.Array, positions: jax.Array) -> tuple[jax.Array, KVCache]:
+        here = jnp.minimum(positions, span - 1)
+        return decode_step(config, params, worked, tokens, here, lanes.offsets, mesh, pages)
+
+    worked, out = _steps(feed, max_steps, worked, lanes, limits, forced)
+    return worked if in_place else write_back(cache, worked, lanes.pages, lanes.positions, max_steps), out
+
+
+def _steps(
+    feed: Callable[[KVCache, jax.Array, jax.Array], tuple[jax.Array, KVCache]],
+    max_steps: int,
+    cache: KVCache,
+    lanes: Lanes,
+    limits: jax.Array,
+    forced: jax.Array | None,
+) -> tuple[KVCache, jax.Array]:
+    """The loop of :func:`decode`; ``feed`` takes ids and positions [W], and gives logits of what comes next."""
+    lane_count = len(lanes.tokens)
     started = jnp.sum(lanes.remaining > 0)
 
     def go_on(carry: tuple) -> jax.Array:
@@ -62,10 +83,9 @@ def decode(
         return (step < limits[0]) & (running > 0) & (started - running < limits[1])
 
     def body(carry: tuple) -> tuple:
-        step, tokens, positions, remaining, work, out = carry
+        step, tokens, positions, remaining, cache, out = carry
         running = remaining > 0
-        here = jnp.minimum(positions, span - 1)
-        logits, work = decode_step(config, params, work, tokens, here, lanes.offsets, mesh)
+        logits, cache = feed(cache, tokens, positions)
         ids, logprobs = sample(
             logits,
             temperature=lanes.temperature,
@@ -86,95 +106,60 @@ def decode(
             jnp.where(running, ids, tokens),
             positions + running,
             remaining,
-            work,
+            cache,
             out,
         )
 
     out = jnp.full((2, max_steps, lane_count), -1, jnp.int32)
-    carry = (jnp.int32(0), lanes.tokens, lanes.positions, lanes.remaining, work, out)
-    _, _, _, _, work, out = jax.lax.while_loop(go_on, body, carry)
-    return _write_back(cache, work, lanes, max_steps), out
-
-
-def _write_back(cache: KVCache, work: KVCache, lanes: Lanes, max_steps: int) -> KVCache:
-    """Copies the columns a dispatch may have written from the working cache to the lanes' rows.
-
-    One window of ``max_steps`` columns per lane; near the end of a row it begins earlier and rewrites what is there.
-    """
-    width = min(max_steps, work.length)
-    starts = jnp.minimum(lanes.positions, work.length - width)
-    places = jnp.stack([lanes.rows, starts], axis=1)
-
-    def one(cached: jax.Array, worked: jax.Array, axis: int) -> jax.Array:
-        window = jax.vmap(lambda row, start: jax.lax.dynamic_slice_in_dim(row, start, width, axis - 1))(worked, starts)
-        return _write_windows(cached, window, places, axis)
-
-    return KVCache(
-        tuple(one(k, w, 3) for k, w in zip(cache.keys, work.keys, strict=True)),
-        tuple(one(v, w, 2) for v, w in zip(cache.values, work.values, strict=True)),
-    )
-
-
-def _write_windows(cached: jax.Array, windows: jax.Array, places: jax.Array, axis: int) -> jax.Array:
-    """Writes ``windows`` [R, ...] into rows of ``cached`` [N, ...] at ``places`` [R, 2]: row, start along ``axis``.
-
-    A window of a row that does not exist (an unused lane) is dropped.
-    """
-    dimensions = jax.lax.ScatterDimensionNumbers(
-        update_window_dims=(1, 2, 3), inserted_window_dims=(0,), scatter_dims_to_operand_dims=(0, axis)
-    )
-    mode = jax.lax.GatherScatterMode.FILL_OR_DROP
-    return jax.lax.scatter(cached, places, windows, dimensions, unique_indices=True, mode=mode)
-
-
-NewKV = tuple[tuple[jax.Array, jax.Array], ...]
+    carry = (jnp.int32(0), lanes.tokens, lanes.positions, lanes.remaining, cache, out)
+    _, _, _, _, cache, out = jax.lax.while_loop(go_on, body, carry)
+    return cache, out
 
 
 def compute_chunks(
     config: DecoderConfig,
-    span: int,
     mesh: Mesh | None,
     params: EngineParams,
     cache: KVCache,
     tokens: jax.Array,
-    places: jax.Array,
+    starts: jax.Array,
+    before: jax.Array,
+    into: jax.Array,
     pictures: PictureInputs | None = None,
-) -> NewKV:
-    """Prefills one chunk of each of R rows, to be written by :func:`write_chunks`.
+) -> tuple[LayerKV, ...]:
+    """Prefills one chunk of each of R contexts, to be written by :func:`~jax_agent_rl.jetstream.paging.written`.
 
     Two programs, because one that both reads and writes a donated cache makes the compiler copy all of it.
 
     Args:
-        span: static number of cached positions to attend to, >= every chunk's start.
         mesh: the engine's, if it has more than one device.
         tokens: int32 [R, T], padded.
-        places: int32 [R, 2]: row, start; a row >= the cache's marks an unused chunk.
+        starts: int32 [R], where the chunks begin.
+        before: int32 [R, n], the pages of the contexts, at least as far as the chunks begin.
+        into: int32 [R, m], the pages that the chunks touch.
         pictures: what the chunks show, for models that see.
+
+    Returns:
+        the pages ``into``.
     """
-    rows = places[:, 0]
-    view = KVCache(
-        tuple(k.at[rows].get(mode="clip")[..., :span] for k in cache.keys),
-        tuple(v.at[rows].get(mode="clip")[:, :, :span] for v in cache.values),
-    )
-    return prefill_chunks(config, params, view, tokens, places[:, 1], pictures, mesh)
+    new = prefill_chunks(config, params, gathered(cache, before), tokens, starts, pictures, mesh)
+    return aligned(cache, new, starts, into[:, 0])
 
 
-def write_chunks(cache: KVCache, new: NewKV, places: jax.Array) -> KVCache:
-    """Puts chunks' keys and values in place; start + T must not exceed the cache's length."""
-    return KVCache(
-        tuple(_write_windows(c, k, places, 3) for c, (k, _) in zip(cache.keys, new, strict=True)),
-        tuple(_write_windows(c, v, places, 2) for c, (_, v) in zip(cache.values, new, strict=True)),
-    )
+@contextlib.contextmanager
+def cache_hits() -> Iterator[list[str]]:
+    """Fills with an event for each program that this thread finds in JAX's compilation cache."""
+    events, thread = [], threading.get_ident()
 
+    def listen(event: str, **_: Any) -> None:
+        if event == "/jax/compilation_cache/cache_hits" and threading.get_ident() == thread:
+            events.append(event)
 
-def copy_row(cache: KVCache, place: jax.Array) -> KVCache:
-    """Copies row ``place[0]`` over row ``place[1]``, on the device."""
-
-    def copy(x: jax.Array) -> jax.Array:
-        row = jax.lax.dynamic_index_in_dim(x, place[0], keepdims=True)
-        return jax.lax.dynamic_update_index_in_dim(x, row, place[1], axis=0)
-
-    return jax.tree.map(copy, cache)
+    jax.monitoring.register_event_listener(listen)
+    try:
+        yield events
+    finally:
+        jax.monitoring.unregister_event_listener(listen)
 
 
 class ProgramTable:
@@ -185,6 +170,7 @@ class ProgramTable:
         self._warm = False
         self.recompilations = 0
         self.compile_seconds = 0.0
+        self.cache_hits = 0
 
     def end_warm_up(self) -> None:
         """From here on a new program counts as a recompilation."""
@@ -192,6 +178,11 @@ class ProgramTable:
 
     def __len__(self) -> int:
         return len(self._programs)
+
+    def summary(self) -> str:
+        """What compiling took, for people."""
+        taken = f"{len(self)} engine programs in {self.compile_seconds:.1f} s"
+        return f"{taken}, {self.cache_hits} of them from the compilation cache"
 
     def call(
         self,
@@ -212,25 +203,37 @@ class ProgramTable:
         program = self._programs.get(key)
         if program is None:
             begin = time.perf_counter()
-            places = jax.tree.map(lambda x: x.sharding if getattr(x, "committed", False) else place, args)
-            jitted = jax.jit(
-                function,
-                in_shardings=places,
-                out_shardings=out,
-                donate_argnums=donate,
-                keep_unused=True,  # memory may be given by what is not read
-            )
-            program = self._programs[key] = jitted.lower(*args).compile()
+            with cache_hits() as hits:
+                program = self._programs[key] = traced(function, donate, *args, place=place, out=out).lower().compile()
+            self.cache_hits += len(hits)
             self.compile_seconds += time.perf_counter() - begin
             self.recompilations += self._warm
         return program(*args)
 
 
-def decode_program(config: DecoderConfig, max_steps: int, span: int, mesh: Mesh | None) -> Callable[..., Any]:
+def traced(
+    function: Callable[..., Any], donate: tuple[int, ...], *args: Any, place: NamedSharding, out: Any
+) -> jax.stages.Traced:
+    """``function(*args)`` ready to be compiled, see :meth:`ProgramTable.call`; arguments may be described."""
+
+    def where(x: Any) -> NamedSharding:
+        return x.sharding if isinstance(x, jax.ShapeDtypeStruct) or getattr(x, "committed", False) else place
+
+    jitted = jax.jit(
+        function,
+        in_shardings=jax.tree.map(where, args),
+        out_shardings=out,
+        donate_argnums=donate,
+        keep_unused=True,  # memory may be given by what is not read
+    )
+    return jitted.trace(*args)
+
+
+def decode_program(config: DecoderConfig, max_steps: int, mesh: Mesh | None, in_place: bool) -> Callable[..., Any]:
     """``decode`` with its static arguments bound."""
-    return functools.partial(decode, config, max_steps, span, mesh)
+    return functools.partial(decode, config, max_steps, mesh, in_place)
 
 
-def chunks_program(config: DecoderConfig, span: int, mesh: Mesh | None) -> Callable[..., Any]:
+def chunks_program(config: DecoderConfig, mesh: Mesh | None) -> Callable[..., Any]:
     """``compute_chunks`` with its static arguments bound."""
-    return functools.partial(compute_chunks, config, span, mesh)
+    return functools.partial(compute_chunks, config, mesh)

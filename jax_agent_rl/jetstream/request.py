@@ -21,6 +21,7 @@ class RunningRequest:
         seed: uint32 that fixes its draws.
         decode_text: ids to text; needed only for stop strings.
         shown: the prompt with its pictures, if it has any.
+        order: of all requests: those of least priority and arrival come first.
     """
 
     def __init__(
@@ -32,15 +33,18 @@ class RunningRequest:
         seed: int,
         decode_text: Callable[[Sequence[int]], str] | None,
         shown: Shown | None = None,
+        order: tuple[int, int] = (0, 0),
     ) -> None:
         self.request = request
+        self.order = order
         self.max_tokens = max_tokens
         self.seed = seed
-        self.shown = shown  # until it is prefilled: patches are large
+        self.shown = shown
         self.offset = shown.offset if shown else 0  # what pictures add to rotary positions behind them
         self.keys: np.ndarray | None = None  # of a prompt with pictures, see PictureNames.keys
-        self.row: int | None = None
+        self.context: int | None = None  # while it runs: its number in the table of pages (or of slots)
         self.cached_tokens = 0
+        self.num_preempted = 0
         self.token_ids: list[int] = []
         self.log_probs: list[float] = []
         self.versions: list[int] = []
@@ -62,6 +66,11 @@ class RunningRequest:
     def last_id(self) -> int:
         """The newest id of the context: what the next decode step feeds."""
         return self.token_ids[-1] if self.token_ids else self.request.prompt_ids[-1]
+
+    @property
+    def context_ids(self) -> tuple[int, ...]:
+        """Prompt and output so far."""
+        return (*self.request.prompt_ids, *self.token_ids)
 
     @property
     def remaining(self) -> int:
@@ -96,7 +105,7 @@ class RunningRequest:
         return next((s for s in self.request.sampling.stop if s in tail), None)
 
     def ids_of(self, held: np.ndarray) -> np.ndarray:
-        """int32: the ids of keys that a row holds of this context; names of other pictures stay what they are."""
+        """int32: the ids of keys that pages hold of this context; names of other pictures stay what they are."""
         if self.keys is None:
             return held
         prompt = held[: len(self.keys)]
@@ -114,4 +123,5 @@ class RunningRequest:
             stop_match=self.stop_match,
             context_digest=digest_ids(context_ids),
             cached_tokens=self.cached_tokens,
+            num_preempted=self.num_preempted,
         )

@@ -1,13 +1,17 @@
-"""Continuous batching over the engine's rows and lanes. Plain and single-threaded: ``backend`` gives it a thread.
+"""Continuous batching over the engine's pages and lanes. Plain and single-threaded: ``backend`` gives it a thread.
 
 ::
 
     submit ──► waiting ──admit──► running ──decode──► finished
-                 ▲   place a row, copy or prefill      │  ids, log-probs, versions
-                 └── until a row and a lane are free   └─ row retired: KV kept for the next turn
+                 ▲   take pages, prefill  │            │  ids, log-probs, versions
+                 │                        │            └─ KV kept for the next turn
+                 └────── preempt ─────────┘
+                    when no page is left
 
 One :meth:`Scheduler.step` admits what fits, runs one decode dispatch for everything that runs, and reports progress.
-While requests wait, a dispatch ends as soon as one lane finishes, so its place is filled at once.
+While requests wait, a dispatch ends as soon as one lane finishes, so its place is filled at once. Contexts take pages
+as they grow; when none is left, the last of those that run waits again, and is prefilled with what it had sampled.
+What it samples then is what it would have: draws are fixed by seed and position.
 """
 
 from __future__ import annotations
@@ -24,15 +28,16 @@ import numpy as np
 from jax_agent_rl.errors import BackendError, PromptTooLongError
 from jax_agent_rl.jetstream.admission import AdmissionPlan
 from jax_agent_rl.jetstream.engine import JaxEngine
-from jax_agent_rl.jetstream.forward import EngineParams, KVCache
+from jax_agent_rl.jetstream.forward import EngineParams
+from jax_agent_rl.jetstream.kv import KVCache
 from jax_agent_rl.jetstream.lanes import MAX_STOP_IDS, Lanes, make_lanes
+from jax_agent_rl.jetstream.pages import PageTable
 from jax_agent_rl.jetstream.request import RunningRequest
-from jax_agent_rl.jetstream.rows import RowTable
 from jax_agent_rl.models.shown import PictureNames, Shown
-from jax_agent_rl.rollout.protocol import BackendMetrics, GenerateRequest, TokenChunk
+from jax_agent_rl.rollout.protocol import BackendMetrics, GenerateRequest, Health, TokenChunk
 from jax_agent_rl.types import StopReason
 
-NO_CACHE = KVCache(keys=(), values=())
+NO_CACHE = KVCache(layers=())
 MOST_NAMES = 1 << 30  # of pictures' features: keys are int32
 
 
@@ -69,16 +74,19 @@ class Scheduler:
     counters: Counters = field(default_factory=Counters)
 
     def __post_init__(self) -> None:
-        shapes = self.engine.shapes
         self.cache = self.engine.init_cache()
-        self.table = RowTable(shapes.cache_rows, shapes.cache_length)
+        self.table = self._make_table()
         self.running: dict[str, RunningRequest] = {}
-        self._waiting: list[tuple[int, int, RunningRequest]] = []
+        self._waiting: list[tuple[tuple[int, int], RunningRequest]] = []
         self._known: set[str] = set()
         self._arrivals = itertools.count()
         self._rng = np.random.default_rng(self.seed)
         self._names = PictureNames()
         self._eos = frozenset(self.engine.config.eos_token_ids)
+
+    def _make_table(self) -> PageTable:
+        shapes = self.engine.shapes
+        return PageTable(shapes.pages, shapes.page, shapes.context_pages)
 
     @property
     def waiting(self) -> int:
@@ -117,11 +125,12 @@ class Scheduler:
             seed=(sampling.seed if sampling.seed is not None else int(self._rng.integers(2**32))) % 2**32,
             decode_text=self.decode_text,
             shown=shown,
+            order=(request.priority, next(self._arrivals)),
         )
         if len(run.stop_ids) > MAX_STOP_IDS:
             raise BackendError(f"{name}: at most {MAX_STOP_IDS} stop ids (EOS included), got {len(run.stop_ids)}")
         self._known.add(request.request_id)
-        heapq.heappush(self._waiting, (request.priority, next(self._arrivals), run))
+        heapq.heappush(self._waiting, (run.order, run))
 
     def step(self, *, admit: bool = True) -> list[tuple[RunningRequest, TokenChunk]]:
         """Admits (unless told not to), decodes once, and returns the new ids of every request that got some."""
@@ -137,10 +146,10 @@ class Scheduler:
         """Ends a request now with what it has; None if it is not known."""
         run = self.running.get(request_id)
         if run is None:
-            run = next((r for _, _, r in self._waiting if r.request.request_id == request_id), None)
+            run = next((r for _, r in self._waiting if r.request.request_id == request_id), None)
             if run is None:
                 return None
-            self._waiting = [item for item in self._waiting if item[2] is not run]
+            self._waiting = [item for item in self._waiting if item[1] is not run]
             heapq.heapify(self._waiting)
         run.stop_reason = StopReason.ABORTED
         return run, self._finish(run, (), ())
@@ -166,34 +175,61 @@ class Scheduler:
     def metrics(self) -> BackendMetrics:
         return BackendMetrics(**vars(self.counters), recompilations=self.engine.table.recompilations)
 
+    def health(self, version: int) -> Health:
+        """How it stands while it serves weights of this version."""
+        return Health(
+            ok=True,
+            policy_version=version,
+            running=len(self.running),
+            waiting=self.waiting,
+            kv_used_share=self.table.used_share,
+        )
+
     # --- admission --------------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        plan = AdmissionPlan()
+        plan = AdmissionPlan(self.engine.shapes.page)
         while self._waiting and len(self.running) < self.engine.max_concurrent_decodes:
-            run = self._waiting[0][2]
-            prompt = keys = np.asarray(run.request.prompt_ids, np.int32)
+            run = self._waiting[0][1]
+            context = keys = np.asarray(run.context_ids, np.int32)
             if run.shown is not None:
-                run.keys = keys = self._keys(run.shown)
+                run.keys = self._keys(run.shown)
+                keys = np.concatenate([run.keys, context[len(run.keys) :]])
             placement = self.table.place(keys, run.request.session_id)
             if placement is None:
                 break
             heapq.heappop(self._waiting)
-            run.row, run.cached_tokens = placement.row, placement.reused
+            run.context = placement.context
             self.running[run.request.request_id] = run
-            new = prompt[placement.reused : -1]
+            new = context[placement.reused : -1]
             plan.add(placement, new, run.shown)
-            run.shown = None
-            self.table.append(placement.row, keys[placement.reused : -1])
+            self.table.append(placement.context, keys[placement.reused : -1])
             self.counters.prefill_tokens += len(new)
-            self.counters.cached_tokens += placement.reused
+            if not run.num_preempted:
+                run.cached_tokens = placement.reused
+                self.counters.cached_tokens += placement.reused
         for copies, extensions in plan.stages():
             for source, target in copies:
-                self.cache = self.engine.copy_row(self.cache, source, target)
+                self.cache = self.engine.copy_page(self.cache, source, target)
             self.cache = self.engine.extend(self.params, self.cache, extensions)
 
+    def _make_room(self, steps: int) -> None:
+        """Takes pages for what a dispatch may sample, of the first requests first; the last ones may have to wait."""
+        for run in sorted(self.running.values(), key=_order):
+            while run.context is not None and not self.table.grow(run.context, min(steps, run.remaining)):
+                self._preempt(max(self.running.values(), key=_order))
+
+    def _preempt(self, run: RunningRequest) -> None:
+        """Back to those that wait, with what it has; its KV is kept while nobody needs its pages."""
+        assert run.context is not None  # it runs
+        self.table.release(run.context, session_ends=False)
+        run.context = None
+        run.num_preempted += 1
+        del self.running[run.request.request_id]
+        heapq.heappush(self._waiting, (run.order, run))
+
     def _keys(self, shown: Shown) -> np.ndarray:
-        """Names are given to pictures that are admitted, and never twice while a row may hold one."""
+        """Names are given to pictures that are admitted, and never twice while pages may hold one."""
         if self._names.count > MOST_NAMES:
             self.table.reset()
             self._names = PictureNames()
@@ -202,14 +238,15 @@ class Scheduler:
     # --- decoding ---------------------------------------------------------------------------------------------
 
     def _decode(self) -> list[tuple[RunningRequest, TokenChunk]]:
+        steps = self.engine.shapes.decode_steps
+        self._make_room(steps)
         runs = list(self.running.values())
-        lanes = make_lanes(len(runs))
+        lanes = make_lanes(len(runs), self.engine.shapes.context_pages)
         for lane, run in enumerate(runs):
             self._fill_lane(lanes, lane, run)
         if any(run.offset for run in runs):
             lanes = replace(lanes, offsets=np.array([run.offset for run in runs], np.int32))
         exit_after = 1 if self._waiting else len(runs)
-        steps = self.engine.shapes.decode_steps
         self.cache, ids, log_probs = self.engine.decode(self.params, self.cache, lanes, steps, exit_after)
         return [
             (run, chunk)
@@ -218,8 +255,9 @@ class Scheduler:
         ]
 
     def _fill_lane(self, lanes: Lanes, lane: int, run: RunningRequest) -> None:
-        sampling = run.request.sampling
-        lanes.rows[lane] = run.row
+        assert run.context is not None  # it runs
+        sampling, pages = run.request.sampling, self.table.pages(run.context)
+        lanes.pages[lane, : len(pages)] = pages
         lanes.tokens[lane] = run.last_id
         lanes.positions[lane] = len(run.request.prompt_ids) + len(run.token_ids) - 1
         lanes.remaining[lane] = run.remaining
@@ -236,8 +274,9 @@ class Scheduler:
         taken = run.accept(ids[ran], log_probs[ran], self.version)
         if not taken:
             return None
+        assert run.context is not None  # it ran
         # The dispatch fed the last known id and all but the newest of the new ones: those have their KV now.
-        self.table.append(run.row, [last, *run.token_ids[-taken:-1]])
+        self.table.append(run.context, [last, *run.token_ids[-taken:-1]])
         self.counters.generated_tokens += taken
         new_ids, new_log_probs = tuple(run.token_ids[-taken:]), tuple(run.log_probs[-taken:])
         if run.stop_reason is not None:
@@ -246,11 +285,11 @@ class Scheduler:
 
     def _finish(self, run: RunningRequest, new_ids: tuple[int, ...], new_log_probs: tuple[float, ...]) -> TokenChunk:
         request = run.request
-        if run.row is not None:
-            context = [*run.ids_of(self.table.ids(run.row)).tolist(), run.last_id]
-            self.table.release(run.row, session_ends=request.session_ends)
+        if run.context is not None:
+            context = [*run.ids_of(self.table.ids(run.context)).tolist(), run.last_id]
+            self.table.release(run.context, session_ends=request.session_ends)
         else:
-            context = [*request.prompt_ids, *run.token_ids]
+            context = run.context_ids
         self.running.pop(request.request_id, None)
         self._known.discard(request.request_id)
         self.counters.requests_finished += 1
@@ -260,3 +299,7 @@ class Scheduler:
             policy_versions=(self.version,) * len(new_ids),
             final=run.output(context),
         )
+
+
+def _order(run: RunningRequest) -> tuple[int, int]:
+    return run.order

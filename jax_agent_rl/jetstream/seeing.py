@@ -13,7 +13,7 @@ the cache. What was laid once makes the programs of chunks the same with picture
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,8 +21,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_agent_rl.jetstream.engine import PREFILL_ROWS, EngineShapes, Extension, JaxEngine, bucket
-from jax_agent_rl.jetstream.forward import EngineParams, KVCache
+from jax_agent_rl.jetstream.engine import PREFILL_ROWS, EngineShapes, Extension, JaxEngine, bucket, unheard
+from jax_agent_rl.jetstream.forward import EngineParams
+from jax_agent_rl.jetstream.kv import KVCache
 from jax_agent_rl.jetstream.lanes import Lanes
 from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.models.pictures import PictureInputs, layout
@@ -67,10 +68,10 @@ class SeeingEngine(JaxEngine):
     ) -> tuple[KVCache, np.ndarray, np.ndarray]:
         """As :meth:`JaxEngine.decode`; lanes without offsets have seen nothing."""
         if lanes.offsets is None:
-            lanes = replace(lanes, offsets=np.zeros(len(lanes.rows), np.int32))
+            lanes = replace(lanes, offsets=np.zeros(len(lanes.tokens), np.int32))
         return super().decode(params, cache, lanes, steps, exit_after)
 
-    def warm_up(self, params: EngineParams, cache: KVCache, progress: Any = None) -> KVCache:
+    def warm_up(self, params: EngineParams, cache: KVCache, say: Callable[[str], None] = unheard) -> KVCache:
         """As :meth:`JaxEngine.warm_up`, and the programs that look."""
         jobs = [
             (size, rows, chunk)
@@ -78,12 +79,11 @@ class SeeingEngine(JaxEngine):
             for rows in (1, PREFILL_ROWS)
             for chunk in self.shapes.chunk_buckets
         ]
-        for done, (size, rows, chunk) in enumerate(jobs):
+        for number, (size, rows, chunk) in enumerate(jobs, 1):
+            say(f"compiling a look at {size} patches for {rows} x {chunk} ({number} of {len(jobs)})")
             found = self._features(params, [], size)
             self._lay(self._blank(rows, chunk), found, np.full(chunk, -1, np.int32), 0)
-            if progress:
-                progress(done, len(jobs))
-        return super().warm_up(params, cache, progress)
+        return super().warm_up(params, cache, say)
 
     def _look(self, params: EngineParams, pictures: Sequence[Picture]) -> None:
         """Computes the features of pictures that fit a program together."""
@@ -118,6 +118,7 @@ class SeeingEngine(JaxEngine):
                 positions[row] = start + np.arange(size)[:, None]
                 continue
             mine = context.positions[start : start + size]
+            positions[row] = (start + context.offset + np.arange(size))[:, None]  # of ids sampled behind it
             positions[row, : len(mine)] = mine
             for found, index in self._indices(extension, size):
                 chunks = self._lay(chunks, found, index, row)

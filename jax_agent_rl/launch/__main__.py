@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import os
 import secrets
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from jax_agent_rl.errors import LaunchError
+from jax_agent_rl.interrupt import EXIT_CODE
 from jax_agent_rl.launch import placement, plan, settings
+from jax_agent_rl.launch.clock import Clock
 from jax_agent_rl.launch.hosts import Host, inspect, make_hosts, require_free_port
 from jax_agent_rl.launch.runner import Interrupted, Runner, secrets_of
 
 ROOT = Path(__file__).parents[2]
 _ASSUMED_GPUS = 8
-_INTERRUPTED = 130
 
 
 def parser() -> argparse.ArgumentParser:
@@ -90,7 +89,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except Interrupted:
-        return _INTERRUPTED
+        return EXIT_CODE
 
 
 def _options(arguments: argparse.Namespace) -> plan.Options:
@@ -123,7 +122,7 @@ def _print_dry_run(hosts: Sequence[Host], options: plan.Options, arguments: argp
 
 
 async def _launch(hosts: Sequence[Host], options: plan.Options, arguments: argparse.Namespace) -> int:
-    say = _Clock()
+    say = Clock()
     runner = Runner(root=options.root, say=say, secrets=secrets_of(secrets.token_hex(32), secrets.token_hex(32)))
     async with runner.until_interrupted():
         gpus = await asyncio.to_thread(inspect, hosts, options.device, options.root)
@@ -162,7 +161,7 @@ def _place(
     )
 
 
-def _describe(spread: placement.Placement, say: _Clock) -> None:
+def _describe(spread: placement.Placement, say: Clock) -> None:
     for server in spread.servers:
         say(f"{server.name}: {server.host.name}, port {server.port}, {_named(server.gpus)}")
     say(f"learner: this machine, {_named(spread.learner_gpus)}")
@@ -179,18 +178,6 @@ def _require_free_ports(hosts: Sequence[Host], spread: placement.Placement, opti
             require_free_port(server.host.name, server.host.address, server.port, option="--port")
     if len(hosts) > 1:
         require_free_port(hosts[0].name, hosts[0].address, options.ray_port, option="--ray-port")
-
-
-class _Clock:
-    """Prints lines of the launcher's own with the seconds since it began; lines of processes as they are."""
-
-    def __init__(self) -> None:
-        self._begin = time.monotonic()
-
-    def __call__(self, line: str) -> None:
-        own = "" if line.startswith("[") else f"[{time.monotonic() - self._begin:3.0f}s] "
-        with contextlib.suppress(BrokenPipeError):  # nobody reads on: end in order all the same
-            print(own + line, flush=True)
 
 
 def _comma_separated(text: str) -> list[str]:

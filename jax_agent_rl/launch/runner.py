@@ -36,6 +36,13 @@ class Interrupted(Exception):
     """Ctrl-C or SIGTERM."""
 
 
+def heard_by(event: asyncio.Event) -> None:
+    """From here on SIGINT, SIGTERM and SIGHUP (the terminal is gone) set the event, and no other one."""
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        loop.add_signal_handler(number, event.set)
+
+
 class Process:
     """A started command and its output."""
 
@@ -117,9 +124,7 @@ class Runner:
     @contextlib.asynccontextmanager
     async def until_interrupted(self) -> AsyncIterator[None]:
         """SIGINT, SIGTERM and SIGHUP end what runs inside; on leaving nothing is left."""
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            loop.add_signal_handler(number, self._interrupt.set)
+        heard_by(self._interrupt)
         try:
             yield
         finally:

@@ -187,7 +187,7 @@ def pack(
     nodes = sum(member.new for row in rows for member in row)
     in_order = (places[which] for which in range(len(sequences)))
     of_trajectories = tuple(tuple(next(in_order) for _ in trajectory.sequences) for trajectory in trajectories)
-    batch = Batch(**arrays, places=of_trajectories, pictures=pictures)
+    batch = Batch(**arrays, terms={}, places=of_trajectories, pictures=pictures)
     return batch, Sharing(tokens=sum(map(len, ids)), nodes=nodes, rows=len(rows))
 
 

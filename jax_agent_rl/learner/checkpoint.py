@@ -6,8 +6,9 @@
                   notes   JSON: what the trainer remembers; shape, dtype and checksum of every array; its own checksum
 
 A checkpoint is written beside the others and renamed when it is complete, so a killed process leaves none that is half
-written. Storage may still damage one later; the checksums tell, whatever mesh it is restored onto. Arrays are written
-as they are: trained weights hardly compress (by a tenth), and compressing would take five times as long as writing.
+written. (In a bucket, which cannot rename, a file ``commit_success.txt`` says that it is complete.) Storage may still
+damage one later; the checksums tell, whatever mesh it is restored onto. Arrays are written as they are: trained weights
+hardly compress (by a tenth), and compressing would take five times as long as writing.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
+from etils import epath
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_agent_rl.errors import CheckpointError
@@ -34,12 +36,12 @@ class Checkpointer:
     """Writes ``folder/<step>/`` atomically and keeps the newest ones.
 
     Args:
-        folder: made if missing.
+        folder: made if missing; ``gs://…`` is one in a bucket.
         keep: how many checkpoints stay.
     """
 
-    def __init__(self, folder: Path, *, keep: int) -> None:
-        self._folder = folder.resolve()
+    def __init__(self, folder: Path | str, *, keep: int) -> None:
+        self._folder = located(folder)
         self._keep = keep
         self._shared = SharedWrites() if jax.process_count() > 1 else None
         self._manager = self._open()
@@ -110,6 +112,8 @@ class Checkpointer:
 
     def written(self) -> str:
         """For a display: how far the save in the background is, e.g. ``0.9 of 1.6 GB written``; empty if none runs."""
+        if not isinstance(self._folder, Path):  # looking into a bucket takes a request for every file
+            return f"{self._bytes / 1e9:.1f} GB on their way" if self._manager.is_saving_in_progress() else ""
         unfinished = [p for p in self._folder.glob(f"*{ocp.utils.TMP_DIR_SUFFIX}*") if p.is_dir()]
         if not unfinished or not self._manager.is_saving_in_progress():
             return ""
@@ -130,20 +134,23 @@ class Checkpointer:
         step = self._existing(step)
 
         def load() -> Any:
-            return self._manager.restore(step, args=ocp.args.Composite(state=_reading(like))).state
+            return self._manager.restore(step, args=ocp.args.Composite(state=_reading(like)))["state"]
 
         restored, progress = self._load(step, like, load, whole=True)
         for newer in (s for s in self.steps if s > step):
             self._manager.delete(newer)
         return step, restored, progress
 
-    def restore_part(self, like: Any) -> Any:
-        """A part of the newest checkpoint's state, e.g. ``{"policy": {"params": params}}``, placed as ``like`` is.
+    def restore_part(self, like: Any, *, step: int | None = None) -> Any:
+        """A part of a checkpoint's state, e.g. ``{"policy": {"params": params}}``, placed as ``like`` is.
+
+        Args:
+            step: which one; None is the newest.
 
         Raises:
             CheckpointError: as :meth:`restore`.
         """
-        step = self._existing(None)
+        step = self._existing(step)
 
         def load() -> Any:
             with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
@@ -162,7 +169,7 @@ class Checkpointer:
     def _load(self, step: int, like: Any, load: Callable[[], Any], *, whole: bool) -> tuple[Any, dict[str, Any]]:
         """Arrays and progress of a checkpoint that fits and whose checksums are right."""
         try:
-            notes = self._manager.restore(step, args=ocp.args.Composite(notes=ocp.args.JsonRestore())).notes
+            notes = self._manager.restore(step, args=ocp.args.Composite(notes=ocp.args.JsonRestore()))["notes"]
             if notes != _sealed(notes["progress"], notes["arrays"]):
                 raise ValueError("the checksum of its notes is wrong")
             self._require_fit(step, notes["arrays"], like, whole)
@@ -217,6 +224,33 @@ class Checkpointer:
         kept = self.latest_step
         intact = f"checkpoint {kept} is intact; free space, then --resume" if kept is not None else "there is none yet"
         return CheckpointError(f"a checkpoint could not be written to {self._folder} ({intact}): {_brief(error)}")
+
+
+def located(folder: Path | str) -> Path | epath.Path:
+    """A folder of checkpoints, absolute; what has a scheme (``gs://…``) is not of this machine."""
+    return epath.Path(folder) if "://" in str(folder) else Path(folder).resolve()
+
+
+def complete_steps(folder: Path | str) -> list[int]:
+    """Steps of all complete checkpoints in a folder, ascending; none if it is not there.
+
+    Raises:
+        CheckpointError: a bucket cannot be read.
+    """
+    place = located(folder)
+    try:
+        return sorted(ocp.utils.checkpoint_steps(place))
+    except Exception as error:  # whatever the client of the bucket raises
+        raise CheckpointError(
+            f"trainer.checkpoint_dir={place} cannot be read ({_brief(error)}); check that the bucket is there, that "
+            "this machine's account may read and write it, and that the extra 'tpu' is installed"
+        ) from error
+
+
+def cut_off_steps(folder: Path | str) -> list[int]:
+    """Steps of checkpoints that were not written to their end, ascending: the process was killed meanwhile."""
+    finals = (unfinished.get_final().name for unfinished in ocp.utils.tmp_checkpoints(located(folder)))
+    return sorted({int(name) for name in finals if name.isdigit()})
 
 
 def _reading(like: Any, **more: Any) -> ocp.args.PyTreeRestore:

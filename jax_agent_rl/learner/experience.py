@@ -58,6 +58,16 @@ class Experience:
     kl: float
     metrics: dict[str, float]
 
+    def by_trajectory(self, groups: Sequence[Group]) -> dict[str, dict[str, np.ndarray]]:
+        """What each trajectory's tokens were worth, for the log; see ``UpdateResult.tokens``."""
+        named = {"advantages": "advantage", "old_logprobs": "old_logprob"}
+        trajectories = (t for group in groups for t in group.trajectories)
+        return {
+            trajectory.trajectory_id: {name: self.terms[term][at] for name, term in named.items() if term in self.terms}
+            for at, trajectory in enumerate(trajectories)
+            if self.active[at].any()
+        }
+
 
 def experience(
     groups: Sequence[Group], config: AlgorithmConfig, scores: Scores, *, kl_coef: float, masked: Collection[str]

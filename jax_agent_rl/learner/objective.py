@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -145,7 +146,7 @@ def _at_targets(
     hidden, ids, valid = (chunks(x) for x in (at_parents, batch["target_id"], batch["target_valid"]))
     head = params.get("lm_head", params["embed"])
     vocab_shards = 1 if mesh is None else mesh.shape["tensor"]
-    scored = linear_logprobs(hidden, head, ids, valid, objective.temperature, vocab_shards)
+    scored: Any = linear_logprobs(hidden, head, ids, valid, objective.temperature, vocab_shards)
     logprob, entropy = (jnp.moveaxis(x.reshape(-1, rows, chunk), 1, 0).reshape(rows, -1)[:, :count] for x in scored)
     return logprob, entropy
 

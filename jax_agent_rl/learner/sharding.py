@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.experimental.mesh_utils import create_hybrid_device_mesh
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jax_agent_rl.config import MeshConfig
 from jax_agent_rl.errors import ConfigError
-from jax_agent_rl.models.mesh import MESH_AXES, ROWS
+from jax_agent_rl.models.mesh import MESH_AXES, ROWS, Device
 
 RULES: dict[str, str | tuple[str, ...] | None] = {
     "rows": ROWS,
@@ -77,25 +78,41 @@ VISION_AXES: dict[str, tuple[str, ...]] = {
 """Of vision towers."""
 
 
-def make_mesh(config: MeshConfig) -> Mesh:
+def make_mesh(config: MeshConfig, devices: Sequence[Device] | None = None) -> Mesh:
     """A mesh over the first devices, all of ``MESH_AXES``.
 
+    Args:
+        devices: those of all processes; may be ones that only a compiler knows. None: those that are here.
+
     Raises:
-        ConfigError: more devices are asked for than there are, or, over several processes, fewer.
+        ConfigError: more devices are asked for than there are, or, over several processes, fewer; or several slices of
+            TPUs would hold one copy of the model.
     """
+    devices = jax.devices() if devices is None else devices
+    processes = len({device.process_index for device in devices})
     shape = tuple(getattr(config, axis) for axis in MESH_AXES)
-    need, have = int(np.prod(shape)), jax.device_count()
+    need, have = int(np.prod(shape)), len(devices)
     if need > have:
         asked = ", ".join(f"{axis}={size}" for axis, size in zip(MESH_AXES, shape, strict=True) if size > 1)
         raise ConfigError(
             f"learner.mesh asks for {asked} = {need} devices, there are {have}; lower learner.mesh to {have} in all"
         )
-    if jax.process_count() > 1 and need != have:
+    if processes > 1 and need != have:
         raise ConfigError(
-            f"learner.mesh takes {need} of {have} devices, but each of the {jax.process_count()} processes has to take "
+            f"learner.mesh takes {need} of {have} devices, but each of the {processes} processes has to take "
             f"part; make the product of learner.mesh {have}"
         )
-    return jax.make_mesh(shape, MESH_AXES, axis_types=(AxisType.Auto,) * len(shape), devices=jax.devices()[:need])
+    types = (AxisType.Auto,) * len(shape)
+    slices = len({getattr(device, "slice_index", None) for device in devices[:need]})
+    if slices == 1:
+        return jax.make_mesh(shape, MESH_AXES, axis_types=types, devices=devices[:need])
+    if config.data % slices:
+        raise ConfigError(
+            f"learner.mesh.data={config.data} on {slices} slices: only copies of the model may be on different ones, "
+            f"which exchange gradients alone; set learner.mesh.data to a multiple of {slices}"
+        )
+    within, between = (config.data // slices, *shape[1:]), (slices, 1, 1, 1, 1)
+    return Mesh(create_hybrid_device_mesh(within, between, devices[:need]), MESH_AXES, axis_types=types)
 
 
 def parameter_shardings(
@@ -147,8 +164,13 @@ def row_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(RULES["rows"], RULES["tokens"]))
 
 
-def place(x: Any, sharding: NamedSharding) -> jax.Array:
-    """A copy of an array, laid out. Over several processes, each holds all of it or it is spread already."""
+def place(x: Any, sharding: Sharding) -> Any:
+    """A copy of an array, laid out. Over several processes, each holds all of it or it is spread already.
+
+    What is only described is described there.
+    """
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return x.update(sharding=sharding)
     if sharding.is_fully_addressable or (isinstance(x, jax.Array) and not x.is_fully_addressable):
         return jax.device_put(x.copy(), sharding)  # a new buffer even where it lies right
     host = np.asarray(x)
@@ -157,7 +179,9 @@ def place(x: Any, sharding: NamedSharding) -> jax.Array:
 
 def gathered(x: jax.Array) -> jax.Array:
     """An array of a mesh, whole on each of its devices; every process calls it."""
-    return jax.jit(_same, out_shardings=replicated(x.sharding.mesh))(x)
+    sharding = x.sharding
+    assert isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh)
+    return jax.jit(_same, out_shardings=replicated(sharding.mesh))(x)
 
 
 def _same(x: jax.Array) -> jax.Array:

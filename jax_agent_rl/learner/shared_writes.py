@@ -11,6 +11,7 @@ import contextlib
 import sys
 import threading
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from typing import Any
 
 import jax
 import numpy as np
@@ -57,7 +58,7 @@ class SharedWrites:
         # thread that starts writes is handling, a cancellation perhaps, is its own affair.)
         if threading.get_ident() != self._caller and (error := sys.exception()) is not None:
             self.fail(error)
-        met: Future[None] = Future()
+        met: Future[Any] = Future()
 
         def meet() -> None:
             try:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -62,8 +63,11 @@ class UpdateResult:
         metrics: named floats for the log.
         skipped: an update had a non-finite gradient and changed nothing.
         rejected: ids of trajectories of which every token was rejected.
+        tokens: of each trajectory that was trained on, by its id, numbers per token with loss, over all its sequences:
+            float64 ``advantages`` and, where they were computed, ``old_logprobs``.
     """
 
     metrics: dict[str, float]
     skipped: bool
     rejected: frozenset[str] = frozenset()
+    tokens: Mapping[str, Mapping[str, np.ndarray]] = field(default_factory=dict)

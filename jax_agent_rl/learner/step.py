@@ -25,9 +25,9 @@ import jax
 import numpy as np
 
 from jax_agent_rl.config import AlgorithmConfig, CriticConfig, LearnerConfig
-from jax_agent_rl.errors import ConfigError, NonFiniteError
+from jax_agent_rl.errors import NonFiniteError
 from jax_agent_rl.learner.batch import Batch, Sharing, pack
-from jax_agent_rl.learner.critic import critic_params, critic_shapes, state_values, value_loss
+from jax_agent_rl.learner.critic import critic_params
 from jax_agent_rl.learner.experience import (
     Experience,
     PerTerm,
@@ -40,12 +40,12 @@ from jax_agent_rl.learner.gate import UpdateGate
 from jax_agent_rl.learner.losses.covariance import CHOOSE
 from jax_agent_rl.learner.losses.kl import AdaptiveKL
 from jax_agent_rl.learner.metrics import Record, step_metrics
-from jax_agent_rl.learner.objective import objective_config, policy_loss, router_loads, term_logprobs
 from jax_agent_rl.learner.pictures import blanks, row_sight
-from jax_agent_rl.learner.sharding import make_mesh, parameter_shardings, place, replicated, row_sharding, row_shards
+from jax_agent_rl.learner.programs import LearnerPrograms
+from jax_agent_rl.learner.sharding import make_mesh, place, replicated, row_sharding, row_shards
 from jax_agent_rl.learner.state import KeptState, LearnerState, UpdateResult
-from jax_agent_rl.learner.trainable import Arrays, Trainable, View
-from jax_agent_rl.learner.trained import Trained, divided, plain_view
+from jax_agent_rl.learner.trainable import Arrays, Trainable
+from jax_agent_rl.learner.trained import Trained
 from jax_agent_rl.models import stored
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.shown import Sight
@@ -102,7 +102,6 @@ class Learner:
         self._algorithm, self._config, self._critic_config = algorithm, config, critic or CriticConfig()
         self._mesh = make_mesh(config.mesh)
         self._rows = config.rows_per_micro_batch * row_shards(self._mesh)
-        mesh = self._mesh if self._mesh.size > 1 else None
         self._nonfinite_in_a_row = 0
         self._kl_coef, self._steps = float(np.float32(algorithm.kl.coef)), 0
         self._score_by = score_by
@@ -112,54 +111,25 @@ class Learner:
         )
         self._before: KeptState | None = None
         self._compiled: set[Any] = set()  # programs, for every number of patches
-        self._objective = objective_config(algorithm, config, temperature, mesh, scored=score_by is not None)
-        everywhere = replicated(self._mesh)
         policy = Trained.of(model, params, config, mesh=self._mesh)
-        loss = functools.partial(policy_loss, model, self._objective)
-        self._policy = Trainable(
-            policy.params,
-            frozen=policy.frozen,
-            view=policy.view,
-            shardings=policy.shardings,
-            everywhere=everywhere,
-            optimizer=config,
-            loss=loss,
+        self._programs = LearnerPrograms.of(
+            model,
+            policy,
+            algorithm=algorithm,
+            config=config,
+            temperature=temperature,
+            mesh=self._mesh,
+            scored=score_by is not None,
         )
-        self._whole = policy.whole
-
-        def reading(program: Callable[..., jax.Array], view: View) -> Callable[..., jax.Array]:
-            """Of (trained, frozen) weights and a batch; the result whole everywhere: every process reads all of it."""
-            return jax.jit(lambda *weights, batch: program(view(*weights), batch), out_shardings=everywhere)
-
-        self._score = reading(functools.partial(term_logprobs, model, self._objective), policy.view)
-        self._route = reading(functools.partial(router_loads, model, self._objective), policy.view)
-        self._layers = model.num_layers
-        if config.router_aux_loss_coef and model.experts is None:
-            raise ConfigError(
-                f"learner.router_aux_loss_coef={config.router_aux_loss_coef}, but a {model.family} model has no "
-                "experts to balance; leave it out"
-            )
+        self._objective = self._programs.objective
+        self._policy = Trainable(policy.params, frozen=policy.frozen, programs=self._programs.policy)
+        self._whole, self._layers = policy.whole, model.num_layers
         self._reference = policy.reference() if algorithm.kl.where != "none" else None
-        view = functools.partial(plain_view, dtype=config.compute_dtype)
         self._critic: Trainable | None = None
         if algorithm.adv_estimator == "gae":
-            trained, frozen, shardings = divided(
-                critic_params(params if critic_init is None else critic_init),
-                parameter_shardings(self._mesh, critic_shapes(model)),
-                freeze_vision=config.freeze_vision,
-            )
-            self._critic = Trainable(
-                trained,
-                frozen=frozen,
-                view=view,
-                shardings=shardings,
-                everywhere=everywhere,
-                optimizer=self._critic_config,
-                loss=functools.partial(
-                    value_loss, model, cliprange=self._critic_config.cliprange_value, remat=config.remat, mesh=mesh
-                ),
-            )
-        self._values = reading(functools.partial(state_values, model, remat=config.remat, mesh=mesh), view)
+            initial = critic_params(params if critic_init is None else critic_init)
+            programs, trained, frozen = self._programs.critic(initial, self._critic_config)
+            self._critic = Trainable(trained, frozen=frozen, programs=programs)
 
     @property
     def state(self) -> LearnerState:
@@ -198,7 +168,8 @@ class Learner:
     @property
     def programs_compiled(self) -> int:
         """Distinct programs compiled so far; constant once warm."""
-        own = sum(f._cache_size() for f in (self._score, self._values, self._route))
+        reading = (self._programs.score, self._programs.values, self._programs.route)
+        own = sum(f._cache_size() for f in reading)
         return own + self._policy.programs_compiled + (self._critic.programs_compiled if self._critic else 0)
 
     def update(
@@ -235,6 +206,7 @@ class Learner:
             metrics=metrics | made.metrics | self._kl_metrics(made),
             skipped=skipped,
             rejected=frozenset(inactive.difference(masked)),
+            tokens=made.by_trajectory(groups),
         )
 
     # --- preparation ------------------------------------------------------------------------------------------
@@ -261,12 +233,12 @@ class Learner:
         if self._reference is not None:
             ref = self._logprobs(minis, self._reference)
         if self._critic is not None:
-            weights = self._critic.weights
-            values = [v for m in minis for v in m.batch.of_states(self._passes(self._values, weights, m.batch))]
+            run = functools.partial(self._passes, self._programs.values, self._critic.weights)
+            values = [v for m in minis for v in m.batch.of_states(run(m.batch))]
         return Scores(old=old, ref=ref, values=values)
 
     def _logprobs(self, minis: Sequence[_MiniBatch], weights: tuple[Params, Params]) -> PerTerm:
-        return [x for m in minis for x in m.batch.of_terms(self._passes(self._score, weights, m.batch))]
+        return [x for m in minis for x in m.batch.of_terms(self._passes(self._programs.score, weights, m.batch))]
 
     def _passes(self, program: Callable[..., jax.Array], weights: tuple[Params, Params], batch: Batch) -> np.ndarray:
         """Runs a program of (trained, frozen) weights over all rows of a batch's layout."""
@@ -373,7 +345,7 @@ class Learner:
             return {}
         parts = self._place(replace(batch, terms={}))
         weights = self._policy.weights
-        chosen = sum(np.asarray(self._route(*weights, batch=arrays), np.float64) for arrays in parts)
+        chosen = sum(np.asarray(self._programs.route(*weights, batch=arrays), np.float64) for arrays in parts)
         tokens = self._layers * batch.copies.sum()
         numbers = {"router_share": np.float32(chosen / tokens), "router_tokens": np.float32(tokens)}
         return {name: place(value, replicated(self._mesh)) for name, value in numbers.items()}

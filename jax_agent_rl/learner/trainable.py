@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -58,12 +58,11 @@ def make_optimizer(config: OptimizerSection) -> optax.GradientTransformation:
     )
 
 
-class Trainable:
-    """Parameters, optimizer and the programs of an update.
+class UpdatePrograms:
+    """The programs of an update. They hold no array, and can be compiled for devices that are not here.
 
     Args:
-        params: initial parameters; copied.
-        frozen: parameters that are read and never change.
+        params: initial parameters, or their shapes.
         view: what the loss is of.
         shardings: one per parameter.
         everywhere: sharding of scalars.
@@ -71,15 +70,17 @@ class Trainable:
             largest.
 
     Attributes:
-        state: its buffers are donated by :meth:`apply`.
-        frozen: as given.
+        places: the sharding of every array of a :class:`TrainState`.
+        init: parameters (donated) to the first state.
+        zeros: parameters to gradients of zero.
+        accumulate: parameters, frozen ones, gradients (donated) and a micro-batch to gradients and statistics.
+        apply: a state (donated) and gradients to the next state, the gradients' norm and whether that was finite.
     """
 
     def __init__(
         self,
         params: Params,
         *,
-        frozen: Params,
         view: View,
         shardings: Any,
         everywhere: NamedSharding,
@@ -87,24 +88,41 @@ class Trainable:
         loss: Loss,
     ) -> None:
         transformation = make_optimizer(optimizer)
-        # A copy: the buffers are donated, so they must be our own.
-        params = jax.tree.map(place, params, shardings)
-        placed = _state_shardings(transformation, params, shardings, everywhere)
-        init = lambda params: TrainState(params, transformation.init(params), jnp.int32(0))  # noqa: E731
-        self.state: TrainState = jax.jit(init, out_shardings=placed, donate_argnums=0)(params)
         # Output shardings are those of the inputs they replace: a call never compiles for its own result.
-        self.frozen = frozen
-        self._zeros = jax.jit(lambda params: jax.tree.map(jnp.zeros_like, params), out_shardings=placed.params)
-        self._accumulate = jax.jit(
+        self.places = _state_shardings(transformation, params, shardings, everywhere)
+        init = lambda params: TrainState(params, transformation.init(params), jnp.int32(0))  # noqa: E731
+        self.init = jax.jit(init, out_shardings=self.places, donate_argnums=0)
+        self.zeros = jax.jit(lambda params: jax.tree.map(jnp.zeros_like, params), out_shardings=shardings)
+        self.accumulate = jax.jit(
             functools.partial(_accumulate, loss, view),
             donate_argnums=(2,),
-            out_shardings=(placed.params, everywhere),
+            out_shardings=(shardings, everywhere),
         )
-        self._apply = jax.jit(
+        self.apply = jax.jit(
             functools.partial(_apply, transformation),
             donate_argnums=(0,),
-            out_shardings=(placed, everywhere, everywhere),
+            out_shardings=(self.places, everywhere, everywhere),
         )
+
+
+class Trainable:
+    """Parameters, optimizer state, and updates by the programs of both.
+
+    Args:
+        params: initial parameters; copied.
+        frozen: parameters that are read and never change.
+        programs: made for parameters of these shapes.
+
+    Attributes:
+        state: its buffers are donated by :meth:`apply`.
+        frozen: as given.
+    """
+
+    def __init__(self, params: Params, *, frozen: Params, programs: UpdatePrograms) -> None:
+        # A copy: the buffers are donated, so they must be our own.
+        self.state: TrainState = programs.init(jax.tree.map(place, params, programs.places.params))
+        self.frozen = frozen
+        self._programs = programs
         self._compiled_apply: jax.stages.Compiled | None = None
 
     @property
@@ -115,15 +133,17 @@ class Trainable:
     @property
     def programs_compiled(self) -> int:
         """Distinct programs compiled so far."""
-        return sum(f._cache_size() for f in (self._zeros, self._accumulate)) + (self._compiled_apply is not None)
+        called = (self._programs.zeros, self._programs.accumulate)
+        sizes = (f._cache_size() for f in called)  # pyright: ignore[reportAttributeAccessIssue]  # not in jit's type
+        return sum(sizes) + (self._compiled_apply is not None)
 
     def gradients(
         self, micro_batches: Iterable[Arrays], tick: Callable[[], None] = lambda: None
     ) -> tuple[Params, Statistics]:
         """The gradient of the whole mini-batch and its statistics; ``tick`` is called after each micro-batch."""
-        gradients, statistics = self._zeros(self.state.params), None
+        gradients, statistics = self._programs.zeros(self.state.params), None
         for arrays in micro_batches:
-            gradients, new = self._accumulate(self.state.params, self.frozen, gradients, arrays)
+            gradients, new = self._programs.accumulate(self.state.params, self.frozen, gradients, arrays)
             statistics = new if statistics is None else _merge(statistics, new)
             jax.block_until_ready(new)
             tick()
@@ -137,7 +157,7 @@ class Trainable:
             UpdateAbandoned: ``gate`` was closed; the state's buffers are intact.
         """
         if self._compiled_apply is None:  # outside the gate, which must never wait for a compiler
-            self._compiled_apply = self._apply.lower(self.state, gradients).compile()
+            self._compiled_apply = self._programs.apply.lower(self.state, gradients).compile()
         gate = gate or UpdateGate()
         with gate.update():
             self.state, norm, finite = self._compiled_apply(self.state, gradients)
@@ -161,7 +181,8 @@ def _apply(
 
     def take() -> TrainState:
         updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
-        return TrainState(optax.apply_updates(state.params, updates), opt_state, state.updates + 1)
+        params = cast(Params, optax.apply_updates(state.params, updates))
+        return TrainState(params, opt_state, state.updates + 1)
 
     return jax.lax.cond(finite, take, lambda: state), norm, finite
 

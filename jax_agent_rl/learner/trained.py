@@ -42,6 +42,9 @@ class Trained:
     def of(cls, model: DecoderConfig, params: Params, config: LearnerConfig, *, mesh: Mesh) -> Trained:
         """Everything, with ``learner.freeze_vision`` all but the tower, or with ``learner.lora`` adapters.
 
+        Args:
+            params: initial parameters. If they are only described (by shapes), so are the result's.
+
         Raises:
             ConfigError: the mesh does not divide a parameter, or the model lacks a target, or a tower to freeze.
         """
@@ -65,7 +68,7 @@ class Trained:
         return cls(
             params=adapters,
             shardings=adapter_shardings(mesh, adapters),
-            frozen=jax.jit(lambda x: frozen_base(lora, model, x, dtype))(placed),
+            frozen=_computed(lambda x: frozen_base(lora, model, x, dtype), placed),
             view=lambda trained, frozen: joined(lora, trained, frozen, dtype),
             whole=jax.jit(functools.partial(merged, lora), out_shardings=shardings),
         )
@@ -73,6 +76,15 @@ class Trained:
     def reference(self) -> tuple[Params, Params]:
         """A copy of what is trained, as it is now, and what is frozen: new adapters are the model itself."""
         return jax.tree.map(place, self.params, self.shardings), self.frozen
+
+
+def _computed(function: Callable[[Params], Params], params: Params) -> Params:
+    """``function(params)``; of described parameters what the compiled program would give, and where."""
+    run = jax.jit(function)
+    if not any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(params)):
+        return run(params)
+    lowered = run.lower(params)
+    return jax.tree.map(place, lowered.out_info, lowered.compile().output_shardings)
 
 
 def divided(params: Params, shardings: Any, *, freeze_vision: bool) -> tuple[Params, Params, Any]:

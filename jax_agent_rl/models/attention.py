@@ -4,6 +4,9 @@ Shapes: B rows, T tokens, H query heads, K key/value heads, G = H / K, h head si
 queries at a time and are recomputed in the backward pass (Dao et al. 2022, FlashAttention, arXiv 2205.14135), so memory
 grows with T, not T², and a block's scores stay in cache. Blocks see no key to their right, which halves the work.
 
+A program for a TPU takes ``models.tree_kernel`` instead of the blocks written here, which XLA gets one by one: it
+compiles in seconds whatever the row's length, and leaves out blocks between which nothing is seen.
+
 Where the mesh axis ``context`` splits the tokens of a row, each shard gathers the keys and values of the whole row and
 attends with its own queries (as Llama 3 was trained: Grattafiori et al. 2024, arXiv 2407.21783, section 3.3.2). A tree
 mask needs no more than where those queries stand. Per layer that takes ``2 B K T h`` numbers of a shard, which is small
@@ -12,52 +15,45 @@ beside activations: K is far below H, and all else stays split. A ring would hol
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import math
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
+from jax_agent_rl.models import tree_kernel
 from jax_agent_rl.models.mesh import ROWS
+from jax_agent_rl.models.sight import NEGATIVE, Sight
 
-NEGATIVE = -1e30  # masks a score; finite, so that a row of padding stays free of NaN
 BLOCK = 128
-
-
-class Sight(NamedTuple):
-    """Which tokens a token sees: i sees j iff ``j <= i < subtree_end[j]`` and j is within the window.
-
-    Attributes:
-        subtree_end: int32 [B, T].
-        positions: int32 [B, T], depth of each token in its tree; needed for a window.
-        window: int32 []: ``positions[i] - positions[j] < window``; None for no window.
-        offset: int32 []: where in the row the first query stands; None where all tokens of the row are queries.
-    """
-
-    subtree_end: jax.Array
-    positions: jax.Array | None = None
-    window: jax.Array | None = None
-    offset: jax.Array | None = None
 
 
 def sharded_tree_attention(
     q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight, mesh: Mesh | None = None
 ) -> jax.Array:
-    """:func:`tree_attention` whose tokens may be split over the mesh axis ``context``."""
-    if mesh is None or mesh.shape["context"] == 1:
+    """:func:`tree_attention` of arrays split over a mesh: rows, heads, and over the axis ``context`` tokens."""
+    if mesh is None:
         return tree_attention(q, k, v, sight)
 
     def shard(q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight) -> jax.Array:
+        if mesh.shape["context"] == 1:
+            return tree_attention(q, k, v, sight)
         keys, values = (jax.lax.all_gather(x, "context", axis=2, tiled=True) for x in (k, v))
         offset = jax.lax.axis_index("context") * q.shape[2]
         return tree_attention(q, keys, values, sight._replace(offset=offset))
 
-    # Key/value heads that do not divide are computed by every shard of the axis.
-    heads = "tensor" if k.shape[1] % mesh.shape["tensor"] == 0 else None
-    split, whole = PartitionSpec(ROWS, heads, "context"), PartitionSpec(ROWS)
+    copies = _head_copies(q.shape[1], k.shape[1], mesh.shape["tensor"])
+    k, v = (jnp.repeat(x, copies or 1, axis=1) for x in (k, v))
+    split, whole = PartitionSpec(ROWS, "tensor" if copies else None, "context"), PartitionSpec(ROWS)
     sights = jax.tree.map(lambda x: whole if x.ndim else PartitionSpec(), sight)
     run = jax.shard_map(shard, mesh=mesh, in_specs=(split, split, split, sights), out_specs=split, check_vma=False)
     return run(q, k, v, sight)
+
+
+def _head_copies(heads: int, kv_heads: int, shards: int) -> int:
+    """How often each key/value head is repeated so that all heads divide; 0: they never do, and every shard has all."""
+    copies = shards // math.gcd(kv_heads, shards)
+    return copies if heads % (kv_heads * copies) == 0 else 0
 
 
 @jax.custom_vjp
@@ -74,8 +70,12 @@ def tree_attention(q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight) -> ja
     return _forward(q, k, v, sight)[0]
 
 
-def _forward(q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight) -> tuple[jax.Array, list[jax.Array]]:
-    """The output, and the log of each block's softmax normalizer [B, K, G·block, 1]."""
+def _forward(q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight) -> tuple[jax.Array, jax.Array]:
+    """The output, and the log of each softmax's normalizer, float32 [B, H, Q]."""
+    return jax.lax.platform_dependent(q, k, v, sight, tpu=tree_kernel.forward, default=_forward_by_blocks)
+
+
+def _forward_by_blocks(q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight) -> tuple[jax.Array, jax.Array]:
     outputs, normalizers = [], []
     for begin, end, seen in _blocks(q, k, sight):
         queries = _fold(q[:, :, begin:end], k.shape[1])
@@ -85,25 +85,38 @@ def _forward(q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight) -> tuple[ja
         total = jnp.sum(weights, axis=-1, keepdims=True)
         mixed = jnp.einsum("bkms,bksh->bkmh", weights.astype(v.dtype), v[:, :, :seen]) / total.astype(v.dtype)
         outputs.append(_unfold(mixed, q.shape[1]))
-        normalizers.append(peak + jnp.log(total))
-    return jnp.concatenate(outputs, axis=2), normalizers
+        normalizers.append(_unfold(peak + jnp.log(total), q.shape[1]))
+    return jnp.concatenate(outputs, axis=2), jnp.concatenate(normalizers, axis=2)[..., 0]
 
 
 def _save(q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight) -> tuple[jax.Array, tuple]:
-    output, normalizers = _forward(q, k, v, sight)
-    return output, (q, k, v, sight, output, normalizers)
+    output, normalizer = _forward(q, k, v, sight)
+    return output, (q, k, v, sight, output, normalizer)
 
 
 def _backward(saved: tuple, d_output: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, None]:
-    q, k, v, sight, output, normalizers = saved
+    gradients = jax.lax.platform_dependent(*saved, d_output, tpu=tree_kernel.backward, default=_backward_by_blocks)
+    d_q, d_k, d_v = gradients
+    return d_q, d_k, d_v, None
+
+
+def _backward_by_blocks(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    sight: Sight,
+    output: jax.Array,
+    normalizer: jax.Array,
+    d_output: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     kv_heads = k.shape[1]
     dq = []
     dk, dv = jnp.zeros_like(k), jnp.zeros_like(v)
-    for (begin, end, seen), normalizer in zip(_blocks(q, k, sight), normalizers, strict=True):
-        queries = _fold(q[:, :, begin:end], kv_heads)
-        d_out = _fold(d_output[:, :, begin:end], kv_heads)
-        out = _fold(output[:, :, begin:end], kv_heads)
-        weights = jnp.exp(_scores(queries, k[:, :, :seen], sight, (begin, end)) - normalizer)
+    for begin, end, seen in _blocks(q, k, sight):
+        queries, d_out, out, log_total = (
+            _fold(x[:, :, begin:end], kv_heads) for x in (q, d_output, output, normalizer[..., None])
+        )
+        weights = jnp.exp(_scores(queries, k[:, :, :seen], sight, (begin, end)) - log_total)
         d_weights = jnp.einsum("bkmh,bksh->bkms", d_out, v[:, :, :seen], preferred_element_type=jnp.float32)
         d_scores = weights * (d_weights - jnp.sum(d_out * out, axis=-1, keepdims=True, dtype=jnp.float32))
         d_scores, weights = d_scores.astype(q.dtype), weights.astype(q.dtype)
@@ -111,7 +124,7 @@ def _backward(saved: tuple, d_output: jax.Array) -> tuple[jax.Array, jax.Array, 
         # Written with the long axis last on both sides: CPUs run this product half again as fast.
         dk = dk.at[:, :, :seen].add(jnp.einsum("bkhm,bkms->bkhs", queries.mT, d_scores).mT)
         dv = dv.at[:, :, :seen].add(jnp.einsum("bkhm,bkms->bkhs", d_out.mT, weights).mT)
-    return jnp.concatenate(dq, axis=2), dk, dv, None
+    return jnp.concatenate(dq, axis=2), dk, dv
 
 
 tree_attention.defvjp(_save, _backward)

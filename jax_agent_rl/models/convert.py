@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
 
 import jax.numpy as jnp
 
@@ -13,11 +12,14 @@ from jax_agent_rl.models.hf import load_hf, save_hf
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 
 
-def convert(source: Path, target: Path, *, dtype: Literal["float32", "bfloat16", "float16"] = "float32") -> Path:
+def convert(source: Path, target: Path, *, dtype: str = "float32") -> Path:
     """Reads a GGUF file or a Hugging Face folder and writes a folder; returns it.
 
+    Args:
+        dtype: of the written weights, one of :data:`DTYPES`.
+
     Raises:
-        ModelError: the source is not readable or of an unknown family, or the target is in use.
+        ModelError: ``dtype`` is not known, the source is not readable or of an unknown family, or the target is in use.
     """
     target_dtype = named_dtype(dtype)
     if target.exists() and any(target.iterdir()):

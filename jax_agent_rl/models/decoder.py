@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
-from jax_agent_rl.models.attention import Sight
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.layers import (
     attention,
@@ -25,6 +24,7 @@ from jax_agent_rl.models.layers import (
 from jax_agent_rl.models.mesh import ROWS, constrain
 from jax_agent_rl.models.moe import router_load
 from jax_agent_rl.models.pictures import PictureInputs
+from jax_agent_rl.models.sight import Sight
 
 REMAT_POLICIES = {
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,

@@ -41,7 +41,7 @@ def convert_gguf(source: Path, target: Path) -> None:
     try:
         from gguf import GGUFReader
     except ImportError:
-        raise ModelError("reading GGUF files needs the package 'gguf': pip install 'jax_agent_rl[gguf]'") from None
+        raise ModelError("reading GGUF files needs the package 'gguf': pip install gguf") from None
     reader = GGUFReader(source)
     fields = {name: field.contents() for name, field in reader.fields.items()}
     if fields.get("general.architecture") != "llama":

@@ -16,8 +16,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from jax_agent_rl.errors import ModelError
+from jax_agent_rl.model_folder import model_folder
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.families import FAMILIES, read_config, write_config
+from jax_agent_rl.models.mesh import Device
 
 TOP = {"embed": "model.embed_tokens.weight", "final_norm": "model.norm.weight", "lm_head": "lm_head.weight"}
 LAYER = {
@@ -48,7 +50,7 @@ def load_config(path: str | Path) -> DecoderConfig:
     Raises:
         ModelError: no such folder, a damaged file, or an architecture this package does not have.
     """
-    folder = Path(path).expanduser()
+    folder = model_folder(path)
     file = folder / "config.json"
     if not file.is_file():
         raise ModelError(
@@ -81,9 +83,33 @@ def load_hf(
     Raises:
         ModelError: files are missing or damaged, or tensors are missing, left over or of a wrong shape.
     """
-    folder = Path(path).expanduser()
+    folder = model_folder(path, weights=True)
     config = load_config(folder)
     return config, load_params(list(_weight_files(folder)), config, dtype=dtype, shardings=shardings)
+
+
+def check_files(path: str | Path) -> DecoderConfig:
+    """Reads a model folder without its weights: every tensor is there, readable and of the right shape.
+
+    Raises:
+        ModelError: as :func:`load_hf`.
+    """
+    folder = model_folder(path, weights=True)
+    config = load_config(folder)
+    tensors = _tensors(list(_weight_files(folder)), config)
+
+    def check(names: Names, shape: tuple[int, ...]) -> None:
+        if isinstance(names, str):
+            _slice(tensors, names, tuple(slice(0, 0) for _ in shape), shape, str(folder))
+        else:
+            for inner in names:
+                check(inner, shape[1:])
+
+    jax.tree.map(
+        check, tensor_names(config), config.parameter_shapes(), is_leaf=lambda x: isinstance(x, (str, list, tuple))
+    )
+    _require_none_left(tensors, config, str(folder))
+    return config
 
 
 def load_params(
@@ -99,7 +125,7 @@ def load_params(
         ModelError: a file is missing or damaged, or tensors are missing, left over or of a wrong shape.
     """
     where = str(Path(files[0]).parent) if files else "an empty list of files"
-    tensors = {_published(config, name): opened for name, opened in _open_tensors(files).items()}
+    tensors = _tensors(files, config)
     shapes = config.parameter_shapes()
     if shardings is None:
         here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
@@ -111,9 +137,7 @@ def load_params(
         shardings,
         is_leaf=lambda x: isinstance(x, (str, list)),
     )
-    left = sorted(tensors.keys() - _all_names(config) - ({TOP["lm_head"]} if config.tie_word_embeddings else set()))
-    if left:
-        raise ModelError(f"{where}: {len(left)} tensors are not part of a {config.family} model, e.g. {left[:3]}")
+    _require_none_left(tensors, config, where)
     return params
 
 
@@ -132,7 +156,7 @@ def save_hf(
     (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
     generation = {key: raw[key] for key in ("bos_token_id", "eos_token_id")}
     if tokenizer_from is not None:
-        generation = _copy_tokenizer(Path(tokenizer_from).expanduser(), folder) | generation
+        generation = _copy_tokenizer(model_folder(tokenizer_from), folder) | generation
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
 
 
@@ -222,6 +246,17 @@ def _published(config: DecoderConfig, name: str) -> str:
     return next((old + name.removeprefix(new) for new, old in prefixes.items() if name.startswith(new)), name)
 
 
+def _tensors(files: Sequence[str | Path], config: DecoderConfig) -> Tensors:
+    """Every tensor of the files, by the name it is published under."""
+    return {_published(config, name): opened for name, opened in _open_tensors(files).items()}
+
+
+def _require_none_left(tensors: Tensors, config: DecoderConfig, where: str) -> None:
+    left = sorted(tensors.keys() - _all_names(config) - ({TOP["lm_head"]} if config.tie_word_embeddings else set()))
+    if left:
+        raise ModelError(f"{where}: {len(left)} tensors are not part of a {config.family} model, e.g. {left[:3]}")
+
+
 def _open_tensors(files: Sequence[str | Path]) -> Tensors:
     """Every tensor of the files."""
     found: Tensors = {}
@@ -262,7 +297,7 @@ def _read(
             return _slice(tensors, names, index, shape, where).astype(dtype)
         return np.stack([part(inner, index[1:], shape[1:]) for inner in names[index[0]]])
 
-    sharing: dict[tuple, list[jax.Device]] = {}
+    sharing: dict[tuple, list[Device]] = {}
     for device, index in sharding.devices_indices_map(shape).items():
         if device in sharding.addressable_devices:
             sharing.setdefault(tuple((at.start, at.stop) for at in index), []).append(device)

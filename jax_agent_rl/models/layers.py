@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jax_agent_rl.models.attention import Sight, sharded_tree_attention
+from jax_agent_rl.models.attention import sharded_tree_attention
 from jax_agent_rl.models.config import DecoderConfig, LinearScaling, Llama3Scaling, Params, Rope, VisionConfig
 from jax_agent_rl.models.lora import Adapted
 from jax_agent_rl.models.moe import mixture_of_experts, sharded_mixture_of_experts
 from jax_agent_rl.models.pictures import PictureInputs
+from jax_agent_rl.models.sight import Sight
 
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True)}
 

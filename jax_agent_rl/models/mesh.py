@@ -6,14 +6,19 @@ splits the rest. Only where tokens meet, attention over a row and the experts' e
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 # From the slowest to the fastest link: neighbouring devices, which exchange most, differ in the last axis.
 MESH_AXES = ("data", "fsdp", "expert", "context", "tensor")
 ROWS = ("data", "fsdp", "expert")
 """Axes that split the rows of a batch."""
 
+
+Device = Any
+"""A ``jax.Device``; jaxlib ships no types."""
 
 Bounds = tuple[tuple[int, int], ...]
 """Begin and end of a part of an array, in every dimension."""
@@ -22,6 +27,14 @@ Bounds = tuple[tuple[int, int], ...]
 def bounds_of(index: tuple[slice, ...], shape: tuple[int, ...]) -> Bounds:
     """Of a shard, as shardings name them."""
     return tuple(at.indices(size)[:2] for at, size in zip(index, shape, strict=True))
+
+
+def local_bounds(sharding: Sharding, shape: tuple[int, ...]) -> dict[Device, Bounds]:
+    """What each device of this process holds of an array."""
+    shards = sharding.devices_indices_map(shape)
+    return {
+        device: bounds_of(index, shape) for device, index in shards.items() if device in sharding.addressable_devices
+    }
 
 
 def constrain(x: jax.Array, mesh: Mesh | None, *axes: str | tuple[str, ...] | None) -> jax.Array:

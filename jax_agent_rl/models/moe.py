@@ -13,6 +13,7 @@ Shapes: N tokens, D hidden, E experts, F an expert's hidden size, k experts per 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jax_agent_rl.models.config import Experts, Params
 from jax_agent_rl.models.mesh import ROWS
+from jax_agent_rl.models.quantized import grouped_product, split_weight
 
 Activation = Callable[[jax.Array], jax.Array]
 
@@ -115,10 +117,10 @@ def replicated_mixture_of_experts(
         chosen = _own(chosen, here)
         return jax.lax.psum(_weighted(layer, x, weights, chosen, activation), ("expert", "tensor"))
 
-    run = jax.shard_map(
-        shard, mesh=mesh, in_specs=(WEIGHTS, PartitionSpec()), out_specs=PartitionSpec(), check_vma=False
-    )
-    return run({name: layer[name] for name in WEIGHTS}, x)
+    weights = {name: layer[name] for name in WEIGHTS}
+    specs = {name: split_weight(layer[name], spec) for name, spec in WEIGHTS.items()}
+    run = jax.shard_map(shard, mesh=mesh, in_specs=(specs, PartitionSpec()), out_specs=PartitionSpec(), check_vma=False)
+    return run(weights, x)
 
 
 def _own(chosen: jax.Array, here: int) -> jax.Array:
@@ -131,14 +133,15 @@ def _weighted(layer: Params, x: jax.Array, weights: jax.Array, chosen: jax.Array
     """The weighted outputs [N, D] of the chosen experts [N, k]; an index past the last one adds nothing."""
     order = jnp.argsort(chosen.reshape(-1), stable=True)  # [N k] places, by expert
     token = order // chosen.shape[1]
-    count = len(layer["expert_gate"])
+    count = layer["expert_gate"].shape[0]
     sizes = jnp.bincount(chosen.reshape(-1), length=count)
+    expert = chosen.reshape(-1)[order]
     # What a grouped product gives for rows past its last group is undefined, forwards and backwards: masked twice.
-    present = (chosen.reshape(-1)[order] < count)[:, None]
+    present = (expert < count)[:, None]
     grouped = jnp.where(present, x[token], 0)
 
-    def product(values: jax.Array, weight: jax.Array) -> jax.Array:
-        return jax.lax.ragged_dot(values, weight.swapaxes(1, 2), sizes)
+    def product(values: jax.Array, weight: Any) -> jax.Array:
+        return grouped_product(values, weight, sizes, expert)
 
     hidden = activation(product(grouped, layer["expert_gate"])) * product(grouped, layer["expert_up"])
     outputs = product(hidden, layer["expert_down"]) * weights.reshape(-1)[order, None].astype(x.dtype)

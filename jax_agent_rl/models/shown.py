@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from jax_agent_rl.model_folder import model_folder
 from jax_agent_rl.models.config import DecoderConfig, VisionConfig
 from jax_agent_rl.models.pictures import Span, locate, rope_positions
 from jax_agent_rl.patches import Patcher, Picture, Pixels
@@ -59,7 +60,7 @@ class Sight:
         """
         if model.vision is None:
             return None
-        return cls(vision=model.vision, patcher=Patcher.read(Path(folder).expanduser(), pixels=pixels))
+        return cls(vision=model.vision, patcher=Patcher.read(model_folder(folder), pixels=pixels))
 
     def read(self, media: Mapping[str, Sequence[Any]]) -> dict[str, tuple[Picture, ...]]:
         """Images and videos by kind, cut into patches.

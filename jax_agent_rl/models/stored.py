@@ -29,7 +29,7 @@ import tensorstore as ts
 from jax_agent_rl.checksums import check, digest
 from jax_agent_rl.errors import WeightUpdateError
 from jax_agent_rl.models.config import Params
-from jax_agent_rl.models.mesh import Bounds, bounds_of
+from jax_agent_rl.models.mesh import Bounds, bounds_of, local_bounds
 
 MANIFEST = "manifest.json"
 # A version that a power cut destroys is published again: no need to wait for the disk.
@@ -165,8 +165,7 @@ class StoredParams:
     def _read(self, name: str, place: jax.sharding.Sharding, dtype: jnp.dtype) -> jax.Array:
         """One parameter; its chunks are fetched side by side."""
         shape = tuple(self._entries[name]["shape"])
-        devices = place.addressable_devices_indices_map(shape)
-        shards = {device: bounds_of(index, shape) for device, index in devices.items()}
+        shards = local_bounds(place, shape)
         chunks = self._fetch(name, {b for bounds in shards.values() for b in self._overlapping(name, bounds)})
         parts: dict[Bounds, np.ndarray] = {}
         for bounds in shards.values():

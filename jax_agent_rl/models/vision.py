@@ -15,12 +15,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jax_agent_rl.models.attention import BLOCK, NEGATIVE
+from jax_agent_rl.models.attention import BLOCK
 from jax_agent_rl.models.config import Params, VisionConfig
 from jax_agent_rl.models.decoder import REMAT_POLICIES
 from jax_agent_rl.models.layers import linear, rms_norm, rotate, rows_at
 from jax_agent_rl.models.mesh import ROWS, constrain
 from jax_agent_rl.models.pictures import Layout
+from jax_agent_rl.models.sight import NEGATIVE
 
 _NOWHERE = -2  # number of a window that no patch is in, nor padding
 

@@ -4,28 +4,44 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+
 from jax_agent_rl.errors import StorageError
+from jax_agent_rl.observe.sample import sample
 from jax_agent_rl.types import Trajectory
+
+Numbers = Sequence[float] | np.ndarray
+Learnt = Mapping[str, Mapping[str, Numbers]]
+"""By trajectory id named numbers per token with loss."""
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class RunFolder:
     """Names and writes the files of one run.
 
-    ``config.json, metrics.jsonl, trajectories.jsonl, summary.json, reward.png, checkpoints/``
+    ``config.json, metrics.jsonl, trajectories.jsonl, traces.jsonl, summary.json, reward.png, checkpoints/``
+
+    Args:
+        path: is made.
+        keep_trajectories: most that are written of a step and split, see :mod:`jax_agent_rl.observe.sample`.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, keep_trajectories: int | None = None) -> None:
         self.path = path
+        self.keep_trajectories = keep_trajectories
         self.path.mkdir(parents=True, exist_ok=True)
         self.config = path / "config.json"
         self.metrics = path / "metrics.jsonl"
         self.trajectories = path / "trajectories.jsonl"
+        self.traces = path / "traces.jsonl"
         self.summary = path / "summary.json"
         self.plot = path / "reward.png"
         self.checkpoints = path / "checkpoints"
@@ -34,20 +50,35 @@ class RunFolder:
 
     def add_metrics(self, record: Mapping[str, Any]) -> None:
         """Appends one record of ``metrics.jsonl``."""
-        _append(self.metrics, [record])
+        append_records(self.metrics, [record])
 
-    def add_trajectories(self, step: int, split: str, trajectories: Iterable[Trajectory]) -> None:
-        """Appends trajectories; ``split`` is ``train`` or ``heldout``."""
-        _append(self.trajectories, (trajectory_record(t, step=step, split=split) for t in trajectories))
+    def add_trajectories(
+        self, step: int, split: str, trajectories: Sequence[Trajectory], *, learnt: Learnt = _NOTHING
+    ) -> None:
+        """Appends trajectories, or a sample of them.
+
+        Args:
+            step: they were trained on, or evaluated after.
+            split: ``train`` or ``heldout``.
+            trajectories: of that step.
+            learnt: ``UpdateResult.tokens``.
+        """
+        kept = sample(
+            trajectories, self.keep_trajectories, reward=lambda t: t.reward, group=lambda t: t.group_id, seed=step
+        )
+        append_records(
+            self.trajectories,
+            (trajectory_record(t, step=step, split=split, learnt=learnt.get(t.trajectory_id, {})) for t in kept),
+        )
 
     def cut_back(self, step: int, *, evaluated: int) -> None:
         """Removes what was recorded after ``step``, and evaluations after step ``evaluated``: both are run again."""
 
         def stays(record: Mapping[str, Any]) -> bool:
-            held_out = record.get("kind") == "evaluation" or record.get("split") == "heldout"
+            held_out = record.get("kind") == "evaluation" or record.get("split") == "heldout" or record.get("validate")
             return record["step"] <= (evaluated if held_out else step)
 
-        for file in (self.metrics, self.trajectories):
+        for file in (self.metrics, self.trajectories, self.traces):
             if file.exists():
                 write_atomically(
                     file, "".join(line + "\n" for line in _complete_lines(file) if stays(json.loads(line)))
@@ -58,14 +89,26 @@ class RunFolder:
         write_atomically(file, json.dumps(content, indent=2) + "\n")
 
 
-def trajectory_record(trajectory: Trajectory, *, step: int, split: str) -> dict[str, Any]:
+def trajectory_record(
+    trajectory: Trajectory, *, step: int, split: str, learnt: Mapping[str, Numbers] = _NOTHING
+) -> dict[str, Any]:
     """A trajectory as JSON: ids, mask, log-probs, versions, reward, messages. Derived arrays are left out of turns.
 
     Of images and videos only their number is kept.
+
+    Args:
+        learnt: ``advantages`` and ``old_logprobs`` of its tokens with loss; they are laid out along ``response_ids``,
+            0 where there is no loss, null where nobody knows.
     """
     record = {"step": step, "split": split, **asdict(replace(trajectory, turns=(), segments=(), prompt_media={}))}
     record["prompt_media"] = {kind: len(items) for kind, items in trajectory.prompt_media.items()}
-    record["segments"] = [trajectory_record(segment, step=step, split=split) for segment in trajectory.segments]
+    at, record["segments"] = 0, []
+    for segment in trajectory.segments:
+        end = at + sum(segment.loss_mask)
+        part = {name: values[at:end] for name, values in learnt.items()}
+        record["segments"].append(trajectory_record(segment, step=step, split=split, learnt=part))
+        at = end
+    record |= {name: _laid_out(values[at:], trajectory.loss_mask) for name, values in learnt.items()}
     record["turns"] = [
         {
             "sampled": len(turn.output.token_ids),
@@ -83,6 +126,13 @@ def trajectory_record(trajectory: Trajectory, *, step: int, split: str) -> dict[
     record["row"] = {key: value for key, value in trajectory.row.items() if key != "prompt"}  # it is in messages
     record["rollout_logprobs"] = [round(x, 6) for x in trajectory.rollout_logprobs]
     return record
+
+
+def _laid_out(values: Numbers, mask: Sequence[int]) -> list[float | None]:
+    """One number per id of a response, from one per id with loss."""
+    rest = iter(values)
+    placed = (float(next(rest)) if mine else 0.0 for mine in mask)
+    return [round(value, 6) if math.isfinite(value) else None for value in placed]
 
 
 def read_records(file: Path) -> list[dict[str, Any]]:
@@ -106,7 +156,8 @@ def write_atomically(file: Path, text: str) -> None:
         raise
 
 
-def _append(file: Path, records: Iterable[Mapping[str, Any]]) -> None:
+def append_records(file: Path, records: Iterable[Mapping[str, Any]]) -> None:
+    """Appends lines of JSON; StorageError if there is no room."""
     with writing(file), file.open("a") as stream:
         for record in records:
             stream.write(json.dumps(record) + "\n")

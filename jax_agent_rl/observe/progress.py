@@ -1,18 +1,30 @@
-"""The live display of a run: a table of steps that grows, and one line that says what happens now."""
+"""The live display of a run: a table of steps that grows, and below it what happens now and how far it is.
+
+::
+
+       step reward accuracy tools roll tok/s learn tok/s  |Δlogp|   time    left
+      4/16   0.521        ·  1.04       1210        2233  2.1e-06    27s   5m24s
+      warning (zero_variance): 67% of the groups have equal rewards …
+      ▸ step 5: rollout 31/48 trajectories  (9 s)
+      ━━━━━━━━━━╸━━━━━━━━━━━━━━━━━━━━━━━━━━━━━  4/16, 5m15s left  ⚠ zero_variance
+"""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
 from rich.text import Text
 
 HEARTBEAT_SECONDS = 20.0
+HEADER_EVERY = 20
 HEADER = (  # with its widths in step() within 80 columns
     f"{'step':>7} {'reward':>6} {'accuracy':>8} {'tools':>5} {'roll tok/s':>10} {'learn tok/s':>11} "
     f"{'|Δlogp|':>8} {'time':>6} {'left':>7}"
@@ -33,9 +45,13 @@ class Progress:
         self._phase = "starting"
         self._count: Callable[[], str] = lambda: ""
         self._phase_began = self._spoke = clock()
+        self._shown = 0
+        self._done_steps = 0
+        self._ends_at: float | None = None
+        self._warnings: tuple[str, ...] = ()
         self._lock = threading.Lock()
         self._done = threading.Event()
-        self._live = Live(get_renderable=self._line, console=console, refresh_per_second=4, transient=True)
+        self._live = Live(get_renderable=self._display, console=console, refresh_per_second=4, transient=True)
 
     def __enter__(self) -> Progress:
         if self._console.is_terminal:
@@ -59,12 +75,21 @@ class Progress:
     def say(self, text: str) -> None:
         """A line that stays."""
         self._spoke = self._clock()
-        self._console.print(text, highlight=False)
+        self._console.print(text, highlight=False, markup=False, soft_wrap=not self._console.is_terminal)
+
+    def resumed(self, step: int) -> None:
+        """The run goes on after this step."""
+        with self._lock:
+            self._done_steps = step
+        self.say(f"resumed after step {step}")
 
     def step(self, record: Mapping[str, Any], *, seconds_left: float) -> None:
         """One finished step (a ``metrics.jsonl`` record of kind ``step``)."""
-        if record["step"] == 1 or (record["step"] - 1) % 20 == 0:
+        if self._shown % HEADER_EVERY == 0:
             self._console.print(Text(HEADER, style="bold"))
+        self._shown += 1
+        with self._lock:
+            self._done_steps, self._ends_at = record["step"], self._clock() + seconds_left
         accuracy = f"{record['accuracy']:.1%}" if record.get("accuracy") is not None else "·"
         self.say(
             f"{record['step']:>3}/{self._total:<3} {record['reward_mean']:>6.3f} {accuracy:>8} "
@@ -72,6 +97,21 @@ class Progress:
             f"{record['learner_tokens_per_second']:>11.0f} {record['logprob_gap_max']:>8.1e} "
             f"{duration(record['step_seconds']):>6} {duration(seconds_left):>7}"
         )
+
+    def warn(self, names: Sequence[str]) -> None:
+        """The warnings that hold now, by name."""
+        with self._lock:
+            self._warnings = tuple(names)
+
+    def _display(self) -> Group:
+        """What a terminal shows below the table, redrawn several times a second."""
+        with self._lock:
+            done, ends_at, warnings = self._done_steps, self._ends_at, self._warnings
+        left = f", {duration(ends_at - self._clock())} left" if ends_at is not None else ""
+        bar = Table.grid(padding=(0, 1))
+        names = Text("⚠ " + ", ".join(warnings) if warnings else "", style="red", overflow="ellipsis", no_wrap=True)
+        bar.add_row(" ", ProgressBar(total=self._total, completed=done, width=40), f"{done}/{self._total}{left}", names)
+        return Group(self._line(), bar)
 
     def _line(self) -> Text:
         with self._lock:

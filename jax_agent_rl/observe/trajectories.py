@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
@@ -15,10 +16,48 @@ INSERTED = "cyan"
 PROMPT = "dim"
 LEGEND = "legend: [dim]prompt[/] · [bold green]«sampled by the policy»[/] · [cyan]inserted (tool results, template)[/]"
 
+_CONTROLS = {code: f"\\x{code:02x}" for code in (*range(9), *range(11, 32), *range(127, 160))}
+
 Decode = Callable[[Sequence[int]], str]
 
 
-def render(record: Mapping[str, Any], decode: Decode, *, title: str = "", whole_prompt: bool = False) -> RenderableType:
+COLOURS: dict[str, Callable[[Mapping[str, Any], int], str]] = {
+    "mask": lambda record, at: SAMPLED,
+    "logprob": lambda record, at: _of_logprob(record["rollout_logprobs"][at]),
+    "advantage": lambda record, at: _of_advantage((record.get("advantages") or {at: None})[at]),
+    "version": lambda record, at: _VERSIONS[record["policy_versions"][at] % len(_VERSIONS)],
+}
+"""What the style of a sampled token says: a function of the record and of the token's place in the response."""
+
+LEGENDS = {
+    "mask": LEGEND,
+    "logprob": "legend: probability of «sampled» tokens  [green]over 0.9[/] · [yellow]over 0.5[/] · "
+    "[dark_orange]over 0.1[/] · [bold red]less[/]",
+    "advantage": "legend: advantage of «sampled» tokens  [bold blue]above 0, made likelier[/] · "
+    "[bold dark_orange]below 0, made less likely[/] · [dim]0, or not trained on[/]",
+    "version": "legend: a colour for each version of the weights that sampled «tokens»",
+}
+
+_VERSIONS = ("blue", "dark_orange", "green", "red", "magenta", "cyan", "yellow", "white")
+
+
+def _of_logprob(value: float) -> str:
+    bounds = ((0.9, "green"), (0.5, "yellow"), (0.1, "dark_orange"))
+    return next((style for least, style in bounds if math.exp(value) > least), "bold red")
+
+
+def _of_advantage(value: float | None) -> str:
+    return "dim" if not value else "bold blue" if value > 0 else "bold dark_orange"
+
+
+def render(
+    record: Mapping[str, Any],
+    decode: Decode,
+    *,
+    title: str = "",
+    whole_prompt: bool = False,
+    colour: str = "mask",
+) -> RenderableType:
     """One trajectory record (a line of ``trajectories.jsonl``) as a panel.
 
     Sampled spans stand in «guillemets» as well as in colour, so that they are told apart on paper too.
@@ -27,17 +66,28 @@ def render(record: Mapping[str, Any], decode: Decode, *, title: str = "", whole_
         record: see :func:`jax_agent_rl.observe.metrics.trajectory_record`.
         decode: ids to text, special tokens kept.
         whole_prompt: show the whole prompt, not only its end.
+        colour: what the colour of sampled tokens shows, one of :data:`COLOURS`.
     """
     body = Text()
-    prompt = decode(record["prompt_ids"])
+    prompt = visible(decode(record["prompt_ids"]))
     if not whole_prompt and len(prompt) > 240:
         prompt = "… " + prompt[-240:].lstrip()
     body.append(prompt, PROMPT)
-    pairs = zip(record["response_ids"], record["response_mask"], strict=True)
-    for sampled, span in groupby(pairs, key=lambda pair: pair[1]):
-        text = decode([token for token, _ in span])
-        body.append(f"«{text}»" if sampled else text, SAMPLED if sampled else INSERTED)
+    ids, mask, style_of = record["response_ids"], record["response_mask"], COLOURS[colour]
+    for sampled, span in groupby(range(len(ids)), key=lambda at: mask[at]):
+        if not sampled:
+            body.append(visible(decode([ids[at] for at in span])), INSERTED)
+            continue
+        body.append("«", SAMPLED)
+        for style, part in groupby(span, key=lambda at: style_of(record, at)):
+            body.append(visible(decode([ids[at] for at in part])), style)
+        body.append("»", SAMPLED)
     return Panel(Group(_facts(record), body), title=title or record["trajectory_id"], title_align="left")
+
+
+def visible(text: str) -> str:
+    """Text whose control characters are written out: what a model writes must not steer the terminal."""
+    return text.translate(_CONTROLS)
 
 
 def _facts(record: Mapping[str, Any]) -> Text:

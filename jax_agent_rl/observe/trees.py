@@ -17,7 +17,7 @@ from typing import Any
 from rich.text import Text
 from rich.tree import Tree
 
-from jax_agent_rl.observe.trajectories import Decode
+from jax_agent_rl.observe.trajectories import Decode, visible
 from jax_agent_rl.trajectory_graph import TrajectoryGraph
 from jax_agent_rl.types import FinishReason, Fork, StopReason, TokenOutput, Trajectory, Turn
 
@@ -98,5 +98,5 @@ def _mean(trajectories: Sequence[Trajectory]) -> float:
 
 
 def _snippet(text: str) -> str:
-    line = " ".join(text.split())
+    line = visible(" ".join(text.split()))
     return line if len(line) <= _WIDTH else line[: _WIDTH - 2] + " …"

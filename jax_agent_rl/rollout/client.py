@@ -26,10 +26,11 @@ from typing import Any
 
 from jax_agent_rl.errors import BackendClosedError, BackendError, EngineDiedError
 from jax_agent_rl.rollout.admission import Admission
-from jax_agent_rl.rollout.parts import check_context, heard, join, rest_of
+from jax_agent_rl.rollout.parts import check_context, heard, join, rest_of, seen
 from jax_agent_rl.rollout.protocol import GenerateRequest, TokenChunk, WeightUpdate
 from jax_agent_rl.rollout.server import AsyncServer, OnIds, Overseer, ServingStats, take_weights
 from jax_agent_rl.rollout.stops import DecodeText
+from jax_agent_rl.tracing import span
 from jax_agent_rl.types import PauseMode, SamplingParams, StopReason, TokenOutput
 
 logger = logging.getLogger(__name__)
@@ -307,7 +308,11 @@ class LLMServerClient:
         flight = self._flights[request_id] = _Flight(on_ids=on_ids)
         self._asked = True
         try:
-            return await self._run(request, flight)
+            with span("generate") as traced:
+                output = await self._run(request, flight)
+                if traced:
+                    traced.set(**seen(request, output, self._decode_text))
+            return output
         finally:
             del self._flights[request_id]
             if session_ends and session_id is not None:
@@ -354,7 +359,8 @@ class LLMServerClient:
 
     async def _send(self, request: GenerateRequest, flight: _Flight) -> TokenOutput | None:
         """One attempt on one server; None if nothing came of it."""
-        server = await self._admission.enter(request)
+        with span("wait", "engine"):
+            server = await self._admission.enter(request)
         if server is None:  # it was aborted while it waited
             return None
         try:

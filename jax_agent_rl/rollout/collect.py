@@ -22,6 +22,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, AsyncExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -30,6 +31,7 @@ from jax_agent_rl.errors import TrajectoryError
 from jax_agent_rl.rollout.accounting import Accounting
 from jax_agent_rl.rollout.slots import Slots
 from jax_agent_rl.rollout.strategies import Chains, Growth, Outcome, Start, Strategy
+from jax_agent_rl.tracing import NO_SPAN, NoSpan, OpenSpan, Tracer, span
 from jax_agent_rl.types import DropReason, Group, SamplingParams, Trajectory
 
 logger = logging.getLogger(__name__)
@@ -77,6 +79,8 @@ class RolloutCollector:
         seed: the run's seed. With it, the label, the step and the indices, sampling is reproducible.
         accounting: where trajectories are counted; a new one if None. Evaluation wants its own.
         strategy: which trajectories of a group are started, and from where; None: all from the prompt.
+        tracer: traces trajectories; None traces none.
+        validate: traces say that these are evaluations.
 
     Attributes:
         latest_losses: for each reason, what the newest loss said.
@@ -91,6 +95,8 @@ class RolloutCollector:
         seed: int,
         accounting: Accounting | None = None,
         strategy: Strategy | None = None,
+        tracer: Tracer | None = None,
+        validate: bool = False,
     ):
         self._strategy = strategy or Chains()
         if self._strategy.branches:
@@ -102,6 +108,7 @@ class RolloutCollector:
         self._score = score
         self._slots = Slots(max_in_flight)
         self._seed = seed
+        self._tracer, self._validate = tracer, validate
 
     async def close(self) -> None:
         """Closes the agent loops; nothing may be running."""
@@ -246,15 +253,33 @@ class RolloutCollector:
     async def _run(self, group: _OpenGroup, number: int, start: Start, undelivered: set[str]) -> Outcome:
         """Runs one trajectory and books its loss, if it is one."""
         trajectory_id = f"{group.plan.group_id}-{number}"
-        async with self._slots.take(urgency=len(group.waves)):
-            self.accounting.start(trajectory_id)
-            undelivered.add(trajectory_id)
-            result = await self._run_or_reason(group, trajectory_id, number, start)
+        with self._traced(group.plan, number) as run:
+            async with AsyncExitStack() as slot:
+                with span("wait", "slot"):
+                    await slot.enter_async_context(self._slots.take(urgency=len(group.waves)))
+                self.accounting.start(trajectory_id)
+                undelivered.add(trajectory_id)
+                result = await self._run_or_reason(group, trajectory_id, number, start)
+            if run:
+                run.set(**_seen(result))
         if isinstance(result, Trajectory):
             return Outcome(trajectory_id=trajectory_id, start=start, trajectory=result)
         self.accounting.drop([trajectory_id], result)
         group.dropped[result] += 1
         return Outcome(trajectory_id=trajectory_id, start=start, trajectory=None)
+
+    def _traced(self, plan: _Plan, number: int) -> AbstractContextManager[OpenSpan | NoSpan]:
+        if self._tracer is None:
+            return NO_SPAN
+        _, _, step, sample = plan.seed_parts
+        return self._tracer.trajectory(
+            trajectory_id=f"{plan.group_id}-{number}",
+            group_id=plan.group_id,
+            step=int(step),
+            sample=int(sample),
+            rollout=number,
+            validate=self._validate,
+        )
 
     async def _run_or_reason(
         self, group: _OpenGroup, trajectory_id: str, number: int, start: Start
@@ -264,7 +289,10 @@ class RolloutCollector:
         seed = derive_seed(*group.plan.seed_parts, number)
         try:
             trajectory = await self._play(group, trajectory_id, start, replace(group.plan.sampling, seed=seed))
-            trajectory = await self._score(trajectory)
+            with span("reward", str(group.plan.row.get("data_source") or "")) as scoring:
+                trajectory = await self._score(trajectory)
+                if scoring:
+                    scoring.set(reward=trajectory.reward, reward_parts=trajectory.reward_parts)
         except TrajectoryError as error:
             logger.warning("%s dropped (%s): %s", trajectory_id, error.drop_reason, error)
             self.latest_losses[error.drop_reason] = str(error)
@@ -295,6 +323,20 @@ class RolloutCollector:
             return replace(trajectory, fork=fork)
         self._client.fork_session(fork.parent_id, trajectory_id)
         return await loop.branch(group.living(fork.parent_id), fork, trajectory_id=trajectory_id, sampling=sampling)
+
+
+def _seen(result: Trajectory | DropReason) -> dict[str, Any]:
+    """What the trace of a trajectory says about its end."""
+    if not isinstance(result, Trajectory):
+        return {"dropped": str(result)}
+    return {
+        "agent_name": result.agent_name,
+        "finish_reason": str(result.finish_reason),
+        "reward": result.reward,
+        "turns": result.num_turns,
+        "sampled_tokens": result.num_sampled,
+        "messages": [{"role": m["role"], "content": m.get("content")} for m in result.messages],
+    }
 
 
 def _number(trajectory: Trajectory) -> int:

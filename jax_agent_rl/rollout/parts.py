@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from jax_agent_rl.errors import BackendError, TokenDriftError
 from jax_agent_rl.rollout.protocol import GenerateRequest, TokenChunk
@@ -86,3 +87,15 @@ def heard(request: GenerateRequest, chunks: Sequence[TokenChunk]) -> TokenOutput
         stop_reason=StopReason.ABORTED,
         context_digest=digest_ids(request.prompt_ids + ids),
     )
+
+
+def seen(request: GenerateRequest, output: TokenOutput, decode_text: DecodeText | None) -> dict[str, Any]:
+    """What the trace of a request says."""
+    return ({"text": decode_text(output.token_ids)} if decode_text else {}) | {
+        "request_id": request.request_id,
+        "context_tokens": len(request.prompt_ids),
+        "sampled_tokens": len(output.token_ids),
+        "cached_tokens": output.cached_tokens,
+        "stop_reason": str(output.stop_reason),
+        "policy_versions": sorted(set(output.policy_versions)),
+    }

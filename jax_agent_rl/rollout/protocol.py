@@ -31,6 +31,8 @@ class Capabilities:
         max_model_len: most ids of prompt + output in one context.
         max_concurrent: requests decoded at the same time (more may be queued).
         logprobs: log-probs are those of the distribution sampled from (after temperature, top-p, top-k).
+        any_sampling: any temperature, top_p and top_k. False: only temperature 1 of the whole vocabulary, and 0; other
+            requests are a BackendError.
         seeds: a request's ``seed`` makes it reproducible whatever else is in the batch.
         stop_strings: ``SamplingParams.stop`` is honoured.
         streaming: ``stream`` yields chunks as they are sampled.
@@ -46,12 +48,13 @@ class Capabilities:
         sleep: ``sleep``/``wake`` release and restore device memory.
         weight_payloads: payload kinds ``update_weights`` takes: ``"arrays"`` (a pytree of device arrays
             of the same process), ``"safetensors"`` (paths of files), ``"tensorstore"`` (address of a folder),
-            ``"object_store"`` (a reference into Ray's store).
+            ``"object_store"`` (a reference into Ray's store), ``"mesh"`` (nothing: the engine's process has them).
     """
 
     max_model_len: int
     max_concurrent: int
     logprobs: bool = True
+    any_sampling: bool = True
     seeds: bool = True
     stop_strings: bool = True
     streaming: bool = True
@@ -126,7 +129,8 @@ class WeightUpdate:
             engine copies on the device and keeps no reference). ``"safetensors"``: ``payload`` is a list of
             file paths. ``"tensorstore"``: ``payload`` is the address of a version's folder, as
             ``models.stored`` writes it. ``"object_store"``: a
-            :class:`~jax_agent_rl.rollout.ray_actor.weights.StoredWeights`.
+            :class:`~jax_agent_rl.rollout.ray_actor.weights.StoredWeights`. ``"mesh"``: None; every process of the
+            learner has put a copy of this version on its shelf, see ``runtime.host_engines``.
         payload: see ``kind``. Opaque to everything between the learner and the engine.
         partial: only some parameters are named; the others stay.
         lasting: the payload stays as it is until the next update is made, so that a server that joins meanwhile can
@@ -145,13 +149,20 @@ class WeightUpdate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Health:
-    """A backend's answer to "are you well?": ``ok``, and if not, why and what to do in ``detail``."""
+    """A backend's answer to "are you well?": ``ok``, and if not, why and what to do in ``detail``.
+
+    Attributes:
+        policy_version: that it serves.
+        running, waiting: requests.
+        kv_used_share: of the KV cache, kept prefixes included, in [0, 1]; None where the engine does not say.
+    """
 
     ok: bool
     detail: str = ""
     policy_version: int = 0
     running: int = 0
     waiting: int = 0
+    kv_used_share: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

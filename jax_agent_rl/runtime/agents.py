@@ -16,6 +16,7 @@ from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.collect import RolloutCollector, Score
 from jax_agent_rl.rollout.strategies import make_strategy
 from jax_agent_rl.tools.registry import ToolRegistry
+from jax_agent_rl.tracing import Tracer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +58,7 @@ def make_agents(
     codec: ChatCodec,
     tools: ToolRegistry,
     score: Score,
+    tracer: Tracer | None = None,
 ) -> Agents:
     """Builds them; the client's engines may be added later.
 
@@ -80,10 +82,10 @@ def make_agents(
         interactions=interactions,
         environments=environments,
     )
-    parts = {"score": score, "max_in_flight": config.rollout.max_in_flight, "seed": config.seed}
+    parts = {"score": score, "max_in_flight": config.rollout.max_in_flight, "seed": config.seed, "tracer": tracer}
     return Agents(
         collector=RolloutCollector(context, strategy=make_strategy(config.rollout.strategy), **parts),
-        evaluator=RolloutCollector(replace(context, limits=config.agent.for_validation()), **parts),
+        evaluator=RolloutCollector(replace(context, limits=config.agent.for_validation()), validate=True, **parts),
         interactions=interactions,
         environments=environments,
     )

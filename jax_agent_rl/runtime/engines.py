@@ -18,11 +18,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.config import Config
 from jax_agent_rl.errors import ConfigError, ModelError
+from jax_agent_rl.model_folder import model_folder
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.hf import load_config, load_hf
 from jax_agent_rl.models.shown import Sight
@@ -34,6 +37,7 @@ from jax_agent_rl.serving import token_from
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
+    from jax_agent_rl.jetstream.brought import MakeEngine
     from jax_agent_rl.jetstream.engine import EngineShapes
     from jax_agent_rl.jetstream.programs import ProgramTable
 
@@ -50,10 +54,13 @@ def check_engine(config: Config) -> None:
     """What can be known to be missing before minutes of loading.
 
     Raises:
-        ConfigError: vLLM is not installed or does not know the model, or a server's token is not set.
+        ConfigError: vLLM is not installed or does not know the model, a server's token is not set, or there is no
+            function of the name in ``rollout.jetstream.engine``.
     """
     if config.rollout.backend == "remote":
         token_from(config.rollout.token_env, key="rollout.token_env")
+    if config.rollout.backend == "jetstream":
+        _brought(config)
     if config.rollout.backend == "vllm":
         try:
             from gpu_backend.settings import check_installation
@@ -61,7 +68,7 @@ def check_engine(config: Config) -> None:
         except ImportError as error:
             raise ConfigError(f"rollout.backend=vllm: the package gpu_backend is missing ({error})") from None
         check_installation()
-        Checkpoint.read(Path(config.model.path).expanduser())
+        Checkpoint.read(model_folder(config.model.path, weights=True))
 
 
 def read_model(config: Config, codec: ChatCodec, prompt_ids: Sequence[int] = ()) -> DecoderConfig:
@@ -84,8 +91,11 @@ def read_model(config: Config, codec: ChatCodec, prompt_ids: Sequence[int] = ())
     return model if model.eos_token_ids else replace(model, eos_token_ids=codec.eos_token_ids)
 
 
-def load_model(config: Config, codec: ChatCodec) -> tuple[DecoderConfig, Params]:
+def load_model(config: Config, codec: ChatCodec, *, dtype: str = "float32") -> tuple[DecoderConfig, Params]:
     """The model and its weights, each part on the device of the engine that serves it: for one without a learner.
+
+    Args:
+        dtype: of the weights.
 
     Raises:
         ConfigError: the engine's mesh does not divide the model.
@@ -94,7 +104,8 @@ def load_model(config: Config, codec: ChatCodec) -> tuple[DecoderConfig, Params]
     from jax_agent_rl.jetstream.layout import parameter_places
 
     model = read_model(config, codec)
-    return model, load_hf(config.model.path, shardings=parameter_places(model, _engine_mesh(config)))[1]
+    places = parameter_places(model, engine_mesh(config))
+    return model, load_hf(config.model.path, dtype=jnp.dtype(dtype), shardings=places)[1]
 
 
 def make_backends(
@@ -138,22 +149,25 @@ def backend_factories(
 
 
 def recovery_seconds(config: Config) -> float:
-    """``rollout.recovery_seconds``, where an engine can be replaced: one that shares devices and process with the
-    learner cannot."""
-    shared = config.rollout.backend == "jetstream" and config.rollout.placement == "colocated"
-    return 0.0 if shared else config.rollout.recovery_seconds
+    """``rollout.recovery_seconds``, where there are engines that can be replaced: the only one of a run, on the
+    learner's devices and in its process, cannot."""
+    alone = config.rollout.backend == "jetstream" and config.rollout.placement == "colocated"
+    return 0.0 if alone and jax.process_count() == 1 else config.rollout.recovery_seconds
 
 
-def make_engine(config: Config, *, version: int, say: Callable[[str], None] = logger.info) -> RolloutBackend:
+def make_engine(
+    config: Config, *, version: int, say: Callable[[str], None] = logger.info, dtype: str = "float32"
+) -> RolloutBackend:
     """The one engine ``rollout.backend`` names, of the model's files: for a process without a learner.
 
     Args:
         version: policy version of those files.
         say: takes a line of progress.
+        dtype: in which an embedded engine is given parameters, now and later.
     """
     use_compilation_cache()
     codec = ChatCodec.from_pretrained(config.model.path, tool_format=config.agent.tool_format)
-    weights = functools.partial(load_model, config, codec)
+    weights = functools.partial(load_model, config, codec, dtype=dtype)
     (backend,) = make_backends(config, codec, weights=weights, say=say, version=version)
     return backend
 
@@ -180,30 +194,66 @@ def one_program(config: Config, model: DecoderConfig) -> OneProgram | None:
     table = ProgramTable()
     dtype, temperature = config.rollout.jetstream.dtype, config.rollout.temperature
     return OneProgram(
-        table, DeterministicScorer(model, _shapes(config), dtype=dtype, table=table, temperature=temperature)
+        table, DeterministicScorer(model, engine_shapes(config), dtype=dtype, table=table, temperature=temperature)
     )
 
 
-def _shapes(config: Config) -> EngineShapes:
-    from jax_agent_rl.jetstream.engine import EngineShapes
+def engine_shapes(config: Config) -> EngineShapes:
+    """What an embedded engine compiles for."""
+    from jax_agent_rl.jetstream.shapes import EngineShapes, cache_tokens, prefill_buckets
 
-    engine = config.rollout.jetstream
+    engine, longest = config.rollout.jetstream, config.rollout.max_model_len
     lanes = min(engine.max_concurrent_decodes, config.rollout.max_in_flight)
     return EngineShapes(
-        max_model_len=config.rollout.max_model_len,
+        max_model_len=longest,
         max_concurrent_decodes=lanes,
-        # A row for every trajectory in flight: none loses its KV while a tool runs.
-        cache_rows=max(lanes, config.rollout.max_in_flight),
+        cache_tokens=engine.cache_tokens or cache_tokens(longest, lanes, config.rollout.max_in_flight),
         decode_steps=engine.decode_steps,
-        prefill_buckets=engine.prefill_buckets,
+        prefill_buckets=engine.prefill_buckets or prefill_buckets(config.agent.max_prompt_length),
         patch_buckets=engine.patch_buckets,
     )
 
 
-def _engine_mesh(config: Config) -> Mesh:
+def engine_precision(config: Config) -> dict[str, Any]:
+    """``dtype``, ``kv_dtype`` and ``quantize`` of an embedded engine."""
+    engine = config.rollout.jetstream
+    return {
+        "dtype": engine.dtype,
+        "kv_dtype": None if engine.kv_dtype == "auto" else engine.kv_dtype,
+        "quantize": None if engine.quantize == "none" else engine.quantize,
+    }
+
+
+def engine_mesh(config: Config) -> Mesh:
+    """The devices of this process that its embedded engine takes.
+
+    Raises:
+        ConfigError: there are not so many.
+    """
     from jax_agent_rl.jetstream.layout import make_engine_mesh
 
     return make_engine_mesh(config.rollout.jetstream.mesh, first_device=config.rollout.jetstream.first_device)
+
+
+def check_turns(config: Config, learner: Mesh, engine: Mesh) -> None:
+    """Devices that exchange data meet in the order their programs were launched. An engine and a learner that work at
+    the same time launch in no common order: two programs of both would each wait for a device that is in the other.
+
+    Args:
+        engine: of a colocated engine.
+
+    Raises:
+        ConfigError: both span several of the same devices, and the trainer does not let them work in turn.
+    """
+    mode, shared = config.trainer.mode, set(learner.devices.flat) & set(engine.devices.flat)
+    if mode == "sync" or config.rollout.placement != "colocated" or len(shared) < 2:
+        return
+    raise ConfigError(
+        f"trainer.mode={mode}: engine and learner work at the same time, and both exchange data over the same "
+        f"{len(shared)} devices, where they would wait for each other for ever; give the engine devices of its own (a "
+        "smaller learner.mesh, and rollout.jetstream.first_device behind it), let it take one (rollout.jetstream.mesh),"
+        " or set trainer.mode=sync or rollout.placement=hybrid"
+    )
 
 
 def _jetstream(
@@ -221,23 +271,28 @@ def _jetstream(
     if config.rollout.deterministic and table is None:  # serving, without a learner
         table = ProgramTable()
 
-    def progress(done: int, total: int) -> None:
-        if done == total or done % 5 == 0:
-            say(f"compiled {done} of {total} engine programs")
-
     return JetStreamBackend(
         model,
         params,
-        _shapes(config),
-        dtype=config.rollout.jetstream.dtype,
-        mesh=_engine_mesh(config),
+        engine_shapes(config),
+        **engine_precision(config),
+        mesh=engine_mesh(config),
         deterministic=table,
+        brought=_brought(config),
         sight=Sight.of(model, config.model.path, pixels=config.model.pixels),
         version=version,
         seed=config.seed,
         decode_text=_decoder(codec),
-        progress=progress,
+        say=say,
     )
+
+
+def _brought(config: Config) -> MakeEngine | None:
+    if (where := config.rollout.jetstream.engine) is None:
+        return None
+    from jax_agent_rl.jetstream.brought import load_engine_function
+
+    return load_engine_function(where)
 
 
 def _vllm(config: Config, codec: ChatCodec, version: int) -> RolloutBackend:

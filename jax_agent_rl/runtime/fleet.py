@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from jax_agent_rl.errors import BackendError
 from jax_agent_rl.rollout.protocol import BackendMetrics, RolloutBackend
@@ -49,7 +50,7 @@ def _sum(*metrics: BackendMetrics) -> BackendMetrics:
     return _combine(lambda *values: sum(values), *metrics)
 
 
-def _combine(how: Callable[..., float], *metrics: BackendMetrics) -> BackendMetrics:
+def _combine(how: Callable[..., Any], *metrics: BackendMetrics) -> BackendMetrics:
     """Each counter by itself."""
     names = BackendMetrics.__dataclass_fields__
     return BackendMetrics(**{name: how(*(getattr(m, name) for m in metrics)) for name in names})

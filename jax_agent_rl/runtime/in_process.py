@@ -6,30 +6,27 @@ import functools
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from jax_agent_rl.agents import EnvironmentAgent, agent_names, load_agents
 from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.config import Config
 from jax_agent_rl.data.cursor import DataCursor
-from jax_agent_rl.data.rows import load_rows
-from jax_agent_rl.environments import load_environments, require_environments
 from jax_agent_rl.learner.sharding import make_mesh
 from jax_agent_rl.learner.step import Learner
+from jax_agent_rl.observe.metrics import RunFolder
+from jax_agent_rl.observe.traces.opening import open_tracer
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.collect import RolloutCollector
-from jax_agent_rl.rollout.manager import LLMServerManager
 from jax_agent_rl.rollout.protocol import BackendMetrics
-from jax_agent_rl.runtime.agents import make_agents
-from jax_agent_rl.runtime.engines import backend_factories, check_engine, one_program, read_model, recovery_seconds
+from jax_agent_rl.runtime.engines import backend_factories, check_turns, engine_mesh, one_program, read_model
 from jax_agent_rl.runtime.fleet import FleetMetrics
+from jax_agent_rl.runtime.host_engines import join_hosts, make_host_engine, make_shelf, on_every_host
 from jax_agent_rl.runtime.learners import make_learner
 from jax_agent_rl.runtime.multihost import LeadingLearner, Line
 from jax_agent_rl.runtime.placement import first_version, open_places, place_engines, room_for_learning
 from jax_agent_rl.runtime.publishers import Publisher, make_publisher
-from jax_agent_rl.runtime.scoring import needed_services, open_scorer, reward_server
-from jax_agent_rl.tools.loading import open_tools
-from jax_agent_rl.tools.registry import ToolRegistry
+from jax_agent_rl.runtime.rollouts import open_agents, open_manager, prepare
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,30 +73,17 @@ async def build(config: Config, *, say: Callable[[str], None], line: Line | None
     Raises:
         ConfigError, DataError, ModelError, ToolDefinitionError: what a user has to fix.
     """
+    heldout_source = [(config.data.heldout, config.data.heldout_limit)] if config.data.heldout else []
     async with AsyncExitStack() as stack:
-        tools = await stack.enter_async_context(open_tools(config.tools))
-        await stack.enter_async_context(reward_server(config))
-        load_agents(config.agent.path)
-        load_environments(config.environments.path)
-        train, heldout = _load_data(config, tools)
-        services = needed_services(config, [*train, *heldout])
-        codec = ChatCodec.from_pretrained(
-            config.model.path,
-            tool_format=config.agent.tool_format,
-            tool_prompt=config.agent.tool_prompt,
-            pixels=config.model.pixels,
-        )
-        check_engine(config)
+        prepared = await stack.enter_async_context(prepare(config, [(config.data.train, None), *heldout_source]))
+        train, heldout = prepared.rows[0], [row for rows in prepared.rows[1:] for row in rows]
+        codec = prepared.codec
         places = await stack.enter_async_context(open_places(config))
-        make_mesh(config.learner.mesh)  # or a ConfigError, before anything is loaded
-        client = LLMServerClient(
-            decode_text=functools.partial(codec.decode, skip_special_tokens=False),
-            max_in_flight_per_server=config.rollout.max_in_flight_per_server,
-            wait_for_server_seconds=config.rollout.wait_for_server_seconds,
-        )
-        score = await stack.enter_async_context(open_scorer(config, services, client=client, codec=codec))
-        agents = make_agents(config, client=client, codec=codec, tools=tools, score=score)
-        stack.push_async_callback(agents.close)
+        mesh = make_mesh(config.learner.mesh)  # or a ConfigError, before anything is loaded
+        if config.rollout.backend == "jetstream" and config.rollout.placement == "colocated":
+            check_turns(config, mesh, engine_mesh(config))
+        tracer = await stack.enter_async_context(open_tracer(config.trace, RunFolder(Path(config.run_dir))))
+        client, agents = await stack.enter_async_context(open_agents(config, prepared, tracer=tracer))
         agents.collector.require_branching(train)
         await agents.preflight([*train, *heldout])
         say(f"loading {config.model.path}")
@@ -107,7 +91,8 @@ async def build(config: Config, *, say: Callable[[str], None], line: Line | None
         model = read_model(config, codec, probe_ids)
         shared = one_program(config, model)
         learner = make_learner(config, model, score_by=shared and shared.score, line=line)
-        publisher = make_publisher(config, model, probe_ids=probe_ids)
+        shelf = make_shelf(config) if on_every_host(config) else None
+        publisher = make_publisher(config, model, probe_ids=probe_ids, shelf=shelf)
         stack.callback(publisher.close)
         here = backend_factories(
             config,
@@ -117,15 +102,12 @@ async def build(config: Config, *, say: Callable[[str], None], line: Line | None
             version=first_version(config),
             table=shared and shared.table,
         )
-        manager = LLMServerManager(
-            client,
-            recovery_seconds=recovery_seconds(config),
-            stall_seconds=config.rollout.stall_seconds,
-            seed=config.seed,
-        )
-        stack.push_async_callback(manager.close)
+        if shelf is not None:
+            here = {"host-0": functools.partial(make_host_engine, config, shelf, say=say)}
+        manager = await stack.enter_async_context(open_manager(config, client))
         say(f"starting the {config.rollout.backend} engine")
         await manager.start(place_engines(config, places, here))
+        beside = [*here, *(await join_hosts(manager) if shelf is not None else [])]
         yield Runtime(
             config=config,
             codec=codec,
@@ -137,15 +119,5 @@ async def build(config: Config, *, say: Callable[[str], None], line: Line | None
             publisher=publisher,
             cursor=DataCursor(train, seed=config.seed),
             heldout=heldout,
-            room_for_learning=room_for_learning(config, client, name=next(iter(here))),
+            room_for_learning=room_for_learning(config, client, beside),
         )
-
-
-def _load_data(config: Config, tools: ToolRegistry) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Training and held-out rows, every name in them checked."""
-    names = {"agents": agent_names(), "tools": list(tools)}
-    train = load_rows(config.data.train, **names)
-    heldout = load_rows(config.data.heldout, **names)[: config.data.heldout_limit] if config.data.heldout else []
-    names_of = ((row.get("agent_name") or config.agent.default_agent, row) for row in (*train, *heldout))
-    require_environments([row for name, row in names_of if name == EnvironmentAgent.name])
-    return train, heldout

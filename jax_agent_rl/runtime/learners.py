@@ -13,6 +13,7 @@ from jax_agent_rl.learner.step import Learner, ScoreContexts
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.hf import load_config, load_hf
 from jax_agent_rl.models.shown import Sight
+from jax_agent_rl.runtime.host_engines import host_engine
 from jax_agent_rl.runtime.multihost import LeadingCheckpointer, LeadingLearner, Line, follow
 
 
@@ -48,16 +49,17 @@ def make_learner(
     return learner if line is None else LeadingLearner(learner, line)
 
 
-def open_checkpointer(folder: Path, *, keep: int, line: Line | None) -> Checkpointer | LeadingCheckpointer:
+def open_checkpointer(folder: Path | str, *, keep: int, line: Line | None) -> Checkpointer | LeadingCheckpointer:
     """Checkpoints of all processes in one folder."""
     return Checkpointer(folder, keep=keep) if line is None else LeadingCheckpointer(folder, keep=keep, line=line)
 
 
 def follow_run(config: Config) -> None:
-    """A whole run on a process that does not lead: the learner, and nothing else."""
+    """A whole run on a process that does not lead: the learner, and the engine on its devices."""
     learner = make_learner(config, load_config(config.model.path))
     assert isinstance(learner, Learner)
-    follow(learner)
+    with host_engine(config) as shelf:
+        follow(learner, shelf)
 
 
 def _critic_init(config: Config, policy: DecoderConfig) -> Params | None:

@@ -5,14 +5,14 @@
     process 0   rollouts, rewards, filters ─► groups ─┬─► Learner.update ─► metrics, weights to the engines
     process 1…                                        └─► Learner.update          (follow)
 
-Data still flow one way. Agents, tools and engines exist on process 0 alone. What it tells the others is a command and
-JSON, sent as an array of bytes: what the learner reads of the groups (ids, log-probs, rewards, pictures; no pickle), so
-every process packs the same rows and puts those of its own devices on them. Metrics are computed on all devices and
-come out the same everywhere. Each process reads from the model's files what is for its own devices. Checkpoints are
-written by all, each its own shards, into a folder all of them see; what fails on one ends the run on all
-(``learner.shared_writes``).
+Data still flow one way. Agents and tools exist on process 0 alone; engines on the learner's devices exist on every
+process (``runtime.host_engines``). What process 0 tells the others is a command and JSON, sent as an array of bytes:
+what the learner reads of the groups (ids, log-probs, rewards, pictures; no pickle), so every process packs the same
+rows and puts those of its own devices on them. Metrics are computed on all devices and come out the same everywhere.
+Each process reads from the model's files what is for its own devices. Checkpoints are written by all, each its own
+shards, into a folder all of them see; what fails on one ends the run on all (``learner.shared_writes``).
 
-While process 0 samples, the others wait at a barrier of jax's coordination service, which unlike a collective on
+While agents run, the others' learners wait at a barrier of jax's coordination service, which unlike a collective on
 devices has no short timeout and notices when a process dies: then all others end, too.
 
 One command is carried out at a time, by all. What interrupts a run on process 0 (a signal) therefore waits for the
@@ -30,7 +30,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -40,7 +40,7 @@ from pydantic import TypeAdapter
 
 from jax_agent_rl.config import MultihostConfig
 from jax_agent_rl.errors import ConfigError, JaxAgentRLError
-from jax_agent_rl.learner.checkpoint import Checkpointer
+from jax_agent_rl.learner.checkpoint import Checkpointer, located
 from jax_agent_rl.learner.gate import UpdateAbandoned, UpdateGate
 from jax_agent_rl.learner.sharding import gathered
 from jax_agent_rl.learner.state import LearnerState, UpdateResult
@@ -50,12 +50,15 @@ from jax_agent_rl.models.config import Params
 from jax_agent_rl.rollout.remote.pictures import decode_media, encode_media
 from jax_agent_rl.types import Group, Trajectory, Turn
 
+if TYPE_CHECKING:
+    from jax_agent_rl.runtime.host_engines import Shelf
+
 logger = logging.getLogger(__name__)
 
 ADDRESS = "JAX_COORDINATOR_ADDRESS"
 PATIENCE = 7 * 86400  # seconds a follower waits for the next command: longer than any rollout
 STOP_PATIENCE = 120  # seconds the leader waits for followers that may be gone
-COMMANDS = ("update", "params", "store", "open", "save", "wait", "restore", "close", "stop")
+COMMANDS = ("update", "params", "weights", "store", "open", "save", "wait", "restore", "close", "stop")
 
 _GROUPS = TypeAdapter(list[Group])
 
@@ -240,6 +243,11 @@ class LeadingLearner:
             # One at a time: no device but the first ever holds more than one parameter whole.
             return jax.tree.map(lambda x: gathered(x).addressable_data(0), self._learner.params)
 
+    def hand_out(self, version: int, shelf: Shelf) -> None:
+        """Puts a copy of the parameters on every process's shelf; ``shelf`` is that of this one."""
+        with self._line.command("weights", {"version": version}):
+            shelf.put(version, self._learner.params)
+
     def store(self, folder: str) -> str:
         """See :meth:`Learner.store`: every process writes the shards of its own devices."""
         with self._line.command("store", {"folder": folder}):
@@ -270,9 +278,9 @@ class LeadingLearner:
 class LeadingCheckpointer:
     """A :class:`~jax_agent_rl.learner.checkpoint.Checkpointer` whose every call happens on all processes."""
 
-    def __init__(self, folder: Path, *, keep: int, line: Line) -> None:
+    def __init__(self, folder: Path | str, *, keep: int, line: Line) -> None:
         self._line = line
-        with line.command("open", {"folder": str(folder.resolve()), "keep": keep}):
+        with line.command("open", {"folder": str(located(folder)), "keep": keep}):
             self._own = Checkpointer(folder, keep=keep)
 
     @property
@@ -330,8 +338,11 @@ def leading() -> Iterator[Line | None]:
 # --- the others ---------------------------------------------------------------------------------------------------
 
 
-def follow(learner: Learner) -> None:
+def follow(learner: Learner, shelf: Shelf | None) -> None:
     """Does what process 0 says until it says stop.
+
+    Args:
+        shelf: where the weights of this process's engine are put, if there is one.
 
     Ctrl-C and SIGTERM are left to process 0: it saves with everybody's help, then stops everybody.
     """
@@ -347,12 +358,15 @@ def follow(learner: Learner) -> None:
                     jax.distributed.shutdown()
                     return
                 case "open":
-                    checkpointer = Checkpointer(Path(payload["folder"]), keep=payload["keep"])
+                    checkpointer = Checkpointer(payload["folder"], keep=payload["keep"])
                 case "update":
                     learner.update(decode_groups(payload["groups"]), masked=payload["masked"], gate=line.gate())
                 case "params":
                     for x in jax.tree.leaves(learner.params):
                         gathered(x)
+                case "weights":
+                    assert shelf is not None  # process 0 has one, too
+                    shelf.put(payload["version"], learner.params)
                 case "store":
                     try:
                         stored.write_part(payload["folder"], learner.params, part=jax.process_index())

@@ -5,29 +5,42 @@ from __future__ import annotations
 import asyncio
 import functools
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
 
 from jax_agent_rl.agents import AgentContext
 from jax_agent_rl.agents.recorder import ChatRecorder
 from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.config import AgentConfig, Config
 from jax_agent_rl.errors import ConfigError
+from jax_agent_rl.observe.prometheus import engine_families
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.runtime.engines import check_engine, load_model, make_backends
 from jax_agent_rl.serving import token_from, told_to_stop
 from jax_agent_rl.types import SamplingParams
 
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
+
 UNLIMITED_TURNS = 1_000_000
 
 
 async def serve_openai(
-    config: Config, *, host: str, port: int, token_env: str | None, model_name: str, say: Callable[[str], None]
+    config: Config,
+    *,
+    policy: str,
+    host: str,
+    port: int,
+    token_env: str | None,
+    model_name: str,
+    say: Callable[[str], None],
 ) -> None:
     """Loads, compiles, serves until SIGINT or SIGTERM, and closes everything.
 
     Args:
+        policy: what its weights are called, for people.
         token_env: environment variable with the API key; None asks for none, on loopback only.
         model_name: the name under ``/v1/models``.
 
@@ -35,19 +48,29 @@ async def serve_openai(
         ConfigError: the address cannot be used, or a token is missing; ModelError: the model cannot be read.
     """
     api_key = token_from(token_env, key="--token-env")
-    async with _context(config, say) as (context, start):
-        server = open_endpoint(context, config, host=host, port=port, api_key=api_key, model_name=model_name)
+    say(f"loading {policy}")
+    async with _context(config, say) as (context, servers, start):
+        server = open_endpoint(context, servers, config, host=host, port=port, api_key=api_key, model_name=model_name)
         try:
             await start()
             server.start()
-            say(f"serving {config.model.path} as {model_name!r}: base_url={server.url}/v1")
+            say(f"serving {policy} as {model_name!r}: base_url={server.url}/v1")
             await told_to_stop()
             say("stopping")
         finally:
             await server.close()
 
 
-def open_endpoint(context: AgentContext, config: Config, *, host: str, port: int, api_key: str | None, model_name: str):
+def open_endpoint(
+    context: AgentContext,
+    servers: Sequence[AsyncServer],
+    config: Config,
+    *,
+    host: str,
+    port: int,
+    api_key: str | None,
+    model_name: str,
+):
     """The endpoint on its socket, not started: a bad address is told before minutes of compiling.
 
     Requests outside sessions are not recorded beyond their answer.
@@ -70,9 +93,24 @@ def open_endpoint(context: AgentContext, config: Config, *, host: str, port: int
     limits = config.agent.endpoint
     store = SessionStore(max_sessions=limits.max_sessions, ttl=limits.session_ttl, create=create)
     endpoint = Endpoint(
-        store, model=model_name, limits=limits, api_key=api_key, stateless=lambda: create(f"once-{uuid.uuid4().hex}")
+        store,
+        model=model_name,
+        limits=limits,
+        api_key=api_key,
+        stateless=lambda: create(f"once-{uuid.uuid4().hex}"),
+        engines=functools.partial(read_engines, servers),
     )
     return LoopServer(endpoint.app(), host=host, port=port, api_key=api_key)
+
+
+async def read_engines(servers: Sequence[AsyncServer]) -> list[Metric]:
+    """What every engine did, for Prometheus."""
+    families: list[Metric] = []
+    for server in servers:
+        backend = server.backend
+        reading = await backend.metrics(), await backend.health(), backend.capabilities
+        families += engine_families(*reading, engine=server.name)
+    return families
 
 
 def serving_limits(agent: AgentConfig, max_model_len: int) -> AgentConfig:
@@ -89,12 +127,13 @@ def serving_limits(agent: AgentConfig, max_model_len: int) -> AgentConfig:
 
 
 @asynccontextmanager
-async def _context(config: Config, say: Callable[[str], None]) -> AsyncIterator[tuple[AgentContext, Callable]]:
-    """The loaded engine as agents see it, and what starts it."""
+async def _context(
+    config: Config, say: Callable[[str], None]
+) -> AsyncIterator[tuple[AgentContext, list[AsyncServer], Callable]]:
+    """The loaded engine as agents see it, its servers, and what starts them."""
     agent = config.agent
     codec = ChatCodec.from_pretrained(config.model.path, tool_format=agent.tool_format, tool_prompt=agent.tool_prompt)
     check_engine(config)
-    say(f"loading {config.model.path}")
     backends = make_backends(config, codec, weights=functools.partial(load_model, config, codec), say=say)
     servers = [AsyncServer(backend, name=f"engine-{i}") for i, backend in enumerate(backends)]
     client = LLMServerClient(servers, decode_text=functools.partial(codec.decode, skip_special_tokens=False))
@@ -105,6 +144,6 @@ async def _context(config: Config, say: Callable[[str], None]) -> AsyncIterator[
     length = config.rollout.max_model_len
     limits = serving_limits(agent, length)
     try:
-        yield AgentContext(client=client, codec=codec, limits=limits, max_model_len=length), start
+        yield AgentContext(client=client, codec=codec, limits=limits, max_model_len=length), servers, start
     finally:
         await asyncio.gather(*(backend.close() for backend in backends))

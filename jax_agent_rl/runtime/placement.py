@@ -2,7 +2,8 @@
 
 ::
 
-    colocated   learner ─┬─ engine              this process; with rollout.sleep:  [ sample ][ learn, engine asleep ]
+    colocated   learner ─── engine              this process; with rollout.sleep:  [ sample ][ learn, engine asleep ]
+                                                a learner of several: an engine in each, ``runtime.host_engines``
     separate    learner ─┬─ Ray actor: engine   a bundle of a placement group each
                          └─ Ray actor: engine
     hybrid      learner ─┬─ engine              in the rotation while the learner waits:  [ sample ][ learn ][ sample ]
@@ -11,32 +12,37 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import logging
 import os
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
-from pathlib import Path
 from typing import Any, cast
 
 from jax_agent_rl.config import Config
 from jax_agent_rl.errors import BackendError, ConfigError
+from jax_agent_rl.model_folder import placeless
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.manager import BackendFactory
 from jax_agent_rl.rollout.protocol import RolloutBackend
 from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.runtime.engines import UNTRAINED, make_engine
+from jax_agent_rl.runtime.host_engines import on_every_host
 from jax_agent_rl.runtime.ray_cluster import open_ray, reserve
 
 logger = logging.getLogger(__name__)
 
 
 @asynccontextmanager
-async def open_places(config: Config) -> AsyncIterator[list[dict[str, Any]]]:
+async def open_places(config: Config, *, learner: bool = True) -> AsyncIterator[list[dict[str, Any]]]:
     """Ray, and a place for each of ``rollout.engines``, while the context lasts; none if all is colocated.
 
     Open it before anything computes: processes that Ray starts should not be copies of one with threads, and the GPUs
     the learner may see are known only now.
+
+    Args:
+        learner: there will be one in this process, which needs the GPUs of its mesh.
 
     Yields:
         Ray's actor options of each engine.
@@ -56,7 +62,7 @@ async def open_places(config: Config) -> AsyncIterator[list[dict[str, Any]]]:
         reserve(
             rollout.engines,
             gpus_per_engine=rollout.gpus_per_engine,
-            learner_gpus=mesh.devices if on_gpus and alone else 0,
+            learner_gpus=mesh.devices if on_gpus and alone and (learner or rollout.placement == "hybrid") else 0,
         ) as places,
     ):
         yield places
@@ -83,14 +89,15 @@ def place_engines(
 
 
 def first_version(config: Config) -> int:
-    """The policy version engines start with: in other processes they read the model's files, and a run's first weights
-    are newer than those."""
-    return 0 if config.rollout.placement == "colocated" else UNTRAINED
+    """The policy version engines start with: those that are not the learner's process alone read the model's files, and
+    a run's first weights are newer than those."""
+    alone = config.rollout.placement == "colocated" and not on_every_host(config)
+    return 0 if alone and config.rollout.backend != "remote" else UNTRAINED
 
 
 def _in_actors(config: Config, places: Sequence[Mapping[str, Any]]) -> dict[str, BackendFactory]:
     rollout = config.rollout.model_copy(update={"placement": "colocated", "sleep": False})
-    model = config.model.model_copy(update={"path": str(Path(config.model.path).expanduser().absolute())})
+    model = config.model.model_copy(update={"path": placeless(config.model.path)})
     # A learner's GPU platform would fail where Ray shows none, and vLLM's own process needs none for JAX.
     on_cpu = not rollout.gpus_per_engine or rollout.backend == "vllm"
     variables = {"JAX_PLATFORMS": "cpu"} if on_cpu else {}
@@ -115,49 +122,52 @@ def _from_store(make: BackendFactory) -> RolloutBackend:
     return cast(RolloutBackend, FromStore(make()))
 
 
-def room_for_learning(config: Config, client: LLMServerClient, name: str) -> Callable[[], AbstractAsyncContextManager]:
+def room_for_learning(
+    config: Config, client: LLMServerClient, names: Sequence[str]
+) -> Callable[[], AbstractAsyncContextManager]:
     """A context for the time in which the learner updates.
 
     Args:
-        name: of the server on the learner's devices.
+        names: of the servers on the learner's devices.
 
     Raises:
-        ConfigError: it should sleep and cannot.
+        ConfigError: they should sleep and one cannot.
     """
     leaves, sleeps = config.rollout.placement == "hybrid", config.rollout.sleep
     if not (leaves or sleeps):
         return nullcontext
-    server = _find(client, name)
-    if sleeps and server is not None and not server.backend.capabilities.sleep:
+    if sleeps and not all(server.backend.capabilities.sleep for server in _find(client, names)):
         raise ConfigError(
             f"rollout.sleep: the {config.rollout.backend} engine cannot give its memory back here (vllm does on CUDA); "
             "set rollout.sleep=false"
         )
-    return functools.partial(_room, client, name, leaves=leaves, sleeps=sleeps)
+    return functools.partial(_room, client, names, leaves=leaves, sleeps=sleeps)
 
 
 @asynccontextmanager
-async def _room(client: LLMServerClient, name: str, *, leaves: bool, sleeps: bool) -> AsyncIterator[None]:
-    """The server leaves the rotation, its requests move on, and it sleeps; afterwards it is back with the weights it
-    had, so that it takes the next ones like all others. The only server that is left stays.
+async def _room(client: LLMServerClient, names: Sequence[str], *, leaves: bool, sleeps: bool) -> AsyncIterator[None]:
+    """The servers leave the rotation, their requests move on, and they sleep; afterwards they are back with the weights
+    they had, so that they take the next ones like all others. If no others are left, they stay.
 
     An engine that fails at it comes back, too: its next request or update says so, and is dealt with there.
     """
-    server = _find(client, name)
-    if server is None or (leaves and len(client.servers) == 1):
+    servers = _find(client, names)
+    if leaves and len(client.servers) == len(servers):
         yield
         return
     if leaves:
-        await client.remove_server(name)
+        for server in servers:
+            await client.remove_server(server.name)
     try:
         if sleeps:
-            await _try(server.backend.sleep, name)
+            await asyncio.gather(*(_try(server.backend.sleep, server.name) for server in servers))
         yield
     finally:
         if sleeps:
-            await _try(server.backend.wake, name)
+            await asyncio.gather(*(_try(server.backend.wake, server.name) for server in servers))
         if leaves:
-            client.add_server(server)
+            for server in servers:
+                client.add_server(server)
 
 
 async def _try(change: Callable[[], Any], name: str) -> None:
@@ -167,5 +177,5 @@ async def _try(change: Callable[[], Any], name: str) -> None:
         logger.warning("server %s could not %s: %s", name, change.__name__, error)
 
 
-def _find(client: LLMServerClient, name: str) -> AsyncServer | None:
-    return next((server for server in client.servers if server.name == name), None)
+def _find(client: LLMServerClient, names: Sequence[str]) -> list[AsyncServer]:
+    return [server for server in client.servers if server.name in names]

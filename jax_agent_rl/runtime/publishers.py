@@ -12,6 +12,8 @@ from jax_agent_rl.models import stored
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.rollout.protocol import WeightUpdate
 from jax_agent_rl.rollout.ray_actor.weights import store
+from jax_agent_rl.runtime.host_engines import KIND, Shelf
+from jax_agent_rl.runtime.multihost import LeadingLearner
 
 PROBE_LENGTH = 96
 """Ids of the context that proves an update: enough to touch every parameter, and cheap to recompute."""
@@ -67,6 +69,25 @@ class FilePublisher:
         self._files.close()
 
 
+class MeshPublisher:
+    """For engines beside a learner of several processes: a copy in each, see ``runtime.host_engines``.
+
+    Args:
+        shelf: of this process.
+    """
+
+    def __init__(self, shelf: Shelf) -> None:
+        self._shelf = shelf
+
+    def make(self, learner: WeightSource, version: int) -> WeightUpdate:
+        assert isinstance(learner, LeadingLearner)  # one process has no others
+        learner.hand_out(version, self._shelf)
+        return WeightUpdate(version=version, kind=KIND, payload=None)
+
+    def close(self) -> None:
+        pass
+
+
 class ObjectStorePublisher:
     """For engines in Ray actors: what another publisher makes, in Ray's object store, from where all of them read it.
 
@@ -120,15 +141,20 @@ class TensorstorePublisher:
         stored.remove(self._root)
 
 
-def make_publisher(config: Config, model: DecoderConfig, *, probe_ids: Sequence[int]) -> Publisher:
+def make_publisher(
+    config: Config, model: DecoderConfig, *, probe_ids: Sequence[int], shelf: Shelf | None = None
+) -> Publisher:
     """What the engines of ``rollout.backend`` and ``rollout.placement`` take weights from.
 
     Args:
         probe_ids: a typical context, by which weights are checked after they were moved.
+        shelf: of this process, where every process of the learner has an engine.
 
     Raises:
         ConfigError: ``rollout.weight_folder`` does not exist.
     """
+    if shelf is not None:
+        return MeshPublisher(shelf)
     form = _form(config, model, probe_ids)
     return form if config.rollout.placement == "colocated" else ObjectStorePublisher(form)
 

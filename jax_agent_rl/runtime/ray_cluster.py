@@ -37,6 +37,7 @@ async def open_ray(address: str | None, *, bundles: int = 1) -> AsyncIterator[No
         secure_own_cluster()
     try:
         import ray
+        from ray.exceptions import RayError
     except ImportError as error:
         raise ConfigError(f"engines in Ray actors need Ray ({error}): pip install 'jax_agent_rl[ray]'") from None
     if ray.is_initialized():
@@ -48,7 +49,7 @@ async def open_ray(address: str | None, *, bundles: int = 1) -> AsyncIterator[No
         options |= {"_node_ip_address": "127.0.0.1", "include_dashboard": False, "num_cpus": cores}
     try:  # in a thread, where it installs no signal handlers
         await asyncio.to_thread(ray.init, address or "local", **options)
-    except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+    except (ConnectionError, RuntimeError, ValueError, RayError) as error:
         where = f"rollout.ray_address={address}" if address else "a Ray cluster of this machine"
         raise ConfigError(f"{where}: {error}") from error
     try:

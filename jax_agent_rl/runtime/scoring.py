@@ -8,9 +8,10 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from jax_agent_rl.chat.codec import ChatCodec
-from jax_agent_rl.config import Config, JudgeConfig
+from jax_agent_rl.config import Config
+from jax_agent_rl.config_reward import JudgeConfig
 from jax_agent_rl.jetstream.backend import JetStreamBackend
-from jax_agent_rl.jetstream.engine import EngineShapes
+from jax_agent_rl.jetstream.shapes import EngineShapes, cache_tokens
 from jax_agent_rl.models.hf import load_hf
 from jax_agent_rl.rewards import (
     ModelJudge,
@@ -103,7 +104,7 @@ async def _open_judge(config: JudgeConfig, *, client: LLMServerClient, codec: Ch
     shapes = EngineShapes(
         max_model_len=config.max_model_len,
         max_concurrent_decodes=config.max_in_flight,
-        cache_rows=config.max_in_flight,
+        cache_tokens=cache_tokens(config.max_model_len, config.max_in_flight, config.max_in_flight),
         decode_steps=16,
         prefill_buckets=(128, 512),
     )

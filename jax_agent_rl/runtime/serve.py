@@ -11,8 +11,11 @@ from jax_agent_rl.runtime.engines import UNTRAINED, check_engine, make_engine
 from jax_agent_rl.serving import token_from, told_to_stop
 
 
-async def serve_rollouts(config: Config, *, host: str, port: int, say: Callable[[str], None]) -> None:
+async def serve_rollouts(config: Config, *, policy: str, host: str, port: int, say: Callable[[str], None]) -> None:
     """Loads, compiles, serves until SIGINT or SIGTERM, and closes everything.
+
+    Args:
+        policy: what its weights are called, for people.
 
     Raises:
         ConfigError: ``rollout.backend`` is remote itself, the token is missing, or the address cannot be used.
@@ -21,13 +24,13 @@ async def serve_rollouts(config: Config, *, host: str, port: int, say: Callable[
         raise ConfigError("a rollout server needs an engine of its own: set rollout.backend=jetstream rollout.urls=[]")
     token = token_from(config.rollout.token_env, key="rollout.token_env")
     check_engine(config)
-    say(f"loading {config.model.path}")
+    say(f"loading {policy}")
     backend = make_engine(config, version=UNTRAINED, say=say)
     server = RolloutServer(backend, host=host, port=port, token=token)  # before minutes of compiling: it may refuse
     try:
         await backend.start()
         await server.start()
-        say(f"serving {config.model.path} on {server.url}")
+        say(f"serving {policy} on {server.url}")
         await told_to_stop()
         say("stopping")
     finally:

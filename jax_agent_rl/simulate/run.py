@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, cast
@@ -16,7 +16,7 @@ from jax_agent_rl.agents import AgentContext
 from jax_agent_rl.config import Config, build
 from jax_agent_rl.data.cursor import DataCursor
 from jax_agent_rl.learner.checkpoint import Checkpointer
-from jax_agent_rl.observe.metrics import RunFolder
+from jax_agent_rl.observe.metrics import Learnt, RunFolder
 from jax_agent_rl.observe.progress import Progress
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.collect import RolloutCollector
@@ -116,7 +116,9 @@ class _Readings(RunFolder):
             )
         )
 
-    def add_trajectories(self, step: int, split: str, trajectories: Iterable[Trajectory]) -> None:
+    def add_trajectories(
+        self, step: int, split: str, trajectories: Sequence[Trajectory], *, learnt: Learnt | None = None
+    ) -> None:
         """They hold nothing to look at."""
 
 

@@ -27,12 +27,16 @@ AGENT = "simulated_agent"
 class EngineAssumptions(Section):
     """Each engine."""
 
-    count: Positive = Field(4, description="Engines (data-parallel replicas).")
-    lanes: Positive = Field(64, description="Requests one engine decodes at the same time.")
-    step_ms: float = Field(10.0, gt=0, description="Milliseconds of a decode step: the time to read the weights.")
-    lane_us: float = Field(0.0, ge=0, description="Microseconds each lane in use adds to a step.")
-    prefill_tokens_per_step: Positive = Field(512, description="Prompt ids a lane computes in the time of a step.")
-    load_seconds: Seconds = Field(0.5, description="To take new weights.")
+    count: Positive = Field(default=4, description="Engines (data-parallel replicas).")
+    lanes: Positive = Field(default=64, description="Requests one engine decodes at the same time.")
+    step_ms: float = Field(
+        default=10.0, gt=0, description="Milliseconds of a decode step: the time to read the weights."
+    )
+    lane_us: float = Field(default=0.0, ge=0, description="Microseconds each lane in use adds to a step.")
+    prefill_tokens_per_step: Positive = Field(
+        default=512, description="Prompt ids a lane computes in the time of a step."
+    )
+    load_seconds: Seconds = Field(default=0.5, description="To take new weights.")
 
     @property
     def speed(self) -> EngineSpeed:
@@ -53,23 +57,25 @@ class EngineAssumptions(Section):
 class LearnerAssumptions(Section):
     """The learner."""
 
-    tokens_per_second: float = Field(20000.0, gt=0, description="Ids of trajectories it learns from in a second.")
-    publish_seconds: Seconds = Field(0.5, description="From its parameters to something engines can load.")
+    tokens_per_second: float = Field(
+        default=20000.0, gt=0, description="Ids of trajectories it learns from in a second."
+    )
+    publish_seconds: Seconds = Field(default=0.5, description="From its parameters to something engines can load.")
 
 
 class AgentAssumptions(Section):
     """Trajectories. Lengths and latencies are log-normal: most are short, a few are long."""
 
-    turns: Positive = Field(3, description="Generations of a trajectory; between two of them a tool is called.")
-    prompt_tokens: Positive = Field(256, description="Ids of a prompt.")
-    turn_tokens: Positive = Field(200, description="Median ids of a generation.")
-    turn_sigma: float = Field(1.0, ge=0, description="Spread of that: the deviation of its logarithm.")
-    turn_tokens_max: Positive = Field(2048, description="Longer generations are cut to this.")
-    observation_tokens: Positive = Field(32, description="Ids of a tool's result.")
-    tool_seconds: Seconds = Field(1.0, description="Median latency of a tool.")
-    tool_sigma: float = Field(1.0, ge=0, description="Spread of that.")
-    tool_seconds_min: Seconds = Field(0.0, description="Shorter latencies are raised to this.")
-    tool_seconds_max: Seconds = Field(10.0, description="Longer latencies are cut to this.")
+    turns: Positive = Field(default=3, description="Generations of a trajectory; between two of them a tool is called.")
+    prompt_tokens: Positive = Field(default=256, description="Ids of a prompt.")
+    turn_tokens: Positive = Field(default=200, description="Median ids of a generation.")
+    turn_sigma: float = Field(default=1.0, ge=0, description="Spread of that: the deviation of its logarithm.")
+    turn_tokens_max: Positive = Field(default=2048, description="Longer generations are cut to this.")
+    observation_tokens: Positive = Field(default=32, description="Ids of a tool's result.")
+    tool_seconds: Seconds = Field(default=1.0, description="Median latency of a tool.")
+    tool_sigma: float = Field(default=1.0, ge=0, description="Spread of that.")
+    tool_seconds_min: Seconds = Field(default=0.0, description="Shorter latencies are raised to this.")
+    tool_seconds_max: Seconds = Field(default=10.0, description="Longer latencies are cut to this.")
 
     def turn_length(self, *key: int | str) -> int:
         """Ids of the generation of this name."""
@@ -95,8 +101,8 @@ class Assumptions(Section):
     engines: EngineAssumptions = Field(default_factory=EngineAssumptions)
     learner: LearnerAssumptions = Field(default_factory=LearnerAssumptions)
     agent: AgentAssumptions = Field(default_factory=AgentAssumptions)
-    steps: Positive = Field(10, description="Learner steps to simulate.")
-    seed: NonNegative = Field(0, description="Seeds all lengths and latencies.")
+    steps: Positive = Field(default=10, description="Learner steps to simulate.")
+    seed: NonNegative = Field(default=0, description="Seeds all lengths and latencies.")
 
 
 def load_assumptions(path: Path | None, overrides: Sequence[str]) -> Assumptions:

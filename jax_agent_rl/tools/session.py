@@ -26,6 +26,7 @@ from jax_agent_rl.media import check_media
 from jax_agent_rl.tools.arguments import check_arguments
 from jax_agent_rl.tools.base import BaseTool, ToolResponse, as_response, is_number
 from jax_agent_rl.tools.truncate import Decode, Encode, Side, truncate_text
+from jax_agent_rl.tracing import span
 from jax_agent_rl.types import ToolCallRecord
 
 logger = logging.getLogger(__name__)
@@ -94,6 +95,13 @@ class ToolSession:
             arguments: as the model wrote them.
             call_id: the model's own id of the call; it stays with the record.
         """
+        with span("tool", name) as traced:
+            record = await self._call(name, arguments, call_id)
+            if traced:
+                traced.set(arguments=arguments, observation=record.observation, tool_error=record.error)
+        return record
+
+    async def _call(self, name: str, arguments: Any, call_id: str | None) -> ToolCallRecord:
         began = time.perf_counter()
         response, error = ToolResponse(), None
         try:

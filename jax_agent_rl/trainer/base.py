@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import aclosing
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -27,7 +26,8 @@ from jax_agent_rl.rollout.futility import FutilityGuard
 from jax_agent_rl.rollout.protocol import BackendMetrics
 from jax_agent_rl.runtime.in_process import Runtime
 from jax_agent_rl.runtime.multihost import LeadingCheckpointer
-from jax_agent_rl.trainer.groups import all_trajectories
+from jax_agent_rl.trainer.groups import all_trajectories, evaluation_sampling, gather
+from jax_agent_rl.trainer.phases import Phases
 from jax_agent_rl.trainer.record import RunRecord, evaluation_record, step_record
 from jax_agent_rl.types import DropReason, Group, PauseMode, SamplingParams
 
@@ -61,8 +61,10 @@ class Trainer:
         checkpointer: where states go.
         record: progress that survives a restart.
         progress: the display.
+        observers: take each line of metrics once it is recorded; they never fail.
         clock: seconds, monotonic.
         waited: seconds of this step in which the learner had nothing to do.
+        phases: what it did when.
     """
 
     runtime: Runtime
@@ -70,6 +72,7 @@ class Trainer:
     checkpointer: Checkpointer | LeadingCheckpointer
     record: RunRecord
     progress: Progress
+    observers: Sequence[Callable[[Mapping[str, Any]], None]] = ()
     clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
@@ -77,6 +80,7 @@ class Trainer:
         self._gate = UpdateGate()
         self._half_done = False
         self.waited = 0.0
+        self.phases = Phases(self.clock)
 
     async def train_step(self, begin: float) -> None:
         """One step of the algorithm. Cancelled, it is undone, unless it can no longer be: then it finishes first.
@@ -142,6 +146,7 @@ class Trainer:
         the engines do not get it any more: a run publishes when it resumes.
         """
         self.checkpointer.check()
+        self.phases.ended("engine", collected.seconds)
         step, self._gate = self.record.step + 1, UpdateGate()
         selection, seconds = self.filter(collected.groups), 0.0
         learning = asyncio.ensure_future(self.learn(selection))
@@ -160,7 +165,7 @@ class Trainer:
         if every and step % every == 0:
             self.save()
 
-    async def _learnt_or_undone(self, learning: asyncio.Future[dict[str, float]]) -> None:
+    async def _learnt_or_undone(self, learning: asyncio.Future[UpdateResult]) -> None:
         """Waits for the learner's thread, which a cancellation stops where it can."""
         try:
             await asyncio.shield(learning)
@@ -179,7 +184,7 @@ class Trainer:
     def _book(
         self,
         collected: Collected,
-        metrics: Mapping[str, float],
+        learnt: UpdateResult,
         begin: float,
         step_began: float,
         *,
@@ -187,6 +192,7 @@ class Trainer:
     ) -> None:
         """The step is finished: the record, a line of metrics, the trajectories, the display."""
         runtime, record, step, groups = self.runtime, self.record, self.record.step + 1, collected.groups
+        metrics = learnt.metrics
         record.train_seconds = self.clock() - begin
         record.recompilations = collected.engine.recompilations + self._learner_recompilations()
         if not collected.metrics.get("staleness_max"):  # what is stale differs by what was learnt since
@@ -208,8 +214,8 @@ class Trainer:
                 **collected.metrics,
             },
         )
-        self.folder.add_metrics(line)
-        self.folder.add_trajectories(step, "train", all_trajectories(groups))
+        self.folder.add_metrics(line | {"phase_seconds": self.phases.take()})
+        self.folder.add_trajectories(step, "train", all_trajectories(groups), learnt=learnt.tokens)
         self.waited = 0.0
         record.step, record.accuracy_after = step, None
         record.cursor = runtime.cursor.state()
@@ -217,6 +223,7 @@ class Trainer:
         left = (runtime.config.trainer.steps - step) * record.train_seconds / step
         self.progress.step(line | {"accuracy": record.latest_accuracy}, seconds_left=left)
         record.latest_accuracy = None
+        self._tell(line)
 
     def filter(self, groups: Sequence[Group]) -> Selection:
         """What is worth a gradient; the rest is counted as dropped, by reason."""
@@ -225,10 +232,10 @@ class Trainer:
             self.runtime.collector.accounting.drop(ids, reason)
         return selection
 
-    async def learn(self, selection: Selection) -> dict[str, float]:
-        """One learner step in a thread, so that the loop (display, tools) goes on; its metrics, if there was one."""
+    async def learn(self, selection: Selection) -> UpdateResult:
+        """One learner step in a thread, so that the loop (display, tools) goes on; an empty one if nothing is left."""
         if not selection.groups:
-            return {}
+            return UpdateResult(metrics={}, skipped=False)
         ticks = [0, 0]
 
         def tick(done: int, total: int) -> None:
@@ -241,11 +248,12 @@ class Trainer:
         update = self.runtime.learner.update
         arguments = {"masked": selection.masked, "tick": tick, "gate": self._gate}
         async with self.runtime.room_for_learning():
-            result = await asyncio.to_thread(update, selection.groups, **arguments)
+            with self.phases.of("learn"):
+                result = await asyncio.to_thread(update, selection.groups, **arguments)
         self._account(selection, result)
         if not self.record.learner_programs and "loss" in result.metrics:  # not while only a critic learns
             self.record.learner_programs = self.runtime.learner.programs_compiled
-        return result.metrics
+        return result
 
     async def publish(self, version: int, *, mode: PauseMode | None = None) -> float:
         """New weights to every engine; version and prefix cache change with them.
@@ -257,8 +265,9 @@ class Trainer:
             seconds from the learner's parameters to engines that serve them: export, transfer, loading, proof.
         """
         begin, runtime = self.clock(), self.runtime
-        update = await asyncio.to_thread(runtime.publisher.make, runtime.learner, version)
-        await runtime.client.update_weights(update, mode=mode)
+        with self.phases.of("publish"):
+            update = await asyncio.to_thread(runtime.publisher.make, runtime.learner, version)
+            await runtime.client.update_weights(update, mode=mode)
         return self.clock() - begin
 
     async def evaluate(self) -> float | None:
@@ -267,27 +276,33 @@ class Trainer:
         if not runtime.heldout:
             self.record.evaluated = self.record.step
             return None
-        config = runtime.config.rollout
-        sampling = SamplingParams(max_tokens=config.max_model_len, temperature=config.eval_temperature)
+        sampling = evaluation_sampling(runtime.config)
         begin = self.clock()
         step = self.record.step
         label = f"held-out evaluation after step {step}"
-        groups = await self._gather(runtime.evaluator, runtime.heldout, 1, sampling, step, "heldout", label)
+        with self.phases.of("evaluate"):
+            groups = await self._gather(runtime.evaluator, runtime.heldout, 1, sampling, step, "heldout", label)
         trajectories = all_trajectories(groups)
         runtime.evaluator.accounting.train(t.trajectory_id for t in trajectories)
         line = evaluation_record(step, groups, seconds=self.clock() - begin)
-        self.folder.add_metrics(line)
+        self.folder.add_metrics(line | {"phase_seconds": self.phases.take()})
         self.folder.add_trajectories(step, "heldout", trajectories)
         self.record.latest_accuracy, self.record.evaluated = line["accuracy"], step
         self.progress.say(
             f"  held-out accuracy after step {step}: {line['accuracy']:.1%} of {len(groups)} ({line['seconds']:.0f} s)"
         )
+        self._tell(line)
         return line["accuracy"]
+
+    def _tell(self, line: Mapping[str, Any]) -> None:
+        for observer in self.observers:
+            observer(line)
 
     def save(self) -> None:
         """A checkpoint of the last finished step, if there is none yet."""
         self.record.accounting = self.runtime.collector.accounting.state()
-        self.checkpointer.save(self.record.step, self.runtime.learner.state, self.record.to_json())
+        with self.phases.of("save"):
+            self.checkpointer.save(self.record.step, self.runtime.learner.state, self.record.to_json())
 
     def _account(self, selection: Selection, result: UpdateResult) -> None:
         """Books every trajectory that was handed to the learner."""
@@ -317,17 +332,25 @@ class Trainer:
         label: str,
         phase: str,
     ) -> list[Group]:
-        total, done, groups = len(rows) * group_size, 0, []
+        total, done = len(rows) * group_size, 0
+
+        def arrived(_: Group) -> None:
+            nonlocal done
+            done += group_size
+
         self.progress.phase(phase, lambda: f"{done}/{total} trajectories")
-        stream = collector.collect(rows, group_size=group_size, sampling=sampling, step=step, label=label)
-        async with aclosing(stream):
-            async for group in stream:
-                groups.append(group)
-                done += group_size
-        self.runtime.client.require_server()  # else what was lost would look like the policy's failure
+        groups = await gather(
+            collector,
+            self.runtime.client,
+            rows,
+            group_size=group_size,
+            sampling=sampling,
+            step=step,
+            label=label,
+            arrived=arrived,
+        )
         self._guard.check(groups, collector.latest_losses)
-        # Groups arrive as they finish; batches must not depend on that.
-        return sorted(groups, key=lambda g: int(g.group_id.rsplit("-", 1)[1]))
+        return groups
 
 
 def _succeeded(future: asyncio.Future[Any]) -> bool:

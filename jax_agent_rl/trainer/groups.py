@@ -1,11 +1,14 @@
-"""How the trajectories of a group are sampled, and what is done to a group before anyone compares its rewards."""
+"""How groups of trajectories are sampled and collected, and what is done to them before rewards are compared."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
 from dataclasses import replace
 
 from jax_agent_rl.config import Config
+from jax_agent_rl.rollout.client import LLMServerClient
+from jax_agent_rl.rollout.collect import RolloutCollector
 from jax_agent_rl.rollout.shaping import shape
 from jax_agent_rl.types import Group, SamplingParams, Trajectory
 
@@ -19,6 +22,42 @@ def training_sampling(config: Config) -> SamplingParams:
         top_p=rollout.top_p,
         top_k=rollout.top_k,
     )
+
+
+def evaluation_sampling(config: Config) -> SamplingParams:
+    """For every turn of a held-out rollout."""
+    return SamplingParams(max_tokens=config.rollout.max_model_len, temperature=config.rollout.eval_temperature)
+
+
+async def gather(
+    collector: RolloutCollector,
+    client: LLMServerClient,
+    rows: Sequence[dict],
+    *,
+    group_size: int,
+    sampling: SamplingParams,
+    step: int,
+    label: str,
+    arrived: Callable[[Group], None],
+) -> list[Group]:
+    """One group per row, in the rows' order: groups arrive as they finish, and nothing may depend on that.
+
+    Args:
+        step, label: see :meth:`RolloutCollector.collect`.
+        arrived: told of each group as soon as it is complete.
+
+    Raises:
+        EngineDiedError: no server is left: what was lost would look like the policy's failure.
+    """
+    groups = []
+    async with aclosing(
+        collector.collect(rows, group_size=group_size, sampling=sampling, step=step, label=label)
+    ) as stream:
+        async for group in stream:
+            groups.append(group)
+            arrived(group)
+    client.require_server()
+    return sorted(groups, key=lambda group: int(group.group_id.rsplit("-", 1)[1]))
 
 
 def shaped(group: Group, config: Config) -> Group:

@@ -34,7 +34,8 @@ class OneStepOffTrainer(StreamTrainer):
         """Publishes once the next batch is complete."""
         began = self.clock()
         self.progress.phase(f"step {version}: learner waits for the next rollout", self.meanwhile)
-        await self.stream.idle()
+        with self.phases.of("wait"):
+            await self.stream.idle()
         self.waited += self.clock() - began
         return await self.publish(version)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 from jax_agent_rl.rollout.buffer import versions
 from jax_agent_rl.rollout.protocol import BackendMetrics
 from jax_agent_rl.trajectory_graph import TrajectoryGraph
-from jax_agent_rl.types import DropReason, Group, Trajectory
+from jax_agent_rl.types import DropReason, FinishReason, Group, Trajectory
 
 
 @dataclass(kw_only=True)
@@ -112,8 +112,11 @@ def step_record(
         **_tree_counts(groups),
         "tool_calls_mean": len(calls) / max(1, len(trajectories)),
         "tool_errors": sum(errors.values()),
+        "tool_error_share": sum(errors.values()) / max(1, len(calls)),
         "tool_errors_by_kind": dict(errors),
         "finish_reasons": dict(Counter(str(t.finish_reason) for t in trajectories)),
+        "truncated_share": _share(t.finish_reason is FinishReason.RESPONSE_LENGTH for t in trajectories),
+        "zero_variance_share": _share(len(set(g.rewards)) == 1 for g in groups if len(g.rewards) > 1),
         "rollout_seconds": rollout_seconds,
         "rollout_tokens_per_second": sampled / rollout_seconds,
         "engine_busy_share": engine.busy_seconds / rollout_seconds,
@@ -210,6 +213,12 @@ def _part_means(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         for name, value in {**sums, **trajectory.reward_parts}.items():
             values.setdefault(f"reward/{name}", []).append(value)
     return {name: float(np.mean(parts)) for name, parts in sorted(values.items())}
+
+
+def _share(holds: Iterable[bool]) -> float:
+    """How many of these are true, in [0, 1]; 0 of none."""
+    found = list(holds)
+    return sum(found) / max(1, len(found))
 
 
 def _statistics(name: str, values: Sequence[float]) -> dict[str, float]:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 
 from jax_agent_rl.config import Config
 from jax_agent_rl.errors import CheckpointError, WeightUpdateError
-from jax_agent_rl.learner.checkpoint import Checkpointer
+from jax_agent_rl.interrupt import Interruption, Leave
+from jax_agent_rl.learner.checkpoint import Checkpointer, complete_steps, cut_off_steps
 from jax_agent_rl.observe.metrics import RunFolder, read_records
 from jax_agent_rl.observe.plots import reward_plot
 from jax_agent_rl.observe.progress import Progress, duration
@@ -20,9 +22,10 @@ from jax_agent_rl.observe.trajectories import LEGEND, best_and_worst, render
 from jax_agent_rl.runtime.in_process import Runtime, build
 from jax_agent_rl.runtime.learners import open_checkpointer
 from jax_agent_rl.runtime.multihost import LeadingCheckpointer, Line, leading
+from jax_agent_rl.runtime.placement import first_version
 from jax_agent_rl.trainer.base import Trainer
 from jax_agent_rl.trainer.fully_async import FullyAsyncTrainer
-from jax_agent_rl.trainer.interrupt import Interruption, Leave
+from jax_agent_rl.trainer.observing import check_observers, observers, spoken
 from jax_agent_rl.trainer.one_step_off import OneStepOffTrainer
 from jax_agent_rl.trainer.record import RunRecord, overlap_summary
 from jax_agent_rl.trainer.sync import SyncTrainer
@@ -38,7 +41,7 @@ TRAINERS: dict[str, type[Trainer]] = {
 async def train(
     config: Config,
     *,
-    resume: bool,
+    resume: bool | Literal["if_any"],
     console: Console,
     from_step: int | None = None,
     leave: Leave = lambda seconds: None,
@@ -47,7 +50,7 @@ async def train(
 
     Args:
         config: its ``run_dir`` is taken as it is when resuming; else a number is added if that folder exists.
-        resume: go on from a checkpoint.
+        resume: go on from a checkpoint; ``if_any``: or begin, if there is none.
         from_step: which one; None is the newest. Newer ones are deleted.
         leave: called once the state of an interrupted run is on disk, before everything is closed, with the seconds
             that may take; with 0 at the second interruption.
@@ -61,21 +64,24 @@ async def train(
 
 async def _train(
     config: Config,
-    resume: bool,
+    resume: bool | Literal["if_any"],
     from_step: int | None,
     console: Console,
     interruption: Interruption,
     line: Line | None,
 ) -> dict[str, Any]:
-    path = newest_run(Path(config.run_dir)) if resume else free_folder(Path(config.run_dir))
-    folder = RunFolder(path)
+    check_observers(config)
+    path, resume = choose_run(config, resume)
+    folder = RunFolder(path, keep_trajectories=config.trainer.keep_trajectories)
     config = config.model_copy(update={"run_dir": str(path)})
     console.print(f"run folder: {path}", highlight=False)
     with Progress(console, total_steps=config.trainer.steps) as progress:
         progress.phase("starting")
         async with build(config, say=lambda text: progress.phase(text), line=line) as runtime:
             folder.write_json(folder.config, config.model_dump(mode="json"))
-            checkpointer = open_checkpointer(folder.checkpoints, keep=config.trainer.keep_checkpoints, line=line)
+            place = config.trainer.checkpoint_dir or folder.checkpoints
+            cut_off = cut_off_steps(place) if resume else []  # before the next save clears them away
+            checkpointer = open_checkpointer(place, keep=config.trainer.keep_checkpoints, line=line)
             record = _restore(runtime, checkpointer, folder, from_step) if resume else RunRecord()
             record.cursor = record.cursor or runtime.cursor.state()
             trainer = TRAINERS[config.trainer.mode](
@@ -85,11 +91,17 @@ async def _train(
                 if line is not None:
                     last.callback(line.stop)
                 last.callback(checkpointer.close)
+                observed = last.enter_context(
+                    observers(config, folder, step=record.step, rows=runtime.cursor.rows, progress=progress)
+                )
+                trainer.observers = observed.each
                 try:
-                    if record.step or config.rollout.backend == "remote" or config.rollout.placement != "colocated":
+                    if record.step or first_version(config) < 0:
                         await _publish_first(trainer, record.step)
                     if resume:
-                        progress.say(f"resumed after step {record.step}")
+                        progress.resumed(record.step)
+                        for step in (step for step in cut_off if step > record.step):
+                            progress.say(f"the checkpoint of step {step} was cut off while it was written: it is lost")
                     interruption.training_begins()
                     await trainer.run()
                 except asyncio.CancelledError:  # run() has saved
@@ -98,8 +110,50 @@ async def _train(
                     interruption.saved(record.step)
                     raise
             interruption.training_ended()
-            summary = _conclude(runtime, folder, record, console)
+            summary = _conclude(runtime, folder, record, observed.summary(), console)
     return summary
+
+
+def choose_run(config: Config, resume: bool | Literal["if_any"]) -> tuple[Path, bool]:
+    """The run folder, and whether the run goes on from a checkpoint.
+
+    Raises:
+        CheckpointError: there is none to go on from, or there are some of another run.
+    """
+    wanted, elsewhere = Path(config.run_dir), config.trainer.checkpoint_dir
+    if elsewhere is None:
+        try:
+            return (newest_run(wanted), True) if resume else (free_folder(wanted), False)
+        except CheckpointError:
+            if resume != "if_any":
+                raise
+            return free_folder(wanted), False
+    steps = complete_steps(elsewhere)
+    if steps and not resume:
+        raise CheckpointError(
+            f"trainer.checkpoint_dir={elsewhere} has checkpoints already (of steps {steps}); go on from them with "
+            "--resume, or choose another folder"
+        )
+    if resume is True and not steps:
+        lost = "".join(f"; that of step {step} was cut off while it was written" for step in cut_off_steps(elsewhere))
+        raise CheckpointError(f"--resume: no complete checkpoint in {elsewhere}{lost}; start without --resume")
+    return (_run_beside(wanted, elsewhere), True) if steps else (free_folder(wanted), False)
+
+
+def _run_beside(wanted: Path, checkpoint_dir: str) -> Path:
+    """The latest of ``wanted``, ``wanted-2``, … with checkpoints in that folder; a new one if none is left."""
+
+    def belongs(run: Path) -> bool:
+        file = run / "config.json"
+        return file.is_file() and json.loads(file.read_text())["trainer"].get("checkpoint_dir") == checkpoint_dir
+
+    runs = [run for run in _runs(wanted) if belongs(run)]
+    return max(runs, key=lambda run: (run / "config.json").stat().st_mtime) if runs else free_folder(wanted)
+
+
+def _runs(wanted: Path) -> list[Path]:
+    numbered = [p for p in wanted.parent.glob(f"{wanted.name}-*") if p.name.removeprefix(f"{wanted.name}-").isdigit()]
+    return [wanted, *numbered]
 
 
 def free_folder(wanted: Path) -> Path:
@@ -117,8 +171,7 @@ def newest_run(wanted: Path) -> Path:
     Raises:
         CheckpointError: none has.
     """
-    numbered = [p for p in wanted.parent.glob(f"{wanted.name}-*") if p.name.removeprefix(f"{wanted.name}-").isdigit()]
-    runs = [p for p in (wanted, *numbered) if any(c.name.isdigit() for c in (p / "checkpoints").glob("*"))]
+    runs = [p for p in _runs(wanted) if any(c.name.isdigit() for c in (p / "checkpoints").glob("*"))]
     if not runs:
         raise CheckpointError(
             f"--resume: no run with a checkpoint at {wanted} (or {wanted.name}-N beside it); start without --resume"
@@ -150,16 +203,22 @@ async def _publish_first(trainer: Trainer, version: int) -> None:
         raise WeightUpdateError(f"{error}; restart the rollout servers before a run starts or resumes") from error
 
 
-def _conclude(runtime: Runtime, folder: RunFolder, record: RunRecord, console: Console) -> dict[str, Any]:
+def _conclude(
+    runtime: Runtime, folder: RunFolder, record: RunRecord, observed: dict[str, Any], console: Console
+) -> dict[str, Any]:
     """Writes the summary and the plot, and prints what a user looks at first."""
     record.accounting = runtime.collector.accounting.state()
     metrics = read_records(folder.metrics)
-    summary = record.summary() | overlap_summary([line for line in metrics if line["kind"] == "step"])
+    summary: dict[str, Any] = (
+        record.summary() | overlap_summary([line for line in metrics if line["kind"] == "step"]) | observed
+    )
     folder.write_json(folder.summary, summary)
     reward_plot(metrics, folder.plot, title=folder.path.name)
     records = read_records(folder.trajectories)
     _print_extremes(records, runtime, console)
     console.print(_headline(summary), highlight=False)
+    if warnings := spoken(observed["warnings"]):
+        console.print(warnings, highlight=False, soft_wrap=True)
     console.print(f"run folder:   {folder.path}\nreward plot:  {folder.plot}", highlight=False, soft_wrap=True)
     return summary
 

@@ -65,7 +65,8 @@ class StreamTrainer(Trainer):
             lambda: f"{buffer.ready}/{buffer.batch} groups ready, {buffer.running} running",
         )
         self._reading = self._reading or (await self.runtime.metrics(), began)
-        groups = await self._take_useful()
+        with self.phases.of("wait"):
+            groups = await self._take_useful()
         self.waited += self.clock() - began
         # From one batch to the next: rollout and learner (and an evaluation, if there was one) share that time.
         engine, seconds = await self._engine_since(*self._reading)

@@ -32,7 +32,8 @@ class SyncTrainer(Trainer):
 
     async def train_step(self, begin: float) -> None:
         step_began = self.clock()
-        groups, engine = await self.collect(self.record.step + 1)
+        with self.phases.of("rollout"):
+            groups, engine = await self.collect(self.record.step + 1)
         self.waited = self.clock() - step_began
         await self.finish(Collected(groups=groups, engine=engine, seconds=self.waited), begin, step_began)
 

@@ -2,10 +2,13 @@
 
 import asyncio
 import importlib.util
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from jax_agent_rl.conformance import CHECKS, Report, run_suite
 from jax_agent_rl.conformance import checks as _checks  # noqa: F401  (registers them)
@@ -29,6 +32,32 @@ def toy(request):
 def jetstream(request):
     pytest.importorskip("torch")
     return make_subject("jetstream", request.getfixturevalue("options"))
+
+
+def brought(request):
+    pytest.importorskip("torch")
+    options = replace(request.getfixturevalue("options"), brought="tests.later_api:bring", max_concurrent=4)
+    return make_subject("jetstream", options)
+
+
+def jetstream_int8(request):
+    """Of a model whose matrices int8 holds exactly: whatever else changes a log-prob is a mistake."""
+    pytest.importorskip("torch")
+    options, scratch = request.getfixturevalue("options"), request.getfixturevalue("tmp_path_factory").mktemp("int8")
+    own = {name: rounded(getattr(options.folders, name), scratch / name) for name in ("base", "other")}
+    return make_subject("jetstream", replace(options, folders=replace(options.folders, **own), quantize="int8"))
+
+
+def rounded(model: Path, folder: Path) -> Path:
+    """A copy of a model in which each row of a layer's matrix is a multiple of the row's 127th."""
+    shutil.copytree(model, folder)
+    for file in folder.glob("*.safetensors"):
+        tensors = load_file(file)
+        for name in [name for name in tensors if ".layers." in name and name.endswith("_proj.weight")]:
+            step = np.abs(tensors[name]).max(-1, keepdims=True) / 127
+            tensors[name] = (np.round(tensors[name] / step) * step).astype(tensors[name].dtype)
+        save_file(tensors, file, metadata={"format": "pt"})
+    return folder
 
 
 def vllm(request):
@@ -73,7 +102,7 @@ def ray_vllm(request):
     return make_subject("ray", replace(request.getfixturevalue("options"), engine="vllm"))
 
 
-SUBJECTS = [toy, jetstream, remote_toy, remote_toy_upload, remote_jetstream, ray_jetstream]
+SUBJECTS = [toy, jetstream, jetstream_int8, brought, remote_toy, remote_toy_upload, remote_jetstream, ray_jetstream]
 ON_VLLM = [pytest.param(subject, marks=pytest.mark.vllm) for subject in (vllm, remote_vllm, ray_vllm)]
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from jax_agent_rl.observe.metrics import read_records
-from tests.tiny_run import tiny_recipe
+from tests.tiny_run import SMALL, tiny_recipe
 
 # The third checkpoint meets what looks like a full disk, on one of the processes.
 FULL_DISK = """
@@ -75,7 +75,7 @@ def finish(started: Sequence[subprocess.Popen[str]], codes: Sequence[int]) -> li
 
 @pytest.mark.parametrize("mode", ["sync", "fully_async"])
 def test_two_processes_run_to_the_end_and_one_goes_on_from_their_checkpoint(tmp_path: Path, mode: str):
-    recipe = tiny_recipe(tmp_path)
+    recipe = tiny_recipe(tmp_path, rollout={"jetstream": SMALL})
     outputs = finish(start(recipe, "trainer.steps=2", f"trainer.mode={mode}", processes=2), [0, 0])
     folder = tmp_path / "run"
     summary = json.loads((folder / "summary.json").read_text())
@@ -83,6 +83,8 @@ def test_two_processes_run_to_the_end_and_one_goes_on_from_their_checkpoint(tmp_
     assert summary["started"] == summary["trained"] + sum(summary["dropped"].values()) == 16
     assert summary["max_logprob_gap"] <= 1e-3  # the engine serves what both processes trained
     assert "held-out accuracy" in outputs[0] and "held-out accuracy" not in outputs[1]
+    records = [r for r in read_records(folder / "metrics.jsonl") if r["kind"] == "step"]
+    assert {(r["servers_up"], r["servers_lost"], r["stale_served"]) for r in records} == {(2, 0, 0)}  # both sample
 
     finish(start(recipe, "trainer.steps=3", f"trainer.mode={mode}", "--resume", processes=1), [0])
     steps = [r["step"] for r in read_records(folder / "metrics.jsonl") if r["kind"] == "step"]
@@ -90,13 +92,13 @@ def test_two_processes_run_to_the_end_and_one_goes_on_from_their_checkpoint(tmp_
 
 
 def test_what_stops_process_0_stops_the_other(tmp_path: Path):
-    recipe = tiny_recipe(tmp_path)
+    recipe = tiny_recipe(tmp_path, rollout={"jetstream": SMALL})
     outputs = finish(start(recipe, "data.train=/nowhere.jsonl", processes=2), [2, 0])
     assert "dataset file '/nowhere.jsonl' does not exist" in outputs[0] and "Traceback" not in "".join(outputs)
 
 
 def test_a_signal_to_all_leaves_a_checkpoint_of_all(tmp_path: Path):
-    recipe = tiny_recipe(tmp_path)
+    recipe = tiny_recipe(tmp_path, rollout={"jetstream": SMALL})
     started = start(recipe, "trainer.steps=400", "trainer.checkpoint_every=0", processes=2)
     watchdog = threading.Timer(300, lambda: [process.kill() for process in started])
     watchdog.start()
@@ -115,7 +117,7 @@ def test_a_signal_to_all_leaves_a_checkpoint_of_all(tmp_path: Path):
 
 @pytest.mark.parametrize("full", [0, 1])
 def test_a_full_disk_on_one_process_ends_the_run_with_a_message_and_it_resumes(full: int, tmp_path: Path):
-    recipe = tiny_recipe(tmp_path, trainer={"steps": 6, "checkpoint_every": 1})
+    recipe = tiny_recipe(tmp_path, trainer={"steps": 6, "checkpoint_every": 1}, rollout={"jetstream": SMALL})
     output, other = finish(start(recipe, processes=2, full=full), [2, 0])
     assert "error: a checkpoint could not be written" in output and "checkpoint 2 is intact" in output
     assert f": on process {full}, " in output, output

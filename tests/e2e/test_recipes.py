@@ -23,8 +23,8 @@ def test_a_recipe_trains_and_accounts_for_everything(path: Path, recipe: Path, t
     own = {key: tree[key] for key in ("algorithm", "critic", "learner") if key in tree}
     if "mode" in tree.get("trainer", {}):
         own["trainer"] = tree["trainer"]
-    if "row_length" in own.get("learner", {}):
-        del own["learner"]["row_length"]
+    for key in ("row_length", "mesh"):  # of the small model, on one device
+        own.get("learner", {}).pop(key, None)
     rollout = tree.get("rollout", {})
     size = {"group_size": min(2, rollout.get("group_size", 2))}
     if "strategy" in rollout:  # which fixes the size of a group

@@ -48,6 +48,22 @@ def rollout_server(recipe: Path) -> Iterator[str]:
         process.stdout.close()
 
 
+def heldout_ids(folder: Path) -> dict[str, list[int]]:
+    return {r["trajectory_id"]: r["response_ids"] for r in read_records(folder / "trajectories.jsonl")}
+
+
+def test_eval_on_a_rollout_server_samples_what_the_engine_here_does(recipe: Path, tmp_path: Path):
+    there, here = tmp_path / "there", tmp_path / "here"
+    with rollout_server(recipe) as url:
+        remote = ["rollout.backend=remote", f"rollout.urls=[{url}]", "rollout.token_env=ROLLOUT_TOKEN"]
+        result = run("eval", recipe, *remote, "-n", 2, "--out", there)
+        assert result.returncode == 0, result.stderr
+        refused = run("eval", recipe, *remote, "--model", recipe.parent / "model")
+        assert refused.returncode == 2 and "serve the weights they have" in refused.stderr
+    assert run("eval", recipe, "-n", 2, "--out", here).returncode == 0
+    assert heldout_ids(there) == heldout_ids(here) != {}
+
+
 def test_a_run_trains_with_a_rollout_server_and_the_server_passes_conformance(
     recipe: Path, small_model, tmp_path: Path
 ):

@@ -37,7 +37,7 @@ def test_a_run_leaves_a_complete_folder_and_can_be_viewed_and_exported(recipe: P
     assert summary["steps"] == 2 and summary["token_drift"] == 0 and summary["recompilations_after_warmup"] == 0
     assert summary["started"] == summary["trained"] + sum(summary["dropped"].values()) == 8
     assert summary["max_logprob_gap"] <= 1e-3
-    assert {"heldout_accuracy_before", "heldout_accuracy_after", "train_seconds"} <= summary.keys()
+    assert {"heldout_accuracy_before", "heldout_accuracy_after", "train_seconds", "warnings"} <= summary.keys()
     steps = [r for r in read_records(folder / "metrics.jsonl") if r["kind"] == "step"]
     assert len(steps) == 2 and all(r["weight_update_seconds"] > 0 for r in steps)
     assert (folder / "reward.png").read_bytes().startswith(b"\x89PNG")

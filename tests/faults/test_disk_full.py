@@ -67,7 +67,7 @@ import resource, sys
 from jax_agent_rl import cli
 from jax_agent_rl.observe import metrics
 
-name, append, calls = sys.argv.pop(), metrics._append, 0
+name, append, calls = sys.argv.pop(), metrics.append_records, 0
 
 def limited(file, records):
     global calls
@@ -80,7 +80,7 @@ def limited(file, records):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
-metrics._append = limited
+metrics.append_records = limited
 cli.main()
 """
 

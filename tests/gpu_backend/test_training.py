@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -20,3 +22,17 @@ def test_a_run_needs_only_another_backend(recipe: Path, tmp_path: Path, placemen
     steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert all(step["weight_update_seconds"] > 0 for step in steps if step["kind"] == "step")
     assert len(list((tmp_path / "run").rglob("vllm.log"))) == 1
+
+
+def test_eval_needs_only_another_backend(recipe: Path, tmp_path: Path):
+    command = [sys.executable, "-m", "jax_agent_rl.cli", "eval", str(recipe), "rollout.backend=vllm", "-n", "2"]
+    done = subprocess.run(
+        [*command, "--data", str(load(recipe).data.train), "--out", str(tmp_path / "out"), "--json"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    (score,) = json.loads(done.stdout.splitlines()[-1])["scores"].values()
+    lines = (tmp_path / "out" / "trajectories.jsonl").read_text().splitlines()
+    assert score["samples"] == 2 * score["prompts"] == len(lines) and not score["lost"]
+    assert all(json.loads(line)["response_ids"] for line in lines)

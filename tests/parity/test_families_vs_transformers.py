@@ -137,15 +137,17 @@ def test_the_engine_decodes_what_transformers_generates_greedily(peer):
     rng = np.random.default_rng(3)
     prompts = [rng.integers(3, 89, count).tolist() for count in (3, 19)]
     shapes = EngineShapes(
-        max_model_len=64, max_concurrent_decodes=2, cache_rows=2, decode_steps=12, prefill_buckets=(8, 32)
+        max_model_len=64, max_concurrent_decodes=2, cache_tokens=128, decode_steps=12, prefill_buckets=(8, 32)
     )
     engine = JaxEngine(config, shapes)
     weights, cache = engine.load_params(params), engine.init_cache()
     cache = engine.extend(
-        weights, cache, [Extension(row, 0, np.array(ids[:-1], np.int32)) for row, ids in enumerate(prompts)]
+        weights,
+        cache,
+        [Extension(engine.pages_of_slot(i), 0, np.array(ids[:-1], np.int32)) for i, ids in enumerate(prompts)],
     )
-    lanes = make_lanes(2)
-    lanes.rows[:] = (0, 1)
+    lanes = make_lanes(2, shapes.context_pages)
+    lanes.pages[:] = [engine.pages_of_slot(i) for i in range(2)]
     lanes.tokens[:] = [ids[-1] for ids in prompts]
     lanes.positions[:] = [len(ids) - 1 for ids in prompts]
     lanes.remaining[:] = 12

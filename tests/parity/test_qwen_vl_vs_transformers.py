@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jax_agent_rl.jetstream.forward import KVCache, decode_step, empty_cache, engine_params, prefill_chunks
+from jax_agent_rl.jetstream.forward import decode_step, engine_params, prefill_chunks
+from jax_agent_rl.jetstream.kv import KVCache, LayerKV, empty_cache
 from jax_agent_rl.models.decoder import hidden_states, logits
 from jax_agent_rl.models.hf import hf_tensors, load_hf, save_hf
 from jax_agent_rl.models.pictures import PictureInputs, feature_index, layout, locate, rope_positions
@@ -176,6 +177,11 @@ def test_every_gradient_of_tower_and_decoder_is_equal(peer, tmp_path: Path):
         np.testing.assert_allclose(gradient, expected[name], atol=2e-5, rtol=1e-4, err_msg=name)
 
 
+def placed(start: int, row: LayerKV, chunk: LayerKV) -> LayerKV:
+    """A cache's row with a chunk in it."""
+    return row.by_position(lambda axis, x, new: jax.lax.dynamic_update_slice_in_dim(x, new, start, axis), chunk)
+
+
 def test_the_engine_continues_in_chunks_and_steps_as_transformers_does_at_once(peer):
     model, folder = peer
     config, params = load_hf(folder)
@@ -188,10 +194,7 @@ def test_the_engine_continues_in_chunks_and_steps_as_transformers_does_at_once(p
         here = slice(start, start + 15)
         chunk = PictureInputs(places[None, here], seen, index[None, here])
         new = prefill(config, weights, cache, jnp.asarray(IDS[None, here]), jnp.array([start]), chunk)
-        cache = KVCache(
-            tuple(k.at[..., here].set(x) for k, (x, _) in zip(cache.keys, new, strict=True)),
-            tuple(v.at[:, :, here].set(x) for v, (_, x) in zip(cache.values, new, strict=True)),
-        )
+        cache = KVCache(tuple(map(functools.partial(placed, start), cache.layers, new)))
     with torch.no_grad():
         expected = theirs(model).numpy()
     assert offset and prompt % 15 == 0

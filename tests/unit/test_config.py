@@ -82,3 +82,16 @@ def test_a_rollout_server_is_named_once():
     url = "http://10.0.0.5:8100"
     (line,) = problems(MINIMAL, "rollout.backend=remote", f"rollout.urls=[{url}, {url}]")
     assert url in line and "more than once" in line
+
+
+def test_an_engine_that_is_brought_samples_from_the_raw_logits_or_not_at_all():
+    brought = "rollout.jetstream.engine=my.module:make"
+    assert build(MINIMAL, [brought]).rollout.jetstream.engine == "my.module:make"
+    (line,) = problems(MINIMAL, brought, "rollout.temperature=0.7")
+    assert "temperature=0.7" in line and "set temperature and top_p to 1" in line
+    assert any("learner's program" in line for line in problems(MINIMAL, brought, "rollout.deterministic=true"))
+
+
+def test_a_deterministic_rollout_rounds_nothing():
+    (problem,) = problems(MINIMAL, "rollout.deterministic=true", "rollout.jetstream.kv_dtype=int8")
+    assert "kv_dtype=int8" in problem and "kv_dtype=auto" in problem

@@ -8,6 +8,7 @@
     GET    /sessions/<id>        what was recorded, ids and all
     DELETE /sessions/<id>        ends it
     GET    /health
+    GET    /metrics              as Prometheus reads it
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import logging
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing, contextmanager
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import ValidationError
 from starlette.applications import Starlette
@@ -34,6 +35,10 @@ from jax_agent_rl.agents.endpoint.sessions import Session, SessionStore
 from jax_agent_rl.agents.endpoint.work import Piece, pieces, turns
 from jax_agent_rl.config import EndpointConfig
 from jax_agent_rl.errors import JaxAgentRLError
+from jax_agent_rl.observe.prometheus import CONTENT_TYPE, RequestCounts, gauges, text_of
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -50,6 +55,7 @@ class Endpoint:
         limits: sizes, seconds and counts.
         api_key: what requests outside sessions must send; None asks for nothing.
         stateless: makes the session of one request outside sessions; None refuses them.
+        engines: reads what the engines did, for ``/metrics``; None: requests alone are counted there.
     """
 
     def __init__(
@@ -60,26 +66,29 @@ class Endpoint:
         limits: EndpointConfig,
         api_key: str | None = None,
         stateless: Callable[[], Session] | None = None,
+        engines: Callable[[], Awaitable[list[Metric]]] | None = None,
     ) -> None:
         self._store = store
         self._model = model
         self._limits = limits
         self._api_key = api_key
         self._stateless = stateless
+        self._engines = engines
         self._running = 0
+        self._requests = RequestCounts()
 
     def app(self) -> Starlette:
         """The ASGI application."""
-        routes = [Route("/health", self._answer(self._health))]
+        routes = [self._route("/health", self._health), self._route("/metrics", self._metrics)]
         for prefix in ("", "/sessions/{session_id}"):
             routes += [
-                Route(f"{prefix}/v1/models", self._answer(self._models)),
-                Route(f"{prefix}/v1/chat/completions", self._answer(self._chat), methods=["POST"]),
-                Route(f"{prefix}/v1/completions", self._answer(self._completions), methods=["POST"]),
+                self._route(f"{prefix}/v1/models", self._models),
+                self._route(f"{prefix}/v1/chat/completions", self._chat, "POST"),
+                self._route(f"{prefix}/v1/completions", self._completions, "POST"),
             ]
         routes += [
-            Route("/sessions/{session_id}", self._answer(self._recorded)),
-            Route("/sessions/{session_id}", self._answer(self._end), methods=["DELETE"]),
+            self._route("/sessions/{session_id}", self._recorded),
+            self._route("/sessions/{session_id}", self._end, "DELETE"),
         ]
         errors = {404: self._unknown, 405: self._unknown}
         return Starlette(routes=routes, exception_handlers=errors)
@@ -88,6 +97,13 @@ class Endpoint:
 
     async def _health(self, request: Request) -> Response:
         return JSONResponse({"ok": True, "sessions": len(self._store), "running": self._running})
+
+    async def _metrics(self, request: Request) -> Response:
+        if self._api_key is not None:
+            _check_key(self._api_key, _key_of(request))
+        engines = await self._engines() if self._engines else []
+        standing = gauges({"server_sessions": len(self._store), "server_generations_running": self._running})
+        return Response(text_of([*engines, *self._requests.families(), *standing]), media_type=CONTENT_TYPE)
 
     async def _models(self, request: Request) -> Response:
         self._session(request)
@@ -132,9 +148,22 @@ class Endpoint:
         return JSONResponse({"ended": self._store.end(self._session(request).session_id)})
 
     async def _unknown(self, request: Request, _: Exception) -> Response:
+        self._requests.count("unknown", 404)
         return ApiError(404, f"there is no {request.method} {request.url.path}", code="unknown_url").response()
 
     # --- what routes share ------------------------------------------------------------------------------------
+
+    def _route(self, path: str, handler: Callable[[Request], Awaitable[Response]], method: str = "GET") -> Route:
+        """A route whose requests are counted."""
+        answer = self._answer(handler)
+
+        async def counted(request: Request) -> Response:
+            with self._requests.request(path) as status:
+                response = await answer(request)
+                status.append(response.status_code)
+                return response
+
+        return Route(path, counted, methods=[method])
 
     def _answer(self, handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
         """The handler with its failures as answers."""
@@ -158,7 +187,7 @@ class Endpoint:
 
     def _session(self, request: Request) -> Session:
         """The session of a request, its key checked."""
-        given = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
+        given = _key_of(request)
         session_id = request.path_params.get("session_id")
         if session_id is not None:
             if self._api_key is not None and self._stateless is not None:
@@ -276,6 +305,10 @@ class Endpoint:
         seconds = self._limits.request_timeout
         message = f"the request took longer than agent.endpoint.request_timeout={seconds:g} seconds"
         return ApiError(504, message, code="timeout")
+
+
+def _key_of(request: Request) -> str:
+    return request.headers.get("authorization", "").removeprefix("Bearer ").strip()
 
 
 def _check_key(wanted: str, given: str) -> None:

@@ -35,7 +35,7 @@ async def greedy_logprobs(probe: Probe) -> None:
 async def temperature(probe: Probe) -> None:
     """Log-probs are of the distribution after temperature."""
     prompt = probe.prompt(20, seed=3)
-    for value in (1.0, 0.6, 1.4):
+    for value in (1.0, 0.6, 1.4) if probe.capabilities.any_sampling else (1.0,):
         output = await probe.generate(prompt, max_tokens=24, temperature=value, seed=11)
         probe.expect_logprobs(
             prompt,
@@ -46,7 +46,7 @@ async def temperature(probe: Probe) -> None:
         )
 
 
-@check("logprobs-top-p", needs=["logprobs"])
+@check("logprobs-top-p", needs=["logprobs", "any_sampling"])
 async def top_p(probe: Probe) -> None:
     """With top-p, ids are of the nucleus and log-probs are normalized over it."""
     prompt = probe.prompt(20, seed=4)
@@ -62,7 +62,7 @@ async def top_p(probe: Probe) -> None:
         )
 
 
-@check("logprobs-top-k", needs=["logprobs"])
+@check("logprobs-top-k", needs=["logprobs", "any_sampling"])
 async def top_k(probe: Probe) -> None:
     """With top-k, ids are among the k most likely and log-probs are normalized over them."""
     prompt = probe.prompt(20, seed=5)

@@ -171,6 +171,9 @@ class RemoteBackend:
             "partial": update.partial,
             "digests": dict(update.digests),
         }
+        if update.kind == "mesh":
+            await self._call("update_weights", **body)
+            return
         if update.kind == "tensorstore":
             if not isinstance(update.payload, str):
                 raise WeightUpdateError(f"payload must be an address, got {type(update.payload).__name__}")

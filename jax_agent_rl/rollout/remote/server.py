@@ -7,8 +7,9 @@
                                                      ├─ every 5 s an empty line while there is no answer
                                                      └─ connection lost: the handler is cancelled, its slot is free
 
-``GET /v1/handshake, /v1/health, /v1/metrics``; ``POST /v1/generate`` and one path per method of the protocol; ``PUT
-/v1/uploads/{upload}/{file}``. A custom header on every request keeps web pages in a local browser out.
+``GET /v1/handshake, /v1/health, /v1/metrics``, ``GET /metrics`` (Prometheus text); ``POST /v1/generate`` and one path
+per method of the protocol; ``PUT /v1/uploads/{upload}/{file}``. A custom header on every request (but ``/metrics``)
+keeps web pages in a local browser out.
 """
 
 from __future__ import annotations
@@ -26,14 +27,16 @@ from typing import Any
 from aiohttp import web
 
 from jax_agent_rl.errors import BackendError, ConfigError, JaxAgentRLError, WeightUpdateError
+from jax_agent_rl.observe.prometheus import CONTENT_TYPE, RequestCounts, engine_families, text_of
 from jax_agent_rl.rollout.protocol import RolloutBackend, WeightUpdate
 from jax_agent_rl.rollout.remote import pictures, wire
 from jax_agent_rl.rollout.remote.uploads import Uploads
-from jax_agent_rl.serving import is_loopback
+from jax_agent_rl.serving import is_loopback, names_this_machine
 from jax_agent_rl.types import PauseMode
 
 logger = logging.getLogger(__name__)
 Body = dict[str, Any]
+_METRICS = "/metrics"
 _KEEP_ALIVE_SECONDS = 600.0  # longer than the client's, so that it is never the server who closes an idle connection
 
 
@@ -76,8 +79,9 @@ class RolloutServer:
         self._token = token.encode() if token else None
         self._instance = secrets.token_hex(8)
         self._heartbeat = heartbeat_seconds
+        self._requests = RequestCounts()
         self._uploads = Uploads(max_bytes=max_upload_bytes, folder=upload_folder)
-        self._app = web.Application(client_max_size=max_request_bytes, middlewares=[self._guard])
+        self._app = web.Application(client_max_size=max_request_bytes, middlewares=[self._count, self._guard])
         self._add_routes()
         self._runner: web.AppRunner | None = None
 
@@ -117,6 +121,7 @@ class RolloutServer:
 
     def _add_routes(self) -> None:
         router, backend = self._app.router, self._backend
+        router.add_get(_METRICS, self._serve_metrics)
         router.add_get("/v1/handshake", self._handshake)
         router.add_get("/v1/health", self._plain(backend.health))
         router.add_get("/v1/metrics", self._plain(backend.metrics))
@@ -138,11 +143,23 @@ class RolloutServer:
     # --- who may ask ------------------------------------------------------------------------------------------
 
     @web.middleware
+    async def _count(self, request: web.Request, handler: Callable) -> web.StreamResponse:
+        resource = request.match_info.route.resource
+        with self._requests.request(resource.canonical if resource else "unknown") as status:
+            response = await handler(request)
+            status.append(response.status)
+            return response
+
+    @web.middleware
     async def _guard(self, request: web.Request, handler: Callable) -> web.StreamResponse:
         if self._token is not None:
             given = request.headers.get("Authorization", "").encode()
             if not hmac.compare_digest(given, b"Bearer " + self._token):
                 return _refuse(401, BackendError("the rollout server does not accept the token"))
+        if request.path == _METRICS:  # Prometheus sends no headers of ours
+            if self._token is None and not names_this_machine(request.host, listening_on=self._host):
+                return _refuse(403, BackendError(f"without a token only localhost is answered, not {request.host!r}"))
+            return await handler(request)
         spoken = request.headers.get(wire.PROTOCOL_HEADER)
         if spoken != str(wire.PROTOCOL_VERSION):
             text = (
@@ -167,6 +184,12 @@ class RolloutServer:
                 "policy_version": self._backend.policy_version,
             }
         )
+
+    async def _serve_metrics(self, request: web.Request) -> web.Response:
+        backend = self._backend
+        engine = engine_families(await backend.metrics(), await backend.health(), backend.capabilities, engine="0")
+        body = text_of([*engine, *self._requests.families()])
+        return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE})
 
     def _plain(self, read: Callable[[], Awaitable[Any]]) -> Callable:
         async def handler(request: web.Request) -> web.Response:
@@ -251,9 +274,10 @@ class RolloutServer:
     async def _update_weights(self, body: Body) -> None:
         upload = body.get("upload")
         try:
+            payload: str | list[str] | None = None
             if "folder" in body:
-                payload: str | list[str] = str(body["folder"])
-            else:
+                payload = str(body["folder"])
+            elif body["kind"] != "mesh":
                 payload = self._uploads.files(upload) if upload else [str(path) for path in body["paths"]]
             await self._backend.update_weights(
                 WeightUpdate(

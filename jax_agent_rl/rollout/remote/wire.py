@@ -41,7 +41,7 @@ _ERRORS: dict[str, type[Exception]] = {
         NotImplementedError,
     )
 }
-REMOTE_PAYLOADS = frozenset({"safetensors", "tensorstore"})
+REMOTE_PAYLOADS = frozenset({"safetensors", "tensorstore", "mesh"})
 T = TypeVar("T")
 
 
@@ -109,7 +109,7 @@ def decode_chunk(data: Mapping[str, Any]) -> TokenChunk:
 
 
 def encode_capabilities(capabilities: Capabilities) -> dict[str, Any]:
-    """What holds from afar: weights only as files or through a folder."""
+    """What holds from afar: weights only as files, through a folder, or where the server has them itself."""
     data = asdict(capabilities)
     data["multi_modal"] = sorted(capabilities.multi_modal)
     data["pause_modes"] = sorted(capabilities.pause_modes)

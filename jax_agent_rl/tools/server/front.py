@@ -18,7 +18,6 @@ import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from typing import Any
-from urllib.parse import urlsplit
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry, Counter, generate_latest
@@ -27,14 +26,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from jax_agent_rl import leftovers
 from jax_agent_rl.errors import ConfigError, WorkerDiedError
-from jax_agent_rl.serving import is_loopback
+from jax_agent_rl.observe.prometheus import CONTENT_TYPE
+from jax_agent_rl.serving import is_loopback, names_this_machine
 from jax_agent_rl.tools.server import telemetry
 from jax_agent_rl.tools.server.pool import Worker, worker_of
 from jax_agent_rl.tools.server.settings import ToolServerSettings
 from jax_agent_rl.tools.server.wire import ObservationRequest, Reply, encode_replies, explain
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-_LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 
 
 class RetrieveRequest(BaseModel):
@@ -43,7 +42,7 @@ class RetrieveRequest(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     queries: list[str] = Field(min_length=1, max_length=1024)
-    topk: int | None = Field(None, ge=1, le=1000)
+    topk: int | None = Field(default=None, ge=1, le=1000)
     return_scores: bool = False
 
 
@@ -166,8 +165,7 @@ class ToolServer:
             given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
             if not hmac.compare_digest(given, self._token):
                 return _refuse(401, "the token is missing or wrong: send the header 'Authorization: Bearer TOKEN'")
-        elif _name_of(request.host) not in (*_LOOPBACK_NAMES, self._settings.host):
-            # A page in a local browser, under a name that was made to resolve to this machine.
+        elif not names_this_machine(request.host, listening_on=self._settings.host):
             return _refuse(403, f"without a token only requests to localhost are answered, not to {request.host!r}")
         return None
 
@@ -248,7 +246,7 @@ class ToolServer:
 
     async def _serve_metrics(self, request: web.Request) -> web.Response:
         text = generate_latest(self._metrics) + generate_latest(self._of_workers())
-        return web.Response(body=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+        return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE})
 
     # --- metrics -----------------------------------------------------------------------------------------------
 
@@ -291,11 +289,3 @@ class _Refused(Exception):
 
 def _refuse(status: int, text: str) -> web.Response:
     return web.json_response({"detail": text}, status=status)
-
-
-def _name_of(host: str) -> str | None:
-    """A ``Host`` header without its port; None if it is malformed."""
-    try:
-        return urlsplit(f"//{host}").hostname
-    except ValueError:
-        return None

@@ -19,13 +19,13 @@ Seconds = Annotated[float, Field(gt=0)]
 class LimitSettings(Section):
     """What one program a model wrote may use."""
 
-    wall_seconds: Seconds = Field(10.0, description="Of one run, or of one command in a session.")
-    cpu_seconds: Positive = Field(10, description="Of each process of a run.")
-    session_cpu_seconds: Positive = Field(300, description="Of each process of a session, over its whole life.")
-    memory_mb: Positive = Field(1024, description="Of all processes of a program together, and of each one.")
-    processes: Positive = Field(64, description="Processes and threads at the same time.")
-    disk_mb: Positive = Field(64, description="Of each writable folder (they are in memory).")
-    output_kb: Positive = Field(256, description="Output of one run or command; more ends the program.")
+    wall_seconds: Seconds = Field(default=10.0, description="Of one run, or of one command in a session.")
+    cpu_seconds: Positive = Field(default=10, description="Of each process of a run.")
+    session_cpu_seconds: Positive = Field(default=300, description="Of each process of a session, over its whole life.")
+    memory_mb: Positive = Field(default=1024, description="Of all processes of a program together, and of each one.")
+    processes: Positive = Field(default=64, description="Processes and threads at the same time.")
+    disk_mb: Positive = Field(default=64, description="Of each writable folder (they are in memory).")
+    output_kb: Positive = Field(default=256, description="Output of one run or command; more ends the program.")
 
     def for_run(self) -> SandboxLimits:
         """Limits of a program that runs once."""
@@ -53,44 +53,51 @@ class LimitSettings(Section):
 class SearchSettings(Section):
     """The search tool."""
 
-    corpus: str | None = Field(None, description='JSON Lines of {"id", "contents"}; the first line is the title.')
+    corpus: str | None = Field(
+        default=None, description='JSON Lines of {"id", "contents"}; the first line is the title.'
+    )
     encoder: str | None = Field(
-        None, description="Folder of a sentence-transformers model: search by meaning; null: by words (BM25)."
+        default=None, description="Folder of a sentence-transformers model: search by meaning; null: by words (BM25)."
     )
-    query_prompt: str = Field("", description="Put before a query for the encoder, e.g. 'query: ' (E5).")
-    passage_prompt: str = Field("", description="Put before a passage for the encoder, e.g. 'passage: ' (E5).")
+    query_prompt: str = Field(default="", description="Put before a query for the encoder, e.g. 'query: ' (E5).")
+    passage_prompt: str = Field(default="", description="Put before a passage for the encoder, e.g. 'passage: ' (E5).")
     index: str | None = Field(
-        None, description="Folder of the index, made if missing; default CORPUS.bm25s, with an encoder CORPUS.dense."
+        default=None,
+        description="Folder of the index, made if missing; default CORPUS.bm25s, with an encoder CORPUS.dense.",
     )
-    topk: Positive = Field(3, description="Passages an answer has.")
+    topk: Positive = Field(default=3, description="Passages an answer has.")
 
 
 class SqlSettings(Section):
     """The SQL tool."""
 
-    databases: str | None = Field(None, description="Folder of SQLite files; extra_fields.db_id names one of them.")
-    max_rows: Positive = Field(50, description="Rows an answer shows.")
+    databases: str | None = Field(
+        default=None, description="Folder of SQLite files; extra_fields.db_id names one of them."
+    )
+    max_rows: Positive = Field(default=50, description="Rows an answer shows.")
 
 
 class PageSettings(Section):
     """The text page tool."""
 
-    root: str | None = Field(None, description="Folder of the .html, .md and .txt pages; nothing else can be opened.")
-    page_chars: Positive = Field(3000, description="Characters shown at a time.")
+    root: str | None = Field(
+        default=None, description="Folder of the .html, .md and .txt pages; nothing else can be opened."
+    )
+    page_chars: Positive = Field(default=3000, description="Characters shown at a time.")
 
 
 class ImageSettings(Section):
     """The image zoom tool."""
 
-    root: str | None = Field(None, description="Folder from which extra_fields.images may name files.")
-    max_pixels: Positive = Field(16_000_000, description="Of an image that is opened.")
-    max_side: Positive = Field(1024, description="Longest side of an image that is returned.")
+    root: str | None = Field(default=None, description="Folder from which extra_fields.images may name files.")
+    max_pixels: Positive = Field(default=16_000_000, description="Of an image that is opened.")
+    max_side: Positive = Field(default=1024, description="Longest side of an image that is returned.")
 
 
 class JudgeSettings(Section):
     """The judge."""
 
-    max_tests: Positive = Field(32, description="Tests of extra_fields that are run, from the first.")
+    max_tests: Positive = Field(default=32, description="Tests of extra_fields that are run, from the first.")
 
 
 class McpSettings(Section):
@@ -99,30 +106,38 @@ class McpSettings(Section):
     servers: dict[str, str | list[str]] = Field(
         default_factory=dict, description="Name -> URL of a streamable HTTP server, or the command of a stdio one."
     )
-    call_seconds: Seconds = Field(30.0, description="Seconds one call may take.")
+    call_seconds: Seconds = Field(default=30.0, description="Seconds one call may take.")
 
 
 class ToolServerSettings(Section):
     """A tool server."""
 
-    host: str = Field("127.0.0.1", description="Address to listen on; anything but loopback needs token_env.")
-    port: Annotated[int, Field(ge=0, le=65535)] = Field(5000, description="Port to listen on; 0 takes a free one.")
-    token_env: str | None = Field(None, description="Environment variable that holds the token clients must send.")
-    workers: Positive = Field(1, description="Worker processes; a trajectory stays with one of them.")
-    tools: tuple[str, ...] = Field(("python",), description="Tools in order: the first that accepts an action acts.")
-    tool_path: str | None = Field(None, description="Python file or module with further ServerTool classes.")
-    done_if_invalid: bool = Field(False, description="An action that no tool accepts ends its trajectory.")
-    sandbox: Literal["bubblewrap", "unsafe_local"] = Field(
-        "bubblewrap", description="unsafe_local: models' programs run with this user's rights, unprotected."
+    host: str = Field(default="127.0.0.1", description="Address to listen on; anything but loopback needs token_env.")
+    port: Annotated[int, Field(ge=0, le=65535)] = Field(
+        default=5000, description="Port to listen on; 0 takes a free one."
     )
-    python: str | None = Field(None, description="Interpreter that programs get; default: the server's own.")
-    max_running: Positive = Field(16, description="Programs at the same time, per worker; more wait.")
-    max_environments: Positive = Field(1024, description="Open environments per worker; more are refused.")
-    idle_seconds: Seconds = Field(1800.0, description="An environment unused for this long is closed.")
-    step_seconds: Seconds = Field(120.0, description="Seconds one action may take, waiting for a turn included.")
-    max_batch: Positive = Field(1024, description="Actions in one request.")
-    max_request_mb: Positive = Field(64, description="Size of a request.")
-    max_observation_chars: Positive = Field(20_000, description="Longer observations lose their middle.")
+    token_env: str | None = Field(
+        default=None, description="Environment variable that holds the token clients must send."
+    )
+    workers: Positive = Field(default=1, description="Worker processes; a trajectory stays with one of them.")
+    tools: tuple[str, ...] = Field(
+        default=("python",), description="Tools in order: the first that accepts an action acts."
+    )
+    tool_path: str | None = Field(default=None, description="Python file or module with further ServerTool classes.")
+    done_if_invalid: bool = Field(default=False, description="An action that no tool accepts ends its trajectory.")
+    sandbox: Literal["bubblewrap", "unsafe_local"] = Field(
+        default="bubblewrap", description="unsafe_local: models' programs run with this user's rights, unprotected."
+    )
+    python: str | None = Field(default=None, description="Interpreter that programs get; default: the server's own.")
+    max_running: Positive = Field(default=16, description="Programs at the same time, per worker; more wait.")
+    max_environments: Positive = Field(default=1024, description="Open environments per worker; more are refused.")
+    idle_seconds: Seconds = Field(default=1800.0, description="An environment unused for this long is closed.")
+    step_seconds: Seconds = Field(
+        default=120.0, description="Seconds one action may take, waiting for a turn included."
+    )
+    max_batch: Positive = Field(default=1024, description="Actions in one request.")
+    max_request_mb: Positive = Field(default=64, description="Size of a request.")
+    max_observation_chars: Positive = Field(default=20_000, description="Longer observations lose their middle.")
     limits: LimitSettings = Field(default_factory=LimitSettings)
     search: SearchSettings = Field(default_factory=SearchSettings)
     sql: SqlSettings = Field(default_factory=SqlSettings)

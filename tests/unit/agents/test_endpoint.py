@@ -7,6 +7,7 @@ import contextlib
 
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 pytest.importorskip("uvicorn")
 openai = pytest.importorskip("openai")
@@ -20,6 +21,7 @@ from jax_agent_rl.config import AgentConfig, EndpointConfig  # noqa: E402
 from jax_agent_rl.errors import ConfigError  # noqa: E402
 from jax_agent_rl.rollout.client import LLMServerClient  # noqa: E402
 from jax_agent_rl.rollout.server import AsyncServer  # noqa: E402
+from jax_agent_rl.runtime.openai_server import read_engines  # noqa: E402
 from jax_agent_rl.types import SamplingParams  # noqa: E402
 from tests.fakes import FakeCodec, ScriptedBackend  # noqa: E402
 
@@ -48,7 +50,12 @@ class Stage:
             max_sessions=limits.max_sessions, ttl=limits.session_ttl, create=self.session, **extra
         )
         endpoint = Endpoint(
-            self.store, model="policy", limits=limits, api_key=api_key, stateless=lambda: self.session("once")
+            self.store,
+            model="policy",
+            limits=limits,
+            api_key=api_key,
+            stateless=lambda: self.session("once"),
+            engines=lambda: read_engines(self.context.client.servers),
         )
         self.server = LoopServer(endpoint.app(), api_key=api_key)
 
@@ -265,3 +272,20 @@ async def test_an_engine_that_dies_in_a_stream_is_an_error_of_the_stream():
         stage.backend.die()
         with pytest.raises(openai.InternalServerError, match="engine died"):
             await client.chat.completions.create(model="policy", messages=ASK, stream=True)
+
+
+async def test_prometheus_reads_the_requests_of_every_route_and_needs_the_key():
+    async with serving(["hello"], api_key="key") as stage, stage.client(key="key") as client:
+        await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "go"}])
+        async with httpx.AsyncClient(base_url=stage.server.url) as browser:
+            assert (await browser.get("/metrics")).status_code == 401
+            assert (await browser.get("/nothing")).status_code == 404
+            answer = await browser.get("/metrics", headers={"Authorization": "Bearer key"})
+    assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+    families = text_string_to_metric_families(answer.text)
+    found = {(s.name, *s.labels.values()): s.value for family in families for s in family.samples}
+    total = "jax_agent_rl_server_requests_total"
+    assert found[total, "/v1/chat/completions", "200"] == 1 and found[total, "unknown", "404"] == 1
+    assert found[total, "/metrics", "401"] == 1
+    assert found["jax_agent_rl_engine_generated_tokens_total", "server-0"] > 0
+    assert found["jax_agent_rl_server_sessions",] == 0 and found["jax_agent_rl_server_generations_running",] == 0

@@ -12,6 +12,7 @@ openai = pytest.importorskip("openai")
 
 from jax_agent_rl.agents.openai_loop import OpenAIAgentLoop  # noqa: E402
 from jax_agent_rl.errors import AgentTimeoutError, HistoryEditedError, PromptTooLongError, TrajectoryError  # noqa: E402
+from jax_agent_rl.tracing import Tracer  # noqa: E402
 from jax_agent_rl.types import FinishReason, SamplingParams  # noqa: E402
 from tests.tiny_chat import assert_exact, tiny_context, tokenizer  # noqa: E402
 
@@ -46,6 +47,17 @@ async def tool_agent(base_url, api_key, row):
             for call in message.tool_calls:
                 result = sum(json.loads(call.function.arguments).values())
                 messages.append({"role": "tool", "tool_call_id": call.id, "content": str(result)})
+
+
+async def test_requests_over_http_are_traced_as_part_of_their_trajectory():
+    traces = []
+    tracer = Tracer(traces.append, most_per_step=1)
+    async with tiny_context() as context:
+        with tracer.trajectory(trajectory_id="t", group_id="g", step=1, sample=0, rollout=0, validate=False):
+            made = await trajectory_of(tool_agent, context)
+    generated = [span for span in traces[0].spans if span.name == "generate"]
+    assert [span.attributes["sampled_tokens"] for span in generated] == [len(t.output.token_ids) for t in made.turns]
+    assert {span.parent for span in generated} == {0}
 
 
 async def test_many_turns_of_a_tool_calling_client_are_one_exact_trajectory():

@@ -16,7 +16,9 @@ from jax_agent_rl.types import SamplingParams
 from tests.fakes import FakeCodec, FakeReply, FakeToolCall
 from tests.tiny import TINY, logprobs_of, tiny_params
 
-SHAPES = EngineShapes(max_model_len=60, max_concurrent_decodes=4, cache_rows=8, decode_steps=4, prefill_buckets=(4, 16))
+SHAPES = EngineShapes(
+    max_model_len=60, max_concurrent_decodes=4, cache_tokens=512, decode_steps=4, prefill_buckets=(4, 16)
+)
 
 
 @function_tool

@@ -33,7 +33,7 @@ MODEL = DecoderConfig(  # wide enough that products are blocked and vectorised a
     eos_token_ids=(2,),
 )
 SHAPES = EngineShapes(
-    max_model_len=64, max_concurrent_decodes=6, cache_rows=9, decode_steps=4, prefill_buckets=(16, 32)
+    max_model_len=64, max_concurrent_decodes=6, cache_tokens=576, decode_steps=4, prefill_buckets=(16, 32)
 )
 TEMPERATURE = 0.7
 PARAMS = tiny_params(3, MODEL)

@@ -6,15 +6,19 @@ import contextlib
 import jax
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from jax_agent_rl.errors import BackendClosedError, BackendError, PromptTooLongError, WeightUpdateError
 from jax_agent_rl.jetstream.backend import JetStreamBackend
 from jax_agent_rl.jetstream.engine import EngineShapes
+from jax_agent_rl.jetstream.programs import cache_hits
 from jax_agent_rl.rollout.protocol import GenerateRequest, RolloutBackend, WeightUpdate
 from jax_agent_rl.types import PauseMode, SamplingParams, StopReason, digest_ids
 from tests.tiny import TINY, greedy, logprobs_of, tiny_params
 
-SHAPES = EngineShapes(max_model_len=60, max_concurrent_decodes=4, cache_rows=6, decode_steps=4, prefill_buckets=(4, 16))
+SHAPES = EngineShapes(
+    max_model_len=60, max_concurrent_decodes=4, cache_tokens=384, decode_steps=4, prefill_buckets=(4, 16)
+)
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
@@ -194,6 +198,7 @@ async def test_cancelling_a_caller_frees_its_slot(params):
         output = await backend.generate(request("after", prompt_of(1, 4)))
         health = await backend.health()
     assert len(output.token_ids) == 8 and (health.running, health.waiting) == (0, 0)
+    assert health.kv_used_share and 0 < health.kv_used_share < 1  # kept for the next turn
 
 
 async def test_weights_change_in_flight_with_a_version_per_token(params):
@@ -283,3 +288,38 @@ async def test_lower_priority_values_run_first(params):
         await backend.resume()
         await asyncio.gather(*tasks)
     assert done.index("high") < 4 and done[-1] in {"low", *(f"mid{i}" for i in range(4, 8))}
+
+
+async def test_start_says_what_it_compiles(params):
+    lines: list[str] = []
+    small = EngineShapes(
+        max_model_len=24, max_concurrent_decodes=1, cache_tokens=32, decode_steps=2, prefill_buckets=(8,)
+    )
+    backend = JetStreamBackend(TINY, params, small, say=lines.append)
+    await backend.start()
+    try:
+        assert (await backend.metrics()).recompilations == 0
+    finally:
+        await backend.close()
+    *before, last = lines
+    assert all(line.endswith(f"({i} of {len(before)})") for i, line in enumerate(before, 1)), lines
+    assert before[0].startswith("compiling decode 1 lanes of ") and "from the compilation cache" in last
+
+
+def test_a_program_found_in_the_cache_is_counted(tmp_path):
+    before = jax.config.jax_compilation_cache_dir, jax.config.jax_persistent_cache_min_compile_time_secs
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    compilation_cache.reset_cache()  # or the folder is the one of the tests before
+    try:
+        for expected in (0, 1):
+            with cache_hits() as hits:
+                jax.jit(lambda x: x * 3 + 1).lower(np.float32(2)).compile()
+            assert len(hits) == expected
+            jax.clear_caches()
+    finally:
+        for name, value in zip(
+            ("compilation_cache_dir", "persistent_cache_min_compile_time_secs"), before, strict=True
+        ):
+            jax.config.update(f"jax_{name}", value)
+        compilation_cache.reset_cache()

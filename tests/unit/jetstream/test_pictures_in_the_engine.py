@@ -22,10 +22,16 @@ from tests.tiny import tiny_params
 from tests.tiny_vision import IMAGE, TINY_VL, picture, placeholders, seen_logprobs, sight
 
 SHAPES = EngineShapes(
-    max_model_len=88, max_concurrent_decodes=2, cache_rows=5, decode_steps=4, prefill_buckets=(16,), patch_buckets=(32,)
+    max_model_len=88,
+    max_concurrent_decodes=2,
+    cache_tokens=480,
+    decode_steps=4,
+    prefill_buckets=(16,),
+    patch_buckets=(32,),
 )
 FIRST, SECOND, WIDE = picture(1), picture(2), picture(3, 12, 8)
 CLIP = [picture(seed) for seed in range(4, 7)]
+MIXED = {"image": [SECOND, WIDE]}
 
 
 @contextlib.asynccontextmanager
@@ -116,6 +122,23 @@ async def _refusals(backend: JetStreamBackend) -> None:
     assert health.ok and health.running == health.waiting == 0
 
 
+async def test_who_waits_again_for_pages_sees_its_pictures_again():
+    """Two contexts of three pages in a cache of four; the second is computed again from its pictures on."""
+    backend = JetStreamBackend(
+        TINY_VL, tiny_params(config=TINY_VL), replace(SHAPES, cache_tokens=128), version=1, sight=sight()
+    )
+    await backend.start()
+    try:
+        asked = [([5, n, *placeholders(media), 7, n], media) for n, media in enumerate(({"image": [FIRST]}, MIXED))]
+        requests = [asking(str(n), *one, max_tokens=84 - len(one[0])) for n, one in enumerate(asked)]
+        outputs = await asyncio.gather(*map(backend.generate, requests))
+        for one, output in zip(asked, outputs, strict=True):
+            assert_right(*one, output)
+        assert [output.num_preempted > 0 for output in outputs] == [False, True]
+    finally:
+        await backend.close()
+
+
 async def test_a_request_whose_pictures_are_still_read_can_be_aborted():
     async with running() as backend:
         media = {"image": [FIRST]}
@@ -126,7 +149,7 @@ async def test_a_request_whose_pictures_are_still_read_can_be_aborted():
 
 
 async def test_a_deterministic_engine_takes_text_alone():
-    shapes = replace(SHAPES, max_concurrent_decodes=1, cache_rows=1)
+    shapes = replace(SHAPES, max_concurrent_decodes=1, cache_tokens=96)
     backend = JetStreamBackend(
         TINY_VL, tiny_params(config=TINY_VL), shapes, sight=sight(), deterministic=ProgramTable()
     )

@@ -208,4 +208,4 @@ def test_bypass_takes_the_rollouts_logprobs_as_old_and_saves_the_scoring_pass():
     _, experience = made._prepare(random_groups(9))
     for old, rollout in zip(experience.terms["old_logprob"], experience.terms["rollout_logprob"], strict=True):
         np.testing.assert_array_equal(old, rollout)
-    assert made._score._cache_size() == 0
+    assert made._programs.score._cache_size() == 0

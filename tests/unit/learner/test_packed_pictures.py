@@ -188,12 +188,12 @@ def test_a_critic_sees_too_and_its_tower_is_frozen_with_the_policys():
     )
     (mini,), _ = made._prepare(group())
     made._critic.state.params["value_head"] = jax.numpy.ones(TINY_VL.hidden_size)  # zeros see nothing
-    values = [made._passes(made._values, made._critic.weights, mini.batch)]
+    values = [made._passes(made._programs.values, made._critic.weights, mini.batch)]
     black = group()[0].trajectories[0]
     turn = replace(black.turns[0], appended_media={"image": (Image.new("RGB", (8, 8)), WIDE)})
     other = [replace(group()[0], trajectories=(replace(black, turns=(turn, *black.turns[1:])),))]
     (mini,), _ = made._prepare(other)
-    values.append(made._passes(made._values, made._critic.weights, mini.batch))
+    values.append(made._passes(made._programs.values, made._critic.weights, mini.batch))
     place = mini.batch.places[0][0]
     before, after = (v[place.row, place.path] for v in values)
     np.testing.assert_allclose(before[:3], after[:3], atol=1e-5)

@@ -12,7 +12,7 @@ from jax_agent_rl.learner.objective import objective_config, target_logprobs
 from jax_agent_rl.learner.precision import compute_params
 from jax_agent_rl.learner.sharding import make_mesh, replicated
 from jax_agent_rl.learner.step import Learner
-from jax_agent_rl.learner.trainable import Trainable
+from jax_agent_rl.learner.trainable import Trainable, UpdatePrograms
 from jax_agent_rl.models.config import Params
 from tests.tiny import TINY, logprobs_of, tiny_params
 from tests.trajectories import random_groups
@@ -64,15 +64,15 @@ def steps_of(params: Params, view, count: int) -> np.ndarray:
     def loss(params: Params, batch: dict) -> tuple[jax.Array, dict]:
         return jnp.sum(params["w"].astype(jnp.float32)), {"sum": {}, "max": {}}
 
-    made = Trainable(
+    programs = UpdatePrograms(
         params,
-        frozen={},
         view=view,
         shardings={"w": everywhere},
         everywhere=everywhere,
         optimizer=OptimizerSection(learning_rate=1e-5),
         loss=loss,
     )
+    made = Trainable(params, frozen={}, programs=programs)
     for _ in range(count):
         made.apply(made.gradients([{}])[0])
     return np.asarray(made.state.params["w"], np.float64)

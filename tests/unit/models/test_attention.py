@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_agent_rl.models.attention import Sight, tree_attention
+from jax_agent_rl.models.attention import tree_attention
+from jax_agent_rl.models.sight import Sight
 
 
 def plain(q, k, v, subtree_end):

@@ -17,6 +17,7 @@ import aiohttp
 import numpy as np
 import pytest
 from PIL import Image
+from prometheus_client.parser import text_string_to_metric_families
 
 from jax_agent_rl.errors import (
     BackendError,
@@ -443,3 +444,30 @@ async def test_a_bad_upload_leaves_nothing(tmp_path: Path, upload, name, digest,
     assert [p.name for p in tmp_path.rglob("*") if p.is_file()] == []
     with pytest.raises(WeightUpdateError, match="no upload"):
         uploads.files(upload)
+
+
+# --- metrics --------------------------------------------------------------------------------------------------
+
+
+async def test_prometheus_reads_what_the_engine_did_and_who_asked():
+    async with served() as (_, http, remote):
+        await remote.generate(request(max_tokens=5))
+        async with send(http.url, "/v1/nothing", headers=PROTOCOL) as response:
+            assert response.status == 404
+        async with send(http.url, "/metrics") as response:  # without headers of ours
+            assert response.status == 200 and response.content_type == "text/plain"
+            families = text_string_to_metric_families(await response.text())
+    found = {(s.name, *s.labels.values()): s.value for family in families for s in family.samples}
+    assert found["jax_agent_rl_engine_generated_tokens_total", "0"] == 5
+    assert found["jax_agent_rl_engine_requests_finished_total", "0"] == 1
+    assert found["jax_agent_rl_engine_up", "0"] == 1 and found["jax_agent_rl_engine_requests_running", "0"] == 0
+    assert found["jax_agent_rl_server_requests_total", "/v1/generate", "200"] == 1
+    assert found["jax_agent_rl_server_requests_total", "unknown", "404"] == 1
+    assert found["jax_agent_rl_server_requests_running",] == 1  # this one
+
+
+@pytest.mark.parametrize(("token", "headers", "status"), [("secret", {}, 401), (None, {"Host": "evil.example"}, 403)])
+async def test_strangers_and_pages_under_another_name_read_no_metrics(token, headers, status):
+    async with served(token=token, client={"token": token} if token else {}) as (_, http, _remote):
+        async with send(http.url, "/metrics", headers=headers) as response:
+            assert response.status == status

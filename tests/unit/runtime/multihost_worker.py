@@ -83,7 +83,7 @@ def main() -> None:
     params = tiny_params(config=MODEL)
     made = Learner(MODEL, params, algorithm=AlgorithmConfig(**ALGORITHM), config=config, temperature=1.0)
     if number:
-        follow(made)
+        follow(made, None)
     else:
         lead(made, job)
 

@@ -4,7 +4,9 @@ import asyncio
 from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 from jax_agent_rl import config
 from jax_agent_rl.errors import ConfigError, EngineDiedError
@@ -14,6 +16,7 @@ from jax_agent_rl.rollout.ray_actor.backend import RayBackend
 from jax_agent_rl.rollout.ray_actor.from_store import FromStore
 from jax_agent_rl.rollout.ray_actor.weights import KIND, store
 from jax_agent_rl.rollout.server import AsyncServer
+from jax_agent_rl.runtime.engines import check_turns
 from jax_agent_rl.runtime.placement import open_places, place_engines, room_for_learning
 from jax_agent_rl.types import SamplingParams
 from tests.toy_backend import ToyBackend
@@ -53,8 +56,8 @@ async def close(client: LLMServerClient) -> None:
 
 async def test_an_engine_that_shares_nothing_needs_make_no_room():
     client = await serving(here=Sleeper())
-    assert room_for_learning(settings(), client, "here") is nullcontext
-    assert room_for_learning(settings(placement="separate"), client, "here") is nullcontext
+    assert room_for_learning(settings(), client, ["here"]) is nullcontext
+    assert room_for_learning(settings(placement="separate"), client, ["here"]) is nullcontext
     await close(client)
 
 
@@ -62,7 +65,7 @@ async def test_an_engine_that_shares_nothing_needs_make_no_room():
 async def test_the_only_engine_sleeps_where_it_is_if_it_may(rollout: dict[str, Any]):
     engine = Sleeper()
     client = await serving(here=engine)
-    async with room_for_learning(settings(**rollout), client, "here")():
+    async with room_for_learning(settings(**rollout), client, ["here"])():
         assert names(client) == {"here"} and engine.asleep == (rollout is not SLEEPING)
     assert not engine.asleep
     await close(client)
@@ -78,7 +81,7 @@ async def test_in_a_hybrid_it_leaves_and_its_requests_go_on_elsewhere():
     while not (here.running and there.running):
         await asyncio.sleep(0)
     with pytest.raises(ArithmeticError):
-        async with room_for_learning(settings(**SLEEPING), client, "here")():
+        async with room_for_learning(settings(**SLEEPING), client, ["here"])():
             assert names(client) == {"there"} and here.asleep and not here.running
             outputs = await asyncio.gather(*running)
             raise ArithmeticError("the learner fails")
@@ -93,7 +96,7 @@ async def test_an_engine_that_dies_asleep_comes_back_for_its_death_to_be_seen():
             raise EngineDiedError("out of memory")
 
     client = await serving(here=Dying(), there=ToyBackend())
-    async with room_for_learning(settings(**SLEEPING), client, "here")():
+    async with room_for_learning(settings(**SLEEPING), client, ["here"])():
         pass
     assert names(client) == {"here", "there"}
     await close(client)
@@ -102,7 +105,7 @@ async def test_an_engine_that_dies_asleep_comes_back_for_its_death_to_be_seen():
 async def test_sleep_that_an_engine_cannot_do_is_refused_at_start():
     client = await serving(here=ToyBackend())
     with pytest.raises(ConfigError, match="rollout.sleep: the jetstream engine cannot give its memory back"):
-        room_for_learning(settings(sleep=True), client, "here")
+        room_for_learning(settings(sleep=True), client, ["here"])
     await close(client)
 
 
@@ -137,3 +140,24 @@ async def test_an_engine_of_this_process_takes_weights_from_the_store(tmp_path):
     files = WeightUpdate(version=4, kind="safetensors", payload=[str(tmp_path / "w.safetensors")])
     await engine.update_weights(store(files, lambda tree: kept.setdefault(0, tree) and 0))
     assert engine.policy_version == 4
+
+
+def meshes(learner: range, engine: range) -> tuple[Mesh, Mesh]:
+    """Over devices of these numbers; a mesh asks nothing of them but that."""
+    return tuple(Mesh(np.array(numbers, object), ("fsdp",)) for numbers in (learner, engine))
+
+
+@pytest.mark.parametrize("mode", ["one_step_off", "fully_async"])
+def test_who_works_at_the_same_time_shares_no_devices_to_exchange_data_over(mode: str):
+    """Run on three CPU devices each, engine and learner waited for each other at the first step."""
+    apart = settings(), settings(placement="hybrid")
+    asynchronous, hybrid = (
+        one.model_copy(update={"trainer": one.trainer.model_copy(update={"mode": mode})}) for one in apart
+    )
+    for learner, engine in ((range(4), range(4)), (range(8), range(4)), (range(4), range(2, 6))):
+        with pytest.raises(ConfigError, match=rf"trainer.mode={mode}: .* give the engine devices of its own"):
+            check_turns(asynchronous, *meshes(learner, engine))
+        check_turns(settings(), *meshes(learner, engine))
+        check_turns(hybrid, *meshes(learner, engine))
+    for learner, engine in ((range(4), range(4, 8)), (range(4), range(1)), (range(1), range(4))):
+        check_turns(asynchronous, *meshes(learner, engine))

@@ -84,7 +84,7 @@ async def test_weights_change_under_running_generations_and_each_token_keeps_its
 
 @pytest.mark.parametrize("how", ["keep", "recompute"])
 async def test_generations_go_on_after_every_kind_of_weight_update(tmp_path: Path, how: str):
-    """Every other group waits in its middle for the weights to change."""
+    """Every other group waits in its middle for the weights to change; how many of those are in time is chance."""
     learner = Versions()
     training = make_trainer(
         tmp_path,
@@ -107,7 +107,8 @@ async def test_generations_go_on_after_every_kind_of_weight_update(tmp_path: Pat
     assert [t.response_ids for t in members] == [ids] * 24
     assert {t.rollout_logprobs for t in members} == {tuple(-0.01 * (i % 7 + 1) for i in ids)}
     assert all(ages <= {0, 1, 2} for ages in learner.ages)
-    assert sum(len(set(versions([t]))) == 2 for t in members) >= 12
+    waited = [set(versions([t])) for t in members if t.group_id.endswith("-1")]
+    assert len(waited) >= 4 and all(len(found) >= 2 for found in waited)
     prompt = min(len(r.prompt_ids) for r in engine.requests)
     resumed = [r for r in engine.requests if len(r.prompt_ids) > prompt]
     assert bool(resumed) == (how == "recompute")

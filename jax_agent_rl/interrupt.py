@@ -38,6 +38,8 @@ class Stage(Enum):
     STARTING = "interrupted before training; nothing has changed"
     TRAINING = "interrupted: saving the last finished step (once more: leave at once)"
     CLOSING = "interrupted while closing; everything is saved"
+    SAMPLING = "interrupted: what is complete is kept"
+    """Of a command that trains nothing."""
 
 
 class Interruption:
@@ -47,13 +49,16 @@ class Interruption:
         say: takes a line for the user; called from another thread.
         leave: sees to it that the process ends within so many seconds; called when everything worth it is on disk.
         leads: other processes of the run depend on this one.
+        stage: in which it begins.
     """
 
-    def __init__(self, say: Callable[[str], None], leave: Leave, *, leads: bool = False) -> None:
+    def __init__(
+        self, say: Callable[[str], None], leave: Leave, *, leads: bool = False, stage: Stage = Stage.STARTING
+    ) -> None:
         self._say = say
         self._leave = leave
         self._leads = leads
-        self._stage = Stage.STARTING
+        self._stage = stage
         self._began: float | None = None
         self._lock = threading.Lock()
 

@@ -1,0 +1,59 @@
+"""The reference of every key as Markdown: ``docs/config.md``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from pydantic import BaseModel
+
+from jax_agent_rl.config_help.keys import Key, keys_of
+
+_HEAD = """\
+# Configuration keys
+
+Generated from the configuration's code by `jax-agent-rl config reference > docs/config.md`; do not edit it.
+
+A key is set in the YAML file or on the command line (`rollout.group_size=16`). `jax-agent-rl config explain KEY` says
+the same in a terminal, `jax-agent-rl config show FILE` prints a file with every default filled in, and the first line
+of each recipe in `configs/` lets an editor complete and check keys (`# yaml-language-server: $schema=…`).
+"""
+
+
+def reference(chapters: Sequence[tuple[str, str, type[BaseModel]]]) -> str:
+    """The page.
+
+    Args:
+        chapters: title, introduction and model of each tree.
+    """
+    parts = [_HEAD]
+    for title, introduction, model in chapters:
+        parts += [f"## {title}\n", f"{introduction}\n", *_tables(keys_of(model))]
+    return "\n".join(parts)
+
+
+def _tables(keys: dict[str, Key]) -> Iterator[str]:
+    """One table per section, in the order of the code."""
+    yield from _table("", keys)
+    for key in keys.values():
+        if key.is_section:
+            yield f"### `{key.path}`\n"
+            yield f"{_markdown(key.description)}{' Default: null.' if key.default else ''}\n"
+            yield from _table(key.path, keys)
+
+
+def _table(section: str, keys: dict[str, Key]) -> Iterator[str]:
+    rows = [key for key in keys.values() if key.section == section and not key.is_section]
+    if not rows:
+        return
+    lines = ["| Key | Type | Default | What it does |", "| --- | --- | --- | --- |"]
+    for key in rows:
+        default = f"`{key.default}`" if key.default is not None else "required"
+        lines.append(f"| `{key.path}` | {_markdown(key.type)} | {default} | {_markdown(key.description)} |")
+    yield "\n".join(lines) + "\n"
+
+
+def _markdown(text: str) -> str:
+    """Plain text with `literals`: outside those nothing starts a tag or ends a table's cell."""
+    parts = text.split("`")
+    parts[::2] = [part.replace("<", "&lt;").replace("|", "\\|") for part in parts[::2]]
+    return "`".join(parts)

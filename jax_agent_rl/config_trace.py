@@ -1,0 +1,43 @@
+"""The keys of ``trace``. Part of :mod:`jax_agent_rl.config`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+from pydantic import Field
+
+from jax_agent_rl.config_base import Positive, Section
+
+
+class TraceConfig(Section):
+    """Spans of trajectories (run, generate, tool, reward, wait), and where they go."""
+
+    sinks: tuple[Literal["files", "mlflow", "trackio", "weave"], ...] = Field(
+        default=(),
+        description="Where traces go. files: traces.jsonl in the run folder, shown by `jax-agent-rl report`; mlflow, "
+        "trackio and weave need the extra `trace`. []: nothing is traced, which costs nothing.",
+    )
+    max_trajectories_per_step: Positive = Field(
+        default=8,
+        description="Most trajectories traced of a step, and as many of an evaluation: those that start first.",
+    )
+    max_text_length: Positive = Field(default=4000, description="Characters kept of a text; of a longer one both ends.")
+    project: str = Field(
+        default="jax-agent-rl", description="MLflow experiment, trackio or Weave project (entity/project)."
+    )
+    mlflow_tracking_uri: str | None = Field(
+        default=None, description="MLflow server, or database; null: mlflow.db in the run folder."
+    )
+
+
+def problems(trace: TraceConfig) -> Iterator[str]:
+    """Every inconsistency of these keys, each with its fix."""
+    if len(set(trace.sinks)) < len(trace.sinks):
+        yield f"trace.sinks={list(trace.sinks)} names a sink twice; name each once"
+    if trace.mlflow_tracking_uri is not None and "mlflow" not in trace.sinks:
+        yield "trace.mlflow_tracking_uri is read only with mlflow among trace.sinks; add it, or remove the key"
+    if not trace.sinks:
+        for key in ("max_trajectories_per_step", "max_text_length", "project"):
+            if trace.changed(key):
+                yield f"trace.{key} is read only with trace.sinks; set trace.sinks=[files], or remove it"

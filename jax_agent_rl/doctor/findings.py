@@ -1,0 +1,85 @@
+"""What checks say, and how they are run: one that fails, raises or hangs is a line of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from jax_agent_rl.errors import ConfigError, JaxAgentRLError
+
+
+class Status(StrEnum):
+    """How bad it is."""
+
+    OK = "ok"
+    WARN = "warn"
+    """The run may start; read it."""
+    FAIL = "fail"
+    """The run would not start, or not do what it is meant to."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One line.
+
+    Attributes:
+        check: what was looked at.
+        status: how bad it is.
+        text: what was found; where it is not ok, with what to do.
+    """
+
+    check: str
+    status: Status
+    text: str
+
+
+@dataclass(frozen=True)
+class Say:
+    """Makes the findings of one check."""
+
+    check: str
+
+    def ok(self, text: str) -> Finding:
+        return Finding(check=self.check, status=Status.OK, text=text)
+
+    def warn(self, text: str) -> Finding:
+        return Finding(check=self.check, status=Status.WARN, text=text)
+
+    def fail(self, text: str) -> Finding:
+        return Finding(check=self.check, status=Status.FAIL, text=text)
+
+
+class UnmetError(Exception):
+    """A check needs what an earlier one did not find; says what."""
+
+
+Look = Callable[[Say], Awaitable[Iterable[Finding]]]
+"""A check: looks, and says what it found. Whatever it raises is a finding, too."""
+
+
+async def look_at_all(checks: Iterable[tuple[str, Look]], *, timeout: float) -> AsyncIterator[Finding]:
+    """Findings in the order of the checks.
+
+    Args:
+        checks: each with its name.
+        timeout: seconds one may take.
+    """
+    for name, look in checks:
+        say = Say(name)
+        try:
+            async with asyncio.timeout(timeout):
+                findings = list(await look(say))
+        except UnmetError as error:
+            findings = [say.warn(f"not checked: {error}")]
+        except ConfigError as error:
+            findings = [say.fail(problem) for problem in error.problems]
+        except JaxAgentRLError as error:
+            findings = [say.fail(str(error))]
+        except TimeoutError:
+            findings = [say.fail(f"no answer within {timeout:g} s")]
+        except Exception as error:  # of the user's code, or of the machine: told, and the other checks go on
+            findings = [say.fail(f"{type(error).__name__}: {error}")]
+        for finding in findings:
+            yield finding

@@ -1,0 +1,166 @@
+"""One evaluation: the policy plays every held-out row n times, as in training, and is scored.
+
+::
+
+    rows ──► the evaluator's agents (tools, rewards, val_ limits) ──► trajectories.jsonl, as they end
+                                                                  └─► pass@k, rewards, intervals ──► summary.json
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from jax_agent_rl.config import Config
+from jax_agent_rl.errors import ConfigError
+from jax_agent_rl.evaluate.scores import scores
+from jax_agent_rl.observe.metrics import RunFolder
+from jax_agent_rl.observe.progress import Progress
+from jax_agent_rl.rollout.futility import FutilityGuard
+from jax_agent_rl.runtime.rollouts import Rollouts, Source, open_rollouts
+from jax_agent_rl.runtime.subject import Subject
+from jax_agent_rl.trainer.groups import all_trajectories, evaluation_sampling, gather
+from jax_agent_rl.trainer.record import evaluation_record
+from jax_agent_rl.types import Group, SamplingParams
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What is asked of an evaluation.
+
+    Attributes:
+        samples: trajectories per row.
+        ks: of pass@k, ascending.
+        pass_reward: the least reward of a trajectory that passes.
+        temperature: None is :func:`sampling`'s choice.
+        top_p, top_k: see :class:`~jax_agent_rl.types.SamplingParams`.
+        data: file of rows in place of ``data.heldout``.
+        limit: only the first rows.
+    """
+
+    samples: int = 8
+    ks: tuple[int, ...] = (1, 4, 8)
+    pass_reward: float = 1.0
+    temperature: float | None = None
+    top_p: float = 1.0
+    top_k: int = 0
+    data: Path | None = None
+    limit: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.samples < 1:
+            raise ConfigError(f"-n {self.samples}: at least one sample per prompt is needed")
+        if not self.ks or min(self.ks) < 1 or max(self.ks) > self.samples:
+            raise ConfigError(f"-k {','.join(map(str, self.ks))}: pass@k needs 1 <= k <= {self.samples} samples (-n)")
+
+
+def sampling(config: Config, request: Request) -> SamplingParams:
+    """As held-out evaluations of a run sample, unless the request says otherwise.
+
+    Where ``rollout.eval_temperature`` is 0 and several samples are asked for, that of training is taken: greedy samples
+    of a prompt are all the same one.
+
+    Raises:
+        ConfigError: a value out of its range.
+    """
+    wanted = request.temperature
+    if wanted is None:
+        greedy_twice = config.rollout.eval_temperature == 0 and request.samples > 1
+        wanted = config.rollout.temperature if greedy_twice else config.rollout.eval_temperature
+    try:
+        return replace(evaluation_sampling(config), temperature=wanted, top_p=request.top_p, top_k=request.top_k)
+    except ValueError as error:
+        raise ConfigError(f"--temperature, --top-p, --top-k: {error}") from None
+
+
+def source_of(config: Config, request: Request) -> Source:
+    """The rows to play; ConfigError if nothing names any."""
+    limits = [limit for limit in (request.limit, None if request.data else config.data.heldout_limit) if limit]
+    file = request.data or config.data.heldout
+    if file is None:
+        raise ConfigError("nothing says which rows: data.heldout is not set; give --data FILE (.jsonl or .parquet)")
+    return str(file), min(limits, default=None)
+
+
+async def evaluate(subject: Subject, request: Request, *, out: Path, console: Console) -> dict[str, Any]:
+    """Plays and scores; returns the summary, which is also ``summary.json`` in ``out``.
+
+    ``out`` is laid out like a run folder, so that ``view`` shows its trajectories.
+
+    Raises:
+        ConfigError, DataError, ModelError, ToolDefinitionError: what a user has to fix.
+        EngineDiedError, NothingToTrainError: no server is left, or every trajectory was lost.
+    """
+    config = subject.config.model_copy(update={"run_dir": str(out)})
+    chosen, source = sampling(config, request), source_of(config, request)
+    begin = time.monotonic()
+    with Progress(console, total_steps=0) as progress:
+        async with open_rollouts(config, source, version=subject.step, say=progress.phase) as rollouts:
+            folder = RunFolder(out)
+            recorded = subject.recorded.model_copy(update={"run_dir": str(out)})
+            folder.write_json(folder.config, recorded.model_dump(mode="json"))
+            groups = await _play(rollouts, subject, request, chosen, folder, progress)
+            weights = sorted({v for t in all_trajectories(groups) for v in t.policy_versions if v >= 0})
+    seconds = time.monotonic() - begin
+    folder.add_metrics(evaluation_record(subject.step, groups, seconds=seconds))
+    summary = {
+        "policy": subject.name,
+        "policy_versions": weights,
+        "data": source[0],
+        "samples_per_prompt": request.samples,
+        "temperature": chosen.temperature,
+        "top_p": chosen.top_p,
+        "top_k": chosen.top_k,
+        "pass_reward": request.pass_reward,
+        "seed": config.seed,
+        "seconds": round(seconds, 1),
+        "scores": scores(
+            groups,
+            [str(row["data_source"]) for row in rollouts.rows],
+            samples=request.samples,
+            ks=request.ks,
+            pass_reward=request.pass_reward,
+            seed=config.seed,
+        ),
+    }
+    folder.write_json(folder.summary, summary)
+    return summary
+
+
+async def _play(
+    rollouts: Rollouts,
+    subject: Subject,
+    request: Request,
+    chosen: SamplingParams,
+    folder: RunFolder,
+    progress: Progress,
+) -> Sequence[Group]:
+    """Every row, with the seeds of the held-out evaluation after this step: its first samples are the same ones."""
+    evaluator, done, rewards = rollouts.agents.evaluator, 0, 0.0
+
+    def arrived(group: Group) -> None:
+        nonlocal done, rewards
+        done += request.samples
+        rewards += sum(group.rewards)
+        folder.add_trajectories(subject.step, "heldout", group.trajectories)
+
+    total = len(rollouts.rows) * request.samples
+    progress.phase("playing", lambda: f"{done}/{total} trajectories, mean reward {rewards / max(1, done):.3f}")
+    groups = await gather(
+        evaluator,
+        rollouts.client,
+        rollouts.rows,
+        group_size=request.samples,
+        sampling=chosen,
+        step=subject.step,
+        label="heldout",
+        arrived=arrived,
+    )
+    evaluator.accounting.train(t.trajectory_id for t in all_trajectories(groups))
+    FutilityGuard(1).check(groups, evaluator.latest_losses)
+    return groups

@@ -1,0 +1,202 @@
+"""What the engine's tokens see of its cache: a program for a TPU takes kernels, any other two plain products.
+
+Shapes: B lanes, R rows, T chunk tokens, K key/value heads, G queries of each, h head size, S cache positions. Heads
+need nothing of each other, so on a mesh each device computes its own.
+
+On a TPU a decode step reads what each lane's pages hold instead of the whole span of rows, and a chunk's scores, which
+would be ``R H T (S + T)`` numbers, stay in blocks.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+
+from jax_agent_rl.jetstream.decode_kernel import decode_kernel, write_kernel
+from jax_agent_rl.jetstream.kv import LayerKV, restored, stored
+from jax_agent_rl.models import tree_kernel
+from jax_agent_rl.models.sight import NEGATIVE, Sight
+
+DEVICES = ("expert", "tensor")
+"""The axes of an engine's mesh that are not 1."""
+
+_HEADS_FIRST, _HEADS_SECOND, _WHOLE = PartitionSpec(DEVICES), PartitionSpec(None, DEVICES), PartitionSpec()
+
+
+def decode_attention(
+    q: jax.Array,
+    cached: LayerKV,
+    new: tuple[jax.Array, jax.Array],
+    positions: jax.Array,
+    pages: jax.Array | None = None,
+    *,
+    window: int | None = None,
+    mesh: Mesh | None = None,
+) -> tuple[jax.Array, LayerKV]:
+    """Attention of one token per lane, which joins the cache.
+
+    Args:
+        q: [B, K, G, h], already scaled.
+        cached: of B rows; or pages, which kernels for TPUs read and write where they lie.
+        new: keys and values [B, K, h] of the tokens.
+        positions: int32 [B], where each token goes; it sees the cache up to there.
+        pages: int32 [B, n], those of each lane.
+        window: how many positions it sees, itself among them; None: all.
+        mesh: the engine's, if it has more than one device.
+
+    Returns:
+        [B, K, G, h], and the cache with the tokens in it.
+    """
+    run = functools.partial(_plain_decode if pages is None else _decode_by_kernels, window=window)
+    specs, out = (_HEADS_SECOND, _HEADS_SECOND, _HEADS_SECOND, _WHOLE, _WHOLE), (_HEADS_SECOND, _HEADS_SECOND)
+    return _on_each_device(run, mesh, specs, out)(q, cached, new, positions, pages)
+
+
+def chunk_attention(
+    q: jax.Array,
+    cached: LayerKV,
+    new: LayerKV,
+    starts: jax.Array,
+    *,
+    window: int | None = None,
+    mesh: Mesh | None = None,
+) -> jax.Array:
+    """Attention of one chunk of each of R contexts to the cache before it and to itself.
+
+    Args:
+        q: [K, G, h, R, T], already scaled.
+        cached: of R rows, of which a chunk sees what is below its start.
+        new: the chunks, as the cache will keep them: what follows sees the same, however a prompt is cut in chunks.
+        starts: int32 [R], position of each chunk's first token.
+        window, mesh: as in :func:`decode_attention`.
+
+    Returns:
+        [K, G, h, R, T].
+    """
+    run = _by_platform(tpu=_chunk_by_kernel, default=_plain_chunk, window=window)
+    specs = (_HEADS_FIRST, _HEADS_SECOND, _HEADS_SECOND, _WHOLE)
+    return _on_each_device(run, mesh, specs, _HEADS_FIRST)(q, cached, new, starts)
+
+
+def _by_platform(*, tpu: Callable[..., Any], default: Callable[..., Any], window: int | None) -> Callable[..., Any]:
+    branches = {"tpu": functools.partial(tpu, window=window), "default": functools.partial(default, window=window)}
+    return functools.partial(jax.lax.platform_dependent, **branches)
+
+
+def _on_each_device(
+    run: Callable[..., Any], mesh: Mesh | None, specs: tuple[PartitionSpec, ...], out: Any
+) -> Callable[..., Any]:
+    """XLA cannot split a kernel by itself."""
+    return run if mesh is None else jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=out, check_vma=False)
+
+
+def _plain_decode(
+    q: jax.Array,
+    cached: LayerKV,
+    new: tuple[jax.Array, jax.Array],
+    positions: jax.Array,
+    pages: None,
+    *,
+    window: int | None,
+) -> tuple[jax.Array, LayerKV]:
+    def write(axis: int, old: jax.Array, one: jax.Array) -> jax.Array:
+        at = (jnp.arange(len(positions)), *[slice(None)] * (axis - 1), positions)
+        return old.at[at].set(jnp.squeeze(one, axis))
+
+    cached = cached.by_position(write, _one_position(new, cached))
+    length, scales = cached.values.shape[2], cached.scales
+    distance = positions[:, None] - jnp.arange(length)  # [B, S]
+    visible = (distance >= 0) & (distance < (window or length))
+    keys, values = (x if scales is None else x.astype(q.dtype) for x in (cached.keys, cached.values))
+    scores = jnp.einsum("bkgh,bkhs->bkgs", q, keys, preferred_element_type=jnp.float32)
+    if scales is not None:
+        scores = scores * scales[:, :, :1]
+    weights = jax.nn.softmax(jnp.where(visible[:, None, None], scores, NEGATIVE), axis=-1)
+    if scales is not None:
+        weights = weights * scales[:, :, 1:]
+    return jnp.einsum("bkgs,bksh->bkgh", weights.astype(values.dtype), values), cached
+
+
+def _decode_by_kernels(
+    q: jax.Array,
+    cached: LayerKV,
+    new: tuple[jax.Array, jax.Array],
+    positions: jax.Array,
+    pages: jax.Array,
+    *,
+    window: int | None,
+) -> tuple[jax.Array, LayerKV]:
+    cached = write_kernel(cached, _one_position(new, cached), pages, positions)
+    return decode_kernel(q, cached, pages, positions, window=window), cached
+
+
+def _one_position(new: tuple[jax.Array, jax.Array], cached: LayerKV) -> LayerKV:
+    """Keys and values [B, K, h] of one position of each row, as the cache keeps them."""
+    k, v = new
+    return stored(k[..., None], v[:, :, None], cached.keys.dtype)
+
+
+def _plain_chunk(
+    q: jax.Array,
+    cached: LayerKV,
+    new: LayerKV,
+    starts: jax.Array,
+    *,
+    window: int | None,
+) -> jax.Array:
+    visible = _chunk_sight(starts, new.values.shape[2], cached.values.shape[2], window)
+    keys, values = _joined(cached, new, q.dtype)
+    scores = jnp.einsum("kghrt,rkhs->rkgts", q, keys, preferred_element_type=jnp.float32)
+    weights = jax.nn.softmax(jnp.where(visible, scores, NEGATIVE), axis=-1).astype(values.dtype)
+    return jnp.einsum("rkgts,rksh->kghrt", weights, values)
+
+
+def _joined(cached: LayerKV, new: LayerKV, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
+    """Keys [R, K, h, S + T] and values [R, K, S + T, h]."""
+    both = cached.by_position(lambda axis, old, own: jnp.concatenate([old, own], axis), new)
+    return restored(both, dtype)
+
+
+def _chunk_sight(starts: jax.Array, count: int, length: int, window: int | None) -> jax.Array:
+    """What each position of a chunk sees, bool [R, 1, 1, T, length + T]: the cache below ``starts``, then the chunk."""
+    query = starts[:, None, None] + jnp.arange(count)[:, None]  # [R, T, 1]
+    rows = len(starts)
+    cached = jnp.broadcast_to(jnp.arange(length), (rows, 1, length))
+    before = jnp.where(cached < starts[:, None, None], query - cached, -1)
+    within = jnp.broadcast_to(jnp.arange(count)[:, None] - jnp.arange(count), (rows, count, count))
+    distance = jnp.concatenate([before, within], axis=2)
+    visible = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
+    return visible[:, None, None]
+
+
+def _chunk_by_kernel(
+    q: jax.Array,
+    cached: LayerKV,
+    new: LayerKV,
+    starts: jax.Array,
+    *,
+    window: int | None,
+) -> jax.Array:
+    """The cache and the chunk behind it are one row of a learner's, whose queries begin with the chunk.
+
+    A cached position below the chunk's start is an ancestor of all of it, any other has no descendants.
+    """
+    kv_heads, group, size, rows, count = q.shape
+    length = cached.values.shape[2]
+    place = jnp.broadcast_to(jnp.arange(length), (rows, length))
+    before = jnp.where(place < starts[:, None], length + count, 0)
+    sight = Sight(
+        subtree_end=jnp.pad(before, ((0, 0), (0, count)), constant_values=length + count),
+        positions=jnp.concatenate([place, starts[:, None] + jnp.arange(count)], axis=1),
+        window=None if window is None else jnp.int32(window),
+        offset=jnp.int32(length),
+    )
+    queries = q.transpose(3, 0, 1, 4, 2).reshape(rows, kv_heads * group, count, size)
+    keys, values = _joined(cached, new, q.dtype)
+    mixed, _ = tree_kernel.forward(queries, keys.mT, values, sight)
+    return mixed.reshape(rows, kv_heads, group, count, size).transpose(1, 2, 4, 0, 3)

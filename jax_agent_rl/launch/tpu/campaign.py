@@ -1,0 +1,360 @@
+"""A run on slices that may be taken back, from nothing to its exit status.
+
+::
+
+    slices ready ─► copy ─► install ─► prepare ─► start on all hosts ─► follow all ─┬─► ended ─► delete
+         ▲                                                                          │
+         └── delete, make anew, --auto-resume ◄── taken back? ◄── a host is lost ◄──┘
+
+With rollout servers: they are started first, and the others once they serve; they end when the learner has. A secret,
+new at every start, keeps others out.
+
+Every stage happens on all hosts at the same time. Whatever fails, the state of the slices decides whether it counts as
+a preemption, which is made good a bounded number of times, or as a failure of the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from secrets import token_hex
+from typing import TypeVar
+
+from jax_agent_rl.errors import LaunchError
+from jax_agent_rl.launch.hosts import Command
+from jax_agent_rl.launch.runner import Interrupted, Process, heard_by
+from jax_agent_rl.launch.tpu import archive, job, remote
+from jax_agent_rl.launch.tpu.fleet import Fleet
+from jax_agent_rl.launch.tpu.gcloud import Gcloud
+from jax_agent_rl.launch.tpu.job import Job, Worker
+from jax_agent_rl.launch.tpu.logs import Logs
+from jax_agent_rl.launch.tpu.slices import Addresses, State
+
+T = TypeVar("T")
+_AT_ONCE = 16
+"""Hosts that a stage works on side by side: each takes a gcloud process here."""
+_SSH_LOST = 255
+_RECONNECTIONS = 10
+_LOOKS = 5
+"""How often to see whether a slice was taken back, once a run has failed: its state follows some seconds later."""
+_REFUSED = 2
+"""Exit status of a run that a user has to correct."""
+_OTHERS_SECONDS = 60.0
+"""What the other hosts get to end by themselves once one has failed."""
+
+
+class Preempted(Exception):
+    """The slices were taken back."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """How far the launcher goes.
+
+    Attributes:
+        keep: leave the slices when the run has ended.
+        max_preemptions: after so many the run is given up.
+        poll: seconds between two looks at the slices' state.
+    """
+
+    keep: bool
+    max_preemptions: int
+    poll: float
+
+
+class Campaign:
+    """Runs a job on slices.
+
+    Args:
+        root: the project's folder.
+        logs: what hosts say goes there.
+        say: takes a line for the screen.
+    """
+
+    def __init__(
+        self, task: Job, slices: Fleet, cloud: Gcloud, policy: Policy, *, root: Path, logs: Logs, say: Callable
+    ) -> None:
+        self._job, self._slices, self._cloud, self._policy = task, slices, cloud, policy
+        self._root, self._logs, self._say = root, logs, say
+        self._processes: list[Process] = []
+        self._interrupt = asyncio.Event()
+        self.preemptions = 0
+
+    @contextlib.asynccontextmanager
+    async def until_interrupted(self) -> AsyncIterator[None]:
+        """Ctrl-C and SIGTERM are heard inside; on leaving, no process of this machine is left."""
+        heard_by(self._interrupt)
+        try:
+            yield
+        finally:
+            await asyncio.gather(*(process.stop() for process in self._processes))
+
+    async def run(self, hosts_of: Callable[[Addresses], list[Worker]], *, resume: bool) -> int:
+        """The run, through all preemptions; its exit status.
+
+        Args:
+            hosts_of: the workers at these addresses.
+            resume: go on from the newest checkpoint.
+
+        Raises:
+            LaunchError: a slice cannot be had, a stage failed, or too many preemptions.
+            Interrupted: before there was a run to interrupt.
+        """
+        how = "--resume" if resume else None
+        while True:
+            hosts = await self._watch(self._slices.ensure())
+            try:
+                status = await self._attempt(hosts_of(hosts), how)
+                break
+            except Preempted as event:
+                if self._interrupt.is_set():
+                    self._say(f"the slice was taken back ({event}), too; --delete clears it away")
+                    raise Interrupted from None
+                self.preemptions += 1
+                limit = self._policy.max_preemptions
+                if self.preemptions > limit:
+                    raise LaunchError(
+                        f"the slice was taken back {self.preemptions} times (--max-preemptions {limit}); what was "
+                        f"saved is in {self._job.kept}: go on with --resume"
+                    ) from None
+                self._say(f"preemption {self.preemptions} of at most {limit} ({event}): making the slice anew")
+                if self._job.kept is None:
+                    raise LaunchError("the slice was taken back, and without --bucket the run with it") from None
+                await self._watch(self._slices.delete_lost())
+                how = "--auto-resume"
+        await self._conclude(status)
+        return status
+
+    async def follow(self, workers: Sequence[Worker]) -> int:
+        """Attaches to a run that is under way, or shows what the last one said; its exit status.
+
+        Raises:
+            LaunchError: the slices have been taken back.
+        """
+        try:
+            return await self._follow(workers)
+        except Preempted as event:
+            raise LaunchError(
+                f"the slice was taken back ({event}); the command that started the run, with --resume, makes it anew"
+            ) from None
+
+    async def _attempt(self, workers: Sequence[Worker], how: str | None) -> int:
+        try:
+            if not await self._is_running(workers[0]):
+                await self._set_up(workers, how)
+        except LaunchError:
+            await self._raise_if_taken_back(looks=1)
+            raise
+        return await self._follow(workers)
+
+    async def _is_running(self, leader: Worker) -> bool:
+        """Whether a run of this name is under way on slices that were there before."""
+        if self._slices.created:
+            return False
+        try:
+            await self._watch(self._cloud.read(job.running(leader, self._job)))
+        except LaunchError:  # no run, or not even the code
+            return False
+        self._say("a run is under way there: following it")
+        return True
+
+    async def _set_up(self, workers: Sequence[Worker], how: str | None) -> None:
+        cloud, task = self._cloud, self._job
+        config = {job.CONFIG: task.config.read_bytes()} if task.config else {}
+        with tempfile.TemporaryDirectory(prefix="jax_agent_rl-") as folder:
+            packed = Path(folder) / job.ARCHIVE
+            large = await self._watch(asyncio.to_thread(archive.pack, self._root, packed, extra=config))
+            size = packed.stat().st_size
+            self._say(f"copying the code to {len(workers)} host(s), {size / 1e6:.1f} MB each")
+            if large:
+                self._say(f"among it {', '.join(large)}: .gitignore keeps here what hosts need not have")
+            await self._stage([job.copy(cloud, worker, packed) for worker in workers])
+        what = "installing the environment (some minutes the first time)" if task.install else "unpacking"
+        self._say(f"{what}; then: {task.preparation}" if task.preparation else what)
+        await self._stage([job.set_up(cloud, worker, task) for worker in workers])
+        self._logs.new_run()
+        await self._start_run(workers, how)
+
+    async def _start_run(self, workers: Sequence[Worker], how: str | None) -> None:
+        cloud, task = self._cloud, self._job
+        serving = [worker for worker in workers if worker.serves]
+        urls, token = job.urls_of(serving, task), {job.TOKEN: token_hex(32)} if serving else None
+        if serving:
+            # Those of an earlier start have newer weights than a checkpoint, and another secret.
+            await self._each([job.send(cloud, worker, task, "KILL") for worker in workers])
+            self._say(f"starting {len(serving)} rollout server(s)")
+            await self._stage([job.start(cloud, w, task, resume=None, urls=urls) for w in serving], token)
+            await self._stage([job.until_listening(cloud, worker, task) for worker in serving])
+        self._say("starting on all hosts")
+        learning = [worker for worker in workers if not worker.serves]
+        await self._stage([job.start(cloud, worker, task, resume=how, urls=urls) for worker in learning], token)
+
+    async def _stage(self, commands: Sequence[Command], secrets: Mapping[str, str] | None = None) -> None:
+        """The same on all hosts; all have to succeed."""
+        statuses = await self._each(commands, secrets)
+        if failed := [command.name for command, status in zip(commands, statuses, strict=True) if status]:
+            raise LaunchError(f"{', '.join(failed)}: {_brief(commands[0])} failed, see above")
+
+    async def _each(self, commands: Sequence[Command], secrets: Mapping[str, str] | None = None) -> list[int]:
+        """The same on all hosts; their exit statuses."""
+        places = asyncio.Semaphore(_AT_ONCE)
+
+        async def one(command: Command) -> int:
+            async with places:
+                return await self._ended(await self._start(command, self._say, secrets))
+
+        return await self._watch(asyncio.gather(*map(one, commands)))
+
+    async def _start(
+        self, command: Command, say: Callable[[str], None], secrets: Mapping[str, str] | None = None
+    ) -> Process:
+        process = await Process.start(command, root=self._root, secrets=secrets, say=say)
+        self._processes.append(process)
+        return process
+
+    async def _ended(self, process: Process) -> int:
+        status = await asyncio.shield(process.ended)
+        self._processes.remove(process)
+        return status
+
+    # --- while it runs -----------------------------------------------------------------------------------------
+
+    async def _follow(self, workers: Sequence[Worker]) -> int:
+        self._say(f"logs: {self._logs.folder}")
+        learning = [worker for worker in workers if not worker.serves]
+        watching = [asyncio.ensure_future(self._follow_host(worker)) for worker in workers]
+        looking = asyncio.ensure_future(self._until_taken_back())
+        interrupt = asyncio.ensure_future(self._stop_when_interrupted(workers))
+        try:
+            statuses = await self._statuses(watching[: len(learning)], looking, interrupt)
+            await self._end_servers(workers, watching[len(learning) :])
+        except Preempted:
+            await self._save(workers, watching[0])
+            raise
+        finally:
+            tasks = [*watching, looking, interrupt]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        failed = {worker.name: status for worker, status in zip(learning, statuses, strict=True) if status}
+        if failed:
+            self._say("ended with " + ", ".join(f"{status} on {name}" for name, status in failed.items()))
+        if failed and not self._interrupt.is_set():
+            await self._raise_if_taken_back(looks=1 if statuses[0] == _REFUSED else _LOOKS)
+        # Those that still run would be in the way of the next start.
+        stuck = [worker for worker, status in zip(learning, statuses, strict=True) if status == remote.LOST]
+        await self._signal(stuck, "KILL")
+        return statuses[0] or max(statuses)
+
+    async def _signal(self, workers: Sequence[Worker], name: str) -> None:
+        """Sends a signal to runs; to one that has ended it is none."""
+        for process in [await self._start(job.send(self._cloud, w, self._job, name), self._say) for w in workers]:
+            await self._ended(process)
+
+    async def _end_servers(self, workers: Sequence[Worker], watching: Sequence[asyncio.Future[int]]) -> None:
+        """Nobody asks them any more."""
+        if watching:
+            await self._signal([worker for worker in workers if worker.serves], "INT")
+            await asyncio.wait(watching, timeout=_OTHERS_SECONDS)
+
+    async def _save(self, workers: Sequence[Worker], leader: asyncio.Future[int]) -> None:
+        """A learner that has lost a slice that only samples has something to save."""
+        if leader.done() or not any(worker.serves for worker in workers):
+            return
+        with contextlib.suppress(LaunchError):  # gcloud may fail, too: then it goes on from an earlier one
+            if await self._slices.learner_lives():
+                self._say("the learner saves a checkpoint and ends")
+                await self._signal(workers[:1], "INT")
+                await asyncio.wait([leader], timeout=_OTHERS_SECONDS)
+
+    async def _statuses(
+        self, watching: Sequence[asyncio.Future[int]], looking: asyncio.Future, interrupt: asyncio.Future
+    ) -> list[int]:
+        """Of all that learn. Once one has failed, the others end by themselves or are no longer waited for."""
+        left = set(watching)
+        limit: float | None = None
+        while left:
+            waited = {*left, looking, interrupt}
+            done, _ = await asyncio.wait(waited, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+            for ended in done & {looking, interrupt}:
+                ended.result()  # raises
+            left -= done
+            if not done:
+                break
+            if any(task.result() for task in watching if task.done()):
+                limit = _OTHERS_SECONDS
+        return [task.result() if task.done() else remote.LOST for task in watching]
+
+    async def _follow_host(self, worker: Worker) -> int:
+        """Shows what one host says, over as many connections as it takes; the exit status there."""
+        for _ in range(_RECONNECTIONS):
+            command = job.follow(self._cloud, worker, self._job)
+            status = await self._ended(await self._start(command, self._logs.reader(worker.name)))
+            if status != _SSH_LOST:
+                return status
+            self._say(f"{worker.name}: the connection broke, connecting again")
+            await asyncio.sleep(self._policy.poll)
+        return _SSH_LOST
+
+    async def _until_taken_back(self) -> None:
+        while True:
+            await asyncio.sleep(self._policy.poll)
+            await self._raise_if_taken_back(looks=1)
+
+    async def _raise_if_taken_back(self, *, looks: int) -> None:
+        for look in range(looks):
+            with contextlib.suppress(LaunchError):  # gcloud itself may fail for a while, which says nothing
+                seen = await self._slices.look()
+                if seen.state in (State.LOST, State.ABSENT):
+                    raise Preempted(seen.word)
+            if look + 1 < looks:
+                await asyncio.sleep(self._policy.poll)
+
+    async def _stop_when_interrupted(self, workers: Sequence[Worker]) -> None:
+        """First Ctrl-C: the run saves and ends. Second: it goes on without this launcher.
+
+        Raises:
+            Interrupted: the second time.
+        """
+        await self._interrupt.wait()
+        self._say("interrupted: the run saves a checkpoint and ends (once more: leave it running)")
+        again = asyncio.Event()
+        heard_by(again)
+        await self._ended(await self._start(job.send(self._cloud, workers[0], self._job, "INT"), self._say))
+        await again.wait()
+        self._say("left; --logs shows what it does, --delete ends it and what it costs")
+        raise Interrupted
+
+    async def _watch(self, wanted: Awaitable[T]) -> T:
+        """Awaits, but not past an interruption."""
+        work = asyncio.ensure_future(wanted)
+        interrupt = asyncio.ensure_future(self._interrupt.wait())
+        try:
+            await asyncio.wait([work, interrupt], return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                return work.result()
+            self._say("interrupted; the slice may be there: --delete takes it away")
+            raise Interrupted
+        finally:
+            for task in (interrupt, work):
+                task.cancel()
+            await asyncio.gather(work, interrupt, return_exceptions=True)
+
+    async def _conclude(self, status: int) -> None:
+        if self._policy.keep or self._job.kept is None:
+            why = "--keep" if self._policy.keep else "without --bucket the run is on its disk alone"
+            self._say(f"the slice stays ({why}) and costs until you give --delete")
+        else:
+            await self._slices.delete()
+            self._say(f"the run is in {self._job.kept}")
+        if self.preemptions:
+            self._say(f"taken back {self.preemptions} time(s) on the way")
+
+
+def _brief(command: Command) -> str:
+    return re.sub(r"\s+", " ", " ".join(command.argv))[:300]

@@ -1,0 +1,124 @@
+"""Every program of a learner, from shapes alone: a run compiles each at its first call, a plan for machines that are
+not here."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from jax_agent_rl.config import AlgorithmConfig, CriticConfig, LearnerConfig
+from jax_agent_rl.errors import ConfigError
+from jax_agent_rl.learner.critic import critic_shapes, state_values, value_loss
+from jax_agent_rl.learner.objective import ObjectiveConfig, objective_config, policy_loss, router_loads, term_logprobs
+from jax_agent_rl.learner.sharding import parameter_shardings, replicated
+from jax_agent_rl.learner.trainable import UpdatePrograms, View
+from jax_agent_rl.learner.trained import Trained, divided, plain_view
+from jax_agent_rl.models.config import DecoderConfig, Params
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearnerPrograms:
+    """The jitted functions of a learner.
+
+    Attributes:
+        objective: what they compute.
+        policy: the policy's update.
+        score: (trained, frozen, batch=micro-batch) to the log-prob of every term's token, float32 [R, K].
+        route: the same to the tokens each expert was chosen by, float32 [E].
+        values: of the critic's weights, to the value of the state after every token, float32 [R, T].
+    """
+
+    model: DecoderConfig
+    config: LearnerConfig
+    mesh: Mesh
+    objective: ObjectiveConfig
+    policy: UpdatePrograms
+    score: Any
+    route: Any
+    values: Any
+
+    @classmethod
+    def of(
+        cls,
+        model: DecoderConfig,
+        policy: Trained,
+        *,
+        algorithm: AlgorithmConfig,
+        config: LearnerConfig,
+        temperature: float,
+        mesh: Mesh,
+        scored: bool = False,
+    ) -> LearnerPrograms:
+        """The programs of one configuration.
+
+        Args:
+            policy: what is trained; arrays or shapes.
+            mesh: of the learner; may be of devices that only a compiler knows.
+            scored: old log-probs come from elsewhere.
+
+        Raises:
+            ConfigError: a router is to be balanced in a model without experts.
+        """
+        if config.router_aux_loss_coef and model.experts is None:
+            raise ConfigError(
+                f"learner.router_aux_loss_coef={config.router_aux_loss_coef}, but a {model.family} model has no "
+                "experts to balance; leave it out"
+            )
+        split = _split(mesh)
+        objective = objective_config(algorithm, config, temperature, split, scored=scored)
+        everywhere = replicated(mesh)
+
+        def reading(program: Callable[..., jax.Array], view: View) -> Any:
+            """Of (trained, frozen) weights and a batch; the result whole everywhere: every process reads all of it."""
+            return jax.jit(lambda *weights, batch: program(view(*weights), batch), out_shardings=everywhere)
+
+        values = functools.partial(state_values, model, remat=config.remat, mesh=split)
+        return cls(
+            model=model,
+            config=config,
+            mesh=mesh,
+            objective=objective,
+            policy=UpdatePrograms(
+                policy.params,
+                view=policy.view,
+                shardings=policy.shardings,
+                everywhere=everywhere,
+                optimizer=config,
+                loss=functools.partial(policy_loss, model, objective),
+            ),
+            score=reading(functools.partial(term_logprobs, model, objective), policy.view),
+            route=reading(functools.partial(router_loads, model, objective), policy.view),
+            values=reading(values, functools.partial(plain_view, dtype=config.compute_dtype)),
+        )
+
+    def critic(self, params: Params, config: CriticConfig) -> tuple[UpdatePrograms, Params, Params]:
+        """The critic's update; its trained parameters, and the frozen ones, laid out.
+
+        Args:
+            params: a critic's (``learner.critic.critic_params``); arrays or shapes.
+        """
+        own = self.config
+        shardings = parameter_shardings(self.mesh, critic_shapes(self.model))
+        trained, frozen, shardings = divided(params, shardings, freeze_vision=own.freeze_vision)
+        loss = functools.partial(
+            value_loss, self.model, cliprange=config.cliprange_value, remat=own.remat, mesh=_split(self.mesh)
+        )
+        programs = UpdatePrograms(
+            trained,
+            view=functools.partial(plain_view, dtype=own.compute_dtype),
+            shardings=shardings,
+            everywhere=replicated(self.mesh),
+            optimizer=config,
+            loss=loss,
+        )
+        return programs, trained, frozen
+
+
+def _split(mesh: Mesh) -> Mesh | None:
+    """The mesh as models take it: None on one device."""
+    return mesh if mesh.size > 1 else None

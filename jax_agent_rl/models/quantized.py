@@ -1,0 +1,83 @@
+"""Arrays in 8 bits with a scale for each vector: what an engine keeps of weights, and of keys and values.
+
+The largest number of a vector becomes the largest of the type. qwix takes half a step more for int8, so that it falls
+between -127 and -128, and the last bit of a float decides.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+EightBits = Literal["int8", "fp8"]
+DTYPES = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn}
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Quantized:
+    """``numbers * scale``.
+
+    Attributes:
+        numbers: int8 or float8_e4m3fn.
+        scale: float32, of the same shape but 1 along the vectors.
+    """
+
+    numbers: Any
+    scale: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.numbers.shape
+
+
+def quantized(x: jax.Array, dtype: jnp.dtype, *, axis: int) -> Quantized:
+    """Rounds vectors along ``axis``; the largest number of each becomes the largest of ``dtype``.
+
+    >>> quantized(jnp.array([[0.5, -2.0]]), jnp.int8, axis=1).numbers
+    Array([[  32, -127]], dtype=int8)
+    """
+    whole = jnp.issubdtype(dtype, jnp.integer)
+    largest = float(jnp.iinfo(dtype).max if whole else jnp.finfo(dtype).max)
+    x = x.astype(jnp.float32)
+    peak = jnp.max(jnp.abs(x), axis=axis, keepdims=True)
+    scale = jnp.where(peak > 0, peak, 1) / largest
+    numbers = jnp.clip(jnp.round(x / scale) if whole else x / scale, -largest, largest)
+    return Quantized(numbers.astype(dtype), scale)
+
+
+def split_weight(weight: Any, spec: PartitionSpec) -> Any:
+    """How a weight [..., in], quantised along ``in`` or not, lies on a mesh: a scale's axis of 1 is not split.
+
+    >>> split_weight(jnp.zeros((4, 2)), PartitionSpec(None, "tensor"))
+    PartitionSpec(None, 'tensor')
+    >>> split_weight(jnp.zeros((4, 1)), PartitionSpec(None, "tensor"))
+    PartitionSpec(None, None)
+    """
+    return jax.tree.map(lambda x: spec if x.shape[-1] > 1 else PartitionSpec(*spec[:-1], None), weight)
+
+
+def product(weight: Any, x: jax.Array) -> jax.Array:
+    """[..., out, in] x [in, B] -> [..., out, B]. Of a quantised weight the scales come last, so that its 8 bits are all
+    that is read."""
+    if isinstance(weight, jax.Array):
+        return jnp.einsum("...od,db->...ob", weight, x)
+    out = jnp.einsum("...od,db->...ob", weight.numbers.astype(x.dtype), x)
+    return out * weight.scale.astype(x.dtype)
+
+
+def grouped_product(x: jax.Array, weight: Any, sizes: jax.Array, group: jax.Array) -> jax.Array:
+    """Each row of x [N, in] times the matrix of its group in [E, out, in] -> [N, out].
+
+    Args:
+        sizes: int32 [E], rows of each group; they lie together, in the order of groups.
+        group: int32 [N], of each row; rows past the last group get anything.
+    """
+    if isinstance(weight, jax.Array):
+        return jax.lax.ragged_dot(x, weight.swapaxes(1, 2), sizes)
+    out = jax.lax.ragged_dot(x, weight.numbers.astype(x.dtype).swapaxes(1, 2), sizes)
+    return out * weight.scale[..., 0].at[group].get(mode="clip").astype(x.dtype)

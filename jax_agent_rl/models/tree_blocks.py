@@ -1,0 +1,101 @@
+"""Which blocks of a packed row's queries and keys the kernels of tree attention look at.
+
+Shapes: B rows, Q queries, T keys, h head size, n and m blocks.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jax_agent_rl.models.sight import Sight
+
+BLOCK = 512
+LANES = 128
+
+
+class Marks(NamedTuple):
+    """What a mask is made of. Depths are None where there is no window.
+
+    Attributes:
+        ends: int32 [B, T, 1], of the subtree of each key; 0 for a key that only fills a block.
+        key_depths: int32 [B, T, 1].
+        query_depths: int32 [B, 1, Q].
+    """
+
+    ends: Any
+    key_depths: Any = None
+    query_depths: Any = None
+
+
+class Plan(NamedTuple):
+    """One call: padded arrays and how its blocks lie.
+
+    Attributes:
+        place: int32 [2]: index of the first query, window.
+        live: bool [B, queries' blocks, keys' blocks]: some query of the one sees some key of the other.
+    """
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    marks: Marks
+    place: jax.Array
+    live: jax.Array
+    q_block: int
+    k_block: int
+
+
+def plan_blocks(q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight, block: int) -> Plan:
+    """Arrays padded to whole blocks of at most ``block`` (a multiple of 128), and what to do with each pair."""
+    count, keys = q.shape[2], k.shape[2]
+    q_block, k_block = (min(block, n + -n % LANES) for n in (count, keys))
+    more, more_keys = -count % q_block, -keys % k_block
+    first = jnp.int32(0) if sight.offset is None else sight.offset.astype(jnp.int32)
+    window = jnp.int32(0)
+    marks = Marks(pad(sight.subtree_end, 1, more_keys)[..., None])
+    if sight.window is not None and sight.positions is not None:
+        window = sight.window.astype(jnp.int32)
+        asking = jax.lax.dynamic_slice_in_dim(sight.positions, first, count, axis=1)
+        asking = jnp.pad(asking, ((0, 0), (0, more)), mode="edge")
+        marks = Marks(marks.ends, pad(sight.positions, 1, more_keys)[..., None], asking[:, None])
+    return Plan(
+        q=pad(q, 2, more),
+        k=pad(k, 2, more_keys),
+        v=pad(v, 2, more_keys),
+        marks=marks,
+        place=jnp.stack([first, window]),
+        live=_live(marks, first, window, count + more, q_block, k_block),
+        q_block=q_block,
+        k_block=k_block,
+    )
+
+
+def _live(marks: Marks, first: jax.Array, window: jax.Array, count: int, q_block: int, k_block: int) -> jax.Array:
+    """bool [B, queries' blocks, keys' blocks]: false only where no query of the block sees any of the keys."""
+    batch, keys, _ = marks.ends.shape
+    begins = (first + jnp.arange(0, count, q_block))[:, None]
+    last_end = marks.ends.reshape(batch, 1, -1, k_block).max(axis=-1)
+    live = (jnp.arange(0, keys, k_block) < begins + q_block) & (begins < last_end)
+    if marks.key_depths is None:
+        return live
+    nearest = marks.query_depths.reshape(batch, -1, q_block).min(axis=-1)
+    deepest = marks.key_depths.reshape(batch, -1, k_block).max(axis=-1)
+    return live & (nearest[:, :, None] - deepest[:, None] < window)
+
+
+def fetched_blocks(live: jax.Array) -> jax.Array:
+    """int32 [B · n · m]: the block to have in memory at each step of the last axis.
+
+    A block that is not live keeps the one before it, so nothing is read for it; the first live one is read early.
+    """
+    step = jnp.arange(live.shape[-1], dtype=jnp.int32)
+    latest = jax.lax.cummax(jnp.where(live, step, -1), axis=2)
+    return jnp.where(latest < 0, jnp.argmax(live, axis=-1, keepdims=True).astype(jnp.int32), latest).reshape(-1)
+
+
+def pad(x: jax.Array, axis: int, more: int, value: float = 0) -> jax.Array:
+    """``x`` with ``more`` of a value at the end of an axis."""
+    return jnp.pad(x, [(0, more if i == axis else 0) for i in range(x.ndim)], constant_values=value)

@@ -1,0 +1,238 @@
+"""The curves of a run: which metrics stand in which chart, and what a reader looks for there."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+MOST_POINTS = 600
+"""Of a line; more are drawn by the least and the greatest value of every stretch, so that no spike is lost."""
+_CHARTED_ELSEWHERE = ("kind", "step", "accounting", "finish_reasons", "tool_errors_by_kind", "staleness_histogram")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """One line of a chart.
+
+    Attributes:
+        name: in the legend.
+        key: of a record of ``metrics.jsonl``.
+        kind: of the records.
+        band: keys of the lower and upper edge of a band around it.
+    """
+
+    name: str
+    key: str
+    kind: Literal["step", "evaluation"] = "step"
+    band: tuple[str, str] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chart:
+    """A chart over training steps.
+
+    Attributes:
+        title, unit: what it shows, in what.
+        hint: what to look for.
+        lines: left out where the run has no such metric; a chart without lines is left out.
+        scale: of the values; ``share`` is from 0 to 1, shown in per cent.
+    """
+
+    title: str
+    hint: str
+    lines: tuple[Line, ...]
+    unit: str = ""
+    scale: Literal["linear", "log", "share"] = "linear"
+
+
+CHARTS = (
+    Chart(
+        title="Reward",
+        hint="Mean of each step's trajectories, between the worst and the best. It should rise; a band of zero width "
+        "leaves nothing to learn from.",
+        lines=(Line(name="mean", key="reward_mean", band=("reward_min", "reward_max")),),
+    ),
+    Chart(
+        title="Held-out accuracy",
+        hint="Mean reward on rows that are never trained on; a lost trajectory counts as wrong.",
+        scale="share",
+        lines=(Line(name="accuracy", key="accuracy", kind="evaluation"),),
+    ),
+    Chart(
+        title="Response length",
+        hint="Sampled and inserted tokens. A mean at the upper edge means that answers are cut off.",
+        unit="tokens",
+        lines=(
+            Line(name="response", key="response_tokens_mean", band=("response_tokens_min", "response_tokens_max")),
+            Line(name="sampled", key="sampled_tokens_mean"),
+        ),
+    ),
+    Chart(
+        title="Turns and tool calls",
+        hint="Means per trajectory.",
+        lines=(
+            Line(name="turns", key="turns_mean", band=("turns_min", "turns_max")),
+            Line(name="tool calls", key="tool_calls_mean"),
+        ),
+    ),
+    Chart(
+        title="Entropy",
+        hint="Of the policy over sampled tokens. It falls as the policy grows sure; near zero early on, exploration "
+        "has ended.",
+        unit="nats",
+        lines=(Line(name="entropy", key="entropy"),),
+    ),
+    Chart(
+        title="KL",
+        hint="From the policy before the step, from the reference, and of the rollout from the learner.",
+        unit="nats",
+        lines=(
+            Line(name="step", key="kl"),
+            Line(name="reference", key="kl_reference"),
+            Line(name="rollout", key="rollout_kl"),
+        ),
+    ),
+    Chart(
+        title="Engine/learner log-prob gap",
+        hint="How far the engine's log-probs are from the learner's for the same weights. Growth means that the two "
+        "have come apart. In asynchronous modes stale weights are part of it.",
+        unit="nats",
+        scale="log",
+        lines=(Line(name="max", key="logprob_gap_max"), Line(name="mean", key="logprob_gap_mean")),
+    ),
+    Chart(
+        title="Throughput",
+        hint="Tokens sampled by the engines, and tokens trained on by the learner while it works.",
+        unit="tokens/s",
+        lines=(
+            Line(name="rollout", key="rollout_tokens_per_second"),
+            Line(name="learner", key="learner_tokens_per_second"),
+        ),
+    ),
+    Chart(
+        title="Busy and idle",
+        hint="Share of the time. An idle learner waits for rollouts: add engines, or let it run asynchronously.",
+        scale="share",
+        lines=(Line(name="learner idle", key="learner_idle_share"), Line(name="engine busy", key="engine_busy_share")),
+    ),
+    Chart(
+        title="Seconds of a step",
+        hint="From one finished step to the next, and its parts.",
+        unit="s",
+        lines=(
+            Line(name="step", key="step_seconds"),
+            Line(name="rollout", key="rollout_seconds"),
+            Line(name="learner", key="learner_seconds"),
+            Line(name="weight update", key="weight_update_seconds"),
+        ),
+    ),
+    Chart(
+        title="Loss and gradient",
+        hint="Policy-gradient losses need not fall; a gradient norm that explodes must be looked at.",
+        lines=(Line(name="loss", key="loss"), Line(name="gradient norm", key="grad_norm")),
+    ),
+    Chart(
+        title="Clipped tokens",
+        hint="Tokens whose ratio left the clip range.",
+        scale="share",
+        lines=(Line(name="clipped", key="clip_fraction"),),
+    ),
+    Chart(
+        title="Staleness",
+        hint="Age of the tokens trained on, in versions of the weights.",
+        unit="versions",
+        lines=(Line(name="mean", key="staleness_mean"), Line(name="max", key="staleness_max")),
+    ),
+)
+
+
+def charts(metrics: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """All charts of a run as JSON: ``title, hint, unit, scale, kind, lines [{name, x, y, low?, high?}]``.
+
+    ``kind`` is ``lines``, or ``stack`` for counts that add up. Metrics that no chart names follow as ``more``, one
+    chart each.
+    """
+    made = [_lines_of(chart, metrics) for chart in CHARTS]
+    made += [
+        _stack("Dropped trajectories", "Started but not trained on, by reason.", _dropped(metrics)),
+        _stack("How trajectories ended", "By reason.", _counts(metrics, "finish_reasons")),
+        _stack("Tool errors", "By kind.", _counts(metrics, "tool_errors_by_kind")),
+    ]
+    made += [_lines_of(chart, metrics) | {"more": True} for chart in _further(metrics)]
+    return [chart for chart in made if chart["lines"]]
+
+
+def thinned(points: Sequence[tuple[float, ...]], most: int = MOST_POINTS) -> list[tuple[float, ...]]:
+    """At most about ``most`` points ``(x, y, …)`` by x: of every stretch those of the least and greatest y."""
+    if len(points) <= most:
+        return list(points)
+    length = math.ceil(2 * len(points) / most)
+    stretches = (points[begin : begin + length] for begin in range(0, len(points), length))
+    extremes = ({min(part, key=lambda p: p[1]), max(part, key=lambda p: p[1])} for part in stretches)
+    return [point for pair in extremes for point in sorted(pair)]
+
+
+def _lines_of(chart: Chart, metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    lines = [drawn for line in chart.lines if (drawn := _line(line, metrics))]
+    head = {"title": chart.title, "hint": chart.hint, "unit": chart.unit, "scale": chart.scale}
+    return head | {"kind": "lines", "lines": lines}
+
+
+def _line(line: Line, metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    keys = (line.key, *(line.band or ()))
+    points = [
+        (float(r["step"]), *(float(r[key]) for key in keys))
+        for r in metrics
+        if r["kind"] == line.kind and all(_is_number(r.get(key)) for key in keys)
+    ]
+    if not points:
+        return None
+    columns = list(zip(*thinned(points), strict=True))
+    named = dict(zip(("x", "y", "low", "high"), columns, strict=False))
+    return {"name": line.name} | {name: [_short(v) for v in column] for name, column in named.items()}
+
+
+def _stack(title: str, hint: str, counts: Mapping[int, Mapping[str, float]]) -> dict[str, Any]:
+    """Bars per step; reasons in order of their sum."""
+    sums: Counter[str] = Counter()
+    for named in counts.values():
+        sums.update(named)
+    steps = sorted(counts)
+    lines = [
+        {"name": name, "x": steps, "y": [counts[step].get(name, 0) for step in steps]}
+        for name, total in sums.most_common()
+        if total
+    ]
+    return {"title": title, "hint": hint, "unit": "trajectories", "scale": "linear", "kind": "stack", "lines": lines}
+
+
+def _counts(metrics: Iterable[Mapping[str, Any]], key: str) -> dict[int, Mapping[str, float]]:
+    return {r["step"]: r[key] for r in metrics if r["kind"] == "step" and isinstance(r.get(key), Mapping)}
+
+
+def _dropped(metrics: Iterable[Mapping[str, Any]]) -> dict[int, Mapping[str, float]]:
+    """Each step's own drops: the books count from the beginning of the run."""
+    dropped, before = {}, Counter()
+    for step, books in _counts(metrics, "accounting").items():
+        now = Counter({key.removeprefix("dropped/"): n for key, n in books.items() if key.startswith("dropped/")})
+        dropped[step], before = now - before, now
+    return dropped
+
+
+def _further(metrics: Sequence[Mapping[str, Any]]) -> list[Chart]:
+    """A chart for every number that none of :data:`CHARTS` shows."""
+    shown = {key for chart in CHARTS for line in chart.lines for key in (line.key, *(line.band or ()))}
+    keys = dict.fromkeys(key for r in metrics if r["kind"] == "step" for key, v in r.items() if _is_number(v))
+    left = [key for key in keys if key not in shown and key not in _CHARTED_ELSEWHERE]
+    return [Chart(title=key, hint="", lines=(Line(name=key, key=key),)) for key in sorted(left)]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.6g}")

@@ -1,0 +1,98 @@
+"""``jax-agent-rl report RUN``: see :mod:`jax_agent_rl.observe.report`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jax_agent_rl.errors import ConfigError
+from jax_agent_rl.observe.metrics import write_atomically
+from jax_agent_rl.observe.report.charts import charts
+from jax_agent_rl.observe.report.forest import forest
+from jax_agent_rl.observe.report.page import page
+from jax_agent_rl.observe.report.reading import RunData, decoder, read_run
+from jax_agent_rl.observe.report.timeline import timeline
+from jax_agent_rl.observe.report.tokens import COLUMNS, Prompts, Vocabulary, facts, tokens
+
+MOST = 2000
+"""Trajectories on a page, unless it is asked for others."""
+
+
+def write_report(run: Path, out: Path | None = None, *, most: int = MOST) -> Path:
+    """Writes the report of a run folder; the run may still be going on, or have ended badly.
+
+    Args:
+        run: the run folder.
+        out: the file; ``report.html`` in the run folder if None.
+        most: trajectories on the page, 0: all.
+
+    Returns:
+        The file.
+
+    Raises:
+        ConfigError: ``most`` is negative.
+        DataError: not a run folder.
+        StorageError: the file cannot be written.
+    """
+    if most < 0:
+        raise ConfigError(f"--most {most}: must be 0 (all trajectories) or more")
+    data = read_run(run, most=most)
+    file = out or run / "report.html"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(file, render_report(data))
+    return file
+
+
+def render_report(data: RunData) -> str:
+    """The page of a run, as HTML."""
+    notes = list(data.notes)
+    decode = decoder(data.config, notes)
+    vocabulary = Vocabulary(decode)
+    prompts = Prompts(vocabulary)
+    trajectories = [tokens(record, vocabulary, prompts) for record in data.trajectories]
+    numbers = {record["trajectory_id"]: number for number, record in enumerate(data.trajectories)}
+    index = {
+        "run": _overview(data),
+        "notes": notes,
+        "charts": charts(data.metrics),
+        "timeline": timeline(data.metrics, data.traces, numbers),
+        "columns": COLUMNS,
+        "rows": [facts(record) for record in data.trajectories],
+        "forest": forest(data.trajectories, decode),
+        "prompts": prompts.rows,
+        "vocabulary": {"ids": vocabulary.ids, "texts": vocabulary.texts},
+    }
+    return page(title=f"{data.name} · jax-agent-rl", index=index, trajectories=trajectories)
+
+
+def _overview(data: RunData) -> dict[str, Any]:
+    """What the head of the page says."""
+    steps = [record for record in data.metrics if record["kind"] == "step"]
+    evaluations = [record for record in data.metrics if record["kind"] == "evaluation"]
+    rewards = [record["reward_mean"] for record in steps if "reward_mean" in record]
+    books = (steps[-1].get("accounting") or {}) if steps else {}
+    wanted = _at(data.config, "trainer", "steps")
+    facts = {
+        "model": Path(str(_at(data.config, "model", "path") or "?")).name,
+        "algorithm": _at(data.config, "algorithm", "adv_estimator"),
+        "trainer": _at(data.config, "trainer", "mode"),
+        "engine": _at(data.config, "rollout", "backend"),
+    }
+    return {
+        "name": data.name,
+        "made": time.strftime("%Y-%m-%d %H:%M"),
+        "state": "finished" if data.summary else "not finished",
+        "facts": {key: value for key, value in facts.items() if value},
+        "step": steps[-1]["step"] if steps else 0,
+        "steps": wanted if isinstance(wanted, int) else None,
+        "reward": [rewards[0], rewards[-1]] if rewards else None,
+        "accuracy": [evaluations[0]["accuracy"], evaluations[-1]["accuracy"]] if evaluations else None,
+        "books": {key: books[key] for key in ("started", "trained", "dropped", "in_flight") if key in books},
+        "total": data.total,
+    }
+
+
+def _at(tree: Mapping[str, Any], section: str, key: str) -> Any:
+    return (tree.get(section) or {}).get(key)

@@ -1,0 +1,126 @@
+// The list of trajectories with its filters, and the one that is looked at.
+
+const ROW = 44;
+
+function browserPane() {
+  const state = { mode: "mask", tree: false, chosen: null, found: [] };
+  const values = (name) => [...new Set(rows.flatMap((row) => row[name]))].sort();
+  const select = (label, options, wide) => {
+    const input = el("select", { "aria-label": label }, options.map(([value, text]) => el("option", { value }, text)));
+    input.addEventListener("change", apply);
+    return { input, label: el("label", { class: wide ? "wide" : null }, label, input) };
+  };
+  const entry = (type, placeholder) => {
+    const input = el("input", { type, placeholder, step: "any" });
+    input.addEventListener("input", apply);
+    return input;
+  };
+  const all = (names) => [["", "all"], ...names.map((name) => [name, name])];
+  const split = select("split", all(values("split")));
+  const steps = [entry("number", "from"), entry("number", "to")];
+  const rewards = [entry("number", "least"), entry("number", "most")];
+  const error = select("tool error", [["", "all"], ["none", "none"], ["any", "any"], ...values("errors").map((name) => [name, name])]);
+  const finish = select("ended with", all(values("finish")));
+  const stop = select("a turn stopped by", all(values("stops")));
+  const sort = select("order", [["at", "as they came"], ["-reward", "best first"], ["reward", "worst first"], ["-sampled", "longest first"], ["-errors", "most tool errors"], ["-advantage", "largest advantage"]]);
+  const text = entry("search", "text, id or group");
+  const pair = (label, inputs) => el("label", {}, label, el("span", { class: "pair" }, inputs));
+  const count = el("span", { role: "status" });
+  const list = el("div", { class: "rows", tabindex: 0, role: "listbox", "aria-label": "trajectories" });
+  const view = el("div", { class: "view" });
+
+  function fits(row) {
+    const least = (input, value) => input.value === "" || value >= +input.value, most = (input, value) => input.value === "" || value <= +input.value;
+    const wanted = error.input.value, search = text.value.toLowerCase();
+    return (!split.input.value || row.split === split.input.value) && least(steps[0], row.step) && most(steps[1], row.step)
+      && least(rewards[0], row.reward) && most(rewards[1], row.reward)
+      && (!finish.input.value || row.finish === finish.input.value) && (!stop.input.value || row.stops.includes(stop.input.value))
+      && (!wanted || (wanted === "none" ? !row.errors.length : wanted === "any" ? row.errors.length > 0 : row.errors.includes(wanted)))
+      && (!search || row.id.toLowerCase().includes(search) || plain(row).includes(search));
+  }
+
+  function plain(row) { // decoded once, when somebody searches
+    row.text ??= words(trajectory(row.at).t).join("").toLowerCase();
+    return row.text;
+  }
+
+  function apply() {
+    const order = sort.input.value, down = order.startsWith("-"), key = order.replace("-", "");
+    const value = (row) => (key === "errors" ? row.errors.length : row[key] ?? -Infinity);
+    state.found = rows.filter(fits);
+    if (key !== "at") state.found.sort((a, b) => (down ? value(b) - value(a) : value(a) - value(b)) || a.at - b.at);
+    count.textContent = `${state.found.length} of ${rows.length} trajectories`;
+    list.scrollTop = 0;
+    if (!state.found.some((row) => row.at === state.chosen)) choose(state.found[0]?.at ?? null);
+    else drawList();
+  }
+
+  function drawList() {
+    const first = Math.max(0, Math.floor(list.scrollTop / ROW) - 5), last = Math.min(state.found.length, first + Math.ceil((list.clientHeight || 900) / ROW) + 10);
+    const spacer = el("div", { style: `height:${state.found.length * ROW}px` });
+    list.replaceChildren(spacer, ...state.found.slice(first, last).map((row, i) => listRow(row, first + i)));
+  }
+
+  function listRow(row, n) {
+    return el("div", { class: "row", role: "option", style: `top:${n * ROW}px`, "aria-selected": row.at === state.chosen ? "true" : "false", onclick: () => choose(row.at) },
+      el("div", {}, el("span", { class: "id" }, row.id), el("span", { class: "reward" }, number(row.reward))),
+      el("div", { class: "under" }, el("span", {}, `step ${row.step}`), el("span", {}, `${row.turns} turn${row.turns === 1 ? "" : "s"}`), el("span", {}, `${row.sampled} tok`),
+        row.errors.length ? el("span", { class: "bad" }, visible(row.errors.join(", "))) : null, el("span", {}, row.finish)));
+  }
+
+  function choose(at) {
+    state.chosen = at;
+    drawList();
+    drawView();
+    if (at !== null) history.replaceState(null, "", "#trajectory=" + encodeURIComponent(rows[at].id));
+  }
+
+  function move(by) {
+    const now = state.found.findIndex((row) => row.at === state.chosen);
+    const next = Math.max(0, Math.min(state.found.length - 1, now + by));
+    if (!state.found[next]) return;
+    list.scrollTop = Math.min(Math.max(list.scrollTop, (next + 1) * ROW - list.clientHeight), next * ROW);
+    choose(state.found[next].at);
+  }
+
+  function drawView() {
+    if (state.chosen === null) { view.replaceChildren(el("div", { class: "empty" }, rows.length ? "No trajectory passes the filters." : "No trajectory has been written yet.")); return; }
+    const row = rows[state.chosen], made = trajectory(row.at);
+    const nodes = index.forest[`${row.split}/${row.step}/${row.group}`];
+    const known = { mask: true, "log-prob": true, advantage: made.a !== undefined, version: true, gap: Boolean(made.o) };
+    const mode = known[state.mode] ? state.mode : "mask";
+    const modes = el("div", { class: "modes", role: "group", "aria-label": "colour of tokens" }, MODES.map((name) =>
+      el("button", { "aria-pressed": !state.tree && name === mode ? "true" : "false", disabled: !known[name], title: known[name] ? null : "this trajectory has no such values", onclick: () => { state.tree = false; state.mode = name; drawView(); } }, name)));
+    const tree = el("div", { class: "modes" }, el("button", { "aria-pressed": state.tree ? "true" : "false", disabled: !nodes, title: nodes ? "the turns of its group" : "no other trajectory of its group is on this page", onclick: () => { state.tree = !state.tree; drawView(); } }, "tree"));
+    const body = state.tree && nodes ? [treeView(nodes, row.at, (at) => { state.tree = false; choose(at); })] : tokenView(made, mode);
+    view.replaceChildren(el("div", { class: "bar" }, el("h2", {}, row.id), modes, tree), el("div", { class: "detail" }, factsOf(row, made), body));
+  }
+
+  list.addEventListener("scroll", drawList);
+  new ResizeObserver(drawList).observe(list);
+  const reset = el("button", { onclick: () => { [...steps, ...rewards, text].forEach((i) => { i.value = ""; }); [split, error, finish, stop, sort].forEach((s) => { s.input.selectedIndex = 0; }); apply(); } }, "clear filters");
+  const side = el("div", { class: "side" },
+    el("div", { class: "filters" }, el("label", { class: "wide" }, "search", text), sort.label, split.label, pair("step", steps), pair("reward", rewards), error.label, finish.label, stop.label),
+    el("div", { class: "status" }, count, reset), list);
+  apply();
+  return {
+    pane: el("div", { class: "browser" }, side, view),
+    choose, move,
+    find: () => text.focus(),
+    colourBy: (n) => { state.tree = false; state.mode = MODES[n]; drawView(); },
+    toggleTree: () => { state.tree = !state.tree; drawView(); },
+    ofStep: (step) => { reset.click(); steps.forEach((input) => { input.value = step; }); apply(); },
+  };
+}
+
+function factsOf(row, made) {
+  const facts = made.facts, parts = Object.entries({ ...facts.parts, ...facts.tool_scores });
+  const pairs = [
+    ["reward", el("span", { class: "reward" }, number(row.reward, 4))], ["step", `${row.step} (${row.split})`], ["group", row.group], ["agent", facts.agent],
+    ["data", facts.source], ["truth", facts.truth === undefined ? undefined : visible(facts.truth)], ["advantage", row.advantage ?? undefined],
+    ["ended with", row.finish], ["tokens", `${row.sampled} sampled, ${row.inserted} inserted`], ["tool calls", row.calls],
+    ["tool errors", row.errors.length ? visible(row.errors.join(", ")) : undefined], ["no loss", facts.no_loss], ["branch of", row.parent ?? undefined],
+    ...parts.map(([name, value]) => [visible(name), number(value)]), ...Object.entries(facts.seconds || {}).map(([name, value]) => [name.replace("_seconds", ""), seconds(value)]),
+  ];
+  return el("dl", { class: "facts-grid" }, pairs.filter(([, value]) => value !== undefined && value !== null).map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value))));
+}

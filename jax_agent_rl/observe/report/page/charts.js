@@ -1,0 +1,112 @@
+// Curves over training steps. Pointing at a step shows it in every chart; a click opens its trajectories.
+
+const WIDE = 400, HIGH = 170, LEFT = 46, RIGHT = 8, TOP = 8, BOTTOM = 22;
+
+function ticks(low, high, count) {
+  const span = high - low || 1, raw = span / count, base = 10 ** Math.floor(Math.log10(raw));
+  const step = [1, 2, 5, 10].map((m) => m * base).find((m) => m >= raw);
+  const found = [];
+  for (let v = Math.ceil(low / step - 1e-9) * step; v <= high + step * 1e-9; v += step) found.push(+v.toPrecision(12));
+  return found;
+}
+
+function yScale(chart) {
+  const values = chart.kind === "stack"
+    ? [0, ...chart.lines[0].x.map((_, i) => chart.lines.reduce((sum, line) => sum + line.y[i], 0))]
+    : chart.lines.flatMap((line) => [...line.y, ...(line.low || []), ...(line.high || [])]);
+  const place = (low, high, f) => (v) => TOP + (HIGH - TOP - BOTTOM) * (1 - (f(v) - low) / (high - low || 1));
+  const positive = values.filter((v) => v > 0);
+  if (chart.scale === "log" && positive.length) {
+    const low = Math.floor(Math.log10(Math.min(...positive))), high = Math.ceil(Math.log10(Math.max(...positive)));
+    const top = high === low ? low + 1 : high, stride = Math.ceil((top - low) / 5);
+    const marks = Array.from({ length: Math.floor((top - low) / stride) + 1 }, (_, i) => 10 ** (low + i * stride));
+    return { at: place(low, top, (v) => Math.log10(Math.max(v, 10 ** low))), marks, label: (v) => v.toExponential(0) };
+  }
+  let low = Math.min(...values), high = Math.max(...values);
+  if (chart.scale === "share") [low, high] = [0, Math.max(1, high)];
+  else if (low >= 0 && low < 0.6 * high) low = 0;
+  if (low === high) [low, high] = [low - (Math.abs(low) || 1) / 2, high + (Math.abs(high) || 1) / 2];
+  const step = ticks(low, high, 4), stride = step.length > 1 ? step[1] - step[0] : high - low;
+  [low, high] = [Math.floor(low / stride + 1e-9) * stride, Math.ceil(high / stride - 1e-9) * stride];
+  const marks = ticks(low, high, 4);
+  return { at: place(low, high, (v) => v), marks, label: chart.scale === "share" ? percent : (v) => number(v) };
+}
+
+function chartCard(chart, bounds, pointed, open) {
+  const y = yScale(chart), [first, last] = bounds;
+  const x = (step) => LEFT + (WIDE - LEFT - RIGHT) * (last === first ? 0.5 : (step - first) / (last - first));
+  const show = chart.scale === "share" ? percent : (v) => number(v);
+  const picture = svg("svg", { viewBox: `0 0 ${WIDE} ${HIGH}`, role: "img", "aria-label": chart.title });
+  for (const mark of y.marks) {
+    picture.append(
+      svg("line", { class: "grid", x1: LEFT, x2: WIDE - RIGHT, y1: y.at(mark), y2: y.at(mark) }),
+      svg("text", { x: LEFT - 6, y: y.at(mark) + 3.5, "text-anchor": "end" }, y.label(mark)),
+    );
+  }
+  const steps = ticks(first, last, 5).filter(Number.isInteger);
+  for (const step of steps) picture.append(svg("text", { x: x(step), y: HIGH - 6, "text-anchor": "middle" }, String(step)));
+  if (chart.kind === "stack") drawStack(chart, picture, x, y.at, (WIDE - LEFT - RIGHT) / (last - first + 1));
+  else chart.lines.forEach((line, n) => drawLine(line, n, picture, x, y.at));
+  const cross = svg("line", { class: "cross", y1: TOP, y2: HIGH - BOTTOM, visibility: "hidden" });
+  picture.append(cross);
+  const values = chart.lines.map((line) => el("b", {}, show(line.y[line.y.length - 1])));
+  const legend = el("div", { class: "legend" }, chart.lines.map((line, n) =>
+    el("span", {}, el("i", { style: `background:${colour(n)}` }), line.name + " ", values[n])));
+  pointed.push((step) => {
+    cross.setAttribute("visibility", step === null ? "hidden" : "visible");
+    if (step !== null) { cross.setAttribute("x1", x(step)); cross.setAttribute("x2", x(step)); }
+    chart.lines.forEach((line, n) => {
+      const at = step === null ? line.y.length - 1 : line.x.indexOf(step);
+      values[n].textContent = at < 0 ? "–" : show(line.y[at]);
+    });
+  });
+  const stepAt = (event) => {
+    const box = picture.getBoundingClientRect(), place = (event.clientX - box.left) / box.width * WIDE;
+    const wanted = first + (place - LEFT) / (WIDE - LEFT - RIGHT) * (last - first);
+    const all = [...new Set(chart.lines.flatMap((line) => line.x))];
+    return all.reduce((best, step) => (Math.abs(step - wanted) < Math.abs(best - wanted) ? step : best), all[0]);
+  };
+  const pointTo = (step) => pointed.forEach((f) => f(step));
+  picture.addEventListener("mousemove", (event) => {
+    const step = stepAt(event);
+    pointTo(step);
+    tip.show(event.clientX, event.clientY, `step ${step}`);
+  });
+  picture.addEventListener("mouseleave", () => { pointTo(null); tip.hide(); });
+  picture.addEventListener("click", (event) => { tip.hide(); open(stepAt(event)); });
+  return el("figure", { class: "card" }, el("h2", {}, chart.title, chart.unit ? el("small", {}, chart.unit) : null),
+    chart.hint ? el("p", {}, chart.hint) : null, picture, legend);
+}
+
+function drawLine(line, n, picture, x, y) {
+  const along = (values) => line.x.map((step, i) => `${x(step).toFixed(1)},${y(values[i]).toFixed(1)}`);
+  if (line.low) {
+    const band = [...along(line.high), ...along(line.low).reverse()].join(" ");
+    picture.append(svg("polygon", { points: band, fill: colour(n), opacity: 0.14 }));
+  }
+  picture.append(svg("polyline", { points: along(line.y).join(" "), fill: "none", stroke: colour(n), "stroke-width": 1.8, "stroke-linejoin": "round" }));
+  if (line.x.length <= 40) line.x.forEach((step, i) => picture.append(svg("circle", { cx: x(step), cy: y(line.y[i]), r: 2.3, fill: colour(n) })));
+}
+
+function drawStack(chart, picture, x, y, room) {
+  const width = Math.max(1, Math.min(16, room * 0.8));
+  chart.lines[0].x.forEach((step, i) => {
+    let sum = 0;
+    chart.lines.forEach((line, n) => {
+      if (!line.y[i]) return;
+      const top = y(sum + line.y[i]), foot = y(sum);
+      picture.append(svg("rect", { x: x(step) - width / 2, y: top, width, height: Math.max(0.5, foot - top), fill: colour(n), opacity: 0.85 }));
+      sum += line.y[i];
+    });
+  });
+}
+
+function chartsPane(open) {
+  if (!index.charts.length) return el("div", { class: "empty" }, "No step has been finished yet.");
+  const steps = index.charts.flatMap((chart) => chart.lines.flatMap((line) => [line.x[0], line.x[line.x.length - 1]]));
+  const bounds = [Math.min(...steps), Math.max(...steps)], pointed = [];
+  const cards = (more) => index.charts.filter((chart) => Boolean(chart.more) === more).map((chart) => chartCard(chart, bounds, pointed, open));
+  const others = cards(true);
+  return el("div", { class: "pane" }, el("div", { class: "charts" }, cards(false)),
+    others.length ? el("details", { class: "more" }, el("summary", {}, `${others.length} more metrics`), el("div", { class: "charts" }, others)) : null);
+}

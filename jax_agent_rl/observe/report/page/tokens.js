@@ -1,0 +1,152 @@
+// One trajectory, token by token.
+
+const MODES = ["mask", "log-prob", "advantage", "version", "gap"];
+const FOLD = 500; // characters of a prompt before it is folded to its end
+const MOST_TOKENS = 4000; // of a block drawn at once
+
+function words(ids, spanning = {}) {
+  return ids.map((place, i) => spanning[i] ?? index.vocabulary.texts[place]);
+}
+
+// The response as blocks of tokens with their numbers.
+function blocks(made) {
+  const found = [], texts = words(made.t, made.x), versions = made.v.flatMap(([version, count]) => Array(count).fill(version));
+  let at = 0, mine = 0;
+  made.turns.forEach((turn, n) => {
+    for (const [kind, count] of [["sampled", turn.s], ["inserted", turn.i]]) {
+      if (!count) continue;
+      const tokens = [];
+      for (let i = 0; i < count; i++, at++) {
+        const token = { at, id: index.vocabulary.ids[made.t[at]], text: texts[at], kind };
+        if (kind === "sampled") {
+          token.logprob = milli(made.l[mine]);
+          token.old = made.o ? milli(made.o[mine]) : null;
+          token.advantage = made.a === undefined ? null : milli(Array.isArray(made.a) ? made.a[mine] : made.a);
+          token.version = versions[mine];
+          mine++;
+        }
+        tokens.push(token);
+      }
+      found.push({ kind, turn, number: n + 1, tokens });
+    }
+  });
+  return found;
+}
+
+const milli = (value) => (value === null || value === undefined ? null : value / 1000);
+const gap = (token) => (token.old === null || token.old === undefined ? null : Math.abs(token.logprob - token.old));
+const mix = (n, share) => `color-mix(in srgb, ${colour(n)} ${Math.round(100 * share)}%, transparent)`;
+
+function shade(token, mode, scale) {
+  if (token.kind === "prompt") return "";
+  if (token.kind === "inserted") return mode === "mask" ? mix(1, 0.17) : "";
+  switch (mode) {
+    case "mask": return mix(2, 0.24);
+    case "log-prob": return token.logprob === null ? "" : mix(3, 0.75 * Math.min(1, Math.sqrt(-token.logprob / 4)));
+    case "advantage": return token.advantage === null ? "" : mix(token.advantage >= 0 ? 0 : 1, 0.08 + 0.6 * Math.min(1, Math.abs(token.advantage) / scale.advantage));
+    case "version": return mix(token.version - scale.version, 0.35);
+    default: return gap(token) === null ? "" : mix(4, 0.8 * Math.min(1, gap(token) / scale.gap));
+  }
+}
+
+function legendOf(mode, found, scale) {
+  const swatch = (background, text) => el("span", {}, el("i", { style: `background:${background}` }), text);
+  switch (mode) {
+    case "mask": return [swatch(mix(2, 0.24), "sampled by the policy (trained on)"), swatch(mix(1, 0.17), "inserted: tool results, template")];
+    case "log-prob": return [0.9, 0.5, 0.1, 0.02].map((p) => swatch(mix(3, 0.75 * Math.min(1, Math.sqrt(-Math.log(p) / 4))), `p = ${p}`));
+    case "advantage": return [swatch(mix(0, 0.68), `+${number(scale.advantage)}: made likelier`), swatch(mix(1, 0.68), `−${number(scale.advantage)}: made less likely`)];
+    case "version": return [...new Set(found.flatMap((b) => b.tokens.map((t) => t.version)).filter((v) => v !== undefined))].map((v) => swatch(mix(v - scale.version, 0.35), `version ${v}`));
+    default: return [swatch(mix(4, 0.8), `engine and learner ${number(scale.gap)} nats apart, or more`)];
+  }
+}
+
+function scaleOf(found) {
+  const all = found.flatMap((block) => block.tokens);
+  const most = (values) => Math.max(0, ...values.filter((v) => v !== null && v !== undefined));
+  return {
+    advantage: most(all.map((t) => (t.advantage === null || t.advantage === undefined ? null : Math.abs(t.advantage)))) || 1,
+    version: Math.min(...all.map((t) => t.version).filter((v) => v !== undefined)),
+    gap: Math.max(1e-3, most(all.map(gap))),
+  };
+}
+
+function tokenTip(token, x, y) {
+  const pairs = [["id", token.id], ["position", token.at === undefined ? "prompt" : token.at], ["kind", token.kind]];
+  if (token.kind === "sampled") {
+    pairs.push(["log-prob", token.logprob === null ? "–" : `${token.logprob.toFixed(3)} (p = ${number(Math.exp(token.logprob), 2)})`]);
+    if (token.old !== null) pairs.push(["learner's", `${token.old.toFixed(3)} (gap ${number(gap(token), 2)})`]);
+    pairs.push(["advantage", token.advantage === null ? "not trained on" : token.advantage.toFixed(3)], ["version", token.version]);
+  }
+  tip.show(x, y, el("span", { class: "text" }, quoted(token.text) || "(part of the character before)"), table(pairs));
+}
+
+// A run of tokens; the arrow keys walk through it.
+function tokenText(tokens, mode, scale) {
+  const box = el("div", { class: "toks", tabindex: 0 });
+  let drawn = 0, now = -1;
+  const draw = () => {
+    const part = document.createDocumentFragment();
+    for (const end = Math.min(tokens.length, drawn + MOST_TOKENS); drawn < end; drawn++) {
+      const span = el("span", { "data-n": drawn, class: tokens[drawn].kind === "sampled" ? null : "in" }, visible(tokens[drawn].text));
+      const background = shade(tokens[drawn], mode, scale);
+      if (background) span.style.background = background;
+      part.append(span);
+    }
+    box.append(part);
+    if (drawn < tokens.length) box.append(el("button", { class: "more-text", onclick: (e) => { e.target.remove(); draw(); } }, `show more (${tokens.length - drawn} tokens left)`));
+  };
+  const point = (span) => {
+    const place = span.getClientRects()[0] || span.getBoundingClientRect();
+    tokenTip(tokens[+span.dataset.n], place.left - 14, place.bottom - 12);
+  };
+  box.addEventListener("mouseover", (event) => event.target.dataset.n && point(event.target));
+  box.addEventListener("mouseleave", tip.hide);
+  box.addEventListener("blur", () => { box.querySelector(".now")?.classList.remove("now"); tip.hide(); });
+  box.addEventListener("keydown", (event) => {
+    const move = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+    if (!move) return;
+    event.preventDefault();
+    box.querySelector(".now")?.classList.remove("now");
+    now = Math.max(0, Math.min(drawn - 1, now + move));
+    const span = box.querySelector(`[data-n="${now}"]`);
+    span.classList.add("now");
+    span.scrollIntoView({ block: "nearest" });
+    point(span);
+  });
+  draw();
+  return box;
+}
+
+function turnCard(head, body, folds) {
+  const card = el("section", { class: "turn" }, el("header", {}, head.map((part) => (part === null ? null : el("span", {}, part)))), body);
+  if (folds) {
+    const names = ["show less", "show the whole prompt"];
+    const button = el("button", { class: "more-text" }, names[1]);
+    const fold = () => { body.scrollTop = body.scrollHeight; }; // what it asks stands at its end
+    button.addEventListener("click", () => { const folded = body.classList.toggle("folded"); button.textContent = names[+folded]; if (folded) fold(); });
+    body.classList.add("folded");
+    requestAnimationFrame(fold);
+    card.append(button);
+  }
+  return card;
+}
+
+function promptCard(made) {
+  const prompt = index.prompts[made.p], texts = words(prompt.ids, prompt.x);
+  const tokens = texts.map((text, i) => ({ id: index.vocabulary.ids[prompt.ids[i]], text, kind: "prompt" }));
+  return turnCard([el("b", {}, "prompt"), `${tokens.length} tokens`], tokenText(tokens, "mask", {}), texts.join("").length > FOLD);
+}
+
+function turnHead(block) {
+  const { turn } = block, calls = turn.calls || [];
+  if (block.kind === "sampled") return [el("b", {}, `turn ${block.number}`), `${turn.s} sampled`, `ended: ${turn.stop}`, turn.cached ? `${turn.cached} cached` : null, turn.score === undefined ? null : `score ${number(turn.score)}`];
+  return [el("b", {}, calls.length ? "tool" : "inserted"), `${turn.i} inserted`, ...calls.map((call) =>
+    el("span", {}, visible(call.name) || "(undecodable call)", ` ${number(call.seconds)} s `, call.error ? el("span", { class: "bad" }, visible(call.error)) : null))];
+}
+
+function tokenView(made, mode) {
+  const found = blocks(made), scale = scaleOf(found);
+  const cards = found.map((block) => turnCard(turnHead(block), tokenText(block.tokens, mode, scale), false));
+  const segments = (made.segments || []).flatMap((segment, n) => [el("h3", {}, `earlier context ${n + 1}`), ...tokenView(segment, mode)]);
+  return [...segments, el("div", { class: "scale" }, legendOf(mode, found, scale)), promptCard(made), ...cards];
+}

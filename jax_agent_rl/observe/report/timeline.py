@@ -1,0 +1,110 @@
+"""When engine and learner worked: phases of ``metrics.jsonl`` and traced trajectories, on one time axis.
+
+Times are seconds since the first of them. A pause longer than :data:`LONGEST_PAUSE` in which nothing happened (the run
+was stopped and resumed) is cut out.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+LONGEST_PAUSE = 120.0  # seconds
+MOST_TRACES = 400
+"""The newest traced trajectories that are drawn."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TimeAxis:
+    """Wall-clock time without long pauses.
+
+    Attributes:
+        starts: where each stretch begins, seconds since the epoch.
+        taken_off: for each stretch what is taken off its times.
+        cuts: places on the axis where something was cut out.
+    """
+
+    starts: tuple[float, ...]
+    taken_off: tuple[float, ...]
+    cuts: tuple[float, ...]
+
+    @classmethod
+    def of(cls, intervals: Iterable[tuple[float, float]]) -> TimeAxis:
+        """The axis on which intervals ``(begin, end)`` stand."""
+        ordered = sorted(intervals)
+        if not ordered:
+            return cls(starts=(0.0,), taken_off=(0.0,), cuts=())
+        ends = accumulate((end for _, end in ordered), max)
+        starts, taken_off = [ordered[0][0]], [ordered[0][0]]
+        for (begin, _), end in zip(ordered[1:], ends, strict=False):
+            if begin - end > LONGEST_PAUSE:
+                starts.append(begin)
+                taken_off.append(taken_off[-1] + begin - end)
+        cuts = tuple(begin - off for begin, off in zip(starts[1:], taken_off[1:], strict=True))
+        return cls(starts=tuple(starts), taken_off=tuple(taken_off), cuts=cuts)
+
+    def __call__(self, time: float) -> float:
+        """A time as seconds on the axis."""
+        which = max(0, bisect_right(self.starts, time) - 1)
+        return round(time - self.taken_off[which], 3)
+
+
+def timeline(
+    metrics: Sequence[Mapping[str, Any]], traces: Sequence[Mapping[str, Any]], numbers: Mapping[str, int]
+) -> dict[str, Any]:
+    """The timeline as JSON.
+
+    Args:
+        metrics: records of ``metrics.jsonl``; their ``phase_seconds`` are ``[name, begin, end]`` since the epoch, and
+            the phase ``engine`` is the time that ``engine_busy_share`` is of.
+        traces: records of ``traces.jsonl``.
+        numbers: of the trajectories on the page, by their id.
+
+    Returns:
+        ``phases [{name, from, to, step}]``, ``engine [{from, to, busy, step}]``, ``updates [time]`` of the weights,
+        ``traces [{id, at, spans [{name, from, to, note}]}]``, ``cuts`` and ``seconds``.
+    """
+    traces = sorted(traces, key=_began)[-MOST_TRACES:]
+    phases = [(name, begin, end, r["step"]) for r in metrics for name, begin, end in r.get("phase_seconds") or ()]
+    busy = {r["step"]: r["engine_busy_share"] for r in metrics if "engine_busy_share" in r}
+    spans = [(s["start_ns"] / 1e9, s["end_ns"] / 1e9) for t in traces for s in t["spans"]]
+    axis = TimeAxis.of([*((begin, end) for _, begin, end, _ in phases), *spans])
+    ends = [end for _, _, end, _ in phases] + [end for _, end in spans]
+    return {
+        "phases": [
+            {"name": name, "from": axis(begin), "to": axis(end), "step": step}
+            for name, begin, end, step in phases
+            if name != "engine"
+        ],
+        "engine": [
+            {"from": axis(begin), "to": axis(end), "busy": round(busy.get(step, 0.0), 4), "step": step}
+            for name, begin, end, step in phases
+            if name == "engine"
+        ],
+        "updates": [axis(end) for name, _, end, _ in phases if name == "publish"],
+        "traces": [_lane(trace, axis, numbers) for trace in traces],
+        "cuts": list(axis.cuts),
+        "seconds": axis(max(ends)) if ends else 0.0,
+    }
+
+
+def _began(trace: Mapping[str, Any]) -> int:
+    return min(span["start_ns"] for span in trace["spans"])
+
+
+def _lane(trace: Mapping[str, Any], axis: TimeAxis, numbers: Mapping[str, int]) -> dict[str, Any]:
+    spans = [
+        {"name": s["name"], "from": axis(s["start_ns"] / 1e9), "to": axis(s["end_ns"] / 1e9), "note": _note(s)}
+        for s in trace["spans"]
+    ]
+    return {"id": trace["trajectory_id"], "at": numbers.get(trace["trajectory_id"], -1), "spans": spans}
+
+
+def _note(span: Mapping[str, Any]) -> str:
+    """What a span's label adds to its name."""
+    about = "" if span["name"] == "run" else span["about"]
+    parts = (about, span["attributes"].get("stop_reason"), span["attributes"].get("tool_error"), span["error"])
+    return ", ".join(part for part in parts if part)

@@ -1,0 +1,162 @@
+"""Trajectories for the page: every token with its text and numbers, in few bytes.
+
+A token is its place in a vocabulary that all trajectories share; masks are lengths of turns; log-probs are thousandths;
+versions are runs of equal ones. A page of thousands of trajectories so stays within some megabytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+from jax_agent_rl.observe.filters import stop_reasons, tool_errors
+from jax_agent_rl.observe.trajectories import Decode
+
+_BROKEN = "\ufffd"
+"""What decoders write for bytes that are no whole character."""
+
+
+class Vocabulary:
+    """Ids in order of their first use, each with its text.
+
+    Args:
+        decode: ids to text, special tokens kept.
+    """
+
+    def __init__(self, decode: Decode) -> None:
+        self._decode = decode
+        self._places: dict[int, int] = {}
+        self.ids: list[int] = []
+        self.texts: list[str] = []
+
+    def places(self, ids: Sequence[int]) -> list[int]:
+        """Places of ids in the vocabulary; new ones are added."""
+        return [self._place(i) for i in ids]
+
+    def spanning(self, ids: Sequence[int]) -> dict[int, str]:
+        """Texts of tokens that hold only a part of a character, by position: the first one of a run of such tokens
+        gets the run's whole text, the others none."""
+        broken = [_BROKEN in self.texts[self._place(i)] for i in ids]
+        texts: dict[int, str] = {}
+        for flag, run in groupby(range(len(ids)), key=lambda at: broken[at]):
+            places = list(run)
+            if flag and len(places) > 1:
+                texts |= dict.fromkeys(places, "") | {places[0]: self._decode([ids[at] for at in places])}
+        return texts
+
+    def _place(self, token: int) -> int:
+        if token not in self._places:
+            self._places[token] = len(self.ids)
+            self.ids.append(token)
+            self.texts.append(self._decode([token]))
+        return self._places[token]
+
+
+class Prompts:
+    """Prompts, each once: those of a group are equal."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._numbers: dict[tuple[int, ...], int] = {}
+        self.rows: list[dict[str, Any]] = []
+
+    def number(self, ids: Sequence[int]) -> int:
+        """Its number in :attr:`rows`."""
+        key = tuple(ids)
+        if key not in self._numbers:
+            self._numbers[key] = len(self.rows)
+            self.rows.append({"ids": self._vocabulary.places(ids)} | _optional(x=self._vocabulary.spanning(ids)))
+        return self._numbers[key]
+
+
+COLUMNS = (
+    *("id", "group", "split", "step", "reward", "turns", "sampled", "inserted", "calls", "errors", "finish", "stops"),
+    *("parent", "advantage"),
+)
+
+
+def facts(record: Mapping[str, Any]) -> list[Any]:
+    """What the list of trajectories shows and filters by, in order of :data:`COLUMNS`."""
+    sampled = sum(record["response_mask"])
+    learnt = [a for a, mine in zip(record.get("advantages") or (), record["response_mask"], strict=False) if mine]
+    fork = record.get("fork")
+    return [
+        record["trajectory_id"],
+        record["group_id"],
+        record["split"],
+        record["step"],
+        round(record["reward"], 6),
+        len(record["turns"]),
+        sampled,
+        len(record["response_ids"]) - sampled,
+        sum(len(turn["tool_calls"]) for turn in record["turns"]),
+        tool_errors(record),
+        record["finish_reason"],
+        stop_reasons(record),
+        fork["parent_id"] if fork else None,
+        round(sum(learnt) / len(learnt), 4) if learnt else None,
+    ]
+
+
+def tokens(record: Mapping[str, Any], vocabulary: Vocabulary, prompts: Prompts) -> dict[str, Any]:
+    """The rest, of one trajectory.
+
+    Keys: ``p`` number of the prompt; ``t`` places of the response's ids; ``x`` texts by position, of tokens that are
+    part of a character; ``turns`` as in the record; ``l``, ``o`` the engine's and the learner's log-probs of sampled
+    tokens in thousandths of a nat; ``a`` their advantages in thousandths, one number if all are equal; ``v`` versions
+    as ``[version, count]``; ``facts`` for people; ``segments`` the same of each segment.
+    """
+    mine = [at for at, mask in enumerate(record["response_mask"]) if mask]
+    known = record.get("advantages")
+    advantages = [_milli(known[at]) for at in mine] if known else []
+    old = record.get("old_logprobs")
+    versions = [[v, len(list(run))] for v, run in groupby(record["policy_versions"][at] for at in mine)]
+    return {
+        "p": prompts.number(record["prompt_ids"]),
+        "t": vocabulary.places(record["response_ids"]),
+        "turns": [_turn(turn) for turn in record["turns"]],
+        "l": [_milli(record["rollout_logprobs"][at]) for at in mine],
+        "v": versions,
+        "facts": _facts(record),
+    } | _optional(
+        x=vocabulary.spanning(record["response_ids"]),
+        a=advantages[0] if advantages and len(set(advantages)) == 1 else advantages or None,
+        o=[_milli(old[at]) for at in mine] if old else None,
+        segments=[tokens(segment, vocabulary, prompts) for segment in record["segments"]],
+    )
+
+
+def _turn(turn: Mapping[str, Any]) -> dict[str, Any]:
+    calls = [
+        {"name": call["name"], "seconds": round(call["seconds"], 3)} | _optional(error=call["error"])
+        for call in turn["tool_calls"]
+    ]
+    head = {"s": turn["sampled"], "i": turn["appended"], "stop": turn["stop_reason"]}
+    return head | _optional(calls=calls, score=turn["score"], cached=turn["cached_tokens"] or None)
+
+
+def _facts(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Named values that are worth a look, as far as they are there."""
+    row = record.get("row") or {}
+    truth = (row.get("reward_model") or {}).get("ground_truth")
+    seconds = {k: round(v, 3) for k, v in record["metrics"].items() if k.endswith("seconds")}
+    return _optional(
+        agent=record["agent_name"],
+        source=row.get("data_source"),
+        truth=None if truth is None else str(truth)[:500],
+        no_loss=record.get("no_loss"),
+        parts=record.get("reward_parts"),
+        tool_scores=record.get("tool_scores"),
+        seconds=seconds,
+    )
+
+
+def _milli(value: float | None) -> int | None:
+    return None if value is None or not math.isfinite(value) else round(1000 * value)
+
+
+def _optional(**values: Any) -> dict[str, Any]:
+    """Those that say something: neither None nor empty."""
+    return {key: value for key, value in values.items() if value is not None and value != [] and value != {}}

@@ -1,0 +1,242 @@
+"""The warnings of a run, as a table: what goes wrong without stopping it, from where on, and what to do about it.
+
+:mod:`~jax_agent_rl.observe.watch` looks for them. The thresholds, and where they come from:
+
+zero_variance >= 0.5 (ends < 0.3), for estimators that compare within groups
+    Half of the groups have equal rewards, so that half of the rollout has no gradient. Yu et al. 2025 (DAPO, arXiv
+    2503.14476) replace such groups from the start; at one half that costs as many tokens again as it saves.
+truncated >= 0.2 (ends < 0.1)
+    A reward of 0 for a text that was cut off says nothing about what was in it (DAPO, section 3.4: such samples
+    disturb training). In groups of 8, one in five is nearly two in every group.
+tool_errors >= 0.3 (ends < 0.15)
+    Argued: a model that is learning to call makes mistakes and unlearns them; at almost one call in three, wrong
+    schemas, a missing package or an overloaded server are likelier, and every call has cost a turn.
+clipped >= 0.2; for sequence ratios >= 0.4 (ends at half)
+    Clipped terms have no gradient. Schulman et al. 2017 clip rare outliers; a fifth of all tokens says that the
+    policy moves further per batch than the trust region allows. Ratios of sequences are clipped a hundred times as
+    often when all is well (Zheng et al. 2025, GSPO, arXiv 2507.18071, figure 2: 0.15).
+logprob_gap >= 0.05 nats on average (ends < 0.03); not while tokens may be stale, whose gap is the policy's progress
+    NeMo RL's release tests allow mean exp |gap| < 1.05 between engine and learner, that is 0.05 nats.
+logprob_gap_growing >= 4 times what it was in the first steps, counted from 0.005 nats (ends < 2 times)
+    A gap that grows with training is how runs collapse that ended well with corrected log-probs (Yao et al. 2025,
+    "Your efficient RL framework secretly brings you off-policy RL training"). 0.005: what bfloat16 costs anyway.
+entropy_collapse >= 0.9 of the first steps' entropy is gone (ends < 0.8)
+    Cui et al. 2025 (arXiv 2505.22617): rewards are bought with entropy; when over nine tenths were spent, so was
+    over nine tenths of what could be gained.
+tools_unused: not one call in a step, though tools are configured
+    Argued: it is what a missing agent_name, a prompt without schemas or the wrong tool format look like.
+learner_idle >= 0.2 of a step's time that another trainer.mode would save (sync), >= 0.4 that the learner waits (others)
+    Argued in :func:`overlap_gain`: side by side, the shorter of rollout and learning is free.
+recompilations >= 1
+    Every shape is compiled before the first step; one more costs seconds to minutes whenever it is met.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jax_agent_rl.config import Config
+from jax_agent_rl.observe.watch import Record, Rule, SinceStart, Value, Warned
+
+SEQUENCE_RATIOS = ("gspo", "geo_mean")
+GAP_FLOOR = 0.005
+
+
+def rules(config: Config) -> list[Rule]:
+    """The table. Advice names the keys that would help this configuration."""
+    sequence = config.algorithm.policy_loss.loss_mode in SEQUENCE_RATIOS
+    clipped = 0.4 if sequence else 0.2
+    table = [
+        Rule(
+            name="truncated",
+            value=_metric("truncated_share"),
+            begins=0.2,
+            ends=0.1,
+            message="{value:.0%} of the trajectories were cut off by the response budget",
+            advice=f"raise agent.max_response_length={config.agent.max_response_length} (and rollout.max_model_len), "
+            "or mask them: algorithm.filters.overlong=mask, or algorithm.shaping.overlong_buffer",
+        ),
+        Rule(
+            name="tool_errors",
+            value=lambda record: record.get("tool_error_share") if record.get("tool_calls_mean") else None,
+            begins=0.3,
+            ends=0.15,
+            message="{value:.0%} of the tool calls ended in an error",
+            advice="tool_errors_by_kind in metrics.jsonl says which, 'jax-agent-rl view RUN --sort worst' shows them; "
+            "malformed: set agent.tool_format; timeout: raise agent.tool_timeout, or give the tool server more workers",
+        ),
+        Rule(
+            name="clipped",
+            value=_metric("clip_fraction"),
+            begins=clipped,
+            ends=clipped / 2,
+            message="{value:.0%} of the " + ("sequences" if sequence else "tokens") + " were clipped: no gradient",
+            advice="lower learner.learning_rate, learner.updates_per_step or learner.ppo_epochs",
+        ),
+        Rule(
+            name="logprob_gap_growing",
+            value=SinceStart("logprob_gap_mean", lambda now, start: now / max(GAP_FLOOR, start)),
+            begins=4.0,
+            ends=2.0,
+            message="engine and learner disagree {value:.1f} times as much as in the first steps",
+            advice=_closer(config),
+        ),
+        Rule(
+            name="entropy_collapse",
+            value=SinceStart("entropy", lambda now, start: 1 - now / start if start > 0 else 0.0),
+            begins=0.9,
+            ends=0.8,
+            message="{value:.0%} of the policy's entropy is gone: it explores no more",
+            advice="raise algorithm.clip_ratio_high or algorithm.entropy_coeff, take "
+            "algorithm.policy_loss.loss_mode=clip_cov or kl_cov, or lower learner.learning_rate",
+        ),
+        Rule(
+            name="recompilations",
+            value=_metric("recompilations_after_warmup"),
+            begins=1,
+            ends=0,
+            steps=1,
+            message="{value:.0f} programs were compiled after warm-up",
+            advice="see in the log when; prompts longer than the largest of rollout.jetstream.prefill_buckets, or "
+            "pictures of new sizes, are usual",
+        ),
+    ]
+    if config.algorithm.needs_group:
+        table.append(_variance_rule(config))
+    if not config.trainer.max_staleness:
+        table.append(_gap_rule(config))
+    if _has_tools(config):
+        table.append(_unused_tools_rule())
+    return [*table, _idle_rule(config)]
+
+
+def without_agent(config: Config, rows: Sequence[Mapping[str, Any]]) -> Warned | None:
+    """Rows that name no agent and run as plain generation, though tools are configured.
+
+    The selector of agents says it when it meets the first such row; here it is counted.
+    """
+    agent = config.agent
+    elsewhere = agent.default_agent or agent.enable_search or config.tool_config.enabled
+    unnamed = sum(not row.get("agent_name") for row in rows)
+    if not unnamed or elsewhere or not _has_tools(config):
+        return None
+    return Warned(
+        name="agent_name_missing",
+        message=f"tools are configured and {unnamed} of {len(rows)} rows have no agent_name: they never call one",
+        advice="add agent_name: tool_agent to the rows, or set agent.default_agent=tool_agent",
+        first_step=0,
+        last_step=0,
+        steps=0,
+    )
+
+
+def overlap_gain(record: Record, *, own_devices: bool) -> float:
+    """The share of a synchronous step's time that one_step_off would save, at best.
+
+    A step takes rollout + learning, one after the other; side by side it takes the longer of the two, so the shorter
+    one is saved. An engine on the learner's devices computes in turn with it: only while it waits, for tools, is there
+    time for the learner.
+
+    >>> overlap_gain({"learner_idle_share": 0.6, "engine_busy_share": 0.9}, own_devices=True)
+    0.4
+    """
+    return min(_free_share(record, own_devices), 1 - record["learner_idle_share"])
+
+
+def _free_share(record: Record, own_devices: bool) -> float:
+    """The share of a step in which the learner could compute and does not."""
+    idle = record["learner_idle_share"]
+    return idle if own_devices else idle * max(0.0, 1 - record["engine_busy_share"])
+
+
+def _has_tools(config: Config) -> bool:
+    return bool(config.tools.function_tool_path or config.tools.tool_config_path)
+
+
+def _metric(name: str) -> Value:
+    return lambda record: record.get(name)
+
+
+def _variance_rule(config: Config) -> Rule:
+    return Rule(
+        name="zero_variance",
+        value=_metric("zero_variance_share"),
+        begins=0.5,
+        ends=0.3,
+        message="{value:.0%} of the groups have equal rewards and teach nothing",
+        advice=_more_variance(config),
+    )
+
+
+def _gap_rule(config: Config) -> Rule:
+    return Rule(
+        name="logprob_gap",
+        value=lambda record: record.get("logprob_gap_mean") if record.get("trained_tokens") else None,
+        begins=0.05,
+        ends=0.03,
+        message="engine and learner disagree by {value:.3f} nats per token on the same weights",
+        advice=_closer(config),
+    )
+
+
+def _unused_tools_rule() -> Rule:
+    return Rule(
+        name="tools_unused",
+        value=lambda record: float(record["tool_calls_mean"] == 0),
+        begins=1,
+        ends=1,
+        message="tools are configured and no trajectory calls one",
+        advice="look at one with 'jax-agent-rl view RUN'; rows need agent_name: tool_agent (or set "
+        "agent.default_agent), prompts must show the tools (agent.tool_prompt), agent.tool_format must be the model's",
+    )
+
+
+def _idle_rule(config: Config) -> Rule:
+    mode, own_devices = config.trainer.mode, has_own_devices(config)
+    if mode == "sync":
+        return Rule(
+            name="learner_idle",
+            value=lambda record: overlap_gain(record, own_devices=own_devices),
+            begins=0.2,
+            ends=0.1,
+            message="rollout and learner wait for each other; side by side steps would be up to {value:.0%} shorter",
+            advice="try trainer.mode=one_step_off",
+        )
+    more = "rollout.placement=separate with more rollout.engines, or more rollout servers"
+    advice = f"try trainer.mode=fully_async; if all rollouts are slow, {more}"
+    if mode == "fully_async":
+        advice = f"raise trainer.staleness={config.trainer.max_staleness}; if all rollouts are slow, {more}"
+    return Rule(
+        name="learner_idle",
+        value=lambda record: _free_share(record, own_devices),
+        begins=0.4,
+        ends=0.3,
+        message="the learner waits {value:.0%} of the time and could compute",
+        advice=advice,
+    )
+
+
+def has_own_devices(config: Config) -> bool:
+    """Whether engines compute without taking time from the learner."""
+    rollout = config.rollout
+    beside = rollout.backend == "jetstream" and rollout.jetstream.first_device >= config.learner.mesh.devices
+    return rollout.placement != "colocated" or rollout.backend == "remote" or beside
+
+
+def _more_variance(config: Config) -> str:
+    refill = "" if config.algorithm.max_refills else "set algorithm.max_refills=3 (dynamic sampling), "
+    return (
+        f"{refill}drop rows that are always right or always wrong, raise rollout.group_size="
+        f"{config.rollout.group_size}, or give partial credit in the reward"
+    )
+
+
+def _closer(config: Config) -> str:
+    if config.rollout.backend == "jetstream" and config.learner.compute_dtype != config.rollout.jetstream.dtype:
+        first = f"set rollout.jetstream.dtype={config.learner.compute_dtype} (learner.compute_dtype), "
+    else:
+        first = "use the learner's precision in the engine, "
+    correction = config.algorithm.rollout_correction
+    weights = "" if correction.rollout_is != "none" else "algorithm.rollout_correction.rollout_is=token, "
+    return f"{first}{weights}or, with jetstream on one device, rollout.deterministic=true"

@@ -1,0 +1,75 @@
+"""The ``plan`` command."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from jax_agent_rl.config import load
+from jax_agent_rl.plan.plan import Plan, check, make_plan
+from jax_agent_rl.plan.report import as_json as plan_as_json
+from jax_agent_rl.plan.report import show
+from jax_agent_rl.plan.search import Candidate, candidates, search, shown, table
+from jax_agent_rl.plan.topology import Slice
+
+
+def run_command(
+    recipe: Path,
+    overrides: Sequence[str],
+    topology: str,
+    *,
+    utilization: float,
+    budget: int | None,
+    price: float | None,
+    picture: Path | None,
+    as_json: bool,
+    console: Console,
+) -> Plan:
+    """Plans a run and prints what came out.
+
+    Args:
+        recipe: configuration file.
+        topology: as :meth:`Slice.parse` takes it.
+        utilization: share of the roofline that programs are supposed to reach.
+        budget: search meshes and micro-batches, and compile so many; None plans what is configured.
+        price: of a chip for an hour, if the cost is asked for.
+        picture: file to draw the chips' memory to.
+        as_json: ends with one JSON object.
+
+    Raises:
+        ConfigError, ModelError: what a user has to fix.
+    """
+    slice = Slice.parse(topology)
+    config = load(recipe, overrides)
+    model, devices = check(config), slice.devices()
+    say = lambda text: console.print(f"  {text}", highlight=False)  # noqa: E731
+    compiled = functools.partial(make_plan, model=model, slice=slice, devices=devices, utilization=utilization, say=say)
+    searched: list[Candidate] = []
+    if budget is None:
+        plan = compiled(config)
+    else:
+        found = candidates(lambda more: load(recipe, [*overrides, *more]), model, slice, devices)
+        console.print(f"{len(found)} layouts could do; compiling {min(budget, len(found))}", highlight=False)
+        searched = search(found, compiled, budget=budget)
+        assert searched[0].plan is not None  # all of them were compiled
+        plan = searched[0].plan
+        console.print(table(searched), f"\nthe first, as overrides: {' '.join(shown(searched[0].overrides))}\n")
+    show(plan, console, price=price)
+    if picture is not None:
+        from jax_agent_rl.plan.picture import draw
+
+        draw(plan, picture)
+        console.print(f"drawn to {picture}")
+    if as_json:
+        print(json.dumps({**plan_as_json(plan, price=price), "searched": [_line(one) for one in searched]}))
+    return plan
+
+
+def _line(one: Candidate) -> dict[str, Any]:
+    assert one.plan is not None
+    return {"overrides": one.overrides, "fits": one.plan.fits, "seconds": one.plan.step.seconds}

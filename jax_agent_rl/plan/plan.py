@@ -1,0 +1,100 @@
+"""A plan: a run's programs compiled for a slice, whether they fit, and how fast they could be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jax_agent_rl.config import Config
+from jax_agent_rl.errors import ConfigError
+from jax_agent_rl.models.config import DecoderConfig
+from jax_agent_rl.models.hf import load_config
+from jax_agent_rl.plan.compiled import Compiled, compile_program
+from jax_agent_rl.plan.inventories import Places, inventory, places
+from jax_agent_rl.plan.inventory import Inventory
+from jax_agent_rl.plan.roofline import Step, step_of
+from jax_agent_rl.plan.topology import Slice
+from jax_agent_rl.plan.verdict import Load, loads
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Of one configuration on one slice.
+
+    Attributes:
+        compiled: its programs.
+        resident_names: of what stays on chips between them.
+        loads: the fullest chip of each.
+        step: how long a step takes at least, by ``utilization`` of the chips' peak.
+    """
+
+    config: Config
+    slice: Slice
+    places: Places
+    compiled: tuple[Compiled, ...]
+    resident_names: frozenset[str]
+    loads: tuple[Load, ...]
+    step: Step
+    utilization: float
+
+    @property
+    def fits(self) -> bool:
+        return all(load.fits for load in self.loads)
+
+    @property
+    def fullest(self) -> Load:
+        """The program that needs most of a chip."""
+        return max(self.loads, key=lambda load: load.total)
+
+
+def check(config: Config) -> DecoderConfig:
+    """The model of a configuration that can be planned.
+
+    Raises:
+        ConfigError: it cannot.
+        ModelError: the model's ``config.json`` is missing or of another family.
+    """
+    if config.rollout.deterministic:
+        raise ConfigError("plan: rollout.deterministic is for runs on one device; set it to false")
+    return load_config(config.model.path)
+
+
+def make_plan(
+    config: Config,
+    model: DecoderConfig,
+    slice: Slice,
+    *,
+    utilization: float,
+    devices: Sequence[Any],
+    say: Callable[[str], None] = lambda text: None,
+) -> Plan:
+    """Compiles everything.
+
+    Args:
+        utilization: share of the roofline that programs are supposed to reach.
+        devices: of the slice.
+        say: takes a line of progress.
+
+    Raises:
+        ConfigError: the configuration does not go with the slice.
+    """
+    where = places(config, devices)
+    say("tracing")
+    made: Inventory = inventory(config, model, where)
+    compiled = []
+    for number, program in enumerate(made.programs, 1):
+        say(f"compiling {program.name} ({number} of {len(made.programs)})")
+        compiled.append(compile_program(program))
+    return Plan(
+        config=config,
+        slice=slice,
+        places=where,
+        compiled=tuple(compiled),
+        resident_names=frozenset(resident.name for resident in made.residents),
+        loads=tuple(loads(made, compiled, capacity=slice.chip.hbm_bytes)),
+        step=step_of(
+            config, compiled, slice.chip, engines=len(where.engines), apart=where.apart, utilization=utilization
+        ),
+        utilization=utilization,
+    )

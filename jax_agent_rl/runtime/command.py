@@ -1,0 +1,104 @@
+"""``jax-agent-rl serve`` and ``rollout-server``: their command lines."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from jax_agent_rl.commandline import (
+    ModelOption,
+    OptionalConfig,
+    Overrides,
+    Panel,
+    RunOption,
+    StepOption,
+    command,
+    config_or_key,
+)
+
+if TYPE_CHECKING:
+    from jax_agent_rl.runtime.subject import Choice
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the commands."""
+    command(
+        app,
+        Panel.SERVE,
+        "serve configs/quickstart.yaml",
+        "serve --run runs/quickstart --step 16 --port 8001",
+        "serve --model ~/models/Qwen3-0.6B rollout.max_model_len=4096",
+    )(serve)
+    command(
+        app,
+        Panel.SERVE,
+        "rollout-server --config configs/quickstart.yaml --port 8100",
+        "train configs/quickstart.yaml rollout.backend=remote rollout.urls=[http://127.0.0.1:8100]",
+        name="rollout-server",
+    )(rollout_server)
+
+
+def rollout_server(
+    config: Annotated[
+        Path | None, typer.Option(help="YAML configuration: model, rollout and its engine are used.")
+    ] = None,
+    overrides: Overrides = None,
+    model: ModelOption = None,
+    run: RunOption = None,
+    step: StepOption = None,
+    host: Annotated[str, typer.Option(help="Address to listen on; others than loopback need a token.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0 takes a free one.")] = 8100,
+) -> None:
+    """Serve the configured engine over HTTP, for runs with rollout.backend=remote."""
+    from jax_agent_rl.runtime.serve import serve_rollouts
+    from jax_agent_rl.runtime.subject import Choice
+
+    choice = Choice(config=config, overrides=overrides or [], model=model, run=run, step=step)
+    _serve(choice, functools.partial(serve_rollouts, host=host, port=port))
+
+
+def serve(
+    config: OptionalConfig = None,
+    overrides: Overrides = None,
+    model: ModelOption = None,
+    run: RunOption = None,
+    step: StepOption = None,
+    host: Annotated[str, typer.Option(help="Address to listen on; others than loopback need a token.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0 takes a free one.")] = 8000,
+    token_env: Annotated[str | None, typer.Option(help="Environment variable with the API key to ask for.")] = None,
+    model_name: Annotated[str, typer.Option(help="The name under /v1/models.")] = "policy",
+) -> None:
+    """Serve a model to OpenAI clients: chat and plain completions, tool calls, log-probs, streaming.
+
+    The model is a configuration's, any Hugging Face folder of a known family (--model), or a run's checkpoint (--run).
+    Of the configuration, model, rollout and agent are used. With /sessions/ID/v1 as base_url, its exact ids are
+    recorded.
+    """
+    from jax_agent_rl.runtime.openai_server import serve_openai
+    from jax_agent_rl.runtime.subject import Choice
+
+    serving = functools.partial(serve_openai, host=host, port=port, token_env=token_env, model_name=model_name)
+    file, keys = config_or_key(config, overrides)
+    _serve(Choice(config=file, overrides=keys, model=model, run=run, step=step), serving)
+
+
+def _serve(choice: Choice, serving: Callable[..., Coroutine[Any, Any, None]]) -> None:
+    """Runs a server of the chosen model until it is told to stop."""
+    from rich.console import Console
+
+    from jax_agent_rl.runtime.compilation_cache import use_compilation_cache
+    from jax_agent_rl.runtime.subject import open_subject
+
+    use_compilation_cache()
+    console = Console()
+
+    def say(text: str) -> None:
+        console.print(text, highlight=False, soft_wrap=True)
+
+    with open_subject(choice) as subject:
+        asyncio.run(serving(subject.config, policy=subject.name, say=say))

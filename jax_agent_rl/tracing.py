@@ -1,0 +1,240 @@
+"""Spans of a trajectory: what it did when. Costs nothing where nobody traces: no allocation, one look-up.
+
+::
+
+    with tracer.trajectory(...) as run:             collector        run ─┬─ wait      for a slot
+        with span("generate") as traced:            client                ├─ generate ── wait   for an engine
+            output = await ...                                            ├─ tool      calculator
+            if traced:                                                    ├─ generate
+                traced.set(stop_reason="eos")                             └─ reward
+
+A span belongs to the one around it, also across tasks and threads: the open one is in a context variable. Where no
+trajectory is traced, :func:`span` returns :data:`NO_SPAN`, which is false and does nothing. A trace is handed over when
+its trajectory is over; spans that end later (a thread that was given up) are left out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar, Token
+from dataclasses import dataclass, field, replace
+from types import TracebackType
+from typing import Any, Literal
+
+SpanName = Literal["run", "generate", "tool", "reward", "wait"]
+SHORTEST_WAIT_NS = 1_000_000
+"""A shorter wait is none and is left out."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Span:
+    """Something a trajectory did.
+
+    Attributes:
+        name: what kind.
+        about: of what: the tool's name, what was waited for, the reward's data source; may be empty.
+        parent: number of the span around it; -1 of the first one.
+        start_ns, end_ns: since the epoch.
+        attributes: more about it; JSON values.
+        error: None, or why it failed.
+    """
+
+    name: str
+    about: str
+    parent: int
+    start_ns: int
+    end_ns: int
+    attributes: Mapping[str, Any]
+    error: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trace:
+    """The spans of one trajectory.
+
+    Attributes:
+        trajectory_id, group_id: whose.
+        step: training step (of asynchronous trainers: the one its row was drawn for).
+        sample: number of the row within the step.
+        rollout: number of the trajectory within its group.
+        validate: it is an evaluation.
+        spans: in order of their start; the first one is ``run``, which holds all others.
+    """
+
+    trajectory_id: str
+    group_id: str
+    step: int
+    sample: int
+    rollout: int
+    validate: bool
+    spans: tuple[Span, ...]
+
+
+class OpenSpan:
+    """A span that has begun; a context manager. Make it with :func:`span` or :meth:`Tracer.trajectory`."""
+
+    __slots__ = ("name", "about", "_record", "_parent", "_number", "_start", "_attributes", "_token")
+
+    def __init__(self, record: _Record, name: SpanName, about: str, parent: int) -> None:
+        self.name, self.about = name, about
+        self._record, self._parent = record, parent
+        self._attributes: dict[str, Any] = {}
+        self._number, self._start = record.begin()
+
+    def set(self, **attributes: Any) -> None:
+        """Adds attributes, also after the span has ended."""
+        self._attributes.update(attributes)
+
+    def child(self, name: SpanName, about: str) -> OpenSpan:
+        """A span within this one."""
+        return OpenSpan(self._record, name, about, self._number)
+
+    def __enter__(self) -> OpenSpan:
+        self._token: Token[OpenSpan | None] = _OPEN.set(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _OPEN.reset(self._token)
+        self._record.end(
+            self._number,
+            Span(
+                name=self.name,
+                about=self.about,
+                parent=self._parent,
+                start_ns=self._start,
+                end_ns=self._record.now(),
+                attributes=self._attributes,
+                error=None if error is None else f"{type(error).__name__}: {error}".removesuffix(": "),
+            ),
+        )
+
+
+class NoSpan:
+    """Stands in for a span where nothing is traced: false, and does nothing."""
+
+    __slots__ = ()
+
+    def __bool__(self) -> bool:
+        return False
+
+    def set(self, **attributes: Any) -> None:
+        """Does nothing."""
+
+    def __enter__(self) -> NoSpan:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        return None
+
+
+NO_SPAN = NoSpan()
+_OPEN: ContextVar[OpenSpan | None] = ContextVar("open_span", default=None)
+
+
+def span(name: SpanName, about: str = "") -> OpenSpan | NoSpan:
+    """Around something the traced trajectory does; :data:`NO_SPAN` if there is none."""
+    around = _OPEN.get()
+    return NO_SPAN if around is None else around.child(name, about)
+
+
+def current() -> OpenSpan | None:
+    """The open span, for :func:`under`."""
+    return _OPEN.get()
+
+
+@contextlib.contextmanager
+def under(around: OpenSpan | None) -> Iterator[None]:
+    """Spans belong to ``around``: for work done on behalf of a trajectory by a task that is not one of its own."""
+    token = _OPEN.set(around)
+    try:
+        yield
+    finally:
+        _OPEN.reset(token)
+
+
+class Tracer:
+    """Chooses the trajectories that are traced and hands over their traces.
+
+    Args:
+        emit: takes a trace when its trajectory is over; must be quick and must not raise.
+        most_per_step: trajectories traced of a step, and as many of an evaluation: those that start first (rows are
+            shuffled, so no kind of row is preferred; a group's members start together, so groups are whole).
+        clock: nanoseconds, monotonic.
+        wall: nanoseconds since the epoch.
+    """
+
+    def __init__(
+        self,
+        emit: Callable[[Trace], None],
+        *,
+        most_per_step: int,
+        clock: Callable[[], int] = time.perf_counter_ns,
+        wall: Callable[[], int] = time.time_ns,
+    ) -> None:
+        self._emit, self._most = emit, most_per_step
+        self._clock, self._wall = clock, wall
+        self._chosen: Counter[tuple[bool, int]] = Counter()
+
+    @contextlib.contextmanager
+    def trajectory(
+        self, *, trajectory_id: str, group_id: str, step: int, sample: int, rollout: int, validate: bool
+    ) -> Iterator[OpenSpan | NoSpan]:
+        """Around one trajectory, see :class:`Trace`; its span is ``run``."""
+        if self._chosen[validate, step] >= self._most:
+            yield NO_SPAN
+            return
+        self._chosen[validate, step] += 1
+        record = _Record(clock=self._clock, epoch=self._wall() - self._clock())
+        try:
+            with OpenSpan(record, "run", trajectory_id, -1) as run:
+                yield run
+        finally:
+            self._emit(
+                Trace(
+                    trajectory_id=trajectory_id,
+                    group_id=group_id,
+                    step=step,
+                    sample=sample,
+                    rollout=rollout,
+                    validate=validate,
+                    spans=record.close(),
+                )
+            )
+
+
+@dataclass(kw_only=True, slots=True)
+class _Record:
+    """The spans of a trace while it grows."""
+
+    clock: Callable[[], int]
+    epoch: int
+    ended: dict[int, Span] = field(default_factory=dict)
+    begun: int = 0
+
+    def now(self) -> int:
+        """Nanoseconds since the epoch, monotonic within a trace."""
+        return self.epoch + self.clock()
+
+    def begin(self) -> tuple[int, int]:
+        """Number and start of a new span."""
+        self.begun += 1
+        return self.begun - 1, self.now()
+
+    def end(self, number: int, span: Span) -> None:
+        if span.name != "wait" or span.end_ns - span.start_ns >= SHORTEST_WAIT_NS:
+            self.ended[number] = span
+
+    def close(self) -> tuple[Span, ...]:
+        """What has ended, numbered anew; children of spans that have not are the first span's."""
+        ended = sorted(self.ended.items())
+        numbers = {number: place for place, (number, _) in enumerate(ended)} | {-1: -1}
+        return tuple(_moved(span, numbers.get(span.parent, 0)) for _, span in ended)
+
+
+def _moved(span: Span, parent: int) -> Span:
+    return span if span.parent == parent else replace(span, parent=parent)

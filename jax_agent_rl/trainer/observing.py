@@ -1,0 +1,100 @@
+"""Who looks at a run while it lasts: the warnings, the sinks of ``trainer.logger``, the Prometheus port.
+
+::
+
+    Trainer ─► a line of metrics (already in metrics.jsonl) ─► Watch: warnings
+                                                            ─► Sinks: TensorBoard, W&B, Trackio
+                                                            ─► TrainerMetrics: GET /metrics
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from jax_agent_rl.config import Config
+from jax_agent_rl.observe.metrics import RunFolder, read_records
+from jax_agent_rl.observe.progress import Progress
+from jax_agent_rl.observe.sinks import RunFacts, Sinks, check_sinks, open_sinks
+from jax_agent_rl.observe.warnings import rules, without_agent
+from jax_agent_rl.observe.watch import Watch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observers:
+    """Those of one run.
+
+    Attributes:
+        watch: the warnings.
+        sinks: where metrics go besides the run folder.
+        each: all that take a line of metrics.
+    """
+
+    watch: Watch
+    sinks: Sinks
+    each: Sequence[Callable[[Mapping[str, Any]], None]]
+
+    def summary(self) -> dict[str, Any]:
+        """For ``summary.json``: every warning of the run, and records that sinks have lost."""
+        return {"warnings": [asdict(warned) for warned in self.watch.warnings], "lost_by_logger": self.sinks.lost()}
+
+
+def check_observers(config: Config) -> None:
+    """Checks, before any work, that what the configuration names can be used; raises ConfigError."""
+    check_sinks(config.trainer.logger)
+
+
+@contextmanager
+def observers(
+    config: Config, folder: RunFolder, *, step: int, rows: Sequence[Mapping[str, Any]], progress: Progress
+) -> Iterator[Observers]:
+    """Opens them, and closes them when the training is over.
+
+    Args:
+        config: as it is saved with the run.
+        step: the run goes on from there; the lines of metrics up to it are looked at silently.
+        rows: to train on.
+        progress: where warnings are said.
+
+    Raises:
+        ConfigError: ``trainer.prometheus_port`` is in use.
+    """
+    facts = RunFacts(
+        folder=folder.path, project=config.trainer.project_name, config=config.model_dump(mode="json"), step=step
+    )
+    with ExitStack() as stack:
+        sinks = stack.enter_context(open_sinks(config.trainer.logger, facts, say=progress.say))
+        each: list[Callable[[Mapping[str, Any]], None]] = [sinks]
+        if config.trainer.prometheus_port is not None:
+            from jax_agent_rl.observe.prometheus import serve_trainer
+
+            each.append(stack.enter_context(serve_trainer(config.trainer.prometheus_port, say=progress.say)))
+        watch = Watch(rules(config), progress.say)
+        if noted := without_agent(config, rows):
+            watch.note(noted)
+        for record in read_records(folder.metrics):
+            watch.see(record, aloud=False)
+
+        def look(record: Mapping[str, Any]) -> None:
+            watch.see(record)
+            progress.warn(watch.active)
+
+        yield Observers(watch=watch, sinks=sinks, each=[look, *each])
+
+
+def spoken(warnings: Sequence[Mapping[str, Any]]) -> str:
+    """The warnings of ``summary.json`` for the end of a run, one a line; empty if there are none."""
+    lines = [
+        f"  {warned['name']} ({_when(warned)}): {warned['message']}. What to do: {warned['advice']}"
+        for warned in warnings
+    ]
+    return "\n".join(["warnings:", *lines]) if lines else ""
+
+
+def _when(warned: Mapping[str, Any]) -> str:
+    if not warned["first_step"]:
+        return "from the start"
+    until = "the end" if warned["active"] else f"step {warned['last_step']}"
+    return f"step {warned['first_step']} to {until}, {warned['steps']} steps"

@@ -1,0 +1,317 @@
+"""``tpu_pod.sh`` with a made-up Google Cloud: a fake ``gcloud`` on PATH, whose hosts are folders of this machine.
+
+Its ssh really runs the command, with the host's folder as home. ``gs://`` is a folder, too; where a host names it, it
+sees that folder's path. What the cloud does wrong is ordered by files in ``orders/``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jax_agent_rl.launch.tpu import topology
+from jax_agent_rl.launch.tpu.gcloud import Request
+from jax_agent_rl.launch.tpu.job import Job
+from tests.launching import ROOT, free_ports
+
+_GCLOUD = """\
+import json, os, pathlib, shutil, signal, subprocess, sys, time
+folder = pathlib.Path(os.environ["FAKE_CLOUD"])
+words = sys.argv[1:]
+with (folder / "calls").open("a") as calls:
+    calls.write(" ".join(words) + "\\n")
+options = dict(word.lstrip("-").partition("=")[::2] for word in words if word.startswith("--"))
+names = [word for word in words if not word.startswith("--")]
+orders = folder / "orders"
+
+def fail(message, status=1):
+    print("ERROR: (gcloud) " + message, file=sys.stderr)
+    sys.exit(status)
+
+def ordered(name):
+    return (orders / name).read_text() if (orders / name).exists() else None
+
+def node_file(name):
+    return folder / "nodes" / (name + ".json")
+
+def read(file):
+    if not file.exists():
+        fail("NOT_FOUND: Resource was not found")
+    return json.loads(file.read_text())
+
+def write(file, content):
+    beside = file.with_suffix(".new")
+    beside.write_text(json.dumps(content))
+    beside.replace(file)
+
+def add_node(name):
+    hosts = 1 if "-rollout-" in name else int(ordered("hosts") or 1)
+    write(node_file(name), {
+        "name": name, "acceleratorType": options["accelerator-type"], "state": "READY", "zone": options["zone"],
+        "networkEndpoints": [{"ipAddress": "127.0.0.1"}] * hosts,
+    })
+
+def refuse():
+    for name, message in {
+        "bad-kind": 'INVALID_ARGUMENT: Cloud TPU received an invalid AcceleratorType, "v5litepod-4"',
+        "no-quota": "RESOURCE_EXHAUSTED: Quota limit 'TPUV5sLitepodPerProjectPerZoneForTPUAPI' has been exceeded.",
+        "no-capacity": 'code 8: There is no more capacity in the zone "us-west4-a"',
+    }.items():
+        if ordered(name) is not None:
+            fail(message)
+
+def local(place):
+    return folder / "buckets" / place.removeprefix("gs://") if place.startswith("gs://") else pathlib.Path(place)
+
+def run(node, worker, command):
+    if read(node_file(node))["state"] != "READY":
+        fail("The TPU is in state PREEMPTED, and cannot be used")
+    home = folder / "hosts" / node / str(worker)
+    home.mkdir(parents=True, exist_ok=True)
+    slurm = {
+        "SLURM_JOB_ID": ordered("job") or "1", "SLURM_STEP_NODELIST": "localhost", "SLURM_LOCALID": "0",
+        "SLURM_NTASKS": ordered("hosts") or "1", "SLURM_PROCID": str(worker),
+    }
+    child = subprocess.Popen(
+        ["bash", "-c", command.replace("gs://", str(folder / "buckets") + "/")], cwd=home, start_new_session=True,
+        env=os.environ | slurm | {"HOME": str(home), "FAKE_HOST": node + "/" + str(worker)},
+    )
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
+    try:
+        while child.poll() is None:
+            if read(node_file(node))["state"] != "READY" or (orders / ("cut-" + str(worker))).exists():
+                (orders / ("cut-" + str(worker))).unlink(missing_ok=True)
+                sys.exit(255)
+            time.sleep(0.05)
+    finally:
+        if child.poll() is None:
+            os.killpg(child.pid, signal.SIGKILL)
+    sys.exit(child.returncode)
+
+if ordered("no-zone") is not None and names[0] == "compute":
+    fail("PERMISSION_DENIED: Permission denied on 'locations/" + options["zone"] + "' (or it may not exist).")
+match names:
+    case ["auth", "list", *_]:
+        print("" if ordered("no-login") is not None else "me@example.com")
+    case ["config", "get-value", "project"]:
+        print("" if ordered("no-project") is not None else "my-project")
+    case [_, _, "tpu-vm", "accelerator-types", "list"]:
+        print(json.dumps([{"type": kind} for kind in (ordered("kinds") or "v5litepod-4 v5litepod-16").split()]))
+    case [_, _, "tpu-vm", "describe", name]:
+        print(json.dumps(read(node_file(name))))
+    case [_, _, "tpu-vm", "create", name]:
+        refuse()
+        if node_file(name).exists():
+            fail("ALREADY_EXISTS")
+        add_node(name)
+    case [_, _, "tpu-vm", "delete", name]:
+        read(node_file(name))
+        node_file(name).unlink()
+        shutil.rmtree(folder / "hosts" / name, ignore_errors=True)
+    case [_, _, "queued-resources", "create", name]:
+        count = int(options.get("node-count", 1))
+        nodes = [name] if count == 1 else [f"{name}-{i}" for i in range(count)]
+        for node in nodes:
+            add_node(node)
+        waits = int(ordered("waits") or 0)
+        write(folder / "queued" / (name + ".json"), {"nodes": nodes, "waits": waits})
+    case [_, _, "queued-resources", "describe", name]:
+        file = folder / "queued" / (name + ".json")
+        queued = read(file)
+        why = {}
+        if ordered("queue-fails") is not None:
+            state, why = "FAILED", {"failedData": {"error": {"message": ordered("queue-fails")}}}
+        elif queued["waits"]:
+            state = "WAITING_FOR_RESOURCES"
+            write(file, queued | {"waits": queued["waits"] - 1})
+        else:
+            lost = any(read(node_file(node))["state"] != "READY" for node in queued["nodes"])
+            state = "SUSPENDED" if lost else "ACTIVE"
+        print(json.dumps({"name": name, "state": {"state": state, **why}}))
+    case [_, _, "queued-resources", "delete", name]:
+        file = folder / "queued" / (name + ".json")
+        for node in read(file)["nodes"]:
+            node_file(node).unlink()
+            shutil.rmtree(folder / "hosts" / node, ignore_errors=True)
+        file.unlink()
+    case [_, _, "tpu-vm", "ssh", name]:
+        run(name, int(options["worker"]), options["command"])
+    case [_, _, "tpu-vm", "scp", source, target]:
+        node, _, path = target.partition(":")
+        home = folder / "hosts" / node / options["worker"]
+        home.mkdir(parents=True, exist_ok=True)
+        shutil.copy(source, home / path)
+    case ["storage", "ls", place]:
+        sys.exit(0 if local(place).exists() else 1)
+    case ["storage", "rsync", source, target]:
+        shutil.copytree(local(source), local(target), dirs_exist_ok=True)
+    case ["storage", "cp", source, target]:
+        local(target).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(local(source), local(target))
+    case _:
+        fail("unknown command: " + " ".join(words))
+"""
+
+# The real Python, but for the run itself, which notes its arguments and does as it is told.
+_PYTHON = """\
+#!/usr/bin/env bash
+if [ "$2" = jax_agent_rl.cli ]; then exec {python} -SE "$FAKE_CLOUD/trainer.py" "${{@:3}}"; fi
+exec {python} -S "$@"
+"""
+
+_TRAINER = """\
+import os, pathlib, signal, socket, sys
+folder = pathlib.Path(os.environ["FAKE_CLOUD"])
+print("arguments:", *sys.argv[1:], flush=True)
+(folder / ("secret-" + sys.argv[1])).write_text(os.environ.get("JAX_AGENT_RL_TOKEN", ""))
+with (folder / "runs").open("a") as runs:
+    runs.write(os.environ["FAKE_HOST"] + " " + " ".join(sys.argv[1:]) + "\\n")
+if sys.argv[1] == "rollout-server":
+    options = dict(word.lstrip("-").partition("=")[::2] for word in sys.argv)
+    listener = socket.create_server(("127.0.0.1", int(options["port"])))
+    signal.signal(signal.SIGINT, lambda *_: sys.exit(print("stopped serving", flush=True)))
+    while True:
+        signal.pause()
+behaviour = (folder / "orders" / "trainer").read_text().split()
+if behaviour[0] == "ends":
+    sys.exit(int(behaviour[1]))
+def save(*_):
+    print("saved a checkpoint", flush=True)
+    sys.exit(130)
+signal.signal(signal.SIGINT, save)
+print("training", flush=True)
+while True:
+    signal.pause()
+"""
+
+
+@dataclass
+class Cloud:
+    """A folder that holds the cloud.
+
+    Attributes:
+        folder: ``tmp_path``.
+        variables: more environment variables for launcher and hosts.
+    """
+
+    folder: Path
+    variables: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("nodes", "queued", "orders", "buckets"):
+            (self.folder / name).mkdir(parents=True)
+        self.write("path/gcloud", f"#!{sys.executable} -SE\n{_GCLOUD}").chmod(0o755)
+        self.write("venv/bin/python", _PYTHON.format(python=sys.executable)).chmod(0o755)
+        self.write("trainer.py", _TRAINER)
+        self.order("trainer", "ends 0")
+
+    def write(self, name: str, text: str) -> Path:
+        file = self.folder / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+        return file
+
+    def order(self, name: str, text: str = "") -> None:
+        """What the cloud, or the made-up trainer, does from now on."""
+        self.write(f"orders/{name}", text)
+
+    def recall(self, name: str) -> None:
+        """Takes an order back."""
+        (self.folder / "orders" / name).unlink()
+
+    def use_real_trainer(self) -> None:
+        """Hosts run jax, each as a process with one device; they find each other as they would under Slurm."""
+        self.write("venv/bin/python", f'#!/usr/bin/env bash\nexec {sys.executable} "$@"\n')
+        # jax takes the port from the job's number: 61440 + number modulo 4096.
+        self.order("job", str(free_ports(1, first=61440, last=65535) - 61440))
+        self.variables |= {
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": "--xla_force_host_platform_device_count=1 --xla_backend_optimization_level=0",
+        }
+
+    @property
+    def environment(self) -> dict[str, str]:
+        own = {
+            "PATH": f"{self.folder / 'path'}:{os.environ['PATH']}",
+            "JAX_AGENT_RL_VENV": str(self.folder / "venv"),
+            "PYTHON": sys.executable,
+            "FAKE_CLOUD": str(self.folder),
+        }
+        inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        return inherited | own | self.variables
+
+    def command(self, *arguments: object) -> list[str]:
+        """tpu_pod.sh with a slice of one host, looked at often; later arguments win."""
+        own = ["--name", "try", "--zone", "us-west4-a", "--topology", "v5e:2x2", "--poll", "1", "--no-install"]
+        own += ["--logs-dir", str(self.folder / "logs")]
+        own += [] if (self.folder / "orders" / "no-project").exists() else ["--project", "my-project"]
+        return [str(ROOT / "launch" / "tpu_pod.sh"), *own, *map(str, arguments)]
+
+    def launch(self, *arguments: object, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+        """Runs tpu_pod.sh to its end."""
+        return subprocess.run(
+            self.command(*arguments), capture_output=True, text=True, env=self.environment, timeout=timeout
+        )
+
+    def start(self, *arguments: object) -> subprocess.Popen[str]:
+        """Starts tpu_pod.sh; both outputs are one pipe."""
+        pipe = subprocess.PIPE
+        return subprocess.Popen(
+            self.command(*arguments), stdout=pipe, stderr=subprocess.STDOUT, text=True, env=self.environment
+        )
+
+    def calls(self, *words: str) -> list[str]:
+        """Calls of gcloud that contain these words, one after the other."""
+        file = self.folder / "calls"
+        lines = file.read_text().splitlines() if file.exists() else []
+        return [line for line in lines if " ".join(words) in line]
+
+    def runs(self) -> list[str]:
+        """Host and arguments of every run that the made-up trainer began."""
+        file = self.folder / "runs"
+        return sorted(file.read_text().splitlines()) if file.exists() else []
+
+    def node(self, name: str = "try") -> dict[str, Any] | None:
+        """A slice as gcloud describes it; None if there is none."""
+        file = self.folder / "nodes" / f"{name}.json"
+        return json.loads(file.read_text()) if file.exists() else None
+
+    def preempt(self, name: str = "try") -> None:
+        """Takes a slice back: its hosts' processes are gone at once, its state says so."""
+        file = self.folder / "nodes" / f"{name}.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"state": "PREEMPTED"}))
+        self.power_off(name)
+
+    def power_off(self, name: str = "try") -> None:
+        """Kills what runs on a slice's hosts."""
+        for ids in (self.folder / "hosts" / name).glob("*/jax_agent_rl-runs/*/process"):
+            for pid in ids.read_text().split():
+                try:
+                    os.killpg(int(pid), signal.SIGKILL)
+                except ProcessLookupError:
+                    continue
+
+    def close(self) -> None:
+        """Leaves no process of a test behind."""
+        for name in (self.folder / "hosts").glob("*"):
+            self.power_off(name.name)
+
+
+def request_of(name: str = "v5e:4x4", slices: int = 1, **changed: object) -> Request:
+    """One on-demand slice of v5e:4x4, but for what is changed."""
+    chosen = topology.parse(name)
+    fields = {"spot": False, "queued": False, "valid_until": None, "runtime": chosen.kind.runtime} | changed
+    return Request(name="my-run", topology=chosen, slices=slices, **fields)  # type: ignore[arg-type]
+
+
+def job_of(**changed: object) -> Job:
+    """The user's own configuration, kept in a bucket, but for what is changed."""
+    fields = {"config": Path("/home/me/my.yaml"), "overrides": ("seed=1",), "bucket": "gs://b", "prepare": None}
+    return Job(name="my-run", install=True, **(fields | changed))  # type: ignore[arg-type]

@@ -1,0 +1,31 @@
+"""Every name of ours that docs/moving.md gives for another project's exists."""
+
+from __future__ import annotations
+
+import importlib
+import re
+
+import pytest
+
+from jax_agent_rl.config import Config
+from jax_agent_rl.config_tree import valid_keys
+from tests.unit.docs.pages import DOCS
+
+KEYS = set(valid_keys(Config))
+ROWS = [line.split("|")[2] for line in (DOCS / "moving.md").read_text().splitlines() if line.startswith("| `")]
+NAMES = sorted({name for row in ROWS for name in re.findall(r"`([\w.]+\.\w+)`", row)})
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith("jax_agent_rl.")])
+def test_a_key_exists(name: str):
+    assert name in KEYS or any(key.startswith(name + ".") for key in KEYS)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("jax_agent_rl.")])
+def test_a_class_or_function_exists(name: str):
+    module, _, attribute = name.rpartition(".")
+    assert hasattr(importlib.import_module(module), attribute)
+
+
+def test_the_page_names_enough_to_be_read():
+    assert len(NAMES) > 80

@@ -1,0 +1,75 @@
+"""What the pages of docs/write/ tell a reader to write runs, and does what they say."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from jax_agent_rl.agents import EnvironmentAgent, get_agent, load_agents
+from jax_agent_rl.config import Config, ToolsConfig
+from jax_agent_rl.config_tree import build_tree
+from jax_agent_rl.environments import EnvironmentPools, load_environments
+from jax_agent_rl.tools.loading import open_tools
+from jax_agent_rl.types import FinishReason
+from tests.agent_stage import AgentStage, assert_token_exact
+from tests.unit.docs.pages import DOCS, ROOT, blocks, write_files
+
+PAGES = sorted((DOCS / "write").glob("*.md"))
+REQUIRED = {"run_dir": "runs/page", "model": {"path": "model"}, "data": {"train": "t.jsonl", "heldout": "h.jsonl"}}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_its_files_are_valid_and_its_programs_run_through(page: Path, tmp_path: Path):
+    write_files(page, tmp_path)
+    for file in tmp_path.glob("*.py"):
+        compile(file.read_text(), file, "exec")
+    program = "".join(b.text for b in blocks(page) if b.language == "python" and not b.title)
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_its_configuration_has_keys_that_exist(page: Path):
+    for block in blocks(page):
+        if block.language == "yaml" and not block.title:
+            build_tree(Config, REQUIRED | yaml.safe_load(block.text))
+
+
+async def test_the_agent_looks_twice_and_only_what_it_sampled_is_trained_on(tmp_path: Path):
+    write_files(DOCS / "write" / "agent.md", tmp_path)
+    load_agents(str(tmp_path / "agent.py"))
+    stage = AgentStage(get_agent("second_look"), ["It is 4.", "It is 3."])
+    trajectory = await stage.run()
+    assert_token_exact(trajectory, stage.backend.requests)
+    assert trajectory.finish_reason is FinishReason.ANSWER and len(trajectory.turns) == 2
+    sampled = [token for token, own in zip(trajectory.response_ids, trajectory.response_mask, strict=True) if own]
+    assert stage.codec.decode(sampled) == "It is 4.It is 3."
+    assert "Check that" in stage.text(trajectory)
+
+
+async def test_the_environment_plays_until_the_number_is_found(tmp_path: Path):
+    write_files(DOCS / "write" / "environment.md", tmp_path)
+    load_environments(str(tmp_path / "guess.py"))
+    (row,) = [yaml.safe_load(b.text) for b in blocks(DOCS / "write" / "environment.md") if b.language == "json"]
+    stage = AgentStage(EnvironmentAgent, ["50", "hm", "42"], shared={"environments": EnvironmentPools()})
+    trajectory = await stage.run(row)
+    assert trajectory.finish_reason is FinishReason.ENVIRONMENT_DONE
+    assert trajectory.turn_scores == (0.0, 0.0, 1.0)
+    text = stage.text(trajectory)
+    assert "smaller" in text and "That was no number." in text
+    await stage.agent.close()
+
+
+async def test_the_tools_load_by_the_keys_the_page_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    write_files(DOCS / "write" / "tool.md", tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    config = ToolsConfig(function_tool_path=str(tmp_path / "tools.py"), tool_config_path=str(tmp_path / "tools.yaml"))
+    async with open_tools(config) as tools:
+        assert set(tools) == {"population", "write_note"}

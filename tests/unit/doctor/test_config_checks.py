@@ -1,0 +1,110 @@
+"""A configuration under examination: everything that is wrong is told in one go, each with what to do."""
+
+import json
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+
+from jax_agent_rl.config import load
+from jax_agent_rl.doctor import examine
+from jax_agent_rl.doctor.findings import look_at_all
+from tests.http_service import free_port
+from tests.tiny_run import tiny_recipe
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory) -> Path:
+    return tiny_recipe(tmp_path_factory.mktemp("doctor"))
+
+
+async def findings(recipe: Path, *overrides: str) -> dict[str, list[tuple[str, str]]]:
+    """By check."""
+    found: dict[str, list[tuple[str, str]]] = {}
+    async with AsyncExitStack() as stack:
+        checks = examine._of_config(load(recipe, overrides), stack)
+        async for finding in look_at_all(checks, timeout=60):
+            found.setdefault(finding.check, []).append((str(finding.status), finding.text))
+    return found
+
+
+def only(found, check: str) -> tuple[str, str]:
+    (finding,) = found[check]
+    return finding
+
+
+async def test_a_good_configuration_has_nothing_but_ok(recipe):
+    found = await findings(recipe)
+    assert {status for lines in found.values() for status, _ in lines} == {"ok"}
+    assert {
+        "model",
+        "tokenizer",
+        "data.train",
+        "data.heldout",
+        "prompts",
+        "rewards",
+        "agents",
+        "engine",
+    } <= found.keys()
+    assert "11 rows" in only(found, "data.train")[1] and "noise" in only(found, "rewards")[1]
+
+
+async def test_several_faults_are_told_together_and_hide_no_other(recipe, tmp_path):
+    found = await findings(recipe, "data.train=missing.jsonl", f"model.path={tmp_path}", "agent.path=nowhere.py")
+    assert only(found, "user code")[0] == "fail" and "nowhere.py" in only(found, "user code")[1]
+    assert only(found, "model")[0] == "fail" and "config.json is missing" in only(found, "model")[1]
+    assert only(found, "tokenizer")[0] == "fail" and "tokenizer.json is missing" in only(found, "tokenizer")[1]
+    assert only(found, "data.train")[0] == "fail" and only(found, "data.heldout")[0] == "ok"
+    assert only(found, "prompts") == ("warn", "not checked: the tokenizer could not be read")
+    assert only(found, "run folder") == ("warn", "not checked: the model could not be read")
+
+
+async def test_prompts_over_the_limit_are_told_by_their_share(recipe):
+    status, text = only(await findings(recipe, "agent.max_prompt_length=13"), "prompts")
+    assert status == "fail" and "agent.max_prompt_length=13" in text and "%" in text and "raise it to" in text
+
+
+async def test_a_reward_function_that_fails_on_the_ground_truth_is_told(recipe, tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    row = {"data_source": "calculator", "prompt": [{"role": "user", "content": "add"}]}
+    rows.write_text(json.dumps(row | {"reward_model": {"ground_truth": "none"}}) + "\n" + json.dumps(row) + "\n")
+    found = await findings(recipe, f"data.train={rows}", "data.heldout=null")
+    status, text = only(found, "rewards")
+    assert status == "fail" and "must hold a number" in text
+    assert ("warn", "1 of 2 rows have no reward_model.ground_truth") in found["data.train"]
+
+
+async def test_rows_that_would_call_no_tool_are_told(recipe):
+    found = await findings(recipe, "tools.function_tool_path=jax_agent_rl.tools.builtin.calculator")
+    assert any(s == "warn" and "11 rows have no agent_name" in text for s, text in found["data.train"])
+
+
+async def test_a_tool_server_that_is_not_there_fails_and_other_agents_are_ready(recipe, tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    row = {
+        "data_source": "noise",
+        "prompt": [{"role": "user", "content": "add"}],
+        "reward_model": {"ground_truth": "1"},
+    }
+    names = ("server_tool_agent", "single_turn_agent")
+    rows.write_text("".join(json.dumps(row | {"agent_name": name}) + "\n" for name in names))
+    url = f"http://127.0.0.1:{free_port()}"
+    overrides = (f"data.train={rows}", "data.heldout=null", f"agent.tool_server_url={url}")
+    found = await findings(recipe, *overrides, "agent.tool_call_max_retries=0", "agent.min_turns=1")
+    by_agent = dict(text.split(": ", 1) for _, text in found["agents"])
+    assert url in by_agent["server_tool_agent"] and by_agent["single_turn_agent"] == "ready"
+
+
+async def test_each_rollout_server_is_asked(recipe, monkeypatch):
+    monkeypatch.setattr("jax_agent_rl.doctor.services._REMOTE_SECONDS", 0.0)
+    gone = f"http://127.0.0.1:{free_port()}"
+    found = await findings(recipe, "rollout.backend=remote", f"rollout.urls=[{gone}]")
+    assert any(status == "fail" and gone in text and "rollout-server" in text for status, text in found["engine"])
+
+
+async def test_a_missing_token_and_vllm_are_told(recipe, monkeypatch):
+    monkeypatch.delenv("NO_SUCH_TOKEN", raising=False)
+    overrides = ("rollout.backend=remote", f"rollout.urls=[http://127.0.0.1:{free_port()}]")
+    monkeypatch.setattr("jax_agent_rl.doctor.services._REMOTE_SECONDS", 0.0)
+    found = await findings(recipe, *overrides, "rollout.token_env=NO_SUCH_TOKEN")
+    assert any("export NO_SUCH_TOKEN" in text for _, text in found["engine"])

@@ -1,0 +1,99 @@
+"""The engine's attention as a TPU runs it, interpreted, against the plain products of other machines."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.experimental.pallas import tpu as pltpu
+
+from jax_agent_rl.jetstream import attention
+from jax_agent_rl.jetstream.decode_kernel import decode_kernel, write_kernel
+from jax_agent_rl.jetstream.kv import KVCache, LayerKV, stored
+from jax_agent_rl.jetstream.paging import gathered
+from jax_agent_rl.models.quantized import DTYPES
+
+LENGTH = 300  # of a row
+PAGE, COUNT = 64, 5
+PAGES = jnp.array([[7, 2, 9, 11, 4], [7, 2, 1, 3, 12], [5, 8, 10, 6, 13]])  # of three lanes; two begin alike
+
+
+def drawn(seed: int, *shape: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+
+
+def kept(kind: str, seed: int, length: int, rows: int = 3) -> LayerKV:
+    """Of rows (or pages) of two heads, as a cache of that type keeps it."""
+    keys, values = drawn(seed, rows, 2, 8, length), drawn(seed + 1, rows, 2, length, 8)
+    return stored(keys, values, DTYPES.get(kind, jnp.float32))
+
+
+def in_rows(cached: LayerKV) -> LayerKV:
+    """The lanes' pages, as other machines see them."""
+    return gathered(KVCache((cached,)), PAGES).layers[0]
+
+
+@functools.partial(jax.jit, static_argnames="window")
+def decoded_by_kernel(q, cached, positions, *, window):
+    with pltpu.force_tpu_interpret_mode(True):
+        return decode_kernel(q, cached, PAGES, positions, window=window)
+
+
+@jax.jit
+def written_by_kernel(cached, new, positions):
+    with pltpu.force_tpu_interpret_mode(True):
+        return write_kernel(cached, new, PAGES, positions)
+
+
+@functools.partial(jax.jit, static_argnames="window")
+def chunk_by_kernel(q, cached, new, starts, *, window):
+    with pltpu.force_tpu_interpret_mode(True):
+        return attention._chunk_by_kernel(q, cached, new, starts, window=window)
+
+
+plain_decode = jax.jit(attention.decode_attention, static_argnames="window")
+plain_chunk = jax.jit(attention.chunk_attention, static_argnames="window")
+
+
+own = st.integers(2 * PAGE, COUNT * PAGE - 1)  # behind what two lanes share
+
+
+@pytest.mark.parametrize(("kind", "window"), [("float32", None), ("float32", 1), ("int8", 150), ("fp8", None)])
+@settings(max_examples=10, deadline=None)
+@given(positions=st.tuples(own, own, st.integers(0, COUNT * PAGE - 1)))
+def test_a_lane_writes_its_token_and_sees_its_pages_up_to_there(kind, window, positions):
+    q, cached, at = drawn(0, 3, 2, 4, 8), kept(kind, 1, PAGE, rows=14), jnp.array(positions, jnp.int32)
+    k, v = drawn(3, 3, 2, 8), drawn(4, 3, 2, 8)
+    wanted, written = plain_decode(q, in_rows(cached), (k, v), at, window=window)
+    cached = written_by_kernel(cached, stored(k[..., None], v[:, :, None], cached.keys.dtype), at)
+    jax.tree.map(np.testing.assert_array_equal, in_rows(cached), written)
+    np.testing.assert_allclose(decoded_by_kernel(q, cached, at, window=window), wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["float32", "int8"])
+def test_what_a_lane_does_not_see_is_not_read(kind):
+    q, cached, at = drawn(0, 3, 2, 4, 8), kept(kind, 1, PAGE, rows=14), jnp.array([200, 200, 200])
+    wanted = decoded_by_kernel(q, cached, at, window=50)
+    seen = PAGES[:, 2:4].reshape(-1)  # the window begins in the third page, and ends in the fourth
+
+    def lost(axis: int, x: jax.Array) -> jax.Array:
+        """Without what no lane sees."""
+        nothing = jnp.full_like(x, jnp.nan if x.dtype != jnp.int8 else 99)
+        lost = nothing.at[seen].set(x[seen])
+        within = jnp.arange(PAGE).reshape([-1 if i == axis else 1 for i in range(4)])
+        return lost.at[PAGES[:, 3]].set(jnp.where(within > 200 % PAGE, nothing[:3], x[PAGES[:, 3]]))
+
+    np.testing.assert_array_equal(decoded_by_kernel(q, cached.by_position(lost), at, window=50), wanted)
+
+
+@pytest.mark.parametrize(("kind", "window"), [("float32", None), ("float32", 40), ("int8", 40)])
+@settings(max_examples=10, deadline=None)
+@given(starts=st.tuples(*[st.integers(0, LENGTH)] * 3))
+def test_a_chunk_sees_the_cache_before_it_and_itself(kind, window, starts):
+    q, at = drawn(0, 2, 3, 8, 3, 50), jnp.array(starts, jnp.int32)
+    cached, new = kept(kind, 1, LENGTH), kept(kind, 3, 50)
+    wanted = plain_chunk(q, cached, new, at, window=window)
+    np.testing.assert_allclose(chunk_by_kernel(q, cached, new, at, window=window), wanted, atol=1e-5)

@@ -1,0 +1,60 @@
+"""Decode steps on pages where they lie, as a TPU runs them (interpreted), against those on gathered rows."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas import tpu as pltpu
+
+from jax_agent_rl.jetstream.engine import EngineShapes, JaxEngine
+from jax_agent_rl.jetstream.kv import KVCache
+from jax_agent_rl.jetstream.lanes import Lanes, make_lanes
+from jax_agent_rl.jetstream.pages import NOBODYS
+from jax_agent_rl.jetstream.programs import decode_program
+from tests.tiny import TINY, tiny_params
+
+STEPS = 6
+SHAPES = EngineShapes(
+    max_model_len=96, max_concurrent_decodes=4, cache_tokens=288, decode_steps=STEPS, prefill_buckets=(32,)
+)
+
+
+def three_lanes() -> Lanes:
+    """Two contexts that begin alike, one of them about to need its next page, one that ends early, an unused lane."""
+    lanes = make_lanes(4, SHAPES.context_pages)
+    lanes.pages[:3] = [[4, 2, 9], [4, 7, NOBODYS], [1, NOBODYS, NOBODYS]]
+    lanes.tokens[:3] = 11, 12, 13
+    lanes.positions[:3] = 61, 40, 5
+    lanes.remaining[:3] = STEPS, STEPS, 2
+    return lanes
+
+
+def decoded(in_place: bool, cache: KVCache) -> tuple[KVCache, jax.Array]:
+    engine = JaxEngine(TINY, SHAPES)
+    params = engine.load_params(tiny_params())
+    program = jax.jit(decode_program(TINY, STEPS, None, in_place))
+    return program(params, cache, three_lanes(), np.array([STEPS, 9], np.int32))
+
+
+def test_pages_read_where_they_lie_give_the_same_ids_and_the_same_cache():
+    empty = JaxEngine(TINY, SHAPES).init_cache()
+    rng = np.random.default_rng(0)
+    cache = jax.tree.map(lambda x: jnp.asarray(rng.standard_normal(x.shape), x.dtype), empty)
+    with pltpu.force_tpu_interpret_mode(True):
+        found, (ids, scores) = decoded(True, cache)
+    wanted, (wanted_ids, wanted_scores) = decoded(False, cache)
+    np.testing.assert_array_equal(ids, wanted_ids)
+    ran = np.asarray(ids) >= 0
+    assert ran.sum(0).tolist() == [STEPS, STEPS, 2, 0]
+    logprobs, exact = (np.asarray(x).view(np.float32)[ran] for x in (scores, wanted_scores))
+    np.testing.assert_allclose(logprobs, exact, atol=1e-4)
+
+    # Each lane's new ids are in its own pages; of the others nothing changed, page 0 is nobody's.
+    close = functools.partial(np.testing.assert_allclose, atol=1e-4)
+    jax.tree.map(lambda a, b: close(a[1:], b[1:]), found, wanted)
+    for held, before in zip(jax.tree.leaves(found), jax.tree.leaves(cache), strict=True):
+        np.testing.assert_array_equal(held[jnp.array([3, 4, 5, 6, 8])], before[jnp.array([3, 4, 5, 6, 8])])
+        assert all(np.any(held[page] != before[page]) for page in (1, 2, 7, 9))

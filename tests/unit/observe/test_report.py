@@ -1,0 +1,265 @@
+"""The report: what it reads, computes and writes, without a browser."""
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jax_agent_rl.errors import ConfigError, DataError
+from jax_agent_rl.observe.metrics import trajectory_record
+from jax_agent_rl.observe.report import command
+from jax_agent_rl.observe.report.charts import MOST_POINTS, charts, thinned
+from jax_agent_rl.observe.report.command import render_report, write_report
+from jax_agent_rl.observe.report.forest import forest
+from jax_agent_rl.observe.report.page import page, to_json
+from jax_agent_rl.observe.report.timeline import LONGEST_PAUSE, TimeAxis, timeline
+from jax_agent_rl.observe.report.tokens import COLUMNS, Prompts, Vocabulary, facts, tokens
+from tests.report_runs import HOSTILE, data_of, decode, make_run, members, step_line
+
+
+class Scripts(HTMLParser):
+    """Contents of the script elements, as a browser's parser cuts them."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self.tags: list[str] = []
+        self._inside = False
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        self._inside = tag == "script"
+        if self._inside:
+            self.found.append("")
+
+    def handle_endtag(self, tag):
+        self._inside = False
+
+    def handle_data(self, data):
+        if self._inside:
+            self.found[-1] += data
+
+
+def lines_of(chart: dict) -> dict[str, tuple[list, list]]:
+    return {line["name"]: (list(line["x"]), list(line["y"])) for line in chart["lines"]}
+
+
+def records_of(step: int = 1):
+    return [json.loads(json.dumps(trajectory_record(t, step=step, split="train"))) for t in members(step)]
+
+
+# --- charts ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_chart_has_the_steps_that_have_its_metric():
+    metrics = [
+        step_line(1),
+        {"kind": "step", "step": 2},
+        step_line(3),
+        {"kind": "evaluation", "step": 3, "accuracy": 1},
+    ]
+    made = {chart["title"]: chart for chart in charts(metrics)}
+    assert lines_of(made["Entropy"]) == {"entropy": ([1, 3], [1.0, 0.333333])}
+    assert made["Reward"]["lines"][0]["low"] == [-1, -1]
+    assert lines_of(made["Held-out accuracy"]) == {"accuracy": ([3], [1])}
+    assert "Staleness" not in made
+
+
+def test_drops_are_those_of_each_step_although_the_books_count_from_the_start():
+    metrics = [step_line(step) for step in (1, 2, 5)]
+    (chart,) = [c for c in charts(metrics) if c["title"] == "Dropped trajectories"]
+    assert chart["kind"] == "stack" and lines_of(chart) == {"zero_variance": ([1, 2, 5], [1, 1, 3])}
+
+
+def test_metrics_that_no_chart_names_are_shown_too():
+    (chart,) = [c for c in charts([step_line(1)]) if c.get("more")]
+    assert chart["title"] == "own_metric" and lines_of(chart) == {"own_metric": ([1], [1])}
+
+
+def test_numbers_that_are_none_are_left_out():
+    made = charts([step_line(1, entropy=float("nan"), own_metric=True, kl=float("inf"))])
+    assert not {"Entropy", "own_metric", "KL"} & {chart["title"] for chart in made}
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=3000))
+def test_thinning_keeps_the_extremes_the_order_and_few_points(values):
+    points = [(float(x), y) for x, y in enumerate(values)]
+    kept = thinned(points)
+    assert len(kept) <= max(MOST_POINTS, 1) + 2 and set(kept) <= set(points)
+    assert kept == sorted(kept) and len(set(kept)) == len(kept)
+    assert {max(values), min(values)} <= {y for _, y in kept}
+
+
+# --- timeline -------------------------------------------------------------------------------------------------------
+
+
+def test_a_long_pause_is_cut_out_of_the_time_axis():
+    axis = TimeAxis.of([(100, 110), (105, 120), (120 + LONGEST_PAUSE + 1000, 2000)])
+    assert [axis(100), axis(120), axis(120 + LONGEST_PAUSE + 1000)] == [0, 20, 20]
+    assert axis.cuts == (20,)
+
+
+def test_a_short_pause_stays():
+    axis = TimeAxis.of([(100, 110), (110 + LONGEST_PAUSE, 300)])
+    assert axis(110 + LONGEST_PAUSE) == 10 + LONGEST_PAUSE and axis.cuts == ()
+
+
+def test_phases_updates_engine_and_traces_share_one_axis(tmp_path: Path):
+    data = data_of(make_run(tmp_path / "run", steps=2))
+    made = timeline(data.metrics, data.traces, {"train-1-0-0": 7})
+    assert made["phases"][0] == {"name": "rollout", "from": 10, "to": 14, "step": 1}
+    assert made["engine"] == [
+        {"from": 10, "to": 14, "busy": 0.75, "step": 1},
+        {"from": 20, "to": 24, "busy": 0.75, "step": 2},
+    ]
+    assert made["updates"] == [20, 30] and made["seconds"] == 30
+    first, other = made["traces"]
+    assert (first["id"], first["at"], other["at"]) == ("train-1-0-0", 7, -1)
+    assert first["spans"][3] == {"name": "tool", "from": 2, "to": 3, "note": "add, timeout"}
+    assert first["spans"][4]["note"] == "sums, ValueError: no"
+
+
+def test_a_run_without_times_has_an_empty_timeline():
+    made = timeline([{"kind": "step", "step": 1, "engine_busy_share": 0.5}], [], {})
+    assert made["phases"] == made["traces"] == [] and made["seconds"] == 0
+
+
+# --- tokens ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_token_keeps_its_text_log_prob_advantage_and_version():
+    record = records_of()[0] | {"advantages": [0.5, -0.5, 0, 1.25, 2], "old_logprobs": [-2, -2, 0, -2, None]}
+    vocabulary = Vocabulary(decode)
+    made = tokens(record, vocabulary, Prompts(vocabulary))
+    assert [vocabulary.ids[place] for place in made["t"]] == record["response_ids"]
+    assert [vocabulary.texts[place] for place in made["t"]] == [
+        "hello ",
+        "<|im_end|>",
+        "word7 ",
+        "world ",
+        "<|im_end|>",
+    ]
+    assert made["l"] == [-1000] * 4 and made["a"] == [500, -500, 1250, 2000]
+    assert made["o"] == [-2000, -2000, -2000, None] and made["v"] == [[0, 4]]
+    assert [(turn["s"], turn["i"]) for turn in made["turns"]] == [(2, 1), (2, 0)]
+
+
+def test_an_advantage_that_all_tokens_share_is_one_number_also_if_it_is_zero():
+    vocabulary = Vocabulary(decode)
+    record = records_of()[0]
+    made = [tokens(record | {"advantages": [v] * 5}, vocabulary, Prompts(vocabulary)) for v in (0.5, 0.0)]
+    assert [m["a"] for m in made] == [500, 0]
+    assert "a" not in tokens(record, vocabulary, Prompts(vocabulary))
+
+
+def test_a_letter_of_two_tokens_is_shown_once():
+    vocabulary = Vocabulary(decode)
+    made = tokens(records_of()[3], vocabulary, Prompts(vocabulary))
+    assert made["x"] == {0: "é", 1: ""} and [vocabulary.texts[p] for p in made["t"]] == ["\ufffd", "\ufffd", "world "]
+
+
+def test_equal_prompts_are_written_once():
+    vocabulary = Vocabulary(decode)
+    prompts = Prompts(vocabulary)
+    assert [tokens(record, vocabulary, prompts)["p"] for record in records_of()] == [0] * 4
+    assert len(prompts.rows) == 1
+
+
+def test_the_list_shows_what_it_filters_by():
+    row = dict(zip(COLUMNS, facts(records_of()[2]), strict=True))
+    assert row["errors"] == ["timeout"] and row["stops"] == ["eos"] and row["finish"] == "answer"
+    assert (row["reward"], row["sampled"], row["inserted"], row["calls"], row["advantage"]) == (-1, 3, 1, 1, None)
+
+
+def test_a_group_is_a_tree_in_which_common_turns_stand_once():
+    (nodes,) = forest(records_of(), decode).values()
+    first, *_ = nodes
+    assert (first["up"], first["turn"], first["n"], first["at"]) == (-1, 1, 2, [0, 1])
+    assert [n["ends"] for n in nodes if "ends" in n] == [[0], [1], [2], [3]]
+    assert [n["up"] for n in nodes].count(0) == 2
+
+
+# --- reading --------------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path):
+    with pytest.raises(DataError, match="is no run folder"):
+        write_report(tmp_path)
+
+
+def test_a_negative_sample_is_refused(tmp_path: Path):
+    with pytest.raises(ConfigError, match="--most -1"):
+        write_report(make_run(tmp_path / "run"), most=-1)
+
+
+def test_a_run_that_has_only_begun_has_a_report(tmp_path: Path):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.json").write_text("{}")
+    assert "not finished" in write_report(run).read_text()
+
+
+def test_a_damaged_run_has_a_report_that_says_what_is_missing(tmp_path: Path):
+    run = make_run(tmp_path / "run")
+    (run / "config.json").write_text("{")
+    (run / "summary.json").write_text("[1")
+    with (run / "trajectories.jsonl").open("a") as stream:
+        stream.write('{"step": 9, "split": "train", "group_id": "g", "reward": 0.5, "turns": []}\n{"cut of')
+    data = data_of(run)
+    assert len(data.trajectories) == 12 and data.total == 13
+    notes = " ".join(data.notes)
+    assert "config.json cannot be read" in notes and "summary.json cannot be read" in notes
+    assert "1 trajectories are left out: another version" in notes
+    assert "tokens are shown as ids" in render_report(data)
+
+
+def test_of_many_trajectories_every_step_keeps_its_best_and_worst(tmp_path: Path):
+    data = data_of(make_run(tmp_path / "run", steps=6), most=14)
+    assert data.total == 24 and len(data.trajectories) == 12
+    for step in range(1, 7):
+        assert [r["reward"] for r in data.trajectories if r["step"] == step] == [1.0, -1.0]
+    assert "12 of 24 trajectories are shown" in data.notes[0]
+
+
+# --- the page -------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_model_wrote_stays_data(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(command, "decoder", lambda config, notes: decode)
+    text = render_report(data_of(make_run(tmp_path / "run", hostile=True)))
+    index, trajectories, _ = scripts = Scripts(text).found
+    assert len(scripts) == 3 and "img" not in Scripts(text).tags
+    assert set(HOSTILE) <= set(json.loads(index)["vocabulary"]["texts"])
+    assert not re.search(r"[<>&\u2028\u2029]", index + trajectories)
+    assert [len(json.loads(trajectories)), len(trajectories.splitlines())] == [15, 17]
+    assert HOSTILE[0] in json.loads(index)["rows"][4][COLUMNS.index("errors")]
+
+
+@given(st.text())
+def test_json_in_the_page_ends_no_script_and_reads_as_it_was(text):
+    made = to_json({"text": text})
+    assert json.loads(made) == {"text": text} and not set("<>&\u2028\u2029") & set(made)
+
+
+def test_numbers_that_are_no_json_are_refused():
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        to_json(float("nan"))
+
+
+def test_the_page_allows_its_own_script_only_and_loads_nothing():
+    text = page(title="<b>run</b>", index={}, trajectories=[])
+    assert "&lt;b&gt;run&lt;/b&gt;" in text
+    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', text)[1]
+    assert policy.startswith("default-src 'none';") and "script-src 'sha256-" in policy
+    assert not re.search(r"(src|href)\s*=\s*[\"']?(https?:)?//", text)
+
+
+def test_the_report_of_a_run_is_written_beside_it(tmp_path: Path):
+    run = make_run(tmp_path / "run")
+    assert write_report(run) == run / "report.html"
+    assert write_report(run, tmp_path / "new" / "r.html").is_file()

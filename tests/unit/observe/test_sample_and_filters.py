@@ -1,0 +1,139 @@
+"""Which trajectories are kept and shown."""
+
+import io
+from collections import namedtuple
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from jax_agent_rl.errors import ConfigError
+from jax_agent_rl.observe.filters import TrajectoryFilter
+from jax_agent_rl.observe.metrics import RunFolder, read_records, trajectory_record
+from jax_agent_rl.observe.sample import sample
+from jax_agent_rl.observe.trajectories import COLOURS, render, visible
+from jax_agent_rl.trainer.phases import Phases
+from tests.report_runs import decode, members
+from tests.trajectories import trajectory
+
+Item = namedtuple("Item", "number group reward")
+
+
+def pick(items, most, seed=0):
+    return sample(items, most, reward=lambda i: i.reward, group=lambda i: i.group, seed=seed)
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from("abcd"), st.floats(-5, 5)), max_size=40), st.integers(2, 45), st.integers(0, 9)
+)
+def test_a_sample_has_the_best_the_worst_and_keeps_the_order(rows, most, seed):
+    items = [Item(number, *row) for number, row in enumerate(rows)]
+    kept = pick(items, most, seed)
+    assert len(kept) == min(most, len(items)) and kept == sorted(kept)
+    if items:
+        rewards = [i.reward for i in kept]
+        assert {max(i.reward for i in items), min(i.reward for i in items)} <= set(rewards)
+
+
+def test_groups_stay_whole_as_far_as_there_is_room():
+    items = [Item(n, "abc"[n // 4], [0, 1, 2, 9][n % 4] + n / 100 if n < 8 else 3) for n in range(12)]
+    kept = pick(items, 8)  # the best is of b, the worst of a
+    assert [i.number for i in kept] == list(range(8))
+
+
+def test_all_or_none_can_be_kept():
+    items = [Item(n, "a", n) for n in range(5)]
+    assert pick(items, None) == items and pick(items, 0) == []
+
+
+def test_a_run_writes_no_more_of_a_step_than_it_keeps(tmp_path):
+    folder = RunFolder(tmp_path, keep_trajectories=2)
+    folder.add_trajectories(1, "train", members(1))
+    assert [r["reward"] for r in read_records(folder.trajectories)] == [1.0, -1.0]
+
+
+def test_learnt_numbers_are_laid_out_along_the_response_and_its_segments():
+    whole = trajectory([3], [4, 5, 6, 2], mask=[1, 0, 1, 1])
+    segment = trajectory([3], [8, 9], mask=[0, 1])
+    made = replace(whole, segments=(segment,))
+    learnt = {"advantages": [0.1, 1.0, 2.0, float("nan")]}
+    record = trajectory_record(made, step=1, split="train", learnt=learnt)
+    assert record["segments"][0]["advantages"] == [0.0, 0.1]
+    assert record["advantages"] == [1.0, 0.0, 2.0, None]
+    assert "advantages" not in trajectory_record(made, step=1, split="train")
+
+
+def records():
+    return [trajectory_record(t, step=step, split="train") for step in (1, 2) for t in members(step)]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "numbers"),
+    [
+        ({}, range(8)),
+        ({"step": 2}, range(4, 8)),
+        ({"split": "heldout"}, []),
+        ({"min_reward": 0.25}, [0, 3, 4, 7]),
+        ({"max_reward": -0.5}, [2, 6]),
+        ({"tool_error": "any"}, [2, 6]),
+        ({"tool_error": "timeout", "step": 1}, [2]),
+        ({"tool_error": "none", "step": 1}, [0, 1, 3]),
+        ({"tool_error": "malformed"}, []),
+        ({"finish_reason": "response_length"}, [3, 7]),
+        ({"stop_reason": "eos"}, range(8)),
+        ({"stop_reason": "length"}, []),
+    ],
+)
+def test_filters_hold_together(wanted, numbers):
+    keep = TrajectoryFilter(**wanted)
+    assert [n for n, record in enumerate(records()) if keep(record)] == list(numbers)
+
+
+@pytest.mark.parametrize("wrong", [{"split": "test"}, {"finish_reason": "done"}, {"stop_reason": "eso"}])
+def test_a_filter_that_there_is_not_is_a_message(wrong):
+    with pytest.raises(ConfigError, match="choose one of"):
+        TrajectoryFilter(**wrong)
+
+
+def test_a_filter_says_what_it_asks_for():
+    assert TrajectoryFilter(step=3, tool_error="any").describe() == "step=3, tool_error=any"
+    assert TrajectoryFilter().describe() == "no filter"
+
+
+@pytest.mark.parametrize("colour", COLOURS)
+def test_the_terminal_shows_the_same_text_in_every_colouring(colour):
+    record = records()[0] | {"advantages": [1.0, -1.0, 0.0, 0.0, 2.0]}
+    plain, styled = (
+        Console(file=io.StringIO(), width=100, no_color=off, force_terminal=not off) for off in (True, False)
+    )
+    for console in (plain, styled):
+        console.print(render(record, decode, colour=colour))
+    assert "«hello <|im_end|>»word7 «world <|im_end|>»" in plain.file.getvalue()
+    assert "\x1b[" in styled.file.getvalue()
+
+
+def test_what_a_model_writes_does_not_steer_the_terminal():
+    assert visible("a\x1b[2Jb\x07\x9b\tc\n") == "a\\x1b[2Jb\\x07\\x9b\tc\n"
+    record = records()[0]
+    console = Console(file=io.StringIO(), width=100, no_color=True)
+    console.print(render(record, lambda ids: "\x1b]0;owned\x07"))
+    assert "\x1b" not in console.file.getvalue() and "\\x1b]0;owned" in console.file.getvalue()
+
+
+def test_phases_are_on_the_wall_clock_and_are_taken_once():
+    now = iter([100.0, 101.0, 103.0, 103.0, 104.0])
+    phases = Phases(lambda: next(now), wall=lambda: 5000.0)
+    with phases.of("learn"):
+        pass
+    phases.ended("engine", 2.5)
+    assert phases.take() == [["learn", 5001.0, 5003.0], ["engine", 5001.5, 5004.0]]
+    assert phases.take() == []
+
+
+def test_a_phase_that_fails_counts():
+    phases = Phases(iter(range(100)).__next__, wall=lambda: 0.0)
+    with pytest.raises(KeyError), phases.of("learn"):
+        raise KeyError
+    assert [name for name, *_ in phases.take()] == ["learn"]

@@ -1,0 +1,144 @@
+"""Sinks get what the run folder gets, go on with their run when it resumes, and never harm it."""
+
+import json
+import threading
+from pathlib import Path
+
+import pytest
+
+from jax_agent_rl.config import build
+from jax_agent_rl.errors import ConfigError
+from jax_agent_rl.observe.sinks import RunFacts, check_sinks, open_sinks, opening, scalars
+from jax_agent_rl.observe.sinks.feeding import SinkThread
+
+STEP = {
+    "kind": "step",
+    "step": 3,
+    "reward_mean": 0.5,
+    "tool_errors_by_kind": {"timeout": 2},
+    "staleness_histogram": {"0": 9},
+    "note": "text",
+    "missing": None,
+}
+EVALUATION = {"kind": "evaluation", "step": 3, "accuracy": 0.25, "lost": {}}
+
+
+class Kept:
+    """A sink that keeps what it gets; it fails on values of ``bad``, or when it is opened."""
+
+    def __init__(self, *, broken: bool = False):
+        self.broken = broken
+        self.facts: RunFacts | None = None
+        self.got: list[tuple[int, dict]] = []
+        self.closed = 0
+
+    def open(self, run: RunFacts) -> dict[str, str]:
+        self.facts = run
+        if self.broken:
+            raise OSError("no [route] to host")
+        return run.identity or {"id": "first"}
+
+    def log(self, values, *, step: int) -> None:
+        if "bad" in values:
+            raise ValueError("odd value")
+        self.got.append((step, dict(values)))
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def facts(folder: Path, step: int = 0) -> RunFacts:
+    return RunFacts(folder=folder, project="mine", config={"seed": 7, "model": {"path": "m"}}, step=step)
+
+
+@pytest.fixture
+def kept(monkeypatch) -> Kept:
+    """Stands in for the library behind the name ``wandb``."""
+    sink = Kept()
+    monkeypatch.setattr(opening, "_make", lambda name: sink)
+    return sink
+
+
+def feed(folder: Path, *records: dict, step: int = 0) -> tuple[dict[str, int], list[str]]:
+    """What is lost and what is said."""
+    said: list[str] = []
+    with open_sinks(["wandb"], facts(folder, step), say=said.append) as sinks:
+        for record in records:
+            sinks(record)
+    return sinks.lost(), said
+
+
+# --- what they get --------------------------------------------------------------------------------------------------
+
+
+def test_names_are_those_of_the_run_folder_and_nested_counts_have_a_slash():
+    assert scalars(STEP) == {"reward_mean": 0.5, "tool_errors_by_kind/timeout": 2.0, "staleness_histogram/0": 9.0}
+    assert scalars(EVALUATION) == {"evaluation/accuracy": 0.25}
+
+
+def test_a_sink_gets_every_record_in_order_and_is_closed(kept: Kept, tmp_path: Path):
+    lost, said = feed(tmp_path, EVALUATION, STEP)
+    assert kept.got == [(3, scalars(EVALUATION)), (3, scalars(STEP))] and kept.closed == 1
+    assert lost == {} and said == []
+
+
+def test_a_run_that_resumes_tells_the_sink_which_run_it_was(kept: Kept, tmp_path: Path):
+    feed(tmp_path, STEP)
+    assert json.loads((tmp_path / "loggers.json").read_text()) == {"wandb": {"id": "first"}}
+    feed(tmp_path, step=3)
+    assert kept.facts and kept.facts.identity == {"id": "first"} and kept.facts.step == 3
+
+
+# --- failures -------------------------------------------------------------------------------------------------------
+
+
+def test_a_sink_that_fails_is_said_once_counted_and_goes_on(kept: Kept, tmp_path: Path):
+    bad = {"kind": "step", "step": 4, "bad": 1.0}
+    lost, said = feed(tmp_path, bad, bad, STEP)
+    assert lost == {"wandb": 2} and [step for step, _ in kept.got] == [3] and kept.closed == 1
+    (line,) = said
+    assert "wandb failed (ValueError: odd value); the run goes on" in line
+
+
+def test_a_sink_that_cannot_begin_loses_its_records_and_nothing_else(kept: Kept, tmp_path: Path):
+    kept.broken = True
+    lost, said = feed(tmp_path, STEP, STEP)
+    assert lost == {"wandb": 2} and kept.got == []
+    assert len(said) == 1 and "cannot begin (OSError: no [route] to host)" in said[0]
+    assert not (tmp_path / "loggers.json").exists()
+
+
+def test_a_sink_that_hangs_is_left_behind_and_that_is_said(tmp_path: Path):
+    release, said, sink = threading.Event(), [], Kept()
+    sink.log = lambda values, step: release.wait()
+    thread = SinkThread("wandb", sink, facts(tmp_path), begun=lambda name, identity: None, say=said.append)
+    thread.log({}, 1)
+    thread.end()
+    thread.wait(0.05)
+    release.set()
+    assert len(said) == 1 and "wandb did not finish within 0 s" in said[0] and thread.failures >= 1
+
+
+def test_a_missing_package_is_named_with_its_extra_before_anything_starts(monkeypatch):
+    monkeypatch.setattr(opening.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'jax_agent_rl\[tensorboard,trackio\]'"):
+        check_sinks(["tensorboard", "trackio"])
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("trainer.logger=[console, wandb]", "leave 'console' out"),
+        ("trainer.logger=[wandb, wandb]", "names one twice"),
+        ("trainer.logger=swanlab", "'tensorboard', 'wandb' or 'trackio'"),
+        ("trainer.project_name=mine", "read by wandb and trackio only"),
+    ],
+)
+def test_a_wrong_logger_is_refused_with_the_fix(override: str, message: str):
+    with pytest.raises(ConfigError, match=message):
+        build({"run_dir": "r", "model": {"path": "m"}, "data": {"train": "t"}}, [override])
+
+
+def test_one_logger_needs_no_list():
+    config = build({"run_dir": "r", "model": {"path": "m"}, "data": {"train": "t"}}, ["trainer.logger=wandb"])
+    assert config.trainer.logger == ("wandb",)

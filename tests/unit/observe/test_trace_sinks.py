@@ -1,0 +1,249 @@
+"""Where traces go: files, MLflow, trackio, Weave; and a slow or failing one, which never holds up a run."""
+
+import datetime
+import json
+import threading
+from contextvars import ContextVar
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from jax_agent_rl.config_trace import TraceConfig
+from jax_agent_rl.errors import ConfigError
+from jax_agent_rl.observe.metrics import RunFolder, read_records
+from jax_agent_rl.observe.traces import sinks
+from jax_agent_rl.observe.traces.opening import open_tracer
+from jax_agent_rl.observe.traces.records import shortened
+from jax_agent_rl.observe.traces.writer import MAX_FAILURES, TraceWriter
+from tests.traces import EPOCH, SECOND, a_trace
+
+
+class Keeps:
+    def __init__(self, fails: bool = False) -> None:
+        self.taken, self.closed, self.fails, self.tried = [], threading.Event(), fails, 0
+
+    def write(self, trace):
+        self.tried += 1
+        if self.fails:
+            raise OSError("out of reach")
+        self.taken.append(trace)
+
+    def close(self):
+        self.closed.set()
+
+
+def test_a_line_of_the_file_holds_the_whole_trace(tmp_path: Path):
+    folder = RunFolder(tmp_path)
+    sinks.FileSink(folder.traces, most=100).write(a_trace())
+    (record,) = read_records(folder.traces)
+    assert (record["trajectory_id"], record["step"], record["sample"], record["rollout"]) == ("train-3-1-2", 3, 1, 2)
+    assert [s["name"] for s in record["spans"]] == ["run", "wait", "generate", "tool", "reward"]
+    assert record["spans"][3]["start_ns"] == EPOCH + 2 * SECOND
+    assert record["spans"][4]["error"] == "ValueError: no"
+
+
+def test_of_long_texts_both_ends_are_kept_wherever_they_stand():
+    value = {"messages": [{"content": "a" * 50 + "b" * 50}], "n": 3, "odd": {1: Path("x")}}
+    assert shortened(value, 10) == {"messages": [{"content": "aaaaa … bbbbb"}], "n": 3, "odd": {"1": "x"}}
+
+
+def test_resuming_cuts_traces_back_too(tmp_path: Path):
+    folder = RunFolder(tmp_path)
+    sink = sinks.FileSink(folder.traces, most=100)
+    for step, validate in ((2, False), (3, False), (0, True), (2, True)):
+        sink.write(a_trace(step=step, validate=validate))
+    folder.cut_back(2, evaluated=0)
+    assert [(r["step"], r["validate"]) for r in read_records(folder.traces)] == [(2, False), (0, True)]
+
+
+def test_every_sink_gets_every_trace_and_is_closed():
+    one, other = Keeps(), Keeps()
+    writer = TraceWriter({"one": one, "other": other})
+    for _ in range(3):
+        writer(a_trace())
+    writer.close()
+    assert len(one.taken) == len(other.taken) == 3 and one.closed.is_set() and other.closed.is_set()
+    assert writer.lost == {"one": 0, "other": 0}
+
+
+def test_a_sink_works_in_the_context_it_was_opened_in():
+    setting, seen = ContextVar("setting", default="default"), []
+    sink = Keeps()
+    sink.write = lambda trace: seen.append(setting.get())
+    setting.set("changed")
+    writer = TraceWriter({"one": sink})
+    writer(a_trace())
+    writer.close()
+    assert seen == ["changed"]
+
+
+def test_a_sink_that_fails_is_given_up_and_counted_and_the_others_go_on(caplog):
+    bad, good = Keeps(fails=True), Keeps()
+    writer = TraceWriter({"bad": bad, "good": good})
+    for _ in range(MAX_FAILURES + 3):
+        writer(a_trace())
+    writer.close()
+    assert len(good.taken) == MAX_FAILURES + 3
+    assert bad.tried == MAX_FAILURES and writer.lost["bad"] == MAX_FAILURES + 3
+    assert f"{MAX_FAILURES + 3} traces did not reach bad" in caplog.text and "out of reach" in caplog.text
+
+
+def test_a_sink_that_hangs_loses_traces_but_nobody_waits_for_it(caplog):
+    hanging, begun, go_on = Keeps(), threading.Event(), threading.Event()
+
+    def write(trace):
+        begun.set()
+        go_on.wait(60)
+
+    hanging.write = write
+    writer = TraceWriter({"slow": hanging}, room=2)
+    writer(a_trace())
+    begun.wait(60)
+    for _ in range(5):
+        writer(a_trace())
+    assert writer.lost == {"slow": 3}
+    writer.close(patience=0.0)
+    assert "5 traces did not reach slow" in caplog.text
+    go_on.set()
+    assert hanging.closed.wait(60)
+
+
+async def test_without_sinks_there_is_no_tracer(tmp_path: Path):
+    async with open_tracer(TraceConfig(), RunFolder(tmp_path)) as tracer:
+        assert tracer is None
+
+
+async def test_a_tracer_writes_what_was_traced_before_it_closes(tmp_path: Path):
+    folder = RunFolder(tmp_path)
+    async with open_tracer(TraceConfig(sinks=("files",), max_trajectories_per_step=1), folder) as tracer:
+        for rollout in range(2):
+            with tracer.trajectory(
+                trajectory_id=f"t-{rollout}", group_id="t", step=1, sample=0, rollout=rollout, validate=False
+            ):
+                pass
+    assert [record["trajectory_id"] for record in read_records(folder.traces)] == ["t-0"]
+
+
+def test_a_sink_whose_package_is_missing_is_a_message(tmp_path: Path, monkeypatch):
+    def missing(name):
+        raise ImportError(f"No module named {name!r}")
+
+    monkeypatch.setattr(sinks.importlib, "import_module", missing)
+    with pytest.raises(ConfigError, match=r"weave is not installed.*pip install 'jax_agent_rl\[trace\]'"):
+        sinks.open_sinks(TraceConfig(sinks=("weave",)), RunFolder(tmp_path))
+
+
+def test_mlflow_shows_a_trace_with_its_spans(tmp_path: Path, monkeypatch):
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.chdir(tmp_path)
+    folder = RunFolder(tmp_path / "run")
+    (opened,) = sinks.open_sinks(TraceConfig(sinks=("mlflow",)), folder).values()
+    opened.write(a_trace())
+    opened.close()
+    assert (folder.path / "mlflow.db").is_file() and [p.name for p in tmp_path.iterdir()] == ["run"]
+    (found,) = mlflow.search_traces(return_type="list", filter_string="tags.rollout = '2'")
+    assert found.info.tags["step"] == "3" and found.info.tags["validate"] == "false" and found.info.tags["run"] == "run"
+    spans = {s.name: s for s in found.data.spans}
+    assert list(spans) == ["run train-3-1-2", "wait slot", "generate", "tool add", "reward sums"]
+    assert spans["tool add"].inputs == {"arguments": {"a": 1}} and spans["tool add"].outputs == {"observation": "Error"}
+    assert spans["tool add"].start_time_ns == EPOCH + 2 * SECOND
+    assert spans["generate"].span_type == "LLM" and spans["generate"].attributes["stop_reason"] == "eos"
+    assert spans["generate"].parent_id == spans["run train-3-1-2"].span_id
+    assert spans["reward sums"].status.status_code == "ERROR"
+
+
+def test_trackio_keeps_a_trace_with_its_spans(tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path))
+    trackio = pytest.importorskip("trackio")
+    logged = []
+
+    class Run:
+        def log(self, values, *, step):
+            logged.append((step, values["trace"]._to_dict(project="p", run="r")))
+
+        def finish(self):
+            logged.append("finished")
+
+    monkeypatch.setattr(trackio, "init", lambda project, **settings: Run())
+    (opened,) = sinks.open_sinks(TraceConfig(sinks=("trackio",)), RunFolder(tmp_path / "run")).values()
+    opened.write(a_trace())
+    opened.close()
+    (step, made), end = logged
+    assert step == 3 and end == "finished" and made["messages"][1] == {"role": "assistant", "content": "3"}
+    assert made["metadata"]["rollout"] == "2" and made["metadata"]["reward"] == 1.0
+    tool = made["spans"][3]
+    assert (tool["kind"], tool["parent_id"], tool["duration_ms"]) == ("tool", "0", 1000.0)
+    assert made["spans"][4]["status"] == "error"
+
+
+class FakeWeave(ThreadingHTTPServer):
+    """Answers what a Weave client asks, and keeps the calls it is sent."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Answers)
+        self.requests: list[tuple[str, dict]] = []
+
+    def calls(self) -> dict[str, dict]:
+        """Calls by what they are called."""
+        batches = (body["batch"] for path, body in self.requests if path.endswith("/calls/complete"))
+        return {call["display_name"]: call for batch in batches for call in batch}
+
+
+class _Answers(BaseHTTPRequestHandler):
+    def do_POST(self):
+        content = self.rfile.read(int(self.headers["Content-Length"]))
+        if self.headers["Content-Type"] == "application/json":  # files are not
+            self.server.requests.append((self.path, json.loads(content)))
+        if self.path == "/graphql":  # does the project exist?
+            self._send({"data": {"project": {"name": "project"}, "model": {"name": "project"}}})
+        else:
+            self._send({"digest": "d" * 43, "id": "i", "trace_id": "t", "res": []})
+
+    def do_GET(self):
+        self._send({"min_required_weave_python_version": "0.0.1"})
+
+    def _send(self, answer):
+        content = json.dumps(answer).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *args):
+        """Silent."""
+
+
+@pytest.fixture
+def weave_server():
+    server = FakeWeave()
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def test_weave_is_sent_a_call_for_each_span(tmp_path: Path, monkeypatch, weave_server):
+    address = f"http://127.0.0.1:{weave_server.server_port}"
+    for name, value in {
+        "WF_TRACE_SERVER_URL": address,
+        "WANDB_BASE_URL": address,
+        "WANDB_API_KEY": "k" * 40,
+        "WANDB_ERROR_REPORTING": "false",
+        "HOME": str(tmp_path),
+    }.items():
+        monkeypatch.setenv(name, value)
+    pytest.importorskip("weave")
+    config = TraceConfig(sinks=("weave",), project="team/project")
+    (opened,) = sinks.open_sinks(config, RunFolder(tmp_path / "run")).values()
+    opened.write(a_trace())
+    opened.close()
+    calls = weave_server.calls()
+    assert set(calls) == {"run train-3-1-2", "wait slot", "generate", "tool add", "reward sums"}
+    assert calls["tool add"]["parent_id"] == calls["run train-3-1-2"]["id"]
+    assert calls["tool add"]["inputs"] == {"arguments": {"a": 1}}
+    assert calls["generate"]["attributes"]["stop_reason"] == "eos" and calls["generate"]["attributes"]["step"] == "3"
+    assert "ValueError: no" in calls["reward sums"]["exception"]
+    began = datetime.datetime.fromisoformat(calls["tool add"]["started_at"])
+    assert began.timestamp() * SECOND == EPOCH + 2 * SECOND

@@ -1,0 +1,70 @@
+"""What is handed out: the wheel's content, and the extras that messages and pages promise."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from email import message_from_bytes
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+PACKAGES = ("jax_agent_rl", "gpu_backend")
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    """Built from a copy, tests and all, for a build writes beside what it builds."""
+    copy, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    ignore = shutil.ignore_patterns("__pycache__")
+    for folder in (*PACKAGES, "tests", "examples", "benchmarks", "launch", "docs", "docker", "third_party", "configs"):
+        shutil.copytree(ROOT / folder, copy / folder, ignore=ignore)
+    for file in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / file, copy)
+    program = f"from setuptools import build_meta; print(build_meta.build_wheel({str(out)!r}))"
+    subprocess.run([sys.executable, "-c", program], cwd=copy, check=True, capture_output=True)
+    (file,) = out.iterdir()
+    return zipfile.ZipFile(file)
+
+
+def test_it_holds_every_file_of_the_packages_and_nothing_else(wheel: zipfile.ZipFile):
+    files = {str(file.relative_to(ROOT)) for name in PACKAGES for file in (ROOT / name).rglob("*") if file.is_file()}
+    expected = {file for file in files if "__pycache__" not in file}
+    held = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    assert held == expected
+
+
+def test_it_is_marked_as_typed_and_carries_its_licence(wheel: zipfile.ZipFile):
+    names = wheel.namelist()
+    assert "jax_agent_rl/py.typed" in names
+    assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
+
+
+def test_its_command_and_extras_are_those_of_pyproject(wheel: zipfile.ZipFile):
+    (folder,) = {name.split("/")[0] for name in wheel.namelist() if ".dist-info/" in name}
+    metadata = message_from_bytes(wheel.read(f"{folder}/METADATA"))
+    assert set(metadata.get_all("Provides-Extra") or ()) == set(EXTRAS)
+    assert "jax-agent-rl = jax_agent_rl.cli:main" in wheel.read(f"{folder}/entry_points.txt").decode()
+
+
+def test_every_extra_that_a_message_page_or_script_names_exists():
+    texts = [
+        file
+        for folder in (*PACKAGES, "docs", "examples", "launch", "third_party", "docker")
+        for file in (ROOT / folder).rglob("*")
+        if file.suffix in {".py", ".md", ".sh", ".ipynb", ".Dockerfile"}
+    ]
+    named = {
+        (extra, str(file.relative_to(ROOT)))
+        for file in [*texts, ROOT / "README.md"]
+        for extras in re.findall(r"jax_agent_rl\[([a-z,-]+)\]", file.read_text())
+        for extra in extras.split(",")
+    }
+    assert len(named) > 10  # the pattern still finds them
+    assert {(extra, file) for extra, file in named if extra not in EXTRAS} == set()

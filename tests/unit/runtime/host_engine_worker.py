@@ -1,0 +1,68 @@
+"""One process of a run whose every process samples, for ``test_host_engines``: argv is a configuration and overrides.
+
+Process 0 prints, for every version and engine, what was sampled and the log-probs a plain forward pass gives it.
+"""
+
+import asyncio
+import functools
+import json
+import sys
+
+from jax_agent_rl.config import Config, load
+from jax_agent_rl.learner.step import Learner
+from jax_agent_rl.models.hf import load_config
+from jax_agent_rl.rollout.client import LLMServerClient
+from jax_agent_rl.rollout.manager import LLMServerManager
+from jax_agent_rl.rollout.protocol import GenerateRequest
+from jax_agent_rl.runtime.host_engines import join_hosts, make_host_engine, make_shelf
+from jax_agent_rl.runtime.learners import follow_run, make_learner
+from jax_agent_rl.runtime.multihost import LeadingLearner, initialize, leading
+from jax_agent_rl.runtime.publishers import make_publisher
+from jax_agent_rl.types import SamplingParams
+from tests.tiny import logprobs_of
+from tests.trajectories import random_groups
+
+PROMPT = (5, 6, 7, 8)
+GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+
+
+async def lead(config: Config) -> None:
+    model = load_config(config.model.path)
+    with leading() as line:
+        learner = make_learner(config, model, line=line)
+        shelf = make_shelf(config)
+        publisher = make_publisher(config, model, probe_ids=PROMPT, shelf=shelf)
+        client = LLMServerClient(decode_text=str)
+        manager = LLMServerManager(client)
+        try:
+            await manager.start({"host-0": functools.partial(make_host_engine, config, shelf)})
+            await join_hosts(manager)
+            for version in range(2):
+                if version:
+                    learner.update(random_groups(version, vocabulary=400))
+                await client.update_weights(await asyncio.to_thread(publisher.make, learner, version))
+                await show(client, learner, version)
+        finally:
+            await manager.close()
+
+
+async def show(client: LLMServerClient, learner: Learner | LeadingLearner, version: int) -> None:
+    for server in client.servers:
+        request = GenerateRequest(request_id=f"v{version}", prompt_ids=PROMPT, sampling=GREEDY)
+        output = await server.generate(request)
+        line = {"server": server.name, "versions": sorted(set(output.policy_versions)), "found": output.log_probs}
+        line["expected"] = logprobs_of(learner.params, PROMPT, output.token_ids).tolist()
+        line["recompilations"] = (await server.backend.metrics()).recompilations
+        print(json.dumps(line), flush=True)
+
+
+def main() -> None:
+    config = load(sys.argv[1], sys.argv[2:])
+    if initialize(config.learner.multihost):
+        follow_run(config)
+    else:
+        asyncio.run(lead(config))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""Which run folder a run gets, and whether it goes on from a checkpoint, with checkpoints elsewhere than in there."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+
+from jax_agent_rl.config import Config, load
+from jax_agent_rl.errors import CheckpointError
+from jax_agent_rl.learner.checkpoint import Checkpointer, complete_steps, cut_off_steps
+from jax_agent_rl.trainer.run import choose_run
+from tests.tiny_run import tiny_recipe
+
+
+def configured(folder: Path, **trainer: Any) -> Config:
+    return load(tiny_recipe(folder / "recipe", trainer=trainer), [f"run_dir={folder / 'run'}"])
+
+
+def saved(folder: Path, *steps: int) -> Path:
+    checkpointer = Checkpointer(folder, keep=5)
+    for step in steps:
+        checkpointer.save(step, {"x": jnp.ones(3)}, {})
+        checkpointer.wait()
+    checkpointer.close()
+    return folder
+
+
+def test_a_run_begins_in_an_empty_folder_of_checkpoints_and_does_not_resume_from_one(tmp_path: Path):
+    config = configured(tmp_path, checkpoint_dir=str(tmp_path / "bucket"))
+    assert choose_run(config, False) == choose_run(config, "if_any") == (tmp_path / "run", False)
+    with pytest.raises(CheckpointError, match="--resume: no complete checkpoint in .*bucket; start without --resume"):
+        choose_run(config, True)
+
+
+def test_checkpoints_of_another_run_are_not_written_over(tmp_path: Path):
+    config = configured(tmp_path, checkpoint_dir=str(saved(tmp_path / "bucket", 3, 5)))
+    with pytest.raises(CheckpointError, match=r"of steps \[3, 5\]\); go on from them with --resume, or choose another"):
+        choose_run(config, False)
+    assert choose_run(config, True) == choose_run(config, "if_any") == (tmp_path / "run", True)
+
+
+def test_a_checkpoint_whose_writing_was_cut_off_does_not_count(tmp_path: Path):
+    bucket = saved(tmp_path / "bucket", 3)
+    (bucket / "5.orbax-checkpoint-tmp").mkdir()
+    assert complete_steps(bucket) == [3] and cut_off_steps(bucket) == [5]
+    (tmp_path / "other" / "4.orbax-checkpoint-tmp-7").mkdir(parents=True)
+    config = configured(tmp_path, checkpoint_dir=str(tmp_path / "other"))
+    with pytest.raises(CheckpointError, match="; that of step 4 was cut off while it was written; start without --re"):
+        choose_run(config, True)
+
+
+def test_resuming_takes_the_run_folder_that_wrote_there(tmp_path: Path):
+    bucket = str(saved(tmp_path / "bucket", 3))
+    for name, folder in (("run", "/elsewhere"), ("run-2", bucket)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps({"trainer": {"checkpoint_dir": folder}}))
+    config = configured(tmp_path, checkpoint_dir=bucket)
+    assert choose_run(config, True) == (tmp_path / "run-2", True)
+
+
+def test_without_such_a_folder_auto_resume_begins_where_resume_fails(tmp_path: Path):
+    config = configured(tmp_path)
+    assert choose_run(config, "if_any") == (tmp_path / "run", False)
+    with pytest.raises(CheckpointError, match="no run with a checkpoint"):
+        choose_run(config, True)
+    saved(tmp_path / "run" / "checkpoints", 2)
+    assert choose_run(config, "if_any") == (tmp_path / "run", True)
