@@ -47,7 +47,11 @@ async def rollout(backend: JetStreamBackend, prompts: list[list[int]]) -> tuple[
 async def measure(batch: int) -> dict[str, float]:
     model, params = load_hf(fetch_quickstart_model())
     shapes = EngineShapes(
-        max_model_len=160, max_concurrent_decodes=batch, cache_rows=batch, decode_steps=16, prefill_buckets=(32, 128)
+        max_model_len=160,
+        max_concurrent_decodes=batch,
+        cache_tokens=batch * 160,
+        decode_steps=16,
+        prefill_buckets=(32, 128),
     )
     table = ProgramTable()
     score = DeterministicScorer(model, shapes, dtype="float32", table=table, temperature=1.0)

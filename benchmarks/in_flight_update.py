@@ -144,7 +144,7 @@ def main() -> None:
     shapes = EngineShapes(
         max_model_len=PROMPT + LONGEST,
         max_concurrent_decodes=LANES,
-        cache_rows=arguments.requests,
+        cache_tokens=arguments.requests * (PROMPT + LONGEST + 32),
         decode_steps=4,
         prefill_buckets=(128, 256),
     )

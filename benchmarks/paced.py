@@ -158,14 +158,14 @@ class PacedEngine(JaxEngine):
 
 
 class PacedBackend(JetStreamBackend):
-    """The JAX engine with :class:`PacedEngine`'s pace, with a lane and a row of cache for each of ``lanes``."""
+    """The JAX engine with :class:`PacedEngine`'s pace, with a lane and cache for each of ``lanes``."""
 
     def __init__(self, *, lanes: int, max_model_len: int, step_seconds: float) -> None:
         config, params = small_model()
         shapes = EngineShapes(
             max_model_len=max_model_len,
             max_concurrent_decodes=lanes,
-            cache_rows=lanes,
+            cache_tokens=lanes * (max_model_len + 32),
             decode_steps=DECODE_STEPS,
             prefill_buckets=(32, 64),
         )

@@ -98,7 +98,7 @@ async def soak(
             "step_seconds": 300.0,
         }
     )
-    report = Report()
+    report, before = Report(), set(tree(os.getpid()))
     async with ToolServer(settings) as server:
         connector = aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(server.url, connector=connector) as session:
@@ -118,8 +118,8 @@ async def soak(
                 await asyncio.gather(killing, return_exceptions=True)
             await _until_nothing_is_open(session)
             report.environments = await _environments(session)
-            servers = {os.getpid(), *server.worker_pids}
-            report.processes_left = len(set(tree(os.getpid())) - servers)
+            known = before | set(server.worker_pids)
+            report.processes_left = len(set(tree(os.getpid())) - known)
             report.descriptors = (report.descriptors[0], _descriptors(server))
             report.memory_mb = (report.memory_mb[0], _memory_mb(server))
     return report

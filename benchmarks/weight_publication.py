@@ -46,7 +46,9 @@ from jax_agent_rl.rollout.protocol import BackendMetrics, Capabilities, Health, 
 from jax_agent_rl.rollout.remote.client import RemoteBackend
 from jax_agent_rl.rollout.remote.server import RolloutServer
 
-SHAPES = EngineShapes(max_model_len=64, max_concurrent_decodes=2, cache_rows=2, decode_steps=4, prefill_buckets=(32,))
+SHAPES = EngineShapes(
+    max_model_len=64, max_concurrent_decodes=2, cache_tokens=128, decode_steps=4, prefill_buckets=(32,)
+)
 SHARED_MEMORY = Path("/dev/shm")
 
 
