@@ -132,7 +132,9 @@ class WeaveSink:
     """
 
     def __init__(self, *, project: str, run: str, most: int) -> None:
-        self._client = _package("weave").init(project, settings={"print_call_link": False, "capture_code": False})
+        # Left to itself, Weave wraps MCP's and OpenAI's clients: a call of theirs would fail when its server is away.
+        settings = {"print_call_link": False, "capture_code": False, "implicitly_patch_integrations": False}
+        self._client = _package("weave").init(project, settings=settings)
         self._run, self._most = run, most
 
     def write(self, trace: Trace) -> None:

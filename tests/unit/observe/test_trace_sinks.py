@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import sys
 import threading
 from contextvars import ContextVar
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -224,7 +225,9 @@ def weave_server():
     server.server_close()
 
 
-def test_weave_is_sent_a_call_for_each_span(tmp_path: Path, monkeypatch, weave_server):
+@pytest.fixture
+def open_weave(tmp_path: Path, monkeypatch, weave_server):
+    pytest.importorskip("weave")
     address = f"http://127.0.0.1:{weave_server.server_port}"
     for name, value in {
         "WF_TRACE_SERVER_URL": address,
@@ -234,9 +237,14 @@ def test_weave_is_sent_a_call_for_each_span(tmp_path: Path, monkeypatch, weave_s
         "HOME": str(tmp_path),
     }.items():
         monkeypatch.setenv(name, value)
-    pytest.importorskip("weave")
+    # What MCP's own OpenTelemetry spans of later tests would be sent to, long after this server is gone.
+    monkeypatch.setattr("weave.trace.weave_init._setup_conversation_tracing", lambda *project: None)
     config = TraceConfig(sinks=("weave",), project="team/project")
-    (opened,) = sinks.open_sinks(config, RunFolder(tmp_path / "run")).values()
+    return lambda: sinks.open_sinks(config, RunFolder(tmp_path / "run"))["weave"]
+
+
+def test_weave_is_sent_a_call_for_each_span(open_weave, weave_server):
+    opened = open_weave()
     opened.write(a_trace())
     opened.close()
     calls = weave_server.calls()
@@ -247,3 +255,11 @@ def test_weave_is_sent_a_call_for_each_span(tmp_path: Path, monkeypatch, weave_s
     assert "ValueError: no" in calls["reward sums"]["exception"]
     began = datetime.datetime.fromisoformat(calls["tool add"]["started_at"])
     assert began.timestamp() * SECOND == EPOCH + 2 * SECOND
+
+
+def test_weave_wraps_no_client_of_tools(open_weave):
+    """By default it replaces methods of packages already imported, and hooks the import of others."""
+    session = pytest.importorskip("mcp").ClientSession
+    open_weave().close()
+    assert session.call_tool.__module__ == session.__module__
+    assert not [finder for finder in sys.meta_path if type(finder).__module__.startswith("weave.integrations")]
