@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from jax_agent_rl.chat.media import MediaTokens
 from jax_agent_rl.conformance.models import ModelFolders, weight_files
@@ -21,6 +21,9 @@ from jax_agent_rl.conformance.subject import BASE, MIXED, OTHER, Subject
 from jax_agent_rl.conformance.updates import with_probe
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.rollout.protocol import RolloutBackend, WeightUpdate
+
+if TYPE_CHECKING:
+    from jax_agent_rl.models.quantized import EightBits
 
 BACKENDS = {
     "jetstream": "jax_agent_rl.conformance.subjects:jetstream",
@@ -46,6 +49,7 @@ class SubjectOptions:
         engine: the backend, by name, behind the server that is started, or in the Ray actor.
         brought: for ``jetstream``: the engine that ``rollout.jetstream.engine`` would name; None is the built-in one.
         quantize: ``rollout.jetstream.quantize`` of ``jetstream``; None: none.
+        kv_dtype: ``rollout.jetstream.kv_dtype`` of ``jetstream``; None: the weights' own.
     """
 
     folders: ModelFolders
@@ -57,7 +61,8 @@ class SubjectOptions:
     token: str | None = None
     engine: str = "jetstream"
     brought: str | None = None
-    quantize: Literal["int8", "fp8"] | None = None
+    quantize: EightBits | None = None
+    kv_dtype: EightBits | None = None
 
 
 def make_subject(backend: str, options: SubjectOptions) -> Subject:
@@ -167,7 +172,14 @@ def jetstream(options: SubjectOptions) -> Subject:
     def make() -> RolloutBackend:
         decode = decoder(tokenizer) if tokenizer else None
         return JetStreamBackend(
-            config, params, shapes, brought=brought, sight=sight, decode_text=decode, quantize=options.quantize
+            config,
+            params,
+            shapes,
+            brought=brought,
+            sight=sight,
+            decode_text=decode,
+            quantize=options.quantize,
+            kv_dtype=options.kv_dtype,
         )
 
     def payload(kind: str, which: str) -> Any:
