@@ -15,20 +15,23 @@ from jax_agent_rl.config import Config, ToolsConfig
 from jax_agent_rl.config_tree import build_tree
 from jax_agent_rl.environments import EnvironmentPools, load_environments
 from jax_agent_rl.tools.loading import open_tools
-from jax_agent_rl.types import FinishReason
+from jax_agent_rl.types import FinishReason, SamplingParams
 from tests.agent_stage import AgentStage, assert_token_exact
+from tests.tiny_chat import assert_exact, tiny_context
 from tests.unit.docs.pages import DOCS, ROOT, blocks, write_files
 
 PAGES = sorted((DOCS / "write").glob("*.md"))
 REQUIRED = {"run_dir": "runs/page", "model": {"path": "model"}, "data": {"train": "t.jsonl", "heldout": "h.jsonl"}}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_its_files_are_valid_and_its_programs_run_through(page: Path, tmp_path: Path):
+PROGRAMS = {page: "".join(b.text for b in blocks(page) if b.language == "python" and not b.title) for page in PAGES}
+
+
+@pytest.mark.parametrize(
+    "page, program", [(p, text) for p, text in PROGRAMS.items() if text], ids=lambda v: getattr(v, "stem", "")
+)
+def test_its_programs_run_through(page: Path, program: str, tmp_path: Path):
     write_files(page, tmp_path)
-    for file in tmp_path.glob("*.py"):
-        compile(file.read_text(), file, "exec")
-    program = "".join(b.text for b in blocks(page) if b.language == "python" and not b.title)
     environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
@@ -52,6 +55,21 @@ async def test_the_agent_looks_twice_and_only_what_it_sampled_is_trained_on(tmp_
     sampled = [token for token, own in zip(trajectory.response_ids, trajectory.response_mask, strict=True) if own]
     assert stage.codec.decode(sampled) == "It is 4.It is 3."
     assert "Check that" in stage.text(trajectory)
+
+
+async def test_the_client_is_handed_an_endpoint_that_records_its_ids(tmp_path: Path):
+    pytest.importorskip("uvicorn")
+    pytest.importorskip("openai")
+    write_files(DOCS / "write" / "agent.md", tmp_path)
+    load_agents(str(tmp_path / "client.py"))
+    row = {"prompt": [{"role": "user", "content": "what is one plus two"}], "data_source": "sums"}
+    async with tiny_context() as context:
+        loop = get_agent("client")(context)
+        sampling = SamplingParams(max_tokens=12, seed=1)
+        trajectory = await loop.run(row, trajectory_id="t", group_id="g", sampling=sampling)
+        await loop.close()
+        assert_exact(trajectory, context.client.servers[0].backend)
+    assert trajectory.num_turns == 1
 
 
 async def test_the_environment_plays_until_the_number_is_found(tmp_path: Path):

@@ -58,3 +58,10 @@ def test_a_version_stands_in_one_constraints_file_once():
         lines = [line for line in file.read_text().splitlines() if "==" in line and not line.startswith("#")]
         names = [name_of(line) for line in lines if ";" not in line]
         assert len(names) == len(set(names)), file.name
+
+
+def test_every_extra_is_explained_where_installing_is():
+    page = (ROOT / "docs" / "index.md").read_text()
+    rows = [line.split("|")[1:] for line in page.splitlines() if line.startswith("| `")]
+    named = {word for row in rows for cell in row for word in re.findall(r"`([\w-]+)`", cell)}
+    assert set(PROJECT["optional-dependencies"]) - named == set()
