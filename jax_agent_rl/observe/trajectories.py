@@ -16,7 +16,11 @@ INSERTED = "cyan"
 PROMPT = "dim"
 LEGEND = "legend: [dim]prompt[/] · [bold green]«sampled by the policy»[/] · [cyan]inserted (tool results, template)[/]"
 
-_CONTROLS = {code: f"\\x{code:02x}" for code in (*range(9), *range(11, 32), *range(127, 160))}
+_CONTROLS = (*range(9), *range(11, 32), *range(127, 160))
+_UNSEEN = (0xAD, *range(0x200B, 0x2010), *range(0x2028, 0x202F), *range(0x2060, 0x206A), 0xFEFF)
+"""Without width, or turning the text around them: the page of ``jax-agent-rl report`` spells out the same ones."""
+_SURROGATES = range(0xD800, 0xE000)  # no terminal takes them
+_SPELT = {code: f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}" for code in (*_CONTROLS, *_UNSEEN, *_SURROGATES)}
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -82,12 +86,16 @@ def render(
         for style, part in groupby(span, key=lambda at: style_of(record, at)):
             body.append(visible(decode([ids[at] for at in part])), style)
         body.append("»", SAMPLED)
-    return Panel(Group(_facts(record), body), title=title or record["trajectory_id"], title_align="left")
+    heading = Text(visible(title or record["trajectory_id"]))
+    return Panel(Group(_facts(record), body), title=heading, title_align="left")
 
 
 def visible(text: str) -> str:
-    """Text whose control characters are written out: what a model writes must not steer the terminal."""
-    return text.translate(_CONTROLS)
+    """Text whose control characters, direction marks and characters without width are written out.
+
+    What models, tools and rows say must not steer the terminal, nor hide or turn what stands beside it.
+    """
+    return text.translate(_SPELT)
 
 
 def _facts(record: Mapping[str, Any]) -> Text:
@@ -101,7 +109,7 @@ def _facts(record: Mapping[str, Any]) -> Text:
         + f"  end {record['finish_reason']}  sampled {sum(record['response_mask'])} of "
         f"{len(record['response_ids'])} response tokens"
     )
-    return Text(facts, style="italic")
+    return Text(visible(facts), style="italic")
 
 
 def best_and_worst(records: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
