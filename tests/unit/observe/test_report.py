@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jax_agent_rl.errors import ConfigError, DataError
-from jax_agent_rl.observe.metrics import trajectory_record
+from jax_agent_rl.observe.metrics import RunFolder, trajectory_record
 from jax_agent_rl.observe.report import command
 from jax_agent_rl.observe.report.charts import MOST_POINTS, charts, thinned
 from jax_agent_rl.observe.report.command import render_report, write_report
@@ -19,6 +20,7 @@ from jax_agent_rl.observe.report.page import page, to_json
 from jax_agent_rl.observe.report.timeline import LONGEST_PAUSE, TimeAxis, timeline
 from jax_agent_rl.observe.report.tokens import COLUMNS, Prompts, Vocabulary, facts, tokens
 from tests.report_runs import HOSTILE, data_of, decode, make_run, members, step_line
+from tests.trajectories import call, trajectory
 
 
 class Scripts(HTMLParser):
@@ -244,6 +246,14 @@ def test_what_a_model_wrote_stays_data(tmp_path: Path, monkeypatch):
 def test_json_in_the_page_ends_no_script_and_reads_as_it_was(text):
     made = to_json({"text": text})
     assert json.loads(made) == {"text": text} and not set("<>&\u2028\u2029") & set(made)
+
+
+def test_half_a_surrogate_pair_does_not_keep_the_page_from_being_written(tmp_path: Path):
+    run = make_run(tmp_path / "run")
+    bad = [[replace(call(error="unknown_tool"), name="\ud83d")]]
+    RunFolder(run).add_trajectories(4, "train", [trajectory([1], [4, 2, 9], mask=[1, 1, 0], calls=bad)])
+    _, trajectories, _ = Scripts(write_report(run).read_text(encoding="utf-8")).found
+    assert json.loads(trajectories)[-1]["turns"][0]["calls"][0]["name"] == "?"
 
 
 def test_numbers_that_are_no_json_are_refused():
