@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from jax_agent_rl.observe.records import is_number
+
 MOST_POINTS = 600
 """Of a line; more are drawn by the least and the greatest value of every stretch, so that no spike is lost."""
 _CHARTED_ELSEWHERE = ("kind", "step", "accounting", "finish_reasons", "tool_errors_by_kind", "staleness_histogram")
@@ -186,7 +188,7 @@ def _line(line: Line, metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any] | 
     points = [
         (float(r["step"]), *(float(r[key]) for key in keys))
         for r in metrics
-        if r["kind"] == line.kind and all(_is_number(r.get(key)) for key in keys)
+        if r["kind"] == line.kind and all(is_number(r.get(key)) for key in keys)
     ]
     if not points:
         return None
@@ -225,13 +227,9 @@ def _dropped(metrics: Iterable[Mapping[str, Any]]) -> dict[int, Mapping[str, flo
 def _further(metrics: Sequence[Mapping[str, Any]]) -> list[Chart]:
     """A chart for every number that none of :data:`CHARTS` shows."""
     shown = {key for chart in CHARTS for line in chart.lines for key in (line.key, *(line.band or ()))}
-    keys = dict.fromkeys(key for r in metrics if r["kind"] == "step" for key, v in r.items() if _is_number(v))
+    keys = dict.fromkeys(key for r in metrics if r["kind"] == "step" for key, v in r.items() if is_number(v))
     left = [key for key in keys if key not in shown and key not in _CHARTED_ELSEWHERE]
     return [Chart(title=key, hint="", lines=(Line(name=key, key=key),)) for key in sorted(left)]
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _short(value: float) -> float:

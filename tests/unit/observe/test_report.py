@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -9,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jax_agent_rl.errors import ConfigError, DataError
-from jax_agent_rl.observe.metrics import trajectory_record
+from jax_agent_rl.errors import ConfigError, DataError, StorageError
+from jax_agent_rl.observe.metrics import RunFolder, trajectory_record
 from jax_agent_rl.observe.report import command
 from jax_agent_rl.observe.report.charts import MOST_POINTS, charts, thinned
 from jax_agent_rl.observe.report.command import render_report, write_report
@@ -19,6 +20,7 @@ from jax_agent_rl.observe.report.page import page, to_json
 from jax_agent_rl.observe.report.timeline import LONGEST_PAUSE, TimeAxis, timeline
 from jax_agent_rl.observe.report.tokens import COLUMNS, Prompts, Vocabulary, facts, tokens
 from tests.report_runs import HOSTILE, data_of, decode, make_run, members, step_line
+from tests.trajectories import call, trajectory
 
 
 class Scripts(HTMLParser):
@@ -208,14 +210,38 @@ def test_a_damaged_run_has_a_report_that_says_what_is_missing(tmp_path: Path):
     run = make_run(tmp_path / "run")
     (run / "config.json").write_text("{")
     (run / "summary.json").write_text("[1")
-    with (run / "trajectories.jsonl").open("a") as stream:
-        stream.write('{"step": 9, "split": "train", "group_id": "g", "reward": 0.5, "turns": []}\n{"cut of')
+    with (run / "trajectories.jsonl").open("ab") as stream:
+        stream.write(b'{"step": 9, "split": "train", "group_id": "g", "reward": 0.5, "turns": []}\n17\n\xff\n{"cut of')
+    with (run / "metrics.jsonl").open("a") as stream:
+        stream.write('{"kind": "step"}\n{"kind": "evaluation", "step": 3}\n')
+        stream.write(json.dumps(step_line(4, reward_mean=float("nan"))) + "\n")
+    with (run / "traces.jsonl").open("a") as stream:
+        stream.write('{"trajectory_id": "t", "step": 1, "spans": []}\n')
     data = data_of(run)
-    assert len(data.trajectories) == 12 and data.total == 13
+    assert len(data.trajectories) == data.total == 12
     notes = " ".join(data.notes)
     assert "config.json cannot be read" in notes and "summary.json cannot be read" in notes
-    assert "1 trajectories are left out: another version" in notes
+    assert "trajectories.jsonl: 3 (cut off or damaged)" in notes
+    for file in ("trajectories.jsonl", "metrics.jsonl", "traces.jsonl"):
+        assert f"{file}: 1 (written by another version of the program)" in notes
     assert "tokens are shown as ids" in render_report(data)
+
+
+@pytest.mark.parametrize("config", [[], {}, {"model": None}, {"model": 3, "trainer": []}, {"model": {"path": 7}}])
+def test_a_configuration_of_another_shape_is_said_and_harms_nothing(tmp_path: Path, config):
+    run = make_run(tmp_path / "run")
+    (run / "config.json").write_text(json.dumps(config))
+    assert "tokens are shown as ids" in render_report(data_of(run))
+
+
+@pytest.mark.parametrize("out", ["folder", "file/report.html"])
+def test_a_place_that_cannot_be_written_is_said_with_what_helps(tmp_path: Path, out: str):
+    run = make_run(tmp_path / "run")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match=rf"{out} could not be written .*; choose another file with --out$"):
+        write_report(run, tmp_path / out)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder", "run"]
 
 
 def test_of_many_trajectories_every_step_keeps_its_best_and_worst(tmp_path: Path):
@@ -244,6 +270,14 @@ def test_what_a_model_wrote_stays_data(tmp_path: Path, monkeypatch):
 def test_json_in_the_page_ends_no_script_and_reads_as_it_was(text):
     made = to_json({"text": text})
     assert json.loads(made) == {"text": text} and not set("<>&\u2028\u2029") & set(made)
+
+
+def test_half_a_surrogate_pair_does_not_keep_the_page_from_being_written(tmp_path: Path):
+    run = make_run(tmp_path / "run")
+    bad = [[replace(call(error="unknown_tool"), name="\ud83d")]]
+    RunFolder(run).add_trajectories(4, "train", [trajectory([1], [4, 2, 9], mask=[1, 1, 0], calls=bad)])
+    _, trajectories, _ = Scripts(write_report(run).read_text(encoding="utf-8")).found
+    assert json.loads(trajectories)[-1]["turns"][0]["calls"][0]["name"] == "?"
 
 
 def test_numbers_that_are_no_json_are_refused():
