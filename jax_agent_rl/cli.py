@@ -17,6 +17,8 @@ from jax_agent_rl.commandline import Overrides, Panel, command
 from jax_agent_rl.config_help.command import register as register_config
 from jax_agent_rl.doctor.command import register as register_doctor
 from jax_agent_rl.evaluate.command import register as register_eval
+from jax_agent_rl.observe.filters import Colour, Sort, Split
+from jax_agent_rl.reasons import FinishReason, StopReason
 from jax_agent_rl.runtime.command import register as register_servers
 
 app = typer.Typer(
@@ -81,24 +83,32 @@ def train(
     Panel.LOOK,
     "view runs/quickstart --sort worst --limit 3",
     "view runs/quickstart --split heldout --step 8",
+    "view runs/quickstart --tool-error any --min-step 10 --text calculator",
     "view runs/tree --tree",
 )
 def view(
     run: Annotated[Path, typer.Argument(help="A run folder.")],
-    split: Annotated[str | None, typer.Option(help="Only 'train' or 'heldout'.")] = None,
+    split: Annotated[Split | None, typer.Option(help="Only 'train' or 'heldout'.")] = None,
     step: Annotated[int | None, typer.Option(help="Only this step.")] = None,
+    min_step: Annotated[int | None, typer.Option(help="Only steps from this one on.")] = None,
+    max_step: Annotated[int | None, typer.Option(help="Only steps up to this one.")] = None,
     min_reward: Annotated[float | None, typer.Option(help="Only rewards of at least this.")] = None,
     max_reward: Annotated[float | None, typer.Option(help="Only rewards of at most this.")] = None,
     tool_error: Annotated[
         str | None, typer.Option(help="Only with this kind of tool error (timeout, …), 'any', or 'none'.")
     ] = None,
-    finish_reason: Annotated[str | None, typer.Option(help="Only trajectories that ended so (answer, …).")] = None,
-    stop_reason: Annotated[str | None, typer.Option(help="Only with a turn that ended so (eos, length, …).")] = None,
-    sort: Annotated[str, typer.Option(help="'time', 'best' or 'worst' first.")] = "time",
-    limit: Annotated[int, typer.Option(help="How many to show (the last ones).")] = 5,
+    finish_reason: Annotated[
+        FinishReason | None, typer.Option(help="Only trajectories that ended so (answer, …).")
+    ] = None,
+    stop_reason: Annotated[
+        StopReason | None, typer.Option(help="Only with a turn that ended so (eos, length, …).")
+    ] = None,
+    text: Annotated[str | None, typer.Option(help="Only with this in the response, or in the id; in any case.")] = None,
+    sort: Annotated[Sort, typer.Option(help="'time', 'best' or 'worst' first.")] = "time",
+    limit: Annotated[int, typer.Option(min=1, help="How many to show (the last ones).")] = 5,
     whole_prompt: Annotated[bool, typer.Option("--whole-prompt", help="Show prompts in full.")] = False,
     tree: Annotated[bool, typer.Option("--tree", help="Show groups as trees of turns, with rewards.")] = False,
-    color: Annotated[str, typer.Option(help="Colour tokens by 'mask', 'logprob', 'advantage' or 'version'.")] = "mask",
+    color: Annotated[Colour, typer.Option(help="What the colour of sampled tokens shows.")] = "mask",
 ) -> None:
     """Show a run's trajectories in the terminal: sampled and inserted tokens told apart."""
     from jax_agent_rl.observe.filters import TrajectoryFilter
@@ -107,11 +117,14 @@ def view(
     wanted = TrajectoryFilter(
         split=split,
         step=step,
+        min_step=min_step,
+        max_step=max_step,
         min_reward=min_reward,
         max_reward=max_reward,
         tool_error=tool_error,
         finish_reason=finish_reason,
         stop_reason=stop_reason,
+        text=text,
     )
     view_run(run, wanted, sort=sort, limit=limit, whole_prompt=whole_prompt, trees=tree, colour=color)
 

@@ -11,6 +11,8 @@ from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.text import Text
 
+from jax_agent_rl.observe.filters import Colour
+
 SAMPLED = "bold green"
 INSERTED = "cyan"
 PROMPT = "dim"
@@ -25,21 +27,24 @@ _SPELT = {code: f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}" for code in
 Decode = Callable[[Sequence[int]], str]
 
 
-COLOURS: dict[str, Callable[[Mapping[str, Any], int], str]] = {
+COLOURS: dict[Colour, Callable[[Mapping[str, Any], int], str]] = {
     "mask": lambda record, at: SAMPLED,
     "logprob": lambda record, at: _of_logprob(record["rollout_logprobs"][at]),
     "advantage": lambda record, at: _of_advantage((record.get("advantages") or {at: None})[at]),
     "version": lambda record, at: _VERSIONS[record["policy_versions"][at] % len(_VERSIONS)],
+    "gap": lambda record, at: _of_gap(record["rollout_logprobs"][at], (record.get("old_logprobs") or {at: None})[at]),
 }
 """What the style of a sampled token says: a function of the record and of the token's place in the response."""
 
-LEGENDS = {
+LEGENDS: dict[Colour, str] = {
     "mask": LEGEND,
     "logprob": "legend: probability of «sampled» tokens  [green]over 0.9[/] · [yellow]over 0.5[/] · "
     "[dark_orange]over 0.1[/] · [bold red]less[/]",
     "advantage": "legend: advantage of «sampled» tokens  [bold blue]above 0, made likelier[/] · "
     "[bold dark_orange]below 0, made less likely[/] · [dim]0, or not trained on[/]",
     "version": "legend: a colour for each version of the weights that sampled «tokens»",
+    "gap": "legend: nats between engine and learner on «sampled» tokens  [green]under 0.01[/] · [yellow]under 0.1[/] · "
+    "[dark_orange]under 1[/] · [bold red]more[/] · [dim]not scored by the learner[/]",
 }
 
 _VERSIONS = ("blue", "dark_orange", "green", "red", "magenta", "cyan", "yellow", "white")
@@ -54,13 +59,20 @@ def _of_advantage(value: float | None) -> str:
     return "dim" if not value else "bold blue" if value > 0 else "bold dark_orange"
 
 
+def _of_gap(engine: float, learner: float | None) -> str:
+    if learner is None:
+        return "dim"
+    bounds = ((0.01, "green"), (0.1, "yellow"), (1.0, "dark_orange"))
+    return next((style for most, style in bounds if abs(engine - learner) < most), "bold red")
+
+
 def render(
     record: Mapping[str, Any],
     decode: Decode,
     *,
     title: str = "",
     whole_prompt: bool = False,
-    colour: str = "mask",
+    colour: Colour = "mask",
 ) -> RenderableType:
     """One trajectory record (a line of ``trajectories.jsonl``) as a panel.
 

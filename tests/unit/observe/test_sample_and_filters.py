@@ -77,6 +77,11 @@ def records():
     [
         ({}, range(8)),
         ({"step": 2}, range(4, 8)),
+        ({"min_step": 2}, range(4, 8)),
+        ({"max_step": 1}, range(4)),
+        ({"text": "HELLO", "step": 1}, [0, 1]),
+        ({"text": "g-3"}, [3, 7]),
+        ({"text": "question"}, []),  # stands in prompts alone
         ({"split": "heldout"}, []),
         ({"min_reward": 0.25}, [0, 3, 4, 7]),
         ({"max_reward": -0.5}, [2, 6]),
@@ -91,7 +96,7 @@ def records():
 )
 def test_filters_hold_together(wanted, numbers):
     keep = TrajectoryFilter(**wanted)
-    assert [n for n, record in enumerate(records()) if keep(record)] == list(numbers)
+    assert [n for n, record in enumerate(records()) if keep(record, decode)] == list(numbers)
 
 
 @pytest.mark.parametrize("wrong", [{"split": "test"}, {"finish_reason": "done"}, {"stop_reason": "eso"}])
