@@ -1,5 +1,6 @@
 """The report in a real browser: it opens, loads nothing, shows, filters, colours, and lets nothing out of its texts."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -155,6 +156,24 @@ def test_colours_say_what_the_mode_says(page):
     sampled, inserted = seen["mask"][0], seen["mask"][2]
     assert sampled != inserted and seen["mask"] == [sampled, sampled, inserted, sampled, sampled]
     assert all(seen[mode][2] == "" for mode in ("log-prob", "advantage", "version", "gap"))
+
+
+def test_a_gap_that_rounding_would_make_is_hardly_painted(browser, tmp_path: Path):
+    run = make_run(tmp_path / "run")
+    first, *others = (run / "trajectories.jsonl").read_text().splitlines()
+    near = json.loads(first) | {
+        "rollout_logprobs": [-0.1234995, -0.7, 0.0, -1.0, -1.0],
+        "old_logprobs": [-0.1235005, -0.7, 0.0, -1.0, -1.0],
+    }
+    (run / "trajectories.jsonl").write_text("\n".join([json.dumps(near), *others]) + "\n")
+    page = Page(browser, write_report(run).as_uri() + "#trajectory=train-1-0-0")
+    page.tab.get_by_role("button", name="gap", exact=True).click()
+    spans = page.tab.locator(".turn:not(:first-of-type) .toks span")
+    painted = spans.evaluate_all("all => all.map((one) => one.style.background)")
+    assert painted[0] == painted[1] and "0%" in painted[0]
+    spans.first.hover()
+    assert "(gap 1.0e-6)" in page.texts("#tip")[0]
+    assert page.troubles == []
 
 
 def test_a_mode_without_numbers_is_off(page):

@@ -151,6 +151,15 @@ def test_a_token_keeps_its_text_log_prob_advantage_and_version():
     assert [(turn["s"], turn["i"]) for turn in made["turns"]] == [(2, 1), (2, 0)]
 
 
+def test_a_gap_is_that_of_the_recorded_values_also_where_rounding_parts_or_joins_them():
+    engine, learner = [-0.1234995, -0.7, 0.0, -1.0, -1.0004], [-0.1235005, -0.7, 0.0, None, -0.9996]
+    vocabulary = Vocabulary(decode)
+    record = records_of()[0] | {"rollout_logprobs": engine, "old_logprobs": learner}
+    made = tokens(record, vocabulary, Prompts(vocabulary))
+    assert (made["l"][0], made["o"][0]) == (-123, -124) and (made["l"][3], made["o"][3]) == (-1000, -1000)
+    assert made["g"] == [1e-6, 0, None, 8e-4]
+
+
 def test_an_advantage_that_all_tokens_share_is_one_number_also_if_it_is_zero():
     vocabulary = Vocabulary(decode)
     record = records_of()[0]
