@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from jax_agent_rl.errors import ConfigError, DataError, StorageError
 from jax_agent_rl.observe.metrics import RunFolder, trajectory_record
-from jax_agent_rl.observe.report import command
+from jax_agent_rl.observe.report import choosing, command
 from jax_agent_rl.observe.report.charts import MOST_POINTS, charts, thinned
+from jax_agent_rl.observe.report.choosing import MOST_TOKENS, Fact, choose
 from jax_agent_rl.observe.report.command import render_report, write_report
 from jax_agent_rl.observe.report.forest import forest
 from jax_agent_rl.observe.report.page import page, to_json
@@ -258,7 +259,55 @@ def test_of_many_trajectories_every_step_keeps_its_best_and_worst(tmp_path: Path
     assert data.total == 24 and len(data.trajectories) == 12
     for step in range(1, 7):
         assert [r["reward"] for r in data.trajectories if r["step"] == step] == [1.0, -1.0]
-    assert "12 of 24 trajectories are shown" in data.notes[0]
+    assert (
+        "12 of 24 trajectories are shown, from 6 of 6 steps" in data.notes[0] and "--most shows more" in data.notes[0]
+    )
+
+
+def test_few_trajectories_of_many_steps_are_from_steps_equally_far_apart(tmp_path: Path):
+    data = data_of(make_run(tmp_path / "run", steps=9), most=7)
+    assert [r["step"] for r in data.trajectories] == [1, 1, 5, 5, 9, 9]
+    assert "6 of 36 trajectories are shown, from 3 of 9 steps" in data.notes[0]
+
+
+def a_fact(step: int, *, split: str = "train", group: str = "g", tokens: int = 10, reward: float = 0.0) -> Fact:
+    return Fact(split=split, step=step, group=group, reward=reward, prompt=5, tokens=tokens)
+
+
+@given(st.lists(st.integers(1, 12), min_size=1, max_size=40), st.integers(1, 60))
+def test_no_more_are_chosen_than_were_asked_for(sizes, most):
+    facts = [a_fact(step, split=("train", "heldout")[step % 2]) for step, size in enumerate(sizes) for _ in range(size)]
+    places, is_full = choose(facts, most)
+    assert 1 <= len(places) <= most and not is_full
+    assert len(places) == min(most, len(facts)) or len(places) > most // 4
+
+
+def test_all_are_chosen_where_nothing_was_asked_for_or_there_are_no_more():
+    facts = [a_fact(1, tokens=MOST_TOKENS), *[a_fact(2)] * 9]
+    assert choose(facts, 0) == (set(range(10)), False)
+    assert choose(facts[1:], 9) == (set(range(9)), False)
+    assert choose([], 5) == (set(), False)
+
+
+def test_long_trajectories_are_fewer_but_there_is_one():
+    facts = [a_fact(step, tokens=MOST_TOKENS // 20, group=f"{step}") for step in range(10) for _ in range(8)]
+    places, is_full = choose(facts, 80)
+    assert is_full and 10 <= len(places) < 20
+    assert choose([a_fact(1, tokens=2 * MOST_TOKENS, reward=r) for r in (0, 1, 0)], 3) == ({1}, True)
+
+
+def test_a_prompt_counts_once_for_its_group():
+    alone, together = (
+        [a_fact(1, tokens=0, group=f"{n * k}")._replace(prompt=MOST_TOKENS // 2) for n in range(4)] for k in (1, 0)
+    )
+    assert choose(together, 4) == ({0, 1, 2, 3}, False) and choose(alone, 4).is_full
+
+
+def test_the_page_says_that_more_tokens_would_be_too_many(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(choosing, "MOST_TOKENS", 30)
+    data = data_of(make_run(tmp_path / "run"), most=12)
+    assert 1 <= len(data.trajectories) < 12 and "--most 0 shows all" in data.notes[0]
+    assert len(data_of(tmp_path / "run").trajectories) == 12
 
 
 # --- the page -------------------------------------------------------------------------------------------------------
