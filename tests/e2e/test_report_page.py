@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from jax_agent_rl.observe.metrics import RunFolder
 from jax_agent_rl.observe.report import command
 from jax_agent_rl.observe.report.command import write_report
-from tests.report_runs import HOSTILE, decode, make_run, open_browser
+from tests.report_runs import HOSTILE, decode, make_run, open_browser, step_line
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +79,21 @@ def test_pointing_at_a_step_shows_its_values_and_a_click_opens_its_trajectories(
     assert page.texts("#tip") == ["step 3"]
     page.tab.mouse.click(box["x"] + 0.98 * box["width"], box["y"] + 40)
     assert page.listed() == [f"train-3-0-{n}" for n in range(5)]
+
+
+def test_pointing_at_a_step_of_a_long_run_shows_a_value_in_every_chart(browser, tmp_path: Path):
+    folder = RunFolder(tmp_path / "run")
+    for step in range(1, 2001):
+        more = {"entropy": step * 7919 % 1009 / 1009, "loss": step * 6007 % 997 / 997, "kl": step * 523 % 499 / 499}
+        folder.add_metrics(step_line(step, **more))
+    page = Page(browser, write_report(folder.path).as_uri())
+    assert page.tab.locator("svg[aria-label='Tool errors'] rect").count() == 286
+    box = page.tab.locator(".card", has_text="Reward").first.locator("svg").bounding_box()
+    for place in (0.3, 0.5, 0.77):
+        page.tab.mouse.move(box["x"] + place * box["width"], box["y"] + 40)
+        values = page.texts(".pane > .charts .legend b")
+        assert len(values) >= 10 and "–" not in values
+    assert page.troubles == []
 
 
 def test_the_timeline_has_both_rows_and_the_traced_trajectories(page):

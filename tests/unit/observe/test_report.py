@@ -98,6 +98,28 @@ def test_thinning_keeps_the_extremes_the_order_and_few_points(values):
     assert {max(values), min(values)} <= {y for _, y in kept}
 
 
+def test_a_value_of_every_step_is_near_a_point_that_is_drawn():
+    steps = range(1, 5001)
+    metrics = [step_line(s, entropy=(s * 7919) % 1009 / 1009, reward_mean=(s * 104_729) % 997 / 997) for s in steps]
+    for line in [chart["lines"][0] for chart in charts(metrics) if chart["title"] in ("Entropy", "Reward")]:
+        assert len(line["x"]) < 700 and (line["x"][0], line["x"][-1]) == (1, 5000)
+        assert max(min(abs(s - x) for x in line["x"]) for s in steps) == line["reach"] <= 20
+
+
+def test_a_line_that_has_all_its_steps_has_no_value_between_them():
+    metrics = [step_line(step) for step in range(100, 1000, 100)]
+    assert all("reach" not in line for chart in charts(metrics) for line in chart["lines"])
+
+
+def test_bars_of_many_steps_are_sums_that_lose_nothing():
+    metrics = [step_line(s, tool_errors_by_kind={"timeout": s % 3, "raised": 1}) for s in range(1, 1001)]
+    (chart,) = [chart for chart in charts(metrics) if chart["title"] == "Tool errors"]
+    assert chart["every"] == 4 and chart["hint"].endswith("Each bar is the sum of 4 steps.")
+    bars = lines_of(chart)
+    assert sum(bars["raised"][1]) == 1000 and sum(bars["timeout"][1]) == sum(s % 3 for s in range(1, 1001))
+    assert bars["raised"] == ([*range(3, 1001, 4)], [4] * 250) and chart["lines"][0]["reach"] == 2
+
+
 # --- timeline -------------------------------------------------------------------------------------------------------
 
 
