@@ -75,7 +75,7 @@ def view(
 def report(
     run: Annotated[Path, typer.Argument(help="A run folder; the run may still be going on.")],
     out: Annotated[Path | None, typer.Option(help="File to write; default report.html in the run folder.")] = None,
-    most: Annotated[int, typer.Option(help="Most trajectories on the page, a sample of all steps; 0: all.")] = 2000,
+    most: Annotated[int, typer.Option(help="Most trajectories on the page, fewer if they are long; 0: all.")] = 2000,
 ) -> None:
     """Write a run as one HTML page: curves, timeline, and every trajectory token by token. It needs no network."""
     from jax_agent_rl.observe.report.command import write_report

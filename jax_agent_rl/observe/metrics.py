@@ -74,12 +74,16 @@ class RunFolder:
         )
 
     def cut_back(self, step: int, *, evaluated: int) -> None:
-        """Removes what was recorded after ``step``, and evaluations after step ``evaluated``: both are run again."""
+        """Removes what was recorded after ``step``, and evaluations after step ``evaluated``: both are run again.
+
+        So is the summary, for the run has not come to its end.
+        """
 
         def stays(record: Mapping[str, Any]) -> bool:
             held_out = record.get("kind") == "evaluation" or record.get("split") == "heldout" or record.get("validate")
             return record["step"] <= (evaluated if held_out else step)
 
+        self.summary.unlink(missing_ok=True)
         for file in (self.metrics, self.trajectories, self.traces):
             if file.exists():
                 write_atomically(

@@ -99,6 +99,7 @@ def _is_trajectory(record: Record) -> bool:
         and is_number(record["reward"])
         and record["finish_reason"] in tuple(FinishReason)
         and _all(record["turns"], _is_turn)
+        and _all(record["segments"], _is_trajectory)
     )
 
 

@@ -75,7 +75,7 @@ async def _train(
     path, resume = choose_run(config, resume)
     folder = RunFolder(path, keep_trajectories=config.trainer.keep_trajectories)
     config = config.model_copy(update={"run_dir": str(path)})
-    console.print(f"run folder: {path}", highlight=False)
+    console.print(f"run folder: {path}", highlight=False, markup=False)
     with Progress(console, total_steps=config.trainer.steps) as progress:
         progress.phase("starting")
         async with build(config, say=lambda text: progress.phase(text), line=line) as runtime:
@@ -219,8 +219,9 @@ def _conclude(
     _print_extremes(records, runtime, console)
     console.print(_headline(summary), highlight=False)
     if warnings := spoken(observed["warnings"]):
-        console.print(warnings, highlight=False, soft_wrap=True)
-    console.print(f"run folder:   {folder.path}\nreward plot:  {folder.plot}", highlight=False, soft_wrap=True)
+        console.print(warnings, highlight=False, markup=False, soft_wrap=True)
+    where = f"run folder:   {folder.path}\nreward plot:  {folder.plot}"
+    console.print(where, highlight=False, markup=False, soft_wrap=True)
     return summary
 
 

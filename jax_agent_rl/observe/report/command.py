@@ -26,7 +26,8 @@ def write_report(run: Path, out: Path | None = None, *, most: int = MOST) -> Pat
     Args:
         run: the run folder.
         out: the file; ``report.html`` in the run folder if None.
-        most: trajectories on the page, 0: all.
+        most: trajectories on the page, fewer where they are long (see :mod:`~jax_agent_rl.observe.report.choosing`);
+            0: all.
 
     Returns:
         The file.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.errors import DataError, ModelError
 from jax_agent_rl.observe.metrics import RunFolder
 from jax_agent_rl.observe.records import Records, metrics_of, traces_of, trajectories_of
-from jax_agent_rl.observe.sample import sample
+from jax_agent_rl.observe.report.choosing import MOST_TOKENS, Fact, choose
 from jax_agent_rl.observe.trajectories import Decode
 
 
@@ -46,7 +46,7 @@ def read_run(run: Path, *, most: int) -> RunData:
 
     Args:
         run: the folder.
-        most: trajectories to keep, spread over steps and splits; 0 keeps all.
+        most: trajectories to keep, see :func:`~jax_agent_rl.observe.report.choosing.choose`; 0 keeps all.
 
     Raises:
         DataError: it is no run folder: it holds neither metrics nor trajectories nor a configuration.
@@ -57,12 +57,7 @@ def read_run(run: Path, *, most: int) -> RunData:
     folder, notes = RunFolder(run), []
     metrics, traces = metrics_of(folder.metrics), traces_of(folder.traces)
     recorded = trajectories_of(folder.trajectories)
-    trajectories, total = _read_trajectories(recorded, most)
-    if total > len(trajectories):
-        notes.append(
-            f"{len(trajectories)} of {total} trajectories are shown: of every step the best, the worst, and others by "
-            "chance; --most raises the number"
-        )
+    trajectories, total = _read_trajectories(recorded, most, notes)
     data = RunData(
         name=run.resolve().name,
         config=_read_object(folder.config, notes),
@@ -97,27 +92,18 @@ def decoder(config: Mapping[str, Any], notes: list[str]) -> Decode:
     return lambda ids: codec.decode(ids, skip_special_tokens=False)
 
 
-def _read_trajectories(records: Records, most: int) -> tuple[list[dict[str, Any]], int]:
-    """Reads twice where there are more than are wanted, so that memory holds only those that are."""
-    facts = [(r["split"], r["step"], r["group_id"], r["reward"]) for r in records]
-    if not most or len(facts) <= most:
-        return list(records), len(facts)
-    wanted = _spread(facts, most)
-    return [record for place, record in enumerate(records) if place in wanted], len(facts)
-
-
-def _spread(facts: Sequence[tuple[str, int, str, float]], most: int) -> set[int]:
-    """Places of a sample with the same share of every step and split."""
-    parts: dict[tuple[str, int], list[int]] = {}
-    for place, (split, step, _, _) in enumerate(facts):
-        parts.setdefault((split, step), []).append(place)
-    share = max(2, most // len(parts))
-    reward: Callable[[int], float] = lambda place: facts[place][3]  # noqa: E731
-    group: Callable[[int], str] = lambda place: facts[place][2]  # noqa: E731
-    chosen: set[int] = set()
-    for (_, step), places in parts.items():
-        chosen.update(sample(places, share, reward=reward, group=group, seed=step))
-    return chosen
+def _read_trajectories(records: Records, most: int, notes: list[str]) -> tuple[list[dict[str, Any]], int]:
+    """Reads twice where not all are wanted, so that memory holds only those that are."""
+    facts = [Fact.of(record) for record in records]
+    choice = choose(facts, most)
+    if len(choice.places) < len(facts):
+        steps = len({facts[place].step for place in choice.places})
+        more = f"a page takes {MOST_TOKENS:,} tokens, --most 0 shows all" if choice.is_full else "--most shows more"
+        notes.append(
+            f"{len(choice.places)} of {len(facts)} trajectories are shown, from {steps} of "
+            f"{len({fact.step for fact in facts})} steps: the best and the worst of each, others by chance; {more}"
+        )
+    return [record for place, record in enumerate(records) if place in choice.places], len(facts)
 
 
 def _read_object(file: Path, notes: list[str]) -> dict[str, Any]:

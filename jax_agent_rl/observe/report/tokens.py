@@ -1,7 +1,8 @@
 """Trajectories for the page: every token with its text and numbers, in few bytes.
 
 A token is its place in a vocabulary that all trajectories share; masks are lengths of turns; log-probs are thousandths;
-versions are runs of equal ones. A page of thousands of trajectories so stays within some megabytes.
+versions are runs of equal ones. A token so takes about 25 bytes; :mod:`jax_agent_rl.observe.report.choosing` bounds how
+many there are.
 """
 
 from __future__ import annotations
@@ -105,8 +106,9 @@ def tokens(record: Mapping[str, Any], vocabulary: Vocabulary, prompts: Prompts) 
 
     Keys: ``p`` number of the prompt; ``t`` places of the response's ids; ``x`` texts by position, of tokens that are
     part of a character; ``turns`` as in the record; ``l``, ``o`` the engine's and the learner's log-probs of sampled
-    tokens in thousandths of a nat; ``a`` their advantages in thousandths, one number if all are equal; ``v`` versions
-    as ``[version, count]``; ``facts`` for people; ``segments`` the same of each segment.
+    tokens in thousandths of a nat; ``g`` how far the two are apart, in nats; ``v`` their versions as ``[version,
+    count]``; ``a`` advantages in thousandths, one number if all are equal; ``facts`` for people; ``segments`` the same
+    of each segment.
     """
     mine = [at for at, mask in enumerate(record["response_mask"]) if mask]
     known = record.get("advantages")
@@ -124,6 +126,7 @@ def tokens(record: Mapping[str, Any], vocabulary: Vocabulary, prompts: Prompts) 
         x=vocabulary.spanning(record["response_ids"]),
         a=advantages[0] if advantages and len(set(advantages)) == 1 else advantages or None,
         o=[_milli(old[at]) for at in mine] if old else None,
+        g=[_gap(record["rollout_logprobs"][at], old[at]) for at in mine] if old else None,
         segments=[tokens(segment, vocabulary, prompts) for segment in record["segments"]],
     )
 
@@ -155,6 +158,13 @@ def _facts(record: Mapping[str, Any]) -> dict[str, Any]:
 
 def _milli(value: float | None) -> int | None:
     return None if value is None or not math.isfinite(value) else round(1000 * value)
+
+
+def _gap(one: float | None, other: float | None) -> float | None:
+    """Of the values as they were recorded: rounding to thousandths may make a gap, or hide one."""
+    if one is None or other is None or not math.isfinite(one - other):
+        return None
+    return float(f"{abs(one - other):.2g}") or 0
 
 
 def _optional(**values: Any) -> dict[str, Any]:

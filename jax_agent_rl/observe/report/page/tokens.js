@@ -3,6 +3,7 @@
 const MODES = ["mask", "log-prob", "advantage", "version", "gap"];
 const FOLD = 500; // characters of a prompt before it is folded to its end
 const MOST_TOKENS = 4000; // of a block drawn at once
+const LEAST_GAP = 1e-3; // nats; where all gaps are smaller, none is painted at full strength
 
 function words(ids, spanning = {}) {
   return ids.map((place, i) => spanning[i] ?? index.vocabulary.texts[place]);
@@ -21,6 +22,7 @@ function blocks(made) {
         if (kind === "sampled") {
           token.logprob = milli(made.l[mine]);
           token.old = made.o ? milli(made.o[mine]) : null;
+          token.gap = made.g ? made.g[mine] : null;
           token.advantage = made.a === undefined ? null : milli(Array.isArray(made.a) ? made.a[mine] : made.a);
           token.version = versions[mine];
           mine++;
@@ -34,7 +36,6 @@ function blocks(made) {
 }
 
 const milli = (value) => (value === null || value === undefined ? null : value / 1000);
-const gap = (token) => (token.old === null || token.old === undefined ? null : Math.abs(token.logprob - token.old));
 const mix = (n, share) => `color-mix(in srgb, ${colour(n)} ${Math.round(100 * share)}%, transparent)`;
 
 function shade(token, mode, scale) {
@@ -45,7 +46,7 @@ function shade(token, mode, scale) {
     case "log-prob": return token.logprob === null ? "" : mix(3, 0.75 * Math.min(1, Math.sqrt(-token.logprob / 4)));
     case "advantage": return token.advantage === null ? "" : mix(token.advantage >= 0 ? 0 : 1, 0.08 + 0.6 * Math.min(1, Math.abs(token.advantage) / scale.advantage));
     case "version": return mix(token.version - scale.version, 0.35);
-    default: return gap(token) === null ? "" : mix(4, 0.8 * Math.min(1, gap(token) / scale.gap));
+    default: return token.gap === null ? "" : mix(4, 0.8 * Math.min(1, token.gap / scale.gap));
   }
 }
 
@@ -66,7 +67,7 @@ function scaleOf(found) {
   return {
     advantage: most(all.map((t) => (t.advantage === null || t.advantage === undefined ? null : Math.abs(t.advantage)))) || 1,
     version: Math.min(...all.map((t) => t.version).filter((v) => v !== undefined)),
-    gap: Math.max(1e-3, most(all.map(gap))),
+    gap: Math.max(LEAST_GAP, most(all.map((t) => t.gap))),
   };
 }
 
@@ -74,7 +75,7 @@ function tokenTip(token, x, y) {
   const pairs = [["id", token.id], ["position", token.at === undefined ? "prompt" : token.at], ["kind", token.kind]];
   if (token.kind === "sampled") {
     pairs.push(["log-prob", token.logprob === null ? "–" : `${token.logprob.toFixed(3)} (p = ${number(Math.exp(token.logprob), 2)})`]);
-    if (token.old !== null) pairs.push(["learner's", `${token.old.toFixed(3)} (gap ${number(gap(token), 2)})`]);
+    if (token.old !== null) pairs.push(["learner's", `${token.old.toFixed(3)} (gap ${number(token.gap, 2)})`]);
     pairs.push(["advantage", token.advantage === null ? "not trained on" : token.advantage.toFixed(3)], ["version", token.version]);
   }
   tip.show(x, y, el("span", { class: "text" }, quoted(token.text) || "(part of the character before)"), table(pairs));
