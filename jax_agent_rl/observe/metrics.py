@@ -119,6 +119,7 @@ def trajectory_record(
         {
             "sampled": len(turn.output.token_ids),
             "appended": len(turn.appended_ids),
+            "learn_appended": turn.learn_appended,
             "stop_reason": turn.output.stop_reason,
             "cached_tokens": turn.output.cached_tokens,
             "score": turn.score,

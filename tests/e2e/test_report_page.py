@@ -1,6 +1,7 @@
 """The report in a real browser: it opens, loads nothing, shows, filters, colours, and lets nothing out of its texts."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from jax_agent_rl.observe.metrics import RunFolder
 from jax_agent_rl.observe.report import command
 from jax_agent_rl.observe.report.command import write_report
 from tests.report_runs import HOSTILE, decode, make_run, open_browser, step_line
+from tests.trajectories import trajectory
 
 
 @pytest.fixture(scope="module")
@@ -190,6 +192,29 @@ def test_a_gap_that_rounding_would_make_is_hardly_painted(browser, tmp_path: Pat
     spans.first.hover()
     assert "(gap 1.0e-6)" in page.texts("#tip")[0]
     assert page.troubles == []
+
+
+def test_the_legend_says_what_was_trained_on(browser, tmp_path: Path):
+    run = make_run(tmp_path / "run")
+    learning = trajectory([1], [4, 2, 7, 8, 5], mask=[1, 1, 0, 0, 1], group="learning")
+    learning = replace(learning, turns=tuple(replace(turn, learn_appended=True) for turn in learning.turns))
+    learnt = {learning.trajectory_id: {"advantages": [0.5, 0.5, -1.0, 0.25, 0.5]}}
+    RunFolder(run).add_trajectories(1, "train", [learning], learnt=learnt)
+    address = write_report(run).as_uri() + "#trajectory="
+    sampled, inserted = "sampled by the policy ({}trained on)", "inserted: tool results, template"
+    for name, legend in {
+        "train-1-0-0": [sampled.format(""), inserted],
+        "train-1-0-3": [sampled.format("not "), inserted],
+        "learning-0": [sampled.format(""), inserted + " (trained on)"],
+    }.items():
+        page = Page(browser, address + name)
+        assert page.texts(".scale span") == legend and page.troubles == []
+    page.tab.get_by_role("button", name="advantage", exact=True).click()
+    page.tab.locator(".toks").nth(2).locator("span").first.hover()
+    tip = page.texts("#tip")[0].split("\n")
+    assert {"kind\tinserted", "advantage\t-1.000"} <= set(tip)
+    painted = page.tab.locator(".turn:not(:first-of-type) .toks span")
+    assert all(painted.evaluate_all("all => all.map((one) => one.style.background)"))
 
 
 def test_a_mode_without_numbers_is_off(page):

@@ -191,6 +191,18 @@ def test_an_advantage_that_all_tokens_share_is_one_number_also_if_it_is_zero():
     assert "a" not in tokens(record, vocabulary, Prompts(vocabulary))
 
 
+def test_observations_that_were_trained_on_have_their_advantages():
+    made = trajectory([1], [4, 2, 7, 8, 5], mask=[1, 1, 0, 0, 1])
+    made = replace(made, turns=tuple(replace(turn, learn_appended=True) for turn in made.turns))
+    learnt = {"advantages": [0.5, 0.5, -1.0, -2.0, 0.5], "old_logprobs": [-1.0] * 5}
+    record = trajectory_record(made, step=1, split="train", learnt=learnt)
+    vocabulary = Vocabulary(decode)
+    shown = tokens(record, vocabulary, Prompts(vocabulary))
+    assert shown["a"] == [500, 500, -1000, -2000, 500] and len(shown["l"]) == len(shown["o"]) == 3
+    assert [turn.get("learn") for turn in shown["turns"]] == [True, True]
+    assert dict(zip(COLUMNS, facts(record), strict=True))["advantage"] == -0.3
+
+
 def test_a_letter_of_two_tokens_is_shown_once():
     vocabulary = Vocabulary(decode)
     made = tokens(records_of()[3], vocabulary, Prompts(vocabulary))
