@@ -7,17 +7,22 @@ import functools
 import logging
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from jax_agent_rl.collect.command import register as register_rollout
-from jax_agent_rl.commandline import Overrides, Panel, command
+from jax_agent_rl.commandline import Overrides, Panel, command, key_completer
 from jax_agent_rl.config_help.command import register as register_config
 from jax_agent_rl.doctor.command import register as register_doctor
 from jax_agent_rl.evaluate.command import register as register_eval
+from jax_agent_rl.observe.command import register as register_look
 from jax_agent_rl.runtime.command import register as register_servers
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
 
 app = typer.Typer(
     help="Train language-model agents with reinforcement learning, JAX/TPU first. Begin with: jax-agent-rl "
@@ -26,6 +31,8 @@ app = typer.Typer(
     add_completion=True,
     pretty_exceptions_enable=False,
 )
+
+Dtype = Annotated[Literal["float32", "bfloat16", "float16"], typer.Option(help="Precision of the weights.")]
 
 
 @command(
@@ -76,62 +83,28 @@ def train(
         raise typer.Exit(EXIT_CODE) from None
 
 
+register_look(app)
+
+
+def _tool_server_settings() -> Mapping[str, type[BaseModel]]:
+    from jax_agent_rl.tools.server.settings import ToolServerSettings
+
+    return {"": ToolServerSettings}
+
+
 @command(
     app,
-    Panel.LOOK,
-    "view runs/quickstart --sort worst --limit 3",
-    "view runs/quickstart --split heldout --step 8",
-    "view runs/tree --tree",
+    Panel.SERVE,
+    "tool-server",
+    "tool-server port=5001 workers=4 tools=[python,search] search.corpus=passages.jsonl",
+    name="tool-server",
 )
-def view(
-    run: Annotated[Path, typer.Argument(help="A run folder.")],
-    split: Annotated[str | None, typer.Option(help="Only 'train' or 'heldout'.")] = None,
-    step: Annotated[int | None, typer.Option(help="Only this step.")] = None,
-    min_reward: Annotated[float | None, typer.Option(help="Only rewards of at least this.")] = None,
-    max_reward: Annotated[float | None, typer.Option(help="Only rewards of at most this.")] = None,
-    tool_error: Annotated[
-        str | None, typer.Option(help="Only with this kind of tool error (timeout, …), 'any', or 'none'.")
-    ] = None,
-    finish_reason: Annotated[str | None, typer.Option(help="Only trajectories that ended so (answer, …).")] = None,
-    stop_reason: Annotated[str | None, typer.Option(help="Only with a turn that ended so (eos, length, …).")] = None,
-    sort: Annotated[str, typer.Option(help="'time', 'best' or 'worst' first.")] = "time",
-    limit: Annotated[int, typer.Option(help="How many to show (the last ones).")] = 5,
-    whole_prompt: Annotated[bool, typer.Option("--whole-prompt", help="Show prompts in full.")] = False,
-    tree: Annotated[bool, typer.Option("--tree", help="Show groups as trees of turns, with rewards.")] = False,
-    color: Annotated[str, typer.Option(help="Colour tokens by 'mask', 'logprob', 'advantage' or 'version'.")] = "mask",
-) -> None:
-    """Show a run's trajectories in the terminal: sampled and inserted tokens told apart."""
-    from jax_agent_rl.observe.filters import TrajectoryFilter
-    from jax_agent_rl.observe.view import view_run
-
-    wanted = TrajectoryFilter(
-        split=split,
-        step=step,
-        min_reward=min_reward,
-        max_reward=max_reward,
-        tool_error=tool_error,
-        finish_reason=finish_reason,
-        stop_reason=stop_reason,
-    )
-    view_run(run, wanted, sort=sort, limit=limit, whole_prompt=whole_prompt, trees=tree, colour=color)
-
-
-@command(app, Panel.LOOK, "report runs/quickstart", "report runs/quickstart --out /tmp/report.html --most 200")
-def report(
-    run: Annotated[Path, typer.Argument(help="A run folder; the run may still be going on.")],
-    out: Annotated[Path | None, typer.Option(help="File to write; default report.html in the run folder.")] = None,
-    most: Annotated[int, typer.Option(help="Most trajectories on the page, a sample of all steps; 0: all.")] = 2000,
-) -> None:
-    """Write a run as one HTML page: curves, timeline, and every trajectory token by token. It needs no network."""
-    from jax_agent_rl.observe.report.command import write_report
-
-    print(write_report(run, out, most=most))
-
-
-@command(app, Panel.SERVE, "tool-server", "tool-server port=5000 workers=4 tools=[python,bm25]", name="tool-server")
 def tool_server(
     settings: Annotated[
-        list[str] | None, typer.Argument(help="Settings as key=value, e.g. port=5000 workers=4.")
+        list[str] | None,
+        typer.Argument(
+            help="Settings as key=value, e.g. port=5000 workers=4.", autocompletion=key_completer(_tool_server_settings)
+        ),
     ] = None,
     config: Annotated[Path | None, typer.Option(help="YAML file with the same keys.")] = None,
 ) -> None:
@@ -175,7 +148,7 @@ def prepare(
 def convert(
     source: Annotated[Path, typer.Argument(help="A GGUF file or a Hugging Face folder.")],
     target: Annotated[Path, typer.Argument(help="Folder to write.")],
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    dtype: Dtype = "float32",
 ) -> None:
     """Write a model as a Hugging Face folder (safetensors) in the named precision."""
     from jax_agent_rl.models.convert import convert as run
@@ -193,7 +166,7 @@ def convert(
 def export(
     run: Annotated[Path, typer.Argument(help="A run folder with a checkpoint.")],
     out: Annotated[Path, typer.Argument(help="Folder to write the Hugging Face model to.")],
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    dtype: Dtype = "float32",
     adapter: Annotated[bool, typer.Option("--adapter", help="Only the LoRA adapters, as PEFT loads them.")] = False,
     step: Annotated[int | None, typer.Option(help="This step's checkpoint, not the newest.")] = None,
 ) -> None:
@@ -251,6 +224,13 @@ def conformance(
         raise typer.Exit(1)
 
 
+def _simulated() -> Mapping[str, type[BaseModel]]:
+    from jax_agent_rl.config import Config
+    from jax_agent_rl.simulate.workload import Assumptions
+
+    return {"": Config, "assume.": Assumptions}
+
+
 @command(
     app,
     Panel.LOOK,
@@ -261,7 +241,10 @@ def simulate(
     config: Annotated[Path, typer.Argument(help="YAML configuration; its batch sizes count.")],
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(help="Config overrides; with 'assume.' before the key, of the assumptions: assume.steps=20."),
+        typer.Argument(
+            help="Config overrides; with 'assume.' before the key, of the assumptions: assume.steps=20.",
+            autocompletion=key_completer(_simulated),
+        ),
     ] = None,
     assume: Annotated[Path | None, typer.Option(help="YAML file of assumptions.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")] = False,

@@ -9,12 +9,15 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 import typer
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
 
 T = TypeVar("T")
 
@@ -58,22 +61,56 @@ def _shown(examples: Iterable[str]) -> str:
     return "\n\n".join(["Examples:", *lines])
 
 
-def complete_key(context: typer.Context, incomplete: str) -> list[tuple[str, str]]:
-    """Configuration keys that begin so, as ``key=``, each with what it says; after the ``=``, the values it may have.
+Completer = Callable[[typer.Context, str], list[tuple[str, str]]]
+"""From the command line so far and the word that is being typed to the words it may become, each with its help."""
+_SETTINGS = ("config", "settings", "overrides")  # parameters that take key=value
 
-    bash cuts words at ``=``: what is then completed is the value alone, and the key is the word before.
+
+def key_completer(models: Callable[[], Mapping[str, type[BaseModel]]]) -> Completer:
+    """Completes keys that begin so, as ``key=``, each with what it says; after the ``=``, the values it may have.
+
+    bash cuts words at ``=``: what is then completed is the ``=`` or the value alone, and the key is a word before.
+
+    Args:
+        models: by what stands before their keys, usually nothing; called when somebody completes.
     """
-    from jax_agent_rl.config import Config
-    from jax_agent_rl.config_tree import valid_keys
 
-    keys = valid_keys(Config)
-    key, equals, begun = incomplete.partition("=")
-    if equals:
-        return [(f"{key}={value}", "") for value in _values(Config, key.split(".")) if value.startswith(begun)]
-    before = next((word for word in reversed(context.params.get("overrides") or []) if word != "="), "")
-    if before in keys:
-        return [(value, "") for value in _values(Config, before.split(".")) if value.startswith(incomplete)]
-    return [(f"{name}=", text) for name, text in keys.items() if name.startswith(incomplete)]
+    def complete(context: typer.Context, incomplete: str) -> list[tuple[str, str]]:
+        from jax_agent_rl.config_tree import valid_keys
+
+        trees = {prefix: (model, valid_keys(model)) for prefix, model in models().items()}
+        texts = {f"{prefix}{key}": text for prefix, (_, keys) in trees.items() for key, text in keys.items()}
+        values = {f"{p}{key}": _values(model, key.split(".")) for p, (model, keys) in trees.items() for key in keys}
+        key, equals, begun = incomplete.partition("=")
+        if equals and key:
+            return [(f"{key}={value}", "") for value in values.get(key, ()) if value.startswith(begun)]
+        before = next((word for word in reversed(_words(context)) if word != "="), "")
+        if before in values:
+            return [(value, "") for value in values[before] if value.startswith(begun or key)]
+        return [(f"{name}=", text) for name, text in texts.items() if name.startswith(incomplete)]
+
+    return complete
+
+
+def _words(context: typer.Context) -> list[str]:
+    """What stands before the word that is completed, where settings may stand."""
+    given = (context.params.get(name) or () for name in _SETTINGS)
+    return [str(word) for value in given for word in (value if isinstance(value, list | tuple) else [value])]
+
+
+def _run_config() -> Mapping[str, type[BaseModel]]:
+    from jax_agent_rl.config import Config
+
+    return {"": Config}
+
+
+complete_key = key_completer(_run_config)
+"""Completes keys of a run's configuration."""
+
+
+def complete_config(context: typer.Context, incomplete: str) -> list[tuple[str, str]]:
+    """Completes a key where a file may stand, too: of nothing typed, and of what is no key, shells make file names."""
+    return complete_key(context, incomplete) if incomplete else []
 
 
 def _values(model: Any, path: list[str]) -> list[str]:
@@ -97,7 +134,12 @@ Overrides = Annotated[
     ),
 ]
 OptionalConfig = Annotated[  # a path would fold the slashes of key=http://…
-    str | None, typer.Argument(metavar="CONFIG", help="YAML configuration, e.g. configs/quickstart.yaml.")
+    str | None,
+    typer.Argument(
+        metavar="CONFIG",
+        help="YAML configuration, e.g. configs/quickstart.yaml.",
+        autocompletion=complete_config,
+    ),
 ]
 ModelOption = Annotated[
     Path | None, typer.Option("--model", help="Hugging Face folder to take in place of the configuration's model.")

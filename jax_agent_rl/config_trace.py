@@ -20,7 +20,8 @@ class TraceConfig(Section):
     )
     max_trajectories_per_step: Positive = Field(
         default=8,
-        description="Most trajectories traced of a step, and as many of an evaluation: those that start first.",
+        description="Most trajectories traced of a step, and as many of an evaluation: the whole groups that start "
+        "first; of a group that is larger, its first members.",
     )
     max_text_length: Positive = Field(default=4000, description="Characters kept of a text; of a longer one both ends.")
     project: str = Field(

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field, replace
@@ -162,8 +162,9 @@ class Tracer:
 
     Args:
         emit: takes a trace when its trajectory is over; must be quick and must not raise.
-        most_per_step: trajectories traced of a step, and as many of an evaluation: those that start first (rows are
-            shuffled, so no kind of row is preferred; a group's members start together, so groups are whole).
+        most_per_step: trajectories traced of a step, and as many of an evaluation: of the groups that start first
+            (rows are shuffled, so no kind of row is preferred) as many whole ones as that holds; where it holds none,
+            the first members of one.
         clock: nanoseconds, monotonic.
         wall: nanoseconds since the epoch.
     """
@@ -178,17 +179,24 @@ class Tracer:
     ) -> None:
         self._emit, self._most = emit, most_per_step
         self._clock, self._wall = clock, wall
-        self._chosen: Counter[tuple[bool, int]] = Counter()
+        self._chosen: defaultdict[tuple[bool, int], dict[str, int]] = defaultdict(dict)
 
     @contextlib.contextmanager
     def trajectory(
-        self, *, trajectory_id: str, group_id: str, step: int, sample: int, rollout: int, validate: bool
+        self,
+        *,
+        trajectory_id: str,
+        group_id: str,
+        group_size: int,
+        step: int,
+        sample: int,
+        rollout: int,
+        validate: bool,
     ) -> Iterator[OpenSpan | NoSpan]:
-        """Around one trajectory, see :class:`Trace`; its span is ``run``."""
-        if self._chosen[validate, step] >= self._most:
+        """Around one trajectory, see :class:`Trace`; its span is ``run``. Its group has ``group_size`` members."""
+        if rollout >= self._members(group_id, group_size, self._chosen[validate, step]):
             yield NO_SPAN
             return
-        self._chosen[validate, step] += 1
         record = _Record(clock=self._clock, epoch=self._wall() - self._clock())
         try:
             with OpenSpan(record, "run", trajectory_id, -1) as run:
@@ -205,6 +213,15 @@ class Tracer:
                     spans=record.close(),
                 )
             )
+
+    def _members(self, group_id: str, group_size: int, chosen: dict[str, int]) -> int:
+        """How many members of a group are traced; chooses it if there is room among those chosen of its step."""
+        if group_id not in chosen:
+            room = self._most - sum(chosen.values())
+            if group_size > room and chosen:
+                return 0
+            chosen[group_id] = min(group_size, room)
+        return chosen[group_id]
 
 
 @dataclass(kw_only=True, slots=True)

@@ -19,7 +19,7 @@ from typing import Any
 
 from jax_agent_rl.agents.episode import Episode
 from jax_agent_rl.agents.loop import AgentLoop, register_agent
-from jax_agent_rl.environments import LeasedEnvironment, environment_of
+from jax_agent_rl.environments import LeasedEnvironment, Observation, environment_of
 from jax_agent_rl.tools.truncate import truncate_text
 from jax_agent_rl.tracing import span
 from jax_agent_rl.types import FinishReason, SamplingParams, StopReason, Trajectory
@@ -63,8 +63,12 @@ class EnvironmentAgent(AgentLoop):
             if output.stop_reason is StopReason.LENGTH:
                 return FinishReason.RESPONSE_LENGTH
             began = time.perf_counter()
-            with span("tool", "environment"):
+            with span("tool", "environment") as traced:
+                if traced:
+                    traced.set(arguments={"reply": episode.messages[-1]["content"]})
                 observation = await environment.step(self.context.codec.parse_reply(output.token_ids))
+                if traced:
+                    traced.set(**_seen(observation))
             episode.add_metrics({"environment_seconds": time.perf_counter() - began, **observation.metrics})
             episode.record_calls(observation.tool_calls, seconds=sum(call.seconds for call in observation.tool_calls))
             episode.add_score(observation.score)
@@ -92,3 +96,11 @@ class EnvironmentAgent(AgentLoop):
             }
             for message in messages
         ]
+
+
+def _seen(observation: Observation) -> dict[str, Any]:
+    """What the trace of a step says about its outcome; of calls the environment ran itself, the first error."""
+    return {
+        "observation": "\n".join(message["content"] for message in observation.messages),
+        "tool_error": next((call.error for call in observation.tool_calls if call.error), None),
+    }

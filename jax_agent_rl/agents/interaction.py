@@ -69,6 +69,8 @@ class InteractionAgent(ToolAgent):
 async def _hear(episode: Episode, user: InteractionSession, more: bool) -> FinishReason | None:
     """The user's reply to the last turn; every turn is scored, also the last one."""
     with span("tool", "user") as traced:
+        if traced:
+            traced.set(arguments={"reply": episode.messages[-1]["content"]})
         reply = await user.reply(episode.messages)
         if traced:
             traced.set(observation=reply.text)

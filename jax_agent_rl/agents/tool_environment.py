@@ -148,9 +148,11 @@ class ToolEnvironment:
         began = time.perf_counter()
         sent = Action(trajectory_id=self._id, text=text, extra_fields=extra_fields)
         with span("tool", name) as traced:
+            if traced:
+                traced.set(arguments={"action": text})
             observation = self._shown(await self._send(sent))
             if traced:
-                traced.set(arguments={"action": text}, observation=observation.text, tool_error=observation.error)
+                traced.set(observation=observation.text, tool_error=observation.error)
         record = ToolCallRecord(
             name=name,
             arguments={"action": text},

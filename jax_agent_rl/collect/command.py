@@ -74,6 +74,7 @@ def rollout(
         f"{summary['started']} trajectories started = {summary['kept']} in {out} + lost ({lost}), "
         f"of {summary['prompts']} prompts",
         highlight=False,
+        markup=False,
         soft_wrap=True,
     )
     if json:

@@ -7,6 +7,7 @@
     {"lost": {"cancelled": 5}}                           what an interrupted process had started and did not write
 
 A last line that a crash cut off is removed. A prompt of which nothing came is tried again; its losses stay counted.
+Halves of surrogate pairs are written as question marks: no file that a journal becomes could hold them.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.observe.metrics import writing
+from jax_agent_rl.surrogates import without_halves
 from jax_agent_rl.types import DropReason
 
 
@@ -87,7 +89,7 @@ class Journal:
 
     def _append(self, line: Mapping[str, Any]) -> None:
         with writing(self.file):
-            self._stream.write(json.dumps(line).encode() + b"\n")
+            self._stream.write(without_halves(json.dumps(line, ensure_ascii=False)).encode() + b"\n")
             self._stream.flush()
 
     def _lock(self) -> None:

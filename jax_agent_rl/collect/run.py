@@ -136,7 +136,7 @@ async def collect(subject: Subject, request: Request, *, out: Path, console: Con
     group_size = request.group_size or config.rollout.group_size
     settings = _settings(subject, request, file, group_size, sampling)
     if finished := _finished(target, settings):
-        console.print(f"{out} is complete already: nothing to do", highlight=False, soft_wrap=True)
+        console.print(f"{out} is complete already: nothing to do", highlight=False, markup=False, soft_wrap=True)
         return finished
     with Journal(target.journal, settings) as journal, Progress(console, total_steps=0) as progress:
         source = str(file), request.limit

@@ -32,9 +32,20 @@ def register(parent: typer.Typer) -> None:
     )
 
 
+def complete_path(context: typer.Context, incomplete: str) -> list[tuple[str, str]]:
+    """Completes the keys and sections of the tree that is asked about."""
+    from jax_agent_rl.config_help.keys import keys_of
+
+    keys = keys_of(_model(bool(context.params.get("tool_server"))))
+    return [(path, key.description) for path, key in keys.items() if path.startswith(incomplete)]
+
+
 @command(app, Panel.CHECK, "config explain", "config explain learner.lora", "config explain group_size", name="explain")
 def explain_key(
-    key: Annotated[str | None, typer.Argument(help="A key or a section: group_size, learner.lora.")] = None,
+    key: Annotated[
+        str | None,
+        typer.Argument(help="A key or a section: group_size, learner.lora.", autocompletion=complete_path),
+    ] = None,
     tool_server: OfToolServer = False,
 ) -> None:
     """Say what a key does, what it takes and its default; of a section, its keys; of nothing, the sections."""

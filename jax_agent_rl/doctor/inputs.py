@@ -30,6 +30,8 @@ from jax_agent_rl.types import FinishReason, StopReason, TokenOutput, Trajectory
 
 MOST_PROMPTS = 1000
 """Rows whose prompts are counted; of larger files evenly spread ones."""
+_FORMS = ("{}", "#### {}", "\\boxed{{{}}}", "<answer>{}</answer>")
+"""What reward functions usually look for an answer in."""
 _CHECKPOINT_BYTES = 12  # per parameter: float32, and two moments of AdamW
 _LEARNER_BYTES = 16  # and the gradient
 
@@ -199,7 +201,7 @@ async def prompts(known: Known, say: Say) -> Iterable[Finding]:
 
 
 async def reward_functions(known: Known, say: Say) -> Iterable[Finding]:
-    """The function of each data source, called with its first row's ground truth as the answer."""
+    """The function of each data source, called with its first row's ground truth as the answer, in the usual forms."""
     rows, config = known.all_rows, known.config
     needed = needed_services(config, rows)
     services = {"sandbox": await open_sandbox(config.reward.sandbox)} if "sandbox" in needed else {}
@@ -211,17 +213,51 @@ async def reward_functions(known: Known, say: Say) -> Iterable[Finding]:
         if "judge" in needed_services(config, [row]):
             findings.append(say.ok(f"{name}: asks for the judge, which starts with the run; not tried"))
             continue
-        scored = await score(_answered(row), timeout=config.reward.timeout, services=services)
-        findings.append(say.ok(f"{name}: its first row's bare ground truth earns {scored.reward:g}"))
+        answer = _answer_of(row)
+        rewards: dict[str, float] = {}
+        for form in _FORMS[:1] if answer is None else _FORMS:
+            answered = _answered(row, form.format(answer))
+            rewards[form] = (await score(answered, timeout=config.reward.timeout, services=services)).reward
+            if rewards[form] > 0:
+                break
+        findings.append(_earned(say, name, answer, rewards))
     return findings
 
 
-def _answered(row: Row) -> Trajectory:
-    """A trajectory that answers with the ground truth."""
+def _earned(say: Say, name: str, answer: str | None, rewards: Mapping[str, float]) -> Finding:
+    """What the forms of an answer earned, until one earned something.
+
+    That none does is no failure: the function may want a program, tool calls, or a form of its own.
+    """
+    form, reward = list(rewards.items())[-1]
+    if answer is None:
+        return say.ok(f"{name}: called; its first row holds no answer to try it with")
+    if reward > 0:
+        return say.ok(f"{name}: its first row's ground truth earns {reward:g} as {form.format(answer)[:60]!r}")
+    return say.warn(
+        f"{name}: its first row's ground truth {answer[:60]!r} earns nothing, neither bare nor as "
+        f"{', '.join(form.format('…') for form in _FORMS[1:])}. Unless answers have another form here, check that "
+        "data_source names the reward function you mean, and that reward_model.ground_truth is what it compares with"
+    )
+
+
+def _answer_of(row: Row) -> str | None:
+    """What a right answer says, by the row's ground truth; None where that is no answer, or nobody compares it."""
+    truth = (row.get("reward_model") or {}).get("ground_truth")
+    if isinstance(truth, Mapping):
+        truth = truth.get("target")
+    if isinstance(truth, list | tuple) and truth:  # any of them is right
+        truth = truth[0]
+    if row.get("agent_name") == EnvironmentAgent.name or not isinstance(truth, str | int | float):
+        return None
+    return None if str(truth).lstrip().startswith(("{", "[")) else str(truth)  # the tests of a program, as JSON
+
+
+def _answered(row: Row, text: str) -> Trajectory:
+    """A trajectory that answers with this."""
     output = TokenOutput(
         token_ids=(0,), log_probs=(0.0,), policy_versions=(0,), stop_reason=StopReason.EOS, context_digest=""
     )
-    truth = (row.get("reward_model") or {}).get("ground_truth")
     return Trajectory.from_turns(
         prompt_ids=(0,),
         turns=(Turn(output=output),),
@@ -230,7 +266,7 @@ def _answered(row: Row) -> Trajectory:
         agent_name=row.get("agent_name") or "single_turn_agent",
         finish_reason=FinishReason.ANSWER,
         row=row,
-        messages=(*row["prompt"], {"role": "assistant", "content": str(truth)}),
+        messages=(*row["prompt"], {"role": "assistant", "content": text}),
     )
 
 

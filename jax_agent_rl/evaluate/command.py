@@ -66,8 +66,8 @@ def evaluate(
 
     The policy is a configuration's model, any Hugging Face folder of a known family (--model), or a checkpoint (--run).
     Trajectories that were lost count as failures. Intervals hold the true value with 95 % confidence: bootstrap over
-    prompts (Wilson's where all prompts agree). The same seed gives the same samples; `jax-agent-rl view FOLDER` shows
-    them.
+    prompts; where all prompts agree Wilson's for pass@k, and none for the reward. The same seed gives the same samples;
+    `jax-agent-rl view FOLDER` shows them.
     """
     import json as json_module
 
@@ -99,9 +99,9 @@ def evaluate(
     folder = free_folder(out or wanted.with_name(wanted.name + "-eval"))
     with open_subject(choice) as subject:
         summary = run_to_end(play(subject, request, out=folder, console=console))
-    console.print(headline(summary), highlight=False, soft_wrap=True)
+    console.print(headline(summary), highlight=False, markup=False, soft_wrap=True)
     console.print(table(summary["scores"]))
-    console.print(f"samples: {folder} (jax-agent-rl view {folder})", highlight=False, soft_wrap=True)
+    console.print(f"samples: {folder} (jax-agent-rl view {folder})", highlight=False, markup=False, soft_wrap=True)
     if json:
         print(json_module.dumps(summary))
 
@@ -132,7 +132,8 @@ def headline(summary: Mapping[str, Any]) -> str:
 
 
 def table(scores: Mapping[str, Mapping[str, Any]]) -> Table:
-    """A line per data source; each mean with its 95 % interval."""
+    """A line per data source; each mean with its 95 % interval, if it has one."""
+    from rich.markup import escape
     from rich.table import Table
 
     ks = next(iter(scores.values()))["pass"]
@@ -142,20 +143,19 @@ def table(scores: Mapping[str, Mapping[str, Any]]) -> Table:
         made.add_column(heading, justify="left" if heading == "data source" else "right")
     for name, row in scores.items():
         made.add_row(
-            name,
+            escape(name),
             str(row["prompts"]),
-            *(_interval(row["pass"][k], percent=True) for k in ks),
-            _interval(row["reward"], percent=False),
+            *(escape(_interval(row["pass"][k], ".1%")) for k in ks),
+            escape(_interval(row["reward"], ".3f")),
             f"{row['turns_mean']:.1f}",
             f"{row['tool_calls_mean']:.1f}",
             f"{row['tool_error_share']:.0%}",
             f"{row['cut_share']:.0%}",
-            ", ".join(f"{reason} {count}" for reason, count in row["lost"].items()) or "0",
+            escape(", ".join(f"{reason} {count}" for reason, count in row["lost"].items())) or "0",
         )
     return made
 
 
-def _interval(value: Mapping[str, float], *, percent: bool) -> str:
-    if percent:
-        return f"{value['mean']:.1%} [{value['low']:.1%}, {value['high']:.1%}]".replace("[", "\\[")
-    return f"{value['mean']:.3f} [{value['low']:.3f}, {value['high']:.3f}]".replace("[", "\\[")
+def _interval(value: Mapping[str, float | None], form: str) -> str:
+    mean = format(value["mean"], form)
+    return mean if value["low"] is None else f"{mean} [{value['low']:{form}}, {value['high']:{form}}]"

@@ -15,11 +15,11 @@ _Z = 1.959964  # of 95 %
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over prompts, and the interval that holds the true one with 95 % confidence."""
+    """A mean over prompts, and the interval that holds the true one with 95 % confidence; None where there is none."""
 
     mean: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
 
 
 def pass_at_k(samples: int, passed: int, k: int) -> float:
@@ -46,7 +46,8 @@ def estimate(values: Sequence[float], *, seed: int, share: bool = False) -> Esti
         values: one per prompt.
         seed: of the resampling.
         share: the values are in [0, 1]. Where all are the same, 0 perhaps, resampling would claim certainty; then the
-            interval is Wilson's for such a share of so many prompts.
+            interval is Wilson's for such a share of so many prompts. Other values that are all the same have none:
+            nothing says how far from them the next one may be.
 
     Raises:
         ValueError: no values.
@@ -54,8 +55,8 @@ def estimate(values: Sequence[float], *, seed: int, share: bool = False) -> Esti
     if not values:
         raise ValueError("no prompts to take a mean of")
     array = np.asarray(values, np.float64)
-    if share and array.min() == array.max():
-        return wilson(float(array[0]), len(array))
+    if array.min() == array.max():
+        return wilson(float(array[0]), len(array)) if share else Estimate(float(array[0]), None, None)
     rng = np.random.default_rng(seed)
     means = [rng.choice(array, len(array)).mean() for _ in range(RESAMPLES)]
     low, high = np.quantile(means, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
@@ -71,4 +72,5 @@ def wilson(share: float, trials: int) -> Estimate:
     square = _Z**2 / trials
     centre = (share + square / 2) / (1 + square)
     half = _Z * math.sqrt((share * (1 - share) + square / 4) / trials) / (1 + square)
-    return Estimate(share, max(0.0, centre - half), min(1.0, centre + half))
+    low, high = max(0.0, centre - half), min(1.0, centre + half)
+    return Estimate(share, low if share > 0 else 0.0, high if share < 1 else 1.0)  # exactly, but for rounding

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from jax_agent_rl.errors import StorageError
+from jax_agent_rl.observe.records import Records, has_step
 from jax_agent_rl.observe.sample import sample
 from jax_agent_rl.types import Trajectory
 
@@ -22,6 +23,7 @@ Numbers = Sequence[float] | np.ndarray
 Learnt = Mapping[str, Mapping[str, Numbers]]
 """By trajectory id named numbers per token with loss."""
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
+_RESUME = "make space there, then go on with --resume. Complete checkpoints are intact"
 
 
 class RunFolder:
@@ -72,16 +74,20 @@ class RunFolder:
         )
 
     def cut_back(self, step: int, *, evaluated: int) -> None:
-        """Removes what was recorded after ``step``, and evaluations after step ``evaluated``: both are run again."""
+        """Removes what was recorded after ``step``, and evaluations after step ``evaluated``: both are run again.
+
+        So is the summary, for the run has not come to its end.
+        """
 
         def stays(record: Mapping[str, Any]) -> bool:
             held_out = record.get("kind") == "evaluation" or record.get("split") == "heldout" or record.get("validate")
             return record["step"] <= (evaluated if held_out else step)
 
+        self.summary.unlink(missing_ok=True)
         for file in (self.metrics, self.trajectories, self.traces):
             if file.exists():
                 write_atomically(
-                    file, "".join(line + "\n" for line in _complete_lines(file) if stays(json.loads(line)))
+                    file, "".join(json.dumps(record) + "\n" for record in read_records(file) if stays(record))
                 )
 
     def write_json(self, file: Path, content: Mapping[str, Any]) -> None:
@@ -113,6 +119,7 @@ def trajectory_record(
         {
             "sampled": len(turn.output.token_ids),
             "appended": len(turn.appended_ids),
+            "learn_appended": turn.learn_appended,
             "stop_reason": turn.output.stop_reason,
             "cached_tokens": turn.output.cached_tokens,
             "score": turn.score,
@@ -136,20 +143,23 @@ def _laid_out(values: Numbers, mask: Sequence[int]) -> list[float | None]:
 
 
 def read_records(file: Path) -> list[dict[str, Any]]:
-    """All complete records of a JSON Lines file; a last line cut off by a crash is left out."""
-    return [json.loads(line) for line in _complete_lines(file)] if file.exists() else []
+    """All records of a step in a JSON Lines file; a line that is none, such as one cut off by a crash, is left out."""
+    return list(Records(file=file, is_whole=has_step))
 
 
-def write_atomically(file: Path, text: str) -> None:
+def write_atomically(file: Path, text: str, *, advice: str = _RESUME) -> None:
     """Replaces a file in one move, so a crash leaves the old or the new one.
+
+    Args:
+        advice: what to do if it cannot be written.
 
     Raises:
         StorageError: it could not be written; the old one is there.
     """
     temporary = file.with_name(file.name + ".tmp")
     try:
-        with writing(file):
-            temporary.write_text(text)
+        with writing(file, advice=advice):
+            temporary.write_text(text, encoding="utf-8")
             os.replace(temporary, file)
     except StorageError:
         temporary.unlink(missing_ok=True)
@@ -164,23 +174,9 @@ def append_records(file: Path, records: Iterable[Mapping[str, Any]]) -> None:
 
 
 @contextlib.contextmanager
-def writing(file: Path) -> Iterator[None]:
-    """Around writing a file of the run; StorageError says which one failed, and what to do."""
+def writing(file: Path, *, advice: str = _RESUME) -> Iterator[None]:
+    """Around writing a file, by default one of a run; StorageError says which one failed, and what to do."""
     try:
         yield
     except OSError as error:
-        raise StorageError(
-            f"{file} could not be written ({error.strerror or error}); make space there, then go on with --resume. "
-            "Complete checkpoints are intact"
-        ) from error
-
-
-def _complete_lines(file: Path) -> list[str]:
-    lines = []
-    for line in file.read_text().splitlines():
-        try:
-            json.loads(line)
-        except json.JSONDecodeError:
-            continue  # the line a crash cut off
-        lines.append(line)
-    return lines
+        raise StorageError(f"{file} could not be written ({error.strerror or error}); {advice}") from error

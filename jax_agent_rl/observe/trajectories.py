@@ -11,31 +11,40 @@ from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.text import Text
 
+from jax_agent_rl.observe.filters import Colour
+
 SAMPLED = "bold green"
 INSERTED = "cyan"
 PROMPT = "dim"
 LEGEND = "legend: [dim]prompt[/] · [bold green]«sampled by the policy»[/] · [cyan]inserted (tool results, template)[/]"
 
-_CONTROLS = {code: f"\\x{code:02x}" for code in (*range(9), *range(11, 32), *range(127, 160))}
+_CONTROLS = (*range(9), *range(11, 32), *range(127, 160))
+_UNSEEN = (0xAD, *range(0x200B, 0x2010), *range(0x2028, 0x202F), *range(0x2060, 0x206A), 0xFEFF)
+"""Without width, or turning the text around them: the page of ``jax-agent-rl report`` spells out the same ones."""
+_SURROGATES = range(0xD800, 0xE000)  # no terminal takes them
+_SPELT = {code: f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}" for code in (*_CONTROLS, *_UNSEEN, *_SURROGATES)}
 
 Decode = Callable[[Sequence[int]], str]
 
 
-COLOURS: dict[str, Callable[[Mapping[str, Any], int], str]] = {
+COLOURS: dict[Colour, Callable[[Mapping[str, Any], int], str]] = {
     "mask": lambda record, at: SAMPLED,
     "logprob": lambda record, at: _of_logprob(record["rollout_logprobs"][at]),
     "advantage": lambda record, at: _of_advantage((record.get("advantages") or {at: None})[at]),
     "version": lambda record, at: _VERSIONS[record["policy_versions"][at] % len(_VERSIONS)],
+    "gap": lambda record, at: _of_gap(record["rollout_logprobs"][at], (record.get("old_logprobs") or {at: None})[at]),
 }
 """What the style of a sampled token says: a function of the record and of the token's place in the response."""
 
-LEGENDS = {
+LEGENDS: dict[Colour, str] = {
     "mask": LEGEND,
     "logprob": "legend: probability of «sampled» tokens  [green]over 0.9[/] · [yellow]over 0.5[/] · "
     "[dark_orange]over 0.1[/] · [bold red]less[/]",
     "advantage": "legend: advantage of «sampled» tokens  [bold blue]above 0, made likelier[/] · "
     "[bold dark_orange]below 0, made less likely[/] · [dim]0, or not trained on[/]",
     "version": "legend: a colour for each version of the weights that sampled «tokens»",
+    "gap": "legend: nats between engine and learner on «sampled» tokens  [green]under 0.01[/] · [yellow]under 0.1[/] · "
+    "[dark_orange]under 1[/] · [bold red]more[/] · [dim]not scored by the learner[/]",
 }
 
 _VERSIONS = ("blue", "dark_orange", "green", "red", "magenta", "cyan", "yellow", "white")
@@ -50,13 +59,20 @@ def _of_advantage(value: float | None) -> str:
     return "dim" if not value else "bold blue" if value > 0 else "bold dark_orange"
 
 
+def _of_gap(engine: float, learner: float | None) -> str:
+    if learner is None:
+        return "dim"
+    bounds = ((0.01, "green"), (0.1, "yellow"), (1.0, "dark_orange"))
+    return next((style for most, style in bounds if abs(engine - learner) < most), "bold red")
+
+
 def render(
     record: Mapping[str, Any],
     decode: Decode,
     *,
     title: str = "",
     whole_prompt: bool = False,
-    colour: str = "mask",
+    colour: Colour = "mask",
 ) -> RenderableType:
     """One trajectory record (a line of ``trajectories.jsonl``) as a panel.
 
@@ -82,12 +98,16 @@ def render(
         for style, part in groupby(span, key=lambda at: style_of(record, at)):
             body.append(visible(decode([ids[at] for at in part])), style)
         body.append("»", SAMPLED)
-    return Panel(Group(_facts(record), body), title=title or record["trajectory_id"], title_align="left")
+    heading = Text(visible(title or record["trajectory_id"]))
+    return Panel(Group(_facts(record), body), title=heading, title_align="left")
 
 
 def visible(text: str) -> str:
-    """Text whose control characters are written out: what a model writes must not steer the terminal."""
-    return text.translate(_CONTROLS)
+    """Text whose control characters, direction marks and characters without width are written out.
+
+    What models, tools and rows say must not steer the terminal, nor hide or turn what stands beside it.
+    """
+    return text.translate(_SPELT)
 
 
 def _facts(record: Mapping[str, Any]) -> Text:
@@ -101,7 +121,7 @@ def _facts(record: Mapping[str, Any]) -> Text:
         + f"  end {record['finish_reason']}  sampled {sum(record['response_mask'])} of "
         f"{len(record['response_ids'])} response tokens"
     )
-    return Text(facts, style="italic")
+    return Text(visible(facts), style="italic")
 
 
 def best_and_worst(records: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:

@@ -41,11 +41,13 @@ def render_group(records: Sequence[Mapping[str, Any]], decode: Decode) -> Tree:
     total = sum(sequence.num_sampled for t in trajectories for sequence in t.sequences)
     shared = total - sum(len(node.ids) for node in graph.nodes)
     trees = {tree_id: number for number, tree_id in enumerate(dict.fromkeys(t.tree_id for t in trajectories), 1)}
-    tree = Tree(
-        f"[bold]{records[0]['group_id']}[/]  {len(records)} trajectories, {len(trees)} trees, mean reward "
-        f"{_mean(trajectories):.2f}, {shared} of {total} sampled tokens shared",
-        highlight=False,
+    heading = Text(visible(records[0]["group_id"]), "bold")
+    heading.append(
+        f"  {len(records)} trajectories, {len(trees)} trees, mean reward {_mean(trajectories):.2f}, "
+        f"{shared} of {total} sampled tokens shared",
+        "not bold",
     )
+    tree = Tree(heading, highlight=False)
     ending: dict[int, list[Trajectory]] = {}
     for trajectory, path in zip(trajectories, graph.paths, strict=True):
         ending.setdefault(path[-1], []).append(trajectory)
@@ -56,7 +58,7 @@ def render_group(records: Sequence[Mapping[str, Any]], decode: Decode) -> Tree:
         label.append(f"mean reward {_mean(members):.2f} of {len(members)}  ", "bold")
         for trajectory in ending.get(number, ()):
             which = f"{trajectory.trajectory_id} (tree {trees[trajectory.tree_id]})"
-            label.append(f"{which} {trajectory.finish_reason}  ", "cyan")
+            label.append(visible(f"{which} {trajectory.finish_reason}  "), "cyan")
         label.append(_snippet(decode(node.ids)), "green")
         branches[number] = branches[node.parent].add(label)
     return tree

@@ -2,64 +2,74 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+import sys
 from pathlib import Path
+from typing import get_args
 
 from rich.console import Console
 
-from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.errors import ConfigError, DataError
-from jax_agent_rl.observe.filters import TrajectoryFilter
-from jax_agent_rl.observe.metrics import RunFolder, read_records
-from jax_agent_rl.observe.trajectories import COLOURS, LEGENDS, render
+from jax_agent_rl.observe.filters import Colour, Sort, TrajectoryFilter, tool_errors
+from jax_agent_rl.observe.report.reading import decoder, read_run
+from jax_agent_rl.observe.trajectories import COLOURS, LEGENDS, render, visible
 from jax_agent_rl.observe.trees import groups_of, render_group
-
-SORTS = ("time", "best", "worst")
 
 
 def view_run(
     run: Path,
     wanted: TrajectoryFilter,
     *,
-    sort: str,
+    sort: Sort,
     limit: int,
     whole_prompt: bool,
     trees: bool = False,
-    colour: str = "mask",
+    colour: Colour = "mask",
 ) -> None:
     """Prints up to ``limit`` trajectories of a run folder, or of its groups as trees.
 
+    What of the folder cannot be read is said on stderr; without the run's tokenizer ids are shown.
+
     Args:
         wanted: which trajectories.
+        limit: at least 1.
         colour: what colours show, see :data:`jax_agent_rl.observe.trajectories.COLOURS`.
 
     Raises:
         DataError: not a run folder, or nothing in it matches.
-        ConfigError: an unknown ``sort`` or ``colour``.
+        ConfigError: an unknown ``sort`` or ``colour``, an error that no tool of the run had, or trees together with
+            what is of no effect on them.
     """
     if colour not in COLOURS:
         raise ConfigError(f"--color {colour!r}: choose one of {', '.join(COLOURS)}")
-    if sort not in SORTS:
-        raise ConfigError(f"--sort {sort!r}: choose one of {', '.join(SORTS)}")
+    if sort not in (sorts := get_args(Sort)):
+        raise ConfigError(f"--sort {sort!r}: choose one of {', '.join(sorts)}")
+    if trees:
+        _require_defaults(sort, colour, whole_prompt)
     if not (run / "trajectories.jsonl").is_file():
         raise DataError(f"{run} holds no trajectories.jsonl; give a run folder such as runs/quickstart")
-    folder = RunFolder(run)
-    codec = ChatCodec.from_pretrained(json.loads(folder.config.read_text())["model"]["path"])
-    records = [record for record in read_records(folder.trajectories) if wanted(record)]
+    data = read_run(run, most=0)
+    notes = list(data.notes)
+    decode = decoder(data.config, notes)
+    for note in notes:
+        print(f"note: {visible(note)}", file=sys.stderr)
+    wanted.require_tool_error_among(visible(kind) for record in data.trajectories for kind in tool_errors(record))
+    records = [record for record in data.trajectories if wanted(record, decode)]
     if not records:
         raise DataError(f"no trajectory of {run} matches {wanted.describe()}")
     console = Console()
     if trees:
         for group in groups_of(records)[-limit:]:
-            console.print(render_group(group, lambda ids: codec.decode(ids)))
+            console.print(render_group(group, decode))
         return
     if sort != "time":
         records.sort(key=lambda r: r["reward"], reverse=sort == "worst")
     console.print(LEGENDS[colour], highlight=False)
-
-    def decode(ids: Sequence[int]) -> str:
-        return codec.decode(ids, skip_special_tokens=False)
-
     for record in records[-limit:]:
         console.print(render(record, decode, whole_prompt=whole_prompt, colour=colour))
+
+
+def _require_defaults(sort: Sort, colour: Colour, whole_prompt: bool) -> None:
+    """Trees show groups in the order of the run, and of every turn a beginning, in one colour."""
+    changed = {f"--sort {sort}": sort != "time", f"--color {colour}": colour != "mask", "--whole-prompt": whole_prompt}
+    if given := [option for option, is_changed in changed.items() if is_changed]:
+        raise ConfigError(f"{', '.join(given)}: of no effect on --tree; leave out one or the other")

@@ -27,7 +27,7 @@ tools_unused: not one call in a step, though tools are configured
     Argued: it is what a missing agent_name, a prompt without schemas or the wrong tool format look like.
 learner_idle >= 0.2 of a step's time that another trainer.mode would save (sync), >= 0.4 that the learner waits (others)
     Argued in :func:`overlap_gain`: side by side, the shorter of rollout and learning is free.
-recompilations >= 1
+recompilations >= 1 in a step
     Every shape is compiled before the first step; one more costs seconds to minutes whenever it is met.
 """
 
@@ -37,7 +37,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jax_agent_rl.config import Config
-from jax_agent_rl.observe.watch import Record, Rule, SinceStart, Value, Warned
+from jax_agent_rl.observe.watch import Record, Rule, SinceLast, SinceStart, Value, Warned
 
 SEQUENCE_RATIOS = ("gspo", "geo_mean")
 GAP_FLOOR = 0.005
@@ -93,11 +93,11 @@ def rules(config: Config) -> list[Rule]:
         ),
         Rule(
             name="recompilations",
-            value=_metric("recompilations_after_warmup"),
+            value=SinceLast("recompilations_after_warmup"),
             begins=1,
-            ends=0,
+            ends=1,
             steps=1,
-            message="{value:.0f} programs were compiled after warm-up",
+            message="{value:.0f} programs were compiled in a step, after warm-up",
             advice="see in the log when; prompts longer than the largest of rollout.jetstream.prefill_buckets, or "
             "pictures of new sizes, are usual",
         ),

@@ -48,7 +48,7 @@ class Warned:
     """One warning of a run, as it stands.
 
     Attributes:
-        name, message, advice: of the rule, the message with the value at which it began.
+        name, message, advice: of the rule, the message with the value at which it last began.
         first_step: at which it was said; 0: before the first.
         last_step: until which it held.
         steps: on which it held.
@@ -87,10 +87,11 @@ class _Watched:
         return True
 
     def _begin(self, step: int, value: float) -> None:
+        message = self.rule.message.format(value=value)
         if self.warned:  # not for the first time: one entry, from its first step on
             self.warned.active, self.warned.last_step, self.warned.steps = True, step, self.warned.steps + 1
+            self.warned.message = message
             return
-        message = self.rule.message.format(value=value)
         self.warned = Warned(
             name=self.rule.name, message=message, advice=self.rule.advice, first_step=step, last_step=step
         )
@@ -159,6 +160,26 @@ class SinceStart:
             self._first.append(value)
             return None
         return self._compare(value, sum(self._first) / self._steps)
+
+
+class SinceLast:
+    """What a running total grew by since the step before; a :data:`Value`.
+
+    A total that is smaller than the one before began anew, with a process that resumed the run.
+
+    Args:
+        name: of the metric.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name, self._before = name, 0.0
+
+    def __call__(self, record: Record) -> float | None:
+        total = record.get(self._name)
+        if total is None:
+            return None
+        before, self._before = self._before, total
+        return total - before if total >= before else total
 
 
 def _line(warned: Warned) -> str:

@@ -275,6 +275,7 @@ class RolloutCollector:
         return self._tracer.trajectory(
             trajectory_id=f"{plan.group_id}-{number}",
             group_id=plan.group_id,
+            group_size=plan.group_size,
             step=int(step),
             sample=int(sample),
             rollout=number,

@@ -98,7 +98,7 @@ def _serve(choice: Choice, serving: Callable[..., Coroutine[Any, Any, None]]) ->
     console = Console()
 
     def say(text: str) -> None:
-        console.print(text, highlight=False, soft_wrap=True)
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     with open_subject(choice) as subject:
         asyncio.run(serving(subject.config, policy=subject.name, say=say))

@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, FiniteFloat, ValidationError
 from jax_agent_rl.errors import ConfigError, ToolServerError
 from jax_agent_rl.json_service import JsonService
 from jax_agent_rl.media import read_picture
+from jax_agent_rl.surrogates import without_halves
 
 PATH = "/get_observation"
 NO_TOOL = "Error: no tool accepted this action; check its format."
@@ -180,8 +181,7 @@ def _observation(content: Any, done: bool, valid: bool, url: str) -> Observation
         detailed = _Detailed.model_validate({"obs": content} if isinstance(content, str) else content)
     except ValidationError as error:
         return ToolServerError(f"{url} gave a wrong observation: {_first(error)}")
-    # JSON can spell halves of surrogate pairs, which are no text.
-    text, kind = detailed.obs.encode("utf-8", "replace").decode(), None if valid else "invalid_action"
+    text, kind = without_halves(detailed.obs), None if valid else "invalid_action"
     pictures = [detailed.image] if isinstance(detailed.image, str) else detailed.image or []
     media: dict[str, tuple[Any, ...]] = {}
     try:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Literal
 
+from jax_agent_rl.surrogates import without_halves
+
 Side = Literal["left", "middle", "right"]
 Encode = Callable[[str], list[int]]
 Decode = Callable[[Sequence[int]], str]
@@ -17,6 +19,8 @@ CHARS_PER_TOKEN = 64
 def truncate_text(text: str, limit: int, side: Side, *, encode: Encode, decode: Decode) -> str:
     """Returns ``text`` itself if it has at most ``limit`` tokens, else as much of it as fits with a marker.
 
+    Halves of surrogate pairs, which no tokenizer takes, become question marks.
+
     Args:
         text: the tool result.
         limit: most tokens of what is returned, the marker included (a limit too small for it drops the marker).
@@ -24,6 +28,7 @@ def truncate_text(text: str, limit: int, side: Side, *, encode: Encode, decode: 
         encode: text to ids, without special tokens added.
         decode: ids to text.
     """
+    text = without_halves(text)
     short = _keep(text, limit * CHARS_PER_TOKEN, side) if len(text) > limit * CHARS_PER_TOKEN else text
     ids = encode(short)
     if len(ids) <= limit and short is text:

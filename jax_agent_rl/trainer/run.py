@@ -15,9 +15,10 @@ from jax_agent_rl.config import Config
 from jax_agent_rl.errors import CheckpointError, WeightUpdateError
 from jax_agent_rl.interrupt import Interruption, Leave
 from jax_agent_rl.learner.checkpoint import Checkpointer, complete_steps, cut_off_steps
-from jax_agent_rl.observe.metrics import RunFolder, read_records
+from jax_agent_rl.observe.metrics import RunFolder
 from jax_agent_rl.observe.plots import reward_plot
 from jax_agent_rl.observe.progress import Progress, duration
+from jax_agent_rl.observe.records import metrics_of, trajectories_of
 from jax_agent_rl.observe.trajectories import LEGEND, best_and_worst, render
 from jax_agent_rl.runtime.in_process import Runtime, build
 from jax_agent_rl.runtime.learners import open_checkpointer
@@ -74,7 +75,7 @@ async def _train(
     path, resume = choose_run(config, resume)
     folder = RunFolder(path, keep_trajectories=config.trainer.keep_trajectories)
     config = config.model_copy(update={"run_dir": str(path)})
-    console.print(f"run folder: {path}", highlight=False)
+    console.print(f"run folder: {path}", highlight=False, markup=False)
     with Progress(console, total_steps=config.trainer.steps) as progress:
         progress.phase("starting")
         async with build(config, say=lambda text: progress.phase(text), line=line) as runtime:
@@ -208,18 +209,19 @@ def _conclude(
 ) -> dict[str, Any]:
     """Writes the summary and the plot, and prints what a user looks at first."""
     record.accounting = runtime.collector.accounting.state()
-    metrics = read_records(folder.metrics)
+    metrics = list(metrics_of(folder.metrics))
     summary: dict[str, Any] = (
         record.summary() | overlap_summary([line for line in metrics if line["kind"] == "step"]) | observed
     )
     folder.write_json(folder.summary, summary)
     reward_plot(metrics, folder.plot, title=folder.path.name)
-    records = read_records(folder.trajectories)
+    records = list(trajectories_of(folder.trajectories))
     _print_extremes(records, runtime, console)
     console.print(_headline(summary), highlight=False)
     if warnings := spoken(observed["warnings"]):
-        console.print(warnings, highlight=False, soft_wrap=True)
-    console.print(f"run folder:   {folder.path}\nreward plot:  {folder.plot}", highlight=False, soft_wrap=True)
+        console.print(warnings, highlight=False, markup=False, soft_wrap=True)
+    where = f"run folder:   {folder.path}\nreward plot:  {folder.plot}"
+    console.print(where, highlight=False, markup=False, soft_wrap=True)
     return summary
 
 

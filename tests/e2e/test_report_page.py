@@ -1,12 +1,16 @@
 """The report in a real browser: it opens, loads nothing, shows, filters, colours, and lets nothing out of its texts."""
 
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from jax_agent_rl.observe.metrics import RunFolder
 from jax_agent_rl.observe.report import command
 from jax_agent_rl.observe.report.command import write_report
-from tests.report_runs import HOSTILE, decode, make_run, open_browser
+from tests.report_runs import HOSTILE, decode, make_run, open_browser, step_line
+from tests.trajectories import trajectory
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +81,21 @@ def test_pointing_at_a_step_shows_its_values_and_a_click_opens_its_trajectories(
     assert page.texts("#tip") == ["step 3"]
     page.tab.mouse.click(box["x"] + 0.98 * box["width"], box["y"] + 40)
     assert page.listed() == [f"train-3-0-{n}" for n in range(5)]
+
+
+def test_pointing_at_a_step_of_a_long_run_shows_a_value_in_every_chart(browser, tmp_path: Path):
+    folder = RunFolder(tmp_path / "run")
+    for step in range(1, 2001):
+        more = {"entropy": step * 7919 % 1009 / 1009, "loss": step * 6007 % 997 / 997, "kl": step * 523 % 499 / 499}
+        folder.add_metrics(step_line(step, **more))
+    page = Page(browser, write_report(folder.path).as_uri())
+    assert page.tab.locator("svg[aria-label='Tool errors'] rect").count() == 286
+    box = page.tab.locator(".card", has_text="Reward").first.locator("svg").bounding_box()
+    for place in (0.3, 0.5, 0.77):
+        page.tab.mouse.move(box["x"] + place * box["width"], box["y"] + 40)
+        values = page.texts(".pane > .charts .legend b")
+        assert len(values) >= 10 and "–" not in values
+    assert page.troubles == []
 
 
 def test_the_timeline_has_both_rows_and_the_traced_trajectories(page):
@@ -155,6 +174,47 @@ def test_colours_say_what_the_mode_says(page):
     sampled, inserted = seen["mask"][0], seen["mask"][2]
     assert sampled != inserted and seen["mask"] == [sampled, sampled, inserted, sampled, sampled]
     assert all(seen[mode][2] == "" for mode in ("log-prob", "advantage", "version", "gap"))
+
+
+def test_a_gap_that_rounding_would_make_is_hardly_painted(browser, tmp_path: Path):
+    run = make_run(tmp_path / "run")
+    first, *others = (run / "trajectories.jsonl").read_text().splitlines()
+    near = json.loads(first) | {
+        "rollout_logprobs": [-0.1234995, -0.7, 0.0, -1.0, -1.0],
+        "old_logprobs": [-0.1235005, -0.7, 0.0, -1.0, -1.0],
+    }
+    (run / "trajectories.jsonl").write_text("\n".join([json.dumps(near), *others]) + "\n")
+    page = Page(browser, write_report(run).as_uri() + "#trajectory=train-1-0-0")
+    page.tab.get_by_role("button", name="gap", exact=True).click()
+    spans = page.tab.locator(".turn:not(:first-of-type) .toks span")
+    painted = spans.evaluate_all("all => all.map((one) => one.style.background)")
+    assert painted[0] == painted[1] and "0%" in painted[0]
+    spans.first.hover()
+    assert "(gap 1.0e-6)" in page.texts("#tip")[0]
+    assert page.troubles == []
+
+
+def test_the_legend_says_what_was_trained_on(browser, tmp_path: Path):
+    run = make_run(tmp_path / "run")
+    learning = trajectory([1], [4, 2, 7, 8, 5], mask=[1, 1, 0, 0, 1], group="learning")
+    learning = replace(learning, turns=tuple(replace(turn, learn_appended=True) for turn in learning.turns))
+    learnt = {learning.trajectory_id: {"advantages": [0.5, 0.5, -1.0, 0.25, 0.5]}}
+    RunFolder(run).add_trajectories(1, "train", [learning], learnt=learnt)
+    address = write_report(run).as_uri() + "#trajectory="
+    sampled, inserted = "sampled by the policy ({}trained on)", "inserted: tool results, template"
+    for name, legend in {
+        "train-1-0-0": [sampled.format(""), inserted],
+        "train-1-0-3": [sampled.format("not "), inserted],
+        "learning-0": [sampled.format(""), inserted + " (trained on)"],
+    }.items():
+        page = Page(browser, address + name)
+        assert page.texts(".scale span") == legend and page.troubles == []
+    page.tab.get_by_role("button", name="advantage", exact=True).click()
+    page.tab.locator(".toks").nth(2).locator("span").first.hover()
+    tip = page.texts("#tip")[0].split("\n")
+    assert {"kind\tinserted", "advantage\t-1.000"} <= set(tip)
+    painted = page.tab.locator(".turn:not(:first-of-type) .toks span")
+    assert all(painted.evaluate_all("all => all.map((one) => one.style.background)"))
 
 
 def test_a_mode_without_numbers_is_off(page):

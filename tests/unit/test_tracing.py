@@ -29,7 +29,15 @@ def named(trace: Trace) -> list[tuple[str, str, int]]:
     return [(s.name, s.about, s.parent) for s in trace.spans]
 
 
-FACTS = {"trajectory_id": "t", "group_id": "g", "step": 3, "sample": 1, "rollout": 0, "validate": False}
+FACTS = {
+    "trajectory_id": "t",
+    "group_id": "g",
+    "group_size": 4,
+    "step": 3,
+    "sample": 1,
+    "rollout": 0,
+    "validate": False,
+}
 
 
 def test_where_nobody_traces_a_span_is_nothing_and_false():
@@ -160,6 +168,15 @@ def test_each_step_and_each_evaluation_has_its_own_cap():
             assert bool(run) == (rollout < 2)
             assert bool(span("generate")) == (rollout < 2)
     assert [(t.step, t.validate, t.rollout) for t in traces] == list(itertools.product((1, 2), (False, True), (0, 1)))
+
+
+@pytest.mark.parametrize(("most", "group_size", "kept"), [(8, 3, [3, 3, 0]), (8, 4, [4, 4, 0]), (4, 16, [4, 0, 0])])
+def test_groups_are_traced_whole_as_far_as_the_cap_holds_any(most, group_size, kept):
+    made, traces = tracer(most=most)
+    for rollout, group in itertools.product(range(group_size), "abc"):  # they run side by side
+        with made.trajectory(**FACTS | {"group_id": group, "group_size": group_size, "rollout": rollout}):
+            pass
+    assert [sum(trace.group_id == group for trace in traces) for group in "abc"] == kept
 
 
 @pytest.mark.parametrize(("step", "kept"), [(10, False), (SHORTEST_WAIT_NS, True)])

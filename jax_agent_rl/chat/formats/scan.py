@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from jax_agent_rl.chat.formats.types import Reply, ToolCall
+from jax_agent_rl.surrogates import has_half
 
 MAX_CALLS = 64
 """Calls (decodable or not) read in one turn; a turn of more is a degenerate one, and the rest of it is not read."""
@@ -133,6 +134,7 @@ def _no_constant(name: str) -> Any:
 
 
 _DECODER = json.JSONDecoder(parse_constant=_no_constant)
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def json_at(text: str, at: int) -> tuple[Any, int, str | None]:
@@ -140,6 +142,8 @@ def json_at(text: str, at: int) -> tuple[Any, int, str | None]:
     at = skip_space(text, at)
     try:
         value, end = _DECODER.raw_decode(text, at)
+        if _SURROGATE.search(text, at, end) and has_half(json.dumps(value, ensure_ascii=False)):
+            return None, at, "not valid JSON: half a surrogate pair in a string"
     except RecursionError:
         return None, at, "not valid JSON: nested too deeply"
     except ValueError as error:

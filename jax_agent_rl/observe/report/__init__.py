@@ -2,7 +2,7 @@
 
 ::
 
-    run folder ─► reading ─► sample ─┬─► charts      curves of metrics.jsonl         ─┐
+    run folder ─► reading, choosing ─┬─► charts      curves of metrics.jsonl         ─┐
                                      ├─► timeline    when engine and learner worked   ├─► page ─► report.html
                                      ├─► tokens      ids, texts, numbers of each token│
                                      └─► forest      groups as trees of turns        ─┘

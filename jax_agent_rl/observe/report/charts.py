@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from jax_agent_rl.observe.records import is_number
+
 MOST_POINTS = 600
 """Of a line; more are drawn by the least and the greatest value of every stretch, so that no spike is lost."""
+MOST_BARS = 300
+"""Of a stack; more are drawn as sums of so many steps each."""
 _CHARTED_ELSEWHERE = ("kind", "step", "accounting", "finish_reasons", "tool_errors_by_kind", "staleness_histogram")
 
 
@@ -150,10 +155,11 @@ CHARTS = (
 
 
 def charts(metrics: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """All charts of a run as JSON: ``title, hint, unit, scale, kind, lines [{name, x, y, low?, high?}]``.
+    """All charts of a run as JSON: ``title, hint, unit, scale, kind, lines [{name, x, y, low?, high?, reach?}]``.
 
-    ``kind`` is ``lines``, or ``stack`` for counts that add up. Metrics that no chart names follow as ``more``, one
-    chart each.
+    ``kind`` is ``lines``, or ``stack`` for counts that add up; its bars stand for ``every`` so many steps. Where not
+    every step is drawn, the value at a step is that of the nearest one that is, at most ``reach`` away. Metrics that no
+    chart names follow as ``more``, one chart each.
     """
     made = [_lines_of(chart, metrics) for chart in CHARTS]
     made += [
@@ -166,13 +172,14 @@ def charts(metrics: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def thinned(points: Sequence[tuple[float, ...]], most: int = MOST_POINTS) -> list[tuple[float, ...]]:
-    """At most about ``most`` points ``(x, y, …)`` by x: of every stretch those of the least and greatest y."""
+    """At most about ``most`` points ``(x, y, …)`` by x: the first, the last, and of every stretch those of the least
+    and the greatest y."""
     if len(points) <= most:
         return list(points)
     length = math.ceil(2 * len(points) / most)
     stretches = (points[begin : begin + length] for begin in range(0, len(points), length))
     extremes = ({min(part, key=lambda p: p[1]), max(part, key=lambda p: p[1])} for part in stretches)
-    return [point for pair in extremes for point in sorted(pair)]
+    return sorted({points[0], points[-1]}.union(*extremes))
 
 
 def _lines_of(chart: Chart, metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -186,13 +193,14 @@ def _line(line: Line, metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any] | 
     points = [
         (float(r["step"]), *(float(r[key]) for key in keys))
         for r in metrics
-        if r["kind"] == line.kind and all(_is_number(r.get(key)) for key in keys)
+        if r["kind"] == line.kind and all(is_number(r.get(key)) for key in keys)
     ]
     if not points:
         return None
-    columns = list(zip(*thinned(points), strict=True))
-    named = dict(zip(("x", "y", "low", "high"), columns, strict=False))
-    return {"name": line.name} | {name: [_short(v) for v in column] for name, column in named.items()}
+    kept = thinned(points)
+    named = dict(zip(("x", "y", "low", "high"), zip(*kept, strict=True), strict=False))
+    drawn = {name: [_short(v) for v in column] for name, column in named.items()}
+    return {"name": line.name} | drawn | _reach([x for x, *_ in points], [x for x, *_ in kept])
 
 
 def _stack(title: str, hint: str, counts: Mapping[int, Mapping[str, float]]) -> dict[str, Any]:
@@ -201,12 +209,30 @@ def _stack(title: str, hint: str, counts: Mapping[int, Mapping[str, float]]) -> 
     for named in counts.values():
         sums.update(named)
     steps = sorted(counts)
+    every = math.ceil(len(steps) / MOST_BARS) or 1
+    bars = [steps[begin : begin + every] for begin in range(0, len(steps), every)]
+    middles = [bar[len(bar) // 2] for bar in bars]
     lines = [
-        {"name": name, "x": steps, "y": [counts[step].get(name, 0) for step in steps]}
+        {"name": name, "x": middles, "y": [sum(counts[step].get(name, 0) for step in bar) for bar in bars]}
+        | _reach(steps, middles)
         for name, total in sums.most_common()
         if total
     ]
-    return {"title": title, "hint": hint, "unit": "trajectories", "scale": "linear", "kind": "stack", "lines": lines}
+    if every > 1:
+        hint += f" Each bar is the sum of {every} steps."
+    head = {"title": title, "hint": hint, "unit": "trajectories", "scale": "linear", "kind": "stack", "every": every}
+    return head | {"lines": lines}
+
+
+def _reach(steps: Sequence[float], drawn: Sequence[float]) -> dict[str, float]:
+    """How far from its nearest drawn step a step may be, as ``reach``; nothing where all are drawn."""
+
+    def distance(step: float) -> float:
+        place = bisect_left(drawn, step)
+        return min(abs(step - near) for near in drawn[max(0, place - 1) : place + 1])
+
+    most = max(map(distance, steps), default=0)
+    return {"reach": most} if most else {}
 
 
 def _counts(metrics: Iterable[Mapping[str, Any]], key: str) -> dict[int, Mapping[str, float]]:
@@ -225,13 +251,9 @@ def _dropped(metrics: Iterable[Mapping[str, Any]]) -> dict[int, Mapping[str, flo
 def _further(metrics: Sequence[Mapping[str, Any]]) -> list[Chart]:
     """A chart for every number that none of :data:`CHARTS` shows."""
     shown = {key for chart in CHARTS for line in chart.lines for key in (line.key, *(line.band or ()))}
-    keys = dict.fromkeys(key for r in metrics if r["kind"] == "step" for key, v in r.items() if _is_number(v))
+    keys = dict.fromkeys(key for r in metrics if r["kind"] == "step" for key, v in r.items() if is_number(v))
     left = [key for key in keys if key not in shown and key not in _CHARTED_ELSEWHERE]
     return [Chart(title=key, hint="", lines=(Line(name=key, key=key),)) for key in sorted(left)]
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _short(value: float) -> float:

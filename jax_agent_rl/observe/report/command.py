@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from jax_agent_rl.errors import ConfigError
-from jax_agent_rl.observe.metrics import write_atomically
+from jax_agent_rl.observe.metrics import write_atomically, writing
+from jax_agent_rl.observe.records import is_number
 from jax_agent_rl.observe.report.charts import charts
 from jax_agent_rl.observe.report.forest import forest
 from jax_agent_rl.observe.report.page import page
-from jax_agent_rl.observe.report.reading import RunData, decoder, read_run
+from jax_agent_rl.observe.report.reading import RunData, decoder, read_run, value_at
 from jax_agent_rl.observe.report.timeline import timeline
 from jax_agent_rl.observe.report.tokens import COLUMNS, Prompts, Vocabulary, facts, tokens
 
@@ -26,7 +26,8 @@ def write_report(run: Path, out: Path | None = None, *, most: int = MOST) -> Pat
     Args:
         run: the run folder.
         out: the file; ``report.html`` in the run folder if None.
-        most: trajectories on the page, 0: all.
+        most: trajectories on the page, fewer where they are long (see :mod:`~jax_agent_rl.observe.report.choosing`);
+            0: all.
 
     Returns:
         The file.
@@ -38,10 +39,11 @@ def write_report(run: Path, out: Path | None = None, *, most: int = MOST) -> Pat
     """
     if most < 0:
         raise ConfigError(f"--most {most}: must be 0 (all trajectories) or more")
-    data = read_run(run, most=most)
-    file = out or run / "report.html"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(file, render_report(data))
+    text = render_report(read_run(run, most=most))
+    file, advice = out or run / "report.html", "choose another file with --out"
+    with writing(file, advice=advice):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(file, text, advice=advice)
     return file
 
 
@@ -71,14 +73,15 @@ def _overview(data: RunData) -> dict[str, Any]:
     """What the head of the page says."""
     steps = [record for record in data.metrics if record["kind"] == "step"]
     evaluations = [record for record in data.metrics if record["kind"] == "evaluation"]
-    rewards = [record["reward_mean"] for record in steps if "reward_mean" in record]
+    rewards = [r["reward_mean"] for r in steps if is_number(r.get("reward_mean"))]
+    accuracies = [r["accuracy"] for r in evaluations if is_number(r.get("accuracy"))]
     books = (steps[-1].get("accounting") or {}) if steps else {}
-    wanted = _at(data.config, "trainer", "steps")
+    wanted = value_at(data.config, "trainer", "steps")
     facts = {
-        "model": Path(str(_at(data.config, "model", "path") or "?")).name,
-        "algorithm": _at(data.config, "algorithm", "adv_estimator"),
-        "trainer": _at(data.config, "trainer", "mode"),
-        "engine": _at(data.config, "rollout", "backend"),
+        "model": Path(str(value_at(data.config, "model", "path") or "?")).name,
+        "algorithm": value_at(data.config, "algorithm", "adv_estimator"),
+        "trainer": value_at(data.config, "trainer", "mode"),
+        "engine": value_at(data.config, "rollout", "backend"),
     }
     return {
         "name": data.name,
@@ -88,11 +91,7 @@ def _overview(data: RunData) -> dict[str, Any]:
         "step": steps[-1]["step"] if steps else 0,
         "steps": wanted if isinstance(wanted, int) else None,
         "reward": [rewards[0], rewards[-1]] if rewards else None,
-        "accuracy": [evaluations[0]["accuracy"], evaluations[-1]["accuracy"]] if evaluations else None,
+        "accuracy": [accuracies[0], accuracies[-1]] if accuracies else None,
         "books": {key: books[key] for key in ("started", "trained", "dropped", "in_flight") if key in books},
         "total": data.total,
     }
-
-
-def _at(tree: Mapping[str, Any], section: str, key: str) -> Any:
-    return (tree.get(section) or {}).get(key)

@@ -15,18 +15,21 @@ from collections.abc import Iterable, Mapping
 from importlib.resources import files
 from typing import Any
 
+from jax_agent_rl.surrogates import without_halves
+
 SCRIPTS = ("dom.js", "charts.js", "timeline.js", "tokens.js", "tree.js", "browser.js", "main.js")
 """In order; each relies only on those before it."""
 _ESCAPES = {ord(c): f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"}
 
 
 def to_json(value: Any) -> str:
-    """JSON that can stand inside a script element.
+    """JSON that can stand inside a script element; halves of surrogate pairs become question marks.
 
     >>> to_json({"a": "</script>"})
     '{"a":"\\\\u003c/script\\\\u003e"}'
     """
-    return json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False).translate(_ESCAPES)
+    text = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    return without_halves(text).translate(_ESCAPES)
 
 
 def page(*, title: str, index: Mapping[str, Any], trajectories: Iterable[Mapping[str, Any]]) -> str:

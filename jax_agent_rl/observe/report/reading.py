@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.errors import DataError, ModelError
-from jax_agent_rl.observe.metrics import RunFolder, read_records
-from jax_agent_rl.observe.sample import sample
+from jax_agent_rl.observe.metrics import RunFolder
+from jax_agent_rl.observe.records import Records, metrics_of, traces_of, trajectories_of
+from jax_agent_rl.observe.report.choosing import MOST_TOKENS, Fact, choose
 from jax_agent_rl.observe.trajectories import Decode
-from jax_agent_rl.types import Trajectory
-
-_KEYS = {field.name for field in fields(Trajectory)} | {"step", "split"}
-_TURN_KEYS = {"sampled", "appended", "stop_reason", "cached_tokens", "score", "tool_calls"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +46,7 @@ def read_run(run: Path, *, most: int) -> RunData:
 
     Args:
         run: the folder.
-        most: trajectories to keep, spread over steps and splits; 0 keeps all.
+        most: trajectories to keep, see :func:`~jax_agent_rl.observe.report.choosing.choose`; 0 keeps all.
 
     Raises:
         DataError: it is no run folder: it holds neither metrics nor trajectories nor a configuration.
@@ -58,81 +55,63 @@ def read_run(run: Path, *, most: int) -> RunData:
     if not any(file.is_file() for file in files):
         raise DataError(f"{run} is no run folder: there is no {', no '.join(file.name for file in files)} in it")
     folder, notes = RunFolder(run), []
-    trajectories, total = _read_trajectories(folder.trajectories, most)
-    if strangers := [record for record in trajectories if not _is_whole(record)]:
-        trajectories = [record for record in trajectories if _is_whole(record)]
-        notes.append(f"{len(strangers)} trajectories are left out: another version of the program wrote them")
-    if total > len(trajectories):
-        notes.append(
-            f"{len(trajectories)} of {total} trajectories are shown: of every step the best, the worst, and others by "
-            "chance; --most raises the number"
-        )
-    return RunData(
+    metrics, traces = metrics_of(folder.metrics), traces_of(folder.traces)
+    recorded = trajectories_of(folder.trajectories)
+    trajectories, total = _read_trajectories(recorded, most, notes)
+    data = RunData(
         name=run.resolve().name,
         config=_read_object(folder.config, notes),
-        metrics=[record for record in read_records(folder.metrics) if "kind" in record and "step" in record],
+        metrics=list(metrics),
         trajectories=trajectories,
         total=total,
-        traces=read_records(folder.traces),
+        traces=list(traces),
         summary=_read_object(folder.summary, notes) if folder.summary.exists() else {},
         notes=notes,
     )
+    for records in (metrics, recorded, traces):
+        notes += records.notes
+    return data
 
 
-def decoder(config: dict[str, Any], notes: list[str]) -> Decode:
+def value_at(config: Mapping[str, Any], section: str, key: str) -> Any:
+    """A value of a configuration; None where it is missing."""
+    found = config.get(section)
+    return found.get(key) if isinstance(found, Mapping) else None
+
+
+def decoder(config: Mapping[str, Any], notes: list[str]) -> Decode:
     """Ids to text with the run's tokenizer; where that is gone, ids in brackets, and a note."""
+    path = value_at(config, "model", "path")
     try:
-        codec = ChatCodec.from_pretrained(config["model"]["path"])
-    except (KeyError, ModelError) as error:
-        problem = "its configuration is missing" if isinstance(error, KeyError) else str(error)
+        if not isinstance(path, str):
+            raise ModelError("its configuration does not say where the model is")
+        codec = ChatCodec.from_pretrained(path)
+    except ModelError as problem:
         notes.append(f"tokens are shown as ids, because the run's tokenizer cannot be read: {problem}")
         return lambda ids: "".join(f"[{i}]" for i in ids)
     return lambda ids: codec.decode(ids, skip_special_tokens=False)
 
 
-def _read_trajectories(file: Path, most: int) -> tuple[list[dict[str, Any]], int]:
-    """Reads twice where there are more than are wanted, so that memory holds only those that are."""
-    if not file.exists():
-        return [], 0
-    facts = [(r["split"], r["step"], r["group_id"], r["reward"]) for r in _records(file)]
-    if not most or len(facts) <= most:
-        return list(_records(file)), len(facts)
-    wanted = _spread(facts, most)
-    return [record for place, record in enumerate(_records(file)) if place in wanted], len(facts)
-
-
-def _spread(facts: Sequence[tuple[str, int, str, float]], most: int) -> set[int]:
-    """Places of a sample with the same share of every step and split."""
-    parts: dict[tuple[str, int], list[int]] = {}
-    for place, (split, step, _, _) in enumerate(facts):
-        parts.setdefault((split, step), []).append(place)
-    share = max(2, most // len(parts))
-    reward: Callable[[int], float] = lambda place: facts[place][3]  # noqa: E731
-    group: Callable[[int], str] = lambda place: facts[place][2]  # noqa: E731
-    chosen: set[int] = set()
-    for (_, step), places in parts.items():
-        chosen.update(sample(places, share, reward=reward, group=group, seed=step))
-    return chosen
-
-
-def _records(file: Path) -> Iterator[dict[str, Any]]:
-    """Complete records; a line that a crash cut off is left out."""
-    with file.open(encoding="utf-8", errors="replace") as stream:
-        for line in stream:
-            try:
-                yield json.loads(line)
-            except json.JSONDecodeError:
-                continue
-
-
-def _is_whole(record: Mapping[str, Any]) -> bool:
-    return _KEYS <= record.keys() and all(_TURN_KEYS <= turn.keys() for turn in record["turns"])
+def _read_trajectories(records: Records, most: int, notes: list[str]) -> tuple[list[dict[str, Any]], int]:
+    """Reads twice where not all are wanted, so that memory holds only those that are."""
+    facts = [Fact.of(record) for record in records]
+    choice = choose(facts, most)
+    if len(choice.places) < len(facts):
+        steps = len({facts[place].step for place in choice.places})
+        more = f"a page takes {MOST_TOKENS:,} tokens, --most 0 shows all" if choice.is_full else "--most shows more"
+        notes.append(
+            f"{len(choice.places)} of {len(facts)} trajectories are shown, from {steps} of "
+            f"{len({fact.step for fact in facts})} steps: the best and the worst of each, others by chance; {more}"
+        )
+    return [record for place, record in enumerate(records) if place in choice.places], len(facts)
 
 
 def _read_object(file: Path, notes: list[str]) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise ValueError(f"it holds no object but a {type(content).__name__}")
     except (OSError, ValueError) as error:
         notes.append(f"{file.name} cannot be read: {error}")
         return {}
-    return content if isinstance(content, dict) else {}
+    return content

@@ -1,7 +1,8 @@
 """Trajectories for the page: every token with its text and numbers, in few bytes.
 
 A token is its place in a vocabulary that all trajectories share; masks are lengths of turns; log-probs are thousandths;
-versions are runs of equal ones. A page of thousands of trajectories so stays within some megabytes.
+versions are runs of equal ones. A token so takes about 25 bytes; :mod:`jax_agent_rl.observe.report.choosing` bounds how
+many there are.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ COLUMNS = (
 def facts(record: Mapping[str, Any]) -> list[Any]:
     """What the list of trajectories shows and filters by, in order of :data:`COLUMNS`."""
     sampled = sum(record["response_mask"])
-    learnt = [a for a, mine in zip(record.get("advantages") or (), record["response_mask"], strict=False) if mine]
+    learnt = [a for a, mine in zip(record.get("advantages") or (), _loss_mask(record), strict=False) if mine]
     fork = record.get("fork")
     return [
         record["trajectory_id"],
@@ -105,12 +106,13 @@ def tokens(record: Mapping[str, Any], vocabulary: Vocabulary, prompts: Prompts) 
 
     Keys: ``p`` number of the prompt; ``t`` places of the response's ids; ``x`` texts by position, of tokens that are
     part of a character; ``turns`` as in the record; ``l``, ``o`` the engine's and the learner's log-probs of sampled
-    tokens in thousandths of a nat; ``a`` their advantages in thousandths, one number if all are equal; ``v`` versions
-    as ``[version, count]``; ``facts`` for people; ``segments`` the same of each segment.
+    tokens in thousandths of a nat; ``g`` how far the two are apart, in nats; ``v`` their versions as ``[version,
+    count]``; ``a`` advantages of the tokens that were trained on in thousandths, one number if all are equal;
+    ``facts`` for people; ``segments`` the same of each segment.
     """
     mine = [at for at, mask in enumerate(record["response_mask"]) if mask]
     known = record.get("advantages")
-    advantages = [_milli(known[at]) for at in mine] if known else []
+    advantages = [_milli(known[at]) for at, mask in enumerate(_loss_mask(record)) if mask] if known else []
     old = record.get("old_logprobs")
     versions = [[v, len(list(run))] for v, run in groupby(record["policy_versions"][at] for at in mine)]
     return {
@@ -124,6 +126,7 @@ def tokens(record: Mapping[str, Any], vocabulary: Vocabulary, prompts: Prompts) 
         x=vocabulary.spanning(record["response_ids"]),
         a=advantages[0] if advantages and len(set(advantages)) == 1 else advantages or None,
         o=[_milli(old[at]) for at in mine] if old else None,
+        g=[_gap(record["rollout_logprobs"][at], old[at]) for at in mine] if old else None,
         segments=[tokens(segment, vocabulary, prompts) for segment in record["segments"]],
     )
 
@@ -134,7 +137,20 @@ def _turn(turn: Mapping[str, Any]) -> dict[str, Any]:
         for call in turn["tool_calls"]
     ]
     head = {"s": turn["sampled"], "i": turn["appended"], "stop": turn["stop_reason"]}
-    return head | _optional(calls=calls, score=turn["score"], cached=turn["cached_tokens"] or None)
+    return head | _optional(
+        learn=_learns(turn) or None, calls=calls, score=turn["score"], cached=turn["cached_tokens"] or None
+    )
+
+
+def _loss_mask(record: Mapping[str, Any]) -> list[int]:
+    """:attr:`Trajectory.loss_mask` of a record."""
+    spans = (([1] * turn["sampled"], [int(_learns(turn))] * turn["appended"]) for turn in record["turns"])
+    return [mask for sampled, appended in spans for mask in (*sampled, *appended)]
+
+
+def _learns(turn: Mapping[str, Any]) -> bool:
+    """Whether what was appended was trained on, too; runs of earlier versions do not say."""
+    return turn.get("learn_appended", False)
 
 
 def _facts(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -155,6 +171,13 @@ def _facts(record: Mapping[str, Any]) -> dict[str, Any]:
 
 def _milli(value: float | None) -> int | None:
     return None if value is None or not math.isfinite(value) else round(1000 * value)
+
+
+def _gap(one: float | None, other: float | None) -> float | None:
+    """Of the values as they were recorded: rounding to thousandths may make a gap, or hide one."""
+    if one is None or other is None or not math.isfinite(one - other):
+        return None
+    return float(f"{abs(one - other):.2g}") or 0
 
 
 def _optional(**values: Any) -> dict[str, Any]:

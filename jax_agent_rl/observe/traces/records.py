@@ -39,6 +39,11 @@ def tags(trace: Trace) -> dict[str, str]:
     return {name: str(value) for name, value in named.items()} | {"validate": str(trace.validate).lower()}
 
 
+def failure(span: Span) -> str | None:
+    """Why a span failed, or None; a tool's error was told to the model, and raised nothing."""
+    return span.error or span.attributes.get("tool_error")
+
+
 INPUTS = ("messages", "arguments", "context_tokens")
 """Attributes that are what a span was given; the sinks show them apart."""
 OUTPUTS = ("text", "observation", "reward", "reward_parts", "finish_reason")

@@ -11,7 +11,17 @@ from typing import Any
 from jax_agent_rl.config_trace import TraceConfig
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.observe.metrics import RunFolder, append_records
-from jax_agent_rl.observe.traces.records import INPUTS, OUTPUTS, part, rest, shortened, tags, title, trace_record
+from jax_agent_rl.observe.traces.records import (
+    INPUTS,
+    OUTPUTS,
+    failure,
+    part,
+    rest,
+    shortened,
+    tags,
+    title,
+    trace_record,
+)
 from jax_agent_rl.observe.traces.writer import Sink
 from jax_agent_rl.tracing import Span, Trace
 
@@ -67,8 +77,8 @@ class MlflowSink:
             )
         for span, opened in reversed(list(zip(trace.spans, live, strict=True))):  # the outermost last: it is sent then
             opened.end(
-                outputs=part(span, OUTPUTS, self._most) | ({"error": span.error} if span.error else {}) or None,
-                status="ERROR" if span.error else "OK",
+                outputs=part(span, OUTPUTS, self._most) | ({"error": why} if (why := failure(span)) else {}) or None,
+                status="ERROR" if why else "OK",
                 end_time_ns=span.end_ns,
             )
 
@@ -113,8 +123,8 @@ class TrackioSink:
             "start_time": _time(span.start_ns).isoformat(),
             "end_time": _time(span.end_ns).isoformat(),
             "duration_ms": (span.end_ns - span.start_ns) / 1e6,
-            "status": "error" if span.error else "ok",
-            "error": span.error,
+            "status": "error" if failure(span) else "ok",
+            "error": failure(span),
             "input": part(span, INPUTS, self._most),
             "output": part(span, OUTPUTS, self._most),
             "metadata": rest(span, self._most),
@@ -155,7 +165,7 @@ class WeaveSink:
             self._client.finish_call(
                 call,
                 part(span, OUTPUTS, self._most),
-                RuntimeError(span.error) if span.error else None,
+                RuntimeError(why) if (why := failure(span)) else None,
                 ended_at=_time(span.end_ns),
             )
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jax_agent_rl.errors import ConfigError, ToolError
+from jax_agent_rl.surrogates import without_halves
 from jax_agent_rl.tools.server.environments import CloseReason, Environments, Trajectory
 from jax_agent_rl.tools.server.plugin import Action, Observation, ServerTool
 from jax_agent_rl.tools.server.telemetry import Telemetry
@@ -201,4 +202,4 @@ def shorten(text: str, limit: int) -> str:
     if len(text) > limit:
         keep = max(0, limit - len(_MARKER))
         text = text[: keep - keep // 2] + _MARKER + text[len(text) - keep // 2 :]
-    return text.encode("utf-8", "replace").decode("utf-8")
+    return without_halves(text)

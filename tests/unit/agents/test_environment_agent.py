@@ -1,5 +1,7 @@
 """The environment agent: exact ids, scores per turn, every way to end."""
 
+import contextlib
+
 import pytest
 
 from jax_agent_rl import rewards
@@ -9,6 +11,7 @@ from jax_agent_rl.environments import Environment, EnvironmentPools, Observation
 from jax_agent_rl.errors import DataError, EnvironmentFailedError, PromptTooLongError
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.server import AsyncServer
+from jax_agent_rl.tracing import Span, Tracer
 from jax_agent_rl.types import FinishReason, SamplingParams, StopReason, ToolCallRecord
 from tests.fakes import FakeCodec, ScriptedBackend
 from tests.unit.agents.test_tool_agent import assert_token_exact
@@ -145,6 +148,40 @@ async def test_an_environment_that_fails_loses_the_trajectory_and_is_closed(coun
     with pytest.raises(EnvironmentFailedError, match="'countdown': step raised ValueError: out of order"):
         await Stage(["break"]).run(row(start=3))
     assert countdown.instances[0].closes == 1 and countdown.instances[0].concluded == []
+
+
+async def traced(script, *, start: int) -> list[Span]:
+    """The environment's spans of a trajectory, which may fail."""
+    traces = []
+    tracer = Tracer(traces.append, most_per_step=1)
+    with contextlib.suppress(EnvironmentFailedError):
+        with tracer.trajectory(
+            trajectory_id="t", group_id="g", group_size=1, step=1, sample=0, rollout=0, validate=False
+        ):
+            await Stage(script).run(row(start=start))
+    return [span for span in traces[0].spans if span.about == "environment"]
+
+
+async def test_each_step_is_traced_with_the_reply_and_what_the_environment_showed():
+    first, last = await traced(["2", "1"], start=2)
+    assert first.attributes == {"arguments": {"reply": "2"}, "observation": "now 1", "tool_error": None}
+    assert last.attributes["arguments"] == {"reply": "1"} and last.attributes["observation"] == ""
+
+
+async def test_a_step_that_fails_is_traced_with_its_reply_and_the_error():
+    (span,) = await traced(["break"], start=2)
+    assert span.attributes == {"arguments": {"reply": "break"}} and "out of order" in (span.error or "")
+
+
+async def test_an_error_of_a_call_the_environment_ran_is_traced(countdown, monkeypatch):
+    call = ToolCallRecord(name="bell", arguments={}, observation="", error="timeout")
+
+    async def step(self, reply):
+        return Observation(tool_calls=(call,), done=True)
+
+    monkeypatch.setattr(countdown, "step", step)
+    (span,) = await traced(["ring"], start=2)
+    assert span.attributes["tool_error"] == "timeout"
 
 
 async def test_an_opening_that_is_too_long_is_a_prompt_that_is_too_long(countdown):

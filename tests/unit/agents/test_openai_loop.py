@@ -53,7 +53,9 @@ async def test_requests_over_http_are_traced_as_part_of_their_trajectory():
     traces = []
     tracer = Tracer(traces.append, most_per_step=1)
     async with tiny_context() as context:
-        with tracer.trajectory(trajectory_id="t", group_id="g", step=1, sample=0, rollout=0, validate=False):
+        with tracer.trajectory(
+            trajectory_id="t", group_id="g", group_size=1, step=1, sample=0, rollout=0, validate=False
+        ):
             made = await trajectory_of(tool_agent, context)
     generated = [span for span in traces[0].spans if span.name == "generate"]
     assert [span.attributes["sampled_tokens"] for span in generated] == [len(t.output.token_ids) for t in made.turns]

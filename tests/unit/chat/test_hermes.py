@@ -77,6 +77,8 @@ def test_arguments_written_as_a_string_of_json_are_accepted():
         ('<tool_call>{"name": "f", "arguments": [1]}</tool_call>', "must be an object"),
         ('<tool_call>{"name": "f"} x</tool_call>', "unexpected text"),
         ('<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>', "not valid JSON"),
+        ('<tool_call>{"name": "f", "arguments": {"a": "\\ud83d"}}</tool_call>', "half a surrogate pair"),
+        ('<tool_call>{"name": "\\uD83D", "arguments": {}}</tool_call>', "half a surrogate pair"),
         ("<tool_call>" + "[" * 100_000 + "</tool_call>", "not valid JSON"),
         ("<tool_call>" + "9" * 5000 + "</tool_call>", "not valid JSON"),
     ],

@@ -65,6 +65,23 @@ def test_json_lines_hold_the_same_as_parquet(tmp_path: Path):
     assert lines == pyarrow.parquet.read_table(tmp_path / "out.parquet").to_pylist()
 
 
+@pytest.mark.parametrize("name", ["out.parquet", "out.jsonl", "out"])
+def test_half_a_surrogate_pair_that_a_model_or_a_tool_wrote_becomes_a_question_mark(tmp_path: Path, name: str):
+    half = "\ud83d"
+    made = replace(call(), name=half, arguments={"text": half}, observation=half)
+    member = trajectory([1], [10], group="rollout-0-0", calls=[[made]], messages=[{"role": "user", "content": half}])
+    member = replace(member, row={"data_source": half, "extra_info": {half: half}})
+    written(Target.of(tmp_path / name), Group(group_id="rollout-0-0", trajectories=(member,)))
+    if name == "out.jsonl":
+        row = json.loads((tmp_path / name).read_text())
+    else:
+        (row,) = pyarrow.parquet.read_table(tmp_path / name / "data" if name == "out" else tmp_path / name).to_pylist()
+    (told,) = row["tool_calls"]
+    assert (told["name"], json.loads(told["arguments"]), told["observation"]) == ("?", {"text": "?"}, "?")
+    assert row["messages"] == [{"role": "user", "content": "?"}]
+    assert (row["data_source"], json.loads(row["extra_info"])) == ("?", {"?": "?"})
+
+
 def test_a_folder_is_cut_into_shards_that_its_card_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(files, "SHARD_BYTES", 1)
     written(Target.of(tmp_path / "out"), group(1), group(0), group(2))

@@ -1,8 +1,10 @@
-"""What the pages of docs/write/ tell a reader to write runs, and does what they say."""
+"""What the pages of docs/write/, and the one on traces, tell a reader to write runs, and does what they say."""
 
 from __future__ import annotations
 
+import functools
 import os
+import sqlite3
 import subprocess
 import sys
 from pathlib import Path
@@ -15,12 +17,13 @@ from jax_agent_rl.config import Config, ToolsConfig
 from jax_agent_rl.config_tree import build_tree
 from jax_agent_rl.environments import EnvironmentPools, load_environments
 from jax_agent_rl.tools.loading import open_tools
+from jax_agent_rl.tracing import Tracer
 from jax_agent_rl.types import FinishReason, SamplingParams
 from tests.agent_stage import AgentStage, assert_token_exact
 from tests.tiny_chat import assert_exact, tiny_context
 from tests.unit.docs.pages import DOCS, ROOT, blocks, write_files
 
-PAGES = sorted((DOCS / "write").glob("*.md"))
+PAGES = [*sorted((DOCS / "write").glob("*.md")), DOCS / "traces.md"]
 REQUIRED = {"run_dir": "runs/page", "model": {"path": "model"}, "data": {"train": "t.jsonl", "heldout": "h.jsonl"}}
 
 
@@ -91,3 +94,23 @@ async def test_the_tools_load_by_the_keys_the_page_names(tmp_path: Path, monkeyp
     config = ToolsConfig(function_tool_path=str(tmp_path / "tools.py"), tool_config_path=str(tmp_path / "tools.yaml"))
     async with open_tools(config) as tools:
         assert set(tools) == {"population", "write_note"}
+
+
+async def test_the_tool_adds_its_span_to_a_trace_and_does_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    write_files(DOCS / "traces.md", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    with sqlite3.connect("shop.db") as database:
+        database.execute("create table orders (customer text, item text)")
+        database.execute("insert into orders values ('Ann', 'lamp'), ('Ann', 'chair'), ('Bo', 'desk')")
+    traces = []
+    tracer = Tracer(traces.append, most_per_step=1)
+    async with open_tools(ToolsConfig(function_tool_path="orders.py")) as tools:
+        call = functools.partial(tools.select()["orders"].execute, "a trajectory", {"customer": "Ann"})
+        assert await call() == "lamp, chair"
+        with tracer.trajectory(
+            trajectory_id="t", group_id="g", group_size=1, step=1, sample=0, rollout=0, validate=False
+        ):
+            await call()
+    _, added = traces[0].spans
+    assert (added.name, added.about, added.error) == ("tool", "database", None)
+    assert added.attributes["arguments"]["customer"] == "Ann" and "chair" in added.attributes["observation"]

@@ -1,6 +1,7 @@
 """A configuration under examination: everything that is wrong is told in one go, each with what to do."""
 
 import json
+from collections.abc import Collection
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -12,18 +13,21 @@ from jax_agent_rl.doctor.findings import look_at_all
 from tests.http_service import free_port
 from tests.tiny_run import tiny_recipe
 
+SCORING = ("user code", "data.train", "rewards")
+
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory) -> Path:
     return tiny_recipe(tmp_path_factory.mktemp("doctor"))
 
 
-async def findings(recipe: Path, *overrides: str) -> dict[str, list[tuple[str, str]]]:
-    """By check."""
+async def findings(recipe: Path, *overrides: str, of: Collection[str] = ()) -> dict[str, list[tuple[str, str]]]:
+    """By check; of all of them, or of some."""
     found: dict[str, list[tuple[str, str]]] = {}
     async with AsyncExitStack() as stack:
         checks = examine._of_config(load(recipe, overrides), stack)
-        async for finding in look_at_all(checks, timeout=60):
+        wanted = [(name, look) for name, look in checks if not of or name in of]
+        async for finding in look_at_all(wanted, timeout=60):
             found.setdefault(finding.check, []).append((str(finding.status), finding.text))
     return found
 
@@ -72,6 +76,47 @@ async def test_a_reward_function_that_fails_on_the_ground_truth_is_told(recipe, 
     status, text = only(found, "rewards")
     assert status == "fail" and "must hold a number" in text
     assert ("warn", "1 of 2 rows have no reward_model.ground_truth") in found["data.train"]
+
+
+def one_row(folder: Path, data_source: str, truth: object, **more: str) -> str:
+    """An override: a file with one row."""
+    rows = folder / "rows.jsonl"
+    row = {"data_source": data_source, "prompt": [{"role": "user", "content": "add"}], **more}
+    rows.write_text(json.dumps(row | {"reward_model": {"ground_truth": truth}}) + "\n")
+    return f"data.train={rows}"
+
+
+@pytest.mark.parametrize(
+    ("data_source", "truth", "found"),
+    [
+        ("calculator", "408", "earns 1 as '408'"),
+        ("gsm8k", "18", "earns 1 as '#### 18'"),
+        ("nq", {"target": ["Paris", "the capital"]}, "earns 1 as '<answer>Paris</answer>'"),
+        ("code", '{"tests": ["assert True"]}', "no answer to try it with"),
+        ("environment", None, "no answer to try it with"),
+    ],
+)
+async def test_a_ground_truth_is_tried_in_the_form_its_reward_function_wants(
+    recipe, tmp_path, data_source, truth, found
+):
+    override = one_row(tmp_path, data_source, truth)
+    overrides = (override, "data.heldout=null", "reward.sandbox=unsafe_local")
+    status, text = only(await findings(recipe, *overrides, of=SCORING), "rewards")
+    assert status == "ok" and found in text
+
+
+async def test_a_ground_truth_that_earns_nothing_is_told_with_what_to_check(recipe, tmp_path):
+    rewards = tmp_path / "rewards.py"
+    rewards.write_text(
+        "from jax_agent_rl.rewards import register_reward\n"
+        "@register_reward('finals', override=True)\n"
+        "def compute_score(solution_str, ground_truth):\n"
+        "    return float(solution_str == f'FINAL: {ground_truth}')\n"
+    )
+    overrides = (one_row(tmp_path, "finals", "408"), "data.heldout=null", f"reward.path={rewards}")
+    status, text = only(await findings(recipe, *overrides, of=SCORING), "rewards")
+    assert status == "warn" and "'408' earns nothing" in text and "<answer>…</answer>" in text
+    assert "data_source" in text and "reward_model.ground_truth" in text
 
 
 async def test_rows_that_would_call_no_tool_are_told(recipe):

@@ -17,6 +17,7 @@ from jax_agent_rl.interactions import (
     ModelUserInteraction,
 )
 from jax_agent_rl.tools import ToolRegistry, function_tool
+from jax_agent_rl.tracing import Tracer
 from jax_agent_rl.types import DropReason, FinishReason
 from tests.agent_stage import ROW, AgentStage, assert_token_exact
 from tests.http_service import serve
@@ -83,6 +84,17 @@ async def test_the_user_replies_until_satisfied_and_scores_every_turn():
         ("reply", "first", {"mood": "good"}),
         ("reply", "second", {"mood": "good"}),
         ("finalize", "t"),
+    ]
+
+
+async def test_what_the_user_was_told_and_said_is_traced():
+    traces = []
+    tracer = Tracer(traces.append, most_per_step=1)
+    with tracer.trajectory(trajectory_id="t", group_id="g", group_size=1, step=1, sample=0, rollout=0, validate=False):
+        await stage(["first", "second"], Recorded(MORE, DONE)).run()
+    assert [span.attributes for span in traces[0].spans if span.about == "user"] == [
+        {"arguments": {"reply": "first"}, "observation": "and now ?"},
+        {"arguments": {"reply": "second"}, "observation": "thanks"},
     ]
 
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -9,16 +10,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jax_agent_rl.errors import ConfigError, DataError
-from jax_agent_rl.observe.metrics import trajectory_record
-from jax_agent_rl.observe.report import command
+from jax_agent_rl.errors import ConfigError, DataError, StorageError
+from jax_agent_rl.observe.metrics import RunFolder, trajectory_record
+from jax_agent_rl.observe.report import choosing, command
 from jax_agent_rl.observe.report.charts import MOST_POINTS, charts, thinned
+from jax_agent_rl.observe.report.choosing import MOST_TOKENS, Fact, choose
 from jax_agent_rl.observe.report.command import render_report, write_report
 from jax_agent_rl.observe.report.forest import forest
 from jax_agent_rl.observe.report.page import page, to_json
 from jax_agent_rl.observe.report.timeline import LONGEST_PAUSE, TimeAxis, timeline
 from jax_agent_rl.observe.report.tokens import COLUMNS, Prompts, Vocabulary, facts, tokens
 from tests.report_runs import HOSTILE, data_of, decode, make_run, members, step_line
+from tests.trajectories import call, trajectory
 
 
 class Scripts(HTMLParser):
@@ -95,6 +98,28 @@ def test_thinning_keeps_the_extremes_the_order_and_few_points(values):
     assert {max(values), min(values)} <= {y for _, y in kept}
 
 
+def test_a_value_of_every_step_is_near_a_point_that_is_drawn():
+    steps = range(1, 5001)
+    metrics = [step_line(s, entropy=(s * 7919) % 1009 / 1009, reward_mean=(s * 104_729) % 997 / 997) for s in steps]
+    for line in [chart["lines"][0] for chart in charts(metrics) if chart["title"] in ("Entropy", "Reward")]:
+        assert len(line["x"]) < 700 and (line["x"][0], line["x"][-1]) == (1, 5000)
+        assert max(min(abs(s - x) for x in line["x"]) for s in steps) == line["reach"] <= 20
+
+
+def test_a_line_that_has_all_its_steps_has_no_value_between_them():
+    metrics = [step_line(step) for step in range(100, 1000, 100)]
+    assert all("reach" not in line for chart in charts(metrics) for line in chart["lines"])
+
+
+def test_bars_of_many_steps_are_sums_that_lose_nothing():
+    metrics = [step_line(s, tool_errors_by_kind={"timeout": s % 3, "raised": 1}) for s in range(1, 1001)]
+    (chart,) = [chart for chart in charts(metrics) if chart["title"] == "Tool errors"]
+    assert chart["every"] == 4 and chart["hint"].endswith("Each bar is the sum of 4 steps.")
+    bars = lines_of(chart)
+    assert sum(bars["raised"][1]) == 1000 and sum(bars["timeout"][1]) == sum(s % 3 for s in range(1, 1001))
+    assert bars["raised"] == ([*range(3, 1001, 4)], [4] * 250) and chart["lines"][0]["reach"] == 2
+
+
 # --- timeline -------------------------------------------------------------------------------------------------------
 
 
@@ -149,12 +174,33 @@ def test_a_token_keeps_its_text_log_prob_advantage_and_version():
     assert [(turn["s"], turn["i"]) for turn in made["turns"]] == [(2, 1), (2, 0)]
 
 
+def test_a_gap_is_that_of_the_recorded_values_also_where_rounding_parts_or_joins_them():
+    engine, learner = [-0.1234995, -0.7, 0.0, -1.0, -1.0004], [-0.1235005, -0.7, 0.0, None, -0.9996]
+    vocabulary = Vocabulary(decode)
+    record = records_of()[0] | {"rollout_logprobs": engine, "old_logprobs": learner}
+    made = tokens(record, vocabulary, Prompts(vocabulary))
+    assert (made["l"][0], made["o"][0]) == (-123, -124) and (made["l"][3], made["o"][3]) == (-1000, -1000)
+    assert made["g"] == [1e-6, 0, None, 8e-4]
+
+
 def test_an_advantage_that_all_tokens_share_is_one_number_also_if_it_is_zero():
     vocabulary = Vocabulary(decode)
     record = records_of()[0]
     made = [tokens(record | {"advantages": [v] * 5}, vocabulary, Prompts(vocabulary)) for v in (0.5, 0.0)]
     assert [m["a"] for m in made] == [500, 0]
     assert "a" not in tokens(record, vocabulary, Prompts(vocabulary))
+
+
+def test_observations_that_were_trained_on_have_their_advantages():
+    made = trajectory([1], [4, 2, 7, 8, 5], mask=[1, 1, 0, 0, 1])
+    made = replace(made, turns=tuple(replace(turn, learn_appended=True) for turn in made.turns))
+    learnt = {"advantages": [0.5, 0.5, -1.0, -2.0, 0.5], "old_logprobs": [-1.0] * 5}
+    record = trajectory_record(made, step=1, split="train", learnt=learnt)
+    vocabulary = Vocabulary(decode)
+    shown = tokens(record, vocabulary, Prompts(vocabulary))
+    assert shown["a"] == [500, 500, -1000, -2000, 500] and len(shown["l"]) == len(shown["o"]) == 3
+    assert [turn.get("learn") for turn in shown["turns"]] == [True, True]
+    assert dict(zip(COLUMNS, facts(record), strict=True))["advantage"] == -0.3
 
 
 def test_a_letter_of_two_tokens_is_shown_once():
@@ -208,14 +254,38 @@ def test_a_damaged_run_has_a_report_that_says_what_is_missing(tmp_path: Path):
     run = make_run(tmp_path / "run")
     (run / "config.json").write_text("{")
     (run / "summary.json").write_text("[1")
-    with (run / "trajectories.jsonl").open("a") as stream:
-        stream.write('{"step": 9, "split": "train", "group_id": "g", "reward": 0.5, "turns": []}\n{"cut of')
+    with (run / "trajectories.jsonl").open("ab") as stream:
+        stream.write(b'{"step": 9, "split": "train", "group_id": "g", "reward": 0.5, "turns": []}\n17\n\xff\n{"cut of')
+    with (run / "metrics.jsonl").open("a") as stream:
+        stream.write('{"kind": "step"}\n{"kind": "evaluation", "step": 3}\n')
+        stream.write(json.dumps(step_line(4, reward_mean=float("nan"))) + "\n")
+    with (run / "traces.jsonl").open("a") as stream:
+        stream.write('{"trajectory_id": "t", "step": 1, "spans": []}\n')
     data = data_of(run)
-    assert len(data.trajectories) == 12 and data.total == 13
+    assert len(data.trajectories) == data.total == 12
     notes = " ".join(data.notes)
     assert "config.json cannot be read" in notes and "summary.json cannot be read" in notes
-    assert "1 trajectories are left out: another version" in notes
+    assert "trajectories.jsonl: 3 (cut off or damaged)" in notes
+    for file in ("trajectories.jsonl", "metrics.jsonl", "traces.jsonl"):
+        assert f"{file}: 1 (written by another version of the program)" in notes
     assert "tokens are shown as ids" in render_report(data)
+
+
+@pytest.mark.parametrize("config", [[], {}, {"model": None}, {"model": 3, "trainer": []}, {"model": {"path": 7}}])
+def test_a_configuration_of_another_shape_is_said_and_harms_nothing(tmp_path: Path, config):
+    run = make_run(tmp_path / "run")
+    (run / "config.json").write_text(json.dumps(config))
+    assert "tokens are shown as ids" in render_report(data_of(run))
+
+
+@pytest.mark.parametrize("out", ["folder", "file/report.html"])
+def test_a_place_that_cannot_be_written_is_said_with_what_helps(tmp_path: Path, out: str):
+    run = make_run(tmp_path / "run")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match=rf"{out} could not be written .*; choose another file with --out$"):
+        write_report(run, tmp_path / out)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder", "run"]
 
 
 def test_of_many_trajectories_every_step_keeps_its_best_and_worst(tmp_path: Path):
@@ -223,7 +293,55 @@ def test_of_many_trajectories_every_step_keeps_its_best_and_worst(tmp_path: Path
     assert data.total == 24 and len(data.trajectories) == 12
     for step in range(1, 7):
         assert [r["reward"] for r in data.trajectories if r["step"] == step] == [1.0, -1.0]
-    assert "12 of 24 trajectories are shown" in data.notes[0]
+    assert (
+        "12 of 24 trajectories are shown, from 6 of 6 steps" in data.notes[0] and "--most shows more" in data.notes[0]
+    )
+
+
+def test_few_trajectories_of_many_steps_are_from_steps_equally_far_apart(tmp_path: Path):
+    data = data_of(make_run(tmp_path / "run", steps=9), most=7)
+    assert [r["step"] for r in data.trajectories] == [1, 1, 5, 5, 9, 9]
+    assert "6 of 36 trajectories are shown, from 3 of 9 steps" in data.notes[0]
+
+
+def a_fact(step: int, *, split: str = "train", group: str = "g", tokens: int = 10, reward: float = 0.0) -> Fact:
+    return Fact(split=split, step=step, group=group, reward=reward, prompt=5, tokens=tokens)
+
+
+@given(st.lists(st.integers(1, 12), min_size=1, max_size=40), st.integers(1, 60))
+def test_no_more_are_chosen_than_were_asked_for(sizes, most):
+    facts = [a_fact(step, split=("train", "heldout")[step % 2]) for step, size in enumerate(sizes) for _ in range(size)]
+    places, is_full = choose(facts, most)
+    assert 1 <= len(places) <= most and not is_full
+    assert len(places) == min(most, len(facts)) or len(places) > most // 4
+
+
+def test_all_are_chosen_where_nothing_was_asked_for_or_there_are_no_more():
+    facts = [a_fact(1, tokens=MOST_TOKENS), *[a_fact(2)] * 9]
+    assert choose(facts, 0) == (set(range(10)), False)
+    assert choose(facts[1:], 9) == (set(range(9)), False)
+    assert choose([], 5) == (set(), False)
+
+
+def test_long_trajectories_are_fewer_but_there_is_one():
+    facts = [a_fact(step, tokens=MOST_TOKENS // 20, group=f"{step}") for step in range(10) for _ in range(8)]
+    places, is_full = choose(facts, 80)
+    assert is_full and 10 <= len(places) < 20
+    assert choose([a_fact(1, tokens=2 * MOST_TOKENS, reward=r) for r in (0, 1, 0)], 3) == ({1}, True)
+
+
+def test_a_prompt_counts_once_for_its_group():
+    alone, together = (
+        [a_fact(1, tokens=0, group=f"{n * k}")._replace(prompt=MOST_TOKENS // 2) for n in range(4)] for k in (1, 0)
+    )
+    assert choose(together, 4) == ({0, 1, 2, 3}, False) and choose(alone, 4).is_full
+
+
+def test_the_page_says_that_more_tokens_would_be_too_many(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(choosing, "MOST_TOKENS", 30)
+    data = data_of(make_run(tmp_path / "run"), most=12)
+    assert 1 <= len(data.trajectories) < 12 and "--most 0 shows all" in data.notes[0]
+    assert len(data_of(tmp_path / "run").trajectories) == 12
 
 
 # --- the page -------------------------------------------------------------------------------------------------------
@@ -244,6 +362,14 @@ def test_what_a_model_wrote_stays_data(tmp_path: Path, monkeypatch):
 def test_json_in_the_page_ends_no_script_and_reads_as_it_was(text):
     made = to_json({"text": text})
     assert json.loads(made) == {"text": text} and not set("<>&\u2028\u2029") & set(made)
+
+
+def test_half_a_surrogate_pair_does_not_keep_the_page_from_being_written(tmp_path: Path):
+    run = make_run(tmp_path / "run")
+    bad = [[replace(call(error="unknown_tool"), name="\ud83d")]]
+    RunFolder(run).add_trajectories(4, "train", [trajectory([1], [4, 2, 9], mask=[1, 1, 0], calls=bad)])
+    _, trajectories, _ = Scripts(write_report(run).read_text(encoding="utf-8")).found
+    assert json.loads(trajectories)[-1]["turns"][0]["calls"][0]["name"] == "?"
 
 
 def test_numbers_that_are_no_json_are_refused():

@@ -9,7 +9,9 @@ from rich.console import Console
 from jax_agent_rl.observe.metrics import RunFolder, read_records, trajectory_record
 from jax_agent_rl.observe.plots import reward_plot
 from jax_agent_rl.observe.progress import Progress, duration
+from jax_agent_rl.observe.report.command import write_report
 from jax_agent_rl.observe.trajectories import best_and_worst, render
+from tests.report_runs import make_run
 from tests.trajectories import trajectory
 
 
@@ -29,6 +31,14 @@ def test_resuming_cuts_back_what_came_after_the_checkpoint(tmp_path: Path):
     folder.cut_back(2, evaluated=0)
     assert [r["step"] for r in read_records(folder.metrics)] == [1, 2]
     assert [r["step"] for r in read_records(folder.trajectories)] == [1, 2]
+
+
+def test_a_run_that_goes_on_is_not_finished(tmp_path: Path):
+    folder = RunFolder(make_run(tmp_path / "run"))
+    folder.write_json(folder.summary, {"steps": 3})
+    assert '"state":"finished"' in write_report(folder.path).read_text()
+    folder.cut_back(3, evaluated=0)
+    assert '"state":"not finished"' in write_report(folder.path).read_text()
 
 
 def test_an_evaluation_that_will_be_made_again_is_cut_back_too(tmp_path: Path):

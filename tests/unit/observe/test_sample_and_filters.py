@@ -1,15 +1,18 @@
 """Which trajectories are kept and shown."""
 
 import io
+import re
 from collections import namedtuple
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console
+from rich.console import Console, RenderableType
 
 from jax_agent_rl.errors import ConfigError
+from jax_agent_rl.observe import report
 from jax_agent_rl.observe.filters import TrajectoryFilter
 from jax_agent_rl.observe.metrics import RunFolder, read_records, trajectory_record
 from jax_agent_rl.observe.sample import sample
@@ -74,6 +77,11 @@ def records():
     [
         ({}, range(8)),
         ({"step": 2}, range(4, 8)),
+        ({"min_step": 2}, range(4, 8)),
+        ({"max_step": 1}, range(4)),
+        ({"text": "HELLO", "step": 1}, [0, 1]),
+        ({"text": "g-3"}, [3, 7]),
+        ({"text": "question"}, []),  # stands in prompts alone
         ({"split": "heldout"}, []),
         ({"min_reward": 0.25}, [0, 3, 4, 7]),
         ({"max_reward": -0.5}, [2, 6]),
@@ -88,7 +96,7 @@ def records():
 )
 def test_filters_hold_together(wanted, numbers):
     keep = TrajectoryFilter(**wanted)
-    assert [n for n, record in enumerate(records()) if keep(record)] == list(numbers)
+    assert [n for n, record in enumerate(records()) if keep(record, decode)] == list(numbers)
 
 
 @pytest.mark.parametrize("wrong", [{"split": "test"}, {"finish_reason": "done"}, {"stop_reason": "eso"}])
@@ -102,24 +110,54 @@ def test_a_filter_says_what_it_asks_for():
     assert TrajectoryFilter().describe() == "no filter"
 
 
+def shown(renderable: RenderableType, *, no_color: bool = True, force_terminal: bool = False) -> str:
+    """What a wide terminal gets of it."""
+    out = io.StringIO()
+    Console(file=out, width=400, no_color=no_color, force_terminal=force_terminal).print(renderable)
+    return out.getvalue()
+
+
 @pytest.mark.parametrize("colour", COLOURS)
 def test_the_terminal_shows_the_same_text_in_every_colouring(colour):
     record = records()[0] | {"advantages": [1.0, -1.0, 0.0, 0.0, 2.0]}
-    plain, styled = (
-        Console(file=io.StringIO(), width=100, no_color=off, force_terminal=not off) for off in (True, False)
-    )
-    for console in (plain, styled):
-        console.print(render(record, decode, colour=colour))
-    assert "«hello <|im_end|>»word7 «world <|im_end|>»" in plain.file.getvalue()
-    assert "\x1b[" in styled.file.getvalue()
+    panel = render(record, decode, colour=colour)
+    assert "«hello <|im_end|>»word7 «world <|im_end|>»" in shown(panel)
+    assert "\x1b[" in shown(panel, force_terminal=True, no_color=False)
 
 
-def test_what_a_model_writes_does_not_steer_the_terminal():
-    assert visible("a\x1b[2Jb\x07\x9b\tc\n") == "a\\x1b[2Jb\\x07\\x9b\tc\n"
+OWNED = "\x1b[2J\x1b]0;owned\x07 \u202e9\u200b\ud800"
+SPELT = "\\x1b[2J\\x1b]0;owned\\x07 \\u202e9\\u200b\\ud800"
+
+
+def steering(kind: str):
+    """A record that would steer the terminal, and its ids as text."""
     record = records()[0]
-    console = Console(file=io.StringIO(), width=100, no_color=True)
-    console.print(render(record, lambda ids: "\x1b]0;owned\x07"))
-    assert "\x1b" not in console.file.getvalue() and "\\x1b]0;owned" in console.file.getvalue()
+    calls = [{"error": OWNED}]
+    changes = {
+        "text": {},
+        "truth": {"row": {"reward_model": {"ground_truth": OWNED}}},
+        "error": {"turns": [record["turns"][0] | {"tool_calls": calls}]},
+        "end": {"finish_reason": OWNED},
+        "id": {"trajectory_id": OWNED},
+    }
+    return record | changes[kind], (lambda ids: OWNED) if kind == "text" else decode
+
+
+@pytest.mark.parametrize("kind", ["text", "truth", "error", "end", "id"])
+def test_nothing_in_a_record_steers_the_terminal(kind):
+    record, as_text = steering(kind)
+    text = shown(render(record, as_text))
+    assert SPELT in text
+    assert not set(OWNED) & set(text) - set(SPELT)
+
+
+def test_what_cannot_be_seen_is_spelt_out_as_on_the_page():
+    assert visible("a\x1b[2Jb\x07\x9b\tc\n\xad") == "a\\x1b[2Jb\\x07\\x9b\tc\n\\xad"
+    script = (Path(report.__file__).parent / "page" / "dom.js").read_text()
+    (spans,) = re.findall(r"HIDDEN = /\[(.*)\]/g", script)
+    hidden = re.compile(f"[{spans}]")
+    characters = [chr(code) for code in range(0x10000) if not 0xD800 <= code < 0xE000]
+    assert [c for c in characters if visible(c) != c] == [c for c in characters if hidden.match(c)]
 
 
 def test_phases_are_on_the_wall_clock_and_are_taken_once():

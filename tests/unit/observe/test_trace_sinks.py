@@ -120,7 +120,13 @@ async def test_a_tracer_writes_what_was_traced_before_it_closes(tmp_path: Path):
     async with open_tracer(TraceConfig(sinks=("files",), max_trajectories_per_step=1), folder) as tracer:
         for rollout in range(2):
             with tracer.trajectory(
-                trajectory_id=f"t-{rollout}", group_id="t", step=1, sample=0, rollout=rollout, validate=False
+                trajectory_id=f"t-{rollout}",
+                group_id="t",
+                group_size=2,
+                step=1,
+                sample=0,
+                rollout=rollout,
+                validate=False,
             ):
                 pass
     assert [record["trajectory_id"] for record in read_records(folder.traces)] == ["t-0"]
@@ -147,11 +153,15 @@ def test_mlflow_shows_a_trace_with_its_spans(tmp_path: Path, monkeypatch):
     assert found.info.tags["step"] == "3" and found.info.tags["validate"] == "false" and found.info.tags["run"] == "run"
     spans = {s.name: s for s in found.data.spans}
     assert list(spans) == ["run train-3-1-2", "wait slot", "generate", "tool add", "reward sums"]
-    assert spans["tool add"].inputs == {"arguments": {"a": 1}} and spans["tool add"].outputs == {"observation": "Error"}
+    assert spans["tool add"].inputs == {"arguments": {"a": 1}} and spans["tool add"].outputs == {
+        "observation": "Error",
+        "error": "timeout",
+    }
     assert spans["tool add"].start_time_ns == EPOCH + 2 * SECOND
     assert spans["generate"].span_type == "LLM" and spans["generate"].attributes["stop_reason"] == "eos"
     assert spans["generate"].parent_id == spans["run train-3-1-2"].span_id
-    assert spans["reward sums"].status.status_code == "ERROR"
+    failed = [name for name, span in spans.items() if span.status.status_code == "ERROR"]
+    assert failed == ["tool add", "reward sums"]
 
 
 def test_trackio_keeps_a_trace_with_its_spans(tmp_path: Path, monkeypatch):
@@ -175,7 +185,11 @@ def test_trackio_keeps_a_trace_with_its_spans(tmp_path: Path, monkeypatch):
     assert made["metadata"]["rollout"] == "2" and made["metadata"]["reward"] == 1.0
     tool = made["spans"][3]
     assert (tool["kind"], tool["parent_id"], tool["duration_ms"]) == ("tool", "0", 1000.0)
-    assert made["spans"][4]["status"] == "error"
+    assert [(s["status"], s.get("error")) for s in made["spans"][2:]] == [
+        ("ok", None),
+        ("error", "timeout"),
+        ("error", "ValueError: no"),
+    ]
 
 
 class FakeWeave(ThreadingHTTPServer):
@@ -252,7 +266,7 @@ def test_weave_is_sent_a_call_for_each_span(open_weave, weave_server):
     assert calls["tool add"]["parent_id"] == calls["run train-3-1-2"]["id"]
     assert calls["tool add"]["inputs"] == {"arguments": {"a": 1}}
     assert calls["generate"]["attributes"]["stop_reason"] == "eos" and calls["generate"]["attributes"]["step"] == "3"
-    assert "ValueError: no" in calls["reward sums"]["exception"]
+    assert "ValueError: no" in calls["reward sums"]["exception"] and "timeout" in calls["tool add"]["exception"]
     began = datetime.datetime.fromisoformat(calls["tool add"]["started_at"])
     assert began.timestamp() * SECOND == EPOCH + 2 * SECOND
 

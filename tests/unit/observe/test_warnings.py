@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from jax_agent_rl.config import Config, build
 from jax_agent_rl.observe.warnings import has_own_devices, overlap_gain, rules, without_agent
-from jax_agent_rl.observe.watch import Rule, SinceStart, Watch
+from jax_agent_rl.observe.watch import Rule, SinceLast, SinceStart, Watch
 
 HEALTHY = {
     "kind": "step",
@@ -139,7 +139,6 @@ def test_a_healthy_run_has_no_warnings():
         ("logprob_gap", {"logprob_gap_mean": 0.06}, "rollout.deterministic"),
         ("tools_unused", {"tool_calls_mean": 0.0}, "agent.default_agent"),
         ("learner_idle", {"learner_idle_share": 0.6, "engine_busy_share": 0.2}, "trainer.mode=one_step_off"),
-        ("recompilations", {"recompilations_after_warmup": 2}, "rollout.jetstream.prefill_buckets"),
     ],
 )
 def test_what_goes_wrong_is_said_with_what_to_do(name: str, change: dict, advice: str):
@@ -147,6 +146,20 @@ def test_what_goes_wrong_is_said_with_what_to_do(name: str, change: dict, advice
     assert watch.active == [name]
     (line,) = said
     assert line.startswith(f"  warning ({name}): ") and advice in line.partition("What to do: ")[2]
+
+
+def test_programs_compiled_after_warm_up_are_said_in_the_steps_that_compiled_them():
+    totals = (0, 1, 1, 4, 6, 6)
+    said, watch = watched(conf(), *[{"recompilations_after_warmup": total} for total in totals])
+    first, later = said
+    assert "1 programs" in first and "rollout.jetstream.prefill_buckets" in first and "3 programs" in later
+    (warned,) = watch.warnings
+    assert (warned.first_step, warned.last_step, warned.steps, warned.active) == (2, 5, 3, False)
+
+
+def test_a_total_that_begins_anew_with_a_resumed_run_has_grown_by_all_it_says():
+    grown = SinceLast("x")
+    assert [grown(record) for record in ({"x": 2}, {"x": 5}, {}, {"x": 1}, {"x": 1})] == [2, 3, None, 1, 0]
 
 
 @pytest.mark.parametrize(

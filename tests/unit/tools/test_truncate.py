@@ -25,6 +25,10 @@ def test_a_result_that_fits_exactly_is_untouched(side):
     assert cut(words(10), 10, side) == words(10)
 
 
+def test_half_a_surrogate_pair_becomes_text_that_can_be_tokenized():
+    assert cut("a \ud83d b", 10, "right") == "a ? b"
+
+
 @pytest.mark.parametrize(
     ("side", "expected"),
     [

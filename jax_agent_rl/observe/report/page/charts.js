@@ -45,7 +45,7 @@ function chartCard(chart, bounds, pointed, open) {
   }
   const steps = ticks(first, last, 5).filter(Number.isInteger);
   for (const step of steps) picture.append(svg("text", { x: x(step), y: HIGH - 6, "text-anchor": "middle" }, String(step)));
-  if (chart.kind === "stack") drawStack(chart, picture, x, y.at, (WIDE - LEFT - RIGHT) / (last - first + 1));
+  if (chart.kind === "stack") drawStack(chart, picture, x, y.at, chart.every * (WIDE - LEFT - RIGHT) / (last - first + 1));
   else chart.lines.forEach((line, n) => drawLine(line, n, picture, x, y.at));
   const cross = svg("line", { class: "cross", y1: TOP, y2: HIGH - BOTTOM, visibility: "hidden" });
   picture.append(cross);
@@ -56,7 +56,7 @@ function chartCard(chart, bounds, pointed, open) {
     cross.setAttribute("visibility", step === null ? "hidden" : "visible");
     if (step !== null) { cross.setAttribute("x1", x(step)); cross.setAttribute("x2", x(step)); }
     chart.lines.forEach((line, n) => {
-      const at = step === null ? line.y.length - 1 : line.x.indexOf(step);
+      const at = step === null ? line.y.length - 1 : placeOf(line, step);
       values[n].textContent = at < 0 ? "–" : show(line.y[at]);
     });
   });
@@ -76,6 +76,12 @@ function chartCard(chart, bounds, pointed, open) {
   picture.addEventListener("click", (event) => { tip.hide(); open(stepAt(event)); });
   return el("figure", { class: "card" }, el("h2", {}, chart.title, chart.unit ? el("small", {}, chart.unit) : null),
     chart.hint ? el("p", {}, chart.hint) : null, picture, legend);
+}
+
+// Of the step, or where not every step is drawn, of the nearest one; -1 if the line has none there.
+function placeOf(line, step) {
+  const at = line.x.reduce((best, other, i) => (Math.abs(other - step) < Math.abs(line.x[best] - step) ? i : best), 0);
+  return Math.abs(line.x[at] - step) <= (line.reach || 0) ? at : -1;
 }
 
 function drawLine(line, n, picture, x, y) {

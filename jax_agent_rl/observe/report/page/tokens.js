@@ -3,6 +3,7 @@
 const MODES = ["mask", "log-prob", "advantage", "version", "gap"];
 const FOLD = 500; // characters of a prompt before it is folded to its end
 const MOST_TOKENS = 4000; // of a block drawn at once
+const LEAST_GAP = 1e-3; // nats; where all gaps are smaller, none is painted at full strength
 
 function words(ids, spanning = {}) {
   return ids.map((place, i) => spanning[i] ?? index.vocabulary.texts[place]);
@@ -11,7 +12,7 @@ function words(ids, spanning = {}) {
 // The response as blocks of tokens with their numbers.
 function blocks(made) {
   const found = [], texts = words(made.t, made.x), versions = made.v.flatMap(([version, count]) => Array(count).fill(version));
-  let at = 0, mine = 0;
+  let at = 0, mine = 0, trained = 0;
   made.turns.forEach((turn, n) => {
     for (const [kind, count] of [["sampled", turn.s], ["inserted", turn.i]]) {
       if (!count) continue;
@@ -21,10 +22,11 @@ function blocks(made) {
         if (kind === "sampled") {
           token.logprob = milli(made.l[mine]);
           token.old = made.o ? milli(made.o[mine]) : null;
-          token.advantage = made.a === undefined ? null : milli(Array.isArray(made.a) ? made.a[mine] : made.a);
+          token.gap = made.g ? made.g[mine] : null;
           token.version = versions[mine];
           mine++;
         }
+        if (kind === "sampled" || turn.learn) token.advantage = milli(Array.isArray(made.a) ? made.a[trained++] : made.a);
         tokens.push(token);
       }
       found.push({ kind, turn, number: n + 1, tokens });
@@ -34,25 +36,31 @@ function blocks(made) {
 }
 
 const milli = (value) => (value === null || value === undefined ? null : value / 1000);
-const gap = (token) => (token.old === null || token.old === undefined ? null : Math.abs(token.logprob - token.old));
+const isTrained = (token) => token.advantage !== null && token.advantage !== undefined;
 const mix = (n, share) => `color-mix(in srgb, ${colour(n)} ${Math.round(100 * share)}%, transparent)`;
 
 function shade(token, mode, scale) {
   if (token.kind === "prompt") return "";
-  if (token.kind === "inserted") return mode === "mask" ? mix(1, 0.17) : "";
+  if (token.kind === "inserted" && mode !== "advantage") return mode === "mask" ? mix(1, 0.17) : "";
   switch (mode) {
     case "mask": return mix(2, 0.24);
     case "log-prob": return token.logprob === null ? "" : mix(3, 0.75 * Math.min(1, Math.sqrt(-token.logprob / 4)));
-    case "advantage": return token.advantage === null ? "" : mix(token.advantage >= 0 ? 0 : 1, 0.08 + 0.6 * Math.min(1, Math.abs(token.advantage) / scale.advantage));
+    case "advantage": return !isTrained(token) ? "" : mix(token.advantage >= 0 ? 0 : 1, 0.08 + 0.6 * Math.min(1, Math.abs(token.advantage) / scale.advantage));
     case "version": return mix(token.version - scale.version, 0.35);
-    default: return gap(token) === null ? "" : mix(4, 0.8 * Math.min(1, gap(token) / scale.gap));
+    default: return token.gap === null ? "" : mix(4, 0.8 * Math.min(1, token.gap / scale.gap));
   }
 }
 
 function legendOf(mode, found, scale) {
   const swatch = (background, text) => el("span", {}, el("i", { style: `background:${background}` }), text);
   switch (mode) {
-    case "mask": return [swatch(mix(2, 0.24), "sampled by the policy (trained on)"), swatch(mix(1, 0.17), "inserted: tool results, template")];
+    case "mask": {
+      const trained = (kind) => found.some((block) => block.kind === kind && block.tokens.some(isTrained));
+      return [
+        swatch(mix(2, 0.24), `sampled by the policy (${trained("sampled") ? "" : "not "}trained on)`),
+        swatch(mix(1, 0.17), `inserted: tool results, template${trained("inserted") ? " (trained on)" : ""}`),
+      ];
+    }
     case "log-prob": return [0.9, 0.5, 0.1, 0.02].map((p) => swatch(mix(3, 0.75 * Math.min(1, Math.sqrt(-Math.log(p) / 4))), `p = ${p}`));
     case "advantage": return [swatch(mix(0, 0.68), `+${number(scale.advantage)}: made likelier`), swatch(mix(1, 0.68), `−${number(scale.advantage)}: made less likely`)];
     case "version": return [...new Set(found.flatMap((b) => b.tokens.map((t) => t.version)).filter((v) => v !== undefined))].map((v) => swatch(mix(v - scale.version, 0.35), `version ${v}`));
@@ -64,9 +72,9 @@ function scaleOf(found) {
   const all = found.flatMap((block) => block.tokens);
   const most = (values) => Math.max(0, ...values.filter((v) => v !== null && v !== undefined));
   return {
-    advantage: most(all.map((t) => (t.advantage === null || t.advantage === undefined ? null : Math.abs(t.advantage)))) || 1,
+    advantage: most(all.map((t) => (isTrained(t) ? Math.abs(t.advantage) : null))) || 1,
     version: Math.min(...all.map((t) => t.version).filter((v) => v !== undefined)),
-    gap: Math.max(1e-3, most(all.map(gap))),
+    gap: Math.max(LEAST_GAP, most(all.map((t) => t.gap))),
   };
 }
 
@@ -74,9 +82,10 @@ function tokenTip(token, x, y) {
   const pairs = [["id", token.id], ["position", token.at === undefined ? "prompt" : token.at], ["kind", token.kind]];
   if (token.kind === "sampled") {
     pairs.push(["log-prob", token.logprob === null ? "–" : `${token.logprob.toFixed(3)} (p = ${number(Math.exp(token.logprob), 2)})`]);
-    if (token.old !== null) pairs.push(["learner's", `${token.old.toFixed(3)} (gap ${number(gap(token), 2)})`]);
-    pairs.push(["advantage", token.advantage === null ? "not trained on" : token.advantage.toFixed(3)], ["version", token.version]);
+    if (token.old !== null) pairs.push(["learner's", `${token.old.toFixed(3)} (gap ${number(token.gap, 2)})`]);
+    pairs.push(["version", token.version]);
   }
+  if (token.kind === "sampled" || isTrained(token)) pairs.push(["advantage", isTrained(token) ? token.advantage.toFixed(3) : "not trained on"]);
   tip.show(x, y, el("span", { class: "text" }, quoted(token.text) || "(part of the character before)"), table(pairs));
 }
 
