@@ -86,7 +86,8 @@ def run(node, worker, command):
     signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
     try:
         while child.poll() is None:
-            if read(node_file(node))["state"] != "READY" or (orders / ("cut-" + str(worker))).exists():
+            cut = ordered("offline") is not None or (orders / ("cut-" + str(worker))).exists()
+            if cut or read(node_file(node))["state"] != "READY":
                 (orders / ("cut-" + str(worker))).unlink(missing_ok=True)
                 sys.exit(255)
             time.sleep(0.05)
@@ -95,8 +96,13 @@ def run(node, worker, command):
             os.killpg(child.pid, signal.SIGKILL)
     sys.exit(child.returncode)
 
+if ordered("offline") is not None and names[0] == "compute":
+    fail("There was a problem refreshing your current auth tokens: HTTPSConnectionPool(host='oauth2.googleapis.com', "
+         "port=443): Max retries exceeded with url: /token (Network is unreachable) Please run: $ gcloud auth login")
 if ordered("no-zone") is not None and names[0] == "compute":
     fail("PERMISSION_DENIED: Permission denied on 'locations/" + options["zone"] + "' (or it may not exist).")
+if ordered("describe-fails") is not None and "describe" in names:
+    fail("INTERNAL: an internal error has occurred")
 match names:
     case ["auth", "list", *_]:
         print("" if ordered("no-login") is not None else "me@example.com")

@@ -107,6 +107,44 @@ def test_a_broken_connection_loses_neither_the_run_nor_a_line(cloud: Cloud):
     assert (before + rest).count("[host-0] training") == 1 and len(cloud.runs()) == 1
 
 
+def test_a_launcher_without_a_network_finds_its_run_again(cloud: Cloud):
+    cloud.order("trainer", "waits")
+    process = cloud.start(*KEPT)
+    read_until(process, "[host-0] training")
+    cloud.order("offline")
+    for _ in range(3):
+        read_until(process, "the connection broke, connecting again")
+    cloud.recall("offline")
+    rest = "".join(ended_after(process, signal.SIGINT))
+    assert process.returncode == 130 and "[host-0] saved a checkpoint" in rest and len(cloud.runs()) == 1, rest
+
+
+def test_a_launcher_that_has_lost_sight_of_the_run_leaves_it_and_another_finds_it(cloud: Cloud):
+    cloud.order("trainer", "waits")
+    process = cloud.start(*KEPT, "--poll", "0.001")
+    read_until(process, "[host-0] training")
+    cloud.order("offline")
+    rest = said_by(process)
+    assert process.returncode == 1 and "lost sight of the run" in rest, rest
+    cloud.recall("offline")
+    assert cloud.node() is not None
+    again = cloud.start(*KEPT)
+    read_until(again, "[host-0] training")
+    rest = "".join(ended_after(again, signal.SIGINT))
+    assert again.returncode == 130 and len(cloud.runs()) == 1 and len(cloud.calls("tpu-vm scp")) == 1
+
+
+def test_a_run_that_failed_is_left_while_nobody_says_whether_its_slice_was_taken_back(cloud: Cloud):
+    cloud.order("trainer", "waits")
+    process = cloud.start(*KEPT, "--poll", "0.01")
+    read_until(process, "[host-0] training")
+    cloud.order("describe-fails")
+    cloud.power_off()
+    rest = said_by(process)
+    assert process.returncode == 1 and "gcloud does not say whether the slice was taken back" in rest, rest
+    assert cloud.node() is not None
+
+
 def test_ctrl_c_lets_the_run_save_before_its_slice_is_deleted(cloud: Cloud):
     cloud.order("trainer", "waits")
     process = cloud.start(*KEPT)

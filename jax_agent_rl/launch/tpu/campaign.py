@@ -10,7 +10,8 @@ With rollout servers: they are started first, and the others once they serve; th
 new at every start, keeps others out.
 
 Every stage happens on all hosts at the same time. Whatever fails, the state of the slices decides whether it counts as
-a preemption, which is made good a bounded number of times, or as a failure of the run.
+a preemption, which is made good a bounded number of times, or as a failure of the run. A launcher that has lost sight
+of the run (the network here, an expired login) deletes nothing.
 """
 
 from __future__ import annotations
@@ -33,13 +34,12 @@ from jax_agent_rl.launch.tpu.fleet import Fleet
 from jax_agent_rl.launch.tpu.gcloud import Gcloud
 from jax_agent_rl.launch.tpu.job import Job, Worker
 from jax_agent_rl.launch.tpu.logs import Logs
+from jax_agent_rl.launch.tpu.patience import pauses
 from jax_agent_rl.launch.tpu.slices import Addresses, State
 
 T = TypeVar("T")
 _AT_ONCE = 16
 """Hosts that a stage works on side by side: each takes a gcloud process here."""
-_SSH_LOST = 255
-_RECONNECTIONS = 10
 _LOOKS = 5
 """How often to see whether a slice was taken back, once a run has failed: its state follows some seconds later."""
 _REFUSED = 2
@@ -156,9 +156,8 @@ class Campaign:
         """Whether a run of this name is under way on slices that were there before."""
         if self._slices.created:
             return False
-        try:
-            await self._watch(self._cloud.read(job.running(leader, self._job)))
-        except LaunchError:  # no run, or not even the code
+        answer = await self._watch(self._cloud.read(job.running(leader, self._job)))
+        if answer.split()[-1:] != ["yes"]:
             return False
         self._say("a run is under way there: following it")
         return True
@@ -245,7 +244,9 @@ class Campaign:
         if failed:
             self._say("ended with " + ", ".join(f"{status} on {name}" for name, status in failed.items()))
         if failed and not self._interrupt.is_set():
-            await self._raise_if_taken_back(looks=1 if statuses[0] == _REFUSED else _LOOKS)
+            answered = await self._raise_if_taken_back(looks=1 if statuses[0] == _REFUSED else _LOOKS)
+            if not answered:
+                raise LaunchError("gcloud does not say whether the slice was taken back, so it is left as it is")
         # Those that still run would be in the way of the next start.
         stuck = [worker for worker, status in zip(learning, statuses, strict=True) if status == remote.LOST]
         await self._signal(stuck, "KILL")
@@ -291,29 +292,44 @@ class Campaign:
         return [task.result() if task.done() else remote.LOST for task in watching]
 
     async def _follow_host(self, worker: Worker) -> int:
-        """Shows what one host says, over as many connections as it takes; the exit status there."""
-        for _ in range(_RECONNECTIONS):
-            command = job.follow(self._cloud, worker, self._job)
-            status = await self._ended(await self._start(command, self._logs.reader(worker.name)))
-            if status != _SSH_LOST:
-                return status
-            self._say(f"{worker.name}: the connection broke, connecting again")
-            await asyncio.sleep(self._policy.poll)
-        return _SSH_LOST
+        """Shows what one host says, over as many connections as it takes; the exit status there.
+
+        Raises:
+            LaunchError: many connections in a row brought nothing.
+        """
+        left = pauses(self._policy.poll)
+        while True:
+            reader = self._logs.reader(worker.name)
+            await self._ended(await self._start(job.follow(self._cloud, worker, self._job), reader))
+            if reader.status is not None:
+                return reader.status
+            if reader.heard:
+                left = pauses(self._policy.poll)
+            if (pause := next(left, None)) is None:
+                raise LaunchError(
+                    f"{worker.name}: lost sight of the run, which may go on: the same command finds it again, --delete "
+                    "ends it"
+                )
+            self._say(f"{worker.name}: the connection broke, connecting again in {pause:.0f} s")
+            await asyncio.sleep(pause)
 
     async def _until_taken_back(self) -> None:
         while True:
             await asyncio.sleep(self._policy.poll)
             await self._raise_if_taken_back(looks=1)
 
-    async def _raise_if_taken_back(self, *, looks: int) -> None:
+    async def _raise_if_taken_back(self, *, looks: int) -> bool:
+        """Looks so often; False if gcloud failed every time, which says nothing of the slices."""
+        answered = False
         for look in range(looks):
-            with contextlib.suppress(LaunchError):  # gcloud itself may fail for a while, which says nothing
+            with contextlib.suppress(LaunchError):
                 seen = await self._slices.look()
+                answered = True
                 if seen.state in (State.LOST, State.ABSENT):
                     raise Preempted(seen.word)
             if look + 1 < looks:
                 await asyncio.sleep(self._policy.poll)
+        return answered
 
     async def _stop_when_interrupted(self, workers: Sequence[Worker]) -> None:
         """First Ctrl-C: the run saves and ends. Second: it goes on without this launcher.

@@ -231,14 +231,14 @@ def _own_settings(worker: Worker, job: Job, urls: Sequence[str]) -> list[str]:
 
 
 def follow(cloud: Gcloud, worker: Worker, job: Job) -> Command:
-    """What the run says on a host; its exit status is the run's."""
+    """What the run says on a host; the last line is its exit status."""
     return _on(cloud, worker, f"cd {CODE} && {_remote(['follow', _folder(job)])}")
 
 
 def running(worker: Worker, job: Job) -> tuple[str, ...]:
-    """Fails unless a run is under way on a host."""
-    there = f"cd {CODE} && {_remote(['running', _folder(job)])}"
-    return gcloud.ssh(worker.node, worker.index, there)
+    """Says ``yes`` if a run is under way on a host, else ``no``; it fails only if the host cannot be asked."""
+    asked = f"cd {CODE} && {_remote(['running', _folder(job)])}"
+    return gcloud.ssh(worker.node, worker.index, f"if {asked}; then echo yes; else echo no; fi")
 
 
 def send(cloud: Gcloud, worker: Worker, job: Job, name: str) -> Command:

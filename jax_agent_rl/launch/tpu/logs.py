@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 _NUMBERED = re.compile(r"\[[^\]]*\] (?P<number>\d+)\|(?P<text>.*)", re.DOTALL)
+_END = re.compile(r"\[[^\]]*\] end\|(?P<status>\d+)")
 
 
 class Logs:
@@ -26,22 +27,43 @@ class Logs:
         """The lines of the hosts' next run are numbered from 1 again."""
         self._seen.clear()
 
-    def reader(self, host: str) -> Callable[[str], None]:
-        """Takes the lines of a connection to a host: those of ``remote.follow``, and others from gcloud itself."""
+    def reader(self, host: str) -> Reader:
+        """For the lines of one connection to a host."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        file = self.folder / f"{host}.log"
+        return Reader(self, host)
 
-        def read(line: str) -> None:
-            match = _NUMBERED.fullmatch(line)
-            if match is None:
-                self._say(line)
-                return
-            number = int(match["number"])
-            if number <= self._seen.get(host, 0):  # the connection is a new one
-                return
-            self._seen[host] = number
-            with file.open("a", encoding="utf-8") as log:
-                log.write(match["text"] + "\n")
-            self._say(f"[{host}] {match['text']}")
+    def take(self, host: str, number: int, text: str) -> None:
+        """A line of a host's run; not again if it came over an earlier connection."""
+        if number <= self._seen.get(host, 0):
+            return
+        self._seen[host] = number
+        with (self.folder / f"{host}.log").open("a", encoding="utf-8") as log:
+            log.write(text + "\n")
+        self._say(f"[{host}] {text}")
 
-        return read
+    def show(self, line: str) -> None:
+        """A line that is not the run's, but gcloud's."""
+        self._say(line)
+
+
+class Reader:
+    """Takes the lines of one connection to a host: those of ``remote.follow``, and others from gcloud itself.
+
+    Attributes:
+        heard: the run's log has come through it.
+        status: the run's exit status, once that has come; without it, the connection broke.
+    """
+
+    def __init__(self, logs: Logs, host: str) -> None:
+        self._logs, self._host = logs, host
+        self.heard = False
+        self.status: int | None = None
+
+    def __call__(self, line: str) -> None:
+        if match := _NUMBERED.fullmatch(line):
+            self.heard = True
+            self._logs.take(self._host, int(match["number"]), match["text"])
+        elif match := _END.fullmatch(line):
+            self.status = int(match["status"])
+        else:
+            self._logs.show(line)

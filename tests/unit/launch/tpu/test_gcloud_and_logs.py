@@ -44,6 +44,16 @@ def test_however_often_a_connection_breaks_every_line_is_shown_once(tmp_path_fac
     assert (logs.folder / "host-1.log").read_text().splitlines() == expected
 
 
+def test_only_the_runs_own_last_line_says_that_it_has_ended(tmp_path: Path):
+    read = Logs(tmp_path, say=lambda _: None).reader("host-1")
+    for line in ("ERROR: (gcloud) no network", "1|end|0"):
+        read(f"[host-1] {line}")
+        assert read.status is None
+    assert read.heard and (tmp_path / "host-1.log").read_text() == "end|0\n"
+    read("[host-1] end|3")
+    assert read.status == 3
+
+
 def test_hosts_are_numbered_slice_by_slice_and_the_first_leads():
     found = job.workers(request_of(slices=2), (("a", "b"), ("c", "d")))
     assert [(w.node, w.index, w.name) for w in found] == [
