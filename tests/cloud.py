@@ -127,7 +127,10 @@ match names:
         for node in nodes:
             add_node(node)
         waits = int(ordered("waits") or 0)
-        write(folder / "queued" / (name + ".json"), {"nodes": nodes, "waits": waits})
+        write(folder / "queued" / (name + ".json"), {
+            "nodes": nodes, "waits": waits, "suspended": ordered("suspends") is not None,
+        })
+        (orders / "suspends").unlink(missing_ok=True)
     case [_, _, "queued-resources", "describe", name]:
         file = folder / "queued" / (name + ".json")
         queued = read(file)
@@ -138,7 +141,7 @@ match names:
             state = "WAITING_FOR_RESOURCES"
             write(file, queued | {"waits": queued["waits"] - 1})
         else:
-            lost = any(read(node_file(node))["state"] != "READY" for node in queued["nodes"])
+            lost = queued["suspended"] or any(read(node_file(node))["state"] != "READY" for node in queued["nodes"])
             state = "SUSPENDED" if lost else "ACTIVE"
         print(json.dumps({"name": name, "state": {"state": state, **why}}))
     case [_, _, "queued-resources", "delete", name]:

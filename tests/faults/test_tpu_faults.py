@@ -249,6 +249,42 @@ def test_rollout_hosts_that_cannot_be_are_refused(cloud: Cloud, arguments: list[
     assert message in refused(cloud, *KEPT, *arguments)
 
 
+def test_a_look_that_fails_does_not_end_the_wait_in_the_queue(cloud: Cloud):
+    cloud.order("waits", "3")
+    process = cloud.start(*KEPT, "--queued")
+    read_until(process, "try is WAITING_FOR_RESOURCES")
+    cloud.order("offline")
+    read_until(process, "Network is unreachable")
+    read_until(process, "looking again in")
+    cloud.recall("offline")
+    rest = said_by(process)
+    assert process.returncode == 0 and "try is ready" in rest, rest
+    assert len(cloud.calls("queued-resources create")) == 1
+
+
+@pytest.mark.parametrize(
+    "order, message", [("offline", "try again"), ("no-zone", "there is no such zone"), ("describe-fails", "INTERNAL")]
+)
+def test_a_wait_that_ends_without_an_answer_says_what_stays(cloud: Cloud, order: str, message: str):
+    cloud.order("waits", "1000000")
+    process = cloud.start(*KEPT, "--queued", "--poll", "0.001")
+    read_until(process, "try is WAITING_FOR_RESOURCES")
+    cloud.order(order)
+    rest = said_by(process)
+    assert process.returncode == 1 and message in rest, rest
+    assert "the slice stays and costs: --delete takes it away" in rest
+
+
+def test_a_request_that_is_suspended_before_it_is_ready_is_made_anew(cloud: Cloud):
+    cloud.order("suspends")
+    result = cloud.launch(*KEPT, "--queued", "--spot")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "preemption 1 of at most 20 (SUSPENDED before it was ready)" in result.stdout
+    assert len(cloud.calls("queued-resources create")) == 2
+    (run,) = cloud.runs()
+    assert "resume" not in run  # there is nothing of this run yet
+
+
 def test_a_queue_that_gives_up_is_quoted(cloud: Cloud):
     cloud.order("queue-fails", "RESOURCE_EXHAUSTED: quota limit exceeded")
     said = refused(cloud, *KEPT, "--queued")
@@ -270,8 +306,9 @@ def test_a_queue_that_gives_up_is_quoted(cloud: Cloud):
 )
 def test_what_google_refuses_is_said_with_the_fix(cloud: Cloud, order: str, text: str, message: str):
     cloud.order(order, text)
-    assert message in refused(cloud, *KEPT)
-    assert cloud.node() is None
+    result = cloud.launch(*KEPT)
+    assert result.returncode == 1 and message in result.stderr and "Traceback" not in result.stderr
+    assert cloud.node() is None and "stays" not in result.stdout
 
 
 def test_without_gcloud_its_installation_is_named(cloud: Cloud):
@@ -290,5 +327,7 @@ def test_a_name_that_is_another_slices_is_left_alone(cloud: Cloud):
 
 
 def test_a_host_that_cannot_be_prepared_is_named(cloud: Cloud):
-    said = refused(cloud, *KEPT, "--prepare", "cp /nowhere .")
-    assert "host-0:" in said and "failed, see above" in said
+    result = cloud.launch(*KEPT, "--prepare", "cp /nowhere .")
+    assert result.returncode == 1 and cloud.runs() == []
+    assert "host-0:" in result.stderr and "failed, see above" in result.stderr
+    assert "the slice stays and costs: --delete takes it away" in result.stdout and cloud.node() is not None

@@ -35,7 +35,7 @@ from jax_agent_rl.launch.tpu.gcloud import Gcloud
 from jax_agent_rl.launch.tpu.job import Job, Worker
 from jax_agent_rl.launch.tpu.logs import Logs
 from jax_agent_rl.launch.tpu.patience import pauses
-from jax_agent_rl.launch.tpu.slices import Addresses, State
+from jax_agent_rl.launch.tpu.slices import Addresses, Preempted, State
 
 T = TypeVar("T")
 _AT_ONCE = 16
@@ -46,10 +46,6 @@ _REFUSED = 2
 """Exit status of a run that a user has to correct."""
 _OTHERS_SECONDS = 60.0
 """What the other hosts get to end by themselves once one has failed."""
-
-
-class Preempted(Exception):
-    """The slices were taken back."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +79,7 @@ class Campaign:
         self._root, self._logs, self._say = root, logs, say
         self._processes: list[Process] = []
         self._interrupt = asyncio.Event()
+        self._begun = False  # there may be checkpoints of this run
         self.preemptions = 0
 
     @contextlib.asynccontextmanager
@@ -105,12 +102,20 @@ class Campaign:
             LaunchError: a slice cannot be had, a stage failed, or too many preemptions.
             Interrupted: before there was a run to interrupt.
         """
-        how = "--resume" if resume else None
+        try:
+            status = await self._until_ended(hosts_of, "--resume" if resume else None)
+            await self._conclude(status)
+        except LaunchError:
+            if self._slices.there:
+                self._say("the slice stays and costs: --delete takes it away")
+            raise
+        return status
+
+    async def _until_ended(self, hosts_of: Callable[[Addresses], list[Worker]], how: str | None) -> int:
         while True:
-            hosts = await self._watch(self._slices.ensure())
             try:
-                status = await self._attempt(hosts_of(hosts), how)
-                break
+                hosts = await self._watch(self._slices.ensure())
+                return await self._attempt(hosts_of(hosts), how)
             except Preempted as event:
                 if self._interrupt.is_set():
                     self._say(f"the slice was taken back ({event}), too; --delete clears it away")
@@ -126,9 +131,7 @@ class Campaign:
                 if self._job.kept is None:
                     raise LaunchError("the slice was taken back, and without --bucket the run with it") from None
                 await self._watch(self._slices.delete_lost())
-                how = "--auto-resume"
-        await self._conclude(status)
-        return status
+                how = "--auto-resume" if self._begun else how
 
     async def follow(self, workers: Sequence[Worker]) -> int:
         """Attaches to a run that is under way, or shows what the last one said; its exit status.
@@ -160,6 +163,7 @@ class Campaign:
         if answer.split()[-1:] != ["yes"]:
             return False
         self._say("a run is under way there: following it")
+        self._begun = True
         return True
 
     async def _set_up(self, workers: Sequence[Worker], how: str | None) -> None:
@@ -190,6 +194,7 @@ class Campaign:
             await self._stage([job.start(cloud, w, task, resume=None, urls=urls) for w in serving], token)
             await self._stage([job.until_listening(cloud, worker, task) for worker in serving])
         self._say("starting on all hosts")
+        self._begun = True
         learning = [worker for worker in workers if not worker.serves]
         await self._stage([job.start(cloud, worker, task, resume=how, urls=urls) for worker in learning], token)
 

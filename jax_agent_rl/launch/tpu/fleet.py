@@ -28,6 +28,11 @@ class Fleet:
         """Whether this launcher made the learner's slices, so that no run can be under way there."""
         return self._groups[0].created
 
+    @property
+    def there(self) -> bool:
+        """Whether there may be slices that cost, as far as this launcher knows."""
+        return any(group.there for group in self._groups)
+
     async def look(self) -> Seen:
         """The state of the one that is worst off; the hosts of all."""
         seen = await _all(group.look() for group in self._groups)
@@ -44,13 +49,9 @@ class Fleet:
 
         Raises:
             LaunchError: one of them cannot be had; those that were made stay.
+            Preempted: one of them was taken back before all were ready.
         """
-        try:
-            found = await _all(group.ensure() for group in self._groups)
-        except BaseException:
-            if len(self._groups) > 1 and any(group.created for group in self._groups):
-                self._say("the slices that were made stay and cost: --delete takes them away")
-            raise
+        found = await _all(group.ensure() for group in self._groups)
         return tuple(slice for hosts in found for slice in hosts)
 
     async def delete_lost(self) -> None:

@@ -111,7 +111,14 @@ def scp(node: str, worker: int, source: str, target: str) -> tuple[str, ...]:
     return (*_TPUS, "tpu-vm", "scp", source, f"{node}:{target}", f"--worker={worker}")
 
 
+_PASSES = "that may pass: look at the network here, and try again"
+
 _FIXES: tuple[tuple[str, str], ...] = (
+    (  # before the next: without a network gcloud advises to log in again, too
+        r"Max retries exceeded|network is unreachable|name resolution|name or service not known|failed to establish|"
+        r"connection (reset|aborted|refused)|timed? ?out|unable to find the server|quota metric|RATE_LIMIT_EXCEEDED",
+        _PASSES,
+    ),
     (
         r"has not been used in project|it is disabled|SERVICE_DISABLED",
         "switch the TPU interface on: gcloud services enable tpu.googleapis.com",
@@ -157,13 +164,19 @@ def fix_of(message: str) -> str:
     return next((fix for pattern, fix in _FIXES if re.search(pattern, message, re.IGNORECASE)), "")
 
 
+class Unanswered(LaunchError):
+    """gcloud failed, and neither refused what it was asked for nor said that something is not there: it may pass."""
+
+
 def _error(arguments: Sequence[str], message: str) -> LaunchError:
     brief = " ".join(message.split())
     brief = brief if len(brief) <= 600 else f"{brief[:300]} … {brief[-300:]}"
     words = " ".join(word for word in arguments[:4] if not word.startswith("-"))
     fix = fix_of(message)
     text = f"gcloud {words} failed: {brief}" + (f"\n{fix}" if fix else "")
-    return LaunchTargetError(text) if re.search(r"NOT_FOUND|was not found", message) else LaunchError(text)
+    if re.search(r"NOT_FOUND|was not found", message):
+        return LaunchTargetError(text)
+    return Unanswered(text) if fix in ("", _PASSES) else LaunchError(text)
 
 
 class Gcloud:
@@ -190,7 +203,8 @@ class Gcloud:
 
         Raises:
             LaunchTargetError: the resource is not there.
-            LaunchError: anything else went wrong; the message ends with the fix where one is known.
+            Unanswered: gcloud could not ask, or the service could not answer.
+            LaunchError: it was refused; the message ends with the fix.
         """
         pipe = asyncio.subprocess.PIPE
         try:

@@ -20,6 +20,7 @@ from tests.cloud import job_of, request_of
         ("Quota limit 'TPUV5sPodPerProjectPerZoneForTPUAPI' has been exceeded.", "no quota"),
         ('There is no more capacity in the zone "us-west4-a"', "add --queued"),
         ("There was a problem refreshing your current auth tokens: invalid_grant", "gcloud auth login"),
+        ("problem refreshing: Max retries exceeded. Please run: $ gcloud auth login", "that may pass"),
         ("PERMISSION_DENIED: Permission 'tpu.nodes.create' denied", "roles/tpu.admin"),
         ("PERMISSION_DENIED: Permission denied on 'locations/x' (or it may not exist).", "there is no such zone"),
         ("INVALID_ARGUMENT: Accelerator type v5p-8 is not available", "does not have this kind of chip"),
