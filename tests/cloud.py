@@ -117,7 +117,14 @@ match names:
         if node_file(name).exists():
             fail("ALREADY_EXISTS")
         add_node(name)
+    case [_, _, "tpu-vm", "list"]:
+        print(json.dumps([
+            {"name": "projects/my-project/locations/us-west4-a/nodes/" + file.stem}
+            for file in (folder / "nodes").glob("*.json")
+        ]))
     case [_, _, "tpu-vm", "delete", name]:
+        if ordered("delete-fails") == name:
+            fail("INTERNAL: an internal error has occurred")
         read(node_file(name))
         node_file(name).unlink()
         shutil.rmtree(folder / "hosts" / name, ignore_errors=True)
@@ -144,6 +151,11 @@ match names:
             lost = queued["suspended"] or any(read(node_file(node))["state"] != "READY" for node in queued["nodes"])
             state = "SUSPENDED" if lost else "ACTIVE"
         print(json.dumps({"name": name, "state": {"state": state, **why}}))
+    case [_, _, "queued-resources", "list"]:
+        print(json.dumps([
+            {"name": "projects/my-project/locations/us-west4-a/queuedResources/" + file.stem}
+            for file in (folder / "queued").glob("*.json")
+        ]))
     case [_, _, "queued-resources", "delete", name]:
         file = folder / "queued" / (name + ".json")
         for node in read(file)["nodes"]:

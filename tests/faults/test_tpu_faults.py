@@ -233,9 +233,29 @@ def test_the_slice_that_is_taken_back_is_alone_made_anew_and_what_it_leaves_is_s
     assert cloud.node() is None and cloud.node("try-rollout-0") is None
 
 
+def test_delete_gives_back_all_slices_of_the_name_and_no_other(cloud: Cloud):
+    assert cloud.launch(*split("--keep")).returncode == 0
+    assert cloud.launch(*KEPT, "--queued", "--slices", 2, "--name", "try-2", "--keep").returncode == 0
+    result = cloud.launch("--delete")
+    assert result.returncode == 0 and "deleted try, try-rollout-0" in result.stdout, result.stdout + result.stderr
+    assert cloud.node() is None and cloud.node("try-rollout-0") is None and cloud.node("try-2-0") is not None
+    result = cloud.launch("--name", "try-2", "--delete")
+    assert result.returncode == 0 and cloud.node("try-2-0") is None and cloud.node("try-2-1") is None
+
+
+@pytest.mark.parametrize("refused_one", ["try", "try-rollout-0"])
+def test_a_slice_that_cannot_be_deleted_is_named_and_the_others_are_deleted(cloud: Cloud, refused_one: str):
+    cloud.order("delete-fails", refused_one)
+    for arguments in (split(), ["--delete"]):
+        result = cloud.launch(*arguments)
+        assert result.returncode == 1 and f"{refused_one}: still there, and costs" in result.stderr
+        assert [name for name in ("try", "try-rollout-0") if cloud.node(name)] == [refused_one]
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
+        (["--name", "try-rollout-0"], "is a name of slices that sample"),
         (["--rollout-hosts", 2, "--rollout-topology", "v5e:4x4"], "v5e:4x4 has 4 hosts, and an engine runs on one"),
         (["--rollout-topology", "v5e:2x2"], "is of --rollout-hosts: say how many"),
         (

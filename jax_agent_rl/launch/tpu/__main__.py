@@ -17,12 +17,14 @@ from jax_agent_rl.launch.tpu import dry_run, job, render, topology
 from jax_agent_rl.launch.tpu.campaign import Campaign, Policy
 from jax_agent_rl.launch.tpu.fleet import Fleet
 from jax_agent_rl.launch.tpu.gcloud import Gcloud, Request
+from jax_agent_rl.launch.tpu.giving_back import delete_by_name
 from jax_agent_rl.launch.tpu.job import Job
 from jax_agent_rl.launch.tpu.logs import Logs
 from jax_agent_rl.launch.tpu.slices import Slices, State
 
 ROOT = Path(__file__).parents[3]
 _NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
+_SERVERS_NAME = re.compile(r".*-rollout-\d+")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -63,7 +65,7 @@ def parser() -> argparse.ArgumentParser:
     what.add_argument("--dry-run", action="store_true", help="print the commands in order, and run none")
     what.add_argument("--render", choices=[*render.KINDS], help="print a JobSet for GKE, or a Slurm job")
     what.add_argument("--logs", action="store_true", help="show what the run says, from its beginning")
-    what.add_argument("--delete", action="store_true", help="give the slice back, running or not")
+    what.add_argument("--delete", action="store_true", help="give all slices of that name back, running or not")
     return result
 
 
@@ -110,6 +112,8 @@ def _request(arguments: argparse.Namespace) -> Request:
             f"--name {arguments.name!r}: up to 40 small letters, digits and hyphens, with a letter first and no hyphen "
             "last"
         )
+    if _SERVERS_NAME.fullmatch(arguments.name):
+        raise LaunchError(f"--name {arguments.name!r} is a name of slices that sample: leave out -rollout-…")
     if arguments.valid_until and not (arguments.queued or arguments.slices > 1):
         raise LaunchError(f"--valid-until {arguments.valid_until} is for --queued: without, there is no queue")
     chosen = topology.parse(arguments.topology)
@@ -164,7 +168,8 @@ async def _act(
     groups = [Slices(each, cloud, say=say, poll=arguments.poll) for each in (request, *servers)]
     slices = Fleet(groups, say=say)
     if arguments.delete:
-        say("deleted" if await slices.delete_whatever_it_is() else f"there is no {request.name}")
+        deleted = await delete_by_name(request.name, cloud, say=say)
+        say(f"deleted {', '.join(deleted)}" if deleted else f"there is no {request.name}")
         return 0
     logs = Logs(arguments.logs_dir or ROOT / "runs" / f"{request.name}.logs", say=say)
     policy = Policy(keep=arguments.keep, max_preemptions=arguments.max_preemptions, poll=arguments.poll)

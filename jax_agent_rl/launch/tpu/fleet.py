@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TypeVar
 
+from jax_agent_rl.launch.tpu.giving_back import to_the_end
 from jax_agent_rl.launch.tpu.slices import Addresses, Seen, Slices, State
 
 T = TypeVar("T")
@@ -60,13 +61,13 @@ class Fleet:
             if (await group.look()).state in (State.LOST, State.FAILED):
                 await group.delete()
 
-    async def delete(self) -> bool:
-        """All; False if there were none."""
-        return any(await _all(group.delete() for group in self._groups))
+    async def delete(self) -> None:
+        """All.
 
-    async def delete_whatever_it_is(self) -> bool:
-        """See :meth:`Slices.delete_whatever_it_is`."""
-        return any(await _all(group.delete_whatever_it_is() for group in self._groups))
+        Raises:
+            LaunchError: some are left.
+        """
+        await to_the_end({group.name: group.delete() for group in self._groups})
 
 
 async def _all(work: Iterable[Awaitable[T]]) -> list[T]:

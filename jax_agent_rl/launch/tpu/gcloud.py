@@ -79,9 +79,17 @@ def create(request: Request) -> tuple[str, ...]:
 
 def delete(request: Request) -> tuple[str, ...]:
     """Gives the slices back and ends what they cost."""
-    if request.by_queue:
-        return (*_TPUS, "queued-resources", "delete", request.name, "--force")
-    return (*_TPUS, "tpu-vm", "delete", request.name)
+    return delete_queued(request.name) if request.by_queue else delete_node(request.name)
+
+
+def delete_queued(name: str) -> tuple[str, ...]:
+    """Gives a queued resource back with all its slices."""
+    return (*_TPUS, "queued-resources", "delete", name, "--force")
+
+
+def delete_node(name: str) -> tuple[str, ...]:
+    """Gives one slice back."""
+    return (*_TPUS, "tpu-vm", "delete", name)
 
 
 def describe(request: Request) -> tuple[str, ...]:
@@ -94,6 +102,16 @@ def describe(request: Request) -> tuple[str, ...]:
 def describe_node(node: str) -> tuple[str, ...]:
     """State and hosts of one slice."""
     return (*_TPUS, "tpu-vm", "describe", node, "--format=json")
+
+
+def list_queued() -> tuple[str, ...]:
+    """All queued resources of the zone."""
+    return (*_TPUS, "queued-resources", "list", "--format=json")
+
+
+def list_nodes() -> tuple[str, ...]:
+    """All slices of the zone."""
+    return (*_TPUS, "tpu-vm", "list", "--format=json")
 
 
 def accelerator_types() -> tuple[str, ...]:

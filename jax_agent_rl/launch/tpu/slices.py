@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -77,6 +77,11 @@ class Slices:
         self._request, self._cloud, self._say, self._poll = request, cloud, say, poll
         self.created = False  # by this launcher
         self.there = False  # perhaps, as far as this launcher knows
+
+    @property
+    def name(self) -> str:
+        """gcloud's, of the slice or of the queued resource."""
+        return self._request.name
 
     async def look(self) -> Seen:
         """Asks for the state once.
@@ -204,15 +209,6 @@ class Slices:
                     raise
                 self._say(f"{error}\nlooking again in {pause:.0f} s")
                 await asyncio.sleep(pause)
-
-    async def delete_whatever_it_is(self) -> bool:
-        """Gives back what has this name, asked for through the queue or not; False if there is nothing."""
-        queued = replace(self._request, queued=True)
-        if await Slices(queued, self._cloud, say=self._say, poll=self._poll).delete():
-            return True
-        return await Slices(
-            replace(queued, queued=False, slices=1), self._cloud, say=self._say, poll=self._poll
-        ).delete()
 
     async def delete(self) -> bool:
         """Gives the slices back; False if there are none."""
