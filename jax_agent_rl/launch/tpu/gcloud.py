@@ -114,6 +114,12 @@ def list_nodes() -> tuple[str, ...]:
     return (*_TPUS, "tpu-vm", "list", "--format=json")
 
 
+def look(request: Request) -> list[tuple[str, ...]]:
+    """All that a look at the slices asks: of a queued resource that is active, the state of each of its slices, too."""
+    nodes = [describe_node(node) for node in request.nodes] if request.by_queue else []
+    return [describe(request), *nodes]
+
+
 def accelerator_types() -> tuple[str, ...]:
     """What the zone has."""
     return (*_TPUS, "tpu-vm", "accelerator-types", "list", "--format=json")
@@ -130,6 +136,9 @@ def scp(node: str, worker: int, source: str, target: str) -> tuple[str, ...]:
 
 
 _PASSES = "that may pass: look at the network here, and try again"
+
+_ACCOUNT = ("auth", "list", "--filter=status:ACTIVE", "--format=value(account)")
+_PROJECT = ("config", "get-value", "project")
 
 _FIXES: tuple[tuple[str, str], ...] = (
     (  # before the next: without a network gcloud advises to log in again, too
@@ -206,6 +215,7 @@ class Gcloud:
     """
 
     def __init__(self, *, project: str | None, zone: str) -> None:
+        self._project = project
         self._where = (f"--zone={zone}", *((f"--project={project}",) if project else ()))
 
     def argv(self, arguments: Sequence[str]) -> list[str]:
@@ -256,10 +266,16 @@ class Gcloud:
         except ValueError:
             raise LaunchError(f"gcloud {' '.join(arguments[:4])}: not JSON: {text[:200]!r}") from None
 
+    def login(self) -> list[tuple[str, ...]]:
+        """What :meth:`require_login` asks."""
+        return [_ACCOUNT] if self._project else [_ACCOUNT, _PROJECT]
+
     async def require_login(self) -> None:
         """Raises :class:`LaunchError` if gcloud is missing, nobody is logged in, or no project is chosen."""
-        account = (await self.read(("auth", "list", "--filter=status:ACTIVE", "--format=value(account)"))).strip()
-        if not account:
-            raise LaunchError("nobody is logged in to gcloud: gcloud auth login")
-        if len(self._where) == 1 and not (await self.read(("config", "get-value", "project"))).strip():
-            raise LaunchError("no Google Cloud project is chosen: give --project, or gcloud config set project PROJECT")
+        missing = {
+            _ACCOUNT: "nobody is logged in to gcloud: gcloud auth login",
+            _PROJECT: "no Google Cloud project is chosen: give --project, or gcloud config set project PROJECT",
+        }
+        for question in self.login():
+            if not (await self.read(question)).strip():
+                raise LaunchError(missing[question])

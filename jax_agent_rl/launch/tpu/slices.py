@@ -90,8 +90,9 @@ class Slices:
             LaunchError: something of this name is there, but it is not what was asked for.
         """
         request = self._request
+        first, *of_nodes = gcloud.look(request)
         try:
-            answer = await self._cloud.read_json(gcloud.describe(request))
+            answer = await self._cloud.read_json(first)
         except LaunchTargetError:
             return Seen(state=State.ABSENT, word="NOT_FOUND")
         if not request.by_queue:
@@ -101,7 +102,7 @@ class Slices:
         if state is not State.READY:
             return Seen(state=state, word=word, why=_why(answer))
         try:
-            nodes = [await self._cloud.read_json(gcloud.describe_node(node)) for node in request.nodes]
+            nodes = [await self._cloud.read_json(question) for question in of_nodes]
         except LaunchTargetError:
             return Seen(state=State.LOST, word="NOT_FOUND")
         return self._seen_nodes(nodes)
