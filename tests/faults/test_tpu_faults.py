@@ -173,6 +173,7 @@ def test_logs_shows_the_run_from_its_beginning_and_its_exit_status(cloud: Cloud)
     assert cloud.launch(*KEPT, "--keep").returncode == 2
     shown = cloud.launch("--logs")
     assert shown.returncode == 2 and "[host-0] arguments: train" in shown.stdout
+    assert (cloud.folder / "logs" / "host-0.log").read_text().count("arguments: train") == 1
     assert cloud.node() is not None and len(cloud.runs()) == 1
 
 

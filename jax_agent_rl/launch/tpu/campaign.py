@@ -139,6 +139,7 @@ class Campaign:
         Raises:
             LaunchError: the slices have been taken back.
         """
+        self._logs.found_run()
         try:
             return await self._follow(workers)
         except Preempted as event:
@@ -164,6 +165,7 @@ class Campaign:
             return False
         self._say("a run is under way there: following it")
         self._begun = True
+        self._logs.found_run()
         return True
 
     async def _set_up(self, workers: Sequence[Worker], how: str | None) -> None:

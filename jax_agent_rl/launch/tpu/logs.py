@@ -14,7 +14,7 @@ class Logs:
     """A folder with a file per host.
 
     Args:
-        folder: made if missing; files of an earlier run are written on.
+        folder: made if missing; files of an earlier run are written on, those of a run that is found again anew.
         say: takes a line for the screen.
     """
 
@@ -22,10 +22,17 @@ class Logs:
         self.folder = folder
         self._say = say
         self._seen: dict[str, int] = {}
+        self._found = False
 
     def new_run(self) -> None:
         """The lines of the hosts' next run are numbered from 1 again."""
         self._seen.clear()
+        self._found = False
+
+    def found_run(self) -> None:
+        """Another launcher has started the run: its lines, which come from the first, may be in the files already."""
+        self._seen.clear()
+        self._found = True
 
     def reader(self, host: str) -> Reader:
         """For the lines of one connection to a host."""
@@ -36,8 +43,9 @@ class Logs:
         """A line of a host's run; not again if it came over an earlier connection."""
         if number <= self._seen.get(host, 0):
             return
+        mode = "w" if self._found and host not in self._seen else "a"
         self._seen[host] = number
-        with (self.folder / f"{host}.log").open("a", encoding="utf-8") as log:
+        with (self.folder / f"{host}.log").open(mode, encoding="utf-8") as log:
             log.write(text + "\n")
         self._say(f"[{host}] {text}")
 

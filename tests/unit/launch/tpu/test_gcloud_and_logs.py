@@ -45,6 +45,26 @@ def test_however_often_a_connection_breaks_every_line_is_shown_once(tmp_path_fac
     assert (logs.folder / "host-1.log").read_text().splitlines() == expected
 
 
+def test_the_lines_of_a_run_that_is_found_again_are_in_its_file_once(tmp_path: Path):
+    def shown(logs: Logs, *texts: str) -> str:
+        read = logs.reader("host-0")
+        for number, text in enumerate(texts, 1):
+            read(f"[host-0] {number}|{text}")
+        return (tmp_path / "host-0.log").read_text()
+
+    def launcher() -> Logs:
+        return Logs(tmp_path, say=lambda _: None)
+
+    assert shown(launcher(), "a") == "a\n"
+    another = launcher()
+    another.found_run()
+    another.reader("host-0")  # a connection that breaks at once takes nothing away
+    assert (tmp_path / "host-0.log").read_text() == "a\n"
+    assert shown(another, "a", "b") == shown(another, "a", "b") == "a\nb\n"
+    another.new_run()
+    assert shown(another, "c") == "a\nb\nc\n"
+
+
 def test_only_the_runs_own_last_line_says_that_it_has_ended(tmp_path: Path):
     read = Logs(tmp_path, say=lambda _: None).reader("host-1")
     for line in ("ERROR: (gcloud) no network", "1|end|0"):
