@@ -11,6 +11,7 @@ from pathlib import Path
 
 from jax_agent_rl.errors import LaunchError
 from jax_agent_rl.interrupt import EXIT_CODE
+from jax_agent_rl.launch.arguments import count, duration, port, positive, seconds
 from jax_agent_rl.launch.clock import Clock
 from jax_agent_rl.launch.runner import Interrupted
 from jax_agent_rl.launch.tpu import dry_run, job, render, topology
@@ -40,25 +41,23 @@ def parser() -> argparse.ArgumentParser:
     add("--name", required=True, help="of the slice and of the run")
     add("--zone", required=True, help="e.g. us-west4-a")
     add("--topology", required=True, metavar="T", help="of a slice: v5e:4x4, v5p:2x2x2, v6e:8x8, v4:2x2x4")
-    add("--slices", type=_positive, default=1, metavar="M", help="slices of that kind; several come as one request (1)")
-    add(
-        "--rollout-hosts", type=_positive, metavar="N", help="N more slices, of one host each, sample; the others learn"
-    )
+    add("--slices", type=positive, default=1, metavar="M", help="slices of that kind; several come as one request (1)")
+    add("--rollout-hosts", type=positive, metavar="N", help="N more slices, of one host each, sample; the others learn")
     add("--rollout-topology", metavar="T", help="of each of those; default 4 chips of the same generation")
-    add("--rollout-port", type=int, default=8100, metavar="P", help="where they serve, in the zone's network (8100)")
+    add("--rollout-port", type=port, default=8100, metavar="P", help="where they serve, in the zone's network (8100)")
     add("--project", help="Google Cloud project; default gcloud's own")
     add("--runtime-version", metavar="V", help="software of the VMs; default the one for jax on that generation")
     add("--spot", action="store_true", help="cheaper, may be taken back at any time; goes with --queued, too")
     add("--queued", action="store_true", help="wait in the queue until there is capacity")
-    add("--valid-until", metavar="6h", help="with --queued: how long to wait there; default for ever")
+    add("--valid-until", type=duration, metavar="6h", help="with --queued: how long to wait there; default for ever")
     add("--config", type=Path, metavar="FILE", help="YAML configuration; default the quickstart, with model and data")
     add("--bucket", metavar="gs://B", help="checkpoints, small files and logs go to gs://B/NAME")
     add("--prepare", metavar="COMMAND", help="run on every host before the start: what brings model and data")
     add("--no-install", action="store_true", help="the environment is there already, on every host")
     add("--resume", action="store_true", help="go on from the newest checkpoint in the bucket")
     add("--keep", action="store_true", help="leave the slice when the run has ended")
-    add("--max-preemptions", type=int, default=20, metavar="N", help="then the run is given up (20)")
-    add("--poll", type=float, default=15.0, metavar="S", help="seconds between two looks at the slice's state (15)")
+    add("--max-preemptions", type=count, default=20, metavar="N", help="then the run is given up (20)")
+    add("--poll", type=seconds, default=15.0, metavar="S", help="seconds between two looks at the slice's state (15)")
     add("--image", help="with --render gke: the container, with the project in /app")
     add("--logs-dir", type=Path, metavar="DIR", help="a log per host goes there, too (runs/NAME.logs)")
     what = result.add_mutually_exclusive_group()
@@ -141,7 +140,7 @@ def _servers(request: Request, arguments: argparse.Namespace) -> list[Request]:
 
 
 def _job(arguments: argparse.Namespace) -> Job:
-    job.refuse_own_keys(arguments.overrides, split=arguments.rollout_hosts is not None)
+    job.require_overrides(arguments.overrides, split=arguments.rollout_hosts is not None)
     if arguments.config and not arguments.config.is_file():
         raise LaunchError(f"--config {str(arguments.config)!r} does not exist")
     return Job(
@@ -182,12 +181,6 @@ async def _act(
             return await campaign.follow(job.workers(request, seen.hosts, servers))
         job.require_keepable(request, task)
         return await campaign.run(lambda hosts: job.workers(request, hosts, servers), resume=arguments.resume)
-
-
-def _positive(text: str) -> int:
-    if (value := int(text)) < 1:
-        raise ValueError(text)
-    return value
 
 
 if __name__ == "__main__":

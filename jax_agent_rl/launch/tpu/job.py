@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -31,6 +32,9 @@ SPLIT_KEYS = tuple(f"rollout.{name}" for name in ("backend", "urls", "token_env"
 """And with ``--rollout-hosts`` these."""
 
 
+_BUCKET = re.compile(r"gs://[a-z0-9][-a-z0-9._]*(/.*)?")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Job:
     """What to train, and how it is kept.
@@ -52,6 +56,10 @@ class Job:
     prepare: str | None
     install: bool
     port: int = 8100
+
+    def __post_init__(self) -> None:
+        if self.bucket is not None and not _BUCKET.fullmatch(self.bucket):
+            raise LaunchError(f"--bucket {self.bucket!r} is no bucket: it has the form gs://NAME")
 
     @property
     def kept(self) -> str | None:
@@ -137,18 +145,18 @@ def require_keepable(request: Request, job: Job) -> None:
     if job.bucket is None and (several or request.spot or request.queued):
         why = "several hosts share no disk" if several else "what is taken back takes its disk along"
         raise LaunchError(f"--bucket is missing: {why}; give --bucket gs://NAME, in the region of the zone")
-    if job.bucket is not None and not job.bucket.startswith("gs://"):
-        raise LaunchError(f"--bucket {job.bucket!r} is no bucket: it has the form gs://NAME")
 
 
-def refuse_own_keys(overrides: Sequence[str], *, split: bool = False) -> None:
-    """Raises :class:`LaunchError` for an override that would come to nothing.
+def require_overrides(overrides: Sequence[str], *, split: bool = False) -> None:
+    """Raises :class:`LaunchError` for an override that is none, or would come to nothing.
 
     Args:
         split: with ``--rollout-hosts``.
     """
     own = OWN_KEYS + SPLIT_KEYS * split
     for item in overrides:
+        if "=" not in item:
+            raise LaunchError(f"override {item!r}: write key.path=value")
         if item.partition("=")[0].strip() in own:
             raise LaunchError(f"{item}: tpu_pod.sh sets {', '.join(own)} itself; leave it out")
 

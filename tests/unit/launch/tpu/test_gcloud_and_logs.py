@@ -89,10 +89,16 @@ def test_what_could_not_be_kept_is_refused():
     for request in (request_of("v5e:4x4"), request_of("v5e:2x2", spot=True)):
         with pytest.raises(LaunchError, match="--bucket is missing: "):
             job.require_keepable(request, job_of(bucket=None))
-    with pytest.raises(LaunchError, match="is no bucket: it has the form gs://NAME"):
-        job.require_keepable(request_of(), job_of(bucket=str(Path("/mnt"))))
+    for bucket in ("/mnt", "s3://b", "gs://", "gs:///b", ""):
+        with pytest.raises(LaunchError, match="is no bucket: it has the form gs://NAME"):
+            job_of(bucket=bucket)
 
 
 def test_keys_that_the_launcher_sets_are_refused():
     with pytest.raises(LaunchError, match="run_dir=x: tpu_pod.sh sets run_dir, trainer.checkpoint_dir"):
-        job.refuse_own_keys(["seed=1", "run_dir=x"])
+        job.require_overrides(["seed=1", "run_dir=x"])
+
+
+def test_an_override_without_a_value_is_refused():
+    with pytest.raises(LaunchError, match="override 'seed': write key.path=value"):
+        job.require_overrides(["seed"])
