@@ -42,8 +42,6 @@ _AT_ONCE = 16
 """Hosts that a stage works on side by side: each takes a gcloud process here."""
 _LOOKS = 5
 """How often to see whether a slice was taken back, once a run has failed: its state follows some seconds later."""
-_REFUSED = 2
-"""Exit status of a run that a user has to correct."""
 _OTHERS_SECONDS = 60.0
 """What the other hosts get to end by themselves once one has failed."""
 
@@ -251,7 +249,7 @@ class Campaign:
         if failed:
             self._say("ended with " + ", ".join(f"{status} on {name}" for name, status in failed.items()))
         if failed and not self._interrupt.is_set():
-            answered = await self._raise_if_taken_back(looks=1 if statuses[0] == _REFUSED else _LOOKS)
+            answered = await self._raise_if_taken_back(looks=1 if statuses[0] == job.REFUSED else _LOOKS)
             if not answered:
                 raise LaunchError("gcloud does not say whether the slice was taken back, so it is left as it is")
         # Those that still run would be in the way of the next start.

@@ -23,6 +23,9 @@ CONFIG = "tpu_pod.yaml"
 QUICKSTART = "configs/quickstart.yaml"
 QUICKSTART_PREPARATION = "jax-agent-rl fetch-model && jax-agent-rl prepare calculator --out data/calculator"
 
+REFUSED = 2
+"""Exit status of a run that a user has to correct."""
+
 TOKEN = "JAX_AGENT_RL_TOKEN"
 """Environment variable with the secret between the learner and rollout servers."""
 
