@@ -18,6 +18,8 @@ from jax_agent_rl.launch.tpu.topology import Topology
 ARCHIVE = "jax_agent_rl.tar.gz"
 CODE = "jax_agent_rl"
 """Folder of the project on every host, in the home folder."""
+_COPIED = f"{CODE}.files"
+"""Beside it: the names of the files that were copied there."""
 CONFIG = "tpu_pod.yaml"
 """Name of the user's configuration in there."""
 QUICKSTART = "configs/quickstart.yaml"
@@ -173,8 +175,13 @@ def copy(cloud: Gcloud, worker: Worker, archive: Path) -> Command:
 
 
 def set_up(cloud: Gcloud, worker: Worker, job: Job) -> Command:
-    """Code, environment, model and data, in one connection."""
-    steps = [f"mkdir -p {CODE}", f"tar -xzf {ARCHIVE} -C {CODE}", f"cd {CODE}"]
+    """Code, environment, model and data, in one connection.
+
+    What the copy before had brought is removed first, so that a file that is gone here is gone there; what has been
+    made in the folder since stays.
+    """
+    steps = [f"mkdir -p {CODE}", f"cd {CODE}", f"touch ../{_COPIED}", f"xargs -d '\\n' rm -f -- < ../{_COPIED}"]
+    steps += [f"tar -xzvf ../{ARCHIVE} --quoting-style=literal > ../{_COPIED}"]
     steps += ["./launch/tpu_environment.sh"] if job.install else []
     steps += [f'export PATH="{_venv()}/bin:$PATH"', f"({job.preparation})"] if job.preparation else []
     return _on(cloud, worker, " && ".join(steps))
