@@ -119,6 +119,18 @@ def test_a_launcher_without_a_network_finds_its_run_again(cloud: Cloud):
     assert process.returncode == 130 and "[host-0] saved a checkpoint" in rest and len(cloud.runs()) == 1, rest
 
 
+def test_ctrl_c_without_a_network_reaches_the_run_once_there_is_one(cloud: Cloud):
+    cloud.order("trainer", "waits")
+    process = cloud.start(*KEPT)
+    read_until(process, "[host-0] training")
+    cloud.order("offline")
+    process.send_signal(signal.SIGINT)
+    read_until(process, "the run could not be told to end")
+    cloud.recall("offline")
+    rest = said_by(process)
+    assert process.returncode == 130 and "[host-0] saved a checkpoint" in rest and cloud.node() is None, rest
+
+
 def test_a_launcher_that_has_lost_sight_of_the_run_leaves_it_and_another_finds_it(cloud: Cloud):
     cloud.order("trainer", "waits")
     process = cloud.start(*KEPT, "--poll", "0.001")

@@ -346,10 +346,22 @@ class Campaign:
         self._say("interrupted: the run saves a checkpoint and ends (once more: leave it running)")
         again = asyncio.Event()
         heard_by(again)
-        await self._ended(await self._start(job.send(self._cloud, workers[0], self._job, "INT"), self._say))
-        await again.wait()
+        telling = asyncio.ensure_future(self._tell_to_end(workers[0]))
+        try:
+            await again.wait()
+        finally:
+            telling.cancel()
         self._say("left; --logs shows what it does, --delete ends it and what it costs")
         raise Interrupted
+
+    async def _tell_to_end(self, leader: Worker) -> None:
+        """Sends the signal until it has come through, or there is no run any more."""
+        for pause in pauses(self._policy.poll):
+            status = await self._ended(await self._start(job.send(self._cloud, leader, self._job, "INT"), self._say))
+            if status in (0, remote.NO_RUN):
+                return
+            self._say(f"the run could not be told to end, trying again in {pause:.0f} s")
+            await asyncio.sleep(pause)
 
     async def _watch(self, wanted: Awaitable[T]) -> T:
         """Awaits, but not past an interruption."""
