@@ -24,6 +24,19 @@ run() {
   fi
 }
 
+# help_or_go_on SCRIPT ARGUMENTS…: with --help among them, prints how the script begins, and ends.
+help_or_go_on() {
+  local argument
+  for argument in "${@:2}"; do
+    case "$argument" in
+      -h | --help)
+        sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$1"
+        exit 0
+        ;;
+    esac
+  done
+}
+
 find_python() {
   local candidate
   for candidate in ${PYTHON:-python3.13 python3.12 python3.11 python3}; do
@@ -73,6 +86,7 @@ make_environment() {
 prepare_example() {
   local name="$1" extras="$2"
   shift 2
+  help_or_go_on "$ROOT/examples/$name/run.sh" "$@"
   if [ "${1:-}" = "--dry-run" ]; then
     DRY_RUN=1
     shift

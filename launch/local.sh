@@ -4,6 +4,7 @@
 set -euo pipefail
 # shellcheck source=launch/lib.sh
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+help_or_go_on "${BASH_SOURCE[0]}" "$@"
 cd "$ROOT"
 
 if [ "${1:-}" = "--dry-run" ]; then

@@ -7,6 +7,7 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 # shellcheck source=launch/vllm_environment.sh
 source "$ROOT/launch/vllm_environment.sh"
+help_or_go_on "${BASH_SOURCE[0]}" "$@"
 cd "$ROOT"
 LINTED=(jax_agent_rl gpu_backend tests benchmarks examples)
 

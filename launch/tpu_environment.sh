@@ -6,6 +6,7 @@ set -euo pipefail
 PYTHON="${PYTHON:-python3.11}"
 # shellcheck source=launch/lib.sh
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+help_or_go_on "${BASH_SOURCE[0]}" "$@"
 
 if [ "${1:-}" = "--dry-run" ]; then DRY_RUN=1; fi
 

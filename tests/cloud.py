@@ -86,7 +86,8 @@ def run(node, worker, command):
     signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
     try:
         while child.poll() is None:
-            if read(node_file(node))["state"] != "READY" or (orders / ("cut-" + str(worker))).exists():
+            cut = ordered("offline") is not None or (orders / ("cut-" + str(worker))).exists()
+            if cut or read(node_file(node))["state"] != "READY":
                 (orders / ("cut-" + str(worker))).unlink(missing_ok=True)
                 sys.exit(255)
             time.sleep(0.05)
@@ -95,8 +96,13 @@ def run(node, worker, command):
             os.killpg(child.pid, signal.SIGKILL)
     sys.exit(child.returncode)
 
+if ordered("offline") is not None and names[0] == "compute":
+    fail("There was a problem refreshing your current auth tokens: HTTPSConnectionPool(host='oauth2.googleapis.com', "
+         "port=443): Max retries exceeded with url: /token (Network is unreachable) Please run: $ gcloud auth login")
 if ordered("no-zone") is not None and names[0] == "compute":
     fail("PERMISSION_DENIED: Permission denied on 'locations/" + options["zone"] + "' (or it may not exist).")
+if ordered("describe-fails") is not None and "describe" in names:
+    fail("INTERNAL: an internal error has occurred")
 match names:
     case ["auth", "list", *_]:
         print("" if ordered("no-login") is not None else "me@example.com")
@@ -111,7 +117,14 @@ match names:
         if node_file(name).exists():
             fail("ALREADY_EXISTS")
         add_node(name)
+    case [_, _, "tpu-vm", "list"]:
+        print(json.dumps([
+            {"name": "projects/my-project/locations/us-west4-a/nodes/" + file.stem}
+            for file in (folder / "nodes").glob("*.json")
+        ]))
     case [_, _, "tpu-vm", "delete", name]:
+        if ordered("delete-fails") == name:
+            fail("INTERNAL: an internal error has occurred")
         read(node_file(name))
         node_file(name).unlink()
         shutil.rmtree(folder / "hosts" / name, ignore_errors=True)
@@ -121,7 +134,10 @@ match names:
         for node in nodes:
             add_node(node)
         waits = int(ordered("waits") or 0)
-        write(folder / "queued" / (name + ".json"), {"nodes": nodes, "waits": waits})
+        write(folder / "queued" / (name + ".json"), {
+            "nodes": nodes, "waits": waits, "suspended": ordered("suspends") is not None,
+        })
+        (orders / "suspends").unlink(missing_ok=True)
     case [_, _, "queued-resources", "describe", name]:
         file = folder / "queued" / (name + ".json")
         queued = read(file)
@@ -132,9 +148,14 @@ match names:
             state = "WAITING_FOR_RESOURCES"
             write(file, queued | {"waits": queued["waits"] - 1})
         else:
-            lost = any(read(node_file(node))["state"] != "READY" for node in queued["nodes"])
+            lost = queued["suspended"] or any(read(node_file(node))["state"] != "READY" for node in queued["nodes"])
             state = "SUSPENDED" if lost else "ACTIVE"
         print(json.dumps({"name": name, "state": {"state": state, **why}}))
+    case [_, _, "queued-resources", "list"]:
+        print(json.dumps([
+            {"name": "projects/my-project/locations/us-west4-a/queuedResources/" + file.stem}
+            for file in (folder / "queued").glob("*.json")
+        ]))
     case [_, _, "queued-resources", "delete", name]:
         file = folder / "queued" / (name + ".json")
         for node in read(file)["nodes"]:

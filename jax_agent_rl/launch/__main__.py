@@ -13,6 +13,7 @@ from pathlib import Path
 from jax_agent_rl.errors import LaunchError
 from jax_agent_rl.interrupt import EXIT_CODE
 from jax_agent_rl.launch import placement, plan, settings
+from jax_agent_rl.launch.arguments import port, positive
 from jax_agent_rl.launch.clock import Clock
 from jax_agent_rl.launch.hosts import Host, inspect, make_hosts, require_free_port
 from jax_agent_rl.launch.runner import Interrupted, Runner, secrets_of
@@ -46,15 +47,15 @@ def parser() -> argparse.ArgumentParser:
     add("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: vLLM's CPU build and the learner on CPUs")
     add(
         "--gpus-per-host",
-        type=_positive,
+        type=positive,
         metavar="N",
         help=f"use the first N GPUs of every host; default all (a dry run asks no host and assumes {_ASSUMED_GPUS})",
     )
     add("--learner-gpus", type=_indices, metavar="0,1", help="GPUs of the first host that are the learner's")
     add("--server-gpus", type=_indices, metavar="2,3", help="GPUs of the first host that serve")
-    add("--port", type=_port, default=8100, metavar="P", help="of each host's first server; the next count up (8100)")
-    add("--ray-port", type=_port, default=6379, metavar="P", help="of Ray's head, on several hosts (6379)")
-    add("--start-timeout", type=_positive, default=1800, metavar="S", help="seconds until servers are healthy (1800)")
+    add("--port", type=port, default=8100, metavar="P", help="of each host's first server; the next count up (8100)")
+    add("--ray-port", type=port, default=6379, metavar="P", help="of Ray's head, on several hosts (6379)")
+    add("--start-timeout", type=positive, default=1800, metavar="S", help="seconds until servers are healthy (1800)")
     add("--no-install", action="store_true", help="the environment is there already, on every host")
     return result
 
@@ -186,18 +187,6 @@ def _comma_separated(text: str) -> list[str]:
 
 def _indices(text: str) -> list[int]:
     return [int(part) for part in _comma_separated(text)]
-
-
-def _positive(text: str) -> int:
-    if (value := int(text)) < 1:
-        raise ValueError(text)
-    return value
-
-
-def _port(text: str) -> int:
-    if not 0 < (value := int(text)) < 65536:
-        raise ValueError(text)
-    return value
 
 
 if __name__ == "__main__":

@@ -107,6 +107,56 @@ def test_a_broken_connection_loses_neither_the_run_nor_a_line(cloud: Cloud):
     assert (before + rest).count("[host-0] training") == 1 and len(cloud.runs()) == 1
 
 
+def test_a_launcher_without_a_network_finds_its_run_again(cloud: Cloud):
+    cloud.order("trainer", "waits")
+    process = cloud.start(*KEPT)
+    read_until(process, "[host-0] training")
+    cloud.order("offline")
+    for _ in range(3):
+        read_until(process, "the connection broke, connecting again")
+    cloud.recall("offline")
+    rest = "".join(ended_after(process, signal.SIGINT))
+    assert process.returncode == 130 and "[host-0] saved a checkpoint" in rest and len(cloud.runs()) == 1, rest
+
+
+def test_ctrl_c_without_a_network_reaches_the_run_once_there_is_one(cloud: Cloud):
+    cloud.order("trainer", "waits")
+    process = cloud.start(*KEPT)
+    read_until(process, "[host-0] training")
+    cloud.order("offline")
+    process.send_signal(signal.SIGINT)
+    read_until(process, "the run could not be told to end")
+    cloud.recall("offline")
+    rest = said_by(process)
+    assert process.returncode == 130 and "[host-0] saved a checkpoint" in rest and cloud.node() is None, rest
+
+
+def test_a_launcher_that_has_lost_sight_of_the_run_leaves_it_and_another_finds_it(cloud: Cloud):
+    cloud.order("trainer", "waits")
+    process = cloud.start(*KEPT, "--poll", "0.001")
+    read_until(process, "[host-0] training")
+    cloud.order("offline")
+    rest = said_by(process)
+    assert process.returncode == 1 and "lost sight of the run" in rest, rest
+    cloud.recall("offline")
+    assert cloud.node() is not None
+    again = cloud.start(*KEPT)
+    read_until(again, "[host-0] training")
+    rest = "".join(ended_after(again, signal.SIGINT))
+    assert again.returncode == 130 and len(cloud.runs()) == 1 and len(cloud.calls("tpu-vm scp")) == 1
+
+
+def test_a_run_that_failed_is_left_while_nobody_says_whether_its_slice_was_taken_back(cloud: Cloud):
+    cloud.order("trainer", "waits")
+    process = cloud.start(*KEPT, "--poll", "0.01")
+    read_until(process, "[host-0] training")
+    cloud.order("describe-fails")
+    cloud.power_off()
+    rest = said_by(process)
+    assert process.returncode == 1 and "gcloud does not say whether the slice was taken back" in rest, rest
+    assert cloud.node() is not None
+
+
 def test_ctrl_c_lets_the_run_save_before_its_slice_is_deleted(cloud: Cloud):
     cloud.order("trainer", "waits")
     process = cloud.start(*KEPT)
@@ -135,6 +185,7 @@ def test_logs_shows_the_run_from_its_beginning_and_its_exit_status(cloud: Cloud)
     assert cloud.launch(*KEPT, "--keep").returncode == 2
     shown = cloud.launch("--logs")
     assert shown.returncode == 2 and "[host-0] arguments: train" in shown.stdout
+    assert (cloud.folder / "logs" / "host-0.log").read_text().count("arguments: train") == 1
     assert cloud.node() is not None and len(cloud.runs()) == 1
 
 
@@ -195,9 +246,29 @@ def test_the_slice_that_is_taken_back_is_alone_made_anew_and_what_it_leaves_is_s
     assert cloud.node() is None and cloud.node("try-rollout-0") is None
 
 
+def test_delete_gives_back_all_slices_of_the_name_and_no_other(cloud: Cloud):
+    assert cloud.launch(*split("--keep")).returncode == 0
+    assert cloud.launch(*KEPT, "--queued", "--slices", 2, "--name", "try-2", "--keep").returncode == 0
+    result = cloud.launch("--delete")
+    assert result.returncode == 0 and "deleted try, try-rollout-0" in result.stdout, result.stdout + result.stderr
+    assert cloud.node() is None and cloud.node("try-rollout-0") is None and cloud.node("try-2-0") is not None
+    result = cloud.launch("--name", "try-2", "--delete")
+    assert result.returncode == 0 and cloud.node("try-2-0") is None and cloud.node("try-2-1") is None
+
+
+@pytest.mark.parametrize("refused_one", ["try", "try-rollout-0"])
+def test_a_slice_that_cannot_be_deleted_is_named_and_the_others_are_deleted(cloud: Cloud, refused_one: str):
+    cloud.order("delete-fails", refused_one)
+    for arguments in (split(), ["--delete"]):
+        result = cloud.launch(*arguments)
+        assert result.returncode == 1 and f"{refused_one}: still there, and costs" in result.stderr
+        assert [name for name in ("try", "try-rollout-0") if cloud.node(name)] == [refused_one]
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
+        (["--name", "try-rollout-0"], "is a name of slices that sample"),
         (["--rollout-hosts", 2, "--rollout-topology", "v5e:4x4"], "v5e:4x4 has 4 hosts, and an engine runs on one"),
         (["--rollout-topology", "v5e:2x2"], "is of --rollout-hosts: say how many"),
         (
@@ -209,6 +280,42 @@ def test_the_slice_that_is_taken_back_is_alone_made_anew_and_what_it_leaves_is_s
 )
 def test_rollout_hosts_that_cannot_be_are_refused(cloud: Cloud, arguments: list[object], message: str):
     assert message in refused(cloud, *KEPT, *arguments)
+
+
+def test_a_look_that_fails_does_not_end_the_wait_in_the_queue(cloud: Cloud):
+    cloud.order("waits", "3")
+    process = cloud.start(*KEPT, "--queued")
+    read_until(process, "try is WAITING_FOR_RESOURCES")
+    cloud.order("offline")
+    read_until(process, "Network is unreachable")
+    read_until(process, "looking again in")
+    cloud.recall("offline")
+    rest = said_by(process)
+    assert process.returncode == 0 and "try is ready" in rest, rest
+    assert len(cloud.calls("queued-resources create")) == 1
+
+
+@pytest.mark.parametrize(
+    "order, message", [("offline", "try again"), ("no-zone", "there is no such zone"), ("describe-fails", "INTERNAL")]
+)
+def test_a_wait_that_ends_without_an_answer_says_what_stays(cloud: Cloud, order: str, message: str):
+    cloud.order("waits", "1000000")
+    process = cloud.start(*KEPT, "--queued", "--poll", "0.001")
+    read_until(process, "try is WAITING_FOR_RESOURCES")
+    cloud.order(order)
+    rest = said_by(process)
+    assert process.returncode == 1 and message in rest, rest
+    assert "the slice stays and costs: --delete takes it away" in rest
+
+
+def test_a_request_that_is_suspended_before_it_is_ready_is_made_anew(cloud: Cloud):
+    cloud.order("suspends")
+    result = cloud.launch(*KEPT, "--queued", "--spot")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "preemption 1 of at most 20 (SUSPENDED before it was ready)" in result.stdout
+    assert len(cloud.calls("queued-resources create")) == 2
+    (run,) = cloud.runs()
+    assert "resume" not in run  # there is nothing of this run yet
 
 
 def test_a_queue_that_gives_up_is_quoted(cloud: Cloud):
@@ -232,8 +339,9 @@ def test_a_queue_that_gives_up_is_quoted(cloud: Cloud):
 )
 def test_what_google_refuses_is_said_with_the_fix(cloud: Cloud, order: str, text: str, message: str):
     cloud.order(order, text)
-    assert message in refused(cloud, *KEPT)
-    assert cloud.node() is None
+    result = cloud.launch(*KEPT)
+    assert result.returncode == 1 and message in result.stderr and "Traceback" not in result.stderr
+    assert cloud.node() is None and "stays" not in result.stdout
 
 
 def test_without_gcloud_its_installation_is_named(cloud: Cloud):
@@ -252,5 +360,7 @@ def test_a_name_that_is_another_slices_is_left_alone(cloud: Cloud):
 
 
 def test_a_host_that_cannot_be_prepared_is_named(cloud: Cloud):
-    said = refused(cloud, *KEPT, "--prepare", "cp /nowhere .")
-    assert "host-0:" in said and "failed, see above" in said
+    result = cloud.launch(*KEPT, "--prepare", "cp /nowhere .")
+    assert result.returncode == 1 and cloud.runs() == []
+    assert "host-0:" in result.stderr and "failed, see above" in result.stderr
+    assert "the slice stays and costs: --delete takes it away" in result.stdout and cloud.node() is not None

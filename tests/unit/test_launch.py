@@ -1,5 +1,6 @@
 """The launch scripts: valid shell, and --dry-run prints what would run without running it."""
 
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -13,6 +14,24 @@ ROOT = Path(__file__).parents[2]
 )
 def test_scripts_are_valid_shell(script: str):
     subprocess.run(["bash", "-n", ROOT / "launch" / script], check=True)
+
+
+@pytest.mark.parametrize(
+    "script",
+    ["launch/local.sh", "launch/test.sh", "launch/tpu_environment.sh"]
+    + [str(file.relative_to(ROOT)) for file in sorted(ROOT.glob("examples/*/run.sh"))],
+)
+@pytest.mark.parametrize("arguments", [["--help"], ["seed=1", "-h"]])
+def test_help_says_how_a_script_is_called_and_runs_nothing(script: str, arguments: list[str], tmp_path: Path):
+    for tool in ("bash", "dirname", "sed"):  # anything else is not found
+        (tmp_path / tool).symlink_to(str(shutil.which(tool)))
+    environment = {"PATH": str(tmp_path), "HOME": str(tmp_path / "home"), "JAX_AGENT_RL_VENV": str(tmp_path / "venv")}
+    result = subprocess.run([ROOT / script, *arguments], capture_output=True, text=True, env=environment)
+    assert result.returncode == 0 and result.stderr == ""
+    header = (ROOT / script).read_text().partition("\nset -euo pipefail")[0].splitlines()[1:]
+    assert result.stdout.splitlines() == [line.removeprefix("#").removeprefix(" ") for line in header]
+    assert f"./{script} [--dry-run]" in result.stdout
+    assert {file.name for file in tmp_path.iterdir()} == {"bash", "dirname", "sed"}
 
 
 def dry_run(script: str, tmp_path: Path, *arguments: str) -> list[str]:

@@ -11,18 +11,21 @@ from pathlib import Path
 
 from jax_agent_rl.errors import LaunchError
 from jax_agent_rl.interrupt import EXIT_CODE
+from jax_agent_rl.launch.arguments import count, duration, port, positive, seconds
 from jax_agent_rl.launch.clock import Clock
 from jax_agent_rl.launch.runner import Interrupted
 from jax_agent_rl.launch.tpu import dry_run, job, render, topology
 from jax_agent_rl.launch.tpu.campaign import Campaign, Policy
 from jax_agent_rl.launch.tpu.fleet import Fleet
 from jax_agent_rl.launch.tpu.gcloud import Gcloud, Request
+from jax_agent_rl.launch.tpu.giving_back import delete_by_name
 from jax_agent_rl.launch.tpu.job import Job
 from jax_agent_rl.launch.tpu.logs import Logs
 from jax_agent_rl.launch.tpu.slices import Slices, State
 
 ROOT = Path(__file__).parents[3]
 _NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
+_SERVERS_NAME = re.compile(r".*-rollout-\d+")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -38,32 +41,30 @@ def parser() -> argparse.ArgumentParser:
     add("--name", required=True, help="of the slice and of the run")
     add("--zone", required=True, help="e.g. us-west4-a")
     add("--topology", required=True, metavar="T", help="of a slice: v5e:4x4, v5p:2x2x2, v6e:8x8, v4:2x2x4")
-    add("--slices", type=_positive, default=1, metavar="M", help="slices of that kind; several come as one request (1)")
-    add(
-        "--rollout-hosts", type=_positive, metavar="N", help="N more slices, of one host each, sample; the others learn"
-    )
+    add("--slices", type=positive, default=1, metavar="M", help="slices of that kind; several come as one request (1)")
+    add("--rollout-hosts", type=positive, metavar="N", help="N more slices, of one host each, sample; the others learn")
     add("--rollout-topology", metavar="T", help="of each of those; default 4 chips of the same generation")
-    add("--rollout-port", type=int, default=8100, metavar="P", help="where they serve, in the zone's network (8100)")
+    add("--rollout-port", type=port, default=8100, metavar="P", help="where they serve, in the zone's network (8100)")
     add("--project", help="Google Cloud project; default gcloud's own")
     add("--runtime-version", metavar="V", help="software of the VMs; default the one for jax on that generation")
     add("--spot", action="store_true", help="cheaper, may be taken back at any time; goes with --queued, too")
     add("--queued", action="store_true", help="wait in the queue until there is capacity")
-    add("--valid-until", metavar="6h", help="with --queued: how long to wait there; default for ever")
+    add("--valid-until", type=duration, metavar="6h", help="with --queued: how long to wait there; default for ever")
     add("--config", type=Path, metavar="FILE", help="YAML configuration; default the quickstart, with model and data")
     add("--bucket", metavar="gs://B", help="checkpoints, small files and logs go to gs://B/NAME")
     add("--prepare", metavar="COMMAND", help="run on every host before the start: what brings model and data")
     add("--no-install", action="store_true", help="the environment is there already, on every host")
     add("--resume", action="store_true", help="go on from the newest checkpoint in the bucket")
     add("--keep", action="store_true", help="leave the slice when the run has ended")
-    add("--max-preemptions", type=int, default=20, metavar="N", help="then the run is given up (20)")
-    add("--poll", type=float, default=15.0, metavar="S", help="seconds between two looks at the slice's state (15)")
+    add("--max-preemptions", type=count, default=20, metavar="N", help="then the run is given up (20)")
+    add("--poll", type=seconds, default=15.0, metavar="S", help="seconds between two looks at the slice's state (15)")
     add("--image", help="with --render gke: the container, with the project in /app")
     add("--logs-dir", type=Path, metavar="DIR", help="a log per host goes there, too (runs/NAME.logs)")
     what = result.add_mutually_exclusive_group()
     what.add_argument("--dry-run", action="store_true", help="print the commands in order, and run none")
     what.add_argument("--render", choices=[*render.KINDS], help="print a JobSet for GKE, or a Slurm job")
     what.add_argument("--logs", action="store_true", help="show what the run says, from its beginning")
-    what.add_argument("--delete", action="store_true", help="give the slice back, running or not")
+    what.add_argument("--delete", action="store_true", help="give all slices of that name back, running or not")
     return result
 
 
@@ -110,6 +111,8 @@ def _request(arguments: argparse.Namespace) -> Request:
             f"--name {arguments.name!r}: up to 40 small letters, digits and hyphens, with a letter first and no hyphen "
             "last"
         )
+    if _SERVERS_NAME.fullmatch(arguments.name):
+        raise LaunchError(f"--name {arguments.name!r} is a name of slices that sample: leave out -rollout-…")
     if arguments.valid_until and not (arguments.queued or arguments.slices > 1):
         raise LaunchError(f"--valid-until {arguments.valid_until} is for --queued: without, there is no queue")
     chosen = topology.parse(arguments.topology)
@@ -137,7 +140,7 @@ def _servers(request: Request, arguments: argparse.Namespace) -> list[Request]:
 
 
 def _job(arguments: argparse.Namespace) -> Job:
-    job.refuse_own_keys(arguments.overrides, split=arguments.rollout_hosts is not None)
+    job.require_overrides(arguments.overrides, split=arguments.rollout_hosts is not None)
     if arguments.config and not arguments.config.is_file():
         raise LaunchError(f"--config {str(arguments.config)!r} does not exist")
     return Job(
@@ -164,7 +167,8 @@ async def _act(
     groups = [Slices(each, cloud, say=say, poll=arguments.poll) for each in (request, *servers)]
     slices = Fleet(groups, say=say)
     if arguments.delete:
-        say("deleted" if await slices.delete_whatever_it_is() else f"there is no {request.name}")
+        deleted = await delete_by_name(request.name, cloud, say=say)
+        say(f"deleted {', '.join(deleted)}" if deleted else f"there is no {request.name}")
         return 0
     logs = Logs(arguments.logs_dir or ROOT / "runs" / f"{request.name}.logs", say=say)
     policy = Policy(keep=arguments.keep, max_preemptions=arguments.max_preemptions, poll=arguments.poll)
@@ -177,12 +181,6 @@ async def _act(
             return await campaign.follow(job.workers(request, seen.hosts, servers))
         job.require_keepable(request, task)
         return await campaign.run(lambda hosts: job.workers(request, hosts, servers), resume=arguments.resume)
-
-
-def _positive(text: str) -> int:
-    if (value := int(text)) < 1:
-        raise ValueError(text)
-    return value
 
 
 if __name__ == "__main__":

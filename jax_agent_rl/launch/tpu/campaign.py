@@ -10,7 +10,8 @@ With rollout servers: they are started first, and the others once they serve; th
 new at every start, keeps others out.
 
 Every stage happens on all hosts at the same time. Whatever fails, the state of the slices decides whether it counts as
-a preemption, which is made good a bounded number of times, or as a failure of the run.
+a preemption, which is made good a bounded number of times, or as a failure of the run. A launcher that has lost sight
+of the run (the network here, an expired login) deletes nothing.
 """
 
 from __future__ import annotations
@@ -33,23 +34,16 @@ from jax_agent_rl.launch.tpu.fleet import Fleet
 from jax_agent_rl.launch.tpu.gcloud import Gcloud
 from jax_agent_rl.launch.tpu.job import Job, Worker
 from jax_agent_rl.launch.tpu.logs import Logs
-from jax_agent_rl.launch.tpu.slices import Addresses, State
+from jax_agent_rl.launch.tpu.patience import pauses
+from jax_agent_rl.launch.tpu.slices import Addresses, Preempted, State
 
 T = TypeVar("T")
 _AT_ONCE = 16
 """Hosts that a stage works on side by side: each takes a gcloud process here."""
-_SSH_LOST = 255
-_RECONNECTIONS = 10
 _LOOKS = 5
 """How often to see whether a slice was taken back, once a run has failed: its state follows some seconds later."""
-_REFUSED = 2
-"""Exit status of a run that a user has to correct."""
 _OTHERS_SECONDS = 60.0
 """What the other hosts get to end by themselves once one has failed."""
-
-
-class Preempted(Exception):
-    """The slices were taken back."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +77,7 @@ class Campaign:
         self._root, self._logs, self._say = root, logs, say
         self._processes: list[Process] = []
         self._interrupt = asyncio.Event()
+        self._begun = False  # there may be checkpoints of this run
         self.preemptions = 0
 
     @contextlib.asynccontextmanager
@@ -105,12 +100,20 @@ class Campaign:
             LaunchError: a slice cannot be had, a stage failed, or too many preemptions.
             Interrupted: before there was a run to interrupt.
         """
-        how = "--resume" if resume else None
+        try:
+            status = await self._until_ended(hosts_of, "--resume" if resume else None)
+            await self._conclude(status)
+        except LaunchError:
+            if self._slices.there:
+                self._say("the slice stays and costs: --delete takes it away")
+            raise
+        return status
+
+    async def _until_ended(self, hosts_of: Callable[[Addresses], list[Worker]], how: str | None) -> int:
         while True:
-            hosts = await self._watch(self._slices.ensure())
             try:
-                status = await self._attempt(hosts_of(hosts), how)
-                break
+                hosts = await self._watch(self._slices.ensure())
+                return await self._attempt(hosts_of(hosts), how)
             except Preempted as event:
                 if self._interrupt.is_set():
                     self._say(f"the slice was taken back ({event}), too; --delete clears it away")
@@ -126,9 +129,7 @@ class Campaign:
                 if self._job.kept is None:
                     raise LaunchError("the slice was taken back, and without --bucket the run with it") from None
                 await self._watch(self._slices.delete_lost())
-                how = "--auto-resume"
-        await self._conclude(status)
-        return status
+                how = "--auto-resume" if self._begun else how
 
     async def follow(self, workers: Sequence[Worker]) -> int:
         """Attaches to a run that is under way, or shows what the last one said; its exit status.
@@ -136,6 +137,7 @@ class Campaign:
         Raises:
             LaunchError: the slices have been taken back.
         """
+        self._logs.found_run()
         try:
             return await self._follow(workers)
         except Preempted as event:
@@ -156,11 +158,12 @@ class Campaign:
         """Whether a run of this name is under way on slices that were there before."""
         if self._slices.created:
             return False
-        try:
-            await self._watch(self._cloud.read(job.running(leader, self._job)))
-        except LaunchError:  # no run, or not even the code
+        answer = await self._watch(self._cloud.read(job.running(leader, self._job)))
+        if answer.split()[-1:] != ["yes"]:
             return False
         self._say("a run is under way there: following it")
+        self._begun = True
+        self._logs.found_run()
         return True
 
     async def _set_up(self, workers: Sequence[Worker], how: str | None) -> None:
@@ -191,6 +194,7 @@ class Campaign:
             await self._stage([job.start(cloud, w, task, resume=None, urls=urls) for w in serving], token)
             await self._stage([job.until_listening(cloud, worker, task) for worker in serving])
         self._say("starting on all hosts")
+        self._begun = True
         learning = [worker for worker in workers if not worker.serves]
         await self._stage([job.start(cloud, worker, task, resume=how, urls=urls) for worker in learning], token)
 
@@ -245,7 +249,9 @@ class Campaign:
         if failed:
             self._say("ended with " + ", ".join(f"{status} on {name}" for name, status in failed.items()))
         if failed and not self._interrupt.is_set():
-            await self._raise_if_taken_back(looks=1 if statuses[0] == _REFUSED else _LOOKS)
+            answered = await self._raise_if_taken_back(looks=1 if statuses[0] == job.REFUSED else _LOOKS)
+            if not answered:
+                raise LaunchError("gcloud does not say whether the slice was taken back, so it is left as it is")
         # Those that still run would be in the way of the next start.
         stuck = [worker for worker, status in zip(learning, statuses, strict=True) if status == remote.LOST]
         await self._signal(stuck, "KILL")
@@ -291,29 +297,44 @@ class Campaign:
         return [task.result() if task.done() else remote.LOST for task in watching]
 
     async def _follow_host(self, worker: Worker) -> int:
-        """Shows what one host says, over as many connections as it takes; the exit status there."""
-        for _ in range(_RECONNECTIONS):
-            command = job.follow(self._cloud, worker, self._job)
-            status = await self._ended(await self._start(command, self._logs.reader(worker.name)))
-            if status != _SSH_LOST:
-                return status
-            self._say(f"{worker.name}: the connection broke, connecting again")
-            await asyncio.sleep(self._policy.poll)
-        return _SSH_LOST
+        """Shows what one host says, over as many connections as it takes; the exit status there.
+
+        Raises:
+            LaunchError: many connections in a row brought nothing.
+        """
+        left = pauses(self._policy.poll)
+        while True:
+            reader = self._logs.reader(worker.name)
+            await self._ended(await self._start(job.follow(self._cloud, worker, self._job), reader))
+            if reader.status is not None:
+                return reader.status
+            if reader.heard:
+                left = pauses(self._policy.poll)
+            if (pause := next(left, None)) is None:
+                raise LaunchError(
+                    f"{worker.name}: lost sight of the run, which may go on: the same command finds it again, --delete "
+                    "ends it"
+                )
+            self._say(f"{worker.name}: the connection broke, connecting again in {pause:.0f} s")
+            await asyncio.sleep(pause)
 
     async def _until_taken_back(self) -> None:
         while True:
             await asyncio.sleep(self._policy.poll)
             await self._raise_if_taken_back(looks=1)
 
-    async def _raise_if_taken_back(self, *, looks: int) -> None:
+    async def _raise_if_taken_back(self, *, looks: int) -> bool:
+        """Looks so often; False if gcloud failed every time, which says nothing of the slices."""
+        answered = False
         for look in range(looks):
-            with contextlib.suppress(LaunchError):  # gcloud itself may fail for a while, which says nothing
+            with contextlib.suppress(LaunchError):
                 seen = await self._slices.look()
+                answered = True
                 if seen.state in (State.LOST, State.ABSENT):
                     raise Preempted(seen.word)
             if look + 1 < looks:
                 await asyncio.sleep(self._policy.poll)
+        return answered
 
     async def _stop_when_interrupted(self, workers: Sequence[Worker]) -> None:
         """First Ctrl-C: the run saves and ends. Second: it goes on without this launcher.
@@ -325,10 +346,22 @@ class Campaign:
         self._say("interrupted: the run saves a checkpoint and ends (once more: leave it running)")
         again = asyncio.Event()
         heard_by(again)
-        await self._ended(await self._start(job.send(self._cloud, workers[0], self._job, "INT"), self._say))
-        await again.wait()
+        telling = asyncio.ensure_future(self._tell_to_end(workers[0]))
+        try:
+            await again.wait()
+        finally:
+            telling.cancel()
         self._say("left; --logs shows what it does, --delete ends it and what it costs")
         raise Interrupted
+
+    async def _tell_to_end(self, leader: Worker) -> None:
+        """Sends the signal until it has come through, or there is no run any more."""
+        for pause in pauses(self._policy.poll):
+            status = await self._ended(await self._start(job.send(self._cloud, leader, self._job, "INT"), self._say))
+            if status in (0, remote.NO_RUN):
+                return
+            self._say(f"the run could not be told to end, trying again in {pause:.0f} s")
+            await asyncio.sleep(pause)
 
     async def _watch(self, wanted: Awaitable[T]) -> T:
         """Awaits, but not past an interruption."""

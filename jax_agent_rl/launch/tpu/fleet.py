@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TypeVar
 
+from jax_agent_rl.launch.tpu.giving_back import to_the_end
 from jax_agent_rl.launch.tpu.slices import Addresses, Seen, Slices, State
 
 T = TypeVar("T")
@@ -28,6 +29,11 @@ class Fleet:
         """Whether this launcher made the learner's slices, so that no run can be under way there."""
         return self._groups[0].created
 
+    @property
+    def there(self) -> bool:
+        """Whether there may be slices that cost, as far as this launcher knows."""
+        return any(group.there for group in self._groups)
+
     async def look(self) -> Seen:
         """The state of the one that is worst off; the hosts of all."""
         seen = await _all(group.look() for group in self._groups)
@@ -44,13 +50,9 @@ class Fleet:
 
         Raises:
             LaunchError: one of them cannot be had; those that were made stay.
+            Preempted: one of them was taken back before all were ready.
         """
-        try:
-            found = await _all(group.ensure() for group in self._groups)
-        except BaseException:
-            if len(self._groups) > 1 and any(group.created for group in self._groups):
-                self._say("the slices that were made stay and cost: --delete takes them away")
-            raise
+        found = await _all(group.ensure() for group in self._groups)
         return tuple(slice for hosts in found for slice in hosts)
 
     async def delete_lost(self) -> None:
@@ -59,13 +61,13 @@ class Fleet:
             if (await group.look()).state in (State.LOST, State.FAILED):
                 await group.delete()
 
-    async def delete(self) -> bool:
-        """All; False if there were none."""
-        return any(await _all(group.delete() for group in self._groups))
+    async def delete(self) -> None:
+        """All.
 
-    async def delete_whatever_it_is(self) -> bool:
-        """See :meth:`Slices.delete_whatever_it_is`."""
-        return any(await _all(group.delete_whatever_it_is() for group in self._groups))
+        Raises:
+            LaunchError: some are left.
+        """
+        await to_the_end({group.name: group.delete() for group in self._groups})
 
 
 async def _all(work: Iterable[Awaitable[T]]) -> list[T]:

@@ -79,9 +79,17 @@ def create(request: Request) -> tuple[str, ...]:
 
 def delete(request: Request) -> tuple[str, ...]:
     """Gives the slices back and ends what they cost."""
-    if request.by_queue:
-        return (*_TPUS, "queued-resources", "delete", request.name, "--force")
-    return (*_TPUS, "tpu-vm", "delete", request.name)
+    return delete_queued(request.name) if request.by_queue else delete_node(request.name)
+
+
+def delete_queued(name: str) -> tuple[str, ...]:
+    """Gives a queued resource back with all its slices."""
+    return (*_TPUS, "queued-resources", "delete", name, "--force")
+
+
+def delete_node(name: str) -> tuple[str, ...]:
+    """Gives one slice back."""
+    return (*_TPUS, "tpu-vm", "delete", name)
 
 
 def describe(request: Request) -> tuple[str, ...]:
@@ -94,6 +102,22 @@ def describe(request: Request) -> tuple[str, ...]:
 def describe_node(node: str) -> tuple[str, ...]:
     """State and hosts of one slice."""
     return (*_TPUS, "tpu-vm", "describe", node, "--format=json")
+
+
+def list_queued() -> tuple[str, ...]:
+    """All queued resources of the zone."""
+    return (*_TPUS, "queued-resources", "list", "--format=json")
+
+
+def list_nodes() -> tuple[str, ...]:
+    """All slices of the zone."""
+    return (*_TPUS, "tpu-vm", "list", "--format=json")
+
+
+def look(request: Request) -> list[tuple[str, ...]]:
+    """All that a look at the slices asks: of a queued resource that is active, the state of each of its slices, too."""
+    nodes = [describe_node(node) for node in request.nodes] if request.by_queue else []
+    return [describe(request), *nodes]
 
 
 def accelerator_types() -> tuple[str, ...]:
@@ -111,7 +135,17 @@ def scp(node: str, worker: int, source: str, target: str) -> tuple[str, ...]:
     return (*_TPUS, "tpu-vm", "scp", source, f"{node}:{target}", f"--worker={worker}")
 
 
+_PASSES = "that may pass: look at the network here, and try again"
+
+_ACCOUNT = ("auth", "list", "--filter=status:ACTIVE", "--format=value(account)")
+_PROJECT = ("config", "get-value", "project")
+
 _FIXES: tuple[tuple[str, str], ...] = (
+    (  # before the next: without a network gcloud advises to log in again, too
+        r"Max retries exceeded|network is unreachable|name resolution|name or service not known|failed to establish|"
+        r"connection (reset|aborted|refused)|timed? ?out|unable to find the server|quota metric|RATE_LIMIT_EXCEEDED",
+        _PASSES,
+    ),
     (
         r"has not been used in project|it is disabled|SERVICE_DISABLED",
         "switch the TPU interface on: gcloud services enable tpu.googleapis.com",
@@ -157,13 +191,19 @@ def fix_of(message: str) -> str:
     return next((fix for pattern, fix in _FIXES if re.search(pattern, message, re.IGNORECASE)), "")
 
 
+class Unanswered(LaunchError):
+    """gcloud failed, and neither refused what it was asked for nor said that something is not there: it may pass."""
+
+
 def _error(arguments: Sequence[str], message: str) -> LaunchError:
     brief = " ".join(message.split())
     brief = brief if len(brief) <= 600 else f"{brief[:300]} … {brief[-300:]}"
     words = " ".join(word for word in arguments[:4] if not word.startswith("-"))
     fix = fix_of(message)
     text = f"gcloud {words} failed: {brief}" + (f"\n{fix}" if fix else "")
-    return LaunchTargetError(text) if re.search(r"NOT_FOUND|was not found", message) else LaunchError(text)
+    if re.search(r"NOT_FOUND|was not found", message):
+        return LaunchTargetError(text)
+    return Unanswered(text) if fix in ("", _PASSES) else LaunchError(text)
 
 
 class Gcloud:
@@ -175,6 +215,7 @@ class Gcloud:
     """
 
     def __init__(self, *, project: str | None, zone: str) -> None:
+        self._project = project
         self._where = (f"--zone={zone}", *((f"--project={project}",) if project else ()))
 
     def argv(self, arguments: Sequence[str]) -> list[str]:
@@ -190,7 +231,8 @@ class Gcloud:
 
         Raises:
             LaunchTargetError: the resource is not there.
-            LaunchError: anything else went wrong; the message ends with the fix where one is known.
+            Unanswered: gcloud could not ask, or the service could not answer.
+            LaunchError: it was refused; the message ends with the fix.
         """
         pipe = asyncio.subprocess.PIPE
         try:
@@ -224,10 +266,16 @@ class Gcloud:
         except ValueError:
             raise LaunchError(f"gcloud {' '.join(arguments[:4])}: not JSON: {text[:200]!r}") from None
 
+    def login(self) -> list[tuple[str, ...]]:
+        """What :meth:`require_login` asks."""
+        return [_ACCOUNT] if self._project else [_ACCOUNT, _PROJECT]
+
     async def require_login(self) -> None:
         """Raises :class:`LaunchError` if gcloud is missing, nobody is logged in, or no project is chosen."""
-        account = (await self.read(("auth", "list", "--filter=status:ACTIVE", "--format=value(account)"))).strip()
-        if not account:
-            raise LaunchError("nobody is logged in to gcloud: gcloud auth login")
-        if len(self._where) == 1 and not (await self.read(("config", "get-value", "project"))).strip():
-            raise LaunchError("no Google Cloud project is chosen: give --project, or gcloud config set project PROJECT")
+        missing = {
+            _ACCOUNT: "nobody is logged in to gcloud: gcloud auth login",
+            _PROJECT: "no Google Cloud project is chosen: give --project, or gcloud config set project PROJECT",
+        }
+        for question in self.login():
+            if not (await self.read(question)).strip():
+                raise LaunchError(missing[question])

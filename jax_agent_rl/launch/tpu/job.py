@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -17,10 +18,15 @@ from jax_agent_rl.launch.tpu.topology import Topology
 ARCHIVE = "jax_agent_rl.tar.gz"
 CODE = "jax_agent_rl"
 """Folder of the project on every host, in the home folder."""
+_COPIED = f"{CODE}.files"
+"""Beside it: the names of the files that were copied there."""
 CONFIG = "tpu_pod.yaml"
 """Name of the user's configuration in there."""
 QUICKSTART = "configs/quickstart.yaml"
 QUICKSTART_PREPARATION = "jax-agent-rl fetch-model && jax-agent-rl prepare calculator --out data/calculator"
+
+REFUSED = 2
+"""Exit status of a run that a user has to correct."""
 
 TOKEN = "JAX_AGENT_RL_TOKEN"
 """Environment variable with the secret between the learner and rollout servers."""
@@ -29,6 +35,9 @@ OWN_KEYS = ("run_dir", "trainer.checkpoint_dir", "learner.multihost.coordinator"
 """Keys that the launcher sets itself."""
 SPLIT_KEYS = tuple(f"rollout.{name}" for name in ("backend", "urls", "token_env", "weight_transport", "weight_folder"))
 """And with ``--rollout-hosts`` these."""
+
+
+_BUCKET = re.compile(r"gs://[a-z0-9][-a-z0-9._]*(/.*)?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +61,10 @@ class Job:
     prepare: str | None
     install: bool
     port: int = 8100
+
+    def __post_init__(self) -> None:
+        if self.bucket is not None and not _BUCKET.fullmatch(self.bucket):
+            raise LaunchError(f"--bucket {self.bucket!r} is no bucket: it has the form gs://NAME")
 
     @property
     def kept(self) -> str | None:
@@ -137,18 +150,18 @@ def require_keepable(request: Request, job: Job) -> None:
     if job.bucket is None and (several or request.spot or request.queued):
         why = "several hosts share no disk" if several else "what is taken back takes its disk along"
         raise LaunchError(f"--bucket is missing: {why}; give --bucket gs://NAME, in the region of the zone")
-    if job.bucket is not None and not job.bucket.startswith("gs://"):
-        raise LaunchError(f"--bucket {job.bucket!r} is no bucket: it has the form gs://NAME")
 
 
-def refuse_own_keys(overrides: Sequence[str], *, split: bool = False) -> None:
-    """Raises :class:`LaunchError` for an override that would come to nothing.
+def require_overrides(overrides: Sequence[str], *, split: bool = False) -> None:
+    """Raises :class:`LaunchError` for an override that is none, or would come to nothing.
 
     Args:
         split: with ``--rollout-hosts``.
     """
     own = OWN_KEYS + SPLIT_KEYS * split
     for item in overrides:
+        if "=" not in item:
+            raise LaunchError(f"override {item!r}: write key.path=value")
         if item.partition("=")[0].strip() in own:
             raise LaunchError(f"{item}: tpu_pod.sh sets {', '.join(own)} itself; leave it out")
 
@@ -162,8 +175,13 @@ def copy(cloud: Gcloud, worker: Worker, archive: Path) -> Command:
 
 
 def set_up(cloud: Gcloud, worker: Worker, job: Job) -> Command:
-    """Code, environment, model and data, in one connection."""
-    steps = [f"mkdir -p {CODE}", f"tar -xzf {ARCHIVE} -C {CODE}", f"cd {CODE}"]
+    """Code, environment, model and data, in one connection.
+
+    What the copy before had brought is removed first, so that a file that is gone here is gone there; what has been
+    made in the folder since stays.
+    """
+    steps = [f"mkdir -p {CODE}", f"cd {CODE}", f"touch ../{_COPIED}", f"xargs -d '\\n' rm -f -- < ../{_COPIED}"]
+    steps += [f"tar -xzvf ../{ARCHIVE} --quoting-style=literal > ../{_COPIED}"]
     steps += ["./launch/tpu_environment.sh"] if job.install else []
     steps += [f'export PATH="{_venv()}/bin:$PATH"', f"({job.preparation})"] if job.preparation else []
     return _on(cloud, worker, " && ".join(steps))
@@ -231,14 +249,14 @@ def _own_settings(worker: Worker, job: Job, urls: Sequence[str]) -> list[str]:
 
 
 def follow(cloud: Gcloud, worker: Worker, job: Job) -> Command:
-    """What the run says on a host; its exit status is the run's."""
+    """What the run says on a host; the last line is its exit status."""
     return _on(cloud, worker, f"cd {CODE} && {_remote(['follow', _folder(job)])}")
 
 
 def running(worker: Worker, job: Job) -> tuple[str, ...]:
-    """Fails unless a run is under way on a host."""
-    there = f"cd {CODE} && {_remote(['running', _folder(job)])}"
-    return gcloud.ssh(worker.node, worker.index, there)
+    """Says ``yes`` if a run is under way on a host, else ``no``; it fails only if the host cannot be asked."""
+    asked = f"cd {CODE} && {_remote(['running', _folder(job)])}"
+    return gcloud.ssh(worker.node, worker.index, f"if {asked}; then echo yes; else echo no; fi")
 
 
 def send(cloud: Gcloud, worker: Worker, job: Job, name: str) -> Command:

@@ -7,13 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 _NUMBERED = re.compile(r"\[[^\]]*\] (?P<number>\d+)\|(?P<text>.*)", re.DOTALL)
+_END = re.compile(r"\[[^\]]*\] end\|(?P<status>\d+)")
 
 
 class Logs:
     """A folder with a file per host.
 
     Args:
-        folder: made if missing; files of an earlier run are written on.
+        folder: made if missing; files of an earlier run are written on, those of a run that is found again anew.
         say: takes a line for the screen.
     """
 
@@ -21,27 +22,56 @@ class Logs:
         self.folder = folder
         self._say = say
         self._seen: dict[str, int] = {}
+        self._found = False
 
     def new_run(self) -> None:
         """The lines of the hosts' next run are numbered from 1 again."""
         self._seen.clear()
+        self._found = False
 
-    def reader(self, host: str) -> Callable[[str], None]:
-        """Takes the lines of a connection to a host: those of ``remote.follow``, and others from gcloud itself."""
+    def found_run(self) -> None:
+        """Another launcher has started the run: its lines, which come from the first, may be in the files already."""
+        self._seen.clear()
+        self._found = True
+
+    def reader(self, host: str) -> Reader:
+        """For the lines of one connection to a host."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        file = self.folder / f"{host}.log"
+        return Reader(self, host)
 
-        def read(line: str) -> None:
-            match = _NUMBERED.fullmatch(line)
-            if match is None:
-                self._say(line)
-                return
-            number = int(match["number"])
-            if number <= self._seen.get(host, 0):  # the connection is a new one
-                return
-            self._seen[host] = number
-            with file.open("a", encoding="utf-8") as log:
-                log.write(match["text"] + "\n")
-            self._say(f"[{host}] {match['text']}")
+    def take(self, host: str, number: int, text: str) -> None:
+        """A line of a host's run; not again if it came over an earlier connection."""
+        if number <= self._seen.get(host, 0):
+            return
+        mode = "w" if self._found and host not in self._seen else "a"
+        self._seen[host] = number
+        with (self.folder / f"{host}.log").open(mode, encoding="utf-8") as log:
+            log.write(text + "\n")
+        self._say(f"[{host}] {text}")
 
-        return read
+    def show(self, line: str) -> None:
+        """A line that is not the run's, but gcloud's."""
+        self._say(line)
+
+
+class Reader:
+    """Takes the lines of one connection to a host: those of ``remote.follow``, and others from gcloud itself.
+
+    Attributes:
+        heard: the run's log has come through it.
+        status: the run's exit status, once that has come; without it, the connection broke.
+    """
+
+    def __init__(self, logs: Logs, host: str) -> None:
+        self._logs, self._host = logs, host
+        self.heard = False
+        self.status: int | None = None
+
+    def __call__(self, line: str) -> None:
+        if match := _NUMBERED.fullmatch(line):
+            self.heard = True
+            self._logs.take(self._host, int(match["number"]), match["text"])
+        elif match := _END.fullmatch(line):
+            self.status = int(match["status"])
+        else:
+            self._logs.show(line)

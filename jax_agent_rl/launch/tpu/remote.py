@@ -9,7 +9,8 @@
 
 ``python -m jax_agent_rl.launch.tpu.remote start|follow|signal|running|listening FOLDER …``. An ssh connection may break
 at any time, and gcloud then runs its command again: ``start`` starts nothing while a run is under way, and ``follow``
-numbers the lines, so that who reads them can leave out those it has. The standard library only.
+numbers the lines, so that who reads them can leave out those it has. Its last line is the run's exit status: that of
+gcloud is not, which has its own for its own failures. The standard library only.
 """
 
 from __future__ import annotations
@@ -232,7 +233,13 @@ def start(files: Files, arguments: Sequence[str], secrets: str) -> int:
 
 
 def follow(files: Files) -> int:
-    """Prints the log, each line as ``NUMBER|TEXT``, until the run has ended; its exit status."""
+    """Prints the log, each line as ``NUMBER|TEXT``, until the run has ended, then ``end|STATUS``; that status."""
+    status = _show(files)
+    print(f"end|{status}", flush=True)
+    return status
+
+
+def _show(files: Files) -> int:
     if not files.log.exists():
         print("there is no run here", flush=True)
         return NO_RUN

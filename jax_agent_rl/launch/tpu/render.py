@@ -11,7 +11,7 @@ from typing import Any
 from jax_agent_rl.errors import LaunchError
 from jax_agent_rl.launch.tpu import job
 from jax_agent_rl.launch.tpu.gcloud import Request
-from jax_agent_rl.launch.tpu.job import Job
+from jax_agent_rl.launch.tpu.job import REFUSED, Job
 from jax_agent_rl.launch.tpu.topology import Topology
 
 CONFIG = "/config/run.yaml"
@@ -85,6 +85,7 @@ def _gke(
     return {
         "config": config.rstrip("\n"),
         "restarts": restarts,
+        "refused": REFUSED,
         "slices": request.slices,
         "learner": _pods(topology, task, _train(CONFIG, request, task, own)),
         "server": _pods(servers[0].topology, task, _serve(CONFIG, task)) if servers else None,

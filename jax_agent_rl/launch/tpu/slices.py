@@ -5,19 +5,24 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
 from jax_agent_rl.errors import LaunchError, LaunchTargetError
 from jax_agent_rl.launch.tpu import gcloud
-from jax_agent_rl.launch.tpu.gcloud import Gcloud, Request
+from jax_agent_rl.launch.tpu.gcloud import Gcloud, Request, Unanswered
+from jax_agent_rl.launch.tpu.patience import pauses
 
 _PROGRESS_SECONDS = 30.0
 
 
 Addresses = tuple[tuple[str, ...], ...]
 """Of every host of every slice, in the network of the zone."""
+
+
+class Preempted(Exception):
+    """The slices were taken back."""
 
 
 class State(Enum):
@@ -71,6 +76,12 @@ class Slices:
     def __init__(self, request: Request, cloud: Gcloud, *, say: Callable[[str], None], poll: float) -> None:
         self._request, self._cloud, self._say, self._poll = request, cloud, say, poll
         self.created = False  # by this launcher
+        self.there = False  # perhaps, as far as this launcher knows
+
+    @property
+    def name(self) -> str:
+        """gcloud's, of the slice or of the queued resource."""
+        return self._request.name
 
     async def look(self) -> Seen:
         """Asks for the state once.
@@ -79,8 +90,9 @@ class Slices:
             LaunchError: something of this name is there, but it is not what was asked for.
         """
         request = self._request
+        first, *of_nodes = gcloud.look(request)
         try:
-            answer = await self._cloud.read_json(gcloud.describe(request))
+            answer = await self._cloud.read_json(first)
         except LaunchTargetError:
             return Seen(state=State.ABSENT, word="NOT_FOUND")
         if not request.by_queue:
@@ -90,7 +102,7 @@ class Slices:
         if state is not State.READY:
             return Seen(state=state, word=word, why=_why(answer))
         try:
-            nodes = [await self._cloud.read_json(gcloud.describe_node(node)) for node in request.nodes]
+            nodes = [await self._cloud.read_json(question) for question in of_nodes]
         except LaunchTargetError:
             return Seen(state=State.LOST, word="NOT_FOUND")
         return self._seen_nodes(nodes)
@@ -118,6 +130,7 @@ class Slices:
 
         Raises:
             LaunchError: there is no quota, no capacity, no such chip in the zone, or the name is taken.
+            Preempted: they were taken back before they were ready.
         """
         request = self._request
         seen = await self.look()
@@ -128,11 +141,21 @@ class Slices:
         if seen.state is State.ABSENT:
             await self._require_kind()
             self._say(f"creating {request.name}: {request}")
-            await self._with_progress(self._cloud.read(gcloud.create(request)), f"creating {request.name}")
-            self.created = True
+            await self._create()
         else:
+            self.there = True
             self._say(f"{request.name} is there already ({seen.word})")
         return await self._until_ready()
+
+    async def _create(self) -> None:
+        self.there = True
+        try:
+            work = self._cloud.read(gcloud.create(self._request))
+            await self._with_progress(work, f"creating {self._request.name}")
+        except LaunchError as error:
+            self.there = isinstance(error, Unanswered)  # it may come into being without an answer
+            raise
+        self.created = True
 
     async def _require_kind(self) -> None:
         """Raises :class:`LaunchError` if the zone has no such chips."""
@@ -151,7 +174,9 @@ class Slices:
     async def _until_ready(self) -> Addresses:
         begin = report = time.monotonic()
         word = ""
-        while (seen := await self.look()).state is not State.READY:
+        while (seen := await self._look_patiently()).state is not State.READY:
+            if seen.state is State.LOST:
+                raise Preempted(f"{seen.word} before it was ready")
             if seen.state is State.FAILED:
                 fix = gcloud.fix_of(seen.why) or "delete it with --delete and ask again"
                 raise LaunchError(f"{self._request.name}: the request failed: {seen.why or seen.word}\n{fix}")
@@ -170,14 +195,21 @@ class Slices:
         )
         return seen.hosts
 
-    async def delete_whatever_it_is(self) -> bool:
-        """Gives back what has this name, asked for through the queue or not; False if there is nothing."""
-        queued = replace(self._request, queued=True)
-        if await Slices(queued, self._cloud, say=self._say, poll=self._poll).delete():
-            return True
-        return await Slices(
-            replace(queued, queued=False, slices=1), self._cloud, say=self._say, poll=self._poll
-        ).delete()
+    async def _look_patiently(self) -> Seen:
+        """A look that outlasts failures of the network, and of gcloud.
+
+        Raises:
+            LaunchError: gcloud refuses, or has failed many times in a row.
+        """
+        left = pauses(self._poll)
+        while True:
+            try:
+                return await self.look()
+            except Unanswered as error:
+                if (pause := next(left, None)) is None:
+                    raise
+                self._say(f"{error}\nlooking again in {pause:.0f} s")
+                await asyncio.sleep(pause)
 
     async def delete(self) -> bool:
         """Gives the slices back; False if there are none."""
@@ -186,7 +218,9 @@ class Slices:
             work = self._cloud.read(gcloud.delete(self._request))
             await self._with_progress(work, f"deleting {self._request.name}")
         except LaunchTargetError:
+            self.there = False
             return False
+        self.there = False
         return True
 
     async def _with_progress(self, work: Any, what: str) -> None:

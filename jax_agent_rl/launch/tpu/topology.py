@@ -17,6 +17,7 @@ _CUBIC = (
 )
 _CHIPS_PER_HOST = 4
 _LARGEST_SINGLE_HOST = 8
+_SEVERAL = re.compile(r"(?P<slices>\d+)\*(?P<name>.+)")
 _NAME = re.compile(r"(?P<generation>[a-z0-9]+):(?P<shape>\d+(x\d+){1,2})")
 
 
@@ -106,6 +107,10 @@ def parse(name: str) -> Topology:
     """
     if name.startswith("tpu7x"):
         raise LaunchError(f"--topology {name}: TPU7x is to be had on GKE only; choose {', '.join(GENERATIONS)}")
+    if several := _SEVERAL.fullmatch(name.strip()):
+        raise LaunchError(
+            f"--topology {name} is more than one slice: give --topology {several['name']} --slices {several['slices']}"
+        )
     match = _NAME.fullmatch(name.strip().lower())
     if match is None:
         raise LaunchError(f"--topology {name!r} is not of the form GENERATION:SHAPE, as in v5e:4x4 or v5p:2x2x2")

@@ -33,10 +33,12 @@ def start(files: Files, code: str, *options: str) -> subprocess.CompletedProcess
 
 
 def followed(files: Files) -> tuple[int, list[str]]:
-    """Exit status and lines."""
+    """Exit status and lines; the last one, which says the status, too, is left out."""
     own = [sys.executable, "-m", "jax_agent_rl.launch.tpu.remote", "follow", str(files.folder)]
     result = subprocess.run(own, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    return result.returncode, result.stdout.splitlines()
+    *lines, end = result.stdout.splitlines()
+    assert end == f"end|{result.returncode}"
+    return result.returncode, lines
 
 
 def test_lines_are_numbered_and_the_exit_status_is_the_commands(files: Files):

@@ -37,6 +37,7 @@ def test_no_accelerator_type_stands_for_two_shapes():
         ("v5p:4x4", "v5p comes as 2x2x1"),
         ("v5:4x4", "no generation 'v5'; did you mean 'v5"),
         ("tpu7x:2x2x1", "GKE only"),
+        ("2*v5e:4x4", "is more than one slice: give --topology v5e:4x4 --slices 2"),
     ],
 )
 def test_what_is_no_slice_is_refused_with_what_there_is(name: str, message: str):

@@ -81,6 +81,28 @@ def test_a_jobset_holds_the_configuration_and_a_pod_per_host(config: Path):
     assert container["command"][2].startswith(f"({prepare}) && exec jax-agent-rl train /config/run.yaml seed=1 ")
 
 
+def test_a_jobset_does_not_start_again_what_a_user_has_to_correct(config: Path):
+    text = rendered("gke", request_of(), job_of(config=config), rollout_hosts=1)
+    jobset = list(yaml.safe_load_all(text))[1]["spec"]
+    (rule,) = jobset["failurePolicy"]["rules"]
+    assert (rule["action"], rule["onJobFailureReasons"]) == ("FailJobSet", ["PodFailurePolicy"])
+    for each in jobset["replicatedJobs"]:
+        job = each["template"]["spec"]
+        (container,) = job["template"]["spec"]["containers"]
+        (failing,) = job["podFailurePolicy"]["rules"]
+        codes = {"containerName": container["name"], "operator": "In", "values": [2]}
+        assert failing == {"action": "FailJob", "onExitCodes": codes}
+        assert job["template"]["spec"]["restartPolicy"] == "Never"  # or Kubernetes refuses the policy
+
+
+def test_a_name_that_is_a_word_of_yaml_stays_a_name(config: Path):
+    job = Job(name="no", config=config, overrides=(), bucket="gs://123", prepare=None, install=True)
+    config_map, jobset = yaml.safe_load_all(rendered("gke", request_of(), job))
+    config_volume, bucket = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["volumes"]
+    names = [config_map["metadata"]["name"], jobset["metadata"]["name"], config_volume["configMap"]["name"]]
+    assert names == ["no"] * 3 and bucket["csi"]["volumeAttributes"]["bucketName"] == "123"
+
+
 def test_a_jobset_with_pods_that_only_sample_starts_them_first_and_ends_with_the_others(config: Path):
     text = rendered("gke", request_of("v5p:2x2x2"), job_of(config=config, bucket="gs://b"), rollout_hosts=2)
     golden("gke_rollout.yaml", text)
@@ -149,6 +171,32 @@ def test_a_slurm_job_gives_its_last_nodes_to_servers_and_ends_with_training(tmp_
     token, _, arguments = lines[2].partition(" ")
     assert len(token) == 64 and "'train', 'my.yaml'" in arguments
     assert f"'rollout.urls=[http://127.0.0.1:{port}]'" in arguments
+
+
+TIMED = f"""#!{sys.executable}
+import os, signal, sys
+from pathlib import Path
+signal.pthread_sigmask(signal.SIG_BLOCK, {{signal.SIGTERM}})
+os.kill(os.getppid(), signal.SIGUSR1)  # what Slurm sends to the job's script
+signal.sigwait({{signal.SIGTERM}})
+with Path(os.environ["LOG"]).open("a") as log:
+    print("saved", file=log)
+sys.exit(int(os.environ["STATUS"]))
+"""
+
+
+@pytest.mark.parametrize("status, requeued", [(130, ["scontrol requeue 7"]), (0, [])])
+def test_a_slurm_job_whose_time_is_over_saves_and_goes_into_the_queue_again(
+    tmp_path: Path, status: int, requeued: list[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("STATUS", str(status))
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    text = rendered("slurm", request_of(), job_of(config=Path("my.yaml"), bucket=None))
+    assert "#SBATCH --signal=B:USR1@" in text
+    scontrol = '#!/bin/bash\necho "scontrol $*" >> "$LOG"\n'
+    done = submitted(tmp_path, text, srun=SRUN, jax_agent_rl=TIMED, scontrol=scontrol)
+    assert done.returncode == status, done.stderr
+    assert (tmp_path / "log").read_text().splitlines()[1:] == ["saved", *requeued]
 
 
 def test_a_slurm_job_ends_when_its_servers_do_before_they_listen(tmp_path: Path):

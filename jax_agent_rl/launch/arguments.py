@@ -1,0 +1,46 @@
+"""Values of the launchers' options: a wrong one is refused with the form it has to have."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def positive(text: str) -> int:
+    """A number of things of which there has to be one."""
+    return _checked(text, int, lambda value: value >= 1, "a whole number, 1 or more")
+
+
+def count(text: str) -> int:
+    """A number of things."""
+    return _checked(text, int, lambda value: value >= 0, "a whole number, 0 or more")
+
+
+def port(text: str) -> int:
+    """Of TCP."""
+    return _checked(text, int, lambda value: 0 < value < 65536, "a port, 1 to 65535")
+
+
+def seconds(text: str) -> float:
+    """A time that is not nothing."""
+    return _checked(text, float, lambda value: 0 < value < math.inf, "seconds, more than 0")
+
+
+def duration(text: str) -> str:
+    """As gcloud writes it."""
+    return _checked(text, str, re.compile(r"(\d+[dhms])+").fullmatch, "a time such as 6h, 30m or 1d12h")
+
+
+def _checked(text: str, kind: Callable[[str], T], holds: Callable[[T], object], wanted: str) -> T:
+    try:
+        value = kind(text)
+    except ValueError:
+        value = None
+    if value is None or not holds(value):
+        raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}")
+    return value
