@@ -263,8 +263,8 @@ class VllmBackend:
 
     def _death(self) -> str:
         assert self._started is not None
-        cause = root_cause(self._started.log_file) or "its process ended without a word (killed? out of memory?)"
-        return f"the vLLM engine died: {cause}; start a new one (its log: {self._started.log_file})"
+        cause = root_cause(self._started.log) or "its process ended without a word (killed? out of memory?)"
+        return f"the vLLM engine died: {cause}; start a new one (its log: {self._started.log.file})"
 
     def _check_serving(self) -> None:
         if self._closed:
