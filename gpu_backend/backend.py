@@ -34,12 +34,7 @@ from gpu_backend.updates import FILES, WeightUpdater
 from gpu_backend.usage import Usage
 from gpu_backend.versions import Span
 from gpu_backend.weights import Checkpoint
-from jax_agent_rl.errors import (
-    BackendClosedError,
-    BackendError,
-    EngineDiedError,
-    WeightUpdateError,
-)
+from jax_agent_rl.errors import BackendClosedError, BackendError, EngineDiedError, WeightUpdateError
 from jax_agent_rl.model_folder import model_folder
 from jax_agent_rl.rollout.protocol import (
     BackendMetrics,
@@ -268,8 +263,8 @@ class VllmBackend:
 
     def _death(self) -> str:
         assert self._started is not None
-        cause = root_cause(self._started.log_file) or "its process ended without a word (killed? out of memory?)"
-        return f"the vLLM engine died: {cause}; start a new one (its log: {self._started.log_file})"
+        cause = root_cause(self._started.log) or "its process ended without a word (killed? out of memory?)"
+        return f"the vLLM engine died: {cause}; start a new one (its log: {self._started.log.file})"
 
     def _check_serving(self) -> None:
         if self._closed:
@@ -291,8 +286,8 @@ class VllmBackend:
     async def pause(self, mode: PauseMode) -> None:
         async with self._change:
             self._check_running()
+            await self._stop(str(mode))
             self._paused = True
-            await self._engine.pause_generation(mode=str(mode), clear_cache=False)
 
     async def resume(self) -> None:
         async with self._change:
@@ -300,9 +295,22 @@ class VllmBackend:
             # Requests on their way in arrive first: else whichever comes first would run first, whatever its priority.
             await asyncio.gather(*(live.submitted.wait() for live in self._live.values()))
             self._paused = False
-            if self._failure is None:  # wrong weights stay paused, until right ones come
-                await self._engine.resume_generation()
-                self._gate.set()
+            await self._go_on()
+
+    async def _stop(self, mode: str) -> None:
+        """Pauses vLLM. Where that fails or is cancelled, vLLM may have paused all the same: it goes on."""
+        try:
+            await self._engine.pause_generation(mode=mode, clear_cache=False)
+        except BaseException:
+            if not self._engine.errored:
+                await self._go_on()
+            raise
+
+    async def _go_on(self) -> None:
+        if self._paused or self._failure is not None:  # wrong weights stay paused, until right ones come
+            return
+        self._gate.set()  # first: who is cancelled in the next line has sent vLLM the word
+        await self._engine.resume_generation()
 
     async def update_weights(self, update: WeightUpdate) -> None:
         """See the protocol, with one addition.
@@ -319,7 +327,7 @@ class VllmBackend:
             probe = await asyncio.to_thread(self._updater.check, update, served=self._version)
             begin = time.perf_counter()
             if not self._paused:
-                await self._engine.pause_generation(mode="keep", clear_cache=False)
+                await self._stop("keep")
             self._gate.clear()
             try:
                 await self._take(update, probe)
@@ -329,9 +337,7 @@ class VllmBackend:
                     raise
                 raise WeightUpdateError(f"weights of version {update.version} could not be loaded: {error}") from error
             self._version, self._failure = update.version, None
-            if not self._paused:
-                await self._engine.resume_generation()
-                self._gate.set()
+            await self._go_on()
             self._usage.weight_update_seconds += time.perf_counter() - begin
 
     async def _take(self, update: WeightUpdate, probe: Any) -> None:

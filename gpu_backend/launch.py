@@ -22,6 +22,25 @@ from jax_agent_rl.errors import BackendError, ConfigError
 
 _CAUSE = re.compile(r"(?:^|[ :])((?:[A-Za-z_]+\.)*[A-Z][A-Za-z]*(?:Error|Exception)): (.+)$")
 _GENERAL = "Engine core initialization failed"
+_TOO_LITTLE_MEMORY = re.compile(
+    "out of memory|resource_exhausted|memoryerror|can't allocate memory|no available memory|not enough gpu memory|"
+    "available kv cache memory|desired [gc]pu memory utilization|engine's budget",
+    re.IGNORECASE,
+)
+_SHARED_MEMORY = re.compile(r"/dev/shm|/psm_|\(shm\)|shared[ -]memory (?:file|object|allocation)", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Log:
+    """One engine's part of a log file, to which those that ran before it, and runs before a resumption, wrote, too."""
+
+    file: Path
+    begin: int = 0
+
+    @classmethod
+    def behind(cls, file: Path) -> Log:
+        """What is written from now on."""
+        return cls(file, file.stat().st_size if file.exists() else 0)
 
 
 @dataclass(kw_only=True)
@@ -31,7 +50,7 @@ class Started:
     engine: Any
     cpu: bool
     cuda: bool
-    log_file: Path
+    log: Log
     tpu: bool = False
 
 
@@ -46,20 +65,21 @@ def start_engine(settings: VllmSettings) -> Started:
     folder = Path(tempfile.mkdtemp(prefix="vllm-"))
     log_file = Path(settings.log_file) if settings.log_file else folder / "vllm.log"
     log_file.parent.mkdir(parents=True, exist_ok=True)
+    log = Log.behind(log_file)
     log_config = write_log_config(log_file.absolute(), folder / "logging.json")
     cpus = sorted(os.sched_getaffinity(0))
     with _environment(environment(settings, cpus=cpus, log_config=log_config)):
         try:
-            return _start(settings, log_file)
+            return _start(settings, log)
         except ConfigError:
             raise
         except ImportError as error:
             raise ConfigError(f"vLLM is installed but cannot be imported: {error}") from error
         except Exception as error:
-            raise explain(settings, error, log_file) from error
+            raise explain(settings, error, log) from error
 
 
-def _start(settings: VllmSettings, log_file: Path) -> Started:
+def _start(settings: VllmSettings, log: Log) -> Started:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -73,7 +93,7 @@ def _start(settings: VllmSettings, log_file: Path) -> Started:
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     arguments = AsyncEngineArgs(**settings.engine_arguments(cpu=cpu, cuda=cuda))
     engine = AsyncLLM.from_engine_args(arguments)
-    return Started(engine=engine, cpu=cpu, cuda=cuda, log_file=log_file, tpu=on_tpu)
+    return Started(engine=engine, cpu=cpu, cuda=cuda, log=log, tpu=on_tpu)
 
 
 @contextlib.contextmanager
@@ -88,13 +108,17 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
             del os.environ[name]
 
 
-def explain(settings: VllmSettings, error: Exception, log_file: Path) -> ConfigError | BackendError:
+def explain(settings: VllmSettings, error: Exception, log: Log) -> ConfigError | BackendError:
     """An error that names the root cause (which vLLM leaves in its log), the values and the fix."""
     cause = str(error)
     if _GENERAL in cause or not cause:
-        cause = root_cause(log_file) or cause
-    text = cause.lower()
-    if "memory" in text or "kv cache" in text:
+        cause = root_cause(log) or cause or type(error).__name__
+    if _SHARED_MEMORY.search(cause):
+        return ConfigError(
+            f"vLLM's processes got too little shared memory: {cause} Give /dev/shm more: docker run --shm-size=8g or "
+            "--ipc=host, in Kubernetes an emptyDir of medium Memory there"
+        )
+    if _TOO_LITTLE_MEMORY.search(cause):
         return ConfigError(
             f"vLLM got too little memory: {cause} Now: rollout.vllm.gpu_memory_utilization="
             f"{settings.gpu_memory_utilization}, kv_cache_gib={settings.kv_cache_gib}, "
@@ -103,15 +127,15 @@ def explain(settings: VllmSettings, error: Exception, log_file: Path) -> ConfigE
         )
     if isinstance(error, ValueError | TypeError):
         return ConfigError(f"vLLM refused its settings: {cause}")
-    return BackendError(f"vLLM could not start: {cause} (its log: {log_file})")
+    return BackendError(f"vLLM could not start: {cause} (its log: {log.file})")
 
 
-def root_cause(log_file: Path) -> str | None:
-    """The last exception named in a vLLM log that is not just a report of an earlier one."""
-    if not log_file.is_file():
+def root_cause(log: Log) -> str | None:
+    """The last exception an engine named in its log that is not just a report of an earlier one."""
+    if not log.file.is_file():
         return None
     found = None
-    for line in log_file.read_text(errors="replace").splitlines():
+    for line in log.file.read_bytes()[log.begin :].decode(errors="replace").splitlines():
         if (match := _CAUSE.search(line)) and _GENERAL not in line:
             found = f"{match[1].rpartition('.')[2]}: {match[2]}"
     return found

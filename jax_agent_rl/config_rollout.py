@@ -211,3 +211,9 @@ def _engine_problems(rollout: RolloutConfig) -> Iterator[str]:
         )
     if rollout.deterministic:
         yield f"{where} is not the learner's program; remove it, or set rollout.deterministic=false"
+    kv_dtype, quantize = rollout.jetstream.kv_dtype, rollout.jetstream.quantize
+    if kv_dtype != "auto" or quantize != "none":
+        yield (
+            f"{where} keeps weights and KV cache in the precision its function chooses, and rollout.jetstream.kv_dtype="
+            f"{kv_dtype} and quantize={quantize} are not read; say it there, and set kv_dtype=auto and quantize=none"
+        )

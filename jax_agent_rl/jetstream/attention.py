@@ -42,7 +42,7 @@ def decode_attention(
 
     Args:
         q: [B, K, G, h], already scaled.
-        cached: of B rows; or pages, which kernels for TPUs read and write where they lie.
+        cached: of B rows, finite behind ``positions``; or pages, which kernels for TPUs read and write where they lie.
         new: keys and values [B, K, h] of the tokens.
         positions: int32 [B], where each token goes; it sees the cache up to there.
         pages: int32 [B, n], those of each lane.
@@ -70,7 +70,7 @@ def chunk_attention(
 
     Args:
         q: [K, G, h, R, T], already scaled.
-        cached: of R rows, of which a chunk sees what is below its start.
+        cached: of R rows, of which a chunk sees what is below its start; what is behind is finite.
         new: the chunks, as the cache will keep them: what follows sees the same, however a prompt is cut in chunks.
         starts: int32 [R], position of each chunk's first token.
         window, mesh: as in :func:`decode_attention`.

@@ -14,12 +14,19 @@ from jax_agent_rl.jetstream.kv import KVCache, LayerKV
 from jax_agent_rl.jetstream.pages import NOBODYS
 
 
-def gathered(cache: KVCache, pages: jax.Array) -> KVCache:
-    """Rows of n S positions: pages int32 [R, n] of a cache."""
+def gathered(cache: KVCache, pages: jax.Array, counts: jax.Array) -> KVCache:
+    """Rows of n S positions: pages int32 [R, n] of a cache.
+
+    Args:
+        counts: int32 [R], how many positions of each row hold its context. Behind them are zeros: what a page held
+            before is anything, and no weight of zero takes away a NaN.
+    """
 
     def one(axis: int, x: jax.Array) -> jax.Array:
         found = jnp.moveaxis(x.at[pages].get(mode="clip"), 1, axis)  # [R, K, h, n, S]
-        return found.reshape(*found.shape[:axis], -1, *found.shape[axis + 2 :])
+        rows = found.reshape(*found.shape[:axis], -1, *found.shape[axis + 2 :])
+        own = jnp.arange(rows.shape[axis]) < counts[:, None]
+        return jnp.where(jnp.expand_dims(own, [i for i in (1, 2, 3) if i != axis]), rows, 0)
 
     return KVCache(tuple(layer.by_position(one) for layer in cache.layers))
 

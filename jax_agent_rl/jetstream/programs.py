@@ -55,7 +55,7 @@ def decode(
         float32 log-probs. One array, because one copy to the host is cheaper than two.
     """
     span = lanes.pages.shape[1] * cache.length
-    pages, worked = (lanes.pages, cache) if in_place else (None, gathered(cache, lanes.pages))
+    pages, worked = (lanes.pages, cache) if in_place else (None, gathered(cache, lanes.pages, lanes.positions))
 
     def feed(worked: KVCache, tokens: jax.Array, positions: jax.Array) -> tuple[jax.Array, KVCache]:
         here = jnp.minimum(positions, span - 1)
@@ -142,7 +142,7 @@ def compute_chunks(
     Returns:
         the pages ``into``.
     """
-    new = prefill_chunks(config, params, gathered(cache, before), tokens, starts, pictures, mesh)
+    new = prefill_chunks(config, params, gathered(cache, before, starts), tokens, starts, pictures, mesh)
     return aligned(cache, new, starts, into[:, 0])
 
 

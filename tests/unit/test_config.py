@@ -92,6 +92,14 @@ def test_an_engine_that_is_brought_samples_from_the_raw_logits_or_not_at_all():
     assert any("learner's program" in line for line in problems(MINIMAL, brought, "rollout.deterministic=true"))
 
 
+@pytest.mark.parametrize(("key", "value"), [("kv_dtype", "int8"), ("quantize", "fp8")])
+def test_an_engine_that_is_brought_has_a_precision_of_its_own(key: str, value: str):
+    overrides = ["rollout.jetstream.engine=my.module:make", f"rollout.jetstream.{key}={value}"]
+    (line,) = problems(MINIMAL, *overrides)
+    assert "engine=my.module:make" in line and f"{key}={value}" in line
+    assert "set kv_dtype=auto and quantize=none" in line
+
+
 def test_a_deterministic_rollout_rounds_nothing():
     (problem,) = problems(MINIMAL, "rollout.deterministic=true", "rollout.jetstream.kv_dtype=int8")
     assert "kv_dtype=int8" in problem and "kv_dtype=auto" in problem

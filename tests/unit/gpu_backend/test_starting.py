@@ -4,11 +4,14 @@ import importlib.metadata
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
+from gpu_backend import launch
 from gpu_backend import settings as settings_module
-from gpu_backend.launch import explain, root_cause
+from gpu_backend.backend import VllmBackend
+from gpu_backend.launch import Log, Started, explain, root_cause, start_engine
 from gpu_backend.settings import GIB, VllmSettings, check_installation, environment, write_log_config
 from gpu_backend.usage import Usage
 from jax_agent_rl.config import build
@@ -101,25 +104,82 @@ def test_all_builds_of_the_tested_version_are_taken(monkeypatch):
 
 
 def test_the_root_cause_is_read_from_the_log(tmp_path):
-    log = tmp_path / "vllm.log"
+    log = Log(tmp_path / "vllm.log")
     assert root_cause(log) is None
-    log.write_text(LOG)
+    log.file.write_text(LOG)
     assert root_cause(log) == "ValueError: No available memory for the cache blocks."
 
 
-def test_too_little_memory_is_a_config_error_with_the_keys(tmp_path):
-    log = tmp_path / "vllm.log"
-    log.write_text(LOG)
-    error = explain(SETTINGS, RuntimeError("Engine core initialization failed. See root cause above."), log)
+def test_what_an_earlier_engine_died_of_is_not_what_this_one_did(tmp_path, monkeypatch):
+    """A resumed run, and an engine that is started again, write to the same file."""
+    installed(monkeypatch, {"vllm": "0.32.0"})
+    monkeypatch.setattr(launch, "_start", lambda settings, log: Started(engine=None, cpu=True, cuda=False, log=log))
+    (tmp_path / "vllm.log").write_text(LOG)
+    started = start_engine(replace(SETTINGS, log_file=str(tmp_path / "vllm.log")))
+    backend = VllmBackend(SETTINGS)
+    backend._started = started
+    assert "ended without a word" in backend._death()
+    with started.log.file.open("a") as file:
+        file.write("2026 ERROR 9 vllm.core: RuntimeError: NCCL is gone\n")
+    assert "died: RuntimeError: NCCL is gone; start a new one" in backend._death()
+
+
+def explained(tmp_path, cause: str) -> ConfigError | BackendError:
+    """Of an engine that left this in its log."""
+    log = Log(tmp_path / "vllm.log")
+    log.file.write_text(f"2026 INFO 1 vllm.core: starting\n{cause}\nRuntimeError: Engine core initialization failed.\n")
+    return explain(SETTINGS, RuntimeError("Engine core initialization failed. See root cause above."), log)
+
+
+@pytest.mark.parametrize(
+    "cause",  # as vLLM 0.32, torch and jax say it
+    [
+        "ValueError: No available memory for the cache blocks.",
+        "ValueError: (2.0 GiB KV cache is needed, which is larger than the available KV cache memory (1.0 GiB).",
+        "ValueError: Free memory on device cuda:0 (1/80 GiB) on startup is less than desired GPU memory utilization.",
+        "ValueError: Available memory on node 0 (1/9 GiB) on startup is less than desired CPU memory utilization.",
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.",
+        "RuntimeError: [enforce fail at alloc_cpu.cpp:118] DefaultCPUAllocator: can't allocate memory",
+        "jax.errors.JaxRuntimeError: RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm.",
+    ],
+)
+def test_too_little_memory_is_a_config_error_with_the_keys(tmp_path, cause: str):
+    error = explained(tmp_path, cause)
     assert isinstance(error, ConfigError)
-    assert "No available memory" in str(error) and "gpu_memory_utilization=0.5" in str(error)
+    assert cause.rpartition(".")[0][-20:] in str(error) and "gpu_memory_utilization=0.5" in str(error)
 
 
-def test_other_failures_keep_their_cause(tmp_path):
-    log = tmp_path / "vllm.log"
-    assert isinstance(explain(SETTINGS, ValueError("no such dtype"), log), ConfigError)
-    error = explain(SETTINGS, RuntimeError("NCCL is gone"), log)
-    assert isinstance(error, BackendError) and "NCCL is gone" in str(error) and "vllm.log" in str(error)
+@pytest.mark.parametrize(
+    "cause",
+    [
+        "OSError: No space left on device: unable to mmap shared memory file",
+        "RuntimeError: unable to open shared memory object </torch_1> in read-write mode: No space left on device",
+        "RuntimeError: Insufficient space in /dev/shm for shared-memory allocation: 160 MiB required, 64 MiB free.",
+    ],
+)
+def test_too_little_shared_memory_is_not_the_devices(tmp_path, cause: str):
+    error = explained(tmp_path, cause)
+    assert isinstance(error, ConfigError)
+    assert "--shm-size" in str(error) and "gpu_memory_utilization" not in str(error)
+
+
+@pytest.mark.parametrize(
+    "cause",
+    [
+        "RuntimeError: NCCL is gone",
+        "RuntimeError: CUDA error: an illegal memory access was encountered",
+        "OutOfResources: out of resource: shared memory, Required: 131072, Hardware limit: 101376",
+        "ValueError: KV cache layout NHD cannot express this model's groups",
+    ],
+)
+def test_other_failures_keep_their_cause(tmp_path, cause: str):
+    error = explain(SETTINGS, RuntimeError(cause), Log(tmp_path / "vllm.log"))
+    assert isinstance(error, BackendError) and f"{cause} (its log: " in str(error) and "vllm.log" in str(error)
+
+
+def test_settings_that_vllm_refuses_are_a_config_error(tmp_path):
+    error = explain(SETTINGS, ValueError("no such dtype"), Log(tmp_path / "vllm.log"))
+    assert isinstance(error, ConfigError) and "vLLM refused its settings: no such dtype" in str(error)
 
 
 def test_the_log_goes_to_a_file(tmp_path):

@@ -31,9 +31,22 @@ def kept(kind: str, seed: int, length: int, rows: int = 3) -> LayerKV:
     return stored(keys, values, DTYPES.get(kind, jnp.float32))
 
 
-def in_rows(cached: LayerKV) -> LayerKV:
-    """The lanes' pages, as other machines see them."""
-    return gathered(KVCache((cached,)), PAGES).layers[0]
+def in_rows(cached: LayerKV, counts: jax.Array) -> LayerKV:
+    """The lanes' pages up to there, as other machines see them."""
+    return gathered(KVCache((cached,)), PAGES, counts).layers[0]
+
+
+def lost_behind(cached: LayerKV, counts: jax.Array) -> LayerKV:
+    """Pages that hold only what lanes see, and numbers of no use else."""
+    held = np.zeros((len(cached.keys), PAGE), bool)
+    for pages, count in zip(np.asarray(PAGES), np.asarray(counts), strict=True):
+        held[pages] |= np.arange(COUNT * PAGE).reshape(COUNT, PAGE) < count
+
+    def lost(axis: int, x: jax.Array) -> jax.Array:
+        nothing = 99 if x.dtype == jnp.int8 else jnp.nan
+        return jnp.where(np.expand_dims(held, [i for i in (1, 2, 3) if i != axis]), x, jnp.array(nothing, x.dtype))
+
+    return cached.by_position(lost)
 
 
 @functools.partial(jax.jit, static_argnames="window")
@@ -67,9 +80,9 @@ own = st.integers(2 * PAGE, COUNT * PAGE - 1)  # behind what two lanes share
 def test_a_lane_writes_its_token_and_sees_its_pages_up_to_there(kind, window, positions):
     q, cached, at = drawn(0, 3, 2, 4, 8), kept(kind, 1, PAGE, rows=14), jnp.array(positions, jnp.int32)
     k, v = drawn(3, 3, 2, 8), drawn(4, 3, 2, 8)
-    wanted, written = plain_decode(q, in_rows(cached), (k, v), at, window=window)
+    wanted, written = plain_decode(q, in_rows(cached, at), (k, v), at, window=window)
     cached = written_by_kernel(cached, stored(k[..., None], v[:, :, None], cached.keys.dtype), at)
-    jax.tree.map(np.testing.assert_array_equal, in_rows(cached), written)
+    jax.tree.map(np.testing.assert_array_equal, in_rows(cached, at + 1), written)
     np.testing.assert_allclose(decoded_by_kernel(q, cached, at, window=window), wanted, atol=1e-5)
 
 
@@ -87,6 +100,21 @@ def test_what_a_lane_does_not_see_is_not_read(kind):
         return lost.at[PAGES[:, 3]].set(jnp.where(within > 200 % PAGE, nothing[:3], x[PAGES[:, 3]]))
 
     np.testing.assert_array_equal(decoded_by_kernel(q, cached.by_position(lost), at, window=50), wanted)
+
+
+@pytest.mark.parametrize("kind", ["float32", "int8", "fp8"])
+def test_what_pages_held_before_is_lost_on_rows(kind):
+    """NaNs in pages of weights that went wrong, say."""
+    cached, at = kept(kind, 1, PAGE, rows=14), jnp.array([200, 128, 130])
+    clean, dirty = in_rows(cached, jnp.full(3, COUNT * PAGE)), in_rows(lost_behind(cached, at), at)
+    one, chunk = (drawn(3, 3, 2, 8), drawn(4, 3, 2, 8)), kept(kind, 5, 50)
+    for wanted, found in (
+        (plain_decode(drawn(0, 3, 2, 4, 8), row, one, at, window=None)[0] for row in (clean, dirty)),
+        (plain_chunk(drawn(0, 2, 3, 8, 3, 50), row, chunk, at, window=None) for row in (clean, dirty)),
+        (chunk_by_kernel(drawn(0, 2, 3, 8, 3, 50), row, chunk, at, window=None) for row in (clean, dirty)),
+    ):
+        assert np.isfinite(wanted).all()
+        np.testing.assert_array_equal(found, wanted)
 
 
 @pytest.mark.parametrize(("kind", "window"), [("float32", None), ("float32", 40), ("int8", 40)])

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from jax_agent_rl.jetstream.engine import EngineShapes, JaxEngine
+from jax_agent_rl.jetstream.engine import EngineShapes, Extension, JaxEngine
 from jax_agent_rl.jetstream.kv import KVCache
 from jax_agent_rl.jetstream.lanes import Lanes, make_lanes
 from jax_agent_rl.jetstream.pages import NOBODYS
+from jax_agent_rl.jetstream.paging import gathered
 from jax_agent_rl.jetstream.programs import decode_program
 from tests.tiny import TINY, tiny_params
 
@@ -32,20 +35,21 @@ def three_lanes() -> Lanes:
     return lanes
 
 
-def decoded(in_place: bool, cache: KVCache) -> tuple[KVCache, jax.Array]:
+def decoded(in_place: bool, cache: KVCache, lanes: Lanes) -> tuple[KVCache, jax.Array]:
     engine = JaxEngine(TINY, SHAPES)
     params = engine.load_params(tiny_params())
     program = jax.jit(decode_program(TINY, STEPS, None, in_place))
-    return program(params, cache, three_lanes(), np.array([STEPS, 9], np.int32))
+    with pltpu.force_tpu_interpret_mode(True) if in_place else contextlib.nullcontext():
+        return program(params, cache, lanes, np.array([STEPS, 9], np.int32))
 
 
 def test_pages_read_where_they_lie_give_the_same_ids_and_the_same_cache():
     empty = JaxEngine(TINY, SHAPES).init_cache()
     rng = np.random.default_rng(0)
     cache = jax.tree.map(lambda x: jnp.asarray(rng.standard_normal(x.shape), x.dtype), empty)
-    with pltpu.force_tpu_interpret_mode(True):
-        found, (ids, scores) = decoded(True, cache)
-    wanted, (wanted_ids, wanted_scores) = decoded(False, cache)
+    lanes = three_lanes()
+    found, (ids, scores) = decoded(True, cache, lanes)
+    wanted, (wanted_ids, wanted_scores) = decoded(False, cache, lanes)
     np.testing.assert_array_equal(ids, wanted_ids)
     ran = np.asarray(ids) >= 0
     assert ran.sum(0).tolist() == [STEPS, STEPS, 2, 0]
@@ -54,7 +58,27 @@ def test_pages_read_where_they_lie_give_the_same_ids_and_the_same_cache():
 
     # Each lane's new ids are in its own pages; of the others nothing changed, page 0 is nobody's.
     close = functools.partial(np.testing.assert_allclose, atol=1e-4)
-    jax.tree.map(lambda a, b: close(a[1:], b[1:]), found, wanted)
+    held = (gathered(cache, lanes.pages, lanes.positions + ran.sum(0)) for cache in (found, wanted))
+    jax.tree.map(close, *held)
     for held, before in zip(jax.tree.leaves(found), jax.tree.leaves(cache), strict=True):
         np.testing.assert_array_equal(held[jnp.array([3, 4, 5, 6, 8])], before[jnp.array([3, 4, 5, 6, 8])])
         assert all(np.any(held[page] != before[page]) for page in (1, 2, 7, 9))
+
+
+@pytest.mark.parametrize("in_place", [False, True], ids=["rows", "in place"])
+def test_pages_that_held_nans_serve_like_empty_ones(in_place: bool):
+    """Those of weights that went wrong, when right ones have come."""
+    engine, lanes = JaxEngine(TINY, SHAPES), make_lanes(2, SHAPES.context_pages)
+    prompt, params = np.arange(3, 44, dtype=np.int32), engine.load_params(tiny_params())
+    lanes.pages[0], lanes.tokens[0] = (4, 2, 9), prompt[-1]
+    lanes.positions[0], lanes.remaining[0] = len(prompt) - 1, STEPS
+
+    def served(cache: KVCache) -> jax.Array:
+        """Of two chunks, of which the second begins within a page, and what is sampled behind."""
+        for part in (slice(0, 20), slice(20, -1)):
+            cache = engine.extend(params, cache, [Extension((4, 2), part.start, prompt[part])])
+        return decoded(in_place, cache, lanes)[1]
+
+    wanted = served(engine.init_cache())
+    found = served(jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), engine.init_cache()))
+    np.testing.assert_array_equal(found[:, :, 0], wanted[:, :, 0])

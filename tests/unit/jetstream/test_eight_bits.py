@@ -120,8 +120,8 @@ def test_a_prompt_is_kept_alike_however_it_is_cut():
         # A float that is off by its last bit may fall on the other side of a half, and be felt in the layers above.
         assert np.abs(held - again).mean() < 0.05
 
-    pages = jnp.array([[1, 2]])
-    for a, b in zip(gathered(whole, pages).layers, gathered(cut, pages).layers, strict=True):
+    whole_row, cut_row = (gathered(cache, jnp.array([[1, 2]]), jnp.array([len(ids)])) for cache in (whole, cut))
+    for a, b in zip(whole_row.layers, cut_row.layers, strict=True):
         a.by_position(compare, b)
 
 

@@ -19,7 +19,13 @@ chunk_written = jax.jit(
     lambda cache, new, starts, into: written(cache, aligned(cache, (new,), starts, into[:, 0]), into)
 )
 steps_written = jax.jit(functools.partial(write_back, steps=STEPS))
-in_rows = jax.jit(gathered)
+rows_of = jax.jit(gathered)
+FULL = np.full(2, COUNT * SIZE)
+
+
+def in_rows(cache: KVCache, pages: np.ndarray) -> KVCache:
+    """With all that the pages hold."""
+    return rows_of(cache, pages, FULL)
 
 
 def layer(seed: int, count: int, length: int) -> LayerKV:
@@ -46,6 +52,16 @@ def test_a_row_has_the_positions_of_its_pages_in_order():
     for row in range(2):
         for position in range(COUNT * SIZE):
             assert_holds(cache, row, position, at(rows.layers[0], row, position))
+
+
+def test_a_row_has_nothing_behind_its_context():
+    cache = KVCache((layer(0, 9, SIZE),))
+    counts = np.array([7, 16])
+    rows, full = rows_of(cache, PAGES, counts), in_rows(cache, PAGES)
+    for row, count in enumerate(counts):
+        for position in range(COUNT * SIZE):
+            for found, held in zip(*(at(x.layers[0], row, position) for x in (rows, full)), strict=True):
+                np.testing.assert_array_equal(found, held if position < count else 0)
 
 
 @settings(max_examples=25, deadline=None)
