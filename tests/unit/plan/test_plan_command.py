@@ -20,7 +20,7 @@ def plan(file: Path, topology: str, *arguments: str) -> subprocess.CompletedProc
     return subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=500, env=environment)
 
 
-@pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
+@pytest.mark.parametrize("topology", ["v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
 def test_a_small_run_is_compiled_for_a_slice_and_fits(topology, tmp_path):
     done = plan(recipe(tmp_path), topology, "--json", "--picture", str(tmp_path / "memory.png"))
     assert done.returncode == 0, done.stderr
@@ -65,7 +65,7 @@ def test_what_does_not_fit_is_said_with_the_key_to_change(tmp_path):
 @pytest.mark.parametrize(
     ("topology", "overrides", "words"),
     [
-        ("v5e:3x5", [], "libtpu does not give topology 'v5e:3x5'"),
+        ("v5e:3x5", [], "v5e comes as 1x1, 2x2, 2x4,"),
         ("v5e:4x4", [], "learner.mesh takes 4 of 16 devices"),
         ("2*v5e:2x2", ["learner.mesh.fsdp=4"], "set learner.mesh.data to a multiple of 2"),
         ("v5e:2x2", ["rollout.jetstream.mesh.tensor=8"], "rollout.jetstream.mesh takes 8 devices from number 0 on"),
