@@ -68,6 +68,7 @@ def test_what_does_not_fit_is_said_with_the_key_to_change(tmp_path):
         ("v5e:3x5", [], "v5e comes as 1x1, 2x2, 2x4,"),
         ("v5e:4x4", [], "learner.mesh takes 4 of 16 devices"),
         ("2*v5e:2x2", ["learner.mesh.fsdp=4"], "set learner.mesh.data to a multiple of 2"),
+        ("v5p:4x4x4", ["learner.mesh.tensor=32"], "make each axis a product of the slice's dimensions"),
         ("v5e:2x2", ["rollout.jetstream.mesh.tensor=8"], "rollout.jetstream.mesh takes 8 devices from number 0 on"),
         ("v5e:2x2", ["trainer.mode=fully_async"], "both exchange data over the same 2 devices"),
     ],
