@@ -12,6 +12,7 @@ from rich.console import Console
 
 from jax_agent_rl.config import build, load
 from jax_agent_rl.config_tree import read_tree
+from jax_agent_rl.plan.picture import check_file, draw
 from jax_agent_rl.plan.plan import Plan, check, make_plan
 from jax_agent_rl.plan.report import as_json as plan_as_json
 from jax_agent_rl.plan.report import show
@@ -45,6 +46,8 @@ def run_command(
     Raises:
         ConfigError, ModelError: what a user has to fix.
     """
+    if picture is not None:
+        check_file(picture)
     slice = Slice.parse(topology)
     config = load(recipe, overrides)
     model, devices = check(config), slice.devices()
@@ -65,15 +68,32 @@ def run_command(
         plan = searched[0].plan
         console.print(table(searched), "")
         console.print(verdict(searched), "", highlight=False, soft_wrap=True, sep="\n")
+    tell(plan, searched, price=price, picture=picture, as_json=as_json, console=console)
+    return plan
+
+
+def tell(
+    plan: Plan,
+    searched: Sequence[Candidate],
+    *,
+    price: float | None,
+    picture: Path | None,
+    as_json: bool,
+    console: Console,
+) -> None:
+    """Prints a plan, and draws it at the end, when all else is said.
+
+    Raises:
+        OSError: the picture cannot be written.
+    """
     show(plan, console, price=price)
     if picture is not None:
-        from jax_agent_rl.plan.picture import draw
-
+        console.print(f"drawing {picture}", highlight=False)
+    if as_json:  # the last line
+        made = {**plan_as_json(plan, price=price), "searched": [_line(one) for one in searched]}
+        print(json.dumps(made), flush=True)
+    if picture is not None:
         draw(plan, picture)
-        console.print(f"drawn to {picture}")
-    if as_json:
-        print(json.dumps({**plan_as_json(plan, price=price), "searched": [_line(one) for one in searched]}))
-    return plan
 
 
 def _line(one: Candidate) -> dict[str, Any]:

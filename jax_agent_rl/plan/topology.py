@@ -6,7 +6,7 @@ import importlib.util
 import math
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jax_agent_rl.errors import ConfigError
@@ -66,6 +66,12 @@ class Slice:
         """As :meth:`parse` takes it."""
         one = f"{self.chip.name}:{'x'.join(map(str, self.shape))}"
         return one if self.count == 1 else f"{self.count}*{one}"
+
+    @property
+    def larger(self) -> Slice | None:
+        """The next slices of this generation, as many; None if these are the largest."""
+        bigger = (tuple(int(size) for size in shape.split("x")) for shape in SHAPES[self.chip.name])
+        return next((replace(self, shape=s) for s in bigger if math.prod(s) > math.prod(self.shape)), None)
 
     @property
     def chips(self) -> int:

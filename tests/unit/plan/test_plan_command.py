@@ -56,8 +56,10 @@ def test_what_does_not_fit_is_said_with_the_key_to_change(tmp_path):
     done = plan(recipe(tmp_path), "v5e:2x2", "rollout.jetstream.cache_tokens=40000000", brought, "--json")
     assert done.returncode == 1, done.stderr
     assert f"{brought}: planned as if it were the built-in engine" in done.stdout
-    assert "decode 8 lanes of 128 does not fit" in done.stdout
-    assert "rollout.jetstream.cache_tokens=20000000" in done.stdout
+    advised = [line for line in done.stdout.splitlines() if " not fit: " in line]
+    (line,) = [line for line in advised if "decode 8 lanes of 128" in line]
+    assert "write to the cache" in line and "rollout.jetstream.cache_tokens=20000000" in line
+    assert len({line.partition("; try ")[2] for line in advised}) == len(advised), "the same is not said twice"
     made = json.loads(done.stdout.splitlines()[-1])
     assert not made["fits"]
 

@@ -15,16 +15,7 @@ from jax_agent_rl.plan.layouts import AXES
 from jax_agent_rl.plan.search import candidates, search, table, verdict
 from jax_agent_rl.plan.topology import Slice
 from tests.unit.plan.recipe import recipe
-
-
-class Device:
-    """As much of a device as a mesh looks at."""
-
-    platform = device_kind = "cpu"
-
-    def __init__(self, number: int, host: int = 0) -> None:
-        self.id = number
-        self.process_index = host
+from tests.unit.plan.slices import devices_of
 
 
 @pytest.fixture
@@ -34,8 +25,7 @@ def found(tmp_path):
         tree = read_tree(folder / "recipe.yaml" if folder.exists() else recipe(folder))
         slice = Slice.parse(topology)
         configured = lambda more: build(tree, [*overrides, *more])  # noqa: E731
-        devices = [Device(number, number * hosts // slice.chips) for number in range(slice.chips)]
-        return candidates(configured, load_config(folder / "model"), slice, devices)
+        return candidates(configured, load_config(folder / "model"), slice, devices_of(slice, hosts=hosts))
 
     return run
 
