@@ -270,8 +270,12 @@ def plan(
     utilization: Annotated[
         float, typer.Option(min=0.01, max=1, help="Share of the chips' peak that programs are supposed to reach.")
     ] = 0.4,
-    search: Annotated[bool, typer.Option("--search", help="Find meshes and micro-batches that fit.")] = False,
-    budget: Annotated[int, typer.Option(min=1, help="With --search: how many are compiled.")] = 3,
+    search: Annotated[
+        bool, typer.Option("--search", help="Find meshes, micro-batches and decode lanes that fit.")
+    ] = False,
+    budget: Annotated[
+        int, typer.Option(min=1, help="With --search: how many shall fit; three times as many are compiled at most.")
+    ] = 3,
     price_per_chip_hour: Annotated[float | None, typer.Option(min=0, help="Gives the cost of a step.")] = None,
     picture: Annotated[Path | None, typer.Option(help="Draw the chips' memory to this file (.png, .svg, …).")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")] = False,

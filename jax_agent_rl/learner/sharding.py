@@ -85,15 +85,15 @@ def make_mesh(config: MeshConfig, devices: Sequence[Device] | None = None) -> Me
         devices: those of all processes; may be ones that only a compiler knows. None: those that are here.
 
     Raises:
-        ConfigError: more devices are asked for than there are, or, over several processes, fewer; or several slices of
-            TPUs would hold one copy of the model.
+        ConfigError: more devices are asked for than there are, or, over several processes, fewer; several slices of
+            TPUs would hold one copy of the model; or an axis does not go along the links of a slice.
     """
     devices = jax.devices() if devices is None else devices
     processes = len({device.process_index for device in devices})
     shape = tuple(getattr(config, axis) for axis in MESH_AXES)
     need, have = int(np.prod(shape)), len(devices)
+    asked = ", ".join(f"{axis}={size}" for axis, size in zip(MESH_AXES, shape, strict=True) if size > 1)
     if need > have:
-        asked = ", ".join(f"{axis}={size}" for axis, size in zip(MESH_AXES, shape, strict=True) if size > 1)
         raise ConfigError(
             f"learner.mesh asks for {asked} = {need} devices, there are {have}; lower learner.mesh to {have} in all"
         )
@@ -104,15 +104,21 @@ def make_mesh(config: MeshConfig, devices: Sequence[Device] | None = None) -> Me
         )
     types = (AxisType.Auto,) * len(shape)
     slices = len({getattr(device, "slice_index", None) for device in devices[:need]})
-    if slices == 1:
-        return jax.make_mesh(shape, MESH_AXES, axis_types=types, devices=devices[:need])
     if config.data % slices:
         raise ConfigError(
             f"learner.mesh.data={config.data} on {slices} slices: only copies of the model may be on different ones, "
             f"which exchange gradients alone; set learner.mesh.data to a multiple of {slices}"
         )
     within, between = (config.data // slices, *shape[1:]), (slices, 1, 1, 1, 1)
-    return Mesh(create_hybrid_device_mesh(within, between, devices[:need]), MESH_AXES, axis_types=types)
+    try:
+        if slices == 1:
+            return jax.make_mesh(shape, MESH_AXES, axis_types=types, devices=devices[:need])
+        return Mesh(create_hybrid_device_mesh(within, between, devices[:need]), MESH_AXES, axis_types=types)
+    except NotImplementedError:  # jax gives an axis whole dimensions of a large slice
+        raise ConfigError(
+            f"learner.mesh asks for {asked}, which jax cannot place on the links of these {need} chips; make each axis "
+            "a product of the slice's dimensions"
+        ) from None
 
 
 def parameter_shardings(

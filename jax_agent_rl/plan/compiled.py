@@ -44,7 +44,7 @@ class Compiled:
         needs: bytes of a chip that it takes alone; if it does not fit, as far as the compiler says.
         problem: the compiler's words if it does not fit.
         work: of all devices together.
-        exchanges: between them; empty if it does not fit.
+        exchanges: between them; empty where they are not known.
         seconds: that compiling took here.
     """
 
@@ -55,6 +55,11 @@ class Compiled:
     work: Work
     exchanges: tuple[Collective, ...] = ()
     seconds: float
+
+    @property
+    def exchanges_known(self) -> bool:
+        """Of a program that does not fit there is no text to read them in."""
+        return self.memory is not None or self.program.mesh.size == 1
 
 
 def compile_program(program: Program) -> Compiled:

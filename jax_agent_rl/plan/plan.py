@@ -23,17 +23,18 @@ class Plan:
     """Of one configuration on one slice.
 
     Attributes:
+        devices: of the slice.
         compiled: its programs.
-        resident_names: of what stays on chips between them.
         loads: the fullest chip of each.
         step: how long a step takes at least, by ``utilization`` of the chips' peak.
     """
 
     config: Config
+    model: DecoderConfig
     slice: Slice
+    devices: Sequence[Any]
     places: Places
     compiled: tuple[Compiled, ...]
-    resident_names: frozenset[str]
     loads: tuple[Load, ...]
     step: Step
     utilization: float
@@ -88,10 +89,11 @@ def make_plan(
         compiled.append(compile_program(program))
     return Plan(
         config=config,
+        model=model,
         slice=slice,
+        devices=devices,
         places=where,
         compiled=tuple(compiled),
-        resident_names=frozenset(resident.name for resident in made.residents),
         loads=tuple(loads(made, compiled, capacity=slice.chip.hbm_bytes)),
         step=step_of(
             config, compiled, slice.chip, engines=len(where.engines), apart=where.apart, utilization=utilization

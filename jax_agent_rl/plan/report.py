@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jax.sharding import Mesh
@@ -10,23 +11,27 @@ from rich.console import Console
 from rich.table import Table
 
 from jax_agent_rl.observe.progress import duration
-from jax_agent_rl.plan.advice import advice
+from jax_agent_rl.plan.advice import Adviser
 from jax_agent_rl.plan.compiled import Compiled
+from jax_agent_rl.plan.inventory import Half
 from jax_agent_rl.plan.plan import Plan
-from jax_agent_rl.plan.roofline import RING, seconds_of
+from jax_agent_rl.plan.roofline import RING, moved, seconds_of
+from jax_agent_rl.plan.verdict import Load
 
 COLUMNS = {
     "program": "what a run compiles, the largest of each kind",
     "chips": "it runs on",
     "memory": "of the fullest of these chips while it runs, with what stays there between programs; ! is too much",
-    "own": "of this, what the program adds: batches, gradients, temporaries, code",
     "TFLOP": "of its products, on all chips together",
-    "sent": "by each chip to others in one call",
-    "least": "time of a call, if nothing is lost; - where it hardly counts",
+    "bytes": "that pass through memory for these products, on all chips together; without products, all it is given",
+    "sent": "by each chip to others in one call; - where the compiler refused the program and it is not known",
+    "least": "time of a call, if nothing is lost; >= without what is sent; - where it hardly counts or is not known",
     "bound": "by products, memory, or links between chips",
     "compiled": "in so many seconds, here",
 }
 
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+_PROGRAM = 10  # letters of a column for each program: its name is broken at blanks
 _WRAPPED = ("program", "exchanges in", "kinds")
 
 
@@ -36,7 +41,7 @@ def show(plan: Plan, console: Console, *, price: float | None = None) -> None:
     Args:
         price: of a chip for an hour.
     """
-    for made in (programs_table(plan), exchanges_table(plan), memory_table(plan)):
+    for made in (programs_table(plan), exchanges_table(plan), *memory_tables(plan, width=console.width)):
         if made.row_count:
             console.print(made, "")
     for name, meaning in COLUMNS.items():
@@ -50,17 +55,17 @@ def programs_table(plan: Plan) -> Table:
     """A line for each program."""
     made = _table({name: "left" if name in ("program", "bound") else "right" for name in COLUMNS})
     for one, load in zip(plan.compiled, plan.loads, strict=True):
-        seconds = seconds_of(one, plan.slice.chip)
-        least = (_time(seconds.total), seconds.bound) if one.program.calls else ("-", "")
-        own = load.total - sum(size for name, size in load.parts.items() if name in plan.resident_names)
+        seconds, known = seconds_of(one, plan.slice.chip), one.exchanges_known
+        least = (_time(seconds.total), seconds.bound) if known else (f">={_time(seconds.total)}", "")
+        counts = one.program.calls and seconds.total
         made.add_row(
             one.program.name,
             str(one.program.mesh.size),
             amount(load.total) + ("" if load.fits else " !"),
-            amount(own),
             f"{one.work.flops / 1e12:.3g}",
-            amount(sum(exchange.bytes for exchange in one.exchanges)),
-            *least,
+            amount(moved(one)) if moved(one) else "-",
+            amount(sum(exchange.bytes for exchange in one.exchanges)) if known else "-",
+            *(least if counts else ("-", "")),
             f"{one.seconds:.1f}",
         )
     return made
@@ -76,14 +81,29 @@ def exchanges_table(plan: Plan) -> Table:
     return made
 
 
-def memory_table(plan: Plan) -> Table:
-    """What is on the fullest chip, by kind."""
-    fullest = plan.fullest
-    made = _table({f"on the fullest chip, in {fullest.program.name}": "left", "memory": "right"})
-    for name, size in fullest.parts.items():
-        made.add_row(name, amount(size))
-    made.add_row("[bold]together[/bold]", f"[bold]{amount(fullest.total)} of {amount(fullest.capacity)}[/bold]")
-    return made
+def memory_tables(plan: Plan, *, width: int) -> Iterator[Table]:
+    """What is on the fullest chip of each program, by kind; all in one unit, to be compared.
+
+    Args:
+        width: of the screen, in letters: what has no place beside the others goes into a table below.
+    """
+    power = _power(plan.fullest.total)
+    kinds = list(dict.fromkeys(name for load in plan.loads for name in load.parts))
+    heading = f"{_UNITS[power]} of a chip's {plan.fullest.capacity / 1024**power:.4g}"
+    beside = max(1, (width - max(map(len, (heading, *kinds))) - 1) // _PROGRAM)
+    beside = math.ceil(len(plan.loads) / math.ceil(len(plan.loads) / beside))
+    for begin in range(0, len(plan.loads), beside):
+        loads = plan.loads[begin : begin + beside]
+        made = Table(box=None, padding=(0, 1, 0, 0))
+        made.add_column(heading, no_wrap=True, vertical="bottom")
+        for load in loads:
+            made.add_column(load.program.name, justify="right", vertical="bottom", max_width=_PROGRAM - 1)
+        for kind in kinds:
+            made.add_row(
+                kind, *(f"{load.parts[kind] / 1024**power:.2f}" if kind in load.parts else "-" for load in loads)
+            )
+        made.add_row("[bold]together[/bold]", *(f"[bold]{load.total / 1024**power:.2f}[/bold]" for load in loads))
+        yield made
 
 
 def _table(columns: dict[str, Any]) -> Table:
@@ -95,9 +115,12 @@ def _table(columns: dict[str, Any]) -> Table:
 
 def amount(size: float) -> str:
     """Bytes, in the unit people would say."""
-    units = ("B", "KiB", "MiB", "GiB", "TiB")
-    power = next((p for p in range(len(units) - 1) if size < 1000 * 1024**p), len(units) - 1)
-    return f"{size / 1024**power:.3g} {units[power]}"
+    return f"{size / 1024 ** _power(size):.3g} {_UNITS[_power(size)]}"
+
+
+def _power(size: float) -> int:
+    """Of 1024, of that unit."""
+    return next((power for power in range(len(_UNITS) - 1) if size < 1000 * 1024**power), len(_UNITS) - 1)
 
 
 def _time(seconds: float) -> str:
@@ -121,28 +144,48 @@ def _verdict(plan: Plan) -> Iterator[str]:
     if not full:
         free = plan.fullest.capacity - plan.fullest.total
         yield f"[green]It fits[/green]: of {amount(plan.fullest.capacity)} a chip at least {amount(free)} are free."
-    for load in full:
-        over, keys = amount(max(0, load.total - load.capacity)), " or ".join(advice(plan.config, load))
-        yield f"[red]{load.program.name} does not fit[/red]: {over} too much on a chip; try {keys}."
+    for keys, those in _by_advice(plan, full).items():
+        names, over = ", ".join(load.program.name for load in those), max(load.total - load.capacity for load in those)
+        verb, most = ("does not fit", "") if len(those) == 1 else ("do not fit", "up to ")
+        yield f"[red]{names} {verb}[/red]: {most}{amount(max(0, over))} too much on a chip; try {' or '.join(keys)}."
     used = set(plan.places.learner.devices.flat).union(*(mesh.devices.flat for mesh in plan.places.engines))
     if unused := plan.slice.chips - len(used):
         yield f"[yellow]{unused} of {plan.slice.chips} chips do nothing[/yellow]: raise learner.mesh, or add --search."
 
 
+def _by_advice(plan: Plan, full: Sequence[Load]) -> dict[tuple[str, ...], list[Load]]:
+    """Programs that do not fit, by what to change."""
+    found: dict[tuple[str, ...], list[Load]] = {}
+    for load in full:
+        found.setdefault(tuple(_adviser(plan).advice(load)), []).append(load)
+    return found
+
+
+def _adviser(plan: Plan) -> Adviser:
+    return Adviser(config=plan.config, model=plan.model, slice=plan.slice, devices=plan.devices)
+
+
 def _speed(plan: Plan, price: float | None) -> Iterator[str]:
     step = plan.step
-    for name, tokens, seconds in (("rollout", step.sampled, step.rollout), ("learner", step.trained, step.learner)):
+    halves: tuple[tuple[Half, int, float], ...] = (
+        ("rollout", step.sampled, step.rollout),
+        ("learner", step.trained, step.learner),
+    )
+    for name, tokens, seconds in halves:
         if seconds:
-            yield f"{name}: {tokens:,} tokens in {_time(seconds)}, {tokens / seconds:,.0f} a second"
+            least, most = ("at least ", "at most ") if name in step.bounds else ("", "")
+            yield f"{name}: {tokens:,} tokens in {least}{_time(seconds)}, {most}{tokens / seconds:,.0f} a second"
+    least = "at least " if step.bounds else ""
     if plan.places.engines:
         who, share = step.waits
-        yield f"step: {_time(step.seconds)}; who waits: {who}, {share:.0%} of it"
+        yield f"step: {least}{_time(step.seconds)}; who waits: {who}, {share:.0%} of it"
     else:
         yield f"rollout.backend={plan.config.rollout.backend}: how fast its engines are is not planned here"
     if (brought := plan.config.rollout.jetstream.engine) is not None:
         yield f"rollout.jetstream.engine={brought}: planned as if it were the built-in engine"
     if price is not None:
-        yield f"cost: {cost(plan, price):.3g} a step, {plan.slice.chips} chips at {price:g} an hour"
+        of = "cost" if plan.places.engines else "cost of the learner"
+        yield f"{of}: {least}{cost(plan, price):.3g} a step, {plan.slice.chips} chips at {price:g} an hour"
     yield (
         f"Assumed: {plan.utilization:.0%} of what chips can do at most (--utilization); products, memory and links at "
         f"the same time, links in {RING} directions of a ring; trajectories of full length, lanes and rows full; tools "
@@ -151,7 +194,7 @@ def _speed(plan: Plan, price: float | None) -> Iterator[str]:
 
 
 def cost(plan: Plan, price: float) -> float:
-    """Of a step, if a chip costs ``price`` an hour."""
+    """Of a step, if a chip costs ``price`` an hour; of its learner alone, where engines are none of the slice's."""
     return plan.step.seconds / 3600 * price * plan.slice.chips
 
 
@@ -175,10 +218,10 @@ def as_json(plan: Plan, *, price: float | None = None) -> dict[str, Any]:
                 "total": load.total,
                 "fits": load.fits,
                 "problem": one.problem,
-                "change": [] if load.fits else advice(plan.config, load),
+                "change": [] if load.fits else _adviser(plan).advice(load),
                 "flops": one.work.flops,
-                "bytes": one.work.bytes,
-                "exchanged": exchanged(one),
+                "bytes": moved(one),
+                "exchanged": exchanged(one) if one.exchanges_known else None,
                 "seconds": vars(seconds_of(one, plan.slice.chip)),
                 "compile_seconds": one.seconds,
             }
@@ -187,6 +230,7 @@ def as_json(plan: Plan, *, price: float | None = None) -> dict[str, Any]:
         "step": {**vars(plan.step), "seconds": plan.step.seconds, "waits": plan.step.waits},
         "utilization": plan.utilization,
         "cost": None if price is None else cost(plan, price),
+        "cost_of": "step" if plan.places.engines else "learner",
     }
 
 

@@ -37,18 +37,22 @@ class Seconds:
         return max(("products", "memory", "links"), key=lambda part: getattr(self, part))
 
 
-def seconds_of(one: Compiled, chip: Chip) -> Seconds:
-    """The least a call takes."""
-    chips = one.program.mesh.size
-    moved = one.work.bytes / chips
+def moved(one: Compiled) -> float:
+    """Bytes that pass through the memory of all chips together in a call, at the least."""
     if not one.work.flops and one.memory:  # a program without products passes over all that it is given
-        moved = one.memory.arguments + one.memory.outputs
+        return (one.memory.arguments + one.memory.outputs) * one.program.mesh.size
+    return one.work.bytes
+
+
+def seconds_of(one: Compiled, chip: Chip) -> Seconds:
+    """The least a call takes; without what chips exchange where that is not known."""
+    chips = one.program.mesh.size
     links = sum(
         e.bytes / (chip.dcn_bandwidth if e.between_slices else RING * chip.link_bandwidth) for e in one.exchanges
     )
     return Seconds(
         products=one.work.flops / chips / chip.flops,
-        memory=moved / chip.hbm_bandwidth,
+        memory=moved(one) / chips / chip.hbm_bandwidth,
         links=links,
     )
 
@@ -62,6 +66,7 @@ class Step:
         trained: tokens in packed rows; a group's common prompt counts once with ``learner.share_prefixes``.
         rollout, learner, weights: seconds of each part.
         overlapped: rollout and learner work at the same time, on chips of their own.
+        bounds: parts that take longer than is said here: what chips exchange in one of their programs is not known.
     """
 
     sampled: int
@@ -70,6 +75,7 @@ class Step:
     learner: float
     weights: float
     overlapped: bool
+    bounds: tuple[Half, ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -115,4 +121,5 @@ def step_of(
         learner=halves["learner"],
         weights=halves["weights"],
         overlapped=apart and config.trainer.mode != "sync",
+        bounds=tuple(sorted({one.program.half for one in compiled if one.program.calls and not one.exchanges_known})),
     )

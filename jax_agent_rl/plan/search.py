@@ -1,33 +1,42 @@
-"""Meshes and micro-batches for a slice: all that could do are estimated, and the best compiled.
+"""Layouts for a slice: all that could do are estimated, and the best compiled until some fit.
 
 ::
 
-    meshes x rows ─► divide the model, what stays fits ─► estimated, best first ─► compiled, as the budget says
+    meshes x batches ─► divide the model, what stays fits ─► estimated ─► best is compiled ─► fits: counts ─► enough?
+                                                                 ▲                        └── does not ─┐
+                                                                 └ its mesh's estimate is corrected, ◄──┘
+                                                                   fuller ones are left out
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rich.table import Table
 
 from jax_agent_rl.config import Config
-from jax_agent_rl.config_mesh import MeshConfig
 from jax_agent_rl.errors import ConfigError
-from jax_agent_rl.jetstream.layout import engine_config
-from jax_agent_rl.learner.sharding import parameter_shardings
 from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.plan.estimate import Estimate, estimate
-from jax_agent_rl.plan.inventories import places
+from jax_agent_rl.plan.layouts import (
+    REMAT,
+    Choice,
+    batch_sizes,
+    changes,
+    engine_meshes,
+    laid_out,
+    learner_meshes,
+    overrides,
+)
 from jax_agent_rl.plan.plan import Plan
 from jax_agent_rl.plan.report import amount
 from jax_agent_rl.plan.topology import Slice
+from jax_agent_rl.runtime.engines import engine_shapes
 
-ROWS = (1, 2, 4, 8)
-AXES = ("fsdp", "expert", "context", "tensor")
+TRIES = 3
+"""Layouts compiled at most, for each that shall fit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,14 +44,32 @@ class Candidate:
     """One way to lay a run out.
 
     Attributes:
-        overrides: what to add to the configuration.
+        changes: overrides that make it of the configuration searched from.
         plan: if it was compiled.
     """
 
-    overrides: tuple[str, ...]
+    changes: tuple[str, ...]
     config: Config
     estimate: Estimate
     plan: Plan | None = None
+
+    @property
+    def meshes(self) -> tuple[Any, ...]:
+        """Those of learner and engine."""
+        return self.config.learner.mesh, self.config.rollout.jetstream.mesh
+
+    def holds_no_less(self, other: Candidate) -> bool:
+        """It has the other's meshes, and at once as much or more on them."""
+        return self.meshes == other.meshes and all(
+            mine >= theirs for mine, theirs in zip(_at_once(self.config), _at_once(other.config), strict=True)
+        )
+
+
+def _at_once(config: Config) -> tuple[int, int, int]:
+    """Sizes with which a chip's memory grows."""
+    learner = config.learner
+    kept = len(REMAT) - REMAT.index(learner.remat)
+    return learner.rows_per_micro_batch, kept, engine_shapes(config).max_concurrent_decodes
 
 
 def candidates(
@@ -56,83 +83,104 @@ def candidates(
     Raises:
         ConfigError: there is none.
     """
-    found, reasons = [], set()
-    for overrides in _overrides(configured(()), model, slice):
-        try:
-            config = configured(overrides)
-            where = places(config, devices)
-            parameter_shardings(where.learner, model.parameter_shapes())
-            for mesh in where.engines[:1]:
-                engine_config(model, mesh)
-        except ConfigError as error:
-            reasons.add(str(error))
-            continue
-        guess = estimate(config, model, slice.chip, engines=max(1, len(where.engines)))
-        if guess.bytes > slice.chip.hbm_bytes:
-            reasons.add(f"what stays on a chip takes {amount(guess.bytes)} of {amount(slice.chip.hbm_bytes)}")
-            continue
-        found.append(Candidate(overrides=overrides, config=config, estimate=guess))
+    found: list[Candidate] = []
+    reasons: set[str] = set()
+    config = configured(())
+    for learner in learner_meshes(config, model, slice):
+        for engine in engine_meshes(config):
+            meshes = {**learner, **engine}
+            try:
+                where = laid_out(configured(overrides(meshes)), model, devices)
+            except ConfigError as error:
+                reasons.add(str(error))
+                continue
+            for sizes in batch_sizes(config):
+                made = _candidate(configured, config, {**meshes, **sizes}, model, slice, engines=len(where.engines))
+                if made.estimate.stays <= slice.chip.hbm_bytes:
+                    found.append(made)
+                else:
+                    stays, there = amount(made.estimate.stays), amount(slice.chip.hbm_bytes)
+                    reasons.add(f"what stays on a chip takes {stays} of {there}")
     if not found:
         raise ConfigError(
             f"no mesh for {slice.name}: {min(reasons, key=len)}; take a larger --topology, learner.lora, or a smaller "
             "rollout.jetstream.cache_tokens"
         )
-    return sorted(found, key=lambda one: (one.estimate.seconds, one.estimate.bytes))
+    return sorted(found, key=lambda one: _order(one, slice.chip.hbm_bytes))
 
 
-def _overrides(config: Config, model: DecoderConfig, slice: Slice) -> Iterator[tuple[str, ...]]:
-    """Every choice; those of engines that share chips with the learner, too."""
-    engines = config.rollout.engines * config.rollout.jetstream.mesh.devices
-    separate = config.rollout.placement == "separate"
-    count = (slice.chips - engines * separate) // slice.count
-    tensors = [1 << power for power in range(4)] if config.rollout.backend == "jetstream" and not separate else [None]
-    for sizes, rows, tensor in itertools.product(_factors(count, len(AXES)), ROWS, tensors):
-        mesh = MeshConfig(data=slice.count, **dict(zip(AXES, sizes, strict=True)))
-        if mesh.expert > 1 and model.experts is None:
-            continue
-        chosen = [f"learner.mesh.{axis}={getattr(mesh, axis)}" for axis in ("data", *AXES)]
-        chosen.append(f"learner.rows_per_micro_batch={rows}")
-        if tensor is not None:
-            chosen.append(f"rollout.jetstream.mesh.tensor={tensor}")
-        yield tuple(chosen)
+def _candidate(
+    configured: Callable[[Sequence[str]], Config],
+    config: Config,
+    choice: Choice,
+    model: DecoderConfig,
+    slice: Slice,
+    *,
+    engines: int,
+) -> Candidate:
+    made = configured(overrides(choice))
+    guess = estimate(made, model, slice.chip, engines=max(1, engines))
+    return Candidate(changes=changes(config, choice), config=made, estimate=guess)
 
 
-def _factors(number: int, count: int) -> Iterator[tuple[int, ...]]:
-    """Every way to write a number as a product of ``count`` in order."""
-    if count == 1:
-        yield (number,)
-        return
-    for first in range(1, number + 1):
-        if number % first == 0:
-            yield from ((first, *rest) for rest in _factors(number // first, count - 1))
+def _order(one: Candidate, capacity: int, correction: float = 1.0) -> tuple[bool, float, float]:
+    """Those that should fit come first, by their time; the others by what they take."""
+    total = one.estimate.total * correction
+    return (False, one.estimate.seconds, total) if total <= capacity else (True, total, one.estimate.seconds)
 
 
-def search(found: Sequence[Candidate], plan: Callable[[Config], Plan], *, budget: int) -> list[Candidate]:
-    """Compiles the best; those that fit come first, by the time of a step.
+def search(
+    found: Sequence[Candidate], plan: Callable[[Config], Plan], *, capacity: int, budget: int
+) -> list[Candidate]:
+    """Compiles the best until some fit: those that do come first, by the time of a step, the others by what they take.
+
+    What fits is the best of its meshes by the estimate, so the next are of others. What does not says how far the
+    estimate is off for the learner's mesh, and that nothing fuller will do.
 
     Args:
         plan: compiles a configuration.
-        budget: how many are compiled.
+        capacity: bytes of a chip.
+        budget: how many shall fit; :data:`TRIES` times as many are compiled at most.
     """
-    compiled = [
-        Candidate(overrides=one.overrides, config=one.config, estimate=one.estimate, plan=plan(one.config))
-        for one in found[:budget]
-    ]
-    return sorted(compiled, key=lambda one: (not one.plan.fits, one.plan.step.seconds) if one.plan else (True, 0.0))
+    waiting, tried, fitting = list(found), list[Candidate](), 0
+    corrections: dict[Any, float] = {}
+    while waiting and fitting < budget and len(tried) < TRIES * budget:
+        one = min(waiting, key=lambda each: _order(each, capacity, corrections.get(each.config.learner.mesh, 1.0)))
+        made = plan(one.config)
+        tried.append(replace(one, plan=made))
+        if made.fits:
+            fitting += 1
+            waiting = [each for each in waiting if each.meshes != one.meshes]
+        else:
+            corrections[one.config.learner.mesh] = made.fullest.total / one.estimate.total
+            waiting = [each for each in waiting if not each.holds_no_less(one)]
+    return sorted(tried, key=_rank)
+
+
+def _rank(one: Candidate) -> tuple[bool, float]:
+    assert one.plan is not None  # it was tried
+    return (False, one.plan.step.seconds) if one.plan.fits else (True, one.plan.fullest.total)
 
 
 def table(searched: Sequence[Candidate]) -> Table:
     """What was compiled, best first."""
     made = Table(box=None, padding=(0, 1, 0, 0))
     for heading in ("step", "fullest chip", "change"):
-        made.add_column(heading)
+        made.add_column(heading, no_wrap=heading != "change")
     for one in searched:
         if one.plan is not None:
             full = amount(one.plan.fullest.total) + ("" if one.plan.fits else " !")
-            made.add_row(f"{one.plan.step.seconds:.3g} s", full, " ".join(shown(one.overrides)))
+            step = f"{one.plan.step.seconds:.3g} s" if one.plan.fits else "-"
+            made.add_row(step, full, " ".join(one.changes) or "as it is configured")
     return made
 
 
-def shown(overrides: Sequence[str]) -> list[str]:
-    """Without axes of 1."""
-    return [item for item in overrides if not (item.startswith("learner.mesh.") and item.endswith("=1"))]
+def verdict(searched: Sequence[Candidate]) -> str:
+    """Which to take."""
+    best = searched[0]
+    assert best.plan is not None  # it was tried
+    if not best.plan.fits:
+        return f"none of these {len(searched)} fits; what follows is of the one that takes least"
+    if not best.changes:
+        return "what is configured is the best of these"
+    return f"the first, as overrides: {' '.join(best.changes)}"

@@ -6,12 +6,13 @@ import importlib.util
 import math
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.nearest import did_you_mean
 from jax_agent_rl.plan.chips import CHIPS, Chip
+from jax_agent_rl.tpu_shapes import SHAPES
 
 _QUIET = {
     "TPU_SKIP_MDS_QUERY": "1",  # or it asks a metadata server that only a cloud has
@@ -47,26 +48,30 @@ class Slice:
         match = re.fullmatch(r"(?:(\d+)\*)?([a-z0-9]+):(\d+(?:x\d+)*)", text.strip().lower())
         if match is None:
             raise ConfigError(f"topology {text!r} is not of the form v5e:4x4, v5p:4x4x4, or 2*v5e:16x16 for two slices")
-        count, name, sizes = match.groups()
+        count, name, sizes = int(match[1] or 1), match[2], match[3]
         chip = CHIPS.get(name)
         if chip is None:
             known = ", ".join(CHIPS)
             raise ConfigError(
                 f"topology {text!r}: no TPU is called {name!r}; {did_you_mean(name, CHIPS)}there are {known}"
             )
-        shape = tuple(int(size) for size in sizes.split("x"))
-        if len(shape) != chip.dimensions or 0 in shape:
-            example = "x".join("4" * chip.dimensions)
-            raise ConfigError(
-                f"topology {text!r}: {name} is a torus of {chip.dimensions} dimensions, as {name}:{example}"
-            )
-        return cls(chip=chip, shape=shape, count=int(count or 1))
+        if sizes not in SHAPES[name]:
+            raise ConfigError(f"topology {text!r}: {name} comes as {', '.join(SHAPES[name])}")
+        if count == 0:
+            raise ConfigError(f"topology {text!r} is no slice; leave out '0*', or say how many: 2*{name}:{sizes}")
+        return cls(chip=chip, shape=tuple(int(size) for size in sizes.split("x")), count=count)
 
     @property
     def name(self) -> str:
         """As :meth:`parse` takes it."""
         one = f"{self.chip.name}:{'x'.join(map(str, self.shape))}"
         return one if self.count == 1 else f"{self.count}*{one}"
+
+    @property
+    def larger(self) -> Slice | None:
+        """The next slices of this generation, as many; None if these are the largest."""
+        bigger = (tuple(int(size) for size in shape.split("x")) for shape in SHAPES[self.chip.name])
+        return next((replace(self, shape=s) for s in bigger if math.prod(s) > math.prod(self.shape)), None)
 
     @property
     def chips(self) -> int:
@@ -84,6 +89,8 @@ class Slice:
         for name, value in _QUIET.items():
             os.environ.setdefault(name, value)
         options: dict[str, Any] = {"num_slices": self.count} if self.count > 1 else {}
+        if self.chip.config is not None:
+            options["chip_config_name"] = self.chip.config
         if self.shape in self.chip.hosts:  # else libtpu supposes hosts of four chips
             options["chips_per_host_bounds"] = (*self.shape, 1, 1)[:3]
         one = f"{self.chip.name}:{'x'.join(map(str, self.shape))}"

@@ -9,12 +9,8 @@ from dataclasses import dataclass
 
 from jax_agent_rl.errors import LaunchError
 from jax_agent_rl.nearest import did_you_mean
+from jax_agent_rl.tpu_shapes import SHAPES
 
-_FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
-_CUBIC = (
-    *("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8"),
-    *("8x8x16", "8x16x16", "16x16x16"),
-)
 _CHIPS_PER_HOST = 4
 _LARGEST_SINGLE_HOST = 8
 _SEVERAL = re.compile(r"(?P<slices>\d+)\*(?P<name>.+)")
@@ -46,12 +42,12 @@ class Generation:
 
 
 GENERATIONS: Mapping[str, Generation] = {
-    "v4": Generation(prefix="v4", cores=2, runtime="tpu-ubuntu2204-base", shapes=_CUBIC[:-1], gke="tpu-v4-podslice"),
+    "v4": Generation(prefix="v4", cores=2, runtime="tpu-ubuntu2204-base", shapes=SHAPES["v4"], gke="tpu-v4-podslice"),
     "v5e": Generation(
-        prefix="v5litepod", cores=1, runtime="v2-alpha-tpuv5-lite", shapes=_FLAT, gke="tpu-v5-lite-podslice"
+        prefix="v5litepod", cores=1, runtime="v2-alpha-tpuv5-lite", shapes=SHAPES["v5e"], gke="tpu-v5-lite-podslice"
     ),
-    "v5p": Generation(prefix="v5p", cores=2, runtime="v2-alpha-tpuv5", shapes=_CUBIC, gke="tpu-v5p-slice"),
-    "v6e": Generation(prefix="v6e", cores=1, runtime="v2-alpha-tpuv6e", shapes=_FLAT, gke="tpu-v6e-slice"),
+    "v5p": Generation(prefix="v5p", cores=2, runtime="v2-alpha-tpuv5", shapes=SHAPES["v5p"], gke="tpu-v5p-slice"),
+    "v6e": Generation(prefix="v6e", cores=1, runtime="v2-alpha-tpuv6e", shapes=SHAPES["v6e"], gke="tpu-v6e-slice"),
 }
 
 

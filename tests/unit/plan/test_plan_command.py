@@ -20,7 +20,7 @@ def plan(file: Path, topology: str, *arguments: str) -> subprocess.CompletedProc
     return subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=500, env=environment)
 
 
-@pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
+@pytest.mark.parametrize("topology", ["v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
 def test_a_small_run_is_compiled_for_a_slice_and_fits(topology, tmp_path):
     done = plan(recipe(tmp_path), topology, "--json", "--picture", str(tmp_path / "memory.png"))
     assert done.returncode == 0, done.stderr
@@ -56,8 +56,10 @@ def test_what_does_not_fit_is_said_with_the_key_to_change(tmp_path):
     done = plan(recipe(tmp_path), "v5e:2x2", "rollout.jetstream.cache_tokens=40000000", brought, "--json")
     assert done.returncode == 1, done.stderr
     assert f"{brought}: planned as if it were the built-in engine" in done.stdout
-    assert "decode 8 lanes of 128 does not fit" in done.stdout
-    assert "rollout.jetstream.cache_tokens=20000000" in done.stdout
+    advised = [line for line in done.stdout.splitlines() if " not fit: " in line]
+    (line,) = [line for line in advised if "decode 8 lanes of 128" in line]
+    assert "write to the cache" in line and "rollout.jetstream.cache_tokens=20000000" in line
+    assert len({line.partition("; try ")[2] for line in advised}) == len(advised), "the same is not said twice"
     made = json.loads(done.stdout.splitlines()[-1])
     assert not made["fits"]
 
@@ -65,9 +67,10 @@ def test_what_does_not_fit_is_said_with_the_key_to_change(tmp_path):
 @pytest.mark.parametrize(
     ("topology", "overrides", "words"),
     [
-        ("v5e:3x5", [], "libtpu does not give topology 'v5e:3x5'"),
+        ("v5e:3x5", [], "v5e comes as 1x1, 2x2, 2x4,"),
         ("v5e:4x4", [], "learner.mesh takes 4 of 16 devices"),
         ("2*v5e:2x2", ["learner.mesh.fsdp=4"], "set learner.mesh.data to a multiple of 2"),
+        ("v5p:4x4x4", ["learner.mesh.tensor=32"], "make each axis a product of the slice's dimensions"),
         ("v5e:2x2", ["rollout.jetstream.mesh.tensor=8"], "rollout.jetstream.mesh takes 8 devices from number 0 on"),
         ("v5e:2x2", ["trainer.mode=fully_async"], "both exchange data over the same 2 devices"),
     ],

@@ -1,35 +1,31 @@
 """Which layouts are worth compiling; nothing is compiled here."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 
-from jax_agent_rl.config import load
+from jax_agent_rl.config import build
+from jax_agent_rl.config_tree import read_tree
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.models.hf import load_config
-from jax_agent_rl.plan.search import AXES, candidates, search
+from jax_agent_rl.plan.chips import GIB
+from jax_agent_rl.plan.estimate import Estimate
+from jax_agent_rl.plan.layouts import AXES
+from jax_agent_rl.plan.search import candidates, search, table, verdict
 from jax_agent_rl.plan.topology import Slice
 from tests.unit.plan.recipe import recipe
-
-
-class Device:
-    """As much of a device as a mesh looks at."""
-
-    platform = device_kind = "cpu"
-
-    def __init__(self, number: int, host: int = 0) -> None:
-        self.id = number
-        self.process_index = host
+from tests.unit.plan.slices import devices_of
 
 
 @pytest.fixture
 def found(tmp_path):
     def run(topology="v5e:2x2", *overrides, hosts=1):
-        file = recipe(tmp_path / f"of-{hosts}")
+        folder = tmp_path / f"of-{hosts}"
+        tree = read_tree(folder / "recipe.yaml" if folder.exists() else recipe(folder))
         slice = Slice.parse(topology)
-        configured = lambda more: load(file, [*overrides, *more])  # noqa: E731
-        devices = [Device(number, number * hosts // slice.chips) for number in range(slice.chips)]
-        return candidates(configured, load_config(file.parent / "model"), slice, devices)
+        configured = lambda more: build(tree, [*overrides, *more])  # noqa: E731
+        return candidates(configured, load_config(folder / "model"), slice, devices_of(slice, hosts=hosts))
 
     return run
 
@@ -43,13 +39,51 @@ def test_every_layout_takes_all_chips_and_divides_the_model(found):
     assert {one.config.learner.rows_per_micro_batch for one in made} == {1, 2, 4, 8}
 
 
+def test_what_runs_at_once_is_searched_too(found):
+    made = found("v5e:2x2", "rollout.max_in_flight=24")
+    assert {one.config.learner.remat for one in made} == {"none", "dots", "full"}
+    # Half of the configured 8, twice and four times, as far as so many are in flight.
+    assert {one.config.rollout.jetstream.max_concurrent_decodes for one in made} == {4, 8, 16, 24}
+
+
+def test_changes_are_all_that_differs_from_what_is_configured_and_nothing_else(found):
+    made = {one.changes: one for one in found()}
+    assert () in made, "what is configured is among them"
+    with_context = "learner.mesh.tensor=1 learner.mesh.context=2".split()
+    # The configured mesh is fsdp=2 tensor=2: without tensor=1 these would be 8 chips.
+    assert any(set(with_context) <= set(changes) and "learner.mesh.fsdp=2" not in changes for changes in made)
+
+
 def test_the_estimated_best_come_first(found):
     seconds = [one.estimate.seconds for one in found()]
     assert seconds == sorted(seconds) and seconds[0] < seconds[-1]
 
 
+def test_more_tokens_at_once_and_more_kept_of_them_take_more(found):
+    def passes(**wanted):
+        mesh = {"fsdp": 2, "context": 1, "tensor": 2} | {axis: wanted.pop(axis) for axis in AXES if axis in wanted}
+        wanted = {"rows_per_micro_batch": 1, "remat": "dots"} | wanted
+        (size,) = {
+            one.estimate.passes
+            for one in found()
+            if all(getattr(one.config.learner.mesh, axis) == n for axis, n in mesh.items())
+            and all(getattr(one.config.learner, key) == value for key, value in wanted.items())
+        }
+        return size
+
+    assert passes(remat="full") < passes() < passes(remat="none")
+    assert passes(rows_per_micro_batch=2) > passes()
+    assert passes(fsdp=4, tensor=1) > passes() and passes(context=2, tensor=1) < passes(fsdp=4, tensor=1)
+
+
+def test_what_should_not_fit_is_tried_last(found):
+    made = found("v5e:2x2", "rollout.max_in_flight=8", "learner.row_length=3000000")
+    fits = [one.estimate.total <= 15.75 * GIB for one in made]
+    assert fits == sorted(fits, reverse=True) and set(fits) == {True, False}
+
+
 def test_every_host_samples(found):
-    alone, both = ({one.overrides: one.estimate.seconds for one in found("v5e:2x4", hosts=n)} for n in (1, 2))
+    alone, both = ({one.changes: one.estimate.seconds for one in found("v5e:2x4", hosts=n)} for n in (1, 2))
     assert all(both[layout] < alone[layout] for layout in both)
 
 
@@ -59,11 +93,8 @@ def test_what_cannot_fit_is_not_compiled_and_if_nothing_fits_it_is_said(found):
 
 
 @dataclasses.dataclass
-class Planned:
-    """A plan that compiled nothing."""
-
-    fits: bool
-    step: object
+class Load:
+    total: float
 
 
 @dataclasses.dataclass
@@ -71,7 +102,83 @@ class Step:
     seconds: float
 
 
-def test_of_those_compiled_the_fastest_that_fits_is_first(found):
-    results = iter([Planned(False, Step(1.0)), Planned(True, Step(3.0)), Planned(True, Step(2.0))])
-    made = search(found(), lambda config: next(results), budget=3)
-    assert [(one.plan.fits, one.plan.step.seconds) for one in made] == [(True, 2.0), (True, 3.0), (False, 1.0)]
+@dataclasses.dataclass
+class Planned:
+    """A plan that compiled nothing: layouts take ``off`` times what is estimated, and seconds as estimated."""
+
+    estimate: Estimate
+    off: float = 1.0
+    capacity: float = 10.0
+
+    @property
+    def fullest(self):
+        return Load(self.estimate.total * self.off)
+
+    @property
+    def fits(self):
+        return self.fullest.total <= self.capacity
+
+    @property
+    def step(self):
+        return Step(self.estimate.seconds)
+
+
+@pytest.fixture
+def searched(found):
+    """Searches layouts with made-up estimates (bytes, seconds), whose real size is ``off`` times that."""
+
+    def run(estimates, *, off, budget):
+        every = found("v5e:2x2", "rollout.max_in_flight=8")
+        chosen = [
+            dataclasses.replace(one, estimate=estimate)
+            for one in every
+            if (estimate := estimates(one.config)) is not None
+        ]
+        by_config = {id(one.config): one.estimate for one in chosen}
+        tried = []
+
+        def plan(config) -> Any:
+            tried.append(config)
+            return Planned(by_config[id(config)], off)
+
+        return search(chosen, plan, capacity=10, budget=budget), tried
+
+    return run
+
+
+def one_mesh(config):
+    """Of a mesh and one engine: a byte a row, and for each row less a second."""
+    mesh = config.learner.mesh
+    if (mesh.fsdp, config.learner.remat) != (4, "full") or config.rollout.jetstream.mesh.tensor != 1:
+        return None
+    if config.rollout.jetstream.max_concurrent_decodes != 8:
+        return None
+    rows = config.learner.rows_per_micro_batch
+    return Estimate(stays=0, passes=rows, seconds=10 - rows)
+
+
+def test_where_a_layout_does_not_fit_smaller_ones_of_its_mesh_follow_until_one_does(searched):
+    made, tried = searched(one_mesh, off=4, budget=1)
+    # 8 rows take 32 of 10; by that 4 take 16, and 2 take 8. With the estimate alone 4 would be next.
+    assert [config.learner.rows_per_micro_batch for config in tried] == [8, 2]
+    assert [one.plan.fits for one in made] == [True, False], "what fits is first"
+    assert "the first, as overrides" in verdict(made)
+
+
+def test_if_nothing_fits_that_is_said_and_what_takes_least_is_first(searched):
+    made, tried = searched(one_mesh, off=100, budget=2)
+    assert sorted(config.learner.rows_per_micro_batch for config in tried) == [1, 8], "fuller ones are not tried"
+    assert [one.plan.fullest.total for one in made] == [100, 800]
+    assert verdict(made).startswith("none of these 2 fits")
+    assert table(made).row_count == 2
+
+
+def test_the_budget_counts_meshes_that_fit_and_bounds_what_is_tried(searched):
+    def any_mesh(config):
+        rows, tensor = config.learner.rows_per_micro_batch, config.rollout.jetstream.mesh.tensor
+        return Estimate(stays=tensor, passes=rows, seconds=10 - rows)
+
+    made, tried = searched(any_mesh, off=0.1, budget=3)
+    assert len(tried) == 3 and len({one.meshes for one in made}) == 3, "the best of each mesh is enough"
+    made, tried = searched(any_mesh, off=1000, budget=2)
+    assert len(tried) == 6 and not made[0].plan.fits

@@ -5,20 +5,18 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import AbstractMesh, AxisType
 
 from jax_agent_rl.config import load
-from jax_agent_rl.plan.advice import advice
 from jax_agent_rl.plan.chips import CHIPS, GIB
 from jax_agent_rl.plan.collectives import Collective
 from jax_agent_rl.plan.compiled import Compiled, Memory, needed
-from jax_agent_rl.plan.inventory import Inventory, Program
-from jax_agent_rl.plan.roofline import seconds_of, step_of
+from jax_agent_rl.plan.inventory import Half, Inventory, Program
+from jax_agent_rl.plan.roofline import moved, seconds_of, step_of
 from jax_agent_rl.plan.verdict import BATCH, CODE, TEMPORARIES, loads
 from jax_agent_rl.plan.work import Work
 from tests.unit.plan.recipe import recipe
 
-ROWS = "learner.rows_per_micro_batch"
 V5E = CHIPS["v5e"]
 MESH = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:1])
 HERE = jax.sharding.NamedSharding(MESH, jax.sharding.PartitionSpec())
@@ -29,7 +27,7 @@ def array(count: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((count,), jnp.float32, sharding=HERE)
 
 
-def program(name: str = "p", half: str = "learner", **fields) -> Program:
+def program(name: str = "p", half: Half = "learner", **fields) -> Program:
     holds, donates = (frozenset(fields.pop(key, ())) for key in ("holds", "donates"))
     return Program(name=name, half=half, traced=NOTHING, mesh=MESH, holds=holds, donates=donates, **fields)
 
@@ -83,23 +81,6 @@ def test_a_refusal_of_the_compiler_is_counted_by_the_amount_it_names():
     assert not loads(inventory(weights=100), [silent], capacity=999)[0].fits
 
 
-@pytest.mark.parametrize(
-    ("changes", "part", "half", "first"),
-    [
-        ([], TEMPORARIES, "learner", "learner.remat=full"),
-        (["learner.remat=full", "learner.rows_per_micro_batch=4"], TEMPORARIES, "learner", f"{ROWS}=2"),
-        ([], "policy optimizer", "learner", "learner.mesh.fsdp=4"),
-        ([], "KV cache", "rollout", "rollout.jetstream.cache_tokens=512"),
-        ([], "KV cache", "learner", "rollout.sleep=true"),
-        (["rollout.sleep=true"], "engine weights", "rollout", "rollout.jetstream.dtype=bfloat16"),
-    ],
-)  # fmt: skip
-def test_the_key_to_change_is_the_one_of_what_takes_most(changes, part, half, first, tmp_path):
-    (load,) = loads(Inventory(), [compiled(program(half=half))], capacity=0)
-    load = dataclasses.replace(load, parts={"code": 1, part: 2})
-    assert advice(load_recipe(tmp_path, changes), load)[0] == first
-
-
 def load_recipe(folder, changes=()):
     return load(recipe(folder), changes)
 
@@ -112,6 +93,24 @@ def test_a_call_takes_as_long_as_its_slowest_part():
     assert (seconds.total, seconds.bound) == (1.0, "products")
     far = compiled(program(), exchanges=(dataclasses.replace(links, between_slices=True),))
     assert seconds_of(far, V5E).links == 1e9 / 3.1e9
+
+
+def test_what_a_refused_program_exchanges_is_not_known_and_its_time_a_bound(tmp_path):
+    known = compiled(program("decode", "rollout", tokens=128, of="sampled"), work=Work(flops=197e12))
+    refused = dataclasses.replace(known, program=program("gradient", tokens=128, of="trained"), memory=None)
+    config = load_recipe(tmp_path)
+    assert refused.exchanges_known, "one chip has nobody to exchange with"
+    wide = dataclasses.replace(refused.program, mesh=AbstractMesh((2,), ("data",)))
+    refused = dataclasses.replace(refused, program=wide)
+    step = step_of(config, [known, refused], V5E, engines=1, apart=False, utilization=1)
+    assert step.bounds == ("learner",)
+    assert step_of(config, [known], V5E, engines=1, apart=False, utilization=1).bounds == ()
+
+
+def test_bytes_are_counted_of_products_and_else_of_all_that_is_given():
+    products = compiled(program(), work=Work(flops=1.0, bytes=6.0), arguments=70, outputs=5)
+    assert moved(products) == 6
+    assert moved(compiled(program(), arguments=70, outputs=5)) == 75
 
 
 def test_a_step_counts_every_program_as_often_as_it_runs_and_says_who_waits(tmp_path):
