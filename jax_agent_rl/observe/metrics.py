@@ -23,7 +23,10 @@ Numbers = Sequence[float] | np.ndarray
 Learnt = Mapping[str, Mapping[str, Numbers]]
 """By trajectory id named numbers per token with loss."""
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
-_RESUME = "make space there, then go on with --resume. Complete checkpoints are intact"
+_NO_ROOM = (
+    "{file} could not be written ({reason}); make space there, then go on with --resume. "
+    "Complete checkpoints are intact"
+)
 
 
 class RunFolder:
@@ -147,18 +150,18 @@ def read_records(file: Path) -> list[dict[str, Any]]:
     return list(Records(file=file, is_whole=has_step))
 
 
-def write_atomically(file: Path, text: str, *, advice: str = _RESUME) -> None:
+def write_atomically(file: Path, text: str, *, message: str = _NO_ROOM) -> None:
     """Replaces a file in one move, so a crash leaves the old or the new one.
 
     Args:
-        advice: what to do if it cannot be written.
+        message: as :func:`writing` takes it.
 
     Raises:
         StorageError: it could not be written; the old one is there.
     """
     temporary = file.with_name(file.name + ".tmp")
     try:
-        with writing(file, advice=advice):
+        with writing(file, message=message):
             temporary.write_text(text, encoding="utf-8")
             os.replace(temporary, file)
     except StorageError:
@@ -174,9 +177,13 @@ def append_records(file: Path, records: Iterable[Mapping[str, Any]]) -> None:
 
 
 @contextlib.contextmanager
-def writing(file: Path, *, advice: str = _RESUME) -> Iterator[None]:
-    """Around writing a file, by default one of a run; StorageError says which one failed, and what to do."""
+def writing(file: Path, *, message: str = _NO_ROOM) -> Iterator[None]:
+    """Around writing a file, by default one of a run; StorageError says which one failed, and what to do.
+
+    Args:
+        message: of the error; ``{file}`` and ``{reason}`` are filled in.
+    """
     try:
         yield
     except OSError as error:
-        raise StorageError(f"{file} could not be written ({error.strerror or error}); {advice}") from error
+        raise StorageError(message.format(file=file, reason=error.strerror or error)) from error

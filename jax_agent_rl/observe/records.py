@@ -31,7 +31,7 @@ class Records:
         file: it need not be there.
         is_whole: whether an object has what is read of a record.
         damaged: lines without an object that the last iteration left out.
-        strange: objects that it left out, because they are not whole.
+        strange: objects that it left out, because they are not whole: another version wrote them, perhaps.
     """
 
     file: Path
@@ -55,7 +55,7 @@ class Records:
     @property
     def notes(self) -> list[str]:
         """What the last iteration left out, for people."""
-        reasons = {"cut off or damaged": self.damaged, "written by another version of the program": self.strange}
+        reasons = {"cut off or damaged": self.damaged, "not as this version writes them": self.strange}
         return [f"lines left out of {self.file.name}: {n} ({reason})" for reason, n in reasons.items() if n]
 
 

@@ -18,6 +18,7 @@ from jax_agent_rl.observe.report.tokens import COLUMNS, Prompts, Vocabulary, fac
 
 MOST = 2000
 """Trajectories on a page, unless it is asked for others."""
+_NOT_WRITTEN = "{file} could not be written ({reason}); choose another file with --out"
 
 
 def write_report(run: Path, out: Path | None = None, *, most: int = MOST) -> Path:
@@ -40,10 +41,10 @@ def write_report(run: Path, out: Path | None = None, *, most: int = MOST) -> Pat
     if most < 0:
         raise ConfigError(f"--most {most}: must be 0 (all trajectories) or more")
     text = render_report(read_run(run, most=most))
-    file, advice = out or run / "report.html", "choose another file with --out"
-    with writing(file, advice=advice):
+    file = out or run / "report.html"
+    with writing(file, message=_NOT_WRITTEN):
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(file, text, advice=advice)
+        write_atomically(file, text, message=_NOT_WRITTEN)
     return file
 
 

@@ -63,7 +63,7 @@ def test_a_trajectory_without_what_is_read_of_it_is_left_out_and_counted(tmp_pat
     file.write_text("\n".join(map(json.dumps, [{"a": 1}, whole, whole | broken, missing])))
     records = trajectories_of(file)
     assert list(records) == [whole] and (records.damaged, records.strange) == (0, 3)
-    assert records.notes == ["lines left out of trajectories.jsonl: 3 (written by another version of the program)"]
+    assert records.notes == ["lines left out of trajectories.jsonl: 3 (not as this version writes them)"]
 
 
 def test_a_file_that_is_not_there_has_no_records_and_nothing_to_say(tmp_path: Path):

@@ -267,7 +267,7 @@ def test_a_damaged_run_has_a_report_that_says_what_is_missing(tmp_path: Path):
     assert "config.json cannot be read" in notes and "summary.json cannot be read" in notes
     assert "trajectories.jsonl: 3 (cut off or damaged)" in notes
     for file in ("trajectories.jsonl", "metrics.jsonl", "traces.jsonl"):
-        assert f"{file}: 1 (written by another version of the program)" in notes
+        assert f"{file}: 1 (not as this version writes them)" in notes
     assert "tokens are shown as ids" in render_report(data)
 
 
