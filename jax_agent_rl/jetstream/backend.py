@@ -354,6 +354,10 @@ class JetStreamBackend:
             self._scheduler.submit(request, shown)
         except TrajectoryError as error:  # this request's own fault
             self._tell(self._deliver, [(request.request_id, error)])
+        except Exception as error:  # whatever is wrong with one request must not end the others
+            logger.exception("request %r could not be queued", request.request_id)
+            refusal = BackendError(f"request {request.request_id!r} cannot be taken: {type(error).__name__}: {error}")
+            self._tell(self._deliver, [(request.request_id, refusal)])
 
     def _abort(self, request_id: str) -> bool:
         ended = self._scheduler.abort(request_id)

@@ -145,6 +145,12 @@ class TruncatesPrompt(ToyBackend):
         return super().stream(replace(request, prompt_ids=request.prompt_ids[-150:]))
 
 
+class CountsInBytes(ToyBackend):
+    def sample(self, run):
+        np.array([run.request.sampling.top_k, *run.request.sampling.stop_token_ids], np.int8)  # ends the engine's task
+        return super().sample(run)
+
+
 class CutsStopString(ToyBackend):
     def finish(self, run, reason):
         if reason is StopReason.STOP:
@@ -241,6 +247,7 @@ CAUGHT_BY = [
     (TakesStaleWeights, "stale-version-refused"),
     (TakesAnyWeights, "bad-weights-refused"),
     (AddsBos, "ids-in-ids-out"),
+    (CountsInBytes, "extremes-harm-nobody"),
     (ReversesPriorities, "priorities"),
     (TruncatesPrompt, "prompt-too-long"),
     (CutsStopString, "stop-strings"),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from jax_agent_rl.errors import BackendClosedError, BackendError, PromptTooLongError, WeightUpdateError
+from jax_agent_rl.errors import BackendClosedError, BackendError, EngineDiedError, PromptTooLongError, WeightUpdateError
 from jax_agent_rl.jetstream.backend import JetStreamBackend
 from jax_agent_rl.jetstream.engine import EngineShapes
 from jax_agent_rl.jetstream.programs import cache_hits
@@ -157,6 +157,18 @@ async def test_an_id_outside_the_vocabulary_is_refused(params):
     async with running(params) as backend:
         with pytest.raises(BackendError, match=r"\[0, 97\)"):
             await backend.generate(request("r", [5, 97]))
+
+
+async def test_a_request_that_breaks_while_it_is_queued_harms_no_other(params):
+    bad = request("bad", [5, 6])
+    object.__setattr__(bad.sampling, "seed", "a")  # past the checks of SamplingParams
+    async with running(params) as backend:
+        beside = asyncio.create_task(backend.generate(request("beside", [5, 6], max_tokens=50)))
+        with pytest.raises(BackendError, match="request 'bad' cannot be taken: TypeError") as caught:
+            await backend.generate(bad)
+        assert not isinstance(caught.value, EngineDiedError)
+        assert len((await beside).token_ids) == 50
+        assert (await backend.health()).ok
 
 
 async def test_chunks_put_together_are_the_output(params):
