@@ -248,16 +248,23 @@ class RolloutBackend(Protocol):
         ...
 
     async def pause(self, mode: PauseMode) -> None:
-        """Stops sampling (see :class:`PauseMode`); new requests queue up until ``resume``."""
+        """Stops sampling (see :class:`PauseMode`); new requests queue up until ``resume``.
+
+        The latest mode holds: WAIT after KEEP lets what is frozen finish.
+        """
         ...
 
-    async def resume(self) -> None: ...
+    async def resume(self) -> None:
+        """Ends the pause, also one whose caller was cancelled; a WAIT that has not returned fails, or returns first."""
+        ...
 
     async def update_weights(self, update: WeightUpdate) -> None:
         """Takes new weights. No token is ever sampled from a mix; the prefix cache is reset with it.
 
         Raises:
-            WeightUpdateError: refused (wrong names, shapes, version or kind); the old weights still serve.
+            WeightUpdateError: refused (wrong names, shapes, version or kind); the old weights still serve. An engine
+                that failed when they were gone says so, in ``health`` too, and serves nothing (``EngineDiedError``)
+                until a whole update succeeds.
         """
         ...
 

@@ -129,6 +129,22 @@ class TakesAnyWeights(ToyBackend):
         self._version = update.version
 
 
+class WaitsOnForNobody(ToyBackend):
+    async def pause(self, mode):
+        await asyncio.shield(asyncio.create_task(super().pause(mode)))
+
+    async def resume(self):
+        self._frozen = False
+        self._changed.set()
+
+
+class WaitsForTheFrozen(ToyBackend):
+    async def pause(self, mode):
+        while mode is PauseMode.WAIT and self.running:
+            await asyncio.sleep(0)
+        await super().pause(mode)
+
+
 class AddsBos(ToyBackend):
     def output(self, run, reason):
         digest = digest_ids([1, *run.request.prompt_ids, *run.ids])
@@ -244,6 +260,8 @@ CAUGHT_BY = [
     (KeepsPrefixCache, "prefix-reuse"),
     (GoesOnWhilePaused, "pause-keep"),
     (AbortsOnWait, "pause-wait"),
+    (WaitsOnForNobody, "pause-wait-given-up"),
+    (WaitsForTheFrozen, "pause-wait-after-keep"),
     (TakesStaleWeights, "stale-version-refused"),
     (TakesAnyWeights, "bad-weights-refused"),
     (AddsBos, "ids-in-ids-out"),
