@@ -179,7 +179,7 @@ class Serving:
 
     def _not_taken(self, update: WeightUpdate, error: Exception) -> WeightUpdateError:
         """The old weights serve on, unless the new ones had been given their memory: then nothing is served."""
-        what = f"weights of version {update.version} could not be taken ({type(error).__name__}: {error})"
+        what = f"weights of version {update.version} could not be loaded ({type(error).__name__}: {error})"
         if not _is_gone(self.scheduler.params):
             return WeightUpdateError(f"{what}; those of version {self.version} serve on")
         self._lost = f"{what} after those of version {self.version} had made room for them; send a whole update"
