@@ -202,7 +202,7 @@ class ToolDefinitionError(JaxAgentRLError):
 
 
 class WeightUpdateError(JaxAgentRLError):
-    """A weight update was refused. The backend still serves the previous version."""
+    """A weight update was refused. The backend still serves the previous version, or says that it serves none."""
 
 
 class CheckpointError(JaxAgentRLError):

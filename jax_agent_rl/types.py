@@ -27,6 +27,7 @@ from jax_agent_rl.reasons import DropReason as DropReason
 from jax_agent_rl.reasons import FinishReason as FinishReason
 from jax_agent_rl.reasons import PauseMode as PauseMode
 from jax_agent_rl.reasons import StopReason as StopReason
+from jax_agent_rl.sampling_params import SamplingParams as SamplingParams
 
 
 def digest_ids(ids: Sequence[int]) -> str:
@@ -36,44 +37,6 @@ def digest_ids(ids: Sequence[int]) -> str:
     learner: comparing the two proves, per generation, that no token drifted.
     """
     return hashlib.blake2b(array("i", ids).tobytes(), digest_size=8).hexdigest()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SamplingParams:
-    """How to sample one generation.
-
-    Attributes:
-        max_tokens: most ids to sample, >= 1.
-        temperature: 0 is greedy (log-probs are then those of temperature 1).
-        top_p: nucleus mass in (0, 1]; 1 is off.
-        top_k: keep the k most likely ids; 0 is off. Ties at the threshold are all kept.
-        seed: fixes this request's randomness, independent of what else is in the batch. None draws one.
-        stop: end when one of these strings appears in the decoded output. The ids up to and including the
-            one that completes it are kept.
-        stop_token_ids: end when one of these ids is sampled (kept), besides the model's EOS ids.
-        ignore_eos: go on past EOS (benchmarks).
-    """
-
-    max_tokens: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-
-    def __post_init__(self) -> None:
-        if self.max_tokens < 1:
-            raise ValueError(f"max_tokens={self.max_tokens}: must be >= 1")
-        if self.temperature < 0:
-            raise ValueError(f"temperature={self.temperature}: must be >= 0 (0 is greedy)")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p={self.top_p}: must be in (0, 1]")
-        if self.top_k < 0:
-            raise ValueError(f"top_k={self.top_k}: must be >= 0 (0 is off)")
-        if any(not s for s in self.stop):
-            raise ValueError("stop contains an empty string, which would end every generation at once")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -143,7 +143,8 @@ class ToyBackend:
         self._version = 0
         self._metrics = BackendMetrics()
         self._arrivals = itertools.count()
-        self._frozen = self._draining = self._closed = False
+        self._frozen = self._closed = False
+        self._drains: list[object] = []  # of pauses that wait
         self._changed = asyncio.Event()
         self._task: asyncio.Task | None = None
 
@@ -227,11 +228,11 @@ class ToyBackend:
 
     async def _serve(self) -> None:
         while True:
-            if self._frozen or not (self.running or (self.waiting and not self._draining)):
+            if self._frozen or not (self.running or (self.waiting and not self._drains)):
                 self._changed.clear()
                 await self._changed.wait()
                 continue
-            while self.waiting and len(self.running) < self.capabilities.max_concurrent and not self._draining:
+            while self.waiting and len(self.running) < self.capabilities.max_concurrent and not self._drains:
                 self._admit(heapq.heappop(self.waiting)[2])
             for run in list(self.running.values()):
                 self._step(run)
@@ -340,14 +341,26 @@ class ToyBackend:
             for run in list(self.running.values()):
                 self.finish(run, StopReason.ABORTED)
         if mode is PauseMode.WAIT:
-            self._draining = True
+            await self._drain()
+        self._frozen = True
+
+    async def _drain(self) -> None:
+        drain = object()
+        self._drains.append(drain)
+        self._frozen = False
+        self._changed.set()
+        try:
             while self.running:
                 await asyncio.sleep(0)
-            self._draining = False
-        self._frozen = True
+                if drain not in self._drains:
+                    raise BackendError("resume() came before what this pause waited for had ended")
+        finally:
+            self._drains = [other for other in self._drains if other is not drain]
+            self._changed.set()
 
     async def resume(self) -> None:
         self._frozen = False
+        self._drains.clear()
         self._changed.set()
 
     async def update_weights(self, update: WeightUpdate) -> None:

@@ -63,7 +63,8 @@ class WeightIntake:
         Args:
             params: the learner's tree, on any devices of this process or on the host. If it is only described, so is
                 what comes back.
-            old: weights whose memory may be taken: they are gone afterwards. None takes new memory.
+            old: weights whose memory may be taken: they are gone afterwards, perhaps even if this fails. None takes
+                new memory.
         """
         if old is not None and isinstance(old.embed, np.ndarray):
             old = None  # they wait on the host

@@ -92,8 +92,13 @@ class Scheduler:
     def waiting(self) -> int:
         return len(self._waiting)
 
-    def submit(self, request: GenerateRequest, shown: Shown | None = None) -> None:
-        """Queues a request.
+    @property
+    def begun(self) -> list[str]:
+        """Ids of the requests that run, and of those that ran and wait again."""
+        return [*self.running, *(run.request.request_id for _, run in self._waiting if run.num_preempted)]
+
+    def submit(self, request: GenerateRequest, shown: Shown | None = None) -> RunningRequest:
+        """Queues a request; what is returned names it in what :meth:`step` and :meth:`abort` return.
 
         Args:
             shown: its prompt with its pictures, if it has any.
@@ -131,6 +136,7 @@ class Scheduler:
             raise BackendError(f"{name}: at most {MAX_STOP_IDS} stop ids (EOS included), got {len(run.stop_ids)}")
         self._known.add(request.request_id)
         heapq.heappush(self._waiting, (run.order, run))
+        return run
 
     def step(self, *, admit: bool = True) -> list[tuple[RunningRequest, TokenChunk]]:
         """Admits (unless told not to), decodes once, and returns the new ids of every request that got some."""

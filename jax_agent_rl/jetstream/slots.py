@@ -89,7 +89,7 @@ class SlotScheduler(Scheduler):
     def _make_table(self) -> SlotTable:
         return SlotTable(self.engine.max_concurrent_decodes)
 
-    def submit(self, request: GenerateRequest, shown: Shown | None = None) -> None:
+    def submit(self, request: GenerateRequest, shown: Shown | None = None) -> RunningRequest:
         """See :meth:`Scheduler.submit`.
 
         Raises:
@@ -110,7 +110,7 @@ class SlotScheduler(Scheduler):
                 "agent.max_response_length, or build the engine for more (MaxText: max_target_length - "
                 "max_prefill_predict_length)"
             )
-        super().submit(request, shown)
+        return super().submit(request, shown)
 
     def step(self, *, admit: bool = True) -> Progress:
         """Admits (unless told not to), decodes up to ``decode_steps`` ids, and returns the new ids of every request."""

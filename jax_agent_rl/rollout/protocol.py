@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
 from jax_agent_rl.types import PauseMode, SamplingParams, StopReason, TokenOutput
+from jax_agent_rl.values import check_flag, check_ids, check_text, check_whole
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,6 +87,9 @@ class GenerateRequest:
             kinds in ``Capabilities.multi_modal``. ``prompt_ids`` hold each placeholder as often as the model reads it:
             an engine that would condition on other ids raises ``TokenDriftError``.
         lora: adapter name, only with ``Capabilities.lora``.
+
+    Raises:
+        ValueError: a value is of another type, or the prompt is empty.
     """
 
     request_id: str
@@ -98,8 +102,19 @@ class GenerateRequest:
     lora: str | None = None
 
     def __post_init__(self) -> None:
+        check_text("request_id", self.request_id)
         if not self.prompt_ids:
             raise ValueError(f"request {self.request_id!r} has an empty prompt")
+        check_ids(f"the prompt of request {self.request_id!r}", self.prompt_ids)
+        if not isinstance(self.sampling, SamplingParams):
+            raise ValueError(f"sampling={self.sampling!r}: must be SamplingParams")
+        for name in ("session_id", "lora"):
+            if (value := getattr(self, name)) is not None:
+                check_text(name, value)
+        check_flag("session_ends", self.session_ends)
+        check_whole("priority", self.priority)
+        if not isinstance(self.multi_modal, Mapping):
+            raise ValueError(f"multi_modal={self.multi_modal!r}: must be a mapping of kinds to pictures")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -233,16 +248,23 @@ class RolloutBackend(Protocol):
         ...
 
     async def pause(self, mode: PauseMode) -> None:
-        """Stops sampling (see :class:`PauseMode`); new requests queue up until ``resume``."""
+        """Stops sampling (see :class:`PauseMode`); new requests queue up until ``resume``.
+
+        The latest mode holds: WAIT after KEEP lets what is frozen finish.
+        """
         ...
 
-    async def resume(self) -> None: ...
+    async def resume(self) -> None:
+        """Ends the pause, also one whose caller was cancelled; a WAIT that has not returned fails, or returns first."""
+        ...
 
     async def update_weights(self, update: WeightUpdate) -> None:
         """Takes new weights. No token is ever sampled from a mix; the prefix cache is reset with it.
 
         Raises:
-            WeightUpdateError: refused (wrong names, shapes, version or kind); the old weights still serve.
+            WeightUpdateError: refused (wrong names, shapes, version or kind); the old weights still serve. An engine
+                that failed when they were gone says so, in ``health`` too, and serves nothing (``EngineDiedError``)
+                until a whole update succeeds.
         """
         ...
 

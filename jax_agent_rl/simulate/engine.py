@@ -96,7 +96,7 @@ class SimulatedEngine:
         self._timer: asyncio.TimerHandle | None = None
         self._number = itertools.count()
         self._paused = self._closed = False
-        self._drained: asyncio.Future[None] | None = None
+        self._drains: list[asyncio.Future[None]] = []  # of pauses that wait until nothing runs
         self._sampled = self._prefilled = self._reused = self._finished = 0
         self._busy = self._loading = 0.0
 
@@ -144,15 +144,31 @@ class SimulatedEngine:
             for run in list(self._running.values()):
                 self._end(run, StopReason.ABORTED)
         elif mode is PauseMode.WAIT and self._running:
-            self._drained = self._loop.create_future()
-            await self._drained
-            self._advance()
+            await self._drain()
+            return
         self._paused = True
         self._schedule()
+
+    async def _drain(self) -> None:
+        drained = self._loop.create_future()
+        self._drains.append(drained)
+        self._paused = False  # what was frozen finishes, too
+        self._schedule()
+        try:
+            await drained
+        except asyncio.CancelledError:
+            self._drains = [other for other in self._drains if other is not drained]
+            self._advance()
+            self._admit()
+            raise
 
     async def resume(self) -> None:
         self._advance()
         self._paused = False
+        for drained in self._drains:
+            if not drained.done():
+                drained.set_exception(BackendError("resume() came before what this pause waited for had ended"))
+        self._drains.clear()
         self._admit()
 
     async def update_weights(self, update: WeightUpdate) -> None:
@@ -211,7 +227,7 @@ class SimulatedEngine:
 
     def _admit(self) -> None:
         """Gives free lanes to those that wait; call :meth:`_advance` first."""
-        while self._waiting and len(self._running) < self._speed.lanes and not self._paused and self._drained is None:
+        while self._waiting and len(self._running) < self._speed.lanes and not self._paused and not self._drains:
             run = self._waiting.pop(0)
             length, session = len(run.request.prompt_ids), run.request.session_id
             run.cached = min(max(self._contexts.get(session or "", 0), self._known(run.request.prompt_ids)), length - 1)
@@ -281,9 +297,12 @@ class SimulatedEngine:
             del self._running[run.request.request_id]
         elif run in self._waiting:
             self._waiting.remove(run)
-        if self._drained is not None and not self._running:
-            self._drained.set_result(None)
-            self._drained = None
+        if self._drains and not self._running:
+            self._paused = True
+            for drained in self._drains:
+                if not drained.done():
+                    drained.set_result(None)
+            self._drains.clear()
 
     def _leave(self, run: _Run) -> None:
         """A caller is gone, perhaps before its request was done."""

@@ -1,9 +1,13 @@
 """The data types: the module's worked example, and what they refuse."""
 
+import math
+
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jax_agent_rl.rollout.protocol import GenerateRequest
 from jax_agent_rl.types import (
     FinishReason,
     Fork,
@@ -99,11 +103,69 @@ def test_an_output_with_a_missing_logprob_is_refused():
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"max_tokens": 0}, {"temperature": -1.0}, {"top_p": 0.0}, {"top_p": 1.5}, {"top_k": -1}, {"stop": ("",)}]
+    ("wrong", "message"),
+    [
+        ({"max_tokens": 0}, "max_tokens=0: must be >= 1"),
+        ({"max_tokens": 2.5}, "max_tokens=2.5: must be a whole number"),
+        ({"temperature": -1.0}, "0 is greedy"),
+        ({"temperature": math.nan}, "temperature=nan: must be a finite number"),
+        ({"temperature": math.inf}, "finite"),
+        ({"temperature": 10**400}, "finite"),
+        ({"temperature": "1"}, "temperature='1': must be a finite number"),
+        ({"top_p": 0.0}, "top_p=0.0"),
+        ({"top_p": 1.5}, "top_p=1.5"),
+        ({"top_p": math.nan}, "top_p=nan"),
+        ({"top_k": -1}, "0 is off"),
+        ({"top_k": 2**31}, "top_k=2147483648: must be < 2147483648"),
+        ({"top_k": 2.5}, "whole number"),
+        ({"seed": "a"}, "seed='a': must be a whole number"),
+        ({"stop": ("",)}, "empty string"),
+        ({"stop": (5,)}, "stop string=5: must be a string"),
+        ({"stop": "end"}, "stop='end': must be a tuple of strings"),
+        ({"stop": None}, "stop=None"),
+        ({"stop_token_ids": (2**40,)}, "stop token id=1099511627776: must be < 2147483648"),
+        ({"stop_token_ids": (-5,)}, "must be >= 0"),
+        ({"stop_token_ids": 7}, "stop_token_ids=7: must be a tuple of ids"),
+        ({"ignore_eos": "false"}, "ignore_eos='false': must be True or False"),
+    ],
 )
-def test_impossible_sampling_parameters_are_refused(wrong: dict):
-    with pytest.raises(ValueError):
+def test_impossible_sampling_parameters_are_refused(wrong: dict, message: str):
+    with pytest.raises(ValueError, match=message):
         SamplingParams(**{"max_tokens": 1, **wrong})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"request_id": 7}, "request_id=7: must be a string"),
+        ({"prompt_ids": ()}, "empty prompt"),
+        ({"prompt_ids": (1.5, 2)}, r"the prompt of request 'r' holds 1\.5: ids must be whole numbers"),
+        ({"prompt_ids": (5, "6")}, "holds '6'"),
+        ({"sampling": {"max_tokens": 4}}, "must be SamplingParams"),
+        ({"session_id": [1]}, r"session_id=\[1\]: must be a string"),
+        ({"session_ends": "no"}, "session_ends='no'"),
+        ({"priority": "high"}, "priority='high': must be a whole number"),
+        ({"lora": 3}, "lora=3"),
+        ({"multi_modal": [1]}, "must be a mapping"),
+    ],
+)
+def test_impossible_requests_are_refused(wrong: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        GenerateRequest(**{"request_id": "r", "prompt_ids": (5, 6), "sampling": SamplingParams(max_tokens=1)} | wrong)
+
+
+def test_numbers_of_numpy_are_numbers():
+    sampling = SamplingParams(
+        max_tokens=np.int64(3),
+        temperature=np.float32(0.5),
+        top_k=np.int32(4),
+        seed=np.uint32(7),
+        stop_token_ids=tuple(np.array([5, 6])),
+    )
+    request = GenerateRequest(
+        request_id="r", prompt_ids=tuple(np.array([5, 6])), sampling=sampling, priority=np.int64(2)
+    )
+    assert request.sampling.stop_token_ids == (5, 6)
 
 
 def test_a_group_refuses_members_of_another():

@@ -164,6 +164,39 @@ async def pause_wait(probe: Probe) -> None:
     probe.equal(len((await late).token_ids), 8, "ids of the held request", cause="it was dropped instead of held")
 
 
+@check("pause-wait-given-up", needs=["pause_modes:wait"])
+async def pause_given_up(probe: Probe) -> None:
+    """A WAIT whose caller gave up holds nothing after resume."""
+    count = probe.room - 24
+    running = (await probe.started(probe.prompt(8, seed=53), max_tokens=count)).task
+    pausing = asyncio.create_task(probe.backend.pause(PauseMode.WAIT))
+    await asyncio.sleep(0)  # it is asked for; a small model would have ended everything soon
+    pausing.cancel()
+    await asyncio.gather(pausing, return_exceptions=True)
+    await probe.backend.resume()
+    output = await probe.within(30, running, "the output of a request that ran meanwhile", cause=_STILL_PAUSED)
+    probe.equal(len(output.token_ids), count, "its ids", cause="it was ended instead of let finish")
+    after = await probe.within(30, probe.begin(probe.prompt(6, seed=54)), "a request after it", cause=_STILL_PAUSED)
+    probe.equal(len(after.token_ids), 8, "its ids", cause=_STILL_PAUSED)
+
+
+@check("pause-wait-after-keep", needs=["pause_modes:wait", "pause_modes:keep"])
+async def pause_after_keep(probe: Probe) -> None:
+    """WAIT lets finish what KEEP has frozen."""
+    count = probe.room - 24
+    running = (await probe.started(probe.prompt(8, seed=55), max_tokens=count)).task
+    await probe.backend.pause(PauseMode.KEEP)
+    waiting = probe.backend.pause(PauseMode.WAIT)
+    await probe.within(30, waiting, "the end of a pause(WAIT) after a pause(KEEP)", cause="it waits for what is frozen")
+    output = await probe.within(30, running, "the output of the frozen request", cause="it is frozen still")
+    probe.equal(len(output.token_ids), count, "its ids", cause="it was ended instead of let finish")
+    late = probe.begin(probe.prompt(6, seed=56))
+    await _waiting(probe, 1)
+    probe.equal(late.done(), False, "a new request ended while paused", cause=_NOT_PAUSED)
+    await probe.backend.resume()
+    probe.equal(len((await late).token_ids), 8, "ids of the held request", cause=_STILL_PAUSED)
+
+
 @check("pause-abort", needs=["pause_modes:abort"])
 async def pause_abort(probe: Probe) -> None:
     """ABORT ends what runs with its ids so far; new requests are held until resume."""
@@ -226,6 +259,7 @@ async def undeclared(probe: Probe) -> None:
 
 
 _NOT_PAUSED = "the pause does not hold: weights would change under a running step"
+_STILL_PAUSED = "the pause holds on after resume: the engine stands still for good"
 
 
 async def _waiting(probe: Probe, count: int) -> None:

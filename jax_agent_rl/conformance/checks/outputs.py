@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+
 from jax_agent_rl.conformance.check import check
 from jax_agent_rl.conformance.probe import Probe
 from jax_agent_rl.errors import BackendError, PromptTooLongError
+from jax_agent_rl.sampling_params import MOST_IDS
 from jax_agent_rl.types import StopReason, digest_ids
 
 
@@ -120,6 +123,19 @@ async def bad_ids(probe: Probe) -> None:
     probe.expect_greedy(
         prompt, await probe.generate(prompt), "a request after a refused one", cause="the refused one broke the engine"
     )
+
+
+@check("extremes-harm-nobody")
+async def extremes(probe: Probe) -> None:
+    """The largest values that a request may hold are served or are its own BackendError; others never notice."""
+    count, prompt = probe.room - 24, probe.prompt(8, seed=13)
+    beside = (await probe.started(prompt, max_tokens=count)).task
+    cause = "values are not checked before they reach the engine's arrays: one request ends those of everybody"
+    for extreme in ({"top_k": MOST_IDS - 1, "temperature": 1.0}, {"stop_token_ids": (MOST_IDS - 1,)}):
+        with contextlib.suppress(BackendError):
+            await probe.within(60, probe.begin(prompt, **extreme), f"an answer to a request of {extreme}", cause=cause)
+    probe.equal(len((await beside).token_ids), count, "ids of a request that ran beside them", cause=cause)
+    probe.expect_greedy(prompt, await probe.generate(prompt), "a request after them", cause=cause)
 
 
 @check("prompt-too-long")

@@ -76,7 +76,7 @@ def decode_request(data: Mapping[str, Any]) -> GenerateRequest:
     """
     try:
         raw: dict[str, Any] = dict(data["sampling"])
-        raw |= {name: tuple(raw[name]) for name in ("stop", "stop_token_ids") if name in raw}
+        raw |= {name: tuple(raw[name]) for name in ("stop", "stop_token_ids") if isinstance(raw.get(name), list)}
         ids = tuple(data["prompt_ids"])
         if not all(type(i) is int for i in ids):
             raise TypeError("prompt_ids must be whole numbers")

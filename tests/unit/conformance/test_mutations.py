@@ -129,6 +129,22 @@ class TakesAnyWeights(ToyBackend):
         self._version = update.version
 
 
+class WaitsOnForNobody(ToyBackend):
+    async def pause(self, mode):
+        await asyncio.shield(asyncio.create_task(super().pause(mode)))
+
+    async def resume(self):
+        self._frozen = False
+        self._changed.set()
+
+
+class WaitsForTheFrozen(ToyBackend):
+    async def pause(self, mode):
+        while mode is PauseMode.WAIT and self.running:
+            await asyncio.sleep(0)
+        await super().pause(mode)
+
+
 class AddsBos(ToyBackend):
     def output(self, run, reason):
         digest = digest_ids([1, *run.request.prompt_ids, *run.ids])
@@ -143,6 +159,12 @@ class ReversesPriorities(ToyBackend):
 class TruncatesPrompt(ToyBackend):
     def stream(self, request):
         return super().stream(replace(request, prompt_ids=request.prompt_ids[-150:]))
+
+
+class CountsInBytes(ToyBackend):
+    def sample(self, run):
+        np.array([run.request.sampling.top_k, *run.request.sampling.stop_token_ids], np.int8)  # ends the engine's task
+        return super().sample(run)
 
 
 class CutsStopString(ToyBackend):
@@ -238,9 +260,12 @@ CAUGHT_BY = [
     (KeepsPrefixCache, "prefix-reuse"),
     (GoesOnWhilePaused, "pause-keep"),
     (AbortsOnWait, "pause-wait"),
+    (WaitsOnForNobody, "pause-wait-given-up"),
+    (WaitsForTheFrozen, "pause-wait-after-keep"),
     (TakesStaleWeights, "stale-version-refused"),
     (TakesAnyWeights, "bad-weights-refused"),
     (AddsBos, "ids-in-ids-out"),
+    (CountsInBytes, "extremes-harm-nobody"),
     (ReversesPriorities, "priorities"),
     (TruncatesPrompt, "prompt-too-long"),
     (CutsStopString, "stop-strings"),

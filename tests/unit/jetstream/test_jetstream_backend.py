@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from jax_agent_rl.errors import BackendClosedError, BackendError, PromptTooLongError, WeightUpdateError
+from jax_agent_rl.errors import BackendClosedError, BackendError, EngineDiedError, PromptTooLongError, WeightUpdateError
 from jax_agent_rl.jetstream.backend import JetStreamBackend
 from jax_agent_rl.jetstream.engine import EngineShapes
 from jax_agent_rl.jetstream.programs import cache_hits
@@ -159,6 +159,18 @@ async def test_an_id_outside_the_vocabulary_is_refused(params):
             await backend.generate(request("r", [5, 97]))
 
 
+async def test_a_request_that_breaks_while_it_is_queued_harms_no_other(params):
+    bad = request("bad", [5, 6])
+    object.__setattr__(bad.sampling, "seed", "a")  # past the checks of SamplingParams
+    async with running(params) as backend:
+        beside = asyncio.create_task(backend.generate(request("beside", [5, 6], max_tokens=50)))
+        with pytest.raises(BackendError, match="request 'bad' cannot be taken: TypeError") as caught:
+            await backend.generate(bad)
+        assert not isinstance(caught.value, EngineDiedError)
+        assert len((await beside).token_ids) == 50
+        assert (await backend.health()).ok
+
+
 async def test_chunks_put_together_are_the_output(params):
     async with running(params) as backend:
         chunks = [chunk async for chunk in backend.stream(request("r", prompt_of(2, 6), max_tokens=11))]
@@ -267,7 +279,7 @@ async def test_closing_fails_what_is_running_and_leaves_no_thread(params):
             await task
         with pytest.raises(BackendClosedError):
             await backend.generate(request("s", prompt_of(1, 5)))
-        assert not backend._thread.is_alive() and not (await backend.health()).ok
+        assert not backend._thread.is_alive and not (await backend.health()).ok
 
 
 async def test_lower_priority_values_run_first(params):

@@ -160,6 +160,24 @@ def test_requests_and_outputs_travel_unchanged():
     assert wire.decode_output(json.loads(wire.line(wire.encode_output(output)))) == output
 
 
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"priority": "high"}, "priority='high': must be a whole number"),
+        ({"session_id": [1]}, "must be a string"),
+        ({"prompt_ids": [5, 1.5]}, "prompt_ids must be whole numbers"),
+        ({"sampling": {"max_tokens": 4, "top_k": 2**32}}, "top_k=4294967296"),
+        ({"sampling": {"max_tokens": 4, "stop": [5]}}, "stop string=5"),
+        ({"sampling": {"max_tokens": 4, "stop": "end"}}, "must be a tuple of strings"),
+        ({"sampling": {"max_tokens": 4, "seed": "a"}}, "seed='a'"),
+        ({"sampling": {"max_tokens": 4, "temperature": math.nan}}, "temperature=nan"),
+    ],
+)
+def test_what_is_no_request_is_refused_before_an_engine_sees_it(wrong: dict, message: str):
+    with pytest.raises(BackendError, match=f"not a generate request: .*{message}"):
+        wire.decode_request(wire.encode_request(request()) | wrong)
+
+
 @pytest.mark.parametrize("kind", [PromptTooLongError, BackendError, EngineDiedError, WeightUpdateError])
 async def test_errors_arrive_as_what_they_were(kind):
     class Failing(ToyBackend):

@@ -117,6 +117,28 @@ def test_new_weights_under_a_running_request(mode, seconds, versions):
     assert ended == pytest.approx(seconds + 0.5 * (mode is PauseMode.ABORT), abs=1e-4) and version == 1
 
 
+def test_pauses_that_wait_are_told_together_and_one_that_is_given_up_holds_nothing():
+    async def main(engine):
+        first = asyncio.create_task(finish(engine, request("a", 5)))
+        await asyncio.sleep(2.5)
+        pauses = [asyncio.create_task(engine.pause(PauseMode.WAIT)) for _ in range(3)]
+        await asyncio.sleep(0)
+        pauses.pop().cancel()
+        await asyncio.gather(*pauses)
+        held = asyncio.create_task(finish(engine, request("b", 5)))
+        await asyncio.sleep(10.0)
+        assert not held.done()
+        await engine.resume()
+        await asyncio.sleep(2.5)
+        given_up = asyncio.create_task(engine.pause(PauseMode.WAIT))
+        await asyncio.sleep(0)
+        given_up.cancel()
+        await asyncio.gather(given_up, return_exceptions=True)
+        return [*await first, *await held, *await finish(engine, request("c", 5))]
+
+    assert [when for when, _ in run(main)] == pytest.approx([5.0, 20.0, 25.0], abs=1e-4)
+
+
 def test_a_request_whose_caller_is_gone_frees_its_lane():
     async def main(engine):
         first = asyncio.create_task(engine.generate(request("a", 100)))

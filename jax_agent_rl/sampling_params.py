@@ -1,0 +1,65 @@
+"""How to sample one generation.
+
+:mod:`jax_agent_rl.types` has it too; import it from there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jax_agent_rl.values import check_finite, check_flag, check_several, check_text, check_whole
+
+MOST_IDS = 2**31
+"""Ids and counts of them are less than this: engines keep them as int32."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingParams:
+    """How to sample one generation.
+
+    Attributes:
+        max_tokens: most ids to sample, >= 1.
+        temperature: finite; 0 is greedy (log-probs are then those of temperature 1).
+        top_p: nucleus mass in (0, 1]; 1 is off.
+        top_k: keep the k most likely ids; 0 is off. Ties at the threshold are all kept.
+        seed: fixes this request's randomness, independent of what else is in the batch. None draws one.
+        stop: end when one of these strings appears in the decoded output. The ids up to and including the
+            one that completes it are kept.
+        stop_token_ids: end when one of these ids is sampled (kept), besides the model's EOS ids.
+        ignore_eos: go on past EOS (benchmarks).
+
+    Raises:
+        ValueError: a value is of another type, or out of range.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        check_whole("max_tokens", self.max_tokens, least=1)
+        check_finite("temperature", self.temperature)
+        if self.temperature < 0:
+            raise ValueError(f"temperature={self.temperature}: must be >= 0 (0 is greedy)")
+        check_finite("top_p", self.top_p)
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p={self.top_p}: must be in (0, 1]")
+        check_whole("top_k", self.top_k, below=MOST_IDS)
+        if self.top_k < 0:
+            raise ValueError(f"top_k={self.top_k}: must be >= 0 (0 is off)")
+        if self.seed is not None:
+            check_whole("seed", self.seed)
+        check_several("stop", self.stop, of="strings")
+        for text in self.stop:
+            check_text("stop string", text)
+        if not all(self.stop):
+            raise ValueError("stop contains an empty string, which would end every generation at once")
+        check_several("stop_token_ids", self.stop_token_ids, of="ids")
+        for token in self.stop_token_ids:
+            check_whole("stop token id", token, least=0, below=MOST_IDS)
+        check_flag("ignore_eos", self.ignore_eos)
