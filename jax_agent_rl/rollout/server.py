@@ -172,10 +172,10 @@ class AsyncServer:
         if mode is None:
             await self.backend.update_weights(update)
             return
-        await self.backend.pause(mode)
         try:
+            await self.backend.pause(mode)
             await self.backend.update_weights(update)
-        finally:
+        finally:  # a pause that was called off may have taken hold
             if not self._abandoned:  # it might never answer
                 await self.backend.resume()
 
