@@ -34,7 +34,8 @@
     ├── StorageError                a file of the run could not be written -> make space, then --resume
     ├── WorkerDiedError             a worker of the tool server went away -> it is started again, its calls fail
     ├── LaunchError                 a host, GPU, port or process of a launch -> fix it there, the message names it
-    │   └── LaunchTargetError       what was asked of the cloud is not there
+    │   ├── LaunchTargetError       what was asked of the cloud is not there
+    │   └── LaunchUnansweredError   the cloud could not be asked, which may pass
     ├── NothingToTrainError         every trajectory of several batches in a row was lost
     └── NonFiniteError              too many non-finite gradient steps in a row
 
@@ -223,6 +224,10 @@ class LaunchError(JaxAgentRLError):
 
 class LaunchTargetError(LaunchError):
     """What a launch asked the cloud for is not there: no slice of that name, say."""
+
+
+class LaunchUnansweredError(LaunchError):
+    """The cloud could not be asked, or could not answer: that may pass, and says nothing of what is there."""
 
 
 class NothingToTrainError(JaxAgentRLError):

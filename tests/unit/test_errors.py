@@ -6,7 +6,7 @@ import pkgutil
 import jax_agent_rl
 from jax_agent_rl import errors
 
-WITHOUT_JAX = ("agents", "chat", "rewards", "rollout", "tools")
+WITHOUT_JAX = ("agents", "chat", "launch", "rewards", "rollout", "tools")
 
 
 def descendants(cls: type) -> set[type]:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jax_agent_rl.errors import LaunchError, LaunchTargetError
+from jax_agent_rl.errors import LaunchError, LaunchTargetError, LaunchUnansweredError
 from jax_agent_rl.launch.hosts import Command, Host
 from jax_agent_rl.launch.tpu.topology import Topology
 
@@ -191,10 +191,6 @@ def fix_of(message: str) -> str:
     return next((fix for pattern, fix in _FIXES if re.search(pattern, message, re.IGNORECASE)), "")
 
 
-class Unanswered(LaunchError):
-    """gcloud failed, and neither refused what it was asked for nor said that something is not there: it may pass."""
-
-
 def _error(arguments: Sequence[str], message: str) -> LaunchError:
     brief = " ".join(message.split())
     brief = brief if len(brief) <= 600 else f"{brief[:300]} … {brief[-300:]}"
@@ -203,7 +199,7 @@ def _error(arguments: Sequence[str], message: str) -> LaunchError:
     text = f"gcloud {words} failed: {brief}" + (f"\n{fix}" if fix else "")
     if re.search(r"NOT_FOUND|was not found", message):
         return LaunchTargetError(text)
-    return Unanswered(text) if fix in ("", _PASSES) else LaunchError(text)
+    return LaunchUnansweredError(text) if fix in ("", _PASSES) else LaunchError(text)
 
 
 class Gcloud:
@@ -231,7 +227,7 @@ class Gcloud:
 
         Raises:
             LaunchTargetError: the resource is not there.
-            Unanswered: gcloud could not ask, or the service could not answer.
+            LaunchUnansweredError: gcloud could not ask, or the service could not answer.
             LaunchError: it was refused; the message ends with the fix.
         """
         pipe = asyncio.subprocess.PIPE

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from jax_agent_rl.errors import LaunchError, LaunchTargetError
+from jax_agent_rl.errors import LaunchError, LaunchTargetError, LaunchUnansweredError
 from jax_agent_rl.launch.tpu import gcloud
-from jax_agent_rl.launch.tpu.gcloud import Gcloud, Request, Unanswered
+from jax_agent_rl.launch.tpu.gcloud import Gcloud, Request
 from jax_agent_rl.launch.tpu.patience import pauses
 
 _PROGRESS_SECONDS = 30.0
@@ -153,7 +153,7 @@ class Slices:
             work = self._cloud.read(gcloud.create(self._request))
             await self._with_progress(work, f"creating {self._request.name}")
         except LaunchError as error:
-            self.there = isinstance(error, Unanswered)  # it may come into being without an answer
+            self.there = isinstance(error, LaunchUnansweredError)  # it may come into being without an answer
             raise
         self.created = True
 
@@ -205,7 +205,7 @@ class Slices:
         while True:
             try:
                 return await self.look()
-            except Unanswered as error:
+            except LaunchUnansweredError as error:
                 if (pause := next(left, None)) is None:
                     raise
                 self._say(f"{error}\nlooking again in {pause:.0f} s")
