@@ -19,6 +19,7 @@ from jax_agent_rl.commandline import (
     config_or_key,
     run_to_end,
 )
+from jax_agent_rl.observe.lines import say
 
 
 def register(app: typer.Typer) -> None:
@@ -70,12 +71,10 @@ def rollout(
     with open_subject(choice) as subject:
         summary = run_to_end(collect(subject, request, out=out, console=console))
     lost = ", ".join(f"{reason} {count}" for reason, count in sorted(summary["dropped"].items())) or "none"
-    console.print(
+    say(
+        console,
         f"{summary['started']} trajectories started = {summary['kept']} in {out} + lost ({lost}), "
         f"of {summary['prompts']} prompts",
-        highlight=False,
-        markup=False,
-        soft_wrap=True,
     )
     if json:
         print(json_module.dumps(summary))

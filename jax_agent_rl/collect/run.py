@@ -25,6 +25,7 @@ from jax_agent_rl.collect.files import Target, write
 from jax_agent_rl.collect.journal import Journal, require_same
 from jax_agent_rl.config import Config
 from jax_agent_rl.errors import ConfigError
+from jax_agent_rl.observe.lines import say
 from jax_agent_rl.observe.progress import Progress, duration
 from jax_agent_rl.rollout.futility import FutilityGuard
 from jax_agent_rl.runtime.rollouts import Rollouts, open_rollouts
@@ -136,7 +137,7 @@ async def collect(subject: Subject, request: Request, *, out: Path, console: Con
     group_size = request.group_size or config.rollout.group_size
     settings = _settings(subject, request, file, group_size, sampling)
     if finished := _finished(target, settings):
-        console.print(f"{out} is complete already: nothing to do", highlight=False, markup=False, soft_wrap=True)
+        say(console, f"{out} is complete already: nothing to do")
         return finished
     with Journal(target.journal, settings) as journal, Progress(console, total_steps=0) as progress:
         source = str(file), request.limit

@@ -20,6 +20,7 @@ from jax_agent_rl.commandline import (
     config_or_key,
     run_to_end,
 )
+from jax_agent_rl.observe.lines import say
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -99,9 +100,9 @@ def evaluate(
     folder = free_folder(out or wanted.with_name(wanted.name + "-eval"))
     with open_subject(choice) as subject:
         summary = run_to_end(play(subject, request, out=folder, console=console))
-    console.print(headline(summary), highlight=False, markup=False, soft_wrap=True)
+    say(console, headline(summary))
     console.print(table(summary["scores"]))
-    console.print(f"samples: {folder} (jax-agent-rl view {folder})", highlight=False, markup=False, soft_wrap=True)
+    say(console, f"samples: {folder} (jax-agent-rl view {folder})")
     if json:
         print(json_module.dumps(summary))
 

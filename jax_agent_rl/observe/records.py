@@ -18,6 +18,7 @@ from jax_agent_rl.types import Trajectory
 _TRAJECTORY_KEYS = {field.name for field in fields(Trajectory)} | {"step", "split"}
 _TURN_KEYS = {"sampled", "appended", "stop_reason", "cached_tokens", "score", "tool_calls"}
 _CALL_KEYS = {"name", "seconds", "error"}
+_FINISH_REASONS, _STOP_REASONS = tuple(FinishReason), tuple(StopReason)
 _SPAN_KEYS = {"name", "about", "start_ns", "end_ns", "attributes", "error"}
 
 Record = dict[str, Any]
@@ -97,7 +98,7 @@ def _is_trajectory(record: Record) -> bool:
         record.keys() >= _TRAJECTORY_KEYS
         and has_step(record)
         and is_number(record["reward"])
-        and record["finish_reason"] in tuple(FinishReason)
+        and record["finish_reason"] in _FINISH_REASONS
         and _all(record["turns"], _is_turn)
         and _all(record["segments"], _is_trajectory)
     )
@@ -106,7 +107,7 @@ def _is_trajectory(record: Record) -> bool:
 def _is_turn(turn: Record) -> bool:
     return (
         turn.keys() >= _TURN_KEYS
-        and turn["stop_reason"] in tuple(StopReason)
+        and turn["stop_reason"] in _STOP_REASONS
         and _all(turn["tool_calls"], lambda call: call.keys() >= _CALL_KEYS)
     )
 

@@ -20,6 +20,7 @@ from jax_agent_rl.commandline import (
     command,
     config_or_key,
 )
+from jax_agent_rl.observe.lines import say
 
 if TYPE_CHECKING:
     from jax_agent_rl.runtime.subject import Choice
@@ -95,10 +96,5 @@ def _serve(choice: Choice, serving: Callable[..., Coroutine[Any, Any, None]]) ->
     from jax_agent_rl.runtime.subject import open_subject
 
     use_compilation_cache()
-    console = Console()
-
-    def say(text: str) -> None:
-        console.print(text, highlight=False, markup=False, soft_wrap=True)
-
     with open_subject(choice) as subject:
-        asyncio.run(serving(subject.config, policy=subject.name, say=say))
+        asyncio.run(serving(subject.config, policy=subject.name, say=functools.partial(say, Console())))

@@ -15,6 +15,7 @@ from jax_agent_rl.config import Config
 from jax_agent_rl.errors import CheckpointError, WeightUpdateError
 from jax_agent_rl.interrupt import Interruption, Leave
 from jax_agent_rl.learner.checkpoint import Checkpointer, complete_steps, cut_off_steps
+from jax_agent_rl.observe.lines import say
 from jax_agent_rl.observe.metrics import RunFolder
 from jax_agent_rl.observe.plots import reward_plot
 from jax_agent_rl.observe.progress import Progress, duration
@@ -219,9 +220,9 @@ def _conclude(
     _print_extremes(records, runtime, console)
     console.print(_headline(summary), highlight=False)
     if warnings := spoken(observed["warnings"]):
-        console.print(warnings, highlight=False, markup=False, soft_wrap=True)
+        say(console, warnings)
     where = f"run folder:   {folder.path}\nreward plot:  {folder.plot}"
-    console.print(where, highlight=False, markup=False, soft_wrap=True)
+    say(console, where)
     return summary
 
 
