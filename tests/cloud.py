@@ -18,7 +18,7 @@ from typing import Any
 from jax_agent_rl.launch.tpu import topology
 from jax_agent_rl.launch.tpu.gcloud import Request
 from jax_agent_rl.launch.tpu.job import Job
-from tests.launching import ROOT, free_ports
+from tests.launching import LEARN, ROOT, free_ports
 
 _GCLOUD = """\
 import json, os, pathlib, shutil, signal, subprocess, sys, time
@@ -187,8 +187,10 @@ if [ "$2" = jax_agent_rl.cli ]; then exec {python} -SE "$FAKE_CLOUD/trainer.py" 
 exec {python} -S "$@"
 """
 
-_TRAINER = """\
-import os, pathlib, signal, socket, sys
+_TRAINER = (
+    LEARN
+    + """\
+import os, pathlib, socket
 folder = pathlib.Path(os.environ["FAKE_CLOUD"])
 print("arguments:", *sys.argv[1:], flush=True)
 (folder / ("secret-" + sys.argv[1])).write_text(os.environ.get("JAX_AGENT_RL_TOKEN", ""))
@@ -200,17 +202,9 @@ if sys.argv[1] == "rollout-server":
     signal.signal(signal.SIGINT, lambda *_: sys.exit(print("stopped serving", flush=True)))
     while True:
         signal.pause()
-behaviour = (folder / "orders" / "trainer").read_text().split()
-if behaviour[0] == "ends":
-    sys.exit(int(behaviour[1]))
-def save(*_):
-    print("saved a checkpoint", flush=True)
-    sys.exit(130)
-signal.signal(signal.SIGINT, save)
-print("training", flush=True)
-while True:
-    signal.pause()
+learn((folder / "orders" / "trainer").read_text().split())
 """
+)
 
 
 @dataclass

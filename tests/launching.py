@@ -14,9 +14,26 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 
-# A rollout server that answers health requests, and a learner that ends or waits for Ctrl-C.
-_JAX_AGENT_RL = """\
-import http.server, os, pathlib, signal, sys
+LEARN = """\
+import signal, sys
+def learn(behaviour):
+    if behaviour[0] == "ends":
+        sys.exit(int(behaviour[1]))
+    def save(*_):
+        print("saved a checkpoint", flush=True)
+        sys.exit(130)
+    signal.signal(signal.SIGINT, save)
+    print("training", flush=True)
+    while True:
+        signal.pause()
+"""
+"""A learner that ends, or waits for Ctrl-C, for programs that stand in for ``jax-agent-rl``."""
+
+# A rollout server that answers health requests, and that learner.
+_JAX_AGENT_RL = (
+    LEARN
+    + """\
+import http.server, os, pathlib
 folder = pathlib.Path(os.environ["FAKES"])
 words = sys.argv[1:]
 (folder / f"pid-{os.getpid()}").write_text(words[0])
@@ -34,17 +51,9 @@ if words[0] == "rollout-server":
     http.server.ThreadingHTTPServer(address, Handler).serve_forever()
 elif words[0] == "train":
     print("arguments:", *words[1:], flush=True)
-    behaviour = os.environ.get("FAKE_LEARNER", "ends 0").split()
-    if behaviour[0] == "ends":
-        sys.exit(int(behaviour[1]))
-    def save(*_):
-        print("saved a checkpoint", flush=True)
-        sys.exit(130)
-    signal.signal(signal.SIGINT, save)
-    print("training", flush=True)
-    while True:
-        signal.pause()
+    learn(os.environ.get("FAKE_LEARNER", "ends 0").split())
 """
+)
 
 _NVIDIA_SMI = """\
 #!/usr/bin/env bash
