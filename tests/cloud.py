@@ -18,7 +18,8 @@ from typing import Any
 from jax_agent_rl.launch.tpu import topology
 from jax_agent_rl.launch.tpu.gcloud import Request
 from jax_agent_rl.launch.tpu.job import Job
-from tests.launching import LEARN, ROOT, free_ports
+from tests.launching import LEARN, ROOT
+from tests.ports import free_ports
 
 _GCLOUD = """\
 import json, os, pathlib, shutil, signal, subprocess, sys, time

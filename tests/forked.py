@@ -46,7 +46,7 @@ class Command:
     @property
     def cpu_seconds(self) -> float:
         """User and system time so far. Moments of a life are drawn from it, for wall time depends on the machine."""
-        with contextlib.suppress(FileNotFoundError):  # it has ended
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
             fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
             self._cpu_seconds = (int(fields[11]) + int(fields[12])) * TICK
         return self._cpu_seconds
@@ -130,7 +130,7 @@ class Forker:
 def _lives(pid: str) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # the second: it ended while its file was read
         return False
 
 

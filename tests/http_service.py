@@ -40,13 +40,6 @@ async def serve(app: Any) -> AsyncIterator[str]:
         listening.close()
 
 
-def free_port() -> int:
-    """A port nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 class ToolServer:
     """An async context manager.
 

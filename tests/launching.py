@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import select
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -202,24 +201,6 @@ def is_running(pid: int) -> bool:
     except ProcessLookupError:
         return False
     return True
-
-
-def is_free(port: int, address: str = "127.0.0.1") -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((address, port))
-        except OSError:
-            return False
-    return True
-
-
-def free_ports(count: int, *, first: int = 21000, last: int = 30000) -> int:
-    """The first of so many neighbouring ports that nobody listens on."""
-    for port in range(first, last, count):
-        if all(is_free(port + i) for i in range(count)):
-            return port
-    raise AssertionError("no ports are free")
 
 
 def ended_after(process: subprocess.Popen[str], number: int = signal.SIGINT) -> Iterator[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -16,6 +15,7 @@ import yaml
 
 from jax_agent_rl.data.calculator import prepare_calculator
 from jax_agent_rl.observe.metrics import read_records
+from tests.ports import free_port
 
 pytest.importorskip("uvicorn")
 openai = pytest.importorskip("openai")
@@ -54,9 +54,7 @@ def test_an_example_trains_with_every_trajectory_accounted_for(name: str, small_
 
 
 def test_serve_answers_an_openai_client_until_it_is_told_to_stop(small_model: Path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     config = ROOT / "examples" / "openai_agent" / "config.yaml"
     command = [*COMMAND, "serve", str(config), f"model.path={small_model}", *SMALL, "--port", str(port)]
     process = subprocess.Popen(

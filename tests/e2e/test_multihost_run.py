@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from jax_agent_rl.observe.metrics import read_records
+from tests.ports import free_port
 from tests.tiny_run import SMALL, tiny_recipe
 
 # The third checkpoint meets what looks like a full disk, on one of the processes.
@@ -36,9 +36,7 @@ cli.main()
 
 def start(recipe: Path, *settings: str, processes: int, full: int | None = None) -> list[subprocess.Popen[str]]:
     """One process per host, each with one device; the disk of ``full`` fills up."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
+    port = free_port()
     started = []
     for number in range(processes):
         program = ["-m", "jax_agent_rl.cli"] if full is None else ["-c", FULL_DISK, str(full)]

@@ -6,7 +6,8 @@ import sys
 from pathlib import Path
 
 from jax_agent_rl.observe.metrics import read_records
-from tests.http_service import ToolServer, free_port
+from tests.http_service import ToolServer
+from tests.ports import free_port
 
 
 async def train(recipe: Path, *overrides: str) -> tuple[int, str]:

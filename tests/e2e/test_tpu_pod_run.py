@@ -9,7 +9,8 @@ import pytest
 
 from jax_agent_rl.observe.metrics import read_records
 from tests.cloud import Cloud
-from tests.launching import free_ports, read_until
+from tests.launching import read_until
+from tests.ports import free_port
 from tests.tiny_run import SMALL, tiny_recipe
 
 # The third step's rollouts wait until the test lets them go.
@@ -72,7 +73,7 @@ def test_a_run_on_two_hosts_that_loses_its_slice_ends_as_one_with_every_step_onc
 
 def test_hosts_that_learn_and_one_that_samples_are_one_run(cloud: Cloud, tmp_path: Path):
     recipe = tiny_recipe(tmp_path / "recipe", rollout={"jetstream": SMALL})
-    split = ["--rollout-hosts", 1, "--rollout-port", free_ports(1), "learner.mesh.fsdp=2", "trainer.steps=2"]
+    split = ["--rollout-hosts", 1, "--rollout-port", free_port(), "learner.mesh.fsdp=2", "trainer.steps=2"]
     where = ["--topology", "v5e:4x4", "--bucket", "gs://b", "--config", recipe]
     result = cloud.launch(*where, *split, timeout=500)
     assert result.returncode == 0, result.stdout + result.stderr

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.launching import Machines, ended_after, free_ports, is_free, is_running, read_until, wait_for_end
+from tests.launching import Machines, ended_after, is_running, read_until, wait_for_end
+from tests.ports import free_ports, is_free
 
 TWO_HOSTS = "127.0.0.2,127.0.0.3"
 CONFIG = Path(__file__).parents[2] / "configs" / "quickstart.yaml"

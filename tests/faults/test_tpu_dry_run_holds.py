@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.cloud import Cloud
-from tests.launching import free_ports
+from tests.ports import free_port
 
 CONFIG = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 # No second look at a slice that is ready: how many there are depends on how long the run takes.
@@ -59,7 +59,7 @@ def test_a_dry_run_prints_the_calls_of_a_launch_in_their_order(cloud: Cloud, how
 
 
 def test_a_dry_run_prints_the_calls_of_a_launch_with_hosts_that_sample(cloud: Cloud):
-    arguments = [*KEPT, "--rollout-hosts", 1, "--rollout-port", free_ports(1)]
+    arguments = [*KEPT, "--rollout-hosts", 1, "--rollout-port", free_port()]
     expected = printed(cloud, *arguments)
     unknown = Counter(made(cloud, *arguments)) - Counter(expected)
     assert not unknown, unknown

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.cloud import Cloud
-from tests.launching import ended_after, free_ports, read_until
+from tests.launching import ended_after, read_until
+from tests.ports import free_port
 
 CONFIG = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 KEPT = ["--bucket", "gs://b", "--config", str(CONFIG)]
@@ -206,7 +207,7 @@ def test_several_slices_wait_in_the_queue_and_are_one_run(cloud: Cloud):
 
 def split(*more: object) -> list[object]:
     """Two slices that learn, and one that samples."""
-    return [*KEPT, "--rollout-hosts", 1, "--rollout-port", free_ports(1), *more]
+    return [*KEPT, "--rollout-hosts", 1, "--rollout-port", free_port(), *more]
 
 
 def test_hosts_that_only_sample_serve_before_the_others_learn_and_end_with_them(cloud: Cloud):

@@ -6,13 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.launching import free_ports, is_free
+from tests.ports import free_port, is_free
 
 SCRIPT = Path(__file__).parents[2] / "launch" / "gpu.sh"
 
 
 def test_the_script_trains_through_a_vllm_server_and_ends_it(recipe: Path, tmp_path: Path):
-    port = free_ports(1)
+    port = free_port()
     command = [SCRIPT, "--device", "cpu", "--no-install", "--config", recipe, "--port", str(port)]
     command += ["trainer.steps=2", "rollout.vllm.kv_cache_gib=0.125"]
     environment = os.environ | {"JAX_AGENT_RL_VENV": sys.prefix, "PYTHON": sys.executable}

@@ -10,7 +10,8 @@ from starlette.routing import Route
 from jax_agent_rl import json_service
 from jax_agent_rl.errors import ConfigError, ToolServerError
 from jax_agent_rl.json_service import JsonService, ServiceSettings, bearer
-from tests.http_service import free_port, serve
+from tests.http_service import serve
+from tests.ports import free_port
 
 
 class Script:

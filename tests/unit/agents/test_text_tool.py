@@ -12,7 +12,8 @@ from jax_agent_rl.config import SearchConfig, ToolClientConfig
 from jax_agent_rl.errors import ConfigError, ToolServerError
 from jax_agent_rl.types import FinishReason
 from tests.agent_stage import ROW, AgentStage, assert_token_exact
-from tests.http_service import ToolServer, free_port, serve
+from tests.http_service import ToolServer, serve
+from tests.ports import free_port
 
 ASK = "let me see <tool> print(3) </tool> junk"
 

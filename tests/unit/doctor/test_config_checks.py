@@ -10,7 +10,7 @@ import pytest
 from jax_agent_rl.config import load
 from jax_agent_rl.doctor import examine
 from jax_agent_rl.doctor.findings import look_at_all
-from tests.http_service import free_port
+from tests.ports import free_port
 from tests.tiny_run import tiny_recipe
 
 SCORING = ("user code", "data.train", "rewards")

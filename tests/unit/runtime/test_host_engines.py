@@ -3,7 +3,6 @@
 import asyncio
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +16,7 @@ from jax_agent_rl.rollout.manager import LLMServerManager
 from jax_agent_rl.rollout.protocol import WeightUpdate
 from jax_agent_rl.runtime.host_engines import KIND, FromShelf, HostEngine, Meeting, Shelf, join_hosts, own_address
 from jax_agent_rl.types import SamplingParams
+from tests.ports import free_port
 from tests.tiny_run import SMALL, tiny_recipe
 from tests.toy_backend import ToyBackend, to_text
 
@@ -133,9 +133,7 @@ def test_a_host_is_reached_in_the_network_of_process_0():
 def test_two_processes_with_two_devices_each_sample_what_all_four_devices_have_trained(tmp_path: Path):
     engine = SMALL | {"mesh": {"tensor": 2}}
     recipe = tiny_recipe(tmp_path, rollout={"max_in_flight": 2, "max_model_len": 48, "jetstream": engine})
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
+    port = free_port()
     settings = ["learner.mesh.fsdp=4", "learner.multihost.num_processes=2"]
     settings.append(f"learner.multihost.coordinator=127.0.0.1:{port}")
     environment = os.environ | {

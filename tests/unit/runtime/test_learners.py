@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -15,6 +14,7 @@ from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.models.config import Experts
 from jax_agent_rl.models.hf import load_config, save_hf
 from jax_agent_rl.runtime.learners import make_learner
+from tests.ports import free_port
 from tests.tiny import TINY, tiny_params
 
 MODEL = replace(
@@ -91,9 +91,7 @@ def loads(config: dict, mesh: dict, *, processes: int = 1) -> list[tuple[int, in
         "PYTHONPATH": os.getcwd(),
         "JAX_PLATFORMS": "cpu",
     }
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
+    port = free_port()
     config = config | {"learner": {"mesh": mesh}}
     several = [f"learner.multihost.coordinator=127.0.0.1:{port}", f"learner.multihost.num_processes={processes}"]
     command = [sys.executable, "-c", SCRIPT, json.dumps(config), *(several if processes > 1 else [])]

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -17,6 +16,7 @@ from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.media import as_frames
 from jax_agent_rl.runtime.multihost import decode_groups, encode_groups, initialize
 from jax_agent_rl.types import DropReason
+from tests.ports import free_port
 from tests.tiny_vision import picture, seeing_trajectory
 from tests.trajectories import call, group_of, random_groups, trajectory
 
@@ -33,9 +33,7 @@ def run(
     lora: dict | None = None,
 ):
     """Runs the job on ``processes`` x ``devices`` and returns what process 0 printed, and the parameters."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
+    port = free_port()
     job = {"mesh": mesh, "steps": steps, "restore": restore, "out": str(folder / f"{name}.npz")}
     job |= {"checkpoints": str(folder / "checkpoints"), "lora": lora}
     started = []

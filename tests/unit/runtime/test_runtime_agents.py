@@ -14,7 +14,8 @@ from jax_agent_rl.runtime.agents import make_agents
 from jax_agent_rl.tools import ToolRegistry
 from jax_agent_rl.types import SamplingParams
 from tests.fakes import FakeCodec, ScriptedBackend
-from tests.http_service import ToolServer, free_port
+from tests.http_service import ToolServer
+from tests.ports import free_port
 
 MINIMAL = {"run_dir": "runs/x", "model": {"path": "m"}, "data": {"train": "t.jsonl"}}
 ROW = {"prompt": [{"role": "user", "content": "go"}], "data_source": "runtime_agents_test"}

@@ -10,8 +10,9 @@ from starlette.responses import JSONResponse, Response
 from jax_agent_rl.errors import ConfigError, ToolServerError
 from jax_agent_rl.json_service import JsonService, ServiceSettings
 from jax_agent_rl.tools.client import NO_TOOL, Action, ToolServerClient, _observations, observation_url
-from tests.http_service import ToolServer, free_port
+from tests.http_service import ToolServer
 from tests.pictures import data_url
+from tests.ports import free_port
 
 
 def client(url, *, timeout=10.0):

@@ -3,7 +3,6 @@
 import asyncio
 import base64
 import json
-import socket
 import sys
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,18 +15,13 @@ from jax_agent_rl.tools import ToolSession
 from jax_agent_rl.tools.loading import open_tools
 from jax_agent_rl.tools.mcp import MCPConnection, MCPServerConfig, as_tool_response
 from tests.fakes import FakeCodec
+from tests.ports import free_port
 
 pytest.importorskip("mcp")
 codec = FakeCodec()
 SERVER = Path(__file__).parents[2] / "mcp_server.py"
 STDIO = MCPServerConfig(command=sys.executable, args=(str(SERVER),))
 NAMES = {"add", "count", "fail", "hang", "die", "picture"}
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 async def start(port):

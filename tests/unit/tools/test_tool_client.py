@@ -9,7 +9,8 @@ from jax_agent_rl.config import ToolClientConfig, build
 from jax_agent_rl.errors import ConfigError, ToolServerError
 from jax_agent_rl.tools.client import Action
 from jax_agent_rl.tools.tool_client import Pace, ToolClient, bare_result
-from tests.http_service import ToolServer, free_port
+from tests.http_service import ToolServer
+from tests.ports import free_port
 
 MINIMAL = {"run_dir": "runs/x", "model": {"path": "m"}, "data": {"train": "t.jsonl"}}
 QUICK = {"request_interval": 0, "retry_delay": 0}

@@ -11,7 +11,8 @@ import pytest
 
 from jax_agent_rl.launch.tpu import remote
 from jax_agent_rl.launch.tpu.remote import Files
-from tests.launching import ROOT, free_ports
+from tests.launching import ROOT
+from tests.ports import free_port
 
 WAITS = (
     "import signal, sys; signal.signal(signal.SIGINT, lambda *_: sys.exit(3)); print('up', flush=True); signal.pause()"
@@ -82,7 +83,7 @@ def test_secrets_come_through_the_input_and_without_them_nothing_starts(files: F
 
 
 def test_a_server_is_waited_for_and_one_that_ends_is_not(files: Files, capsys: pytest.CaptureFixture[str]):
-    port = free_ports(1)
+    port = free_port()
     serve = f"import socket, signal; s = socket.create_server(('127.0.0.1', {port})); signal.pause()"
     start(files, serve)
     assert remote.listening(files, port) == 0

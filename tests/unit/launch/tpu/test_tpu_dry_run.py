@@ -14,7 +14,7 @@ from jax_agent_rl.launch.tpu.gcloud import Gcloud, Request
 from jax_agent_rl.launch.tpu.job import Job, servers_of
 from jax_agent_rl.launch.tpu.render import render
 from tests.cloud import job_of, request_of
-from tests.launching import free_ports
+from tests.ports import free_port
 
 GOLDEN = Path(__file__).parent / "golden"
 ROOT = Path(__file__).parents[4]
@@ -157,7 +157,7 @@ with log.open("a") as lines:
 
 
 def test_a_slurm_job_gives_its_last_nodes_to_servers_and_ends_with_training(tmp_path: Path):
-    port = free_ports(1)
+    port = free_port()
     text = rendered(
         "slurm", request_of("v5p:2x2x2"), job_of(config=Path("my.yaml"), bucket="gs://b", port=port), rollout_hosts=1
     )
@@ -200,7 +200,7 @@ def test_a_slurm_job_whose_time_is_over_saves_and_goes_into_the_queue_again(
 
 
 def test_a_slurm_job_ends_when_its_servers_do_before_they_listen(tmp_path: Path):
-    job = job_of(config=Path("my.yaml"), bucket="gs://b", port=free_ports(1))
+    job = job_of(config=Path("my.yaml"), bucket="gs://b", port=free_port())
     text = rendered("slurm", request_of(), job, rollout_hosts=1)
     done = submitted(tmp_path, text, srun="#!/bin/bash\nexit 7\n", scontrol="#!/bin/bash\necho 127.0.0.1\n")
     assert done.returncode != 0

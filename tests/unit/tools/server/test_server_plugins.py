@@ -4,7 +4,6 @@ import base64
 import io
 import json
 import re
-import socket
 import sqlite3
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from jax_agent_rl.tools.server.plugins.judge import same_output
 from jax_agent_rl.tools.server.plugins.markup import code_of, result_block, tagged, tool_call
 from jax_agent_rl.tools.server.wire import Failure
 from tests.capabilities import needs_bwrap
+from tests.ports import free_port
 from tests.tool_plugins import agent, text_of
 
 # --- how actions are written --------------------------------------------------------------------------------------
@@ -406,8 +406,7 @@ async def test_tools_of_a_stdio_mcp_server_are_called_and_a_dead_one_comes_back(
 async def test_tools_of_an_http_mcp_server_are_called(tmp_path):
     program = tmp_path / "server.py"
     program.write_text(SERVER)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     process = subprocess.Popen([sys.executable, program, str(port)], stderr=subprocess.PIPE, text=True)
     try:
         assert process.stderr is not None
