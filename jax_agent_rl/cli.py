@@ -284,19 +284,19 @@ def plan(
     os.environ["JAX_PLATFORMS"] = "cpu"  # before JAX is loaded: it looks for no chips, and compiles for those described
     from rich.console import Console
 
-    from jax_agent_rl.plan.command import run_command
+    from jax_agent_rl.plan.command import Order, run_command
 
-    made = run_command(
-        config,
-        overrides or [],
-        topology,
+    order = Order(
+        recipe=config,
+        overrides=overrides or [],
+        topology=topology,
         utilization=utilization,
         budget=budget if search else None,
         price=price_per_chip_hour,
         picture=picture,
         as_json=json,
-        console=Console(),
     )
+    made = run_command(order, Console())
     if not made.fits:
         raise typer.Exit(1)
 
@@ -325,22 +325,13 @@ def chaos(
         raise typer.Exit(1)
 
 
-def _quiet_logging() -> None:
-    """Warnings of this package go to the screen; other libraries keep still."""
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
-    for noisy in ("jax", "orbax"):
-        logging.getLogger(noisy).setLevel(logging.ERROR)
-    logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax's failures are errors of ours, said once
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it misses PyTorch, which nothing here needs
-
-
 def main() -> None:
     """Entry point: errors a user can fix are one message, not a traceback."""
     from jax_agent_rl.absent_tpus import ignore_absent_tpus
     from jax_agent_rl.errors import JaxAgentRLError
+    from jax_agent_rl.quiet_logging import quiet_logging
 
-    _quiet_logging()
+    quiet_logging()
     ignore_absent_tpus()
     try:
         app()

@@ -32,6 +32,7 @@
     ├── WeightUpdateError           new weights were refused; the old ones are still served
     ├── CheckpointError             nothing to restore, or it does not match the config
     ├── StorageError                a file of the run could not be written -> make space, then --resume
+    ├── CompilerError               a planned program cannot be compiled, for a fault of the compiler
     ├── WorkerDiedError             a worker of the tool server went away -> it is started again, its calls fail
     ├── LaunchError                 a host, GPU, port or process of a launch -> fix it there, the message names it
     │   ├── LaunchTargetError       what was asked of the cloud is not there
@@ -212,6 +213,10 @@ class CheckpointError(JaxAgentRLError):
 
 class StorageError(JaxAgentRLError):
     """A file of the run folder could not be written: the disk is full, perhaps, or gone."""
+
+
+class CompilerError(JaxAgentRLError):
+    """A planned program was not compiled, and not for want of a chip's memory: the compiler failed, or its process."""
 
 
 class WorkerDiedError(JaxAgentRLError):

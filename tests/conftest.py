@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.util
 import os
 
+import hypothesis
 import pytest
 
 from jax_agent_rl.cache import cache_root
@@ -16,6 +17,11 @@ if importlib.util.find_spec("libtpu"):  # it is there to compile for slices, and
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache_root() / "xla-tests"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+# How long an example takes is up to the machine. Continuous integration tries the same ones every time.
+hypothesis.settings.register_profile(
+    "tests", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow], derandomize="CI" in os.environ
+)
+hypothesis.settings.load_profile("tests")
 secure_own_cluster()  # before a test of vLLM imports Ray
 
 WITH_RAY = {

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_agent_rl.config_mesh import EngineMeshConfig
 from jax_agent_rl.errors import ConfigError
@@ -25,7 +25,7 @@ from jax_agent_rl.jetstream.attention import DEVICES
 from jax_agent_rl.jetstream.forward import EngineParams
 from jax_agent_rl.learner.sharding import PARAMETER_AXES, RULES, parameter_shardings, replicated
 from jax_agent_rl.models.config import DecoderConfig, Params
-from jax_agent_rl.models.mesh import MESH_AXES, Device
+from jax_agent_rl.models.mesh import MESH_AXES, Device, place_mesh
 from jax_agent_rl.models.quantized import split_weight
 
 KEY = "rollout.jetstream.mesh"
@@ -47,7 +47,7 @@ def make_engine_mesh(
         devices: the process's; may be ones that only a compiler knows. None: this process's.
 
     Raises:
-        ConfigError: there are not so many.
+        ConfigError: there are not so many, or they are no block of a slice.
     """
     devices = jax.local_devices() if devices is None else devices
     end = first_device + config.devices
@@ -57,8 +57,7 @@ def make_engine_mesh(
             f"lower {KEY} or rollout.jetstream.first_device"
         )
     shape = tuple(getattr(config, axis, 1) for axis in MESH_AXES)
-    types = (AxisType.Auto,) * len(shape)
-    return jax.make_mesh(shape, MESH_AXES, axis_types=types, devices=devices[first_device:end])
+    return place_mesh(shape, devices[first_device:end], key=KEY)
 
 
 def engine_config(model: DecoderConfig, mesh: Mesh) -> DecoderConfig:

@@ -8,12 +8,11 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental.mesh_utils import create_hybrid_device_mesh
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jax_agent_rl.config import MeshConfig
 from jax_agent_rl.errors import ConfigError
-from jax_agent_rl.models.mesh import MESH_AXES, ROWS, Device
+from jax_agent_rl.models.mesh import MESH_AXES, ROWS, Device, place_mesh
 
 RULES: dict[str, str | tuple[str, ...] | None] = {
     "rows": ROWS,
@@ -86,7 +85,7 @@ def make_mesh(config: MeshConfig, devices: Sequence[Device] | None = None) -> Me
 
     Raises:
         ConfigError: more devices are asked for than there are, or, over several processes, fewer; several slices of
-            TPUs would hold one copy of the model; or an axis does not go along the links of a slice.
+            TPUs would hold one copy of the model; or the mesh does not go along the links of a slice.
     """
     devices = jax.devices() if devices is None else devices
     processes = len({device.process_index for device in devices})
@@ -102,23 +101,13 @@ def make_mesh(config: MeshConfig, devices: Sequence[Device] | None = None) -> Me
             f"learner.mesh takes {need} of {have} devices, but each of the {processes} processes has to take "
             f"part; make the product of learner.mesh {have}"
         )
-    types = (AxisType.Auto,) * len(shape)
     slices = len({getattr(device, "slice_index", None) for device in devices[:need]})
     if config.data % slices:
         raise ConfigError(
             f"learner.mesh.data={config.data} on {slices} slices: only copies of the model may be on different ones, "
             f"which exchange gradients alone; set learner.mesh.data to a multiple of {slices}"
         )
-    within, between = (config.data // slices, *shape[1:]), (slices, 1, 1, 1, 1)
-    try:
-        if slices == 1:
-            return jax.make_mesh(shape, MESH_AXES, axis_types=types, devices=devices[:need])
-        return Mesh(create_hybrid_device_mesh(within, between, devices[:need]), MESH_AXES, axis_types=types)
-    except NotImplementedError:  # jax gives an axis whole dimensions of a large slice
-        raise ConfigError(
-            f"learner.mesh asks for {asked}, which jax cannot place on the links of these {need} chips; make each axis "
-            "a product of the slice's dimensions"
-        ) from None
+    return place_mesh(shape, devices[:need], key="learner.mesh")
 
 
 def parameter_shardings(

@@ -6,10 +6,14 @@ splits the rest. Only where tokens meet, attention over a row and the experts' e
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.experimental.mesh_utils import create_hybrid_device_mesh
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
+
+from jax_agent_rl.errors import ConfigError
 
 # From the slowest to the fastest link: neighbouring devices, which exchange most, differ in the last axis.
 MESH_AXES = ("data", "fsdp", "expert", "context", "tensor")
@@ -19,6 +23,37 @@ ROWS = ("data", "fsdp", "expert")
 
 Device = Any
 """A ``jax.Device``; jaxlib ships no types."""
+
+
+def place_mesh(shape: Sequence[int], devices: Sequence[Device], *, key: str) -> Mesh:
+    """A mesh of all of ``MESH_AXES`` that goes along the links between its devices.
+
+    Args:
+        shape: sizes of the axes. Of devices on several slices of TPUs, each slice gets as much of the first.
+        key: of the configuration, for messages.
+
+    Raises:
+        ConfigError: its devices are no block of a slice, or an axis does not go along its links.
+    """
+    types = (AxisType.Auto,) * len(shape)
+    slices = len({getattr(device, "slice_index", None) for device in devices})
+    asked = ", ".join(f"{axis}={size}" for axis, size in zip(MESH_AXES, shape, strict=True) if size > 1)
+    try:
+        if slices == 1:
+            return jax.make_mesh(tuple(shape), MESH_AXES, axis_types=types, devices=devices)
+        within, between = (shape[0] // slices, *shape[1:]), (slices, *(1 for _ in shape[1:]))
+        return Mesh(create_hybrid_device_mesh(within, between, devices), MESH_AXES, axis_types=types)
+    except NotImplementedError:  # jax gives an axis whole dimensions of a large slice
+        raise ConfigError(
+            f"{key} asks for {asked}, which jax cannot place on the links of these {len(devices)} chips; make each "
+            "axis a product of the slice's dimensions"
+        ) from None
+    except AssertionError:  # jax's way to say that the chips' coordinates leave holes
+        raise ConfigError(
+            f"{key} asks for {asked} = {len(devices)} chips, but the next {len(devices)} of this slice are no block of "
+            "it without holes; take 1, whole rows of the slice, or all"
+        ) from None
+
 
 Bounds = tuple[tuple[int, int], ...]
 """Begin and end of a part of an array, in every dimension."""

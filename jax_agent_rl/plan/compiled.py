@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import jax
 
+from jax_agent_rl.errors import CompilerError
 from jax_agent_rl.plan.chips import GIB
 from jax_agent_rl.plan.collectives import Collective, collectives
 from jax_agent_rl.plan.inventory import Program
@@ -66,14 +67,14 @@ def compile_program(program: Program) -> Compiled:
     """Compiles for the chips of the program's mesh.
 
     Raises:
-        jax.errors.JaxRuntimeError: the compiler failed in another way than for want of memory.
+        CompilerError: the compiler failed in another way than for want of memory.
     """
     work, begin = work_in(program.traced.jaxpr, loops=program.loops), time.perf_counter()
     try:
         executable = program.traced.lower().compile()
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
+            raise CompilerError(f"the compiler does not take {program.name}: {error}") from error
         seconds, text = time.perf_counter() - begin, str(error)
         return Compiled(program=program, memory=None, needs=needed(text), problem=text, work=work, seconds=seconds)
     seconds = time.perf_counter() - begin

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from matplotlib.figure import Figure
 
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.plan.chips import GIB
-from jax_agent_rl.plan.plan import Plan
 
 
 def check_file(file: Path) -> None:
@@ -27,27 +28,28 @@ def check_file(file: Path) -> None:
         raise ConfigError(f"--picture {file} cannot be written; name a file in a folder of yours")
 
 
-def draw(plan: Plan, file: Path) -> None:
+def draw(made: Mapping[str, Any], file: Path) -> None:
     """Writes a picture; its format is that of the file's name.
 
     Args:
+        made: a plan, see :func:`~jax_agent_rl.plan.report.as_json`.
         file: as :func:`check_file` lets it pass.
 
     Raises:
         OSError: it cannot be written.
     """
-    names = list(dict.fromkeys(name for load in plan.loads for name in load.parts))
-    figure = Figure(figsize=(10, 1.5 + 0.45 * len(plan.loads)), layout="constrained")
+    memory = {program["name"]: program["memory"] for program in made["programs"]}
+    names = list(dict.fromkeys(name for parts in memory.values() for name in parts))
+    figure = Figure(figsize=(10, 1.5 + 0.45 * len(memory)), layout="constrained")
     axes = figure.subplots()
-    programs = [load.program.name for load in plan.loads]
-    left = [0.0] * len(programs)
+    left = [0.0] * len(memory)
     for name in names:
-        sizes = [load.parts.get(name, 0) / GIB for load in plan.loads]
-        axes.barh(programs, sizes, left=left, label=name)
+        sizes = [parts.get(name, 0) / GIB for parts in memory.values()]
+        axes.barh(list(memory), sizes, left=left, label=name)
         left = [begin + size for begin, size in zip(left, sizes, strict=True)]
-    axes.axvline(plan.slice.chip.hbm_bytes / GIB, color="black", linestyle="--", label="capacity")
+    axes.axvline(made["capacity"] / GIB, color="black", linestyle="--", label="capacity")
     axes.invert_yaxis()
     axes.set_xlabel("GiB of the fullest chip")
-    axes.set_title(f"{plan.slice.name}: {'fits' if plan.fits else 'does not fit'}")
+    axes.set_title(f"{made['topology']}: {'fits' if made['fits'] else 'does not fit'}")
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=4, fontsize="small")
     figure.savefig(file)

@@ -17,8 +17,9 @@ from typing import Any
 from rich.table import Table
 
 from jax_agent_rl.config import Config
-from jax_agent_rl.errors import ConfigError
+from jax_agent_rl.errors import CompilerError, ConfigError
 from jax_agent_rl.models.config import DecoderConfig
+from jax_agent_rl.plan.apart import Planned
 from jax_agent_rl.plan.estimate import Estimate, estimate
 from jax_agent_rl.plan.layouts import (
     REMAT,
@@ -30,7 +31,6 @@ from jax_agent_rl.plan.layouts import (
     learner_meshes,
     overrides,
 )
-from jax_agent_rl.plan.plan import Plan
 from jax_agent_rl.plan.report import amount
 from jax_agent_rl.plan.topology import Slice
 from jax_agent_rl.runtime.engines import engine_shapes
@@ -46,12 +46,14 @@ class Candidate:
     Attributes:
         changes: overrides that make it of the configuration searched from.
         plan: if it was compiled.
+        problem: why the compiler failed on it.
     """
 
     changes: tuple[str, ...]
     config: Config
     estimate: Estimate
-    plan: Plan | None = None
+    plan: Planned | None = None
+    problem: str | None = None
 
     @property
     def meshes(self) -> tuple[Any, ...]:
@@ -63,6 +65,13 @@ class Candidate:
         return self.meshes == other.meshes and all(
             mine >= theirs for mine, theirs in zip(_at_once(self.config), _at_once(other.config), strict=True)
         )
+
+    def as_json(self) -> dict[str, Any]:
+        """What compiling it showed."""
+        found = {"fits": False, "memory": None, "seconds": None, "problem": self.problem}
+        if self.plan is not None:
+            found |= {"fits": self.plan.fits, "memory": self.plan.memory, "seconds": self.plan.seconds}
+        return {"overrides": self.changes, **found}
 
 
 def _at_once(config: Config) -> tuple[int, int, int]:
@@ -130,56 +139,67 @@ def _order(one: Candidate, capacity: int, correction: float = 1.0) -> tuple[bool
 
 
 def search(
-    found: Sequence[Candidate], plan: Callable[[Config], Plan], *, capacity: int, budget: int
+    found: Sequence[Candidate], plan: Callable[[Candidate], Planned], *, capacity: int, budget: int
 ) -> list[Candidate]:
     """Compiles the best until some fit: those that do come first, by the time of a step, the others by what they take.
 
     What fits is the best of its meshes by the estimate, so the next are of others. What does not says how far the
-    estimate is off for the learner's mesh, and that nothing fuller will do.
+    estimate is off for the learner's mesh, and that nothing fuller will do. What the compiler fails on says nothing.
 
     Args:
-        plan: compiles a configuration.
+        plan: compiles one.
         capacity: bytes of a chip.
         budget: how many shall fit; :data:`TRIES` times as many are compiled at most.
+
+    Raises:
+        CompilerError: the compiler fails on every one.
     """
     waiting, tried, fitting = list(found), list[Candidate](), 0
     corrections: dict[Any, float] = {}
     while waiting and fitting < budget and len(tried) < TRIES * budget:
         one = min(waiting, key=lambda each: _order(each, capacity, corrections.get(each.config.learner.mesh, 1.0)))
-        made = plan(one.config)
+        try:
+            made = plan(one)
+        except CompilerError as error:
+            tried.append(replace(one, problem=str(error)))
+            waiting.remove(one)
+            continue
         tried.append(replace(one, plan=made))
         if made.fits:
             fitting += 1
             waiting = [each for each in waiting if each.meshes != one.meshes]
         else:
-            corrections[one.config.learner.mesh] = made.fullest.total / one.estimate.total
+            corrections[one.config.learner.mesh] = made.memory / one.estimate.total
             waiting = [each for each in waiting if not each.holds_no_less(one)]
+    if all(one.plan is None for one in tried):
+        raise CompilerError(f"none of {len(tried)} layouts could be compiled; of the first: {tried[0].problem}")
     return sorted(tried, key=_rank)
 
 
-def _rank(one: Candidate) -> tuple[bool, float]:
-    assert one.plan is not None  # it was tried
-    return (False, one.plan.step.seconds) if one.plan.fits else (True, one.plan.fullest.total)
+def _rank(one: Candidate) -> tuple[int, float]:
+    if one.plan is None:
+        return 2, 0.0
+    return (0, one.plan.seconds) if one.plan.fits else (1, one.plan.memory)
 
 
 def table(searched: Sequence[Candidate]) -> Table:
-    """What was compiled, best first."""
+    """What was tried, best first."""
     made = Table(box=None, padding=(0, 1, 0, 0))
     for heading in ("step", "fullest chip", "change"):
         made.add_column(heading, no_wrap=heading != "change")
     for one in searched:
+        step, full = "-", "compiler failed"
         if one.plan is not None:
-            full = amount(one.plan.fullest.total) + ("" if one.plan.fits else " !")
-            step = f"{one.plan.step.seconds:.3g} s" if one.plan.fits else "-"
-            made.add_row(step, full, " ".join(one.changes) or "as it is configured")
+            full = amount(one.plan.memory) + ("" if one.plan.fits else " !")
+            step = f"{one.plan.seconds:.3g} s" if one.plan.fits else "-"
+        made.add_row(step, full, " ".join(one.changes) or "as it is configured")
     return made
 
 
 def verdict(searched: Sequence[Candidate]) -> str:
     """Which to take."""
     best = searched[0]
-    assert best.plan is not None  # it was tried
-    if not best.plan.fits:
+    if best.plan is None or not best.plan.fits:
         return f"none of these {len(searched)} fits; what follows is of the one that takes least"
     if not best.changes:
         return "what is configured is the best of these"

@@ -85,7 +85,7 @@ texts = st.text(
 arguments = st.dictionaries(st.sampled_from("ab"), texts, min_size=1, max_size=2)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(calls=st.lists(st.tuples(st.sampled_from(["search", "look"]), arguments), min_size=1, max_size=3))
 @pytest.mark.parametrize("name", FAMILIES)
 def test_what_it_writes_is_read_alike_by_both(name, calls):

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from jax_agent_rl.agents import ToolAgent
@@ -33,7 +33,6 @@ def stage(turns: int, window: int | None, **limits) -> AgentStage:
 
 
 @given(turns=st.integers(1, 7), window=st.integers(1, 7))
-@settings(deadline=None)
 async def test_every_sampled_id_is_trained_on_once_in_the_context_it_was_sampled_in(turns: int, window: int):
     scene = stage(turns, window)
     trajectory = await scene.run()

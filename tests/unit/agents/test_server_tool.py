@@ -219,7 +219,7 @@ replies = st.sampled_from([ACT, ACT, "words", "a b c d e f g", "", "</py> x", "a
 observations = st.sampled_from([" ok", "", " w" * 40, (" no", False, False), ("end", True, True), "<eos> <eos>"])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.lists(replies, min_size=1, max_size=5),
     st.lists(observations, min_size=1, max_size=4),

@@ -255,7 +255,7 @@ replies = st.sampled_from(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(replies, min_size=1, max_size=6),
     st.integers(1, 40),

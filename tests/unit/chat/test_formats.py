@@ -340,7 +340,7 @@ PIECES = sorted(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(st.sampled_from(PIECES) | st.text(max_size=8), max_size=12).map("".join))
 @names
 def test_no_text_makes_a_parser_raise_or_run_anything(name, text):
@@ -376,7 +376,7 @@ values = st.recursive(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(data=st.data())
 @names
 def test_what_is_written_is_read_back(name, data):

@@ -94,7 +94,7 @@ def is_format_token(name: str, token: str) -> bool:
     return token in get_format(FORMAT_OF[name]).example or token == get_format(FORMAT_OF[name]).call_end
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(calls=st.lists(st.tuples(st.sampled_from(["search", "get_weather"]), arguments_of), min_size=1, max_size=3))
 @pytest.mark.parametrize("name", FORMAT_OF)
 def test_calls_written_by_the_familys_template_are_read_back(name, calls):

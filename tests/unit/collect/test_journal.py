@@ -30,7 +30,7 @@ def test_what_was_added_is_there_for_the_next_process_in_any_order(file):
         assert list(journal.lines([1, 3])) == [records(1, 1), records(3)]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(data=st.data())
 def test_cut_anywhere_it_keeps_the_whole_lines_and_goes_on(tmp_path_factory, data):
     file = tmp_path_factory.mktemp("journal") / "journal"

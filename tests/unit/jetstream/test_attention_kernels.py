@@ -75,7 +75,7 @@ own = st.integers(2 * PAGE, COUNT * PAGE - 1)  # behind what two lanes share
 
 
 @pytest.mark.parametrize(("kind", "window"), [("float32", None), ("float32", 1), ("int8", 150), ("fp8", None)])
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(positions=st.tuples(own, own, st.integers(0, COUNT * PAGE - 1)))
 def test_a_lane_writes_its_token_and_sees_its_pages_up_to_there(kind, window, positions):
     q, cached, at = drawn(0, 3, 2, 4, 8), kept(kind, 1, PAGE, rows=14), jnp.array(positions, jnp.int32)
@@ -118,7 +118,7 @@ def test_what_pages_held_before_is_lost_on_rows(kind):
 
 
 @pytest.mark.parametrize(("kind", "window"), [("float32", None), ("float32", 40), ("int8", 40)])
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(starts=st.tuples(*[st.integers(0, LENGTH)] * 3))
 def test_a_chunk_sees_the_cache_before_it_and_itself(kind, window, starts):
     q, at = drawn(0, 2, 3, 8, 3, 50), jnp.array(starts, jnp.int32)

@@ -82,7 +82,7 @@ TALKS = st.lists(
 )
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(TALKS, st.randoms(use_true_random=False))
 def test_logprobs_of_engine_and_learner_are_equal_to_the_bit_in_any_batch(talks: Talks, chance):
     results = asyncio.run(converse(talks, deterministic=True))

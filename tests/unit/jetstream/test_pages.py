@@ -198,7 +198,7 @@ class PageMachine(RuleBasedStateMachine):
 
 
 TestPageMachine = PageMachine.TestCase
-TestPageMachine.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+TestPageMachine.settings = settings(max_examples=60, stateful_step_count=25)
 
 
 def test_the_heap_of_ends_does_not_grow_with_requests():

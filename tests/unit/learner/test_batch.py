@@ -31,7 +31,7 @@ def visible_context(batch, row: int, node: int) -> list[int]:
 
 
 @given(contexts, st.booleans(), st.integers(11, 40))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_every_term_sees_exactly_its_own_context(pairs, share: bool, length: int):
     ts = [trajectory(prompt, sampled, index=i) for i, (prompt, sampled) in enumerate(pairs)]
     batch, sharing = pack(ts, row_length=length, share_prefixes=share)
@@ -57,7 +57,7 @@ def test_every_term_sees_exactly_its_own_context(pairs, share: bool, length: int
 
 
 @given(contexts, st.booleans())
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_numbers_come_back_to_the_trajectories_they_belong_to(pairs, share: bool):
     ts = [trajectory(prompt, sampled, index=i) for i, (prompt, sampled) in enumerate(pairs)]
     batch, _ = pack(ts, row_length=16, share_prefixes=share)

@@ -28,7 +28,7 @@ def shown(parts: list[int]) -> Shown:
 
 
 @given(pieces, pieces)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_contexts_have_equal_keys_exactly_as_far_as_their_ids_and_pictures_are_equal(a: list[int], b: list[int]):
     names = PictureNames()
     ours, theirs = names.keys(shown(a)), names.keys(shown(b))

@@ -57,19 +57,19 @@ def assert_equal_to_blocks(sight: Sight, *, group: int, asking: slice = slice(No
         np.testing.assert_allclose(got, wanted, atol=2e-5)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(runs=RUNS, group=st.sampled_from([1, 3]))
 def test_outputs_and_gradients_of_any_forest_equal_those_of_plain_blocks(runs, group):
     assert_equal_to_blocks(Sight(forest(runs)[0]), group=group)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(runs=RUNS, window=st.integers(1, 200))
 def test_a_window_counts_steps_of_the_tree(runs, window):
     assert_equal_to_blocks(Sight(*forest(runs), jnp.int32(window)), group=2)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(runs=RUNS, window=st.integers(1, 200), shard=st.integers(0, 2))
 def test_a_shard_asks_from_where_it_stands_in_the_row(runs, window, shard):
     sight = Sight(*forest(runs), jnp.int32(window), jnp.int32(shard * 100))

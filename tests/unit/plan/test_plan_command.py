@@ -2,12 +2,14 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.launching import wait_for_end
 from tests.unit.plan.recipe import recipe
 
 pytest.importorskip("libtpu", reason="pip install 'jax_agent_rl[plan]'")
@@ -51,6 +53,44 @@ def test_copies_on_several_slices_exchange_gradients_between_them(tmp_path):
     assert sum(between.values()) >= 360_000 / 4 * 4
 
 
+def test_a_search_compiles_layouts_and_plans_the_best_of_those_that_fit(tmp_path):
+    done = plan(recipe(tmp_path), "v5e:2x2", "--search", "--budget", "1", "--json", "learner.remat=full")
+    assert done.returncode == 0, done.stderr
+    (layout,) = [line for line in done.stdout.splitlines() if line.startswith("layout: ")]
+    made = json.loads(done.stdout.splitlines()[-1])
+    (tried,) = made["searched"]
+    assert tried["fits"] and layout == f"layout: {' '.join(tried['overrides'])}"
+    assert f"the first, as overrides: {' '.join(tried['overrides'])}" in done.stdout
+    assert (made["fits"], made["step"]["seconds"]) == (True, tried["seconds"])
+    assert any(f"learner.mesh.{axis}={size}" in tried["overrides"] for axis, size in made["meshes"]["learner"].items())
+    assert done.stdout.count("It fits") == 1, "the report of the best only"
+
+
+def test_a_compiler_that_ends_its_process_is_a_message_and_leaves_nothing_behind(tmp_path):
+    command = [sys.executable, "-m", "jax_agent_rl.cli", "plan", "--config", str(recipe(tmp_path))]
+    pipe = subprocess.PIPE
+    with subprocess.Popen([*command, "--topology", "v5e:2x2"], stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        while "compiling" not in process.stdout.readline():
+            assert process.poll() is None
+        (compiler,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        os.kill(int(compiler), signal.SIGKILL)
+        said = process.stderr.read()
+    assert process.returncode == 2 and said.startswith("error: planning was killed (SIGKILL) when it was compiling")
+    assert "where memory runs out" in said and "Traceback" not in said
+
+
+def test_whoever_ends_the_command_ends_its_compiler(tmp_path):
+    command = [sys.executable, "-m", "jax_agent_rl.cli", "plan", "--config", str(recipe(tmp_path))]
+    with subprocess.Popen([*command, "--topology", "v5e:2x2"], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        while "tracing" not in process.stdout.readline():
+            assert process.poll() is None
+        (compiler,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        process.kill()
+    wait_for_end(int(compiler))
+
+
 def test_what_does_not_fit_is_said_with_the_key_to_change(tmp_path):
     brought = "rollout.jetstream.engine=pkg.module:make"
     done = plan(recipe(tmp_path), "v5e:2x2", "rollout.jetstream.cache_tokens=40000000", brought, "--json")
@@ -71,6 +111,7 @@ def test_what_does_not_fit_is_said_with_the_key_to_change(tmp_path):
         ("v5e:4x4", [], "learner.mesh takes 4 of 16 devices"),
         ("2*v5e:2x2", ["learner.mesh.fsdp=4"], "set learner.mesh.data to a multiple of 2"),
         ("v5p:4x4x4", ["learner.mesh.tensor=32"], "make each axis a product of the slice's dimensions"),
+        ("v5e:2x2", ["learner.mesh.fsdp=3", "learner.mesh.tensor=1"], "the next 3 of this slice are no block"),
         ("v5e:2x2", ["rollout.jetstream.mesh.tensor=8"], "rollout.jetstream.mesh takes 8 devices from number 0 on"),
         ("v5e:2x2", ["trainer.mode=fully_async"], "both exchange data over the same 2 devices"),
     ],

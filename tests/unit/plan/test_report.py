@@ -10,8 +10,9 @@ from rich.console import Console
 
 from jax_agent_rl.config import load
 from jax_agent_rl.models.hf import load_config
+from jax_agent_rl.plan.apart import Planned
 from jax_agent_rl.plan.chips import GIB
-from jax_agent_rl.plan.command import tell
+from jax_agent_rl.plan.command import Order, tell
 from jax_agent_rl.plan.inventories import Places
 from jax_agent_rl.plan.plan import Plan
 from jax_agent_rl.plan.report import as_json, show
@@ -125,7 +126,18 @@ def test_programs_that_ask_for_the_same_change_are_named_together(plan):
 
 
 def test_what_a_plan_says_is_printed_even_if_its_picture_cannot_be_drawn(plan, tmp_path, capsys):
-    there = {"price": None, "as_json": True, "console": Console()}
+    planned = Planned(report="it fits\n", made=as_json(plan([gradient(), *rollouts()])))
+    order = Order(
+        recipe=tmp_path / "recipe.yaml",
+        overrides=[],
+        topology="v5e:1x1",
+        utilization=0.4,
+        budget=None,
+        price=None,
+        picture=tmp_path / "nowhere" / "memory.png",
+        as_json=True,
+    )
     with pytest.raises(OSError, match="nowhere"):
-        tell(plan([gradient(), *rollouts()]), [], picture=tmp_path / "nowhere" / "memory.png", **there)
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["fits"]
+        tell(planned, [], order, Console())
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert lines[0] == "it fits" and json.loads(last)["fits"]

@@ -1,18 +1,18 @@
 """Which layouts are worth compiling; nothing is compiled here."""
 
 import dataclasses
-from typing import Any
 
 import pytest
 
 from jax_agent_rl.config import build
 from jax_agent_rl.config_tree import read_tree
-from jax_agent_rl.errors import ConfigError
+from jax_agent_rl.errors import CompilerError, ConfigError
 from jax_agent_rl.models.hf import load_config
+from jax_agent_rl.plan.apart import Planned
 from jax_agent_rl.plan.chips import GIB
 from jax_agent_rl.plan.estimate import Estimate
 from jax_agent_rl.plan.layouts import AXES
-from jax_agent_rl.plan.search import candidates, search, table, verdict
+from jax_agent_rl.plan.search import Candidate, candidates, search, table, verdict
 from jax_agent_rl.plan.topology import Slice
 from tests.unit.plan.recipe import recipe
 from tests.unit.plan.slices import devices_of
@@ -92,54 +92,32 @@ def test_what_cannot_fit_is_not_compiled_and_if_nothing_fits_it_is_said(found):
         found("v5e:2x2", "rollout.max_in_flight=2000000")
 
 
-@dataclasses.dataclass
-class Load:
-    total: float
-
-
-@dataclasses.dataclass
-class Step:
-    seconds: float
-
-
-@dataclasses.dataclass
-class Planned:
-    """A plan that compiled nothing: layouts take ``off`` times what is estimated, and seconds as estimated."""
-
-    estimate: Estimate
-    off: float = 1.0
-    capacity: float = 10.0
-
-    @property
-    def fullest(self):
-        return Load(self.estimate.total * self.off)
-
-    @property
-    def fits(self):
-        return self.fullest.total <= self.capacity
-
-    @property
-    def step(self):
-        return Step(self.estimate.seconds)
+def planned(estimate: Estimate, off: float, capacity: float = 10.0) -> Planned:
+    """As if compiled: a layout takes ``off`` times what is estimated, and seconds as estimated."""
+    total = estimate.total * off
+    made = {"fits": total <= capacity, "programs": [{"total": total}], "step": {"seconds": estimate.seconds}}
+    return Planned(report="", made=made)
 
 
 @pytest.fixture
 def searched(found):
-    """Searches layouts with made-up estimates (bytes, seconds), whose real size is ``off`` times that."""
+    """Searches layouts with made-up estimates (bytes, seconds), whose real size is ``off`` times that; on some the
+    compiler ``fails``."""
 
-    def run(estimates, *, off, budget):
+    def run(estimates, *, off, budget, fails=lambda config: False):
         every = found("v5e:2x2", "rollout.max_in_flight=8")
         chosen = [
             dataclasses.replace(one, estimate=estimate)
             for one in every
             if (estimate := estimates(one.config)) is not None
         ]
-        by_config = {id(one.config): one.estimate for one in chosen}
         tried = []
 
-        def plan(config) -> Any:
-            tried.append(config)
-            return Planned(by_config[id(config)], off)
+        def plan(one: Candidate) -> Planned:
+            tried.append(one.config)
+            if fails(one.config):
+                raise CompilerError("a fault of the compiler")
+            return planned(one.estimate, off)
 
         return search(chosen, plan, capacity=10, budget=budget), tried
 
@@ -168,9 +146,19 @@ def test_where_a_layout_does_not_fit_smaller_ones_of_its_mesh_follow_until_one_d
 def test_if_nothing_fits_that_is_said_and_what_takes_least_is_first(searched):
     made, tried = searched(one_mesh, off=100, budget=2)
     assert sorted(config.learner.rows_per_micro_batch for config in tried) == [1, 8], "fuller ones are not tried"
-    assert [one.plan.fullest.total for one in made] == [100, 800]
+    assert [one.plan.memory for one in made] == [100, 800]
     assert verdict(made).startswith("none of these 2 fits")
     assert table(made).row_count == 2
+
+
+def test_what_the_compiler_fails_on_is_left_out_and_said(searched):
+    made, tried = searched(one_mesh, off=1, budget=1, fails=lambda config: config.learner.rows_per_micro_batch > 2)
+    assert [config.learner.rows_per_micro_batch for config in tried] == [8, 4, 2]
+    assert [one.plan is not None for one in made] == [True, False, False]
+    assert [one.as_json()["problem"] for one in made] == [None, *["a fault of the compiler"] * 2]
+    assert list(table(made).columns[1].cells) == ["2 B", *["compiler failed"] * 2]
+    with pytest.raises(CompilerError, match="none of 3 layouts could be compiled; of the first: a fault"):
+        searched(one_mesh, off=1, budget=1, fails=lambda config: True)
 
 
 def test_the_budget_counts_meshes_that_fit_and_bounds_what_is_tried(searched):

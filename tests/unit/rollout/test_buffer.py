@@ -145,7 +145,7 @@ class Training(RuleBasedStateMachine):
 
 
 TestTraining = Training.TestCase
-TestTraining.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+TestTraining.settings = settings(max_examples=150, stateful_step_count=60)
 
 
 def running(buffer: RolloutBuffer, *numbers: int) -> None:

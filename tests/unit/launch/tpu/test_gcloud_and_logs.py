@@ -31,7 +31,7 @@ def test_an_error_of_gclouds_has_its_fix(message: str, fix: str):
     assert fix in fix_of(message) and bool(fix_of(message)) == bool(fix)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(cuts=st.lists(st.integers(0, 9), max_size=4))
 def test_however_often_a_connection_breaks_every_line_is_shown_once(tmp_path_factory: pytest.TempPathFactory, cuts):
     shown: list[str] = []

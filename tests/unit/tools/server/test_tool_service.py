@@ -231,7 +231,7 @@ async def test_stopping_closes_everything():
     assert served.closed("shutdown") == 3 and served.service.environments.count == 0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(seed=st.integers(0, 2**32))
 def test_whatever_happens_every_environment_is_closed_exactly_once(seed):
     """Random actions, batches, cancellations and idle sweeps, all at the same time."""
