@@ -62,7 +62,10 @@ def test_a_search_compiles_layouts_and_plans_the_best_of_those_that_fit(tmp_path
     assert tried["fits"] and layout == f"layout: {' '.join(tried['overrides'])}"
     assert f"the first, as overrides: {' '.join(tried['overrides'])}" in done.stdout
     assert (made["fits"], made["step"]["seconds"]) == (True, tried["seconds"])
-    assert any(f"learner.mesh.{axis}={size}" in tried["overrides"] for axis, size in made["meshes"]["learner"].items())
+    meshes = {"learner.mesh": made["meshes"]["learner"], "rollout.jetstream.mesh": made["meshes"]["engines"][0]}
+    chosen = {f"{key}.{axis}={size}" for key, mesh in meshes.items() for axis, size in mesh.items()}
+    changed = {change for change in tried["overrides"] if ".mesh." in change}
+    assert changed and changed <= chosen, (changed, chosen)
     assert done.stdout.count("It fits") == 1, "the report of the best only"
 
 
