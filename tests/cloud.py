@@ -191,10 +191,10 @@ exec {python} -S "$@"
 _TRAINER = (
     LEARN
     + """\
-import os, pathlib, socket
+import json, os, pathlib, socket
 folder = pathlib.Path(os.environ["FAKE_CLOUD"])
 print("arguments:", *sys.argv[1:], flush=True)
-(folder / ("secret-" + sys.argv[1])).write_text(os.environ.get("JAX_AGENT_RL_TOKEN", ""))
+(folder / ("environment-" + sys.argv[1])).write_text(json.dumps(dict(os.environ)))
 with (folder / "runs").open("a") as runs:
     runs.write(os.environ["FAKE_HOST"] + " " + " ".join(sys.argv[1:]) + "\\n")
 if sys.argv[1] == "rollout-server":
@@ -293,6 +293,10 @@ class Cloud:
         """Host and arguments of every run that the made-up trainer began."""
         file = self.folder / "runs"
         return sorted(file.read_text().splitlines()) if file.exists() else []
+
+    def environment_of(self, program: str) -> dict[str, str]:
+        """Variables of the last ``train`` or ``rollout-server`` that began."""
+        return json.loads((self.folder / f"environment-{program}").read_text())
 
     def node(self, name: str = "try") -> dict[str, Any] | None:
         """A slice as gcloud describes it; None if there is none."""

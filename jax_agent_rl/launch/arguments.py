@@ -36,6 +36,14 @@ def duration(text: str) -> str:
     return _checked(text, str, re.compile(r"(\d+[dhms])+").fullmatch, "a time such as 6h, 30m or 1d12h")
 
 
+def variable(text: str) -> tuple[str, str | None]:
+    """An environment variable: ``NAME=VALUE``, or ``NAME`` for its value here, which is None."""
+    name, given, value = text.partition("=")
+    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+        raise argparse.ArgumentTypeError(f"{text!r} is no environment variable: write NAME, or NAME=VALUE")
+    return name, value if given else None
+
+
 def _checked(text: str, kind: Callable[[str], T], holds: Callable[[T], object], wanted: str) -> T:
     try:
         value = kind(text)

@@ -223,10 +223,32 @@ def test_hosts_that_only_sample_serve_before_the_others_learn_and_end_with_them(
     for run in learners:
         assert f"rollout.backend=remote rollout.urls=[http://127.0.0.1:{port}]" in run
         assert "rollout.weight_transport=tensorstore rollout.weight_folder=" in run
-    secrets = [(cloud.folder / f"secret-{program}").read_text() for program in ("rollout-server", "train")]
+    secrets = [cloud.environment_of(program)["JAX_AGENT_RL_TOKEN"] for program in ("rollout-server", "train")]
     assert len(secrets[0]) == 64 and secrets[0] == secrets[1] and not any(secrets[0] in call for call in cloud.calls())
     assert result.stdout.index("[rollout-0] arguments") < result.stdout.index("[rollout-0] stopped serving")
     assert cloud.node() is None and cloud.node("try-rollout-0") is None
+
+
+def test_variables_reach_what_prepares_and_what_runs_and_are_shown_nowhere(cloud: Cloud):
+    cloud.variables["FROM_HERE"] = "a 'secret' of \\"
+    prepare = 'printf %s "$FROM_HERE" >prepared && cat >>prepared'  # its input is empty
+    given = ["--env", "FROM_HERE", "--env", "GIVEN=b=c d", "--prepare", prepare]
+    result = cloud.launch(*split(*given, "--keep"))
+    assert result.returncode == 0, result.stdout + result.stderr
+    for program in ("rollout-server", "train"):
+        seen = cloud.environment_of(program)
+        assert (seen["FROM_HERE"], seen["GIVEN"]) == ("a 'secret' of \\", "b=c d")
+    for host in ("try/0", "try-rollout-0/0"):
+        assert (cloud.folder / "hosts" / host / "jax_agent_rl" / "prepared").read_text() == "a 'secret' of \\"
+    assert not any("secret' of" in text or "b=c" in text for text in (*cloud.calls(), result.stdout))
+    result = cloud.launch(*split("--env", "NOWHERE"))
+    assert result.returncode == 1 and "--env NOWHERE is not set here: export it, or give" in result.stderr
+    assert cloud.launch("--delete", "--env", "NOWHERE").returncode == 0, "the same command with --delete"
+
+
+def test_a_preparation_that_fails_with_variables_ends_the_launch(cloud: Cloud):
+    result = cloud.launch("--prepare", "exit 7", "--env", "GIVEN=1")
+    assert result.returncode == 1 and "host-0:" in result.stderr and not cloud.runs()
 
 
 @pytest.mark.parametrize("lost", ["try-rollout-0", "try"])

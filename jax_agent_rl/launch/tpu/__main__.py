@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from pathlib import Path
 
 from jax_agent_rl.errors import LaunchError
 from jax_agent_rl.interrupt import EXIT_CODE
-from jax_agent_rl.launch.arguments import count, duration, port, positive, seconds
+from jax_agent_rl.launch.arguments import count, duration, port, positive, seconds, variable
 from jax_agent_rl.launch.clock import Clock
 from jax_agent_rl.launch.runner import Interrupted
 from jax_agent_rl.launch.tpu import dry_run, job, render, topology
@@ -53,6 +54,7 @@ def parser() -> argparse.ArgumentParser:
     add("--config", type=Path, metavar="FILE", help="YAML configuration; default the quickstart, with model and data")
     add("--bucket", metavar="gs://B", help="checkpoints, small files and logs go to gs://B/NAME")
     add("--prepare", metavar="COMMAND", help="run on every host before the start: what brings model and data")
+    add("--env", action="append", type=variable, default=[], metavar="NAME[=V]", help="for --prepare and the run")
     add("--no-install", action="store_true", help="the environment is there already, on every host")
     add("--resume", action="store_true", help="go on from the newest checkpoint in the bucket")
     add("--keep", action="store_true", help="leave the slice when the run has ended")
@@ -72,6 +74,8 @@ _EPILOG = """\
 Checkpoints are written to the bucket by all hosts; metrics and trajectories lie on host 0, which copies them there
 within 15 seconds, as every host does with its log. The run goes on when this launcher is killed: the same command, or
 --logs, finds it again. Slices are deleted when the run has ended, unless --keep, or there is no --bucket.
+
+--env WANDB_API_KEY takes the value from here; it goes to the hosts through the connection, and is in no command line.
 
 Exit status: the run's; 1 if a slice cannot be had or a host cannot be set up; 2 for a wrong command line; 130 after
 Ctrl-C.
@@ -150,8 +154,21 @@ def _job(arguments: argparse.Namespace) -> Job:
         bucket=arguments.bucket,
         prepare=arguments.prepare,
         install=not arguments.no_install,
+        variables=_variables(arguments),
         port=arguments.rollout_port,
     )
+
+
+def _variables(arguments: argparse.Namespace) -> dict[str, str | None]:
+    """Those of ``--env``; None is left where nothing is launched."""
+    result = dict(arguments.env)
+    if job.TOKEN in result:
+        raise LaunchError(f"--env {job.TOKEN}: tpu_pod.sh sets it itself; leave it out")
+    if arguments.render or arguments.dry_run or arguments.logs or arguments.delete:
+        return result
+    if missing := [name for name, value in result.items() if value is None and name not in os.environ]:
+        raise LaunchError(f"--env {missing[0]} is not set here: export it, or give --env {missing[0]}=VALUE")
+    return {name: os.environ[name] if value is None else value for name, value in result.items()}
 
 
 def _rendered(request: Request, servers: Sequence[Request], task: Job, arguments: argparse.Namespace) -> str:

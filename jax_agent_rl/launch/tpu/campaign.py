@@ -179,24 +179,24 @@ class Campaign:
             await self._stage([job.copy(cloud, worker, packed) for worker in workers])
         what = "installing the environment (some minutes the first time)" if task.install else "unpacking"
         self._say(f"{what}; then: {task.preparation}" if task.preparation else what)
-        await self._stage([job.set_up(cloud, worker, task) for worker in workers])
+        await self._stage([job.set_up(cloud, worker, task) for worker in workers], task.secrets())
         self._logs.new_run()
         await self._start_run(workers, how)
 
     async def _start_run(self, workers: Sequence[Worker], how: str | None) -> None:
         cloud, task = self._cloud, self._job
         serving = [worker for worker in workers if worker.serves]
-        urls, token = job.urls_of(serving, task), {job.TOKEN: token_hex(32)} if serving else None
+        urls, secrets = job.urls_of(serving, task), task.secrets(token_hex(32) if serving else None)
         if serving:
             # Those of an earlier start have newer weights than a checkpoint, and another secret.
             await self._each([job.send(cloud, worker, task, "KILL") for worker in workers])
             self._say(f"starting {len(serving)} rollout server(s)")
-            await self._stage([job.start(cloud, w, task, resume=None, urls=urls) for w in serving], token)
+            await self._stage([job.start(cloud, w, task, resume=None, urls=urls) for w in serving], secrets)
             await self._stage([job.until_listening(cloud, worker, task) for worker in serving])
         self._say("starting on all hosts")
         self._begun = True
         learning = [worker for worker in workers if not worker.serves]
-        await self._stage([job.start(cloud, worker, task, resume=how, urls=urls) for worker in learning], token)
+        await self._stage([job.start(cloud, worker, task, resume=how, urls=urls) for worker in learning], secrets)
 
     async def _stage(self, commands: Sequence[Command], secrets: Mapping[str, str] | None = None) -> None:
         """The same on all hosts; all have to succeed."""

@@ -42,6 +42,8 @@ def lines(
     result += called("if not: does the zone have such chips? Then it is made", *made)
     result += called("until it is ready", *looks)
     result += called("if it was there: a run that is under way is only followed", job.running(learners[0], task))
+    if task.variables:
+        result.append(f"# {', '.join(task.variables)}: through the connection, to what prepares and what runs")
     result += stage("copy the code", [job.copy(cloud, worker, code) for worker in hosts])
     result += stage("unpack it, make the environment, prepare", [job.set_up(cloud, worker, task) for worker in hosts])
     if servers:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from jax_agent_rl.errors import LaunchError
@@ -52,6 +52,7 @@ class Job:
         prepare: shell command for every host before the run, in the project's folder: what brings model and data.
         install: make the environment first.
         port: of rollout servers.
+        variables: environment variables of the preparation and the run; None is a value that is not known here.
     """
 
     name: str
@@ -61,6 +62,7 @@ class Job:
     prepare: str | None
     install: bool
     port: int = 8100
+    variables: Mapping[str, str | None] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         if self.bucket is not None and not _BUCKET.fullmatch(self.bucket):
@@ -75,6 +77,15 @@ class Job:
     def run_folder(self) -> str:
         """On host 0, below the project's folder."""
         return f"runs/{self.name}"
+
+    def secrets(self, token: str | None = None) -> Mapping[str, str] | None:
+        """What goes to a host through the connection; None if nothing does.
+
+        Args:
+            token: between learner and rollout servers.
+        """
+        known = {name: value for name, value in self.variables.items() if value is not None}
+        return {**known, **({TOKEN: token} if token else {})} or None
 
     @property
     def preparation(self) -> str | None:
@@ -178,12 +189,18 @@ def set_up(cloud: Gcloud, worker: Worker, job: Job) -> Command:
     """Code, environment, model and data, in one connection.
 
     What the copy before had brought is removed first, so that a file that is gone here is gone there; what has been
-    made in the folder since stays.
+    made in the folder since stays. With variables it reads them from its input.
     """
-    steps = [f"mkdir -p {CODE}", f"cd {CODE}", f"touch ../{_COPIED}", f"xargs -d '\\n' rm -f -- < ../{_COPIED}"]
+    steps = ["IFS= read -r variables", "exec </dev/null"] if job.variables else []
+    steps += [f"mkdir -p {CODE}", f"cd {CODE}", f"touch ../{_COPIED}", f"xargs -d '\\n' rm -f -- < ../{_COPIED}"]
     steps += [f"tar -xzvf ../{ARCHIVE} --quoting-style=literal > ../{_COPIED}"]
     steps += ["./launch/tpu_environment.sh"] if job.install else []
-    steps += [f'export PATH="{_venv()}/bin:$PATH"', f"({job.preparation})"] if job.preparation else []
+    if job.preparation:
+        prepare = f"({job.preparation})"
+        if job.variables:
+            given = _remote(["with", ".", "--secrets", "--", "bash", "-c", job.preparation])
+            prepare = f'printf "%s\\n" "$variables" | {given}'
+        steps += [f'export PATH="{_venv()}/bin:$PATH"', prepare]
     return _on(cloud, worker, " && ".join(steps))
 
 
@@ -195,9 +212,10 @@ def start(cloud: Gcloud, worker: Worker, job: Job, *, resume: str | None, urls: 
 
     Args:
         resume: ``--resume``, ``--auto-resume`` or None.
-        urls: of the rollout servers, if there are any; then the command reads the secret from its input.
+        urls: of the rollout servers, if there are any; then the command reads the secret from its input, as it does
+            with variables.
     """
-    keeping = ["start", _folder(job), f"--host={worker.name}", *(["--secrets"] if urls else [])]
+    keeping = ["start", _folder(job), f"--host={worker.name}", *(["--secrets"] if urls or job.variables else [])]
     if job.kept:
         keeping.append(f"--bucket={job.kept}")
         if worker.number == 0 and not worker.serves:

@@ -7,10 +7,11 @@
     follow ◄─────┴──────────────────── a folder ◄──────────────────────────────────┘
     signal ──► the command
 
-``python -m jax_agent_rl.launch.tpu.remote start|follow|signal|running|listening FOLDER …``. An ssh connection may break
-at any time, and gcloud then runs its command again: ``start`` starts nothing while a run is under way, and ``follow``
-numbers the lines, so that who reads them can leave out those it has. Its last line is the run's exit status: that of
-gcloud is not, which has its own for its own failures. The standard library only.
+``python -m jax_agent_rl.launch.tpu.remote start|follow|signal|running|listening|with FOLDER …``. An ssh connection may
+break at any time, and gcloud then runs its command again: ``start`` starts nothing while a run is under way, and
+``follow`` numbers the lines, so that who reads them can leave out those it has. Its last line is the run's exit status:
+that of gcloud is not, which has its own for its own failures. ``with`` runs a command in the folder, with variables
+from its input. The standard library only.
 """
 
 from __future__ import annotations
@@ -286,10 +287,19 @@ def send(files: Files, number: int) -> int:
     return 0
 
 
+def run_with(secrets: str, command: Sequence[str], folder: Path) -> int:
+    """Runs a command in a folder, with these environment variables, as JSON; its exit status."""
+    if not secrets:
+        print("the connection broke before the variables had come", flush=True)
+        return NO_RUN
+    environment = os.environ | json.loads(secrets)
+    return subprocess.run(command, stdin=subprocess.DEVNULL, env=environment, cwd=folder).returncode
+
+
 def main(argv: Sequence[str]) -> int:
     """The command line; see the module."""
     parser = argparse.ArgumentParser(prog="remote")
-    parser.add_argument("action", choices=["start", "supervise", "follow", "signal", "running", "listening"])
+    parser.add_argument("action", choices=["start", "supervise", "follow", "signal", "running", "listening", "with"])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--bucket")
     parser.add_argument("--host", default="host-0")
@@ -312,9 +322,11 @@ def main(argv: Sequence[str]) -> int:
     if arguments.action == "signal":
         return send(files, getattr(signal, f"SIG{arguments.signal}"))
     if not command:
-        parser.error("start needs a command behind --")
-    if arguments.action == "start":
+        parser.error(f"{arguments.action} needs a command behind --")
+    if arguments.action in ("start", "with"):
         secrets = sys.stdin.readline() if arguments.secrets else "{}"
+        if arguments.action == "with":
+            return run_with(secrets, command, arguments.folder)
         return start(files, [*own[1:], "--", *command], secrets)
     keeping = Keeping(
         bucket=arguments.bucket,

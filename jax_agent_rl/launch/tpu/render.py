@@ -62,6 +62,8 @@ def render(
         "port": task.port,
         "token": job.TOKEN,
         "servers": len(servers),
+        "given": {name: value for name, value in task.variables.items() if value is not None},
+        "brought": [name for name, value in task.variables.items() if value is None],
     }
     return environment.get_template(KINDS[kind]).render({**context, **common})
 

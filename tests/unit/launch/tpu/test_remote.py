@@ -73,6 +73,20 @@ def test_a_killed_run_makes_room_for_the_next_at_once(files: Files):
     assert followed(files) == (0, ["1|next"])
 
 
+def test_a_command_is_run_with_variables_from_the_input_and_without_them_not_at_all(tmp_path: Path):
+    own = [sys.executable, "-m", "jax_agent_rl.launch.tpu.remote", "with", str(tmp_path), "--secrets", "--"]
+    command = [*own, "bash", "-c", 'echo "$(pwd) $KEY $(cat)"; exit 5']
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    both = {"capture_output": True, "text": True, "timeout": 60, "env": environment}
+    done = subprocess.run(command, input='{"KEY": "a b"}\nmore', **both)
+    assert (done.returncode, done.stdout) == (5, f"{tmp_path} a b \n")
+    broken = subprocess.run(command, input="", **both)
+    assert (broken.returncode, broken.stdout) == (
+        remote.NO_RUN,
+        "the connection broke before the variables had come\n",
+    )
+
+
 def test_secrets_come_through_the_input_and_without_them_nothing_starts(files: Files):
     own = [sys.executable, "-m", "jax_agent_rl.launch.tpu.remote", "start", str(files.folder), "--secrets", "--"]
     command = [*own, sys.executable, "-c", "import os; print(os.environ['SECRET'])"]

@@ -126,9 +126,19 @@ def test_a_jobset_with_pods_that_only_sample_starts_them_first_and_ends_with_the
     ] * 2
 
 
+def test_variables_that_are_given_are_written_and_the_others_are_a_secret_of_the_cluster(config: Path):
+    text = rendered("gke", request_of(), job_of(config=config, variables={"GIVEN": "a: 'b'", "WANDB_API_KEY": None}))
+    assert 'kubectl create secret generic my-run-env --from-literal=WANDB_API_KEY="$WANDB_API_KEY"\n' in text
+    _, jobset = yaml.safe_load_all(text)
+    pod = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    assert {"name": "GIVEN", "value": "a: 'b'"} in pod["containers"][0]["env"]
+    secret = {"secretKeyRef": {"name": "my-run-env", "key": "WANDB_API_KEY"}}
+    assert {"name": "WANDB_API_KEY", "valueFrom": secret} in pod["containers"][0]["env"]
+
+
 def submitted(folder: Path, text: str, **programs: str) -> subprocess.CompletedProcess[str]:
     """A Slurm job where these programs stand for Slurm's and ours."""
-    (folder / "bin").mkdir()
+    (folder / "bin").mkdir(parents=True)
     for name, program in programs.items():
         (folder / "bin" / name.replace("_", "-")).write_text(program)
         (folder / "bin" / name.replace("_", "-")).chmod(0o755)
@@ -136,6 +146,16 @@ def submitted(folder: Path, text: str, **programs: str) -> subprocess.CompletedP
     paths = {"LOG": str(folder / "log"), "JAX_AGENT_RL_VENV": str(folder), "SLURM_JOB_NODELIST": "host-[a-c]"}
     command = ["bash", str(folder / "job.sh")]
     return subprocess.run(command, env=os.environ | paths, capture_output=True, text=True, timeout=60)
+
+
+def test_a_slurm_job_sets_variables_and_asks_for_those_that_sbatch_brings(config: Path, tmp_path: Path, monkeypatch):
+    job = job_of(config=config, variables={"GIVEN": "a 'b'", "BROUGHT": None})
+    programs = {"srun": '#!/usr/bin/env bash\necho "$GIVEN $BROUGHT"\n'}
+    result = submitted(tmp_path / "without", rendered("slurm", request_of(), job), **programs)
+    assert result.returncode == 1 and "BROUGHT: export it before sbatch" in result.stderr
+    monkeypatch.setenv("BROUGHT", "c")
+    result = submitted(tmp_path / "with", rendered("slurm", request_of(), job), **programs)
+    assert (result.returncode, result.stdout) == (0, "a 'b' c\n"), result.stderr
 
 
 SRUN = """#!/bin/bash
