@@ -98,6 +98,8 @@ def plan_apart(task: Task, say: Callable[[str], None], command: Sequence[str] = 
     with tempfile.TemporaryFile("w+", errors="replace") as words, _started(command, task, words) as process:
         assert process.stdout is not None
         for line in process.stdout:
+            if not line.endswith("\n"):  # it ended in the middle of it
+                break
             match json.loads(line):
                 case {"say": str(last)}:
                     say(last)
@@ -194,7 +196,8 @@ def main() -> None:
 
 def _end_with_input() -> None:
     """Whoever asked has gone, and compiling takes minutes."""
-    sys.stdin.read()
+    while os.read(0, 1024):  # not through sys.stdin, whose lock this thread would hold when the interpreter ends
+        pass
     os._exit(1)
 
 

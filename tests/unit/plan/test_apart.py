@@ -60,6 +60,7 @@ def test_warnings_are_shown(capsys):
             "os.kill(os.getpid(), signal.SIGSEGV)",
             r"ended itself \(SIGSEGV\) when .*: it said nothing. .*--search",
         ),
+        ("print('{\"report', end='', flush=True); os._exit(3)", "exit status 3 when it was compiling decode"),
         ("sys.exit(3)", "exit status 3 when it was compiling decode: this should not happen"),
         ("1 / 0", "exit status 1 when it was compiling decode.*(?s:.*)ZeroDivisionError"),
     ],

@@ -127,11 +127,11 @@ def test_a_jobset_with_pods_that_only_sample_starts_them_first_and_ends_with_the
 
 
 def test_variables_that_are_given_are_written_and_the_others_are_a_secret_of_the_cluster(config: Path):
-    text = rendered("gke", request_of(), job_of(config=config, variables={"GIVEN": "a: 'b'", "WANDB_API_KEY": None}))
+    text = rendered("gke", request_of(), job_of(config=config, variables={"NO": "a: 'b'", "WANDB_API_KEY": None}))
     assert 'kubectl create secret generic my-run-env --from-literal=WANDB_API_KEY="$WANDB_API_KEY"\n' in text
     _, jobset = yaml.safe_load_all(text)
     pod = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
-    assert {"name": "GIVEN", "value": "a: 'b'"} in pod["containers"][0]["env"]
+    assert {"name": "NO", "value": "a: 'b'"} in pod["containers"][0]["env"]
     secret = {"secretKeyRef": {"name": "my-run-env", "key": "WANDB_API_KEY"}}
     assert {"name": "WANDB_API_KEY", "valueFrom": secret} in pod["containers"][0]["env"]
 
