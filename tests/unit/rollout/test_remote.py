@@ -10,7 +10,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import aiohttp
@@ -267,7 +266,7 @@ async def test_a_client_that_leaves_frees_its_slots():
             await asyncio.sleep(0.001)
         await remote.close()
         await asyncio.gather(*tasks, return_exceptions=True)
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(15):
             while inner.running or inner.waiting:
                 await asyncio.sleep(0.001)
         assert (await inner.metrics()).requests_finished == 0
@@ -279,23 +278,22 @@ async def test_a_server_that_closes_in_the_middle_is_an_engine_that_died():
         task = asyncio.create_task(remote.generate(request()))
         while not inner.waiting:
             await asyncio.sleep(0.001)
-        begin = time.monotonic()
         await http.close()
-        with pytest.raises(EngineDiedError, match=rf"{http.url} is gone"):
-            await task
-        assert time.monotonic() - begin < 5
+        async with asyncio.timeout(15):  # less than the silence
+            with pytest.raises(EngineDiedError, match=rf"{http.url} is gone"):
+                await task
         assert not (health := await remote.health()).ok and "gone" in health.detail
 
 
 async def test_a_silent_server_is_an_engine_that_died_and_a_slow_one_is_not():
-    async with served(client={"silence_seconds": 0.4}, heartbeat_seconds=0.1) as (inner, http, remote):
+    async with served(client={"silence_seconds": 2.0}, heartbeat_seconds=0.1) as (inner, http, remote):
         inner._frozen = True
         task = asyncio.create_task(remote.generate(request()))
-        await asyncio.sleep(0.8)
+        await asyncio.sleep(3.0)
         assert not task.done(), "heartbeats keep a slow request alive"
         http._heartbeat = 60
         with pytest.raises(EngineDiedError, match="is gone"):
-            await asyncio.wait_for(task, 5)
+            await asyncio.wait_for(task, 30)
 
 
 async def test_a_restarted_server_is_refused_because_it_has_lost_its_weights():
@@ -369,10 +367,9 @@ async def test_a_killed_server_process_fails_its_requests_at_once():
         await asyncio.gather(*(anext(s) for s in streams[:4]))
         rest = [asyncio.create_task(anext(s)) for s in streams[4:]]
         os.kill(process.pid, signal.SIGKILL)
-        begin = time.monotonic()
-        for error in await asyncio.gather(*map(drain, streams[:4]), *rest, return_exceptions=True):
-            assert isinstance(error, EngineDiedError), error
-        assert time.monotonic() - begin < 5
+        async with asyncio.timeout(15):  # less than the silence
+            errors = await asyncio.gather(*map(drain, streams[:4]), *rest, return_exceptions=True)
+        assert {type(error) for error in errors} == {EngineDiedError}, errors
         await remote.close()
     finally:
         process.kill()
