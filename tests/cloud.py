@@ -166,6 +166,9 @@ match names:
     case [_, _, "tpu-vm", "ssh", name]:
         run(name, int(options["worker"]), options["command"])
     case [_, _, "tpu-vm", "scp", source, target]:
+        if deaf := int(ordered("deaf") or 0):
+            (orders / "deaf").write_text(str(deaf - 1))
+            fail("ssh: connect to host 127.0.0.1 port 22: Connection refused")
         node, _, path = target.partition(":")
         home = folder / "hosts" / node / options["worker"]
         home.mkdir(parents=True, exist_ok=True)

@@ -282,7 +282,7 @@ def test_delete_gives_back_all_slices_of_the_name_and_no_other(cloud: Cloud):
 @pytest.mark.parametrize("refused_one", ["try", "try-rollout-0"])
 def test_a_slice_that_cannot_be_deleted_is_named_and_the_others_are_deleted(cloud: Cloud, refused_one: str):
     cloud.order("delete-fails", refused_one)
-    for arguments in (split(), ["--delete"]):
+    for arguments in (split("--poll", "0.001"), ["--delete"]):
         result = cloud.launch(*arguments)
         assert result.returncode == 1 and f"{refused_one}: still there, and costs" in result.stderr
         assert [name for name in ("try", "try-rollout-0") if cloud.node(name)] == [refused_one]
@@ -311,11 +311,53 @@ def test_a_look_that_fails_does_not_end_the_wait_in_the_queue(cloud: Cloud):
     read_until(process, "try is WAITING_FOR_RESOURCES")
     cloud.order("offline")
     read_until(process, "Network is unreachable")
-    read_until(process, "looking again in")
+    read_until(process, "trying again in")
     cloud.recall("offline")
     rest = said_by(process)
     assert process.returncode == 0 and "try is ready" in rest, rest
     assert len(cloud.calls("queued-resources create")) == 1
+
+
+def test_after_a_preemption_a_cloud_that_does_not_answer_is_asked_again(cloud: Cloud):
+    cloud.order("trainer", "waits")
+    process = cloud.start(*KEPT, "--spot")
+    read_until(process, "[host-0] training")
+    cloud.order("trainer", "ends 0")
+    cloud.preempt()
+    read_until(process, "preemption 1 of")
+    cloud.order("offline")
+    read_until(process, "trying again in")
+    cloud.recall("offline")
+    rest = said_by(process)
+    assert process.returncode == 0 and "--auto-resume" in cloud.runs()[-1], rest
+    assert cloud.node() is None
+
+
+def test_a_slice_whose_run_has_ended_is_given_back_when_the_cloud_answers(cloud: Cloud):
+    cloud.order("delete-fails", "try")
+    process = cloud.start(*KEPT)
+    read_until(process, "trying again in")
+    assert cloud.node() is not None
+    cloud.recall("delete-fails")
+    rest = said_by(process)
+    assert process.returncode == 0 and cloud.node() is None and len(cloud.runs()) == 1, rest
+
+
+def test_ctrl_c_ends_the_wait_for_a_cloud_that_does_not_take_a_slice_back(cloud: Cloud):
+    cloud.order("delete-fails", "try")
+    process = cloud.start(*KEPT, "--poll", 1000)
+    read_until(process, "trying again in")
+    rest = "".join(ended_after(process, signal.SIGINT))
+    assert process.returncode == 130 and "--delete takes it away" in rest and cloud.node() is not None, rest
+
+
+def test_a_host_that_does_not_listen_yet_is_tried_again(cloud: Cloud):
+    cloud.order("deaf", "2")
+    result = cloud.launch(*KEPT)
+    assert result.returncode == 0 and result.stdout.count("host-0: trying again in") == 2, result.stdout
+    cloud.order("deaf", "100")
+    result = cloud.launch(*KEPT, "--poll", "0.01")
+    assert result.returncode == 1 and "host-0: gcloud compute tpus tpu-vm scp" in result.stderr, result.stderr
 
 
 @pytest.mark.parametrize(

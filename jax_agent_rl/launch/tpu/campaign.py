@@ -11,7 +11,8 @@ new at every start, keeps others out.
 
 Every stage happens on all hosts at the same time. Whatever fails, the state of the slices decides whether it counts as
 a preemption, which is made good a bounded number of times, or as a failure of the run. A launcher that has lost sight
-of the run (the network here, an expired login) deletes nothing.
+of the run (the network here, an expired login) deletes nothing. What nobody may be there to repeat, a slice made anew or
+given back, is tried for more than an hour.
 """
 
 from __future__ import annotations
@@ -28,18 +29,19 @@ from typing import TypeVar
 
 from jax_agent_rl.errors import LaunchError
 from jax_agent_rl.launch.hosts import Command
-from jax_agent_rl.launch.runner import Interrupted, Process, heard_by
+from jax_agent_rl.launch.runner import Interrupted, heard_by
 from jax_agent_rl.launch.tpu import archive, job, remote
+from jax_agent_rl.launch.tpu.connections import Connections
 from jax_agent_rl.launch.tpu.fleet import Fleet
 from jax_agent_rl.launch.tpu.gcloud import Gcloud
 from jax_agent_rl.launch.tpu.job import Job, Worker
 from jax_agent_rl.launch.tpu.logs import Logs
-from jax_agent_rl.launch.tpu.patience import pauses
+from jax_agent_rl.launch.tpu.patience import patiently, pauses
 from jax_agent_rl.launch.tpu.slices import Addresses, Preempted, State
 
 T = TypeVar("T")
-_AT_ONCE = 16
-"""Hosts that a stage works on side by side: each takes a gcloud process here."""
+_FIRST_TRIES = 4
+"""How often to try to reach a host for the first time."""
 _LOOKS = 5
 """How often to see whether a slice was taken back, once a run has failed: its state follows some seconds later."""
 _OTHERS_SECONDS = 60.0
@@ -75,7 +77,7 @@ class Campaign:
     ) -> None:
         self._job, self._slices, self._cloud, self._policy = task, slices, cloud, policy
         self._root, self._logs, self._say = root, logs, say
-        self._processes: list[Process] = []
+        self._connections = Connections(root)
         self._interrupt = asyncio.Event()
         self._begun = False  # there may be checkpoints of this run
         self.preemptions = 0
@@ -87,7 +89,7 @@ class Campaign:
         try:
             yield
         finally:
-            await asyncio.gather(*(process.stop() for process in self._processes))
+            await self._connections.stop()
 
     async def run(self, hosts_of: Callable[[Addresses], list[Worker]], *, resume: bool) -> int:
         """The run, through all preemptions; its exit status.
@@ -112,7 +114,9 @@ class Campaign:
     async def _until_ended(self, hosts_of: Callable[[Addresses], list[Worker]], how: str | None) -> int:
         while True:
             try:
-                hosts = await self._watch(self._slices.ensure())
+                # The first time somebody looks on, and can begin again.
+                made = self._patiently(self._slices.ensure) if self.preemptions else self._slices.ensure()
+                hosts = await self._watch(made)
                 return await self._attempt(hosts_of(hosts), how)
             except Preempted as event:
                 if self._interrupt.is_set():
@@ -128,7 +132,7 @@ class Campaign:
                 self._say(f"preemption {self.preemptions} of at most {limit} ({event}): making the slice anew")
                 if self._job.kept is None:
                     raise LaunchError("the slice was taken back, and without --bucket the run with it") from None
-                await self._watch(self._slices.delete_lost())
+                await self._watch(self._patiently(self._slices.delete_lost))
                 how = "--auto-resume" if self._begun else how
 
     async def follow(self, workers: Sequence[Worker]) -> int:
@@ -176,7 +180,8 @@ class Campaign:
             self._say(f"copying the code to {len(workers)} host(s), {size / 1e6:.1f} MB each")
             if large:
                 self._say(f"among it {', '.join(large)}: .gitignore keeps here what hosts need not have")
-            await self._stage([job.copy(cloud, worker, packed) for worker in workers])
+            # Hosts that have just been made may not listen yet.
+            await self._stage([job.copy(cloud, worker, packed) for worker in workers], tries=_FIRST_TRIES)
         what = "installing the environment (some minutes the first time)" if task.install else "unpacking"
         self._say(f"{what}; then: {task.preparation}" if task.preparation else what)
         await self._stage([job.set_up(cloud, worker, task) for worker in workers], task.secrets())
@@ -189,7 +194,7 @@ class Campaign:
         urls, secrets = job.urls_of(serving, task), task.secrets(token_hex(32) if serving else None)
         if serving:
             # Those of an earlier start have newer weights than a checkpoint, and another secret.
-            await self._each([job.send(cloud, worker, task, "KILL") for worker in workers])
+            await self._watch(self._signal(workers, "KILL"))
             self._say(f"starting {len(serving)} rollout server(s)")
             await self._stage([job.start(cloud, w, task, resume=None, urls=urls) for w in serving], secrets)
             await self._stage([job.until_listening(cloud, worker, task) for worker in serving])
@@ -198,33 +203,21 @@ class Campaign:
         learning = [worker for worker in workers if not worker.serves]
         await self._stage([job.start(cloud, worker, task, resume=how, urls=urls) for worker in learning], secrets)
 
-    async def _stage(self, commands: Sequence[Command], secrets: Mapping[str, str] | None = None) -> None:
-        """The same on all hosts; all have to succeed."""
-        statuses = await self._each(commands, secrets)
-        if failed := [command.name for command, status in zip(commands, statuses, strict=True) if status]:
-            raise LaunchError(f"{', '.join(failed)}: {_brief(commands[0])} failed, see above")
-
-    async def _each(self, commands: Sequence[Command], secrets: Mapping[str, str] | None = None) -> list[int]:
-        """The same on all hosts; their exit statuses."""
-        places = asyncio.Semaphore(_AT_ONCE)
-
-        async def one(command: Command) -> int:
-            async with places:
-                return await self._ended(await self._start(command, self._say, secrets))
-
-        return await self._watch(asyncio.gather(*map(one, commands)))
-
-    async def _start(
-        self, command: Command, say: Callable[[str], None], secrets: Mapping[str, str] | None = None
-    ) -> Process:
-        process = await Process.start(command, root=self._root, secrets=secrets, say=say)
-        self._processes.append(process)
-        return process
-
-    async def _ended(self, process: Process) -> int:
-        status = await asyncio.shield(process.ended)
-        self._processes.remove(process)
-        return status
+    async def _stage(
+        self, commands: Sequence[Command], secrets: Mapping[str, str] | None = None, *, tries: int = 1
+    ) -> None:
+        """The same on all hosts; all have to succeed, in so many tries."""
+        for pause in (*pauses(self._policy.poll, tries - 1), None):
+            statuses = await self._watch(self._connections.run_all(commands, self._say, secrets))
+            commands = [command for command, status in zip(commands, statuses, strict=True) if status]
+            if not commands:
+                return
+            names = ", ".join(command.name for command in commands)
+            if pause is None:
+                raise LaunchError(f"{names}: {_brief(commands[0])} failed, see above")
+            await self._raise_if_taken_back(looks=1)
+            self._say(f"{names}: trying again in {pause:.0f} s")
+            await self._watch(asyncio.sleep(pause))
 
     # --- while it runs -----------------------------------------------------------------------------------------
 
@@ -259,8 +252,7 @@ class Campaign:
 
     async def _signal(self, workers: Sequence[Worker], name: str) -> None:
         """Sends a signal to runs; to one that has ended it is none."""
-        for process in [await self._start(job.send(self._cloud, w, self._job, name), self._say) for w in workers]:
-            await self._ended(process)
+        await self._connections.run_all([job.send(self._cloud, w, self._job, name) for w in workers], self._say)
 
     async def _end_servers(self, workers: Sequence[Worker], watching: Sequence[asyncio.Future[int]]) -> None:
         """Nobody asks them any more."""
@@ -305,7 +297,7 @@ class Campaign:
         left = pauses(self._policy.poll)
         while True:
             reader = self._logs.reader(worker.name)
-            await self._ended(await self._start(job.follow(self._cloud, worker, self._job), reader))
+            await self._connections.run(job.follow(self._cloud, worker, self._job), reader)
             if reader.status is not None:
                 return reader.status
             if reader.heard:
@@ -357,11 +349,16 @@ class Campaign:
     async def _tell_to_end(self, leader: Worker) -> None:
         """Sends the signal until it has come through, or there is no run any more."""
         for pause in pauses(self._policy.poll):
-            status = await self._ended(await self._start(job.send(self._cloud, leader, self._job, "INT"), self._say))
+            status = await self._connections.run(job.send(self._cloud, leader, self._job, "INT"), self._say)
             if status in (0, remote.NO_RUN):
                 return
             self._say(f"the run could not be told to end, trying again in {pause:.0f} s")
             await asyncio.sleep(pause)
+
+    async def _patiently(self, act: Callable[[], Awaitable[T]]) -> T:
+        """An interruption ends the wait between two tries."""
+        pause = lambda seconds: self._watch(asyncio.sleep(seconds))  # noqa: E731
+        return await patiently(act, poll=self._policy.poll, say=self._say, sleep=pause)
 
     async def _watch(self, wanted: Awaitable[T]) -> T:
         """Awaits, but not past an interruption."""
@@ -383,7 +380,9 @@ class Campaign:
             why = "--keep" if self._policy.keep else "without --bucket the run is on its disk alone"
             self._say(f"the slice stays ({why}) and costs until you give --delete")
         else:
-            await self._slices.delete()
+            self._interrupt = asyncio.Event()  # what came before was for the run
+            heard_by(self._interrupt)
+            await self._patiently(self._slices.delete)
             self._say(f"the run is in {self._job.kept}")
         if self.preemptions:
             self._say(f"taken back {self.preemptions} time(s) on the way")

@@ -7,7 +7,7 @@ import re
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
-from jax_agent_rl.errors import LaunchError, LaunchTargetError
+from jax_agent_rl.errors import LaunchError, LaunchTargetError, LaunchUnansweredError
 from jax_agent_rl.launch.tpu import gcloud
 from jax_agent_rl.launch.tpu.gcloud import Gcloud
 
@@ -49,7 +49,8 @@ async def to_the_end(deletions: Mapping[str, Awaitable[Any]]) -> None:
     """Side by side, each to its end, whatever becomes of the others.
 
     Raises:
-        LaunchError: with the names of those that failed, and why.
+        LaunchError: with the names of those that failed, and why; it is a :class:`LaunchUnansweredError` if none was
+            refused.
     """
     results = await asyncio.gather(*deletions.values(), return_exceptions=True)
     failed = {name: each for name, each in zip(deletions, results, strict=True) if isinstance(each, BaseException)}
@@ -58,4 +59,6 @@ async def to_the_end(deletions: Mapping[str, Awaitable[Any]]) -> None:
             raise error
     if failed:
         why = "\n".join(str(error) for error in failed.values())
-        raise LaunchError(f"{why}\n{', '.join(failed)}: still there, and costs; try --delete again")
+        unanswered = all(isinstance(error, LaunchUnansweredError) for error in failed.values())
+        kind = LaunchUnansweredError if unanswered else LaunchError
+        raise kind(f"{why}\n{', '.join(failed)}: still there, and costs; try --delete again")

@@ -2,13 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from typing import TypeVar
 
+from jax_agent_rl.errors import LaunchUnansweredError
+
+T = TypeVar("T")
 _TRIES = 20
 _LONGEST = 16
 
 
-def pauses(poll: float) -> Iterator[float]:
+def pauses(poll: float, tries: int = _TRIES) -> Iterator[float]:
     """Seconds before each next try, longer and longer: an hour and more in all for a ``poll`` of 15 s."""
-    for tries in range(_TRIES):
-        yield poll * min(2**tries, _LONGEST)
+    for number in range(tries):
+        yield poll * min(2**number, _LONGEST)
+
+
+async def patiently(
+    act: Callable[[], Awaitable[T]],
+    *,
+    poll: float,
+    say: Callable[[str], None],
+    sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
+) -> T:
+    """Does what outlasts failures of the network, and of gcloud: nobody may be there to begin again.
+
+    Args:
+        act: may be done twice.
+        sleep: between two tries.
+
+    Raises:
+        LaunchError: gcloud refuses, or has failed many times in a row.
+    """
+    left = pauses(poll)
+    while True:
+        try:
+            return await act()
+        except LaunchUnansweredError as error:
+            if (pause := next(left, None)) is None:
+                raise
+            say(f"{error}\ntrying again in {pause:.0f} s")
+            await sleep(pause)

@@ -12,7 +12,7 @@ from typing import Any
 from jax_agent_rl.errors import LaunchError, LaunchTargetError, LaunchUnansweredError
 from jax_agent_rl.launch.tpu import gcloud
 from jax_agent_rl.launch.tpu.gcloud import Gcloud, Request
-from jax_agent_rl.launch.tpu.patience import pauses
+from jax_agent_rl.launch.tpu.patience import patiently
 
 _PROGRESS_SECONDS = 30.0
 
@@ -174,7 +174,7 @@ class Slices:
     async def _until_ready(self) -> Addresses:
         begin = report = time.monotonic()
         word = ""
-        while (seen := await self._look_patiently()).state is not State.READY:
+        while (seen := await patiently(self.look, poll=self._poll, say=self._say)).state is not State.READY:
             if seen.state is State.LOST:
                 raise Preempted(f"{seen.word} before it was ready")
             if seen.state is State.FAILED:
@@ -194,22 +194,6 @@ class Slices:
             f"{self._request.name} is ready: {sum(map(len, seen.hosts))} host(s) ({time.monotonic() - begin:.0f} s)"
         )
         return seen.hosts
-
-    async def _look_patiently(self) -> Seen:
-        """A look that outlasts failures of the network, and of gcloud.
-
-        Raises:
-            LaunchError: gcloud refuses, or has failed many times in a row.
-        """
-        left = pauses(self._poll)
-        while True:
-            try:
-                return await self.look()
-            except LaunchUnansweredError as error:
-                if (pause := next(left, None)) is None:
-                    raise
-                self._say(f"{error}\nlooking again in {pause:.0f} s")
-                await asyncio.sleep(pause)
 
     async def delete(self) -> bool:
         """Gives the slices back; False if there are none."""
