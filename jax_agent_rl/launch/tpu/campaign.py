@@ -11,8 +11,8 @@ new at every start, keeps others out.
 
 Every stage happens on all hosts at the same time. Whatever fails, the state of the slices decides whether it counts as
 a preemption, which is made good a bounded number of times, or as a failure of the run. A launcher that has lost sight
-of the run (the network here, an expired login) deletes nothing. What nobody may be there to repeat, a slice made anew or
-given back, is tried for more than an hour.
+of the run (the network here, an expired login) deletes nothing. What nobody may be there to repeat, a slice made anew
+or given back, is tried for more than an hour.
 """
 
 from __future__ import annotations
@@ -355,10 +355,8 @@ class Campaign:
             self._say(f"the run could not be told to end, trying again in {pause:.0f} s")
             await asyncio.sleep(pause)
 
-    async def _patiently(self, act: Callable[[], Awaitable[T]]) -> T:
-        """An interruption ends the wait between two tries."""
-        pause = lambda seconds: self._watch(asyncio.sleep(seconds))  # noqa: E731
-        return await patiently(act, poll=self._policy.poll, say=self._say, sleep=pause)
+    async def _patiently(self, act: Callable[[], Awaitable[T]], **how: Callable[[float], Awaitable[object]]) -> T:
+        return await patiently(act, poll=self._policy.poll, say=self._say, **how)
 
     async def _watch(self, wanted: Awaitable[T]) -> T:
         """Awaits, but not past an interruption."""
@@ -382,7 +380,8 @@ class Campaign:
         else:
             self._interrupt = asyncio.Event()  # what came before was for the run
             heard_by(self._interrupt)
-            await self._patiently(self._slices.delete)
+            between_tries = lambda seconds: self._watch(asyncio.sleep(seconds))  # noqa: E731
+            await self._patiently(self._slices.delete, sleep=between_tries)
             self._say(f"the run is in {self._job.kept}")
         if self.preemptions:
             self._say(f"taken back {self.preemptions} time(s) on the way")
