@@ -144,7 +144,8 @@ def search(
     """Compiles the best until some fit: those that do come first, by the time of a step, the others by what they take.
 
     What fits is the best of its meshes by the estimate, so the next are of others. What does not says how far the
-    estimate is off for the learner's mesh, and that nothing fuller will do. What the compiler fails on says nothing.
+    estimate is off for the learner's mesh, and that nothing fuller will do. Where the compiler fails, it does so
+    whatever runs at once: others of these meshes are left out.
 
     Args:
         plan: compiles one.
@@ -162,7 +163,7 @@ def search(
             made = plan(one)
         except CompilerError as error:
             tried.append(replace(one, problem=str(error)))
-            waiting.remove(one)
+            waiting = [each for each in waiting if each.meshes != one.meshes]
             continue
         tried.append(replace(one, plan=made))
         if made.fits:

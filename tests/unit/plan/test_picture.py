@@ -4,8 +4,9 @@ import pytest
 from rich.console import Console
 
 from jax_agent_rl.errors import ConfigError
-from jax_agent_rl.plan.command import Order, run_command
+from jax_agent_rl.plan.command import run_command
 from jax_agent_rl.plan.picture import check_file
+from tests.unit.plan.recipe import order_of
 
 
 @pytest.mark.parametrize("name", ["memory.png", "memory.SVG", "memory.pdf"])
@@ -25,15 +26,6 @@ def test_a_picture_may_be_drawn_to_a_new_file(name, tmp_path):
 )
 def test_one_that_cannot_be_drawn_is_refused_before_anything_is_looked_at(name, words, tmp_path):
     (tmp_path / "folder.png").mkdir()
-    order = Order(
-        recipe=tmp_path / "no.yaml",
-        overrides=[],
-        topology="v5e:2x2",
-        utilization=0.4,
-        budget=None,
-        price=None,
-        picture=tmp_path / name,
-        as_json=True,
-    )
+    order = order_of(tmp_path / "no.yaml", picture=tmp_path / name)
     with pytest.raises(ConfigError, match=words):
         run_command(order, Console())

@@ -12,7 +12,7 @@ from jax_agent_rl.config import load
 from jax_agent_rl.models.hf import load_config
 from jax_agent_rl.plan.apart import Planned
 from jax_agent_rl.plan.chips import GIB
-from jax_agent_rl.plan.command import Order, tell
+from jax_agent_rl.plan.command import tell
 from jax_agent_rl.plan.inventories import Places
 from jax_agent_rl.plan.plan import Plan
 from jax_agent_rl.plan.report import as_json, show
@@ -20,7 +20,7 @@ from jax_agent_rl.plan.roofline import step_of
 from jax_agent_rl.plan.topology import Slice
 from jax_agent_rl.plan.verdict import loads
 from jax_agent_rl.plan.work import Work
-from tests.unit.plan.recipe import recipe
+from tests.unit.plan.recipe import order_of, recipe
 from tests.unit.plan.slices import devices_of
 from tests.unit.plan.test_verdict import MESH, compiled, inventory, program
 
@@ -127,16 +127,7 @@ def test_programs_that_ask_for_the_same_change_are_named_together(plan):
 
 def test_what_a_plan_says_is_printed_even_if_its_picture_cannot_be_drawn(plan, tmp_path, capsys):
     planned = Planned(report="it fits\n", made=as_json(plan([gradient(), *rollouts()])))
-    order = Order(
-        recipe=tmp_path / "recipe.yaml",
-        overrides=[],
-        topology="v5e:1x1",
-        utilization=0.4,
-        budget=None,
-        price=None,
-        picture=tmp_path / "nowhere" / "memory.png",
-        as_json=True,
-    )
+    order = order_of(tmp_path / "recipe.yaml", picture=tmp_path / "nowhere" / "memory.png")
     with pytest.raises(OSError, match="nowhere"):
         tell(planned, [], order, Console())
     *lines, last = capsys.readouterr().out.splitlines()
