@@ -284,19 +284,20 @@ def plan(
     os.environ["JAX_PLATFORMS"] = "cpu"  # before JAX is loaded: it looks for no chips, and compiles for those described
     from rich.console import Console
 
-    from jax_agent_rl.plan.command import Order, run_command
+    from jax_agent_rl.plan.apart import Task
+    from jax_agent_rl.plan.command import run_command
 
-    order = Order(
-        recipe=config,
+    console = Console()
+    task = Task(
+        recipe=str(config),
         overrides=overrides or [],
         topology=topology,
         utilization=utilization,
-        budget=budget if search else None,
         price=price_per_chip_hour,
-        picture=picture,
-        as_json=json,
+        width=console.width,
+        colours=console.is_terminal and not console.no_color,
     )
-    made = run_command(order, Console())
+    made = run_command(task, console, budget=budget if search else None, picture=picture, as_json=json)
     if not made.fits:
         raise typer.Exit(1)
 

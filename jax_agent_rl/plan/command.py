@@ -4,68 +4,48 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from jax_agent_rl.observe.lines import say
 from jax_agent_rl.plan.apart import Planned, Task, plan_apart
 from jax_agent_rl.plan.picture import check_file, draw
 
 
-@dataclass(frozen=True, kw_only=True)
-class Order:
-    """What a user asks for.
+def run_command(task: Task, console: Console, *, budget: int | None, picture: Path | None, as_json: bool) -> Planned:
+    """Plans a run and prints what came out.
 
-    Attributes:
-        recipe: configuration file.
-        topology: as ``Slice.parse`` takes it.
-        utilization: share of the roofline that programs are supposed to reach.
+    Args:
         budget: search meshes and batches until so many fit; None plans what is configured.
-        price: of a chip for an hour, if the cost is asked for.
         picture: file to draw the chips' memory to.
         as_json: ends with one JSON object.
-    """
-
-    recipe: Path
-    overrides: Sequence[str]
-    topology: str
-    utilization: float
-    budget: int | None
-    price: float | None
-    picture: Path | None
-    as_json: bool
-
-
-def run_command(order: Order, console: Console) -> Planned:
-    """Plans a run and prints what came out.
 
     Raises:
         ConfigError, ModelError: what a user has to fix.
         CompilerError: the compiler fails on it; of a search, on everything.
         OSError: the picture cannot be written.
     """
-    if order.picture is not None:
-        check_file(order.picture)
-    task = Task(
-        recipe=str(order.recipe),
-        overrides=order.overrides,
-        topology=order.topology,
-        utilization=order.utilization,
-        price=order.price,
-        width=console.width,
-        colours=console.is_terminal and not console.no_color,
-    )
-    if order.budget is None:
+    if picture is not None:
+        check_file(picture)
+    if budget is None:
         planned, searched = plan_apart(task, _sayer(console)), []
     else:
-        planned, searched = _searched(task, order.budget, console)
-    tell(planned, searched, order, console)
+        planned, searched = _searched(task, budget, console)
+    tell(planned, searched, console, picture=picture, as_json=as_json)
     return planned
 
 
-def tell(planned: Planned, searched: Sequence[Mapping[str, Any]], order: Order, console: Console) -> None:
+def tell(
+    planned: Planned,
+    searched: Sequence[Mapping[str, Any]],
+    console: Console,
+    *,
+    picture: Path | None,
+    as_json: bool,
+) -> None:
     """Prints a plan, and draws it at the end, when all else is said.
 
     Args:
@@ -76,16 +56,16 @@ def tell(planned: Planned, searched: Sequence[Mapping[str, Any]], order: Order, 
     """
     console.file.write(planned.report)  # as wide, and as colourful, as this console
     console.file.flush()
-    if order.picture is not None:
-        console.print(f"drawing {order.picture}", highlight=False)
-    if order.as_json:  # the last line
+    if picture is not None:
+        say(console, f"drawing {picture}")
+    if as_json:  # the last line
         print(json.dumps({**planned.made, "searched": searched}), flush=True)
-    if order.picture is not None:
-        draw(planned.made, order.picture)
+    if picture is not None:
+        draw(planned.made, picture)
 
 
 def _sayer(console: Console) -> Callable[[str], None]:
-    return lambda text: console.print(f"  {text}", highlight=False)
+    return lambda text: say(console, f"  {text}")
 
 
 def _searched(task: Task, budget: int, console: Console) -> tuple[Planned, list[dict[str, Any]]]:
@@ -97,7 +77,7 @@ def _searched(task: Task, budget: int, console: Console) -> tuple[Planned, list[
     from jax_agent_rl.plan.topology import Slice
 
     def compiled(one: Candidate) -> Planned:
-        console.print(f"layout: {' '.join(one.changes) or 'as it is configured'}", highlight=False, soft_wrap=True)
+        say(console, f"layout: {' '.join(one.changes) or 'as it is configured'}")
         return plan_apart(replace(task, overrides=[*task.overrides, *one.changes]), _sayer(console))
 
     tree, slice = read_tree(Path(task.recipe)), Slice.parse(task.topology)

@@ -8,8 +8,6 @@ from typing import Any
 
 import yaml
 
-from jax_agent_rl.plan.command import Order
-
 MODEL = {
     "model_type": "llama",
     "vocab_size": 256,
@@ -25,19 +23,6 @@ MODEL = {
     "hidden_act": "silu",
     "eos_token_id": 2,
 }
-
-
-def order_of(recipe: Path, **changed: Any) -> Order:
-    """A plan for one host of v5e as JSON, but for what is changed."""
-    fields = {
-        "overrides": [],
-        "topology": "v5e:2x2",
-        "utilization": 0.4,
-        "budget": None,
-        "price": None,
-        "picture": None,
-    }
-    return Order(recipe=recipe, **{**fields, "as_json": True, **changed})
 
 
 def recipe(folder: Path, **sections: dict[str, Any]) -> Path:

@@ -6,7 +6,7 @@ from rich.console import Console
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.plan.command import run_command
 from jax_agent_rl.plan.picture import check_file
-from tests.unit.plan.recipe import order_of
+from tests.unit.plan.test_apart import TASK
 
 
 @pytest.mark.parametrize("name", ["memory.png", "memory.SVG", "memory.pdf"])
@@ -26,6 +26,5 @@ def test_a_picture_may_be_drawn_to_a_new_file(name, tmp_path):
 )
 def test_one_that_cannot_be_drawn_is_refused_before_anything_is_looked_at(name, words, tmp_path):
     (tmp_path / "folder.png").mkdir()
-    order = order_of(tmp_path / "no.yaml", picture=tmp_path / name)
     with pytest.raises(ConfigError, match=words):
-        run_command(order, Console())
+        run_command(TASK, Console(), budget=None, picture=tmp_path / name, as_json=True)

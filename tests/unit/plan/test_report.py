@@ -20,7 +20,7 @@ from jax_agent_rl.plan.roofline import step_of
 from jax_agent_rl.plan.topology import Slice
 from jax_agent_rl.plan.verdict import loads
 from jax_agent_rl.plan.work import Work
-from tests.unit.plan.recipe import order_of, recipe
+from tests.unit.plan.recipe import recipe
 from tests.unit.plan.slices import devices_of
 from tests.unit.plan.test_verdict import MESH, compiled, inventory, program
 
@@ -127,8 +127,7 @@ def test_programs_that_ask_for_the_same_change_are_named_together(plan):
 
 def test_what_a_plan_says_is_printed_even_if_its_picture_cannot_be_drawn(plan, tmp_path, capsys):
     planned = Planned(report="it fits\n", made=as_json(plan([gradient(), *rollouts()])))
-    order = order_of(tmp_path / "recipe.yaml", picture=tmp_path / "nowhere" / "memory.png")
     with pytest.raises(OSError, match="nowhere"):
-        tell(planned, [], order, Console())
+        tell(planned, [], Console(), picture=tmp_path / "nowhere" / "memory.png", as_json=True)
     *lines, last = capsys.readouterr().out.splitlines()
     assert lines[0] == "it fits" and json.loads(last)["fits"]
