@@ -83,7 +83,7 @@ async def our_speed(config, params, batch: int) -> tuple[float, int]:
         decode_steps=32,
         prefill_buckets=(32, 96),
     )
-    backend = JetStreamBackend(config, params, shapes)
+    backend = JetStreamBackend(config, params, shapes, compile_ahead=True)
     await backend.start()
     rng = np.random.default_rng(0)
     seconds = []

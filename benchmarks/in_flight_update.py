@@ -150,7 +150,9 @@ def main() -> None:
     )
     results: dict[str, dict[str, float | None]] = {}
     for way in WAYS:
-        outputs, figures = asyncio.run(play(JetStreamBackend(model, params, shapes), prompts, lengths, weights, way))
+        outputs, figures = asyncio.run(
+            play(JetStreamBackend(model, params, shapes, compile_ahead=True), prompts, lengths, weights, way)
+        )
         base = results.get("none", figures)
         results[way] = {
             "seconds": round(figures["seconds"], 2),

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import functools
 import json
+from typing import Any
 
 import numpy as np
-from machine import best_seconds, sgemm_flops
+from machine import best_seconds, cpu, sgemm_flops
 from samples import sample
 
 from jax_agent_rl.config import AlgorithmConfig, LearnerConfig
@@ -32,15 +33,19 @@ def sequences() -> np.ndarray:
     return np.random.default_rng(0).integers(3, 49000, (ROWS, LENGTH))
 
 
+def learner_and_group(ids: np.ndarray, **settings: Any) -> tuple[Learner, Group]:
+    """A learner of two micro-batches to an update, and what it learns from."""
+    config, params = load_hf(fetch_quickstart_model())
+    common = {"row_length": LENGTH, "rows_per_micro_batch": ROWS // 2, "share_prefixes": False, "learning_rate": 1e-6}
+    own = LearnerConfig(**common, **settings)
+    learner = Learner(config, params, algorithm=AlgorithmConfig(), config=own, temperature=1.0)
+    members = (sample(row[:1], row[1:], group="g", index=i) for i, row in enumerate(ids.tolist()))
+    return learner, Group(group_id="g", trajectories=tuple(members))
+
+
 def our_seconds(ids: np.ndarray) -> tuple[float, int]:
     """Seconds of one update, and programs compiled after the first."""
-    config, params = load_hf(fetch_quickstart_model())
-    settings = LearnerConfig(
-        row_length=LENGTH, rows_per_micro_batch=ROWS // 2, share_prefixes=False, learning_rate=1e-6
-    )
-    learner = Learner(config, params, algorithm=AlgorithmConfig(), config=settings, temperature=1.0)
-    members = (sample(row[:1], row[1:], group="g", index=i) for i, row in enumerate(ids.tolist()))
-    group = Group(group_id="g", trajectories=tuple(members))
+    learner, group = learner_and_group(ids)
     learner.update([group])
     compiled = learner.programs_compiled
     seconds = best_seconds(lambda: learner.update([group]), REPEATS)
@@ -93,6 +98,7 @@ def main() -> None:
         "share_of_sgemm": round(counted_flops(config.parameter_shapes()) / ours / peak, 3),
         "sgemm_gflop_s": round(peak / 1e9, 1),
         "recompilations": recompilations,
+        "cpu": cpu(),
     }
     print(json.dumps(result))
 

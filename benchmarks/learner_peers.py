@@ -32,6 +32,7 @@ from typing import Any
 import jax
 import numpy as np
 import optax
+from machine import cpu
 from safetensors.numpy import load_file
 from shared_prefix import OWN, SAMPLES, SHARED, SIDES, groups
 
@@ -173,7 +174,7 @@ def main() -> None:
     use_compilation_cache()
     load = os.getloadavg()[0]
     result = report(measure_all(arguments))
-    print(json.dumps(result | {"load_before": round(load, 2)}))
+    print(json.dumps(result | {"load_before": round(load, 2), "cpu": cpu()}))
     other = [name for name, found in result["differences"].items() if found["max_grad_diff"] > LARGEST_DIFFERENCE]
     if other:
         sys.exit(f"the gradient of {', '.join(other)} is not ours: not the same work, so the ratios mean nothing")

@@ -1,12 +1,28 @@
-"""What this machine can do at best, measured with XLA: matrix products and memory reads."""
+"""What this machine is, and what it can do at best, measured with XLA: matrix products and memory reads."""
 
 from __future__ import annotations
 
+import os
+import re
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+
+VECTORS = {"avx512f": "AVX-512", "avx2": "AVX2", "avx": "AVX"}
+
+
+def cpu() -> str:
+    """The CPU's name, its widest vectors and the cores this process may use; figures of different CPUs differ."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    facts = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    flags = facts.get("flags", "").split()
+    vectors = next((name for flag, name in VECTORS.items() if flag in flags), "no AVX")
+    if limit := re.search(r"--xla_cpu_max_isa=(\S+)", os.environ.get("XLA_FLAGS", "")):
+        vectors += f", XLA limited to {limit[1]}"
+    return f"{facts.get('model name', 'unknown')} ({vectors}), {len(os.sched_getaffinity(0))} cores"
 
 
 def best_seconds(run: Callable[[], object], repeats: int = 5) -> float:

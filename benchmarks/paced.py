@@ -120,6 +120,9 @@ class LetterCodec:
     def encode_prompt(self, messages: Sequence[Mapping[str, str]], tools: Sequence[object] = ()) -> list[int]:
         return [1, *self.encode_text("".join(message["content"] for message in messages))]
 
+    def replaces_end(self, sampled_ids: Sequence[int], appended_ids: Sequence[int]) -> bool:
+        return False
+
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return "".join(chr(32 + i) for i in ids if i > 2)
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from gpu_backend.media import check_conditioned, fold, vllm_media
 from gpu_backend.settings import VllmSettings
-from jax_agent_rl.errors import BackendError, ConfigError, PromptTooLongError
+from jax_agent_rl.errors import BackendError, PromptTooLongError
 from jax_agent_rl.jetstream.request import RunningRequest
 from jax_agent_rl.rollout.protocol import GenerateRequest
 
@@ -68,9 +67,9 @@ class Admission:
                     f"{name} has {len(items)} of kind {kind!r}, this engine takes {most}: "
                     f"raise rollout.vllm.multi_modal.{kind}"
                 )
-        if request.lora is not None and request.lora not in self._settings.loras:
-            known = sorted(self._settings.loras)
-            raise BackendError(f"{name}: no LoRA adapter {request.lora!r}; there are {known} (rollout.vllm.loras)")
+        if request.lora is not None and request.lora not in self._settings.adapters:
+            known = sorted(self._settings.adapters)
+            raise BackendError(f"{name}: no LoRA adapter {request.lora!r}; there are {known} (rollout.adapters)")
         return RunningRequest(
             request,
             max_tokens=min(request.sampling.max_tokens, limit - len(request.prompt_ids)),
@@ -98,22 +97,5 @@ class Admission:
             return None
         from vllm.lora.request import LoRARequest
 
-        number = 1 + list(self._settings.loras).index(request.lora)
-        return LoRARequest(request.lora, number, str(Path(self._settings.loras[request.lora]).expanduser()))
-
-
-def check_adapter(name: str, path: str, max_rank: int) -> None:
-    """Refuses what vLLM would refuse only when the first request names it.
-
-    Raises:
-        ConfigError: the folder is no PEFT adapter, or its rank is above ``max_rank``.
-    """
-    key, file = f"rollout.vllm.loras.{name}={path!r}", Path(path).expanduser() / "adapter_config.json"
-    if not file.is_file():
-        raise ConfigError(f"{key} holds no adapter_config.json; set it to a PEFT adapter's folder")
-    try:
-        rank = int(json.loads(file.read_text())["r"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{file} names no rank r ({type(error).__name__}: {error}); save the adapter again") from None
-    if rank > max_rank:
-        raise ConfigError(f"{key} has rank {rank}, rollout.vllm.max_lora_rank={max_rank}; raise it")
+        number = 1 + list(self._settings.adapters).index(request.lora)
+        return LoRARequest(request.lora, number, str(Path(self._settings.adapters[request.lora]).expanduser()))

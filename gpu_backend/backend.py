@@ -24,7 +24,8 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
-from gpu_backend.admission import Admission, check_adapter
+from gpu_backend.admission import Admission
+from gpu_backend.inspection import InspectableEngine, served_precision
 from gpu_backend.launch import Started, root_cause, start_engine
 from gpu_backend.live import LiveRequest
 from gpu_backend.sampling import vllm_sampling
@@ -49,7 +50,7 @@ from jax_agent_rl.types import PauseMode, TokenOutput
 logger = logging.getLogger(__name__)
 
 
-class VllmBackend:
+class VllmBackend(InspectableEngine):
     """One vLLM engine.
 
     Args:
@@ -87,8 +88,7 @@ class VllmBackend:
 
     @property
     def capabilities(self) -> Capabilities:
-        cuda = self._started is not None and self._started.cuda
-        tpu = self._started is not None and self._started.tpu
+        cuda, tpu = (self._started.cuda, self._started.tpu) if self._started is not None else (False, False)
         return Capabilities(
             max_model_len=self._settings.max_model_len,
             max_concurrent=self._settings.max_num_seqs,
@@ -100,8 +100,9 @@ class VllmBackend:
             partial_update=not tpu,
             priorities=True,
             multi_modal=frozenset(self._settings.multi_modal),
-            lora=bool(self._settings.loras),
+            lora=bool(self._settings.adapters),
             sleep=self._settings.sleep and cuda,
+            precision=served_precision(self._settings, self._started),
             weight_payloads=self._updater.kinds if self._started else frozenset({FILES}),
         )
 
@@ -123,8 +124,6 @@ class VllmBackend:
         check_installation()
         checkpoint = Checkpoint.read(model_folder(self._settings.model, weights=True))
         checkpoint.check_media(self._settings.multi_modal)
-        for name, path in self._settings.loras.items():
-            check_adapter(name, path, self._settings.max_lora_rank)
         started = await asyncio.to_thread(self._start, self._settings)
         self._engine = started.engine
         self._updater = WeightUpdater(

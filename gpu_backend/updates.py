@@ -60,7 +60,7 @@ class WeightUpdater:
         # Tensor-parallel ranks hold slices, so reading back whole tensors works on a single rank only; and in JAX the
         # parameters have other forms.
         readable = settings.tensor_parallel_size == 1 and not tpu
-        self._placements = {n: p.to_wire() for n, p in checkpoint.placements().items()} if readable else {}
+        self.placements = {n: p.to_wire() for n, p in checkpoint.placements().items()} if readable else {}
         self.last_difference: tuple[float, float] | None = None
         """(largest, mean) log-prob difference of the last probe."""
 
@@ -106,8 +106,8 @@ class WeightUpdater:
         if update.kind == FILES:
             paths = [str(path) for path in update.payload]
             await engine.collective_rpc("load_weight_files", args=(paths,))
-            if self._placements:
-                _all_landed(await engine.collective_rpc("weights_not_landed", args=(paths, self._placements)))
+            if self.placements:
+                _all_landed(await engine.collective_rpc("weights_not_landed", args=(paths, self.placements)))
         else:
             await load_from_device(engine, update.payload)
         # Frozen requests give up their KV, too: it is recomputed under the new weights when they go on.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from vllm.config import set_current_vllm_config
 from vllm.platforms import current_platform
 
 from gpu_backend import tpu
+from jax_agent_rl.tensor_samples import TensorSample
 
 
 class WeightExtension:
@@ -56,6 +58,23 @@ class WeightExtension:
             for name, tensor in _tensors(paths)
             if name in placements and not _holds(parameters, placements[name], tensor)
         ]
+
+    def sample_tensors(self, placements: Mapping[str, Sequence[Any]]) -> dict[str, dict[str, Any]]:
+        """A :class:`~jax_agent_rl.tensor_samples.TensorSample` of each tensor as it is served, as JSON.
+
+        Args:
+            placements: as :meth:`weights_not_landed` takes them.
+        """
+        worker: Any = self
+        parameters = _plain_names(worker.model_runner.get_model())
+        samples = {}
+        for name, (parameter, first, rows, transposed, expert) in placements.items():
+            whole = parameters[parameter] if expert is None else parameters[parameter][expert]
+            served = whole[first : first + rows]
+            dtype = str(served.dtype).removeprefix("torch.")
+            wide = (served.T if transposed else served).detach().float().cpu().numpy()
+            samples[name] = replace(TensorSample.of(wide), dtype=dtype).to_json()
+        return samples
 
 
 def _tensors(paths: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -8,11 +8,13 @@ import logging
 import os
 import sys
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from jax_agent_rl.agreement.command import register as register_diagnose
 from jax_agent_rl.collect.command import register as register_rollout
 from jax_agent_rl.commandline import Overrides, Panel, command, key_completer
 from jax_agent_rl.config_help.command import register as register_config
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     help="Train language-model agents with reinforcement learning, JAX/TPU first. Begin with: jax-agent-rl "
-    "fetch-model, prepare calculator, doctor configs/quickstart.yaml, train configs/quickstart.yaml.",
+    "fetch-model, prepare shop, doctor configs/quickstart.yaml, train configs/quickstart.yaml.",
     no_args_is_help=True,
     add_completion=True,
     pretty_exceptions_enable=False,
@@ -109,13 +111,15 @@ def tool_server(
     config: Annotated[Path | None, typer.Option(help="YAML file with the same keys.")] = None,
 ) -> None:
     """Serve tools over HTTP (POST /get_observation) to agents. Programs that models write run in a sandbox."""
+    from jax_agent_rl.interrupt import run_server
     from jax_agent_rl.tools.server.command import run
     from jax_agent_rl.tools.server.settings import load_settings
 
-    asyncio.run(run(load_settings(config, settings or []), say=print))
+    run_server(run(load_settings(config, settings or []), say=print))
 
 
-for register in (register_rollout, register_eval, register_servers, register_doctor, register_config):
+commands = (register_rollout, register_eval, register_servers, register_doctor, register_diagnose, register_config)
+for register in commands:
     register(app)
 
 
@@ -127,20 +131,22 @@ def fetch_model() -> None:
     print(fetch_quickstart_model())
 
 
-@command(app, Panel.MODELS, "prepare calculator", "prepare calculator --out data/mine --seed 1")
+@command(app, Panel.MODELS, "prepare shop", "prepare calculator --out data/mine --seed 1")
 def prepare(
-    task: Annotated[str, typer.Argument(help="The task; there is 'calculator'.")],
+    task: Annotated[str, typer.Argument(help="The task: shop (the quickstart's) or calculator.")],
     out: Annotated[Path | None, typer.Option(help="Folder to write to; default data/TASK.")] = None,
     seed: Annotated[int, typer.Option(help="Seeds the questions.")] = 0,
     agent: Annotated[str, typer.Option(help="The rows' agent_name.")] = "tool_agent",
 ) -> None:
     """Write a built-in task's training and held-out rows."""
     from jax_agent_rl.data.calculator import prepare_calculator
+    from jax_agent_rl.data.shop import prepare_shop
     from jax_agent_rl.errors import ConfigError
 
-    if task != "calculator":
-        raise ConfigError(f"no built-in task is called {task!r}; there is 'calculator'")
-    for file in prepare_calculator(out or Path("data") / task, seed=seed, agent_name=agent):
+    tasks = {"shop": prepare_shop, "calculator": prepare_calculator}
+    if task not in tasks:
+        raise ConfigError(f"no built-in task is called {task!r}; there are {sorted(tasks)}")
+    for file in tasks[task](out or Path("data") / task, seed=seed, agent_name=agent):
         print(file)
 
 
@@ -195,6 +201,7 @@ def conformance(
     brought: Annotated[
         str | None, typer.Option(help="For jetstream: the engine that rollout.jetstream.engine would name.")
     ] = None,
+    adapters: Annotated[bool, typer.Option("--adapters", help="Serve a LoRA adapter, too, and test it.")] = False,
     token_env: Annotated[str | None, typer.Option(help="Environment variable with the server's token.")] = None,
     tolerance: Annotated[float, typer.Option(help="Largest log-prob error in nats; 0.1 suits bfloat16.")] = 1e-3,
     max_model_len: Annotated[int, typer.Option(help="Context length to serve with, at least 128.")] = 256,
@@ -214,6 +221,7 @@ def conformance(
         token=token_from(token_env, key="--token-env"),
         engine=engine,
         brought=brought,
+        adapters=adapters,
         tolerance=tolerance,
         max_model_len=max_model_len,
         only=only or (),
@@ -261,12 +269,17 @@ def simulate(
     app,
     Panel.CHECK,
     "plan --config configs/tpu_8b.yaml --topology v5p:2x2x1",
+    "plan --config my.yaml --topology v5p:2x2x2 --architecture qwen3-14b",
     "plan --config my.yaml --topology v5e:4x4 --search --price-per-chip-hour 1.2 --picture memory.png",
 )
 def plan(
     config: Annotated[Path, typer.Option(help="YAML configuration of the run.")],
     topology: Annotated[str, typer.Option(help="The slice: v5e:4x4, v5p:4x4x4, or 2*v6e:16x16 for two.")],
     overrides: Overrides = None,
+    architecture: Annotated[
+        str | None,
+        typer.Option(help="A model by name in place of model.path, without its files: qwen3-8b, llama-3.1-70b, …"),
+    ] = None,
     utilization: Annotated[
         float, typer.Option(min=0.01, max=1, help="Share of the chips' peak that programs are supposed to reach.")
     ] = 0.4,
@@ -285,19 +298,21 @@ def plan(
     from rich.console import Console
 
     from jax_agent_rl.plan.apart import Task
+    from jax_agent_rl.plan.architectures import architecture_folder
     from jax_agent_rl.plan.command import run_command
 
     console = Console()
-    task = Task(
-        recipe=str(config),
-        overrides=overrides or [],
-        topology=topology,
-        utilization=utilization,
-        price=price_per_chip_hour,
-        width=console.width,
-        colours=console.is_terminal and not console.no_color,
-    )
-    made = run_command(task, console, budget=budget if search else None, picture=picture, as_json=json)
+    with nullcontext() if architecture is None else architecture_folder(architecture) as model:
+        task = Task(
+            recipe=str(config),
+            overrides=[*(overrides or []), *([] if model is None else [f"model.path={model}"])],
+            topology=topology,
+            utilization=utilization,
+            price=price_per_chip_hour,
+            width=console.width,
+            colours=console.is_terminal and not console.no_color,
+        )
+        made = run_command(task, console, budget=budget if search else None, picture=picture, as_json=json)
     if not made.fits:
         raise typer.Exit(1)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -18,6 +18,7 @@ from jax_agent_rl import config_checks, config_trainer
 from jax_agent_rl.config_agents import InteractionsConfig, SearchConfig, ServerToolConfig, ToolClientConfig
 from jax_agent_rl.config_algorithm import AlgorithmConfig, CriticConfig
 from jax_agent_rl.config_base import LoraConfig, NonNegative, OptimizerSection, Positive, Section
+from jax_agent_rl.config_conditions import Agents, Command, Key, SeeingModel, Unless
 from jax_agent_rl.config_logger import LoggerSection
 from jax_agent_rl.config_mesh import MeshConfig, MultihostConfig
 from jax_agent_rl.config_reward import RewardConfig
@@ -53,7 +54,7 @@ class ModelConfig(Section):
         description="Folder with config.json, model.safetensors and tokenizer files, or owner/name[@revision] on the "
         "Hugging Face Hub, downloaded into its cache."
     )
-    pixels: tuple[Positive, Positive] | None = Field(
+    pixels: Annotated[tuple[Positive, Positive] | None, SeeingModel()] = Field(
         default=None,
         description="Fewest and most pixels an image or a frame is scaled to, by the engine and where ids are counted; "
         "null: as the model's processor files say.",
@@ -72,7 +73,9 @@ class DataConfig(Section):
 
     train: str = Field(description="Rows to train on (.jsonl or .parquet).")
     heldout: str | None = Field(default=None, description="Rows to evaluate on; never trained on.")
-    heldout_limit: Positive | None = Field(default=None, description="Evaluate on the first this many rows.")
+    heldout_limit: Annotated[Positive | None, Key("data.heldout")] = Field(
+        default=None, description="Evaluate on the first this many rows."
+    )
 
 
 class EndpointConfig(Section):
@@ -89,7 +92,11 @@ class EndpointConfig(Section):
     )
     max_choices: Positive = Field(default=16, description="Largest `n` of a request.")
     max_sessions: Positive = Field(default=4096, description="Sessions kept at once; more are answered 429.")
-    session_ttl: float = Field(
+    max_session_tokens: Annotated[Positive, Command("serve")] = Field(
+        default=4_000_000,
+        description="Ids that one session of `serve` records, every context counted in full; then it is refused more.",
+    )
+    session_ttl: Annotated[float, Command("serve")] = Field(
         default=3600.0, gt=0, description="Seconds after which an idle session of `serve` is forgotten."
     )
 
@@ -100,14 +107,20 @@ class AgentConfig(ServerToolConfig):
     default_agent: str | None = Field(
         default=None,
         description="Loop for rows without `agent_name`; null: search_agent with enable_search, else text_tool_agent "
-        "with tool_config.enabled, else single_turn_agent.",
+        "with tool_config.enabled, else server_tool_agent with enable_agent and tool_server_url, else "
+        "single_turn_agent.",
     )
-    enable_search: bool = Field(default=False, description="Rows without `agent_name` run as search_agent.")
+    enable_search: Annotated[bool, Unless("agent.default_agent")] = Field(
+        default=False, description="Rows without `agent_name` run as search_agent."
+    )
     tool_format: ToolFormatName = Field(
         default="auto",
         description="How the model writes tool calls; auto: as its chat template says (hermes if it knows none).",
     )
-    tool_prompt: Literal["template", "none"] = Field(
+    tool_prompt: Annotated[
+        Literal["template", "none"],
+        Agents("tool_agent", "environment_agent", "react_agent", "openai_agent") | Command("serve"),
+    ] = Field(
         default="template",
         description="template: tool schemas go into the prompt (by the chat template, or as a system section when "
         "it has none). none: the rows' own prompts explain the tools.",
@@ -116,41 +129,60 @@ class AgentConfig(ServerToolConfig):
         default=512, description="A longer prompt drops the trajectory, with its reason."
     )
     max_response_length: Positive = Field(default=512, description="Sampled plus inserted ids after the prompt.")
-    max_assistant_turns: Positive = Field(default=8, description="Most generations in one trajectory.")
-    max_user_turns: NonNegative = Field(default=8, description="Most turns of tool results or a simulated user.")
-    history_window: Positive | None = Field(
+    max_assistant_turns: Annotated[
+        Positive, Agents("tool_agent", "environment_agent", "react_agent", "openai_agent")
+    ] = Field(default=8, description="Most generations in one trajectory.")
+    max_user_turns: Annotated[NonNegative, Agents("tool_agent", "environment_agent", "react_agent", "openai_agent")] = (
+        Field(default=8, description="Most turns of tool results or a simulated user.")
+    )
+    history_window: Annotated[
+        Positive | None,
+        Agents("tool_agent", "environment_agent", "server_tool_agent", "text_tool_agent", "search_agent"),
+    ] = Field(
         default=None,
         description="Earlier turns a turn is sampled after, besides the prompt; null: all. Each turn that no longer "
         "sees all is trained on as a sample of its own. Loops that hold messages (LangGraph, OpenAI clients) manage "
         "their history themselves.",
     )
-    max_parallel_calls: Positive = Field(
+    max_parallel_calls: Annotated[Positive, Agents("tool_agent", "react_agent")] = Field(
         default=1, description="Calls run per turn; further ones answer with an error."
     )
-    max_tool_response_length: Positive = Field(default=256, description="Most tokens of one tool result.")
-    tool_response_truncate_side: Literal["left", "middle", "right"] = Field(
-        default="middle", description="The side that is cut when a tool result is too long."
+    max_tool_response_length: Annotated[
+        Positive, Agents("tool_agent", "react_agent", "environment_agent", "text_tool_agent", "search_agent")
+    ] = Field(default=256, description="Most tokens of one tool result.")
+    tool_response_truncate_side: Annotated[
+        Literal["left", "middle", "right"],
+        Agents("tool_agent", "react_agent", "environment_agent", "text_tool_agent", "search_agent"),
+    ] = Field(default="middle", description="The side that is cut when a tool result is too long.")
+    tool_timeout: Annotated[float, Agents("tool_agent", "react_agent")] = Field(
+        default=10.0, gt=0, description="Seconds one tool call may take."
     )
-    tool_timeout: float = Field(default=10.0, gt=0, description="Seconds one tool call may take.")
     path: str | None = Field(default=None, description="Python file or module that registers more agents.")
-    run_timeout: float = Field(
+    adapter: str | None = Field(
+        default=None,
+        description="Name in rollout.adapters of the LoRA adapter to sample with; a row's `adapter` takes precedence. "
+        "null: the plain model.",
+    )
+    run_timeout: Annotated[float, Agents("react_agent", "openai_agent")] = Field(
         default=600.0, gt=0, description="Seconds a LangGraph or OpenAI-client agent may take; then it is dropped."
     )
-    edited_history: Literal["segment", "drop"] = Field(
+    edited_history: Annotated[Literal["segment", "drop"], Agents("react_agent", "openai_agent")] = Field(
         default="segment",
         description="When a LangGraph or OpenAI-client agent asks for a turn that does not extend its last one: "
         "segment trains on both contexts, drop loses the trajectory with its reason.",
     )
-    endpoint: EndpointConfig = Field(default_factory=EndpointConfig)
+    endpoint: Annotated[EndpointConfig, Agents("openai_agent") | Command("serve")] = Field(
+        default_factory=EndpointConfig
+    )
 
 
 class ToolsConfig(Section):
     """Where tools come from."""
 
-    function_tool_path: str | None = Field(
+    function_tool_path: Annotated[str | None, Agents("tool_agent", "react_agent")] = Field(
         default=None, description="Python file or module with @function_tool functions."
     )
-    tool_config_path: str | None = Field(
+    tool_config_path: Annotated[str | None, Agents("tool_agent", "react_agent")] = Field(
         default=None,
         description="YAML file with `tools: [{class_name, config, tool_schema}]`, native and MCP; may be both.",
     )
@@ -183,16 +215,18 @@ class LearnerConfig(OptimizerSection):
     share_prefixes: bool = Field(
         default=True, description="Compute tokens common to several trajectories of a row once."
     )
-    row_patches: Positive | None = Field(
+    row_patches: Annotated[Positive | None, SeeingModel()] = Field(
         default=None,
         description="Most patches of the pictures in a packed row, for models that see; null: as many as its tokens "
         "can show. Fewer take less memory, but a trajectory that shows more ends the run.",
     )
-    freeze_vision: bool = Field(
+    freeze_vision: Annotated[bool, SeeingModel()] = Field(
         default=False, description="Leave what reads pictures as it is, and train the decoder alone."
     )
     remat: Literal["none", "dots", "full"] = Field(
-        default="dots", description="What the backward pass recomputes: nothing; all but matrix products; whole layers."
+        default="dots",
+        description="What the backward pass recomputes: nothing; all but matrix products (and attention, on CPUs); "
+        "whole layers.",
     )
     compute_dtype: Literal["float32", "bfloat16"] = Field(
         default="float32",
@@ -228,7 +262,9 @@ class TrainerConfig(OverlapSection, LoggerSection):
     """The run."""
 
     steps: Positive = Field(default=100, description="Training steps.")
-    eval_every: NonNegative = Field(default=0, description="Evaluate every this many steps; 0: before and after only.")
+    eval_every: Annotated[NonNegative, Key("data.heldout")] = Field(
+        default=0, description="Evaluate every this many steps; 0: before and after only."
+    )
     checkpoint_every: NonNegative = Field(default=10, description="Steps between checkpoints; 0: at the end only.")
     keep_checkpoints: Positive = Field(default=2, description="Newest checkpoints kept.")
     checkpoint_dir: str | None = Field(
@@ -245,9 +281,27 @@ class TrainerConfig(OverlapSection, LoggerSection):
         default=2,
         description="Stop after this many batches in a row that lost every trajectory (rewards that fail, say).",
     )
-    target_accuracy: float | None = Field(
+    on_disagreement: Literal["stop", "warn"] = Field(
+        default="stop",
+        description="When engine and learner give tokens of the same weights log-probs further apart than their "
+        "precision explains: a diagnosis is made, then stop ends the run before it learns from them, warn goes on. See "
+        "docs/agreement.md.",
+    )
+    agreement_tolerance: tuple[float, float] | None = Field(
+        default=None,
+        description="How far apart, in nats: [of one token, on average]; null: by engine and precision, see "
+        "docs/agreement.md.",
+    )
+    target_accuracy: Annotated[float | None, Key("data.heldout") & Key("trainer.eval_every")] = Field(
         default=None, gt=0, le=1, description="Stop early once an evaluation during training reaches this."
     )
+
+    @field_validator("agreement_tolerance")
+    @classmethod
+    def _positive(cls, value: tuple[float, float] | None) -> tuple[float, float] | None:
+        if value is not None and not 0 < value[1] <= value[0]:
+            raise ValueError(f"must be [largest of one token, largest mean], both over 0, got {list(value)}")
+        return value
 
 
 class Config(Section):
@@ -261,13 +315,13 @@ class Config(Section):
     agent: AgentConfig = Field(default_factory=AgentConfig)
     tools: ToolsConfig = Field(default_factory=ToolsConfig)
     tool_config: ToolClientConfig = Field(default_factory=ToolClientConfig)
-    search: SearchConfig = Field(default_factory=SearchConfig)
-    interactions: InteractionsConfig = Field(default_factory=InteractionsConfig)
+    search: Annotated[SearchConfig, Agents("search_agent")] = Field(default_factory=SearchConfig)
+    interactions: Annotated[InteractionsConfig, Agents("interaction_agent")] = Field(default_factory=InteractionsConfig)
     reward: RewardConfig = Field(default_factory=RewardConfig)
-    environments: EnvironmentsConfig = Field(default_factory=EnvironmentsConfig)
+    environments: Annotated[EnvironmentsConfig, Agents("environment_agent")] = Field(default_factory=EnvironmentsConfig)
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
     learner: LearnerConfig = Field(default_factory=LearnerConfig)
-    critic: CriticConfig = Field(default_factory=CriticConfig)
+    critic: Annotated[CriticConfig, Key("algorithm.adv_estimator", "gae")] = Field(default_factory=CriticConfig)
     trainer: TrainerConfig = Field(default_factory=TrainerConfig)
     trace: TraceConfig = Field(default_factory=TraceConfig)
 

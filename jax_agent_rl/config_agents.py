@@ -9,93 +9,114 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from jax_agent_rl.config_base import NonNegative, Positive, Section
+from jax_agent_rl.config_conditions import Agents, Key, SwitchedOff, Unless
 
 Side = Literal["left", "middle", "right"]
 
+_SERVER_TOOL = Agents("server_tool_agent")
+_WITH_TOOLS = _SERVER_TOOL | SwitchedOff("agent.enable_agent")
+_TEXT_TOOL = Agents("text_tool_agent")
+_ENVIRONMENT = {"enabled": "ENABLE_TOOLS", "server_url": "TOOL_SERVER_URL", "max_tool_turns": "MAX_TOOL_TURNS"}
+
 
 class ServerToolConfig(Section):
-    """`agent` keys of `server_tool_agent`; `n`, `max_model_len` and the `val_` keys hold for every agent."""
+    """`agent` keys of `server_tool_agent`; `n`, `max_model_len` and `val_max_response_length` hold for every agent."""
 
-    enable_agent: bool = Field(default=True, description="server_tool_agent: off, it generates once and calls no tool.")
-    tool_server_url: str | None = Field(
+    enable_agent: Annotated[bool, _SERVER_TOOL | Key("agent.tool_server_url")] = Field(
+        default=True,
+        description="With tool_server_url, rows without `agent_name` run as server_tool_agent. false: they run as "
+        "plain generation, and server_tool_agent generates once and calls no tool.",
+    )
+    tool_server_url: Annotated[str | None, _WITH_TOOLS] = Field(
         default=None, description="Address of the tool server, e.g. http://localhost:5000; /get_observation is added."
     )
-    tool_server_token_env: str | None = Field(
+    tool_server_token_env: Annotated[str | None, _WITH_TOOLS] = Field(
         default=None,
         description="Environment variable with the secret the tool server asks for (Authorization: Bearer).",
     )
-    tool_call_timeout: float = Field(
+    tool_call_timeout: Annotated[float, _WITH_TOOLS] = Field(
         default=30.0, gt=0, description="Seconds the tool server may take for one request."
     )
-    tool_call_max_retries: NonNegative = Field(
+    tool_call_max_retries: Annotated[NonNegative, _WITH_TOOLS] = Field(
         default=3,
         description="Repetitions of a request that did not reach the tool server, or that it was too busy to take.",
     )
-    max_turns: NonNegative = Field(default=5, description="Most tool calls of a server_tool_agent trajectory.")
-    min_turns: NonNegative = Field(
+    max_turns: Annotated[NonNegative, _WITH_TOOLS] = Field(
+        default=5, description="Most tool calls of a server_tool_agent trajectory."
+    )
+    min_turns: Annotated[NonNegative, _WITH_TOOLS] = Field(
         default=0, description="Turns that are sent to the tool server even if they hold no action stop token."
     )
-    action_stop_tokens: tuple[str, ...] = Field(
+    action_stop_tokens: Annotated[tuple[str, ...], _WITH_TOOLS] = Field(
         default=(),
-        description="Texts that end a turn and make it an action. A list, `a,b`, or a file that holds `a,b`.",
+        description="Texts that end a turn and make it an action; not in a think block, where the turn goes on. "
+        "A list, `a,b`, or a file that holds `a,b`.",
         json_schema_extra={"type": ["array", "string"]},
     )
-    max_action_length: Positive | None = Field(
+    max_action_length: Annotated[Positive | None, _SERVER_TOOL] = Field(
         default=None, description="Most tokens of one turn; null: the budgets alone."
     )
-    max_obs_length: Positive = Field(default=256, description="Most tokens of one observation of the tool server.")
-    truncate_obs_side: Side = Field(
+    max_obs_length: Annotated[Positive, _WITH_TOOLS] = Field(
+        default=256, description="Most tokens of one observation of the tool server."
+    )
+    truncate_obs_side: Annotated[Side, _WITH_TOOLS] = Field(
         default="middle", description="The side that is cut when an observation is too long."
     )
-    truncate_response_side: Literal["left", "right"] = Field(
+    truncate_response_side: Annotated[Literal["left", "right"], _WITH_TOOLS] = Field(
         default="right",
         description="Where a response is cut that an observation would overflow. right: before the observation, and "
         "the trajectory ends. left: in the observation, whose end is given half of the tokens left.",
     )
-    mask_observations: bool = Field(default=True, description="Observations carry no loss; false trains on them, too.")
-    enable_mtrl: bool = Field(
+    mask_observations: Annotated[bool, _WITH_TOOLS] = Field(
+        default=True, description="Observations carry no loss; false trains on them, too."
+    )
+    enable_mtrl: Annotated[bool, _WITH_TOOLS] = Field(
         default=False,
         description="Observations are chat turns of their own; false: they continue the assistant's text.",
     )
-    mtrl_role: str = Field(default="user", description="Role of those chat turns.")
-    mtrl_sep: str | None = Field(
+    mtrl_role: Annotated[str, _WITH_TOOLS & Key("agent.enable_mtrl")] = Field(
+        default="user", description="Role of those chat turns."
+    )
+    mtrl_sep: Annotated[str | None, _WITH_TOOLS & Key("agent.enable_mtrl")] = Field(
         default=None,
         description="Text around an observation in the mtrl format, with `{obs}`; null: the chat template's.",
     )
-    turn_end_token: str | None = Field(
+    turn_end_token: Annotated[str | None, _WITH_TOOLS] = Field(
         default=None, description="Ends a turn, besides EOS; inserted where mtrl_sep follows a turn without it."
     )
-    additional_eos_token_ids: tuple[NonNegative, ...] = Field(
+    additional_eos_token_ids: Annotated[tuple[NonNegative, ...], _WITH_TOOLS] = Field(
         default=(), description="Token ids that end a turn, besides EOS."
     )
-    call_tool_first: bool = Field(
+    call_tool_first: Annotated[bool, _WITH_TOOLS] = Field(
         default=False, description="Ask the tool server for an observation before the first turn."
     )
-    force_finish_for_last_turn: bool = Field(
+    force_finish_for_last_turn: Annotated[bool, _WITH_TOOLS] = Field(
         default=False, description="The turn after the last tool call does not stop at action stop tokens."
     )
-    mask_overlong_loss: bool = Field(
+    mask_overlong_loss: Annotated[bool, _SERVER_TOOL] = Field(
         default=False, description="A trajectory cut by a limit carries no loss; its reward counts in its group."
     )
-    mask_void_traj: bool = Field(
+    mask_void_traj: Annotated[bool, _WITH_TOOLS] = Field(
         default=False, description="A trajectory with no valid action and no answer carries no loss; its reward counts."
     )
-    rollout_mode: Literal["async", "sync"] = Field(
+    rollout_mode: Annotated[Literal["async", "sync"], _WITH_TOOLS] = Field(
         default="async", description="sync: tools are called when all trajectories in flight have finished their turn."
     )
-    max_concurrent_trajectories: Positive | None = Field(
+    max_concurrent_trajectories: Annotated[Positive | None, _SERVER_TOOL] = Field(
         default=None, description="Most server_tool_agent trajectories at the same time, besides rollout.max_in_flight."
     )
     max_model_len: Positive | None = Field(
         default=None, description="Most ids of an agent's context; null: the engine's."
     )
     n: Positive | None = Field(default=None, description="Trajectories per row: another name of rollout.group_size.")
-    val_max_turns: NonNegative | None = Field(default=None, description="max_turns in evaluations; null: the same.")
+    val_max_turns: Annotated[NonNegative | None, _SERVER_TOOL] = Field(
+        default=None, description="max_turns in evaluations; null: the same."
+    )
     val_max_response_length: Positive | None = Field(
         default=None, description="max_response_length in evaluations; null: the same."
     )
@@ -119,11 +140,9 @@ class ServerToolConfig(Section):
 
     @model_validator(mode="after")
     def _turns(self) -> Self:
-        """Settings that contradict each other, or that would do nothing."""
+        """Settings that contradict each other."""
         if self.min_turns > self.max_turns:
             raise ValueError(f"min_turns={self.min_turns} is more than max_turns={self.max_turns}; raise the latter")
-        if self.mtrl_sep is not None and not self.enable_mtrl:
-            raise ValueError("mtrl_sep is used with enable_mtrl=true only; set that, or leave mtrl_sep out")
         return self
 
     def for_validation(self) -> Self:
@@ -142,23 +161,44 @@ class ToolClientConfig(Section):
     ``max_tool_turns`` where the configuration does not.
     """
 
-    enabled: bool = Field(default=False, description="Rows without agent_name run as text_tool_agent.")
-    server_url: str | None = Field(default=None, description="Address of the tool server, e.g. http://localhost:5000.")
-    token_env: str | None = Field(default=None, description="Environment variable with the secret the server asks for.")
-    max_tool_turns: NonNegative = Field(default=3, description="Most tool calls of one trajectory.")
-    max_retries: NonNegative = Field(default=3, description="Repetitions of a request that failed.")
-    retry_delay: float = Field(default=1.0, ge=0, description="Seconds before each repetition.")
-    timeout: float = Field(default=30.0, gt=0, description="Seconds one request may take.")
-    max_workers: Positive = Field(default=10, description="Requests at the same time.")
-    request_interval: float = Field(default=0.1, ge=0, description="Least seconds between the starts of two requests.")
+    enabled: Annotated[bool, Unless("agent.default_agent") & Unless("agent.enable_search")] = Field(
+        default=False, description="Rows without agent_name run as text_tool_agent."
+    )
+    server_url: Annotated[str | None, _TEXT_TOOL] = Field(
+        default=None, description="Address of the tool server, e.g. http://localhost:5000."
+    )
+    token_env: Annotated[str | None, _TEXT_TOOL] = Field(
+        default=None, description="Environment variable with the secret the server asks for."
+    )
+    max_tool_turns: Annotated[NonNegative, _TEXT_TOOL] = Field(
+        default=3, description="Most tool calls of one trajectory."
+    )
+    max_retries: Annotated[NonNegative, _TEXT_TOOL] = Field(
+        default=3, description="Repetitions of a request that failed or timed out."
+    )
+    retry_delay: Annotated[float, _TEXT_TOOL] = Field(default=1.0, ge=0, description="Seconds before each repetition.")
+    timeout: Annotated[float, _TEXT_TOOL] = Field(
+        default=30.0, gt=0, description="Seconds one request may take; a repetition has as many."
+    )
+    max_workers: Annotated[Positive, _TEXT_TOOL] = Field(default=10, description="Requests at the same time.")
+    request_interval: Annotated[float, _TEXT_TOOL] = Field(
+        default=0.1,
+        ge=0,
+        description="Least seconds between the starts of two requests: 0.1 is at most ten a second. 0 for a server of "
+        "one's own.",
+    )
 
     @model_validator(mode="before")
     @classmethod
     def _from_environment(cls, tree: Any) -> Any:
-        names = {"ENABLE_TOOLS": "enabled", "TOOL_SERVER_URL": "server_url", "MAX_TOOL_TURNS": "max_tool_turns"}
         if not isinstance(tree, Mapping):
             return tree
-        return {key: os.environ[name] for name, key in names.items() if os.environ.get(name)} | dict(tree)
+        return {key: os.environ[name] for key, name in _ENVIRONMENT.items() if os.environ.get(name)} | dict(tree)
+
+    def changed(self, key: str) -> bool:
+        """Whether a key has another value than its default, and than the environment's, which is for any run."""
+        given = os.environ.get(_ENVIRONMENT.get(key, ""), "")
+        return super().changed(key) and str(getattr(self, key)).lower() != given.lower()
 
 
 class SearchConfig(Section):
@@ -168,8 +208,8 @@ class SearchConfig(Section):
     token_env: str | None = Field(default=None, description="Environment variable with the secret the server asks for.")
     topk: Positive = Field(default=3, description="Passages per query.")
     max_turns: NonNegative = Field(default=3, description="Most queries of one trajectory.")
-    timeout: float = Field(default=30.0, gt=0, description="Seconds one request may take.")
-    max_retries: NonNegative = Field(default=3, description="Repetitions of a request that failed.")
+    timeout: float = Field(default=30.0, gt=0, description="Seconds one request may take; a repetition has as many.")
+    max_retries: NonNegative = Field(default=3, description="Repetitions of a request that failed or timed out.")
     retry_delay: float = Field(default=1.0, ge=0, description="Seconds before each repetition.")
 
 

@@ -1,18 +1,19 @@
 """The ``algorithm`` and ``critic`` sections: the objective, and which of its keys go together.
 
-A key that the chosen method does not read is refused, with the methods that read it; so is a combination that cannot
-work. Names are those of the field (verl's, where it has the same thing).
+Keys that only some methods read say so by a condition (:mod:`jax_agent_rl.config_conditions`); combinations that cannot
+work are refused here. Names are those of the field (verl's, where it has the same thing).
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Any, Literal, get_args
+from typing import Annotated, Literal, get_args
 
 from pydantic import Field, field_validator
 
 from jax_agent_rl.config_base import NonNegative, OptimizerSection, Positive, Section
+from jax_agent_rl.config_conditions import Key, Unless
 
 AdvEstimator = Literal[
     "grpo", "dr_grpo", "rloo", "opo", "grpo_passk", "gpg", "gdpo", "remax", "reinforce_plus_plus",
@@ -35,6 +36,15 @@ Bounds = tuple[float, float]
 
 WITHOUT_GROUP_BASELINE: frozenset[str] = frozenset({"gae", "reinforce_plus_plus", "remax"})
 """Estimators for which a group of one, or one of equal rewards, still has advantages."""
+
+
+_CLIPPED = Key(
+    "algorithm.policy_loss.loss_mode",
+    *("vanilla", "decoupled", "gspo", "geo_mean", "cispo", "clip_cov", "dppo_tv", "dppo_kl"),
+)
+_WITH_KL = Unless("algorithm.kl.where", "none")
+_ADAPTIVE = Key("algorithm.kl.controller", "adaptive")
+_WEIGHTED = Unless("algorithm.rollout_correction.rollout_is", "none")
 
 
 class GigpoConfig(Section):
@@ -61,18 +71,36 @@ class PolicyLossConfig(Section):
     """Which loss, and the keys that only some losses read."""
 
     loss_mode: LossMode = Field(default="vanilla", description="Policy loss; vanilla is PPO's clipped surrogate.")
-    behav_imp_weight_cap: float = Field(
+    behav_imp_weight_cap: Annotated[float, Key("algorithm.policy_loss.loss_mode", "decoupled")] = Field(
         default=5.0, gt=0, description="decoupled: tokens whose proximal/behaviour ratio is above this are left out."
     )
-    tau_pos: float = Field(default=1.0, gt=0, description="sapo: temperature of the gate for positive advantages.")
-    tau_neg: float = Field(default=1.05, gt=0, description="sapo: temperature of the gate for the others.")
-    clip_cov_ratio: float = Field(default=2e-4, gt=0, le=1, description="clip_cov: share of the tokens left out.")
-    clip_cov_lb: float = Field(default=1.0, description="clip_cov: only covariances above this are chosen.")
-    clip_cov_ub: float = Field(default=5.0, description="clip_cov: only covariances below this are chosen.")
-    kl_cov_ratio: float = Field(default=2e-4, gt=0, le=1, description="kl_cov: share of the tokens penalized.")
-    ppo_kl_coef: float = Field(default=1.0, ge=0, description="kl_cov: weight of |log-ratio| on them.")
-    dppo_ratio_cap: float = Field(default=20.0, gt=1, description="dppo_tv, dppo_kl: the ratio is truncated here.")
-    dro_beta: float = Field(default=0.05, gt=0, description="dro: weight of the quadratic log-ratio penalty.")
+    tau_pos: Annotated[float, Key("algorithm.policy_loss.loss_mode", "sapo")] = Field(
+        default=1.0, gt=0, description="sapo: temperature of the gate for positive advantages."
+    )
+    tau_neg: Annotated[float, Key("algorithm.policy_loss.loss_mode", "sapo")] = Field(
+        default=1.05, gt=0, description="sapo: temperature of the gate for the others."
+    )
+    clip_cov_ratio: Annotated[float, Key("algorithm.policy_loss.loss_mode", "clip_cov")] = Field(
+        default=2e-4, gt=0, le=1, description="clip_cov: share of the tokens left out."
+    )
+    clip_cov_lb: Annotated[float, Key("algorithm.policy_loss.loss_mode", "clip_cov")] = Field(
+        default=1.0, description="clip_cov: only covariances above this are chosen."
+    )
+    clip_cov_ub: Annotated[float, Key("algorithm.policy_loss.loss_mode", "clip_cov")] = Field(
+        default=5.0, description="clip_cov: only covariances below this are chosen."
+    )
+    kl_cov_ratio: Annotated[float, Key("algorithm.policy_loss.loss_mode", "kl_cov")] = Field(
+        default=2e-4, gt=0, le=1, description="kl_cov: share of the tokens penalized."
+    )
+    ppo_kl_coef: Annotated[float, Key("algorithm.policy_loss.loss_mode", "kl_cov")] = Field(
+        default=1.0, ge=0, description="kl_cov: weight of |log-ratio| on them."
+    )
+    dppo_ratio_cap: Annotated[float, Key("algorithm.policy_loss.loss_mode", "dppo_tv", "dppo_kl")] = Field(
+        default=20.0, gt=1, description="dppo_tv, dppo_kl: the ratio is truncated here."
+    )
+    dro_beta: Annotated[float, Key("algorithm.policy_loss.loss_mode", "dro")] = Field(
+        default=0.05, gt=0, description="dro: weight of the quadratic log-ratio penalty."
+    )
 
 
 class KLConfig(Section):
@@ -82,13 +110,17 @@ class KLConfig(Section):
         default="none",
         description="none; off every token's reward; or a term of the loss. Both need a second copy of the model.",
     )
-    estimator: KLEstimator = Field(default="k3", description="Estimator per token; with + the gradient is that of k2.")
-    coef: float = Field(default=0.001, gt=0, description="Weight; where the adaptive controller starts.")
-    controller: Literal["fixed", "adaptive"] = Field(
+    estimator: Annotated[KLEstimator, _WITH_KL] = Field(
+        default="k3", description="Estimator per token; with + the gradient is that of k2."
+    )
+    coef: Annotated[float, _WITH_KL] = Field(
+        default=0.001, gt=0, description="Weight; where the adaptive controller starts."
+    )
+    controller: Annotated[Literal["fixed", "adaptive"], _WITH_KL] = Field(
         default="fixed", description="adaptive steers the KL towards `target`."
     )
-    target: float = Field(default=0.1, gt=0, description="adaptive: wanted KL per token, nats.")
-    horizon: Positive = Field(
+    target: Annotated[float, _ADAPTIVE] = Field(default=0.1, gt=0, description="adaptive: wanted KL per token, nats.")
+    horizon: Annotated[Positive, _ADAPTIVE] = Field(
         default=10_000, description="adaptive: trajectories over which the coefficient may change by 20%."
     )
 
@@ -99,11 +131,13 @@ class RolloutCorrectionConfig(Section):
     rollout_is: Literal["none", "token", "sequence"] = Field(
         default="none", description="Importance weights and their level."
     )
-    rollout_is_threshold: float | Bounds = Field(
+    rollout_is_threshold: Annotated[float | Bounds, _WEIGHTED] = Field(
         default=2.0,
         description="One number: larger weights become it (TIS). [low, high]: weights outside become 0 (IcePop).",
     )
-    rollout_is_batch_normalize: bool = Field(default=False, description="Divide the weights by their mean.")
+    rollout_is_batch_normalize: Annotated[bool, _WEIGHTED] = Field(
+        default=False, description="Divide the weights by their mean."
+    )
     rollout_rs: tuple[RejectionRule, ...] = Field(default=(), description="Leave out what fails any of these rules.")
     rollout_rs_threshold: tuple[float | Bounds, ...] = Field(
         default=(),
@@ -124,10 +158,14 @@ class FiltersConfig(Section):
     all_tool_calls_failed: FilterAction = Field(
         default="off", description="There are tool calls and each ended in an error."
     )
-    overlong: FilterAction = Field(default="off", description="The response budget cut it off.")
+    overlong: FilterAction = Field(default="off", description="A limit of tokens or turns cut it off (DAPO).")
     repetition: FilterAction = Field(default="off", description="It repeats itself more than `max_repetition`.")
-    max_repetition: float = Field(default=0.5, ge=0, lt=1, description="repetition: largest share of repeated n-grams.")
-    final_answer: str | None = Field(
+    max_repetition: Annotated[float, Unless("algorithm.filters.repetition", "off")] = Field(
+        default=0.5, ge=0, lt=1, description="repetition: largest share of repeated n-grams."
+    )
+    final_answer: Annotated[
+        str | None, Unless("algorithm.filters.void_turn", "off") | Unless("algorithm.filters.void_trajectory", "off")
+    ] = Field(
         default=None,
         description="void_turn, void_trajectory: what a final answer looks like (regular expression); else any.",
     )
@@ -149,42 +187,58 @@ class ShapingConfig(Section):
         default=0,
         description="Tokens before agent.max_response_length over which the penalty grows from 0 (DAPO); 0 is off.",
     )
-    overlong_factor: float = Field(default=1.0, gt=0, description="Largest overlong penalty.")
+    overlong_factor: Annotated[float, Key("algorithm.shaping.overlong_buffer")] = Field(
+        default=1.0, gt=0, description="Largest overlong penalty."
+    )
     repetition_factor: float = Field(default=0.0, ge=0, description="Penalty for a response of nothing but repetition.")
-    repetition_ngram: Positive = Field(default=20, description="Tokens of an n-gram, for the penalty and the filter.")
+    repetition_ngram: Annotated[
+        Positive, Key("algorithm.shaping.repetition_factor") | Unless("algorithm.filters.repetition", "off")
+    ] = Field(default=20, description="Tokens of an n-gram, for the penalty and the filter.")
 
 
 class AlgorithmConfig(Section):
     """The objective."""
 
     adv_estimator: AdvEstimator = Field(default="grpo", description="Advantage estimator.")
-    gamma: float = Field(default=1.0, gt=0, le=1, description="gae, reinforce_plus_plus: discount from token to token.")
-    lam: float = Field(default=1.0, ge=0, le=1, description="gae: its lambda.")
-    bootstrap: Literal["none", "truncated"] = Field(
+    gamma: Annotated[float, Key("algorithm.adv_estimator", "gae", "reinforce_plus_plus")] = Field(
+        default=1.0, gt=0, le=1, description="gae, reinforce_plus_plus: discount from token to token."
+    )
+    lam: Annotated[float, Key("algorithm.adv_estimator", "gae")] = Field(
+        default=1.0, ge=0, le=1, description="gae: its lambda."
+    )
+    bootstrap: Annotated[Literal["none", "truncated"], Key("algorithm.adv_estimator", "gae")] = Field(
         default="none",
         description="gae: value after the last token: 0, or the critic's where a limit cut the trajectory off.",
     )
-    gigpo: GigpoConfig = Field(default_factory=GigpoConfig)
-    gdpo: GdpoConfig = Field(default_factory=GdpoConfig)
-    turn_reward: Literal["none", "tool_reward", "tool_success"] = Field(
+    gigpo: Annotated[GigpoConfig, Key("algorithm.adv_estimator", "gigpo")] = Field(default_factory=GigpoConfig)
+    gdpo: Annotated[GdpoConfig, Key("algorithm.adv_estimator", "gdpo")] = Field(default_factory=GdpoConfig)
+    turn_reward: Annotated[
+        Literal["none", "tool_reward", "tool_success"], Unless("algorithm.adv_estimator", "gdpo")
+    ] = Field(
         default="none",
         description="Reward of a turn with tool calls: their rewards' sum, or the share without an error.",
     )
-    turn_advantage_coef: float = Field(default=1.0, gt=0, description="mt_grpo: weight of the turn advantage.")
-    shared_tokens: Literal["hard", "soft"] = Field(
+    turn_advantage_coef: Annotated[float, Key("algorithm.adv_estimator", "mt_grpo")] = Field(
+        default=1.0, gt=0, description="mt_grpo: weight of the turn advantage."
+    )
+    shared_tokens: Annotated[Literal["hard", "soft"], Key("algorithm.adv_estimator", "arpo")] = Field(
         default="hard",
         description="arpo: tokens common to several trajectories get the mean advantage, or each its own.",
     )
     policy_loss: PolicyLossConfig = Field(default_factory=PolicyLossConfig)
-    clip_ratio_low: float = Field(
-        default=0.2, gt=0, lt=1, description="Clip below 1 (geo_mean: of the log; dppo: divergence)."
+    clip_ratio_low: Annotated[float, _CLIPPED] = Field(
+        default=0.2,
+        gt=0,
+        description="Clip below 1; from 1 on, no lower bound (geo_mean: of the log; dppo: divergence).",
     )
-    clip_ratio_high: float = Field(default=0.28, gt=0, description="Clip above 1 (clip-higher).")
-    clip_ratio_c: float = Field(default=3.0, gt=1, description="Dual clip for negative advantages.")
+    clip_ratio_high: Annotated[float, _CLIPPED] = Field(default=0.28, gt=0, description="Clip above 1 (clip-higher).")
+    clip_ratio_c: Annotated[float | None, Key("algorithm.policy_loss.loss_mode", "vanilla", "decoupled")] = Field(
+        default=3.0, gt=1, description="Dual clip: a negative advantage counts at most so many times; null: no bound."
+    )
     loss_agg_mode: LossAggMode = Field(
         default="token-mean", description="How token losses are averaged, over the whole batch however it is split."
     )
-    loss_scale_factor: Positive | None = Field(
+    loss_scale_factor: Annotated[Positive | None, Key("algorithm.loss_agg_mode", "seq-mean-token-sum-norm")] = Field(
         default=None, description="seq-mean-token-sum-norm: the constant that replaces a sequence's length (Dr. GRPO)."
     )
     entropy_coeff: float = Field(default=0.0, ge=0, description="Weight of the entropy bonus.")
@@ -227,45 +281,8 @@ class CriticConfig(OptimizerSection):
     )
 
 
-_CLIPPED = ("vanilla", "decoupled", "gspo", "geo_mean", "cispo", "clip_cov", "dppo_tv", "dppo_kl")
-_ON = ("mask", "drop")
-_READ_BY: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
-    # key of algorithm, the key that decides whether it is read, values with which it is
-    ("gamma", "adv_estimator", ("gae", "reinforce_plus_plus")),
-    ("lam", "adv_estimator", ("gae",)),
-    ("bootstrap", "adv_estimator", ("gae",)),
-    ("gigpo", "adv_estimator", ("gigpo",)),
-    ("gdpo", "adv_estimator", ("gdpo",)),
-    ("turn_advantage_coef", "adv_estimator", ("mt_grpo",)),
-    ("shared_tokens", "adv_estimator", ("arpo",)),
-    ("clip_ratio_low", "policy_loss.loss_mode", _CLIPPED),
-    ("clip_ratio_high", "policy_loss.loss_mode", _CLIPPED),
-    ("clip_ratio_c", "policy_loss.loss_mode", ("vanilla", "decoupled")),
-    ("loss_scale_factor", "loss_agg_mode", ("seq-mean-token-sum-norm",)),
-    ("policy_loss.behav_imp_weight_cap", "policy_loss.loss_mode", ("decoupled",)),
-    ("policy_loss.tau_pos", "policy_loss.loss_mode", ("sapo",)),
-    ("policy_loss.tau_neg", "policy_loss.loss_mode", ("sapo",)),
-    ("policy_loss.clip_cov_ratio", "policy_loss.loss_mode", ("clip_cov",)),
-    ("policy_loss.clip_cov_lb", "policy_loss.loss_mode", ("clip_cov",)),
-    ("policy_loss.clip_cov_ub", "policy_loss.loss_mode", ("clip_cov",)),
-    ("policy_loss.kl_cov_ratio", "policy_loss.loss_mode", ("kl_cov",)),
-    ("policy_loss.ppo_kl_coef", "policy_loss.loss_mode", ("kl_cov",)),
-    ("policy_loss.dppo_ratio_cap", "policy_loss.loss_mode", ("dppo_tv", "dppo_kl")),
-    ("policy_loss.dro_beta", "policy_loss.loss_mode", ("dro",)),
-    ("kl.estimator", "kl.where", ("reward", "loss")),
-    ("kl.coef", "kl.where", ("reward", "loss")),
-    ("kl.controller", "kl.where", ("reward", "loss")),
-    ("kl.target", "kl.controller", ("adaptive",)),
-    ("kl.horizon", "kl.controller", ("adaptive",)),
-    ("rollout_correction.rollout_is_threshold", "rollout_correction.rollout_is", ("token", "sequence")),
-    ("rollout_correction.rollout_is_batch_normalize", "rollout_correction.rollout_is", ("token", "sequence")),
-    ("filters.max_repetition", "filters.repetition", _ON),
-)
-
-
 def problems(algorithm: AlgorithmConfig, *, max_response_length: int) -> Iterator[str]:
     """Every inconsistency of the section, each with its fix."""
-    yield from _unread(algorithm)
     yield from _advantage_problems(algorithm)
     yield from _loss_problems(algorithm)
     yield from _correction_problems(algorithm)
@@ -274,34 +291,6 @@ def problems(algorithm: AlgorithmConfig, *, max_response_length: int) -> Iterato
             f"algorithm.shaping.overlong_buffer={algorithm.shaping.overlong_buffer} is longer than "
             f"agent.max_response_length={max_response_length}; lower it"
         )
-
-
-def _get(section: Section, path: str) -> Any:
-    for part in path.split("."):
-        section = getattr(section, part)
-    return section
-
-
-def _unread(algorithm: AlgorithmConfig) -> Iterator[str]:
-    """Keys that were changed although nothing would read them."""
-    for key, decider, values in _READ_BY:
-        parent, _, leaf = key.rpartition(".")
-        section = _get(algorithm, parent) if parent else algorithm
-        chosen = _get(algorithm, decider)
-        if section.changed(leaf) and chosen not in values:
-            yield (
-                f"algorithm.{key} is read only with algorithm.{decider} {' or '.join(values)}, which is {chosen!r}; "
-                "remove it or change that"
-            )
-    filters = algorithm.filters
-    if filters.final_answer is not None and filters.void_turn == filters.void_trajectory == "off":
-        yield "algorithm.filters.final_answer is read only by the filters void_turn and void_trajectory; turn one on"
-    if algorithm.shaping.changed("overlong_factor") and not algorithm.shaping.overlong_buffer:
-        yield "algorithm.shaping.overlong_factor is read only with overlong_buffer > 0; set that too"
-    if algorithm.shaping.changed("repetition_ngram") and not (
-        algorithm.shaping.repetition_factor or filters.repetition != "off"
-    ):
-        yield "algorithm.shaping.repetition_ngram is read only with repetition_factor > 0 or filters.repetition"
 
 
 def _advantage_problems(algorithm: AlgorithmConfig) -> Iterator[str]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
@@ -13,18 +13,46 @@ NonNegative = Annotated[int, Field(ge=0)]
 class Section(BaseModel):
     """A frozen mapping of known keys; an unknown one is an error."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _true_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuses true and false where a number is due: pydantic, as Python, takes them for 1 and 0."""
+        assert info.field_name is not None
+        annotation = cls.model_fields[info.field_name].annotation
+        if _holds_bool(value) and _mentions(annotation, (int, float)) and not _mentions(annotation, (bool, Any)):
+            raise ValueError("true and false are no numbers; give a number")
+        return value
 
     def changed(self, key: str) -> bool:
         """Whether a key has another value than its default."""
         return getattr(self, key) != type(self).model_fields[key].get_default(call_default_factory=True)
 
 
+def _holds_bool(value: Any) -> bool:
+    return isinstance(value, bool) or isinstance(value, (list, tuple)) and any(map(_holds_bool, value))
+
+
+def _mentions(annotation: Any, types: tuple[Any, ...]) -> bool:
+    return annotation in types or any(_mentions(part, types) for part in get_args(annotation))
+
+
 class OptimizerSection(Section):
     """AdamW, for the policy (``learner``) and the critic."""
 
     learning_rate: float = Field(default=1e-6, gt=0, description="Peak learning rate of AdamW.")
-    warmup_steps: NonNegative = Field(default=0, description="Steps of linear warm-up.")
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = Field(
+        default="constant",
+        description="The rate after the warm-up: constant, or a decay over what is left of trainer.steps. It changes "
+        "from training step to training step; all updates of a step have the same.",
+    )
+    lr_warmup_steps: NonNegative = Field(
+        default=0, description="Training steps of linear warm-up; the first has 1/lr_warmup_steps of the peak."
+    )
+    min_lr_ratio: float = Field(
+        default=0.0, ge=0, le=1, description="linear, cosine: share of the peak that the decay ends at."
+    )
     weight_decay: float = Field(default=0.0, ge=0, description="AdamW weight decay.")
     adam_b1: float = Field(default=0.9, ge=0, lt=1, description="AdamW first-moment decay.")
     adam_b2: float = Field(default=0.95, ge=0, lt=1, description="AdamW second-moment decay.")

@@ -13,7 +13,7 @@ from jax_agent_rl import (
     config_trace,
     config_trainer,
 )
-from jax_agent_rl.config_algorithm import CriticConfig
+from jax_agent_rl.config_conditions import unused
 from jax_agent_rl.config_mesh import MeshConfig
 
 if TYPE_CHECKING:
@@ -22,10 +22,13 @@ if TYPE_CHECKING:
 
 def problems(config: Config) -> Iterator[str]:
     """Every inconsistency, within sections and between them, each with its fix."""
+    yield from unused(config)
     yield from _within_sections(config)
     yield from _of_groups(config)
+    yield from _of_schedules(config)
     yield from _of_lengths(config)
     yield from _of_log_probs(config)
+    yield from _of_adapters(config)
     if config.rollout.deterministic:
         yield from _of_one_program(config)
 
@@ -44,7 +47,6 @@ def _within_sections(config: Config) -> Iterator[str]:
         mode=config.trainer.mode,
         deterministic=rollout.deterministic,
         devices=rollout.vllm.tensor_parallel_size if rollout.backend == "vllm" else rollout.jetstream.mesh.devices,
-        first_device=rollout.jetstream.first_device,
     )
     yield from config_rollout.problems(rollout)
 
@@ -61,11 +63,6 @@ def _of_groups(config: Config) -> Iterator[str]:
             f"rollout.group_size=1 gives zero {algorithm.adv_estimator} advantages; set rollout.group_size >= 2, "
             "or algorithm.adv_estimator=reinforce_plus_plus, remax or gae"
         )
-    if config.critic != CriticConfig() and algorithm.adv_estimator != "gae":
-        yield (
-            f"critic.* is read only with algorithm.adv_estimator=gae, which is {algorithm.adv_estimator!r}; "
-            "remove it or change that"
-        )
     if agent.n not in (None, rollout.group_size):
         yield f"agent.n={agent.n} is another name of rollout.group_size={rollout.group_size}; set one"
     if learner.updates_per_step > rollout.prompts_per_step:
@@ -73,6 +70,23 @@ def _of_groups(config: Config) -> Iterator[str]:
             f"learner.updates_per_step={learner.updates_per_step} cuts the batch finer than its "
             f"rollout.prompts_per_step={rollout.prompts_per_step} groups; lower it"
         )
+
+
+def _of_schedules(config: Config) -> Iterator[str]:
+    """A decay of the learning rate has steps to decay over. The policy's begins once the critic is warm."""
+    steps, waits = config.trainer.steps, config.critic.critic_warmup
+    for name, optimizer, total in (("learner", config.learner, steps - waits), ("critic", config.critic, steps)):
+        kind, warm_up = optimizer.lr_scheduler_type, optimizer.lr_warmup_steps
+        if kind == "constant" and optimizer.changed("min_lr_ratio"):
+            yield (
+                f"{name}.min_lr_ratio is read only with {name}.lr_scheduler_type linear or cosine, which is "
+                f"{kind!r}; remove it or change that"
+            )
+        if kind != "constant" and warm_up >= total:
+            yield (
+                f"{name}.lr_scheduler_type={kind} has no steps left: {name}.lr_warmup_steps={warm_up} of {total} "
+                "(trainer.steps, for the policy less critic.critic_warmup); lower it, or raise trainer.steps"
+            )
 
 
 def _of_lengths(config: Config) -> Iterator[str]:
@@ -111,16 +125,17 @@ def _of_log_probs(config: Config) -> Iterator[str]:
             "agent.mask_observations=false trains on observations, of which the engine has no log-probs: set "
             "algorithm.rollout_correction.bypass_mode=false"
         )
-    if rollout.top_p < 1 or rollout.top_k > 0:
-        yield (
-            f"rollout.top_p={rollout.top_p}, rollout.top_k={rollout.top_k}: the learner's log-probs are of the "
-            "full distribution and would not match; train with top_p=1 and top_k=0"
-        )
     if learner.lora and learner.lora.quantize != "none" and rollout.backend != "jetstream":
         yield (
             f"learner.lora.quantize={learner.lora.quantize} trains over rounded weights, which rollout.backend="
             f"{rollout.backend} would not start from; set rollout.backend=jetstream, or quantize=none"
         )
+
+
+def _of_adapters(config: Config) -> Iterator[str]:
+    adapter, known = config.agent.adapter, config.rollout.adapters
+    if adapter is not None and config.rollout.backend != "remote" and adapter not in known:
+        yield f"agent.adapter={adapter!r} is not in rollout.adapters, which has {sorted(known)}; add its folder there"
 
 
 def _of_one_program(config: Config) -> Iterator[str]:

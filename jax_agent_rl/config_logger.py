@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from jax_agent_rl.config_base import Section
+from jax_agent_rl.config_conditions import Key
 
 
 class LoggerSection(Section):
@@ -17,7 +18,7 @@ class LoggerSection(Section):
         description="Where metrics go besides the screen and metrics.jsonl; each needs the extra of its name.",
         json_schema_extra={"type": ["array", "string"], "uniqueItems": True},
     )
-    project_name: str = Field(
+    project_name: Annotated[str, Key("trainer.logger", "wandb", "trackio")] = Field(
         default="jax_agent_rl", min_length=1, description="The project of the run in wandb and trackio."
     )
     prometheus_port: Annotated[int, Field(ge=0, le=65535)] | None = Field(
@@ -39,12 +40,3 @@ class LoggerSection(Section):
         if len(set(value)) != len(value):
             raise ValueError("names one twice")
         return value
-
-    @model_validator(mode="after")
-    def _project_is_read(self) -> Self:
-        if self.changed("project_name") and not {"wandb", "trackio"} & set(self.logger):
-            raise ValueError(
-                f"project_name={self.project_name} is read by wandb and trackio only, logger is {list(self.logger)}; "
-                "add one of them, or remove it"
-            )
-        return self

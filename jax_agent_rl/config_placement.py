@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from jax_agent_rl.config_base import NonNegative, Positive, Section
+from jax_agent_rl.config_conditions import Key
+
+_IN_ACTORS = Key("rollout.placement", "separate", "hybrid")
 
 
 class PlacementSection(Section):
@@ -19,9 +22,13 @@ class PlacementSection(Section):
         "engines in Ray actors on resources of their own. hybrid: those, and the colocated one while the learner has "
         "nothing to do.",
     )
-    engines: Positive = Field(default=1, description="Engines in Ray actors (placement separate and hybrid).")
-    gpus_per_engine: NonNegative = Field(default=0, description="GPUs of each of them; 0 runs them on CPUs.")
-    ray_address: str | None = Field(
+    engines: Annotated[Positive, _IN_ACTORS] = Field(
+        default=1, description="Engines in Ray actors (placement separate and hybrid)."
+    )
+    gpus_per_engine: Annotated[NonNegative, _IN_ACTORS] = Field(
+        default=0, description="GPUs of each of them; 0 runs them on CPUs."
+    )
+    ray_address: Annotated[str | None, _IN_ACTORS] = Field(
         default=None,
         description="Of the Ray cluster they run on; null: RAY_ADDRESS, and without that one of this machine's own, "
         "which ends with the run.",
@@ -33,9 +40,7 @@ class PlacementSection(Section):
     )
 
 
-def problems(
-    rollout: PlacementSection, *, backend: str, mode: str, deterministic: bool, devices: int, first_device: int
-) -> Iterator[str]:
+def problems(rollout: PlacementSection, *, backend: str, mode: str, deterministic: bool, devices: int) -> Iterator[str]:
     """Every inconsistency of these keys, each with its fix.
 
     Args:
@@ -43,16 +48,9 @@ def problems(
         mode: ``trainer.mode``.
         deterministic: ``rollout.deterministic``.
         devices: that one engine is spread over.
-        first_device: ``rollout.jetstream.first_device``.
     """
     where = rollout.placement
     if where == "colocated":
-        for key in ("engines", "gpus_per_engine", "ray_address"):
-            if rollout.changed(key):
-                yield (
-                    f"rollout.{key}={getattr(rollout, key)} is read only with rollout.placement=separate or hybrid, "
-                    f"which is {where!r}; change that, or remove it"
-                )
         if rollout.sleep and mode != "sync":
             yield (
                 f"rollout.sleep: with rollout.placement=colocated and trainer.mode={mode} the engine samples while the "
@@ -70,11 +68,6 @@ def problems(
         )
     if rollout.sleep and (where == "separate" or backend == "remote"):
         yield "rollout.sleep: no engine is on the learner's devices, so none has to give memory back; remove it"
-    if where != "colocated" and first_device:
-        yield (
-            f"rollout.jetstream.first_device={first_device} is of an engine beside the learner, but with "
-            f"rollout.placement={where} each engine in an actor has its devices to itself; remove it"
-        )
     if rollout.gpus_per_engine not in (0, devices):
         key = "rollout.vllm.tensor_parallel_size" if backend == "vllm" else "rollout.jetstream.mesh"
         yield f"rollout.gpus_per_engine={rollout.gpus_per_engine}: set {devices}, which {key} needs, or 0 for CPUs"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from jax_agent_rl.config_base import NonNegative, Positive, Section
+from jax_agent_rl.config_conditions import Unless
 
 
 class RemoteRewardConfig(Section):
@@ -29,7 +30,7 @@ class JudgeConfig(Section):
     model: str = Field(description="Folder of a frozen model (Hugging Face), or `policy`: the one being trained.")
     max_tokens: Positive = Field(default=256, description="Most tokens of one opinion.")
     temperature: float = Field(default=0.0, ge=0, description="0 gives the same opinion every time.")
-    max_model_len: Positive = Field(
+    max_model_len: Annotated[Positive, Unless("reward.judge.model", "policy")] = Field(
         default=2048, description="Most ids of question and opinion (a frozen model's engine)."
     )
     max_in_flight: Positive = Field(default=16, description="Questions at the same time.")
@@ -40,6 +41,11 @@ class RewardConfig(Section):
 
     path: str | None = Field(default=None, description="Python file or module that registers more reward functions.")
     timeout: float = Field(default=60.0, gt=0, description="Seconds scoring may take; then the trajectory is dropped.")
+    workers: NonNegative = Field(
+        default=4,
+        description="Processes that run synchronous functions of `path`, and are killed when late; 0: threads, as many "
+        "as there are calls, which cannot be.",
+    )
     remote: RemoteRewardConfig | None = Field(default=None, description="A reward server.")
     sandbox: Literal["bubblewrap", "unsafe_local"] = Field(
         default="bubblewrap",

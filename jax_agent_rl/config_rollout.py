@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Literal
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
 from jax_agent_rl.config_base import NonNegative, Positive, Section
+from jax_agent_rl.config_conditions import Command, Key, SeeingModel, Unless
 from jax_agent_rl.config_mesh import EngineMeshConfig
 from jax_agent_rl.config_placement import PlacementSection
 from jax_agent_rl.config_strategy import StrategyConfig
+
+_BUILT_IN = Unless("rollout.jetstream.engine")
 
 
 class JetStreamConfig(Section):
@@ -24,17 +27,17 @@ class JetStreamConfig(Section):
     dtype: Literal["float32", "bfloat16"] = Field(
         default="float32", description="Of the engine's weights, activations and KV cache; the learner has its own."
     )
-    kv_dtype: Literal["auto", "int8", "fp8"] = Field(
+    kv_dtype: Annotated[Literal["auto", "int8", "fp8"], _BUILT_IN] = Field(
         default="auto",
         description="Of the KV cache. auto: dtype. int8, fp8: 8 bits and a scale per token and head, half the memory "
         "of bfloat16. Engine and learner then differ, see algorithm.rollout_correction.",
     )
-    quantize: Literal["none", "int8", "fp8"] = Field(
+    quantize: Annotated[Literal["none", "int8", "fp8"], _BUILT_IN] = Field(
         default="none",
         description="The matrices of layers in 8 bits with a scale per output; activations, embeddings, head and "
         "router stay in dtype. Every update's weights are rounded again as the engine takes them.",
     )
-    max_concurrent_decodes: Positive = Field(default=32, description="Contexts decoded together at most.")
+    max_concurrent_decodes: Positive = Field(default=64, description="Contexts decoded together at most.")
     cache_tokens: Positive | None = Field(
         default=None,
         description="Positions the KV cache holds, at least rollout.max_model_len. Shared prefixes count once; when it "
@@ -48,12 +51,12 @@ class JetStreamConfig(Section):
         "and agent.max_prompt_length, as far as that goes, at most 2048.",
     )
     mesh: EngineMeshConfig = Field(default_factory=EngineMeshConfig)
-    first_device: NonNegative = Field(
+    first_device: Annotated[NonNegative, Key("rollout.placement", "colocated")] = Field(
         default=0,
         description="Number of the first device the engine takes; the learner's begin with 0. From the product of "
         "learner.mesh on, the engine samples beside the learner instead of in turn with it.",
     )
-    patch_buckets: tuple[Positive, ...] = Field(
+    patch_buckets: Annotated[tuple[Positive, ...], SeeingModel()] = Field(
         default=(256, 1024, 4096),
         description="Padded numbers of patches a model that sees looks at together; a picture must fit in the largest.",
     )
@@ -66,6 +69,35 @@ class JetStreamConfig(Section):
         if not value or list(value) != sorted(set(value)):
             raise ValueError(f"must be ascending and not empty, got {list(value)}")
         return value
+
+
+VLLM_ARGUMENTS_SET: Mapping[str, str] = {
+    "model": "model.path",
+    "max_model_len": "rollout.max_model_len",
+    "seed": "seed",
+    "dtype": "rollout.vllm.dtype",
+    "max_num_seqs": "rollout.vllm.max_num_seqs",
+    "tensor_parallel_size": "rollout.vllm.tensor_parallel_size",
+    "gpu_memory_utilization": "rollout.vllm.gpu_memory_utilization",
+    "kv_cache_memory_bytes": "rollout.vllm.kv_cache_gib",
+    "enforce_eager": "rollout.vllm.enforce_eager",
+    "enable_lora": "rollout.adapters",
+    "max_cpu_loras": "rollout.adapters",
+    "max_loras": "rollout.adapters",
+    "max_lora_rank": "rollout.adapters",
+    "limit_mm_per_prompt": "rollout.vllm.multi_modal",
+    "mm_processor_kwargs": "model.pixels",
+    "enable_sleep_mode": "rollout.sleep",
+    **dict.fromkeys(
+        (
+            *("enable_prefix_caching", "scheduling_policy", "logprobs_mode", "generation_config"),
+            *("skip_tokenizer_init", "worker_extension_cls", "disable_log_stats", "enable_log_requests"),
+            *("use_tqdm_on_load", "mm_device_do_normalize", "weight_transfer_config", "moe_backend"),
+        ),
+        "",
+    ),
+}
+"""Arguments of vLLM's engine that something else decides: another key, or (empty) what the backend depends on."""
 
 
 class VllmConfig(Section):
@@ -86,17 +118,16 @@ class VllmConfig(Section):
         default=None, gt=0, description="Size of the KV cache; null: what gpu_memory_utilization leaves (on CPUs 1)."
     )
     enforce_eager: bool | None = Field(default=None, description="No compiled graphs; null: on CPUs only.")
-    loras: dict[str, str] = Field(
-        default_factory=dict, description="LoRA adapters requests may name: name to PEFT folder; {} serves none."
-    )
-    max_loras: Positive | None = Field(
-        default=None, description="Different adapters in one batch; null, and on CPUs: all."
-    )
-    max_lora_rank: Literal[8, 16, 32, 64, 128, 256, 320, 512] = Field(
-        default=16, description="Largest rank among the adapters; memory is reserved for it."
-    )
     multi_modal: dict[Literal["image", "video"], Positive] = Field(
         default_factory=dict, description="Most images and videos in one context, by kind; {} takes none."
+    )
+    engine_args: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Further arguments of vLLM's engine by their names there (`AsyncEngineArgs`), such as "
+        "`{max_num_batched_tokens: 4096}`; names that another key decides are refused, and those vLLM does not know.",
+        json_schema_extra={
+            "additionalProperties": {"type": ["boolean", "number", "string", "array", "object", "null"]}
+        },
     )
     require_probe: bool = Field(
         default=True, description="Refuse weights that do not bring log-probs to check them by."
@@ -108,6 +139,19 @@ class VllmConfig(Section):
         default=None, gt=0, description="Largest mean of it; null: 1e-4 in float32, else 0.05."
     )
 
+    @field_validator("engine_args")
+    @classmethod
+    def _decided_nowhere_else(cls, value: dict[str, Any]) -> dict[str, Any]:
+        taken = {
+            name: f"set {key}" if (key := VLLM_ARGUMENTS_SET[name]) else "the backend depends on its own value"
+            for name in value
+            if name in VLLM_ARGUMENTS_SET
+        }
+        if taken:
+            told = "; ".join(f"{name}: {way}" for name, way in taken.items())
+            raise ValueError(f"names arguments that are decided elsewhere ({told}); remove {', '.join(taken)}")
+        return value
+
 
 class RolloutConfig(PlacementSection):
     """How trajectories are collected."""
@@ -116,17 +160,17 @@ class RolloutConfig(PlacementSection):
     urls: tuple[str, ...] = Field(
         default=(), description="Rollout servers, for backend: remote; e.g. http://10.0.0.5:8100."
     )
-    token_env: str | None = Field(
+    token_env: Annotated[str | None, Key("rollout.backend", "remote") | Command("rollout-server")] = Field(
         default=None,
         description="Environment variable with the secret that rollout servers ask for (and demand of clients).",
     )
-    weight_folder: str | None = Field(
+    weight_folder: Annotated[str | None, Key("rollout.backend", "vllm", "remote") | Command("rollout-server")] = Field(
         default=None,
-        description="Folder through which weights pass to vllm and remote engines; they must see it, too. null: memory "
-        "of this machine, uploaded to rollout servers that do not see it. For weight_transport: tensorstore also a "
-        "bucket, as gs://bucket/path.",
+        description="Folder through which weights pass to vllm and remote engines; they must see it, too, and rollout "
+        "servers read weights nowhere else. null: memory of this machine, uploaded to rollout servers that do not see "
+        "it. For weight_transport: tensorstore also a bucket, as gs://bucket/path.",
     )
-    weight_transport: Literal["files", "tensorstore"] = Field(
+    weight_transport: Annotated[Literal["files", "tensorstore"], Key("rollout.backend", "remote")] = Field(
         default="files",
         description="How weights pass to other processes. files: safetensors, by one process. tensorstore: each "
         "process of the learner writes its own shards to weight_folder, and each jetstream server reads those of its "
@@ -157,21 +201,30 @@ class RolloutConfig(PlacementSection):
         "token: it may compile; 10 times while it takes weights); null: never.",
     )
     max_model_len: Positive = Field(default=1024, description="Most ids of prompt + response in one context.")
-    temperature: float = Field(default=1.0, gt=0, description="Sampling temperature in training; log-probs are of it.")
-    top_p: float = Field(default=1.0, gt=0, le=1, description="Nucleus mass in training.")
-    top_k: NonNegative = Field(default=0, description="Most likely ids kept in training; 0 is off.")
+    temperature: float = Field(
+        default=1.0, gt=0, description="Sampling temperature in training, from all ids; log-probs are of it."
+    )
     eval_temperature: float = Field(default=0.0, ge=0, description="Temperature for held-out evaluation; 0 is greedy.")
+    adapters: Annotated[dict[str, str], Unless("rollout.backend", "remote")] = Field(
+        default_factory=dict,
+        description="LoRA adapters that eval, rollout and serve may sample with beside the plain model: name to PEFT "
+        "folder. agent.adapter, a row's `adapter`, or a request's `model` names one. Training samples with the model "
+        "it trains, and refuses them.",
+    )
     deterministic: bool = Field(
         default=False,
         description="Prompts, decoding and the learner's old log-probs by one program (jetstream): the same to the bit "
         "in any batch, and several times slower.",
     )
-    jetstream: JetStreamConfig = Field(default_factory=JetStreamConfig)
-    vllm: VllmConfig = Field(default_factory=VllmConfig)
+    jetstream: Annotated[JetStreamConfig, Key("rollout.backend", "jetstream", "remote")] = Field(
+        default_factory=JetStreamConfig
+    )
+    vllm: Annotated[VllmConfig, Key("rollout.backend", "vllm", "remote")] = Field(default_factory=VllmConfig)
 
 
 def problems(rollout: RolloutConfig) -> Iterator[str]:
     """What does not go together."""
+    yield from _adapter_problems(rollout)
     if (rollout.backend == "remote") != bool(rollout.urls):
         yield (
             f"rollout.backend={rollout.backend} and rollout.urls={list(rollout.urls)}: backend remote needs "
@@ -193,27 +246,30 @@ def problems(rollout: RolloutConfig) -> Iterator[str]:
             f"{folder}: it is for remote servers that see a folder or bucket; set rollout.weight_folder, or "
             "rollout.weight_transport=files"
         )
-    if rollout.weight_transport == "files" and folder is not None and "://" in folder:
+    is_bucket = folder is not None and "://" in folder
+    # A rollout server with a jetstream engine reads from buckets.
+    if is_bucket and rollout.weight_transport == "files" and rollout.backend != "jetstream":
         yield (
             f"rollout.weight_folder={folder} is no folder of this machine; set rollout.weight_transport=tensorstore, "
             "which writes to buckets"
         )
 
 
+def _adapter_problems(rollout: RolloutConfig) -> Iterator[str]:
+    if not rollout.adapters:
+        return
+    if rollout.backend == "jetstream" and (rollout.deterministic or rollout.jetstream.engine is not None):
+        key = "rollout.deterministic" if rollout.deterministic else "rollout.jetstream.engine"
+        yield f"rollout.adapters cannot be served with {key}; remove one of them"
+
+
 def _engine_problems(rollout: RolloutConfig) -> Iterator[str]:
     """What an engine that a user brings cannot do."""
     where = f"rollout.jetstream.engine={rollout.jetstream.engine}"
-    if rollout.temperature != 1 or rollout.top_p < 1 or rollout.top_k or rollout.eval_temperature not in (0, 1):
+    if rollout.temperature != 1 or rollout.eval_temperature not in (0, 1):
         yield (
-            f"{where} reports log-probs of the raw logits, but rollout.temperature={rollout.temperature:g}, top_p="
-            f"{rollout.top_p:g}, top_k={rollout.top_k}, eval_temperature={rollout.eval_temperature:g}; set temperature "
-            "and top_p to 1, top_k to 0 and eval_temperature to 0 or 1"
+            f"{where} reports log-probs of the raw logits, but rollout.temperature={rollout.temperature:g} and "
+            f"eval_temperature={rollout.eval_temperature:g}; set temperature to 1 and eval_temperature to 0 or 1"
         )
     if rollout.deterministic:
         yield f"{where} is not the learner's program; remove it, or set rollout.deterministic=false"
-    kv_dtype, quantize = rollout.jetstream.kv_dtype, rollout.jetstream.quantize
-    if kv_dtype != "auto" or quantize != "none":
-        yield (
-            f"{where} keeps weights and KV cache in the precision its function chooses, and rollout.jetstream.kv_dtype="
-            f"{kv_dtype} and quantize={quantize} are not read; say it there, and set kv_dtype=auto and quantize=none"
-        )

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from jax_agent_rl.config_base import Positive, Section
+from jax_agent_rl.config_conditions import Key
 
 
 class TreeGrpoConfig(Section):
@@ -56,16 +57,15 @@ class StrategyConfig(Section):
         description="chain: all from the prompt. The others branch: at turns drawn at random, at the most uncertain "
         "tokens, after tool results that raise the entropy.",
     )
-    tree_grpo: TreeGrpoConfig = Field(default_factory=TreeGrpoConfig)
-    treerl: TreerlConfig = Field(default_factory=TreerlConfig)
-    arpo: ArpoConfig = Field(default_factory=ArpoConfig)
+    tree_grpo: Annotated[TreeGrpoConfig, Key("rollout.strategy.name", "tree_grpo")] = Field(
+        default_factory=TreeGrpoConfig
+    )
+    treerl: Annotated[TreerlConfig, Key("rollout.strategy.name", "treerl")] = Field(default_factory=TreerlConfig)
+    arpo: Annotated[ArpoConfig, Key("rollout.strategy.name", "arpo")] = Field(default_factory=ArpoConfig)
 
 
 def problems(strategy: StrategyConfig, *, group_size: int, adv_estimator: str) -> Iterator[str]:
     """Every inconsistency of the section, each with its fix."""
-    for name in ("tree_grpo", "treerl", "arpo"):
-        if strategy.changed(name) and strategy.name != name:
-            yield f"rollout.strategy.{name} is read only with rollout.strategy.name={name}; it is {strategy.name}"
     if strategy.name == "chain":
         if adv_estimator in ("tree_grpo", "treerl", "arpo"):
             yield (

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from jax_agent_rl.config_base import Positive, Section
+from jax_agent_rl.config_conditions import Key
 
 
 class TraceConfig(Section):
@@ -18,16 +19,18 @@ class TraceConfig(Section):
         description="Where traces go. files: traces.jsonl in the run folder, shown by `jax-agent-rl report`; mlflow, "
         "trackio and weave need the extra `trace`. []: nothing is traced, which costs nothing.",
     )
-    max_trajectories_per_step: Positive = Field(
+    max_trajectories_per_step: Annotated[Positive, Key("trace.sinks")] = Field(
         default=8,
         description="Most trajectories traced of a step, and as many of an evaluation: the whole groups that start "
         "first; of a group that is larger, its first members.",
     )
-    max_text_length: Positive = Field(default=4000, description="Characters kept of a text; of a longer one both ends.")
-    project: str = Field(
+    max_text_length: Annotated[Positive, Key("trace.sinks")] = Field(
+        default=4000, description="Characters kept of a text; of a longer one both ends."
+    )
+    project: Annotated[str, Key("trace.sinks", "mlflow", "trackio", "weave")] = Field(
         default="jax-agent-rl", description="MLflow experiment, trackio or Weave project (entity/project)."
     )
-    mlflow_tracking_uri: str | None = Field(
+    mlflow_tracking_uri: Annotated[str | None, Key("trace.sinks", "mlflow")] = Field(
         default=None, description="MLflow server, or database; null: mlflow.db in the run folder."
     )
 
@@ -36,9 +39,3 @@ def problems(trace: TraceConfig) -> Iterator[str]:
     """Every inconsistency of these keys, each with its fix."""
     if len(set(trace.sinks)) < len(trace.sinks):
         yield f"trace.sinks={list(trace.sinks)} names a sink twice; name each once"
-    if trace.mlflow_tracking_uri is not None and "mlflow" not in trace.sinks:
-        yield "trace.mlflow_tracking_uri is read only with mlflow among trace.sinks; add it, or remove the key"
-    if not trace.sinks:
-        for key in ("max_trajectories_per_step", "max_text_length", "project"):
-            if trace.changed(key):
-                yield f"trace.{key} is read only with trace.sinks; set trace.sinks=[files], or remove it"

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from jax_agent_rl.config_base import NonNegative, Section
+from jax_agent_rl.config_conditions import Key
 
+_FULLY_ASYNC = Key("trainer.mode", "fully_async")
 _DEFAULT_STALENESS = {"sync": 0, "one_step_off": 1, "fully_async": 1}
 
 
@@ -25,15 +27,15 @@ class OverlapSection(Section):
         description="fully_async: most versions a token may be older than the weights it trains; up to (staleness + 1) "
         "* rollout.prompts_per_step groups are under way. null: 1. The other modes fix it (sync 0, one_step_off 1).",
     )
-    stragglers: Literal["wait", "drop"] = Field(
+    stragglers: Annotated[Literal["wait", "drop"], _FULLY_ASYNC] = Field(
         default="wait",
         description="fully_async: wait: the learner waits for groups that would get too old. drop: it never does, and "
         "what gets too old is lost, which favours short trajectories.",
     )
-    spare_prompts: NonNegative = Field(
+    spare_prompts: Annotated[NonNegative, _FULLY_ASYNC & Key("trainer.stragglers", "drop")] = Field(
         default=0, description="stragglers: drop: rows started on top, so that as many of the slowest may be lost."
     )
-    in_flight_update: Literal["auto", "keep", "recompute", "wait"] = Field(
+    in_flight_update: Annotated[Literal["auto", "keep", "recompute", "wait"], _FULLY_ASYNC] = Field(
         default="auto",
         description="fully_async: what running generations do when weights change. keep: they go on with the KV of the "
         "old weights; recompute: they go on, their context computed anew; wait: they end their turn first. auto: the "
@@ -49,19 +51,10 @@ class OverlapSection(Section):
 def problems(trainer: OverlapSection) -> Iterator[str]:
     """Every inconsistency of these keys, each with its fix."""
     mode, fixed = trainer.mode, _DEFAULT_STALENESS[trainer.mode]
-    if mode != "fully_async":
-        if trainer.staleness not in (None, fixed):
-            yield (
-                f"trainer.staleness={trainer.staleness}: with trainer.mode={mode} it is {fixed}; leave it out, or set "
-                "trainer.mode=fully_async"
-            )
-        for key in ("stragglers", "spare_prompts", "in_flight_update"):
-            if trainer.changed(key):
-                yield f"trainer.{key} is read only with trainer.mode=fully_async, which is {mode!r}; remove it"
-    elif trainer.spare_prompts and trainer.stragglers == "wait":
+    if mode != "fully_async" and trainer.staleness not in (None, fixed):
         yield (
-            f"trainer.spare_prompts={trainer.spare_prompts} are there to be lost, but trainer.stragglers=wait loses "
-            "none; set trainer.stragglers=drop, or remove it"
+            f"trainer.staleness={trainer.staleness}: with trainer.mode={mode} it is {fixed}; leave it out, or set "
+            "trainer.mode=fully_async"
         )
 
 

@@ -38,6 +38,7 @@
     │   ├── LaunchTargetError       what was asked of the cloud is not there
     │   └── LaunchUnansweredError   the cloud could not be asked, which may pass
     ├── NothingToTrainError         every trajectory of several batches in a row was lost
+    ├── DisagreementError           engine and learner disagree about the same weights -> do what the diagnosis says
     └── NonFiniteError              too many non-finite gradient steps in a row
 
 Two questions decide what happens to a failure: *whose* it is (config, data, engine, tool, reward) and
@@ -241,3 +242,7 @@ class NothingToTrainError(JaxAgentRLError):
 
 class NonFiniteError(JaxAgentRLError):
     """Several learner steps in a row had non-finite gradients; the run was stopped."""
+
+
+class DisagreementError(JaxAgentRLError):
+    """Engine and learner give the same tokens of the same weights other log-probs than rounding explains."""

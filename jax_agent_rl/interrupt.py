@@ -12,12 +12,14 @@ would have to wait for it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import os
 import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Iterator
 from enum import Enum
 from typing import Any
 
@@ -27,6 +29,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 PROMISED_SECONDS = 4.5  # from the signal to the end of the process; a save may take longer
 CLOSING_SECONDS = (0.5, 2.0)  # that an orderly shutdown gets: in any case, and at most
 FAREWELL_SECONDS = 60.0  # where other processes have to be told first: without their leader they would crash
+ENDING_SECONDS = 10.0  # from the end of a server to the end of its process
 EXIT_CODE = 130
 
 Leave = Callable[[float], None]
@@ -40,6 +43,11 @@ class Stage(Enum):
     CLOSING = "interrupted while closing; everything is saved"
     SAMPLING = "interrupted: what is complete is kept"
     """Of a command that trains nothing."""
+    SERVING = "stopping (once more: leave at once)"
+    """Of a server."""
+
+
+_LEAVING_AT_ONCE = {Stage.SERVING: "leaving at once"}
 
 
 class Interruption:
@@ -110,14 +118,15 @@ class Interruption:
     def _interrupt(self) -> None:
         with self._lock:
             if self._began is not None:
-                self._say("interrupted again: leaving at once; complete checkpoints are intact")
+                again = "interrupted again: leaving at once; complete checkpoints are intact"
+                self._say(_LEAVING_AT_ONCE.get(self._stage, again))
                 self._leave(0.0)
                 return
             self._began = time.monotonic()
             stage = self._stage
         self._say(stage.value)
         self._loop.call_soon_threadsafe(self._task.cancel)
-        if stage is not Stage.TRAINING:
+        if stage not in (Stage.TRAINING, Stage.SERVING):  # these close in order, however long it takes
             self._leave_in_time()
 
     def _leave_in_time(self) -> None:
@@ -129,12 +138,28 @@ class Interruption:
         self._leave(min(max(left, CLOSING_SECONDS[0]), CLOSING_SECONDS[1]))
 
 
+_last_acts: list[Callable[[], None]] = []
+
+
+@contextlib.contextmanager
+def at_leaving(last: Callable[[], None]) -> Iterator[None]:
+    """Inside, ``last`` is called where the process leaves without an orderly end, in another thread: to end children
+    that might hang, too."""
+    _last_acts.append(last)
+    try:
+        yield
+    finally:
+        _last_acts.remove(last)
+
+
 def leave_within(say: Callable[[str], None], seconds: float) -> None:
     """Gives an orderly shutdown a moment, then ends the process: a thread inside a compiler cannot be stopped."""
 
     def leave() -> None:
         if seconds:
             say("something that cannot be stopped (a compilation?) still runs; leaving without waiting for it")
+        for last in list(_last_acts):
+            last()
         leftovers.remove_all()
         os._exit(EXIT_CODE)
 
@@ -143,3 +168,23 @@ def leave_within(say: Callable[[str], None], seconds: float) -> None:
     timer = threading.Timer(seconds, leave)
     timer.daemon = True
     timer.start()
+
+
+def run_server(main: Coroutine[Any, Any, None], *, say: Callable[[str], None] = print) -> None:
+    """Runs a server on an event loop until SIGINT or SIGTERM cancels it; the second signal ends the process at once.
+
+    Args:
+        main: starts, serves until it is cancelled, and closes what it opened.
+        say: takes a line for the user; called from another thread.
+    """
+
+    async def stoppable() -> None:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(Interruption(say, functools.partial(leave_within, say), stage=Stage.SERVING))
+            try:
+                await main
+            except asyncio.CancelledError:
+                stack.pop_all()  # signals are heard while the interpreter ends, too
+                leave_within(say, ENDING_SECONDS)  # it waits for threads, also for one that nobody can stop
+
+    asyncio.run(stoppable())

@@ -38,8 +38,8 @@ class ServiceSettings:
     Attributes:
         url: http or https.
         url_key, timeout_key: the config keys of ``url`` and ``timeout``, for messages.
-        timeout: seconds one request may take, from connecting to the last byte.
-        max_retries: repetitions of a request that was not taken.
+        timeout: seconds one request may take, from connecting to the last byte; a repetition has as many.
+        max_retries: repetitions of a request that was not taken, or may run twice and failed.
         retry_delay: seconds before each repetition.
         headers: sent with every request.
         token_hint: what to do about a missing token, for messages.
@@ -98,11 +98,11 @@ class JsonService:
 
         Args:
             payload: anything JSON can hold.
-            repeatable: the service may run this request twice, so it is also repeated when its answer was lost or was
-                a server error. A request that timed out is never repeated: what does not end would only not end again.
+            repeatable: the service may run this request twice, so it is also repeated when its answer was lost, came
+                too late or was a server error.
 
         Raises:
-            TimeoutError: it took longer than ``settings.timeout``.
+            TimeoutError: it took longer than ``settings.timeout``, each time.
             JaxAgentRLError: ``error``: everything else that can go wrong.
         """
         try:
@@ -124,12 +124,14 @@ class JsonService:
     async def _persist(self, method: str, url: str, body: bytes, repeatable: bool) -> bytes:
         """Repeats what may be repeated."""
         for attempt in range(self.settings.max_retries + 1):
+            last, times = attempt == self.settings.max_retries, f" ({attempt + 1} times)" if attempt else ""
             try:
                 return await self._in_time(method, url, body)
+            except TimeoutError as late:
+                if last or not repeatable:
+                    raise TimeoutError(f"{late}{times}") from None
             except _Failed as failure:
-                last = attempt == self.settings.max_retries
                 if last or not (failure.not_taken or repeatable and failure.may_pass):
-                    times = f" ({attempt + 1} times)" if attempt else ""
                     raise self._error(f"{failure}{times}") from None
             self.retries += 1
             await self._sleep(self.settings.retry_delay)

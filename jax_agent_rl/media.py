@@ -6,7 +6,8 @@ from these, so that none of them sees a picture that another does not.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -14,8 +15,14 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 KINDS = ("image", "video")
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
+"""Of image files that come over HTTP, as OpenAI's API takes them. Others (EPS, PDF) run programs to be read."""
 MOST_PIXELS = 16_000_000
 """Of an image that came over HTTP."""
+MOST_PICTURES = 64
+"""That come with one answer,"""
+MOST_PIXELS_TOGETHER = 32_000_000
+"""and of all of them: a small file can hold many pixels of one colour."""
 FRAMES_PER_SECOND = 2.0
 """At which videos are shown: tools give frames without times, and this is what Qwen's models were trained on."""
 
@@ -50,27 +57,51 @@ def as_picture(item: Any) -> Image:
     return Image.alpha_composite(white, picture).convert("RGB")
 
 
-def read_picture(text: str) -> Image:
-    """An image file from a ``data:`` URL, or from base64 alone; its sender need not be trusted.
+def read_pictures(texts: Sequence[str]) -> tuple[Image, ...]:
+    """Image files from ``data:`` URLs, or from base64 alone; their sender need not be trusted.
 
     Raises:
-        ValueError: it is no image that can be read, or has more than ``MOST_PIXELS`` pixels.
+        ValueError: one is no image that can be read, or they have more than ``MOST_PIXELS`` pixels each or
+            ``MOST_PIXELS_TOGETHER``; none is unpacked then.
     """
+    if len(texts) > MOST_PICTURES:
+        raise ValueError(f"{len(texts)} images are more than {MOST_PICTURES}")
+    with _damage():
+        opened = [_open_picture(text) for text in texts]
+    together = sum(image.width * image.height for image in opened)
+    if together > MOST_PIXELS_TOGETHER:
+        raise ValueError(f"the images have {together} pixels together, more than {MOST_PIXELS_TOGETHER}")
+    with _damage():
+        for image in opened:
+            image.load()
+    return tuple(map(as_picture, opened))
+
+
+def _open_picture(text: str) -> Image:
+    """The image with its head read, and not its pixels."""
     import base64
     import io
 
     from PIL import Image
 
     encoded = text.partition(",")[2] if text.startswith("data:") else text
+    image = Image.open(io.BytesIO(base64.b64decode(encoded, validate=True)), formats=FORMATS)
+    if image.width * image.height > MOST_PIXELS:
+        raise ValueError(f"it has {image.width} x {image.height} pixels, more than {MOST_PIXELS}")
+    return image
+
+
+@contextmanager
+def _damage() -> Iterator[None]:
+    """Whatever Pillow's readers raise for damaged files, as one error."""
+    from PIL import Image, UnidentifiedImageError
+
     try:
-        image = Image.open(io.BytesIO(base64.b64decode(encoded, validate=True)))
-        if image.width * image.height > MOST_PIXELS:
-            raise ValueError(f"it has {image.width} x {image.height} pixels, more than {MOST_PIXELS}")
-        image.load()
-    # Pillow's readers raise all of these for damaged files.
+        yield
+    except UnidentifiedImageError:
+        raise ValueError(f"an image cannot be read: it is none of {', '.join(FORMATS)}") from None
     except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
         raise ValueError(f"an image cannot be read: {error}") from None
-    return as_picture(image)
 
 
 def as_frames(item: Any) -> np.ndarray:

@@ -17,6 +17,7 @@ from jax_agent_rl.errors import ModelError
 _REPOSITORY = re.compile(r"(?P<id>[A-Za-z0-9][\w.-]*/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
 _DESCRIBING = ("*.json", "*.jinja", "*.txt", "tokenizer.model")
 _WEIGHTS = ("*.safetensors",)
+_HUB_SECONDS = 5
 
 
 def model_folder(path: str | os.PathLike[str], *, weights: bool = False) -> Path:
@@ -51,17 +52,39 @@ def model_folder(path: str | os.PathLike[str], *, weights: bool = False) -> Path
     except RevisionNotFoundError:
         problem = f"{repository} has no revision {revision!r}; leave @{revision} out of model.path, or correct it"
     except (HfHubHTTPError, OSError) as error:  # OSError: no connection, and a full disk
-        said = str(error).strip().splitlines() or [type(error).__name__]
+        said = [*filter(None, [_silence()]), *str(error).strip().splitlines(), type(error).__name__]
         problem = f"{repository!r} could not be brought from the Hub ({said[0]}); set model.path to a folder"
     raise ModelError(neither + problem)
 
 
 @functools.cache
 def _brought(repository: str, revision: str | None, patterns: tuple[str, ...]) -> Path:
-    """Asks the Hub once in a process."""
+    """Asks the Hub once in a process; where that does not answer, only its cache here."""
     from huggingface_hub import snapshot_download
 
-    return Path(snapshot_download(repository, revision=revision, allow_patterns=list(patterns)))
+    return Path(
+        snapshot_download(
+            repository, revision=revision, allow_patterns=list(patterns), local_files_only=_silence() is not None
+        )
+    )
+
+
+@functools.cache
+def _silence() -> str | None:
+    """Say that the Hub does not answer; None if it does, or nobody is to be asked.
+
+    Without this, its client would repeat every request for most of a minute.
+    """
+    import httpx
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return None
+    try:
+        httpx.head(constants.ENDPOINT, timeout=_HUB_SECONDS)
+    except httpx.HTTPError as error:
+        return f"{constants.ENDPOINT} did not answer: {str(error) or type(error).__name__}"
+    return None
 
 
 def hub_name(path: str | os.PathLike[str]) -> tuple[str, str | None] | None:

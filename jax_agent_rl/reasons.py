@@ -41,6 +41,21 @@ class FinishReason(StrEnum):
     ENVIRONMENT_DONE = "environment_done"
     """The environment said that its episode is over."""
 
+    @property
+    def truncated(self) -> bool:
+        """A limit of the run cut the trajectory off. Otherwise it ended naturally: the policy answered, or the tool
+        server, the user or the environment ended it, and nothing would follow."""
+        return self in _TURN_LIMITS or self.out_of_tokens
+
+    @property
+    def out_of_tokens(self) -> bool:
+        """The limit was one of tokens, so the last turn may be a fragment; a turn limit leaves whole turns."""
+        return self in _TOKEN_LIMITS
+
+
+_TOKEN_LIMITS = frozenset({FinishReason.RESPONSE_LENGTH, FinishReason.ACTION_LENGTH})
+_TURN_LIMITS = frozenset({FinishReason.MAX_ASSISTANT_TURNS, FinishReason.MAX_USER_TURNS})
+
 
 class DropReason(StrEnum):
     """Why a started trajectory was not trained on. ``started = trained + sum(dropped) + in flight``."""

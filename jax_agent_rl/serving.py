@@ -1,11 +1,9 @@
-"""What all servers and clients of this package do alike: secrets from the environment, loopback, an orderly end."""
+"""What servers and clients share: secrets from the environment, and which addresses are this machine."""
 
 from __future__ import annotations
 
-import asyncio
 import ipaddress
 import os
-import signal
 from urllib.parse import urlsplit
 
 from jax_agent_rl.errors import ConfigError
@@ -27,14 +25,6 @@ def token_from(variable: str | None, *, key: str) -> str | None:
     return token
 
 
-async def told_to_stop() -> None:
-    """Returns at the first SIGINT or SIGTERM of the process, which it does not die of."""
-    stop = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    await stop.wait()
-
-
 def is_loopback(host: str) -> bool:
     """Whether only programs of the same machine can reach this address."""
     try:
@@ -50,6 +40,7 @@ def names_this_machine(host_header: str, *, listening_on: str) -> bool:
     for no token refuse it.
     """
     try:
-        return urlsplit(f"//{host_header}").hostname in ("localhost", "127.0.0.1", "::1", listening_on)
+        host = urlsplit(f"//{host_header}").hostname or ""
     except ValueError:  # malformed
         return False
+    return host == listening_on or is_loopback(host)

@@ -89,6 +89,16 @@ class TokenOutput:
             num_preempted=self.num_preempted + rest.num_preempted,
         )
 
+    def without_last(self) -> TokenOutput:
+        """This output without its last id, for a stop token that what follows takes the place of."""
+        return replace(
+            self,
+            token_ids=self.token_ids[:-1],
+            log_probs=self.log_probs[:-1],
+            policy_versions=self.policy_versions[:-1],
+            context_digest="",
+        )
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToolCallRecord:

@@ -64,14 +64,17 @@ make_environment() {
   case " $CONSTRAINED_PYTHONS " in
     *" $("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])') "*) constrain=(-c "$CONSTRAINTS") ;;
   esac
-  # JetStream's own list of needs is wider than what its engine interface uses: pip would complain of the rest.
-  local install=("$VENV/bin/python" -m pip install --quiet --no-warn-conflicts --progress-bar off)
+  # JetStream's own list of needs is wider than what its engine interface uses: pip would complain of the rest. Its
+  # other warnings (folders of the index it cannot find, root, a newer pip) are no news either; errors are shown.
+  local install=("$VENV/bin/python" -m pip install --quiet --quiet --no-warn-conflicts --progress-bar off)
+  # Modules are compiled when they are first imported: compiling all takes longer than unpacking them.
+  install+=(--disable-pip-version-check --root-user-action ignore --no-compile)
   say "environment: $VENV ($("$python" --version 2>&1))"
   [ -x "$VENV/bin/python" ] || run "$python" -m venv "$VENV"
   run "${install[@]}" --upgrade pip
-  say "installing pinned dependencies (a minute or two the first time)"
+  say "installing pinned dependencies (half a minute to two minutes)"
   run "${install[@]}" "${constrain[@]}" -e "$ROOT${extras:+[$extras]}"
-  say "installing JetStream's engine interface"
+  say "installing JetStream's engine interface (a few seconds)"
   run "${install[@]}" --no-deps -r "$ROOT/third_party/no-deps.txt"
   # shellcheck disable=SC2086
   run "${install[@]}" "${constrain[@]}" $JETSTREAM_NEEDS

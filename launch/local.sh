@@ -13,9 +13,10 @@ if [ "${1:-}" = "--dry-run" ]; then
 fi
 
 make_environment
-say "model: SmolLM2-135M-Instruct"
+say "model: SmolLM2-135M-Instruct (10 seconds the first time)"
 run "$VENV/bin/jax-agent-rl" fetch-model
-say "data: calculator questions"
-run "$VENV/bin/jax-agent-rl" prepare calculator --out data/calculator
-say "training"
+say "data: questions about a shop (2 seconds)"
+run "$VENV/bin/jax-agent-rl" prepare shop --out data/shop
+say "training (about four minutes on two cores, one more the first time, for compilation)"
+export JAX_AGENT_RL_ENVIRONMENT_SECONDS="$SECONDS" # so far; the breakdown at the end begins with it
 run "$VENV/bin/jax-agent-rl" train configs/quickstart.yaml "$@"

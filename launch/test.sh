@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Tests everything: environments, model, lint, import rules, tests, and the tests on a real vLLM (CPU build).
-#   ./launch/test.sh [--dry-run] [--no-vllm | --only-vllm] [pytest arguments]
-# With pytest arguments the tests on vLLM run only if --only-vllm asks for them.
+# Tests what is needed to trust a change: environment, model, lint, types, import rules, and the quick tests.
+#   ./launch/test.sh [--dry-run] [--all | --only-vllm] [pytest arguments]
+# --all adds the slow tests and those on a real vLLM (CPU build), as CI does; --only-vllm runs the latter alone. With
+# pytest arguments it is these tests that run, quick or slow.
 set -euo pipefail
 # shellcheck source=launch/lib.sh
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
@@ -11,20 +12,18 @@ help_or_go_on "${BASH_SOURCE[0]}" "$@"
 cd "$ROOT"
 LINTED=(jax_agent_rl gpu_backend tests benchmarks examples)
 
-PARTS=""
+PARTS=main
+SELECTED="not vllm and not slow"
 while true; do
   case "${1:-}" in
     --dry-run) DRY_RUN=1 ;;
-    --no-vllm) PARTS=main ;;
+    --all) PARTS="main vllm" SELECTED="not vllm" ;;
     --only-vllm) PARTS=vllm ;;
     *) break ;;
   esac
   shift
 done
-if [ -z "$PARTS" ]; then
-  PARTS="main vllm"
-  if [ $# -gt 0 ]; then PARTS=main; fi
-fi
+if [ $# -gt 0 ]; then SELECTED="not vllm"; fi
 
 # Tests that look at a page use Chromium or Chrome, and are skipped where there is neither. Where INSTALL_BROWSER=1
 # allows it, the system's package is installed (Debian, Ubuntu; as root).
@@ -44,6 +43,11 @@ install_browser() {
 
 test_main() {
   make_environment dev,docs,environments,math,plan,tensorboard,trace,trackio,wandb
+  # Where both parts run, vLLM's environment is installed meanwhile. What goes wrong in that is shown when the second part
+  # asks for it again.
+  if [ "$PARTS" = "main vllm" ] && [ "$DRY_RUN" = 0 ]; then
+    (make_vllm_environment dev) >/dev/null 2>&1 &
+  fi
   install_browser || say "the browser could not be installed: tests of the report's page are skipped"
   say "model: SmolLM2-135M-Instruct"
   run "$VENV/bin/jax-agent-rl" fetch-model
@@ -55,10 +59,10 @@ test_main() {
   say "import rules"
   run "$VENV/bin/lint-imports"
   say "tests"
-  # All of them: side by side, see tests/conftest.py. Compiling, most of the work, takes one core at a time.
+  # Many of them: side by side, see tests/conftest.py. Compiling, most of the work, takes one core at a time.
   local side_by_side=(-n 2 --no-loadscope-reorder)
   if [ $# -gt 0 ]; then side_by_side=(); fi
-  run "$VENV/bin/python" -m pytest -m "not vllm" --durations=10 "${side_by_side[@]}" "$@"
+  run "$VENV/bin/python" -m pytest -m "$SELECTED" --durations=10 "${side_by_side[@]}" "$@"
 }
 
 test_vllm() {
@@ -68,6 +72,7 @@ test_vllm() {
 }
 
 for part in $PARTS; do
+  if [ "$part" = vllm ]; then wait; fi
   "test_$part" "$@"
 done
 say "all passed"

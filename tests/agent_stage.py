@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -63,12 +64,19 @@ class AgentStage:
 
 
 def assert_token_exact(trajectory: Trajectory, requests: Any) -> None:
-    """The context of every turn is the prompt, then sampled and inserted ids in order; nothing else."""
-    context = trajectory.prompt_ids
-    for turn, request in zip(trajectory.turns, requests, strict=True):
-        assert request.prompt_ids == context
-        context = context + turn.output.token_ids + turn.appended_ids
-    assert context == trajectory.prompt_ids + trajectory.response_ids
+    """The context of every turn is the prompt, then sampled and inserted ids in order; nothing else.
+
+    A turn that a stop in its thoughts did not end has several requests, each from where the one before left off.
+    """
+    context, left = trajectory.prompt_ids, deque(requests)
+    for turn in trajectory.turns:
+        first, said = left.popleft(), context + turn.output.token_ids
+        assert first.prompt_ids == context
+        while left and left[0].request_id == first.request_id:
+            further = left.popleft().prompt_ids
+            assert len(context) < len(further) < len(said) and further == said[: len(further)]
+        context = said + turn.appended_ids
+    assert not left and context == trajectory.prompt_ids + trajectory.response_ids
 
 
 ACT = "<py> 1 + 2 </py> and more"

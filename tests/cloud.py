@@ -20,6 +20,7 @@ from jax_agent_rl.launch.tpu.gcloud import Request
 from jax_agent_rl.launch.tpu.job import Job
 from tests.launching import LEARN, ROOT
 from tests.ports import free_ports
+from tests.simulated import COMPILE_QUICKLY
 
 _GCLOUD = """\
 import json, os, pathlib, shutil, signal, subprocess, sys, time
@@ -252,7 +253,7 @@ class Cloud:
         self.order("job", str(free_ports(1, first=61440, last=65535) - 61440))
         self.variables |= {
             "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": "--xla_force_host_platform_device_count=1 --xla_backend_optimization_level=0",
+            "XLA_FLAGS": f"--xla_force_host_platform_device_count=1 {COMPILE_QUICKLY}",
         }
 
     @property

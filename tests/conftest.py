@@ -11,9 +11,12 @@ import pytest
 
 from jax_agent_rl.cache import cache_root
 from jax_agent_rl.runtime.ray_cluster import secure_own_cluster
+from tests.simulated import COMPILE_QUICKLY
+from tests.slow import is_slow
 
 if importlib.util.find_spec("libtpu"):  # it is there to compile for slices, and would complain that there is none
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("XLA_FLAGS", COMPILE_QUICKLY)
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache_root() / "xla-tests"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
@@ -45,6 +48,12 @@ class FailuresAtOnce:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(FailuresAtOnce(config))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if is_slow(item.nodeid):
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.hookimpl(optionalhook=True)

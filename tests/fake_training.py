@@ -63,7 +63,7 @@ class IdleLearner:
     def __init__(self):
         self.groups = []
 
-    def update(self, groups, *, masked, tick, gate):
+    def update(self, groups, *, masked, tick, gate, check):
         self.groups += groups
         return UpdateResult(metrics={}, skipped=False, rejected=self.rejected)
 
@@ -183,7 +183,7 @@ class Versions(IdleLearner):
         super().__init__()
         self.steps: list[list[Group]] = []
 
-    def update(self, groups, *, masked, tick, gate):
+    def update(self, groups, *, masked, tick, gate, check):
         self.steps.append(list(groups))
         with gate.update():
             return UpdateResult(metrics={}, skipped=False)

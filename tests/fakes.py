@@ -57,6 +57,12 @@ class FakeCodec:
         self._words: list[str] = ["<unk>", "<bos>", "<eos>"]
         self._ids: dict[str, int] = {word: i for i, word in enumerate(self._words)}
 
+    longest_token = 100
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self._words)
+
     def encode_text(self, text: str) -> list[int]:
         ids = []
         for word in re.findall(r"\s*\S+|\s+", text):
@@ -87,6 +93,9 @@ class FakeCodec:
     ) -> list[int]:
         boundary = [] if sampled_ids[-1] == EOS else [EOS]
         return boundary + self._render(messages)
+
+    def replaces_end(self, sampled_ids: Sequence[int], appended_ids: Sequence[int]) -> bool:
+        return False
 
     def parse_reply(self, sampled_ids: Sequence[int], tools: Sequence[Mapping[str, Any]] = ()) -> FakeReply:
         text = self.decode(sampled_ids)

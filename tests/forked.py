@@ -24,6 +24,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from tests.warm import import_everything
+
 CHANGES = frozenset({"os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate", "shutil.rmtree"})
 PR_SET_CHILD_SUBREAPER = 36
 TICK = 1 / os.sysconf("SC_CLK_TCK")
@@ -136,11 +138,8 @@ def _lives(pid: str) -> bool:
 
 def _serve() -> None:
     from jax_agent_rl import cli
-    from jax_agent_rl.runtime import compilation_cache, learners  # noqa: F401
-    from jax_agent_rl.trainer import run  # noqa: F401
 
-    # The suite's cache instead: it keeps the quick compilations, too.
-    compilation_cache.use_compilation_cache = lambda: None
+    import_everything()
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     print(json.dumps("ready"), file=answers)

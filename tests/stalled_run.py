@@ -7,6 +7,7 @@ thread, or a coroutine.
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import sys
 import threading
@@ -14,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jax_agent_rl import cli
-from jax_agent_rl.jetstream import engine
+from jax_agent_rl.jetstream import backend, engine
 from jax_agent_rl.learner import checkpoint, objective, programs, step
 from jax_agent_rl.rollout.collect import RolloutCollector
 
@@ -63,6 +64,10 @@ def waiting(label: str) -> None:
 
 match phase:
     case "compile the engine":
+        # As on an accelerator: before the first request.
+        backend.JetStreamBackend.__init__ = functools.partialmethod(
+            backend.JetStreamBackend.__init__, compile_ahead=True
+        )
         engine.JaxEngine._extend = blocking(engine.JaxEngine._extend)
     case "compile the learner":
         programs.policy_loss = blocking(objective.policy_loss)  # called while it is traced

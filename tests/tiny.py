@@ -11,6 +11,7 @@ import numpy as np
 
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.decoder import hidden_states, logits
+from jax_agent_rl.models.peft import ADAPTABLE, PeftAdapter
 
 TINY = DecoderConfig(
     vocab_size=97,
@@ -38,6 +39,22 @@ def tiny_params(seed: int = 0, config: DecoderConfig = TINY) -> Params:
     for name in ("input_norm", "post_attention_norm"):
         params["layers"][name] = jnp.ones_like(params["layers"][name])
     return params | {"final_norm": jnp.ones_like(params["final_norm"])}
+
+
+def tiny_adapter(config: DecoderConfig = TINY, *, rank: int = 2, seed: int = 0) -> PeftAdapter:
+    """A random LoRA adapter of every matrix that can be adapted."""
+    rng = np.random.default_rng(seed)
+
+    def draw(*shape: int) -> np.ndarray:
+        return (0.3 * rng.standard_normal(shape)).astype(np.float32)
+
+    shapes = config.parameter_shapes()["layers"]
+    names = sorted(ADAPTABLE.intersection(shapes))
+    weights = {
+        name: (draw(layers, rank, inputs), draw(layers, out, rank))
+        for name, (layers, out, inputs) in zip(names, (shapes[name] for name in names), strict=True)
+    }
+    return PeftAdapter(rank=rank, weights=weights)
 
 
 LONGEST = 64  # every reference pass is padded to this, so that it compiles once

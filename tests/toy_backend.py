@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from jax_agent_rl.conformance.reference import log_softmax, truncate
-from jax_agent_rl.conformance.subject import BASE, MIXED, OTHER, Subject
+from jax_agent_rl.conformance.subject import ADAPTED, ADAPTER, BASE, MIXED, OTHER, Subject
 from jax_agent_rl.errors import BackendClosedError, BackendError, PromptTooLongError, WeightUpdateError
 from jax_agent_rl.rollout.protocol import (
     BackendMetrics,
@@ -59,7 +59,7 @@ def mixture(base: ToyModel) -> ToyModel:
     return mixed
 
 
-MODELS = {which: ToyModel(which) for which in (BASE, OTHER)}
+MODELS = {which: ToyModel(which) for which in (BASE, OTHER, ADAPTED)}
 MODELS[MIXED] = mixture(MODELS[BASE])
 
 
@@ -93,6 +93,7 @@ def toy_subject(make: Callable[[], RolloutBackend], **fields: Any) -> Subject:
         "eos_ids": frozenset({EOS}),
         "decode_text": to_text,
         "media": ToyMedia(),
+        "adapter": True,
         "tolerance": 1e-9,
         "patience": 30.0,
     }
@@ -214,8 +215,10 @@ class ToyBackend:
             raise PromptTooLongError(f"a prompt of {length} ids leaves no room in max_model_len={limit}")
         if not all(0 <= i < VOCAB for i in request.prompt_ids):
             raise BackendError(f"prompt ids must be in [0, {VOCAB})")
-        if request.lora or request.multi_modal.keys() - self.capabilities.multi_modal:
-            raise BackendError("the toy backend takes no adapters, and no pictures that it does not declare")
+        if request.multi_modal.keys() - self.capabilities.multi_modal:
+            raise BackendError("the toy backend takes no pictures that it does not declare")
+        if request.lora not in ((None, ADAPTER) if self.capabilities.lora else (None,)):
+            raise BackendError(f"the toy backend has no adapter {request.lora!r}")
         if request.prompt_ids.count(IMAGE) < 2 * len(request.multi_modal.get("image", ())):
             raise BackendError("an image takes two placeholders")
         if any(r.request.request_id == request.request_id for r in self._all()):
@@ -264,7 +267,11 @@ class ToyBackend:
     def key(self, run: Run, count: int) -> tuple:
         """What the cache knows a context's first ids by."""
         ids = (*run.request.prompt_ids, *run.ids)[:count]
-        return ids + tuple(self.images(run)[: -(-ids.count(IMAGE) // 2)])
+        return ids + tuple(self.images(run)[: -(-ids.count(IMAGE) // 2)]) + (run.request.lora,)
+
+    def weights(self, run: Run) -> ToyModel:
+        """What the request is sampled from; the one adapter is known merged into the first weights only."""
+        return self.model if run.request.lora is None else MODELS[ADAPTED]
 
     def images(self, run: Run) -> list[bytes]:
         """What the model sees."""
@@ -273,9 +280,10 @@ class ToyBackend:
     def distribution(self, run: Run) -> np.ndarray:
         """Log-probs float64 [V] that the next id is drawn from."""
         sampling = run.request.sampling
-        logits = self.model.logits([*run.request.prompt_ids, *run.ids][-2:])[-1:]
+        model = self.weights(run)
+        logits = model.logits([*run.request.prompt_ids, *run.ids][-2:])[-1:]
         if len(run.request.prompt_ids) + len(run.ids) == 1:
-            logits = self.model.logits(run.request.prompt_ids)
+            logits = model.logits(run.request.prompt_ids)
         for place, image in enumerate(self.images(run)):
             logits = logits + np.random.default_rng([place, *image[:8]]).standard_normal(VOCAB)
         if sampling.temperature:

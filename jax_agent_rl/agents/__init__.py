@@ -1,7 +1,8 @@
 """Agent loops, chosen per row by ``agent_name``.
 
-``loop`` the interface and the registry · ``context`` what a loop is given · ``episode`` the trajectory as it grows ·
-``single_turn``, ``tool_agent``, ``interaction``, ``environment_agent``, ``server_tool`` and ``text_tool`` the loops ·
+``loop`` the interface and the registry · ``idle_tools`` what no row would use · ``context`` what a loop is given ·
+``episode`` the trajectory as it grows · ``single_turn``, ``tool_agent``, ``interaction``, ``environment_agent``,
+``server_tool`` and ``text_tool`` the loops ·
 ``tool_environment`` and ``observations`` parts of ``server_tool`` · ``seeds``.
 
 Agents of other frameworks: ``recorder`` requests in messages to ids on record · ``conversation`` and ``reply`` what
@@ -12,6 +13,7 @@ frameworks say and read · ``branches`` a session as a trajectory · ``openai_lo
 from jax_agent_rl.agents.context import AgentContext, AgentEvent, TokenClient
 from jax_agent_rl.agents.environment_agent import EnvironmentAgent
 from jax_agent_rl.agents.episode import Episode
+from jax_agent_rl.agents.idle_tools import report_idle_tools
 from jax_agent_rl.agents.interaction import InteractionAgent
 from jax_agent_rl.agents.loop import (
     AgentLoop,
@@ -22,6 +24,7 @@ from jax_agent_rl.agents.loop import (
     get_agent,
     load_agents,
     register_agent,
+    select_agents,
 )
 from jax_agent_rl.agents.openai_loop import OpenAIAgentLoop, openai_agent
 from jax_agent_rl.agents.react import ReactAgentLoop
@@ -52,7 +55,9 @@ __all__ = [
     "default_agent",
     "derive_seed",
     "get_agent",
+    "report_idle_tools",
     "load_agents",
     "openai_agent",
     "register_agent",
+    "select_agents",
 ]

@@ -79,8 +79,12 @@ def _sequence(path: Sequence[RecordedTurn], fresh: int, **fields: Any) -> Trajec
     prompt = first.context_ids[: len(first.context_ids) - len(first.output.token_ids)]
     following = [*path[fresh + 1 :], None]
     turns = [
-        Turn(output=t.output, appended_ids=after.inserted_ids if after else (), tool_calls=tuple(t.tool_calls))
-        for t, after in zip(path[fresh:], following, strict=True)
+        Turn(
+            output=turn.output.without_last() if after and after.replaces_end else turn.output,
+            appended_ids=after.inserted_ids if after else (),
+            tool_calls=tuple(turn.tool_calls),
+        )
+        for turn, after in zip(path[fresh:], following, strict=True)
     ]
     messages = [m for turn in path for m in (*turn.inserted, {"role": "assistant", "content": turn.text})]
     return Trajectory.from_turns(

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from jax_agent_rl.agents.malformed import MalformedCalls
 from jax_agent_rl.config import AgentConfig, SearchConfig, ToolClientConfig
 from jax_agent_rl.environments.pool import EnvironmentPools
 from jax_agent_rl.interactions import InteractionRegistry
@@ -30,6 +31,7 @@ class TokenClient(Protocol):
         image_data: Sequence[Any] | None = None,
         video_data: Sequence[Any] | None = None,
         on_ids: Callable[[Sequence[int]], None] | None = None,
+        lora: str | None = None,
     ) -> TokenOutput: ...
 
     @property
@@ -79,6 +81,7 @@ class AgentContext:
         environments: all environments of the run.
         keep_sessions: never tell the engine that a trajectory's last turn is its last: others may branch off it, and
             will want its KV.
+        malformed: tells of tool calls that could not be decoded.
         on_event: called after every generation and tool call; must be quick and must not raise.
     """
 
@@ -92,6 +95,7 @@ class AgentContext:
     interactions: InteractionRegistry = field(default_factory=InteractionRegistry)
     environments: EnvironmentPools = field(default_factory=EnvironmentPools)
     keep_sessions: bool = False
+    malformed: MalformedCalls = field(default_factory=MalformedCalls)
     on_event: Callable[[AgentEvent], None] = _ignore
 
     @property

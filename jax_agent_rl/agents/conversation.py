@@ -20,6 +20,8 @@ ROLES = {"system": "system", "developer": "system", "user": "user", "assistant":
 REASONING = ("reasoning", "thinking")
 """Parts that frameworks send back and no model reads: what it thought is not a part of what it said."""
 
+_REASONING_FIELDS = ("reasoning_content", *REASONING)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CallWithId:
@@ -28,6 +30,32 @@ class CallWithId:
     id: str
     name: str
     arguments: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Traces:
+    """What a framework's assistant message tells beyond what it says, if the framework sends it back: which of several
+    samples that say the same it is.
+
+    Attributes:
+        reasoning: the text of its thinking.
+        call_ids: ids of its tool calls.
+    """
+
+    reasoning: str | None
+    call_ids: tuple[str, ...]
+
+    @classmethod
+    def of(cls, message: Mapping[str, Any]) -> Traces:
+        """Those of a message that :func:`plain_messages` takes."""
+        fields = (message.get(name) for name in _REASONING_FIELDS)
+        reasoning = next((field for field in fields if isinstance(field, str)), None)
+        content = message.get("content")
+        for part in content if reasoning is None and isinstance(content, list) else ():
+            if isinstance(part, Mapping) and (kind := part.get("type")) in REASONING:
+                text = part.get(kind) or part.get("text")
+                reasoning = (reasoning or "") + text if isinstance(text, str) else reasoning
+        return cls(reasoning=reasoning, call_ids=tuple(str(call.get("id")) for call in message.get("tool_calls") or ()))
 
 
 def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

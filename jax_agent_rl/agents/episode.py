@@ -4,7 +4,8 @@
 
     context = prompt_ids
     generate()   context += sampled ids       checked: the engine's digest of its context is ours
-    append(…)    context += inserted ids      refused when no id could be sampled after them
+    append(…)    context += inserted ids      refused when no id could be sampled after them; in place of a stop
+                                              token that opens another message (``ChatCodec.replaces_end``)
     finish(…)    Trajectory
 """
 
@@ -18,6 +19,7 @@ from typing import Any
 from jax_agent_rl.agents.context import AgentContext, AgentEvent
 from jax_agent_rl.agents.prefix import Prefix
 from jax_agent_rl.agents.seeds import derive_seed
+from jax_agent_rl.chat.thinking import ALL_THINK_TAGS, outside_thinking
 from jax_agent_rl.errors import AbortedError, BackendError, DataError, PromptTooLongError, TokenDriftError
 from jax_agent_rl.tools.base import BaseTool
 from jax_agent_rl.tools.registry import schemas_of
@@ -34,6 +36,9 @@ from jax_agent_rl.types import (
     join_media,
 )
 
+_THINK_OPENINGS = tuple(opening for opening, _ in ALL_THINK_TAGS)
+_THINK_TAIL = 16
+"""Last ids of a context among which its opening of a think block is looked for, as in some generation prompts."""
 _METRICS = ("generate_seconds", "tool_seconds", "prompt_tokens", "cached_tokens")
 
 
@@ -88,6 +93,7 @@ class Episode:
         self._metrics: dict[str, float] = {key: 0.0 for key in _METRICS}
         self._fork = prefix.fork if prefix else None
         self._begun: TokenOutput | None = None  # the part of the next turn that a branch took over
+        self._begins_thinking = False  # the last turn was sampled after the opening of a think block
         if prefix is None:
             self._prompt_ids = tuple(context.codec.encode_prompt(self.messages, tools=self._schemas))
             self._ids = list(self._prompt_ids)
@@ -122,6 +128,7 @@ class Episode:
         session_ends: bool = False,
         stop: Sequence[str] = (),
         stop_token_ids: Sequence[int] = (),
+        action_stops: Sequence[str] = (),
         max_tokens: int | None = None,
     ) -> TokenOutput:
         """Samples the next assistant turn from the context so far.
@@ -129,6 +136,7 @@ class Episode:
         Args:
             session_ends: no turn will follow, so the engine need not keep the context's KV.
             stop, stop_token_ids: end the turn, besides those of the sampling parameters.
+            action_stops: end the turn, too, but not inside a think block: there they are text, and the turn goes on.
             max_tokens: most ids of this turn, besides the budgets.
 
         Raises:
@@ -136,43 +144,79 @@ class Episode:
             AbortedError: the generation was aborted for good.
             BackendError: the engine failed, or returned no id or more than asked for.
         """
-        turn = len(self.turns)
-        seed = self._sampling.seed
         begun, self._begun = self._begun, None
         seen = self._seen_ids()
-        context = (*seen, *(begun.token_ids if begun else ()))
+        tail = self._context.codec.decode(seen[-_THINK_TAIL:], skip_special_tokens=False)
+        self._begins_thinking = tail.rstrip().endswith(_THINK_OPENINGS)
         most = min(self.tokens_left, self._sampling.max_tokens, max_tokens or self.tokens_left)
+        seed = self._sampling.seed
         sampling = replace(
             self._sampling,
-            max_tokens=most - (len(context) - len(seen)),
-            stop=(*self._sampling.stop, *stop),
+            max_tokens=most,
+            stop=(*self._sampling.stop, *stop, *action_stops),
             stop_token_ids=(*self._sampling.stop_token_ids, *stop_token_ids),
-            seed=None if seed is None else derive_seed(seed, turn),
+            seed=None if seed is None else derive_seed(seed, len(self.turns)),
         )
+        began = time.perf_counter()
+        output = await self._sample(seen, begun, sampling, session_ends)
+        while self._stopped_in_thought(output, action_stops):
+            if len(output.token_ids) >= most:
+                output = replace(output, stop_reason=StopReason.LENGTH, stop_match=None)
+                break
+            output = await self._sample(seen, output, sampling, session_ends)
+        seconds = time.perf_counter() - began
+        self._metrics["generate_seconds"] += seconds
+        self._ids += output.token_ids
+        self.turns.append(Turn(output=output))
+        self.messages.append({"role": "assistant", "content": self._context.codec.decode(output.token_ids)})
+        self._emit(seconds, output=output)
+        return output
+
+    async def _sample(
+        self, seen: Sequence[int], begun: TokenOutput | None, sampling: SamplingParams, session_ends: bool
+    ) -> TokenOutput:
+        """One request: the turn after ``seen``, or the rest of one that has ``begun``.
+
+        Args:
+            sampling: of the whole turn.
+
+        Returns:
+            The turn, with what had begun.
+        """
+        turn, done = len(self.turns), begun.token_ids if begun else ()
+        context = (*seen, *done)
+        sampling = replace(sampling, max_tokens=sampling.max_tokens - len(done))
         media: dict[str, Any] = {
             f"{kind}_data": items for kind, items in join_media(t.appended_media for t in self._seen()).items()
         }
-        began = time.perf_counter()
         output = await self._context.client.generate(
             f"{self._trajectory_id}/{turn}",
             prompt_ids=context,
             sampling_params=sampling,
             session_id=self._trajectory_id,
             session_ends=session_ends and not self._context.keep_sessions,
+            lora=self._row.get("adapter") or self._context.limits.adapter,
             **media,
         )
-        seconds = time.perf_counter() - began
         check_output(output, context, sampling.max_tokens, what=f"{self._trajectory_id}: turn {turn}")
-        self._metrics["generate_seconds"] += seconds
         self._metrics["prompt_tokens"] += len(context)
         self._metrics["cached_tokens"] += output.cached_tokens
-        if begun is not None:
-            output = replace(begun, cached_tokens=output.cached_tokens).then(output)
-        self._ids += output.token_ids
-        self.turns.append(Turn(output=output))
-        self.messages.append({"role": "assistant", "content": self._context.codec.decode(output.token_ids)})
-        self._emit(seconds, output=output)
-        return output
+        return replace(begun, cached_tokens=output.cached_tokens).then(output) if begun else output
+
+    def _stopped_in_thought(self, output: TokenOutput, action_stops: Sequence[str]) -> bool:
+        """Whether the end of an action stopped this turn, and stands in a think block."""
+        if output.stop_reason is not StopReason.STOP or output.stop_match not in action_stops:
+            return False
+        said = self.outside_thinking(output)
+        return not any(stop in said for stop in action_stops)
+
+    def outside_thinking(self, output: TokenOutput) -> str:
+        """Return the text of the turn last sampled, special tokens included, with its think blocks blanked.
+
+        Positions are those of the whole text. The context may have opened a block, in which the turn then begins.
+        """
+        text = self._context.codec.decode(output.token_ids, skip_special_tokens=False)
+        return outside_thinking(text, thinking=self._begins_thinking)
 
     def record_calls(self, calls: Sequence[ToolCallRecord], *, seconds: float) -> None:
         """Attaches the tool calls of the last turn; ``seconds`` is the wall time of all of them together."""
@@ -212,7 +256,7 @@ class Episode:
         media: Mapping[str, tuple[Any, ...]] | None = None,
         learn: bool = False,
     ) -> bool:
-        """Inserts ids as they are after the last turn.
+        """Inserts ids as they are after the last turn; the turn loses a stop token that they replace.
 
         Args:
             ids: what the context goes on with.
@@ -223,10 +267,15 @@ class Episode:
         Returns:
             False, and nothing is inserted, if that would leave no room for a sampled id.
         """
-        if len(ids) >= self.tokens_left:
+        last = self.turns[-1].output
+        replaced = self._context.codec.replaces_end(last.token_ids, ids)
+        if len(ids) - replaced >= self.tokens_left:
             return False
+        if replaced:
+            last = last.without_last()
+            self._ids.pop()
         self.turns[-1] = replace(
-            self.turns[-1], appended_ids=tuple(ids), appended_media=media or {}, learn_appended=learn
+            self.turns[-1], output=last, appended_ids=tuple(ids), appended_media=media or {}, learn_appended=learn
         )
         self._ids += ids
         self.messages += messages

@@ -42,8 +42,8 @@ class InteractionAgent(ToolAgent):
             tool_session(self.context, tools, row, trajectory_id, modalities=modalities) as session,
         ):
 
-            async def answered(episode: Episode, more: bool) -> FinishReason | None:
-                return await _hear(episode, user, more)
+            async def answered(episode: Episode, limit: FinishReason | None) -> FinishReason | None:
+                return await _hear(episode, user, limit)
 
             reason = await self._converse(episode, session, schemas_of(tools), answered)
             scores = await session.calc_rewards()
@@ -66,8 +66,15 @@ class InteractionAgent(ToolAgent):
         )
 
 
-async def _hear(episode: Episode, user: InteractionSession, more: bool) -> FinishReason | None:
-    """The user's reply to the last turn; every turn is scored, also the last one."""
+async def _hear(episode: Episode, user: InteractionSession, limit: FinishReason | None) -> FinishReason | None:
+    """Add the user's reply to the last turn; every turn is scored, also the last one.
+
+    Args:
+        limit: the limit of turns that allows no further one, if there is one: it cuts off a user with more to say.
+
+    Returns:
+        why the trajectory ends here; None if it goes on.
+    """
     with span("tool", "user") as traced:
         if traced:
             traced.set(arguments={"reply": episode.messages[-1]["content"]})
@@ -79,8 +86,8 @@ async def _hear(episode: Episode, user: InteractionSession, more: bool) -> Finis
     episode.add_metrics({f"interaction/{key}": value for key, value in numbers.items()} | {"interaction_turns": 1})
     if reply.terminate:
         return FinishReason.USER_DONE
-    if not more:
-        return FinishReason.ANSWER
+    if limit is not None:
+        return limit
     if not episode.append([{"role": "user", "content": reply.text}]):
         return FinishReason.RESPONSE_LENGTH
     return None

@@ -16,7 +16,6 @@ what happens next.
 from __future__ import annotations
 
 import asyncio
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
@@ -24,13 +23,12 @@ from typing import Any, ClassVar, TypeVar
 from jax_agent_rl.agents.context import AgentContext
 from jax_agent_rl.agents.episode import Episode
 from jax_agent_rl.agents.prefix import Prefix
+from jax_agent_rl.config import AgentConfig, Config, ToolClientConfig
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.nearest import did_you_mean
 from jax_agent_rl.tools.base import BaseTool
 from jax_agent_rl.types import Fork, SamplingParams, Trajectory
 from jax_agent_rl.user_code import load_user_module
-
-logger = logging.getLogger(__name__)
 
 
 class AgentLoop(ABC):
@@ -205,13 +203,34 @@ def branching_agents() -> list[str]:
     return [name for name in agent_names() if _AGENTS[name].can_branch()]
 
 
-def default_agent(context: AgentContext) -> str:
-    """The loop of rows without ``agent_name``: named outright, else search, else text tools, else plain generation."""
-    if context.limits.default_agent:
-        return context.limits.default_agent
-    if context.limits.enable_search:
+def default_agent(agent: AgentConfig, tool_config: ToolClientConfig) -> str:
+    """Return the loop of rows without ``agent_name``.
+
+    It is named outright, or else the first of search, text tools and a tool server that is switched on; without any,
+    plain generation.
+    """
+    if agent.default_agent:
+        return agent.default_agent
+    if agent.enable_search:
         return "search_agent"
-    return "text_tool_agent" if context.tool_config.enabled else "single_turn_agent"
+    if tool_config.enabled:
+        return "text_tool_agent"
+    return "server_tool_agent" if agent.enable_agent and agent.tool_server_url else "single_turn_agent"
+
+
+def select_agents(config: Config, rows: Iterable[Mapping[str, Any]]) -> frozenset[str] | None:
+    """Return the loops that rows can select, the default one included, for
+    :class:`~jax_agent_rl.config_conditions.Facts`.
+
+    Raises:
+        ConfigError: a name is not registered.
+    """
+    names = {row.get("agent_name") or "" for row in rows} - {""} | {default_agent(config.agent, config.tool_config)}
+    bases = [base for name in names for base in get_agent(name).__mro__ if issubclass(base, AgentLoop)]
+    package = __name__.partition(".")[0]
+    if any(base.__module__.partition(".")[0] != package for base in bases):
+        return None
+    return frozenset(base.name for base in bases if "name" in vars(base))
 
 
 class AgentSelector:
@@ -224,7 +243,6 @@ class AgentSelector:
     def __init__(self, context: AgentContext):
         self._context = context
         self._loops: dict[str, AgentLoop] = {}
-        self._warned = False
 
     def for_row(self, row: Mapping[str, Any]) -> AgentLoop:
         """The loop named by ``row["agent_name"]``, or the configured default.
@@ -234,14 +252,14 @@ class AgentSelector:
         """
         name = row.get("agent_name")
         if not name:
-            name = default_agent(self._context)
-            self._warn_once(name)
+            name = default_agent(self._context.limits, self._context.tool_config)
         if name not in self._loops:
             self._loops[name] = get_agent(name)(self._context)
         return self._loops[name]
 
     async def close(self) -> None:
         """Closes every loop; the first failure is raised after all were tried."""
+        self._context.malformed.sum_up()
         loops = list(self._loops.values())
         self._loops.clear()
         results = await asyncio.gather(*(loop.close() for loop in loops), return_exceptions=True)
@@ -269,13 +287,3 @@ class AgentSelector:
                 f"rollout.strategy branches trajectories, and agents {cannot} cannot be branched; there are "
                 f"{branching_agents()}; use one of those, or rollout.strategy.name=chain"
             )
-
-    def _warn_once(self, name: str) -> None:
-        if self._warned or not len(self._context.tools) or name != "single_turn_agent":
-            return
-        self._warned = True
-        logger.warning(
-            "TOOLS ARE CONFIGURED BUT NOT USED: a row has no agent_name, so it runs as %r, which never calls a tool. "
-            "Add agent_name: tool_agent to the rows or set agent.default_agent=tool_agent.",
-            name,
-        )

@@ -20,19 +20,19 @@ import inspect
 import json
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from jax_agent_rl.agents.branches import to_trajectory
 from jax_agent_rl.agents.context import AgentContext
 from jax_agent_rl.agents.loop import AgentLoop, register_agent
 from jax_agent_rl.agents.recorder import ChatRecorder
-from jax_agent_rl.errors import AgentTimeoutError, ConfigError, TrajectoryError
+from jax_agent_rl.errors import AgentTimeoutError, TrajectoryError
 from jax_agent_rl.threads import DaemonThreads
 from jax_agent_rl.types import SamplingParams, Trajectory
 
 if TYPE_CHECKING:
-    from jax_agent_rl.agents.endpoint.server import LoopServer
     from jax_agent_rl.agents.endpoint.sessions import SessionStore
+    from jax_agent_rl.http_server import HttpServer
 
 RunAgent = Callable[[str, str, Mapping[str, Any]], Any | Awaitable[Any]]
 """``run(base_url, api_key, row)``; a function that is not async runs in a thread."""
@@ -42,11 +42,12 @@ def openai_agent(name: str = "openai_agent") -> Callable[[RunAgent], RunAgent]:
     """Registers a function as the agent loop that rows call ``name``; name its file in ``agent.path``.
 
     Raises:
-        ConfigError: the name is taken, or endpoint packages are not installed.
+        ConfigError: the name is taken.
     """
 
     def register(function: RunAgent) -> RunAgent:
-        register_agent(name)(type(f"OpenAIAgent_{name}", (OpenAIAgentLoop,), {"function": staticmethod(function)}))
+        members = {"function": staticmethod(function), "__module__": __name__}
+        register_agent(name)(type(f"OpenAIAgent_{name}", (OpenAIAgentLoop,), members))
         return function
 
     return register
@@ -55,12 +56,13 @@ def openai_agent(name: str = "openai_agent") -> Callable[[RunAgent], RunAgent]:
 class OpenAIAgentLoop(AgentLoop):
     """Gives each trajectory a session, runs :attr:`function`, and collects what the session recorded."""
 
+    name: ClassVar[str] = "openai_agent"
     function: RunAgent
 
     def __init__(self, context: AgentContext) -> None:
         super().__init__(context)
         self._threads = DaemonThreads(kind="agent", error=TrajectoryError)
-        self._server: LoopServer | None = None
+        self._server: HttpServer | None = None
         self._store: SessionStore | None = None
 
     async def run(
@@ -75,7 +77,7 @@ class OpenAIAgentLoop(AgentLoop):
         server, store = self._serve()
         from jax_agent_rl.agents.endpoint.sessions import Session
 
-        recorder = ChatRecorder(self.context, session_id=trajectory_id)
+        recorder = ChatRecorder(self.context, session_id=trajectory_id, adapter=row.get("adapter"))
         session_id, api_key = secrets.token_urlsafe(16), secrets.token_urlsafe(24)
         store.add(Session(session_id=session_id, recorder=recorder, sampling=sampling, api_key=api_key))
         try:
@@ -101,6 +103,7 @@ class OpenAIAgentLoop(AgentLoop):
         if store is not None:
             store.close()
         if server is not None:
+            await self._starting
             await server.close()
 
     async def _call(self, base_url: str, api_key: str, row: Mapping[str, Any]) -> Any:
@@ -110,21 +113,17 @@ class OpenAIAgentLoop(AgentLoop):
         result = await self._threads.run(lambda: function(base_url, api_key, row), name=f"agent {self.name!r}")
         return await result if inspect.isawaitable(result) else result
 
-    def _serve(self) -> tuple[LoopServer, SessionStore]:
+    def _serve(self) -> tuple[HttpServer, SessionStore]:
         """The endpoint; the first trajectory starts it."""
         if self._server is None or self._store is None:
-            try:
-                from jax_agent_rl.agents.endpoint.app import Endpoint
-                from jax_agent_rl.agents.endpoint.server import LoopServer
-                from jax_agent_rl.agents.endpoint.sessions import SessionStore
-            except ModuleNotFoundError as error:
-                raise ConfigError(
-                    f"agent {self.name!r} needs {error.name!r}: pip install 'jax_agent_rl[openai]'"
-                ) from error
+            from jax_agent_rl.agents.endpoint.app import Endpoint
+            from jax_agent_rl.agents.endpoint.sessions import SessionStore
+
             limits = self.context.limits.endpoint
             self._store = SessionStore(max_sessions=limits.max_sessions, ttl=limits.session_ttl)
-            self._server = LoopServer(Endpoint(self._store, model="policy", limits=limits).app())
-            self._server.start()
+            self._server = Endpoint(self._store, model="policy", limits=limits).server
+            self._server.listen()
+            self._starting = asyncio.create_task(self._server.start())
         return self._server, self._store
 
 

@@ -95,7 +95,7 @@ class ReactAgentLoop(AgentLoop):
             raise ConfigError(
                 f"agent {self.name!r} needs {error.name!r}: pip install 'jax_agent_rl[langgraph]'"
             ) from error
-        recorder = ChatRecorder(self.context, session_id=trajectory_id)
+        recorder = ChatRecorder(self.context, session_id=trajectory_id, adapter=row.get("adapter"))
         limits = self.context.limits
         selected = self.context.tools.select((row.get("extra_info") or {}).get("tool_selection"))
         async with tool_session(self.context, selected, row, trajectory_id) as session:

@@ -1,7 +1,8 @@
 """Token-exact sessions for agents that speak in messages: every framework's request becomes ids that are on record.
 
 A framework sends its whole conversation each time. The recorder finds the turn it continues and appends to that turn's
-*ids*; text that the model wrote is never tokenized again::
+*ids*; text that the model wrote is never tokenized again. Of several samples that say the same it is the one whose
+reasoning and call ids come back, else the last one::
 
     request 1   [system, user]                                  no turn on record: rendered       root A
     request 2   [system, user, assistant A, tool]               extends A: A's ids + the tool's   A ─► B
@@ -25,7 +26,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jax_agent_rl.agents.context import AgentContext, AgentEvent
-from jax_agent_rl.agents.conversation import assistant_message, fingerprint, plain_messages
+from jax_agent_rl.agents.conversation import Traces, assistant_message, fingerprint, plain_messages
 from jax_agent_rl.agents.episode import check_output
 from jax_agent_rl.agents.reply import ChatReply, cut_at_stop, read_reply
 from jax_agent_rl.agents.seeds import derive_seed
@@ -44,6 +45,7 @@ class RecordedTurn:
         number: order of completion in the session.
         parent: the turn it continues, or None for a rendered prompt.
         inserted_ids: ids between the parent's and its own: the whole prompt of a root.
+        replaces_end: ``inserted_ids`` take the place of the parent's stop token, see ``ChatCodec.replaces_end``.
         output: the generation.
         prompt_length: ids of its root's prompt.
         context_ids: everything up to and including its own ids.
@@ -56,6 +58,7 @@ class RecordedTurn:
     number: int
     parent: RecordedTurn | None
     inserted_ids: tuple[int, ...]
+    replaces_end: bool
     output: TokenOutput
     prompt_length: int
     context_ids: tuple[int, ...]
@@ -80,10 +83,12 @@ class _Request:
     parent: RecordedTurn | None
     ids: tuple[int, ...]
     inserted: tuple[Mapping[str, Any], ...]
+    replaces_end: bool = False
 
     @property
     def context_ids(self) -> tuple[int, ...]:
-        return (self.parent.context_ids if self.parent else ()) + self.ids
+        before = self.parent.context_ids if self.parent else ()
+        return (before[:-1] if self.replaces_end else before) + self.ids
 
     @property
     def prompt_length(self) -> int:
@@ -97,6 +102,7 @@ class ChatRecorder:
         context: what all loops share; its limits hold for the session: prompt and response lengths for each context,
             turns for all together.
         session_id: id of the trajectory; keeps its requests on one server.
+        adapter: LoRA adapter to sample with; None is ``agent.adapter``.
 
     Attributes:
         turns: completed turns, in order.
@@ -105,15 +111,16 @@ class ChatRecorder:
         failure: the error of the last request, if it failed: the reason of a drop.
     """
 
-    def __init__(self, context: AgentContext, *, session_id: str) -> None:
+    def __init__(self, context: AgentContext, *, session_id: str, adapter: str | None = None) -> None:
         self.turns: list[RecordedTurn] = []
         self.metrics: dict[str, float] = dict.fromkeys(("generate_seconds", "prompt_tokens", "cached_tokens"), 0.0)
         self.refused: FinishReason | None = None
         self.failure: TrajectoryError | None = None
         self.session_id = session_id
         self._context = context
+        self._adapter = adapter or context.limits.adapter
         self._span = current()  # requests come in tasks of the HTTP server
-        self._by_conversation: dict[str, RecordedTurn] = {}
+        self._by_conversation: dict[str, list[RecordedTurn]] = {}
         self._asked: Counter[str] = Counter()
         self._open = 0  # requests that are being sampled
 
@@ -129,6 +136,7 @@ class ChatRecorder:
         sampling: SamplingParams,
         on_ids: OnIds | None = None,
         amend: Callable[[ChatReply], ChatReply] = lambda reply: reply,
+        adapter: str | None = None,
     ) -> RecordedTurn:
         """Samples the next turn of a conversation.
 
@@ -139,6 +147,7 @@ class ChatRecorder:
                 samples with is derived from it and from its context, so it does not matter what runs beside it.
             on_ids: is told ids as they are sampled.
             amend: what was really sent to the framework, if that differs; it is what will come back.
+            adapter: LoRA adapter to sample with; None is the session's.
 
         Raises:
             TurnRefusedError: a budget allows no further turn.
@@ -147,16 +156,21 @@ class ChatRecorder:
         with _remembered(self):
             plain = plain_messages(messages)
             told = tuple(tools) if self._context.limits.tool_prompt == "template" else ()
-            request = self._resolve_chat(plain, told)
-            output = await self._sample(request, sampling, on_ids)
+            request = self._resolve_chat(plain, told, [Traces.of(message) for message in messages])
+            output = await self._sample(request, sampling, on_ids, adapter)
             reply = amend(read_reply(self._context.codec, output, tools=tools, stop=sampling.stop))
             turn = self._record(request, output, reply)
             said = [*plain, assistant_message(reply.content, reply.tool_calls)]
-            self._by_conversation[fingerprint(said, told)] = turn
+            self._by_conversation.setdefault(fingerprint(said, told), []).append(turn)
             return turn
 
     async def complete(
-        self, prompt: str | Sequence[int], *, sampling: SamplingParams, on_ids: OnIds | None = None
+        self,
+        prompt: str | Sequence[int],
+        *,
+        sampling: SamplingParams,
+        on_ids: OnIds | None = None,
+        adapter: str | None = None,
     ) -> RecordedTurn:
         """Continues a raw prompt: text with special tokens recognised, or ids. No template.
 
@@ -167,22 +181,29 @@ class ChatRecorder:
         """
         with _remembered(self):
             request = self._resolve_text(prompt) if isinstance(prompt, str) else self._resolve_ids(tuple(prompt))
-            output = await self._sample(request, sampling, on_ids)
+            output = await self._sample(request, sampling, on_ids, adapter)
             reply = read_reply(self._context.codec, output, tools=(), stop=sampling.stop)
             text = cut_at_stop(self._context.codec.decode(output.token_ids), sampling.stop)
             return self._record(request, output, replace(reply, content=text, reasoning=None))
 
     # --- requests to ids --------------------------------------------------------------------------------------
 
-    def _resolve_chat(self, plain: list[dict[str, Any]], told: Sequence[Mapping[str, Any]]) -> _Request:
+    def _resolve_chat(
+        self, plain: list[dict[str, Any]], told: Sequence[Mapping[str, Any]], traces: Sequence[Traces]
+    ) -> _Request:
         codec = self._context.codec
         last = max((i for i, m in enumerate(plain) if m["role"] == "assistant"), default=-1)
-        parent = self._by_conversation.get(fingerprint(plain[: last + 1], told)) if last >= 0 else None
+        spoken = [traces[i] for i in range(last + 1) if plain[i]["role"] == "assistant"]
+        same = self._by_conversation.get(fingerprint(plain[: last + 1], told), ()) if last >= 0 else ()
+        parent = max(same, key=lambda turn: (_agreement(turn, spoken), turn.number), default=None)
         new = plain[last + 1 :]
         if parent is None or not new:
             return _Request(parent=None, ids=tuple(codec.encode_prompt(plain, tools=told)), inserted=tuple(plain))
-        ids = codec.encode_append(parent.output.token_ids, new, tools=told)
-        return _Request(parent=parent, ids=tuple(ids), inserted=tuple(new))
+        sampled = parent.output.token_ids
+        ids = codec.encode_append(sampled, new, tools=told)
+        return _Request(
+            parent=parent, ids=tuple(ids), inserted=tuple(new), replaces_end=codec.replaces_end(sampled, ids)
+        )
 
     def _resolve_text(self, prompt: str) -> _Request:
         codec = self._context.codec
@@ -207,7 +228,9 @@ class ChatRecorder:
 
     # --- sampling ---------------------------------------------------------------------------------------------
 
-    async def _sample(self, request: _Request, sampling: SamplingParams, on_ids: OnIds | None) -> TokenOutput:
+    async def _sample(
+        self, request: _Request, sampling: SamplingParams, on_ids: OnIds | None, adapter: str | None
+    ) -> TokenOutput:
         context = request.context_ids
         room = self._room(request)
         self._check_edit(request)
@@ -226,6 +249,7 @@ class ChatRecorder:
                     sampling_params=sampling,
                     session_id=self.session_id,
                     on_ids=on_ids,
+                    lora=adapter or self._adapter,
                 )
         finally:
             self._open -= 1
@@ -247,6 +271,7 @@ class ChatRecorder:
             number=len(self.turns),
             parent=request.parent,
             inserted_ids=request.ids,
+            replaces_end=request.replaces_end,
             output=output,
             prompt_length=request.prompt_length,
             context_ids=request.context_ids + output.token_ids,
@@ -298,6 +323,16 @@ class ChatRecorder:
             f"{self.session_id}: a request does not extend turn {self.turns[-1].number}, the last one; set "
             "agent.edited_history=segment to train on both contexts"
         )
+
+
+def _agreement(turn: RecordedTurn, spoken: Sequence[Traces]) -> int:
+    """How much of what assistant messages tell beyond what they say is true of the turns up to this one."""
+    pairs = zip(reversed(turn.path()), reversed(spoken), strict=False)  # the prompt may hold assistant messages, too
+    return sum(
+        ((trace.reasoning or "").strip() == (past.reply.reasoning or "").strip())
+        + (trace.call_ids == tuple(call.id for call in past.reply.tool_calls))
+        for past, trace in pairs
+    )
 
 
 class _remembered:

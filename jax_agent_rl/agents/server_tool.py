@@ -11,6 +11,9 @@
       insert the observation ──► no room ────────────────────────────────────────► RESPONSE_LENGTH
 
     in the end, however it ends: the environment is closed, once
+
+What stands in a think block is no action: a stop token in there does not end the turn, and the tool server, which looks
+for calls in what it is sent, is not sent it.
 """
 
 from __future__ import annotations
@@ -38,8 +41,6 @@ from jax_agent_rl.types import (
     ToolCallRecord,
     Trajectory,
 )
-
-_CUT = frozenset({FinishReason.RESPONSE_LENGTH, FinishReason.ACTION_LENGTH, FinishReason.MAX_USER_TURNS})
 
 
 @register_agent("server_tool_agent")
@@ -100,7 +101,8 @@ class ServerToolAgent(AgentLoop):
             last = step == limits.max_turns
             output = await episode.generate(
                 session_ends=last,
-                stop=self._stops(last),
+                stop=() if limits.turn_end_token is None else (limits.turn_end_token,),
+                action_stops=() if last and limits.force_finish_for_last_turn else limits.action_stop_tokens,
                 stop_token_ids=limits.additional_eos_token_ids,
                 max_tokens=limits.max_action_length,
             )
@@ -142,26 +144,25 @@ class ServerToolAgent(AgentLoop):
         turns = {"current_step": step, "max_turns": most, "turns_left": most - step}
         return {**(row.get("extra_info") or {}), **turns}
 
-    def _stops(self, last: bool) -> tuple[str, ...]:
-        limits = self.context.limits
-        actions = () if last and limits.force_finish_for_last_turn else limits.action_stop_tokens
-        return actions if limits.turn_end_token is None else (*actions, limits.turn_end_token)
-
     def _action(self, episode: Episode, output: TokenOutput, step: int) -> str | None:
         """What to send to the tool server, up to the first action stop token; None: the turn is no action."""
         limits, codec = self.context.limits, self.context.codec
         if step == limits.max_turns and limits.force_finish_for_last_turn:
             return None
-        text = codec.decode(output.token_ids, skip_special_tokens=False)
+        text = episode.outside_thinking(output)
+        thought = text != codec.decode(output.token_ids, skip_special_tokens=False)
         ends = [place + len(token) for token in limits.action_stop_tokens if (place := text.find(token)) >= 0]
         if ends:
-            return text[: min(ends)]
+            return text[: min(ends)].lstrip() if thought else text[: min(ends)]
         sent_anyway = step < limits.min_turns or limits.enable_mtrl and not limits.action_stop_tokens
         if not sent_anyway or episode.tokens_left < 1:
             return None
+        said = codec.decode(output.token_ids)
+        if thought:
+            end = [i for i in output.token_ids[-1:] if i in codec.eos_token_ids]
+            said = text.removesuffix(codec.decode(end, skip_special_tokens=False)).lstrip()
         # The server's tools look for the token that the model left out.
-        said = codec.decode(output.token_ids).removesuffix(limits.turn_end_token or "")
-        return said + "".join(limits.action_stop_tokens[:1])
+        return said.removesuffix(limits.turn_end_token or "") + "".join(limits.action_stop_tokens[:1])
 
     def _ended(self, episode: Episode, output: TokenOutput) -> FinishReason:
         if output.stop_reason is not StopReason.LENGTH:
@@ -171,7 +172,7 @@ class ServerToolAgent(AgentLoop):
 
     def _no_loss(self, episode: Episode, reason: FinishReason) -> DropReason | None:
         limits = self.context.limits
-        if limits.mask_overlong_loss and reason in _CUT:
+        if limits.mask_overlong_loss and reason.truncated:
             return DropReason.OVERLONG
         if limits.mask_void_traj and limits.enable_agent:
             acted = any(call.error is None for turn in episode.turns for call in turn.tool_calls)

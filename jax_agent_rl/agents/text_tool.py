@@ -7,7 +7,7 @@
       │                                        ▼
       └── insert the result, if it fits ◄── call it ──► TOOL_DONE       no room ──► RESPONSE_LENGTH
 
-The result continues the assistant's text, inside markers of its own, with mask 0.
+The result continues the assistant's text, inside markers of its own, with mask 0. Markers in a think block are text.
 """
 
 from __future__ import annotations
@@ -48,9 +48,8 @@ class MarkerAgent(AgentLoop):
     async def _converse(self, episode: Episode, call: Call) -> FinishReason:
         for made in range(self.max_calls + 1):
             last = made == self.max_calls
-            output = await episode.generate(session_ends=last, stop=[self.closing])
-            text = self.context.codec.decode(output.token_ids, skip_special_tokens=False)
-            before, closed, _ = text.partition(self.closing)
+            output = await episode.generate(session_ends=last, action_stops=[self.closing])
+            before, closed, _ = episode.outside_thinking(output).partition(self.closing)
             if not closed:
                 cut = output.stop_reason is StopReason.LENGTH
                 return FinishReason.RESPONSE_LENGTH if cut else FinishReason.ANSWER
@@ -75,6 +74,7 @@ class MarkerAgent(AgentLoop):
         else:
             text = f"Error: {self.closing} without {self.opening}."
             observation = Observation(text=text, error="malformed")
+            self.context.malformed.tell(before[-100:] + self.closing)
         record = ToolCallRecord(
             name=self.opening.strip("<>") if opened else "",
             arguments={"text": body} if opened else None,

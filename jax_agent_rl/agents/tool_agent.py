@@ -14,7 +14,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
@@ -32,10 +31,8 @@ from jax_agent_rl.types import FinishReason, Fork, SamplingParams, StopReason, T
 if TYPE_CHECKING:
     from jax_agent_rl.chat.codec import Reply
 
-logger = logging.getLogger(__name__)
-
-Answered = Callable[[Episode, bool], Awaitable[FinishReason | None]]
-"""Called after a turn without calls, with whether another turn may follow; None goes on."""
+Answered = Callable[[Episode, FinishReason | None], Awaitable[FinishReason | None]]
+"""Called after a turn without calls, with the limit that allows no further one (None: there is none); None goes on."""
 
 
 @register_agent("tool_agent")
@@ -90,8 +87,9 @@ class ToolAgent(AgentLoop):
                 return FinishReason.RESPONSE_LENGTH
             reply = self.context.codec.parse_reply(output.token_ids, tools=schemas)
             if not reply.tool_calls and not reply.malformed:
-                more = not out_of_turns and not out_of_user_turns
-                reason = await answered(episode, more) if answered else FinishReason.ANSWER
+                limit = FinishReason.MAX_USER_TURNS if out_of_user_turns else None
+                limit = FinishReason.MAX_ASSISTANT_TURNS if out_of_turns else limit
+                reason = await answered(episode, limit) if answered else FinishReason.ANSWER
                 if reason is not None:
                     return reason
                 user_turns += 1
@@ -121,7 +119,7 @@ class ToolAgent(AgentLoop):
             refused = over_the_limit(session, call.name, call.arguments, limit)
             records.append(replace(refused, call_id=call.id))
         for text in reply.malformed:
-            logger.info("Failed to decode tool call: %.200s", text)
+            self.context.malformed.tell(text)
             records.append(_refused(session, f"Error: Failed to decode tool call: {text:.200}", "malformed"))
         return records
 

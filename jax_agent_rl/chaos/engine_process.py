@@ -13,8 +13,8 @@ from pathlib import Path
 
 from jax_agent_rl.chaos.engine import PacedBackend
 from jax_agent_rl.chaos.policy import policy_of
+from jax_agent_rl.interrupt import run_server
 from jax_agent_rl.rollout.remote.server import RolloutServer
-from jax_agent_rl.serving import told_to_stop
 
 HEARTBEAT_SECONDS = 0.5
 UNTRAINED = -1
@@ -24,18 +24,19 @@ async def serve(port: int, seed: int) -> None:
     """Serves the weights of no run yet."""
     backend = PacedBackend(policy_of(seed, UNTRAINED), version=UNTRAINED)
     loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGUSR1, backend.hang, True)
-    loop.add_signal_handler(signal.SIGUSR2, backend.hang, False)
+    # Not add_signal_handler: it would take the descriptor by which run_server hears of signals.
+    for number, hangs in ((signal.SIGUSR1, True), (signal.SIGUSR2, False)):
+        signal.signal(number, lambda *_, hangs=hangs: loop.call_soon_threadsafe(backend.hang, hangs))
     uploads = Path(tempfile.gettempdir())  # where what is left over is looked for
     server = RolloutServer(backend, port=port, heartbeat_seconds=HEARTBEAT_SECONDS, upload_folder=uploads)
     try:
         await backend.start()
         await server.start()
-        await told_to_stop()
+        await asyncio.Event().wait()
     finally:
-        await backend.close()
         await server.close()
+        await backend.close()
 
 
 if __name__ == "__main__":
-    asyncio.run(serve(int(sys.argv[1]), int(sys.argv[2])))
+    run_server(serve(int(sys.argv[1]), int(sys.argv[2])))

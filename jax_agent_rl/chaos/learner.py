@@ -10,6 +10,7 @@ from typing import Any
 
 from jax_agent_rl.chaos.ledger import Ledger
 from jax_agent_rl.chaos.policy import policy_of
+from jax_agent_rl.learner.comparison import AgreementCheck
 from jax_agent_rl.learner.gate import UpdateGate
 from jax_agent_rl.learner.state import UpdateResult
 from jax_agent_rl.rollout.protocol import WeightUpdate
@@ -39,8 +40,9 @@ class ProvingLearner:
         masked: Mapping[str, DropReason],
         tick: Callable[[int, int], None],
         gate: UpdateGate,
+        check: AgreementCheck,
     ) -> UpdateResult:
-        """Proves every trajectory of the step; runs in the learner's thread."""
+        """Proves every trajectory of the step, more strictly than ``check`` would; runs in the learner's thread."""
         tick(0, 1)
         with gate.update():
             begin = time.monotonic()

@@ -5,34 +5,29 @@ The first prompt is rendered and tokenized as a whole. After that nothing is eve
     context = prompt_ids
     context = context + sampled_ids + encode_append(sampled_ids, new messages)
 
-What a turn appends is found on an *anchor*: a short fixed conversation that ends with an assistant turn holding a
-marker. It is rendered together with the new messages, and everything after the marker is the addition: the end of the
-assistant turn, what the template puts behind it (Qwen's newline), the new messages, the next generation prompt.
-However a template rewrites what stands before the marker (strips ``<think>``, injects dates), the addition is not
-touched by it.
+What a turn appends is what the template writes after an assistant turn (``boundary``): the end of the turn unless the
+model wrote one, what the template puts behind it (Qwen's newline), the new messages, the next generation prompt.
+Contents of messages are text, whatever they look like (``control``).
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jax_agent_rl.chat.boundary import CALL_ID_LENGTH, TurnBoundary
+from jax_agent_rl.chat.control import ControlTokens, unused_word
 from jax_agent_rl.chat.formats import Reply, detect_format, get_format
 from jax_agent_rl.chat.media import MediaTokens
 from jax_agent_rl.chat.template import ChatTemplate, Message, ToolPrompt
-from jax_agent_rl.errors import ModelError, TemplateError
+from jax_agent_rl.errors import ConfigError, ModelError
 from jax_agent_rl.model_folder import model_folder
 from jax_agent_rl.patches import Pixels
 from jax_agent_rl.types import digest_ids
-
-MARKER = "ANCHOR7f3a9c"
-CALL_ID_LENGTH = 9  # of letters and digits, as Mistral's templates demand
-_QUESTION = {"role": "user", "content": "question"}
-Anchor = Callable[[Sequence[Message], Sequence[Mapping]], str]
-"""From messages and tools to the text that follows an assistant turn."""
 
 
 class ChatCodec:
@@ -40,7 +35,8 @@ class ChatCodec:
 
     Args:
         tokenizer: a ``transformers`` fast tokenizer with a chat template.
-        tool_format: how tool calls are written, ``agent.tool_format``; ``auto`` finds it in the chat template.
+        tool_format: how tool calls are written, ``agent.tool_format``; ``auto`` finds it in the chat template. If that
+            is of an unknown format, only agents without tools can be run.
         tool_prompt: ``agent.tool_prompt``.
         eos_token_ids: ids that end a generation; default the tokenizer's EOS.
         media: how many ids an image or a video takes; None: one.
@@ -59,12 +55,17 @@ class ChatCodec:
             raise ModelError("the tokenizer has no chat template; choose an instruction-tuned model")
         self._tokenizer = tokenizer
         template = str(tokenizer.chat_template)
-        self._format = detect_format(template) if tool_format == "auto" else get_format(tool_format)
+        self._no_format: ConfigError | None = None
+        try:
+            self._format = detect_format(template) if tool_format == "auto" else get_format(tool_format)
+        except ConfigError as error:
+            if tool_format != "auto":
+                raise
+            self._no_format, self._format = error, get_format("hermes")
         self._template = ChatTemplate(tokenizer, self._format, tool_prompt)
         self.eos_token_ids = tuple(eos_token_ids if eos_token_ids is not None else [tokenizer.eos_token_id])
-        self._special = tuple(token for token in tokenizer.get_added_vocab() if token)
-        self._special_ids = frozenset(tokenizer.get_added_vocab().values())
-        self._anchor_of: dict[tuple[str, ...], int] = {}
+        self._control = ControlTokens(tokenizer)
+        self._boundary = TurnBoundary(self._template, self._control, call_end=self._format.call_end)
         self._media = media
         self._modalities: frozenset[str] | None = None
 
@@ -110,10 +111,13 @@ class ChatCodec:
     def encode_prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
         """Ids of a conversation up to and including the generation prompt.
 
+        Text of control tokens in messages and tools (``<|im_end|>`` in a user's question) is tokenized as plain text.
+
         Raises:
             TemplateError: the template refuses the conversation.
         """
-        return self._encode(self._template.render(messages, tools, generation_prompt=True))
+        messages, tools, mark = self._marked(messages, tools)
+        return self._control.encode_rendered(self._template.render(messages, tools, generation_prompt=True), mark)
 
     def encode_append(
         self,
@@ -124,8 +128,8 @@ class ChatCodec:
     ) -> list[int]:
         """Ids to insert after a sampled assistant turn: its boundary, new messages, the next generation prompt.
 
-        Text of special tokens inside the new messages (a tool result that contains ``<|im_end|>``) is tokenized as
-        plain text: it cannot end a turn or open another.
+        Text of control tokens in the new messages is tokenized as plain text, as in :meth:`encode_prompt`. An end of
+        turn that the model wrote itself is not written again, be it another one than the template's.
 
         Args:
             sampled_ids: the assistant turn. If it does not end with an end-of-turn id (it was cut), one is inserted.
@@ -137,14 +141,29 @@ class ChatCodec:
         Raises:
             TemplateError: the template refuses the messages after an assistant turn.
         """
-        plain, contents = self._guard(messages)
-        addition = self._addition(plain, _with_call_ids(plain, sampled_ids), tools)
-        ids = self._encode_guarded(addition, contents)
-        ended = sampled_ids[-1] in self.eos_token_ids if sampled_ids else False
-        if ended and ids and ids[0] in self._special_ids:
-            # The model wrote the end of its turn itself (maybe another token than the template's).
-            del ids[0]
-        return ids
+        messages, tools, mark = self._marked(messages, tools)
+        addition = self._boundary.addition(messages, _with_call_ids(messages, sampled_ids), tools)
+        ids = self._control.encode_rendered(addition, mark)
+        end = sampled_ids[-1] if sampled_ids else None
+        if end not in self.eos_token_ids or not ids:
+            return ids
+        written_twice = ids[0] == end or (ids[0] in self._boundary.ends and end not in self._boundary.openings)
+        return ids[1:] if written_twice else ids
+
+    def replaces_end(self, sampled_ids: Sequence[int], appended_ids: Sequence[int]) -> bool:
+        """Return whether the appended ids take the place of the last sampled one.
+
+        They do when the model stopped at a token that opens another message than the one which follows, as GLM does
+        with ``<|observation|>`` before a user's turn: left there, it would make an observation of what the user says.
+
+        Args:
+            sampled_ids: the assistant turn.
+            appended_ids: what :meth:`encode_append` made for it.
+        """
+        if len(sampled_ids) < 2 or sampled_ids[-1] not in self.eos_token_ids or not appended_ids:
+            return False
+        boundary = self._boundary
+        return sampled_ids[-1] in boundary.openings and appended_ids[0] in boundary.openings | boundary.ends
 
     def expand_media(self, ids: Sequence[int], media: Mapping[str, Sequence[Any]]) -> list[int]:
         """Ids of :meth:`encode_append` with every placeholder as often as the model reads it for its item.
@@ -158,89 +177,30 @@ class ChatCodec:
         return self._media.expand(ids, media) if self._media and media else list(ids)
 
     def encode_text(self, text: str) -> list[int]:
-        """Ids of bare text; no template, no special tokens added or recognised."""
-        return self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+        """Ids of bare text; no template, no control tokens added or recognised."""
+        return self._control.encode_text(text)
 
     def encode_markup(self, text: str) -> list[int]:
-        """Ids of text in which special tokens count and none is added: separators that a configuration gives, prompts
+        """Ids of text in which control tokens count and none is added: separators that a configuration gives, prompts
         that somebody else rendered; never data."""
-        return self._encode(text)
-
-    def _addition(self, messages: Sequence[Message], with_call_ids: Sequence[Message], tools: Sequence[Mapping]) -> str:
-        """Text after the anchor's assistant turn, beginning with the end of that turn."""
-        key = tuple(message["role"] for message in messages)
-        anchors = ((self._plain_anchor, messages), (self._calling_anchor, with_call_ids))
-        known = self._anchor_of.get(key)
-        problems = []
-        for number in sorted(range(len(anchors)), key=lambda number: number != known):  # the known one first
-            anchor, following = anchors[number]
-            try:
-                if number != known:
-                    _check_keeps(anchor, following, tools)
-                addition = anchor(following, tools)
-            except TemplateError as error:
-                problems.append(str(error))
-                continue
-            self._anchor_of[key] = number
-            return addition
-        raise TemplateError("; ".join(problems))
-
-    def _plain_anchor(self, messages: Sequence[Message], tools: Sequence[Mapping]) -> str:
-        """On an assistant turn of text."""
-        anchor = [_QUESTION, {"role": "assistant", "content": MARKER}]
-        text = self._template.render([*anchor, *messages], tools, generation_prompt=True)
-        return _after_marker(text)
-
-    def _calling_anchor(self, messages: Sequence[Message], tools: Sequence[Mapping]) -> str:
-        """On an assistant turn that calls tools, for templates that want one before a tool result."""
-        results = [message for message in messages if message["role"] == "tool"]
-        results = results or [{"tool_call_id": "0" * CALL_ID_LENGTH}]
-        calls = [
-            {
-                "id": result["tool_call_id"],
-                "type": "function",
-                "function": {"name": result.get("name", "f"), "arguments": {"a": MARKER}},
-            }
-            for result in results
-        ]
-        anchor = [_QUESTION, {"role": "assistant", "content": "", "tool_calls": calls}]
-        text = self._template.render([*anchor, *messages], tools, generation_prompt=True)
-        rest = text[text.rindex(MARKER) :] if MARKER in text else ""
-        # What the template writes to close the call is the model's own business; the turn's end is not.
-        if (end := self._format.call_end) and end in rest:
-            rest = rest[rest.index(end) + len(end) :]
-        ends = [place for token in self._special if (place := rest.find(token)) >= 0]
-        if not ends:
-            raise TemplateError("the chat template does not mark the end of an assistant turn that calls a tool")
-        return rest[min(ends) :]
-
-    # --- special tokens in foreign text -----------------------------------------------------------------------
-
-    def _guard(self, messages: Sequence[Message]) -> tuple[list[Message], dict[str, str]]:
-        """Messages with contents that hold special tokens' text replaced by placeholders, and what they stand for."""
-        plain: list[Message] = []
-        contents: dict[str, str] = {}
-        for index, message in enumerate(messages):
-            content = message["content"]
-            if any(token in content for token in self._special):
-                placeholder = f"GUARDED{index}x7f3a9c"
-                contents[placeholder] = content
-                message = {**message, "content": placeholder}
-            plain.append(message)
-        return plain, contents
-
-    def _encode_guarded(self, text: str, contents: Mapping[str, str]) -> list[int]:
-        """Tokenizes template text as usual, and what placeholders stand for as plain text."""
-        ids: list[int] = []
-        for placeholder, content in contents.items():
-            before, found, text = text.partition(placeholder)
-            if not found:
-                raise TemplateError("the chat template changed a message's content, so it cannot be kept apart")
-            ids += self._encode(before) + self.encode_text(content)
-        return ids + self._encode(text)
-
-    def _encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def _marked(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
+    ) -> tuple[list[Message], list[Mapping[str, Any]], str]:
+        """Messages and tools without whole control tokens, and the mark that breaks those.
+
+        Raises:
+            ConfigError: the model is told of tools, and how it writes calls is not known.
+        """
+        self._require_format(tools)
+        mark = unused_word("mark", messages, tools)
+        marked: list[Message] = [self._control.mark_message(message, mark) for message in messages]
+        return marked, self._control.mark(list(tools), mark), mark
+
+    def _require_format(self, tools: Sequence[Mapping[str, Any]]) -> None:
+        if tools and self._no_format:
+            raise self._no_format
 
     # --- ids to text ------------------------------------------------------------------------------------------
 
@@ -257,17 +217,34 @@ class ChatCodec:
             self._modalities = frozenset(kind for kind in ("image", "video") if self._template.shows(kind))
         return self._modalities
 
+    @functools.cached_property
+    def vocab_size(self) -> int:
+        """Ids are less than this."""
+        return 1 + max(self._tokenizer.get_vocab().values())
+
+    @functools.cached_property
+    def longest_token(self) -> int:
+        """Most characters that one id stands for."""
+        return max(map(len, self._tokenizer.get_vocab()))
+
     @property
     def tool_format(self) -> str:
-        """Name of the tool-call format."""
-        return self._format.name
+        """Name of the tool-call format; ``unknown`` if only agents without tools can be run."""
+        return "unknown" if self._no_format else self._format.name
 
     def parse_reply(self, sampled_ids: Sequence[int], tools: Sequence[Mapping[str, Any]] = ()) -> Reply:
         """A sampled assistant turn taken apart into text, reasoning and calls of ``tools`` (their schemas)."""
+        self._require_format(tools)
         ids = list(sampled_ids)
         while ids and ids[-1] in self.eos_token_ids:
             ids.pop()
-        return self._format.parse(self.decode(ids, skip_special_tokens=False), tools)
+        text = self.decode(ids, skip_special_tokens=False)
+        return self._format.parse(self._boundary.think_tag + text, tools)
+
+    @property
+    def begins_thinking(self) -> bool:
+        """Whether the generation prompt opens a think block, in which a sampled turn then begins."""
+        return bool(self._boundary.think_tag)
 
 
 def _with_call_ids(messages: Sequence[Message], sampled_ids: Sequence[int]) -> list[Message]:
@@ -278,26 +255,6 @@ def _with_call_ids(messages: Sequence[Message], sampled_ids: Sequence[int]) -> l
         else message
         for index, message in enumerate(messages)
     ]
-
-
-def _check_keeps(anchor: Anchor, messages: Sequence[Message], tools: Sequence[Mapping]) -> None:
-    """Tries with marked contents whether an anchor makes the template write every message.
-
-    Raises:
-        TemplateError: it leaves one out, as some do with a tool result that no call comes before.
-    """
-    marked = [{**message, "content": f"KEPT{index}x7f3a9c"} for index, message in enumerate(messages)]
-    text = anchor(marked, tools)
-    for message in marked:
-        if message["content"] not in text:
-            raise TemplateError(f"the chat template leaves out a message of role {message['role']!r}")
-
-
-def _after_marker(text: str) -> str:
-    before, found, after = text.rpartition(MARKER)
-    if not found or MARKER in before:
-        raise TemplateError("the chat template does not write an assistant turn exactly once")
-    return after
 
 
 def _eos_ids(folder: Path, tokenizer: Any) -> list[int]:

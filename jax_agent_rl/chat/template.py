@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -16,10 +17,10 @@ _PROBE = "PROBE5d2e81"
 
 
 def _in_parts(message: Message) -> Message:
-    """A message in the shape multi-modal templates take, if it shows something."""
-    if not (kinds := message.get("media")):
-        return message
-    parts = [*({"type": kind} for kind in kinds), {"type": "text", "text": message["content"]}]
+    """A message in the shape multi-modal templates take."""
+    content = message.get("content") or ""
+    text = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    parts = [*({"type": kind} for kind in message.get("media", ())), *text]
     return {key: value for key, value in message.items() if key != "media"} | {"content": parts}
 
 
@@ -28,6 +29,7 @@ class ChatTemplate:
 
     * No ``tool`` role: tool results become user messages in the tool-call format's own notation.
     * A message with ``media`` (kinds of images and videos it shows) gets its content in parts: these, then the text.
+      So does every message where the template reads parts alone (SmolVLM, Idefics3).
     * No tool calls in assistant turns: they are written into the turn's text, in that notation too.
     * No section for tools: the format's description goes into the system message (or the first user message).
 
@@ -52,21 +54,44 @@ class ChatTemplate:
         Raises:
             TemplateError: the template refuses it.
         """
-        import jinja2
-
         tools = tools if self._tool_prompt == "template" else ()
         if tools and not self._has_tools_section:
             messages, tools = self._with_tools_told(messages, tools), ()
+        adapted = [_in_parts(m) if self._parts_alone or m.get("media") else m for m in self.adapt(messages)]
+        return self._apply(adapted, list(tools) or None, generation_prompt=generation_prompt)
+
+    def _apply(
+        self, messages: Sequence[Message], tools: list[Mapping] | None = None, *, generation_prompt: bool = True
+    ) -> str:
+        """What the template writes of messages as they are."""
+        import jinja2
+
         try:
             return self._tokenizer.apply_chat_template(
-                [_in_parts(m) for m in self.adapt(messages)],
-                tools=list(tools) or None,
-                add_generation_prompt=generation_prompt,
-                tokenize=False,
+                list(messages), tools=tools, add_generation_prompt=generation_prompt, tokenize=False
             )
         except (jinja2.TemplateError, TypeError, KeyError, ValueError) as error:
             roles = [m["role"] for m in messages]
             raise TemplateError(f"the chat template refuses a conversation of roles {roles}: {error}") from error
+
+    @functools.cached_property
+    def _parts_alone(self) -> bool:
+        """True if the template leaves out content that is plain text.
+
+        Raises:
+            TemplateError: it leaves out content in parts, too.
+        """
+        asked = {"role": "user", "content": _PROBE}
+        try:
+            if _PROBE in self._apply([asked]):
+                return False
+        except TemplateError:  # wants other roles, too, or parts
+            pass
+        if _PROBE in self._apply([_in_parts(asked)]):
+            return True
+        raise TemplateError(
+            "the chat template leaves out what a user says; choose another model or repair its template"
+        )
 
     def adapt(self, messages: Sequence[Message]) -> list[Message]:
         """Tool calls as text where the template shows none; tool results as user messages where it has no ``tool``
@@ -130,10 +155,8 @@ class ChatTemplate:
         return told
 
     def _accepts(self, messages: Sequence[Message]) -> bool:
-        import jinja2
-
         try:
-            self._tokenizer.apply_chat_template(self.adapt(messages), tokenize=False)
-        except (jinja2.TemplateError, TypeError, KeyError, ValueError):
+            self.render(messages, (), generation_prompt=False)
+        except TemplateError:
             return False
         return True

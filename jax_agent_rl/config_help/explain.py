@@ -40,8 +40,18 @@ def explain(key: Key, keys: Mapping[str, Key], console: Console) -> None:
         facts.add_row("type", escape(key.type))
         facts.add_row("default", escape(key.default) if key.default is not None else "none, it must be set")
         console.print(Padding(facts, (0, 2)))
+    for one in (*above(key, keys), key):
+        if one.used_only:
+            whose = "" if one is key else f"{one.path}: "
+            console.print(Padding(escape(f"{whose}used only {one.used_only}"), (0, 2)), highlight=False)
     if key.is_section:
         print_section(key.path, keys, console)
+
+
+def above(key: Key, keys: Mapping[str, Key]) -> list[Key]:
+    """The sections a key stands in, from the top."""
+    parts = key.path.split(".")
+    return [keys[".".join(parts[:end])] for end in range(1, len(parts))]
 
 
 def print_section(path: str, keys: Mapping[str, Key], console: Console) -> None:

@@ -14,6 +14,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from jax_agent_rl.config_conditions import SCHEMA_KEY
+
 Schema = Mapping[str, Any]
 _NUMBER_LIMITS = (("minimum", ">="), ("exclusiveMinimum", ">"), ("maximum", "<="), ("exclusiveMaximum", "<"))
 _NAMES = {"string": "text", "boolean": "true or false"}
@@ -28,6 +30,7 @@ class Key:
         type: what may be written there, in words; ``section`` for a section.
         default: as YAML writes it; None: it must be given (a section: its keys have defaults of their own).
         description: what it does.
+        used_only: when it is used, in words that complete "used only …"; empty: always.
         is_section: it has keys of its own.
     """
 
@@ -35,6 +38,7 @@ class Key:
     type: str
     default: str | None
     description: str
+    used_only: str = ""
     is_section: bool = False
 
     @property
@@ -61,10 +65,11 @@ def in_words(schema: Schema) -> str:
         return ", or ".join(in_words({**schema, "type": one}) for one in kind)
     if kind == "array":
         return _list_in_words(schema)
+    if kind == "object" and "additionalProperties" not in schema:
+        return "mapping"
     if kind == "object":
-        return f"mapping of {in_words(schema.get('propertyNames', {}) | {'type': 'string'})} to " + in_words(
-            schema.get("additionalProperties", {})
-        )
+        names = in_words(schema.get("propertyNames", {}) | {"type": "string"})
+        return f"mapping of {names} to {in_words(schema['additionalProperties'])}"
     limits = [f"{sign} {schema[name]:g}" for name, sign in _NUMBER_LIMITS if name in schema]
     return f"{_NAMES.get(kind, kind)} {' and '.join(limits)}".strip()
 
@@ -72,8 +77,10 @@ def in_words(schema: Schema) -> str:
 def _list_in_words(schema: Schema) -> str:
     if "prefixItems" in schema:
         return f"[{', '.join(map(in_words, schema['prefixItems']))}]"
+    if "items" not in schema:
+        return "list"
     least = f", at least {schema['minItems']}" if "minItems" in schema else ""
-    return f"list of {in_words(schema.get('items', {}))}{least}"
+    return f"list of {in_words(schema['items'])}{least}"
 
 
 def _walk(schema: Schema, definitions: Mapping[str, Schema], prefix: str) -> Iterator[Key]:
@@ -83,13 +90,20 @@ def _walk(schema: Schema, definitions: Mapping[str, Schema], prefix: str) -> Ite
         inner, optional = _section_of(field, definitions)
         if inner is None:
             default = None if name in required else json.dumps(field.get("default", {}))  # only mappings have a factory
-            yield Key(path=path, type=in_words(field), default=default, description=field.get("description", ""))
+            yield Key(
+                path=path,
+                type=in_words(field),
+                default=default,
+                description=field.get("description", ""),
+                used_only=field.get(SCHEMA_KEY, ""),
+            )
             continue
         yield Key(
             path=path,
             type="section, or null" if optional else "section",
             default="null" if optional else None,
             description=_one_paragraph(field.get("description") or inner.get("description", "")),
+            used_only=field.get(SCHEMA_KEY, ""),
             is_section=True,
         )
         yield from _walk(inner, definitions, path + ".")

@@ -16,6 +16,10 @@ Generated from the configuration's code by `jax-agent-rl config reference > docs
 A key is set in the YAML file or on the command line (`rollout.group_size=16`). `jax-agent-rl config explain KEY` says
 the same in a terminal, `jax-agent-rl config show FILE` prints a file with every default filled in, and the first line
 of each recipe in `configs/` lets an editor complete and check keys (`# yaml-language-server: $schema=…`).
+
+"Used only …" names what must be the case for a key to do something. Where it is not, any value but the default is
+refused. Conditions on the keys of a section stand at the section. Which agents a run has is known once its rows are
+read: `train` and `doctor` then check the keys of agents, other commands, which may be given other rows, do not.
 """
 
 
@@ -37,7 +41,7 @@ def _tables(keys: dict[str, Key]) -> Iterator[str]:
     for key in keys.values():
         if key.is_section:
             yield f"### `{key.path}`\n"
-            yield f"{_markdown(key.description)}{' Default: null.' if key.default else ''}\n"
+            yield f"{_described(key)}{' Default: null.' if key.default else ''}\n"
             yield from _table(key.path, keys)
 
 
@@ -48,8 +52,14 @@ def _table(section: str, keys: dict[str, Key]) -> Iterator[str]:
     lines = ["| Key | Type | Default | What it does |", "| --- | --- | --- | --- |"]
     for key in rows:
         default = f"`{key.default}`" if key.default is not None else "required"
-        lines.append(f"| `{key.path}` | {_markdown(key.type)} | {default} | {_markdown(key.description)} |")
+        lines.append(f"| `{key.path}` | {_markdown(key.type)} | {default} | {_described(key)} |")
     yield "\n".join(lines) + "\n"
+
+
+def _described(key: Key) -> str:
+    """What a key does, and when."""
+    condition = f" Used only {key.used_only}." if key.used_only else ""
+    return _markdown(key.description + condition)
 
 
 def _markdown(text: str) -> str:

@@ -9,6 +9,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from jax_agent_rl.config_conditions import SCHEMA_KEY
+
 DRAFT = "https://json-schema.org/draft/2020-12/schema"
 _BASE = {
     "type": "string",
@@ -25,17 +27,20 @@ def editor_schema(model: type[BaseModel], *, title: str) -> dict[str, Any]:
         model: of the whole tree.
         title: shown by editors.
     """
-    schema = _without(model.model_json_schema(), {"title", "required"})
+    schema = _without(model.model_json_schema(), {"title", "required", SCHEMA_KEY})
     schema["properties"] = {"base": _BASE} | schema["properties"]
     return {"$schema": DRAFT, "title": title} | schema
 
 
 def _without(node: Any, names: set[str]) -> Any:
-    """The tree of a schema without these annotations; a property that has such a name stays."""
+    """The tree of a schema without these annotations, conditions moved into descriptions; a property that has such a
+    name stays."""
     if isinstance(node, list):
         return [_without(item, names) for item in node]
     if not isinstance(node, dict):
         return node
+    if condition := node.get(SCHEMA_KEY):
+        node = {**node, "description": f"{node.get('description', '')} Used only {condition}.".lstrip()}
     return {
         key: {name: _without(field, names) for name, field in value.items()}
         if key in ("properties", "$defs")

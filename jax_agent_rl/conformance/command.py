@@ -25,6 +25,7 @@ def run_command(
     token: str | None,
     engine: str,
     brought: str | None = None,
+    adapters: bool = False,
     tolerance: float,
     max_model_len: int,
     only: Sequence[str],
@@ -58,6 +59,7 @@ def run_command(
             token=token,
             engine=engine,
             brought=brought,
+            adapters=adapters,
         )
         report = asyncio.run(run_suite(make_subject(backend, options), only=only, say=say))
     print_report(report, console)

@@ -13,6 +13,7 @@ from jax_agent_rl.errors import ModelError
 from jax_agent_rl.model_folder import model_folder
 
 _SPECIAL = ("<unk>", "<bos>", "<eos>")
+_ADAPTED = ("self_attn.q_proj.weight", "self_attn.v_proj.weight")
 _LETTERS = [chr(code) for code in range(33, 127)]
 
 
@@ -24,12 +25,16 @@ class ModelFolders:
         base: the model.
         other: differs in every parameter.
         mixed: has some parameters of each; those of ``other`` stand alone in the files of its subfolder ``partial``.
+        adapter: a PEFT adapter of ``base``.
+        adapted: ``base`` with it merged in.
         scratch: for files that the suite writes.
     """
 
     base: Path
     other: Path
     mixed: Path
+    adapter: Path
+    adapted: Path
     scratch: Path
 
 
@@ -40,18 +45,19 @@ def prepare_folders(model: Path | None, scratch: Path) -> ModelFolders:
         ModelError: there are no safetensors files in ``model``.
     """
     base = model_folder(model, weights=True) if model else write_tiny_model(scratch / "base")
-    other, mixed = scratch / "other", scratch / "mixed"
+    other, mixed, adapted, adapter = (scratch / name for name in ("other", "mixed", "adapted", "adapter"))
     files = weight_files(base)
     if not files:
         raise ModelError(f"{base} holds no safetensors files")
-    for folder in (other, mixed):
+    for folder in (other, mixed, adapted):
         folder.mkdir(parents=True)
         for file in base.iterdir():
             if file.is_file() and str(file) not in files:
                 shutil.copy(file, folder)
     write_changed(base, other)
     write_mixture(base, other, mixed)
-    return ModelFolders(base=base, other=other, mixed=mixed, scratch=scratch)
+    write_adapter(base, adapter, adapted)
+    return ModelFolders(base=base, other=other, mixed=mixed, adapter=adapter, adapted=adapted, scratch=scratch)
 
 
 def write_tiny_model(folder: Path) -> Path:
@@ -109,6 +115,37 @@ def write_mixture(base: Path, other: Path, folder: Path) -> None:
         taken = {name: changed[name] for name in sorted(tensors)[::2]}
         save_file({**tensors, **taken}, folder / file.name, metadata={"format": "pt"})
         save_file(taken, partial / file.name, metadata={"format": "pt"})
+
+
+def write_adapter(base: Path, adapter: Path, adapted: Path, *, rank: int = 2) -> None:
+    """Write a random PEFT adapter of every decoder layer's query and value matrix, and the model it makes of ``base``.
+
+    Args:
+        base: the model.
+        adapter: a folder to make.
+        adapted: a folder that holds all files of ``base`` but its weights, which are written in float32.
+        rank: of the adapter; its alpha is twice that.
+    """
+    from safetensors.numpy import load_file, save_file
+
+    rng = np.random.default_rng(2)
+    pairs: dict[str, np.ndarray] = {}
+    for file in sorted(base.glob("*.safetensors")):
+        tensors = load_file(file)
+        for name in [name for name in tensors if ".layers." in name and name.endswith(_ADAPTED)]:
+            weight = tensors[name].astype(np.float32)
+            spread = float(np.sqrt(weight.std()))
+            a = (spread * rng.standard_normal((rank, weight.shape[1]))).astype(np.float32)
+            b = (spread * rng.standard_normal((weight.shape[0], rank))).astype(np.float32)
+            module = f"base_model.model.{name.removesuffix('.weight')}"
+            pairs |= {f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b}
+            tensors[name] = weight + 2 * b @ a
+        save_file(tensors, adapted / file.name, metadata={"format": "pt"})
+    adapter.mkdir()
+    save_file(pairs, adapter / "adapter_model.safetensors", metadata={"format": "pt"})
+    modules = [name.removeprefix("self_attn.").removesuffix(".weight") for name in _ADAPTED]
+    settings = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": modules, "bias": "none"}
+    (adapter / "adapter_config.json").write_text(json.dumps(settings))
 
 
 def weight_files(folder: Path) -> list[str]:

@@ -79,6 +79,7 @@ class Probe:
         request_id: str | None = None,
         session: str | None = None,
         priority: int = 0,
+        lora: str | None = None,
         **sampling: Any,
     ) -> GenerateRequest:
         settings = {"temperature": 0.0, "ignore_eos": True} | sampling
@@ -87,6 +88,7 @@ class Probe:
             prompt_ids=tuple(prompt),
             session_id=session,
             priority=priority,
+            lora=lora,
             sampling=SamplingParams(max_tokens=max_tokens, **settings),
         )
 

@@ -13,6 +13,9 @@ BASE, OTHER, MIXED = "base", "other", "mixed"
 """Weight sets of one architecture: the one a backend starts with, one that differs in every parameter, and the first
 with some of the second's parameters."""
 
+ADAPTER, ADAPTED = "conformance", "adapted"
+"""A LoRA adapter, by the name requests give, and the weight set that ``BASE`` is with it merged in."""
+
 SHORTEST_CONTEXT = 128
 """Least ``Capabilities.max_model_len`` the checks have room in."""
 
@@ -45,6 +48,7 @@ class Subject:
         decode_text: ids to text, as the backend decodes them; None without a tokenizer.
         ending_prompts: prompts after which the model is likely to end soon; random ones are tried after them.
         media: how many ids an image or a video takes; None for models of text.
+        adapter: whether the backend serves ``ADAPTER``, and the reference knows ``ADAPTED``.
         tolerance: largest difference of a log-prob from float64, in nats. 1e-3 suits float32, 0.1 bfloat16.
         patience: seconds one check may take before it counts as hanging.
     """
@@ -58,5 +62,6 @@ class Subject:
     decode_text: Callable[[Sequence[int]], str] | None = None
     ending_prompts: tuple[tuple[int, ...], ...] = ()
     media: MediaCounts | None = None
+    adapter: bool = False
     tolerance: float = 1e-3
     patience: float = 120.0

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from jax_agent_rl.chat.media import MediaTokens
 from jax_agent_rl.conformance.models import ModelFolders, weight_files
 from jax_agent_rl.conformance.reference import TransformersReference
-from jax_agent_rl.conformance.subject import BASE, MIXED, OTHER, Subject
+from jax_agent_rl.conformance.subject import ADAPTED, ADAPTER, BASE, MIXED, OTHER, Subject
 from jax_agent_rl.conformance.updates import with_probe
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.rollout.protocol import RolloutBackend, WeightUpdate
@@ -50,6 +50,7 @@ class SubjectOptions:
         brought: for ``jetstream``: the engine that ``rollout.jetstream.engine`` would name; None is the built-in one.
         quantize: ``rollout.jetstream.quantize`` of ``jetstream``; None: none.
         kv_dtype: ``rollout.jetstream.kv_dtype`` of ``jetstream``; None: the weights' own.
+        adapters: serve the LoRA adapter ``folders.adapter``, named ``ADAPTER``.
     """
 
     folders: ModelFolders
@@ -63,6 +64,7 @@ class SubjectOptions:
     brought: str | None = None
     quantize: EightBits | None = None
     kv_dtype: EightBits | None = None
+    adapters: bool = False
 
 
 def make_subject(backend: str, options: SubjectOptions) -> Subject:
@@ -98,7 +100,8 @@ def describe(
         options: see :class:`SubjectOptions`.
         payload: payloads of update kinds other than ``safetensors`` and ``tensorstore``.
     """
-    folders = {BASE: options.folders.base, OTHER: options.folders.other, MIXED: options.folders.mixed}
+    own = options.folders
+    folders = {BASE: own.base, OTHER: own.other, MIXED: own.mixed, ADAPTED: own.adapted}
     reference = TransformersReference(folders)
     raw = json.loads((options.folders.base / "config.json").read_text())
     vocab_size = raw.get("text_config", raw)["vocab_size"]
@@ -125,6 +128,7 @@ def describe(
         decode_text=decoder(tokenizer) if tokenizer else None,
         ending_prompts=_ending_prompts(tokenizer),
         media=MediaTokens.read(options.folders.base),
+        adapter=options.adapters,
         tolerance=options.tolerance,
         patience=options.patience,
     )
@@ -152,6 +156,7 @@ def jetstream(options: SubjectOptions) -> Subject:
     from jax_agent_rl.jetstream.brought import load_engine_function
     from jax_agent_rl.jetstream.engine import EngineShapes
     from jax_agent_rl.models.hf import load_hf
+    from jax_agent_rl.models.peft import read_peft
     from jax_agent_rl.models.shown import Sight
 
     folders = {BASE: options.folders.base, OTHER: options.folders.other}
@@ -167,6 +172,7 @@ def jetstream(options: SubjectOptions) -> Subject:
     )
     sight = Sight.of(config, folders[BASE])
     brought = load_engine_function(options.brought) if options.brought else None
+    adapters = {ADAPTER: read_peft(options.folders.adapter, config, key="--adapters")} if options.adapters else {}
     tokenizer = _tokenizer(folders[BASE])
 
     def make() -> RolloutBackend:
@@ -180,6 +186,7 @@ def jetstream(options: SubjectOptions) -> Subject:
             decode_text=decode,
             quantize=options.quantize,
             kv_dtype=options.kv_dtype,
+            adapters=adapters,
         )
 
     def payload(kind: str, which: str) -> Any:
@@ -201,6 +208,7 @@ def vllm(options: SubjectOptions) -> Subject:
         max_num_seqs=options.max_concurrent,
         dtype="float32" if options.tolerance < 0.01 else "auto",
         multi_modal={"image": 2, "video": 1} if MediaTokens.read(options.folders.base) else {},
+        adapters={ADAPTER: str(options.folders.adapter)} if options.adapters else {},
     )
     tokenizer = _tokenizer(options.folders.base)
     decode = decoder(tokenizer) if tokenizer else None
@@ -216,7 +224,8 @@ def remote(options: SubjectOptions) -> Subject:
     if (url := options.url) is not None:
         return describe(f"remote {url}", lambda: RemoteBackend(url, token=options.token), options)
     inner = make_subject(options.engine, options)
-    return describe(f"remote {options.engine}", lambda: ServedBackend(inner.make), options)
+    folder = str(options.folders.scratch)
+    return describe(f"remote {options.engine}", lambda: ServedBackend(inner.make, weight_folder=folder), options)
 
 
 def ray_actor(options: SubjectOptions) -> Subject:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from jax_agent_rl.observe.metrics import write_atomically
+from jax_agent_rl.data.rows import write_rows
 
 SYSTEM = (
     "You answer questions with a calculator. First write a <tool_call>, then read the <tool_response>, then answer."
@@ -41,7 +41,7 @@ def prepare_calculator(
     rows = [_row(*next(questions), agent_name) for _ in range(train + heldout)]
     files = (out / "train.jsonl", out / "heldout.jsonl")
     for file, part in zip(files, (rows[heldout:], rows[:heldout]), strict=True):
-        write_atomically(file, "".join(json.dumps(row) + "\n" for row in part))
+        write_rows(file, part)
     return files
 
 

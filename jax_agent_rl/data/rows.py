@@ -10,25 +10,31 @@ A row, in verl's schema::
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from jax_agent_rl.errors import DataError
 from jax_agent_rl.nearest import did_you_mean
+from jax_agent_rl.observe.metrics import write_atomically
 
 Row = dict[str, Any]
 _TOOLS_KWARGS = ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs")
 
 
 def load_rows(
-    path: str | Path, *, agents: Collection[str] | None = None, tools: Collection[str] | None = None
+    path: str | Path,
+    *,
+    agents: Collection[str] | None = None,
+    tools: Collection[str] | None = None,
+    adapters: Collection[str] | None = None,
 ) -> list[Row]:
     """All rows of a ``.jsonl`` or ``.parquet`` file.
 
     Args:
         agents: names a row's ``agent_name`` may have; None does not check.
         tools: names its ``extra_info.tool_selection`` and ``extra_info.tools_kwargs`` may have; None does not check.
+        adapters: names its ``adapter`` may have; None does not check.
 
     Raises:
         DataError: the file is missing, unreadable or empty, or a row lacks a field, has one of a wrong kind or names
@@ -37,8 +43,8 @@ def load_rows(
     file = Path(path).expanduser()
     if not file.is_file():
         raise DataError(
-            f"dataset file {str(path)!r} does not exist; correct data.train / data.heldout, or write the quickstart's "
-            "with `jax-agent-rl prepare calculator`"
+            f"dataset file {str(path)!r} does not exist; correct data.train / data.heldout, or write a "
+            "built-in task's with `jax-agent-rl prepare shop` (the quickstart) or `prepare calculator` (the recipes)"
         )
     match file.suffix:
         case ".jsonl":
@@ -50,7 +56,7 @@ def load_rows(
     rows = []
     for where, row in placed:
         try:
-            rows.append(_checked(row, agents, tools))
+            rows.append(_checked(row, agents, tools, adapters))
         except DataError as error:
             raise DataError(f"{where}: {error}") from None
     if not rows:
@@ -83,7 +89,12 @@ def _parquet(file: Path) -> Iterator[tuple[str, Any]]:
     yield from ((f"{file}, row {number}", row) for number, row in enumerate(table.to_pylist(), 1))
 
 
-def _checked(row: Any, agents: Collection[str] | None, tools: Collection[str] | None) -> Row:
+def _checked(
+    row: Any,
+    agents: Collection[str] | None,
+    tools: Collection[str] | None,
+    adapters: Collection[str] | None,
+) -> Row:
     if not isinstance(row, Mapping):
         raise DataError(f"must be an object, got {type(row).__name__}")
     prompt = row.get("prompt")
@@ -93,11 +104,12 @@ def _checked(row: Any, agents: Collection[str] | None, tools: Collection[str] | 
         _check_message(message)
     if not isinstance(row.get("data_source"), str):
         raise DataError(f"'data_source' must name the task (it selects the reward), got {row.get('data_source')!r}")
-    name = row.get("agent_name")
-    if name is not None and not isinstance(name, str):
-        raise DataError(f"'agent_name' must be a name or absent, got {name!r:.80}")
-    if name:
-        _check_known("agent_name", name, agents)
+    for field, known in (("agent_name", agents), ("adapter", adapters)):
+        name = row.get(field)
+        if name is not None and not isinstance(name, str):
+            raise DataError(f"{field!r} must be a name or absent, got {name!r:.80}")
+        if name:
+            _check_known(field, name, known)
     for section in ("reward_model", "extra_info"):
         _check_object(row, section)
     _check_tools(row.get("extra_info") or {}, tools)
@@ -146,3 +158,8 @@ def _check_known(field: str, name: str, known: Collection[str] | None) -> None:
     if known is None or name in known:
         return
     raise DataError(f"{field} {name!r} is not known; {did_you_mean(name, known)}there are {sorted(known)}")
+
+
+def write_rows(file: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Write rows as JSON Lines, all or none."""
+    write_atomically(file, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))

@@ -72,6 +72,7 @@ def _of_config(config: Config, stack: AsyncExitStack) -> list[tuple[str, Look]]:
         "other models": inputs.further_models,
         "run folder": inputs.run_folder,
         **{f"data.{name}": functools.partial(inputs.rows, name=name, source=source) for name, source in data.items()},
+        "keys": inputs.keys,
         "prompts": inputs.prompts,
         "rewards": inputs.reward_functions,
         "agents": services.agents,

@@ -10,9 +10,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jax_agent_rl.agents import EnvironmentAgent, ToolAgent, agent_names, load_agents
+from jax_agent_rl.agents import (
+    EnvironmentAgent,
+    ToolAgent,
+    agent_names,
+    default_agent,
+    load_agents,
+    report_idle_tools,
+    select_agents,
+)
 from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.config import Config
+from jax_agent_rl.config_conditions import Facts, unused
 from jax_agent_rl.data.rows import Row, load_rows
 from jax_agent_rl.doctor.findings import Finding, Say, UnmetError
 from jax_agent_rl.doctor.machine import disk, gib, usable_memory
@@ -21,7 +30,7 @@ from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.models.hf import check_files, load_config
 from jax_agent_rl.rewards import score
 from jax_agent_rl.runtime.engines import read_model
-from jax_agent_rl.runtime.rollouts import Source, open_codec
+from jax_agent_rl.runtime.rollouts import Source, known_adapters, open_codec
 from jax_agent_rl.runtime.scoring import POLICY, needed_services, reward_server
 from jax_agent_rl.tools.loading import open_tools
 from jax_agent_rl.tools.registry import ToolRegistry, schemas_of
@@ -162,27 +171,30 @@ async def tokenizer(known: Known, say: Say) -> Iterable[Finding]:
 async def rows(known: Known, say: Say, *, name: str, source: Source) -> Iterable[Finding]:
     """A file: every row in shape, every name in it known."""
     file, limit = source
-    loaded = load_rows(file, agents=agent_names(), tools=None if known.tools is None else list(known.tools))[:limit]
+    tools = None if known.tools is None else list(known.tools)
+    loaded = load_rows(file, agents=agent_names(), tools=tools, adapters=known_adapters(known.config))[:limit]
     config = known.config.agent
     require_environments(
         [row for row in loaded if (row.get("agent_name") or config.default_agent) == EnvironmentAgent.name]
     )
     known.rows[name] = loaded
-    agents = Counter(row.get("agent_name") or "(the default)" for row in loaded)
+    default = default_agent(config, known.config.tool_config)
+    agents = Counter(row.get("agent_name") or f"{default} (the default)" for row in loaded)
     sources = Counter(str(row["data_source"]) for row in loaded)
     findings = [say.ok(f"{file}: {len(loaded)} rows; agents {_counts(agents)}; data sources {_counts(sources)}")]
     untrue = sum((row.get("reward_model") or {}).get("ground_truth") is None for row in loaded)
     if untrue:
         findings.append(say.warn(f"{untrue} of {len(loaded)} rows have no reward_model.ground_truth"))
-    plain = not (config.default_agent or config.enable_search or known.config.tool_config.enabled)
-    if plain and known.tools and (without := agents["(the default)"]):
-        findings.append(
-            say.warn(
-                f"{without} rows have no agent_name and will call no tool, though there are tools; set "
-                "agent.default_agent=tool_agent, or agent_name in the rows"
-            )
-        )
+    if idle := report_idle_tools(known.config, loaded):
+        findings.append(say.warn("; ".join(idle)))
     return findings
+
+
+async def keys(known: Known, say: Say) -> Iterable[Finding]:
+    """Keys that neither the rows' agents nor the model use."""
+    sees = None if known.model is None else known.model.vision is not None
+    facts = Facts(agents=select_agents(known.config, known.all_rows), sees=sees)
+    return [say.fail(problem) for problem in unused(known.config, facts)] or [say.ok("all that are set are used")]
 
 
 async def prompts(known: Known, say: Say) -> Iterable[Finding]:

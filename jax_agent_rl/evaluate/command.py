@@ -32,7 +32,7 @@ def register(app: typer.Typer) -> None:
         app,
         Panel.LOOK,
         "eval configs/quickstart.yaml -n 8 -k 1,4,8",
-        "eval --run runs/quickstart --step 16 --json",
+        "eval --run runs/quickstart --step 7 --json",
         "eval configs/quickstart.yaml --model ~/models/Qwen3-0.6B -n 1 --temperature 0",
         "eval --model ~/models/Qwen3-0.6B --data gsm8k.parquet agent.max_response_length=512",
         name="eval",

@@ -9,18 +9,9 @@ from typing import Any
 import numpy as np
 
 from jax_agent_rl.evaluate.estimates import estimate, pass_at_k
-from jax_agent_rl.types import FinishReason, Group
+from jax_agent_rl.types import Group
 
 ALL = "all"
-_CUT = frozenset(
-    {
-        FinishReason.RESPONSE_LENGTH,
-        FinishReason.ACTION_LENGTH,
-        FinishReason.MAX_ASSISTANT_TURNS,
-        FinishReason.MAX_USER_TURNS,
-    }
-)
-"""Ends that a limit brought about, not the policy."""
 
 
 def scores(
@@ -74,7 +65,7 @@ def _scores(
         "response_tokens_mean": _mean([len(t.response_ids) for t in members]),
         "tool_calls_mean": _mean([len(t.tool_calls) for t in members]),
         "tool_error_share": _mean([call.error is not None for call in calls]),
-        "cut_share": _mean([t.finish_reason in _CUT for t in members]),
+        "cut_share": _mean([t.finish_reason.truncated for t in members]),
     }
 
 

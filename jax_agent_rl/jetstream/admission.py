@@ -25,11 +25,12 @@ class AdmissionPlan:
         self._filled: dict[int, int] = {}  # page -> stage that writes it
         self._read: dict[int, int] = {}  # page -> last stage that copies from it
 
-    def add(self, placement: Placement, new: np.ndarray, shown: Shown | None = None) -> None:
+    def add(self, placement: Placement, new: np.ndarray, shown: Shown | None = None, adapter: int = 0) -> None:
         """Plans one admission: an optional copy, then a prefill of ``new`` (int32) behind what is reused.
 
         Args:
             shown: the whole context, if it has pictures.
+            adapter: see :class:`~jax_agent_rl.jetstream.engine.Extension`.
         """
         pages, first = placement.pages, placement.reused // self._size
         source = None if placement.copy is None else placement.copy[0]
@@ -44,7 +45,7 @@ class AdmissionPlan:
         copies, extensions = self._stages[stage]
         if placement.copy is not None:
             copies.append(placement.copy)
-        extensions.append(Extension(pages, placement.reused, new, shown))
+        extensions.append(Extension(pages, placement.reused, new, shown, adapter))
 
     def stages(self) -> list[tuple[list[tuple[int, int]], list[Extension]]]:
         """(source, target) copies and extensions, stage by stage."""

@@ -20,6 +20,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jax_agent_rl.jetstream.decode_kernel import decode_kernel, write_kernel
 from jax_agent_rl.jetstream.kv import LayerKV, restored, stored
 from jax_agent_rl.models import tree_kernel
+from jax_agent_rl.models.by_platform import by_platform
 from jax_agent_rl.models.sight import NEGATIVE, Sight
 
 DEVICES = ("expert", "tensor")
@@ -78,14 +79,10 @@ def chunk_attention(
     Returns:
         [K, G, h, R, T].
     """
-    run = _by_platform(tpu=_chunk_by_kernel, default=_plain_chunk, window=window)
+    tpu, default = (functools.partial(one, window=window) for one in (_chunk_by_kernel, _plain_chunk))
+    run = functools.partial(by_platform, tpu=tpu, default=default)
     specs = (_HEADS_FIRST, _HEADS_SECOND, _HEADS_SECOND, _WHOLE)
     return _on_each_device(run, mesh, specs, _HEADS_FIRST)(q, cached, new, starts)
-
-
-def _by_platform(*, tpu: Callable[..., Any], default: Callable[..., Any], window: int | None) -> Callable[..., Any]:
-    branches = {"tpu": functools.partial(tpu, window=window), "default": functools.partial(default, window=window)}
-    return functools.partial(jax.lax.platform_dependent, **branches)
 
 
 def _on_each_device(

@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jax_agent_rl.config_mesh import EngineMeshConfig
 from jax_agent_rl.errors import BackendClosedError, BackendError
+from jax_agent_rl.jetstream import inspection
 from jax_agent_rl.jetstream.brought import MakeEngine, SlotEngine
 from jax_agent_rl.jetstream.deterministic import DeterministicEngine
 from jax_agent_rl.jetstream.engine import EngineShapes, JaxEngine, unheard
@@ -32,6 +34,7 @@ from jax_agent_rl.jetstream.slots import SlotScheduler
 from jax_agent_rl.jetstream.thread import EngineThread
 from jax_agent_rl.jetstream.weights import FILES, WEIGHT_PAYLOADS, ServedWeights
 from jax_agent_rl.models.config import DecoderConfig
+from jax_agent_rl.models.peft import PeftAdapter
 from jax_agent_rl.models.quantized import EightBits
 from jax_agent_rl.models.shown import Sight
 from jax_agent_rl.rollout.protocol import (
@@ -42,6 +45,7 @@ from jax_agent_rl.rollout.protocol import (
     TokenChunk,
     WeightUpdate,
 )
+from jax_agent_rl.tensor_samples import LayerOutput, TensorSample
 from jax_agent_rl.types import PauseMode, TokenOutput
 
 
@@ -58,7 +62,9 @@ class JetStreamBackend:
         deterministic: where the one program of a :class:`DeterministicEngine` is kept, to score by it; None is the
             fast engine.
         brought: makes an engine of JetStream's later API, which samples in place of the built-in one.
+        adapters: LoRA adapters that requests may name; not with a deterministic engine or a brought one.
         sight: how the model sees; None takes no pictures, and neither does a deterministic engine or a brought one.
+        compile_ahead: see :class:`~jax_agent_rl.jetstream.engine.JaxEngine`.
         version: policy version of ``params``.
         seed: draws the seeds of requests that bring none.
         decode_text: ids to text; without it requests with stop strings are refused.
@@ -77,7 +83,9 @@ class JetStreamBackend:
         mesh: jax.sharding.Mesh | None = None,
         deterministic: ProgramTable | None = None,
         brought: MakeEngine | None = None,
+        adapters: Mapping[str, PeftAdapter] | None = None,
         sight: Sight | None = None,
+        compile_ahead: bool | None = None,
         version: int = 0,
         seed: int = 0,
         decode_text: Callable[[Sequence[int]], str] | None = None,
@@ -87,6 +95,8 @@ class JetStreamBackend:
         self._shapes = shapes
         self._deterministic = deterministic
         self._brought = brought
+        self._adapters = adapters or {}
+        self._compile_ahead = compile_ahead
         self._dtype = jnp.dtype(dtype or params["embed"].dtype)
         self._eight_bits = {"kv_dtype": kv_dtype, "quantize": quantize}
         self._initial_params: dict | None = params
@@ -116,6 +126,8 @@ class JetStreamBackend:
             prefix_reuse=self._brought is None,
             priorities=True,
             sleep=True,
+            lora=bool(self._adapters),
+            precision=self._eight_bits["quantize"] or self._eight_bits["kv_dtype"] or self._dtype.name,
             weight_payloads=WEIGHT_PAYLOADS,
             multi_modal=self._pictures.kinds,
         )
@@ -147,7 +159,8 @@ class JetStreamBackend:
             return SlotEngine(self._brought(self._config, self._shapes), self._config, self._shapes)
         plain = SeeingEngine if self._pictures.kinds else JaxEngine
         kind: type[JaxEngine] = plain if self._deterministic is None else DeterministicEngine
-        options = {"dtype": self._dtype, "mesh": self._mesh, "table": self._deterministic, **self._eight_bits}
+        options: dict[str, Any] = {"dtype": self._dtype, "mesh": self._mesh, "table": self._deterministic}
+        options |= {"adapters": self._adapters, "compile_ahead": self._compile_ahead, **self._eight_bits}
         return kind(self._config, self._shapes, **options)
 
     def _compiling(self, line: str) -> None:
@@ -245,3 +258,11 @@ class JetStreamBackend:
 
     async def metrics(self) -> BackendMetrics:
         return await self._thread.call(self._serving.metrics)
+
+    # --- for a diagnosis --------------------------------------------------------------------------------------
+
+    async def tensor_samples(self) -> Mapping[str, TensorSample]:
+        return await self._thread.call(lambda: inspection.tensor_samples(self._config, self._serving.scheduler))
+
+    async def layer_outputs(self, token_ids: Sequence[int]) -> Sequence[LayerOutput]:
+        return await self._thread.call(lambda: inspection.layer_outputs(self._serving.scheduler, token_ids))

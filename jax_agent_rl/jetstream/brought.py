@@ -73,6 +73,8 @@ class SlotEngine:
         ConfigError: the engine is smaller than that, or lacks something.
     """
 
+    adapters: tuple[str, ...] = ()
+
     def __init__(self, brought: BroughtEngine, config: DecoderConfig, shapes: EngineShapes) -> None:
         self.config = config
         self.shapes = shapes

@@ -63,6 +63,10 @@ class DeterministicEngine(JaxEngine):
         forced = np.full((self.shapes.decode_steps, self.max_concurrent_decodes), -1, np.int32)
         return self._run(params, cache, lanes, np.array([steps, exit_after], np.int32), forced)
 
+    def width(self, count: int) -> int:
+        """As :meth:`JaxEngine.width`: always all."""
+        return self.max_concurrent_decodes
+
     def force(
         self, params: EngineParams, cache: KVCache, extensions: Sequence[Extension], *, temperature: float
     ) -> tuple[KVCache, list[np.ndarray]]:
@@ -105,7 +109,7 @@ class DeterministicEngine(JaxEngine):
         self, params: EngineParams, cache: KVCache, lanes: Lanes, limits: np.ndarray, forced: np.ndarray
     ) -> tuple[KVCache, np.ndarray, np.ndarray]:
         count = len(lanes.tokens)
-        program = programs.decode_program(self.config, self.shapes.decode_steps, self._split, self._in_place)
+        program = programs.decode_program(self.config, self.shapes.decode_steps, self.split, self._in_place)
         padded = pad_lanes(lanes, self.max_concurrent_decodes - count)
         key, places = ("deterministic", cache.count), (self._by_head, self._everywhere)
         cache, out = self._call(key, program, (1,), params, cache, padded, limits, forced, out=places)

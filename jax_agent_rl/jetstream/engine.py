@@ -9,7 +9,7 @@ time, greedy; its slots have as many pages as the longest context, side by side.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from flax import struct
 
 from jax_agent_rl.config_mesh import EngineMeshConfig
 from jax_agent_rl.jetstream import compat, programs
+from jax_agent_rl.jetstream.adapters import AdapterStacks, stack_adapters
 from jax_agent_rl.jetstream.forward import EngineParams
 from jax_agent_rl.jetstream.intake import WeightIntake
 from jax_agent_rl.jetstream.kv import KVCache, empty_cache
@@ -31,6 +32,7 @@ from jax_agent_rl.jetstream.shapes import EngineShapes, bucket
 from jax_agent_rl.jetstream.tokenizer import IdTokenizer
 from jax_agent_rl.learner.sharding import replicated
 from jax_agent_rl.models.config import DecoderConfig, Params
+from jax_agent_rl.models.peft import PeftAdapter
 from jax_agent_rl.models.pictures import PictureInputs
 from jax_agent_rl.models.quantized import DTYPES, EightBits
 from jax_agent_rl.models.shown import Shown
@@ -48,12 +50,13 @@ PREFILL_ROWS = 4  # chunks computed together: a matrix product of one short chun
 @dataclass(frozen=True)
 class Extension:
     """Ids (int32 [n]) to prefill from position ``start`` on into a context's pages, given by their numbers; ``shown``
-    is the whole context of those that see."""
+    is the whole context of those that see, ``adapter`` is as in :class:`~jax_agent_rl.jetstream.lanes.Lanes`."""
 
     pages: Sequence[int]
     start: int
     ids: np.ndarray
     shown: Shown | None = None
+    adapter: int = 0
 
     def after(self, count: int) -> Extension:
         """What is left when the first ``count`` ids are done."""
@@ -99,6 +102,14 @@ class JaxEngine(engine_api.Engine):
         kv_dtype: of keys and values instead: ``int8`` or ``fp8``.
         quantize: of the matrices of layers instead: ``int8`` or ``fp8``, at every intake of weights.
         mesh: its devices, see ``jetstream.layout``, which raises a ConfigError; None is this process's first one.
+        adapters: LoRA adapters by name, served beside the plain model over any weights.
+        compile_ahead: compile every program in :meth:`warm_up`, not each when it is first needed; None: unless the
+            engine runs on CPUs, for a short run needs few of them.
+
+    Attributes:
+        config: the model as the engine computes it, see ``jetstream.layout.engine_config``.
+        kv_dtype: of the cache.
+        split: its mesh, if it has more than one device.
     """
 
     def __init__(
@@ -112,19 +123,28 @@ class JaxEngine(engine_api.Engine):
         tokenizer: Any = None,
         mesh: jax.sharding.Mesh | None = None,
         table: programs.ProgramTable | None = None,
+        adapters: Mapping[str, PeftAdapter] | None = None,
+        compile_ahead: bool | None = None,
     ) -> None:
         self._mesh = mesh or make_engine_mesh(EngineMeshConfig())
         self.config = engine_config(config, self._mesh)
         self.shapes = shapes
         self.table = programs.ProgramTable() if table is None else table
-        self._dtype, self._kv_dtype = dtype, DTYPES[kv_dtype] if kv_dtype else dtype
+        self._dtype, self.kv_dtype = dtype, DTYPES[kv_dtype] if kv_dtype else dtype
         self._tokenizer = tokenizer
         self._everywhere, self._by_head = replicated(self._mesh), cache_places(self._mesh)
-        self._split = self._mesh if self._mesh.size > 1 else None
-        self._in_place = self._mesh.devices.flat[0].platform == "tpu"
+        self.split = self._mesh if self._mesh.size > 1 else None
+        platform = self._mesh.devices.flat[0].platform
+        self._in_place = platform == "tpu"
+        self._compile_ahead = platform != "cpu" if compile_ahead is None else compile_ahead
         self._take = WeightIntake(
             config, self.config, self._mesh, dtype=dtype, quantize=quantize and DTYPES[quantize], call=self.table.call
         )
+        self.adapters = tuple(adapters or ())
+        self._stacks: AdapterStacks | None = None
+        if adapters:
+            stacks = stack_adapters(self.config, list(adapters.values()), dtype=dtype)
+            self._stacks = jax.device_put(stacks, self._everywhere)
 
     # --- weights and state ------------------------------------------------------------------------------------
 
@@ -141,12 +161,12 @@ class JaxEngine(engine_api.Engine):
         return self._empty_cache(self.shapes.pages)
 
     def _empty_cache(self, pages: int) -> KVCache:
-        make = functools.partial(empty_cache, self.config, 1 + pages, self.shapes.page, self._kv_dtype)
+        make = functools.partial(empty_cache, self.config, 1 + pages, self.shapes.page, self.kv_dtype)
         return self._call(("empty", pages), make, (), out=self._by_head)
 
-    def _call(self, key: tuple, function: Any, donate: tuple[int, ...], *args: Any, out: Any) -> Any:
+    def _call(self, key: tuple, function: Any, donate: tuple[int, ...], *args: Any, out: Any, soon: Any = None) -> Any:
         """Runs a program on the engine's mesh."""
-        return self.table.call(key, function, donate, *args, place=self._everywhere, out=out)
+        return self.table.call(key, function, donate, *args, place=self._everywhere, out=out, soon=soon)
 
     # --- our scheduler's interface ----------------------------------------------------------------------------
 
@@ -177,10 +197,14 @@ class JaxEngine(engine_api.Engine):
             for table, first in ((before, 0), (into, extension.start // page)):
                 own = extension.pages[first : first + table.shape[1]]
                 table[i, : len(own)] = own
-        program = programs.chunks_program(self.config, self._split)
+        program = programs.chunks_program(self.config, self.split)
         pictures = self._pictures(some, rows, size)
-        key = ("chunks", cache.count, rows, size, span)
-        new = self._call(key, program, (), params, cache, tokens, starts, before, into, pictures, out=self._by_head)
+        adapter = None
+        if self._stacks is not None:
+            adapter = np.zeros(rows, np.int32)
+            adapter[: len(some)] = [extension.adapter for extension in some]
+        inputs = (params, cache, tokens, starts, before, into, pictures, self._stacks, adapter)
+        new = self._call(("chunks", cache.count, rows, size, span), program, (), *inputs, out=self._by_head)
         return self._call(("write", cache.count, rows, size), written, (0,), cache, new, into, out=self._by_head)
 
     def _pictures(self, some: Sequence[Extension], rows: int, size: int) -> PictureInputs | None:
@@ -206,24 +230,51 @@ class JaxEngine(engine_api.Engine):
             cache, ids int32 [steps', W], log-probs float32 [steps', W]; an id of -1 means the lane did not run.
         """
         count = len(lanes.tokens)
-        width = bucket(self.shapes.lane_buckets, count)
+        if self._stacks is not None and lanes.adapter is None:
+            lanes = replace(lanes, adapter=np.zeros(count, np.int32))
+        width = self.width(count)
         span = bucket(self.shapes.span_buckets, int(lanes.positions.max()) + steps)
         steps = min(steps, self.shapes.decode_steps)
-        program = programs.decode_program(self.config, self.shapes.decode_steps, self._split, self._in_place)
-        padded = pad_lanes(replace(lanes, pages=lanes.pages[:, : span // self.shapes.page]), width - count)
+        program = programs.decode_program(self.config, self.shapes.decode_steps, self.split, self._in_place)
         limits = np.array([steps, exit_after], np.int32)
-        key, places = ("decode", cache.count, width, span), (self._by_head, self._everywhere)
-        cache, out = self._call(key, program, (1,), params, cache, padded, limits, out=places)
+
+        def call_of(width: int, span: int) -> tuple[tuple, tuple]:
+            """Key and arguments of a program; what lanes it has no room for only gives shapes."""
+            own = jax.tree.map(lambda x: x[:width], replace(lanes, pages=lanes.pages[:, : span // self.shapes.page]))
+            padded = pad_lanes(own, max(0, width - count))
+            return ("decode", cache.count, width, span), (params, cache, padded, limits, None, self._stacks)
+
+        def soon() -> programs.Soon:
+            after = None if self._compile_ahead else self._after(width, span)
+            return after and call_of(*after)
+
+        key, arguments = call_of(width, span)
+        places = (self._by_head, self._everywhere)
+        cache, out = self._call(key, program, (1,), *arguments, out=places, soon=soon)
         ids, bits = np.asarray(out)[:, :, :count]
         return cache, ids, bits.view(np.float32)
 
+    def width(self, count: int) -> int:
+        """Lanes of the program that decodes ``count`` contexts."""
+        return bucket(self.shapes.lane_buckets, count)
+
+    def _after(self, width: int, span: int) -> tuple[int, int] | None:
+        """The decode program that is likely to be needed next: contexts grow, then lanes fall idle."""
+        longer = [s for s in self.shapes.span_buckets if s > span]
+        fewer = [w for w in self.shapes.lane_buckets if w < width]
+        return (width, longer[0]) if longer else (fewer[-1], span) if fewer else None
+
     def warm_up(self, params: EngineParams, cache: KVCache, say: Callable[[str], None] = unheard) -> KVCache:
-        """Compiles (and runs once) every program the shapes allow; later compilations count as recompilations.
+        """Compiles (and runs once) every program the shapes allow, if that is to be done ahead. Compilations of any
+        others count as recompilations from here on.
 
         Args:
             say: takes a line before each program, and one about all of them.
         """
         shapes = self.shapes
+        if not self._compile_ahead:
+            self.table.end_warm_up(later=self.program_keys())
+            return cache
         jobs = [("decode", w, s) for w in shapes.lane_buckets for s in shapes.span_buckets]
         jobs += [(n, t, s) for n in (1, PREFILL_ROWS) for t in shapes.chunk_buckets for s in shapes.prefill_spans]
         for number, (kind, size, span) in enumerate(jobs, 1):
@@ -237,6 +288,17 @@ class JaxEngine(engine_api.Engine):
                 unused = Extension(pages=(), start=span, ids=np.zeros(1, np.int32))
                 cache = self._extend(params, cache, [unused] * kind, size)
         return self._warm(cache, say)
+
+    def program_keys(self) -> set[tuple]:
+        """Names in the table of all programs the shapes allow."""
+        shapes, count = self.shapes, 1 + self.shapes.pages
+        chunks = [(n, t) for n in (1, PREFILL_ROWS) for t in shapes.chunk_buckets]
+        return {
+            ("copy", count),
+            *(("decode", count, width, span) for width in shapes.lane_buckets for span in shapes.span_buckets),
+            *(("chunks", count, *chunk, span) for chunk in chunks for span in shapes.prefill_spans),
+            *(("write", count, *chunk) for chunk in chunks),
+        }
 
     def _warm(self, cache: KVCache, say: Callable[[str], None]) -> KVCache:
         cache = self.copy_page(cache, NOBODYS, NOBODYS)
@@ -294,7 +356,7 @@ class JaxEngine(engine_api.Engine):
     @functools.cached_property
     def _generate_step(self) -> Any:
         slots, length = self.max_concurrent_decodes, self.shapes.cache_length
-        step_once = programs.decode_program(self.config, 1, self._split, self._in_place)
+        step_once = programs.decode_program(self.config, 1, self.split, self._in_place)
         pages = np.array([self.pages_of_slot(slot) for slot in range(slots)], np.int32)
 
         def step(params: EngineParams, state: DecodeState) -> tuple[DecodeState, jax.Array]:

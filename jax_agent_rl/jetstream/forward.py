@@ -14,12 +14,15 @@ same on every device, and the devices add up twice per layer. No split or reshap
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from jax_agent_rl.jetstream.adapters import AdapterStacks, LayerAdapters, add_low_rank, one_hot
 from jax_agent_rl.jetstream.attention import DEVICES, chunk_attention, decode_attention
 from jax_agent_rl.jetstream.kv import KVCache, LayerKV, stored
 from jax_agent_rl.models.config import DecoderConfig, Params
@@ -108,6 +111,8 @@ def decode_step(
     rope_offsets: jax.Array | None = None,
     mesh: Mesh | None = None,
     pages: jax.Array | None = None,
+    adapters: AdapterStacks | None = None,
+    adapter: jax.Array | None = None,
 ) -> tuple[jax.Array, KVCache]:
     """Feeds one token per lane and returns the logits of the next.
 
@@ -119,6 +124,8 @@ def decode_step(
             (``models.pictures.rope_positions``); the token itself is text. None: no further.
         mesh: the engine's, if it has more than one device.
         pages: int32 [B, n], those of each lane, in place of rows; for TPUs.
+        adapters: those of the engine, None where it has none.
+        adapter: int32 [B], the adapter of each lane, see ``jetstream.adapters.one_hot``.
 
     Returns:
         logits float32 [V, B] (whole on every device) and the cache with the tokens' keys and values written.
@@ -127,14 +134,15 @@ def decode_step(
     x = constrain(embed_tokens(config, params, tokens).T, mesh)  # [D, B]
     tables = _rope(config, positions if rope_offsets is None else positions + rope_offsets)
     windows = (None, config.sliding_window)
+    multipliers = _multipliers(params, adapters, adapter)
     layers = []
     for i, (layer, cached) in enumerate(zip(params.layers, cache.layers, strict=True)):
-        window = windows[config.is_windowed(i)]
-        q, k, v = _project(config, layer, x, *tables[config.is_windowed(i)])
+        window, multiply = windows[config.is_windowed(i)], multipliers[i]
+        q, k, v = _project(config, layer, multiply, x, *tables[config.is_windowed(i)])
         q, new = q.transpose(3, 0, 1, 2), (k.transpose(2, 0, 1), v.transpose(2, 0, 1))
         mixed, cached = decode_attention(q, cached, new, positions, pages, window=window, mesh=mesh)
         mixed = mixed.reshape(lanes, heads * size).T
-        x = _finish_layer(config, layer, x, product(layer["o"], mixed), mesh)
+        x = _finish_layer(config, layer, multiply, x, multiply("o", mixed), mesh)
         layers.append(cached)
     x = rms_norm(config, x, params.final_norm, axis=0)
     head = params.embed if params.head is None else params.head
@@ -151,6 +159,8 @@ def prefill_chunks(
     starts: jax.Array,
     pictures: PictureInputs | None = None,
     mesh: Mesh | None = None,
+    adapters: AdapterStacks | None = None,
+    adapter: jax.Array | None = None,
 ) -> tuple[LayerKV, ...]:
     """Keys and values of one chunk of each of R contexts, given the positions before it. No logits: decoding begins
     with the context's last token, so whoever shares a prompt needs no prefill at all.
@@ -162,10 +172,28 @@ def prefill_chunks(
         pictures: what the chunks show, and rotary positions [R, T, 3] of their tokens; None for text whose rotary
             positions are its cache positions.
         mesh: the engine's, if it has more than one device.
+        adapters: those of the engine, None where it has none.
+        adapter: int32 [R], the adapter of each context.
 
     Returns:
         per layer, as the cache keeps them: keys [R, K, h, T] and values [R, K, T, h].
     """
+    layers = chunk_layers(config, params, cache, tokens, starts, pictures, mesh, adapters, adapter)
+    return tuple(own for _, own in layers)
+
+
+def chunk_layers(
+    config: DecoderConfig,
+    params: EngineParams,
+    cache: KVCache,
+    tokens: jax.Array,
+    starts: jax.Array,
+    pictures: PictureInputs | None = None,
+    mesh: Mesh | None = None,
+    adapters: AdapterStacks | None = None,
+    adapter: jax.Array | None = None,
+) -> Iterator[tuple[jax.Array, LayerKV]]:
+    """Compute :func:`prefill_chunks` layer by layer: yield the residual stream [D, R T] behind each, and its KV."""
     heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.head_dim
     rows, count = tokens.shape
     x = embed_tokens(config, params, tokens.reshape(-1))
@@ -177,26 +205,43 @@ def prefill_chunks(
     else:
         tables = _picture_rope(config, pictures.rope_positions.reshape(-1, 3))
     windows = (None, config.sliding_window)
-    new = []
+    multipliers = _multipliers(params, adapters, None if adapter is None else jnp.repeat(adapter, count))
     for i, (layer, cached) in enumerate(zip(params.layers, cache.layers, strict=True)):
-        window = windows[config.is_windowed(i)]
-        q, k, v = _project(config, layer, x, *tables[config.is_windowed(i)])
+        window, multiply = windows[config.is_windowed(i)], multipliers[i]
+        q, k, v = _project(config, layer, multiply, x, *tables[config.is_windowed(i)])
         q = q.reshape(*q.shape[:-1], rows, count)
         k = k.reshape(kv_heads, size, rows, count).transpose(2, 0, 1, 3)  # [R, K, h, T]
         v = v.reshape(kv_heads, size, rows, count).transpose(2, 0, 3, 1)  # [R, K, T, h]
         own = stored(k, v, cached.keys.dtype)
         mixed = chunk_attention(q, cached, own, starts, window=window, mesh=mesh)
         mixed = mixed.reshape(heads * size, rows * count)
-        x = _finish_layer(config, layer, x, product(layer["o"], mixed), mesh)
-        new.append(own)
-    return tuple(new)
+        x = _finish_layer(config, layer, multiply, x, multiply("o", mixed), mesh)
+        yield x, own
+
+
+Multiply = Callable[[str, jax.Array], jax.Array]
+"""A layer's matrix, by name, times x [in, B] -> [..., out, B], with the adapters of the lanes."""
+
+
+def _multipliers(params: EngineParams, adapters: AdapterStacks | None, adapter: jax.Array | None) -> list[Multiply]:
+    """Return for every layer what multiplies with its matrices; ``adapter`` is int32 [B]."""
+    if adapters is None or adapter is None:
+        return [lambda name, x, layer=layer: product(layer[name], x) for layer in params.layers]
+    chosen = one_hot(adapter, adapters, params.embed.dtype)
+
+    def multiply(layer: Params, own: LayerAdapters, name: str, x: jax.Array) -> jax.Array:
+        out = product(layer[name], x)
+        return add_low_rank(out, own[name], x, chosen) if name in own else out
+
+    pairs = zip(params.layers, adapters.layers, strict=True)
+    return [functools.partial(multiply, layer, own) for layer, own in pairs]
 
 
 def _project(
-    config: DecoderConfig, layer: Params, x: jax.Array, cos: jax.Array, sin: jax.Array
+    config: DecoderConfig, layer: Params, multiply: Multiply, x: jax.Array, cos: jax.Array, sin: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Rotated and scaled queries [K, G, h, B], rotated keys and values [K, h, B] of x [D, B]; cos and sin [h/2, B]."""
-    qkv = product(layer["qkv"], rms_norm(config, x, layer["input_norm"], axis=0))
+    qkv = multiply("qkv", rms_norm(config, x, layer["input_norm"], axis=0))
     if config.qkv_bias:
         qkv = qkv + layer["qkv_bias"][..., None]
     qkv = qkv.reshape(config.num_kv_heads, -1, config.head_dim, x.shape[1])
@@ -207,26 +252,32 @@ def _project(
     return rotate(q, cos, sin, axis=2) * config.score_scale, rotate(k, cos, sin, axis=1), v
 
 
-def _finish_layer(config: DecoderConfig, layer: Params, x: jax.Array, mixed: jax.Array, mesh: Mesh | None) -> jax.Array:
+def _finish_layer(
+    config: DecoderConfig, layer: Params, multiply: Multiply, x: jax.Array, mixed: jax.Array, mesh: Mesh | None
+) -> jax.Array:
     """Residual, feed-forward, residual on [D, B]."""
     mixed = constrain(mixed, mesh)
     if not config.sandwich_norms:
         x = x + mixed
-        return x + _feed_forward(config, layer, rms_norm(config, x, layer["post_attention_norm"], axis=0), mesh)
+        normed = rms_norm(config, x, layer["post_attention_norm"], axis=0)
+        return x + _feed_forward(config, layer, multiply, normed, mesh)
     x = x + rms_norm(config, mixed, layer["post_attention_norm"], axis=0)
-    out = _feed_forward(config, layer, rms_norm(config, x, layer["pre_feedforward_norm"], axis=0), mesh)
+    normed = rms_norm(config, x, layer["pre_feedforward_norm"], axis=0)
+    out = _feed_forward(config, layer, multiply, normed, mesh)
     return x + rms_norm(config, out, layer["post_feedforward_norm"], axis=0)
 
 
-def _feed_forward(config: DecoderConfig, layer: Params, x: jax.Array, mesh: Mesh | None) -> jax.Array:
+def _feed_forward(
+    config: DecoderConfig, layer: Params, multiply: Multiply, x: jax.Array, mesh: Mesh | None
+) -> jax.Array:
     """The gated network, or the mixture of experts, on [D, B]."""
     activation = ACTIVATIONS[config.activation]
     if config.experts is not None and mesh is not None:
         return replicated_mixture_of_experts(config.experts, layer, x.T, activation, mesh).T
     if config.experts is not None:
         return mixture_of_experts(config.experts, layer, x.T, activation).T
-    gate, up = product(layer["gate_up"], x)
-    return constrain(product(layer["down"], activation(gate) * up), mesh)
+    gate, up = multiply("gate_up", x)
+    return constrain(multiply("down", activation(gate) * up), mesh)
 
 
 def embed_tokens(config: DecoderConfig, params: EngineParams, tokens: jax.Array) -> jax.Array:

@@ -28,6 +28,8 @@ class Lanes:
         seed: uint32.
         stop_ids: int32 [W, n], ids that end the generation, padded with -1.
         offsets: int32, what pictures add to rotary positions; None where the model sees nothing.
+        adapter: int32, number of the adapter among the engine's from 1 on, 0 for the plain model; None where it has
+            none.
     """
 
     pages: jax.Array
@@ -40,6 +42,7 @@ class Lanes:
     seed: jax.Array
     stop_ids: jax.Array
     offsets: jax.Array | None = None
+    adapter: jax.Array | None = None
 
 
 def make_lanes(count: int, pages: int) -> Lanes:
@@ -69,7 +72,6 @@ def pad_lanes(lanes: Lanes, extra: int) -> Lanes:
     """With ``extra`` lanes that do not run."""
     if not extra:
         return lanes
-    padding = make_lanes(extra, lanes.pages.shape[1])
-    if lanes.offsets is not None:
-        padding = replace(padding, offsets=np.zeros(extra, np.int32))
+    optional = {name: np.zeros(extra, np.int32) for name in ("offsets", "adapter") if getattr(lanes, name) is not None}
+    padding = replace(make_lanes(extra, lanes.pages.shape[1]), **optional)
     return jax.tree.map(lambda a, b: np.concatenate([a, b]), lanes, padding)

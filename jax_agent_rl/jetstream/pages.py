@@ -83,7 +83,7 @@ class PageTable:
         self._longest = longest
         self._total = pages
         self._free = list(range(pages, 0, -1))
-        self._root = _Page(NOBODYS, None)
+        self._roots: dict[str | None, _Page] = {}  # KV of a tree is of one adapter, or of the plain model
         self._pages: dict[int, _Page] = {}
         self._contexts: dict[int, _Context] = {}
         self._between_turns: dict[str, list[_Page]] = {}  # sessions, and the pages they went through
@@ -93,13 +93,16 @@ class PageTable:
 
     # --- contexts ---------------------------------------------------------------------------------------------
 
-    def place(self, prompt: Sequence[int] | np.ndarray, session: str | None) -> Placement | None:
-        """Takes pages for a prompt and one id behind it; None while those that run may need what is left.
+    def place(
+        self, prompt: Sequence[int] | np.ndarray, session: str | None, adapter: str | None = None
+    ) -> Placement | None:
+        """Take pages for a prompt and one id behind it; None while those that run may need what is left.
 
-        At most ``len(prompt) - 1`` ids are reused: the last one is what the first decode step feeds.
+        At most ``len(prompt) - 1`` ids are reused: the last one is what the first decode step feeds. KV is shared by
+        contexts of the same adapter only.
         """
-        ids = np.asarray(prompt).tolist()[:-1]
-        shared, part, common = self._common_prefix(ids)
+        ids, root = np.asarray(prompt).tolist()[:-1], self._roots.setdefault(adapter, _Page(NOBODYS, None))
+        shared, part, common = self._common_prefix(ids, root)
         if part is not None and common == len(part.ids) and not part.holders:
             shared, part, common = [*shared, part], None, 0  # nothing of it is lost when this context goes on in it
         own = len(ids) // self.size + 1 - len(shared)
@@ -110,7 +113,7 @@ class PageTable:
         self._forget_session(session)
         kept = [*shared, part] if part is not None else shared
         self._hold(kept)
-        new = self._new(shared[-1] if shared else self._root, own)
+        new = self._new(shared[-1] if shared else root, own)
         if part is not None:
             new[0].ids = part.ids[:common]
             self._let_go([part])
@@ -178,7 +181,7 @@ class PageTable:
         for page in [page for page in self._pages.values() if not page.holders]:
             del self._pages[page.number]
             self._free.append(page.number)
-        self._root = _Page(NOBODYS, None)
+        self._roots.clear()
         self._between_turns.clear()
         self._ends.clear()
         self._idle = 0
@@ -190,13 +193,13 @@ class PageTable:
 
     # --- pages ------------------------------------------------------------------------------------------------
 
-    def _common_prefix(self, ids: list[int]) -> tuple[list[_Page], _Page | None, int]:
+    def _common_prefix(self, ids: list[int], root: _Page) -> tuple[list[_Page], _Page | None, int]:
         """Full pages that ``ids`` begin with, the page behind them that goes on alike, and how far it does.
 
         Contexts that were computed side by side may have pages of the same ids: all of them are looked behind.
         """
-        best, found = (0, False), self._root
-        places = [(self._root, 0)]
+        best, found = (0, False), root
+        places = [(root, 0)]
         while places:
             before, begin = places.pop()
             rest = ids[begin : begin + self.size]
@@ -210,7 +213,7 @@ class PageTable:
         common, full = best[0] % self.size, []
         part = found if common else None
         page = found.before if common else found
-        while page is not None and page is not self._root:
+        while page is not None and page is not root:
             full.append(page)
             page = page.before
         return full[::-1], part, common
@@ -269,7 +272,7 @@ class PageTable:
 
     def _offer(self, page: _Page | None) -> None:
         """Lets a page be given up, if it is an end that nobody holds."""
-        if page is None or page is self._root or not self._is_end(page):
+        if page is None or page.before is None or not self._is_end(page):
             return
         heapq.heappush(self._ends, page.rank)
         if len(self._ends) > 4 * self._total:

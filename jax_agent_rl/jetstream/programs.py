@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
 import jax.monitoring
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from jax_agent_rl.jetstream.adapters import AdapterStacks
 from jax_agent_rl.jetstream.forward import EngineParams, decode_step, prefill_chunks
 from jax_agent_rl.jetstream.kv import KVCache, LayerKV
 from jax_agent_rl.jetstream.lanes import Lanes
@@ -37,6 +41,7 @@ def decode(
     lanes: Lanes,
     limits: jax.Array,
     forced: jax.Array | None = None,
+    adapters: AdapterStacks | None = None,
 ) -> tuple[KVCache, jax.Array]:
     """Several decode steps for W lanes, each in its ``lanes.pages`` of the cache.
 
@@ -49,6 +54,7 @@ def decode(
         in_place: by kernels for TPUs.
         limits: int32 [2]: steps to run at most; end early once this many lanes have finished.
         forced: int32 [max_steps, W], ids to take in place of sampled ones, which stop nothing; -1 samples.
+        adapters: those that ``lanes.adapter`` names.
 
     Returns:
         the cache, and int32 [2, max_steps, W]: sampled ids (-1 where a lane did not run) and the bits of their
@@ -59,7 +65,7 @@ def decode(
 
     def feed(worked: KVCache, tokens: jax.Array, positions: jax.Array) -> tuple[jax.Array, KVCache]:
         here = jnp.minimum(positions, span - 1)
-        return decode_step(config, params, worked, tokens, here, lanes.offsets, mesh, pages)
+        return decode_step(config, params, worked, tokens, here, lanes.offsets, mesh, pages, adapters, lanes.adapter)
 
     worked, out = _steps(feed, max_steps, worked, lanes, limits, forced)
     return worked if in_place else write_back(cache, worked, lanes.pages, lanes.positions, max_steps), out
@@ -126,6 +132,8 @@ def compute_chunks(
     before: jax.Array,
     into: jax.Array,
     pictures: PictureInputs | None = None,
+    adapters: AdapterStacks | None = None,
+    adapter: jax.Array | None = None,
 ) -> tuple[LayerKV, ...]:
     """Prefills one chunk of each of R contexts, to be written by :func:`~jax_agent_rl.jetstream.paging.written`.
 
@@ -138,11 +146,13 @@ def compute_chunks(
         before: int32 [R, n], the pages of the contexts, at least as far as the chunks begin.
         into: int32 [R, m], the pages that the chunks touch.
         pictures: what the chunks show, for models that see.
+        adapters, adapter: see :func:`~jax_agent_rl.jetstream.forward.prefill_chunks`.
 
     Returns:
         the pages ``into``.
     """
-    new = prefill_chunks(config, params, gathered(cache, before, starts), tokens, starts, pictures, mesh)
+    rows = gathered(cache, before, starts)
+    new = prefill_chunks(config, params, rows, tokens, starts, pictures, mesh, adapters, adapter)
     return aligned(cache, new, starts, into[:, 0])
 
 
@@ -162,19 +172,28 @@ def cache_hits() -> Iterator[list[str]]:
         jax.monitoring.unregister_event_listener(listen)
 
 
+Soon = tuple[tuple, Sequence[Any]] | None
+"""Key and arguments of a program that will be needed."""
+
+
 class ProgramTable:
-    """Compiles programs ahead of time, one per name and shape, and counts those that come after warm-up."""
+    """Compiles programs, one per name and shape, and counts those that come after warm-up."""
 
     def __init__(self) -> None:
         self._programs: dict[tuple, Callable[..., Any]] = {}
         self._warm = False
+        self._later: frozenset[tuple] = frozenset()
         self.recompilations = 0
         self.compile_seconds = 0.0
         self.cache_hits = 0
 
-    def end_warm_up(self) -> None:
-        """From here on a new program counts as a recompilation."""
-        self._warm = True
+    def end_warm_up(self, later: Collection[tuple] = ()) -> None:
+        """From here on a new program counts as a recompilation.
+
+        Args:
+            later: keys of programs that are compiled when they are first needed, and do not count.
+        """
+        self._warm, self._later = True, frozenset(later)
 
     def __len__(self) -> int:
         return len(self._programs)
@@ -192,6 +211,7 @@ class ProgramTable:
         *args: Any,
         place: NamedSharding,
         out: Any,
+        soon: Callable[[], Soon] | None = None,
     ) -> Any:
         """Runs ``function(*args)`` through the program named ``key``, compiling it if it is new.
 
@@ -199,29 +219,79 @@ class ProgramTable:
             donate: indices of arguments whose memory the result may take.
             place: where arguments go that are on no devices yet.
             out: shardings of the result (a prefix of its tree).
+            soon: tells by what the function will be called next, or None. Asked if this program is new; another new one
+                is compiled beside it, for a compiler uses one core.
         """
-        program = self._programs.get(key)
-        if program is None:
+        if key not in self._programs:
             begin = time.perf_counter()
-            with cache_hits() as hits:
-                program = self._programs[key] = traced(function, donate, *args, place=place, out=out).lower().compile()
-            self.cache_hits += len(hits)
+            compiled = functools.partial(_compiled, function, donate, place=place, out=out)
+            following = soon() if soon is not None else None
+            if following is not None and following[0] not in self._programs:
+                with ThreadPoolExecutor(1) as pool:
+                    other = pool.submit(compiled, *following[1])
+                    self._add(key, *compiled(*args))
+                    self._add(following[0], *other.result())
+            else:
+                self._add(key, *compiled(*args))
             self.compile_seconds += time.perf_counter() - begin
-            self.recompilations += self._warm
-        return program(*args)
+        return self._programs[key](*args)
+
+    def _add(self, key: tuple, program: Callable[..., Any], hit: bool) -> None:
+        self._programs[key] = program
+        self.cache_hits += hit
+        self.recompilations += self._warm and key not in self._later
+
+
+_shared: dict[tuple, Callable[..., Any]] = {}
+MAX_SHARED = 512
+"""Programs that the next engine of the same shapes in this process takes as they are: one that is started again, that
+of an evaluation. Engines have threads of their own, so each access is one operation; at the limit all are dropped."""
+
+
+def _compiled(
+    function: Callable[..., Any], donate: tuple[int, ...], *args: Any, place: NamedSharding, out: Any
+) -> tuple[Callable[..., Any], bool]:
+    """The program, and whether it was compiled before: by this process, or by one with the same cache."""
+    key: tuple | None = None
+    if (identity := _identity(function)) is not None:
+        described = [(x.shape, x.dtype, _place_of(x, place)) for x in map(_as_array, jax.tree.leaves(args))]
+        leaves, tree = jax.tree.flatten(out)
+        key = (identity, donate, tuple(described), jax.tree.structure(args), tuple(leaves), tree)
+    if (program := _shared.get(key) if key else None) is not None:
+        return program, True
+    with cache_hits() as hits:
+        program = traced(function, donate, *args, place=place, out=out).lower().compile()
+    if key is not None:
+        if len(_shared) >= MAX_SHARED:
+            _shared.clear()
+        _shared[key] = program
+    return program, bool(hits)
+
+
+def _identity(function: Callable[..., Any]) -> tuple | None:
+    """What tells a function of a module, with static arguments, from others; None for one that is made at run time."""
+    if isinstance(function, functools.partial):
+        static = (*function.args, *sorted(function.keywords.items()))
+        return (function.func, static) if _identity(function.func) else None
+    return (function,) if inspect.isfunction(function) and "<" not in function.__qualname__ else None
+
+
+def _as_array(x: Any) -> Any:
+    return x if isinstance(x, jax.Array | jax.ShapeDtypeStruct) else np.asarray(x)
+
+
+def _place_of(x: Any, place: NamedSharding) -> NamedSharding:
+    """Where an argument is, or goes if it is on no device yet."""
+    return x.sharding if isinstance(x, jax.ShapeDtypeStruct) or getattr(x, "committed", False) else place
 
 
 def traced(
     function: Callable[..., Any], donate: tuple[int, ...], *args: Any, place: NamedSharding, out: Any
 ) -> jax.stages.Traced:
     """``function(*args)`` ready to be compiled, see :meth:`ProgramTable.call`; arguments may be described."""
-
-    def where(x: Any) -> NamedSharding:
-        return x.sharding if isinstance(x, jax.ShapeDtypeStruct) or getattr(x, "committed", False) else place
-
     jitted = jax.jit(
         function,
-        in_shardings=jax.tree.map(where, args),
+        in_shardings=jax.tree.map(lambda x: _place_of(x, place), args),
         out_shardings=out,
         donate_argnums=donate,
         keep_unused=True,  # memory may be given by what is not read

@@ -52,6 +52,7 @@ class Counters:
     busy_seconds: float = 0.0
     prefill_seconds: float = 0.0
     weight_update_seconds: float = 0.0
+    lane_steps: int = 0
 
 
 @dataclass
@@ -116,8 +117,10 @@ class Scheduler:
             )
         if request.request_id in self._known:
             raise BackendError(f"{name} is already running; request ids must be unique while they live")
-        if request.lora:
-            raise BackendError(f"{name}: the jetstream backend takes no LoRA adapter")
+        if request.lora is not None and request.lora not in self.engine.adapters:
+            raise BackendError(
+                f"{name}: no LoRA adapter {request.lora!r}; there are {sorted(self.engine.adapters)} (rollout.adapters)"
+            )
         if sampling.stop and self.decode_text is None:
             raise BackendError(f"{name} has stop strings, but this engine was given no tokenizer")
         vocabulary = self.engine.config.vocab_size
@@ -201,14 +204,14 @@ class Scheduler:
             if run.shown is not None:
                 run.keys = self._keys(run.shown)
                 keys = np.concatenate([run.keys, context[len(run.keys) :]])
-            placement = self.table.place(keys, run.request.session_id)
+            placement = self.table.place(keys, run.request.session_id, run.request.lora)
             if placement is None:
                 break
             heapq.heappop(self._waiting)
             run.context = placement.context
             self.running[run.request.request_id] = run
             new = context[placement.reused : -1]
-            plan.add(placement, new, run.shown)
+            plan.add(placement, new, run.shown, self._adapter_number(run))
             self.table.append(placement.context, keys[placement.reused : -1])
             self.counters.prefill_tokens += len(new)
             if not run.num_preempted:
@@ -218,6 +221,9 @@ class Scheduler:
             for source, target in copies:
                 self.cache = self.engine.copy_page(self.cache, source, target)
             self.cache = self.engine.extend(self.params, self.cache, extensions)
+
+    def _adapter_number(self, run: RunningRequest) -> int:
+        return 0 if run.request.lora is None else 1 + self.engine.adapters.index(run.request.lora)
 
     def _make_room(self, steps: int) -> None:
         """Takes pages for what a dispatch may sample, of the first requests first; the last ones may have to wait."""
@@ -252,8 +258,11 @@ class Scheduler:
             self._fill_lane(lanes, lane, run)
         if any(run.offset for run in runs):
             lanes = replace(lanes, offsets=np.array([run.offset for run in runs], np.int32))
+        if self.engine.adapters:
+            lanes = replace(lanes, adapter=np.array([self._adapter_number(run) for run in runs], np.int32))
         exit_after = 1 if self._waiting else len(runs)
         self.cache, ids, log_probs = self.engine.decode(self.params, self.cache, lanes, steps, exit_after)
+        self.counters.lane_steps += self.engine.width(len(runs)) * int((ids >= 0).any(axis=1).sum())
         return [
             (run, chunk)
             for lane, run in enumerate(runs)

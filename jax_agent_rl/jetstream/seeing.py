@@ -73,17 +73,27 @@ class SeeingEngine(JaxEngine):
 
     def warm_up(self, params: EngineParams, cache: KVCache, say: Callable[[str], None] = unheard) -> KVCache:
         """As :meth:`JaxEngine.warm_up`, and the programs that look."""
-        jobs = [
+        looks = self._looks() if self._compile_ahead else []
+        for number, (size, rows, chunk) in enumerate(looks, 1):
+            say(f"compiling a look at {size} patches for {rows} x {chunk} ({number} of {len(looks)})")
+            found = self._features(params, [], size)
+            self._lay(self._blank(rows, chunk), found, np.full(chunk, -1, np.int32), 0)
+        return super().warm_up(params, cache, say)
+
+    def _looks(self) -> list[tuple[int, int, int]]:
+        """Numbers of patches, rows and ids that are looked at together."""
+        return [
             (size, rows, chunk)
             for size in self.patch_buckets
             for rows in (1, PREFILL_ROWS)
             for chunk in self.shapes.chunk_buckets
         ]
-        for number, (size, rows, chunk) in enumerate(jobs, 1):
-            say(f"compiling a look at {size} patches for {rows} x {chunk} ({number} of {len(jobs)})")
-            found = self._features(params, [], size)
-            self._lay(self._blank(rows, chunk), found, np.full(chunk, -1, np.int32), 0)
-        return super().warm_up(params, cache, say)
+
+    def program_keys(self) -> set[tuple]:
+        """As :meth:`JaxEngine.program_keys`, and the programs that look."""
+        merged = self._vision.merge_size**2
+        lay = {("lay", rows, chunk, size // merged) for size, rows, chunk in self._looks()}
+        return super().program_keys() | lay | {("tower", size) for size in self.patch_buckets}
 
     def _look(self, params: EngineParams, pictures: Sequence[Picture]) -> None:
         """Computes the features of pictures that fit a program together."""

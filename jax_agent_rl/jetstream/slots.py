@@ -164,6 +164,7 @@ class SlotScheduler(Scheduler):
                 self.params, self.cache, self._next_key(), greedy=_is_greedy(runs[0])
             )
             results.append(result)
+        self.counters.lane_steps += len(results) * self.engine.max_concurrent_decodes
         steps = read_results(results)
         ids, logs = (np.stack(column) for column in zip(*steps, strict=True))  # [steps, slots]
         return self._accepted((run, ids[:, run.context], logs[:, run.context]) for run in runs)

@@ -102,9 +102,7 @@ def prepare(hosts: Sequence[Host], options: Options) -> Preparation:
     variables = {"JAX_AGENT_RL_VENV": str(options.venv)}
     program = options.program("jax-agent-rl")
     model = [Command(name=host.name, host=host, argv=(program, "fetch-model")) for host in hosts]
-    rows = Command(
-        name=hosts[0].name, host=hosts[0], argv=(program, "prepare", "calculator", "--out", "data/calculator")
-    )
+    rows = Command(name=hosts[0].name, host=hosts[0], argv=(program, "prepare", "shop", "--out", "data/shop"))
     return Preparation(
         checks=tuple(check_command(host, options.device) for host in hosts),
         environment=tuple(

@@ -90,6 +90,7 @@ def refuse_own_keys(overrides: Sequence[str]) -> None:
 def _settings_of(path: str, overrides: Sequence[str]) -> Settings:
     from jax_agent_rl.config import load
 
+    load(path, [*overrides, "rollout.backend=vllm", "rollout.urls=[]"])  # as the servers will see it
     # As the learner will see it: the addresses are not known yet, any will do.
     config = load(path, [*overrides, "rollout.backend=remote", "rollout.urls=[http://127.0.0.1:1]"])
     mesh, vllm = config.learner.mesh, config.rollout.vllm

@@ -43,11 +43,12 @@ def correct(
     if config.rollout_is == "none":
         importance = [np.ones(len(delta)) for delta in deltas]
     else:
-        raw = importance_weights(config.rollout_is, deltas, kept)
+        # Of all active terms: a trajectory was sampled as a whole, whatever a rule rejects of it afterwards.
+        raw = importance_weights(config.rollout_is, deltas, active)
         importance = truncate(raw, config.rollout_is_threshold)
-        metrics |= _weight_metrics(raw, importance, kept)
+        metrics |= _weight_metrics(raw, importance, active)
         if config.rollout_is_batch_normalize:
-            importance = normalize(config.rollout_is, importance, kept)
+            importance = normalize(config.rollout_is, importance, active)
     if config.rollout_rs:
         before, after = sum(a.sum() for a in active), sum(k.sum() for k in kept)
         metrics["rollout_rs_rejected_fraction"] = 1 - after / max(before, 1)
@@ -162,14 +163,21 @@ def behaviour_weights(cap: float, old: PerTerm, rollout: PerTerm, active: Sequen
 
 
 def _weight_metrics(raw: PerTerm, truncated: PerTerm, active: Sequence[np.ndarray]) -> dict[str, float]:
+    """Statistics over the active terms: extremes of the raw weights; mean, deviation and effective sample size (as a
+    share of the terms; 0 if every weight is 0) of those that multiply the loss.
+
+    References: Kish 1965, Survey Sampling, for the effective sample size.
+    """
     before = np.concatenate([w[m] for w, m in zip(raw, active, strict=True)])
     after = np.concatenate([w[m] for w, m in zip(truncated, active, strict=True)])
     if not len(before):
         return {}
+    mean, square = float(after.mean()), float(np.square(after).mean())
     return {
-        "rollout_is_mean": float(before.mean()),
+        "rollout_is_mean": mean,
+        "rollout_is_std": float(after.std()),
         "rollout_is_max": float(before.max()),
         "rollout_is_min": float(before.min()),
-        "rollout_is_eff_sample_size": float(1 / np.mean(np.square(before / before.mean()))),
+        "rollout_is_eff_sample_size": mean**2 / square if square > 0 else 0.0,
         "rollout_is_clipped_fraction": float(np.mean(before != after)),
     }

@@ -16,6 +16,7 @@ import numpy as np
 
 from jax_agent_rl.config_algorithm import AlgorithmConfig
 from jax_agent_rl.learner import advantages
+from jax_agent_rl.learner.comparison import Comparison, comparable, compare
 from jax_agent_rl.learner.correction import behaviour_weights, correct, mismatch
 from jax_agent_rl.learner.losses.aggregation import term_weights
 from jax_agent_rl.learner.losses.kl import kl_forward
@@ -58,6 +59,17 @@ class Experience:
     kl: float
     metrics: dict[str, float]
 
+    def comparison(self, bypass: bool) -> Comparison | None:
+        """Engine and learner on every token that can be compared; None where no pass has scored them yet.
+
+        Args:
+            bypass: the old log-probs are the rollout's.
+        """
+        if bypass or "old_logprob" not in self.terms:
+            return None
+        tokens = [mine > 0 for mine in self.terms["comparable"]]
+        return compare(self.terms["old_logprob"], self.terms["rollout_logprob"], tokens)
+
     def by_trajectory(self, groups: Sequence[Group]) -> dict[str, dict[str, np.ndarray]]:
         """What each trajectory's tokens were worth, for the log; see ``UpdateResult.tokens``."""
         named = {"advantages": "advantage", "old_logprobs": "old_logprob"}
@@ -70,13 +82,20 @@ class Experience:
 
 
 def experience(
-    groups: Sequence[Group], config: AlgorithmConfig, scores: Scores, *, kl_coef: float, masked: Collection[str]
+    groups: Sequence[Group],
+    config: AlgorithmConfig,
+    scores: Scores,
+    *,
+    kl_coef: float,
+    masked: Collection[str],
+    since: int = 0,
 ) -> Experience:
     """Everything the losses need that is not a function of the current parameters.
 
     Args:
         kl_coef: the controller's current coefficient, for KL in the reward.
         masked: ids of trajectories whose rewards count in baselines and whose tokens are not trained on.
+        since: first policy version of the parameters that score; tokens of older ones cannot be compared.
     """
     samples = samples_of(groups, turn_reward=config.turn_reward)
     sampled = [np.flatnonzero(mask) for mask in samples.masks]
@@ -91,6 +110,7 @@ def experience(
             rewards[at] -= kl_coef * distance
     estimated = advantages.compute(replace(samples, values=scores.values), config)
     terms = {"advantage": _at(estimated.advantages, sampled), "rollout_logprob": rollout}
+    terms["comparable"] = [comparable(t, since).astype(np.float64) for t in samples.trajectories]
     metrics = _advantage_metrics(terms["advantage"], active)
     if old is not None:
         terms["old_logprob"] = old

@@ -1,8 +1,10 @@
-"""Log-probs and entropies of tokens under a linear head, without ever holding all logits.
+"""Log-probs and entropies of tokens under a linear head, without holding all logits.
 
 Logits exist for one chunk of tokens and one block of the vocabulary at a time; the backward pass computes them once
 more and takes the softmax's normalizer from the forward pass, so a block goes from product to gradient while it is in
 cache. The idea is that of Wijmans et al. 2024, "Cut Your Losses in Large-Vocabulary Language Models", arXiv 2411.09009.
+
+On a CPU, memory is cheaper than a product: there the backward pass may find the logits of the first chunks kept.
 
 Shapes: C chunks of N tokens, D hidden, V vocabulary, B vocabulary ids of a block, n blocks.
 """
@@ -10,6 +12,7 @@ Shapes: C chunks of N tokens, D hidden, V vocabulary, B vocabulary ids of a bloc
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -20,9 +23,15 @@ BLOCK = 2048  # ids of a block: its logits for a chunk stay in a CPU core's cach
 Arrays = tuple[jax.Array, jax.Array]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
 def linear_logprobs(
-    hidden: jax.Array, head: jax.Array, ids: jax.Array, valid: jax.Array, temperature: float, vocab_shards: int = 1
+    hidden: jax.Array,
+    head: jax.Array,
+    ids: jax.Array,
+    valid: jax.Array,
+    temperature: float,
+    vocab_shards: int = 1,
+    kept_chunks: int = 0,
 ) -> Arrays:
     """Log-prob of each token and entropy of its distribution, ``softmax(hidden @ head.T / temperature)``.
 
@@ -34,81 +43,110 @@ def linear_logprobs(
         ids: int32 [C, N].
         valid: bool [C, N]; a chunk in which nothing is valid costs nothing and gives zeros.
         vocab_shards: parts the head's V axis is split into over devices; each then has its part of every block.
+        kept_chunks: how many of the first chunks keep their N V logits for the backward pass.
 
     Returns:
         float32 [C, N] twice; values where ``valid`` is false mean nothing.
     """
-    return _forward(hidden, head, ids, valid, temperature, vocab_shards)[0]
+    return _forward(hidden, head, ids, valid, temperature, vocab_shards, kept_chunks)[0]
 
 
 def _forward(
-    hidden: jax.Array, head: jax.Array, ids: jax.Array, valid: jax.Array, temperature: float, vocab_shards: int
+    hidden: jax.Array,
+    head: jax.Array,
+    ids: jax.Array,
+    valid: jax.Array,
+    temperature: float,
+    vocab_shards: int,
+    kept_chunks: int,
 ) -> tuple[Arrays, tuple]:
     blocks = _blocks(head, vocab_shards)
     nothing = jnp.zeros(ids.shape[1], jnp.float32)
 
-    def statistics(hidden: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        def one(carry: tuple, block: Arrays) -> tuple[tuple, None]:
+    def statistics(hidden: jax.Array, ids: jax.Array, *, keep: bool) -> tuple[tuple, jax.Array | None]:
+        """Log-prob, entropy and normalizer of a chunk [N], and its logits [n, N, B] if they are kept."""
+
+        def one(carry: tuple, block: Arrays) -> tuple[tuple, jax.Array | None]:
             peak, total, weighted = carry
             scores = _scores(hidden, block, len(head), temperature)
             higher = jnp.maximum(peak, jnp.max(scores, axis=-1))
             shrink = jnp.exp(peak - higher)
             terms = jnp.exp(scores - higher[:, None])
             total = total * shrink + jnp.sum(terms, axis=-1)
-            return (higher, total, weighted * shrink + jnp.sum(terms * scores, axis=-1)), None
+            weighted = weighted * shrink + jnp.sum(terms * scores, axis=-1)
+            return (higher, total, weighted), scores if keep else None
 
         start = (jnp.full_like(nothing, NEGATIVE), nothing, nothing)
-        (peak, total, weighted), _ = jax.lax.scan(one, start, blocks)
+        (peak, total, weighted), scores = jax.lax.scan(one, start, blocks)
         normalizer = peak + jnp.log(total)
         chosen = jnp.einsum("nd,nd->n", hidden, head[ids], preferred_element_type=jnp.float32) / temperature
-        return chosen - normalizer, normalizer - weighted / total, normalizer
+        return (chosen - normalizer, normalizer - weighted / total, normalizer), scores
 
-    def chunk(_: None, part: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[None, tuple]:
+    def chunk(part: tuple[jax.Array, jax.Array, jax.Array], *, keep: bool) -> tuple[tuple, jax.Array | None]:
         hidden, ids, valid = part
-        skip = lambda hidden, ids: (nothing, nothing, nothing)  # noqa: E731
-        return None, jax.lax.cond(jnp.any(valid), statistics, skip, hidden, ids)
+        empty = jnp.zeros((len(blocks[1]), len(ids), blocks[1].shape[1]), jnp.float32) if keep else None
+        run = functools.partial(statistics, keep=keep)
+        return jax.lax.cond(jnp.any(valid), run, lambda *_: ((nothing, nothing, nothing), empty), hidden, ids)
 
-    _, (logprob, entropy, normalizer) = jax.lax.scan(chunk, None, (hidden, ids, valid))
-    return (logprob, entropy), (hidden, head, ids, valid, entropy, normalizer)
+    (logprob, entropy, normalizer), kept = _over_chunks(chunk, (hidden, ids, valid), kept_chunks)
+    return (logprob, entropy), (hidden, head, ids, valid, entropy, normalizer, kept)
 
 
 def _backward(
-    temperature: float, vocab_shards: int, saved: tuple, cotangents: Arrays
+    temperature: float, vocab_shards: int, kept_chunks: int, saved: tuple, cotangents: Arrays
 ) -> tuple[jax.Array, jax.Array, None, None]:
-    hidden, head, ids, valid, entropy, normalizer = saved
+    hidden, head, ids, valid, entropy, normalizer, kept = saved
     blocks = _blocks(head, vocab_shards)
     # d log p(id) / d score = [this id] - p and d H / d score = -p (log p + H). The part of the id itself comes first.
     d_chosen = jnp.where(valid, cotangents[0], 0.0)[..., None] / temperature
     d_hidden = d_chosen * head[ids]
 
-    def of_normalizer(hidden: jax.Array, statistics: jax.Array, d_blocks: jax.Array) -> Arrays:
+    def of_normalizer(
+        hidden: jax.Array, statistics: jax.Array, scores: jax.Array | None, d_blocks: jax.Array
+    ) -> Arrays:
         """Adds a chunk's part to d head [n, B, D]; also d hidden [N, D]. ``statistics`` [4, N]."""
         d_logprob, d_entropy, entropy, normalizer = statistics[..., None]
 
-        def one(d_hidden: jax.Array, part: tuple[Arrays, jax.Array]) -> Arrays:
-            block, d_block = part
-            logs = _scores(hidden, block, len(head), temperature) - normalizer
+        def one(d_hidden: jax.Array, part: tuple[Arrays, jax.Array | None, jax.Array]) -> Arrays:
+            block, scores, d_block = part
+            logs = (_scores(hidden, block, len(head), temperature) if scores is None else scores) - normalizer
             d_scores = jnp.exp(logs) * (d_logprob + d_entropy * (logs + entropy)) / -temperature
             d_scores = d_scores.astype(hidden.dtype)
             d_hidden = d_hidden + jnp.einsum("nb,bd->nd", d_scores, block[0], preferred_element_type=jnp.float32)
             d_block = d_block + jnp.einsum("nb,nd->bd", d_scores, hidden, preferred_element_type=jnp.float32)
             return d_hidden, d_block
 
-        return jax.lax.scan(one, jnp.zeros(hidden.shape, jnp.float32), (blocks, d_blocks))
+        return jax.lax.scan(one, jnp.zeros(hidden.shape, jnp.float32), (blocks, scores, d_blocks))
 
-    def chunk(d_blocks: jax.Array, part: tuple[jax.Array, jax.Array, jax.Array]) -> Arrays:
-        hidden, valid, statistics = part
-        skip = lambda hidden, _, d_blocks: (jnp.zeros(hidden.shape, jnp.float32), d_blocks)  # noqa: E731
-        d_hidden, d_blocks = jax.lax.cond(jnp.any(valid), of_normalizer, skip, hidden, statistics, d_blocks)
+    def chunk(d_blocks: jax.Array, part: tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]) -> Arrays:
+        hidden, valid, statistics, scores = part
+        skip = lambda hidden, _, __, d_blocks: (jnp.zeros(hidden.shape, jnp.float32), d_blocks)  # noqa: E731
+        d_hidden, d_blocks = jax.lax.cond(jnp.any(valid), of_normalizer, skip, hidden, statistics, scores, d_blocks)
         return d_blocks, d_hidden
 
     statistics = jnp.stack([*cotangents, entropy, normalizer], axis=1)  # [C, 4, N]
-    d_blocks, rest = jax.lax.scan(chunk, jnp.zeros(blocks[0].shape, jnp.float32), (hidden, valid, statistics))
+    d_blocks, parts = jnp.zeros(blocks[0].shape, jnp.float32), []
+    for which, scores in ((slice(kept_chunks), kept), (slice(kept_chunks, None), None)):
+        if len(hidden[which]):
+            d_blocks, part = jax.lax.scan(chunk, d_blocks, (hidden[which], valid[which], statistics[which], scores))
+            parts.append(part)
     d_head = _unblock(d_blocks, vocab_shards)[: len(head)].at[ids].add(d_chosen * hidden)
-    return (d_hidden + rest).astype(hidden.dtype), d_head.astype(head.dtype), None, None
+    return (d_hidden + jnp.concatenate(parts)).astype(hidden.dtype), d_head.astype(head.dtype), None, None
 
 
 linear_logprobs.defvjp(_forward, _backward)
+
+
+def _over_chunks(chunk: Callable[..., tuple], parts: tuple, kept_chunks: int) -> tuple[tuple, jax.Array | None]:
+    """``chunk`` of each chunk of the parts: results of all stacked, and the logits of the first, which are kept."""
+    results, kept = [], None
+    for which, keep in ((slice(kept_chunks), True), (slice(kept_chunks, None), False)):
+        some = tuple(x[which] for x in parts)
+        if len(some[0]):
+            result, logits = jax.lax.map(functools.partial(chunk, keep=keep), some)
+            results.append(result)
+            kept = logits if keep else kept
+    return jax.tree.map(lambda *x: jnp.concatenate(x), *results), kept
 
 
 def _blocks(head: jax.Array, shards: int) -> Arrays:

@@ -12,11 +12,12 @@ from jax_agent_rl.learner.batch import Sharing
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """One optimizer update: summed statistics, the gradient's norm, and whether it was finite."""
+    """One optimizer update: summed statistics, the gradient's norm, whether it was finite, and the learning rate."""
 
     statistics: dict
     norm: float
     finite: bool
+    rate: float
 
 
 def step_metrics(
@@ -43,6 +44,7 @@ def _policy(records: Sequence[Record]) -> dict[str, float]:
     balance = {"router_aux_loss": sums["router_aux"] / len(records)} if "router_aux" in sums else {}
     return balance | {
         "loss": sums["loss"] / len(records),
+        "learning_rate": records[-1].rate,
         "grad_norm": float(np.mean([record.norm for record in records])),
         "clip_fraction": sums["clipped"] / terms,
         "ratio_mean": sums["ratio"] / terms,
@@ -64,6 +66,7 @@ def _critic(records: Sequence[Record]) -> dict[str, float]:
     unexplained = sums["squared_error"] / terms / variance if variance > 1e-12 else 1.0
     return {
         "critic_loss": sums["loss"] / len(records),
+        "critic_learning_rate": records[-1].rate,
         "critic_grad_norm": float(np.mean([record.norm for record in records])),
         "critic_clip_fraction": sums["clipped"] / terms,
         "value_mean": sums["value"] / terms,

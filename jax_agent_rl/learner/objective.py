@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jax_agent_rl.config import AlgorithmConfig, LearnerConfig
+from jax_agent_rl.learner.comparison import INFINITE
 from jax_agent_rl.learner.linear_logprobs import linear_logprobs
 from jax_agent_rl.learner.losses import POLICY_LOSSES, LossConfig, Terms
 from jax_agent_rl.learner.losses.kl import kl_penalty
@@ -21,6 +22,7 @@ from jax_agent_rl.models.mesh import ROWS, constrain
 from jax_agent_rl.models.moe import load_balancing_loss
 
 TARGETS_PER_CHUNK = 256  # of a row
+KEPT_LOGITS = 2**30  # bytes that a micro-batch may keep on a CPU
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +35,7 @@ class ObjectiveConfig:
         mesh: what parameters and batch lie on; None on one device.
         on_policy: the old log-probs are this very pass's (one update per rollout batch).
         bypass: the old log-probs are the rollout's.
+        kept_logits: bytes of logits that a micro-batch keeps for its backward pass; what is beyond is recomputed.
         kl_estimator: of the KL term in the loss; None without one.
         router_aux_loss_coef: of the load-balancing loss of a mixture of experts.
     """
@@ -43,6 +46,7 @@ class ObjectiveConfig:
     remat: str
     mesh: Mesh | None = None
     bypass: bool = False
+    kept_logits: int = 0
     entropy_coeff: float = 0.0
     kl_estimator: str | None = None
     router_aux_loss_coef: float = 0.0
@@ -55,6 +59,7 @@ def objective_config(
     mesh: Mesh | None = None,
     *,
     scored: bool = False,
+    on_cpu: bool = False,
 ) -> ObjectiveConfig:
     """What the compiled objective depends on.
 
@@ -62,6 +67,8 @@ def objective_config(
 
     Args:
         scored: old log-probs come from elsewhere.
+        on_cpu: the objective runs on a CPU. There arithmetic is dear and memory is not, so that more is kept for the
+            backward pass: logits, and with remat ``dots`` what attention made.
     """
     correction, kl = algorithm.rollout_correction, algorithm.kl
     needs_old = (
@@ -83,8 +90,9 @@ def objective_config(
         temperature=temperature,
         on_policy=not (needs_old or correction.bypass_mode),
         bypass=correction.bypass_mode,
-        remat=config.remat,
+        remat="dots_and_attention" if on_cpu and config.remat == "dots" else config.remat,
         mesh=mesh,
+        kept_logits=KEPT_LOGITS if on_cpu and mesh is None else 0,
         entropy_coeff=algorithm.entropy_coeff,
         kl_estimator=kl.estimator if kl.where == "loss" else None,
         router_aux_loss_coef=config.router_aux_loss_coef,
@@ -146,7 +154,8 @@ def _at_targets(
     hidden, ids, valid = (chunks(x) for x in (at_parents, batch["target_id"], batch["target_valid"]))
     head = params.get("lm_head", params["embed"])
     vocab_shards = 1 if mesh is None else mesh.shape["tensor"]
-    scored: Any = linear_logprobs(hidden, head, ids, valid, objective.temperature, vocab_shards)
+    kept = min(len(ids), objective.kept_logits // (4 * ids.shape[1] * len(head)))
+    scored: Any = linear_logprobs(hidden, head, ids, valid, objective.temperature, vocab_shards, kept)
     logprob, entropy = (jnp.moveaxis(x.reshape(-1, rows, chunk), 1, 0).reshape(rows, -1)[:, :count] for x in scored)
     return logprob, entropy
 
@@ -187,6 +196,8 @@ def policy_loss(
         balance["router_aux"] = load_balancing_loss(load[1], batch["router_share"], batch["router_tokens"])
         total += objective.router_aux_loss_coef * balance["router_aux"]
     gap = jnp.where(active, jnp.abs(terms.rollout_logprob - _learner_logprob(objective, terms)), 0.0)
+    compared = active & (batch["term_comparable"] > 0) & ~jnp.isnan(gap)
+    same_weights = jnp.where(compared, jnp.minimum(gap, INFINITE), 0.0)
     statistics = {
         "sum": {
             "loss": total,
@@ -196,10 +207,12 @@ def policy_loss(
             "kl": jnp.sum(terms.active * (terms.old_logprob - logprob)),
             "kl_loss": jnp.sum(distance),
             "gap": jnp.sum(gap),
+            "compared": jnp.sum(compared.astype(jnp.float32)),
+            "compared_gap": jnp.sum(same_weights),
             "entropy": jnp.sum(entropy),
             **balance,
         },
-        "max": {"gap": jnp.max(gap)},
+        "max": {"gap": jnp.max(gap), "compared_gap": jnp.max(same_weights)},
     }
     return total, jax.lax.stop_gradient(statistics)
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import optax
 from jax.sharding import Mesh
 
 from jax_agent_rl.config import AlgorithmConfig, CriticConfig, LearnerConfig
@@ -52,6 +53,7 @@ class LearnerPrograms:
         config: LearnerConfig,
         temperature: float,
         mesh: Mesh,
+        rate: optax.Schedule,
         scored: bool = False,
     ) -> LearnerPrograms:
         """The programs of one configuration.
@@ -59,6 +61,7 @@ class LearnerPrograms:
         Args:
             policy: what is trained; arrays or shapes.
             mesh: of the learner; may be of devices that only a compiler knows.
+            rate: the policy's learning rate, see :mod:`~jax_agent_rl.learner.schedule`.
             scored: old log-probs come from elsewhere.
 
         Raises:
@@ -70,14 +73,15 @@ class LearnerPrograms:
                 "experts to balance; leave it out"
             )
         split = _split(mesh)
-        objective = objective_config(algorithm, config, temperature, split, scored=scored)
+        on_cpu = mesh.devices.flat[0].platform == "cpu"
+        objective = objective_config(algorithm, config, temperature, split, scored=scored, on_cpu=on_cpu)
         everywhere = replicated(mesh)
 
         def reading(program: Callable[..., jax.Array], view: View) -> Any:
             """Of (trained, frozen) weights and a batch; the result whole everywhere: every process reads all of it."""
             return jax.jit(lambda *weights, batch: program(view(*weights), batch), out_shardings=everywhere)
 
-        values = functools.partial(state_values, model, remat=config.remat, mesh=split)
+        values = functools.partial(state_values, model, remat=objective.remat, mesh=split)
         return cls(
             model=model,
             config=config,
@@ -89,6 +93,7 @@ class LearnerPrograms:
                 shardings=policy.shardings,
                 everywhere=everywhere,
                 optimizer=config,
+                rate=rate,
                 loss=functools.partial(policy_loss, model, objective),
             ),
             score=reading(functools.partial(term_logprobs, model, objective), policy.view),
@@ -96,17 +101,24 @@ class LearnerPrograms:
             values=reading(values, functools.partial(plain_view, dtype=config.compute_dtype)),
         )
 
-    def critic(self, params: Params, config: CriticConfig) -> tuple[UpdatePrograms, Params, Params]:
+    def critic(
+        self, params: Params, config: CriticConfig, *, rate: optax.Schedule
+    ) -> tuple[UpdatePrograms, Params, Params]:
         """The critic's update; its trained parameters, and the frozen ones, laid out.
 
         Args:
             params: a critic's (``learner.critic.critic_params``); arrays or shapes.
+            rate: the critic's learning rate.
         """
         own = self.config
         shardings = parameter_shardings(self.mesh, critic_shapes(self.model))
         trained, frozen, shardings = divided(params, shardings, freeze_vision=own.freeze_vision)
         loss = functools.partial(
-            value_loss, self.model, cliprange=config.cliprange_value, remat=own.remat, mesh=_split(self.mesh)
+            value_loss,
+            self.model,
+            cliprange=config.cliprange_value,
+            remat=self.objective.remat,
+            mesh=_split(self.mesh),
         )
         programs = UpdatePrograms(
             trained,
@@ -114,6 +126,7 @@ class LearnerPrograms:
             shardings=shardings,
             everywhere=replicated(self.mesh),
             optimizer=config,
+            rate=rate,
             loss=loss,
         )
         return programs, trained, frozen

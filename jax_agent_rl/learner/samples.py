@@ -6,7 +6,7 @@ in one piece or in many.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -75,6 +75,29 @@ def samples_of(groups: Sequence[Group], *, turn_reward: str) -> Samples:
         rewards=rewards,
         greedy=np.repeat(np.asarray(baselines, np.float64), counts),
     )
+
+
+def mini_batches(groups: Sequence[Group], updates_per_step: int) -> list[list[Group]]:
+    """The groups of each optimizer update: whole prompts, in shares that differ by one at most; never an empty one."""
+    parts = np.array_split(np.arange(len(groups)), min(updates_per_step, len(groups)))
+    return [[groups[i] for i in part] for part in parts]
+
+
+def trained_lengths(groups: Sequence[Group], updates_per_step: int, *, masked: Collection[str]) -> list[list[int]]:
+    """For each optimizer update the trained tokens of each of its trajectories.
+
+    Args:
+        masked: ids of trajectories that have none.
+    """
+    return [
+        [
+            sum(sum(s.loss_mask) for s in t.sequences)
+            for group in part
+            for t in group.trajectories
+            if t.trajectory_id not in masked
+        ]
+        for part in mini_batches(groups, updates_per_step)
+    ]
 
 
 def turns_of(trajectory: Trajectory) -> list[Turn]:

@@ -27,6 +27,7 @@ import numpy as np
 from jax_agent_rl.config import AlgorithmConfig, CriticConfig, LearnerConfig
 from jax_agent_rl.errors import NonFiniteError
 from jax_agent_rl.learner.batch import Batch, Sharing, pack
+from jax_agent_rl.learner.comparison import UNCHECKED, AgreementCheck, unread
 from jax_agent_rl.learner.critic import critic_params
 from jax_agent_rl.learner.experience import (
     Experience,
@@ -42,10 +43,13 @@ from jax_agent_rl.learner.losses.kl import AdaptiveKL
 from jax_agent_rl.learner.metrics import Record, step_metrics
 from jax_agent_rl.learner.pictures import blanks, row_sight
 from jax_agent_rl.learner.programs import LearnerPrograms
+from jax_agent_rl.learner.samples import mini_batches
+from jax_agent_rl.learner.schedule import learning_rate
 from jax_agent_rl.learner.sharding import make_mesh, place, replicated, row_sharding, row_shards
 from jax_agent_rl.learner.state import KeptState, LearnerState, UpdateResult
 from jax_agent_rl.learner.trainable import Arrays, Trainable
 from jax_agent_rl.learner.trained import Trained
+from jax_agent_rl.learner.undo import undone
 from jax_agent_rl.models import stored
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.shown import Sight
@@ -84,6 +88,7 @@ class Learner:
         critic_init: a language model to start the critic from; the policy if None.
         score_by: what computes old log-probs; the learner's own packed passes if None.
         sight: how the model sees; None where trajectories show nothing.
+        total_steps: training steps of the run, over which a learning rate decays; None where none does.
     """
 
     def __init__(
@@ -98,19 +103,23 @@ class Learner:
         critic_init: Params | None = None,
         score_by: ScoreContexts | None = None,
         sight: Sight | None = None,
+        total_steps: int | None = None,
     ) -> None:
+        self.model = model
         self._algorithm, self._config, self._critic_config = algorithm, config, critic or CriticConfig()
         self._mesh = make_mesh(config.mesh)
         self._rows = config.rows_per_micro_batch * row_shards(self._mesh)
         self._nonfinite_in_a_row = 0
         self._kl_coef, self._steps = float(np.float32(algorithm.kl.coef)), 0
-        self._score_by = score_by
-        self._sight = row_sight(sight, config)
+        self._score_by, self._sight = score_by, row_sight(sight, config)
         self._pack = functools.partial(
             pack, row_length=config.row_length, share_prefixes=config.share_prefixes, sight=self._sight
         )
         self._before: KeptState | None = None
+        self._inspect = unread
         self._compiled: set[Any] = set()  # programs, for every number of patches
+        self._policy_waits = self._critic_config.critic_warmup if algorithm.adv_estimator == "gae" else 0
+        self._rate = learning_rate(config, None if total_steps is None else total_steps - self._policy_waits)
         policy = Trained.of(model, params, config, mesh=self._mesh)
         self._programs = LearnerPrograms.of(
             model,
@@ -119,16 +128,18 @@ class Learner:
             config=config,
             temperature=temperature,
             mesh=self._mesh,
+            rate=self._rate,
             scored=score_by is not None,
         )
         self._objective = self._programs.objective
         self._policy = Trainable(policy.params, frozen=policy.frozen, programs=self._programs.policy)
-        self._whole, self._layers = policy.whole, model.num_layers
+        self._whole = policy.whole
         self._reference = policy.reference() if algorithm.kl.where != "none" else None
         self._critic: Trainable | None = None
         if algorithm.adv_estimator == "gae":
             initial = critic_params(params if critic_init is None else critic_init)
-            programs, trained, frozen = self._programs.critic(initial, self._critic_config)
+            rate = learning_rate(self._critic_config, total_steps)
+            programs, trained, frozen = self._programs.critic(initial, self._critic_config, rate=rate)
             self._critic = Trainable(trained, frozen=frozen, programs=programs)
 
     @property
@@ -156,6 +167,17 @@ class Learner:
         """
         return self._whole(*self._policy.weights)
 
+    def params_before(self) -> Params | None:
+        """:attr:`params` as they were before the last optimizer update, to rounding; None if there was none."""
+        rate = float(np.asarray(self._rate(max(self._steps - 1 - self._policy_waits, 0))))
+        before = undone(self._policy.state, self._config, rate=rate)
+        return None if before is None else self._whole(before, self._policy.frozen)
+
+    def logprobs(self, groups: Sequence[Group]) -> PerTerm:
+        """For each trajectory log-probs of its tokens with loss under :attr:`params`, float64 [S]."""
+        batch, _ = self._pack([t for g in groups for t in g.trajectories])
+        return batch.of_terms(self._passes(self._programs.score, self._policy.weights, batch))
+
     def store(self, folder: str) -> str:
         """Writes :attr:`params` to a version's folder, see ``models.stored``; returns the digest of its manifest.
 
@@ -179,6 +201,7 @@ class Learner:
         masked: Collection[str] = (),
         tick: Callable[[int, int], None] = lambda done, total: None,
         gate: UpdateGate | None = None,
+        check: AgreementCheck = UNCHECKED,
     ) -> UpdateResult:
         """Trains on groups: ``ppo_epochs`` times ``updates_per_step`` updates, each over an equal share of the prompts.
 
@@ -187,13 +210,15 @@ class Learner:
             masked: ids of trajectories that count in baselines only.
             tick: called with (micro-batches done, total) for a progress display.
             gate: closed by whoever wants the state before this call.
+            check: takes how engine and learner agree, before the first optimizer update.
 
         Raises:
             UpdateAbandoned: the gate was closed; nothing has changed.
             NonFiniteError: ``max_nonfinite_steps`` updates in a row were skipped; nothing else has changed.
         """
         begin, gate = time.perf_counter(), gate or UpdateGate()
-        minis, made = self._prepare(groups, masked=masked)
+        minis, made = self._prepare(groups, masked=masked, since=check.since)
+        self._inspect = check.before_update(made.comparison(self._objective.bypass))
         with self._all_or_none(len(minis), gate):
             policy, critic = self._train_all(minis, made, tick, gate)
         self._steps += 1
@@ -211,17 +236,19 @@ class Learner:
 
     # --- preparation ------------------------------------------------------------------------------------------
 
-    def _prepare(self, groups: Sequence[Group], *, masked: Collection[str] = ()) -> tuple[list[_MiniBatch], Experience]:
+    def _prepare(
+        self, groups: Sequence[Group], *, masked: Collection[str] = (), since: int = 0
+    ) -> tuple[list[_MiniBatch], Experience]:
         """Packs mini-batches of whole prompts, scores them, and computes what the losses need."""
         minis, begin = [], 0
-        for part in np.array_split(np.arange(len(groups)), min(self._config.updates_per_step, len(groups))):
-            trajectories = [t for i in part for t in groups[i].trajectories]
+        for part in mini_batches(groups, self._config.updates_per_step):
+            trajectories = [t for group in part for t in group.trajectories]
             batch, sharing = self._pack(trajectories)
             which = slice(begin, begin + len(trajectories))
             minis.append(_MiniBatch(batch=batch, sharing=sharing, which=which))
             begin = which.stop
         scores = self._scores(minis, groups)
-        return minis, experience(groups, self._algorithm, scores, kl_coef=self._kl_coef, masked=masked)
+        return minis, experience(groups, self._algorithm, scores, kl_coef=self._kl_coef, masked=masked, since=since)
 
     def _scores(self, minis: Sequence[_MiniBatch], groups: Sequence[Group]) -> Scores:
         """Only what something will read: each is a forward pass."""
@@ -284,7 +311,7 @@ class Learner:
         self, minis: Sequence[_MiniBatch], made: Experience, tick: Callable[[int, int], None], gate: UpdateGate
     ) -> tuple[list[Record], list[Record]]:
         """All epochs and mini-batches; records of the policy's and of the critic's updates."""
-        warming_up = self._critic is not None and self._steps < self._critic_config.critic_warmup
+        warming_up = self._steps < self._policy_waits
         models = int(not warming_up) + int(self._critic is not None)
         total = sum(-(-m.batch.num_rows // self._rows) for m in minis) * self._config.ppo_epochs * models
         done = itertools.count(1)
@@ -335,9 +362,12 @@ class Learner:
         for arrays in self._blanks(batch, model):
             model.gradients([arrays | balance])
         gradients, statistics = model.gradients((arrays | balance for arrays in self._place(batch)), tick)
-        norm, finite = model.apply(gradients, gate)
-        self._guard(finite, norm)
-        return [Record(statistics=statistics, norm=norm, finite=finite)]
+        if model is self._policy:
+            self._inspect(statistics)
+        waited = self._policy_waits if model is self._policy else 0
+        applied = model.apply(gradients, self._steps - waited, gate)
+        self._guard(applied.finite, applied.norm)
+        return [Record(statistics=statistics, **vars(applied))]
 
     def _balance(self, batch: Batch) -> Arrays:
         """How the whole update's tokens are routed: the load-balancing loss is no plain sum over micro-batches."""
@@ -346,7 +376,7 @@ class Learner:
         parts = self._place(replace(batch, terms={}))
         weights = self._policy.weights
         chosen = sum(np.asarray(self._programs.route(*weights, batch=arrays), np.float64) for arrays in parts)
-        tokens = self._layers * batch.copies.sum()
+        tokens = self.model.num_layers * batch.copies.sum()
         numbers = {"router_share": np.float32(chosen / tokens), "router_tokens": np.float32(tokens)}
         return {name: place(value, replicated(self._mesh)) for name, value in numbers.items()}
 

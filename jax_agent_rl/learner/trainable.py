@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import NamedSharding
 
@@ -40,20 +41,29 @@ class TrainState:
     updates: jax.Array
 
 
-def make_optimizer(config: OptimizerSection) -> optax.GradientTransformation:
-    """Global-norm clip, then AdamW with linear warm-up; no weight decay on norms."""
+@dataclass(frozen=True, kw_only=True)
+class Applied:
+    """One optimizer update: the gradient's ``norm``, whether it was ``finite``, and the learning ``rate``."""
+
+    norm: float
+    finite: bool
+    rate: float
+
+
+def make_optimizer(config: OptimizerSection, rate: jax.Array | float) -> optax.GradientTransformation:
+    """Global-norm clip, then AdamW at a learning rate; no weight decay on norms."""
 
     def decayed(params: Params) -> Any:
         return jax.tree_util.tree_map_with_path(lambda path, _: "norm" not in path[-1].key, params)
 
-    if config.warmup_steps:
-        rate = optax.linear_schedule(
-            config.learning_rate / config.warmup_steps, config.learning_rate, config.warmup_steps
-        )
-    else:
-        rate = config.learning_rate
+    def clip(gradients: Any, _: Any) -> Any:
+        # One factor for all: optax's own clip divides every element, and XLA keeps a copy of all quotients.
+        norm = optax.tree.norm(gradients)
+        factor = jnp.where(norm < config.max_grad_norm, 1.0, config.max_grad_norm / norm)
+        return jax.tree.map(lambda x: x * factor.astype(x.dtype), gradients)
+
     return optax.chain(
-        optax.clip_by_global_norm(config.max_grad_norm),
+        optax.stateless(clip),
         optax.adamw(rate, b1=config.adam_b1, b2=config.adam_b2, weight_decay=config.weight_decay, mask=decayed),
     )
 
@@ -66,15 +76,18 @@ class UpdatePrograms:
         view: what the loss is of.
         shardings: one per parameter.
         everywhere: sharding of scalars.
+        rate: the learning rate, of the number of finished training steps.
         loss: a micro-batch's share of the loss, and statistics: ``sum`` adds up over micro-batches, ``max`` takes the
             largest.
 
     Attributes:
         places: the sharding of every array of a :class:`TrainState`.
+        everywhere: that of scalars.
         init: parameters (donated) to the first state.
         zeros: parameters to gradients of zero.
         accumulate: parameters, frozen ones, gradients (donated) and a micro-batch to gradients and statistics.
-        apply: a state (donated) and gradients to the next state, the gradients' norm and whether that was finite.
+        apply: a state (donated), gradients and the number of finished training steps to the next state, the
+            gradients' norm, whether that was finite, and the learning rate.
     """
 
     def __init__(
@@ -85,10 +98,12 @@ class UpdatePrograms:
         shardings: Any,
         everywhere: NamedSharding,
         optimizer: OptimizerSection,
+        rate: optax.Schedule,
         loss: Loss,
     ) -> None:
-        transformation = make_optimizer(optimizer)
+        transformation = make_optimizer(optimizer, 0.0)  # the rate is no part of its state
         # Output shardings are those of the inputs they replace: a call never compiles for its own result.
+        self.everywhere = everywhere
         self.places = _state_shardings(transformation, params, shardings, everywhere)
         init = lambda params: TrainState(params, transformation.init(params), jnp.int32(0))  # noqa: E731
         self.init = jax.jit(init, out_shardings=self.places, donate_argnums=0)
@@ -99,9 +114,9 @@ class UpdatePrograms:
             out_shardings=(shardings, everywhere),
         )
         self.apply = jax.jit(
-            functools.partial(_apply, transformation),
+            functools.partial(_apply, optimizer, rate),
             donate_argnums=(0,),
-            out_shardings=(self.places, everywhere, everywhere),
+            out_shardings=(self.places, everywhere, everywhere, everywhere),
         )
 
 
@@ -150,20 +165,25 @@ class Trainable:
         assert statistics is not None  # a batch has at least one row
         return gradients, jax.device_get(statistics)
 
-    def apply(self, gradients: Params, gate: UpdateGate | None = None) -> tuple[float, bool]:
-        """One optimizer update; returns the gradient's norm and whether it was finite. If not, nothing changes.
+    def apply(self, gradients: Params, step: int, gate: UpdateGate | None = None) -> Applied:
+        """One optimizer update. If the gradient is not finite, nothing changes.
+
+        Args:
+            gradients: of the whole mini-batch.
+            step: training steps that are finished, for the learning rate.
 
         Raises:
             UpdateAbandoned: ``gate`` was closed; the state's buffers are intact.
         """
+        arguments = (gradients, place(np.int32(step), self._programs.everywhere))
         if self._compiled_apply is None:  # outside the gate, which must never wait for a compiler
-            self._compiled_apply = self._programs.apply.lower(self.state, gradients).compile()
+            self._compiled_apply = self._programs.apply.lower(self.state, *arguments).compile()
         gate = gate or UpdateGate()
         with gate.update():
-            self.state, norm, finite = self._compiled_apply(self.state, gradients)
+            self.state, norm, finite, rate = self._compiled_apply(self.state, *arguments)
             if not finite:
                 gate.unchanged()
-        return float(norm), bool(finite)
+        return Applied(norm=float(norm), finite=bool(finite), rate=float(rate))
 
 
 def _accumulate(
@@ -174,17 +194,17 @@ def _accumulate(
 
 
 def _apply(
-    optimizer: optax.GradientTransformation, state: TrainState, gradients: Params
-) -> tuple[TrainState, jax.Array, jax.Array]:
-    norm = optax.tree.norm(gradients)
+    config: OptimizerSection, schedule: optax.Schedule, state: TrainState, gradients: Params, step: jax.Array
+) -> tuple[TrainState, jax.Array, jax.Array, jax.Array]:
+    norm, rate = optax.tree.norm(gradients), jnp.asarray(schedule(step), jnp.float32)
     finite = jnp.isfinite(norm)
 
     def take() -> TrainState:
-        updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
+        updates, opt_state = make_optimizer(config, rate).update(gradients, state.opt_state, state.params)
         params = cast(Params, optax.apply_updates(state.params, updates))
         return TrainState(params, opt_state, state.updates + 1)
 
-    return jax.lax.cond(finite, take, lambda: state), norm, finite
+    return jax.lax.cond(finite, take, lambda: state), norm, finite, rate
 
 
 def _state_shardings(optimizer: optax.GradientTransformation, params: Params, shardings: Any, rest: Any) -> TrainState:

@@ -19,13 +19,17 @@ import math
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, PartitionSpec
 
 from jax_agent_rl.models import tree_kernel
+from jax_agent_rl.models.by_platform import by_platform
 from jax_agent_rl.models.mesh import ROWS
 from jax_agent_rl.models.sight import NEGATIVE, Sight
 
 BLOCK = 128
+SAVED = "attention"
+"""Name of what the backward pass takes from the forward one, for a rematerialisation policy to keep it."""
 
 
 def sharded_tree_attention(
@@ -72,7 +76,7 @@ def tree_attention(q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight) -> ja
 
 def _forward(q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight) -> tuple[jax.Array, jax.Array]:
     """The output, and the log of each softmax's normalizer, float32 [B, H, Q]."""
-    return jax.lax.platform_dependent(q, k, v, sight, tpu=tree_kernel.forward, default=_forward_by_blocks)
+    return by_platform(q, k, v, sight, tpu=tree_kernel.forward, default=_forward_by_blocks)
 
 
 def _forward_by_blocks(q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight) -> tuple[jax.Array, jax.Array]:
@@ -90,12 +94,13 @@ def _forward_by_blocks(q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight) -
 
 
 def _save(q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight) -> tuple[jax.Array, tuple]:
-    output, normalizer = _forward(q, k, v, sight)
+    arrays = (q, k, v, *_forward(q, k, v, sight))
+    q, k, v, output, normalizer = (checkpoint_name(x, SAVED) for x in arrays)
     return output, (q, k, v, sight, output, normalizer)
 
 
 def _backward(saved: tuple, d_output: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, None]:
-    gradients = jax.lax.platform_dependent(*saved, d_output, tpu=tree_kernel.backward, default=_backward_by_blocks)
+    gradients = by_platform(*saved, d_output, tpu=tree_kernel.backward, default=_backward_by_blocks)
     d_q, d_k, d_v = gradients
     return d_q, d_k, d_v, None
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
+from jax_agent_rl.models.attention import SAVED
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.layers import (
     attention,
@@ -28,6 +29,10 @@ from jax_agent_rl.models.sight import Sight
 
 REMAT_POLICIES = {
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "dots_and_attention": jax.checkpoint_policies.save_from_both_policies(
+        jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+        jax.checkpoint_policies.save_only_these_names(SAVED),
+    ),
     "full": jax.checkpoint_policies.nothing_saveable,
 }
 
@@ -122,7 +127,8 @@ def routed_hidden_states(
             ``j <= i < subtree_end[j]``: its ancestors and itself. A plain causal row has T everywhere.
         copies: int32 [B, T], how often each token counts in the load of the experts; None where nobody asks for it.
         pictures: what the rows show; None for text alone, whose rotary positions are ``positions``.
-        remat: what the backward pass recomputes: ``none``; ``dots``, all but matrix products; ``full``, each layer.
+        remat: what the backward pass recomputes: ``none``; ``dots``, all but matrix products; ``dots_and_attention``,
+            all but them and attention; ``full``, each layer.
         mesh: what rows, tokens and experts are split over, see ``models.mesh``; None on one device.
 
     Returns:

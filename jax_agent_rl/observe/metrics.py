@@ -22,6 +22,7 @@ from jax_agent_rl.types import Trajectory
 Numbers = Sequence[float] | np.ndarray
 Learnt = Mapping[str, Mapping[str, Numbers]]
 """By trajectory id named numbers per token with loss."""
+DISAGREEMENT = "disagreement.json"
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 _NO_ROOM = (
     "{file} could not be written ({reason}); make space there, then go on with --resume. "
@@ -32,7 +33,8 @@ _NO_ROOM = (
 class RunFolder:
     """Names and writes the files of one run.
 
-    ``config.json, metrics.jsonl, trajectories.jsonl, traces.jsonl, summary.json, reward.png, checkpoints/``
+    ``config.json, metrics.jsonl, trajectories.jsonl, traces.jsonl, summary.json, reward.png, checkpoints/``, and
+    ``disagreement.json`` if engine and learner disagreed.
 
     Args:
         path: is made.
@@ -48,6 +50,7 @@ class RunFolder:
         self.trajectories = path / "trajectories.jsonl"
         self.traces = path / "traces.jsonl"
         self.summary = path / "summary.json"
+        self.disagreement = path / DISAGREEMENT
         self.plot = path / "reward.png"
         self.checkpoints = path / "checkpoints"
 
@@ -79,7 +82,7 @@ class RunFolder:
     def cut_back(self, step: int, *, evaluated: int) -> None:
         """Removes what was recorded after ``step``, and evaluations after step ``evaluated``: both are run again.
 
-        So is the summary, for the run has not come to its end.
+        So is the summary, for the run has not come to its end, and what was found wrong before it was resumed.
         """
 
         def stays(record: Mapping[str, Any]) -> bool:
@@ -87,6 +90,7 @@ class RunFolder:
             return record["step"] <= (evaluated if held_out else step)
 
         self.summary.unlink(missing_ok=True)
+        self.disagreement.unlink(missing_ok=True)
         for file in (self.metrics, self.trajectories, self.traces):
             if file.exists():
                 write_atomically(

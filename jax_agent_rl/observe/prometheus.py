@@ -6,6 +6,7 @@ asked for it, ``train_…`` the newest line of a run's ``metrics.jsonl``. Counte
 
 from __future__ import annotations
 
+import asyncio
 import re
 import threading
 from collections import Counter
@@ -19,6 +20,8 @@ from jax_agent_rl.rollout.protocol import BackendMetrics, Capabilities, Health
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
+    from jax_agent_rl.http_server import HttpServer
+
 PREFIX = "jax_agent_rl_"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 COUNTED = {
@@ -30,6 +33,7 @@ COUNTED = {
     "prefill_seconds": "Part of it spent on prompts.",
     "recompilations": "Programs compiled since warm-up ended.",
     "weight_update_seconds": "Time spent taking weights.",
+    "lane_steps": "Lanes of every decode step, idle ones among them.",
 }
 """Every field of :class:`~jax_agent_rl.rollout.protocol.BackendMetrics`, in words."""
 
@@ -146,7 +150,7 @@ class TrainerMetrics:
 
 @contextmanager
 def serve_trainer(port: int, *, say: Callable[[str], None]) -> Iterator[TrainerMetrics]:
-    """Serves ``GET /metrics`` to this machine while a run lasts.
+    """Serves ``GET /metrics`` to this machine while a run lasts, in a thread: the run's own may be busy for minutes.
 
     Args:
         port: 0 takes a free one.
@@ -155,18 +159,40 @@ def serve_trainer(port: int, *, say: Callable[[str], None]) -> Iterator[TrainerM
     Raises:
         ConfigError: the port is in use.
     """
-    from prometheus_client import CollectorRegistry, start_http_server
-
-    metrics, registry = TrainerMetrics(), CollectorRegistry()
-    registry.register(metrics)  # pyright: ignore[reportArgumentType]
+    metrics = TrainerMetrics()
+    server = trainer_server(metrics, port)
     try:
-        server, thread = start_http_server(port, addr="127.0.0.1", registry=registry)
-    except OSError as error:
-        raise ConfigError(f"trainer.prometheus_port={port} cannot be used: {error.strerror or error}") from error
-    say(f"metrics for Prometheus: http://127.0.0.1:{server.server_port}/metrics")
+        server.listen()
+    except ConfigError as error:
+        raise ConfigError(f"trainer.prometheus_port={port} cannot be used: {error}") from error
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, name="prometheus", daemon=True)
+    thread.start()
     try:
+        asyncio.run_coroutine_threadsafe(server.start(), loop).result()
+        say(f"metrics for Prometheus: {server.url}/metrics")
         yield metrics
     finally:
-        server.shutdown()
-        server.server_close()
+        asyncio.run_coroutine_threadsafe(server.close(), loop).result()
+        loop.call_soon_threadsafe(loop.stop)
         thread.join()
+        loop.close()
+
+
+def trainer_server(metrics: TrainerMetrics, port: int) -> HttpServer:
+    """The server of a run's metrics, not started."""
+    from aiohttp import web
+
+    from jax_agent_rl.http_server import HttpServer
+
+    async def newest(request: web.Request) -> web.Response:
+        return web.Response(body=text_of(metrics.collect()), headers={"Content-Type": CONTENT_TYPE})
+
+    return HttpServer(
+        [web.get("/metrics", newest)],
+        refuse=lambda status, message: web.Response(status=status, text=message),
+        port=port,
+        token_key="(none: it listens on 127.0.0.1)",
+        max_body_bytes=1,
+        body_key="one byte",
+    )

@@ -24,6 +24,9 @@ _UNSEEN = (0xAD, *range(0x200B, 0x2010), *range(0x2028, 0x202F), *range(0x2060, 
 _SURROGATES = range(0xD800, 0xE000)  # no terminal takes them
 _SPELT = {code: f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}" for code in (*_CONTROLS, *_UNSEEN, *_SURROGATES)}
 
+_OUTLINED = 100
+"""Most characters of a message in :func:`outline`."""
+
 Decode = Callable[[Sequence[int]], str]
 
 
@@ -100,6 +103,25 @@ def render(
         body.append("»", SAMPLED)
     heading = Text(visible(title or record["trajectory_id"]))
     return Panel(Group(_facts(record), body), title=heading, title_align="left")
+
+
+def outline(record: Mapping[str, Any], *, title: str) -> str:
+    """What a trajectory was asked last in its prompt, and what followed, a line for each message.
+
+    Args:
+        record: see :func:`jax_agent_rl.observe.metrics.trajectory_record`.
+        title: stands before the facts of the first line.
+    """
+    messages = record["messages"]
+    replies = [at for at, message in enumerate(messages) if message["role"] == "assistant"][-len(record["turns"]) :]
+    asked = max(0, replies[0] - 1) if replies else 0
+    lines = [f"{title}: step {record['step']}, reward {record['reward']:.2f}, {record['trajectory_id']}"]
+    for message in messages[asked:]:
+        text = " ".join(visible(str(message.get("content") or "")).split())
+        calls = [call["function"] for call in message.get("tool_calls") or ()]
+        text = " ".join([text, *(f"{call['name']}({call['arguments']})" for call in calls)]).strip()
+        lines.append(f"  {message['role']:>9}  {text if len(text) <= _OUTLINED else text[: _OUTLINED - 1] + '…'}")
+    return "\n".join(lines)
 
 
 def visible(text: str) -> str:

@@ -36,6 +36,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jax_agent_rl.agents import default_agent, report_idle_tools
 from jax_agent_rl.config import Config
 from jax_agent_rl.observe.watch import Record, Rule, SinceLast, SinceStart, Value, Warned
 
@@ -43,8 +44,13 @@ SEQUENCE_RATIOS = ("gspo", "geo_mean")
 GAP_FLOOR = 0.005
 
 
-def rules(config: Config) -> list[Rule]:
-    """The table. Advice names the keys that would help this configuration."""
+def rules(config: Config, rows: Sequence[Mapping[str, Any]] = ()) -> list[Rule]:
+    """The table. Advice names the keys that would help this configuration.
+
+    Args:
+        config: of the run.
+        rows: to train on.
+    """
     sequence = config.algorithm.policy_loss.loss_mode in SEQUENCE_RATIOS
     clipped = 0.4 if sequence else 0.2
     table = [
@@ -53,9 +59,10 @@ def rules(config: Config) -> list[Rule]:
             value=_metric("truncated_share"),
             begins=0.2,
             ends=0.1,
-            message="{value:.0%} of the trajectories were cut off by the response budget",
-            advice=f"raise agent.max_response_length={config.agent.max_response_length} (and rollout.max_model_len), "
-            "or mask them: algorithm.filters.overlong=mask, or algorithm.shaping.overlong_buffer",
+            message="{value:.0%} of the trajectories were cut off by a limit of tokens or turns",
+            advice="raise the limit that finish_reasons names, "
+            f"agent.max_response_length={config.agent.max_response_length} (and rollout.max_model_len) or those of "
+            "turns, or mask them: algorithm.filters.overlong=mask, or algorithm.shaping.overlong_buffer",
         ),
         Rule(
             name="tool_errors",
@@ -106,7 +113,7 @@ def rules(config: Config) -> list[Rule]:
         table.append(_variance_rule(config))
     if not config.trainer.max_staleness:
         table.append(_gap_rule(config))
-    if _has_tools(config):
+    if _has_tools(config, rows):
         table.append(_unused_tools_rule())
     return [*table, _idle_rule(config)]
 
@@ -114,21 +121,13 @@ def rules(config: Config) -> list[Rule]:
 def without_agent(config: Config, rows: Sequence[Mapping[str, Any]]) -> Warned | None:
     """Rows that name no agent and run as plain generation, though tools are configured.
 
-    The selector of agents says it when it meets the first such row; here it is counted.
+    It is said when rows are loaded; here it is counted.
     """
-    agent = config.agent
-    elsewhere = agent.default_agent or agent.enable_search or config.tool_config.enabled
-    unnamed = sum(not row.get("agent_name") for row in rows)
-    if not unnamed or elsewhere or not _has_tools(config):
+    idle = report_idle_tools(config, rows)
+    if idle is None:
         return None
-    return Warned(
-        name="agent_name_missing",
-        message=f"tools are configured and {unnamed} of {len(rows)} rows have no agent_name: they never call one",
-        advice="add agent_name: tool_agent to the rows, or set agent.default_agent=tool_agent",
-        first_step=0,
-        last_step=0,
-        steps=0,
-    )
+    message, advice = idle
+    return Warned(name="agent_name_missing", message=message, advice=advice, first_step=0, last_step=0, steps=0)
 
 
 def overlap_gain(record: Record, *, own_devices: bool) -> float:
@@ -150,8 +149,15 @@ def _free_share(record: Record, own_devices: bool) -> float:
     return idle if own_devices else idle * max(0.0, 1 - record["engine_busy_share"])
 
 
-def _has_tools(config: Config) -> bool:
-    return bool(config.tools.function_tool_path or config.tools.tool_config_path)
+def _has_tools(config: Config, rows: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether trajectories are expected to call tools: functions are configured, or rows run on a server of tools.
+
+    What an environment calls a step need not be a tool call.
+    """
+    default = default_agent(config.agent, config.tool_config)
+    served = {"text_tool_agent", "search_agent"} | ({"server_tool_agent"} if config.agent.enable_agent else set())
+    named = {row.get("agent_name") or default for row in rows}
+    return bool(config.tools.function_tool_path or config.tools.tool_config_path or named & served)
 
 
 def _metric(name: str) -> Value:
@@ -187,8 +193,9 @@ def _unused_tools_rule() -> Rule:
         begins=1,
         ends=1,
         message="tools are configured and no trajectory calls one",
-        advice="look at one with 'jax-agent-rl view RUN'; rows need agent_name: tool_agent (or set "
-        "agent.default_agent), prompts must show the tools (agent.tool_prompt), agent.tool_format must be the model's",
+        advice="look at one with 'jax-agent-rl view RUN'; rows need the agent_name of the tools (or set "
+        "agent.default_agent), prompts must tell of them (agent.tool_prompt), and the model must write calls as they "
+        "are read (agent.tool_format; agent.action_stop_tokens of a tool server)",
     )
 
 

@@ -14,6 +14,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 from jax_agent_rl.config import Config, LearnerConfig
 from jax_agent_rl.learner.critic import critic_params
 from jax_agent_rl.learner.programs import LearnerPrograms
+from jax_agent_rl.learner.schedule import learning_rate
 from jax_agent_rl.learner.sharding import parameter_shardings, place, replicated, row_sharding, row_shards
 from jax_agent_rl.learner.trainable import TrainState, UpdatePrograms
 from jax_agent_rl.learner.trained import Trained
@@ -48,7 +49,13 @@ def learner_half(config: Config, model: DecoderConfig, mesh: Mesh) -> LearnerHal
     policy = Trained.of(model, params, learner, mesh=mesh)
     temperature = config.rollout.temperature
     programs = LearnerPrograms.of(
-        model, policy, algorithm=algorithm, config=learner, temperature=temperature, mesh=mesh
+        model,
+        policy,
+        algorithm=algorithm,
+        config=learner,
+        temperature=temperature,
+        mesh=mesh,
+        rate=learning_rate(learner, config.trainer.steps),
     )
     scores_old = not (programs.objective.on_policy or programs.objective.bypass)
     rows = learner.rows_per_micro_batch * row_shards(mesh)
@@ -64,7 +71,8 @@ def learner_half(config: Config, model: DecoderConfig, mesh: Mesh) -> LearnerHal
         weights, epochs = (state.params, policy.frozen), learner.ppo_epochs
         made.read("route", programs.route, weights, batches.layout, holds, calls=epochs)
     if batches.critic is not None:
-        own, first, frozen = programs.critic(jax.eval_shape(critic_params, params), config.critic)
+        initial, rate = jax.eval_shape(critic_params, params), learning_rate(config.critic, config.trainer.steps)
+        own, first, frozen = programs.critic(initial, config.critic, rate=rate)
         critic, holds_critic = made.update("critic", own, first, frozen, batches.critic)
         made.read("values", programs.values, (critic.params, frozen), batches.layout, holds_critic)
     published, lasting = made.published(policy, state, merged=learner.lora is not None)
@@ -105,7 +113,7 @@ class _Half:
         reads = holds | self.inventory.keep(f"{name} frozen", frozen)
         gradients = state.params
         accumulate = programs.accumulate.trace(state.params, frozen, gradients, self._laid_out(batch))
-        apply = programs.apply.trace(state, gradients)
+        apply = programs.apply.trace(state, gradients, state.updates)
         epochs, updates = self.config.ppo_epochs, self.config.ppo_epochs * self.config.updates_per_step
         tokens = {"tokens": self.tokens, "of": "trained"}
         self._add(f"{name} gradient", accumulate, reads, donates=holds, calls=epochs, **tokens)

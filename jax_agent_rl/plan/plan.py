@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from jax_agent_rl.config import Config
-from jax_agent_rl.errors import ConfigError
+from jax_agent_rl.errors import ConfigError, ModelError
+from jax_agent_rl.model_folder import hub_name
 from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.models.hf import load_config
 from jax_agent_rl.plan.compiled import Compiled, compile_program
@@ -58,7 +59,12 @@ def check(config: Config) -> DecoderConfig:
     """
     if config.rollout.deterministic:
         raise ConfigError("plan: rollout.deterministic is for runs on one device; set it to false")
-    return load_config(config.model.path)
+    try:
+        return load_config(config.model.path)
+    except ModelError as error:
+        if hub_name(config.model.path) is None:
+            raise
+        raise ModelError(f"{error}, or name a well-known model by --architecture, which needs no files") from None
 
 
 def make_plan(

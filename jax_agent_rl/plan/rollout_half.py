@@ -15,7 +15,7 @@ from jax_agent_rl.config import Config
 from jax_agent_rl.jetstream.engine import PREFILL_ROWS, Extension, JaxEngine
 from jax_agent_rl.jetstream.intake import staging_mesh
 from jax_agent_rl.jetstream.lanes import idle_lanes
-from jax_agent_rl.jetstream.programs import ProgramTable, traced
+from jax_agent_rl.jetstream.programs import ProgramTable, Soon, traced
 from jax_agent_rl.jetstream.seeing import SeeingEngine
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.plan.inventory import Half, Inventory, Program
@@ -46,8 +46,9 @@ class NotingTable(ProgramTable):
         *args: Any,
         place: NamedSharding,
         out: Any,
+        soon: Callable[[], Soon] | None = None,
     ) -> Any:
-        """As :meth:`ProgramTable.call`."""
+        """As :meth:`ProgramTable.call`; ``soon`` is not asked."""
         program = self.noted[key] = traced(function, donate, *args, place=place, out=out)
         return jax.tree.map(
             lambda sharding, part: jax.tree.map(functools.partial(_answer, sharding), part), out, program.out_info

@@ -97,6 +97,9 @@ class Slice:
         try:
             from jax.experimental import topologies
 
+            from jax_agent_rl.models.by_platform import expect_described_tpus
+
+            expect_described_tpus()
             return list(topologies.get_topology_desc(platform="tpu", topology_name=one, **options).devices)
         except ImportError as error:
             raise ConfigError(f"plan needs jax.experimental.topologies ({error}): pip install 'jax>=0.10'") from None

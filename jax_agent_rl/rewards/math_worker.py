@@ -6,10 +6,11 @@ It is a process of its own because math-verify limits its time with SIGALRM, whi
 
 from __future__ import annotations
 
-import json
-import sys
+import logging
 from collections.abc import Mapping
 from typing import Any
+
+from jax_agent_rl.rewards.workers import answer_questions
 
 
 def verify_answer(question: Mapping[str, Any]) -> dict[str, Any]:
@@ -31,20 +32,15 @@ def verify_answer(question: Mapping[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     """Answers questions until standard input ends."""
-    import logging
-
     logging.disable(logging.CRITICAL)  # math-verify logs every answer it cannot parse
-    answers = sys.stdout
-    sys.stdout = sys.stderr  # what a library prints must not look like an answer
-    for line in sys.stdin:
-        try:
-            answer = verify_answer(json.loads(line))
-        except ImportError as error:
-            answer = {"error": f"{error}; install the extra: pip install 'jax_agent_rl[math]'"}
-        except Exception as error:
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        answers.write(json.dumps(answer) + "\n")
-        answers.flush()
+    answer_questions(_answer)
+
+
+def _answer(question: Mapping[str, Any]) -> Mapping[str, Any]:
+    try:
+        return verify_answer(question)
+    except ImportError as error:
+        return {"error": f"{error}; install the extra: pip install 'jax_agent_rl[math]'"}
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from typing import Any
 
 from jax_agent_rl.errors import RewardError
 from jax_agent_rl.rewards.registry import register_reward
-from jax_agent_rl.rewards.text import tagged
+from jax_agent_rl.rewards.text import MAX_CHARS, tagged
 
 DATA_SETS = ("nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle")
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
@@ -40,7 +40,8 @@ def exact_match(prediction: str, truths: Sequence[str]) -> float:
 
 def f1(prediction: str, truths: Sequence[str]) -> float:
     """The best harmonic mean of word precision and recall over the truths, in [0, 1]."""
-    return max((_f1(normalize_answer(prediction).split(), normalize_answer(t).split()) for t in truths), default=0.0)
+    words = normalize_answer(prediction).split()
+    return max((_f1(words, normalize_answer(truth).split()) for truth in truths), default=0.0)
 
 
 def _f1(prediction: list[str], truth: list[str]) -> float:
@@ -56,7 +57,7 @@ def _answer_and_truths(solution_str: str, ground_truth: Any, data_source: str) -
     if not truths:
         raise RewardError(f"ground_truth of a {data_source!r} row must hold answers, got {ground_truth!r:.100}")
     answer = tagged(solution_str)
-    return "" if answer is None else answer, [str(truth) for truth in truths]
+    return "" if answer is None else answer[-MAX_CHARS:], [str(truth) for truth in truths]
 
 
 @register_reward("qa_em", *DATA_SETS, *(f"searchR1_{name}" for name in DATA_SETS))

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal, TypeVar
 
@@ -32,11 +32,12 @@ _Function = TypeVar("_Function", bound=ComputeScore)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RewardFunction:
-    """A registered function, what it asks for, and the text it wants to read."""
+    """A registered function, what it asks for, the text it wants to read, and the ``reward.path`` it came from."""
 
     compute_score: ComputeScore
     parameters: Parameters
     solution: Solution
+    path: str | None = None
 
 
 _REWARDS: dict[str, RewardFunction] = {}
@@ -48,7 +49,8 @@ def register_reward(
     """Registers a reward function for rows of these sources.
 
     It may be async, and returns a number or a dict with ``"score"``; other numbers of the dict become
-    ``Trajectory.reward_parts`` and metrics of the run. A synchronous function runs in a thread, so it may block.
+    ``Trajectory.reward_parts`` and metrics of the run. A synchronous function may block: those of ``reward.path`` run
+    in worker processes (``reward.workers``), others in threads.
 
     Args:
         data_sources: values of the row field ``data_source``; ``aime*`` stands for all that begin so and have no
@@ -93,8 +95,13 @@ def load_rewards(path: str | None) -> None:
     Raises:
         ConfigError: it cannot be imported or registers a data source twice.
     """
-    if path is not None:
-        load_user_module(path, key="reward.path")
+    if path is None:
+        return
+    before = dict(_REWARDS)
+    load_user_module(path, key="reward.path")
+    for data_source, entry in _REWARDS.items():
+        if before.get(data_source) is not entry:
+            _REWARDS[data_source] = replace(entry, path=path)
 
 
 def require_rewards(rows: Iterable[Mapping[str, Any]], *, services: Collection[str] = ()) -> None:

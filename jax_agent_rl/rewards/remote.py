@@ -92,20 +92,23 @@ class RemoteReward:
         import httpx
 
         client = self._client = self._client or httpx.AsyncClient(
-            timeout=self._timeout, headers=self._headers, transport=self._transport
+            timeout=None, headers=self._headers, transport=self._transport
         )
         attempt = 0
         while True:
             await self._wait_for_turn()
             wanted_pause: float | None = None
             try:
-                response = await client.post(self.url, json=question)
+                async with asyncio.timeout(self._timeout):  # httpx's own is one of each phase, and so has no end
+                    response = await client.post(self.url, json=question)
                 if response.is_success:
                     return response
                 problem = f"answered {response.status_code} {response.text[:200]!r}"
                 if response.status_code not in _WORTH_A_RETRY:
                     raise RewardError(f"the reward server {self.url} {problem}")
                 wanted_pause = _retry_after(response)
+            except TimeoutError:
+                problem = f"gave no whole answer within reward.remote.timeout={self._timeout:g} seconds"
             except httpx.TransportError as error:
                 problem = f"cannot be reached ({type(error).__name__}: {error})"
             if attempt == self._max_retries:

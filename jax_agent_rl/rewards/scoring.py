@@ -5,6 +5,12 @@ tool results never reach it, so an answer that only a tool wrote earns nothing. 
 tools gave (``tool_rewards``, one per call; ``tool_scores``, one per tool, of the whole trajectory), what the world gave
 per turn (``turn_scores``), and what the function returns, the final reward; a function that wants to mix them asks for
 them by name. A function that runs past ``reward.timeout`` loses its trajectory, not the run.
+
+::
+
+    async def ──► awaited here                       (user code that blocks in it blocks the run)
+    def ──► of reward.path, asks for no service ──► a worker process, killed when it is late
+        ──► any other ──► a thread, left behind when it is late: the rules of this package take linear time
 """
 
 from __future__ import annotations
@@ -21,6 +27,7 @@ from jax_agent_rl.errors import RewardError, RewardTimeoutError, TrajectoryError
 from jax_agent_rl.in_time import in_time
 from jax_agent_rl.rewards.arguments import available_arguments
 from jax_agent_rl.rewards.registry import RewardFunction, Score, Solution, find_reward, known_data_sources
+from jax_agent_rl.rewards.workers import FunctionWorkers
 from jax_agent_rl.threads import DaemonThreads
 from jax_agent_rl.types import Trajectory
 
@@ -33,6 +40,7 @@ async def score(
     *,
     timeout: float = 60.0,
     services: Mapping[str, Any] = _NO_SERVICES,
+    workers: FunctionWorkers | None = None,
 ) -> Trajectory:
     """Returns the trajectory with its ``reward``, ``reward_parts`` and metrics.
 
@@ -42,6 +50,7 @@ async def score(
         timeout: seconds the function may take, ``reward.timeout``. A thread that has not returned by then is
             abandoned, see :mod:`jax_agent_rl.threads`.
         services: what functions may ask for by name besides the trajectory and the row, e.g. ``judge``.
+        workers: run the synchronous functions of ``reward.path``; None: threads do.
 
     Raises:
         RewardError: no function for its data source, the row lacks a field it asks for, it raised, or its score is
@@ -53,21 +62,32 @@ async def score(
     reward = find_reward(data_source)
     if reward is None:
         raise RewardError(f"no reward function for data_source {data_source!r}; there are {known_data_sources()}")
-    try:
-        result = await in_time(
-            _call(reward, trajectory, services),
-            timeout,
-            late=lambda: RewardTimeoutError(
-                f"the reward function of {data_source!r} did not return within reward.timeout={timeout:g} seconds; "
-                "raise it, or give the function a time limit of its own"
-            ),
-            error=lambda problem: RewardError(f"the reward function of {data_source!r} {problem}"),
+
+    def late() -> RewardTimeoutError:
+        return RewardTimeoutError(
+            f"the reward function of {data_source!r} did not return within reward.timeout={timeout:g} seconds; "
+            "raise it, or give the function a time limit of its own"
         )
+
+    try:
+        args, kwargs = _arguments(reward, trajectory, services)
+        if workers is not None and reward.path and not _is_async(reward) and not services.keys() & kwargs.keys():
+            try:
+                total, parts = await workers.score(data_source, args, kwargs, timeout=timeout)
+            except RewardTimeoutError:
+                raise late() from None
+        else:
+            result = await in_time(
+                _call(reward, data_source, args, kwargs),
+                timeout,
+                late=late,
+                error=lambda problem: RewardError(f"the reward function of {data_source!r} {problem}"),
+            )
+            total, parts = checked(result, data_source)
     except TrajectoryError:
         raise
     except Exception as error:
         raise RewardError(f"the reward function of {data_source!r} raised {type(error).__name__}: {error}") from error
-    total, parts = _check(result, data_source)
     metrics = {
         **trajectory.metrics,
         "reward_seconds": time.perf_counter() - began,
@@ -91,26 +111,40 @@ def solution_text(trajectory: Trajectory, which: Solution = "last_turn") -> str:
     return "\n\n".join(reversed(texts))
 
 
-async def _call(reward: RewardFunction, trajectory: Trajectory, services: Mapping[str, Any]) -> Score:
+def _arguments(
+    reward: RewardFunction, trajectory: Trajectory, services: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     available = available_arguments(
         trajectory, solution_str=solution_text(trajectory, reward.solution), services=services
     )
-    data_source, function = available["data_source"], reward.compute_score
     try:
-        args, kwargs = reward.parameters.bind(available)
+        return reward.parameters.bind(available)
     except KeyError as error:
         raise RewardError(
-            f"the reward function of {data_source!r} asks for {error}, which the row has neither as a field nor in "
-            "extra_info or reward_model"
+            f"the reward function of {available['data_source']!r} asks for {error}, which the row has neither as a "
+            "field nor in extra_info or reward_model"
         ) from None
-    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
+
+
+def _is_async(reward: RewardFunction) -> bool:
+    function = reward.compute_score
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+async def _call(reward: RewardFunction, data_source: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Score:
+    function = reward.compute_score
+    if _is_async(reward):
         return await function(*args, **kwargs)  # type: ignore[misc]
     result = await _THREADS.run(lambda: function(*args, **kwargs), name=f"the reward of {data_source!r}")
     return await result if inspect.isawaitable(result) else result
 
 
-def _check(result: Any, data_source: str) -> tuple[float, dict[str, float]]:
-    """Splits a result into its score and its named parts."""
+def checked(result: Any, data_source: str) -> tuple[float, dict[str, float]]:
+    """Splits what a reward function returned into its score and its named parts.
+
+    Raises:
+        RewardError: there is no score, or it is not a finite number.
+    """
     named = result if isinstance(result, Mapping) else {"score": result}
     if "score" not in named:
         raise RewardError(f'the reward of {data_source!r} has no "score": {result!r}')

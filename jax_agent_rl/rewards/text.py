@@ -5,6 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+MAX_CHARS = 1 << 18
+"""What a rule reads of a solution, from its end, where answers stand: so its time has a bound."""
+
+_BRACE = re.compile(r"[{}]")
+
 
 def tagged(text: str, tag: str = "answer") -> str | None:
     """What stands in the last ``<tag>…</tag>``, stripped; None if there is none.
@@ -18,7 +23,7 @@ def tagged(text: str, tag: str = "answer") -> str | None:
 
 
 def boxed(text: str) -> str | None:
-    r"""What stands in the last ``\boxed{…}``, braces balanced; None if there is none or it never closes.
+    r"""What stands in the last ``\boxed{…}``, braces balanced; None if there is none or it does not close.
 
     >>> boxed(r"so \boxed{\frac{1}{2}}")
     '\\frac{1}{2}'
@@ -28,10 +33,10 @@ def boxed(text: str) -> str | None:
         return None
     begin = start + len("\\boxed{")
     depth = 1
-    for at in range(begin, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[at], 0)
+    for brace in _BRACE.finditer(text, begin, begin + MAX_CHARS):
+        depth += 1 if brace[0] == "{" else -1
         if depth == 0:
-            return text[begin:at]
+            return text[begin : brace.start()]
     return None
 
 

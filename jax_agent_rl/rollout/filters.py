@@ -8,16 +8,21 @@
 
 from __future__ import annotations
 
+import logging
 import math
-import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
 
+import regex
+
 from jax_agent_rl.config_algorithm import FILTER_NAMES, AlgorithmConfig
 from jax_agent_rl.rollout.shaping import repetition, sampled_ids
 from jax_agent_rl.types import DropReason, FinishReason, Group, Trajectory, Turn
+
+logger = logging.getLogger(__name__)
+SEARCH_SECONDS = 1.0
 
 MAX_LOGPROB = 1e-3  # rounding may put a certain token a little above 0
 
@@ -114,8 +119,8 @@ def all_tool_calls_failed(trajectory: Trajectory, config: AlgorithmConfig) -> bo
 
 
 def overlong(trajectory: Trajectory, config: AlgorithmConfig) -> bool:
-    """The response budget cut it off (DAPO's overlong filtering)."""
-    return trajectory.finish_reason is FinishReason.RESPONSE_LENGTH
+    """A limit of tokens or turns cut it off (DAPO's overlong filtering)."""
+    return trajectory.finish_reason.truncated
 
 
 def repetitive(trajectory: Trajectory, config: AlgorithmConfig) -> bool:
@@ -136,9 +141,20 @@ def _calls(turn: Turn) -> bool:
 def _ends_well(trajectory: Trajectory, pattern: str | None) -> bool:
     """The last turn called a tool that the turn limits kept from running, or is a final answer."""
     if trajectory.finish_reason is not FinishReason.ANSWER:
-        return trajectory.finish_reason is not FinishReason.RESPONSE_LENGTH
+        return not trajectory.finish_reason.out_of_tokens
     text = next((m["content"] for m in reversed(trajectory.messages) if m["role"] == "assistant"), "")
-    return pattern is None or re.search(pattern, text) is not None
+    if pattern is None:
+        return True
+    try:
+        return regex.search(pattern, text, timeout=SEARCH_SECONDS) is not None
+    except TimeoutError:  # it backtracks; what the model wrote must not hold the run up
+        logger.warning(
+            "algorithm.filters.final_answer=%s took more than %g s on one answer, which counts as none; write it "
+            "without repetitions of repetitions",
+            pattern,
+            SEARCH_SECONDS,
+        )
+        return False
 
 
 FILTERS: dict[str, Callable[[Trajectory, AlgorithmConfig], bool]] = {

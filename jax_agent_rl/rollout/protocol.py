@@ -47,6 +47,8 @@ class Capabilities:
         multi_modal: kinds of non-text input, e.g. ``{"image"}``.
         lora: adapters can be named per request.
         sleep: ``sleep``/``wake`` release and restore device memory.
+        precision: the coarsest rounding of weights, activations and KV: ``float32``, ``float16``, ``bfloat16``,
+            ``int8`` or ``fp8``. How closely engine and learner have to agree follows from it.
         weight_payloads: payload kinds ``update_weights`` takes: ``"arrays"`` (a pytree of device arrays
             of the same process), ``"safetensors"`` (paths of files), ``"tensorstore"`` (address of a folder),
             ``"object_store"`` (a reference into Ray's store), ``"mesh"`` (nothing: the engine's process has them).
@@ -68,6 +70,7 @@ class Capabilities:
     multi_modal: frozenset[str] = frozenset()
     lora: bool = False
     sleep: bool = False
+    precision: str = "float32"
     weight_payloads: frozenset[str] = frozenset()
 
 
@@ -193,6 +196,8 @@ class BackendMetrics:
         prefill_seconds: part of it spent on prompts.
         recompilations: programs compiled since warm-up ended; 0 in a healthy run.
         weight_update_seconds: time spent taking weights.
+        lane_steps: lanes of every decode step, idle ones among them, so that ``generated_tokens / lane_steps`` is their
+            occupancy; 0 from an engine that does not count them.
     """
 
     generated_tokens: int = 0
@@ -203,6 +208,7 @@ class BackendMetrics:
     prefill_seconds: float = 0.0
     recompilations: int = 0
     weight_update_seconds: float = 0.0
+    lane_steps: int = 0
 
     def since(self, before: BackendMetrics) -> BackendMetrics:
         """What happened between two readings; ``recompilations`` stays the total."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -32,7 +31,7 @@ def register(app: typer.Typer) -> None:
         app,
         Panel.SERVE,
         "serve configs/quickstart.yaml",
-        "serve --run runs/quickstart --step 16 --port 8001",
+        "serve --run runs/quickstart --step 7 --port 8001",
         "serve --model ~/models/Qwen3-0.6B rollout.max_model_len=4096",
     )(serve)
     command(
@@ -92,9 +91,10 @@ def _serve(choice: Choice, serving: Callable[..., Coroutine[Any, Any, None]]) ->
     """Runs a server of the chosen model until it is told to stop."""
     from rich.console import Console
 
+    from jax_agent_rl.interrupt import run_server
     from jax_agent_rl.runtime.compilation_cache import use_compilation_cache
     from jax_agent_rl.runtime.subject import open_subject
 
     use_compilation_cache()
     with open_subject(choice) as subject:
-        asyncio.run(serving(subject.config, policy=subject.name, say=functools.partial(say, Console())))
+        run_server(serving(subject.config, policy=subject.name, say=functools.partial(say, Console())))

@@ -8,9 +8,10 @@ from jax_agent_rl.cache import cache_root
 
 
 def use_compilation_cache() -> None:
-    """Keeps compiled programs in the cache folder (unless the user has set JAX's own variable)."""
+    """Keeps compiled programs in the cache folder, those that took half a second or more. JAX's variables go first."""
     import jax
 
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         jax.config.update("jax_compilation_cache_dir", str(cache_root() / "xla"))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)

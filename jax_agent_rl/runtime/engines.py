@@ -28,6 +28,7 @@ from jax_agent_rl.errors import ConfigError, ModelError
 from jax_agent_rl.model_folder import model_folder
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.hf import load_config, load_hf
+from jax_agent_rl.models.peft import read_peft, read_settings
 from jax_agent_rl.models.shown import Sight
 from jax_agent_rl.rollout.manager import BackendFactory
 from jax_agent_rl.rollout.protocol import RolloutBackend
@@ -54,20 +55,24 @@ def check_engine(config: Config) -> None:
     """What can be known to be missing before minutes of loading.
 
     Raises:
-        ConfigError: vLLM is not installed or does not know the model, a server's token is not set, or there is no
-            function of the name in ``rollout.jetstream.engine``.
+        ConfigError: vLLM is not installed, or does not know the model or one of ``rollout.vllm.engine_args``, a
+            server's token is not set, there is no function of the name in ``rollout.jetstream.engine``, or a folder of
+            ``rollout.adapters`` is no adapter.
     """
+    for name, folder in config.rollout.adapters.items():
+        read_settings(folder, key=f"rollout.adapters.{name}")
     if config.rollout.backend == "remote":
         token_from(config.rollout.token_env, key="rollout.token_env")
     if config.rollout.backend == "jetstream":
         _brought(config)
     if config.rollout.backend == "vllm":
         try:
-            from gpu_backend.settings import check_installation
+            from gpu_backend.settings import check_engine_args, check_installation
             from gpu_backend.weights import Checkpoint
         except ImportError as error:
             raise ConfigError(f"rollout.backend=vllm: the package gpu_backend is missing ({error})") from None
         check_installation()
+        check_engine_args(config.rollout.vllm.engine_args.keys())
         Checkpoint.read(model_folder(config.model.path, weights=True))
 
 
@@ -279,6 +284,10 @@ def _jetstream(
         mesh=engine_mesh(config),
         deterministic=table,
         brought=_brought(config),
+        adapters={
+            name: read_peft(folder, model, key=f"rollout.adapters.{name}")
+            for name, folder in config.rollout.adapters.items()
+        },
         sight=Sight.of(model, config.model.path, pixels=config.model.pixels),
         version=version,
         seed=config.seed,
@@ -307,6 +316,7 @@ def _vllm(config: Config, codec: ChatCodec, version: int) -> RolloutBackend:
         pixels=config.model.pixels,
         seed=config.seed,
         sleep=config.rollout.sleep,
+        adapters=config.rollout.adapters,
         log_file=str(Path(config.run_dir) / "vllm.log"),
         **engine,
     )

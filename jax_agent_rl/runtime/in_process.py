@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jax_agent_rl.agents import select_agents
 from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.config import Config
+from jax_agent_rl.config_conditions import Facts, unused
 from jax_agent_rl.data.cursor import DataCursor
+from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.learner.sharding import make_mesh
 from jax_agent_rl.learner.step import Learner
+from jax_agent_rl.models.hf import load_config
 from jax_agent_rl.observe.metrics import RunFolder
 from jax_agent_rl.observe.traces.opening import open_tracer
 from jax_agent_rl.rollout.client import LLMServerClient
@@ -60,6 +64,18 @@ class Runtime:
     room_for_learning: Callable[[], AbstractAsyncContextManager] = nullcontext
 
 
+def require_used(config: Config, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse keys that neither the agents of these rows nor the model use.
+
+    Raises:
+        ConfigError: names each of them; or an agent is not known.
+        ModelError: the model's ``config.json`` is missing or of another family.
+    """
+    facts = Facts(agents=select_agents(config, rows), sees=load_config(config.model.path).vision is not None)
+    if problems := list(unused(config, facts)):
+        raise ConfigError(problems)
+
+
 @asynccontextmanager
 async def build(config: Config, *, say: Callable[[str], None], line: Line | None = None) -> AsyncIterator[Runtime]:
     """Loads, compiles and starts everything; closes it in the end.
@@ -77,6 +93,8 @@ async def build(config: Config, *, say: Callable[[str], None], line: Line | None
     async with AsyncExitStack() as stack:
         prepared = await stack.enter_async_context(prepare(config, [(config.data.train, None), *heldout_source]))
         train, heldout = prepared.rows[0], [row for rows in prepared.rows[1:] for row in rows]
+        require_used(config, [*train, *heldout])
+        refuse_adapters(config, [*train, *heldout])
         codec = prepared.codec
         places = await stack.enter_async_context(open_places(config))
         mesh = make_mesh(config.learner.mesh)  # or a ConfigError, before anything is loaded
@@ -120,4 +138,19 @@ async def build(config: Config, *, say: Callable[[str], None], line: Line | None
             cursor=DataCursor(train, seed=config.seed),
             heldout=heldout,
             room_for_learning=room_for_learning(config, client, beside),
+        )
+
+
+def refuse_adapters(config: Config, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse to train on what another policy than the learner's samples.
+
+    Raises:
+        ConfigError: an adapter is configured, or a row names one.
+    """
+    named = sorted({row["adapter"] for row in rows if row.get("adapter")})
+    if config.rollout.adapters or config.agent.adapter or named:
+        raise ConfigError(
+            f"rollout.adapters={sorted(config.rollout.adapters)}, agent.adapter={config.agent.adapter}, rows with "
+            f"adapter {named}: the learner trains the model without them; remove them to train, or merge an adapter "
+            "into the model. eval, rollout and serve sample with adapters"
         )

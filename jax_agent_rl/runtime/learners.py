@@ -44,6 +44,7 @@ def make_learner(
         critic=config.critic,
         critic_init=_critic_init(config, model),
         score_by=score_by,
+        total_steps=config.trainer.steps,
         sight=Sight.of(model, config.model.path, pixels=config.model.pixels),
     )
     return learner if line is None else LeadingLearner(learner, line)

@@ -41,6 +41,7 @@ from pydantic import TypeAdapter
 from jax_agent_rl.config import MultihostConfig
 from jax_agent_rl.errors import ConfigError, JaxAgentRLError
 from jax_agent_rl.learner.checkpoint import Checkpointer, located
+from jax_agent_rl.learner.comparison import UNCHECKED, AgreementCheck, through_gate
 from jax_agent_rl.learner.gate import UpdateAbandoned, UpdateGate
 from jax_agent_rl.learner.sharding import gathered
 from jax_agent_rl.learner.state import LearnerState, UpdateResult
@@ -269,10 +270,13 @@ class LeadingLearner:
         masked: Collection[str] = (),
         tick: Callable[[int, int], None] = lambda done, total: None,
         gate: UpdateGate | None = None,
+        check: AgreementCheck = UNCHECKED,
     ) -> UpdateResult:
         """See :meth:`Learner.update`."""
-        with self._line.command("update", {"groups": encode_groups(groups), "masked": sorted(masked)}):
-            return self._learner.update(groups, masked=masked, tick=tick, gate=self._line.gate(gate))
+        own = gate or UpdateGate()
+        payload = {"groups": encode_groups(groups), "masked": sorted(masked), "since": check.since}
+        with self._line.command("update", payload), through_gate(check, own) as checked:
+            return self._learner.update(groups, masked=masked, tick=tick, gate=self._line.gate(own), check=checked)
 
 
 class LeadingCheckpointer:
@@ -360,7 +364,9 @@ def follow(learner: Learner, shelf: Shelf | None) -> None:
                 case "open":
                     checkpointer = Checkpointer(payload["folder"], keep=payload["keep"])
                 case "update":
-                    learner.update(decode_groups(payload["groups"]), masked=payload["masked"], gate=line.gate())
+                    check = replace(UNCHECKED, since=payload["since"])  # process 0 looks at it for all
+                    groups, masked = decode_groups(payload["groups"]), payload["masked"]
+                    learner.update(groups, masked=masked, gate=line.gate(), check=check)
                 case "params":
                     for x in jax.tree.leaves(learner.params):
                         gathered(x)

@@ -10,15 +10,17 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from jax_agent_rl.agents import AgentContext
+from jax_agent_rl.agents.endpoint.app import Endpoint
+from jax_agent_rl.agents.endpoint.sessions import Session, SessionStore
 from jax_agent_rl.agents.recorder import ChatRecorder
 from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.config import AgentConfig, Config
-from jax_agent_rl.errors import ConfigError
+from jax_agent_rl.http_server import HttpServer
 from jax_agent_rl.observe.prometheus import engine_families
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.runtime.engines import check_engine, load_model, make_backends
-from jax_agent_rl.serving import token_from, told_to_stop
+from jax_agent_rl.serving import token_from
 from jax_agent_rl.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -37,7 +39,7 @@ async def serve_openai(
     model_name: str,
     say: Callable[[str], None],
 ) -> None:
-    """Loads, compiles, serves until SIGINT or SIGTERM, and closes everything.
+    """Loads, compiles, serves until it is cancelled, and closes everything.
 
     Args:
         policy: what its weights are called, for people.
@@ -53,10 +55,9 @@ async def serve_openai(
         server = open_endpoint(context, servers, config, host=host, port=port, api_key=api_key, model_name=model_name)
         try:
             await start()
-            server.start()
+            await server.start()
             say(f"serving {policy} as {model_name!r}: base_url={server.url}/v1")
-            await told_to_stop()
-            say("stopping")
+            await asyncio.Event().wait()
         finally:
             await server.close()
 
@@ -70,37 +71,36 @@ def open_endpoint(
     port: int,
     api_key: str | None,
     model_name: str,
-):
+) -> HttpServer:
     """The endpoint on its socket, not started: a bad address is told before minutes of compiling.
 
     Requests outside sessions are not recorded beyond their answer.
 
     Raises:
-        ConfigError: see :class:`~jax_agent_rl.agents.endpoint.server.LoopServer`; or packages are missing.
+        ConfigError: see :class:`~jax_agent_rl.http_server.HttpServer`.
     """
-    try:
-        from jax_agent_rl.agents.endpoint.app import Endpoint
-        from jax_agent_rl.agents.endpoint.server import LoopServer
-        from jax_agent_rl.agents.endpoint.sessions import Session, SessionStore
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"serve needs {error.name!r}: pip install 'jax_agent_rl[openai]'") from error
     sampling = SamplingParams(max_tokens=config.rollout.max_model_len, temperature=config.rollout.eval_temperature)
 
-    def create(session_id: str) -> Session:
+    def create(session_id: str, key: str | None = api_key) -> Session:
         recorder = ChatRecorder(context, session_id=session_id)
-        return Session(session_id=session_id, recorder=recorder, sampling=sampling, api_key=api_key, free_sampling=True)
+        return Session(session_id=session_id, recorder=recorder, sampling=sampling, api_key=key, free_sampling=True)
 
     limits = config.agent.endpoint
     store = SessionStore(max_sessions=limits.max_sessions, ttl=limits.session_ttl, create=create)
     endpoint = Endpoint(
         store,
         model=model_name,
+        adapters=list(config.rollout.adapters),
         limits=limits,
+        host=host,
+        port=port,
         api_key=api_key,
         stateless=lambda: create(f"once-{uuid.uuid4().hex}"),
+        able=lambda: [server.backend.capabilities for server in servers],
         engines=functools.partial(read_engines, servers),
     )
-    return LoopServer(endpoint.app(), host=host, port=port, api_key=api_key)
+    endpoint.server.listen()
+    return endpoint.server
 
 
 async def read_engines(servers: Sequence[AsyncServer]) -> list[Metric]:
@@ -114,7 +114,8 @@ async def read_engines(servers: Sequence[AsyncServer]) -> list[Metric]:
 
 
 def serving_limits(agent: AgentConfig, max_model_len: int) -> AgentConfig:
-    """Training budgets do not bind whom a model is served to; the context's length does."""
+    """Training budgets do not bind whom a model is served to; the context's length does. A client's tools are told to
+    the model, whether or not the rows of training explain theirs."""
     return agent.model_copy(
         update={
             "max_prompt_length": max_model_len,
@@ -122,6 +123,7 @@ def serving_limits(agent: AgentConfig, max_model_len: int) -> AgentConfig:
             "max_assistant_turns": UNLIMITED_TURNS,
             "max_user_turns": UNLIMITED_TURNS,
             "edited_history": "segment",
+            "tool_prompt": "template",
         }
     )
 
@@ -131,7 +133,8 @@ async def _context(
     config: Config, say: Callable[[str], None]
 ) -> AsyncIterator[tuple[AgentContext, list[AsyncServer], Callable]]:
     """The loaded engine as agents see it, its servers, and what starts them."""
-    agent = config.agent
+    length = config.rollout.max_model_len
+    agent = serving_limits(config.agent, length)
     codec = ChatCodec.from_pretrained(config.model.path, tool_format=agent.tool_format, tool_prompt=agent.tool_prompt)
     check_engine(config)
     backends = make_backends(config, codec, weights=functools.partial(load_model, config, codec), say=say)
@@ -141,9 +144,7 @@ async def _context(
     async def start() -> None:
         await asyncio.gather(*(backend.start() for backend in backends))
 
-    length = config.rollout.max_model_len
-    limits = serving_limits(agent, length)
     try:
-        yield AgentContext(client=client, codec=codec, limits=limits, max_model_len=length), servers, start
+        yield AgentContext(client=client, codec=codec, limits=agent, max_model_len=length), servers, start
     finally:
         await asyncio.gather(*(backend.close() for backend in backends))

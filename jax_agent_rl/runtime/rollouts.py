@@ -10,12 +10,13 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from jax_agent_rl.agents import EnvironmentAgent, agent_names, load_agents
+from jax_agent_rl.agents import EnvironmentAgent, agent_names, load_agents, report_idle_tools
 from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.config import Config
 from jax_agent_rl.data.rows import Row, load_rows
@@ -29,6 +30,8 @@ from jax_agent_rl.runtime.scoring import needed_services, open_scorer, reward_se
 from jax_agent_rl.tools.loading import open_tools
 from jax_agent_rl.tools.registry import ToolRegistry
 from jax_agent_rl.tracing import Tracer
+
+logger = logging.getLogger(__name__)
 
 Source = tuple[str, int | None]
 """A file of rows, and how many of its first ones are used (None: all)."""
@@ -171,10 +174,17 @@ async def open_rollouts(
         yield Rollouts(config=config, client=client, agents=agents, codec=codec, rows=rows)
 
 
+def known_adapters(config: Config) -> list[str] | None:
+    """Names that rows may give; only rollout servers know those that they serve."""
+    return None if config.rollout.backend == "remote" else list(config.rollout.adapters)
+
+
 def _load(config: Config, tools: ToolRegistry, source: Source) -> list[dict[str, Any]]:
-    """Rows of a file, every name in them checked."""
+    """Rows of a file, every name in them checked; warns of tools that no row will use."""
     file, limit = source
-    rows = load_rows(file, agents=agent_names(), tools=list(tools))[:limit]
+    rows = load_rows(file, agents=agent_names(), tools=list(tools), adapters=known_adapters(config))[:limit]
     names = ((row.get("agent_name") or config.agent.default_agent, row) for row in rows)
     require_environments([row for name, row in names if name == EnvironmentAgent.name])
+    if idle := report_idle_tools(config, rows):
+        logger.warning("TOOLS ARE CONFIGURED BUT NOT USED: %s: %s. What to do: %s", file, *idle)
     return rows

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.config import Config
-from jax_agent_rl.config_reward import JudgeConfig
+from jax_agent_rl.config_reward import JudgeConfig, RewardConfig
 from jax_agent_rl.jetstream.backend import JetStreamBackend
 from jax_agent_rl.jetstream.shapes import EngineShapes, cache_tokens
 from jax_agent_rl.models.hf import load_hf
@@ -22,6 +22,7 @@ from jax_agent_rl.rewards import (
     score,
     services_asked_for,
 )
+from jax_agent_rl.rewards.workers import FunctionWorkers
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.collect import Score
 from jax_agent_rl.rollout.server import AsyncServer
@@ -81,15 +82,26 @@ async def open_scorer(
     services: dict[str, Any] = {}
     if "sandbox" in needed:
         services["sandbox"] = await open_sandbox(config.reward.sandbox)
-    if "judge" not in needed or config.reward.judge is None:
-        yield _scorer(config, services)
+    with _function_workers(config.reward) as workers:
+        scorer = functools.partial(score, timeout=config.reward.timeout, workers=workers)
+        if "judge" not in needed or config.reward.judge is None:
+            yield functools.partial(scorer, services=services)
+            return
+        async with _open_judge(config.reward.judge, client=client, codec=codec) as judge:
+            yield functools.partial(scorer, services=services | {"judge": judge})
+
+
+@contextmanager
+def _function_workers(config: RewardConfig) -> Iterator[FunctionWorkers | None]:
+    """What runs the user's own synchronous functions; none starts before it is needed."""
+    if config.path is None or config.workers == 0:
+        yield None
         return
-    async with _open_judge(config.reward.judge, client=client, codec=codec) as judge:
-        yield _scorer(config, services | {"judge": judge})
-
-
-def _scorer(config: Config, services: Mapping[str, Any]) -> Score:
-    return functools.partial(score, timeout=config.reward.timeout, services=services)
+    workers = FunctionWorkers(config.path, size=config.workers)
+    try:
+        yield workers
+    finally:
+        workers.close()
 
 
 @asynccontextmanager

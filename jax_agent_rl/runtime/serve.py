@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 
 from jax_agent_rl.config import Config
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.rollout.remote.server import RolloutServer
 from jax_agent_rl.runtime.engines import UNTRAINED, check_engine, make_engine
-from jax_agent_rl.serving import token_from, told_to_stop
+from jax_agent_rl.serving import token_from
 
 
 async def serve_rollouts(config: Config, *, policy: str, host: str, port: int, say: Callable[[str], None]) -> None:
-    """Loads, compiles, serves until SIGINT or SIGTERM, and closes everything.
+    """Loads, compiles, serves until it is cancelled, and closes everything.
 
     Args:
         policy: what its weights are called, for people.
@@ -26,13 +27,14 @@ async def serve_rollouts(config: Config, *, policy: str, host: str, port: int, s
     check_engine(config)
     say(f"loading {policy}")
     backend = make_engine(config, version=UNTRAINED, say=say)
-    server = RolloutServer(backend, host=host, port=port, token=token)  # before minutes of compiling: it may refuse
+    folder = config.rollout.weight_folder
+    # Before minutes of compiling: it may refuse.
+    server = RolloutServer(backend, host=host, port=port, token=token, weight_folder=folder)
     try:
         await backend.start()
         await server.start()
         say(f"serving {policy} on {server.url}")
-        await told_to_stop()
-        say("stopping")
+        await asyncio.Event().wait()
     finally:
-        await backend.close()
         await server.close()
+        await backend.close()

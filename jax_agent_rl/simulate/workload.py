@@ -12,6 +12,7 @@ from pydantic import Field
 from jax_agent_rl.agents.loop import AgentLoop, register_agent
 from jax_agent_rl.config_base import NonNegative, Positive, Section
 from jax_agent_rl.config_tree import build_tree, read_tree
+from jax_agent_rl.learner.comparison import AgreementCheck
 from jax_agent_rl.learner.gate import UpdateGate
 from jax_agent_rl.learner.state import UpdateResult
 from jax_agent_rl.rollout.protocol import WeightUpdate
@@ -122,6 +123,9 @@ class SimulatedCodec:
     def encode_prompt(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[object] = ()) -> list[int]:
         return [int(messages[0]["content"])] * self._prompt_tokens
 
+    def replaces_end(self, sampled_ids: Sequence[int], appended_ids: Sequence[int]) -> bool:
+        return False
+
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return ""
 
@@ -162,6 +166,7 @@ class SimulatedLearner:
         masked: Mapping[str, Any],
         tick: Callable[[int, int], None],
         gate: UpdateGate,
+        check: AgreementCheck,
     ) -> UpdateResult:
         """Runs in the simulation's "thread", see :meth:`VirtualLoop.run_in_executor`."""
         tokens = sum(len(t.prompt_ids) + len(t.response_ids) for group in groups for t in group.trajectories)

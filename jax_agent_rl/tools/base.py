@@ -18,7 +18,8 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from numbers import Real
+from typing import Any, ClassVar, SupportsFloat
 
 from jax_agent_rl.errors import ToolDefinitionError
 
@@ -32,8 +33,9 @@ class ToolResponse:
         image: images (PIL) for a multi-modal model, in the order in which it sees them, before the text. A model or
             engine that takes none makes the call fail with a message.
         video: videos, likewise (each a sequence of frames, or whatever the engine takes).
-        reward: reward the call itself earns; reaches the reward function, is never shown to the model.
-        metrics: numbers to add up over the trajectory, by name.
+        reward: reward the call itself earns; reaches the reward function, is never shown to the model. Any finite
+            number, also NumPy's; a bool is 1 or 0. Kept as a float.
+        metrics: numbers to add up over the trajectory, by name; kept as floats, too.
     """
 
     text: str = ""
@@ -55,42 +57,80 @@ class ToolResponse:
                 raise TypeError(
                     f"ToolResponse.{kind} must be a tuple or list, got {type(getattr(self, kind)).__name__}"
                 )
-        if not is_number(self.reward):
-            raise ValueError(f"a tool's reward must be a finite number, got {self.reward!r}")
-        if not isinstance(self.metrics, Mapping) or not all(map(is_number, self.metrics.values())):
+        # The dataclass is frozen, but not before it is made: what reads it reads plain floats.
+        object.__setattr__(self, "reward", as_float(self.reward, "a tool's reward"))
+        if not isinstance(self.metrics, Mapping):
             raise ValueError(f"a tool's metrics must be a mapping of finite numbers, got {self.metrics!r}")
+        metrics = {key: as_float(value, f"a tool's metric {key!r}") for key, value in self.metrics.items()}
+        object.__setattr__(self, "metrics", metrics)
+
+
+def as_float(value: object, what: str) -> float:
+    """Return a finite number as a float; a bool is 1.0 or 0.0, and NumPy's numbers count.
+
+    Args:
+        value: the number.
+        what: its name in the message.
+
+    Raises:
+        ValueError: it is not a number, or not finite.
+    """
+    try:
+        if isinstance(value, SupportsFloat) and math.isfinite(number := float(value)):
+            return number
+    except (TypeError, ValueError, OverflowError):  # an array of several numbers, an int beyond all floats
+        pass
+    raise ValueError(f"{what} must be a finite number, got {value!r:.200}")
 
 
 def is_number(value: object) -> bool:
-    """True for a finite int or float; a bool is none."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    """True for a finite real number, also NumPy's; a bool is none."""
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
-ToolResult = str | Mapping[str, Any] | ToolResponse | tuple[Any, ...]
-"""``text``, a JSON-able mapping, a response, ``(one of these, reward)`` or ``(one of these, reward, metrics)``."""
+ToolResult = str | float | Mapping[str, Any] | list[Any] | ToolResponse | tuple[Any, ...]
+"""What a tool may return::
+
+    "text"                          as it is
+    3, 2.5, True                    as Python writes it
+    {...}, [...]                    as JSON
+    ToolResponse(...)
+    (one of these,)
+    (one of these, reward)          reward None: none of its own
+    (one of these, reward, metrics)
+
+Only a tuple is taken apart. A list is a result like any other: ``["Paris", 2]`` earns nothing.
+"""
 
 
 def as_response(result: ToolResult) -> ToolResponse:
-    """Brings everything a tool may return into one form.
+    """Bring everything a tool may return into one form.
 
     Raises:
         TypeError: the tool returned something else, e.g. None.
-        ValueError: its reward is not finite.
+        ValueError: its reward or a metric is not a finite number.
     """
+    match result:
+        case tuple((response, *rest)) if len(rest) <= 2:
+            named = zip(("reward", "metrics"), rest, strict=False)
+            return replace(_single_response(response), **{name: value for name, value in named if value is not None})
+        case _:
+            return _single_response(result)
+
+
+def _single_response(result: object) -> ToolResponse:
     match result:
         case ToolResponse():
             return result
         case str():
             return ToolResponse(text=result)
-        case Mapping():
+        case Mapping() | list():
             return ToolResponse(text=json.dumps(result, ensure_ascii=False))
-        case (response, reward):
-            return replace(as_response(response), reward=reward)
-        case (response, reward, metrics):
-            return replace(as_response(response), reward=reward, metrics=metrics)
+        case SupportsFloat():
+            return ToolResponse(text=str(result))
     raise TypeError(
-        f"a tool must return str, dict, ToolResponse, (response, reward) or (response, reward, metrics), "
-        f"got {type(result).__name__}"
+        "a tool must return str, a number, dict, list, ToolResponse, (response, reward) or (response, reward, "
+        f"metrics), got {type(result).__name__}"
     )
 
 
@@ -172,3 +212,37 @@ class BaseTool(ABC):
         """Frees what ``create`` and ``execute`` made. The default takes no arguments and does nothing."""
         if release_kwargs:
             raise TypeError(f"tool {self.name!r} takes no release_kwargs, got {sorted(release_kwargs)}")
+
+
+def function_of(schema: object, where: str) -> Mapping[str, Any]:
+    """Return the ``function`` of a schema in OpenAI's format.
+
+    Args:
+        schema: ``{type: function, function: {name, description, parameters}}``.
+        where: what it is, for the message.
+
+    Raises:
+        ToolDefinitionError: it is something else.
+    """
+    if isinstance(schema, Mapping) and schema.get("type", "function") == "function":
+        if isinstance(function := schema.get("function"), Mapping):
+            return function
+    raise ToolDefinitionError(f"{where} must be {{type: function, function: {{…}}}}, got {schema!r:.100}")
+
+
+def check_parameters(parameters: Mapping[str, Any], what: str) -> None:
+    """Refuse a schema that no arguments could be checked against.
+
+    Args:
+        parameters: JSON Schema of a tool's arguments.
+        what: what it is, for the message.
+
+    Raises:
+        ToolDefinitionError: it is not valid.
+    """
+    from jsonschema import Draft202012Validator, SchemaError  # here: importing it takes longer than the whole package
+
+    try:
+        Draft202012Validator.check_schema(parameters)
+    except SchemaError as error:
+        raise ToolDefinitionError(f"{what} are no valid JSON Schema: {error.json_path}: {error.message}") from None

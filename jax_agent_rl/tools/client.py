@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, FiniteFloat, ValidationError
 
 from jax_agent_rl.errors import ConfigError, ToolServerError
 from jax_agent_rl.json_service import JsonService
-from jax_agent_rl.media import read_picture
+from jax_agent_rl.media import read_pictures
 from jax_agent_rl.surrogates import without_halves
 
 PATH = "/get_observation"
@@ -181,17 +181,19 @@ def _observation(content: Any, done: bool, valid: bool, url: str) -> Observation
         detailed = _Detailed.model_validate({"obs": content} if isinstance(content, str) else content)
     except ValidationError as error:
         return ToolServerError(f"{url} gave a wrong observation: {_first(error)}")
-    text, kind = without_halves(detailed.obs), None if valid else "invalid_action"
+    # Ending a trajectory with an answer is no valid action to verl-tool's tools, and no mistake either.
+    answered = done and content == ""
+    text, kind = without_halves(detailed.obs), None if valid or answered else "invalid_action"
     pictures = [detailed.image] if isinstance(detailed.image, str) else detailed.image or []
     media: dict[str, tuple[Any, ...]] = {}
     try:
         if detailed.audio:
             raise ValueError("the tool returned audio, which cannot be shown here")
         if pictures:
-            media = {"image": tuple(read_picture(picture) for picture in pictures)}
+            media = {"image": read_pictures(pictures)}
     except ValueError as error:
         text, kind = f"Error: {error}.", "raised"
-    if not valid and not text:
+    if kind == "invalid_action" and not text:
         text = NO_TOOL
     return Observation(
         text=text, done=done, error=kind, reward=detailed.reward or 0.0, metrics=detailed.metrics, media=media

@@ -12,8 +12,9 @@
         \"""
 
 The schema comes from the annotations (see :mod:`jax_agent_rl.tools.signature`) and the Google-style docstring. A
-parameter without a default is required. An async function runs on the event loop (it must not block); a plain one
-runs in a thread of its own, so it may.
+parameter without a default is required. ``@function_tool("name")`` renames the tool; ``@function_tool(schema={…})``
+gives a schema in OpenAI's format to a function whose signature cannot say it. An async function runs on the event
+loop (it must not block); a plain one runs in a thread of its own, so it may.
 """
 
 from __future__ import annotations
@@ -25,9 +26,11 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any, overload
 
+from pydantic import BaseModel
+
 from jax_agent_rl.errors import ToolDefinitionError
 from jax_agent_rl.threads import DaemonThreads
-from jax_agent_rl.tools.base import BaseTool, ToolResult
+from jax_agent_rl.tools.base import BaseTool, ToolResult, check_parameters, function_of
 from jax_agent_rl.tools.signature import converter_of, schema_of
 
 THREADS = DaemonThreads()
@@ -41,11 +44,14 @@ class FunctionTool(BaseTool):
         function: with annotated parameters, all passable by keyword.
         name: overrides the function's name.
         description: overrides the first part of its docstring.
+        schema: ``{type: function, function: {name, description, parameters}}`` or a pydantic model of it, in place of
+            what the signature says. Parameters of the function that it does not name are left to ``execute_kwargs``.
         threads: where a synchronous function runs.
 
     Raises:
-        ToolDefinitionError: not a function, no or unsupported annotation, ``*args``, ``**kwargs``, positional-only
-            parameters, or a docstring that describes a parameter which does not exist.
+        ToolDefinitionError: not a function; no or unsupported annotation, ``*args``, ``**kwargs``, positional-only
+            parameters, or a docstring that describes a parameter which does not exist; or a schema that is none, or
+            names parameters that the function does not take.
     """
 
     stateful = False  # a function is not told whose call it is
@@ -56,6 +62,7 @@ class FunctionTool(BaseTool):
         *,
         name: str | None = None,
         description: str | None = None,
+        schema: Mapping[str, Any] | BaseModel | None = None,
         threads: DaemonThreads = THREADS,
     ):
         if not (inspect.isfunction(function) or inspect.ismethod(function)):
@@ -65,11 +72,16 @@ class FunctionTool(BaseTool):
         self._is_async = inspect.iscoroutinefunction(function)
         summary, documented = _parse_docstring(inspect.getdoc(function) or "")
         annotations = _annotations(function)
-        parameters = _parameters(function, annotations, documented)
-        self._converters = {key: convert for key, hint in annotations.items() if (convert := converter_of(hint))}
-        name = function.__name__ if name is None else name
-        description = summary if description is None else description
-        super().__init__(name=name, description=description, parameters=parameters)
+        told: dict[str, Any] = {"name": function.__name__, "description": summary}
+        if schema is None:
+            told["parameters"] = _parameters(function, annotations, documented)
+        else:
+            told |= _given(schema, function, name)
+        told |= {key: value for key, value in (("name", name), ("description", description)) if value is not None}
+        parameters = told["parameters"]
+        named = annotations.keys() & parameters.get("properties", {}).keys()
+        self._converters = {key: convert for key in named if (convert := converter_of(annotations[key]))}
+        super().__init__(name=told["name"], description=told["description"], parameters=parameters)
         functools.update_wrapper(self, function)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -86,15 +98,51 @@ class FunctionTool(BaseTool):
 def function_tool(function: Callable[..., Any], /) -> FunctionTool: ...
 @overload
 def function_tool(
-    *, name: str | None = None, description: str | None = None
+    tool_name: str | None = None,
+    /,
+    *,
+    name: str | None = None,
+    description: str | None = None,
+    schema: Mapping[str, Any] | BaseModel | None = None,
 ) -> Callable[[Callable[..., Any]], FunctionTool]: ...
 def function_tool(
-    function: Callable[..., Any] | None = None, /, *, name: str | None = None, description: str | None = None
+    function: Callable[..., Any] | str | None = None,
+    /,
+    *,
+    name: str | None = None,
+    description: str | None = None,
+    schema: Mapping[str, Any] | BaseModel | None = None,
 ) -> FunctionTool | Callable[[Callable[..., Any]], FunctionTool]:
-    """Makes a :class:`FunctionTool`; use it plain or as ``@function_tool(name=…, description=…)``."""
-    if function is not None:
-        return FunctionTool(function, name=name, description=description)
-    return functools.partial(FunctionTool, name=name, description=description)
+    """Make a :class:`FunctionTool` of a function.
+
+    Use it plain, as ``@function_tool("name")``, or as ``@function_tool(name=…, description=…, schema=…)``.
+    """
+    if isinstance(function, str):
+        if name not in (None, function):
+            raise ToolDefinitionError(f"@function_tool is given two names, {function!r} and {name!r}; give one")
+        function, name = None, function
+    make = functools.partial(FunctionTool, name=name, description=description, schema=schema)
+    return make if function is None else make(function)
+
+
+def _given(schema: Mapping[str, Any] | BaseModel, function: Callable[..., Any], name: str | None) -> Mapping[str, Any]:
+    """The ``function`` of a schema that was given, checked against the function it is for."""
+    where = _where(function)
+    given = schema.model_dump(exclude_none=True) if isinstance(schema, BaseModel) else schema
+    told = function_of(given, f"{where}: schema")
+    if name is not None and told.get("name", name) != name:
+        raise ToolDefinitionError(f"{where} is called {name!r}, and {told['name']!r} in its schema; give one name")
+    parameters = told.get("parameters")
+    if not isinstance(parameters, Mapping) or parameters.get("type") != "object":
+        raise ToolDefinitionError(f"{where}: parameters must be a schema of type object, got {parameters!r:.100}")
+    check_parameters(parameters, f"{where}: the parameters")
+    taken = inspect.signature(function).parameters.values()
+    unknown = sorted(
+        parameters.get("properties", {}).keys() - {p.name for p in taken if p.kind is not p.POSITIONAL_ONLY}
+    )
+    if unknown and not any(p.kind is p.VAR_KEYWORD for p in taken):
+        raise ToolDefinitionError(f"{where}: its schema names {unknown}, which it does not take")
+    return told
 
 
 def _annotations(function: Callable[..., Any]) -> dict[str, Any]:

@@ -26,7 +26,7 @@ import yaml
 
 from jax_agent_rl.config import ToolsConfig
 from jax_agent_rl.errors import ConfigError, ToolDefinitionError
-from jax_agent_rl.tools.base import BaseTool
+from jax_agent_rl.tools.base import BaseTool, check_parameters, function_of
 from jax_agent_rl.tools.mcp import MCPConnection, MCPServerConfig
 from jax_agent_rl.tools.registry import ToolRegistry
 from jax_agent_rl.user_code import load_user_module
@@ -93,7 +93,8 @@ def _is_mcp(entry: Any, place: str) -> bool:
 def _native_tool(entry: Mapping[str, Any], place: str) -> BaseTool:
     cls = _class_of(entry.get("class_name"), place)
     config = {key: value for key, value in (entry.get("config") or {}).items() if key != "type"}
-    schema = _function_of(entry.get("tool_schema"), place)
+    schema = entry.get("tool_schema")
+    schema = None if schema is None else function_of(schema, f"{place}: tool_schema")
     try:
         tool = cls.from_config(config, schema)
     except ToolDefinitionError as error:
@@ -103,7 +104,7 @@ def _native_tool(entry: Mapping[str, Any], place: str) -> BaseTool:
             f"{place}: {entry['class_name']} could not be built from config {config}"
             f"{'' if schema is None else ' and its tool_schema'}: {type(error).__name__}: {error}"
         ) from error
-    _check_schema(tool, place)
+    check_parameters(tool.parameters, f"{place}: the parameters of {tool.name!r}")
     return tool
 
 
@@ -119,30 +120,6 @@ def _class_of(name: Any, place: str) -> type[BaseTool]:
             f"{place}: {name!r} is no subclass of jax_agent_rl.tools.BaseTool (found {cls!r:.80})"
         )
     return cls
-
-
-def _function_of(schema: Any, place: str) -> Mapping[str, Any] | None:
-    """The ``function`` of a schema in OpenAI's format."""
-    if schema is None:
-        return None
-    function = schema.get("function") if isinstance(schema, Mapping) else None
-    if not isinstance(function, Mapping) or schema.get("type", "function") != "function":
-        raise ToolDefinitionError(
-            f"{place}: tool_schema must be {{type: function, function: {{…}}}}, got {schema!r:.100}"
-        )
-    return function
-
-
-def _check_schema(tool: BaseTool, place: str) -> None:
-    """Refuses a schema that no arguments could be checked against."""
-    from jsonschema import Draft202012Validator, SchemaError  # here: importing it takes longer than the whole package
-
-    try:
-        Draft202012Validator.check_schema(tool.parameters)
-    except SchemaError as error:
-        raise ToolDefinitionError(
-            f"{place}: the parameters of {tool.name!r} are no valid JSON Schema: {error.json_path}: {error.message}"
-        ) from None
 
 
 async def _add_servers(
@@ -162,7 +139,7 @@ async def _add_servers(
         connection = await stack.enter_async_context(MCPConnection(name, server, timeout=timeout))
         for tool in await connection.tools():
             if wanted is None or tool.name in wanted:
-                _check_schema(tool, f"{place}, server {name!r}")
+                check_parameters(tool.parameters, f"{place}, server {name!r}: the parameters of {tool.name!r}")
                 registry.add(tool, place=f"{place}, server {name!r}")
                 missing.discard(tool.name)
     if missing:

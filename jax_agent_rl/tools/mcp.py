@@ -23,6 +23,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from jax_agent_rl.errors import ConfigError, ToolError, ToolTimeoutError
+from jax_agent_rl.media import FORMATS, MOST_PIXELS
 from jax_agent_rl.tools.base import BaseTool, ToolResponse, ToolResult
 
 if TYPE_CHECKING:
@@ -282,7 +283,9 @@ def _image(data: str) -> Any:
     from PIL import Image, UnidentifiedImageError
 
     try:
-        image = Image.open(io.BytesIO(base64.b64decode(data, validate=True)))
+        image = Image.open(io.BytesIO(base64.b64decode(data, validate=True)), formats=FORMATS)
+        if image.width * image.height > MOST_PIXELS:
+            raise ValueError(f"it has {image.width} x {image.height} pixels, more than {MOST_PIXELS}")
         image.load()
     except (binascii.Error, UnidentifiedImageError, OSError, ValueError, Image.DecompressionBombError) as error:
         raise ToolError(f"the server sent an image that cannot be read: {error}") from None

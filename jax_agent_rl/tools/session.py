@@ -24,7 +24,7 @@ from jax_agent_rl.errors import ToolArgumentError, ToolError, ToolNotFoundError,
 from jax_agent_rl.in_time import in_time
 from jax_agent_rl.media import check_media
 from jax_agent_rl.tools.arguments import check_arguments
-from jax_agent_rl.tools.base import BaseTool, ToolResponse, as_response, is_number
+from jax_agent_rl.tools.base import BaseTool, ToolResponse, as_float, as_response
 from jax_agent_rl.tools.truncate import Decode, Encode, Side, truncate_text
 from jax_agent_rl.tracing import span
 from jax_agent_rl.types import ToolCallRecord
@@ -138,14 +138,11 @@ class ToolSession:
             scoring = self._tools[name].calc_reward(self._id, **self._kwargs_for(name, "calc_reward_kwargs"))
             try:
                 score = await self._in_time(scoring, f"{name} gave no reward")
-                if score is not None and not is_number(score):
-                    raise ValueError(f"a tool's reward must be a finite number or None, got {score!r}")
+                if score is not None:
+                    scores[name] = as_float(score, "a tool's reward")
             except Exception:
                 logger.warning("tool %s could not score %s", name, self._id, exc_info=True)
                 self._count(name, "calc_reward_errors", 1)
-                continue
-            if score is not None:
-                scores[name] = float(score)
         return scores
 
     def shorten(self, text: str) -> str:

@@ -107,7 +107,10 @@ def converter_of(annotation: Any) -> Callable[[Any], Any] | None:
 
 def _union_converter(options: list[Any]) -> Callable[[Any], Any] | None:
     """Converts by the first option whose schema the value has."""
-    converters = [(schema_of(option), converter_of(option)) for option in options]
+    try:
+        converters = [(schema_of(option), converter_of(option)) for option in options]
+    except TypeError:  # the tool has a schema of its own, because its annotations say no JSON
+        return None
     if not any(convert for _, convert in converters):
         return None
 

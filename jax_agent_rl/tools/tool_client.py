@@ -1,24 +1,35 @@
-"""``ToolClient``: pieces of code to a tool server, a whole batch at a time, without flooding it."""
+"""``ToolClient``: pieces of code to a tool server, side by side, without flooding it."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import textwrap
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import Any
 
 from jax_agent_rl.config import ToolClientConfig
 from jax_agent_rl.errors import ConfigError, ToolServerError
 from jax_agent_rl.json_service import JsonService, ServiceSettings, bearer
 from jax_agent_rl.tools.client import Action, Observation, ToolServerClient, observation_url
 
+logger = logging.getLogger(__name__)
+
+_JUDGED_AFTER = 50
+"""Requests after which it can be said whether they wait for their start more than for the server."""
+
 
 class Pace:
     """Admits at most ``max_workers`` at a time, and starts no two within ``interval`` seconds.
 
+    Once requests have waited longer for their start than they took, it says so: the interval is then what bounds the
+    rollout.
+
     Args:
+        max_workers: ``tool_config.max_workers``.
+        interval: ``tool_config.request_interval``.
         clock: seconds, monotonic.
         sleep: waits.
     """
@@ -36,21 +47,41 @@ class Pace:
         self._clock = clock
         self._sleep = sleep
         self._next_start = float("-inf")
+        self._requests, self._waited, self._ran = 0, 0.0, 0.0
+        self._warned = False
 
-    async def __aenter__(self) -> None:
-        await self._workers.acquire()
-        now = self._clock()
-        start = max(now, self._next_start)
-        self._next_start = start + self._interval  # taken before waiting, so that others queue behind it
-        try:
-            if start > now:
-                await self._sleep(start - now)
-        except BaseException:
-            self._workers.release()
-            raise
+    @asynccontextmanager
+    async def slot(self) -> AsyncIterator[None]:
+        """Wait for one's turn, and keep a worker for as long as the block lasts."""
+        async with self._workers:
+            arrived = self._clock()
+            start = max(arrived, self._next_start)
+            self._next_start = start + self._interval  # taken before waiting, so that others queue behind it
+            if start > arrived:
+                await self._sleep(start - arrived)
+            began = self._clock()
+            try:
+                yield
+            finally:
+                self._judge(waited=began - arrived, ran=self._clock() - began)
 
-    async def __aexit__(self, *_: object) -> None:
-        self._workers.release()
+    def _judge(self, *, waited: float, ran: float) -> None:
+        self._requests += 1
+        self._waited += waited
+        self._ran += ran
+        if self._warned or not self._interval or self._requests < _JUDGED_AFTER or self._waited <= self._ran:
+            return
+        self._warned = True
+        logger.warning(
+            "tool_config.request_interval=%g is the bottleneck of tool calls: %d requests waited %.1f s to start "
+            "and took %.1f s; no more than %.3g start in a second. Set tool_config.request_interval=0 if the tool "
+            "server is yours alone, or lower it",
+            self._interval,
+            self._requests,
+            self._waited,
+            self._ran,
+            1 / self._interval,
+        )
 
 
 class ToolClient:
@@ -89,33 +120,11 @@ class ToolClient:
         Raises:
             ToolServerError: the server cannot be reached, refuses, or answers what it must not.
         """
-        async with self._pace:
+        async with self._pace.slot():
             (result,) = await self.server.get_observation([action], repeatable=True)
         if isinstance(result, ToolServerError):
             raise result
         return replace(result, text=bare_result(result.text))
-
-    async def execute_batch(self, codes: Mapping[str, str] | Sequence[str]) -> list[Observation | ToolServerError]:
-        """Runs pieces of code side by side.
-
-        Args:
-            codes: by trajectory id, or a sequence, whose indices are then the ids.
-
-        Returns:
-            One result per piece, in the order of ``codes``; a piece that failed is an error and keeps none of the
-            others from their results.
-        """
-        named: Mapping[str, Any] = codes if isinstance(codes, Mapping) else {str(i): c for i, c in enumerate(codes)}
-
-        async def run(trajectory_id: str, code: str) -> Observation | ToolServerError:
-            try:
-                return await self.execute(Action(trajectory_id=trajectory_id, text=tool_action(code)))
-            except ToolServerError as error:
-                return error
-
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(run(trajectory_id, code)) for trajectory_id, code in named.items()]
-        return [task.result() for task in tasks]
 
     async def close(self) -> None:
         await self.server.close()

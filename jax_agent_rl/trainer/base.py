@@ -17,6 +17,8 @@ from typing import Any
 
 from jax_agent_rl.learner.checkpoint import Checkpointer
 from jax_agent_rl.learner.gate import UpdateGate
+from jax_agent_rl.learner.losses import peers
+from jax_agent_rl.learner.samples import trained_lengths
 from jax_agent_rl.learner.state import UpdateResult
 from jax_agent_rl.observe.metrics import RunFolder
 from jax_agent_rl.observe.progress import Progress
@@ -26,6 +28,7 @@ from jax_agent_rl.rollout.futility import FutilityGuard
 from jax_agent_rl.rollout.protocol import BackendMetrics
 from jax_agent_rl.runtime.in_process import Runtime
 from jax_agent_rl.runtime.multihost import LeadingCheckpointer
+from jax_agent_rl.trainer.agreement import AgreementWatch
 from jax_agent_rl.trainer.groups import all_trajectories, evaluation_sampling, gather
 from jax_agent_rl.trainer.phases import Phases
 from jax_agent_rl.trainer.record import RunRecord, evaluation_record, step_record
@@ -79,6 +82,8 @@ class Trainer:
         self._guard = FutilityGuard(self.runtime.config.trainer.max_lost_batches, self.record.lost_batches)
         self._gate = UpdateGate()
         self._half_done = False
+        self._weighed = False
+        self.agreement = AgreementWatch(self.runtime, self.folder, version=self.record.step, say=self.progress.say)
         self.waited = 0.0
         self.phases = Phases(self.clock)
 
@@ -211,6 +216,7 @@ class Trainer:
             pipeline={
                 "learner_idle_share": self.waited / step_seconds,
                 **asdict(runtime.client.stats()),
+                **self.agreement.take_metrics(),
                 **collected.metrics,
             },
         )
@@ -236,6 +242,7 @@ class Trainer:
         """One learner step in a thread, so that the loop (display, tools) goes on; an empty one if nothing is left."""
         if not selection.groups:
             return UpdateResult(metrics={}, skipped=False)
+        self._say_weights(selection)
         ticks = [0, 0]
 
         def tick(done: int, total: int) -> None:
@@ -246,14 +253,26 @@ class Trainer:
             lambda: f"{ticks[0]}/{ticks[1] or '?'} micro-batches{self.meanwhile()}",
         )
         update = self.runtime.learner.update
-        arguments = {"masked": selection.masked, "tick": tick, "gate": self._gate}
+        check = self.agreement.check(selection.groups, self.record.step + 1)
+        arguments = {"masked": selection.masked, "tick": tick, "gate": self._gate, "check": check}
         async with self.runtime.room_for_learning():
             with self.phases.of("learn"):
                 result = await asyncio.to_thread(update, selection.groups, **arguments)
         self._account(selection, result)
+        if "loss" in result.metrics:  # not while only a critic learns
+            self.agreement.learnt(self.record.step + 1)
         if not self.record.learner_programs and "loss" in result.metrics:  # not while only a critic learns
-            self.record.learner_programs = self.runtime.learner.programs_compiled
+            self.record.learner_programs = self._learner_programs()
         return result
+
+    def _say_weights(self, selection: Selection) -> None:
+        """What a token weighs in the loss of the first batch, where that depends on its trajectories' lengths."""
+        config, first = self.runtime.config, not self._weighed
+        self._weighed = True
+        if not first or not peers.depends_on_lengths(config.algorithm, config.learner.updates_per_step):
+            return
+        lengths = trained_lengths(selection.groups, config.learner.updates_per_step, masked=selection.masked)
+        self.progress.say(f"  {peers.of_batch(config.algorithm, lengths)}")
 
     async def publish(self, version: int, *, mode: PauseMode | None = None) -> float:
         """New weights to every engine; version and prefix cache change with them.
@@ -320,7 +339,10 @@ class Trainer:
 
     def _learner_recompilations(self) -> int:
         known = self.record.learner_programs
-        return max(0, self.runtime.learner.programs_compiled - known) if known else 0
+        return max(0, self._learner_programs() - known) if known else 0
+
+    def _learner_programs(self) -> int:
+        return self.runtime.learner.programs_compiled - self.agreement.programs
 
     async def _gather(
         self,

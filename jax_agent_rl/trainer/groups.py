@@ -15,13 +15,7 @@ from jax_agent_rl.types import Group, SamplingParams, Trajectory
 
 def training_sampling(config: Config) -> SamplingParams:
     """For every turn of a training rollout."""
-    rollout = config.rollout
-    return SamplingParams(
-        max_tokens=rollout.max_model_len,
-        temperature=rollout.temperature,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
-    )
+    return SamplingParams(max_tokens=config.rollout.max_model_len, temperature=config.rollout.temperature)
 
 
 def evaluation_sampling(config: Config) -> SamplingParams:

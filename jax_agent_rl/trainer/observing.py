@@ -71,7 +71,7 @@ def observers(
             from jax_agent_rl.observe.prometheus import serve_trainer
 
             each.append(stack.enter_context(serve_trainer(config.trainer.prometheus_port, say=progress.say)))
-        watch = Watch(rules(config), progress.say)
+        watch = Watch(rules(config, rows), progress.say)
         if noted := without_agent(config, rows):
             watch.note(noted)
         for record in read_records(folder.metrics):

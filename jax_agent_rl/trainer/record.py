@@ -12,7 +12,7 @@ import numpy as np
 from jax_agent_rl.rollout.buffer import versions
 from jax_agent_rl.rollout.protocol import BackendMetrics
 from jax_agent_rl.trajectory_graph import TrajectoryGraph
-from jax_agent_rl.types import DropReason, FinishReason, Group, Trajectory
+from jax_agent_rl.types import DropReason, Group, Trajectory
 
 
 @dataclass(kw_only=True)
@@ -115,11 +115,12 @@ def step_record(
         "tool_error_share": sum(errors.values()) / max(1, len(calls)),
         "tool_errors_by_kind": dict(errors),
         "finish_reasons": dict(Counter(str(t.finish_reason) for t in trajectories)),
-        "truncated_share": _share(t.finish_reason is FinishReason.RESPONSE_LENGTH for t in trajectories),
+        "truncated_share": _share(t.finish_reason.truncated for t in trajectories),
         "zero_variance_share": _share(len(set(g.rewards)) == 1 for g in groups if len(g.rewards) > 1),
         "rollout_seconds": rollout_seconds,
         "rollout_tokens_per_second": sampled / rollout_seconds,
         "engine_busy_share": engine.busy_seconds / rollout_seconds,
+        "lane_occupancy": engine.generated_tokens / engine.lane_steps if engine.lane_steps else None,
         "prefill_tokens": engine.prefill_tokens,
         "cached_tokens": engine.cached_tokens,
         "weight_update_seconds": weight_update_seconds,
@@ -169,13 +170,17 @@ def overlap_summary(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def evaluation_record(step: int, groups: Sequence[Group], *, seconds: float) -> dict[str, Any]:
-    """One ``metrics.jsonl`` line of kind ``evaluation``. A lost trajectory counts as wrong."""
+    """One ``metrics.jsonl`` line of kind ``evaluation``. A lost trajectory counts as wrong.
+
+    ``accuracy`` is the mean of the reward part of this name, of the reward itself where the reward function gives none.
+    """
     trajectories = [t for g in groups for t in g.trajectories]
     lost = Counter(str(reason) for g in groups for reason, count in g.dropped.items() for _ in range(count))
     return {
         "kind": "evaluation",
         "step": step,
-        "accuracy": sum(t.reward for t in trajectories) / max(1, len(trajectories) + sum(lost.values())),
+        "accuracy": sum(t.reward_parts.get("accuracy", t.reward) for t in trajectories)
+        / max(1, len(trajectories) + sum(lost.values())),
         "rows": len(groups),
         "lost": dict(lost),
         "tool_calls_mean": sum(len(t.tool_calls) for t in trajectories) / max(1, len(trajectories)),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,17 +14,20 @@ from jax_agent_rl.config import Config
 from jax_agent_rl.errors import CheckpointError, WeightUpdateError
 from jax_agent_rl.interrupt import Interruption, Leave
 from jax_agent_rl.learner.checkpoint import Checkpointer, complete_steps, cut_off_steps
+from jax_agent_rl.learner.losses import peers
 from jax_agent_rl.observe.lines import say
 from jax_agent_rl.observe.metrics import RunFolder
 from jax_agent_rl.observe.plots import reward_plot
 from jax_agent_rl.observe.progress import Progress, duration
 from jax_agent_rl.observe.records import metrics_of, trajectories_of
-from jax_agent_rl.observe.trajectories import LEGEND, best_and_worst, render
+from jax_agent_rl.observe.report.command import write_report
+from jax_agent_rl.observe.trajectories import best_and_worst, outline
 from jax_agent_rl.runtime.in_process import Runtime, build
 from jax_agent_rl.runtime.learners import open_checkpointer
 from jax_agent_rl.runtime.multihost import LeadingCheckpointer, Line, leading
 from jax_agent_rl.runtime.placement import first_version
 from jax_agent_rl.trainer.base import Trainer
+from jax_agent_rl.trainer.breakdown import Breakdown, shown
 from jax_agent_rl.trainer.fully_async import FullyAsyncTrainer
 from jax_agent_rl.trainer.observing import check_observers, observers, spoken
 from jax_agent_rl.trainer.one_step_off import OneStepOffTrainer
@@ -72,6 +74,7 @@ async def _train(
     interruption: Interruption,
     line: Line | None,
 ) -> dict[str, Any]:
+    breakdown = Breakdown()
     check_observers(config)
     path, resume = choose_run(config, resume)
     folder = RunFolder(path, keep_trajectories=config.trainer.keep_trajectories)
@@ -90,6 +93,7 @@ async def _train(
                 runtime=runtime, folder=folder, checkpointer=checkpointer, record=record, progress=progress
             )
             with contextlib.ExitStack() as last:
+                last.enter_context(breakdown.watching())
                 if line is not None:
                     last.callback(line.stop)
                 last.callback(checkpointer.close)
@@ -104,7 +108,9 @@ async def _train(
                         progress.resumed(record.step)
                         for step in (step for step in cut_off if step > record.step):
                             progress.say(f"the checkpoint of step {step} was cut off while it was written: it is lost")
+                    progress.say(peers.at_start(config))
                     interruption.training_begins()
+                    breakdown.started()
                     await trainer.run()
                 except asyncio.CancelledError:  # run() has saved
                     if line is not None:
@@ -112,7 +118,7 @@ async def _train(
                     interruption.saved(record.step)
                     raise
             interruption.training_ended()
-            summary = _conclude(runtime, folder, record, observed.summary(), console)
+            summary = _conclude(runtime, folder, record, breakdown, observed.summary(), console)
     return summary
 
 
@@ -206,37 +212,31 @@ async def _publish_first(trainer: Trainer, version: int) -> None:
 
 
 def _conclude(
-    runtime: Runtime, folder: RunFolder, record: RunRecord, observed: dict[str, Any], console: Console
+    runtime: Runtime,
+    folder: RunFolder,
+    record: RunRecord,
+    breakdown: Breakdown,
+    observed: dict[str, Any],
+    console: Console,
 ) -> dict[str, Any]:
-    """Writes the summary and the plot, and prints what a user looks at first."""
+    """Writes the summary, the plot and the report, and prints what a user looks at first."""
     record.accounting = runtime.collector.accounting.state()
     metrics = list(metrics_of(folder.metrics))
     summary: dict[str, Any] = (
         record.summary() | overlap_summary([line for line in metrics if line["kind"] == "step"]) | observed
     )
+    summary["seconds"] = stages = breakdown.stages(metrics)
     folder.write_json(folder.summary, summary)
     reward_plot(metrics, folder.plot, title=folder.path.name)
-    records = list(trajectories_of(folder.trajectories))
-    _print_extremes(records, runtime, console)
+    report = write_report(folder.path)
+    trained = [r for r in trajectories_of(folder.trajectories) if r["split"] == "train"]
+    for name, extreme in zip(("best", "worst"), best_and_worst(trained) if trained else (), strict=False):
+        say(console, outline(extreme, title=name))
     console.print(_headline(summary), highlight=False)
     if warnings := spoken(observed["warnings"]):
         say(console, warnings)
-    where = f"run folder:   {folder.path}\nreward plot:  {folder.plot}"
-    say(console, where)
+    say(console, f"{shown(stages)}\nrun folder:   {folder.path}\nreward plot:  {folder.plot}\nHTML report:  {report}")
     return summary
-
-
-def _print_extremes(records: Sequence[dict[str, Any]], runtime: Runtime, console: Console) -> None:
-    trained = [r for r in records if r["split"] == "train"]
-    if not trained:
-        return
-
-    def decode(ids: Sequence[int]) -> str:
-        return runtime.codec.decode(ids, skip_special_tokens=False)
-
-    console.print(LEGEND, highlight=False)
-    for name, record in zip(("best", "worst"), best_and_worst(trained), strict=True):
-        console.print(render(record, decode, title=f"{name}: {record['trajectory_id']}"))
 
 
 def _headline(summary: dict[str, Any]) -> str:

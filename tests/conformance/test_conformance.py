@@ -142,6 +142,18 @@ def test_what_a_rounded_cache_may_change_is_far_below_what_other_weights_do(opti
 
 
 @pytest.mark.parametrize("backend", ["jetstream", pytest.param("vllm", marks=pytest.mark.vllm)])
+def test_engines_serve_adapters(backend: str, options: SubjectOptions):
+    """The checks of adapters and a few that an engine with adapters could fail."""
+    pytest.importorskip("torch")
+    if backend == "vllm":
+        pytest.importorskip("vllm")
+    checks = ["adapters", "adapters-and-prefixes", "greedy-logprobs", "prefix-reuse", "weights-take-effect"]
+    subject = make_subject(backend, replace(options, adapters=True, max_concurrent=2))
+    report = asyncio.run(run_suite(subject, only=checks))
+    assert [r.outcome for r in report.results] == ["passed"] * 5, report.results
+
+
+@pytest.mark.parametrize("backend", ["jetstream", pytest.param("vllm", marks=pytest.mark.vllm)])
 def test_engines_see_images(backend: str, tmp_path: Path):
     """The checks of images and a few that a model with a tower could fail, on a tiny random Qwen2.5-VL."""
     pytest.importorskip("torch")

@@ -1,4 +1,4 @@
-"""A whole run in seconds: the quickstart's task and tokenizer on a model of random weights."""
+"""A whole run in seconds: the calculator's task and SmolLM2's tokenizer on a model of random weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.models.decoder import Decoder, model_params
 from jax_agent_rl.models.hf import save_hf
 
-QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
+CALCULATOR = Path(__file__).parents[2] / "examples" / "calculator" / "config.yaml"
 REAL_MODEL = cache_root() / "models" / "smollm2-135m-instruct"
 
 
@@ -38,9 +38,9 @@ def small_model(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def recipe(tmp_path: Path, small_model: Path) -> Path:
-    """The quickstart's configuration, made small; ``run_dir`` is ``tmp_path / "run"``."""
+    """The calculator example's configuration, made small; ``run_dir`` is ``tmp_path / "run"``."""
     train, heldout = prepare_calculator(tmp_path / "data", train=24, heldout=4)
-    tree = yaml.safe_load(QUICKSTART.read_text())
+    tree = yaml.safe_load(CALCULATOR.read_text())
     tree["run_dir"] = str(tmp_path / "run")
     tree["model"]["path"] = str(small_model)
     tree["data"] = {"train": str(train), "heldout": str(heldout)}

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -16,13 +15,14 @@ import yaml
 from jax_agent_rl.data.calculator import prepare_calculator
 from jax_agent_rl.observe.metrics import read_records
 from tests.ports import free_port
+from tests.warm import python
 
 pytest.importorskip("uvicorn")
 openai = pytest.importorskip("openai")
 pytest.importorskip("langgraph")
 
 ROOT = Path(__file__).parents[2]
-COMMAND = [sys.executable, "-m", "jax_agent_rl.cli"]
+COMMAND = ["-m", "jax_agent_rl.cli"]
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}
 SMALL = [
     "rollout.prompts_per_step=2",
@@ -44,7 +44,7 @@ def test_an_example_trains_with_every_trajectory_accounted_for(name: str, small_
     agent = yaml.safe_load(config.read_text())["agent"]["default_agent"]
     train, heldout = prepare_calculator(tmp_path / "data", train=24, heldout=4, agent_name=agent)
     places = [f"run_dir={tmp_path / 'run'}", f"model.path={small_model}", f"data.train={train}"]
-    command = [*COMMAND, "train", str(config), *places, f"data.heldout={heldout}", *SMALL]
+    command = [*python(), *COMMAND, "train", str(config), *places, f"data.heldout={heldout}", *SMALL]
     result = subprocess.run(command, capture_output=True, text=True, timeout=500, cwd=ROOT, env=ENVIRONMENT)
     assert result.returncode == 0, result.stderr
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
@@ -56,7 +56,7 @@ def test_an_example_trains_with_every_trajectory_accounted_for(name: str, small_
 def test_serve_answers_an_openai_client_until_it_is_told_to_stop(small_model: Path):
     port = free_port()
     config = ROOT / "examples" / "openai_agent" / "config.yaml"
-    command = [*COMMAND, "serve", str(config), f"model.path={small_model}", *SMALL, "--port", str(port)]
+    command = [*python(), *COMMAND, "serve", str(config), f"model.path={small_model}", *SMALL, "--port", str(port)]
     process = subprocess.Popen(
         [*command, "--token-env", "SERVE_KEY"],
         stdout=subprocess.PIPE,
@@ -92,6 +92,6 @@ def test_serve_answers_an_openai_client_until_it_is_told_to_stop(small_model: Pa
 
 def test_serve_says_what_to_do_about_an_open_address(small_model: Path):
     config = ROOT / "examples" / "openai_agent" / "config.yaml"
-    command = [*COMMAND, "serve", str(config), f"model.path={small_model}", "--host", "0.0.0.0"]
+    command = [*python(), *COMMAND, "serve", str(config), f"model.path={small_model}", "--host", "0.0.0.0"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=500, cwd=ROOT, env=ENVIRONMENT)
     assert result.returncode == 2 and "--token-env" in result.stderr and "Traceback" not in result.stderr

@@ -3,7 +3,6 @@
 import re
 import signal
 import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -11,8 +10,9 @@ import pytest
 
 from jax_agent_rl.observe.metrics import read_records
 from tests.tiny_run import tiny_recipe
+from tests.warm import python
 
-COMMAND = [sys.executable, "-u", "-m", "jax_agent_rl.cli", "train"]
+COMMAND = ["-m", "jax_agent_rl.cli", "train"]
 MODES = {
     "one_step_off": {"mode": "one_step_off"},
     "keep": {"mode": "fully_async", "staleness": 2, "in_flight_update": "keep"},
@@ -31,7 +31,7 @@ def recipe_of(folder: Path, name: str, steps: int) -> Path:
 
 
 def train(recipe: Path, *arguments: str) -> str:
-    result = subprocess.run([*COMMAND, str(recipe), *arguments], capture_output=True, text=True, timeout=200)
+    result = subprocess.run([*python(), *COMMAND, str(recipe), *arguments], capture_output=True, text=True, timeout=200)
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-2000:]
     return result.stdout
 
@@ -65,7 +65,9 @@ def test_a_run_trains_on_every_row_once_and_within_its_bound(tmp_path: Path, nam
 @pytest.mark.parametrize("name", ["one_step_off", "keep"])
 def test_a_run_that_was_ended_goes_on_and_loses_and_doubles_nothing(tmp_path: Path, name: str, number: signal.Signals):
     recipe = recipe_of(tmp_path, name, steps=20)
-    process = subprocess.Popen([*COMMAND, str(recipe)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = subprocess.Popen(
+        [*python(), *COMMAND, str(recipe)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     assert process.stdout is not None
     for line in process.stdout:
         if line.split()[:1] == ["12/20"]:

@@ -1,25 +1,20 @@
 """Whole runs whose learner lies on several devices, with the engine on the first of them or on others."""
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from jax_agent_rl.observe.metrics import read_records
+from tests.simulated import environment_with
 from tests.tiny_run import tiny_recipe
+from tests.warm import python
 
 
 def train(recipe: Path, *settings: str, devices: int) -> str:
-    environment = os.environ | {
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
-        "NPROC": "16",  # XLA's threads: devices wait for each other in them, and a few cores' would all be waiting
-        "JAX_PLATFORMS": "cpu",
-    }
-    command = [sys.executable, "-m", "jax_agent_rl.cli", "train", str(recipe), *settings]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=500, env=environment)
+    command = [*python(), "-m", "jax_agent_rl.cli", "train", str(recipe), *settings]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=500, env=environment_with(devices))
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-2000:]
     return result.stdout
 

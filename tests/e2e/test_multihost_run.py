@@ -1,10 +1,8 @@
 """A whole run whose learner spans two processes, started as a user starts it."""
 
 import json
-import os
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +11,9 @@ import pytest
 
 from jax_agent_rl.observe.metrics import read_records
 from tests.ports import free_port
+from tests.simulated import environment_with
 from tests.tiny_run import SMALL, tiny_recipe
+from tests.warm import python
 
 # The third checkpoint meets what looks like a full disk, on one of the processes.
 FULL_DISK = """
@@ -40,7 +40,7 @@ def start(recipe: Path, *settings: str, processes: int, full: int | None = None)
     started = []
     for number in range(processes):
         program = ["-m", "jax_agent_rl.cli"] if full is None else ["-c", FULL_DISK, str(full)]
-        command = [sys.executable, *program, "train", str(recipe), *settings]
+        command = [*python(), *program, "train", str(recipe), *settings]
         if processes > 1:
             command += [
                 f"learner.multihost.coordinator=127.0.0.1:{port}",
@@ -48,12 +48,7 @@ def start(recipe: Path, *settings: str, processes: int, full: int | None = None)
                 f"learner.multihost.process_id={number}",
                 f"learner.mesh.fsdp={processes}",
             ]
-        environment = os.environ | {
-            # Every process compiles for itself, which is most of what this takes: quickly rather than well.
-            "XLA_FLAGS": "--xla_force_host_platform_device_count=1 --xla_backend_optimization_level=0",
-            "JAX_PLATFORMS": "cpu",
-            "PYTHONUNBUFFERED": "1",
-        }
+        environment = environment_with(1)
         started.append(
             subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         )
@@ -82,7 +77,8 @@ def test_two_processes_run_to_the_end_and_one_goes_on_from_their_checkpoint(tmp_
     assert summary["max_logprob_gap"] <= 1e-3  # the engine serves what both processes trained
     assert "held-out accuracy" in outputs[0] and "held-out accuracy" not in outputs[1]
     records = [r for r in read_records(folder / "metrics.jsonl") if r["kind"] == "step"]
-    assert {(r["servers_up"], r["servers_lost"], r["stale_served"]) for r in records} == {(2, 0, 0)}  # both sample
+    both = {(r["servers_up"], r["servers_lost"], r["stale_served"]) for r in records}
+    assert both == {(2, 0, 0)}, outputs  # both sample
 
     finish(start(recipe, "trainer.steps=3", f"trainer.mode={mode}", "--resume", processes=1), [0])
     steps = [r["step"] for r in read_records(folder / "metrics.jsonl") if r["kind"] == "step"]

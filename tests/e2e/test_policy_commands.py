@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from typer.testing import CliRunner, Result
 from jax_agent_rl.cli import app
 from jax_agent_rl.observe.metrics import read_records
 from tests.tiny_run import tiny_recipe
+from tests.warm import python
 
 REWARD = """
 import itertools, os, time
@@ -143,7 +143,7 @@ def collected(file: Path) -> list[tuple]:
 
 def start(*arguments: object, **environment: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "jax_agent_rl.cli", *map(str, arguments)],
+        [*python(), "-m", "jax_agent_rl.cli", *map(str, arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,10 +11,11 @@ from jax_agent_rl.config import load
 from jax_agent_rl.models.hf import load_hf
 from jax_agent_rl.observe.metrics import read_records
 from tests.tiny_run import tiny_recipe
+from tests.warm import python
 
 
 def cli(*arguments: object) -> str:
-    command = [sys.executable, "-m", "jax_agent_rl.cli", *map(str, arguments)]
+    command = [*python(), "-m", "jax_agent_rl.cli", *map(str, arguments)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=500)
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-2000:]
     return result.stdout

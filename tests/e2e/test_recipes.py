@@ -1,20 +1,27 @@
-"""Every recipe in ``configs/`` trains: on the quickstart's task, with a small random model."""
+"""Every recipe in ``configs/`` trains: on the calculator's task, with a small random model. Engine and learner agree in
+all of them: a run in which they did not would stop."""
 
 import json
 import math
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
 from jax_agent_rl.observe.metrics import read_records
+from tests.warm import python
 
 RECIPES = sorted(p for p in (Path(__file__).parents[2] / "configs").glob("*.yaml") if p.stem != "tool_server")
 
 # A random model earns nothing: without this filter the learner still runs.
-SMALL = ["rollout.prompts_per_step=2", "agent.max_response_length=32", "algorithm.filter_zero_variance=false"]
+SMALL = [
+    "trainer.steps=2",
+    "trainer.on_disagreement=stop",
+    "rollout.prompts_per_step=2",
+    "agent.max_response_length=32",
+    "algorithm.filter_zero_variance=false",
+]
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
@@ -25,13 +32,15 @@ def test_a_recipe_trains_and_accounts_for_everything(path: Path, recipe: Path, t
         own["trainer"] = tree["trainer"]
     for key in ("row_length", "mesh"):  # of the small model, on one device
         own.get("learner", {}).pop(key, None)
+    if "updates_per_step" in own.get("learner", {}):  # no more than the two groups of a step
+        own["learner"]["updates_per_step"] = 2
     rollout = tree.get("rollout", {})
     size = {"group_size": min(2, rollout.get("group_size", 2))}
     if "strategy" in rollout:  # which fixes the size of a group
         size = {key: rollout[key] for key in ("strategy", "group_size")}
     file = tmp_path / "small.yaml"
     file.write_text(yaml.safe_dump({"base": recipe.name, "rollout": size} | own))
-    command = [sys.executable, "-m", "jax_agent_rl.cli", "train", str(file), "trainer.steps=2", *SMALL]
+    command = [*python(), "-m", "jax_agent_rl.cli", "train", str(file), *SMALL]
     result = subprocess.run(command, capture_output=True, text=True, timeout=500)
     assert result.returncode == 0, result.stderr[-3000:]
     folder = tmp_path / "run"
@@ -41,11 +50,18 @@ def test_a_recipe_trains_and_accounts_for_everything(path: Path, recipe: Path, t
     if path.stem == "simpletir":  # a random model never answers: each of its trajectories has a void turn
         assert summary["dropped"] == {"void_turn": 8} and summary["trained"] == 0
         return
-    last = [r for r in read_records(folder / "metrics.jsonl") if r["kind"] == "step"][-1]
+    assert "disagree" not in result.stdout and not (folder / "disagreement.json").exists()
+    *before, last = [r for r in read_records(folder / "metrics.jsonl") if r["kind"] == "step"]
+    assert any(step["compared_tokens"] for step in (*before, last))  # not where a critic alone learns
+    if own.get("learner", {}).get("compute_dtype", "float32") == "float32":  # others have the run's own tolerance
+        assert max(step["compared_gap_max"] for step in (*before, last)) < 1e-4
     assert math.isfinite(last["loss"]) and last["trained_tokens"] > 0
     if "strategy" in rollout:
         assert last["tree/branches"] + last["tree/topped_up"] > 0
         shown = subprocess.run(
-            [*command[:3], "view", str(folder), "--tree"], capture_output=True, text=True, timeout=100
+            [*python(), "-m", "jax_agent_rl.cli", "view", str(folder), "--tree"],
+            capture_output=True,
+            text=True,
+            timeout=100,
         )
         assert shown.returncode == 0 and "trees, mean reward" in shown.stdout, shown.stderr[-3000:]

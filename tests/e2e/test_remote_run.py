@@ -13,20 +13,30 @@ import pytest
 
 from jax_agent_rl.observe.metrics import read_records
 from tests.e2e.test_run import COMMAND
+from tests.warm import python
 
 SECRET = "correct horse"
 ENVIRONMENT = os.environ | {"ROLLOUT_TOKEN": SECRET}
 
 
 def run(*arguments: object, **more) -> subprocess.CompletedProcess[str]:
-    command = [*COMMAND, *map(str, arguments)]
+    command = [*python(), *COMMAND, *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=400, env=ENVIRONMENT, **more)
 
 
 @contextlib.contextmanager
 def rollout_server(recipe: Path) -> Iterator[str]:
     """Address of a server that runs meanwhile; it must end cleanly on SIGTERM."""
-    command = [*COMMAND, "rollout-server", "--config", str(recipe), "--port", "0", "rollout.token_env=ROLLOUT_TOKEN"]
+    command = [
+        *python(),
+        *COMMAND,
+        "rollout-server",
+        "--config",
+        str(recipe),
+        "--port",
+        "0",
+        "rollout.token_env=ROLLOUT_TOKEN",
+    ]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ENVIRONMENT, bufsize=1
     )

@@ -3,7 +3,6 @@
 import random
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,8 +10,9 @@ import pytest
 from jax_agent_rl.observe.metrics import read_records
 from tests.run_results import require_same
 from tests.tiny_run import tiny_recipe
+from tests.warm import python
 
-COMMAND = [sys.executable, "-u", "-m", "jax_agent_rl.cli", "train"]
+COMMAND = ["-m", "jax_agent_rl.cli", "train"]
 STEPS, BEFORE = 20, 10
 
 PPO = {
@@ -23,7 +23,7 @@ ALGORITHMS = {"grpo": {}, "ppo with a critic and adaptive KL": PPO}
 
 
 def train(recipe: Path, *arguments: str) -> None:
-    result = subprocess.run([*COMMAND, str(recipe), *arguments], capture_output=True, text=True, timeout=500)
+    result = subprocess.run([*python(), *COMMAND, str(recipe), *arguments], capture_output=True, text=True, timeout=500)
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-2000:]
 
 
@@ -31,7 +31,9 @@ def train_until_killed(recipe: Path, seed: int) -> None:
     """Starts a run and kills it at a random moment of one of the steps 11 to 14 (of the evaluation before, perhaps)."""
     chance = random.Random(seed)
     last = chance.randint(BEFORE, BEFORE + 3)
-    process = subprocess.Popen([*COMMAND, str(recipe)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = subprocess.Popen(
+        [*python(), *COMMAND, str(recipe)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     assert process.stdout is not None
     for line in process.stdout:
         if line.split()[:1] == [f"{last}/{STEPS}"]:

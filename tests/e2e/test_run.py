@@ -4,19 +4,19 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import threading
 from pathlib import Path
 
 import pytest
 
 from jax_agent_rl.observe.metrics import read_records
+from tests.warm import python
 
-COMMAND = [sys.executable, "-m", "jax_agent_rl.cli"]
+COMMAND = ["-m", "jax_agent_rl.cli"]
 
 
 def run(*arguments: object, timeout: float = 400) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*COMMAND, *map(str, arguments)], capture_output=True, text=True, timeout=timeout)
+    return subprocess.run([*python(), *COMMAND, *map(str, arguments)], capture_output=True, text=True, timeout=timeout)
 
 
 def same_trajectories(a: Path, b: Path) -> bool:
@@ -42,7 +42,8 @@ def test_a_run_leaves_a_complete_folder_and_can_be_viewed_and_exported(recipe: P
     assert len(steps) == 2 and all(r["weight_update_seconds"] > 0 for r in steps)
     assert (folder / "reward.png").read_bytes().startswith(b"\x89PNG")
     assert json.loads((folder / "config.json").read_text())["trainer"]["steps"] == 2
-    assert "held-out accuracy" in result.stdout and "best:" in result.stdout and "«" in result.stdout
+    assert "held-out accuracy" in result.stdout and "best: step " in result.stdout
+    assert "worst: step " in result.stdout and "  assistant  " in result.stdout and "report.html" in result.stdout
     for record in read_records(folder / "trajectories.jsonl"):
         count = len(record["response_ids"])
         assert len(record["response_mask"]) == len(record["rollout_logprobs"]) == count
@@ -85,7 +86,7 @@ def test_the_same_seed_gives_the_same_trajectories_and_another_does_not(recipe: 
 
 
 def test_ctrl_c_leaves_a_checkpoint_that_resumes(recipe: Path, tmp_path: Path):
-    command = [*COMMAND, "train", str(recipe), "trainer.steps=400", "trainer.checkpoint_every=0"]
+    command = [*python(), *COMMAND, "train", str(recipe), "trainer.steps=400", "trainer.checkpoint_every=0"]
     environment = os.environ | {"PYTHONUNBUFFERED": "1"}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
     watchdog = threading.Timer(300, process.kill)

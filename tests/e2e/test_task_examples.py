@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 
 from jax_agent_rl.observe.metrics import read_records
 from tests.capabilities import needs_bwrap
+from tests.warm import python
 
 ROOT = Path(__file__).parents[2]
 
@@ -42,14 +42,14 @@ WITH_TOOL_SERVER = {
 }
 
 
-def run(*command, cwd=ROOT):
+def run(*command, cwd=ROOT, **variables):
     result = subprocess.run(
-        [sys.executable, *map(str, command)],
+        [*python(), *map(str, command)],
         cwd=cwd,
         capture_output=True,
         text=True,
         timeout=550,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env=os.environ | {"PYTHONPATH": str(ROOT)} | variables,
     )
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
@@ -79,7 +79,7 @@ def test_an_example_with_a_tool_server_calls_it_and_learns_from_it(name: str, tm
     sizes = ["rollout.group_size=4", "rollout.max_in_flight=8", "rollout.jetstream.max_concurrent_decodes=8"]
     with tool_server(*(setting.format(data=tmp_path / "data") for setting in of_server)) as url:
         settings = [f"examples/{name}/config.yaml", *where, *SMALL, *sizes, "trainer.steps=1", f"{key}={url}{path}"]
-        run("-m", "jax_agent_rl.cli", "train", *settings)
+        run("-m", "jax_agent_rl.cli", "train", *settings, XLA_FLAGS="")  # optimized: it computes more than it compiles
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["trained"] == summary["started"] == 8 and summary["token_drift"] == 0
     records = read_records(tmp_path / "run" / "trajectories.jsonl")
@@ -92,7 +92,7 @@ def test_an_example_with_a_tool_server_calls_it_and_learns_from_it(name: str, tm
 @contextmanager
 def tool_server(*settings: str) -> Iterator[str]:
     """A tool server of its own; yields its address."""
-    command = [sys.executable, "-m", "jax_agent_rl.cli", "tool-server", "port=0", *settings]
+    command = [*python(), "-m", "jax_agent_rl.cli", "tool-server", "port=0", *settings]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdout is not None

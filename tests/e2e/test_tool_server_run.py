@@ -2,17 +2,19 @@
 
 import asyncio
 import json
-import sys
 from pathlib import Path
+
+import yaml
 
 from jax_agent_rl.observe.metrics import read_records
 from tests.http_service import ToolServer
 from tests.ports import free_port
+from tests.warm import python
 
 
 async def train(recipe: Path, *overrides: str) -> tuple[int, str]:
     """Runs in a process of its own, while this one serves."""
-    command = [sys.executable, "-m", "jax_agent_rl.cli", "train", str(recipe), *overrides]
+    command = [*python(), "-m", "jax_agent_rl.cli", "train", str(recipe), *overrides]
     process = await asyncio.create_subprocess_exec(
         *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
     )
@@ -22,7 +24,11 @@ async def train(recipe: Path, *overrides: str) -> tuple[int, str]:
 
 
 def without_agent_names(recipe: Path) -> None:
-    """The rows of the recipe, for the default agent."""
+    """The rows of the recipe, for the default agent; and no keys of the agent that they were for."""
+    tree = yaml.safe_load(recipe.read_text()) | {"tools": {}}
+    kept = ("tool_prompt", "max_prompt_length", "max_response_length")
+    tree["agent"] = {key: tree["agent"][key] for key in kept}
+    recipe.write_text(yaml.safe_dump(tree))
     for file in (recipe.parent / "data").glob("*.jsonl"):
         rows = [json.loads(line) for line in file.read_text().splitlines()]
         file.write_text("".join(json.dumps({k: v for k, v in r.items() if k != "agent_name"}) + "\n" for r in rows))
@@ -34,7 +40,6 @@ async def test_a_run_over_a_tool_server_trains_and_closes_every_environment(reci
         status, output = await train(
             recipe,
             "trainer.steps=1",
-            "agent.default_agent=server_tool_agent",
             f"agent.tool_server_url={server.url}",
             "agent.min_turns=1",
             "agent.max_turns=2",

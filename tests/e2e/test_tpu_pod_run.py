@@ -13,17 +13,18 @@ from tests.launching import read_until
 from tests.ports import free_port
 from tests.tiny_run import SMALL, tiny_recipe
 
-# The third step's rollouts wait until the test lets them go.
+# The third step's rollouts wait until the test lets them go. Several processes score: a file counts their calls.
 _PATIENT_REWARD = """
-import itertools, pathlib, time
+import pathlib, time
 from jax_agent_rl.rewards import register_reward
-
-calls = itertools.count()
 
 @register_reward("noise")
 def compute_score(solution_str, ground_truth):
     go = pathlib.Path({go!r})
-    while next(calls) >= 3 + 2 * 8 and not go.exists():
+    with open(f"{{go}}.calls", "ab") as calls:
+        calls.write(b".")
+        last = calls.tell() > 3 + 2 * 8
+    while last and not go.exists():
         time.sleep(0.05)
     return float(len(solution_str) % 3 == int(ground_truth))
 """
@@ -39,8 +40,8 @@ def cloud(tmp_path: Path) -> Iterator[Cloud]:
     cloud.close()
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 100) -> None:
-    """Looks again and again: the other side is a process that says nothing."""
+def wait_until(condition: Callable[[], bool], seconds: float = 400) -> None:
+    """Look again and again: the other side is a process that says nothing."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it did not happen"

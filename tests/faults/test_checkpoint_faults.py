@@ -3,7 +3,6 @@
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -14,6 +13,7 @@ import pytest
 from jax_agent_rl.errors import CheckpointError
 from jax_agent_rl.learner.checkpoint import Checkpointer
 from tests.tiny_run import tiny_recipe
+from tests.warm import python
 
 
 def state(step: int) -> dict:
@@ -126,8 +126,8 @@ print("later:", restored_equals(folder, 2), sorted(p.name for p in folder.iterdi
 """
 
 
-def python(code: str, *arguments: object) -> str:
-    command = [sys.executable, "-c", code, *map(str, arguments)]
+def output_of(code: str, *arguments: object) -> str:
+    command = [*python(), "-c", code, *map(str, arguments)]
     environment = os.environ | {"PYTHONPATH": os.getcwd()}
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr[-2000:]
@@ -135,7 +135,7 @@ def python(code: str, *arguments: object) -> str:
 
 
 def test_a_full_disk_is_said_and_the_checkpoint_before_restores(tmp_path: Path):
-    output = python(FULL, tmp_path / "c")
+    output = output_of(FULL, tmp_path / "c")
     assert "not noticed" not in output and output.count("said:") == 3, output
     assert "could not be written" in output and "checkpoint 1 is intact" in output and "too large" in output
     assert "kept: True" in output and "later: True ['2']" in output, output
@@ -161,11 +161,11 @@ checkpoint.Checkpointer.save = limited
 sys.argv = ["jax-agent-rl", "train", sys.argv[1]]
 cli.main()
 """
-    command = [sys.executable, "-c", code, str(recipe)]
+    command = [*python(), "-c", code, str(recipe)]
     environment = os.environ | {"PYTHONPATH": os.getcwd()}
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
     assert result.returncode == 2, result.stderr[-3000:]
     assert "error: a checkpoint could not be written" in result.stderr and "checkpoint 2 is intact" in result.stderr
-    command = [sys.executable, "-m", "jax_agent_rl.cli", "train", str(recipe), "--resume"]
+    command = [*python(), "-m", "jax_agent_rl.cli", "train", str(recipe), "--resume"]
     resumed = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
     assert resumed.returncode == 0 and "resumed after step 2" in resumed.stdout, resumed.stderr[-2000:]

@@ -6,7 +6,6 @@ A limit on the size of files stands for it: no file of the process can grow beyo
 import os
 import resource
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +18,7 @@ from jax_agent_rl.observe.metrics import RunFolder, read_records
 from tests.run_results import require_same
 from tests.tiny import TINY, tiny_params
 from tests.tiny_run import tiny_recipe
+from tests.warm import python
 
 
 @contextmanager
@@ -87,7 +87,7 @@ cli.main()
 
 def train(*command: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"PYTHONPATH": os.getcwd()}
-    return subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, timeout=300)
+    return subprocess.run([*python(), *command], env=environment, capture_output=True, text=True, timeout=300)
 
 
 @pytest.mark.parametrize("file", ["metrics.jsonl", "trajectories.jsonl"])

@@ -6,7 +6,6 @@ One run gets them all: rewards in step 1, a log-prob of the engine in step 2, th
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +13,7 @@ import numpy as np
 from jax_agent_rl.observe.metrics import read_records
 from tests.run_results import final_state
 from tests.tiny_run import tiny_recipe
+from tests.warm import python
 
 POISONED = """
 import dataclasses, math, sys
@@ -21,10 +21,9 @@ import jax
 from jax_agent_rl import cli
 from jax_agent_rl.jetstream.backend import JetStreamBackend
 from jax_agent_rl.learner.trainable import Trainable
-from jax_agent_rl.rewards import scoring
 
 every_gradient = sys.argv.pop() == "every gradient"
-generate, gradients, check, steps, rewards = JetStreamBackend.generate, Trainable.gradients, scoring._check, 0, 0
+generate, gradients, steps = JetStreamBackend.generate, Trainable.gradients, 0
 
 async def poisoned_logprobs(self, request):
     output = await generate(self, request)
@@ -40,21 +39,27 @@ def poisoned_gradients(self, *arguments):
         found = jax.tree.map(lambda x: x * math.nan, found)
     return found, statistics
 
-def poisoned_reward(result, source):
-    global rewards
-    rewards += 1
-    return check({4: math.nan, 5: math.inf, 6: {"score": -math.inf}}.get(rewards, result), source)
-
 JetStreamBackend.generate = poisoned_logprobs
 Trainable.gradients = poisoned_gradients
-scoring._check = poisoned_reward
 cli.main()
+"""
+
+POISONED_REWARD = """
+import itertools, math
+from jax_agent_rl.rewards import register_reward
+
+calls = itertools.count(1)
+
+@register_reward("noise")
+async def compute_score(solution_str, ground_truth):  # asynchronous ones share a process, and so the count
+    score = float(len(solution_str) % 3 == int(ground_truth))
+    return {4: math.nan, 5: math.inf, 6: {"score": -math.inf}}.get(next(calls), score)
 """
 
 
 def train(recipe: Path, poison: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", POISONED, "train", str(recipe), poison],
+        [*python(), "-c", POISONED, "train", str(recipe), poison],
         env=os.environ | {"PYTHONPATH": os.getcwd()},
         capture_output=True,
         text=True,
@@ -68,6 +73,7 @@ def finite(run: Path) -> bool:
 
 def test_nan_rewards_logprobs_and_gradients_cost_what_they_touch_and_the_run_goes_on(tmp_path: Path):
     recipe = tiny_recipe(tmp_path, trainer={"steps": 4, "checkpoint_every": 1}, data={"heldout": None})
+    (tmp_path / "reward.py").write_text(POISONED_REWARD)
     result = train(recipe, "once each")
     assert result.returncode == 0, result.stderr[-3000:]
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())

@@ -138,10 +138,11 @@ async def test_every_fault_becomes_a_counted_observation(faults, call, error, ob
         assert (trajectory.metrics["tool_calls"], trajectory.metrics["tool_errors"]) == (1, 1)
 
 
-async def test_a_malformed_call_is_logged(faults, caplog):
-    with caplog.at_level(logging.INFO, logger="jax_agent_rl"):
-        await run(faults, ["<call>fine {oops</call>", "I see"], count=1)
-    assert "Failed to decode tool call: fine {oops" in caplog.text
+async def test_malformed_calls_are_told_on_the_console(faults, caplog):
+    await run(faults, ["<call>fine {oops</call>", "I see"], count=5)
+    (said,) = [record for record in caplog.records if record.name == "jax_agent_rl.agents.malformed"]
+    assert said.levelno == logging.WARNING
+    assert said.getMessage() == "Failed to decode tool call: 'fine {oops'", "the other four are not told one by one"
 
 
 @pytest.mark.parametrize("tool", ["hangs", "hangs_async", "ignores_cancellation"])

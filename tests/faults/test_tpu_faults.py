@@ -64,7 +64,7 @@ def test_the_quickstart_brings_its_model_and_data_to_every_host(cloud: Cloud):
     cloud.write("venv/bin/jax-agent-rl", '#!/usr/bin/env bash\necho "called: $*"\n').chmod(0o755)
     result = cloud.launch("--bucket", "gs://b")
     assert result.returncode == 0, result.stdout + result.stderr
-    assert "called: fetch-model" in result.stdout and "called: prepare calculator" in result.stdout
+    assert "called: fetch-model" in result.stdout and "called: prepare shop" in result.stdout
 
 
 def test_the_exit_status_is_the_runs_and_the_slice_is_given_back(cloud: Cloud):

@@ -27,7 +27,7 @@ from jax_agent_rl.rollout.protocol import GenerateRequest, WeightUpdate
 from jax_agent_rl.types import SamplingParams
 from tests.tiny import tiny_params
 
-QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
+CALCULATOR = Path(__file__).parents[2] / "examples" / "calculator" / "config.yaml"
 TOKENIZER = cache_root() / "models" / "smollm2-135m-instruct"
 
 # Heads of 32: the smallest vLLM's CPU attention has a kernel for.
@@ -180,14 +180,14 @@ async def engine(shared: Engine) -> Engine:
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:
-    """The quickstart's configuration on a random model, made small; ``run_dir`` is ``tmp_path / "run"``."""
+    """The calculator example's configuration on a random model, made small; ``run_dir`` is ``tmp_path / "run"``."""
     if not TOKENIZER.is_dir():
         pytest.skip("needs the quickstart's tokenizer: jax-agent-rl fetch-model")
     config = replace(SMALL, vocab_size=49152, eos_token_ids=())
     params = model_params(Decoder(config, rngs=nnx.Rngs(0)))
     save_hf(tmp_path / "model", config, params, tokenizer_from=TOKENIZER)
     rows, _ = prepare_calculator(tmp_path / "data", train=8, heldout=2)
-    tree = yaml.safe_load(QUICKSTART.read_text())
+    tree = yaml.safe_load(CALCULATOR.read_text())
     tree |= {"run_dir": str(tmp_path / "run"), "model": {"path": str(tmp_path / "model")}, "data": {"train": str(rows)}}
     tree["rollout"] |= {"prompts_per_step": 2, "group_size": 2, "max_in_flight": 4}
     tree["agent"] |= {"max_response_length": 24}

@@ -10,7 +10,7 @@ import torch
 from safetensors.numpy import save_file
 
 from gpu_backend.updates import FILES
-from jax_agent_rl.errors import BackendError, ConfigError
+from jax_agent_rl.errors import BackendError
 from jax_agent_rl.learner.export import WeightFiles
 from jax_agent_rl.models.hf import save_hf
 from jax_agent_rl.rollout.client import LLMServerClient
@@ -63,7 +63,7 @@ def assert_is(output: TokenOutput, reference: Reference) -> None:
 async def test_an_adapter_is_named_per_request_and_stays_over_new_weights(model_folder: Path, tmp_path: Path):
     added = {name: write_adapter(tmp_path / name, model_folder, seed) for seed, name in enumerate(("math", "prose"))}
     save_hf(tmp_path / "new", SMALL, small_params(1))
-    async with running(model_folder, loras={name: str(tmp_path / name) for name in added}) as backend:
+    async with running(model_folder, adapters={name: str(tmp_path / name) for name in added}) as backend:
         assert backend.capabilities.lora
         client = LLMServerClient([AsyncServer(backend)])
 
@@ -89,10 +89,3 @@ async def test_an_engine_without_adapters_says_so(engine):
     client = LLMServerClient([AsyncServer(engine.backend)])
     with pytest.raises(BackendError, match="server-0 serves no LoRA adapter, so not 'math' either"):
         await client.generate("r", prompt_ids=PROMPT, sampling_params=GREEDY, lora="math")
-
-
-async def test_an_adapter_of_too_high_a_rank_is_known_before_the_model_is_loaded(model_folder: Path, tmp_path: Path):
-    write_adapter(tmp_path / "math", model_folder, 0)
-    with pytest.raises(ConfigError, match=r"rank 4, rollout.vllm.max_lora_rank=1"):
-        async with running(model_folder, loras={"math": str(tmp_path / "math")}, max_lora_rank=1):
-            pass

@@ -1,11 +1,13 @@
 """Engines of other kinds: tensor parallel, dying, and not starting at all."""
 
 import asyncio
+from dataclasses import fields
 from pathlib import Path
 
 import psutil
 import pytest
 
+from gpu_backend.settings import argument_names
 from gpu_backend.updates import FILES
 from jax_agent_rl.errors import BackendClosedError, ConfigError, EngineDiedError
 from jax_agent_rl.learner.export import WeightFiles
@@ -96,8 +98,19 @@ async def test_too_little_memory_is_a_config_error_with_the_keys_to_change(model
 
 async def test_an_unknown_setting_is_a_config_error(model_folder: Path):
     with pytest.raises(ConfigError, match="no_such_argument"):
-        async with running(model_folder, extra={"no_such_argument": 1}):
+        async with running(model_folder, engine_args={"no_such_argument": 1}):
             pass
+
+
+async def test_arguments_read_from_its_source_are_those_vllm_has():
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    assert argument_names() == {argument.name for argument in fields(AsyncEngineArgs)}
+
+
+async def test_further_arguments_reach_the_engine(model_folder: Path):
+    async with running(model_folder, engine_args={"max_num_batched_tokens": 192}) as backend:
+        assert backend._engine.vllm_config.scheduler_config.max_num_batched_tokens == 192
 
 
 async def test_a_closed_engine_ends_its_requests_and_leaves_no_process(model_folder: Path):

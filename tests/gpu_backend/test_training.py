@@ -1,4 +1,4 @@
-"""The quickstart's task trained with vLLM instead of the embedded engine: only the config differs."""
+"""The calculator's task trained with vLLM instead of the embedded engine: only the config differs."""
 
 import asyncio
 import json
@@ -12,10 +12,12 @@ from rich.console import Console
 from jax_agent_rl.config import load
 from jax_agent_rl.trainer.run import train
 
+VLLM = ("rollout.backend=vllm", "rollout.jetstream={}")
+
 
 @pytest.mark.parametrize("placement", ["colocated", "separate"])
 def test_a_run_needs_only_another_backend(recipe: Path, tmp_path: Path, placement: str):
-    config = load(recipe, ["rollout.backend=vllm", "trainer.steps=2", f"rollout.placement={placement}"])
+    config = load(recipe, [*VLLM, "trainer.steps=2", f"rollout.placement={placement}"])
     summary = asyncio.run(train(config, resume=False, console=Console(quiet=True)))
     assert summary["trained"] == summary["started"] == 8 and summary["token_drift"] == 0
     assert summary["max_logprob_gap"] < 1e-3
@@ -25,7 +27,7 @@ def test_a_run_needs_only_another_backend(recipe: Path, tmp_path: Path, placemen
 
 
 def test_eval_needs_only_another_backend(recipe: Path, tmp_path: Path):
-    command = [sys.executable, "-m", "jax_agent_rl.cli", "eval", str(recipe), "rollout.backend=vllm", "-n", "2"]
+    command = [sys.executable, "-m", "jax_agent_rl.cli", "eval", str(recipe), *VLLM, "-n", "2"]
     done = subprocess.run(
         [*command, "--data", str(load(recipe).data.train), "--out", str(tmp_path / "out"), "--json"],
         capture_output=True,

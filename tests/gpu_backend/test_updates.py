@@ -189,7 +189,7 @@ async def test_the_probe_notices_what_vllms_own_reload_spoils(engine: Engine):
 
 
 async def test_a_tensor_that_did_not_land_is_named(engine: Engine, monkeypatch: pytest.MonkeyPatch):
-    places = engine.backend._updater._placements
+    places = engine.backend._updater.placements
     name = "model.layers.0.self_attn.v_proj.weight"
     parameter, first, *rest = places[name]
     monkeypatch.setitem(places, name, (parameter, first - 1, *rest))
@@ -203,4 +203,4 @@ async def test_a_tensor_that_did_not_land_is_named(engine: Engine, monkeypatch: 
 async def test_seconds_of_updates_are_counted(engine: Engine):
     before = (await engine.backend.metrics()).weight_update_seconds
     await engine.serve(1)
-    assert 0 < (await engine.backend.metrics()).weight_update_seconds - before < 30
+    assert (await engine.backend.metrics()).weight_update_seconds > before

@@ -253,7 +253,7 @@ async def test_updates_reach_language_and_vision_and_old_pictures_are_forgotten(
 
 
 async def test_a_vision_tensor_that_did_not_land_is_named(seeing: Seeing, folders, references, tmp_path, monkeypatch):
-    places, name = seeing.backend._updater._placements, "visual.blocks.1.mlp.up_proj.weight"
+    places, name = seeing.backend._updater.placements, "visual.blocks.1.mlp.up_proj.weight"
     parameter, first, *rest = places[name]
     monkeypatch.setitem(places, name, (parameter, first - 1, *rest))
     version = seeing.backend.policy_version

@@ -111,25 +111,43 @@ CHAT = (
 )
 
 
-def test_the_real_model_equals_transformers_on_a_conversation():
-    from transformers import AutoTokenizer
+@pytest.fixture(scope="module")
+def rounding() -> float:
+    """How much more the float32 products of XLA are off than those of torch, at least 1.
 
+    Measured on sums of 1536 terms, the model's longest. On CPUs with AVX2, XLA adds them one after the other and torch
+    in several partial sums, which lose less.
+    """
+    x, weight = (np.random.default_rng(0).normal(size=(n, 1536)).astype(np.float32) for n in (40, 576))
+    exact = x.astype(np.float64) @ weight.astype(np.float64).T
+    ours = np.asarray(jax.jit(lambda x, weight: jnp.einsum("td,od->to", x, weight))(x, weight))
+    theirs = (torch.tensor(x) @ torch.tensor(weight).T).numpy()
+    return max(1.0, float(np.std(ours - exact) / np.std(theirs - exact)))
+
+
+def assert_as_close_to_float64_as_transformers(ids: np.ndarray, rounding: float) -> None:
+    """The largest error of a logit is at most twice what transformers' would be with products as inexact as ours.
+
+    A tenth more of ``rms_norm_eps``, or a thousandth more of the rotary base, is beyond that by a factor of three.
+    """
     path = cache_root() / "models" / "smollm2-135m-instruct"
     config, params = load_hf(path)
-    ids = np.array([AutoTokenizer.from_pretrained(path).encode(CHAT)])
-    with torch.no_grad():
-        expected = reference(path)(torch.tensor(ids)).logits.numpy()
-    np.testing.assert_allclose(forward(config, params, ids), expected, atol=1e-4, rtol=0)
-
-
-def test_the_real_model_is_as_close_to_float64_as_transformers_is():
-    """Random ids drive some logits beyond 30, where float32 itself is off by more than 1e-4."""
-    path = cache_root() / "models" / "smollm2-135m-instruct"
-    config, params = load_hf(path)
-    ids = np.random.default_rng(0).integers(3, 49000, (1, 40))
     peer = reference(path)
     with torch.no_grad():
         theirs = peer(torch.tensor(ids)).logits.numpy()
         exact = peer.double()(torch.tensor(ids)).logits.numpy()
-    ours = np.asarray(forward(config, params, ids))
-    assert np.abs(ours - exact).max() <= 2 * np.abs(theirs - exact).max()
+    error = np.abs(np.asarray(forward(config, params, ids)) - exact).max()
+    assert error <= 2 * rounding * np.abs(theirs - exact).max()
+
+
+def test_the_real_model_equals_transformers_on_a_conversation(rounding: float):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(cache_root() / "models" / "smollm2-135m-instruct")
+    assert_as_close_to_float64_as_transformers(np.array([tokenizer.encode(CHAT)]), rounding)
+
+
+def test_the_real_model_is_as_close_to_float64_as_transformers_is(rounding: float):
+    """Random ids drive some logits beyond 30, where float32 itself is off by more than 1e-4."""
+    ids = np.random.default_rng(0).integers(3, 49000, (1, 40))
+    assert_as_close_to_float64_as_transformers(ids, rounding)

@@ -33,9 +33,9 @@ def test_what_fits_together_is_taken(rollout: dict, mode: str):
 @pytest.mark.parametrize(
     ("rollout", "mode", "message"),
     [
-        ({"engines": 2}, "sync", "rollout.engines=2 is read only with rollout.placement=separate or hybrid"),
-        ({"gpus_per_engine": 1}, "sync", "rollout.gpus_per_engine=1 is read only"),
-        ({"ray_address": "auto"}, "sync", "rollout.ray_address=auto is read only"),
+        ({"engines": 2}, "sync", "rollout.engines=2 is used only with rollout.placement=separate or hybrid"),
+        ({"gpus_per_engine": 1}, "sync", "rollout.gpus_per_engine=1 is used only"),
+        ({"ray_address": "auto"}, "sync", "rollout.ray_address=auto is used only"),
         ({"sleep": True}, "fully_async", "the engine samples while the learner updates; set trainer.mode=sync"),
         ({**SEPARATE, "sleep": True}, "sync", "rollout.sleep: no engine is on the learner's devices"),
         ({"backend": "remote", "urls": ["http://h:1"], "sleep": True}, "sync", "no engine is on the learner's"),

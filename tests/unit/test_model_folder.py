@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import threading
@@ -139,6 +140,17 @@ def test_without_the_hub_a_folder_is_asked_for(hub, tmp_path):
         "'some/model' could not be brought from the Hub" in done.stderr and "set model.path to a folder" in done.stderr
     )
     assert "Traceback" not in done.stderr
+
+
+def test_a_hub_that_does_not_answer_is_not_waited_for_and_what_is_cached_is_used(hub, tmp_path):
+    cache = tmp_path / "cache"
+    assert load(hub, cache, "some/model").returncode == 0
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        cached = load(hub, cache, "some/model", HF_ENDPOINT=endpoint)
+        other = load(hub, cache, "some/other", HF_ENDPOINT=endpoint)
+    assert cached.stdout == "2 True\n", cached.stderr
+    assert f"'some/other' could not be brought from the Hub ({endpoint} did not answer: timed out)" in other.stderr
 
 
 def test_folders_are_never_looked_up(tmp_path, monkeypatch):

@@ -5,37 +5,39 @@
     GET    [/sessions/<id>]/v1/models
     POST   [/sessions/<id>]/v1/chat/completions
     POST   [/sessions/<id>]/v1/completions
+    GET    /sessions             those of the request's key
     GET    /sessions/<id>        what was recorded, ids and all
     DELETE /sessions/<id>        ends it
     GET    /health
     GET    /metrics              as Prometheus reads it
+
+A session belongs to the key of the request that opened it, which is the first of its generations.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hmac
 import json
 import logging
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from aiohttp import web
 from pydantic import ValidationError
-from starlette.applications import Starlette
-from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.routing import Route
 
 from jax_agent_rl.agents.branches import paths_to_train
 from jax_agent_rl.agents.endpoint import wire
-from jax_agent_rl.agents.endpoint.failures import ApiError, from_failure, from_validation
+from jax_agent_rl.agents.endpoint.checks import check_prompt, check_sampling
+from jax_agent_rl.agents.endpoint.failures import ApiError, from_failure, from_validation, refuse
 from jax_agent_rl.agents.endpoint.sessions import Session, SessionStore
 from jax_agent_rl.agents.endpoint.work import Piece, pieces, turns
 from jax_agent_rl.config import EndpointConfig
 from jax_agent_rl.errors import JaxAgentRLError
+from jax_agent_rl.http_server import Handler, HttpServer, counted, read_json
 from jax_agent_rl.observe.prometheus import CONTENT_TYPE, RequestCounts, gauges, text_of
+from jax_agent_rl.rollout.protocol import Capabilities
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -47,15 +49,24 @@ PING_SECONDS = 15.0
 
 
 class Endpoint:
-    """The application's state. One event loop, that of the engine's client.
+    """The endpoint on one event loop, that of the engine's client.
 
     Args:
         store: the sessions.
         model: the name under ``/v1/models``. Sessions take any name in ``model``, as agents have theirs written down.
+        adapters: LoRA adapters of the engines, served as models of their names.
         limits: sizes, seconds and counts.
-        api_key: what requests outside sessions must send; None asks for nothing.
+        host, port: where it listens, see :class:`HttpServer`.
+        api_key: what every request must send, but for ``/health``; None asks for nothing.
         stateless: makes the session of one request outside sessions; None refuses them.
+        able: reads what the engines can do; a request for more is refused.
         engines: reads what the engines did, for ``/metrics``; None: requests alone are counted there.
+
+    Attributes:
+        server: listens and serves.
+
+    Raises:
+        ConfigError: an address that others can reach, without a key.
     """
 
     def __init__(
@@ -63,213 +74,215 @@ class Endpoint:
         store: SessionStore,
         *,
         model: str,
+        adapters: Sequence[str] = (),
         limits: EndpointConfig,
+        host: str = "127.0.0.1",
+        port: int = 0,
         api_key: str | None = None,
         stateless: Callable[[], Session] | None = None,
+        able: Callable[[], Iterable[Capabilities]] = tuple,
         engines: Callable[[], Awaitable[list[Metric]]] | None = None,
     ) -> None:
         self._store = store
-        self._model = model
+        self._model, self._adapters = model, tuple(adapters)
         self._limits = limits
-        self._api_key = api_key
         self._stateless = stateless
+        self._able = able
         self._engines = engines
         self._running = 0
         self._requests = RequestCounts()
-
-    def app(self) -> Starlette:
-        """The ASGI application."""
-        routes = [self._route("/health", self._health), self._route("/metrics", self._metrics)]
+        routes = [web.get("/health", self._health), web.get("/metrics", self._metrics)]
         for prefix in ("", "/sessions/{session_id}"):
             routes += [
-                self._route(f"{prefix}/v1/models", self._models),
-                self._route(f"{prefix}/v1/chat/completions", self._chat, "POST"),
-                self._route(f"{prefix}/v1/completions", self._completions, "POST"),
+                web.get(f"{prefix}/v1/models", self._models),
+                web.post(f"{prefix}/v1/chat/completions", self._chat),
+                web.post(f"{prefix}/v1/completions", self._completions),
             ]
         routes += [
-            self._route("/sessions/{session_id}", self._recorded),
-            self._route("/sessions/{session_id}", self._end, "DELETE"),
+            web.get("/sessions", self._list),
+            web.get("/sessions/{session_id}", self._recorded),
+            web.delete("/sessions/{session_id}", self._end),
         ]
-        errors = {404: self._unknown, 405: self._unknown}
-        return Starlette(routes=routes, exception_handlers=errors)
+        self.server = HttpServer(
+            routes,
+            refuse=refuse,
+            host=host,
+            port=port,
+            token=api_key,
+            token_key="--token-env",
+            open_paths=("/health",),
+            max_body_bytes=limits.max_body_bytes,
+            body_key=f"agent.endpoint.max_body_bytes={limits.max_body_bytes}",
+            around=[counted(self._requests), _failures],
+        )
 
     # --- routes -----------------------------------------------------------------------------------------------
 
-    async def _health(self, request: Request) -> Response:
-        return JSONResponse({"ok": True, "sessions": len(self._store), "running": self._running})
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.json_response({"ok": True})
 
-    async def _metrics(self, request: Request) -> Response:
-        if self._api_key is not None:
-            _check_key(self._api_key, _key_of(request))
+    async def _metrics(self, request: web.Request) -> web.Response:
         engines = await self._engines() if self._engines else []
         standing = gauges({"server_sessions": len(self._store), "server_generations_running": self._running})
-        return Response(text_of([*engines, *self._requests.families(), *standing]), media_type=CONTENT_TYPE)
+        text = text_of([*engines, *self._requests.families(), *standing])
+        return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE})
 
-    async def _models(self, request: Request) -> Response:
-        self._session(request)
-        model = {"id": self._model, "object": "model", "created": 0, "owned_by": "jax_agent_rl"}
-        return JSONResponse({"object": "list", "data": [model]})
+    async def _models(self, request: web.Request) -> web.Response:
+        self._known(request)
+        same = {"object": "model", "created": 0, "owned_by": "jax_agent_rl"}
+        models = [{"id": self._model, **same}, *({"id": a, "parent": self._model, **same} for a in self._adapters)]
+        return web.json_response({"object": "list", "data": models})
 
-    async def _chat(self, request: Request) -> Response:
-        session = self._session(request)
-        asked = await self._read(request, wire.ChatRequest)
-        head = wire.head("chat.completion", f"chatcmpl-{uuid.uuid4().hex}", self._model)
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        session, asked = await self._read(request, wire.ChatRequest)
+        head = wire.head("chat.completion", f"chatcmpl-{uuid.uuid4().hex}", self._adapter(asked) or self._model)
         if asked.stream:
             return await self._stream(request, session, asked, head | {"object": "chat.completion.chunk"})
         codec = session.recorder.context.codec
-        whole = await self._whole(request, session, asked)
+        whole = await self._whole(session, asked)
         choices = [wire.chat_choice(codec, p.index, p.turn, asked) for p in whole if p.turn]
-        return JSONResponse(head | {"choices": choices, "usage": _usage(whole, asked)})
+        return web.json_response(head | {"choices": choices, "usage": _usage(whole, asked)})
 
-    async def _completions(self, request: Request) -> Response:
-        session = self._session(request)
-        asked = await self._read(request, wire.CompletionRequest)
-        head = wire.head("text_completion", f"cmpl-{uuid.uuid4().hex}", self._model)
+    async def _completions(self, request: web.Request) -> web.StreamResponse:
+        session, asked = await self._read(request, wire.CompletionRequest)
+        head = wire.head("text_completion", f"cmpl-{uuid.uuid4().hex}", self._adapter(asked) or self._model)
         if asked.stream:
             return await self._stream(request, session, asked, head)
         codec = session.recorder.context.codec
-        whole = await self._whole(request, session, asked)
+        whole = await self._whole(session, asked)
         choices = [wire.text_choice(codec, p.index, p.text, p.turn, asked) for p in whole]
-        return JSONResponse(head | {"choices": choices, "usage": _usage(whole, asked)})
+        return web.json_response(head | {"choices": choices, "usage": _usage(whole, asked)})
 
-    async def _recorded(self, request: Request) -> Response:
-        recorder = self._session(request).recorder
+    async def _list(self, request: web.Request) -> web.Response:
+        listed = [
+            {"session_id": session.session_id, "turns": len(session.recorder.turns), "running": session.requests}
+            for session in self._store.of(_key_of(request))
+        ]
+        return web.json_response({"sessions": listed})
+
+    async def _recorded(self, request: web.Request) -> web.Response:
+        recorder = self._found(request).recorder
         paths = paths_to_train(recorder.turns) if recorder.turns else []
         sequences = [
             [
-                {"inserted_ids": t.inserted_ids, "token_ids": t.output.token_ids, "log_probs": t.output.log_probs}
+                {
+                    "inserted_ids": t.inserted_ids,
+                    "token_ids": t.output.token_ids,
+                    "log_probs": t.output.log_probs,
+                    "policy_versions": t.output.policy_versions,
+                }
                 for t in path
             ]
             for path in paths
         ]
-        return JSONResponse({"session_id": recorder.session_id, "sequences": sequences})
+        return web.json_response({"session_id": recorder.session_id, "sequences": sequences})
 
-    async def _end(self, request: Request) -> Response:
-        return JSONResponse({"ended": self._store.end(self._session(request).session_id)})
-
-    async def _unknown(self, request: Request, _: Exception) -> Response:
-        self._requests.count("unknown", 404)
-        return ApiError(404, f"there is no {request.method} {request.url.path}", code="unknown_url").response()
+    async def _end(self, request: web.Request) -> web.Response:
+        return web.json_response({"ended": self._store.end(self._found(request).session_id)})
 
     # --- what routes share ------------------------------------------------------------------------------------
 
-    def _route(self, path: str, handler: Callable[[Request], Awaitable[Response]], method: str = "GET") -> Route:
-        """A route whose requests are counted."""
-        answer = self._answer(handler)
-
-        async def counted(request: Request) -> Response:
-            with self._requests.request(path) as status:
-                response = await answer(request)
-                status.append(response.status_code)
-                return response
-
-        return Route(path, counted, methods=[method])
-
-    def _answer(self, handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
-        """The handler with its failures as answers."""
-
-        async def answer(request: Request) -> Response:
-            try:
-                return await handler(request)
-            except ApiError as error:
-                return error.response()
-            except ValidationError as error:
-                return from_validation(error).response()
-            except JaxAgentRLError as error:
-                return from_failure(error).response()
-            except ClientDisconnect:
-                return Response(status_code=499)  # nobody reads it
-            except Exception as error:
-                logger.exception("%s %s failed", request.method, request.url.path)
-                return ApiError(500, f"{type(error).__name__}: {error}", code="internal_error").response()
-
-        return answer
-
-    def _session(self, request: Request) -> Session:
-        """The session of a request, its key checked."""
-        given = _key_of(request)
-        session_id = request.path_params.get("session_id")
+    def _known(self, request: web.Request) -> Session | None:
+        """The session that a request names, its key checked; None if it names none, or one that it may open."""
+        session_id = request.match_info.get("session_id")
         if session_id is not None:
-            if self._api_key is not None and self._stateless is not None:
-                _check_key(self._api_key, given)  # before a session is opened for a stranger
-            session = self._store.find(session_id)
-        elif self._stateless is not None:
-            session = self._stateless()
-        else:
+            return self._store.known(session_id, _key_of(request))
+        if self._stateless is None:
             raise ApiError(404, "requests need a session: use the base_url that was handed out", code="no_session")
-        session.check_key(given)
+        return None
+
+    def _found(self, request: web.Request) -> Session:
+        """The session that a request names; reading one opens none."""
+        if (session := self._known(request)) is None:
+            name = request.match_info["session_id"]
+            raise ApiError(404, f"there is no session {name!r}; it may be over", code="session_not_found")
         return session
 
-    async def _read(self, request: Request, kind: type[T]) -> T:
-        """The request's body, within its limit.
+    async def _read(self, request: web.Request, kind: type[T]) -> tuple[Session, T]:
+        """The request's session and its body; a session is opened for what could be sampled only.
 
         Raises:
-            ApiError, ValidationError: too large, no JSON, or wrong.
+            ApiError, ValidationError, Refused: too large, no JSON, or wrong.
         """
-        limit = self._limits.max_body_bytes
-        body = bytearray()
-        async for part in request.stream():
-            body += part
-            if len(body) > limit:
-                raise ApiError(413, f"the body has more than agent.endpoint.max_body_bytes={limit} bytes")
+        session = self._known(request)
+        asked = kind.model_validate(await read_json(request))  # pyright: ignore[reportAttributeAccessIssue]
+        self._check_counts(request, asked)
+        opened = session or self._open(request)
         try:
-            content = json.loads(body)
-        except (ValueError, RecursionError) as error:
-            raise ApiError(400, f"the body is not JSON: {error}") from None
-        asked = kind.model_validate(content)  # pyright: ignore[reportAttributeAccessIssue]
-        self._check(request, asked)
-        return asked
+            check_prompt(asked, opened.recorder.context)
+            check_sampling(opened.sampling_for(asked), self._able())
+            if self._store.full(opened, self._limits.max_session_tokens):
+                most = f"agent.endpoint.max_session_tokens={self._limits.max_session_tokens}"
+                raise ApiError(400, f"the session is full ({most} ids); open another", code="session_full")
+        except ApiError:
+            self._store.used(opened)
+            raise
+        return opened, asked
 
-    def _check(self, request: Request, asked: wire.ChatRequest | wire.CompletionRequest) -> None:
+    def _open(self, request: web.Request) -> Session:
+        session_id = request.match_info.get("session_id")
+        if session_id is not None:
+            return self._store.open(session_id, _key_of(request))
+        assert self._stateless is not None  # by _known
+        return self._stateless()
+
+    def _check_counts(self, request: web.Request, asked: wire.ChatRequest | wire.CompletionRequest) -> None:
         choices = (asked.n or 1) * (len(asked.prompts) if isinstance(asked, wire.CompletionRequest) else 1)
         if choices > self._limits.max_choices:
             most = self._limits.max_choices
             raise ApiError(400, f"{choices} choices: at most agent.endpoint.max_choices={most}", param="n")
-        if "session_id" not in request.path_params and asked.model != self._model:
-            message = f"the model {asked.model!r} does not exist; this server has {self._model!r}"
+        served = (self._model, *self._adapters)
+        if "session_id" not in request.match_info and asked.model not in served:
+            message = f"the model {asked.model!r} does not exist; this server has {', '.join(map(repr, served))}"
             raise ApiError(404, message, code="model_not_found", param="model")
 
+    def _adapter(self, asked: wire.ChatRequest | wire.CompletionRequest) -> str | None:
+        """The LoRA adapter that a request names as its model."""
+        return asked.model if asked.model in self._adapters else None
+
     @contextmanager
-    def _slot(self):
+    def _slot(self, session: Session) -> Iterator[None]:
         """A place among the requests that run."""
         most = self._limits.max_concurrent_requests
-        if self._running >= most:
-            raise ApiError(429, f"{most} requests are running, the most; try again", code="busy", retry=True)
+        session.requests += 1
         self._running += 1
         try:
+            if self._running > most:
+                raise ApiError(429, f"{most} requests are running, the most; try again", code="busy", retry=True)
             yield
         finally:
             self._running -= 1
+            session.requests -= 1
+            self._store.used(session)
 
-    async def _whole(
-        self, request: Request, session: Session, asked: wire.ChatRequest | wire.CompletionRequest
-    ) -> list[Piece]:
-        """All choices; ends with the client's connection or after ``request_timeout``."""
-        with self._slot():
+    async def _whole(self, session: Session, asked: wire.ChatRequest | wire.CompletionRequest) -> list[Piece]:
+        """All choices; ends after ``request_timeout``, and with the client's connection, which cancels the handler."""
+        with self._slot(session):
             try:
                 async with asyncio.timeout(self._limits.request_timeout):
-                    return await _while_connected(request, turns(session, asked))
+                    return await turns(session, asked, adapter=self._adapter(asked))
             except TimeoutError:
                 raise self._too_slow() from None
 
     async def _stream(
-        self, request: Request, session: Session, asked: wire.ChatRequest | wire.CompletionRequest, head: dict[str, Any]
-    ) -> Response:
+        self,
+        request: web.Request,
+        session: Session,
+        asked: wire.ChatRequest | wire.CompletionRequest,
+        head: dict[str, Any],
+    ) -> web.StreamResponse:
         """Server-sent events. What fails before the first one is an answer with its own status."""
-        events = self._events(session, asked, head)
-        try:
-            first = await _while_connected(request, anext(events))
-        except BaseException:
-            await events.aclose()
-            raise
-
-        async def body() -> AsyncGenerator[str, None]:
-            async with aclosing(events):
-                yield first
-                async for event in events:
-                    yield event
-
-        return StreamingResponse(body(), media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        async with aclosing(self._events(session, asked, head)) as events:
+            first = await anext(events)
+            response = web.StreamResponse(
+                headers={"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
+            )
+            await response.prepare(request)
+            await response.write(first.encode())
+            async for event in events:
+                await response.write(event.encode())
+        await response.write_eof()
+        return response
 
     async def _events(
         self, session: Session, asked: wire.ChatRequest | wire.CompletionRequest, head: dict[str, Any]
@@ -279,9 +292,9 @@ class Endpoint:
         whole: list[Piece] = []
         codec = session.recorder.context.codec
         silent = True  # until something is sent, a failure can still be an answer with its own status
-        with self._slot():
+        with self._slot(session):
             try:
-                async with aclosing(pieces(session, asked)) as stream:
+                async with aclosing(pieces(session, asked, adapter=self._adapter(asked))) as stream:
                     async for piece in _with_pings(stream, deadline):
                         silent = False
                         if piece is None:
@@ -294,11 +307,10 @@ class Endpoint:
                 if asked.wants_usage:
                     yield _event(head | {"choices": [], "usage": _usage(whole, asked)})
                 yield "data: [DONE]\n\n"
-            except (ApiError, JaxAgentRLError, TimeoutError) as error:
+            except Exception as error:
+                problem = self._too_slow() if isinstance(error, TimeoutError) else as_api_error(error)
                 if silent:
-                    raise self._too_slow() if isinstance(error, TimeoutError) else error from None
-                problem = error if isinstance(error, ApiError) else None
-                problem = problem or (from_failure(error) if isinstance(error, JaxAgentRLError) else self._too_slow())
+                    raise problem from None
                 yield _event(problem.body)
 
     def _too_slow(self) -> ApiError:
@@ -307,37 +319,34 @@ class Endpoint:
         return ApiError(504, message, code="timeout")
 
 
-def _key_of(request: Request) -> str:
-    return request.headers.get("authorization", "").removeprefix("Bearer ").strip()
-
-
-def _check_key(wanted: str, given: str) -> None:
-    if not hmac.compare_digest(wanted.encode(), given.encode()):
-        raise ApiError(401, "the API key is wrong", code="invalid_api_key")
-
-
-async def _while_connected(request: Request, work: Awaitable[T]) -> T:
-    """Awaits work, which is cancelled when the client hangs up.
-
-    Raises:
-        ClientDisconnect: it did.
-    """
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(request))
+@web.middleware
+async def _failures(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Failures as answers in OpenAI's shape."""
     try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientDisconnect
-        return task.result()
-    finally:
-        task.cancel()
-        gone.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
+        return await handler(request)
+    except Exception as error:
+        return as_api_error(error).response()
 
 
-async def _disconnected(request: Request) -> None:
-    """Returns when the client hangs up; its body was read before."""
-    while (await request.receive())["type"] != "http.disconnect":
-        continue
+def as_api_error(error: Exception) -> ApiError:
+    """What a client is told of any failure; the log is told of those that nobody foresaw."""
+    match error:
+        case ApiError():
+            return error
+        case ValidationError():
+            return from_validation(error)
+        case JaxAgentRLError():
+            return from_failure(error)
+        case RecursionError():
+            return ApiError(400, "the request is nested too deep (arguments of a tool call?); send a flatter one")
+        case UnicodeEncodeError():
+            return ApiError(400, f"the request holds half a character, which is no text: {error.reason}")
+    logger.error("a request failed", exc_info=error)
+    return ApiError(500, f"{type(error).__name__}: {error}", code="internal_error")
+
+
+def _key_of(request: web.Request) -> str:
+    return request.headers.get("authorization", "").removeprefix("Bearer ").strip()
 
 
 async def _with_pings(stream: AsyncGenerator[Piece, None], deadline: float) -> AsyncGenerator[Piece | None, None]:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from aiohttp import web
 from pydantic import ValidationError
-from starlette.responses import JSONResponse
 
 from jax_agent_rl.errors import (
     BackendClosedError,
@@ -44,8 +44,17 @@ class ApiError(Exception):
         error = {"message": message, "type": kind.get(status, "server_error"), "param": param, "code": code}
         self.body: dict[str, Any] = {"error": error}
 
-    def response(self) -> JSONResponse:
-        return JSONResponse(self.body, self.status, {"x-should-retry": "true" if self.retry else "false"})
+    def response(self) -> web.Response:
+        retry = {"x-should-retry": "true" if self.retry else "false"}
+        return web.json_response(self.body, status=self.status, headers=retry)
+
+
+_CODES = {401: "invalid_api_key", 404: "unknown_url"}
+
+
+def refuse(status: int, message: str) -> web.Response:
+    """A refusal of the server's own."""
+    return ApiError(status, message, code=_CODES.get(status)).response()
 
 
 def from_validation(error: ValidationError) -> ApiError:
@@ -53,6 +62,8 @@ def from_validation(error: ValidationError) -> ApiError:
     problems = error.errors(include_url=False)
     first = problems[0]
     param = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "extra_forbidden":
+        return ApiError(400, f"{param} is not supported; leave it out", param=param.split(".")[0])
     more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
     message = first["msg"].removeprefix("Value error, ")
     return ApiError(400, f"{param}={first['input']!r:.120}: {message}{more}", param=param.split(".")[0])

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from jax_agent_rl.agents.endpoint.failures import ApiError
 from jax_agent_rl.agents.endpoint.wire import ChatRequest, CompletionRequest
 from jax_agent_rl.agents.recorder import ChatRecorder
 from jax_agent_rl.types import SamplingParams
+
+_ID = re.compile(r"[A-Za-z0-9._:@+-]{1,128}")
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -23,9 +27,10 @@ class Session:
         recorder: where they go.
         api_key: what its client must send; None asks for nothing.
         sampling: how the policy samples.
-        free_sampling: whether requests choose temperature, top_p and seed. In training they do not: the learner's
-            log-probs are those of the run's own settings, so what an agent asks for is set aside.
-        tasks: requests that are running; they end with the session.
+        free_sampling: whether requests choose temperature, top_p, top_k and seed. In training they do not: the
+            learner's log-probs are those of the run's own settings, so what an agent asks for is set aside.
+        tasks: generations that are running; they end with the session.
+        requests: that are running.
         last_used: when the last request came or went.
     """
 
@@ -35,6 +40,7 @@ class Session:
     api_key: str | None = None
     free_sampling: bool = False
     tasks: set[asyncio.Task] = field(default_factory=set)
+    requests: int = 0
     last_used: float = 0.0
 
     def check_key(self, given: str) -> None:
@@ -48,7 +54,8 @@ class Session:
         sampling = replace(self.sampling, max_tokens=limit, stop=request.stops)
         if not self.free_sampling:
             return sampling
-        wanted = {"temperature": request.temperature, "top_p": request.top_p, "seed": request.seed}
+        wanted: dict[str, Any] = {"temperature": request.temperature, "top_p": request.top_p, "seed": request.seed}
+        wanted["top_k"] = None if request.top_k is None else max(0, request.top_k)
         return replace(sampling, **{key: value for key, value in wanted.items() if value is not None})
 
     def close(self) -> None:
@@ -64,7 +71,8 @@ class SessionStore:
     Args:
         max_sessions: most at a time.
         ttl: seconds after which an idle session that a client opened is forgotten.
-        create: makes the session of an id that a client names first; None knows only what :meth:`add` was given.
+        create: makes the session of an id that a client names first, for its key; None knows only what :meth:`add`
+            was given.
         clock: seconds.
     """
 
@@ -73,7 +81,7 @@ class SessionStore:
         *,
         max_sessions: int,
         ttl: float,
-        create: Callable[[str], Session] | None = None,
+        create: Callable[[str, str | None], Session] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._sessions: dict[str, Session] = {}
@@ -96,20 +104,55 @@ class SessionStore:
         session.last_used = self._clock()
         self._sessions[session.session_id] = session
 
-    def find(self, session_id: str) -> Session:
-        """The session of a request.
+    def known(self, session_id: str, key: str) -> Session | None:
+        """The session of a request; None if there is none and the request may open it.
 
         Raises:
-            ApiError: there is none, or too many to open one.
+            ApiError: there is none, or the key is not its.
         """
         self._forget_idle()
-        if session_id not in self._sessions:
-            if self._create is None:
-                raise ApiError(404, f"there is no session {session_id!r}; it may be over", code="session_not_found")
-            self.add(self._create(session_id))
-        session = self._sessions[session_id]
-        session.last_used = self._clock()
+        session = self._sessions.get(session_id)
+        if session is not None:
+            session.check_key(key)
+            session.last_used = self._clock()
+        elif self._create is None:
+            raise ApiError(404, f"there is no session {session_id!r}; it may be over", code="session_not_found")
         return session
+
+    def open(self, session_id: str, key: str) -> Session:
+        """A session that a client opens. From then on it belongs to the key, if that is one.
+
+        Raises:
+            ApiError: the id is not allowed, or there are too many.
+        """
+        if (session := self.known(session_id, key)) is not None:  # another request was faster
+            return session
+        if not _ID.fullmatch(session_id):
+            raise ApiError(400, f"session {session_id[:80]!r}: an id has 1 to 128 letters, digits and . _ : @ + -")
+        assert self._create is not None  # by known
+        session = self._create(session_id, key or None)
+        self.add(session)
+        return session
+
+    def of(self, key: str) -> list[Session]:
+        """Sessions that a key may see."""
+        self._forget_idle()
+        return [session for session in self._sessions.values() if session.api_key in (None, key)]
+
+    def full(self, session: Session, most: int) -> bool:
+        """Whether a session that is kept has recorded so many ids, each context counted in full, as it is kept."""
+        kept = session.session_id in self._sessions and self._create is not None
+        return kept and sum(len(turn.context_ids) for turn in session.recorder.turns) >= most
+
+    def used(self, session: Session) -> None:
+        """A request of it has ended. A session is not kept for requests that failed, or for one."""
+        session.last_used = self._clock()
+        if session.requests:
+            return
+        if self._sessions.get(session.session_id) is not session:
+            session.close()
+        elif self._create is not None and not session.recorder.turns:
+            self.end(session.session_id)
 
     def end(self, session_id: str) -> bool:
         """Ends a session and its requests; False if there is none."""
@@ -130,5 +173,5 @@ class SessionStore:
             return
         now = self._clock()
         for session in list(self._sessions.values()):
-            if not session.tasks and now - session.last_used > self._ttl:
+            if not session.requests and now - session.last_used > self._ttl:
                 self.end(session.session_id)

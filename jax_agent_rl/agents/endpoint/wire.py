@@ -1,7 +1,8 @@
 """Requests and answers of OpenAI's chat and text completion APIs, as far as this engine can honour them.
 
-What it cannot honour is refused with the parameter's name, never ignored. Reference: the API reference of
-``/v1/chat/completions`` and ``/v1/completions``; ``return_token_ids`` is vLLM's extension.
+What it cannot honour is refused with the parameter's name, never ignored, and so is what it does not know. Reference:
+the API reference of ``/v1/chat/completions`` and ``/v1/completions``; ``top_k`` and ``return_token_ids`` are vLLM's
+extensions.
 """
 
 from __future__ import annotations
@@ -16,8 +17,11 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from jax_agent_rl.agents.recorder import RecordedTurn
 from jax_agent_rl.agents.reply import ChatReply
 from jax_agent_rl.chat.codec import ChatCodec
+from jax_agent_rl.sampling_params import MOST_IDS
 
 Prompt = str | list[int]
+_Ids = Annotated[list[int], Field(fail_fast=True)]
+_ListOfIds = Annotated[list[_Ids], Field(fail_fast=True)]
 
 
 class _StreamOptions(BaseModel):
@@ -28,12 +32,21 @@ class _Sampled(BaseModel):
     """What both kinds of request share. Fields that change nothing about the answer (``user``, ``metadata``, …) are
     accepted; those that would, and cannot be honoured, have only their neutral value."""
 
-    model_config = ConfigDict(extra="ignore")
+    model_config = ConfigDict(extra="forbid")
+
+    user: Any = None
+    metadata: Any = None
+    store: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
 
     model: str
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    seed: Annotated[int, Field(ge=0)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=MOST_IDS)] | None = None
+    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
     stop: str | list[str] | None = None
     n: Annotated[int, Field(ge=1)] | None = None
     stream: bool | None = None
@@ -42,8 +55,10 @@ class _Sampled(BaseModel):
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
+    min_p: float | None = None
+    repetition_penalty: Literal[1] | None = None
 
-    @field_validator("frequency_penalty", "presence_penalty", "logit_bias")
+    @field_validator("frequency_penalty", "presence_penalty", "logit_bias", "min_p")
     @classmethod
     def _neutral(cls, value: Any) -> Any:
         if value:
@@ -70,10 +85,10 @@ class _Sampled(BaseModel):
 class ChatRequest(_Sampled):
     """``POST /v1/chat/completions``."""
 
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
-    tools: list[dict[str, Any]] | None = None
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1, fail_fast=True)]
+    tools: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
     tool_choice: Literal["auto", "none"] | None = None
-    parallel_tool_calls: bool | None = None
+    parallel_tool_calls: Literal[True] | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
@@ -109,7 +124,7 @@ class ChatRequest(_Sampled):
 class CompletionRequest(_Sampled):
     """``POST /v1/completions``: text or ids, one prompt or several."""
 
-    prompt: Annotated[Prompt | list[str] | list[list[int]], Field(min_length=1)]
+    prompt: Annotated[str | _Ids | Annotated[list[str], Field(fail_fast=True)] | _ListOfIds, Field(min_length=1)]
     max_tokens: Annotated[int, Field(ge=1)] = 16
     logprobs: Literal[0, 1] | bool | None = None
     echo: Literal[False] | None = None

@@ -34,8 +34,15 @@ class Piece:
 class _Choice:
     """One generation; tells its pieces as they come."""
 
-    def __init__(self, session: Session, request: ChatRequest | CompletionRequest, index: int, tell: Callable) -> None:
-        self._session = session
+    def __init__(
+        self,
+        session: Session,
+        request: ChatRequest | CompletionRequest,
+        index: int,
+        tell: Callable,
+        adapter: str | None,
+    ) -> None:
+        self._session, self._adapter = session, adapter
         self._request = request
         self._index = index
         self._tell = tell
@@ -56,6 +63,7 @@ class _Choice:
             sampling=self._session.sampling_for(request),
             on_ids=self._on_ids if self._text else None,
             amend=self._amend,
+            adapter=self._adapter,
         )
 
     async def _complete(self) -> RecordedTurn:
@@ -63,7 +71,10 @@ class _Choice:
         prompts = self._request.prompts
         prompt = prompts[self._index // (self._request.n or 1)]
         turn = await self._session.recorder.complete(
-            prompt, sampling=self._session.sampling_for(self._request), on_ids=self._on_ids if self._text else None
+            prompt,
+            sampling=self._session.sampling_for(self._request),
+            on_ids=self._on_ids if self._text else None,
+            adapter=self._adapter,
         )
         self._amend(turn.reply)
         return turn
@@ -82,8 +93,13 @@ class _Choice:
         return reply
 
 
-async def pieces(session: Session, request: ChatRequest | CompletionRequest) -> AsyncGenerator[Piece, None]:
-    """Runs all choices side by side; the first failure ends the others.
+async def pieces(
+    session: Session, request: ChatRequest | CompletionRequest, *, adapter: str | None = None
+) -> AsyncGenerator[Piece, None]:
+    """Run all choices side by side; the first failure ends the others.
+
+    Args:
+        adapter: LoRA adapter to sample with; None is the session's.
 
     Raises:
         JaxAgentRLError: a generation failed.
@@ -91,7 +107,7 @@ async def pieces(session: Session, request: ChatRequest | CompletionRequest) -> 
     """
     count = (request.n or 1) * (len(request.prompts) if isinstance(request, CompletionRequest) else 1)
     queue: asyncio.Queue[Piece | asyncio.Task] = asyncio.Queue()
-    tasks = [asyncio.create_task(_Choice(session, request, i, queue.put_nowait).run()) for i in range(count)]
+    tasks = [asyncio.create_task(_Choice(session, request, i, queue.put_nowait, adapter).run()) for i in range(count)]
     session.tasks.update(tasks)
     for task in tasks:
         task.add_done_callback(queue.put_nowait)
@@ -113,8 +129,10 @@ async def pieces(session: Session, request: ChatRequest | CompletionRequest) -> 
         session.tasks.difference_update(tasks)
 
 
-async def turns(session: Session, request: ChatRequest | CompletionRequest) -> list[Piece]:
+async def turns(
+    session: Session, request: ChatRequest | CompletionRequest, *, adapter: str | None = None
+) -> list[Piece]:
     """All choices when they are whole, in order."""
-    async with aclosing(pieces(session, request)) as stream:
+    async with aclosing(pieces(session, request, adapter=adapter)) as stream:
         whole = [piece async for piece in stream if piece.turn is not None]
     return sorted(whole, key=lambda piece: piece.index)

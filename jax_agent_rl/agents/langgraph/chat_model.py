@@ -242,10 +242,16 @@ class ChatModel(BaseChatModel):
 
 
 def _openai_messages(messages: list[BaseMessage]) -> list[dict[str, Any]]:
-    """OpenAI-style dicts. The model's own messages are their text and calls, however their content is laid out."""
+    """OpenAI-style dicts. The model's own messages are their text and calls, however their content is laid out, and
+    their reasoning, which tells apart samples that say the same."""
     own = (m.model_copy(update={"content": str(m.text)}) if isinstance(m, AIMessage) else m for m in messages)
     converted = to_openai(list(own))
-    return converted if isinstance(converted, list) else [converted]
+    converted: list[dict[str, Any]] = converted if isinstance(converted, list) else [converted]
+    thoughts = [m.additional_kwargs.get("reasoning_content") for m in messages if isinstance(m, AIMessage)]
+    spoken = [m for m in converted if m["role"] == "assistant"]
+    for message, thought in zip(spoken, thoughts, strict=False):
+        message |= {"reasoning_content": thought} if thought else {}
+    return converted
 
 
 def _result(turn: RecordedTurn) -> ChatResult:

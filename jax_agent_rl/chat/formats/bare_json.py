@@ -1,5 +1,7 @@
 """Llama 3's JSON calls: the whole turn is ``{"name": …, "parameters": {…}}``, maybe after ``<|python_tag|>``.
 
+Llama 3.2's templates name no tag, only the JSON.
+
 Several calls are separated by ``;`` or white space (Llama 4 writes them so after ``<|python_start|>``). A turn that
 begins with other JSON is an answer.
 """
@@ -50,5 +52,5 @@ FORMAT = ToolFormat(
     name="llama3_json",
     parse=_parse,
     example='{"name": "NAME", "parameters": {"KEY": VALUE}}',
-    markers=(('"parameters"', "<|python_tag|>"), ('"parameters"', "<|python_start|>")),
+    markers=tuple(('"parameters"', mark) for mark in (*_TAGS, '{"name": function name')),
 )

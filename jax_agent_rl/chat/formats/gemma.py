@@ -12,8 +12,9 @@ import re
 from collections.abc import Sequence
 
 from jax_agent_rl.chat.formats.literals import LiteralError, Literals
-from jax_agent_rl.chat.formats.scan import GEMMA4_THINK_TAGS, THINK_TAGS, Read, Reader, Scanner, resume_after
+from jax_agent_rl.chat.formats.scan import Read, Reader, Scanner, resume_after
 from jax_agent_rl.chat.formats.types import Reply, Schema, ToolCall, ToolFormat
+from jax_agent_rl.chat.thinking import GEMMA4_THINK_TAGS, THINK_TAGS
 
 _NAME = re.compile(r"[A-Za-z_][\w.\-]*")
 

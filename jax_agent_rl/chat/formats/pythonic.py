@@ -70,6 +70,7 @@ FORMAT = ToolFormat(
     name="pythonic",
     parse=_parse,
     call_end="<|tool_call_end|>",
+    result="Result: {}",
     example="[NAME(KEY=VALUE, …)], with strings in quotes",
     markers=(("<|tool_call_start|>[",), ("<|tool_list_start|>",)),
 )

@@ -18,16 +18,13 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from jax_agent_rl.chat.formats.types import Reply, ToolCall
+from jax_agent_rl.chat.thinking import ALL_THINK_TAGS, THINK_TAGS
 from jax_agent_rl.surrogates import has_half
 
 MAX_CALLS = 64
 """Calls (decodable or not) read in one turn; a turn of more is a degenerate one, and the rest of it is not read."""
 
-THINK_TAGS = ("<think>", "</think>")
-SEED_THINK_TAGS = ("<seed:think>", "</seed:think>")
-MISTRAL_THINK_TAGS = ("[THINK]", "[/THINK]")
-GEMMA4_THINK_TAGS = ("<|channel>", "<channel|>")
-_ALL_THINK_TAGS = (*THINK_TAGS, *SEED_THINK_TAGS, *MISTRAL_THINK_TAGS, *GEMMA4_THINK_TAGS)
+_ALL_THINK_TAGS = tuple(tag for tags in ALL_THINK_TAGS for tag in tags)
 
 
 class Read(NamedTuple):

@@ -3,7 +3,8 @@
 ::
 
     kimi          <|tool_calls_section_begin|><|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>{…}
-                  <|tool_call_end|> … <|tool_calls_section_end|>            the text before the arguments is the id
+                  <|tool_call_end|> … <|tool_calls_section_end|>            the text before the arguments is the id;
+                                                                            some models write call-NAME-0
     deepseek_v3   <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\\n```json\\n{…}\\n```
                   <｜tool▁call▁end｜> … <｜tool▁calls▁end｜>
     deepseek_v31  <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{…}<｜tool▁call▁end｜>
@@ -20,8 +21,6 @@ from dataclasses import replace
 from typing import Any
 
 from jax_agent_rl.chat.formats.scan import (
-    MISTRAL_THINK_TAGS,
-    THINK_TAGS,
     Read,
     Scanner,
     arguments_of,
@@ -31,6 +30,7 @@ from jax_agent_rl.chat.formats.scan import (
     skip_space,
 )
 from jax_agent_rl.chat.formats.types import Reply, Schema, ToolCall, ToolFormat
+from jax_agent_rl.chat.thinking import MISTRAL_THINK_TAGS, outside_thinking
 
 _MISTRAL_ID = re.compile(r"[a-zA-Z0-9]{9}")
 """What Mistral's templates accept as an id; any other is left to the codec to invent."""
@@ -78,14 +78,10 @@ def _section_format(
 
     def parse(text: str, tools: Sequence[Schema] = ()) -> Reply:
         reply = scanner.parse(text)
-        announced = section[0] in _visible(text) and not reply.tool_calls and not reply.malformed
+        announced = section[0] in outside_thinking(text) and not reply.tool_calls and not reply.malformed
         return replace(reply, malformed=(f"no call after {section[0]}",)) if announced else reply
 
     return ToolFormat(name=name, parse=parse, example=example, markers=(tuple(markers),), call_end=section[1])
-
-
-def _visible(text: str) -> str:
-    return text.rpartition(THINK_TAGS[1])[2].partition(THINK_TAGS[0])[0]
 
 
 def _kimi_call(head: re.Match[str], arguments: dict[str, Any]) -> ToolCall:
@@ -102,7 +98,8 @@ KIMI = _section_format(
     opening="<|tool_call_begin|>",
     section=_KIMI_SECTION,
     read=SectionReader(
-        r"\s*(?P<id>(?:functions\.)?(?P<name>[^\s<|:]+)(?::\d+)?)\s*<\|tool_call_argument_begin\|>",
+        r"\s*(?P<id>(?:functions\.|(?P<call>call-))?(?P<name>[^\s<|:]+?)(?(call)-\d+|(?::\d+)?))\s*"
+        r"<\|tool_call_argument_begin\|>",
         re.escape("<|tool_call_end|>"),
         _kimi_call,
         ("<|tool_call_end|>", "<|tool_call_begin|>", *_KIMI_SECTION),

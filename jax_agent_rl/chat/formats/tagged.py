@@ -17,8 +17,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jax_agent_rl.chat.formats.scan import SEED_THINK_TAGS, THINK_TAGS, Read, Scanner, resume_after, skip_space
+from jax_agent_rl.chat.formats.scan import Read, Scanner, resume_after, skip_space
 from jax_agent_rl.chat.formats.types import Reply, Schema, ToolCall, ToolFormat
+from jax_agent_rl.chat.thinking import SEED_THINK_TAGS, THINK_TAGS
 
 
 @dataclass(frozen=True, kw_only=True)

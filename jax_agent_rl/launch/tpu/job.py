@@ -23,7 +23,7 @@ _COPIED = f"{CODE}.files"
 CONFIG = "tpu_pod.yaml"
 """Name of the user's configuration in there."""
 QUICKSTART = "configs/quickstart.yaml"
-QUICKSTART_PREPARATION = "jax-agent-rl fetch-model && jax-agent-rl prepare calculator --out data/calculator"
+QUICKSTART_PREPARATION = "jax-agent-rl fetch-model && jax-agent-rl prepare shop --out data/shop"
 
 REFUSED = 2
 """Exit status of a run that a user has to correct."""
@@ -238,7 +238,8 @@ def start(cloud: Gcloud, worker: Worker, job: Job, *, resume: str | None, urls: 
 def serving(config: str, job: Job) -> list[str]:
     """The command of a rollout server, behind the program's name."""
     listening = ["--host=0.0.0.0", f"--port={job.port}"]
-    return ["rollout-server", "--config", config, *listening, *job.overrides, f"rollout.token_env={TOKEN}"]
+    own = [f"rollout.token_env={TOKEN}", *([f"rollout.weight_folder={job.kept}/weights"] if job.kept else [])]
+    return ["rollout-server", "--config", config, *listening, *job.overrides, *own]
 
 
 def asking(job: Job, urls: Sequence[str]) -> list[str]:

@@ -26,7 +26,7 @@ from jax_agent_rl.learner.advantages import step, trees, turns
 from jax_agent_rl.learner.advantages.outcome import OUTCOME_ESTIMATORS
 from jax_agent_rl.learner.samples import PerToken, Samples, turn_rewards, turn_spans, turns_of
 from jax_agent_rl.trajectory_graph import TrajectoryGraph
-from jax_agent_rl.types import FinishReason, Trajectory
+from jax_agent_rl.types import Trajectory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,8 +92,7 @@ def _gae(samples: Samples, config: AlgorithmConfig) -> Advantages:
         raise ValueError("gae needs the critic's values")
     pairs = []
     for i, trajectory in enumerate(samples.trajectories):
-        cut_off = trajectory.finish_reason is not FinishReason.ANSWER
-        bootstraps = config.bootstrap == "truncated" and cut_off
+        bootstraps = config.bootstrap == "truncated" and trajectory.finish_reason.truncated
         value_after = float(samples.values[i][-1]) if bootstraps else 0.0
         arrays = (samples.rewards[i], samples.values[i][:-1], samples.masks[i])
         pairs.append(gae_module.gae(*arrays, gamma=config.gamma, lam=config.lam, value_after=value_after))

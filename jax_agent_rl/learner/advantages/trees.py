@@ -42,17 +42,18 @@ def treerl(rewards_G: np.ndarray, paths: Paths) -> list[np.ndarray]:
     """Credit of every node: its value plus what it gained over its parent, float64 [nodes of the path] each.
 
     A leaf's reward is what it has over the mean of the other leaves; the value V of a node is the mean over the leaves
-    below it, that of the prompt over all. The credit is ``V(n) + (V(n) - V(parent))``.
+    below it, that of the prompt over all. The credit is ``(V(n) + (V(n) - V(parent))) / sqrt(L(n))``, L(n) being the
+    number of those leaves: so many trajectories train on the node.
 
     References: Hou et al. 2025, TreeRL, arXiv 2506.11902.
     """
     leaves = rloo(rewards_G)
-    values = _node_means(leaves, paths)
+    values, shared = _node_means(leaves, paths), np.bincount(np.concatenate([np.asarray(path) for path in paths]))
     credits = []
     for path in paths:
         own = values[np.asarray(path)]
         parents = np.concatenate([[leaves.mean()], own[:-1]])
-        credits.append(2 * own - parents)
+        credits.append((2 * own - parents) / np.sqrt(shared[np.asarray(path)]))
     return credits
 
 

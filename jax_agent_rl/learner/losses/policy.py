@@ -11,7 +11,7 @@ sg = jax.lax.stop_gradient
 
 
 def vanilla(terms: Terms, config: LossConfig) -> TermLoss:
-    """PPO's clipped surrogate ``max(-A r, -A clip(r, 1 - low, 1 + high))``, at most ``-A dual`` where A < 0.
+    """PPO's clipped surrogate ``max(-A r, -A clip(r, 1 - low, 1 + high))``; with ``dual`` at most ``-A dual``, A < 0.
 
     References: Schulman et al. 2017, arXiv 1707.06347; dual clip: Ye et al. 2020, arXiv 1912.09729; clip-higher:
     Yu et al. 2025 (DAPO), arXiv 2503.14476.
@@ -19,7 +19,8 @@ def vanilla(terms: Terms, config: LossConfig) -> TermLoss:
     ratio, advantage = jnp.exp(log_ratio(terms)), terms.advantage
     plain = -advantage * ratio
     loss = jnp.maximum(plain, -advantage * jnp.clip(ratio, 1 - config.low, 1 + config.high))
-    loss = jnp.where(advantage < 0, jnp.minimum(loss, -advantage * config.dual), loss)
+    if config.dual is not None:
+        loss = jnp.where(advantage < 0, jnp.minimum(loss, -advantage * config.dual), loss)
     return TermLoss(loss, ratio, changed(loss, plain))
 
 

@@ -19,13 +19,13 @@ class LossConfig:
 
     Attributes:
         low, high: clip range below and above 1.
-        dual: dual clip, bound of the loss for negative advantages in units of them.
+        dual: dual clip, bound of the loss for negative advantages in units of them; None without one.
         own: the name of the loss, and keys that single losses read.
     """
 
     low: float
     high: float
-    dual: float
+    dual: float | None
     own: PolicyLossConfig
 
 

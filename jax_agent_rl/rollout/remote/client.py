@@ -44,8 +44,8 @@ class RemoteBackend:
     Args:
         url: ``http://host:port``.
         token: if the server asks for one.
-        shares_disk: whether the server sees the paths of weight files. None: asked of a server on loopback, and no
-            for others. Files that it does not see are uploaded.
+        shares_disk: whether the server may see the paths of weight files. Then it is asked, and files that it does not
+            read are uploaded. None: a server on loopback may, others not.
         start_seconds: how long ``start`` waits for a server that does not listen yet (it loads and compiles).
         silence_seconds: a server that owes an answer and sends nothing for so long is gone; it sends heartbeats.
 
@@ -197,9 +197,7 @@ class RemoteBackend:
         await self._call("wake")
 
     async def _server_sees(self, files: list[Path]) -> bool:
-        if self._shares_disk is not None:
-            return self._shares_disk
-        if not self._is_local:
+        if not (self._is_local if self._shares_disk is None else self._shares_disk):
             return False
         return await self._call("sees_files", files=[{"path": str(f), "size": f.stat().st_size} for f in files])
 

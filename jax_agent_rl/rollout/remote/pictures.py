@@ -19,6 +19,10 @@ from jax_agent_rl.rollout.remote import wire
 
 MAX_PIXELS = 1 << 26
 """Of one image: 64 million are more than any model looks at, and a small file can claim any number."""
+MAX_PIXELS_TOGETHER = 1 << 27
+"""Of all images and frames of a request."""
+MAX_PICTURES = 4096
+"""Images and frames of a request."""
 
 
 def encode_request(request: GenerateRequest) -> dict[str, Any]:
@@ -69,10 +73,27 @@ def decode_media(media: Mapping[str, Sequence[Any]]) -> dict[str, tuple[Any, ...
     Raises:
         ValueError: a picture is not PNG in base64, damaged, or too large.
     """
-    return {
-        kind: tuple([_picture(frame) for frame in item] if kind == "video" else _picture(item) for item in items)
+    opened: list[Any] = []
+    pixels = 0
+
+    def look(text: Any) -> Any:
+        nonlocal pixels
+        picture = _head(text)
+        opened.append(picture)
+        pixels += picture.width * picture.height
+        if len(opened) > MAX_PICTURES or pixels > MAX_PIXELS_TOGETHER:
+            raise ValueError(
+                f"more than {MAX_PICTURES} images and frames, or {MAX_PIXELS_TOGETHER} pixels, in one request"
+            )
+        return picture
+
+    media = {
+        kind: tuple([look(frame) for frame in item] if kind == "video" else look(item) for item in items)
         for kind, items in media.items()
     }
+    for picture in opened:  # now that all heads were seen
+        _unpack(picture)
+    return media
 
 
 def _png(item: Any) -> str:
@@ -81,14 +102,21 @@ def _png(item: Any) -> str:
     return base64.b64encode(stream.getvalue()).decode()
 
 
-def _picture(text: Any) -> Any:
+def _head(text: Any) -> Any:
+    """An image whose size is known and whose pixels were not looked at."""
     from PIL import Image
 
     try:
         picture = Image.open(io.BytesIO(base64.b64decode(text, validate=True)), formats=["PNG"])
-        if picture.width * picture.height > MAX_PIXELS:
-            raise ValueError(f"{picture.width} x {picture.height} are more than {MAX_PIXELS} pixels")
-        picture.load()
     except (OSError, SyntaxError, TypeError, binascii.Error, Image.DecompressionBombError) as error:
         raise ValueError(f"not a PNG image in base64: {error}") from None
+    if picture.width * picture.height > MAX_PIXELS:
+        raise ValueError(f"{picture.width} x {picture.height} are more than {MAX_PIXELS} pixels")
     return picture
+
+
+def _unpack(picture: Any) -> None:
+    try:
+        picture.load()
+    except (OSError, SyntaxError) as error:
+        raise ValueError(f"not a PNG image in base64: {error}") from None

@@ -2,21 +2,19 @@
 
 ::
 
-    connection ──► token? protocol? instance? ──► handler ──► backend
-                        401   426        409         │
-                                                     ├─ every 5 s an empty line while there is no answer
-                                                     └─ connection lost: the handler is cancelled, its slot is free
+    HttpServer's guard ──► protocol? instance? ──► handler ──► backend
+                             426       409            │
+                                                      ├─ every 5 s an empty line while there is no answer
+                                                      └─ connection lost: the handler is cancelled, its slot is free
 
 ``GET /v1/handshake, /v1/health, /v1/metrics``, ``GET /metrics`` (Prometheus text); ``POST /v1/generate`` and one path
-per method of the protocol; ``PUT /v1/uploads/{upload}/{file}``. A custom header on every request (but ``/metrics``)
-keeps web pages in a local browser out.
+per method of the protocol; ``PUT /v1/uploads/{upload}/{file}``.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import logging
 import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -26,16 +24,18 @@ from typing import Any
 
 from aiohttp import web
 
-from jax_agent_rl.errors import BackendError, ConfigError, JaxAgentRLError, WeightUpdateError
+from jax_agent_rl.errors import BackendError, JaxAgentRLError, WeightUpdateError
+from jax_agent_rl.http_server import HttpServer, Refused, counted, read_json
 from jax_agent_rl.observe.prometheus import CONTENT_TYPE, RequestCounts, engine_families, text_of
-from jax_agent_rl.rollout.protocol import RolloutBackend, WeightUpdate
+from jax_agent_rl.rollout.protocol import Health, RolloutBackend, WeightUpdate
 from jax_agent_rl.rollout.remote import pictures, wire
+from jax_agent_rl.rollout.remote.shared_folder import SharedFolder
 from jax_agent_rl.rollout.remote.uploads import Uploads
-from jax_agent_rl.serving import is_loopback, names_this_machine
 from jax_agent_rl.types import PauseMode
 
 logger = logging.getLogger(__name__)
 Body = dict[str, Any]
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _METRICS = "/metrics"
 _KEEP_ALIVE_SECONDS = 600.0  # longer than the client's, so that it is never the server who closes an idle connection
 
@@ -48,9 +48,9 @@ class RolloutServer:
         host: address to listen on. Anything but loopback needs a token.
         port: 0 takes a free one.
         token: that clients must send; None for none.
+        weight_folder: ``rollout.weight_folder``: weights are read below it alone, see :class:`SharedFolder`.
         max_request_bytes: of a JSON body.
-        max_upload_bytes: of one set of weights.
-        upload_folder: see :class:`Uploads`.
+        max_upload_bytes, upload_folder: see :class:`Uploads`.
         heartbeat_seconds: see :data:`wire.HEARTBEAT_SECONDS`.
 
     Raises:
@@ -64,32 +64,42 @@ class RolloutServer:
         host: str = "127.0.0.1",
         port: int = 0,
         token: str | None = None,
+        weight_folder: str | None = None,
         max_request_bytes: int = 64 << 20,
-        max_upload_bytes: int = 1 << 40,
+        max_upload_bytes: int | None = None,
         upload_folder: Path | None = None,
         heartbeat_seconds: float = wire.HEARTBEAT_SECONDS,
     ) -> None:
-        if not token and not is_loopback(host):
-            raise ConfigError(
-                f"a rollout server on {host} can be reached from other machines and needs a token: put a secret into "
-                "an environment variable and name it in rollout.token_env (or listen on 127.0.0.1)"
-            )
         self._backend = backend
-        self._host, self._port = host, port
-        self._token = token.encode() if token else None
         self._instance = secrets.token_hex(8)
         self._heartbeat = heartbeat_seconds
         self._requests = RequestCounts()
+        self._updating = 0
+        self._shared = SharedFolder(weight_folder)
+        self._http = HttpServer(
+            self._routes(),
+            refuse=lambda status, message: _refuse(status, BackendError(message)),
+            host=host,
+            port=port,
+            token=token,
+            token_key="rollout.token_env",
+            max_body_bytes=max_request_bytes,
+            body_key=f"max_request_bytes={max_request_bytes}",
+            keep_alive=_KEEP_ALIVE_SECONDS,
+            around=[counted(self._requests)],
+        )
         self._uploads = Uploads(max_bytes=max_upload_bytes, folder=upload_folder)
-        self._app = web.Application(client_max_size=max_request_bytes, middlewares=[self._count, self._guard])
-        self._add_routes()
-        self._runner: web.AppRunner | None = None
+        self._sweeping: asyncio.Task[None] | None = None
 
     @property
     def url(self) -> str:
         """Where it listens; for a wildcard address, as this machine sees it."""
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self._host, self._host)
-        return f"http://[{host}]:{self._port}" if ":" in host else f"http://{host}:{self._port}"
+        return self._http.url
+
+    @property
+    def app(self) -> web.Application:
+        """Its routes."""
+        return self._http.app
 
     async def start(self) -> None:
         """Listens.
@@ -97,36 +107,23 @@ class RolloutServer:
         Raises:
             ConfigError: the port is in use, or the address is not this machine's.
         """
-        self._runner = web.AppRunner(
-            self._app,
-            handler_cancellation=True,
-            keepalive_timeout=_KEEP_ALIVE_SECONDS,
-            shutdown_timeout=1.0,
-            access_log=None,
-        )
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, self._host, self._port, backlog=1024)
         try:
-            await site.start()
-        except OSError as error:
+            await self._http.start()
+        except BaseException:
             await self.close()
-            raise ConfigError(f"cannot listen on {self._host}:{self._port}: {error}") from error
-        self._port = self._runner.addresses[0][1]
+            raise
+        self._sweeping = asyncio.create_task(self._uploads.sweep(), name="forgotten-uploads")
 
     async def close(self) -> None:
         """Ends running requests and stops listening; the backend goes on."""
-        if self._runner is not None:
-            await self._runner.cleanup()
+        if self._sweeping is not None:
+            self._sweeping.cancel()
+            await asyncio.gather(self._sweeping, return_exceptions=True)
+        await self._http.close()
         self._uploads.close()
 
-    def _add_routes(self) -> None:
-        router, backend = self._app.router, self._backend
-        router.add_get(_METRICS, self._serve_metrics)
-        router.add_get("/v1/handshake", self._handshake)
-        router.add_get("/v1/health", self._plain(backend.health))
-        router.add_get("/v1/metrics", self._plain(backend.metrics))
-        router.add_post("/v1/generate", self._generate)
-        router.add_put("/v1/uploads/{upload}/{name}", self._receive)
+    def _routes(self) -> list[web.RouteDef]:
+        backend = self._backend
         calls: dict[str, Callable[[Body], Awaitable[Any]]] = {
             "abort": lambda body: backend.abort(str(body["request_id"])),
             "pause": lambda body: backend.pause(PauseMode(body["mode"])),
@@ -137,41 +134,39 @@ class RolloutServer:
             "sleep": lambda body: backend.sleep(),
             "wake": lambda body: backend.wake(),
         }
-        for name, call in calls.items():
-            router.add_post(f"/v1/{name}", self._call(call))
+        return [
+            web.get(_METRICS, self._serve_metrics),  # Prometheus sends no headers of ours
+            *(
+                web.route(method, f"/v1/{path}", self._in_protocol(handler))
+                for method, path, handler in (
+                    ("GET", "handshake", self._handshake),
+                    ("GET", "health", self._plain(self._health)),
+                    ("GET", "metrics", self._plain(backend.metrics)),
+                    ("POST", "generate", self._generate),
+                    ("PUT", "uploads/{upload}/{name}", self._receive),
+                    *(("POST", name, self._call(call)) for name, call in calls.items()),
+                )
+            ),
+        ]
 
     # --- who may ask ------------------------------------------------------------------------------------------
 
-    @web.middleware
-    async def _count(self, request: web.Request, handler: Callable) -> web.StreamResponse:
-        resource = request.match_info.route.resource
-        with self._requests.request(resource.canonical if resource else "unknown") as status:
-            response = await handler(request)
-            status.append(response.status)
-            return response
+    def _in_protocol(self, handler: Handler) -> Handler:
+        """The handler, for clients that speak this version to this instance."""
 
-    @web.middleware
-    async def _guard(self, request: web.Request, handler: Callable) -> web.StreamResponse:
-        if self._token is not None:
-            given = request.headers.get("Authorization", "").encode()
-            if not hmac.compare_digest(given, b"Bearer " + self._token):
-                return _refuse(401, BackendError("the rollout server does not accept the token"))
-        if request.path == _METRICS:  # Prometheus sends no headers of ours
-            if self._token is None and not names_this_machine(request.host, listening_on=self._host):
-                return _refuse(403, BackendError(f"without a token only localhost is answered, not {request.host!r}"))
+        async def checked(request: web.Request) -> web.StreamResponse:
+            spoken = request.headers.get(wire.PROTOCOL_HEADER)
+            if spoken != str(wire.PROTOCOL_VERSION):
+                raise Refused(
+                    426,
+                    f"the rollout server speaks protocol {wire.PROTOCOL_VERSION}, the client {spoken}; "
+                    "install one version",
+                )
+            if request.headers.get(wire.INSTANCE_HEADER, self._instance) != self._instance:
+                raise Refused(409, "the rollout server was restarted")
             return await handler(request)
-        spoken = request.headers.get(wire.PROTOCOL_HEADER)
-        if spoken != str(wire.PROTOCOL_VERSION):
-            text = (
-                f"the rollout server speaks protocol {wire.PROTOCOL_VERSION}, the client {spoken}; install one version"
-            )
-            return _refuse(426, BackendError(text))
-        if request.headers.get(wire.INSTANCE_HEADER, self._instance) != self._instance:
-            return _refuse(409, BackendError("the rollout server was restarted"))
-        try:
-            return await handler(request)
-        except web.HTTPException as error:  # no such path, too large a body, …
-            return _refuse(error.status, BackendError(f"{request.method} {request.path}: {error.reason}"))
+
+        return checked
 
     # --- answers ----------------------------------------------------------------------------------------------
 
@@ -180,16 +175,24 @@ class RolloutServer:
             {
                 "protocol": wire.PROTOCOL_VERSION,
                 "instance": self._instance,
-                "capabilities": wire.encode_capabilities(self._backend.capabilities),
+                "capabilities": wire.encode_capabilities(
+                    self._backend.capabilities, has_folder=self._shared.is_configured
+                ),
                 "policy_version": self._backend.policy_version,
             }
         )
 
     async def _serve_metrics(self, request: web.Request) -> web.Response:
         backend = self._backend
-        engine = engine_families(await backend.metrics(), await backend.health(), backend.capabilities, engine="0")
+        engine = engine_families(await backend.metrics(), await self._health(), backend.capabilities, engine="0")
         body = text_of([*engine, *self._requests.families()])
         return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE})
+
+    async def _health(self) -> Health:
+        """The backend's; while it takes weights, which may keep it from answering, what is known without it."""
+        if self._updating:
+            return Health(ok=True, detail="taking weights", policy_version=self._backend.policy_version)
+        return await self._backend.health()
 
     def _plain(self, read: Callable[[], Awaitable[Any]]) -> Callable:
         async def handler(request: web.Request) -> web.Response:
@@ -267,18 +270,21 @@ class RolloutServer:
             size = await self._uploads.receive(where["upload"], where["name"], digest, request.content.iter_any())
         except WeightUpdateError as error:
             return _refuse(422, error)
+        except TimeoutError as error:
+            return _refuse(408, WeightUpdateError(f"{where['name']}: {error}"))
         except OSError as error:
             return _refuse(507, WeightUpdateError(f"{where['name']} cannot be stored: {error}"))
         return web.json_response({"size": size})
 
     async def _update_weights(self, body: Body) -> None:
         upload = body.get("upload")
+        self._updating += 1
         try:
             payload: str | list[str] | None = None
             if "folder" in body:
-                payload = str(body["folder"])
+                payload = await self._shared.address(body["folder"])
             elif body["kind"] != "mesh":
-                payload = self._uploads.files(upload) if upload else [str(path) for path in body["paths"]]
+                payload = self._uploads.files(upload) if upload else await self._shared.files(body["paths"])
             await self._backend.update_weights(
                 WeightUpdate(
                     version=int(body["version"]),
@@ -289,25 +295,19 @@ class RolloutServer:
                 )
             )
         finally:
+            self._updating -= 1
             if upload:
                 self._uploads.drop(upload)
 
     async def _sees_files(self, body: Body) -> bool:
-        """Whether files of these paths and sizes are on this machine, too."""
-
-        def look() -> bool:
-            return all(Path(f["path"]).is_file() and Path(f["path"]).stat().st_size == f["size"] for f in body["files"])
-
-        return await asyncio.to_thread(look)
+        """Whether files of these paths and sizes can be read here, too."""
+        return await self._shared.sees({str(file["path"]): file["size"] for file in body["files"]})
 
 
 async def _body(request: web.Request) -> Body:
-    try:
-        body = await request.json()
-    except ValueError:
-        body = None
+    body = await read_json(request)
     if not isinstance(body, dict):
-        raise web.HTTPBadRequest(reason="the body is not a JSON object")
+        raise Refused(400, "the body is not a JSON object")
     return body
 
 

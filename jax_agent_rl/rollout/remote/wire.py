@@ -20,6 +20,7 @@ from jax_agent_rl.errors import (
     WeightUpdateError,
 )
 from jax_agent_rl.rollout.protocol import Capabilities, GenerateRequest, TokenChunk
+from jax_agent_rl.sampling_params import MOST_IDS
 from jax_agent_rl.types import PauseMode, SamplingParams, StopReason, TokenOutput
 
 PROTOCOL_VERSION = 1
@@ -80,6 +81,8 @@ def decode_request(data: Mapping[str, Any]) -> GenerateRequest:
         ids = tuple(data["prompt_ids"])
         if not all(type(i) is int for i in ids):
             raise TypeError("prompt_ids must be whole numbers")
+        if ids and not 0 <= min(ids) <= max(ids) < MOST_IDS:
+            raise ValueError(f"prompt_ids must be from 0 to {MOST_IDS - 1}, got {min(ids)} to {max(ids)}")
         return GenerateRequest(**{**data, "prompt_ids": ids, "sampling": SamplingParams(**raw)})
     except (KeyError, TypeError, ValueError) as error:
         raise BackendError(f"not a generate request: {type(error).__name__}: {error}") from None
@@ -108,12 +111,18 @@ def decode_chunk(data: Mapping[str, Any]) -> TokenChunk:
     )
 
 
-def encode_capabilities(capabilities: Capabilities) -> dict[str, Any]:
-    """What holds from afar: weights only as files, through a folder, or where the server has them itself."""
+def encode_capabilities(capabilities: Capabilities, *, has_folder: bool) -> dict[str, Any]:
+    """What holds from afar: weights only as files, or where the server has them itself.
+
+    Args:
+        has_folder: the server also takes what is in a folder.
+    """
     data = asdict(capabilities)
     data["multi_modal"] = sorted(capabilities.multi_modal)
     data["pause_modes"] = sorted(capabilities.pause_modes)
-    data["weight_payloads"] = sorted(capabilities.weight_payloads & REMOTE_PAYLOADS)
+    data["weight_payloads"] = sorted(
+        capabilities.weight_payloads & REMOTE_PAYLOADS - (set() if has_folder else {"tensorstore"})
+    )
     return data
 
 

@@ -1,7 +1,8 @@
 """Isolation with bubblewrap: own namespaces, own file system, own user.
 
-What a program sees: ``/usr`` and the Python installation, read-only; ``/tmp`` (its working folder) and ``/dev/shm``,
-in memory, of limited size; processes of its own. No network, no environment, no file of the host besides.
+What a program sees: ``/usr`` and the Python installation, read-only, the latter below ``/opt`` wherever it is here;
+``/tmp`` (its working folder) and ``/dev/shm``, in memory, of limited size; processes of its own. No network, no
+environment, no file of the host besides. The kernel's ``/proc/self/mountinfo`` still names the folders that are shown.
 
 Started as root of the machine, bubblewrap sets the namespaces up as root, and the guard then becomes a user that
 nobody else is: a process limit does not bind root, and files of root's home can still be made visible. Started as
@@ -10,26 +11,31 @@ anybody else (or as root of a container), bubblewrap makes a user namespace.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import platform
 import secrets
 import shutil
-import subprocess
-import sys
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from importlib.util import find_spec
 from pathlib import Path
 
 from jax_agent_rl.tools.sandbox import seccomp
+from jax_agent_rl.tools.sandbox.cgroup import Cgroups, entering, ran_out_of_memory
+from jax_agent_rl.tools.sandbox.installation import install
 from jax_agent_rl.tools.sandbox.isolation import Files, Isolation, Launch, guarded, memory_file, program_environment
 from jax_agent_rl.tools.sandbox.limits import SandboxLimits
+from jax_agent_rl.tools.sandbox.watch import WRITABLE
 
-HOME = "/tmp"
+HOME, SHARED = WRITABLE
 _FIRST_UID, _UIDS = 0x7000_0000, 1 << 28  # far from any account; random, so that two programs at once differ
 _MERGED = ("bin", "sbin", "lib", "lib32", "lib64")
 _ETC = ("ld.so.cache", "alternatives", "localtime")
+_DESCRIBE_HOST = tuple(f"/proc/{name}" for name in ("cmdline", "diskstats", "keys", "modules", "partitions", "swaps"))
+_TERMINALS = "/dev/pts"
 _NOBODY = 65534
+_PROCESSES = 2  # of bubblewrap itself: one outside, and the first one of the process namespace
 
 
 class Bubblewrap(Isolation):
@@ -38,10 +44,13 @@ class Bubblewrap(Isolation):
     Args:
         bwrap: the ``bwrap`` program.
         python: interpreter that programs get; its environment's packages can be imported.
+        cgroups: where to make one for each program; None: there are none here.
     """
 
-    def __init__(self, bwrap: Path, python: Path):
-        self.python = python
+    def __init__(self, bwrap: Path, python: Path, cgroups: Cgroups | None = None):
+        self._cgroups = cgroups
+        self._installation = install(python)
+        self.python = self._installation.python
         self._bwrap = bwrap
         self._is_root = os.geteuid() == 0 and _maps_every_user()
         self._filter = seccomp.program(platform.machine())
@@ -55,20 +64,23 @@ class Bubblewrap(Isolation):
             return str(fds[-1])
 
         try:
-            # The writable folder first: the Python installation may lie below /tmp.
-            options = [*self._namespaces(), *_writable(HOME, limits), *self._system, *_writable("/dev/shm", limits)]
-            options += ["--perms", "0444", "--ro-bind-data", data(_passwd(uid or _NOBODY)), "/etc/passwd"]
+            # The working folder first: the Python installation may lie below /tmp.
+            options = [*self._namespaces(), *_writable(HOME, limits), *self._system, *_writable(SHARED, limits)]
+            contents = {"/etc/passwd": _passwd(uid or _NOBODY), **self._masked, **self._installation.contents}
             for name, source in files.items():
-                place = f"{HOME}/{name}"
                 if isinstance(source, bytes):
-                    options += ["--perms", "0444", "--ro-bind-data", data(source), place]
+                    contents[f"{HOME}/{name}"] = source
                 else:
-                    options += ["--ro-bind", str(source.resolve()), place]
+                    options += ["--ro-bind", str(source.resolve()), f"{HOME}/{name}"]
+            for place, content in contents.items():
+                options += ["--perms", "0444", "--ro-bind-data", data(content), place]
             options += [
                 "--remount-ro",
                 "/proc",
                 "--remount-ro",
                 "/dev",
+                "--remount-ro",
+                _TERMINALS,
                 "--remount-ro",
                 "/",
                 "--chdir",
@@ -80,11 +92,12 @@ class Bubblewrap(Isolation):
             options += ["--seccomp", data(self._filter)]
             # The options by descriptor: arguments could be read from inside, under /proc/1.
             listed = data(b"".join(os.fsencode(option) + b"\0" for option in options))
+            group = self._cgroups.make(limits) if self._cgroups else None
         except BaseException:
             for fd in fds:
                 os.close(fd)
             raise
-        interpreter = [str(self.python.resolve()), "-I", "-S", "-c"]
+        interpreter = [str(self._installation.interpreter), "-I", "-S", "-c"]
         command = [
             str(self._bwrap),
             "--args",
@@ -93,7 +106,15 @@ class Bubblewrap(Isolation):
             *interpreter,
             *guarded(argv, limits, uid=uid, lifeline=lifeline),
         ]
-        return Launch(argv=command, fds=tuple(fds))
+        launch = Launch(argv=command, fds=tuple(fds), wrappers=_PROCESSES)
+        if self._cgroups is None or group is None:
+            return launch
+        return dataclasses.replace(
+            launch,
+            argv=entering(group, command),
+            clean_up=partial(self._cgroups.remove, group),
+            out_of_memory=partial(ran_out_of_memory, group),
+        )
 
     def _namespaces(self) -> list[str]:
         options = ["--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
@@ -115,12 +136,13 @@ class Bubblewrap(Isolation):
         options += ["--perms", "0755", "--dir", "/etc"]
         for name in _ETC:
             options += ["--ro-bind-try", f"/etc/{name}", f"/etc/{name}"]
-        for folder in _installation(self.python):
-            if not folder.is_relative_to("/usr"):
-                for parent in reversed(folder.parents[:-1]):  # bubblewrap would make them for its own user only
-                    options += ["--perms", "0755", "--dir", str(parent)]
-                options += ["--ro-bind", str(folder), str(folder)]
-        return options
+        # Terminals hold data that no limit counts.
+        return [*options, *self._installation.options, "--perms", "0555", "--tmpfs", _TERMINALS]
+
+    @cached_property
+    def _masked(self) -> dict[str, bytes]:
+        """Files that describe the host, empty."""
+        return {path: b"" for path in _DESCRIBE_HOST if os.path.exists(path)}
 
 
 def _passwd(uid: int) -> bytes:
@@ -129,17 +151,6 @@ def _passwd(uid: int) -> bytes:
 
 def _writable(folder: str, limits: SandboxLimits) -> list[str]:
     return ["--perms", "1777", "--size", str(limits.disk_bytes), "--tmpfs", folder]
-
-
-def _installation(python: Path) -> list[Path]:
-    """The folders an interpreter needs: its environment's, and those of the installation that was made from."""
-    if python == Path(sys.executable):
-        prefixes = [sys.prefix, sys.base_prefix]
-    else:
-        program = "import sys; print(sys.prefix); print(sys.base_prefix)"
-        asked = subprocess.run([python, "-I", "-c", program], capture_output=True, text=True, check=True, timeout=60)
-        prefixes = asked.stdout.splitlines()
-    return [Path(prefix) for prefix in dict.fromkeys([*prefixes, str(python.resolve().parent.parent)])]
 
 
 def _maps_every_user() -> bool:

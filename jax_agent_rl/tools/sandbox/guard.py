@@ -1,8 +1,8 @@
 """Runs inside the sandbox, just before the program: sets hard limits, gives up every privilege, becomes the program.
 
 Passed to ``python -I -S -c`` as source, so that nothing of the host has to be visible: standard library only. Its
-arguments are a JSON object and then the program's own. Exits with 125 and one line on stderr when it cannot do its
-work; the program is not started then.
+arguments are a JSON object and then the program's own. On the lifeline, a socket that the program does not get, it says
+that all is ready, and then, if the program still cannot be started, why. (What a program writes proves nothing.)
 """
 
 import json
@@ -21,6 +21,8 @@ def _limit(limits: dict) -> None:
         resource.RLIMIT_NOFILE: limits["open_files"],
         resource.RLIMIT_CORE: 0,
         resource.RLIMIT_MEMLOCK: 0,
+        resource.RLIMIT_MSGQUEUE: 0,
+        resource.RLIMIT_SIGPENDING: 16 * limits["processes"],  # queued signals and timers
     }
     for which, value in hard.items():
         value = _allowed(which, value)
@@ -52,25 +54,26 @@ def _still_wanted(lifeline: int) -> bool:
     The kernel ends this process with its parent only once it was asked to; a parent that died before left no trace.
     """
     poll = select.poll()
-    poll.register(lifeline, 0)  # a hang-up is reported without being asked for
-    gone = poll.poll(0)
-    os.close(lifeline)
-    return not gone
+    poll.register(lifeline, select.POLLRDHUP)
+    return not poll.poll(0)
 
 
 def main() -> None:
     """See the module."""
     options, argv = json.loads(sys.argv[1]), sys.argv[2:]
+    lifeline = options["lifeline"]
+    os.set_inheritable(lifeline, False)
     try:
-        if not _still_wanted(options["lifeline"]):
+        if not _still_wanted(lifeline):
             return
         _limit(options["limits"])
         if options["uid"] is not None:
             _become(options["uid"])
+        os.write(lifeline, b"ready")
         os.execvp(argv[0], argv)
     except OSError as error:
-        print(f"sandbox guard: {argv[0]}: {error}", file=sys.stderr)
-    sys.exit(125)
+        os.write(lifeline, f": {argv[0]}: {error}".encode())
+    sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -32,14 +32,18 @@ class Launch:
         env: its whole environment.
         cwd: its working folder on this machine.
         fds: descriptors it inherits; the caller closes its own copies once it runs.
+        wrappers: processes between the caller and the program that are not the program's.
         clean_up: to call when it has ended.
+        out_of_memory: whether the kernel ended a part of it for want of memory; to call before.
     """
 
     argv: list[str]
     env: dict[str, str] = field(default_factory=dict)
     cwd: str = "/"
     fds: tuple[int, ...] = ()
+    wrappers: int = 0
     clean_up: Callable[[], None] = lambda: None
+    out_of_memory: Callable[[], bool] = lambda: False
 
 
 class Isolation(ABC):
@@ -55,7 +59,7 @@ class Isolation(ABC):
             argv: the program and its arguments.
             limits: that hold for it.
             files: in its working folder.
-            lifeline: a descriptor it inherits; once that hangs up, the program is not started any more.
+            lifeline: a socket the guard inherits; once its other end is shut, the program is not started any more.
         """
 
 

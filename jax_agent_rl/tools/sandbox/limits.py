@@ -14,10 +14,11 @@ class SandboxLimits:
     Attributes:
         wall_seconds: of one run, or of one exchange with a long-lived program.
         cpu_seconds: of each process, over its whole life.
-        memory_bytes: address space of each process, and resident memory of all of them together.
+        memory_bytes: address space of each process, and resident memory of all of them together, with what their
+            sockets may hold.
         processes: processes and threads at the same time.
         disk_bytes: of each of the two writable folders, ``/tmp`` and ``/dev/shm`` (both are memory).
-        files: files, folders and links in ``/tmp``.
+        files: files, folders and links in the two together.
         open_files: open descriptors of each process.
         output_bytes: stdout and stderr together, of one run or exchange.
     """
@@ -28,7 +29,7 @@ class SandboxLimits:
     processes: int = 64
     disk_bytes: int = 64 << 20
     files: int = 4096
-    open_files: int = 256
+    open_files: int = 128
     output_bytes: int = 256 << 10
 
     def __post_init__(self) -> None:
@@ -50,6 +51,8 @@ class StopCause(StrEnum):
     """It made more than ``files`` files. (A full disk is an error the program sees instead.)"""
     OUTPUT = "output"
     """It wrote more than ``output_bytes``."""
+    BACKGROUND = "background"
+    """Processes it left behind at the end of an exchange started others faster than they could be ended."""
 
     def describe(self, limits: SandboxLimits) -> str:
         """In words for the model."""
@@ -64,6 +67,8 @@ class StopCause(StrEnum):
                 return f"ended: it made more than {limits.files} files"
             case StopCause.OUTPUT:
                 return f"ended: it wrote more than {limits.output_bytes} bytes"
+            case StopCause.BACKGROUND:
+                return "ended: the processes it left in the background kept starting others"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,8 +1,9 @@
 """One sandboxed program, from start to end.
 
 Two ways to use it: ``finish`` gives input once and waits for the end; ``exchange`` sends a request and reads the
-answer up to a mark, any number of times. Either ends the program when it goes over a limit. When the first process
-ends, the kernel ends all others: they share a namespace whose first process is gone.
+answer up to a mark, any number of times, and between two of them the program is paused. Either ends the program when it
+goes over a limit. When the first process ends, the kernel ends all others: they share a namespace whose first process
+is gone.
 """
 
 from __future__ import annotations
@@ -12,25 +13,28 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import time
 from collections.abc import Awaitable, Sequence
 
 from jax_agent_rl.errors import ToolError
 from jax_agent_rl.tools.sandbox.isolation import Files, Isolation, Launch
 from jax_agent_rl.tools.sandbox.limits import SandboxLimits, SandboxResult, StopCause
-from jax_agent_rl.tools.sandbox.watch import watch
+from jax_agent_rl.tools.sandbox.pause import pause, resume
+from jax_agent_rl.tools.sandbox.watch import exceeded, watch
 
 logger = logging.getLogger(__name__)
 _CHUNK = 64 << 10
 _GONE_SECONDS = 10.0  # for the kernel to take down a killed tree
-_BROKEN_GUARD = 125
 _CPU_SIGNALS = (128 + signal.SIGXCPU, -signal.SIGXCPU)
 
 
 class SandboxProcess:
     """A started program; make one with :meth:`start`, and always :meth:`close` it."""
 
-    def __init__(self, process: asyncio.subprocess.Process, launch: Launch, limits: SandboxLimits, *, lifeline: int):
+    def __init__(
+        self, process: asyncio.subprocess.Process, launch: Launch, limits: SandboxLimits, *, lifeline: socket.socket
+    ):
         self._process = process
         self._lifeline = lifeline
         self._launch = launch
@@ -48,6 +52,7 @@ class SandboxProcess:
         files: Files,
         *,
         join_output: bool = False,
+        pass_fds: Sequence[int] = (),
     ) -> SandboxProcess:
         """Starts a program.
 
@@ -57,11 +62,12 @@ class SandboxProcess:
             limits: that hold for it.
             files: in its working folder, read-only.
             join_output: stderr goes where stdout goes.
+            pass_fds: descriptors it inherits, under the same numbers.
 
         Raises:
             ToolError: it cannot be started, e.g. for lack of memory.
         """
-        starting = asyncio.ensure_future(cls._start(isolation, argv, limits, files, join_output=join_output))
+        starting = asyncio.ensure_future(cls._start(isolation, argv, limits, files, join_output, pass_fds))
         try:
             return await asyncio.shield(starting)
         except asyncio.CancelledError:
@@ -70,24 +76,30 @@ class SandboxProcess:
 
     @classmethod
     async def _start(
-        cls, isolation: Isolation, argv: Sequence[str], limits: SandboxLimits, files: Files, *, join_output: bool
+        cls,
+        isolation: Isolation,
+        argv: Sequence[str],
+        limits: SandboxLimits,
+        files: Files,
+        join_output: bool,
+        pass_fds: Sequence[int],
     ) -> SandboxProcess:
-        theirs, ours = os.pipe()
+        ours, theirs = socket.socketpair()
         try:
-            launch = isolation.launch(argv, limits, files, lifeline=theirs)
+            launch = isolation.launch(argv, limits, files, lifeline=theirs.fileno())
             try:
-                process = await _execute(launch, theirs, join_output=join_output)
+                process = await _execute(launch, (theirs.fileno(), *pass_fds), join_output=join_output)
             except BaseException:
                 launch.clean_up()
                 raise
         except OSError as error:
-            os.close(ours)
+            ours.close()
             raise ToolError(f"the sandbox could not be started: {error}") from error
         except BaseException:
-            os.close(ours)
+            ours.close()
             raise
         finally:
-            os.close(theirs)
+            theirs.close()
         return cls(process, launch, limits, lifeline=ours)
 
     @property
@@ -102,15 +114,16 @@ class SandboxProcess:
             ToolError: the sandbox itself could not be set up.
         """
         try:
-            stopped = await self._within_limits(self._to_the_end(stdin))
+            stopped = await self._within_limits(self._to_the_end(stdin)) or self._out_of_memory()
+            failure = self._failure() if stopped is None else None
         finally:
             await self.close()
         code = self._process.returncode
         if stopped is None and code in _CPU_SIGNALS:
             stopped = StopCause.CPU
         out, err = (buffer.decode("utf-8", "replace") for buffer in (self._out, self._err))
-        if code == _BROKEN_GUARD and err.startswith("sandbox guard: ") or (code == 1 and err.startswith("bwrap: ")):
-            raise ToolError(f"the sandbox could not be set up: {err.strip()[:500]}")
+        if failure is not None:
+            raise ToolError(f"the sandbox could not be set up: {(failure or err).strip()[:500]}")
         return SandboxResult(
             stdout=out,
             stderr=err,
@@ -122,12 +135,17 @@ class SandboxProcess:
     async def exchange(self, request: bytes, mark: bytes) -> tuple[bytes, bytes, StopCause | None]:
         """Sends a request and reads stdout up to the line that begins with ``mark``.
 
+        Afterwards the program stands still until the next request, and what it started in the background is gone.
+
         Returns:
             what came before the mark (all there is when the program ended or was stopped); the rest of the mark's
             line, empty when it never came; the limit that ended the program.
         """
         self._out.clear()
-        stopped = await self._within_limits(self._to_mark(request, mark))
+        resume(self._process.pid, self._launch.wrappers)
+        stopped = (
+            await self._within_limits(self._to_mark(request, mark)) or self._out_of_memory() or await self._pause()
+        )
         if stopped is not None:
             await self.close()
         before, found, rest = bytes(self._out).partition(mark)
@@ -143,8 +161,7 @@ class SandboxProcess:
         try:
             if self._process.stdin is not None:
                 self._process.stdin.close()
-            os.close(self._lifeline)  # before the kill, which a program still being set up may survive
-            self._kill()
+            self.kill()
             async with asyncio.timeout(_GONE_SECONDS):
                 await self._drain()  # first: a full pipe that nobody reads keeps wait() from returning
                 await self._process.wait()
@@ -155,9 +172,32 @@ class SandboxProcess:
         except TimeoutError:
             logger.error("processes of sandbox %d are still there %g s after SIGKILL", self._process.pid, _GONE_SECONDS)
         finally:
+            self._lifeline.close()
             self._launch.clean_up()
 
-    def _kill(self) -> None:
+    def _failure(self) -> str | None:
+        """Why the program, which has ended, was never started; "" if the guard was not, either, None if it was."""
+        try:
+            said = self._lifeline.recv(_CHUNK, socket.MSG_DONTWAIT).decode("utf-8", "replace")
+        except BlockingIOError:
+            said = ""
+        if not said:
+            return "" if (self._process.returncode or 0) > 0 else None  # below 0, it was killed before
+        return said.partition(": ")[2] or None
+
+    def _out_of_memory(self) -> StopCause | None:
+        return StopCause.MEMORY if self._launch.out_of_memory() else None
+
+    async def _pause(self) -> StopCause | None:
+        """Holds the program still; returns the limit it had gone over unseen, if any."""
+        if not await pause(self._process.pid, self._launch.wrappers):
+            return StopCause.BACKGROUND
+        return exceeded(self._process.pid, self._limits)
+
+    def kill(self) -> None:
+        """Ends the program and everything it started; :meth:`finish`, or :meth:`close`, then returns soon."""
+        with contextlib.suppress(OSError):  # before the kill, which a program still being set up may survive
+            self._lifeline.shutdown(socket.SHUT_WR)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
@@ -222,7 +262,7 @@ class SandboxProcess:
                 return
 
 
-async def _execute(launch: Launch, lifeline: int, *, join_output: bool) -> asyncio.subprocess.Process:
+async def _execute(launch: Launch, inherited: Sequence[int], *, join_output: bool) -> asyncio.subprocess.Process:
     pipe = asyncio.subprocess.PIPE
     try:
         return await asyncio.create_subprocess_exec(
@@ -232,7 +272,7 @@ async def _execute(launch: Launch, lifeline: int, *, join_output: bool) -> async
             stderr=asyncio.subprocess.STDOUT if join_output else pipe,
             env=launch.env,
             cwd=launch.cwd,
-            pass_fds=(*launch.fds, lifeline),
+            pass_fds=(*launch.fds, *inherited),
             start_new_session=True,
         )
     finally:

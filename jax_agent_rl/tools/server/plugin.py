@@ -117,7 +117,10 @@ class ServerTool(ABC, Generic[Parsed, Environment]):
 
     @abstractmethod
     def parse_action(self, action: str) -> Parsed | None:
-        """Takes an action apart; None leaves it to the next tool. Must be quick and have no effects."""
+        """Takes an action apart; None leaves it to the next tool.
+
+        Must be quick, whatever the text (a worker that is busy for ``stuck_seconds`` is killed), and have no effects.
+        """
 
     @abstractmethod
     async def act(self, action: Action[Parsed, Environment]) -> Observation:

@@ -2,7 +2,8 @@
 
 A trajectory belongs to one worker, by a hash of its id, so that its environments are always where its actions go. When
 a worker dies its environments are gone (the kernel ends their programs with it): they are counted, and the
-trajectories are told so, not given a fresh environment without a word.
+trajectories are told so, not given a fresh environment without a word. One whose event loop is stuck, in a tool's
+parser say, cannot be interrupted: it is killed after ``stuck_seconds``, and so dies like any other.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from jax_agent_rl.tools.server.wire import Failure, Reply, Step, failed
 logger = logging.getLogger(__name__)
 _START_SECONDS = 600.0  # making a search index may take a while
 _STOP_SECONDS = 40.0  # longer than a worker needs to give up on environments that do not close
+_PING_SECONDS = 2.0  # that a worker may take to say that it is there
 _RETRY_SECONDS = (0.1, 1.0, 5.0, 30.0)  # before the first, second, … start in a row that fails
 
 
@@ -72,10 +74,14 @@ class Worker:
         self._keeper = asyncio.create_task(self._keep(process))
 
     async def stop(self) -> None:
-        """Lets it close its environments and ends it."""
+        """Lets it close its environments and ends it; at once, if it is stuck."""
         if self._keeper is not None:
             self._keeper.cancel()
             await asyncio.gather(self._keeper, return_exceptions=True)
+        try:
+            await self.environments()
+        except WorkerDiedError:
+            self.kill()
         await self._disconnect()
         process = self._process
         if process is None or process.returncode is not None:
@@ -89,6 +95,11 @@ class Worker:
             logger.error("worker %s did not stop within %g s and is killed", self.name, _STOP_SECONDS)
             process.kill()
             await process.wait()
+
+    def kill(self) -> None:
+        """Ends it at once; its environments are not closed."""
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()
 
     async def steps(self, steps: Sequence[Step]) -> list[Reply]:
         """Has actions carried out. Never raises for a dead worker: its replies say so."""
@@ -113,9 +124,13 @@ class Worker:
         """Searches the corpus; raises :class:`WorkerDiedError`."""
         return await self._post("/retrieve", {"queries": queries, "topk": topk})
 
-    async def environments(self) -> int:
-        """How many are open; raises :class:`WorkerDiedError`."""
-        return (await self._ask("GET", "/health"))["environments"]
+    async def environments(self, *, within: float = _PING_SECONDS) -> int:
+        """How many are open; raises :class:`WorkerDiedError`, also if it takes longer than ``within`` seconds."""
+        try:
+            async with asyncio.timeout(within):
+                return (await self._ask("GET", "/health"))["environments"]
+        except TimeoutError:
+            raise WorkerDiedError(f"worker {self.name} did not answer within {within:g} s") from None
 
     async def _post(self, path: str, body: Any) -> Any:
         return await self._ask("POST", path, json=body)
@@ -135,13 +150,29 @@ class Worker:
     async def _keep(self, process: asyncio.subprocess.Process) -> None:
         """Starts the worker again whenever it ends."""
         while True:
-            code = await process.wait()
+            watch = asyncio.create_task(self._watch(process))
+            try:
+                code = await process.wait()
+            finally:
+                watch.cancel()
             logger.error("tool worker %s ended with code %s; starting another", self.name, code)
             await self._disconnect()
             self._lost |= self._open
             self._open.clear()
             self._died(self.name, process.pid)
             process = await self._launch_again()
+
+    async def _watch(self, process: asyncio.subprocess.Process) -> None:
+        """Kills a worker that is stuck."""
+        seconds = self._settings.stuck_seconds
+        try:
+            while True:
+                await asyncio.sleep(seconds / 4)
+                await self.environments(within=seconds)
+        except WorkerDiedError as error:
+            if process.returncode is None:
+                logger.error("%s and is killed; an action is stuck in it", error)
+                process.kill()
 
     async def _launch_again(self) -> asyncio.subprocess.Process:
         attempt = 0
@@ -163,6 +194,7 @@ class Worker:
             stdin=pipe,
             stdout=pipe,
             env={**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(self._metrics)},
+            process_group=0,  # Ctrl-C reaches the front's, also while a worker still imports; the front decides
         )
         try:
             async with asyncio.timeout(_START_SECONDS):

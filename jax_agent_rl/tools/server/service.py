@@ -34,6 +34,7 @@ class ToolService:
         tools: in the order in which they are asked.
         telemetry: where everything is counted.
         step_seconds: that one action may take.
+        max_action_chars: longer actions are invalid; no tool gets to parse them.
         max_observation_chars: longer observations lose their middle.
         done_if_invalid: an action that no tool accepts ends its trajectory.
         max_environments, idle_seconds: see :class:`Environments`.
@@ -46,6 +47,7 @@ class ToolService:
         telemetry: Telemetry,
         *,
         step_seconds: float,
+        max_action_chars: int,
         max_observation_chars: int,
         max_environments: int,
         idle_seconds: float,
@@ -55,6 +57,7 @@ class ToolService:
         self._tools = list(tools)
         self._telemetry = telemetry
         self._step_seconds = step_seconds
+        self._max_action_chars = max_action_chars
         self._max_chars = max_observation_chars
         self._done_if_invalid = done_if_invalid
         self._idle_seconds = idle_seconds
@@ -132,7 +135,7 @@ class ToolService:
         try:
             matched = self._match(step.action)
             if matched is None:
-                return self._invalid(), CloseReason.DONE if self._done_if_invalid else last
+                return self._invalid(step.action), CloseReason.DONE if self._done_if_invalid else last
         except _Crash as crash:
             return self._failure(Failure.CRASH, crash.tool, str(crash)), last
         tool, parsed = matched
@@ -159,6 +162,8 @@ class ToolService:
 
     def _match(self, action: str) -> tuple[ServerTool, Any] | None:
         """The first tool that accepts an action, and what it made of it."""
+        if len(action) > self._max_action_chars:
+            return None
         for tool in self._tools:
             try:
                 parsed = tool.parse_action(action)
@@ -175,9 +180,11 @@ class ToolService:
             observation=wire, done=observation.done, valid=observation.valid, tool=tool.name, error=None, open=True
         )
 
-    def _invalid(self) -> Reply:
+    def _invalid(self, action: str) -> Reply:
         usages = "\n".join(f"{tool.name}: {tool.usage}" for tool in self._tools)
         text = "No valid tool found for action"
+        if len(action) > self._max_action_chars:
+            text = f"The action has {len(action)} characters, more than max_action_chars={self._max_action_chars}"
         return failed(Failure.INVALID, text, done=self._done_if_invalid, available_tools=usages)
 
     def _failure(self, failure: Failure, tool: ServerTool, text: str, *, done: bool = False) -> Reply:

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from jax_agent_rl.config_base import Positive, Section
+from jax_agent_rl.config_conditions import Condition, Key, unused
 from jax_agent_rl.config_tree import build_tree, read_tree
 from jax_agent_rl.serving import token_from
 from jax_agent_rl.tools.sandbox.limits import SandboxLimits
@@ -59,8 +60,12 @@ class SearchSettings(Section):
     encoder: str | None = Field(
         default=None, description="Folder of a sentence-transformers model: search by meaning; null: by words (BM25)."
     )
-    query_prompt: str = Field(default="", description="Put before a query for the encoder, e.g. 'query: ' (E5).")
-    passage_prompt: str = Field(default="", description="Put before a passage for the encoder, e.g. 'passage: ' (E5).")
+    query_prompt: Annotated[str, Key("search.encoder")] = Field(
+        default="", description="Put before a query for the encoder, e.g. 'query: ' (E5)."
+    )
+    passage_prompt: Annotated[str, Key("search.encoder")] = Field(
+        default="", description="Put before a passage for the encoder, e.g. 'passage: ' (E5)."
+    )
     index: str | None = Field(
         default=None,
         description="Folder of the index, made if missing; default CORPUS.bm25s, with an encoder CORPUS.dense.",
@@ -109,6 +114,11 @@ class McpSettings(Section):
     call_seconds: Seconds = Field(default=30.0, description="Seconds one call may take.")
 
 
+def _of_tool(name: str) -> Condition:
+    """A tool is served, or tools of the user's own, which may read any setting."""
+    return Key("tools", name) | Key("tool_path")
+
+
 class ToolServerSettings(Section):
     """A tool server."""
 
@@ -137,14 +147,18 @@ class ToolServerSettings(Section):
     )
     max_batch: Positive = Field(default=1024, description="Actions in one request.")
     max_request_mb: Positive = Field(default=64, description="Size of a request.")
+    stuck_seconds: Seconds = Field(
+        default=20.0, description="A worker that answers nothing for this long is killed, and another takes its place."
+    )
+    max_action_chars: Positive = Field(default=262_144, description="Longer actions are invalid, and not parsed.")
     max_observation_chars: Positive = Field(default=20_000, description="Longer observations lose their middle.")
     limits: LimitSettings = Field(default_factory=LimitSettings)
-    search: SearchSettings = Field(default_factory=SearchSettings)
-    sql: SqlSettings = Field(default_factory=SqlSettings)
-    page: PageSettings = Field(default_factory=PageSettings)
-    image: ImageSettings = Field(default_factory=ImageSettings)
-    judge: JudgeSettings = Field(default_factory=JudgeSettings)
-    mcp: McpSettings = Field(default_factory=McpSettings)
+    search: Annotated[SearchSettings, _of_tool("search")] = Field(default_factory=SearchSettings)
+    sql: Annotated[SqlSettings, _of_tool("sql")] = Field(default_factory=SqlSettings)
+    page: Annotated[PageSettings, _of_tool("page")] = Field(default_factory=PageSettings)
+    image: Annotated[ImageSettings, _of_tool("image_zoom")] = Field(default_factory=ImageSettings)
+    judge: Annotated[JudgeSettings, _of_tool("judge")] = Field(default_factory=JudgeSettings)
+    mcp: Annotated[McpSettings, _of_tool("mcp")] = Field(default_factory=McpSettings)
 
     @model_validator(mode="after")
     def _consistent(self) -> ToolServerSettings:
@@ -166,6 +180,7 @@ class ToolServerSettings(Section):
             problems.append(
                 f"step_seconds={self.step_seconds:g} must be more than limits.wall_seconds={self.limits.wall_seconds:g}"
             )
+        problems += unused(self)
         if problems:
             raise ValueError("\n".join(problems))
         return self

@@ -11,7 +11,6 @@ import asyncio
 import dataclasses
 import json
 import resource
-import signal
 import sys
 from typing import Any
 
@@ -54,6 +53,7 @@ def make_service(settings: ToolServerSettings, tools: list[ServerTool], telemetr
         tools,
         telemetry,
         step_seconds=settings.step_seconds,
+        max_action_chars=settings.max_action_chars,
         max_observation_chars=settings.max_observation_chars,
         max_environments=settings.max_environments,
         idle_seconds=settings.idle_seconds,
@@ -124,7 +124,6 @@ def allow_many_descriptors() -> None:
 def main() -> None:
     """See the module."""
     allow_many_descriptors()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the front decides
     hello = json.loads(sys.stdin.readline())
     try:
         asyncio.run(serve(hello))

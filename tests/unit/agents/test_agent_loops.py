@@ -1,7 +1,5 @@
 """The registry, the choice of a loop per row, the single-turn agent, and seeds."""
 
-import logging
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -74,20 +72,6 @@ def test_the_row_chooses_and_the_default_fills_in():
     assert isinstance(selector.for_row({"agent_name": "single_turn_agent"}), SingleTurnAgent)
     assert isinstance(selector.for_row({}), ToolAgent)
     assert selector.for_row({}) is selector.for_row({"agent_name": "tool_agent"})
-
-
-def test_configured_tools_that_nobody_calls_are_warned_about_once(caplog):
-    selector = AgentSelector(context(tools=[calculator]))
-    with caplog.at_level(logging.WARNING):
-        selector.for_row({})
-        selector.for_row({})
-    assert [r.message.startswith("TOOLS ARE CONFIGURED BUT NOT USED") for r in caplog.records] == [True]
-
-
-@pytest.mark.parametrize("row", [{"agent_name": "single_turn_agent"}, {"agent_name": "tool_agent"}])
-def test_a_row_that_says_what_it_wants_is_not_warned_about(caplog, row):
-    AgentSelector(context(tools=[calculator])).for_row(row)
-    assert not caplog.records
 
 
 @pytest.mark.parametrize(

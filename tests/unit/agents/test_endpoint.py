@@ -3,84 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-pytest.importorskip("uvicorn")
 openai = pytest.importorskip("openai")
 
-from jax_agent_rl.agents import AgentContext  # noqa: E402
-from jax_agent_rl.agents.endpoint.app import Endpoint  # noqa: E402
-from jax_agent_rl.agents.endpoint.server import LoopServer  # noqa: E402
-from jax_agent_rl.agents.endpoint.sessions import Session, SessionStore  # noqa: E402
-from jax_agent_rl.agents.recorder import ChatRecorder  # noqa: E402
-from jax_agent_rl.config import AgentConfig, EndpointConfig  # noqa: E402
-from jax_agent_rl.errors import ConfigError  # noqa: E402
-from jax_agent_rl.rollout.client import LLMServerClient  # noqa: E402
-from jax_agent_rl.rollout.server import AsyncServer  # noqa: E402
-from jax_agent_rl.runtime.openai_server import read_engines  # noqa: E402
-from jax_agent_rl.types import SamplingParams  # noqa: E402
-from tests.fakes import FakeCodec, ScriptedBackend  # noqa: E402
-
-TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
-ASK = [{"role": "user", "content": "what is 1 + 2 ?"}]
-CALL = '<call>add {"a": 1, "b": 2}</call>'
-
-
-class Stage:
-    """An endpoint over a scripted engine, and clients of it."""
-
-    def __init__(self, script, *, api_key=None, clock=None, limits=None, **agent):
-        self.codec = FakeCodec()
-        self.backend = ScriptedBackend(self.codec, script)
-        self.context = AgentContext(
-            client=LLMServerClient([AsyncServer(self.backend)]),
-            codec=self.codec,
-            limits=AgentConfig(**agent),
-            max_model_len=1000,
-        )
-        self.sampling = SamplingParams(max_tokens=1000)
-        self.api_key = api_key
-        limits = EndpointConfig(**(limits or {}))
-        extra = {"clock": clock} if clock else {}
-        self.store = SessionStore(
-            max_sessions=limits.max_sessions, ttl=limits.session_ttl, create=self.session, **extra
-        )
-        endpoint = Endpoint(
-            self.store,
-            model="policy",
-            limits=limits,
-            api_key=api_key,
-            stateless=lambda: self.session("once"),
-            engines=lambda: read_engines(self.context.client.servers),
-        )
-        self.server = LoopServer(endpoint.app(), api_key=api_key)
-
-    def session(self, session_id: str) -> Session:
-        recorder = ChatRecorder(self.context, session_id=session_id)
-        return Session(
-            session_id=session_id,
-            recorder=recorder,
-            sampling=self.sampling,
-            api_key=self.api_key,
-            free_sampling=True,
-        )
-
-    def client(self, path="/v1", key="any", retries=0) -> openai.AsyncOpenAI:
-        return openai.AsyncOpenAI(base_url=self.server.url + path, api_key=key, max_retries=retries, timeout=30)
-
-
-@contextlib.asynccontextmanager
-async def serving(*args, **kwargs):
-    stage = Stage(*args, **kwargs)
-    stage.server.start()
-    try:
-        yield stage
-    finally:
-        await stage.server.close()
+from tests.endpoint_stage import ASK, CALL, JSON, TOOL, serving  # noqa: E402
+from tests.fakes import FakeCodec  # noqa: E402
 
 
 async def test_a_chat_answer_has_openais_shape_with_usage_and_logprobs():
@@ -104,7 +35,7 @@ async def test_tool_calls_come_back_as_calls_and_their_results_extend_the_turn_b
         history = [*ASK, first.message.model_dump(), {"role": "tool", "tool_call_id": call.id, "content": "3"}]
         second = await client.chat.completions.create(model="x", messages=history, tools=[TOOL])
         assert second.choices[0].message.content == "it is 3"
-        one, two = stage.store.find("s").recorder.turns
+        one, two = stage.store.known("s", "any").recorder.turns
         assert two.parent is one and two.context_ids[: len(one.context_ids)] == one.context_ids
         recorded = (await client.get(f"{stage.server.url}/sessions/s", cast_to=httpx.Response)).json()
     assert [len(path) for path in recorded["sequences"]] == [2]
@@ -120,7 +51,9 @@ async def test_a_stream_of_text_and_one_of_calls_add_up_to_the_whole_answer():
         chunks = [chunk async for chunk in stream]
         deltas = [choice.delta for chunk in chunks for choice in chunk.choices]
         assert deltas[0].role == "assistant" and deltas[-1].tool_calls[0].function.name == "add"
-        assert chunks[-1].usage.completion_tokens == len(stage.store.find("s").recorder.turns[0].output.token_ids)
+        assert chunks[-1].usage.completion_tokens == len(
+            stage.store.known("s", "any").recorder.turns[0].output.token_ids
+        )
         stream = await client.chat.completions.create(model="x", messages=ASK, stream=True)
         text = "".join([c.choices[0].delta.content or "" async for c in stream])
     assert text == "it is 3"
@@ -174,7 +107,7 @@ async def test_an_unknown_model_an_unknown_path_a_body_too_large_and_one_that_is
             await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "x" * 5000}])
         assert caught.value.status_code == 413
         async with httpx.AsyncClient() as plain:
-            answer = await plain.post(f"{stage.server.url}/v1/completions", content=b"{")
+            answer = await plain.post(f"{stage.server.url}/v1/completions", content=b"{", headers=JSON)
         assert answer.status_code == 400 and "not JSON" in answer.json()["error"]["message"]
         assert [model.id async for model in client.models.list()] == ["policy"]
 
@@ -197,11 +130,6 @@ async def test_strangers_learn_nothing_and_open_nothing():
             assert (await client.chat.completions.create(model="policy", messages=ASK)).choices
 
 
-def test_an_address_that_others_reach_needs_a_key():
-    with pytest.raises(ConfigError, match="--token-env"):
-        LoopServer(Endpoint.app, host="0.0.0.0")
-
-
 async def test_a_client_that_hangs_up_frees_the_engine_whole_or_streamed():
     async with serving(["hello"]) as stage:
         stage.backend.gate.clear()  # nothing is sampled until it is set
@@ -215,7 +143,7 @@ async def test_a_client_that_hangs_up_frees_the_engine_whole_or_streamed():
             while stage.backend._running:
                 await asyncio.sleep(0)
         stage.backend.gate.set()
-        session = stage.store.find("s")
+        session = stage.store.known("s", "any")
         while session.tasks:
             await asyncio.sleep(0)
         assert session.recorder.turns == []
@@ -279,8 +207,9 @@ async def test_prometheus_reads_the_requests_of_every_route_and_needs_the_key():
         await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "go"}])
         async with httpx.AsyncClient(base_url=stage.server.url) as browser:
             assert (await browser.get("/metrics")).status_code == 401
+            browser.headers["Authorization"] = "Bearer key"
             assert (await browser.get("/nothing")).status_code == 404
-            answer = await browser.get("/metrics", headers={"Authorization": "Bearer key"})
+            answer = await browser.get("/metrics")
     assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
     families = text_string_to_metric_families(answer.text)
     found = {(s.name, *s.labels.values()): s.value for family in families for s in family.samples}
@@ -289,3 +218,17 @@ async def test_prometheus_reads_the_requests_of_every_route_and_needs_the_key():
     assert found[total, "/metrics", "401"] == 1
     assert found["jax_agent_rl_engine_generated_tokens_total", "server-0"] > 0
     assert found["jax_agent_rl_server_sessions",] == 0 and found["jax_agent_rl_server_generations_running",] == 0
+
+
+async def test_adapters_are_models_of_their_names():
+    async with serving(["yes", "no"], adapters=["math"]) as stage, stage.client() as client:
+        listed = [model.id async for model in client.models.list()]
+        plain = await client.chat.completions.create(model="policy", messages=ASK)
+        adapted = await client.chat.completions.create(model="math", messages=ASK)
+        streamed = await client.chat.completions.create(model="math", messages=ASK, stream=True)
+        names = {chunk.model async for chunk in streamed}
+        with pytest.raises(openai.NotFoundError, match="this server has 'policy', 'math'"):
+            await client.chat.completions.create(model="law", messages=ASK)
+    assert listed == ["policy", "math"]
+    assert (plain.model, adapted.model, names) == ("policy", "math", {"math"})
+    assert [request.lora for request in stage.backend.requests] == [None, "math", "math"]

@@ -7,7 +7,6 @@ import json
 
 import pytest
 
-pytest.importorskip("uvicorn")
 openai = pytest.importorskip("openai")
 
 from jax_agent_rl.agents.openai_loop import OpenAIAgentLoop  # noqa: E402

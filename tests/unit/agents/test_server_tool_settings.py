@@ -45,6 +45,34 @@ async def test_min_turns_sends_turns_that_hold_no_action(server):
     assert trajectory.num_turns == 3 and trajectory.finish_reason is FinishReason.ANSWER
 
 
+async def test_what_stands_in_a_think_block_is_no_action_and_is_not_sent(server):
+    """The server looks for calls in all it is sent."""
+    thought = "<think> try <py> 0 </py> no, or <py> 9 </think> well: "
+    it = stage(server, [f"{thought}{ACT}", "<think> <py> 4 </py> </think> so 3"])
+    trajectory = await it.run()
+    assert server.actions == [f"well: {ACTION}"]
+    assert it.codec.decode(trajectory.turns[0].output.token_ids) == f"{thought}{ACTION}", "one turn, all of it"
+    assert (trajectory.num_turns, trajectory.finish_reason) == (2, FinishReason.ANSWER)
+    assert_token_exact(trajectory, it.backend.requests)
+
+
+@pytest.mark.parametrize("limits", [{"min_turns": 1}, {"enable_mtrl": True, "action_stop_tokens": ()}])
+async def test_a_turn_that_is_sent_anyway_is_sent_without_its_thoughts(server, limits):
+    await stage(server, ["<think> <py> 0 </py> </think> just words", "done"], max_turns=1, **limits).run()
+    assert [action.removesuffix("</py>") for action in server.actions] == ["just words"]
+
+
+async def test_the_budget_of_a_turn_holds_across_a_stop_in_its_thoughts(server):
+    trajectory = await stage(server, ["<think> <py> 0 </py> a b c d"], max_action_length=6).run()
+    assert trajectory.finish_reason is FinishReason.ACTION_LENGTH and len(trajectory.response_ids) == 6
+    assert not server.requests
+
+
+async def test_a_turn_end_token_ends_a_turn_in_the_middle_of_a_thought(server):
+    trajectory = await stage(server, ["<think> a <end> b"], turn_end_token="<end>").run()
+    assert (len(trajectory.response_ids), trajectory.finish_reason) == (3, FinishReason.ANSWER)
+
+
 async def test_max_prompt_length_drops_a_longer_prompt(server):
     with pytest.raises(PromptTooLongError, match="agent.max_prompt_length=3"):
         await stage(server, [ACT], max_prompt_length=3).run()
@@ -260,7 +288,7 @@ def test_action_stop_tokens_are_a_list_a_text_or_a_file(tmp_path):
     [
         (["agent.min_turns=9"], "agent: min_turns=9 is more than max_turns=5"),
         (["agent.enable_mtrl=true", "agent.mtrl_sep=x"], "must hold {obs} exactly once"),
-        (["agent.mtrl_sep='{obs}'"], "enable_mtrl=true only"),
+        (["agent.mtrl_sep='{obs}'"], "mtrl_sep={obs} is used only .* agent.enable_mtrl; agent.enable_mtrl is false"),
         (["agent.rollout_mode=fast"], "agent.rollout_mode"),
     ],
 )

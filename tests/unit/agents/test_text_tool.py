@@ -1,4 +1,4 @@
-"""Tools by markers in the text: <tool> over the ToolClient, <search> over a retrieval server; and which agent runs."""
+"""Tools by markers in the text: <tool> over the ToolClient, <search> over a retrieval server."""
 
 import asyncio
 
@@ -7,11 +7,12 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from jax_agent_rl.agents import AgentSelector, SearchAgent, SingleTurnAgent, TextToolAgent, ToolAgent
+from jax_agent_rl.agents import SearchAgent, TextToolAgent
 from jax_agent_rl.config import SearchConfig, ToolClientConfig
 from jax_agent_rl.errors import ConfigError, ToolServerError
 from jax_agent_rl.types import FinishReason
 from tests.agent_stage import ROW, AgentStage, assert_token_exact
+from tests.fakes import FakeCodec
 from tests.http_service import ToolServer, serve
 from tests.ports import free_port
 
@@ -24,9 +25,9 @@ async def server():
         yield running
 
 
-def stage(server, script, *, limits=None, **config):
+def stage(server, script, *, limits=None, codec=None, **config):
     config = ToolClientConfig(server_url=server.url, request_interval=0, retry_delay=0, **config)
-    return AgentStage(TextToolAgent, script, shared={"tool_config": config}, **(limits or {}))
+    return AgentStage(TextToolAgent, script, shared={"tool_config": config}, codec=codec, **(limits or {}))
 
 
 async def test_code_between_the_markers_is_run_and_its_result_inserted(server):
@@ -59,6 +60,53 @@ async def test_the_server_may_end_it():
 async def test_a_closing_marker_alone_is_told_and_runs_nothing(server):
     trajectory = await stage(server, ["oops </tool>", "so 3"]).run()
     assert trajectory.tool_calls[0].error == "malformed" and not server.requests and not server.closed
+
+
+THOUGHTS = [
+    "<think> maybe <tool> print(2) </tool> no </think> <tool> print(3) </tool> junk",
+    "<think> a </tool> b <tool> c </tool> d </think> so <tool> print(3) </tool> junk",
+    "<think> <tool> print(2) </think> <tool> print(3) </tool> junk",
+]
+
+
+@pytest.mark.parametrize("said", THOUGHTS)
+async def test_markers_in_a_think_block_are_text_and_the_turn_goes_on(server, said):
+    it = stage(server, [said, "so 3"])
+    trajectory = await it.run()
+    assert [payload["actions"] for payload in server.requests] == [["<python>print(3) </python>"]]
+    assert [call.arguments for call in trajectory.tool_calls] == [{"text": " print(3) "}]
+    assert it.codec.decode(trajectory.turns[0].output.token_ids) == said.removesuffix(" junk"), "one turn, all of it"
+    assert (trajectory.num_turns, trajectory.finish_reason) == (2, FinishReason.ANSWER)
+    assert_token_exact(trajectory, it.backend.requests)
+
+
+class OpensThinking(FakeCodec):
+    """Its generation prompts open a think block, as those of some reasoning models do."""
+
+    def encode_prompt(self, messages, tools=()):
+        return [*super().encode_prompt(messages, tools), *self.encode_text(" <think>\n")]
+
+
+@pytest.mark.parametrize(
+    ("said", "calls"),
+    [
+        ("maybe <tool> print(2) </tool> and so on", []),
+        ("maybe <tool> print(2) </tool> no </think> <tool> print(3) </tool>", [{"text": " print(3) "}]),
+    ],
+)
+async def test_a_think_block_may_begin_in_the_prompt(server, said, calls):
+    it = stage(server, [said, "so </think> 3"], codec=OpensThinking())
+    trajectory = await it.run()
+    assert [call.arguments for call in trajectory.tool_calls] == calls and len(server.requests) == len(calls)
+    assert trajectory.finish_reason is FinishReason.ANSWER
+
+
+@pytest.mark.parametrize("budget", [4, 5, 6])
+async def test_a_budget_that_ends_in_a_thought_cuts_the_turn(server, budget):
+    limits = {"max_response_length": budget}
+    trajectory = await stage(server, ["<think> a <tool> b </tool> c d e f"], limits=limits).run()
+    assert trajectory.finish_reason is FinishReason.RESPONSE_LENGTH and not trajectory.tool_calls
+    assert (trajectory.num_turns, len(trajectory.response_ids)) == (1, budget)
 
 
 async def test_an_opening_marker_alone_is_an_answer(server):
@@ -98,7 +146,7 @@ async def test_a_slow_tool_is_told_to_the_model_and_counted(server):
         await never.wait()
 
     server.respond = hang
-    trajectory = await stage(server, [ASK, "so 3"], timeout=0.2).run()
+    trajectory = await stage(server, [ASK, "so 3"], timeout=0.2, max_retries=0).run()
     never.set()
     assert trajectory.tool_calls[0].error == "timeout" and trajectory.metrics["tool_errors"] == 1
     assert trajectory.finish_reason is FinishReason.ANSWER
@@ -147,6 +195,12 @@ async def test_a_query_is_looked_up_and_its_passages_inserted():
     assert trajectory.finish_reason is FinishReason.ANSWER
 
 
+async def test_queries_in_a_think_block_are_not_looked_up():
+    thought = "<think> <search> a </search> or </think> <search> b </search> x"
+    trajectory, asked, _ = await search({"result": [["B"]]}, script=[thought, "them"])
+    assert [payload["queries"] for payload in asked] == [["b"]] and trajectory.num_turns == 2
+
+
 async def test_finding_nothing_is_said():
     trajectory, _, _ = await search({"result": [[]]})
     assert trajectory.tool_calls[0].observation == "No results found."
@@ -180,26 +234,3 @@ async def test_preflight_asks_the_retriever_a_question():
 def test_search_without_a_server_says_where_to_set_it():
     with pytest.raises(ConfigError, match=r"search\.server_url"):
         AgentStage(SearchAgent, ["x"])
-
-
-# --- which agent runs -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("limits", "enabled", "agent"),
-    [
-        ({}, False, SingleTurnAgent),
-        ({}, True, TextToolAgent),
-        ({"enable_search": True}, True, SearchAgent),
-        ({"enable_search": True}, False, SearchAgent),
-        ({"enable_search": True, "default_agent": "tool_agent"}, True, ToolAgent),
-    ],
-)
-def test_a_row_without_agent_name_runs_search_then_tools_then_plain(limits, enabled, agent):
-    shared = {
-        "tool_config": ToolClientConfig(enabled=enabled, server_url="http://localhost:1"),
-        "search": SearchConfig(server_url="http://localhost:1"),
-    }
-    selector = AgentSelector(AgentStage(SingleTurnAgent, ["x"], shared=shared, **limits).context)
-    assert type(selector.for_row({})) is agent
-    assert type(selector.for_row({"agent_name": "single_turn_agent"})) is SingleTurnAgent

@@ -11,10 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.chat.formats import detect_format, get_format
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.tools.arguments import check_arguments
-from tests.unit.chat.test_template_families import FAMILIES, codec_of, template_of
+from tests.unit.chat.test_template_families import FAMILIES, codec_of, template_of, tokenizer_with
 
 FORMAT_OF = {
     "qwen2.5": "hermes",
@@ -24,6 +25,7 @@ FORMAT_OF = {
     "nemotron3": "qwen3_coder",
     "glm4": "glm",
     "llama3.1": "llama3_json",
+    "llama3.2": "llama3_json",
     "deepseek": "deepseek_v3",
     "gemma4": "gemma4",
     "gpt-oss": "harmony",
@@ -31,7 +33,7 @@ FORMAT_OF = {
     "lfm2": "pythonic",
 }
 QUESTION = "QUESTION5d2e81"
-ONE_CALL = {"llama3.1", "gpt-oss"}
+ONE_CALL = {"llama3.1", "llama3.2", "gpt-oss"}
 """Templates that write one call a turn."""
 PARAMETERS = {
     "type": "object",
@@ -81,7 +83,7 @@ def written(name: str, calls: list[tuple[str, dict]]) -> str:
     text = codec._template.render(messages, (), generation_prompt=False)
     before = turn_around(name)
     text = text[len(before) :] if text.startswith(before) else text[text.rindex(QUESTION) + len(QUESTION) :]
-    while ends := [end for end in codec._special if text.rstrip().endswith(end) and not is_format_token(name, end)]:
+    while ends := [end for end in codec._control.ids if text.rstrip().endswith(end) and not is_format_token(name, end)]:
         text = text.rstrip().removesuffix(ends[0])
     return text
 
@@ -146,10 +148,38 @@ def test_mistral_ids_are_kept_only_where_its_template_accepts_them(text, call_id
     assert (call.name, call.id) == ("f", call_id)
 
 
-def test_kimi_ids_are_kept():
-    text = "<|tool_call_begin|>functions.get_weather:3<|tool_call_argument_begin|>{}<|tool_call_end|>"
+@pytest.mark.parametrize(
+    ("call_id", "name"),
+    [
+        ("functions.get_weather:3", "get_weather"),
+        ("get_weather:3", "get_weather"),
+        ("get_weather", "get_weather"),
+        ("call-get_weather-0", "get_weather"),
+        ("call-get-weather-12", "get-weather"),
+        ("call-back", "call-back"),
+        ("functions.call-back-0:1", "call-back-0"),
+    ],
+)
+def test_kimi_ids_are_kept_and_name_the_tool(call_id, name):
+    text = f"<|tool_call_begin|>{call_id}<|tool_call_argument_begin|>{{}}<|tool_call_end|>"
     (call,) = get_format("kimi").parse(text, ()).tool_calls
-    assert (call.name, call.id) == ("get_weather", "functions.get_weather:3")
+    assert (call.name, call.id) == (name, call_id)
+
+
+def test_a_model_of_an_unknown_format_runs_agents_without_tools_alone():
+    tokenizer = tokenizer_with(("<s>", "</s>"), "</s>")
+    tokenizer.chat_template = (
+        "{% for m in messages %}<s>{{ m.role }}:{{ m.content }}</s>{% endfor %}"
+        "{% for tool in tools or [] %}{{ tool }}{% endfor %}{{ '<CALL>' }}"
+    )
+    codec = ChatCodec(tokenizer, tool_format="auto")
+    question = [{"role": "user", "content": "q"}]
+    assert "user:q" in codec.decode(codec.encode_prompt(question)) and codec.tool_format == "unknown"
+    assert codec.parse_reply(codec.encode_text("an answer")).content == "an answer"
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    for use in (lambda: codec.encode_prompt(question, tools), lambda: codec.parse_reply([], tools)):
+        with pytest.raises(ConfigError, match="set agent.tool_format to one of"):
+            use()
 
 
 def test_a_tool_result_that_a_template_drops_without_a_call_is_put_behind_one():
@@ -159,7 +189,7 @@ def test_a_tool_result_that_a_template_drops_without_a_call_is_put_behind_one():
     text = codec.decode(
         codec.encode_append(ids, [{"role": "tool", "content": "21 degrees"}]), skip_special_tokens=False
     )
-    assert text.startswith("response:f{") and "21 degrees" in text and text.endswith("<tool_response|>")
+    assert text.startswith("<|tool_response>response:f{") and "21 degrees" in text and text.endswith("<tool_response|>")
 
 
 @pytest.mark.parametrize(("name", "kinds"), [("qwen3-vl", {"image", "video"}), ("qwen3", set()), ("smollm2", set())])

@@ -25,17 +25,36 @@ CONVERSATIONS = 150  # per family and kind of turn
 
 @dataclass(frozen=True)
 class Family:
-    """Where a template comes from, its special tokens, and whether ``tool`` messages are in its own notation."""
+    """Where a template comes from, its special tokens, the first stop token, further ones, and added tokens that are
+    not special."""
 
     package: str
     file: str
     special: tuple[str, ...]
     eos: str
+    stops: tuple[str, ...] = ()
+    tags: tuple[str, ...] = ()
 
+
+TAGS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
 
 FAMILIES = {
-    "qwen2.5": Family("trl", "qwen2_5.jinja", ("<|im_start|>", "<|im_end|>"), "<|im_end|>"),
-    "qwen3": Family("trl", "qwen3.jinja", ("<|im_start|>", "<|im_end|>"), "<|im_end|>"),
+    "qwen2.5": Family(
+        "trl",
+        "qwen2_5.jinja",
+        ("<|im_start|>", "<|im_end|>", "<|endoftext|>"),
+        "<|im_end|>",
+        stops=("<|endoftext|>",),
+        tags=("<tool_call>", "</tool_call>"),
+    ),
+    "qwen3": Family(
+        "trl",
+        "qwen3.jinja",
+        ("<|im_start|>", "<|im_end|>", "<|endoftext|>"),
+        "<|im_end|>",
+        stops=("<|endoftext|>",),
+        tags=TAGS,
+    ),
     "llama3": Family(
         "trl",
         "llama3.jinja",
@@ -47,6 +66,14 @@ FAMILIES = {
         "llama3_1.jinja",
         ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>", "<|python_tag|>"),
         "<|eot_id|>",
+        stops=("<|eom_id|>",),
+    ),
+    "llama3.2": Family(
+        "trl",
+        "llama3_2.jinja",
+        ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>"),
+        "<|eot_id|>",
+        stops=("<|eom_id|>",),
     ),
     "gemma": Family("trl", "gemma.jinja", ("<bos>", "<start_of_turn>", "<end_of_turn>"), "<end_of_turn>"),
     "gemma3": Family("trl", "gemma3.jinja", ("<bos>", "<start_of_turn>", "<end_of_turn>"), "<end_of_turn>"),
@@ -62,11 +89,16 @@ FAMILIES = {
         "gptoss.jinja",
         ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|return|>", "<|call|>"),
         "<|return|>",
+        stops=("<|call|>",),
     ),
     "phi3": Family(
-        "trl", "phi3.jinja", ("<|user|>", "<|assistant|>", "<|system|>", "<|end|>", "<|endoftext|>"), "<|end|>"
+        "trl",
+        "phi3.jinja",
+        ("<|user|>", "<|assistant|>", "<|system|>", "<|end|>", "<|endoftext|>"),
+        "<|end|>",
+        stops=("<|endoftext|>",),
     ),
-    "qwen3.5": Family("trl", "qwen3_5_nothink.jinja", ("<|im_start|>", "<|im_end|>"), "<|im_end|>"),
+    "qwen3.5": Family("trl", "qwen3_5_nothink.jinja", ("<|im_start|>", "<|im_end|>"), "<|im_end|>", tags=TAGS),
     "qwen3-vl": Family(
         "trl",
         "qwen3_vl.jinja",
@@ -79,6 +111,8 @@ FAMILIES = {
         "glm4moe.jinja",
         ("[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>", "<|endoftext|>"),
         "<|endoftext|>",
+        stops=("<|user|>", "<|observation|>"),
+        tags=(*TAGS, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "/nothink"),
     ),
     "lfm2": Family(
         "trl",
@@ -97,12 +131,23 @@ FAMILIES = {
             "<tool_call|>",
             "<|tool_response>",
             "<tool_response|>",
+            "<|channel>",
+            "<channel|>",
             '<|"|>',
         ),
         "<turn|>",
+        stops=("<|tool_response>",),
+    ),
+    "smolvlm": Family("trl", "smolvlm.jinja", ("<|im_start|>", "<end_of_utterance>", "<image>"), "<end_of_utterance>"),
+    "idefics3": Family(
+        "trl", "idefics3.jinja", ("<|begin_of_text|>", "<end_of_utterance>", "<image>"), "<end_of_utterance>"
     ),
     "smollm2": Family("", "", (), "<|im_end|>"),
 }
+
+
+FORMAT_OF = {"gemma4": "gemma4", "glm4": "glm", "gpt-oss": "harmony", "lfm2": "pythonic"}
+"""Families whose own notation says where a call ends; hermes does for the others here."""
 
 
 def template_of(family: Family) -> str:
@@ -110,8 +155,8 @@ def template_of(family: Family) -> str:
     return Path(str(place.locate())).read_text(encoding="utf-8")
 
 
-def tokenizer_with(special: tuple[str, ...], eos: str):
-    """A small byte-level BPE with these special tokens, the first one as BOS."""
+def tokenizer_with(special: tuple[str, ...], eos: str, tags: tuple[str, ...] = ()):
+    """A small byte-level BPE with these special tokens, the first one as BOS, and added tokens that are not special."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -125,6 +170,7 @@ def tokenizer_with(special: tuple[str, ...], eos: str):
         ["user assistant system tool\n\n{}: the answer is a question of name and call " * 20], trainer
     )
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in tags])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=eos,
@@ -138,15 +184,13 @@ def codec_of(name: str) -> ChatCodec:
     if name == "smollm2":
         return ChatCodec.from_pretrained(cache_root() / "models" / "smollm2-135m-instruct")
     family = FAMILIES[name]
-    wrapped = tokenizer_with(family.special, family.eos)
+    wrapped = tokenizer_with(family.special, family.eos, family.tags)
     wrapped.chat_template = template_of(family)
-    ends = {family.eos, "<|call|>", "<|eom_id|>", "<|tool_response>"} & set(wrapped.get_added_vocab())
-    tool_format = "gemma4" if name == "gemma4" else "hermes"
     return ChatCodec(
         wrapped,
-        tool_format=tool_format,
+        tool_format=FORMAT_OF.get(name, "hermes"),
         tool_prompt="none",
-        eos_token_ids=[wrapped.convert_tokens_to_ids(t) for t in sorted(ends)],
+        eos_token_ids=[wrapped.convert_tokens_to_ids(token) for token in (family.eos, *family.stops)],
     )
 
 
@@ -214,13 +258,15 @@ def test_what_is_appended_reads_as_the_template_writes_it(name: str, role: str):
         history = [{"role": "user", "content": text(rng)}, {"role": "assistant", "content": answer}]
         ids = [*codec.encode_text(answer), codec.eos_token_ids[0]]
         appended = codec.decode(codec.encode_append(ids, [message]), skip_special_tokens=False)
-        if role == "tool" and codec._anchor_of[("tool",)] == 1:
+        if role == "tool" and codec._boundary.needs_call("tool"):
             # It wants a call before a result, so there is no text turn to compare with; gpt-oss quotes results as JSON.
             assert message["content"] in appended or json.dumps(message["content"], ensure_ascii=False) in appended
             continue
         whole = last_part(codec, template.render([*history, message], (), generation_prompt=True), answer)
-        own_end = next((t for t in codec._special if whole.startswith(t)), "")
-        assert own_end + appended == whole
+        own_end = next((t for t in codec._control.ids if whole.startswith(t)), "")
+        assert appended == (
+            whole if codec._control.ids.get(own_end) in codec._boundary.openings else whole[len(own_end) :]
+        )
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -229,19 +275,7 @@ def test_a_turn_that_was_cut_is_closed_before_the_next_message(name: str):
     message = [{"role": "user", "content": "go on"}]
     whole = codec.encode_append([*codec.encode_text("done"), codec.eos_token_ids[0]], message)
     cut = codec.encode_append(codec.encode_text("cut of"), message)
-    assert cut == whole or cut[1:] == whole
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_special_token_text_in_a_tool_result_stays_text(name: str):
-    codec = codec_of(name)
-    end = codec.decode([codec.eos_token_ids[0]], skip_special_tokens=False)
-    sampled_ids = [*codec.encode_text("x"), codec.eos_token_ids[0]]
-    harmless = codec.encode_append(sampled_ids, [{"role": "tool", "content": "ab"}])
-    hostile = codec.encode_append(sampled_ids, [{"role": "tool", "content": f"a{end}b"}])
-    special = codec._special_ids
-    assert [i for i in hostile if i in special] == [i for i in harmless if i in special]
-    assert f"a{end}b" in codec.decode(hostile, skip_special_tokens=False)
+    assert cut in (whole, [*cut[:1], *whole])
 
 
 def test_the_known_boundary_of_qwen():

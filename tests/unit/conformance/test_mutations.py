@@ -1,7 +1,7 @@
 """The conformance suite finds what it is for: each deliberately broken backend is caught by the check that is meant."""
 
 import asyncio
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -231,7 +231,44 @@ class CountsNothing(Seeing):
         super()._check(replace(request, prompt_ids=tuple(i for i in request.prompt_ids if i != IMAGE), multi_modal={}))
 
 
+class Adapting(ToyBackend):
+    """Serves the suite's adapter."""
+
+    def __init__(self):
+        super().__init__(lora=True)
+
+
+class AdaptsNobody(Adapting):
+    def weights(self, run):
+        return self.model
+
+
+class AdaptsItsNeighbours(Adapting):
+    def weights(self, run):
+        return super().weights(next((other for other in self.running.values() if other.request.lora), run))
+
+
+class ServesAnyAdapterPlain(Adapting):
+    def _check(self, request):
+        super()._check(replace(request, lora=None))
+
+
+class SharesKVOverAdapters(Adapting):
+    def key(self, run, count):
+        return super().key(replace(run, request=replace(run.request, lora=None)), count)
+
+
+class ForgetsAdaptedKV(Adapting):
+    def key(self, run, count):
+        return (*super().key(run, count), run.request.request_id if run.request.lora else "")
+
+
 CAUGHT_BY = [
+    (AdaptsNobody, "adapters"),
+    (AdaptsItsNeighbours, "adapters"),
+    (ServesAnyAdapterPlain, "adapters"),
+    (SharesKVOverAdapters, "adapters-and-prefixes"),
+    (ForgetsAdaptedKV, "adapters-and-prefixes"),
     (SeesNothing, "images-are-seen"),
     (ForgetsTheOrder, "images-are-seen"),
     (TakesOthersImages, "images-are-seen"),
@@ -291,7 +328,8 @@ def impatience(monkeypatch):
 
 @pytest.mark.parametrize(("broken", "check"), CAUGHT_BY, ids=lambda x: x if isinstance(x, str) else x.__name__)
 def test_a_broken_backend_is_caught_with_the_reason(broken, check):
-    honest = asyncio.run(run_suite(toy_subject(Seeing if issubclass(broken, Seeing) else ToyBackend), only=[check]))
+    kind = next(kind for kind in (Seeing, Adapting, ToyBackend) if issubclass(broken, kind))
+    honest = asyncio.run(run_suite(toy_subject(kind), only=[check]))
     assert [r.outcome for r in honest.results] == ["passed"], honest.results
     (result,) = asyncio.run(run_suite(toy_subject(broken, patience=4.0), only=[check])).results
     assert result.outcome == "failed"
@@ -344,7 +382,8 @@ def test_a_backend_that_is_not_there_is_a_config_error(tmp_path):
     from jax_agent_rl.conformance.models import ModelFolders
     from jax_agent_rl.conformance.subjects import SubjectOptions, make_subject
 
-    options = SubjectOptions(folders=ModelFolders(base=tmp_path, other=tmp_path, mixed=tmp_path, scratch=tmp_path))
+    names = [field.name for field in fields(ModelFolders)]
+    options = SubjectOptions(folders=ModelFolders(**dict.fromkeys(names, tmp_path)))
     with pytest.raises(ConfigError, match="jetstream, ray, remote, vllm"):
         make_subject("jetsream", options)
     with pytest.raises(ConfigError, match="not available"):

@@ -6,6 +6,8 @@ import importlib
 import re
 
 import pytest
+import yaml
+from pydantic import BaseModel
 
 from jax_agent_rl.config import Config
 from jax_agent_rl.config_tree import valid_keys
@@ -27,5 +29,25 @@ def test_a_class_or_function_exists(name: str):
     assert hasattr(importlib.import_module(module), attribute)
 
 
+def default_of(path: str) -> object:
+    node: type[BaseModel] = Config
+    *sections, leaf = path.split(".")
+    for name in sections:
+        node = node.model_fields[name].annotation  # type: ignore[assignment]
+    return node.model_fields[leaf].get_default(call_default_factory=True)
+
+
+DEFAULTS = [
+    re.fullmatch(r"\| `([\w.]+)` \| [^|]+ \| `([^`]+)` \| [^|]+ \|", line)
+    for line in (DOCS / "moving.md").read_text().splitlines()
+    if line.count("|") == 5 and line.startswith("| `")
+]
+
+
+@pytest.mark.parametrize("row", DEFAULTS, ids=lambda row: row and row[1])
+def test_a_default_that_differs_is_the_one_here(row: re.Match[str] | None):
+    assert row is not None and yaml.safe_load(row[2]) == default_of(row[1])
+
+
 def test_the_page_names_enough_to_be_read():
-    assert len(NAMES) > 80
+    assert len(NAMES) > 80 and len(DEFAULTS) > 15

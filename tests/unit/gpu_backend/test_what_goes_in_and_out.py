@@ -4,16 +4,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from gpu_backend.admission import Admission, check_adapter
+from gpu_backend.admission import Admission
 from gpu_backend.live import LiveRequest
 from gpu_backend.sampling import vllm_sampling
 from gpu_backend.settings import VllmSettings
 from gpu_backend.versions import versions_of
-from jax_agent_rl.errors import BackendError, ConfigError, PromptTooLongError
+from jax_agent_rl.errors import BackendError, PromptTooLongError
 from jax_agent_rl.rollout.protocol import GenerateRequest
 from jax_agent_rl.types import SamplingParams, StopReason, digest_ids
 
-SETTINGS = VllmSettings(model="m", max_model_len=20, loras={"math": "/adapters/math"})
+SETTINGS = VllmSettings(model="m", max_model_len=20, adapters={"math": "/adapters/math"})
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
@@ -87,18 +87,6 @@ def test_stop_strings_need_a_tokenizer_and_ids_must_be_unique():
         admission(decode_text=None).admit(request(stop=("x",)), ())
     with pytest.raises(BackendError, match="already running"):
         admission().admit(request(), {"r"})
-
-
-def test_an_adapter_needs_its_folder_and_room_for_its_rank(tmp_path):
-    with pytest.raises(ConfigError, match=r"loras.math=.* holds no adapter_config.json"):
-        check_adapter("math", str(tmp_path), 16)
-    (config := tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(ConfigError, match="names no rank"):
-        check_adapter("math", str(tmp_path), 16)
-    config.write_text('{"r": 32}')
-    with pytest.raises(ConfigError, match=r"loras.math=.* has rank 32, rollout.vllm.max_lora_rank=16"):
-        check_adapter("math", str(tmp_path), 16)
-    check_adapter("math", str(tmp_path), 32)
 
 
 def test_eos_is_kept_with_its_log_prob():

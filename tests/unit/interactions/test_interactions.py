@@ -101,9 +101,9 @@ async def test_what_the_user_was_told_and_said_is_traced():
 @pytest.mark.parametrize(
     ("limits", "turns", "reason"),
     [
-        ({"max_user_turns": 2}, 3, FinishReason.ANSWER),
-        ({"max_user_turns": 0}, 1, FinishReason.ANSWER),
-        ({"max_assistant_turns": 2}, 2, FinishReason.ANSWER),
+        ({"max_user_turns": 2}, 3, FinishReason.MAX_USER_TURNS),
+        ({"max_user_turns": 0}, 1, FinishReason.MAX_USER_TURNS),
+        ({"max_assistant_turns": 2}, 2, FinishReason.MAX_ASSISTANT_TURNS),
         ({"max_response_length": 6}, 1, FinishReason.RESPONSE_LENGTH),
     ],
 )
@@ -126,7 +126,7 @@ async def test_tools_may_be_called_in_between_and_count_as_user_turns():
     assert trajectory.turn_scores == (0.25, 1.0) and trajectory.finish_reason is FinishReason.USER_DONE
     assert_token_exact(trajectory, it.backend.requests)
     short = await stage(script, Recorded(MORE), tools=[add], max_user_turns=1).run()
-    assert short.num_turns == 2 and short.finish_reason is FinishReason.ANSWER
+    assert short.num_turns == 2 and short.finish_reason is FinishReason.MAX_USER_TURNS
 
 
 async def never():

@@ -38,8 +38,8 @@ class Gate:
             self._passes.acquire()
 
     async def reached(self) -> None:
-        """Returns when the thread has come once more."""
-        await asyncio.to_thread(self._arrivals.acquire)
+        """Returns when the thread has come once more. The wait is bounded: a thread that waits keeps Python from ending."""
+        assert await asyncio.to_thread(self._arrivals.acquire, timeout=30)
 
     def let_one_pass(self) -> None:
         self._passes.release()
@@ -52,6 +52,8 @@ class Gate:
 class CountingEngine:
     """Counts on from the last id, four steps a dispatch; each dispatch waits at a gate. Weights are one array."""
 
+    adapters = ()
+
     def __init__(self, shapes: EngineShapes) -> None:
         self.config, self.shapes = TINY, shapes
         self.max_concurrent_decodes = shapes.max_concurrent_decodes
@@ -60,6 +62,9 @@ class CountingEngine:
         self.broken: Exception | None = None
         self.refusal: Exception | None = None
         self.gives_up_old_weights = True
+
+    def width(self, lanes):
+        return lanes
 
     def init_cache(self):
         return ()

@@ -21,7 +21,7 @@ from jax_agent_rl.jetstream.layout import make_engine_mesh
 from jax_agent_rl.models.config import Experts, Rope
 from jax_agent_rl.rollout.protocol import GenerateRequest, WeightUpdate
 from jax_agent_rl.types import SamplingParams
-from tests.tiny import TINY, tiny_params
+from tests.tiny import TINY, tiny_adapter, tiny_params
 
 base = replace(TINY, vocab_size=96, num_layers=2, num_heads=8, num_kv_heads=8)
 MODELS = {
@@ -36,12 +36,14 @@ shapes = EngineShapes(
     max_model_len=60, max_concurrent_decodes=3, cache_tokens=256, decode_steps=4, prefill_buckets=(8,)
 )
 
-def request(name, prompt, *, count=12, session=None, **sampling):
+def request(name, prompt, *, count=12, session=None, lora=None, **sampling):
     sampling = SamplingParams(max_tokens=count, ignore_eos=True, **{"temperature": 0.0} | sampling)
-    return GenerateRequest(request_id=name, prompt_ids=tuple(prompt), sampling=sampling, session_id=session)
+    return GenerateRequest(request_id=name, prompt_ids=tuple(prompt), sampling=sampling, session_id=session,
+                           lora=lora)
 
 async def outputs(mesh):
-    backend = JetStreamBackend(model, tiny_params(config=model), shapes, mesh=mesh, **options)
+    backend = JetStreamBackend(model, tiny_params(config=model), shapes, mesh=mesh, **options,
+                               adapters={"a": tiny_adapter(model)})
     await backend.start()
     try:
         prompts = [np.random.default_rng(i).integers(3, 96, n).tolist() for i, n in enumerate((4, 11, 23))]
@@ -50,6 +52,8 @@ async def outputs(mesh):
         prompt = [*prompts[0], *first[0].token_ids, 7, 8]
         second = await backend.generate(request("next turn", prompt, session="s0", temperature=0.8, top_p=0.9, seed=5))
         assert second.cached_tokens == len(prompt) - 3, second
+        adapted = await backend.generate(request("adapted", prompts[2], lora="a"))
+        assert adapted.log_probs != first[2].log_probs
         await backend.update_weights(WeightUpdate(version=1, kind="arrays", payload=tiny_params(1, model)))
         changed = await backend.generate(request("changed", prompts[2]))
         assert changed.cached_tokens == 0 and changed.policy_versions == (1,) * 12
@@ -60,7 +64,7 @@ async def outputs(mesh):
                 for x in jax.tree.leaves(x)[:1] if x.ndim > 1}
     finally:
         await backend.close()
-    return [*first, second, changed, in_flight(backend._serving.scheduler, prompts[1])], part
+    return [*first, second, adapted, changed, in_flight(backend._serving.scheduler, prompts[1])], part
 
 def in_flight(scheduler, prompt):
     "A generation under whose middle the weights change: by hand, for the engine's thread does not wait."

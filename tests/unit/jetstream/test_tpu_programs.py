@@ -24,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Error reading persistent compila
 LANES, HEADS, KV_HEADS, SIZE, LENGTH, CHUNK = 64, 8, 4, 128, 8192, 64
 
 
-@pytest.fixture(params=["v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
+@pytest.fixture(params=["v5e:2x2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("v5p:2x2x1", "v6e:2x2"))])
 def devices(request: pytest.FixtureRequest) -> np.ndarray:
     """Four chips, described."""
     pytest.importorskip("libtpu", reason="pip install 'jax_agent_rl[plan]'")

@@ -1,6 +1,7 @@
 """Importance weights, rejection and mismatch metrics.
 
-GOLDEN numbers were printed once by verl's ``rollout_corr_helper`` (commit b178a3c, float64).
+GOLDEN numbers were printed once by verl's ``rollout_corr_helper`` (commit b178a3c, float64), those of
+``test_icepop_diagnostics…`` are what verl's own test of it (commit 1dda039) expects.
 """
 
 import numpy as np
@@ -69,6 +70,39 @@ def test_icepop_gives_weights_outside_the_interval_zero():
     assert got[0].tolist() == [0.0, 0.5, 1.0, 5.0, 0.0]
 
 
+def test_icepop_diagnostics_are_of_the_weights_as_applied():
+    """verl's ``test_exact_icepop_zeroes_weights_without_changing_mask``."""
+    raw = np.array([0.4, 0.8, 6.0])
+    config = RolloutCorrectionConfig(rollout_is="token", rollout_is_threshold=(0.5, 5.0))
+    made = correct(config, [np.zeros(3)], [-np.log(raw)], [np.ones(3, bool)])
+    np.testing.assert_allclose(made.importance[0], [0.0, 0.8, 0.0], atol=1e-12)
+    assert made.metrics["rollout_is_clipped_fraction"] == pytest.approx(2 / 3)
+    assert made.metrics["rollout_is_std"] == pytest.approx(0.3771236, abs=1e-6)
+    assert made.metrics["rollout_is_eff_sample_size"] == pytest.approx(1 / 3)
+    assert made.metrics["rollout_is_min"] == pytest.approx(0.4) and made.metrics["rollout_is_max"] == pytest.approx(6)
+
+
+def test_weights_that_are_all_zero_have_no_effective_samples():
+    config = RolloutCorrectionConfig(rollout_is="token", rollout_is_threshold=(2.0, 3.0))
+    made = correct(config, OLD, OLD, ACTIVE)
+    assert made.metrics["rollout_is_eff_sample_size"] == 0.0
+
+
+@pytest.mark.parametrize("normalized", [False, True])
+def test_tokens_that_a_rule_rejects_still_count_in_the_weight_of_their_trajectory(normalized: bool):
+    """As in verl, where the weights are made from the response mask before rejection changes it."""
+    settings = {"rollout_is": "sequence", "rollout_is_threshold": 50.0, "rollout_is_batch_normalize": normalized}
+    plain = correct(RolloutCorrectionConfig(**settings), OLD, ROLLOUT, ACTIVE)
+    rules = {"rollout_rs": ("token_k1",), "rollout_rs_threshold": ((0.6, 1.5),)}
+    rejected = correct(RolloutCorrectionConfig(**settings, **rules), OLD, ROLLOUT, ACTIVE)
+    assert [k.astype(int).tolist() for k in rejected.kept] == REJECTED["token_k1", (0.6, 1.5)]
+    for got, expected in zip(rejected.importance, plain.importance, strict=True):
+        np.testing.assert_array_equal(got, expected)
+    if not normalized:
+        sums = [delta[mask].sum() for delta, mask in zip(DELTAS, ACTIVE, strict=True)]
+        np.testing.assert_allclose([w[0] for w in rejected.importance], np.exp(sums))
+
+
 def test_mismatch_metrics_match_a_peer_and_the_reverse_direction_its_formula():
     got = mismatch(OLD, ROLLOUT, ACTIVE)
     assert got["rollout_kl"] == pytest.approx(-0.12, abs=1e-12)
@@ -97,5 +131,5 @@ def test_the_weights_of_decoupled_ppo_are_counted_as_it_takes_them():
     """Ratios 1, 2 and 4 under a cap of 3, and one that a filter masks."""
     old, rollout = [np.log([1.0, 2.0, 4.0, 9.0])], [np.zeros(4)]
     got = behaviour_weights(3.0, old, rollout, [np.array([True, True, True, False])])
-    assert got["rollout_is_mean"] == pytest.approx(7 / 3) and got["rollout_is_max"] == pytest.approx(4)
+    assert got["rollout_is_mean"] == pytest.approx(3 / 3) and got["rollout_is_max"] == pytest.approx(4)
     assert got["rollout_is_clipped_fraction"] == pytest.approx(1 / 3)

@@ -1,8 +1,6 @@
 """The learner step: the gradient is independent of how the batch is laid out, and bad gradients change nothing."""
 
-import os
 import subprocess
-import sys
 from dataclasses import replace
 
 import jax
@@ -14,8 +12,10 @@ from jax_agent_rl.config import AlgorithmConfig, LearnerConfig
 from jax_agent_rl.errors import ConfigError, NonFiniteError
 from jax_agent_rl.learner.sharding import make_mesh, parameter_shardings
 from jax_agent_rl.learner.step import Learner
+from tests.simulated import environment_with
 from tests.tiny import TINY, logprobs_of, tiny_params
 from tests.trajectories import random_groups, trajectory
+from tests.warm import python
 
 
 def learner(**changes) -> Learner:
@@ -166,10 +166,8 @@ print("equal on", jax.device_count(), "devices")
 
 
 def test_eight_simulated_devices_train_as_one_does():
-    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "PYTHONPATH": os.getcwd()}
-    result = subprocess.run(
-        [sys.executable, "-c", SHARDED], env=environment, capture_output=True, text=True, timeout=500
-    )
+    environment = environment_with(8)
+    result = subprocess.run([*python(), "-c", SHARDED], env=environment, capture_output=True, text=True, timeout=500)
     assert "equal on 8 devices" in result.stdout, result.stderr[-2000:]
 
 

@@ -1,9 +1,7 @@
 """A learner's whole state through a checkpoint: critic, KL controller and counters; other meshes; gates."""
 
 import math
-import os
 import subprocess
-import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -17,8 +15,10 @@ from jax_agent_rl.errors import CheckpointError, NonFiniteError
 from jax_agent_rl.learner.checkpoint import Checkpointer
 from jax_agent_rl.learner.gate import UpdateAbandoned, UpdateGate
 from jax_agent_rl.learner.step import Learner
+from tests.simulated import environment_with
 from tests.tiny import TINY, tiny_params
 from tests.trajectories import random_groups
+from tests.warm import python
 
 PPO = {
     "adv_estimator": "gae",
@@ -34,6 +34,7 @@ def ppo(**changes) -> Learner:
         config=LearnerConfig(**{"learning_rate": 1e-2, "row_length": 64, "remat": "none"} | changes),
         temperature=1.0,
         critic=CriticConfig(learning_rate=1e-2),
+        total_steps=4,
     )
 
 
@@ -42,18 +43,20 @@ def leaves(made: Learner) -> list[bytes]:
 
 
 def test_a_restored_learner_takes_the_very_same_steps(tmp_path: Path):
-    made, other = ppo(), ppo()
+    decay = {"lr_scheduler_type": "cosine", "lr_warmup_steps": 1}
+    made, other = ppo(**decay), ppo(**decay)
     for seed in (0, 1):
         made.update(random_groups(seed))
     assert float(made.state.kl_coef) != np.float32(0.1), "the controller must have moved for this to prove something"
     checkpointer = Checkpointer(tmp_path / "c", keep=1)
     checkpointer.save(2, made.state, {})
     checkpointer.wait()
-    made.update(random_groups(2))
+    rate = made.update(random_groups(2)).metrics["learning_rate"]
     _, other.state, _ = checkpointer.restore(other.state)
     checkpointer.close()
     result = other.update(random_groups(2))
     assert leaves(other) == leaves(made)
+    assert result.metrics["learning_rate"] == rate == pytest.approx(1e-2 * (1 + np.cos(np.pi / 3)) / 2)
     assert result.metrics["kl_coef"] == float(made.state.kl_coef)
 
 
@@ -188,7 +191,7 @@ print("the same on", jax.device_count(), "devices")
 
 
 def test_a_checkpoint_restores_onto_other_meshes(tmp_path: Path):
-    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "PYTHONPATH": os.getcwd()}
-    command = [sys.executable, "-c", MESHES, str(tmp_path / "c")]
+    environment = environment_with(8)
+    command = [*python(), "-c", MESHES, str(tmp_path / "c")]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
     assert "the same on 8 devices" in result.stdout, result.stderr[-2000:]

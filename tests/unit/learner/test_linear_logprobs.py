@@ -58,14 +58,30 @@ def test_gradients_of_both_outputs_are_those_of_the_plain_form(vocab: int, shard
         np.testing.assert_allclose(gradient, wanted, atol=5e-5)
 
 
-def test_a_chunk_without_valid_tokens_gives_zeros_and_no_gradient() -> None:
+@pytest.mark.parametrize("kept", [1, 2])
+def test_kept_logits_change_nothing_and_save_their_products(kept: int) -> None:
+    hidden, head, ids, valid = inputs(67)
+
+    def loss(hidden: jax.Array, head: jax.Array, kept: int) -> jax.Array:
+        logprob, entropy = linear_logprobs(hidden, head, ids, valid, TEMPERATURE, 1, kept)
+        return jnp.sum(logprob**2) + jnp.sum(entropy**2)
+
+    recomputed, found = (jax.value_and_grad(loss, (0, 1))(hidden, head, n) for n in (0, kept))
+    jax.tree.map(np.testing.assert_array_equal, found, recomputed)
+    without = jax.make_jaxpr(lambda h, w: jax.grad(loss, (0, 1))(h, w, 2))(hidden, head)
+    again = jax.make_jaxpr(lambda h, w: jax.grad(loss, (0, 1))(h, w, 0))(hidden, head)
+    assert str(without).count("dot_general") == str(again).count("dot_general") - 1
+
+
+@pytest.mark.parametrize("kept", [0, 2])
+def test_a_chunk_without_valid_tokens_gives_zeros_and_no_gradient(kept: int) -> None:
     hidden, head, ids, valid = inputs(67)
     valid = valid.at[1].set(False)
-    logprob, entropy = linear_logprobs(hidden, head, ids, valid, TEMPERATURE)
+    logprob, entropy = linear_logprobs(hidden, head, ids, valid, TEMPERATURE, 1, kept)
     assert not logprob[1].any() and not entropy[1].any() and logprob[0].all()
 
     def loss(hidden: jax.Array, head: jax.Array) -> jax.Array:
-        return linear_logprobs(hidden, head, ids, valid, TEMPERATURE)[0].sum()
+        return linear_logprobs(hidden, head, ids, valid, TEMPERATURE, 1, kept)[0].sum()
 
     d_hidden, d_head = jax.grad(loss, (0, 1))(hidden, head)
     first = jax.grad(lambda h, w: plain(h, w, ids[:1])[0].sum(), (0, 1))(hidden[:1], head)

@@ -14,11 +14,11 @@ from jax_agent_rl.config_base import LoraConfig
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.learner.checkpoint import Checkpointer
 from jax_agent_rl.learner.lora import joined, merged, new_adapters
-from jax_agent_rl.learner.peft import save_peft
 from jax_agent_rl.learner.step import Learner
 from jax_agent_rl.models.config import DecoderConfig, Experts, Params
 from jax_agent_rl.models.decoder import hidden_states, logits
 from jax_agent_rl.models.hf import save_hf
+from jax_agent_rl.models.peft import save_peft
 from tests.tiny import TINY, full_logits, tiny_params
 from tests.tiny_vision import TINY_VL
 from tests.trajectories import random_groups
@@ -37,6 +37,13 @@ def drawn_adapters(model: DecoderConfig = TINY) -> Params:
     rng = np.random.default_rng(4)
     adapters = new_adapters(LORA, model)
     return jax.tree.map(lambda x: jnp.asarray(rng.standard_normal(x.shape) * 0.1, jnp.float32), adapters)
+
+
+def test_the_seed_draws_the_first_values():
+    seeded = [LoraConfig(rank=3, seed=seed) for seed in (0, 0, 1)]
+    first, again, other = (jax.tree.leaves(new_adapters(lora, TINY)) for lora in seeded)
+    assert all(np.array_equal(a, b) for a, b in zip(first, again, strict=True))
+    assert any(not np.array_equal(a, b) for a, b in zip(first, other, strict=True))
 
 
 def test_an_adapted_model_computes_what_the_merged_one_does():

@@ -3,13 +3,14 @@
 import json
 import os
 import subprocess
-import sys
 
 import pytest
 
 from jax_agent_rl.config import LearnerConfig
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.learner.sharding import make_mesh, parameter_shardings
+from tests.simulated import environment_with
+from tests.warm import python
 
 SCRIPT = """
 import sys, json, numpy as np, jax
@@ -82,7 +83,7 @@ def work(model, mesh):
                           model.parameter_shapes(), places, is_leaf=lambda x: isinstance(x, tuple))
     batch, _ = pack(random_groups(0)[0].trajectories, row_length=512)
     nothing = [np.zeros(sum(t.loss_mask)) for t in random_groups(0)[0].trajectories]
-    batch = batch.with_terms(weight=nothing, advantage=nothing, rollout_logprob=nothing)
+    batch = batch.with_terms(weight=nothing, advantage=nothing, rollout_logprob=nothing, comparable=nothing)
     arrays = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=row_sharding(mesh))
               for name, x in next(batch.micro_batches(8)).items()}
     loss = functools.partial(policy_loss, model, objective)
@@ -130,8 +131,8 @@ WITH_ADAPTERS = [
 def test_a_mesh_gives_the_loss_and_gradient_of_one_device(model: str, cases: list[dict], always: dict):
     if always.get("lora", {}).get("quantize"):
         pytest.importorskip("qwix")
-    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "PYTHONPATH": os.getcwd()}
-    command = [sys.executable, "-c", SCRIPT, model, json.dumps(cases), json.dumps(always)]
+    environment = environment_with(8)
+    command = [*python(), "-c", SCRIPT, model, json.dumps(cases), json.dumps(always)]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
     lines = result.stdout.splitlines()
     assert [line for line in lines if line.startswith("equal")] == [f"equal {case}" for case in cases], result.stderr[
@@ -146,7 +147,7 @@ def test_a_mesh_splits_work_and_memory():
     # split, and a few arrays of a layer are gathered. What XLA cannot split it silently computes everywhere.
     meshes = {"dense": [{"fsdp": 8}, {"context": 8}], "experts": [{"expert": 8}, {"expert": 4, "context": 2}]}
     environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "PYTHONPATH": os.getcwd()}
-    command = [sys.executable, "-c", WORK, json.dumps(meshes)]
+    command = [*python(), "-c", WORK, json.dumps(meshes)]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
     lines = [json.loads(line) for line in result.stdout.splitlines()]
     assert [line[:2] for line in lines] == [[k, mesh] for k, v in meshes.items() for mesh in v], result.stderr[-3000:]

@@ -69,12 +69,13 @@ def steps_of(params: Params, view, count: int) -> np.ndarray:
         view=view,
         shardings={"w": everywhere},
         everywhere=everywhere,
-        optimizer=OptimizerSection(learning_rate=1e-5),
+        optimizer=OptimizerSection(),
+        rate=lambda step: 1e-5,
         loss=loss,
     )
     made = Trainable(params, frozen={}, programs=programs)
-    for _ in range(count):
-        made.apply(made.gradients([{}])[0])
+    for step in range(count):
+        made.apply(made.gradients([{}])[0], step)
     return np.asarray(made.state.params["w"], np.float64)
 
 

@@ -1,8 +1,9 @@
 """Families with experts, biases, windows and eyes: read onto a mesh, and trained there as on one device."""
 
-import os
 import subprocess
-import sys
+
+from tests.simulated import environment_with
+from tests.warm import python
 
 SCRIPT = """
 import sys, tempfile, numpy as np, jax
@@ -94,9 +95,7 @@ print(config.family, "equal")
 
 
 def test_a_mesh_reads_and_trains_every_family_as_one_device_does():
-    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "PYTHONPATH": os.getcwd()}
-    result = subprocess.run(
-        [sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=500
-    )
+    environment = environment_with(8, flags="")  # Adam makes more of what quick compilation rounds otherwise
+    result = subprocess.run([*python(), "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=500)
     families = ["qwen2", "qwen3_moe", "gemma3_text", "qwen2_5_vl"]
     assert result.stdout.split("\n")[:4] == [f"{family} equal" for family in families], result.stderr[-2000:]

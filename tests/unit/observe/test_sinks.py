@@ -131,7 +131,7 @@ def test_a_missing_package_is_named_with_its_extra_before_anything_starts(monkey
         ("trainer.logger=[console, wandb]", "leave 'console' out"),
         ("trainer.logger=[wandb, wandb]", "names one twice"),
         ("trainer.logger=swanlab", "'tensorboard', 'wandb' or 'trackio'"),
-        ("trainer.project_name=mine", "read by wandb and trackio only"),
+        ("trainer.project_name=mine", "is used only with trainer.logger=wandb or trackio"),
     ],
 )
 def test_a_wrong_logger_is_refused_with_the_fix(override: str, message: str):

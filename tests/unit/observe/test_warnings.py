@@ -238,5 +238,23 @@ def test_rows_without_an_agent_are_counted_where_tools_would_go_unused():
     watch.note(warned)
     assert watch.active == ["agent_name_missing"] and said == []
     assert without_agent(conf(), rows) is None  # no tools
-    assert without_agent(conf("agent.default_agent=tool_agent", **TOOLS), rows) is None
-    assert without_agent(conf(**TOOLS), rows[:1]) is None
+
+
+@pytest.mark.parametrize(
+    ("overrides", "row", "expected"),
+    [
+        ([], {}, False),
+        ([], {"agent_name": "environment_agent"}, False),
+        ([], {"agent_name": "search_agent"}, True),
+        (["tools.tool_config_path=tools.yaml"], {}, True),
+        (["tool_config.enabled=true"], {}, True),
+        (["tool_config.enabled=true"], {"agent_name": "single_turn_agent"}, False),
+        (["agent.enable_search=true"], {}, True),
+        (["agent.tool_server_url=http://localhost:1"], {}, True),
+        (["agent.tool_server_url=http://localhost:1", "agent.enable_agent=false"], {}, False),
+        (["agent.enable_agent=false"], {"agent_name": "server_tool_agent"}, False),
+    ],
+)
+def test_calls_are_missed_wherever_rows_run_on_tools(overrides: list[str], row: dict, expected: bool):
+    names = [rule.name for rule in rules(conf(*overrides), [row])]
+    assert ("tools_unused" in names) is expected

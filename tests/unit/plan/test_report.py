@@ -111,7 +111,7 @@ def test_what_is_not_known_of_a_refused_program_is_not_shown_as_nothing(plan):
 
 
 def test_the_cost_of_a_run_whose_engines_are_elsewhere_is_said_to_be_its_learners(plan):
-    made = plan([gradient()], engines=(), changes=["rollout.backend=vllm"])
+    made = plan([gradient()], engines=(), changes=["rollout.backend=vllm", "rollout.jetstream={}"])
     text = "\n".join(shown(made, price=1.2))
     assert "cost of the learner: " in text and "\ncost:" not in text
     assert as_json(made, price=1.2)["cost_of"] == "learner"

@@ -120,3 +120,33 @@ async def test_starts_are_spaced_to_the_rate_and_the_server_may_ask_for_more(mon
     for _ in range(3):
         await reward(*QUESTION)
     assert pauses == [0.0, 0.25, 0.25, 7.0, 0.0]
+
+
+async def test_an_attempt_has_its_time_however_the_answer_trickles_in():
+    async def trickle():
+        while True:
+            await asyncio.sleep(0)
+            yield b" "
+
+    async def handler(request):
+        return httpx.Response(200, content=trickle())
+
+    reward = RemoteReward(URL, transport=httpx.MockTransport(handler), timeout=0.01, max_retries=1, retry_delay=0.0)
+    with pytest.raises(RewardError, match=r"no whole answer within reward.remote.timeout=0.01 seconds, 2 attempts"):
+        await reward(*QUESTION)
+
+
+async def test_each_repetition_waits_twice_as_long(monkeypatch):
+    pauses = []
+
+    def handler(request):
+        return httpx.Response(503)
+
+    async def sleep(seconds):
+        pauses.append(seconds)
+
+    monkeypatch.setattr("jax_agent_rl.rewards.remote.asyncio.sleep", sleep)
+    reward = RemoteReward(URL, transport=httpx.MockTransport(handler), timeout=4.0, max_retries=2, retry_delay=0.5)
+    with pytest.raises(RewardError):
+        await reward(*QUESTION)
+    assert [pause for pause in pauses if pause > 0] == [0.5, 1.0]

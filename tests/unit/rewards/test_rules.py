@@ -1,5 +1,6 @@
 """Rules: exact final answers."""
 
+from dataclasses import replace
 from decimal import Decimal
 
 import pytest
@@ -7,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jax_agent_rl.errors import RewardError
-from jax_agent_rl.rewards.rules import calculator, gsm8k, last_number, marked_number
-from jax_agent_rl.types import FinishReason
+from jax_agent_rl.rewards.rules import calculator, gsm8k, last_number, marked_number, shop
+from jax_agent_rl.types import FinishReason, ToolCallRecord, Trajectory
+from tests.trajectories import trajectory
 
 ANSWERED = {"finish_reason": FinishReason.ANSWER}
 
@@ -84,3 +86,41 @@ def test_gsm8k_is_strict_unless_asked():
 def test_a_row_without_a_numeric_truth_is_an_error():
     with pytest.raises(RewardError, match="must hold a number, got None"):
         calculator("calculator", "3", None, ANSWERED)
+
+
+PRICE_THEN_PRODUCT = ["57", "2052"]
+
+
+def called(*observations: str) -> Trajectory:
+    return trajectory([1], [2], calls=[[ToolCallRecord(name="t", arguments={}, observation=o) for o in observations]])
+
+
+@pytest.mark.parametrize(
+    ("observations", "answer", "score"),
+    [
+        (["57", "2052"], "= 2052", 1.0),
+        ([], "= 2052", 1.0),  # a guess that is right
+        (["57", "2052"], "= 2053", 0.5),
+        (["57"], "= 57", 0.25),
+        (["no item", "57", "12"], "= 12", 0.25),
+        (["2052", "57"], "I cannot", 0.25),  # the second call before the first
+        (["57", "57"], "= 57", 0.25),
+        ([], "= 57", 0.0),
+    ],
+)
+def test_a_wrong_answer_in_the_shop_earns_part_of_the_reward_for_the_calls_on_the_way(observations, answer, score):
+    scored = shop("shop/price", answer, "2052", ANSWERED, called(*observations), PRICE_THEN_PRODUCT)
+    assert scored == {"score": score, "accuracy": float(score == 1)}
+
+
+def test_a_shop_trajectory_that_never_answered_is_wrong_and_keeps_the_reward_of_its_calls():
+    cut = {"finish_reason": FinishReason.RESPONSE_LENGTH}
+    scored = shop("shop/price", "= 2052", "2052", cut, called("57", "2052"), PRICE_THEN_PRODUCT)
+    assert scored == {"score": 0.5, "accuracy": 0.0}
+
+
+def test_a_failed_call_earns_nothing_even_if_its_error_reads_like_a_result():
+    played = called("57")
+    (failed,) = (replace(call, error="raised") for call in played.tool_calls)
+    turns = (replace(played.turns[0], tool_calls=(failed,)),)
+    assert shop("shop/price", "= 1", "2052", ANSWERED, replace(played, turns=turns), PRICE_THEN_PRODUCT)["score"] == 0

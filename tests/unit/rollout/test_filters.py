@@ -29,6 +29,7 @@ def config(**filters) -> AlgorithmConfig:
         ({}, True, False),
         ({"calls": [[call()]], "finish": FinishReason.RESPONSE_LENGTH}, True, False),
         ({"finish": FinishReason.RESPONSE_LENGTH}, True, True),
+        ({"calls": [[call()]], "finish": FinishReason.ACTION_LENGTH}, True, False),  # a cut turn holds no action
         ({"calls": [[call()]], "finish": FinishReason.MAX_ASSISTANT_TURNS}, False, False),
         ({"calls": [[call()], [call()]], "finish": FinishReason.RESPONSE_LENGTH}, False, False),
     ],
@@ -44,6 +45,14 @@ def test_an_answer_may_be_asked_to_look_like_one(text: str, void: bool):
     messages = [*SAYS, {"role": "tool", "content": "\\boxed{9}"}, {"role": "assistant", "content": text}]
     t = trajectory(**TWO_TURNS, calls=[[call()]], messages=messages)
     assert FILTERS["void_turn"](t, config(final_answer=r"\\boxed\{", void_turn="mask")) is void
+
+
+def test_a_pattern_that_backtracks_on_an_answer_holds_nothing_up(monkeypatch, caplog):
+    monkeypatch.setattr("jax_agent_rl.rollout.filters.SEARCH_SECONDS", 0.05)
+    messages = [*SAYS, {"role": "tool", "content": "9"}, {"role": "assistant", "content": "a" * 5000 + "!"}]
+    t = trajectory(**TWO_TURNS, calls=[[call()]], messages=messages)
+    assert FILTERS["void_turn"](t, config(final_answer=r"^(a+)+$", void_turn="mask"))
+    assert "algorithm.filters.final_answer=^(a+)+$ took more than 0.05 s" in caplog.text
 
 
 def test_all_tool_calls_failed_needs_calls():
@@ -65,6 +74,12 @@ def test_every_filter_of_the_configuration_has_a_function_and_a_reason():
 
 def cut_off(index: int, reward: float):
     return trajectory([3], [4], reward=reward, index=index, finish=FinishReason.RESPONSE_LENGTH)
+
+
+@pytest.mark.parametrize("finish", FinishReason)
+def test_overlong_is_what_a_limit_of_tokens_or_turns_cut_off(finish: FinishReason):
+    limits = {"max_assistant_turns", "max_user_turns", "response_length", "action_length"}
+    assert FILTERS["overlong"](trajectory([3], [4], finish=finish), config()) is (finish.value in limits)
 
 
 def ends(index: int, reward: float):

@@ -15,7 +15,7 @@ from pathlib import Path
 import aiohttp
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, PngImagePlugin
 from prometheus_client.parser import text_string_to_metric_families
 
 from jax_agent_rl.errors import (
@@ -165,6 +165,8 @@ def test_requests_and_outputs_travel_unchanged():
         ({"priority": "high"}, "priority='high': must be a whole number"),
         ({"session_id": [1]}, "must be a string"),
         ({"prompt_ids": [5, 1.5]}, "prompt_ids must be whole numbers"),
+        ({"prompt_ids": [5, 2**31]}, "prompt_ids must be from 0 to 2147483647, got 5 to 2147483648"),
+        ({"prompt_ids": [5, -1]}, "prompt_ids must be from 0"),
         ({"sampling": {"max_tokens": 4, "top_k": 2**32}}, "top_k=4294967296"),
         ({"sampling": {"max_tokens": 4, "stop": [5]}}, "stop string=5"),
         ({"sampling": {"max_tokens": 4, "stop": "end"}}, "must be a tuple of strings"),
@@ -251,6 +253,16 @@ def test_a_small_file_that_claims_to_be_a_huge_picture_is_not_unpacked():
         pictures.decode_request(data)
 
 
+def test_pictures_of_one_request_have_a_limit_together_and_none_is_unpacked(monkeypatch):
+    stream = io.BytesIO()
+    Image.new("1", (8000, 8000)).save(stream, format="PNG")
+    monkeypatch.setattr(PngImagePlugin.PngImageFile, "load", None)
+    encoded = base64.b64encode(stream.getvalue()).decode()
+    data = wire.encode_request(request()) | {"multi_modal": {"image": [encoded], "video": [[encoded, encoded]]}}
+    with pytest.raises(BackendError, match=f"more than 4096 images and frames, or {1 << 27} pixels, in one request"):
+        pictures.decode_request(data)
+
+
 def test_what_is_no_picture_is_not_sent():
     with pytest.raises(BackendError, match="request 'r': an image must be a PIL image or an array, got str"):
         pictures.encode_request(request(multi_modal={"image": ["cat.png"]}))
@@ -321,7 +333,7 @@ async def test_start_waits_for_a_server_that_still_loads():
     async with served() as (inner, http, _remote):
         later = RolloutServer(inner, port=0)
         await later.start()
-        url, port = later.url, later._port
+        url, port = later.url, later._http.port
         await later.close()
         late = RemoteBackend(url, start_seconds=10)
         starting = asyncio.create_task(late.start())
@@ -418,7 +430,7 @@ async def test_digests_go_with_the_update_to_the_backend_that_checks_them(tmp_pa
 async def test_a_local_server_reads_the_file_itself_and_an_unshared_one_is_sent_it(tmp_path: Path, monkeypatch):
     file = tmp_path / "w.safetensors"
     file.write_text("other")
-    async with served() as (_, _http, remote):
+    async with served(weight_folder=str(tmp_path)) as (_, _http, remote):
         monkeypatch.setattr(remote, "_upload", None)  # would fail if it were used
         await remote.update_weights(WeightUpdate(version=1, kind="safetensors", payload=[file]))
         remote._is_local = False
@@ -448,7 +460,7 @@ async def blocks(*parts: bytes):
         ("../" + "0" * 16, "w.safetensors", "", "not allowed"),
         ("0" * 16, "w.pickle", "", "not allowed"),
         ("0" * 16, "w.safetensors", "feed", "SHA-256"),
-        ("1" * 16, "big.safetensors", "", "larger than the server's limit"),
+        ("1" * 16, "big.safetensors", "", "18 bytes, more than the server's limit of 10"),
     ],
 )
 async def test_a_bad_upload_leaves_nothing(tmp_path: Path, upload, name, digest, message):

@@ -2,9 +2,7 @@
 
 import asyncio
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +15,10 @@ from jax_agent_rl.rollout.protocol import WeightUpdate
 from jax_agent_rl.runtime.host_engines import KIND, FromShelf, HostEngine, Meeting, Shelf, join_hosts, own_address
 from jax_agent_rl.types import SamplingParams
 from tests.ports import free_port
+from tests.simulated import environment_with
 from tests.tiny_run import SMALL, tiny_recipe
 from tests.toy_backend import ToyBackend, to_text
+from tests.warm import python
 
 
 class Store:
@@ -136,16 +136,11 @@ def test_two_processes_with_two_devices_each_sample_what_all_four_devices_have_t
     port = free_port()
     settings = ["learner.mesh.fsdp=4", "learner.multihost.num_processes=2"]
     settings.append(f"learner.multihost.coordinator=127.0.0.1:{port}")
-    environment = os.environ | {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0",
-        "NPROC": "16",  # XLA's threads: devices wait for each other in them
-        "PYTHONPATH": os.getcwd(),
-        "JAX_PLATFORMS": "cpu",
-    }
+    environment = environment_with(2)
     started = []
     for number in range(2):
         own = [str(recipe), *settings, f"learner.multihost.process_id={number}"]
-        command = [sys.executable, "-m", "tests.unit.runtime.host_engine_worker", *own]
+        command = [*python(), "-m", "tests.unit.runtime.host_engine_worker", *own]
         pipe = subprocess.PIPE
         started.append(subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True))
     try:

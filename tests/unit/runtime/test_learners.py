@@ -1,9 +1,7 @@
 """A learner on a mesh reads its model in parts: no device and no host ever holds all of it."""
 
 import json
-import os
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +13,9 @@ from jax_agent_rl.models.config import Experts
 from jax_agent_rl.models.hf import load_config, save_hf
 from jax_agent_rl.runtime.learners import make_learner
 from tests.ports import free_port
+from tests.simulated import environment_with
 from tests.tiny import TINY, tiny_params
+from tests.warm import python
 
 MODEL = replace(
     TINY,
@@ -86,15 +86,11 @@ def tree(folder: Path, model=MODEL) -> dict:
 def loads(config: dict, mesh: dict, *, processes: int = 1) -> list[tuple[int, int, int]]:
     """For each process: bytes read in all and in the largest piece, and the most one device held."""
     devices = 4 if mesh else 1
-    environment = os.environ | {
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices // processes}",
-        "PYTHONPATH": os.getcwd(),
-        "JAX_PLATFORMS": "cpu",
-    }
+    environment = environment_with(devices // processes)
     port = free_port()
     config = config | {"learner": {"mesh": mesh}}
     several = [f"learner.multihost.coordinator=127.0.0.1:{port}", f"learner.multihost.num_processes={processes}"]
-    command = [sys.executable, "-c", SCRIPT, json.dumps(config), *(several if processes > 1 else [])]
+    command = [*python(), "-c", SCRIPT, json.dumps(config), *(several if processes > 1 else [])]
     number = ["learner.multihost.process_id={}"] if processes > 1 else []
     started = [
         subprocess.Popen(

@@ -1,13 +1,12 @@
 """Several processes over loopback train as one does, and restore each other's checkpoints."""
 
 import json
-import os
 import shutil
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -17,8 +16,10 @@ from jax_agent_rl.media import as_frames
 from jax_agent_rl.runtime.multihost import decode_groups, encode_groups, initialize
 from jax_agent_rl.types import DropReason
 from tests.ports import free_port
+from tests.simulated import environment_with
 from tests.tiny_vision import picture, seeing_trajectory
 from tests.trajectories import call, group_of, random_groups, trajectory
+from tests.warm import python
 
 
 def run(
@@ -37,16 +38,11 @@ def run(
     job = {"mesh": mesh, "steps": steps, "restore": restore, "out": str(folder / f"{name}.npz")}
     job |= {"checkpoints": str(folder / "checkpoints"), "lora": lora}
     started = []
-    environment = os.environ | {
-        # Every process compiles for itself, which is most of what this takes: quickly rather than well.
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0",
-        "PYTHONPATH": os.getcwd(),
-        "JAX_PLATFORMS": "cpu",
-    }
+    environment = environment_with(devices)
     for number in range(processes):
         several = {"coordinator": f"127.0.0.1:{port}", "num_processes": processes, "process_id": number}
         own = job | {"multihost": several if processes > 1 else {}}
-        command = [sys.executable, "-m", "tests.unit.runtime.multihost_worker", json.dumps(own)]
+        command = [*python(), "-m", "tests.unit.runtime.multihost_worker", json.dumps(own)]
         started.append(
             subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         )
@@ -153,3 +149,14 @@ def test_what_cannot_join_says_what_to_start(monkeypatch: pytest.MonkeyPatch):
 def test_without_a_coordinator_a_process_is_alone(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("JAX_COORDINATOR_ADDRESS", raising=False)
     assert initialize(MultihostConfig()) == 0
+
+
+def test_a_process_waits_for_the_others_as_long_as_it_is_told_to(monkeypatch: pytest.MonkeyPatch):
+    told = {}
+
+    def joined(**keys):
+        told.update(keys)
+
+    monkeypatch.setattr(jax.distributed, "initialize", joined)
+    initialize(MultihostConfig(coordinator="localhost:1", num_processes=2, process_id=1, timeout=7))
+    assert (told["initialization_timeout"], told["process_id"], told["num_processes"]) == (7, 1, 2)

@@ -44,7 +44,7 @@ async def test_what_a_learner_publishes_a_remote_engine_serves(tmp_path: Path, t
     publisher = make_publisher(config, TINY, probe_ids=[3, 4, 5])
     backend = JetStreamBackend(TINY, tiny_params(), SHAPES, version=-1)
     await backend.start()
-    server = RolloutServer(backend)
+    server = RolloutServer(backend, weight_folder=str(tmp_path))
     await server.start()
     remote = RemoteBackend(server.url, shares_disk=True)
     await remote.start()

@@ -41,7 +41,6 @@ async def test_evaluations_run_with_the_val_settings():
     async with ToolServer() as server:
         made = await agents(
             [ROW],
-            "agent.default_agent=server_tool_agent",
             "agent.action_stop_tokens=</py>",
             f"agent.tool_server_url={server.url}",
             "agent.max_turns=3",
@@ -59,7 +58,6 @@ async def test_a_tool_server_that_is_gone_in_the_middle_loses_trajectories_by_re
     async with ToolServer() as server:
         made = await agents(
             [ROW],
-            "agent.default_agent=server_tool_agent",
             "agent.action_stop_tokens=</py>",
             f"agent.tool_server_url={server.url}",
             "agent.tool_call_max_retries=0",

@@ -1,5 +1,7 @@
 """The config's reward section: what is registered, what is started, what is asked."""
 
+import os
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -39,18 +41,35 @@ def engine(script):
 
 
 async def test_the_policy_may_be_the_judge():
-    conf = settings(judge={"model": "policy", "max_tokens": 20})
+    conf = settings(judge={"model": "policy", "max_tokens": 20, "temperature": 0.5})
     assert needed_services(conf, [{"data_source": "model_judge"}]) == {"judge"}
     parts, backend = engine(["[[9]]"])
     async with open_scorer(conf, {"judge"}, **parts) as score:
         assert (await score(scored_row("model_judge"))).reward == 0.9
-    assert backend.requests[0].sampling.max_tokens == 20
+    sampling = backend.requests[0].sampling
+    assert (sampling.max_tokens, sampling.temperature) == (20, 0.5)
 
 
 def test_a_judge_nobody_asks_for_is_not_started_and_one_that_is_missing_is_named():
     assert needed_services(settings(judge={"model": "policy"}), [{"data_source": "calculator"}]) == set()
     with pytest.raises(ConfigError, match="asks for a judge, and none is configured; set reward.judge.model"):
         needed_services(settings(), [{"data_source": "model_judge"}])
+
+
+@pytest.mark.parametrize(("count", "elsewhere"), [(1, True), (0, False)])
+async def test_synchronous_functions_of_reward_path_run_in_as_many_workers_as_configured(tmp_path, count, elsewhere):
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "import os\nfrom jax_agent_rl.rewards import register_reward\n"
+        "@register_reward('mine')\ndef mine(solution_str):\n    return os.getpid()\n"
+    )
+    conf = settings(path=str(path), workers=count)
+    parts, _ = engine(["x"])
+    async with reward_server(conf), open_scorer(conf, set(), **parts) as score:
+        process = (await score(scored_row("mine"))).reward
+    assert (process != os.getpid()) is elsewhere
+    with pytest.raises(ProcessLookupError) if elsewhere else nullcontext():
+        os.kill(int(process), 0)
 
 
 async def test_programs_are_scored_in_the_sandbox():

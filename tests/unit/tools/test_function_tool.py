@@ -2,10 +2,13 @@
 
 import asyncio
 import enum
+import json
 import threading
 from typing import Annotated, Any, Literal, Optional, Union
 
+import numpy as np
 import pytest
+from pydantic import BaseModel
 
 from jax_agent_rl.errors import ToolDefinitionError
 from jax_agent_rl.tools import FunctionTool, ToolResponse, function_tool
@@ -181,9 +184,106 @@ def test_a_wrong_declaration_is_refused_with_the_place(function, message):
     assert "test_function_tool.py:" in str(error.value)
 
 
-def test_only_functions_are_tools():
-    with pytest.raises(ToolDefinitionError, match="got 'add'; give a name as name="):
-        function_tool("add")  # type: ignore[call-overload]
+@pytest.mark.parametrize("thing", [3, str.upper, object()])
+def test_only_functions_are_tools(thing):
+    with pytest.raises(ToolDefinitionError, match="needs a function"):
+        function_tool(thing)
+
+
+def test_a_name_may_stand_first():
+    @function_tool("web_search")
+    def search(query: str) -> str:
+        """Searches."""
+        return query
+
+    assert (search.name, search.description, search("x")) == ("web_search", "Searches.", "x")
+    with pytest.raises(ToolDefinitionError, match="'a' and 'b'"):
+        function_tool("a", name="b")
+
+
+# --- a schema of one's own --------------------------------------------------------------------------------------
+
+
+PARAMETERS = {
+    "type": "object",
+    "properties": {"query": {"type": "string"}, "level": {"enum": ["l", "h"]}},
+    "required": ["query"],
+}
+SCHEMA = {"type": "function", "function": {"name": "web_search", "description": "Told so.", "parameters": PARAMETERS}}
+
+
+class Level(enum.Enum):
+    LOW = "l"
+    HIGH = "h"
+
+
+@pytest.mark.parametrize("name", [None, "web_search"])
+async def test_a_given_schema_is_what_the_model_reads(name):
+    @function_tool(name, schema=SCHEMA)
+    async def search(query, level: Level = Level.LOW, *, hidden=0, **rest: set[int]):
+        return f"{query} {level} {hidden}"
+
+    assert search.schema == SCHEMA
+    assert await search.execute("t", {"query": "x", "level": "h"}, hidden=1) == "x Level.HIGH 1"
+
+
+def test_a_given_schema_may_be_a_pydantic_model_and_leave_the_description_to_the_docstring():
+    class Function(BaseModel):
+        name: str
+        description: str | None = None
+        parameters: dict
+
+    class Schema(BaseModel):
+        type: str = "function"
+        function: Function
+
+    given = Schema(function=Function(name="web_search", parameters=PARAMETERS))
+
+    @function_tool(schema=given)
+    def search(query: str, level: str = "l") -> str:
+        """Searches.
+
+        Args:
+            query: What for.
+        """
+        return query
+
+    assert (search.name, search.description, search.parameters) == ("web_search", "Searches.", PARAMETERS)
+
+
+async def test_a_given_schema_stands_for_annotations_that_say_no_json():
+    function = {"parameters": {"type": "object", "properties": {"ids": {"type": "array"}}}}
+
+    @function_tool("total", schema={"type": "function", "function": function})
+    def add_up(ids: set[int] | list[int]) -> int:
+        return sum(ids)
+
+    assert add_up.name == "total" and await add_up.execute("t", {"ids": [1, 2]}) == 3
+
+
+def _takes_a_query(query: str) -> str:
+    return query
+
+
+def _function(**changed):
+    return {"type": "function", "function": {**SCHEMA["function"], **changed}}
+
+
+@pytest.mark.parametrize(
+    ("name", "schema", "message"),
+    [
+        (None, {"name": "x"}, r"must be \{type: function, function"),
+        (None, {"type": "function", "function": 3}, r"must be \{type: function, function"),
+        (None, SCHEMA, r"\['level'\], which it does not take"),
+        ("other", _function(parameters={"type": "object"}), "'other', and 'web_search' in its schema"),
+        (None, _function(parameters={"type": "string"}), "schema of type object"),
+        (None, _function(parameters={"type": "object", "properties": {"query": {"type": "text"}}}), "no valid JSON"),
+    ],
+)
+def test_a_wrong_schema_is_refused_with_the_place(name, schema, message):
+    with pytest.raises(ToolDefinitionError, match=message) as error:
+        function_tool(name, schema=schema)(_takes_a_query)
+    assert "_takes_a_query" in str(error.value) and "test_function_tool.py:" in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -195,14 +295,47 @@ def test_only_functions_are_tools():
         (("hi", 1), "hi", 1, {}),
         (({"a": 1}, 0.25, {"rows": 3}), '{"a": 1}', 0.25, {"rows": 3}),
         ((ToolResponse(text="r", reward=9.0), -1.0), "r", -1.0, {}),
+        (("x",), "x", 0.0, {}),
+        (("x", None, None), "x", 0.0, {}),
+        ((ToolResponse(text="r", reward=0.5), None), "r", 0.5, {}),
+        (("x", False), "x", 0.0, {}),
+        (("x", True), "x", 1.0, {}),
+        (("x", np.float32(1), {"rows": np.int64(3), "hit": np.bool_(True)}), "x", 1.0, {"rows": 3, "hit": 1}),
+        (ToolResponse(text="r", reward=np.float64(0.5)), "r", 0.5, {}),
+        ((3, 1), "3", 1.0, {}),
+        (2.5, "2.5", 0.0, {}),
+        (False, "False", 0.0, {}),
+        (np.float32(1.5), "1.5", 0.0, {}),
     ],
 )
 def test_every_documented_result_is_understood(result, text, reward, metrics):
     response = as_response(result)
     assert (response.text, response.reward, response.metrics) == (text, reward, metrics)
+    assert {type(number) for number in (response.reward, *response.metrics.values())} == {float}
 
 
-@pytest.mark.parametrize("result", [None, 3, ("x",), ("x", float("nan")), ("x", "1"), ("x", 1.0, {"a": "b"})])
+@pytest.mark.parametrize("result", [["Paris", 2], ["Paris", 2, {"rows": 1}], ["Paris"], []])
+def test_a_list_is_a_result_and_no_pair(result):
+    response = as_response(result)
+    assert (json.loads(response.text), response.reward, response.metrics) == (result, 0.0, {})
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        None,
+        (),
+        (None, 1),
+        ("x", 1, {}, 2),
+        (("x", 1), 2),
+        ("x", float("nan")),
+        ("x", 10**400),
+        ("x", "1"),
+        ("x", np.ones(2)),
+        ("x", 1.0, {"a": "b"}),
+        ("x", 1.0, 3),
+    ],
+)
 def test_any_other_result_is_refused(result):
     with pytest.raises((TypeError, ValueError)):
         as_response(result)

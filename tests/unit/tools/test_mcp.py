@@ -2,12 +2,14 @@
 
 import asyncio
 import base64
+import io
 import json
 import sys
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from jax_agent_rl.config import ToolsConfig
 from jax_agent_rl.errors import ConfigError, ToolDefinitionError, ToolError
@@ -140,6 +142,17 @@ async def test_images_arrive_as_pil_images():
         record = await session.call("picture", {})
     (image,) = record.media["image"]
     assert (image.size, image.getpixel((0, 0)), record.error) == ((1, 1), (255, 0, 0), None)
+
+
+@pytest.mark.parametrize(("kind", "size"), [("EPS", (4, 3)), ("PNG", (9000, 2000))])
+def test_an_image_that_runs_a_program_or_fills_the_memory_is_not_read(kind: str, size: tuple[int, int]):
+    from mcp.types import CallToolResult, ImageContent
+
+    stream = io.BytesIO()
+    Image.new("L", size).save(stream, format=kind)
+    data = base64.b64encode(stream.getvalue()).decode()
+    with pytest.raises(ToolError, match="an image that cannot be read"):
+        as_tool_response(CallToolResult(content=[ImageContent(type="image", data=data, mime_type="image/png")]))
 
 
 async def test_an_image_that_is_none_is_an_error():

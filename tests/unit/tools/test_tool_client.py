@@ -1,4 +1,4 @@
-"""The ToolClient: paced, parallel, in order; and its settings, also from the environment."""
+"""The ToolClient: paced and patient; and its settings, also from the environment."""
 
 import asyncio
 
@@ -16,34 +16,6 @@ MINIMAL = {"run_dir": "runs/x", "model": {"path": "m"}, "data": {"train": "t.jso
 QUICK = {"request_interval": 0, "retry_delay": 0}
 
 
-async def test_results_of_a_batch_stand_where_their_calls_do():
-    """The server answers in the opposite order of arrival."""
-    async with ToolServer() as server:
-        arrived, everybody = [], asyncio.Event()
-
-        async def backwards(payload):
-            arrived.append(payload["actions"][0])
-            if len(arrived) == 4:
-                everybody.set()
-            await everybody.wait()
-            return JSONResponse({"observations": [payload["actions"][0]], "dones": [False], "valids": [True]})
-
-        server.respond = backwards
-        client = ToolClient(ToolClientConfig(server_url=server.url, max_workers=4, **QUICK))
-        results = await client.execute_batch({"a": "1", "b": "2", "c": "3", "d": "4"})
-        await client.close()
-    assert [r.text for r in results] == [f"<python>{i}</python>" for i in "1234"]
-    assert sorted(p["trajectory_ids"][0] for p in server.requests) == ["a", "b", "c", "d"]
-
-
-async def test_one_failed_call_of_a_batch_leaves_the_others_their_results():
-    async with ToolServer(lambda action: 42 if "bad" in action else "fine") as server:
-        client = ToolClient(ToolClientConfig(server_url=server.url, **QUICK))
-        good, bad = await client.execute_batch(["good", "bad"])
-        await client.close()
-    assert good.text == "fine" and isinstance(bad, ToolServerError)
-
-
 async def test_max_workers_bounds_the_requests_at_the_same_time():
     running, most = 0, 0
     async with ToolServer() as server:
@@ -59,7 +31,7 @@ async def test_max_workers_bounds_the_requests_at_the_same_time():
 
         server.respond = count
         client = ToolClient(ToolClientConfig(server_url=server.url, max_workers=2, **QUICK))
-        await client.execute_batch([str(i) for i in range(9)])
+        await asyncio.gather(*(client.execute(Action(trajectory_id=str(i))) for i in range(9)))
         await client.close()
     assert most <= 2 and len(server.requests) == 9
 
@@ -73,12 +45,38 @@ async def test_request_interval_keeps_starts_apart():
 
     pace = Pace(max_workers=10, interval=0.5, clock=lambda: now, sleep=sleep)
     for _ in range(3):
-        async with pace:
+        async with pace.slot():
             starts.append(now)
     now = 10.0
-    async with pace:
+    async with pace.slot():
         starts.append(now)
     assert starts == [0.0, 0.5, 1.0, 10.0]
+
+
+@pytest.mark.parametrize(("seconds", "interval", "warned"), [(0.01, 0.1, 1), (0.3, 0.1, 0), (0.01, 0.0, 0)])
+async def test_an_interval_that_bounds_the_rollout_is_told_once(caplog, seconds, interval, warned):
+    """Four trajectories call a tool that takes so long, on a clock that moves only while they wait."""
+    now = 0.0
+
+    async def sleep(pause):
+        nonlocal now
+        until = now + pause
+        while now < until:
+            await asyncio.sleep(0)
+            now += 0.001
+
+    pace = Pace(max_workers=10, interval=interval, clock=lambda: now, sleep=sleep)
+
+    async def trajectory():
+        for _ in range(20):
+            async with pace.slot():
+                await sleep(seconds)
+
+    await asyncio.gather(*(trajectory() for _ in range(4)))
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == warned
+    assert all("tool_config.request_interval=0.1 is the bottleneck" in text for text in said)
+    assert all("no more than 10 start in a second. Set tool_config.request_interval=0" in text for text in said)
 
 
 async def test_a_cancelled_wait_gives_its_place_back():
@@ -86,11 +84,11 @@ async def test_a_cancelled_wait_gives_its_place_back():
         await asyncio.Event().wait()
 
     pace = Pace(max_workers=1, interval=5.0, clock=lambda: 0.0, sleep=for_ever)
-    async with pace:
+    async with pace.slot():
         pass
 
     async def wait():
-        async with pace:
+        async with pace.slot():
             raise AssertionError("it is not its turn")
 
     task = asyncio.create_task(wait())
@@ -116,6 +114,23 @@ async def test_max_retries_repeats_what_failed():
         with pytest.raises(ToolServerError, match="HTTP 500"):
             await client.execute(Action(trajectory_id="t"))
         await client.close()
+
+
+async def test_max_retries_repeats_what_timed_out():
+    never, hang = asyncio.Event(), [True]
+
+    async def hang_once(payload):
+        if hang:
+            hang.pop()
+            await never.wait()
+        return JSONResponse({"observations": ["ok"], "dones": [0], "valids": [1]})
+
+    async with ToolServer() as server:
+        server.respond = hang_once
+        client = ToolClient(ToolClientConfig(server_url=server.url, timeout=0.5, **QUICK))
+        assert (await client.execute(Action(trajectory_id="t"))).text == "ok" and not hang
+        await client.close()
+        never.set()
 
 
 async def test_an_unreachable_server_is_named_with_the_key_to_change():

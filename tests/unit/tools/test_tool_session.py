@@ -2,6 +2,7 @@
 
 import asyncio
 
+import numpy as np
 import pytest
 
 from jax_agent_rl.tools import BaseTool, ToolResponse, ToolSession, function_tool
@@ -121,6 +122,17 @@ async def test_a_failing_release_does_not_keep_the_others():
     async with session(first, second):
         pass
     assert first.steps == ["create", "release"]
+
+
+@pytest.mark.parametrize(("score", "kept"), [(np.float32(0.5), 0.5), (True, 1.0), (None, None), ("1", None)])
+async def test_a_tools_score_of_the_trajectory_is_any_number(score, kept):
+    class Scorer(Recorder):
+        async def calc_reward(self, instance_id):
+            return score
+
+    async with session(Scorer()) as opened:
+        assert await opened.calc_rewards() == ({} if kept is None else {"recorder": kept})
+    assert opened.metrics == ({"tool/recorder/calc_reward_errors": 1} if score == "1" else {})
 
 
 async def test_unexpected_row_kwargs_do_not_pass_silently():

@@ -1,5 +1,6 @@
 """The synchronous trainer on a scripted engine and a learner that learns nothing."""
 
+import io
 from dataclasses import replace
 from pathlib import Path
 
@@ -91,6 +92,14 @@ async def test_masked_trajectories_are_counted_by_the_filter_that_masked_them(tm
     await training.run()
     assert [g.rewards for g in training.runtime.learner.groups] == [(0.0, 1.0)]
     assert dropped(training) == {"overlong": 1} and training.runtime.collector.accounting.trained == 1
+
+
+@pytest.mark.parametrize(("mode", "times"), [("token-mean", 0), ("seq-mean-token-sum", 1)])
+async def test_the_first_batch_says_what_its_lengths_weigh_where_they_matter(tmp_path: Path, mode: str, times: int):
+    training = make_trainer(tmp_path, steps=2, algorithm={"loss_agg_mode": mode})
+    await training.run()
+    screen = training.progress._console.file
+    assert isinstance(screen, io.StringIO) and screen.getvalue().count("over this batch's 2 trajectories") == times
 
 
 async def test_penalties_are_taken_off_before_groups_are_compared(tmp_path: Path):

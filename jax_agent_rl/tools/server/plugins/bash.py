@@ -8,6 +8,7 @@ from typing import Any
 
 from jax_agent_rl.tools.server.plugin import Action, Observation, ServerTool
 from jax_agent_rl.tools.server.plugins.markup import code_of, result_block
+from jax_agent_rl.tools.server.plugins.python import failures
 from jax_agent_rl.tools.server.plugins.session import ProgramSession
 
 
@@ -22,7 +23,7 @@ class BashTool(ServerTool[tuple[str, str], ProgramSession]):
     """Runs commands; what they write is the observation."""
 
     name = "bash"
-    usage = "<bash>commands</bash> or a fenced bash block; the shell keeps its folder and variables."
+    usage = "<bash>commands</bash> or a fenced bash block; the shell keeps its folder and variables, not its jobs."
     stateful = True
     needs_sandbox = True
 
@@ -41,7 +42,7 @@ class BashTool(ServerTool[tuple[str, str], ProgramSession]):
     async def act(self, action: Action[tuple[str, str], ProgramSession]) -> Observation:
         commands, written = action.parsed
         text, ok = await action.environment.run(commands)
-        return Observation(text=result_block(written, text), metrics={"failed": float(not ok)})
+        return Observation(text=result_block(written, text), metrics=failures(ok))
 
     async def close(self, environment: ProgramSession) -> None:
         await environment.close()

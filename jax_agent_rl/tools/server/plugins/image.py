@@ -18,7 +18,9 @@ from typing import Any
 from PIL import Image
 
 from jax_agent_rl.errors import ToolError
+from jax_agent_rl.media import FORMATS
 from jax_agent_rl.tools.server.plugin import Action, Observation, ServerTool
+from jax_agent_rl.tools.server.plugins.files import file_below
 from jax_agent_rl.tools.server.plugins.markup import tool_call
 from jax_agent_rl.tools.server.settings import ImageSettings
 
@@ -60,6 +62,8 @@ class ImageZoomTool(ServerTool[Mapping[str, Any], list[Image.Image]]):
 
 
 def _index(target: object, count: int) -> int:
+    if isinstance(target, str) and target.isdecimal() and len(target) < 9:
+        target = int(target)
     if isinstance(target, bool) or not isinstance(target, int) or not 1 <= target <= count:
         raise ToolError(f"target_image={target!r} must be an integer from 1 to {count}")
     return target - 1
@@ -81,7 +85,7 @@ def _box(value: object, size: tuple[int, int]) -> tuple[int, int, int, int]:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and -math.inf < value < math.inf
 
 
 def _crop(image: Image.Image, box: Sequence[int], side: int) -> tuple[Image.Image, str]:
@@ -95,7 +99,7 @@ def _crop(image: Image.Image, box: Sequence[int], side: int) -> tuple[Image.Imag
 
 def _read(source: object, settings: ImageSettings) -> Image.Image:
     try:
-        image = Image.open(io.BytesIO(_bytes(source, settings)))
+        image = Image.open(io.BytesIO(_bytes(source, settings)), formats=FORMATS)
         if image.width * image.height > settings.max_pixels:
             raise ToolError(
                 f"an image is {image.width}x{image.height}, more than image.max_pixels={settings.max_pixels}"
@@ -110,11 +114,7 @@ def _bytes(source: object, settings: ImageSettings) -> bytes:
     if isinstance(source, str) and source.startswith("data:image/"):
         return base64.b64decode(source.partition(",")[2], validate=True)
     if isinstance(source, str) and settings.root is not None:
-        root = Path(settings.root).resolve()
-        path = (root / source).resolve()
-        if path.is_relative_to(root) and path.is_file():
+        path = file_below(Path(settings.root).resolve(), source)
+        if path is not None:
             return path.read_bytes()
-    raise ToolError(
-        f"extra_fields.images: {str(source)[:60]!r} is neither a data: URL nor a file below "
-        f"image.root={settings.root!r}"
-    )
+    raise ToolError(f"extra_fields.images: {str(source)[:60]!r} is neither a data: URL nor a file below image.root")

@@ -3,15 +3,14 @@
 ``extra_fields.public_tests`` (or ``tests``) is ``{"inputs": [str], "outputs": [str]}``, stdin against stdout, or a list
 of Python statements that follow the program, such as ``assert add(1, 2) == 3``. Either may be a JSON string of that.
 
-A statement passes when the run gets past it, which a random mark at the end of the output shows: a program that exits
-before, with success, has passed nothing.
+A statement runs in another process than the program (:mod:`jax_agent_rl.tools.sandbox.assertions`), so that the program
+can neither read it nor decide whether it holds. An output is compared here.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,14 +22,6 @@ from jax_agent_rl.tools.server.plugins.markup import result_block
 from jax_agent_rl.tools.server.plugins.python import Code, describe, parse_python
 
 _SHOWN_CHARS = 300
-_CHECK = b"""import sys
-mark = sys.stdin.read()
-namespace = {"__name__": "__main__"}
-for name in ("main.py", "test.py"):
-    with open(name) as file:
-        exec(compile(file.read(), name, "exec"), namespace)
-sys.__stdout__.write(mark)
-"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,15 +62,12 @@ class JudgeTool(ServerTool[Code, None]):
     async def _run(self, source: str, case: Case) -> tuple[SandboxResult, bool]:
         """The run of one test, and whether it passed."""
         sandbox = self.context.sandbox
-        files = {"main.py": source.encode("utf-8", "replace")}
-        if case.statement is None:
-            stdin = case.stdin.encode("utf-8", "replace")
-            result = await sandbox.run([sandbox.python, "main.py"], stdin=stdin, files=files)
-            return result, result.ok and same_output(result.stdout, case.expected)
-        mark = secrets.token_hex(16)
-        files |= {"test.py": case.statement.encode("utf-8", "replace"), "check.py": _CHECK}
-        result = await sandbox.run([sandbox.python, "check.py"], stdin=mark.encode(), files=files)
-        return result, result.ok and result.stdout.endswith(mark)
+        if case.statement is not None:
+            result = await sandbox.run_tests(source, case.statement)
+            return result, result.ok
+        stdin, files = case.stdin.encode("utf-8", "replace"), {"main.py": source.encode("utf-8", "replace")}
+        result = await sandbox.run([sandbox.python, "main.py"], stdin=stdin, files=files)
+        return result, result.ok and same_output(result.stdout, case.expected)
 
     def _explain(self, index: int, case: Case, result: SandboxResult) -> str:
         lines = [f"Test {index + 1} failed."]

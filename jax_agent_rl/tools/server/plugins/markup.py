@@ -1,21 +1,62 @@
-"""How models write actions: tags, fenced code, tool calls; and how results are written back."""
+"""How models write actions: tags, fenced code, tool calls; and how results are written back.
+
+Whatever a model wrote is read in one pass: each search begins where the one before it ended, and none is repeated once
+it found nothing.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from functools import cache
 from typing import Any
+
+_FENCE = "```"
+_RESULTS = ("result", "output")  # what a model may call a result that it opens itself
 
 
 def tagged(action: str, tag: str) -> str | None:
-    """The contents of the last ``<tag>…</tag>``, stripped; None if there is none."""
+    """The contents of the last ``<tag>…</tag>``, stripped; None if there is none or the last never closes."""
     start = action.rfind(f"<{tag}>")
     if start < 0:
         return None
     start += len(tag) + 2
     end = action.find(f"</{tag}>", start)
     return None if end < 0 else action[start:end].strip()
+
+
+def tag_blocks(action: str, tag: str) -> Iterator[str]:
+    """What stands in each ``<tag>…</tag>``, in order."""
+    opening, closing, at = f"<{tag}>", f"</{tag}>", 0
+    while (start := action.find(opening, at)) >= 0:
+        start += len(opening)
+        end = action.find(closing, start)
+        if end < 0:
+            return
+        yield action[start:end]
+        at = end + len(closing)
+
+
+def fenced_blocks(action: str, *languages: str) -> Iterator[str]:
+    """What stands in each fenced block of one of these languages, from right behind the language's name, in order.
+
+    A block may be a line: ```` ```python print(3)``` ````.
+    """
+    opening, at = _opening_fence(languages), 0
+    while found := opening.search(action, at):
+        end = action.find(_FENCE, found.end())
+        if end < 0:
+            return
+        yield action[found.end() : end]
+        at = end + len(_FENCE)
+
+
+@cache
+def _opening_fence(languages: tuple[str, ...]) -> re.Pattern[str]:
+    names = "|".join(map(re.escape, languages))
+    return re.compile(rf"{_FENCE}[ \t]*(?:{names})(?=\s|{_FENCE})")
 
 
 def code_of(action: str, tag: str, *languages: str) -> str | None:
@@ -26,31 +67,60 @@ def code_of(action: str, tag: str, *languages: str) -> str | None:
         tag: e.g. ``python``.
         languages: what may stand behind the opening fence, e.g. ``python``, ``py``.
     """
-    blocks = re.findall(rf"<{tag}>(.*?)</{tag}>", action, re.DOTALL)
-    if not blocks:
-        names = "|".join(map(re.escape, languages))
-        blocks = re.findall(rf"```[ \t]*(?:{names})[ \t]*\n(.*?)```", action, re.DOTALL)
-    return "\n".join(block.strip("\n") for block in blocks) if blocks else None
+    blocks = list(tag_blocks(action, tag)) or list(fenced_blocks(action, *languages))
+    return "\n".join(map(_without_margin, blocks)) if blocks else None
+
+
+def _without_margin(block: str) -> str:
+    """Code as if it stood alone: without the blank behind its opening, or an indentation that all its lines have."""
+    lines = block.lstrip(" \t").strip("\r\n").split("\n")
+    margins = [line[: len(line) - len(line.lstrip(" \t"))] for line in lines if line.strip()]
+    margin = len(os.path.commonprefix(margins))
+    return "\n".join(line[margin:] for line in lines)
 
 
 def tool_call(action: str) -> tuple[str, Mapping[str, Any]] | None:
-    """Name and arguments of the last ``<tool_call>{"name": …, "arguments": {…}}</tool_call>``, if it is one."""
-    text = tagged(action, "tool_call")
-    if text is None:
+    """Name and arguments of the last ``<tool_call>{"name": …, "arguments": {…}}</tool_call>``, if it is one.
+
+    The arguments may be the JSON text of an object, as OpenAI's are; with ``"server"``, the name is ``SERVER.NAME``.
+    """
+    call = _object(tagged(action, "tool_call"))
+    if call is None or not isinstance(call.get("name"), str):
         return None
+    arguments = call.get("arguments")
+    arguments = {} if arguments is None else _object(arguments) if isinstance(arguments, str) else arguments
+    if not isinstance(arguments, dict):
+        return None
+    server = call.get("server")
+    return (f"{server}.{call['name']}" if isinstance(server, str) and server else call["name"]), arguments
+
+
+def _object(text: str | None) -> dict[str, Any] | None:
     try:
-        call = json.loads(text)
+        value = None if text is None else json.loads(text)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-        return None
-    arguments = call.get("arguments", {})
-    return (call["name"], arguments) if isinstance(arguments, dict) else None
+    return value if isinstance(value, dict) else None
 
 
 def result_block(action: str, text: str) -> str:
-    """A result in the manner of the action: fenced after fenced code, in a tag after a tag."""
-    if "```" in action and "</" not in action.rpartition("```")[2]:
-        closing = "" if action.count("```") % 2 == 0 else "```\n"  # an action stopped before its closing fence
-        return f"\n{closing}```output\n{text}\n```\n"
+    """A result in the manner of the action: fenced after fenced code, in a tag after a tag.
+
+    An action may end with what opens its result, which is then only closed.
+    """
+    written = action.rstrip()
+    for name in _RESULTS:
+        if written.endswith(f"<{name}>"):
+            return f"\n{text}\n</{name}>\n"
+        if written.endswith(_FENCE + name):
+            return f"\n{text}\n{_FENCE}\n"
+    if _FENCE in action and "</" not in action.rpartition(_FENCE)[2]:
+        closing = "" if action.count(_FENCE) % 2 == 0 else f"{_FENCE}\n"  # it stopped before its closing fence
+        return f"\n{closing}{_fenced_result(text)}"
+    if written.endswith("</tool_call>"):
+        return f"\n<tool_response>\n{_fenced_result(text)}</tool_response>\n"
     return f"\n<result>\n{text}\n</result>\n"
+
+
+def _fenced_result(text: str) -> str:
+    return f"{_FENCE}result\n{text}\n{_FENCE}\n"

@@ -14,6 +14,7 @@ from jax_agent_rl.errors import ConfigError, ToolError
 from jax_agent_rl.tools.mcp import MCPConnection, MCPServerConfig
 from jax_agent_rl.tools.server.plugin import Action, Observation, ServerTool
 from jax_agent_rl.tools.server.plugins.markup import tool_call
+from jax_agent_rl.tools.server.plugins.python import failures
 
 if TYPE_CHECKING:
     from mcp.types import CallToolResult
@@ -82,5 +83,5 @@ def _observation(result: CallToolResult) -> Observation:
         text=f"\n<tool_response>\n{text}\n</tool_response>\n",
         image=images,
         audio=audio,
-        metrics={"failed": float(bool(result.is_error))},
+        metrics=failures(not result.is_error),
     )

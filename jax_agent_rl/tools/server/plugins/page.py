@@ -18,6 +18,7 @@ from bs4 import BeautifulSoup
 
 from jax_agent_rl.errors import ConfigError, ToolError
 from jax_agent_rl.tools.server.plugin import Action, Observation, ServerTool
+from jax_agent_rl.tools.server.plugins.files import NO_PATH, file_below
 from jax_agent_rl.tools.server.plugins.markup import tagged
 
 _SUFFIXES = (".html", ".htm", ".md", ".txt")
@@ -87,25 +88,31 @@ class PageTool(ServerTool[tuple[str, str], Browser]):
 
     async def _visit(self, browser: Browser, name: str, *, forward: bool = True) -> None:
         path = self._path(name)
-        text, links = await self.context.threads.run(lambda: _render(path), name=self.name)
+        try:
+            text, links = await self.context.threads.run(lambda: _render(path), name=self.name)
+        except OSError as error:  # whose own text holds the path on this machine
+            raise ToolError(f"{name[:200]!r} cannot be read: {error.strerror}") from error
         if forward and browser.name:
             browser.history.append(browser.name)
         browser.name = str(path.relative_to(self._root))
         browser.text, browser.links, browser.at = text, [self._resolve(path, link) for link in links], 0
 
     def _path(self, name: str) -> Path:
-        path = (self._root / name.lstrip("/")).resolve()
-        if not path.is_relative_to(self._root) or not path.is_file() or path.suffix not in _SUFFIXES:
+        path = file_below(self._root, name.lstrip("/"))
+        if path is None or path.suffix not in _SUFFIXES:
             raise ToolError(f"there is no page {name[:200]!r}")
         return path
 
     def _resolve(self, page: Path, link: str) -> str:
         """A link as a name below the root; links to other places stay as they are, and cannot be opened."""
-        parts = urlsplit(link)
-        if parts.scheme or parts.netloc:
+        try:
+            parts = urlsplit(link)
+            if parts.scheme or parts.netloc:
+                return link
+            base = self._root if parts.path.startswith("/") else page.parent
+            path = (base / unquote(parts.path).lstrip("/")).resolve() if parts.path else page
+        except NO_PATH:
             return link
-        base = self._root if parts.path.startswith("/") else page.parent
-        path = (base / unquote(parts.path).lstrip("/")).resolve() if parts.path else page
         return str(path.relative_to(self._root)) if path.is_relative_to(self._root) else link
 
     def _window(self, browser: Browser) -> str:
@@ -116,7 +123,7 @@ class PageTool(ServerTool[tuple[str, str], Browser]):
 
 
 def _link(browser: Browser, argument: str) -> str:
-    if not argument.isdecimal() or not 1 <= int(argument) <= len(browser.links):
+    if not argument.isdecimal() or len(argument) > 9 or not 1 <= int(argument) <= len(browser.links):
         raise ToolError(f"there is no link {argument[:20]!r}; this page has {len(browser.links)} links")
     return browser.links[int(argument) - 1]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -11,10 +10,8 @@ from typing import Any
 
 from jax_agent_rl.tools.sandbox import SandboxResult
 from jax_agent_rl.tools.server.plugin import Action, Observation, ServerTool
-from jax_agent_rl.tools.server.plugins.markup import code_of, result_block
+from jax_agent_rl.tools.server.plugins.markup import code_of, fenced_blocks, result_block, tool_call
 from jax_agent_rl.tools.server.plugins.session import ProgramSession
-
-_STDIN = re.compile(r"```input\n(.*?)```", re.DOTALL)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,12 +30,14 @@ class Code:
 
 
 def parse_python(action: str) -> Code | None:
-    """``<python>…</python>`` or fenced ``python`` blocks."""
+    """``<python>…</python>``, fenced ``python`` blocks, or a tool call ``python`` with the argument ``code``."""
     source = code_of(action, "python", "python", "py")
-    if source is None:
+    if source is None and (call := tool_call(action)) is not None and call[0] == "python":
+        source = call[1].get("code")
+    if not isinstance(source, str):
         return None
-    stdin = _STDIN.search(action)
-    return Code(source=source, stdin=stdin[1] if stdin else None, written=action)
+    stdin = next(fenced_blocks(action, "input"), None)
+    return Code(source=source, stdin=stdin and stdin.lstrip(" \t\r").removeprefix("\n"), written=action)
 
 
 class PythonTool(ServerTool[Code, None]):
@@ -60,7 +59,12 @@ class PythonTool(ServerTool[Code, None]):
         files = {"main.py": code.source.encode("utf-8", "replace")}
         result = await sandbox.run([sandbox.python, "main.py"], stdin=stdin.encode("utf-8", "replace"), files=files)
         text = describe(result, sandbox.limits)
-        return Observation(text=result_block(code.written, text), metrics={"failed": float(not result.ok)})
+        return Observation(text=result_block(code.written, text), metrics=failures(result.ok))
+
+
+def failures(ok: bool) -> dict[str, float]:
+    """Metrics of an action: a success has none, so that its observation is plain text."""
+    return {} if ok else {"failed": 1.0}
 
 
 def describe(result: SandboxResult, limits: Any) -> str:
@@ -95,7 +99,7 @@ class StatefulPythonTool(ServerTool[Code, ProgramSession]):
 
     async def act(self, action: Action[Code, ProgramSession]) -> Observation:
         text, ok = await action.environment.run(action.parsed.source)
-        return Observation(text=result_block(action.parsed.written, text), metrics={"failed": float(not ok)})
+        return Observation(text=result_block(action.parsed.written, text), metrics=failures(ok))
 
     async def close(self, environment: ProgramSession) -> None:
         await environment.close()

@@ -13,7 +13,7 @@ def main() -> None:
     try:
         cursor = connection.execute(request["query"])
         rows = cursor.fetchmany(request["max_rows"] + 1)
-    except (sqlite3.Error, sqlite3.Warning) as error:
+    except (sqlite3.Error, sqlite3.Warning, ValueError) as error:
         print(f"Error: {error}")
         return
     except MemoryError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from jax_agent_rl.tools.server.plugin import Action, Observation, ServerTool
-from jax_agent_rl.tools.server.plugins.markup import tagged
+from jax_agent_rl.tools.server.plugins.markup import tag_blocks
 from jax_agent_rl.tools.server.settings import SearchSettings
 
 
@@ -29,7 +29,10 @@ def open_index(settings: SearchSettings) -> Index:
 
 
 class SearchTool(ServerTool[tuple[str, str], None]):
-    """``<search>query</search>`` shows the best passages; ``<answer>…</answer>`` ends the trajectory."""
+    """``<search>query</search>`` shows the best passages; ``<answer>…</answer>`` ends the trajectory.
+
+    An answer is no valid action: valid actions are counted, and it is none that a tool carried out.
+    """
 
     name = "search"
     usage = "<search>query</search> to look something up, <answer>text</answer> to answer."
@@ -42,18 +45,18 @@ class SearchTool(ServerTool[tuple[str, str], None]):
 
     def parse_action(self, action: str) -> tuple[str, str] | None:
         for kind in ("search", "answer"):
-            if (text := tagged(action, kind)) is not None:
-                return kind, text
+            if blocks := list(tag_blocks(action, kind)):
+                return kind, blocks[-1].strip()
         return None
 
     async def act(self, action: Action[tuple[str, str], None]) -> Observation:
         kind, text = action.parsed
         if kind == "answer":
-            return Observation(done=True)
+            return Observation(done=True, valid=False)
         (found,) = await self.retrieve([text], self.context.settings.search.topk)
         passages = "\n".join(_format(number, hit["document"]["contents"]) for number, hit in enumerate(found, start=1))
         shown = passages or "No passage matches."
-        return Observation(text=f"\n\n<information>{shown}</information>\n\n", metrics={"passages": len(found)})
+        return Observation(text=f"\n\n<information>{shown}</information>\n\n")
 
     async def retrieve(self, queries: list[str], topk: int) -> list[list[dict[str, Any]]]:
         """:meth:`Index.search`, beside the event loop."""

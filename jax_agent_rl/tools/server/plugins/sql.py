@@ -12,6 +12,7 @@ from pathlib import Path
 
 from jax_agent_rl.errors import ConfigError, ToolError
 from jax_agent_rl.tools.server.plugin import Action, Observation, ServerTool
+from jax_agent_rl.tools.server.plugins.files import file_below
 from jax_agent_rl.tools.server.plugins.markup import tagged
 from jax_agent_rl.tools.server.plugins.python import describe
 
@@ -38,7 +39,7 @@ class SqlTool(ServerTool[tuple[str, str], None]):
     async def act(self, action: Action[tuple[str, str], None]) -> Observation:
         kind, query = action.parsed
         if kind == "solution":
-            return Observation(done=True)
+            return Observation(done=True, valid=False)  # as an answer of the search tool
         text = await self._run(query, self._database(action.extra.get("db_id")))
         turns_left = action.extra.get("turns_left")
         if isinstance(turns_left, int):
@@ -50,10 +51,9 @@ class SqlTool(ServerTool[tuple[str, str], None]):
         if not isinstance(db_id, str) or not db_id:
             raise ToolError(f"extra_fields.db_id={db_id!r} must name a database")
         for name in (f"{db_id}.sqlite", f"{db_id}/{db_id}.sqlite", db_id):
-            path = (self._folder / name).resolve()
-            if path.is_relative_to(self._folder) and path.is_file():
+            if path := file_below(self._folder, name):
                 return path
-        raise ToolError(f"extra_fields.db_id={db_id!r}: there is no such database")
+        raise ToolError(f"extra_fields.db_id={db_id[:200]!r}: there is no such database")
 
     async def _run(self, query: str, database: Path) -> str:
         sandbox = self.context.sandbox

@@ -17,6 +17,9 @@ from jax_agent_rl.types import FinishReason
 from tests.trajectories import group_of, trajectory
 
 MASKS = [np.array(m, bool) for m in ([1, 1, 0, 1], [1, 1, 1, 0], [1, 1, 1, 1])]
+NATURAL_ENDS = (
+    FinishReason.ANSWER, FinishReason.TOOL_DONE, FinishReason.USER_DONE, FinishReason.ENVIRONMENT_DONE,
+)  # fmt: skip
 REWARDS = [np.array(r) for r in ([0, 0.25, 0, 1.0], [0, 0, -0.5, 0], [0, 0, 0, 2.0])]
 VALUES = [np.array(v) for v in ([0.1, 0.2, 9.0, 0.4], [0.3, -0.2, 0.5, 7.0], [0.0, 0.1, 0.2, 0.3])]
 
@@ -71,9 +74,8 @@ def test_values_at_inserted_tokens_do_not_matter():
     ("bootstrap", "finish", "last_return"),
     [
         ("none", FinishReason.RESPONSE_LENGTH, 1.0),
-        ("truncated", FinishReason.ANSWER, 1.0),
-        ("truncated", FinishReason.RESPONSE_LENGTH, 1.0 + 0.5 * 8.0),
-        ("truncated", FinishReason.MAX_ASSISTANT_TURNS, 1.0 + 0.5 * 8.0),
+        *(("truncated", finish, 1.0) for finish in NATURAL_ENDS),
+        *(("truncated", finish, 1.0 + 0.5 * 8.0) for finish in FinishReason if finish not in NATURAL_ENDS),
     ],
 )
 def test_only_a_trajectory_that_was_cut_off_counts_on_what_would_follow(bootstrap, finish, last_return: float):

@@ -125,9 +125,10 @@ def test_a_branch_at_the_prompt_is_compared_within_its_tree():
 
 def test_treerl_credits_a_turn_with_its_value_and_its_gain_over_the_parent():
     # Leaves over the mean of the others: 1 - .5, 0 - 1, 1 - .5. Values: prompt 0, a = b = -.25, c .5, d -1, e .5.
+    # Two trajectories share a and b: each gets 1 / sqrt(2) of their credit (the authors' weighted_value_style=sqrt).
     got = treerl(REWARDS, PATHS)
-    np.testing.assert_allclose(got[0], [-0.5, -0.25, 0.5 + 0.75], atol=1e-12)
-    np.testing.assert_allclose(got[1], [-0.5, -0.25, -1 - 0.75], atol=1e-12)
+    np.testing.assert_allclose(got[0], [-0.5 / np.sqrt(2), -0.25 / np.sqrt(2), 0.5 + 0.75], atol=1e-12)
+    np.testing.assert_allclose(got[1], [-0.5 / np.sqrt(2), -0.25 / np.sqrt(2), -1 - 0.75], atol=1e-12)
     np.testing.assert_allclose(got[2], [1.0], atol=1e-12)
 
 

@@ -258,20 +258,13 @@ except OSError as error:
 
 
 async def test_nothing_else_is_writable(sandbox):
+    """Whatever the rights of its folders, a file system that is mounted read-only cannot be written."""
     source = """
 import os
-found = []
-for folder, _, _ in os.walk("/"):
-    if folder.startswith(("/proc/", "/tmp/")):
-        continue
-    try:
-        open(folder + "/probe", "w").close()
-    except OSError:
-        continue
-    found.append(folder)
-print(sorted(found))
+places = {line.split()[1] for line in open("/proc/self/mounts")}
+print("/" in places, sorted(p for p in places if os.path.isdir(p) and not os.statvfs(p).f_flag & os.ST_RDONLY))
 """
-    assert await out(sandbox, source) == ["['/dev/shm', '/tmp']"]
+    assert await out(sandbox, source) == ["True ['/dev/shm', '/tmp']"]
 
 
 async def test_a_single_file_cannot_outgrow_the_disk_limit(sandbox):

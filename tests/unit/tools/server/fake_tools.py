@@ -41,7 +41,7 @@ class CounterTool(ServerTool):
         if extra.get("refuse"):
             raise ToolError("not today")
         self.diary.append(("open", trajectory_id))
-        return {"id": trajectory_id, "count": 0}
+        return {"id": trajectory_id, "count": 0, "reluctant": extra.get("reluctant")}
 
     async def act(self, action):
         if action.parsed == "count slowly":
@@ -53,6 +53,8 @@ class CounterTool(ServerTool):
         self.diary.append(("close", environment["id"]))
         if environment.get("count") == 13:
             raise RuntimeError("bad luck")
+        if environment.get("reluctant"):
+            await self.release.wait()
 
 
 class FaultyTool(ServerTool):
@@ -64,6 +66,8 @@ class FaultyTool(ServerTool):
     def parse_action(self, action):
         if action == "fault parse":
             raise ValueError("cannot even parse")
+        while action == "fault stuck":  # as a pattern that backtracks for hours: nothing in this process goes on
+            pass
         return action.removeprefix("fault ") if action.startswith("fault ") else None
 
     async def act(self, action):

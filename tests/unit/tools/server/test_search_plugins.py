@@ -34,7 +34,10 @@ async def test_search_shows_the_best_passages_and_answer_ends(corpus):
         )
         assert "No passage matches." in text_of(await act("<search>zebra</search>"))
         assert "No passage matches." in text_of(await act("<search></search>"))
-        assert (await act("<answer>Berlin</answer>")).done
+        half = await act("<search>capital of France</search> or <search>capital")
+        assert half.observation.startswith("\n\n<information>Doc 1(Title: Paris)"), "plain text; the last whole tag"
+        reply = await act("<answer>Berlin</answer>")
+        assert (reply.done, reply.valid, reply.observation, reply.error) == (True, False, "", None)
 
 
 def test_scores_are_those_of_bm25(corpus):

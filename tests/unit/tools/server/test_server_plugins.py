@@ -14,50 +14,10 @@ from PIL import Image
 
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.tools.server.plugins.judge import same_output
-from jax_agent_rl.tools.server.plugins.markup import code_of, result_block, tagged, tool_call
 from jax_agent_rl.tools.server.wire import Failure
 from tests.capabilities import needs_bwrap
 from tests.ports import free_port
 from tests.tool_plugins import agent, text_of
-
-# --- how actions are written --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("action", "code"),
-    [
-        ("I think <python>print(1)</python>", "print(1)"),
-        ("```python\nprint(1)\n```", "print(1)"),
-        ("```py\na\n```\nthen\n```python\nb\n```", "a\nb"),
-        ("<python>a</python> and <python>\nb\n</python>", "a\nb"),
-        ("<python>wins</python>```python\nloses\n```", "wins"),
-        ("<python>never closed", None),
-        ("```javascript\nx\n```", None),
-        ("``` python\nx = '''```'''\n```", "x = '''"),
-        ("", None),
-    ],
-)
-def test_code_is_found_in_tags_then_in_fences(action, code):
-    assert code_of(action, "python", "python", "py") == code
-
-
-def test_the_last_tag_counts():
-    assert tagged("<sql>a</sql> no: <sql> b </sql>", "sql") == "b"
-    assert tagged("<sql>a</sql> <sql>b", "sql") is None
-
-
-@pytest.mark.parametrize(
-    "text", ["", "{", "[]", "1", '{"name": 1}', '{"name": "x", "arguments": []}', "[" * 100_000, '{"arguments": {}}']
-)
-def test_what_is_no_tool_call_is_none(text):
-    assert tool_call(f"<tool_call>{text}</tool_call>") is None
-
-
-def test_results_are_written_as_the_action_was():
-    assert result_block("<python>1</python>", "1") == "\n<result>\n1\n</result>\n"
-    assert result_block("```python\n1\n```", "1") == "\n```output\n1\n```\n"
-    assert result_block("```python\n1\n", "1") == "\n```\n```output\n1\n```\n"
-
 
 # --- python ---------------------------------------------------------------------------------------------------------
 
@@ -71,6 +31,9 @@ async def test_python_runs_fresh_each_time_with_input_and_errors_shown():
             reply
         )
         assert reply.observation["metrics"] == {"failed": 1.0} and reply.valid and not reply.open
+        assert (await act("```python print(3)```")).observation == "\n```result\n3\n```\n", "plain text alone"
+        reply = await act('<tool_call>{"name": "python", "arguments": {"code": "print(5)"}}</tool_call>')
+        assert "\n5\n" in text_of(reply)
         assert "from the task" in text_of(await act("<python>print(input())</python>"))
         assert "mine" in text_of(await act("<python>print(input())</python>\n```input\nmine\n```"))
         assert "ended: it ran for more than 3 seconds" in text_of(await act("<python>while True: pass</python>"))
@@ -207,7 +170,8 @@ async def test_sql_answers_with_rows_and_turns_left_and_the_solution_ends(databa
         assert "Error: no such table: nope" in text_of(await act("<sql>SELECT * FROM nope</sql>"))
         assert "pen" in text_of(await act("<sql>SELECT name FROM item</sql>", db_id="other"))
         reply = await act("<solution>SELECT 1</solution>")
-        assert reply.done and reply.observation == ""
+        assert (reply.done, reply.valid, reply.observation) == (True, False, "")
+        assert (await act("<sql>SELECT\0 1</sql>")).error is None
 
 
 @needs_bwrap
@@ -232,7 +196,11 @@ async def test_hostile_queries_are_stopped(databases, query, words):
 
 
 @needs_bwrap
-@pytest.mark.parametrize("name", ["nope", "../outside", "../outside.sqlite", "/etc/passwd", "", None, 5])
+@pytest.mark.parametrize(
+    "name",
+    ["nope", "../outside", "../outside.sqlite", "/etc/passwd", "", None, 5, "a\0b", "x" * 5000, "\ud800"],
+    ids=ascii,
+)
 async def test_only_databases_of_the_folder_can_be_named(databases, name):
     async with agent("tools=[sql]", f"sql.databases={databases}") as act:
         assert (await act("<sql>SELECT 1</sql>", db_id=name)).error is Failure.TOOL
@@ -251,6 +219,7 @@ def site(tmp_path):
     )
     (root / "guide" / "a.html").write_text("<p>Guide</p><a href='../index.html#top'>home</a>" + "<p>word</p>" * 100)
     (root / "note.md").write_text("# Note")
+    (root / "odd.html").write_text("<a href='a%00b'>a</a><a href='http://['>b</a><a href='" + "x" * 9999 + "'>c</a>Odd")
     (root / "data.bin").write_text("binary")
     (tmp_path / "secret.txt").write_text("secret")
     (root / "link.txt").symlink_to(tmp_path / "secret.txt")
@@ -267,11 +236,13 @@ async def test_pages_are_opened_clicked_searched_and_gone_back_from(site):
         assert "Home" in text_of(await act("<page>click 1</page>"))
         assert "guide/a.html" in text_of(await act("<page>back</page>"))
         assert "# Note" in text_of(await act("<page>open note.md</page>"))
+        assert "Odd" in text_of(await act("<page>open odd.html</page>"))
 
 
 @pytest.mark.parametrize(
     "command",
     ["open ../secret.txt", "open link.txt", "open /etc/passwd", "open data.bin", "open nope.html", "open guide"]
+    + ["open a\0b.html", "open " + "x" * 5000 + ".html", "open \ud800.txt", "click " + "9" * 5000, "find \0"]
     + ["open https://example.org/", "click 2", "click 3", "click 9", "click x", "find absent", "find", "dance", ""],
 )
 async def test_nothing_outside_the_folder_can_be_opened(site, command):
@@ -326,7 +297,8 @@ async def test_large_crops_are_scaled_down(quarters):
 @pytest.mark.parametrize(
     "action",
     [zoom(5, 5, 5, 9), zoom(9, 9, 1, 1), zoom(1, 2, 3), zoom("a", 0, 1, 1), zoom(0, 0, 1, 1, target=2)]
-    + [zoom(0, 0, 1, 1, target="1"), zoom(50, 0, 60, 10), zoom(0, 0, 1, True), zoom(0, 0, 1, float("inf"))],
+    + [zoom(0, 0, 1, 1, target="one"), zoom(50, 0, 60, 10), zoom(0, 0, 1, True), zoom(0, 0, 1, float("inf"))]
+    + [zoom(0, 10**400, 1, 10**401)],
 )
 async def test_boxes_that_make_no_sense_are_explained(quarters, action):
     async with agent("tools=[image_zoom]", images=[data_url(quarters)]) as act:
@@ -334,7 +306,7 @@ async def test_boxes_that_make_no_sense_are_explained(quarters, action):
 
 
 @pytest.mark.parametrize(
-    "images", [None, [], ["data:image/png;base64,AAAA"], ["data:image/png;base64,%"], [1], ["/etc/passwd"]]
+    "images", [None, [], ["data:image/png;base64,AAAA"], ["data:image/png;base64,%"], [1], ["/etc/passwd"], ["a\0b"]]
 )
 async def test_images_that_cannot_be_read_are_explained(images):
     async with agent("tools=[image_zoom]") as act:
@@ -347,7 +319,8 @@ async def test_files_are_read_below_the_root_only_and_bombs_refused(quarters, tm
     quarters.save(tmp_path / "root" / "q.png")
     quarters.save(tmp_path / "outside.png")
     async with agent("tools=[image_zoom]", f"image.root={tmp_path / 'root'}") as act:
-        assert (await act(zoom(0, 0, 1, 1), images=["../outside.png"])).error is Failure.TOOL
+        for source in ("../outside.png", "a\0b.png", "x" * 5000, "\ud800"):
+            assert (await act(zoom(0, 0, 1, 1), images=[source])).error is Failure.TOOL
         assert (await act(zoom(0, 0, 1, 1), images=["q.png"])).error is None
     async with agent("tools=[image_zoom]", "image.max_pixels=799") as act:
         reply = await act(zoom(0, 0, 1, 1), images=[data_url(quarters)])

@@ -39,7 +39,8 @@ class Served:
         context = ToolContext(settings=given, threads=DaemonThreads(), _sandbox=None)
         self.tools = {tool.name: tool(context) for tool in tool_classes(given)}
         self.clock, self.registry = Clock(), CollectorRegistry()
-        limits = {"step_seconds": 5.0, "max_observation_chars": 200, "max_environments": 50, "idle_seconds": 100.0}
+        limits = {"step_seconds": 5.0, "max_action_chars": 1000, "max_observation_chars": 200}
+        limits |= {"max_environments": 50, "idle_seconds": 100.0}
         self.service = ToolService(
             list(self.tools.values()), Telemetry(self.registry, worker="0"), clock=self.clock, **(limits | changes)
         )
@@ -72,6 +73,13 @@ async def test_an_action_no_tool_accepts_is_invalid_and_says_what_there_is():
     assert reply.observation["invalid_reason"] == "invalid_action"
     assert reply.observation["available_tools"] == "echo: echo TEXT\ncounter: count\nfaulty: fault WORD"
     assert (await Served(done_if_invalid=True).step("hm")).done
+
+
+async def test_an_action_that_is_too_long_reaches_no_parser():
+    served = Served(max_action_chars=len("fault parse") - 1)
+    reply = await served.step("fault parse")
+    assert (reply.tool, reply.valid, reply.error) == (None, False, Failure.INVALID)
+    assert reply.observation["obs"] == "The action has 11 characters, more than max_action_chars=10"
 
 
 async def test_rewards_go_along():

@@ -19,7 +19,7 @@ export JAX_AGENT_RL_TOKEN
 mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST" | tail -n 1)
 urls="$(printf ',http://%s:PORT' "${hosts[@]}")"
 urls="${urls:1}"
-srun --label --kill-on-bad-exit=1 --nodes=1 --ntasks=1 --relative=2 jax-agent-rl rollout-server --config my.yaml --host=0.0.0.0 --port=PORT seed=1 rollout.token_env=JAX_AGENT_RL_TOKEN &
+srun --label --kill-on-bad-exit=1 --nodes=1 --ntasks=1 --relative=2 jax-agent-rl rollout-server --config my.yaml --host=0.0.0.0 --port=PORT seed=1 rollout.token_env=JAX_AGENT_RL_TOKEN rollout.weight_folder=gs://b/my-run/weights &
 serving=$!
 trap 'kill "$serving" 2>/dev/null || true' EXIT
 for host in "${hosts[@]}"; do # until it has loaded and compiled

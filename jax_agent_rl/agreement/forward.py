@@ -1,0 +1,219 @@
+"""The model once more, plainly: one context per row, no packing, and everything that might be set wrongly an argument.
+
+Positions, rotary tables, windows and keys and values of other weights are arrays here, so that one compiled program
+serves almost every hypothesis. Its functions are the learner's own (``models.layers``).
+
+Shapes: B contexts, T ids, D hidden, K key/value heads, h head size, L layers, S compared tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_agent_rl.models.attention import tree_attention
+from jax_agent_rl.models.config import DecoderConfig, Params, Rope
+from jax_agent_rl.models.decoder import embed
+from jax_agent_rl.models.layers import feed_forward, linear, rms_norm, rope_tables, rotate
+from jax_agent_rl.models.sight import Sight
+
+TOKENS_PER_CHUNK = 32  # of which all logits exist at a time
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """Rows of ids; arrays of numpy.
+
+    Attributes:
+        token_ids: int32 [B, T], padded at the end.
+        positions: int32 [B, T].
+        fresh: bool [B, T], whose keys and values are of these weights; others are taken from elsewhere.
+    """
+
+    token_ids: np.ndarray
+    positions: np.ndarray
+    fresh: np.ndarray
+
+
+@dataclass(frozen=True, kw_only=True)
+class Activations:
+    """What layers make of rows: ``hidden`` [L, B, T, D] behind each, its ``keys`` and ``values`` [L, B, K, T, h]."""
+
+    embedded: jax.Array
+    hidden: jax.Array
+    keys: jax.Array
+    values: jax.Array
+
+
+def hidden_states(
+    config: DecoderConfig, params: Params, inputs: Inputs, old: tuple[jax.Array, jax.Array] | None = None
+) -> jax.Array:
+    """Final hidden states [B, T, D], after the last norm.
+
+    Args:
+        old: keys and values [L, B, K, T, h] that are seen where ``inputs.fresh`` is false.
+    """
+    return _run(config, params, inputs, old, keep=False)[0]
+
+
+def activations(config: DecoderConfig, params: Params, inputs: Inputs) -> Activations:
+    """Everything between the layers."""
+    _, (hidden, keys, values) = _run(config, params, inputs, None, keep=True)
+    return Activations(
+        embedded=embed(config, params, jnp.asarray(inputs.token_ids)), hidden=hidden, keys=keys, values=values
+    )
+
+
+def logprobs(
+    params: Params, hidden: jax.Array, ids: np.ndarray, temperatures: tuple[float, ...] | np.ndarray
+) -> np.ndarray:
+    """Log-probs float64 [C, S] of ids int [S], read from hidden states [S, D] at each of C temperatures."""
+    count, head = len(ids), params.get("lm_head", params["embed"])
+    parts = (_chunks(hidden), head, _chunks(jnp.asarray(ids, jnp.int32)))
+    return np.asarray(_read(*parts, jnp.asarray(temperatures, jnp.float32)), np.float64)[:, :count]
+
+
+def sorted_mass(params: Params, hidden: jax.Array, temperature: float, ks: np.ndarray, mass: np.ndarray) -> np.ndarray:
+    """How much probability the likeliest ids have.
+
+    Args:
+        hidden: [S, D].
+        ks: int [C].
+        mass: float [S].
+
+    Returns:
+        float64 [C + 3, S]: that of the k likeliest ids for each k; then of the number of ids whose mass is nearest to
+        ``mass`` that number, their mass, and the mass of one id less.
+    """
+    count = len(hidden)
+    head = params.get("lm_head", params["embed"])
+    arguments = (_chunks(hidden), head, jnp.float32(temperature), jnp.asarray(ks, jnp.int32))
+    return np.asarray(_mass(*arguments, _chunks(jnp.asarray(mass, jnp.float32))), np.float64)[:, :count]
+
+
+def _run(
+    config: DecoderConfig, params: Params, inputs: Inputs, old: tuple[jax.Array, jax.Array] | None, *, keep: bool
+) -> tuple[jax.Array, Any]:
+    length = inputs.token_ids.shape[1]
+    positions = jnp.asarray(inputs.positions)
+    ropes = (config.rope, config.local_rope or config.rope)
+    full, local = (rope_tables(rope, config.head_dim, positions) for rope in ropes)
+    windowed = [config.is_windowed(i) for i in range(config.num_layers)]
+    everything = 2 * length + int(inputs.positions.max(initial=0))
+    windows = [config.sliding_window if w and config.sliding_window else everything for w in windowed]
+    # What is an argument is no part of the program: other settings run the same one.
+    fixed = replace(config, rope=Rope(), local_rope=None, sliding_window=None, windowed_layers=())
+    params = {name: x for name, x in params.items() if name != "vision"}
+    tables = tuple(jnp.stack(pair) for pair in zip(full, local, strict=True))
+    layers = (jnp.asarray(windowed, jnp.int32), jnp.asarray(windows, jnp.int32))
+    ids, fresh = jnp.asarray(inputs.token_ids), jnp.asarray(inputs.fresh)
+    return _layers(fixed, params, ids, positions, tables, layers, old, fresh, keep=keep)
+
+
+@functools.partial(jax.jit, static_argnums=0, static_argnames="keep")
+def _layers(
+    config: DecoderConfig,
+    params: Params,
+    ids: jax.Array,
+    positions: jax.Array,
+    tables: tuple[jax.Array, jax.Array],
+    settings: tuple[jax.Array, jax.Array],
+    old: tuple[jax.Array, jax.Array] | None,
+    fresh: jax.Array,
+    *,
+    keep: bool,
+) -> tuple[jax.Array, Any]:
+    ends = jnp.full(ids.shape, ids.shape[1], jnp.int32)
+
+    def body(x: jax.Array, scanned: Any) -> tuple[jax.Array, Any]:
+        layer, (local, window), seen = scanned
+        cos, sin = tables[0][local], tables[1][local]
+        normed = rms_norm(config, x, layer["input_norm"])
+        mixed, keys, values = _attention(config, layer, normed, cos, sin, Sight(ends, positions, window), seen, fresh)
+        if not config.sandwich_norms:
+            x = x + mixed
+            x = x + feed_forward(config, layer, rms_norm(config, x, layer["post_attention_norm"]))
+        else:
+            x = x + rms_norm(config, mixed, layer["post_attention_norm"])
+            out = feed_forward(config, layer, rms_norm(config, x, layer["pre_feedforward_norm"]))
+            x = x + rms_norm(config, out, layer["post_feedforward_norm"])
+        return x, (x, keys, values) if keep else None
+
+    x, kept = jax.lax.scan(body, embed(config, params, ids), (params["layers"], settings, old))
+    return rms_norm(config, x, params["final_norm"]), kept
+
+
+def _attention(
+    config: DecoderConfig,
+    layer: Params,
+    x: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    sight: Sight,
+    old: tuple[jax.Array, jax.Array] | None,
+    fresh: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Mixed [B, T, D], and the layer's own keys and values [B, K, T, h]."""
+    rows, count, _ = x.shape
+    cos, sin = cos[:, None], sin[:, None]
+
+    def heads(name: str) -> jax.Array:
+        projected = linear(x, layer[name])
+        if config.qkv_bias:
+            projected = projected + layer[f"{name}_bias"]
+        return projected.reshape(rows, count, -1, config.head_dim).transpose(0, 2, 1, 3)
+
+    q, k, values = heads("q"), heads("k"), heads("v")
+    if config.qk_norm:
+        q, k = rms_norm(config, q, layer["q_norm"]), rms_norm(config, k, layer["k_norm"])
+    keys = rotate(k, cos, sin)
+    seen = (keys, values)
+    if old is not None:
+        seen = tuple(jnp.where(fresh[:, None, :, None], own, other) for own, other in zip(seen, old, strict=True))
+    mixed = tree_attention(rotate(q, cos, sin) * config.score_scale, *seen, sight)
+    return linear(mixed.transpose(0, 2, 1, 3).reshape(rows, count, -1), layer["o"]), keys, values
+
+
+def _chunks(x: jax.Array) -> jax.Array:
+    """[S, ...] -> [chunks, TOKENS_PER_CHUNK, ...], padded with zeros."""
+    padded = jnp.pad(x, ((0, -len(x) % TOKENS_PER_CHUNK),) + ((0, 0),) * (x.ndim - 1))
+    return padded.reshape(-1, TOKENS_PER_CHUNK, *x.shape[1:])
+
+
+def _logits(hidden: jax.Array, head: jax.Array) -> jax.Array:
+    return jnp.einsum("sd,vd->sv", hidden, head, preferred_element_type=jnp.float32)
+
+
+@jax.jit
+def _read(hidden: jax.Array, head: jax.Array, ids: jax.Array, temperatures: jax.Array) -> jax.Array:
+    def chunk(part: tuple[jax.Array, jax.Array]) -> jax.Array:
+        scores = _logits(part[0], head)
+
+        def at(temperature: jax.Array) -> jax.Array:
+            chosen = jnp.take_along_axis(scores, part[1][:, None], axis=1)[:, 0]
+            return chosen / temperature - jax.nn.logsumexp(scores / temperature, axis=-1)
+
+        return jax.lax.map(at, temperatures)
+
+    return jnp.moveaxis(jax.lax.map(chunk, (hidden, ids)), 0, 1).reshape(len(temperatures), -1)
+
+
+@jax.jit
+def _mass(hidden: jax.Array, head: jax.Array, temperature: jax.Array, ks: jax.Array, mass: jax.Array) -> jax.Array:
+    def chunk(part: tuple[jax.Array, jax.Array]) -> jax.Array:
+        probabilities = jax.nn.softmax(_logits(part[0], head) / temperature, axis=-1)
+        total = jnp.cumsum(-jnp.sort(-probabilities, axis=-1), axis=-1)
+        last = total.shape[1] - 1
+        nearest = jnp.argmin(jnp.abs(total - part[1][:, None]), axis=-1)
+        reached, below = (
+            jnp.take_along_axis(total, jnp.maximum(nearest - less, 0)[:, None], axis=1)[:, 0] for less in (0, 1)
+        )
+        by_k = total[:, jnp.clip(ks - 1, 0, last)].T
+        return jnp.concatenate([by_k, jnp.stack([nearest + 1.0, reached, jnp.where(nearest > 0, below, 0.0)])])
+
+    return jnp.moveaxis(jax.lax.map(chunk, (hidden, mass)), 0, 1).reshape(len(ks) + 3, -1)

@@ -1,0 +1,321 @@
+"""Settings under which the learner's model might say what the engine said. Each attempt is a whole set of log-probs.
+
+A hypothesis is right if one of its attempts leaves nothing unexplained. What differs from context to context (how much
+padding, how long a cached prefix) may be chosen for each; what does not (a temperature) is one number for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_agent_rl.agreement import forward
+from jax_agent_rl.agreement.causes import Cause
+from jax_agent_rl.agreement.contexts import Context
+from jax_agent_rl.agreement.subject import ROOM, Scores, Subject
+from jax_agent_rl.models.config import DecoderConfig, LinearScaling, Llama3Scaling, Params, Rope
+from jax_agent_rl.models.quantized import DTYPES, Quantized, quantized
+
+MATRICES = frozenset({"q", "k", "v", "o", "gate", "up", "down", "expert_gate", "expert_up", "expert_down"})
+"""Of a layer; what engines keep in 8 bits."""
+THETAS = (1e3, 1e4, 1e5, 2.5e5, 5e5, 1e6, 5e6, 1e7)
+NEARER = 0.95
+"""Of the gap is left at most by a rotary base that is worth looking around."""
+BUCKETS = (8, 16, 32, 64, 128, 512)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attempt:
+    """Log-probs under one setting; ``label`` says which, as a sentence goes on: "the engine …"."""
+
+    label: str
+    scores: Scores
+
+
+Attempts = Iterator[Attempt]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hypothesis:
+    """A cause and what to try.
+
+    Attributes:
+        cause: that it would be.
+        attempts: of a subject; nothing where the model has no such setting.
+        per_context: the best attempt is chosen for each context.
+    """
+
+    cause: Cause
+    attempts: Callable[[Subject], Attempts]
+    per_context: bool = False
+
+
+def token_drift(subject: Subject) -> Attempts:
+    """Ids that tokenizers and templates add or leave out at the beginning of a context."""
+    for count in (1, 2, 3, 4, 8):
+        if all(count + 1 < context.prompt for context in subject.contexts):
+            rows = [
+                replace(row, token_ids=row.token_ids[count:], positions=row.positions[:-count], at=row.at - count)
+                for row in subject.rows
+            ]
+            first = "id" if count == 1 else f"{count} ids"
+            yield Attempt(label=f"saw no first {first} of the context", scores=subject.score(rows))
+    rows = [row.with_ids(0, row.token_ids[:1].tolist()) for row in subject.rows]
+    yield Attempt(label="saw the context's first id (BOS) twice", scores=subject.score(rows))
+    if (bos := subject.model.bos_token_id) is not None:
+        rows = [row.with_ids(0, [bos]) for row in subject.rows]
+        yield Attempt(label=f"saw BOS (id {bos}) before the context", scores=subject.score(rows))
+
+
+def padding(subject: Subject) -> Attempts:
+    """Padding on the left; or between prompt and response, where prompts are padded to a bucket."""
+    for pad in dict.fromkeys((*subject.pad_ids, *subject.model.eos_token_ids[:1])):
+        for count in (1, 2, 3, 4, 6, 8, 16, 32, 64):
+            rows = [row.with_ids(0, [pad] * count) for row in subject.rows]
+            label = f"sees {_count(count, 'padding id')} ({pad}) before the prompt"
+            yield Attempt(label=label, scores=subject.score(rows))
+        for size in BUCKETS:
+            both = zip(subject.rows, subject.contexts, strict=True)
+            rows = [row.with_ids(0, [pad] * _missing(context, size)) for row, context in both]
+            label = f"sees the padding ids ({pad}) that fill prompts up to {size} from the left"
+            yield Attempt(label=label, scores=subject.score(rows))
+            for counted in (True, False):
+                rows = [
+                    row.with_ids(c.prompt, [pad] * _missing(c, size), counted=counted)
+                    for row, c in zip(subject.rows, subject.contexts, strict=True)
+                ]
+                label = f"sees the padding ids ({pad}) that fill prompts up to {size}"
+                yield Attempt(label=label, scores=subject.score(rows))
+
+
+def _missing(context: Context, size: int) -> int:
+    """Ids that fill a prompt up to a whole number of buckets; none where there is no room to try it."""
+    missing = -context.prompt % size
+    return missing if missing <= ROOM else 0
+
+
+def position(subject: Subject) -> Attempts:
+    """Sampled tokens at other positions than follow the prompt; log-probs returned with another token."""
+    for offset in (1, -1, 2, -2, 4, 8, 16, 32, 64):
+        for last in (0, 1):  # the prompt's last id is fed like a sampled one by engines that prefill without it
+            rows = []
+            for row, context in zip(subject.rows, subject.contexts, strict=True):
+                later = np.arange(len(row.token_ids)) >= context.prompt - last
+                rows.append(replace(row, positions=(row.positions + offset * later).astype(np.int32)))
+            label = f"puts sampled tokens {_count(abs(offset), 'position')} {'further' if offset > 0 else 'back'}"
+            yield Attempt(label=label, scores=subject.score(rows))
+    plain = subject.score()
+    for step, name in ((1, "after"), (-1, "before")):
+        shifted = [np.roll(own, -step) for own in plain]
+        for own, context in zip(shifted, subject.contexts, strict=True):
+            own[-1 if step > 0 else 0] = context.rollout[-1 if step > 0 else 0]  # there is nothing to compare it with
+        yield Attempt(label=f"returns with each token the log-prob of the one {name} it", scores=shifted)
+
+
+def temperature(subject: Subject) -> Attempts:
+    """Every temperature, first coarsely, then around the best one; and log-probs from before it."""
+    hidden, ids = subject.hidden(), np.concatenate(subject.ids)
+    rollout = np.concatenate([c.rollout for c in subject.contexts])
+    tried = np.geomspace(0.1, 10, 41) * subject.temperature
+    for _ in range(4):
+        scores = forward.logprobs(subject.params, hidden, ids, tried)
+        best = int(np.argmin(np.abs(rollout - scores).mean(axis=1)))
+        found, found_scores = float(tried[best]), scores[best]
+        tried = np.geomspace(tried[max(best - 1, 0)], tried[min(best + 1, len(tried) - 1)], 41)
+    if abs(found / subject.temperature - 1) > 1e-3:
+        raw = " from before it is applied" if abs(found - 1) < 1e-3 else ""
+        label = f"reports log-probs{raw} (of temperature {found:.3g}, not {subject.temperature:.3g})"
+        yield Attempt(label=label, scores=subject.split(found_scores))
+
+
+def truncated_support(subject: Subject) -> Attempts:
+    """Top-k and top-p, each of which only ever makes sampled ids likelier: by the mass of what was kept."""
+    hidden = subject.hidden()
+    plain = np.concatenate(subject.score())
+    rollout = np.concatenate([c.rollout for c in subject.contexts])
+    mass = np.exp(np.minimum(plain - rollout, 0.0))
+    ks = np.array([1, 2, 3, 4, 5, 8, 10, 16, 20, 32, 40, 50, 64, 100])
+    estimated = forward.sorted_mass(subject.params, hidden, subject.temperature, ks, mass)
+    count = int(np.median(estimated[-3][mass < 1 - 1e-4])) if (mass < 1 - 1e-4).any() else 0
+    ks = np.append(ks, [count] if count else [])
+    *by_k, _, reached, below = forward.sorted_mass(subject.params, hidden, subject.temperature, ks, mass)
+    for k, kept in zip(ks, by_k, strict=True):
+        label = f"samples from the {int(k)} likeliest ids (top_k={int(k)})"
+        yield Attempt(label=label, scores=subject.split(plain - np.log(kept)))
+    least, most = float(below.max()), float(reached.min())
+    if least < most < 1:
+        label = f"samples from a nucleus (top_p between {least:.3g} and {most:.3g})"
+        yield Attempt(label=label, scores=subject.split(plain - np.log(reached)))
+
+
+def stale_version(subject: Subject) -> Attempts:
+    """The whole of older weights."""
+    for name, make in subject.older.items():
+        yield Attempt(label=f"serves the weights of {name}", scores=subject.score(params=make()))
+
+
+def stale_prefix(subject: Subject) -> Attempts:
+    """Prompts, or whole pages of them, whose keys and values are of older weights."""
+    for name, make in subject.older.items():
+        older = make()
+        for page in (1, 4, 8, 16, 32, 64, 128):
+            rows = []
+            for row, context in zip(subject.rows, subject.contexts, strict=True):
+                rows.append(replace(row, stale=(context.prompt - 1) // page * page))
+            if any(row.stale for row in rows):
+                label = f"reads prompts from a cache that the weights of {name} filled"
+                yield Attempt(label=label, scores=subject.score(rows, prefix=older))
+
+
+def dtype(subject: Subject) -> Attempts:
+    """Weights alone, or all products, in a coarser type."""
+    for name in ("bfloat16", "float16"):
+        if name != subject.dtype:
+            cast = jax.tree.map(lambda x: x.astype(name).astype(x.dtype), subject.params)  # noqa: B023
+            yield Attempt(label=f"rounds weights to {name}", scores=subject.score(params=cast))
+            yield Attempt(label=f"computes in {name}", scores=subject.score(dtype=name))
+    for name, kind in DTYPES.items():
+        yield Attempt(label=f"rounds weights to {name}", scores=subject.score(params=_eight_bits(subject.params, kind)))
+
+
+def _eight_bits(params: Params, kind: Any) -> Params:
+    def rounded(x: jax.Array) -> jax.Array:
+        kept: Quantized = quantized(x, kind, axis=-1)
+        return (kept.numbers.astype(jnp.float32) * kept.scale).astype(x.dtype)
+
+    layers = {name: rounded(x) if name in MATRICES else x for name, x in params["layers"].items()}
+    return params | {"layers": layers}
+
+
+def rotary(subject: Subject) -> Attempts:
+    """Other bases (first those of known models, then what fits best), other scalings, the other layout of pairs."""
+    model = subject.model
+    others = [replace(model.rope, scaling=None), replace(model.rope, theta=10_000.0, scaling=None)]
+    others += [replace(model.rope, scaling=LinearScaling(factor=f)) for f in (2.0, 4.0, 8.0)]
+    llama = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    others += [replace(model.rope, scaling=Llama3Scaling(factor=f, **llama)) for f in (8.0, 32.0)]
+    for rope in others:
+        if rope != model.rope:
+            yield Attempt(label=f"rotates by {_rope(rope)}", scores=subject.score(model=replace(model, rope=rope)))
+    if model.local_rope is not None:
+        local, full = model.local_rope, model.rope
+        for name, settings in {
+            "by the full layers' settings everywhere": {"local_rope": full},
+            "by the windowed layers' settings everywhere": {"rope": local},
+            "full and windowed layers by each other's settings": {"rope": local, "local_rope": full},
+        }.items():
+            yield Attempt(label=f"rotates {name}", scores=subject.score(model=replace(model, **settings)))
+    pairs = subject.score(params=_interleaved(model, subject.params))
+    yield Attempt(label="rotates neighbouring numbers, not halves of a head", scores=pairs)
+    yield from _bases(subject)
+
+
+def _bases(subject: Subject) -> Attempts:
+    model = subject.model
+
+    def at(theta: float) -> Attempt:
+        rope = replace(model.rope, theta=float(theta))
+        return Attempt(label=f"rotates by {_rope(rope)}", scores=subject.score(model=replace(model, rope=rope)))
+
+    def mean(attempt: Attempt) -> float:
+        return subject.compare(attempt.scores).mean
+
+    tried = sorted({*THETAS, model.rope.theta * 10, model.rope.theta / 10} - {model.rope.theta})
+    attempts = [at(theta) for theta in tried]
+    yield from attempts
+    best = int(np.argmin([mean(attempt) for attempt in attempts]))
+    low, high = tried[max(best - 1, 0)], tried[min(best + 1, len(tried) - 1)]
+    if mean(attempts[best]) > NEARER * subject.compare(subject.score()).mean:
+        return
+    for _ in range(6):
+        between = np.geomspace(low, high, 6)
+        attempts = [at(theta) for theta in between]
+        best = int(np.argmin([mean(attempt) for attempt in attempts]))
+        low, high = between[max(best - 1, 0)], between[min(best + 1, len(between) - 1)]
+    yield attempts[best]
+
+
+def _rope(rope: Rope) -> str:
+    match rope.scaling:
+        case None:
+            scaling = "no scaling"
+        case LinearScaling(factor=factor):
+            scaling = f"linear scaling by {factor:g}"
+        case Llama3Scaling(factor=factor):
+            scaling = f"Llama 3's scaling by {factor:g}"
+    return f"theta={rope.theta:.4g} and {scaling}"
+
+
+def _interleaved(model: DecoderConfig, params: Params) -> Params:
+    """Weights with which halves rotate as neighbours did before."""
+    order = np.concatenate([np.arange(0, model.head_dim, 2), np.arange(1, model.head_dim, 2)])
+
+    def reordered(x: jax.Array) -> jax.Array:
+        by_head = x.reshape(x.shape[0], -1, model.head_dim, *x.shape[2:])
+        return by_head[:, :, order].reshape(x.shape)
+
+    names = ("q", "k", "q_bias", "k_bias", "q_norm", "k_norm")
+    layers = {name: reordered(x) if name in names else x for name, x in params["layers"].items()}
+    return params | {"layers": layers}
+
+
+def window(subject: Subject) -> Attempts:
+    """No window, another one, or other layers that have it."""
+    model = subject.model
+    count, longest = model.num_layers, max(len(c.token_ids) for c in subject.contexts)
+    everywhere = (True,) * count
+    if model.windowed_layers and model.sliding_window is not None:
+        own, size = model.windowed_layers, model.sliding_window
+        others = [f for f in (size - 1, size + 1, size // 2, size * 2) if f > 0]
+        settings: list[tuple[str, dict[str, Any]]] = [("no window at all", {"sliding_window": 2 * longest})]
+        settings += [(f"a window of {f}, not {size}", {"sliding_window": f}) for f in others]
+        turned = {tuple(own[-i:] + own[:-i]) for i in range(1, count)} - {own}
+        settings += [("the window in other layers", {"windowed_layers": which}) for which in sorted(turned)[:8]]
+        settings += [("the window in every layer", {"windowed_layers": everywhere})]
+    else:
+        local = {"windowed_layers": everywhere, "local_rope": None}
+        sizes = [n for n in (*(2**i for i in range(1, 16)), *(2**i - 1 for i in range(3, 16))) if n < longest]
+        settings = [(f"a window of {n}, the model has none", {"sliding_window": n, **local}) for n in sizes]
+    for name, changed in settings:
+        yield Attempt(label=f"has {name}", scores=subject.score(model=replace(model, **changed)))
+
+
+def experts(subject: Subject) -> Attempts:
+    """Another number of experts for each token, or other weights of theirs."""
+    own = subject.model.experts
+    if own is None:
+        return
+    counts = {1, 2, 4, 8, own.per_token - 1, own.per_token + 1} - {0, own.per_token}
+    for normalize in (own.normalize, not own.normalize):
+        for per_token in sorted(n for n in counts | {own.per_token} if n <= own.count):
+            changed = replace(own, per_token=per_token, normalize=normalize)
+            if changed != own:
+                what = f"{_count(per_token, 'expert')} a token (the model has {own.per_token})"
+                weights = "" if normalize == own.normalize else f", weights{'' if normalize else ' not'} normalized"
+                scores = subject.score(model=replace(subject.model, experts=changed))
+                yield Attempt(label=f"takes {what}{weights}", scores=scores)
+
+
+def _count(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+HYPOTHESES: Sequence[Hypothesis] = (
+    Hypothesis(cause=Cause.TEMPERATURE, attempts=temperature),
+    Hypothesis(cause=Cause.TRUNCATED_SUPPORT, attempts=truncated_support),
+    Hypothesis(cause=Cause.STALE_VERSION, attempts=stale_version),
+    Hypothesis(cause=Cause.STALE_PREFIX, attempts=stale_prefix, per_context=True),
+    Hypothesis(cause=Cause.TOKEN_DRIFT, attempts=token_drift),
+    Hypothesis(cause=Cause.POSITION, attempts=position, per_context=True),
+    Hypothesis(cause=Cause.PADDING, attempts=padding, per_context=True),
+    Hypothesis(cause=Cause.ROTARY, attempts=rotary),
+    Hypothesis(cause=Cause.WINDOW, attempts=window),
+    Hypothesis(cause=Cause.EXPERTS, attempts=experts),
+    Hypothesis(cause=Cause.DTYPE, attempts=dtype),
+)
+"""In the order in which they are tried: what is cheap first."""

@@ -1,0 +1,72 @@
+"""How far apart the log-probs of engine and learner may be when both have the same weights.
+
+Rounding is all that may separate them, so the tolerance follows from the coarsest precision on either side. What is
+called float32 is less on accelerators: by default a TPU multiplies float32 matrices in bfloat16 and an NVIDIA GPU in
+TF32. docs/agreement.md has the table, with what was measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from jax_agent_rl.learner.comparison import Comparison
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tolerance:
+    """Nats: ``token`` for the largest gap of a single token, ``mean`` for the mean |gap|."""
+
+    token: float
+    mean: float
+
+    def holds(self, comparison: Comparison) -> bool:
+        """Whether the gaps are within it; nothing compared is no breach."""
+        return not comparison.tokens or (comparison.largest <= self.token and comparison.mean <= self.mean)
+
+
+JAX_ENGINE: dict[str, Tolerance] = {
+    "float32": Tolerance(token=5e-4, mean=5e-5),
+    "tf32": Tolerance(token=0.1, mean=0.01),
+    "float16": Tolerance(token=0.1, mean=0.01),
+    "bfloat16": Tolerance(token=1.0, mean=0.06),
+    "int8": Tolerance(token=2.0, mean=0.15),
+    "fp8": Tolerance(token=3.0, mean=0.3),
+}
+"""By precision, coarser ones further down. The JAX engine shares the learner's functions, down to the norms."""
+
+OTHER_ENGINE: dict[str, Tolerance] = {**JAX_ENGINE, "float32": Tolerance(token=1e-3, mean=1e-4)}
+"""vLLM, and whatever serves behind a rollout server: other kernels, which add in another order."""
+
+
+def coarsest(precisions: Collection[str]) -> str:
+    """The precision that decides; one that is not known counts as bfloat16, which most models are served in.
+
+    >>> coarsest(["float32", "int8", "bfloat16"])
+    'int8'
+    """
+    known = list(JAX_ENGINE)
+    return max((p if p in known else "bfloat16" for p in precisions), key=known.index, default="float32")
+
+
+def multiplied_in(dtype: str, platform: str) -> str:
+    """What products of a type are really computed in.
+
+    Args:
+        platform: JAX's name of it.
+    """
+    if dtype != "float32":
+        return dtype
+    return {"tpu": "bfloat16", "gpu": "tf32", "cuda": "tf32"}.get(platform, dtype)
+
+
+def tolerance(precisions: Collection[str], *, jax_engine: bool, platform: str) -> Tolerance:
+    """The tolerance of a run.
+
+    Args:
+        precisions: of the engines and of the learner.
+        jax_engine: the engines are this package's.
+        platform: JAX's name of what the learner runs on.
+    """
+    table = JAX_ENGINE if jax_engine else OTHER_ENGINE
+    return table[coarsest([multiplied_in(p, platform) for p in precisions])]

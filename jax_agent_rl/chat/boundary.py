@@ -1,0 +1,196 @@
+"""What a chat template writes between an assistant turn and the next one.
+
+It is found on an *anchor*: a short fixed conversation that ends with an assistant turn holding a word that stands
+nowhere else. It is rendered together with the new messages, and everything after the word is the addition::
+
+    user: question   assistant: WORD   tool: 42   ──►   …WORD<|im_end|>\\n<|im_start|>tool\\n42<|im_end|>\\n…
+                                                             └─ the addition, from the end of the turn on
+
+However a template rewrites what stands before the word (strips ``<think>``, injects dates), the addition is not touched
+by it. It begins with a control token that either *ends* the turn, as ``<|im_end|>`` does whatever follows, or *opens*
+the next message, as GLM's ``<|user|>`` and ``<|observation|>`` do, which its models also stop at.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jax_agent_rl.chat.control import ControlTokens, unused_word
+from jax_agent_rl.chat.template import ChatTemplate, Message
+from jax_agent_rl.chat.thinking import ALL_THINK_TAGS, ends_thinking
+from jax_agent_rl.errors import TemplateError
+
+CALL_ID_LENGTH = 9  # of letters and digits, as Mistral's templates demand
+_QUESTION = {"role": "user", "content": "question"}
+_ANSWER = {"role": "assistant", "content": "answer"}
+_RESULT = {"role": "tool", "content": "result", "name": "f", "tool_call_id": "0" * CALL_ID_LENGTH}
+_WORD = unused_word("anchor", _QUESTION, _ANSWER, _RESULT)
+
+Anchor = Callable[[Sequence[Message], Sequence[Mapping], str], str]
+"""From messages, tools and the word to the text that follows an assistant turn."""
+
+
+class TurnBoundary:
+    """The additions of one template.
+
+    Args:
+        template: renders conversations.
+        control: the tokenizer's control tokens.
+        call_end: text that closes the last call of a turn, see ``ToolFormat``.
+    """
+
+    def __init__(self, template: ChatTemplate, control: ControlTokens, *, call_end: str) -> None:
+        self._template = template
+        self._control = control
+        self._call_end = call_end
+        self._anchor_of: dict[tuple[str, ...], int] = {}
+
+    def addition(
+        self,
+        messages: Sequence[Message],
+        with_call_ids: Sequence[Message],
+        tools: Sequence[Mapping] = (),
+    ) -> str:
+        """Return the text after an assistant turn, beginning with the end of that turn.
+
+        Args:
+            messages: what follows the turn.
+            with_call_ids: the same, every ``tool`` message with a ``tool_call_id``.
+            tools: schemas; templates may refer to them.
+
+        Raises:
+            TemplateError: the template refuses the messages, or leaves one out.
+        """
+        key = tuple(message["role"] for message in messages)
+        word = unused_word("anchor", messages, tools)
+        anchors = ((self._plain_anchor, messages), (self._calling_anchor, with_call_ids))
+        known = self._anchor_of.get(key)
+        problems = []
+        for number in sorted(range(len(anchors)), key=lambda number: number != known):  # the known one first
+            anchor, following = anchors[number]
+            try:
+                if number != known:
+                    _check_keeps(anchor, following, tools, word)
+                addition = anchor(following, tools, word)
+            except TemplateError as error:
+                problems.append(str(error))
+                continue
+            self._anchor_of[key] = number
+            return addition
+        raise TemplateError("; ".join(problems))
+
+    def needs_call(self, role: str) -> bool:
+        """Return whether a message of this role, found by :meth:`addition` before, stands only behind a call."""
+        return self._anchor_of.get((role,)) == 1
+
+    @functools.cached_property
+    def ends(self) -> frozenset[int]:
+        """Ids that the template ends a turn with, whatever follows it."""
+        asked, said = {"role": "user", "content": _WORD}, {"role": "assistant", "content": _WORD}
+        pairs = [([asked], [asked, _ANSWER]), ([_QUESTION, said], [_QUESTION, said, _QUESTION])]
+        calling = [_QUESTION, _call_of([_RESULT], _WORD)]
+        ids = [self._end_of(last, followed) for last, followed in pairs]
+        ids.append(self._end_of(calling, [*calling, _RESULT], before_another=True))
+        return frozenset(i for i in ids if i is not None)
+
+    @functools.cached_property
+    def openings(self) -> frozenset[int]:
+        """Ids that the template writes right after an assistant turn to open the next message."""
+        ids = set()
+        for message in (_QUESTION, _RESULT):
+            try:
+                addition = self.addition([message], [message])
+            except TemplateError:
+                continue
+            token = self._control.first(addition)
+            if token and not addition[: token.start()].strip():
+                ids.add(self._control.ids[token.group()])
+        return frozenset(ids - self.ends)
+
+    @functools.cached_property
+    def think_tag(self) -> str:
+        """The tag of a think block that the generation prompt leaves open, in which every turn then begins; or ""."""
+        try:
+            prompt = self.addition([_QUESTION], [_QUESTION]).rpartition(_QUESTION["content"])[2]
+        except TemplateError:
+            return ""
+        return max((begin for begin, _ in ALL_THINK_TAGS), key=prompt.rfind) if ends_thinking(prompt) else ""
+
+    def _end_of(
+        self, last: Sequence[Message], followed: Sequence[Message], *, before_another: bool = False
+    ) -> int | None:
+        """The control token after :data:`_WORD` in both conversations.
+
+        Args:
+            before_another: it counts only if another one follows at once: after a call Gemma 4 opens the result with
+                the same token whether or not there is one yet.
+        """
+        found = []
+        for messages in (last, followed):
+            try:
+                _, written, text = self._template.render(messages, (), generation_prompt=False).rpartition(_WORD)
+            except TemplateError:
+                return None
+            token = self._control.first(self._after_call(text) if before_another else text)
+            if not written or token is None:
+                return None
+            rest = token.string[token.end() :].lstrip()
+            if before_another and rest and not ((following := self._control.first(rest)) and following.start() == 0):
+                return None
+            found.append(token.group())
+        return self._control.ids[found[0]] if found[0] == found[1] else None
+
+    def _plain_anchor(self, messages: Sequence[Message], tools: Sequence[Mapping], word: str) -> str:
+        """On an assistant turn of text."""
+        anchor = [_QUESTION, {"role": "assistant", "content": word}]
+        before, found, after = self._template.render([*anchor, *messages], tools, generation_prompt=True).rpartition(
+            word
+        )
+        if not found or word in before:
+            raise TemplateError("the chat template does not write an assistant turn exactly once")
+        return after
+
+    def _calling_anchor(self, messages: Sequence[Message], tools: Sequence[Mapping], word: str) -> str:
+        """On an assistant turn that calls tools, for templates that want one before a tool result."""
+        results = [message for message in messages if message["role"] == "tool"]
+        anchor = [_QUESTION, _call_of(results or [_RESULT], word)]
+        text = self._template.render([*anchor, *messages], tools, generation_prompt=True)
+        rest = self._after_call(text[text.rindex(word) :] if word in text else "")
+        if (end := self._control.first(rest)) is None:
+            raise TemplateError("the chat template does not mark the end of an assistant turn that calls a tool")
+        return rest[end.start() :]
+
+    def _after_call(self, rest: str) -> str:
+        """What the template writes to close the call is the model's own business; the turn's end is not."""
+        if (end := self._call_end) and end in rest:
+            return rest[rest.index(end) + len(end) :]
+        return rest
+
+
+def _call_of(results: Sequence[Message], word: str) -> dict[str, Any]:
+    """An assistant message of the calls that are answered by these results."""
+    calls = [
+        {
+            "id": result["tool_call_id"],
+            "type": "function",
+            "function": {"name": result.get("name", "f"), "arguments": {"a": word}},
+        }
+        for result in results
+    ]
+    return {"role": "assistant", "content": "", "tool_calls": calls}
+
+
+def _check_keeps(anchor: Anchor, messages: Sequence[Message], tools: Sequence[Mapping], word: str) -> None:
+    """Tries with marked contents whether an anchor makes the template write every message.
+
+    Raises:
+        TemplateError: it leaves one out, as some do with a tool result that no call comes before.
+    """
+    kept = unused_word("kept", messages, tools)
+    marked = [{**message, "content": f"{kept}{index}"} for index, message in enumerate(messages)]
+    text = anchor(marked, tools, word)
+    for message in marked:
+        if message["content"] not in text:
+            raise TemplateError(f"the chat template leaves out a message of role {message['role']!r}")

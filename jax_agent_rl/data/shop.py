@@ -1,0 +1,127 @@
+"""The quickstart's task: questions about a small shop that take one tool call, or two of which one needs the other.
+
+==========  =====================================  =======================================
+kind        question                               calls
+==========  =====================================  =======================================
+sum         What is 4898 plus 9916?                calculator("4898 + 9916")
+difference  What is 8766 minus 740?                calculator("8766 - 740")
+product     What is 125 × 72?                      calculator("125 * 72")
+price       What is the price of 36 × clock?       price("clock") → 57, calculator("36 * 57")
+weight      What is the weight of 62 × ball?       weight("ball") → 82, calculator("62 * 82")
+==========  =====================================  =======================================
+
+The prompt shows one addition and one question of each lookup. The policy has to choose among three tools, to go on
+after a lookup instead of answering with its result, and to write ``*`` where the question has ``×``, which the
+calculator refuses. Held-out questions ask about items that no training question names.
+
+The calls are written as Python, ``[price(item="clock")]``, a third of the tokens of the same call as JSON in tags.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from jax_agent_rl.data.rows import write_rows
+from jax_agent_rl.tools.builtin.shop import PRICES, WEIGHTS
+
+SYSTEM = "Answer with the tools calculator, price and weight."
+TABLES = {"price": PRICES, "weight": WEIGHTS}
+SHOWN = ("mug", "fan")
+"""The items of the prompt's worked questions."""
+HELDOUT_SHARE = 0.25
+"""Of the other items: those that only held-out questions name."""
+
+Question = tuple[str, str, tuple[int, ...]]
+"""Kind, text, what its calls return; the last result is the answer."""
+Message = dict[str, str]
+
+
+def prepare_shop(
+    out: Path, *, train: int = 2000, heldout: int = 200, seed: int = 0, agent_name: str = "tool_agent"
+) -> tuple[Path, Path]:
+    """Write ``train.jsonl`` and ``heldout.jsonl`` (no question is in both) and returns their paths.
+
+    Args:
+        agent_name: the loop that the rows ask for.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    rng = random.Random(seed)
+    items = [item for item in PRICES if item not in SHOWN]
+    rng.shuffle(items)
+    kept = round(len(items) * HELDOUT_SHARE)
+    seen: set[str] = set()
+    files = (out / "heldout.jsonl", out / "train.jsonl")
+    for file, count, named in zip(files, (heldout, train), (items[:kept], items[kept:]), strict=True):
+        questions = _questions(rng, named, seen)
+        rows = [_row(*next(questions), agent_name) for _ in range(count)]
+        write_rows(file, rows)
+    return files[1], files[0]
+
+
+def _questions(rng: random.Random, items: Sequence[str], seen: set[str]) -> Iterator[Question]:
+    """Different questions without end: one of every four is a sum or a difference, then one of each other kind."""
+    while True:
+        for kind in (rng.choice(("sum", "difference")), "product", "price", "weight"):
+            while (question := _question(rng, kind, items))[1] in seen:
+                pass
+            seen.add(question[1])
+            yield question
+
+
+def _question(rng: random.Random, kind: str, items: Sequence[str]) -> Question:
+    match kind:
+        case "sum":
+            a, b = rng.randint(1000, 9999), rng.randint(1000, 9999)
+            return kind, f"What is {a} plus {b}?", (a + b,)
+        case "difference":
+            a, b = rng.randint(1000, 9999), rng.randint(100, 999)
+            return kind, f"What is {a} minus {b}?", (a - b,)
+        case "product":
+            a, b = rng.randint(112, 999), rng.randint(12, 98)
+            return kind, f"What is {a} × {b}?", (a * b,)
+        case _:
+            count, item = rng.randint(12, 98), rng.choice(items)
+            one = TABLES[kind][item]
+            return kind, f"What is the {kind} of {count} × {item}?", (one, count * one)
+
+
+def _row(kind: str, question: str, results: Sequence[int], agent_name: str) -> dict[str, Any]:
+    return {
+        "data_source": f"shop/{kind}",
+        "agent_name": agent_name,
+        "prompt": [
+            {"role": "system", "content": SYSTEM},
+            *_worked_lookup("weight", 12, "fan"),
+            *_worked("What is 46 plus 27?", (_call("calculator", expression="46 + 27"), 73)),
+            *_worked_lookup("price", 64, "mug"),
+            {"role": "user", "content": question},
+        ],
+        "reward_model": {"ground_truth": str(results[-1])},
+        "extra_info": {"results": [str(result) for result in results]},
+    }
+
+
+def _worked_lookup(kind: str, count: int, item: str) -> list[Message]:
+    one = TABLES[kind][item]
+    return _worked(
+        f"What is the {kind} of {count} × {item}?",
+        (_call(kind, item=item), one),
+        (_call("calculator", expression=f"{count} * {one}"), count * one),
+    )
+
+
+def _worked(question: str, *calls: tuple[str, int]) -> list[Message]:
+    """A question answered with calls, each with its result, as the policy is to do it."""
+    messages = [{"role": "user", "content": question}]
+    for call, result in calls:
+        messages += [{"role": "assistant", "content": call}, {"role": "tool", "content": str(result)}]
+    return [*messages, {"role": "assistant", "content": f"= {calls[-1][1]}"}]
+
+
+def _call(name: str, **argument: str) -> str:
+    """A call in agent.tool_format ``pythonic``."""
+    return f"[{name}({', '.join(f'{key}={json.dumps(value)}' for key, value in argument.items())})]"

@@ -1,0 +1,97 @@
+"""What the engine really runs, in the learner's terms: its weights by their published names, its layers' outputs.
+
+Everything here reads, and its programs are none of the engine's table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_agent_rl.jetstream.forward import EngineParams, chunk_layers, embed_tokens
+from jax_agent_rl.jetstream.kv import KVCache, LayerKV, empty_cache, restored
+from jax_agent_rl.jetstream.scheduler import Scheduler
+from jax_agent_rl.models.config import DecoderConfig
+from jax_agent_rl.models.hf import Names, tensor_names
+from jax_agent_rl.models.quantized import Quantized
+from jax_agent_rl.tensor_samples import LayerOutput, TensorSample
+
+
+def tensor_samples(model: DecoderConfig, scheduler: Scheduler) -> Mapping[str, TensorSample]:
+    """A sample of every tensor of the decoder; empty for an engine that keeps its weights in a layout of its own.
+
+    Args:
+        model: as the learner has it: with its number of key/value heads.
+    """
+    params = scheduler.params
+    if not isinstance(params, EngineParams):
+        return {}
+    names = tensor_names(model)
+    top = {"embed": params.embed, "final_norm": params.final_norm, "lm_head": params.head}
+    samples = {names[key]: TensorSample.of(np.asarray(x)) for key, x in top.items() if key in names and x is not None}
+    for i, layer in enumerate(params.layers):
+        for key, array in _split(model, layer).items():
+            samples |= {name: TensorSample.of(x) for name, x in _named(names["layers"][key][i], array)}
+    return samples
+
+
+def layer_outputs(scheduler: Scheduler, token_ids: Sequence[int]) -> Sequence[LayerOutput]:
+    """What the engine's layers make of a context that is prefilled in one chunk; empty for one of another layout."""
+    params, engine = scheduler.params, scheduler.engine
+    if not isinstance(params, EngineParams) or isinstance(params.embed, np.ndarray):  # the latter: it sleeps
+        return []
+    config, mesh = engine.config, engine.split
+    ids = jnp.asarray(token_ids, jnp.int32)
+
+    @jax.jit
+    def run(params: EngineParams) -> tuple[jax.Array, list[tuple[jax.Array, LayerKV]]]:
+        # A page that nothing has been written to: all of the context is in the chunk.
+        cache: KVCache = empty_cache(config, 1, engine.shapes.page, engine.kv_dtype)
+        layers = chunk_layers(config, params, cache, ids[None], jnp.zeros(1, jnp.int32), mesh=mesh)
+        return embed_tokens(config, params, ids), list(layers)
+
+    embedded, layers = jax.device_get(run(params))
+    outputs = [LayerOutput(hidden=np.asarray(embedded, np.float32))]
+    for hidden, kept in layers:
+        keys, values = restored(kept, jnp.dtype(jnp.float32))
+        outputs.append(
+            LayerOutput(
+                hidden=np.asarray(hidden, np.float32).T,
+                keys=np.asarray(keys, np.float32)[0].transpose(2, 0, 1),
+                values=np.asarray(values, np.float32)[0].transpose(1, 0, 2),
+            )
+        )
+    return outputs
+
+
+def _named(names: Names, array: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+    if isinstance(names, str):
+        yield names, array
+    else:
+        yield from zip(names, array, strict=True)
+
+
+def _split(model: DecoderConfig, layer: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """A layer's arrays as the learner keeps them, on the host: the inverse of what the engine fuses and repeats."""
+    arrays = {name: _whole(x) for name, x in layer.items()}
+    for fused, parts in (("qkv", ("q", "k", "v")), ("qkv_bias", ("q_bias", "k_bias", "v_bias"))):
+        if fused in arrays:
+            by_head = arrays.pop(fused)  # [K, (G + 2) h, ...]
+            repeats, size = len(by_head) // model.num_kv_heads, model.head_dim
+            queries, keys, values = np.split(by_head, [by_head.shape[1] - 2 * size, by_head.shape[1] - size], axis=1)
+            for name, x in zip(parts, (queries, keys[::repeats], values[::repeats]), strict=True):
+                arrays[name] = x.reshape(-1, *x.shape[2:])
+    if "gate_up" in arrays:
+        arrays["gate"], arrays["up"] = arrays.pop("gate_up")
+    return arrays
+
+
+def _whole(x: Any) -> np.ndarray:
+    """On the host, 8 bits multiplied out."""
+    if isinstance(x, Quantized):
+        return np.asarray(x.numbers, np.float32) * np.asarray(x.scale, np.float32)
+    return np.asarray(x)

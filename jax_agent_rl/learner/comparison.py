@@ -1,0 +1,139 @@
+"""How far engine and learner are apart, on the tokens where they should not be.
+
+A token can be compared if the learner scores it with the very weights it was sampled from: its policy version is one
+whose parameters are the learner's now, and so are those of all tokens before it in its turn (a generation that went on
+through a weight update may have kept keys and values of the old weights). Everything else is off-policy: a gap there is
+the policy's progress and says nothing about the programs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from jax_agent_rl.errors import JaxAgentRLError
+from jax_agent_rl.learner.gate import UpdateAbandoned, UpdateGate
+from jax_agent_rl.types import Trajectory, Turn
+
+INFINITE = 1e4
+"""Nats that stand for an infinite gap, in sums that have to stay finite."""
+
+Statistics = Mapping[str, Mapping[str, Any]]
+ReadStatistics = Callable[[Statistics], None]
+"""Takes the statistics of a policy update before it is applied."""
+
+
+def unread(statistics: Statistics) -> None:
+    """Takes statistics that nobody asked for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """|engine's log-prob - learner's| over the tokens that can be compared.
+
+    Attributes:
+        tokens: how many there are.
+        mean: nats; 0 without tokens.
+        largest: nats, of a single token.
+    """
+
+    tokens: int
+    mean: float
+    largest: float
+
+    @classmethod
+    def of(cls, gaps: np.ndarray) -> Comparison:
+        """Of differences of any sign; those that are no number are left out, the update itself deals with them."""
+        sizes = np.minimum(np.abs(gaps[~np.isnan(gaps)]), INFINITE)
+        if not len(sizes):
+            return cls(tokens=0, mean=0.0, largest=0.0)
+        return cls(tokens=len(sizes), mean=float(sizes.mean()), largest=float(sizes.max()))
+
+    @classmethod
+    def of_statistics(cls, statistics: Statistics) -> Comparison:
+        """What a policy update's own pass found, see ``learner.objective.policy_loss``."""
+        tokens, total = (float(statistics["sum"][name]) for name in ("compared", "compared_gap"))
+        mean = total / tokens if tokens else 0.0
+        return cls(tokens=round(tokens), mean=mean, largest=float(statistics["max"]["compared_gap"]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgreementCheck:
+    """What a learner is asked to do before its first optimizer update of a step.
+
+    Attributes:
+        since: the first policy version whose parameters are those that the update begins with.
+        inspect: takes the comparison; what it raises ends the update before anything has changed.
+    """
+
+    since: int
+    inspect: Callable[[Comparison], None]
+
+    def before_update(self, comparison: Comparison | None) -> ReadStatistics:
+        """Inspects now if a pass has scored the tokens; else what is returned does, with the first update's own pass.
+
+        Args:
+            comparison: of the scoring pass; None without one.
+        """
+        if comparison is not None:
+            self.inspect(comparison)
+            return unread
+        left = [self.inspect]  # later updates are of parameters that the engine does not have
+
+        def read(statistics: Statistics) -> None:
+            while left:
+                left.pop()(Comparison.of_statistics(statistics))
+
+        return read
+
+
+UNCHECKED = AgreementCheck(since=0, inspect=lambda comparison: None)
+
+
+def comparable(trajectory: Trajectory, since: int) -> np.ndarray:
+    """Bool [S], for each token with loss whether it can be compared, see the module's docstring.
+
+    Args:
+        since: the first policy version of the parameters compared with.
+    """
+    return np.array([mine for s in trajectory.sequences for turn in s.turns for mine in _of_turn(turn, since)], bool)
+
+
+def compare(old: Iterable[np.ndarray], rollout: Iterable[np.ndarray], tokens: Iterable[np.ndarray]) -> Comparison:
+    """Log-probs [S] of the learner and of the engine, over the tokens that can be compared, per trajectory."""
+    gaps = [(o - r)[mine] for o, r, mine in zip(old, rollout, tokens, strict=True)]
+    return Comparison.of(np.concatenate(gaps) if gaps else np.zeros(0))
+
+
+def _of_turn(turn: Turn, since: int) -> list[bool]:
+    versions = turn.output.policy_versions
+    first = versions[0] if versions else -1
+    same = np.cumprod([version == first >= since for version in versions]).astype(bool).tolist()
+    return same + [False] * (len(turn.appended_ids) * turn.learn_appended)
+
+
+@contextlib.contextmanager
+def through_gate(check: AgreementCheck, gate: UpdateGate) -> Iterator[AgreementCheck]:
+    """A check that closes a gate where it would raise, and raises when the update has been given up.
+
+    For processes that update together: the others wait at the gate for one that leaves by itself.
+    """
+    refusals: list[JaxAgentRLError] = []
+
+    def inspect(comparison: Comparison) -> None:
+        try:
+            check.inspect(comparison)
+        except JaxAgentRLError as error:
+            refusals.append(error)
+            gate.close()
+
+    try:
+        yield replace(check, inspect=inspect)
+    except UpdateAbandoned:
+        if refusals:
+            raise refusals[0] from None
+        raise

@@ -1,0 +1,203 @@
+"""A diagnosis of a run: of one that goes on, and of what one has left in its folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jax_agent_rl.agreement.contexts import LONGEST, Context
+from jax_agent_rl.agreement.diagnosis import Diagnosis, EngineView, diagnose, worst
+from jax_agent_rl.agreement.report import Evidence
+from jax_agent_rl.agreement.subject import Subject
+from jax_agent_rl.agreement.tolerances import Tolerance, tolerance
+from jax_agent_rl.config import Config
+from jax_agent_rl.config_mesh import MeshConfig
+from jax_agent_rl.errors import CheckpointError
+from jax_agent_rl.learner.checkpoint import Checkpointer, complete_steps
+from jax_agent_rl.learner.comparison import Comparison
+from jax_agent_rl.learner.step import Learner
+from jax_agent_rl.models.config import Params
+from jax_agent_rl.models.hf import load_config, load_hf
+from jax_agent_rl.observe.records import Record, trajectories_of
+from jax_agent_rl.runtime.export import run_config
+from jax_agent_rl.runtime.learners import make_learner
+
+MOST_CONTEXTS = 64
+"""That are kept of a breach, or compared of a run folder."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunDiagnosis:
+    """What ``jax-agent-rl diagnose`` found.
+
+    Attributes:
+        source: where the contexts are from.
+        version: of the weights.
+        contexts: that were compared.
+        comparison: of engine and learner in them.
+        allowed: by the precision of both.
+        diagnosis: None if they agree.
+        then: what was said when the run found the breach, as JSON; None if it found none.
+    """
+
+    source: str
+    version: int
+    contexts: int
+    comparison: Comparison
+    allowed: Tolerance
+    diagnosis: Diagnosis | None
+    then: Mapping[str, Any] | None = None
+
+
+def make_subject(learner: Learner, config: Config, contexts: Sequence[Context], *, version: int) -> Subject:
+    """Contexts and a learner whose parameters are of ``version``, with those of versions before it."""
+    params = learner.params
+    older: dict[str, Callable[[], Params]] = {}
+    if (before := learner.params_before()) is not None:
+        older["the version before (the last optimizer update undone)"] = lambda: before
+    if version:
+        older["version 0 (the model's files)"] = lambda: _of_files(config, params)
+    return Subject(
+        model=learner.model,
+        params=params,
+        dtype=config.learner.compute_dtype,
+        temperature=config.rollout.temperature,
+        contexts=contexts,
+        older=older,
+    )
+
+
+def run_tolerance(config: Config, precisions: Sequence[str]) -> Tolerance:
+    """What a run allows.
+
+    Args:
+        precisions: of its engines.
+    """
+    if (own := config.trainer.agreement_tolerance) is not None:
+        return Tolerance(token=own[0], mean=own[1])
+    jax_engine = config.rollout.backend == "jetstream" and config.rollout.jetstream.engine is None
+    both = [*precisions, config.learner.compute_dtype]
+    return tolerance(both, jax_engine=jax_engine, platform=jax.default_backend())
+
+
+def diagnose_run(run: Path, *, version: int | None = None) -> RunDiagnosis:
+    """Repeats the diagnosis of a breach, or compares the trajectories that a run has kept.
+
+    Args:
+        version: of the weights whose trajectories are looked at; None is that of the breach, or the newest with a
+            checkpoint.
+
+    Raises:
+        CheckpointError: not a run folder, or no trajectories of a version of which there are parameters.
+    """
+    config = run_config(run)
+    place = config.trainer.checkpoint_dir or run / "checkpoints"
+    steps = sorted({0, *complete_steps(place)})
+    evidence = Evidence.read(run) if version is None else None
+    if evidence is not None:
+        source, contexts, version = "the breach that the run recorded", list(evidence.contexts), evidence.version
+        if version not in steps:
+            raise CheckpointError(f"{run} has no checkpoint of version {version}, which the breach is about")
+    else:
+        kept = _contexts_of_folder(run)
+        known = [step for step in steps if kept.get(step)]
+        if version is None and known:
+            version = known[-1]
+        if version is None or version not in known:
+            raise CheckpointError(
+                f"{run} has trajectories of versions {sorted(kept)} and parameters of versions {steps}: there is "
+                "nothing to compare; set trainer.checkpoint_every=1 and run again"
+            )
+        source, contexts = f"its trajectories of version {version}", kept[version][:MOST_CONTEXTS]
+    learner = _learner_at(config, place, version, saved=version in complete_steps(place))
+    subject = make_subject(learner, config, contexts, version=version)
+    allowed = run_tolerance(config, [_precision(config)]) if evidence is None else evidence.tolerance
+    engine = None if evidence is None else EngineView(precision=evidence.precision, tensors=evidence.tensors)
+    few, plain = worst(subject)
+    measured = [c.learner - c.rollout for c in contexts if c.learner is not None]
+    comparison = Comparison.of(np.concatenate(measured)) if measured else few.compare(plain)
+    broken = evidence is not None or not allowed.holds(comparison) or not allowed.holds(few.compare(plain))
+    return RunDiagnosis(
+        source=source,
+        version=version,
+        contexts=len(contexts),
+        comparison=comparison,
+        allowed=allowed,
+        diagnosis=diagnose(subject, tolerance=allowed, engine=engine) if broken else None,
+        then=None if evidence is None else evidence.diagnosis,
+    )
+
+
+def _learner_at(config: Config, place: Path | str, version: int, *, saved: bool) -> Learner:
+    """The run's learner on one device, with the parameters and optimizer of a version."""
+    alone = config.learner.model_copy(update={"mesh": MeshConfig.model_validate({})})
+    config = config.model_copy(update={"learner": alone})
+    learner = make_learner(config, load_config(config.model.path))
+    assert isinstance(learner, Learner)
+    if saved:
+        checkpointer = Checkpointer(place, keep=config.trainer.keep_checkpoints)
+        try:
+            _, learner.state, _ = checkpointer.restore(learner.state, step=version)
+        finally:
+            checkpointer.close()
+    return learner
+
+
+def _precision(config: Config) -> str:
+    """Of the engine, as far as the configuration says."""
+    engine = config.rollout.jetstream
+    if config.rollout.backend != "jetstream":
+        return config.rollout.vllm.dtype
+    eight_bits = [dtype for dtype in (engine.quantize, engine.kv_dtype) if dtype not in ("none", "auto")]
+    return eight_bits[0] if eight_bits else engine.dtype
+
+
+def _of_files(config: Config, like: Params) -> Params:
+    """The model's files, laid out like other parameters."""
+    return load_hf(config.model.path, shardings=jax.tree.map(lambda x: x.sharding, like))[1]
+
+
+def _contexts_of_folder(run: Path) -> dict[int, list[Context]]:
+    """By version the contexts of text in ``trajectories.jsonl``; log-probs are kept there with six digits."""
+    found: dict[int, list[Context]] = {}
+    for record in trajectories_of(run / "trajectories.jsonl"):
+        if record["split"] == "train" and record["history_window"] is None:
+            for part in (record, *record["segments"]):
+                for version, context in _of_record(part):
+                    found.setdefault(version, []).append(context)
+    return found
+
+
+def _of_record(record: Record) -> Iterator[tuple[int, Context]]:
+    pictures = sum(record["prompt_media"].values()) + sum(
+        count for turn in record["turns"] for call in turn["tool_calls"] for count in call.get("media", {}).values()
+    )
+    if pictures or not any(record["response_mask"]):
+        return
+    prompt, versions = record["prompt_ids"], record["policy_versions"]
+    by_version: dict[int, list[int]] = {}
+    begin = 0
+    for turn in record["turns"]:
+        for at in range(begin, begin + turn["sampled"]):
+            if versions[at] != versions[begin]:
+                break
+            by_version.setdefault(versions[at], []).append(at)
+        begin += turn["sampled"] + turn["appended"]
+    for version, places in by_version.items():
+        at = np.asarray(places, np.int64)
+        old = record.get("old_logprobs")
+        context = Context(
+            name=record["trajectory_id"],
+            token_ids=(*prompt, *record["response_ids"]),
+            prompt=len(prompt) + record["response_mask"].index(1),
+            at=len(prompt) + at,
+            rollout=np.asarray(record["rollout_logprobs"], np.float64)[at],
+            learner=None if old is None else np.asarray(old, np.float64)[at],
+        ).cut(LONGEST)
+        if len(context.at):
+            yield version, context

@@ -1,0 +1,157 @@
+"""The contract between engine and learner, kept in every step: compared before anything is learnt, diagnosed if broken.
+
+::
+
+    learner scores the step ─► Comparison ─► within the tolerance: go on
+                                        └──► a breach: diagnosis, disagreement.json ─► stop, or warn and go on
+
+The comparison is of numbers that the step computes anyway. Nothing of a diagnosis is compiled before there is
+something to diagnose, and its programs count as none of the run's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+from jax_agent_rl.agreement.contexts import contexts_of
+from jax_agent_rl.agreement.diagnosis import Diagnosis, EngineView, diagnose
+from jax_agent_rl.agreement.report import Evidence, as_json, breach_line, table
+from jax_agent_rl.agreement.tolerances import Tolerance
+from jax_agent_rl.errors import BackendError, DisagreementError
+from jax_agent_rl.learner.comparison import AgreementCheck, Comparison
+from jax_agent_rl.learner.step import Learner
+from jax_agent_rl.observe.metrics import RunFolder
+from jax_agent_rl.runtime.diagnosis import MOST_CONTEXTS, make_subject, run_tolerance
+from jax_agent_rl.runtime.in_process import Runtime
+from jax_agent_rl.tensor_samples import Inspectable
+from jax_agent_rl.types import Group
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+NOTHING = Comparison(tokens=0, mean=0.0, largest=0.0)
+LOOK_SECONDS = 120.0  # an engine that does not answer for so long is not looked into
+
+
+class AgreementWatch:
+    """Compares, and deals with a breach.
+
+    Args:
+        runtime: engines and learner.
+        folder: where a breach is recorded.
+        version: of the learner's parameters.
+        say: takes a line for people.
+    """
+
+    def __init__(self, runtime: Runtime, folder: RunFolder, *, version: int, say: Callable[[str], None]) -> None:
+        self._runtime, self._folder, self._say = runtime, folder, say
+        self._since = version
+        self._agreed = True
+        self._latest = NOTHING
+        self.programs = 0
+        """Compiled for diagnoses; they are none of the run's."""
+
+    def learnt(self, version: int) -> None:
+        """The parameters have changed: from now on only tokens of this version can be compared."""
+        self._since = version
+
+    def check(self, groups: Sequence[Group], step: int) -> AgreementCheck:
+        """For the learner's update of a step; call it on the loop that the engines answer on."""
+        loop = asyncio.get_running_loop()
+        return AgreementCheck(
+            since=self._since, inspect=lambda comparison: self._inspect(comparison, groups, step, loop)
+        )
+
+    def take_metrics(self) -> dict[str, float]:
+        """Of the comparison since they were last taken, for the step's record."""
+        latest, self._latest = self._latest, NOTHING
+        return {
+            "compared_tokens": float(latest.tokens),
+            "compared_gap_mean": latest.mean,
+            "compared_gap_max": latest.largest,
+        }
+
+    @property
+    def tolerance(self) -> Tolerance:
+        """Of this run's engines and learner."""
+        engines = [server.backend for server in self._runtime.client.servers]
+        return run_tolerance(self._runtime.config, [engine.capabilities.precision for engine in engines])
+
+    # --- in the learner's thread ------------------------------------------------------------------------------
+
+    def _inspect(
+        self, comparison: Comparison, groups: Sequence[Group], step: int, loop: asyncio.AbstractEventLoop
+    ) -> None:
+        """Raises DisagreementError if there is a breach, and ``trainer.on_disagreement`` says so."""
+        allowed, self._latest = self.tolerance, comparison
+        agreed, self._agreed = self._agreed, allowed.holds(comparison)
+        if self._agreed:
+            return
+        stops = self._runtime.config.trainer.on_disagreement == "stop"
+        breach = breach_line(comparison, allowed, self._since)
+        self._say(f"  step {step}: {breach}")
+        line = "the diagnosis is that of the step before"
+        if agreed or stops:
+            found = self._diagnosed(groups, step, allowed, loop)
+            line = f"run `jax-agent-rl diagnose {self._folder.path}`" if found is None else found.line
+            for text in table(found) if found is not None else [f"=> {line}"]:
+                self._say(f"  {text}")
+        if stops:
+            raise DisagreementError(
+                f"{breach}\n=> {line}\n"
+                f"Nothing was learnt from this step; {self._folder.disagreement} has the evidence. "
+                "Go on with --resume once it is corrected, or with trainer.on_disagreement=warn as it is"
+            )
+
+    def _diagnosed(
+        self, groups: Sequence[Group], step: int, allowed: Tolerance, loop: asyncio.AbstractEventLoop
+    ) -> Diagnosis | None:
+        """Diagnoses and records; None where the learner's parameters are spread over processes."""
+        learner, found = self._runtime.learner, None
+        engine = self._view(loop)
+        contexts = contexts_of(groups, self._since)
+        if isinstance(learner, Learner) and contexts:
+            compiled = learner.programs_compiled
+            contexts = contexts_of(groups, self._since, learner.logprobs(groups))
+            self.programs += learner.programs_compiled - compiled
+            subject = make_subject(learner, self._runtime.config, contexts, version=self._since)
+            try:
+                found = diagnose(subject, tolerance=allowed, engine=engine)
+                contexts = found.contexts
+            except Exception as error:  # of memory, say: the breach is to be dealt with all the same
+                logger.exception("the diagnosis failed")
+                self._say(f"  the diagnosis failed: {type(error).__name__}: {error}")
+        evidence = Evidence(
+            version=self._since,
+            step=step,
+            contexts=contexts[:MOST_CONTEXTS],
+            tolerance=allowed,
+            precision=engine.precision,
+            tensors=engine.tensors,
+            diagnosis=None if found is None else as_json(found),
+        )
+        self._folder.write_json(self._folder.disagreement, evidence.to_json())
+        return found
+
+    def _view(self, loop: asyncio.AbstractEventLoop) -> EngineView:
+        """What the first engine that can be looked into lets be seen."""
+        config = self._runtime.config
+        engines = [server.backend for server in self._runtime.client.servers]
+        precision = engines[0].capabilities.precision if engines else "float32"
+        # Weights of a vLLM engine that sleeps are nowhere that could be read.
+        hidden = config.rollout.backend == "vllm" and config.rollout.sleep
+        looked = next((engine for engine in engines if isinstance(engine, Inspectable) and not hidden), None)
+        if looked is None:
+            return EngineView(precision=precision)
+
+        def wait(answer: Coroutine[Any, Any, T]) -> T:
+            return asyncio.run_coroutine_threadsafe(answer, loop).result(LOOK_SECONDS)
+
+        try:
+            tensors = wait(looked.tensor_samples())
+        except (BackendError, TimeoutError) as error:
+            self._say(f"  the engine cannot be looked into: {error}")
+            return EngineView(precision=precision)
+        return EngineView(precision=precision, tensors=tensors, layers=lambda ids: wait(looked.layer_outputs(ids)))

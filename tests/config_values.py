@@ -1,0 +1,124 @@
+"""Configurations for tests that go through every key: with another value than the default, with a condition met."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic.fields import FieldInfo
+
+from jax_agent_rl.config_base import Section
+from jax_agent_rl.config_conditions import Both, Condition, Either, Facts, Key, conditions
+
+
+def keys(model: type[Section], prefix: str = "") -> Iterator[tuple[str, type[Section], str]]:
+    """Path, section and name of every key that is no section itself."""
+    for name, info in model.model_fields.items():
+        section = section_of(info)
+        if section is not None:
+            yield from keys(section, f"{prefix}{name}.")
+        else:
+            yield prefix + name, model, name
+
+
+def all_conditions(model: type[Section], path: str) -> tuple[Condition, ...]:
+    """Those of a key and of the sections it stands in, from the top."""
+    found: tuple[Condition, ...] = ()
+    for name in path.split("."):
+        found += conditions(model)[name]
+        model = section_of(model.model_fields[name]) or model
+    return found
+
+
+def section_of(info: FieldInfo) -> type[Section] | None:
+    """The section that a field holds, if it holds one."""
+    options = (info.annotation, *get_args(info.annotation))
+    return next((one for one in options if isinstance(one, type) and issubclass(one, Section)), None)
+
+
+def replaced(config: Section, path: str, value: Any) -> Section:
+    """The tree with one key set, unchecked; sections that are null come into being."""
+    name, _, rest = path.partition(".")
+    if rest:
+        inner = getattr(config, name)
+        value = replaced(_made(config, name) if inner is None else inner, rest, value)
+    return config.model_copy(update={name: value})
+
+
+def _made(config: Section, name: str) -> Section:
+    section = section_of(type(config).model_fields[name])
+    assert section is not None
+    required = {key: info for key, info in section.model_fields.items() if info.is_required()}
+    return section(**{key: other_value(info) for key, info in required.items()})
+
+
+def with_condition(condition: Condition, config: Section, facts: Facts, *, holding: bool) -> Section | None:
+    """The tree changed so that a condition holds, or does not; None if no configuration does it."""
+    if condition.holds(config, facts) is holding:
+        return config
+    if isinstance(condition, (Both, Either)):
+        made: Section | None = config
+        for part in condition.parts:
+            made = made and with_condition(part, made, facts, holding=holding)
+        return made
+    if not isinstance(condition, Key):
+        return None
+    for value in (None, False, 0, *condition.values, *_values(_annotation(type(config), condition.path), [])):
+        made = replaced(config, condition.path, value)
+        if condition.holds(made, facts) is holding:
+            return made
+    raise AssertionError(f"{condition.words()}: no value of {condition.path} does it")
+
+
+def other_value(info: FieldInfo) -> Any:
+    """A value of a key's type that is not its default."""
+    default = None if info.is_required() else info.get_default(call_default_factory=True)
+    limits = [item for item in info.metadata if isinstance(item, (Ge, Gt, Le, Lt))]
+    return next(value for value in _values(info.annotation, limits) if value != default)
+
+
+def _annotation(model: type[Section], path: str) -> Any:
+    *sections, name = path.split(".")
+    for part in sections:
+        model = section_of(model.model_fields[part]) or model
+    return model.model_fields[name].annotation
+
+
+def _values(annotation: Any, limits: list[Any]) -> Iterator[Any]:
+    """Some values of a type, within limits."""
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        base, *more = get_args(annotation)
+        nested = [item for one in more for item in getattr(one, "metadata", [one])]
+        yield from _values(base, [*limits, *nested])
+    elif origin is Literal:
+        yield from get_args(annotation)
+    elif origin in (Union, types.UnionType):
+        for option in get_args(annotation):
+            yield from () if option is type(None) else _values(option, limits)
+    elif origin is tuple:
+        parts = [part for part in get_args(annotation) if part is not ...]
+        several = ... in get_args(annotation)
+        yield tuple(next(_values(part, [])) for part in parts)
+        yield tuple(value for part in parts for value in _values(part, [])) if several else ()
+    elif origin is dict:
+        key, value = get_args(annotation)
+        yield {next(_values(key, [])): next(_values(value, []))}
+    elif annotation is bool:
+        yield from (True, False)
+    elif annotation in (str, Any):
+        yield from ("something", "something else")
+    elif annotation in (int, float):
+        yield from (
+            value for value in (*range(1, 40), 0.3, 0.7, 300, 4096, 99999) if _within(annotation(value), limits)
+        )
+    else:
+        raise AssertionError(f"no values for {annotation}")
+
+
+def _within(value: float, limits: list[Any]) -> bool:
+    tests = {Ge: lambda limit: value >= limit.ge, Gt: lambda limit: value > limit.gt}
+    tests |= {Le: lambda limit: value <= limit.le, Lt: lambda limit: value < limit.lt}
+    return all(tests[type(limit)](limit) for limit in limits if type(limit) in tests)

@@ -1,0 +1,83 @@
+"""Whole runs whose engine has a fault: they stop before they learn from it, and their folder says why."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from jax_agent_rl.cli import app
+from jax_agent_rl.config import load
+from jax_agent_rl.errors import CheckpointError, DisagreementError
+from jax_agent_rl.jetstream.backend import JetStreamBackend
+from jax_agent_rl.models.config import Rope
+from jax_agent_rl.observe.metrics import read_records
+from jax_agent_rl.runtime.diagnosis import diagnose_run
+from jax_agent_rl.trainer.run import train
+from tests.tiny_run import SMALL, tiny_recipe
+
+
+def run(recipe: Path, *overrides: str) -> tuple[dict[str, Any], str]:
+    screen = io.StringIO()
+    console = Console(file=screen, width=300)
+    try:
+        return asyncio.run(train(load(recipe, list(overrides)), resume=False, console=console)), screen.getvalue()
+    except DisagreementError as error:
+        return {"error": str(error)}, screen.getvalue()
+
+
+def diagnosed(folder: Path, *options: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["diagnose", str(folder), *options])
+    return result.exit_code, result.output
+
+
+@pytest.fixture
+def faulty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines rotate by another base than the model's."""
+    made = JetStreamBackend.__init__
+
+    def otherwise(self: JetStreamBackend, config: Any, *args: Any, **options: Any) -> None:
+        made(self, replace(config, rope=Rope(theta=5e5)), *args, **options)
+
+    monkeypatch.setattr(JetStreamBackend, "__init__", otherwise)
+
+
+def test_a_run_stops_before_its_first_update_and_its_folder_repeats_the_diagnosis(tmp_path: Path, faulty: None):
+    recipe = tiny_recipe(tmp_path, rollout={"jetstream": SMALL}, trainer={"steps": 2})
+    ended, screen = run(recipe)
+    assert "=> rotary settings: the engine rotates by theta=5e+05" in ended["error"]
+    assert "layer 0 is the first that differs" in screen and "tensors of the engine are the learner's" in screen
+    folder = tmp_path / "run"
+    assert not [r for r in read_records(folder / "metrics.jsonl") if r["kind"] == "step"]
+    assert json.loads((folder / "disagreement.json").read_text())["diagnosis"]["cause"] == "rotary settings"
+    code, output = diagnosed(folder, "--json")
+    assert code == 1 and "=> rotary settings: the engine rotates by theta=5e+05" in output
+    assert json.loads(output.splitlines()[-1])["diagnosis"]["cause"] == "rotary settings"
+
+
+def test_a_run_that_is_only_warned_goes_on_and_the_diagnosis_counts_as_no_recompilation(tmp_path: Path, faulty: None):
+    recipe = tiny_recipe(tmp_path, rollout={"jetstream": SMALL}, trainer={"steps": 3})
+    summary, screen = run(recipe, "trainer.on_disagreement=warn")
+    assert summary["steps"] == 3 and summary["recompilations_after_warmup"] == 0
+    assert screen.count("=> rotary settings") == 1, "it is diagnosed once, and said in every step"
+    assert screen.count("engine and learner disagree about the weights") == 3
+
+
+def test_a_healthy_run_agrees_in_every_step_and_so_does_its_folder(tmp_path: Path):
+    recipe = tiny_recipe(tmp_path, rollout={"jetstream": SMALL}, trainer={"steps": 3})
+    summary, _ = run(recipe)
+    steps = [r for r in read_records(tmp_path / "run" / "metrics.jsonl") if r["kind"] == "step"]
+    assert summary["steps"] == 3 and all(0 < step["compared_tokens"] for step in steps)
+    assert max(step["compared_gap_max"] for step in steps) < 1e-4
+    for options in ((), ("--version", "0")):
+        code, output = diagnosed(tmp_path / "run", *options)
+        assert code == 0 and "engine and learner agree about the weights of version" in output, output
+    with pytest.raises(CheckpointError, match="nothing to compare"):
+        diagnose_run(tmp_path / "run", version=7)

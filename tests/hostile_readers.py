@@ -1,0 +1,67 @@
+"""Everything that reads a model's text, called on text made to keep it busy: ``python -m tests.hostile_readers``.
+
+Prints a line for each reader when it is done. All together take seconds; one that takes quadratic time takes longer
+than that for a single text, and gets dozens.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+
+from jax_agent_rl.agents.reply import _UNFINISHED_TAG
+from jax_agent_rl.environments.textworld import command_of
+from jax_agent_rl.rewards import boxed, has_format, tagged
+from jax_agent_rl.rewards.code import extract_program
+from jax_agent_rl.rewards.judge import _GRADE
+from jax_agent_rl.rewards.qa import qa_exact_match, qa_f1
+from jax_agent_rl.rewards.rules import last_number, marked_number
+from jax_agent_rl.tools.server.plugins import markup
+from jax_agent_rl.tools.server.plugins.bash import BashTool
+from jax_agent_rl.tools.server.plugins.python import parse_python
+from jax_agent_rl.tools.server.plugins.search import SearchTool
+from jax_agent_rl.tools.server.plugins.sql import SqlTool
+from jax_agent_rl.tools.tool_client import bare_result
+
+LENGTH = 100_000
+
+_TOOL = SimpleNamespace()
+READERS: dict[str, tuple[Callable[[str], object], tuple[str, ...]]] = {
+    "marked_number": (marked_number, ("####", " ", "$", "-", "1", ",", ".")),
+    "last_number": (last_number, ("1", ",", ".", "-", "e", ",111", "1e1")),
+    "tagged": (tagged, ("<answer>", "</answer>", "<", "a")),
+    "boxed": (boxed, ("\\boxed{", "{", "}")),
+    "has_format": (has_format, ("<think>", "</think>", "<answer>", "</answer>", " ", "\n")),
+    "qa_exact_match": (lambda text: qa_exact_match("nq", text, ["a"] * 3), ("<answer>", "</answer>", "a ", " ", ".")),
+    "qa_f1": (lambda text: qa_f1("nq", text, ["a"] * 3), ("<answer>", "</answer>", "the ", "b")),
+    "extract_program": (extract_program, ("```", "python", " ", "\n", "\r", "`")),
+    "judge": (_GRADE.findall, ("[[", "]]", " ", "1", ".")),
+    "python": (parse_python, ("<python>", "</python>", "```", "python", "input", " ", "\t", "\n", "<tool_call>")),
+    "bash": (lambda text: BashTool.parse_action(_TOOL, text), ("<bash>", "</bash>", "```", "sh", " ", "\n")),
+    "search": (lambda text: SearchTool.parse_action(_TOOL, text), ("<search>", "</search>", "<answer>", " ")),
+    "sql": (lambda text: SqlTool.parse_action(_TOOL, text), ("<sql>", "</sql>", "<solution>", " ")),
+    "tool_call": (markup.tool_call, ("<tool_call>", "</tool_call>", '{"name": "', "{", "[", '"', "1", "\\")),
+    "result_block": (lambda text: markup.result_block(text, ""), ("```", "</", "<result>", " ", "\n")),
+    "bare_result": (bare_result, ("<result>", "</result>", "\n")),
+    "unfinished_tag": (lambda text: _UNFINISHED_TAG.sub("", text), ("<", "a", " ", ">")),
+    "command": (command_of, ("<command>", "</command>", "\n", " ", "A")),
+}
+
+
+def attacks(fragments: tuple[str, ...]) -> Iterator[str]:
+    """Runs of a fragment after and before each other one, and of two in turn."""
+    for first, second in itertools.product(("", *fragments), fragments):
+        run = second * (LENGTH // len(second))
+        yield first + run
+        yield first + run + "x"
+        yield run + first
+        pair = first + second
+        yield pair * (LENGTH // len(pair))
+
+
+if __name__ == "__main__":
+    for name, (read, fragments) in READERS.items():
+        for text in attacks(fragments):
+            read(text)
+        print(name, flush=True)

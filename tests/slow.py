@@ -1,0 +1,42 @@
+"""The tests that ``./launch/test.sh`` leaves to ``--all``, and why. A name ends a file's, or a test's in it."""
+
+SLOW = {
+    "e2e/test_agent_examples.py": "a whole run for each agent framework",
+    "e2e/test_agreement_run.py": "three whole runs with a fault; tests/unit/agreement has the same checks on engines",
+    "e2e/test_async_modes.py": "whole runs of each trainer; their logic is under tests/unit/trainer",
+    "e2e/test_frozen_judge.py": "two engines",
+    "e2e/test_launch_with_ray.py": "starts Ray",
+    "e2e/test_mesh_run.py": "whole runs on simulated devices",
+    "e2e/test_multihost_run.py": "whole runs of several processes, each of which compiles for itself",
+    "e2e/test_picture_run.py": "a vision model, against transformers",
+    "e2e/test_precision_runs.py": "whole runs in other precisions",
+    "e2e/test_ray_engines.py": "starts Ray",
+    "e2e/test_real_model.py::test_three_steps_on_the_calculator_teach_something": "trains 135M parameters",
+    "e2e/test_recipes.py": "a run for every recipe",
+    "e2e/test_remote_run.py": "whole runs over HTTP",
+    "e2e/test_task_examples.py": "a run for every example, some on the real model",
+    "e2e/test_tpu_pod_run.py": "two launches of two hosts",
+    "faults/test_chaos.py": "lets a system fail for a while",
+    "faults/test_checkpoint_faults.py": "several runs, each resumed",
+    "faults/test_disk_full.py": "several runs, each resumed",
+    "faults/test_interrupt_anywhere.py": "many runs that are interrupted",
+    "faults/test_kill_learner.py": "many runs that are killed",
+    "faults/test_launch_faults.py": "launches on made-up machines",
+    "faults/test_nan_batches.py": "whole runs",
+    "faults/test_tpu_faults.py": "fifty launches in a made-up cloud",
+    "unit/conformance/test_mutations.py": "the conformance suite once for each mistake",
+    "unit/learner/test_learner_state.py::test_a_checkpoint_restores_onto_other_meshes": "compiles for eight devices",
+    "unit/learner/test_meshes.py": "compiles for eight devices",
+    "unit/models/test_sharded_families.py": "compiles every family for eight devices",
+    "unit/plan/test_plan_command.py": "compiles for every generation of TPUs",
+    "unit/plan/test_search.py": "compiles many programs for TPUs",
+    "unit/runtime/test_host_engines.py": "several processes, each of which compiles for itself",
+    "unit/runtime/test_multihost.py": "several processes, each of which compiles for itself",
+}
+"""Beside these: all generations of TPUs but one in ``unit/jetstream/test_tpu_programs.py``, and all tests on vLLM."""
+
+
+def is_slow(nodeid: str) -> bool:
+    """Whether a test belongs to a file or is a test of the list."""
+    file, _, test = nodeid.removeprefix("tests/").partition("::")
+    return file in SLOW or f"{file}::{test.partition('[')[0]}" in SLOW

@@ -1,0 +1,64 @@
+"""A tool server with the fake tools, on a free port, and a client of it."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import aiohttp
+
+from jax_agent_rl.tools.server.front import ToolServer
+from jax_agent_rl.tools.server.settings import load_settings
+
+FAKES = str(Path(__file__).parent / "unit" / "tools" / "server" / "fake_tools.py")
+
+
+class Client:
+    """A client of a running server."""
+
+    def __init__(self, server, session):
+        self.server, self.session = server, session
+
+    async def send(self, path="/get_observation", method="POST", **options):
+        async with self.session.request(method, path, **options) as response:
+            return response.status, await response.json()
+
+    async def step(self, *actions, ids=None, **fields):
+        ids = ids or [f"t{n}" for n in range(len(actions))]
+        status, body = await self.send(json={"trajectory_ids": ids, "actions": list(actions), **fields})
+        assert status == 200, body
+        return body
+
+    async def metrics(self):
+        """Samples by their text, e.g. ``toolserver_steps_total{outcome="ok",tool="echo"}``."""
+        async with self.session.get("/metrics") as response:
+            assert response.content_type == "text/plain"
+            lines = (await response.text()).splitlines()
+        return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line[0] != "#")}
+
+
+class serving:
+    """``async with serving("workers=2") as client``: a server with the fake tools on a free port."""
+
+    def __init__(self, *overrides, headers=None):
+        defaults = ["tools=[echo,counter,faulty]", f"tool_path={FAKES}", "port=0", "limits.wall_seconds=1"]
+        self._settings = load_settings(None, [*defaults, *overrides])
+        self._headers = headers
+
+    async def __aenter__(self):
+        self._server = await ToolServer(self._settings).__aenter__()
+        self._session = aiohttp.ClientSession(self._server.url, headers=self._headers)
+        return Client(self._server, self._session)
+
+    async def __aexit__(self, *exception):
+        await self._session.close()
+        await self._server.close()
+
+
+async def until_healthy(client):
+    while (await client.send("/health", "GET"))[0] != 200:
+        await asyncio.sleep(0.05)
+
+
+def total(metrics, what):
+    return sum(value for name, value in metrics.items() if name.startswith(f"toolserver_environments_{what}_total"))

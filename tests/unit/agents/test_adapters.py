@@ -1,0 +1,75 @@
+"""Which LoRA adapter a trajectory is sampled with, and where adapters are refused."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from jax_agent_rl.agents import AgentContext, SingleTurnAgent
+from jax_agent_rl.agents.recorder import ChatRecorder
+from jax_agent_rl.config import AgentConfig, build
+from jax_agent_rl.data.rows import load_rows
+from jax_agent_rl.errors import ConfigError, DataError
+from jax_agent_rl.rollout.client import LLMServerClient
+from jax_agent_rl.rollout.server import AsyncServer
+from jax_agent_rl.runtime.in_process import refuse_adapters
+from jax_agent_rl.types import SamplingParams
+from tests.fakes import FakeCodec, ScriptedBackend
+
+ROW = {"data_source": "test", "prompt": [{"role": "user", "content": "hi"}]}
+SAMPLING = SamplingParams(max_tokens=9)
+CONFIG = {"run_dir": "r", "data": {"train": "x"}, "model": {"path": "m"}}
+
+
+def scripted(**limits) -> tuple[AgentContext, ScriptedBackend]:
+    codec = FakeCodec()
+    backend = ScriptedBackend(codec, ["hello there"])
+    backend._capabilities = replace(backend.capabilities, lora=True)
+    client = LLMServerClient([AsyncServer(backend)])
+    return AgentContext(client=client, codec=codec, limits=AgentConfig(**limits), max_model_len=1000), backend
+
+
+@pytest.mark.parametrize(
+    ("limits", "row", "expected"),
+    [({}, {}, None), ({"adapter": "math"}, {}, "math"), ({"adapter": "math"}, {"adapter": "prose"}, "prose")],
+)
+async def test_a_row_or_the_configuration_names_the_adapter_of_every_request(limits, row, expected):
+    context, backend = scripted(**limits)
+    await SingleTurnAgent(context).run({**ROW, **row}, trajectory_id="t", group_id="g", sampling=SAMPLING)
+    recorder = ChatRecorder(context, session_id="s", adapter=row.get("adapter"))
+    await recorder.complete([5, 6], sampling=SAMPLING)
+    assert [request.lora for request in backend.requests] == [expected, expected]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"agent": {"adapter": "math"}}, r"agent.adapter='math' is not in rollout.adapters, which has \[\]"),
+        (
+            {"rollout": {"adapters": {"a": "x"}, "backend": "remote", "urls": ["http://127.0.0.1:1"]}},
+            "rollout.adapters={'a': 'x'} is used only without rollout.backend=remote",
+        ),
+        (
+            {"rollout": {"adapters": {"a": "x"}, "deterministic": True}},
+            "rollout.adapters cannot be served with rollout.deterministic",
+        ),
+    ],
+)
+def test_adapters_that_nothing_serves_are_refused(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        build(CONFIG | changes)
+
+
+def test_a_row_with_an_unknown_adapter_is_refused(tmp_path):
+    (file := tmp_path / "rows.jsonl").write_text(json.dumps(ROW | {"adapter": "maths"}))
+    assert load_rows(file, adapters=["maths"])[0]["adapter"] == "maths"
+    with pytest.raises(DataError, match=r"line 1: adapter 'maths' is not known; did you mean 'math'"):
+        load_rows(file, adapters=["math"])
+
+
+def test_training_refuses_what_another_policy_samples():
+    refuse_adapters(build(CONFIG), [ROW])
+    with pytest.raises(ConfigError, match="the learner trains the model without them"):
+        refuse_adapters(build(CONFIG | {"rollout": {"adapters": {"math": "x"}}}), [ROW])
+    with pytest.raises(ConfigError, match=r"rows with adapter \['math'\]"):
+        refuse_adapters(build(CONFIG), [ROW, ROW | {"adapter": "math"}])

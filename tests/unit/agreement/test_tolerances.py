@@ -1,0 +1,65 @@
+"""How close engine and learner have to be, and that the page says the same."""
+
+from pathlib import Path
+
+import pytest
+
+from jax_agent_rl.agreement.causes import ADVICE, Cause
+from jax_agent_rl.agreement.tolerances import JAX_ENGINE, OTHER_ENGINE, Tolerance, tolerance
+from jax_agent_rl.config import build
+from jax_agent_rl.errors import ConfigError
+from jax_agent_rl.learner.comparison import Comparison
+
+PAGE = (Path(__file__).parents[3] / "docs" / "agreement.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("precisions", "platform", "row"),
+    [
+        (["float32", "float32"], "cpu", "float32"),
+        (["float32", "bfloat16"], "cpu", "bfloat16"),
+        (["int8", "bfloat16"], "cpu", "int8"),
+        (["float32"], "gpu", "tf32"),
+        (["float32"], "tpu", "bfloat16"),
+        (["mxfp4", "float32"], "cpu", "bfloat16"),  # one that is not known
+    ],
+)
+def test_the_coarsest_precision_decides_and_what_the_platform_makes_of_it(precisions, platform, row):
+    assert tolerance(precisions, jax_engine=True, platform=platform) == JAX_ENGINE[row]
+
+
+def test_float32_on_a_cpu_is_held_to_less_than_one_part_in_ten_thousand_on_average():
+    """A healthy SmolLM2-135M had 1.1e-5 on average and 6.7e-5 at most."""
+    for jax_engine in (True, False):
+        allowed = tolerance(["float32", "float32"], jax_engine=jax_engine, platform="cpu")
+        assert 3 * 1.1e-5 < allowed.mean <= 1e-4 and 3 * 6.7e-5 < allowed.token <= 1e-3
+
+
+@pytest.mark.parametrize(
+    ("tokens", "mean", "largest", "holds"),
+    [
+        (5, 0.01, 0.1, True),
+        (5, 0.02, 0.05, False),
+        (5, 0.001, 0.2, False),
+        (5, float("nan"), 0.0, False),
+        (0, 9, 9, True),
+    ],
+)
+def test_both_bounds_have_to_hold_and_nothing_compared_is_no_breach(tokens, mean, largest, holds):
+    assert Tolerance(token=0.1, mean=0.01).holds(Comparison(tokens=tokens, mean=mean, largest=largest)) is holds
+
+
+def test_the_page_lists_every_tolerance_and_every_cause_with_its_advice():
+    for name, own in JAX_ENGINE.items():
+        other = OTHER_ENGINE[name]
+        assert f"| `{name}` | {own.token:g} | {own.mean:g} | {other.token:g} | {other.mean:g} |" in PAGE
+    for cause in Cause:
+        assert f"| {cause} |" in PAGE and ADVICE[cause] in PAGE
+
+
+@pytest.mark.parametrize("wrong", [[0.1, 0.2], [0.0, 0.0], [0.1, -1.0]])
+def test_a_tolerance_that_cannot_be_is_refused(wrong):
+    with pytest.raises(ConfigError, match="agreement_tolerance"):
+        build(
+            {"run_dir": "r", "model": {"path": "m"}, "data": {"train": "t"}, "trainer": {"agreement_tolerance": wrong}}
+        )

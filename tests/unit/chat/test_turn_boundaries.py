@@ -1,0 +1,177 @@
+"""What follows a sampled turn is what the template writes there, whichever stop token the turn ended with."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from jax_agent_rl.agents.context import AgentContext
+from jax_agent_rl.agents.episode import Episode
+from jax_agent_rl.chat.codec import ChatCodec
+from jax_agent_rl.config import AgentConfig
+from jax_agent_rl.rollout.client import LLMServerClient
+from jax_agent_rl.rollout.server import AsyncServer
+from jax_agent_rl.types import FinishReason, SamplingParams
+from tests.fakes import ScriptedBackend
+from tests.unit.chat.test_template_families import FAMILIES, codec_of, template_of, tokenizer_with
+
+WORD = "WORD5d2e81"
+CALL = {"id": "0" * 9, "type": "function", "function": {"name": "f", "arguments": {"a": WORD}}}
+NEW = {
+    "user": {"role": "user", "content": "more"},
+    "tool": {"role": "tool", "content": "42", "name": "f", "tool_call_id": "0" * 9},
+}
+STOPS = [(name, stop) for name, family in FAMILIES.items() for stop in (family.eos, *family.stops)]
+
+
+def written_after_turn(codec: ChatCodec, role: str) -> str:
+    """By the template, in a conversation rendered as a whole; from the end of the turn's text or of its call."""
+    said: dict = {"role": "assistant", "content": WORD}
+    if calls := codec._boundary.needs_call(role):
+        said = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+    messages = [{"role": "user", "content": "q"}, said, NEW[role]]
+    rest = codec._template.render(messages, (), generation_prompt=True).rpartition(WORD)[2]
+    if not calls:
+        return rest
+    if (end := codec._format.call_end) and end in rest:
+        rest = rest.partition(end)[2]
+    return rest[codec._control.first(rest).start() :]
+
+
+@pytest.mark.parametrize("role", NEW)
+@pytest.mark.parametrize(("name", "stop"), STOPS)
+def test_what_follows_a_stop_token_is_what_the_template_writes(name: str, stop: str, role: str):
+    codec = codec_of(name)
+    text, end = codec.encode_text("x"), codec._tokenizer.convert_tokens_to_ids(stop)
+    sampled = [*text, end]
+    appended = codec.encode_append(sampled, [NEW[role]])
+    follows = codec.decode(appended, skip_special_tokens=False)
+    expected = written_after_turn(codec, role)
+    if codec.replaces_end(sampled, appended):
+        assert follows == expected and end in codec._boundary.openings
+        return
+    begins = codec._control.first(expected)
+    template_ends = begins.start() == 0 and codec._control.ids[begins.group()] in codec._boundary.ends
+    if expected.startswith(stop):
+        assert follows == expected.removeprefix(stop), "it is not written twice"
+    elif template_ends:
+        assert follows == expected.removeprefix(begins.group()), "the model ended the turn, if by another token"
+    else:
+        assert follows == expected, "what opens the next message is there"
+
+
+@pytest.mark.parametrize("role", NEW)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_turn_that_was_cut_is_followed_by_all_that_the_template_writes(name: str, role: str):
+    codec = codec_of(name)
+    appended = codec.encode_append(codec.encode_text("x"), [NEW[role]])
+    assert codec.decode(appended, skip_special_tokens=False) == written_after_turn(codec, role)
+    assert not codec.replaces_end(codec.encode_text("x"), appended)
+
+
+@pytest.mark.parametrize(
+    ("name", "ends", "openings"),
+    [
+        ("qwen3", {"<|im_end|>"}, set()),
+        ("gpt-oss", {"<|end|>", "<|call|>"}, set()),
+        ("llama3.1", {"<|eot_id|>"}, set()),
+        ("glm4", set(), {"<|user|>", "<|observation|>"}),
+        ("gemma4", {"<turn|>"}, {"<|tool_response>"}),
+        ("smolvlm", {"<end_of_utterance>"}, set()),
+    ],
+)
+def test_ends_of_turns_and_openings_of_messages_are_told_apart(name: str, ends, openings):
+    codec = codec_of(name)
+    assert codec._boundary.ends == {codec._control.ids[token] for token in ends}
+    assert codec._boundary.openings == {codec._control.ids[token] for token in openings}
+
+
+def test_a_call_that_the_template_does_not_write_ends_no_turn():
+    """DeepSeek R1's template cannot write arguments that are an object."""
+    like = FAMILIES["deepseek"]
+    tokenizer = tokenizer_with(like.special, like.eos)
+    tokenizer.chat_template = template_of(replace(like, file="deepseek_r1_distill.jinja"))
+    codec = ChatCodec(tokenizer, tool_format="auto")
+    assert codec._boundary.ends == {codec._control.ids[like.eos]}
+
+
+def glm(*tokens: str) -> list[int]:
+    return [codec_of("glm4")._control.ids[token] for token in tokens]
+
+
+@pytest.mark.parametrize(
+    ("stop", "role", "kept", "opening"),
+    [
+        ("<|observation|>", "user", [], "<|user|>"),
+        ("<|user|>", "tool", [], "<|observation|>"),
+        ("<|observation|>", "tool", ["<|observation|>"], None),
+        ("<|user|>", "user", ["<|user|>"], None),
+        ("<|endoftext|>", "user", ["<|endoftext|>"], "<|user|>"),
+        ("<|endoftext|>", "tool", ["<|endoftext|>"], "<|observation|>"),
+    ],
+)
+async def test_glm_opens_the_message_that_follows_and_no_other(stop: str, role: str, kept, opening):
+    """verl's known value: ids 1 and <|observation|> become 1 and <|user|>, and mask 1 1 becomes 1 0."""
+    codec = codec_of("glm4")
+    (said,) = codec.encode_text("x")
+    backend = ScriptedBackend(codec, lambda request: [said, *glm(stop)])
+    context = AgentContext(
+        client=LLMServerClient([AsyncServer(backend)]),
+        codec=codec,
+        limits=AgentConfig(tool_prompt="none"),
+        max_model_len=500,
+    )
+    row = {"prompt": [{"role": "user", "content": "q"}]}
+    settings = {"agent_name": "a", "trajectory_id": "t", "group_id": "g", "tools": {}}
+    episode = Episode(context, row, sampling=SamplingParams(max_tokens=2), **settings)
+    await episode.generate()
+    left = episode.tokens_left
+    assert episode.append([NEW[role]])
+    await episode.generate()
+    made = episode.finish(FinishReason.ANSWER)
+    before = [said, *glm(*kept)]
+    inserted = made.turns[0].appended_ids
+    assert list(made.response_ids[: len(before)]) == before
+    assert made.response_mask[: len(before) + len(inserted)] == (1,) * len(before) + (0,) * len(inserted)
+    assert (glm(opening)[0] == inserted[0]) if opening else (inserted[0] not in codec._control)
+    assert list(backend.requests[1].prompt_ids) == [*made.prompt_ids, *before, *inserted]
+    assert episode.tokens_left == left - len(inserted) - len(before)
+
+
+def test_a_turn_of_a_stop_token_alone_keeps_it():
+    """A turn holds a sampled id, at least."""
+    codec = codec_of("glm4")
+    ids = codec.encode_append(glm("<|observation|>"), [NEW["user"]])
+    assert ids[0] == glm("<|user|>")[0] and not codec.replaces_end(glm("<|observation|>"), ids)
+
+
+def test_gemma_opens_a_tool_result_after_the_end_of_a_turn():
+    codec = codec_of("gemma4")
+    call = codec.encode_text("call")
+    stops = {stop: codec._control.ids[stop] for stop in ("<turn|>", "<|tool_response>")}
+    after = {
+        stop: codec.decode(codec.encode_append([*call, end], [NEW["tool"]]), skip_special_tokens=False)
+        for stop, end in stops.items()
+    }
+    assert after["<turn|>"].startswith("<|tool_response>response:f{")
+    assert after["<|tool_response>"].startswith("response:f{")
+
+
+@pytest.mark.parametrize(("name", "tag"), [("qwen3", ""), ("deepseek", "<think>"), ("nemotron3", "<think>")])
+def test_a_turn_begins_in_a_think_block_that_the_generation_prompt_opened(name: str, tag: str):
+    codec = codec_of(name)
+    call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    assert codec.begins_thinking == bool(tag)
+    cut = codec.parse_reply(codec.encode_text(f"maybe {call}"))
+    assert len(cut.tool_calls) == (0 if tag else 1)
+    whole = codec.parse_reply(codec.encode_text(f"maybe</think>so {call}"))
+    assert (whole.reasoning, whole.content, len(whole.tool_calls)) == ("maybe", "so", 1)
+
+
+@pytest.mark.parametrize("name", ["smolvlm", "idefics3"])
+def test_a_template_that_reads_parts_alone_is_given_parts(name: str):
+    codec = codec_of(name)
+    ids = codec.encode_prompt([{"role": "system", "content": "be brief"}, {"role": "user", "content": "a question"}])
+    text = codec.decode(ids, skip_special_tokens=False)
+    assert "System: be brief<end_of_utterance>\nUser: a question<end_of_utterance>\nAssistant:" in text

@@ -1,0 +1,79 @@
+"""The quickstart's task: its questions, their answers, and the calls its prompt shows."""
+
+import json
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from jax_agent_rl.chat.formats import pythonic
+from jax_agent_rl.config import load
+from jax_agent_rl.data.rows import load_rows
+from jax_agent_rl.data.shop import SHOWN, TABLES, prepare_shop
+from jax_agent_rl.rewards.registry import find_reward
+from jax_agent_rl.tools.builtin.calculator import evaluate
+
+QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.yaml"
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> list[list[dict]]:
+    return [load_rows(file) for file in prepare_shop(tmp_path_factory.mktemp("shop"), train=300, heldout=60)]
+
+
+def question(row: dict) -> str:
+    return row["prompt"][-1]["content"]
+
+
+def items(rows: list[dict]) -> set[str]:
+    return {match[1] for row in rows if (match := re.fullmatch(r"What is the \w+ of \d+ × (\w+)\?", question(row)))}
+
+
+def test_answers_are_right_and_no_prompt_gives_them_away(files: list[list[dict]]):
+    operators = {"plus": "+", "minus": "-", "×": "*"}
+    for row in files[0] + files[1]:
+        words = question(row).rstrip("?").split()
+        if words[2] == "the":
+            expression = f"{words[-3]} * {TABLES[words[3]][words[-1]]}"
+        else:
+            expression = f"{words[2]} {operators[words[3]]} {words[4]}"
+        assert row["reward_model"]["ground_truth"] == str(evaluate(expression))
+        assert find_reward(row["data_source"]) is not None
+
+
+def test_heldout_questions_ask_about_items_that_no_training_question_and_no_prompt_names(files: list[list[dict]]):
+    train, heldout = map(items, files)
+    assert train and heldout and not train & heldout and not (train | heldout) & set(SHOWN)
+    assert len({question(row) for row in files[0] + files[1]}) == 360
+
+
+def test_difficulty_is_mixed_half_of_the_questions_need_two_calls(files: list[list[dict]]):
+    kinds = Counter(row["data_source"] for row in files[0])
+    assert kinds["shop/price"] == kinds["shop/weight"] == kinds["shop/product"] == 75
+    assert kinds["shop/sum"] + kinds["shop/difference"] == 75 and kinds["shop/sum"] > 20 < kinds["shop/difference"]
+
+
+async def test_the_prompts_calls_are_read_as_written_and_give_the_results_shown(files: list[list[dict]]):
+    from jax_agent_rl.tools.builtin import shop
+
+    config = load(QUICKSTART)
+    assert (config.agent.tool_format, config.tools.function_tool_path) == ("pythonic", shop.__name__)
+    messages = files[0][0]["prompt"]
+    shown = [
+        (m["content"], after["content"])
+        for m, after in zip(messages, messages[1:], strict=False)
+        if m["content"][0] == "["
+    ]
+    assert len(shown) == 5
+    for text, result in shown:
+        (call,) = pythonic.FORMAT.parse(text, ()).tool_calls
+        assert await getattr(shop, call.name).execute("", call.arguments) == result
+
+
+def test_the_same_seed_writes_the_same_rows_and_another_one_others(tmp_path: Path):
+    def text(name: str, seed: int) -> list[str]:
+        return [file.read_text() for file in prepare_shop(tmp_path / name, train=8, heldout=4, seed=seed)]
+
+    assert text("a", 0) == text("b", 0) != text("c", 1)
+    assert json.loads(text("a", 0)[0].splitlines()[0])["agent_name"] == "tool_agent"

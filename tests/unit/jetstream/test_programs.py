@@ -1,0 +1,72 @@
+"""The table of programs, and when an engine compiles which."""
+
+import jax
+import numpy as np
+import pytest
+
+from jax_agent_rl.jetstream.engine import EngineShapes, Extension, JaxEngine
+from jax_agent_rl.jetstream.lanes import idle_lanes
+from jax_agent_rl.jetstream.programs import ProgramTable
+from jax_agent_rl.learner.sharding import replicated
+from tests.tiny import TINY, tiny_params
+
+SHAPES = EngineShapes(
+    max_model_len=256, max_concurrent_decodes=4, cache_tokens=512, decode_steps=4, prefill_buckets=(16, 32)
+)
+
+
+@pytest.fixture
+def engine() -> JaxEngine:
+    return JaxEngine(TINY, SHAPES)
+
+
+@pytest.fixture(scope="module")
+def place() -> jax.sharding.NamedSharding:
+    return replicated(jax.make_mesh((1,), ("one",), devices=jax.devices()[:1]))
+
+
+def doubled(x: jax.Array) -> jax.Array:
+    return 2 * x
+
+
+def test_on_a_cpu_a_program_is_compiled_when_it_is_needed_and_with_it_the_one_that_follows(engine: JaxEngine):
+    params = engine.load_params(tiny_params())
+    cache = engine.warm_up(params, engine.init_cache())
+    before = len(engine.table)
+    lanes = idle_lanes(3, SHAPES.context_pages, 10)
+    cache, _, _ = engine.decode(params, cache, lanes, 4, 1)
+    assert len(engine.table) == before + 2  # 64 positions, and 128
+    cache, _, _ = engine.decode(params, cache, idle_lanes(3, SHAPES.context_pages, 100), 4, 1)
+    assert len(engine.table) == before + 2
+    cache = engine.extend(params, cache, [Extension(pages=(1,), start=0, ids=np.arange(3, 12, dtype=np.int32))])
+    assert len(engine.table) == before + 4  # what computes a chunk, and what writes it
+    assert engine.table.recompilations == 0
+
+
+def test_ahead_all_programs_are_compiled_that_the_shapes_allow():
+    small = EngineShapes(
+        max_model_len=24, max_concurrent_decodes=1, cache_tokens=32, decode_steps=2, prefill_buckets=(8,)
+    )
+    engine = JaxEngine(TINY, small, compile_ahead=True)
+    params = engine.load_params(tiny_params())
+    before = len(engine.table)
+    cache = engine.warm_up(params, engine.init_cache())
+    assert len(engine.table) - before == len(engine.program_keys()) + 1  # the empty cache
+    engine.decode(params, cache, idle_lanes(1, small.context_pages, 3), 2, 1)
+    assert engine.table.recompilations == 0
+
+
+def test_a_program_the_shapes_do_not_allow_counts_as_a_recompilation(engine: JaxEngine):
+    params = engine.load_params(tiny_params())
+    engine.warm_up(params, engine.init_cache())
+    engine.prefill(params=params, padded_tokens=np.arange(3, 20), true_length=17)  # in a cache of one context
+    assert engine.table.recompilations > 0
+
+
+def test_a_program_that_will_follow_is_compiled_once_and_gives_its_own_result(place: jax.sharding.NamedSharding):
+    table = ProgramTable()
+    small, large = np.ones(2, np.float32), np.ones(3, np.float32)
+    first = table.call(("a",), doubled, (), small, place=place, out=place, soon=lambda: (("b",), (large,)))
+    assert len(table) == 2 and first.tolist() == [2, 2]
+    again = table.call(("b",), doubled, (), large, place=place, out=place, soon=lambda: pytest.fail("it is there"))
+    assert len(table) == 2 and again.tolist() == [2, 2, 2]

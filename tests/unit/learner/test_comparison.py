@@ -1,0 +1,160 @@
+"""Which tokens engine and learner are compared on, and that the learner looks before it learns."""
+
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+
+from jax_agent_rl.config import AlgorithmConfig, LearnerConfig
+from jax_agent_rl.errors import DisagreementError
+from jax_agent_rl.learner.comparison import AgreementCheck, Comparison, comparable, through_gate
+from jax_agent_rl.learner.gate import UpdateAbandoned, UpdateGate
+from jax_agent_rl.learner.step import Learner
+from jax_agent_rl.types import Group, Trajectory
+from tests.tiny import TINY, logprobs_of, tiny_params
+from tests.trajectories import random_groups, trajectory
+
+
+def _mask(versions: tuple[tuple[int, ...], ...]) -> list[int]:
+    return [mine for v in versions for mine in [1] * len(v) + [0, 0]]
+
+
+def of_versions(*versions: tuple[int, ...], learn_appended: bool = False) -> Trajectory:
+    """A trajectory whose turns were sampled by these versions, two ids appended to each."""
+    base = trajectory([1, 2, 3], [4 if mine else 5 for mine in _mask(versions)], mask=_mask(versions))
+    turns = [
+        replace(turn, output=replace(turn.output, policy_versions=v), learn_appended=learn_appended)
+        for turn, v in zip(base.turns, versions, strict=True)
+    ]
+    return Trajectory.from_turns(
+        prompt_ids=base.prompt_ids,
+        turns=turns,
+        trajectory_id="t",
+        group_id="g",
+        agent_name="a",
+        finish_reason=base.finish_reason,
+    )
+
+
+@pytest.mark.parametrize(
+    ("versions", "since", "expected"),
+    [
+        (((3, 3), (3, 3, 3)), 3, [1, 1, 1, 1, 1]),
+        (((2, 2), (3, 3, 3)), 3, [0, 0, 1, 1, 1]),
+        (((2, 3, 3), (3,)), 3, [0, 0, 0, 1]),  # its keys and values may be those of version 2
+        (((3, 3, 4), (4,)), 3, [1, 1, 0, 1]),
+        (((2, 2),), 0, [1, 1]),  # nothing has been learnt since version 0
+    ],
+)
+def test_tokens_of_the_learners_weights_that_follow_no_others_in_their_turn_are_compared(versions, since, expected):
+    assert comparable(of_versions(*versions), since).astype(int).tolist() == expected
+
+
+def test_what_was_appended_is_never_compared_even_where_it_is_trained_on():
+    made = of_versions((3,), (3,), learn_appended=True)
+    assert comparable(made, 3).astype(int).tolist() == [1, 0, 0, 1, 0, 0]
+    assert len(comparable(made, 3)) == sum(made.loss_mask)
+
+
+def test_an_infinite_gap_is_a_breach_and_what_is_no_number_is_left_to_the_update():
+    assert Comparison.of(np.array([np.inf, 0.0])).largest > 1000
+    assert Comparison.of(np.array([np.nan, 0.25])) == Comparison(tokens=1, mean=0.25, largest=0.25)
+    assert Comparison.of(np.zeros(0)).tokens == 0
+
+
+def learner(*, algorithm: dict | None = None, **config) -> Learner:
+    settings = LearnerConfig(**{"learning_rate": 1e-2, "row_length": 64, "remat": "none"} | config)
+    return Learner(TINY, tiny_params(), algorithm=AlgorithmConfig(**algorithm or {}), config=settings, temperature=1.0)
+
+
+def on_policy(groups: list[Group], off: float = 0.0) -> list[Group]:
+    """With the log-probs of the tiny model; the first token of the first trajectory is off."""
+    params = tiny_params()
+    made = []
+    for group in groups:
+        members = []
+        for t in group.trajectories:
+            sampled = logprobs_of(params, t.prompt_ids, t.response_ids)
+            begin, turns = 0, []
+            for turn in t.turns:
+                end = begin + len(turn.output.token_ids)
+                values = sampled[begin:end].tolist()
+                values[0] += off
+                off = 0.0
+                turns.append(replace(turn, output=replace(turn.output, log_probs=tuple(values))))
+                begin = end + len(turn.appended_ids)
+            fields = {n: getattr(t, n) for n in ("trajectory_id", "group_id", "agent_name", "finish_reason", "reward")}
+            members.append(Trajectory.from_turns(prompt_ids=t.prompt_ids, turns=turns, **fields))
+        made.append(replace(group, trajectories=tuple(members)))
+    return made
+
+
+@pytest.mark.parametrize(
+    ("config", "algorithm"),
+    [
+        ({}, {}),
+        ({"updates_per_step": 2}, {}),
+        ({}, {"rollout_correction": {"bypass_mode": True}}),
+    ],
+    ids=["the update's own pass", "a scoring pass", "bypass"],
+)
+def test_the_learner_looks_before_its_first_update_and_what_stops_it_leaves_nothing_changed(config, algorithm):
+    made, seen = learner(algorithm=algorithm, **config), []
+    before = jax.device_get(made.state.policy)
+
+    def refuse(comparison: Comparison) -> None:
+        seen.append(comparison)
+        raise DisagreementError("stop")
+
+    groups = on_policy(random_groups(2), off=0.5)
+    with pytest.raises(DisagreementError):
+        made.update(groups, check=AgreementCheck(since=0, inspect=refuse))
+    (comparison,) = seen
+    assert comparison.tokens > 10 and comparison.largest == pytest.approx(0.5, abs=1e-3)
+    assert comparison.mean == pytest.approx(0.5 / comparison.tokens, abs=1e-4)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(made.state.policy), before)
+
+
+def test_the_learner_looks_once_a_step_and_only_at_tokens_of_its_own_version():
+    made, seen = learner(ppo_epochs=2), []
+    groups = on_policy(random_groups(2))
+    made.update(groups, check=AgreementCheck(since=0, inspect=seen.append))
+    made.update(groups, check=AgreementCheck(since=10_000, inspect=seen.append))
+    assert seen[0].tokens == sum(t.num_sampled for g in groups for t in g.trajectories)
+    assert seen[0].largest < 1e-4 and seen[1].tokens == 0 and len(seen) == 2
+
+
+def test_a_check_through_a_gate_raises_when_the_update_has_been_given_up():
+    gate, refusal = UpdateGate(), DisagreementError("stop")
+
+    def refuse(comparison: Comparison) -> None:
+        raise refusal
+
+    with pytest.raises(DisagreementError) as caught:  # noqa: SIM117
+        with through_gate(AgreementCheck(since=3, inspect=refuse), gate) as check:
+            check.inspect(Comparison(tokens=1, mean=1.0, largest=1.0))  # does not leave the others waiting
+            with gate.update():
+                raise AssertionError("the gate is closed")
+    assert caught.value is refusal and check.since == 3
+    with pytest.raises(UpdateAbandoned), through_gate(AgreementCheck(since=0, inspect=refuse), gate):
+        gate.check()  # closed by somebody else
+
+
+@pytest.mark.parametrize("settings", [{}, {"weight_decay": 0.1}, {"lr_warmup_steps": 50}], ids=str)
+def test_the_parameters_before_the_last_update_come_back(settings):
+    made = learner(**settings)
+    assert made.params_before() is None
+    made.update(random_groups(1))
+    before = jax.device_get(made.params)
+    made.update(random_groups(2))
+    moved = max(float(abs(a - b).max()) for a, b in zip(*map(jax.tree.leaves, (before, made.params)), strict=True))
+    back = made.params_before()
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-2 * moved, rtol=0), back, before)
+
+
+def test_scoring_for_a_diagnosis_gives_what_plain_passes_give():
+    groups = on_policy(random_groups(4))
+    scored = learner().logprobs(groups)
+    for t, own in zip((t for g in groups for t in g.trajectories), scored, strict=True):
+        np.testing.assert_allclose(own, np.asarray(t.rollout_logprobs)[np.asarray(t.loss_mask, bool)], atol=2e-4)

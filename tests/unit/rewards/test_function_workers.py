@@ -1,0 +1,163 @@
+"""A user's synchronous functions run in processes, so that one which never returns costs its own trajectory alone."""
+
+import asyncio
+import os
+import threading
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from jax_agent_rl import rewards
+from jax_agent_rl.errors import RewardError, RewardTimeoutError
+from jax_agent_rl.rewards import registry
+from jax_agent_rl.rewards.workers import FunctionWorkers
+from tests.trajectories import trajectory
+
+FILE = """
+import asyncio, os, re, subprocess
+from jax_agent_rl.rewards import register_reward
+
+@register_reward("numbers")
+def numbers(solution_str, ground_truth, extra_info, trajectory, weights):
+    print("not an answer")
+    subprocess.run(["echo", "nor is this"], check=True)
+    return {"score": float(ground_truth in solution_str), "pid": os.getpid(), "weight": weights.sum(),
+            "turns": extra_info["num_turns"], "ids": len(trajectory.response_ids), "note": "left out"}
+
+@register_reward("stuck")
+def stuck(solution_str):
+    return float(re.match(r"(a+)+$", "a" * 64 + solution_str) is not None)
+
+@register_reward("raises")
+def raises(solution_str):
+    return 1 / 0
+
+@register_reward("no_number")
+def no_number(solution_str):
+    return "much"
+
+@register_reward("leaves")
+def leaves(solution_str):
+    raise SystemExit(3)
+
+@register_reward("dies")
+def dies(solution_str):
+    os._exit(7)
+
+@register_reward("later")
+def later(solution_str):
+    async def pid():
+        await asyncio.sleep(0)
+        return {"score": 1.0, "pid": os.getpid()}
+    return pid()
+
+@register_reward("asynchronous")
+async def asynchronous(solution_str):
+    return {"score": 1.0, "pid": os.getpid()}
+
+@register_reward("judged")
+def judged(solution_str, judge):
+    return {"score": 1.0, "pid": os.getpid()}
+"""
+
+
+@pytest.fixture(autouse=True)
+def own_registry(monkeypatch):
+    monkeypatch.setattr(registry, "_REWARDS", dict(registry._REWARDS))
+
+
+@pytest.fixture
+def user_file(tmp_path):
+    path = tmp_path / "my_rewards.py"
+    path.write_text(FILE)
+    rewards.load_rewards(str(path))
+    return str(path)
+
+
+def row(data_source, **fields):
+    about = {"data_source": data_source, "reward_model": {"ground_truth": "9"}, **fields}
+    messages = ({"role": "user", "content": "?"}, {"role": "assistant", "content": "answer 9"})
+    return replace(trajectory([1], [2]), row=about, messages=messages)
+
+
+async def test_scores_come_from_another_process_and_failures_cost_one_trajectory(user_file):
+    workers = FunctionWorkers(user_file, size=1)
+
+    async def score(data_source, timeout=60.0, **fields):
+        services = {"judge": object()}
+        return await rewards.score(row(data_source, **fields), workers=workers, timeout=timeout, services=services)
+
+    try:
+        scored = await score("numbers", weights=np.array([1.0, 2.0]))
+        assert scored.reward == 1.0 and scored.reward_parts.keys() == {"pid", "weight", "turns", "ids"}
+        assert (scored.reward_parts["weight"], scored.reward_parts["turns"], scored.reward_parts["ids"]) == (3, 1, 1)
+        process = scored.reward_parts["pid"]
+        assert process != os.getpid()
+        for data_source, message in (
+            ("raises", "'raises' raised ZeroDivisionError: division by zero"),
+            ("no_number", "the reward of 'no_number' must be a finite number, got 'much'"),
+            ("leaves", "'leaves' raised SystemExit: 3"),
+        ):
+            with pytest.raises(RewardError, match=message):
+                await score(data_source)
+        with pytest.raises(RewardError, match="cannot be sent to a worker .*; put plain data into the rows"):
+            await score("numbers", weights=threading.Lock())
+        assert (await score("later")).reward_parts["pid"] == process, "the worker lives"
+        assert (await score("asynchronous")).reward_parts["pid"] == os.getpid()
+        assert (await score("judged")).reward_parts["pid"] == os.getpid()
+        with pytest.raises(RewardError, match="the worker ended"):
+            await score("dies")
+        assert (await score("later")).reward_parts["pid"] not in (process, os.getpid())
+    finally:
+        workers.close()
+
+
+async def test_a_pattern_that_backtracks_for_hours_is_killed_and_freezes_nothing(user_file):
+    """``re`` does not let go of the interpreter: in a thread of this process, no line below would be reached."""
+    workers = FunctionWorkers(user_file, size=2)
+    try:
+        stuck = asyncio.create_task(rewards.score(row("stuck"), workers=workers, timeout=0.5))
+        assert (await rewards.score(row("later"), workers=workers)).reward == 1.0
+        with pytest.raises(RewardTimeoutError, match=r"'stuck' did not return within reward.timeout=0.5 seconds"):
+            await stuck
+    finally:
+        workers.close()
+
+
+async def test_waiting_for_a_worker_is_not_part_of_a_functions_time(user_file):
+    workers = FunctionWorkers(user_file, size=1)
+    try:
+        stuck = asyncio.create_task(rewards.score(row("stuck"), workers=workers, timeout=3.0))
+        await asyncio.sleep(0)
+        assert (await rewards.score(row("later"), workers=workers, timeout=2.0)).reward == 1.0
+        with pytest.raises(RewardTimeoutError):
+            await stuck
+    finally:
+        workers.close()
+
+
+async def test_closing_ends_a_function_that_is_stuck(user_file):
+    workers = FunctionWorkers(user_file, size=1)
+    stuck = asyncio.create_task(rewards.score(row("stuck"), workers=workers, timeout=600.0))
+    while not workers._pool._busy:
+        await asyncio.sleep(0)
+    workers.close()
+    with pytest.raises(RewardError, match="the worker ended"):
+        await stuck
+
+
+async def test_a_file_that_a_worker_cannot_import_is_named(tmp_path):
+    marker, path = tmp_path / "imported", tmp_path / "once.py"
+    path.write_text(
+        "from pathlib import Path\nfrom jax_agent_rl.rewards import register_reward\n"
+        f"Path({str(marker)!r}).touch(exist_ok=False)\n"
+        "@register_reward('once')\ndef once(solution_str):\n    return 1.0\n"
+    )
+    rewards.load_rewards(str(path))
+    workers = FunctionWorkers(str(path), size=1)
+    try:
+        with pytest.raises(RewardError, match=r"reward.path=.*once.py.*importing it raised FileExistsError"):
+            await rewards.score(row("once"), workers=workers)
+    finally:
+        workers.close()

@@ -1,0 +1,260 @@
+"""Where a rollout server takes weights from: files below its folder and uploads within limits, and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from jax_agent_rl import leftovers
+from jax_agent_rl.errors import WeightUpdateError
+from jax_agent_rl.rollout.protocol import Health, WeightUpdate
+from jax_agent_rl.rollout.remote import uploads as uploads_module
+from jax_agent_rl.rollout.remote.client import RemoteBackend
+from jax_agent_rl.rollout.remote.server import RolloutServer
+from jax_agent_rl.rollout.remote.shared_folder import SharedFolder
+from jax_agent_rl.rollout.remote.uploads import FORGOTTEN_SECONDS, MOST_UPLOADS, Uploads
+from tests.toy_backend import ToyBackend
+
+PAYLOADS = frozenset({"safetensors", "tensorstore"})
+
+
+@contextlib.asynccontextmanager
+async def served(backend: ToyBackend, folder: Path | None) -> AsyncIterator[RemoteBackend]:
+    await backend.start()
+    server = RolloutServer(backend, weight_folder=str(folder) if folder else None)
+    await server.start()
+    remote = RemoteBackend(server.url)
+    await remote.start()
+    try:
+        yield remote
+    finally:
+        await remote.close()
+        await server.close()
+        await backend.close()
+
+
+class Unasked(ToyBackend):
+    """An engine that must not see an update."""
+
+    async def update_weights(self, update: WeightUpdate) -> None:
+        raise AssertionError(f"the engine was asked to open {update.payload}")
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A weight folder, and around it what is not to be opened."""
+    inside = tmp_path / "weights"
+    (inside / "run").mkdir(parents=True)
+    (inside / "run" / "v1.safetensors").write_text("other")
+    (tmp_path / "secret.safetensors").write_text("secret")
+    (inside / "link.safetensors").symlink_to(tmp_path / "secret.safetensors")
+    (inside / "folder").symlink_to(tmp_path)
+    (inside / "run" / "notes.txt").write_text("notes")
+    (inside / "run" / "d.safetensors").mkdir()
+    os.mkfifo(inside / "run" / "pipe.safetensors")
+    return inside
+
+
+OUTSIDE = [
+    "../secret.safetensors",
+    "run/../../secret.safetensors",
+    "link.safetensors",
+    "folder/secret.safetensors",
+    "run/pipe.safetensors",
+    "run/d.safetensors",
+    "run/notes.txt",
+    "run/none.safetensors",
+    "/etc/passwd",
+    "/dev/zero.safetensors",
+    "http://127.0.0.1:1/w.safetensors",
+]
+
+
+@pytest.mark.parametrize("path", OUTSIDE)
+async def test_only_regular_weight_files_below_the_folder_are_opened(tree: Path, path: str):
+    named = path if path.startswith(("/", "http")) else f"{tree}/{path}"
+    digests = {Path(path).name: "xxh3_128:0"}
+    async with served(Unasked(weight_payloads=PAYLOADS), tree) as remote:
+        async with asyncio.timeout(30):  # a pipe nobody writes to has no end
+            assert not await remote._call("sees_files", files=[{"path": named, "size": 6}])
+            with pytest.raises(WeightUpdateError, match=r"are not read|cannot be read|not a regular file") as caught:
+                await remote._call("update_weights", version=1, kind="safetensors", paths=[named], digests=digests)
+        assert "digest" not in str(caught.value) and (await remote.health()).ok
+
+
+async def test_files_of_the_folder_are_read_in_place(tree: Path):
+    file = tree / "run" / "v1.safetensors"
+    async with served(ToyBackend(weight_payloads=PAYLOADS), tree) as remote:
+        remote._upload = None  # type: ignore[assignment]  # would fail if it were used
+        await remote.update_weights(WeightUpdate(version=1, kind="safetensors", payload=[file]))
+        assert remote.policy_version == 1
+
+
+async def test_files_of_another_folder_are_uploaded_even_where_the_disk_is_shared(tree: Path, tmp_path: Path):
+    (file := tmp_path / "elsewhere.safetensors").write_text("other")
+    async with served(ToyBackend(weight_payloads=PAYLOADS), tree) as remote:
+        remote._shares_disk = True
+        await remote.update_weights(WeightUpdate(version=1, kind="safetensors", payload=[file]))
+        assert remote.policy_version == 1
+
+
+async def test_without_a_folder_only_what_a_learner_of_this_machine_has_in_memory_is_read():
+    shared = SharedFolder(None)
+    if not Path("/dev/shm").is_dir():
+        pytest.skip("no shared memory")
+    for prefix, sees in (("jax_agent_rl-weights-", True), ("other-", False)):
+        folder = leftovers.make_folder(prefix, Path("/dev/shm"))
+        try:
+            (folder / "v1.safetensors").write_text("other")
+            assert await shared.sees({f"{folder}/v1.safetensors": 5}) is sees
+        finally:
+            leftovers.remove_folder(folder)
+
+
+@pytest.mark.parametrize(
+    ("folder", "address", "is_taken"),
+    [
+        ("gs://b/weights", "gs://b/weights/weights-0/v3/", True),
+        ("gs://b/weights", "gs://b/weights2/v3/", False),
+        ("gs://b/weights", "gs://other/v3/", False),
+        ("gs://b/weights", "gs://b/weights/../secrets/", False),
+        ("gs://b/weights", "gs://b/weights/%2e%2e/secrets/", False),
+        ("gs://b/weights", "gs://b/weights/v1|zip:x", False),
+        ("gs://b/weights", "s3://b/weights/v3/", False),
+        ("gs://b/weights", "http://b/weights/v3/", False),
+        ("gs://b/weights", "file:///b/weights/v3/", False),
+        (None, "http://127.0.0.1:1/v3/", False),
+        (None, "file:///etc/", False),
+        ("{tree}", "file://{tree}/run/", True),
+        ("{tree}", "{tree}/run", True),
+        ("{tree}", "file://{tree}/folder/", False),
+        ("{tree}", "file:///etc/", False),
+        ("{tree}", "http://127.0.0.1:1{tree}/run/", False),
+    ],
+)
+async def test_an_address_is_below_the_configured_folder_or_bucket(tree: Path, folder, address, is_taken):
+    shared = SharedFolder(folder and folder.format(tree=tree))
+    address = address.format(tree=tree)
+    if is_taken:
+        assert await shared.address(address) == address
+    else:
+        with pytest.raises(WeightUpdateError, match=r"are not read: .*rollout\.weight_folder|cannot be read"):
+            await shared.address(address)
+
+
+async def test_a_server_without_a_folder_declares_no_updates_through_one(tree: Path):
+    for folder, declared in ((None, {"safetensors"}), (tree, PAYLOADS)):
+        async with served(ToyBackend(weight_payloads=PAYLOADS), folder) as remote:
+            assert remote.capabilities.weight_payloads == declared
+
+
+async def test_health_is_answered_while_weights_are_loaded(tree: Path):
+    loading, loaded = asyncio.Event(), asyncio.Event()
+
+    class Slow(ToyBackend):
+        async def update_weights(self, update: WeightUpdate) -> None:
+            loading.set()
+            await loaded.wait()
+            await super().update_weights(update)
+
+        async def health(self) -> Health:
+            if loading.is_set():
+                await loaded.wait()
+            return await super().health()
+
+    async with served(Slow(weight_payloads=PAYLOADS), tree) as remote:
+        file = tree / "run" / "v1.safetensors"
+        update = asyncio.create_task(
+            remote.update_weights(WeightUpdate(version=1, kind="safetensors", payload=[str(file)]))
+        )
+        await loading.wait()
+        async with asyncio.timeout(30):
+            health = await remote.health()
+        assert (health.ok, health.detail, health.policy_version) == (True, "taking weights", 0)
+        loaded.set()
+        await update
+        assert (await remote.health()).policy_version == 1
+
+
+# --- uploads --------------------------------------------------------------------------------------------------
+
+
+async def blocks(*parts: bytes) -> AsyncIterator[bytes]:
+    for part in parts:
+        yield part
+
+
+DIGEST = "2d711642b726b04401627ca9fbac32f5c8530fb1903cc4db02258717921a4881"  # of "x", by sha256sum
+
+
+async def test_all_uploads_together_have_a_limit_in_bytes_and_number(tmp_path: Path):
+    uploads = Uploads(max_bytes=MOST_UPLOADS, folder=tmp_path)
+    for number in range(MOST_UPLOADS):
+        assert await uploads.receive(f"{number:016x}", "w.safetensors", DIGEST, blocks(b"x")) == 1
+    with pytest.raises(WeightUpdateError, match="4 uploads wait to be used, the most"):
+        await uploads.receive("f" * 16, "w.safetensors", DIGEST, blocks(b"x"))
+    with pytest.raises(WeightUpdateError, match="5 bytes, more than the server's limit of 4"):
+        await uploads.receive("0" * 16, "v.safetensors", DIGEST, blocks(b"x"))
+    uploads.drop(f"{1:016x}")
+    assert await uploads.receive("e" * 16, "w.safetensors", DIGEST, blocks(b"x")) == 1
+    uploads.close()
+
+
+async def test_files_that_arrive_side_by_side_share_the_limit(tmp_path: Path):
+    uploads = Uploads(max_bytes=3, folder=tmp_path)
+    both = asyncio.Barrier(2)
+
+    async def half() -> AsyncIterator[bytes]:
+        yield b"x"
+        await both.wait()
+        yield b"x"
+
+    results = await asyncio.gather(
+        *(uploads.receive("0" * 16, f"{name}.safetensors", "", half()) for name in "ab"), return_exceptions=True
+    )
+    assert any("more than the server's limit of 3" in str(error) for error in results)
+    uploads.close()
+
+
+async def test_what_nobody_uses_is_deleted_without_another_request(tmp_path: Path):
+    now = [0.0]
+    uploads = Uploads(max_bytes=9, folder=tmp_path, clock=lambda: now[0])
+    await uploads.receive("0" * 16, "w.safetensors", DIGEST, blocks(b"x"))
+    now[0] = FORGOTTEN_SECONDS - 1
+    uploads.drop_forgotten()
+    assert len(list(tmp_path.rglob("*.safetensors"))) == 1
+    now[0] = FORGOTTEN_SECONDS + 1
+    sweeping = asyncio.create_task(uploads.sweep(every=0.0))
+    async with asyncio.timeout(20):
+        while list(tmp_path.rglob("*.safetensors")):
+            await asyncio.sleep(0)
+    sweeping.cancel()
+    uploads.close()
+
+
+async def test_a_sender_that_falls_silent_leaves_nothing(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(uploads_module, "SILENT_SECONDS", 0.05)
+    uploads = Uploads(max_bytes=9, folder=tmp_path)
+
+    async def stalled() -> AsyncIterator[bytes]:
+        yield b"x"
+        await asyncio.Event().wait()
+
+    with pytest.raises(TimeoutError):
+        await uploads.receive("0" * 16, "w.safetensors", DIGEST, stalled())
+    assert list(tmp_path.rglob("*.safetensors")) == []
+    uploads.close()
+
+
+async def test_without_a_setting_uploads_leave_half_of_the_free_memory(tmp_path: Path, monkeypatch):
+    usage = type("Usage", (), {"free": 10})
+    monkeypatch.setattr(uploads_module.shutil, "disk_usage", lambda _: usage)
+    uploads = Uploads(folder=tmp_path)
+    with pytest.raises(WeightUpdateError, match="6 bytes, more than the server's limit of 5"):
+        await uploads.receive("0" * 16, "w.safetensors", "", blocks(b"xxxxxx"))
+    uploads.close()
