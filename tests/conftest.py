@@ -3,6 +3,7 @@ where the machine has room for that, but those that start Ray one after another.
 
 from __future__ import annotations
 
+import faulthandler
 import importlib.util
 import os
 
@@ -48,6 +49,12 @@ class FailuresAtOnce:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(FailuresAtOnce(config))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure() -> None:
+    """A thread that a failed test left waiting would keep the process from ending."""
+    faulthandler.dump_traceback_later(60, exit=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

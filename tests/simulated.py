@@ -13,10 +13,14 @@ COMPILE_QUICKLY = (
 """For XLA_FLAGS. Compiling is most of what tests of small models do; so it takes a quarter of the time."""
 
 
+_PATIENTLY = "--xla_cpu_collective_call_terminate_timeout_seconds=400 --xla_cpu_collective_timeout_seconds=400"
+"""Else a device for which a busy machine has no time ends the process after 40 seconds."""
+
+
 def environment_with(devices: int, *, flags: str = COMPILE_QUICKLY) -> dict[str, str]:
     """Variables of a process with so many devices."""
     return os.environ | {
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} {flags}",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} {_PATIENTLY} {flags}",
         "NPROC": "16",  # XLA's threads: devices wait for each other in them, and a few cores' would all be waiting
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": os.getcwd(),
