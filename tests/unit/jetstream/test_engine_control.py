@@ -38,7 +38,7 @@ class Gate:
             self._passes.acquire()
 
     async def reached(self) -> None:
-        """Returns when the thread has come once more. The wait is bounded: a thread that waits keeps Python from ending."""
+        """Returns when the thread has come once more. A thread that waits without a limit keeps Python from ending."""
         assert await asyncio.to_thread(self._arrivals.acquire, timeout=30)
 
     def let_one_pass(self) -> None:
