@@ -70,7 +70,8 @@ make_environment() {
   # Modules are compiled when they are first imported: compiling all takes longer than unpacking them.
   install+=(--disable-pip-version-check --root-user-action ignore --no-compile)
   say "environment: $VENV ($("$python" --version 2>&1))"
-  [ -x "$VENV/bin/python" ] || run "$python" -m venv "$VENV"
+  # One that was interrupted has a Python and no pip.
+  "$VENV/bin/python" -c 'import pip' 2>/dev/null || run "$python" -m venv "$VENV"
   run "${install[@]}" --upgrade pip
   say "installing pinned dependencies (half a minute to two minutes)"
   run "${install[@]}" "${constrain[@]}" -e "$ROOT${extras:+[$extras]}"

@@ -1,0 +1,24 @@
+"""``launch/lib.sh``: the project's own environment."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.mark.parametrize(("left", "is_made"), [("nothing", True), ("a Python without pip", True), ("all", False)])
+def test_an_environment_that_was_interrupted_is_made_again(left: str, is_made: bool, tmp_path: Path):
+    if left != "nothing":
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path], check=True)
+    if left == "all":
+        (tmp_path / "pip.py").touch()
+    variables = {"JAX_AGENT_RL_VENV": str(tmp_path), "PYTHON": sys.executable, "PYTHONPATH": str(tmp_path)}
+    script = "source launch/lib.sh; DRY_RUN=1; make_environment dev"
+    result = subprocess.run(
+        ["bash", "-ec", script], cwd=ROOT, env=os.environ | variables, capture_output=True, text=True, check=True
+    )
+    assert (f"-m venv {tmp_path}" in result.stdout) == is_made, result.stdout
