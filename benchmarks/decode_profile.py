@@ -1,0 +1,178 @@
+"""Where one decode step goes: milliseconds per part, and the whole step's share of what the machine allows.
+
+    python benchmarks/decode_profile.py [--batches 1 8 32] [--positions 256]
+
+SmolLM2-135M in float32. Each part runs by itself, as often as a dispatch of the engine has steps, in a loop on the
+device:
+
+- ``products``: the matrix products of all layers, without anything between them; ``head``: the one with the vocabulary.
+- ``attention``: everything between the projections, with the new token's place in the cache.
+- ``sampling``: one id for each lane.
+- ``between``: what is left of the step: norms, rotation, activations, residuals, embedding, the loop.
+- ``rows``: pages gathered before a dispatch's steps and written back after them, for each step.
+
+``floor`` reads all weights and the cache once and computes two operations a weight and id, whichever takes longer, as
+in ``decode.py``. The last line is one JSON object. Figures depend on the CPU's vectors, so it is part of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from machine import best_seconds, cpu, read_bandwidth, sgemm_flops
+
+from jax_agent_rl.jetstream.attention import decode_attention
+from jax_agent_rl.jetstream.engine import EngineShapes, JaxEngine
+from jax_agent_rl.jetstream.forward import EngineParams
+from jax_agent_rl.jetstream.kv import KVCache, empty_cache
+from jax_agent_rl.jetstream.lanes import Lanes, make_lanes
+from jax_agent_rl.jetstream.paging import gathered, write_back
+from jax_agent_rl.jetstream.sampling import sample
+from jax_agent_rl.models.config import DecoderConfig
+from jax_agent_rl.models.fetch import fetch_quickstart_model
+from jax_agent_rl.models.hf import load_hf
+from jax_agent_rl.models.quantized import product
+from jax_agent_rl.runtime.compilation_cache import use_compilation_cache
+
+STEPS, REPEATS = 16, 3
+
+
+def seconds_a_step(part: Callable[..., Any], state: Any, *arguments: Any) -> float:
+    """Seconds of ``part(step, state, *arguments) -> state``, repeated on the device as a dispatch repeats it."""
+
+    @jax.jit
+    def loop(state: Any, *arguments: Any) -> Any:
+        return jax.lax.fori_loop(0, STEPS, lambda step, state: part(step, state, *arguments), state)
+
+    return best_seconds(lambda: loop(state, *arguments), REPEATS) / STEPS
+
+
+def products(step: jax.Array, x: jax.Array, params: EngineParams) -> jax.Array:
+    """Every layer's, each of what the one before gave, so that none is left out or moved out of the loop."""
+    for layer in params.layers:
+        qkv = product(layer["qkv"], x).reshape(-1, x.shape[1])
+        x = product(layer["o"], qkv[: layer["o"].shape[1]])
+        gate, up = product(layer["gate_up"], x)
+        x = product(layer["down"], gate + up)
+    return x
+
+
+def head(step: jax.Array, x: jax.Array, params: EngineParams) -> jax.Array:
+    logits = jnp.einsum("vd,db->vb", params.embed, x, preferred_element_type=jnp.float32)
+    return logits[: len(x)]
+
+
+def attention(
+    step: jax.Array, state: tuple[jax.Array, KVCache], new: tuple[jax.Array, jax.Array], positions: jax.Array
+) -> tuple[jax.Array, KVCache]:
+    q, rows = state
+    layers = []
+    for layer in rows.layers:
+        q, layer = decode_attention(q, layer, new, positions + step)
+        layers.append(layer)
+    return q, KVCache(tuple(layers))
+
+
+def draw(step: jax.Array, logits: jax.Array, lanes: Lanes) -> jax.Array:
+    ids, log_probs = sample(
+        logits,
+        temperature=lanes.temperature,
+        top_p=lanes.top_p,
+        top_k=lanes.top_k,
+        seed=lanes.seed,
+        position=lanes.positions + step,
+    )
+    return logits.at[ids, jnp.arange(len(ids))].add(log_probs)
+
+
+def whole_step(engine: JaxEngine, params: EngineParams, lanes: Lanes) -> float:
+    """Seconds of a step of the engine's own program."""
+    cache = engine.init_cache()
+
+    def dispatch() -> None:
+        nonlocal cache
+        cache, ids, _ = engine.decode(params, cache, lanes, STEPS, len(lanes.tokens))
+        assert (ids >= 0).all() and len(ids) == STEPS
+
+    return best_seconds(dispatch, REPEATS) / STEPS
+
+
+def parts(config: DecoderConfig, weights: Any, batch: int, positions: int) -> dict[str, float]:
+    """Seconds of each part of a step, and ``step``."""
+    shapes = EngineShapes(
+        max_model_len=positions,
+        max_concurrent_decodes=batch,
+        cache_tokens=batch * positions,
+        decode_steps=STEPS,
+        prefill_buckets=(32,),
+    )
+    engine = JaxEngine(config, shapes, compile_ahead=False)
+    params = engine.load_params(weights)
+    lanes = make_lanes(batch, shapes.context_pages)
+    lanes.pages[:] = 1 + np.arange(lanes.pages.size).reshape(lanes.pages.shape)
+    lanes.positions[:], lanes.remaining[:], lanes.temperature[:] = positions - STEPS - 1, STEPS + 1, 1
+    lanes.seed[:] = np.arange(batch)
+    lanes = jax.tree.map(jnp.asarray, lanes)
+    rows = empty_cache(config, batch, positions, jnp.float32)
+    x = jnp.ones((config.hidden_size, batch))
+    heads, group = config.num_kv_heads, config.num_heads // config.num_kv_heads
+    q, one = jnp.ones((batch, heads, group, config.head_dim)), jnp.ones((batch, heads, config.head_dim))
+    paged = jax.jit(
+        lambda cache, lanes: write_back(
+            cache, gathered(cache, lanes.pages, lanes.positions), lanes.pages, lanes.positions, STEPS
+        ),
+        donate_argnums=0,
+    )
+    cache = engine.init_cache()
+
+    def rows_once() -> None:
+        nonlocal cache
+        cache = jax.block_until_ready(paged(cache, lanes))
+
+    found = {
+        "products": seconds_a_step(products, x, params),
+        "head": seconds_a_step(head, x, params),
+        "attention": seconds_a_step(attention, (q, rows), (one, one), lanes.positions),
+        "sampling": seconds_a_step(draw, jnp.ones((config.vocab_size, batch)), lanes),
+        "rows": best_seconds(rows_once, REPEATS) / STEPS,
+    }
+    step = whole_step(engine, params, lanes)
+    return {**found, "between": step - sum(found.values()), "step": step}
+
+
+def step_floor(config: DecoderConfig, batch: int, positions: int, bandwidth: float, flops: float) -> float:
+    """Seconds in which the machine could do a step."""
+    shapes = config.parameter_shapes()
+    weights = sum(int(np.prod(s)) for s in [*shapes["layers"].values(), shapes["embed"]])
+    cached = 2 * batch * positions * config.num_layers * config.num_kv_heads * config.head_dim
+    return max(4 * (weights + cached) / bandwidth, 2 * batch * weights / flops)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--positions", type=int, default=256)
+    arguments = parser.parse_args()
+    use_compilation_cache()
+    config, weights = load_hf(fetch_quickstart_model())
+    bandwidth, flops = read_bandwidth(), sgemm_flops()
+    print(f"{cpu()}: reads {bandwidth / 1e9:.1f} GB/s, sgemm {flops / 1e9:.0f} GFLOP/s", flush=True)
+    result: dict[str, Any] = {"cpu": cpu(), "positions": arguments.positions}
+    for batch in arguments.batches:
+        seconds = parts(config, weights, batch, arguments.positions)
+        floor = step_floor(config, batch, arguments.positions, bandwidth, flops)
+        milliseconds = {name: round(1000 * s, 2) for name, s in {**seconds, "floor": floor}.items()}
+        share = round(floor / seconds["step"], 3)
+        result[f"batch_{batch}"] = {"milliseconds": milliseconds, "share_of_floor": share}
+        print(f"batch {batch}: {milliseconds}, {share:.1%} of the floor", flush=True)
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
