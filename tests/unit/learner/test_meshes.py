@@ -1,7 +1,6 @@
 """Every mesh of simulated devices gives the losses and gradients of one device."""
 
 import json
-import os
 import subprocess
 
 import pytest
@@ -146,7 +145,7 @@ def test_a_mesh_splits_work_and_memory():
     # Eight devices, so an eighth each, but for what no axis splits: attention sees no causal half where tokens are
     # split, and a few arrays of a layer are gathered. What XLA cannot split it silently computes everywhere.
     meshes = {"dense": [{"fsdp": 8}, {"context": 8}], "experts": [{"expert": 8}, {"expert": 4, "context": 2}]}
-    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "PYTHONPATH": os.getcwd()}
+    environment = environment_with(8, flags="")
     command = [*python(), "-c", WORK, json.dumps(meshes)]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
     lines = [json.loads(line) for line in result.stdout.splitlines()]
