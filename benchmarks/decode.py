@@ -105,17 +105,19 @@ async def our_speed(config, params, batch: int) -> tuple[float, int]:
     return batch * NEW / min(seconds), recompilations
 
 
+def step_floor(config, batch: int, positions: int, bandwidth: float, flops: float) -> float:
+    """The shortest time the machine allows for one step of ``batch`` contexts of so many positions."""
+    shapes = config.parameter_shapes()
+    weights = sum(int(np.prod(s)) for s in [*shapes["layers"].values(), shapes["embed"]])
+    cached = 2 * batch * positions * config.num_layers * config.num_kv_heads * config.head_dim
+    return max(4 * (weights + cached) / bandwidth, 2 * batch * weights / flops)
+
+
 def floor_seconds(config, batch: int, bandwidth: float, flops: float) -> float:
     """The shortest time the machine allows for the whole job, see the module's docstring."""
-    shapes = config.parameter_shapes()
-    body = sum(int(np.prod(s)) for s in shapes["layers"].values())
-    head = int(np.prod(shapes["embed"]))
-    kv_bytes = 2 * 4 * config.num_layers * config.num_kv_heads * config.head_dim
-    seconds = batch * (PROMPT - 1) * 2 * body / flops
-    for step in range(NEW):
-        read = 4 * (body + head) + batch * (PROMPT + step) * kv_bytes
-        seconds += max(read / bandwidth, batch * 2 * (body + head) / flops)
-    return seconds
+    body = sum(int(np.prod(s)) for s in config.parameter_shapes()["layers"].values())
+    steps = (step_floor(config, batch, PROMPT + step, bandwidth, flops) for step in range(NEW))
+    return batch * (PROMPT - 1) * 2 * body / flops + sum(steps)
 
 
 def main() -> None:

@@ -25,6 +25,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from decode import step_floor
 from machine import best_seconds, cpu, read_bandwidth, sgemm_flops
 
 from jax_agent_rl.jetstream.attention import decode_attention
@@ -144,14 +145,6 @@ def parts(config: DecoderConfig, weights: Any, batch: int, positions: int) -> di
     }
     step = whole_step(engine, params, lanes)
     return {**found, "between": step - sum(found.values()), "step": step}
-
-
-def step_floor(config: DecoderConfig, batch: int, positions: int, bandwidth: float, flops: float) -> float:
-    """Seconds in which the machine could do a step."""
-    shapes = config.parameter_shapes()
-    weights = sum(int(np.prod(s)) for s in [*shapes["layers"].values(), shapes["embed"]])
-    cached = 2 * batch * positions * config.num_layers * config.num_kv_heads * config.head_dim
-    return max(4 * (weights + cached) / bandwidth, 2 * batch * weights / flops)
 
 
 def main() -> None:
