@@ -15,7 +15,7 @@ same on every device, and the devices add up twice per layer. No split or reshap
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import jax
@@ -130,19 +130,12 @@ def decode_step(
     Returns:
         logits float32 [V, B] (whole on every device) and the cache with the tokens' keys and values written.
     """
-    heads, size, lanes = config.num_heads, config.head_dim, len(tokens)
     x = constrain(embed_tokens(config, params, tokens).T, mesh)  # [D, B]
     tables = _rope(config, positions if rope_offsets is None else positions + rope_offsets)
-    windows = (None, config.sliding_window)
-    multipliers = _multipliers(params, adapters, adapter)
     layers = []
-    for i, (layer, cached) in enumerate(zip(params.layers, cache.layers, strict=True)):
-        window, multiply = windows[config.is_windowed(i)], multipliers[i]
-        q, k, v = _project(config, layer, multiply, x, *tables[config.is_windowed(i)])
-        q, new = q.transpose(3, 0, 1, 2), (k.transpose(2, 0, 1), v.transpose(2, 0, 1))
-        mixed, cached = decode_attention(q, cached, new, positions, pages, window=window, mesh=mesh)
-        mixed = mixed.reshape(lanes, heads * size).T
-        x = _finish_layer(config, layer, multiply, x, multiply("o", mixed), mesh)
+    for i, (layer, cached) in enumerate(zip(_adapted_layers(params, adapters, adapter), cache.layers, strict=True)):
+        windowed = config.is_windowed(i)
+        x, cached = _decode_layer(config, mesh, windowed, layer, x, tables[windowed], cached, positions, pages)
         layers.append(cached)
     x = rms_norm(config, x, params.final_norm, axis=0)
     head = params.embed if params.head is None else params.head
@@ -194,7 +187,6 @@ def chunk_layers(
     adapter: jax.Array | None = None,
 ) -> Iterator[tuple[jax.Array, LayerKV]]:
     """Compute :func:`prefill_chunks` layer by layer: yield the residual stream [D, R T] behind each, and its KV."""
-    heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.head_dim
     rows, count = tokens.shape
     x = embed_tokens(config, params, tokens.reshape(-1))
     if pictures is not None:
@@ -204,80 +196,126 @@ def chunk_layers(
         tables = _rope(config, (starts[:, None] + jnp.arange(count)).reshape(-1))
     else:
         tables = _picture_rope(config, pictures.rope_positions.reshape(-1, 3))
-    windows = (None, config.sliding_window)
-    multipliers = _multipliers(params, adapters, None if adapter is None else jnp.repeat(adapter, count))
-    for i, (layer, cached) in enumerate(zip(params.layers, cache.layers, strict=True)):
-        window, multiply = windows[config.is_windowed(i)], multipliers[i]
-        q, k, v = _project(config, layer, multiply, x, *tables[config.is_windowed(i)])
-        q = q.reshape(*q.shape[:-1], rows, count)
-        k = k.reshape(kv_heads, size, rows, count).transpose(2, 0, 1, 3)  # [R, K, h, T]
-        v = v.reshape(kv_heads, size, rows, count).transpose(2, 0, 3, 1)  # [R, K, T, h]
-        own = stored(k, v, cached.keys.dtype)
-        mixed = chunk_attention(q, cached, own, starts, window=window, mesh=mesh)
-        mixed = mixed.reshape(heads * size, rows * count)
-        x = _finish_layer(config, layer, multiply, x, multiply("o", mixed), mesh)
+    adapter = None if adapter is None else jnp.repeat(adapter, count)
+    for i, (layer, cached) in enumerate(zip(_adapted_layers(params, adapters, adapter), cache.layers, strict=True)):
+        windowed = config.is_windowed(i)
+        x, own = _chunk_layer(config, mesh, windowed, layer, x, tables[windowed], cached, starts)
         yield x, own
 
 
-Multiply = Callable[[str, jax.Array], jax.Array]
-"""A layer's matrix, by name, times x [in, B] -> [..., out, B], with the adapters of the lanes."""
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class _AdaptedLayer:
+    """One layer's arrays, its adapters, and which of them each lane has (``adapters.one_hot``)."""
+
+    params: Params
+    adapters: LayerAdapters
+    chosen: jax.Array | None
+
+    def multiply(self, name: str, x: jax.Array) -> jax.Array:
+        """A matrix, by name, times x [in, B] -> [..., out, B]."""
+        out = product(self.params[name], x)
+        if self.chosen is None or name not in self.adapters:
+            return out
+        return add_low_rank(out, self.adapters[name], x, self.chosen)
 
 
-def _multipliers(params: EngineParams, adapters: AdapterStacks | None, adapter: jax.Array | None) -> list[Multiply]:
-    """Return for every layer what multiplies with its matrices; ``adapter`` is int32 [B]."""
+def _adapted_layers(
+    params: EngineParams, adapters: AdapterStacks | None, adapter: jax.Array | None
+) -> list[_AdaptedLayer]:
+    """All layers; ``adapter`` is int32 [B]."""
     if adapters is None or adapter is None:
-        return [lambda name, x, layer=layer: product(layer[name], x) for layer in params.layers]
+        return [_AdaptedLayer(layer, {}, None) for layer in params.layers]
     chosen = one_hot(adapter, adapters, params.embed.dtype)
+    return [_AdaptedLayer(layer, own, chosen) for layer, own in zip(params.layers, adapters.layers, strict=True)]
 
-    def multiply(layer: Params, own: LayerAdapters, name: str, x: jax.Array) -> jax.Array:
-        out = product(layer[name], x)
-        return add_low_rank(out, own[name], x, chosen) if name in own else out
 
-    pairs = zip(params.layers, adapters.layers, strict=True)
-    return [functools.partial(multiply, layer, own) for layer, own in pairs]
+# Programs of their own, so that each is traced and lowered once for all layers of a kind; XLA inlines them.
+_one_for_all_layers = functools.partial(jax.jit, static_argnums=(0, 1, 2))
+
+
+@_one_for_all_layers
+def _decode_layer(
+    config: DecoderConfig,
+    mesh: Mesh | None,
+    windowed: bool,
+    layer: _AdaptedLayer,
+    x: jax.Array,
+    table: tuple[jax.Array, jax.Array],
+    cached: LayerKV,
+    positions: jax.Array,
+    pages: jax.Array | None,
+) -> tuple[jax.Array, LayerKV]:
+    """x [D, B] behind the layer, and its cache with the tokens' keys and values."""
+    window = config.sliding_window if windowed else None
+    q, k, v = _project(config, layer, x, *table)
+    q, new = q.transpose(3, 0, 1, 2), (k.transpose(2, 0, 1), v.transpose(2, 0, 1))
+    mixed, cached = decode_attention(q, cached, new, positions, pages, window=window, mesh=mesh)
+    mixed = mixed.reshape(len(positions), -1).T
+    return _finish_layer(config, layer, x, layer.multiply("o", mixed), mesh), cached
+
+
+@_one_for_all_layers
+def _chunk_layer(
+    config: DecoderConfig,
+    mesh: Mesh | None,
+    windowed: bool,
+    layer: _AdaptedLayer,
+    x: jax.Array,
+    table: tuple[jax.Array, jax.Array],
+    cached: LayerKV,
+    starts: jax.Array,
+) -> tuple[jax.Array, LayerKV]:
+    """x [D, R T] behind the layer, and its keys and values of the chunk."""
+    rows, window = len(starts), config.sliding_window if windowed else None
+    q, k, v = _project(config, layer, x, *table)
+    q, k, v = (y.reshape(*y.shape[:-1], rows, -1) for y in (q, k, v))
+    own = stored(k.transpose(2, 0, 1, 3), v.transpose(2, 0, 3, 1), cached.keys.dtype)
+    mixed = chunk_attention(q, cached, own, starts, window=window, mesh=mesh)
+    mixed = mixed.reshape(-1, x.shape[1])
+    return _finish_layer(config, layer, x, layer.multiply("o", mixed), mesh), own
 
 
 def _project(
-    config: DecoderConfig, layer: Params, multiply: Multiply, x: jax.Array, cos: jax.Array, sin: jax.Array
+    config: DecoderConfig, layer: _AdaptedLayer, x: jax.Array, cos: jax.Array, sin: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Rotated and scaled queries [K, G, h, B], rotated keys and values [K, h, B] of x [D, B]; cos and sin [h/2, B]."""
-    qkv = multiply("qkv", rms_norm(config, x, layer["input_norm"], axis=0))
+    own = layer.params
+    qkv = layer.multiply("qkv", rms_norm(config, x, own["input_norm"], axis=0))
     if config.qkv_bias:
-        qkv = qkv + layer["qkv_bias"][..., None]
+        qkv = qkv + own["qkv_bias"][..., None]
     qkv = qkv.reshape(config.num_kv_heads, -1, config.head_dim, x.shape[1])
     q, k, v = qkv[:, :-2], qkv[:, -2], qkv[:, -1]
     if config.qk_norm:
-        q = rms_norm(config, q, layer["q_norm"], axis=2)
-        k = rms_norm(config, k, layer["k_norm"], axis=1)
+        q = rms_norm(config, q, own["q_norm"], axis=2)
+        k = rms_norm(config, k, own["k_norm"], axis=1)
     return rotate(q, cos, sin, axis=2) * config.score_scale, rotate(k, cos, sin, axis=1), v
 
 
 def _finish_layer(
-    config: DecoderConfig, layer: Params, multiply: Multiply, x: jax.Array, mixed: jax.Array, mesh: Mesh | None
+    config: DecoderConfig, layer: _AdaptedLayer, x: jax.Array, mixed: jax.Array, mesh: Mesh | None
 ) -> jax.Array:
     """Residual, feed-forward, residual on [D, B]."""
-    mixed = constrain(mixed, mesh)
+    own, mixed = layer.params, constrain(mixed, mesh)
     if not config.sandwich_norms:
         x = x + mixed
-        normed = rms_norm(config, x, layer["post_attention_norm"], axis=0)
-        return x + _feed_forward(config, layer, multiply, normed, mesh)
-    x = x + rms_norm(config, mixed, layer["post_attention_norm"], axis=0)
-    normed = rms_norm(config, x, layer["pre_feedforward_norm"], axis=0)
-    out = _feed_forward(config, layer, multiply, normed, mesh)
-    return x + rms_norm(config, out, layer["post_feedforward_norm"], axis=0)
+        normed = rms_norm(config, x, own["post_attention_norm"], axis=0)
+        return x + _feed_forward(config, layer, normed, mesh)
+    x = x + rms_norm(config, mixed, own["post_attention_norm"], axis=0)
+    normed = rms_norm(config, x, own["pre_feedforward_norm"], axis=0)
+    out = _feed_forward(config, layer, normed, mesh)
+    return x + rms_norm(config, out, own["post_feedforward_norm"], axis=0)
 
 
-def _feed_forward(
-    config: DecoderConfig, layer: Params, multiply: Multiply, x: jax.Array, mesh: Mesh | None
-) -> jax.Array:
+def _feed_forward(config: DecoderConfig, layer: _AdaptedLayer, x: jax.Array, mesh: Mesh | None) -> jax.Array:
     """The gated network, or the mixture of experts, on [D, B]."""
     activation = ACTIVATIONS[config.activation]
     if config.experts is not None and mesh is not None:
-        return replicated_mixture_of_experts(config.experts, layer, x.T, activation, mesh).T
+        return replicated_mixture_of_experts(config.experts, layer.params, x.T, activation, mesh).T
     if config.experts is not None:
-        return mixture_of_experts(config.experts, layer, x.T, activation).T
-    gate, up = multiply("gate_up", x)
-    return constrain(multiply("down", activation(gate) * up), mesh)
+        return mixture_of_experts(config.experts, layer.params, x.T, activation).T
+    gate, up = layer.multiply("gate_up", x)
+    return constrain(layer.multiply("down", activation(gate) * up), mesh)
 
 
 def embed_tokens(config: DecoderConfig, params: EngineParams, tokens: jax.Array) -> jax.Array:

@@ -3,6 +3,8 @@
 Shapes: P pages of S positions in the cache, K key/value heads, h head size, R rows of n pages. What is said of keys
 […, K, h, positions] holds of values [K, positions, h] and scales likewise, see :class:`LayerKV`. Page 0 is nobody's:
 it is read where a row has no page, and what a row would write there is dropped.
+
+What is done to each layer is a jitted function: it is traced and lowered once for all of them, and XLA inlines it.
 """
 
 from __future__ import annotations
@@ -22,25 +24,27 @@ def gathered(cache: KVCache, pages: jax.Array, counts: jax.Array) -> KVCache:
             before is anything, and no weight of zero takes away a NaN.
     """
 
-    def one(axis: int, x: jax.Array) -> jax.Array:
+    def array(axis: int, x: jax.Array) -> jax.Array:
         found = jnp.moveaxis(x.at[pages].get(mode="clip"), 1, axis)  # [R, K, h, n, S]
         rows = found.reshape(*found.shape[:axis], -1, *found.shape[axis + 2 :])
         own = jnp.arange(rows.shape[axis]) < counts[:, None]
         return jnp.where(jnp.expand_dims(own, [i for i in (1, 2, 3) if i != axis]), rows, 0)
 
-    return KVCache(tuple(layer.by_position(one) for layer in cache.layers))
+    layer = jax.jit(lambda layer: layer.by_position(array))
+    return KVCache(tuple(map(layer, cache.layers)))
 
 
 def written(cache: KVCache, rows: tuple[LayerKV, ...], pages: jax.Array) -> KVCache:
     """A cache with rows of n S positions in its pages int32 [R, n], no page of which comes twice (but page 0)."""
     pages = jnp.where(pages == NOBODYS, cache.count, pages).reshape(-1)
 
-    def one(axis: int, x: jax.Array, row: jax.Array) -> jax.Array:
+    def array(axis: int, x: jax.Array, row: jax.Array) -> jax.Array:
         parts = row.reshape(*row.shape[:axis], -1, x.shape[axis], *row.shape[axis + 1 :])
         parts = jnp.moveaxis(parts, axis, 1).reshape(-1, *x.shape[1:])
         return x.at[pages].set(parts, mode="drop", unique_indices=True)
 
-    return KVCache(tuple(layer.by_position(one, row) for layer, row in zip(cache.layers, rows, strict=True)))
+    layer = jax.jit(lambda layer, row: layer.by_position(array, row))
+    return KVCache(tuple(map(layer, cache.layers, rows)))
 
 
 def write_back(cache: KVCache, rows: KVCache, pages: jax.Array, positions: jax.Array, steps: int) -> KVCache:
@@ -62,7 +66,8 @@ def write_back(cache: KVCache, rows: KVCache, pages: jax.Array, positions: jax.A
         part = lambda row, at: jax.lax.dynamic_slice_in_dim(row, at, count * size, axis - 1)  # noqa: E731
         return jax.vmap(part)(x, begin * size)
 
-    return written(cache, tuple(layer.by_position(window) for layer in rows.layers), mine)
+    layer = jax.jit(lambda layer: layer.by_position(window))
+    return written(cache, tuple(map(layer, rows.layers)), mine)
 
 
 def aligned(cache: KVCache, chunks: tuple[LayerKV, ...], starts: jax.Array, first: jax.Array) -> tuple[LayerKV, ...]:
@@ -78,7 +83,7 @@ def aligned(cache: KVCache, chunks: tuple[LayerKV, ...], starts: jax.Array, firs
     size = cache.length
     before = starts % size
 
-    def one(axis: int, x: jax.Array, chunk: jax.Array) -> jax.Array:
+    def array(axis: int, x: jax.Array, chunk: jax.Array) -> jax.Array:
         width = pages_of(chunk.shape[axis], size) * size
         sides = [(0, 0)] * 4
         sides[axis] = size, width - chunk.shape[axis]
@@ -89,7 +94,8 @@ def aligned(cache: KVCache, chunks: tuple[LayerKV, ...], starts: jax.Array, firs
         mine = jnp.expand_dims(jnp.arange(width) >= before[:, None], [i for i in (1, 2, 3) if i != axis])
         return jnp.where(mine, shifted, held)
 
-    return tuple(layer.by_position(one, chunk) for layer, chunk in zip(cache.layers, chunks, strict=True))
+    layer = jax.jit(lambda layer, chunk: layer.by_position(array, chunk))
+    return tuple(map(layer, cache.layers, chunks))
 
 
 def pages_of(count: int, size: int) -> int:

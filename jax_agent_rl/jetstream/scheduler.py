@@ -260,14 +260,23 @@ class Scheduler:
             lanes = replace(lanes, offsets=np.array([run.offset for run in runs], np.int32))
         if self.engine.adapters:
             lanes = replace(lanes, adapter=np.array([self._adapter_number(run) for run in runs], np.int32))
-        exit_after = 1 if self._waiting else len(runs)
-        self.cache, ids, log_probs = self.engine.decode(self.params, self.cache, lanes, steps, exit_after)
+        self.cache, ids, log_probs = self.engine.decode(
+            self.params, self.cache, lanes, steps, self._exit_after(len(runs))
+        )
         self.counters.lane_steps += self.engine.width(len(runs)) * int((ids >= 0).any(axis=1).sum())
         return [
             (run, chunk)
             for lane, run in enumerate(runs)
             if (chunk := self._take(run, ids[:, lane], log_probs[:, lane])) is not None
         ]
+
+    def _exit_after(self, running: int) -> int:
+        """Return how many lanes finish before a dispatch ends early: one where a request waits for a lane, otherwise a
+        quarter, whose agents soon bring their next turn, or as many as leave enough for a program of fewer lanes."""
+        if self._waiting:
+            return 1
+        fewer = max((w for w in self.engine.shapes.lane_buckets if w < running), default=0)
+        return max(1, min(running - fewer, running // 4))
 
     def _fill_lane(self, lanes: Lanes, lane: int, run: RunningRequest) -> None:
         assert run.context is not None  # it runs

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 LONGEST_CHUNK = 2048
 """Ids of a prompt computed together at most: enough to keep any device busy with one matrix product."""
+LANES = (2, 8, 16, 32, 128, 512, 2048)
+"""Every count is a program to compile. They are closest where an agent's groups spend most of their steps, and where on
+CPUs each lane adds to a step's time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,9 +53,8 @@ class EngineShapes:
 
     @property
     def lane_buckets(self) -> tuple[int, ...]:
-        """Lane counts compiled for: 2, 8, 32, … and the maximum."""
-        sizes = [2 * 4**i for i in range(12)]
-        return (*(s for s in sizes if s < self.max_concurrent_decodes), self.max_concurrent_decodes)
+        """Lane counts compiled for, and the maximum."""
+        return (*(s for s in LANES if s < self.max_concurrent_decodes), self.max_concurrent_decodes)
 
     @property
     def span_buckets(self) -> tuple[int, ...]:

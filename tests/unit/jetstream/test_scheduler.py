@@ -1,4 +1,6 @@
-"""What the scheduler counts."""
+"""When the scheduler ends a dispatch, and what it counts."""
+
+import dataclasses
 
 from jax_agent_rl.jetstream.engine import EngineShapes, JaxEngine
 from jax_agent_rl.jetstream.scheduler import Scheduler
@@ -22,3 +24,30 @@ def test_lanes_without_a_context_count_as_idle():
     metrics = on.metrics()
     # Four steps of two contexts, and four of one, in a program of two lanes.
     assert (metrics.generated_tokens, metrics.lane_steps) == (12, 16)
+
+
+def test_a_dispatch_ends_when_a_quarter_of_its_contexts_have_finished():
+    shapes = dataclasses.replace(SHAPES, max_concurrent_decodes=8, cache_tokens=512, decode_steps=8)
+    engine = JaxEngine(TINY, shapes)
+    on = Scheduler(engine, engine.load_params(tiny_params()))
+    for index, count in enumerate((1, 3, 5, 8, 8, 8, 8, 8)):
+        sampling = SamplingParams(max_tokens=count, temperature=1.0, seed=1, ignore_eos=True)
+        on.submit(GenerateRequest(request_id=str(index), prompt_ids=(5, 6, 7), sampling=sampling))
+    sampled = []
+    while on.running or on.waiting:
+        sampled.append([len(chunk.token_ids) for _, chunk in on.step()])
+    # Two of eight have finished after three steps; one of the six that are left after two more.
+    assert sampled == [[1, 3, 3, 3, 3, 3, 3, 3], [2, 2, 2, 2, 2, 2], [3, 3, 3, 3, 3]]
+
+
+def test_a_dispatch_ends_when_a_program_of_fewer_lanes_will_do():
+    shapes = dataclasses.replace(SHAPES, max_concurrent_decodes=12, cache_tokens=768, decode_steps=8)
+    engine = JaxEngine(TINY, shapes)
+    on = Scheduler(engine, engine.load_params(tiny_params()))
+    for index, count in enumerate((2, *[6] * 8)):
+        sampling = SamplingParams(max_tokens=count, temperature=1.0, seed=1, ignore_eos=True)
+        on.submit(GenerateRequest(request_id=str(index), prompt_ids=(5, 6, 7), sampling=sampling))
+    on.step()
+    assert on.metrics().lane_steps == 2 * 12
+    on.step()
+    assert on.metrics().lane_steps == 2 * 12 + 4 * 8
