@@ -23,7 +23,9 @@ while true; do
   esac
   shift
 done
-if [ $# -gt 0 ]; then SELECTED="not vllm"; fi
+# Many of them: side by side, see tests/conftest.py. Compiling and waiting, most of the work, take one core at a time.
+SIDE_BY_SIDE=(-n 2 --no-loadscope-reorder)
+if [ $# -gt 0 ]; then SELECTED="not vllm" SIDE_BY_SIDE=(); fi
 
 # Tests that look at a page use Chromium or Chrome, and are skipped where there is neither. Where INSTALL_BROWSER=1
 # allows it, the system's package is installed (Debian, Ubuntu; as root).
@@ -59,16 +61,13 @@ test_main() {
   say "import rules"
   run "$VENV/bin/lint-imports"
   say "tests"
-  # Many of them: side by side, see tests/conftest.py. Compiling, most of the work, takes one core at a time.
-  local side_by_side=(-n 2 --no-loadscope-reorder)
-  if [ $# -gt 0 ]; then side_by_side=(); fi
-  run "$VENV/bin/python" -m pytest -m "$SELECTED" --durations=10 "${side_by_side[@]}" "$@"
+  run "$VENV/bin/python" -m pytest -m "$SELECTED" --durations=10 "${SIDE_BY_SIDE[@]}" "$@"
 }
 
 test_vllm() {
   make_vllm_environment dev
   say "tests on vLLM"
-  run "$VLLM_VENV/bin/python" -m pytest -m vllm --durations=10 "$@"
+  run "$VLLM_VENV/bin/python" -m pytest -m vllm --durations=10 "${SIDE_BY_SIDE[@]}" "$@"
 }
 
 for part in $PARTS; do

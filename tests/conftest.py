@@ -6,6 +6,8 @@ from __future__ import annotations
 import faulthandler
 import importlib.util
 import os
+import threading
+import time
 
 import hypothesis
 import pytest
@@ -54,7 +56,14 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_unconfigure() -> None:
     """A thread that a failed test left waiting would keep the process from ending."""
-    faulthandler.dump_traceback_later(60, exit=True)
+    threading.Thread(target=_end_without_other_threads, daemon=True).start()
+
+
+def _end_without_other_threads() -> None:
+    threading.main_thread().join()  # a worker's goes on until all workers have run their tests
+    time.sleep(60)
+    faulthandler.dump_traceback()
+    os._exit(1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
