@@ -18,7 +18,9 @@ _described_tpus = False
 def expect_described_tpus() -> None:
     """From now on this process compiles for TPUs it does not have, too."""
     global _described_tpus
-    _described_tpus = True
+    if not _described_tpus:
+        _described_tpus = True
+        jax.clear_caches()  # of functions that were traced without the kernels
 
 
 def by_platform(*args: object, tpu: Callable[..., _T], default: Callable[..., _T]) -> _T:
