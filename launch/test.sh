@@ -23,8 +23,8 @@ while true; do
   esac
   shift
 done
-# Many of them: side by side, see tests/conftest.py. Compiling and waiting, most of the work, take one core at a time.
-SIDE_BY_SIDE=(-n 2 --no-loadscope-reorder)
+# Side by side, see tests/conftest.py: compiling takes one core at a time, and a third of the time is waiting.
+SIDE_BY_SIDE=(-n 3 --no-loadscope-reorder)
 if [ $# -gt 0 ]; then SELECTED="not vllm" SIDE_BY_SIDE=(); fi
 
 # Tests that look at a page use Chromium or Chrome, and are skipped where there is neither. Where INSTALL_BROWSER=1
