@@ -55,22 +55,22 @@ from rich.console import Console
 
 from jax_agent_rl import config
 from jax_agent_rl.agents import AgentContext
+from jax_agent_rl.collect.collector import RolloutCollector
 from jax_agent_rl.data.cursor import DataCursor
+from jax_agent_rl.learner.cancellation import UpdateGate
 from jax_agent_rl.learner.checkpoint import Checkpointer
-from jax_agent_rl.learner.gate import UpdateGate
-from jax_agent_rl.learner.step import UpdateResult
+from jax_agent_rl.learner.learner import UpdateResult
 from jax_agent_rl.observe.metrics import RunFolder, read_records
 from jax_agent_rl.observe.progress import Progress
-from jax_agent_rl.rollout.collect import RolloutCollector
 from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.runtime.compilation_cache import use_compilation_cache
-from jax_agent_rl.runtime.in_process import Runtime
 from jax_agent_rl.runtime.publishers import ArrayPublisher
-from jax_agent_rl.simulate.run import Policy, simulate
-from jax_agent_rl.simulate.workload import load_assumptions
+from jax_agent_rl.runtime.train import TRAINERS
+from jax_agent_rl.testing.simulate.run import Policy, simulate
+from jax_agent_rl.testing.simulate.workload import load_assumptions
 from jax_agent_rl.trainer.base import Trainer
+from jax_agent_rl.trainer.components import RunComponents
 from jax_agent_rl.trainer.record import RunRecord
-from jax_agent_rl.trainer.run import TRAINERS
 from jax_agent_rl.types import Group, Trajectory
 
 LENGTHS = Draws(median=40, least=1, most=400)
@@ -151,7 +151,7 @@ def make_trainer(mode: str, backend: PacedBackend, url: str, folder: Path, argum
     collector, evaluator = (
         RolloutCollector(context, score=score, max_in_flight=run.rollout.max_in_flight, seed=run.seed) for _ in range(2)
     )
-    runtime = Runtime(
+    runtime = RunComponents(
         config=run,
         codec=codec,
         metrics=backend.metrics,

@@ -29,11 +29,11 @@ from decode import step_floor
 from machine import best_seconds, cpu, read_bandwidth, sgemm_flops
 
 from jax_agent_rl.jetstream.attention import decode_attention
+from jax_agent_rl.jetstream.decode_batch import Lanes, make_lanes
 from jax_agent_rl.jetstream.engine import EngineShapes, JaxEngine
 from jax_agent_rl.jetstream.forward import EngineParams
 from jax_agent_rl.jetstream.kv import KVCache, empty_cache
-from jax_agent_rl.jetstream.lanes import Lanes, make_lanes
-from jax_agent_rl.jetstream.paging import gathered, write_back
+from jax_agent_rl.jetstream.page_ops import gathered, write_back
 from jax_agent_rl.jetstream.sampling import sample
 from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.models.fetch import fetch_quickstart_model

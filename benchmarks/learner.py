@@ -19,7 +19,7 @@ from machine import best_seconds, cpu, sgemm_flops
 from samples import sample
 
 from jax_agent_rl.config import AlgorithmConfig, LearnerConfig
-from jax_agent_rl.learner.step import Learner
+from jax_agent_rl.learner.learner import Learner
 from jax_agent_rl.models.fetch import fetch_quickstart_model
 from jax_agent_rl.models.hf import load_hf
 from jax_agent_rl.runtime.compilation_cache import use_compilation_cache

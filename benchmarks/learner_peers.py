@@ -38,7 +38,7 @@ from shared_prefix import OWN, SAMPLES, SHARED, SIDES, groups
 
 from jax_agent_rl.config import AlgorithmConfig, LearnerConfig
 from jax_agent_rl.learner.advantages.outcome import grpo
-from jax_agent_rl.learner.step import Learner
+from jax_agent_rl.learner.learner import Learner
 from jax_agent_rl.models.fetch import fetch_quickstart_model
 from jax_agent_rl.models.hf import hf_tensors, load_hf
 from jax_agent_rl.runtime.compilation_cache import use_compilation_cache

@@ -33,12 +33,12 @@ from learner import LENGTH, ROWS, counted_flops, learner_and_group, sequences
 from machine import best_seconds, cpu, sgemm_flops
 
 from jax_agent_rl.learner.batch import Batch
+from jax_agent_rl.learner.learner import Learner
 from jax_agent_rl.learner.linear_logprobs import linear_logprobs
 from jax_agent_rl.learner.objective import KEPT_LOGITS, TARGETS_PER_CHUNK
-from jax_agent_rl.learner.step import Learner
 from jax_agent_rl.models.attention import tree_attention
 from jax_agent_rl.models.decoder import hidden_states
-from jax_agent_rl.models.sight import Sight
+from jax_agent_rl.models.tree_mask import Sight
 from jax_agent_rl.runtime.compilation_cache import use_compilation_cache
 from jax_agent_rl.types import Group
 

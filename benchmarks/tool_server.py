@@ -23,9 +23,9 @@ from pathlib import Path
 
 import aiohttp
 
-from jax_agent_rl.tools.sandbox.watch import tree
-from jax_agent_rl.tools.server.front import ToolServer
-from jax_agent_rl.tools.server.settings import ToolServerSettings
+from jax_agent_rl.config.tool_server import ToolServerSettings
+from jax_agent_rl.tool_server.front import ToolServer
+from jax_agent_rl.tool_server.sandbox.watch import tree
 
 PYTHON, BASH = "<python>{}</python>", "<bash>{}</bash>"
 ACTIONS = [

@@ -32,19 +32,19 @@ os.environ.setdefault("NPROC", "16")  # simulated devices wait for each other in
 import jax
 import numpy as np
 
-from jax_agent_rl.config_mesh import EngineMeshConfig, MeshConfig
+from jax_agent_rl.config.mesh import EngineMeshConfig, MeshConfig
 from jax_agent_rl.jetstream.engine import EngineShapes, JaxEngine
 from jax_agent_rl.jetstream.layout import make_engine_mesh
 from jax_agent_rl.jetstream.weights import FILES, ServedWeights
 from jax_agent_rl.learner.export import WeightFiles
-from jax_agent_rl.learner.sharding import make_mesh, parameter_shardings, place
 from jax_agent_rl.models import stored
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.fetch import fetch_quickstart_model
 from jax_agent_rl.models.hf import load_hf
+from jax_agent_rl.models.sharding import make_mesh, parameter_shardings, place
+from jax_agent_rl.rollout.http.client import RemoteBackend
+from jax_agent_rl.rollout.http.server import RolloutServer
 from jax_agent_rl.rollout.protocol import BackendMetrics, Capabilities, Health, WeightUpdate
-from jax_agent_rl.rollout.remote.client import RemoteBackend
-from jax_agent_rl.rollout.remote.server import RolloutServer
 
 SHAPES = EngineShapes(
     max_model_len=64, max_concurrent_decodes=2, cache_tokens=128, decode_steps=4, prefill_buckets=(32,)

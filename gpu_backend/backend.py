@@ -36,7 +36,6 @@ from gpu_backend.usage import Usage
 from gpu_backend.versions import Span
 from gpu_backend.weights import Checkpoint
 from jax_agent_rl.errors import BackendClosedError, BackendError, EngineDiedError, WeightUpdateError
-from jax_agent_rl.model_folder import model_folder
 from jax_agent_rl.rollout.protocol import (
     BackendMetrics,
     Capabilities,
@@ -46,6 +45,7 @@ from jax_agent_rl.rollout.protocol import (
     WeightUpdate,
 )
 from jax_agent_rl.types import PauseMode, TokenOutput
+from jax_agent_rl.utils.hub import model_folder
 
 logger = logging.getLogger(__name__)
 

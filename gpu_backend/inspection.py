@@ -7,7 +7,7 @@ from typing import Any
 
 from gpu_backend.launch import Started
 from gpu_backend.settings import VllmSettings
-from jax_agent_rl.tensor_samples import LayerOutput, TensorSample
+from jax_agent_rl.models.tensor_samples import LayerOutput, TensorSample
 
 
 class InspectableEngine:

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jax_agent_rl.errors import BackendError, TokenDriftError
-from jax_agent_rl.media import FRAMES_PER_SECOND, as_frames, as_picture
 from jax_agent_rl.rollout.protocol import GenerateRequest
+from jax_agent_rl.utils.media import FRAMES_PER_SECOND, as_frames, as_picture
 
 
 def fold(ids: Sequence[int], counts: Mapping[str, int], placeholders: Mapping[str, int]) -> list[int]:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jax_agent_rl.probe import LogprobProbe
+from jax_agent_rl.utils.weight_probe import LogprobProbe
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,10 +17,10 @@ from typing import Any
 from gpu_backend.settings import VllmSettings
 from gpu_backend.transfer import load_from_device
 from gpu_backend.weights import Checkpoint, Shapes, differences, read_update
-from jax_agent_rl.checksums import check_files
 from jax_agent_rl.errors import WeightUpdateError
-from jax_agent_rl.probe import LogprobProbe
 from jax_agent_rl.rollout.protocol import WeightUpdate
+from jax_agent_rl.utils.checksums import check_files
+from jax_agent_rl.utils.weight_probe import LogprobProbe
 
 logger = logging.getLogger(__name__)
 FILES, DEVICE = "safetensors", "cuda_ipc"

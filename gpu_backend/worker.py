@@ -17,7 +17,7 @@ from vllm.config import set_current_vllm_config
 from vllm.platforms import current_platform
 
 from gpu_backend import tpu
-from jax_agent_rl.tensor_samples import TensorSample
+from jax_agent_rl.models.tensor_samples import TensorSample
 
 
 class WeightExtension:
@@ -60,7 +60,7 @@ class WeightExtension:
         ]
 
     def sample_tensors(self, placements: Mapping[str, Sequence[Any]]) -> dict[str, dict[str, Any]]:
-        """A :class:`~jax_agent_rl.tensor_samples.TensorSample` of each tensor as it is served, as JSON.
+        """A :class:`~jax_agent_rl.models.tensor_samples.TensorSample` of each tensor as it is served, as JSON.
 
         Args:
             placements: as :meth:`weights_not_landed` takes them.

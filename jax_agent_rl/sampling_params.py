@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jax_agent_rl.values import check_finite, check_flag, check_several, check_text, check_whole
+from jax_agent_rl.validation import check_finite, check_flag, check_several, check_text, check_whole
 
 MOST_IDS = 2**31
 """Ids and counts of them are less than this: engines keep them as int32."""

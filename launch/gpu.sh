@@ -7,4 +7,4 @@ source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
 # The launcher needs no packages: it makes the environment, and then runs what is in there.
 python="$(find_python)"
-PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}" exec "$python" -m jax_agent_rl.launch "$@"
+PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}" exec "$python" -m jax_agent_rl.deploy.launch "$@"

@@ -8,4 +8,4 @@ source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
 # The launcher needs gcloud and no packages: everything else is installed on the hosts.
 python="$(find_python)"
-PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}" exec "$python" -m jax_agent_rl.launch.tpu "$@"
+PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}" exec "$python" -m jax_agent_rl.deploy.launch.tpu "$@"

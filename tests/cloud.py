@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jax_agent_rl.launch.tpu import topology
-from jax_agent_rl.launch.tpu.gcloud import Request
-from jax_agent_rl.launch.tpu.job import Job
+from jax_agent_rl.deploy.launch.tpu import topology
+from jax_agent_rl.deploy.launch.tpu.gcloud import Request
+from jax_agent_rl.deploy.launch.tpu.job import Job
 from tests.launching import LEARN, ROOT
 from tests.ports import free_ports
 from tests.simulated import COMPILE_QUICKLY

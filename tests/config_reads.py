@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from jax_agent_rl.config import Config
-from jax_agent_rl.config_base import Section
+from jax_agent_rl.config.base import Section
 from tests.config_values import section_of
 
 ROOT = Path(__file__).parents[1]
@@ -22,7 +22,12 @@ Read = tuple[str, str]
 """Name of a section's class, and of its field."""
 Types = frozenset[str]
 NOTHING: Types = frozenset()
-_TELL = ("jax_agent_rl/plan/", "jax_agent_rl/doctor/", "jax_agent_rl/launch/", "jax_agent_rl/observe/warnings.py")
+_TELL = (
+    "jax_agent_rl/deploy/plan/",
+    "jax_agent_rl/deploy/doctor/",
+    "jax_agent_rl/deploy/launch/",
+    "jax_agent_rl/observe/warnings.py",
+)
 """What speaks of a configuration, and does not carry it out."""
 
 
@@ -46,7 +51,7 @@ class Reads:
         own, others = [], []
         for file in sorted(files):
             tree = ast.parse(file.read_text())
-            (own if file.stem.startswith("config") and file.parent.name == "jax_agent_rl" else others).append(tree)
+            (own if file.parent.name == "config" and file.stem != "default_agent" else others).append(tree)
         self._bases = {name: {base.__name__ for base in cls.__mro__} for name, cls in self.sections.items()}
         self._holders: defaultdict[str, set[str]] = defaultdict(set)  # of sections: attributes and functions
         for tree in others + own:

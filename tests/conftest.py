@@ -12,8 +12,8 @@ import time
 import hypothesis
 import pytest
 
-from jax_agent_rl.cache import cache_root
 from jax_agent_rl.runtime.ray_cluster import secure_own_cluster
+from jax_agent_rl.utils.cache import cache_root
 from tests.simulated import COMPILE_QUICKLY
 from tests.slow import is_slow
 

@@ -9,22 +9,22 @@ from rich.console import Console
 
 from jax_agent_rl import config
 from jax_agent_rl.agents import AgentContext
+from jax_agent_rl.collect.buffer import versions
+from jax_agent_rl.collect.collector import RolloutCollector
+from jax_agent_rl.collect.strategies import make_strategy
 from jax_agent_rl.data.cursor import DataCursor
 from jax_agent_rl.learner.state import UpdateResult
 from jax_agent_rl.observe.metrics import RunFolder, read_records
 from jax_agent_rl.observe.progress import Progress
-from jax_agent_rl.rollout.buffer import versions
 from jax_agent_rl.rollout.client import LLMServerClient
-from jax_agent_rl.rollout.collect import RolloutCollector
 from jax_agent_rl.rollout.protocol import Capabilities
 from jax_agent_rl.rollout.server import AsyncServer
-from jax_agent_rl.rollout.strategies import make_strategy
-from jax_agent_rl.runtime.in_process import Runtime
 from jax_agent_rl.runtime.publishers import ArrayPublisher
+from jax_agent_rl.runtime.train import TRAINERS
 from jax_agent_rl.tracing import Tracer
 from jax_agent_rl.trainer.base import Trainer
+from jax_agent_rl.trainer.components import RunComponents
 from jax_agent_rl.trainer.record import RunRecord
-from jax_agent_rl.trainer.run import TRAINERS
 from jax_agent_rl.types import Group
 from tests.fakes import FakeCodec, ScriptedBackend
 
@@ -130,7 +130,7 @@ def make_trainer(
         )
         for strategy in strategies
     ]
-    runtime = Runtime(
+    runtime = RunComponents(
         config=settings,
         codec=codec,
         metrics=backend.metrics,

@@ -17,11 +17,11 @@ from jax_agent_rl.rewards.code import extract_program
 from jax_agent_rl.rewards.judge import _GRADE
 from jax_agent_rl.rewards.qa import qa_exact_match, qa_f1
 from jax_agent_rl.rewards.rules import last_number, marked_number
-from jax_agent_rl.tools.server.plugins import markup
-from jax_agent_rl.tools.server.plugins.bash import BashTool
-from jax_agent_rl.tools.server.plugins.python import parse_python
-from jax_agent_rl.tools.server.plugins.search import SearchTool
-from jax_agent_rl.tools.server.plugins.sql import SqlTool
+from jax_agent_rl.tool_server.plugins import markup
+from jax_agent_rl.tool_server.plugins.bash import BashTool
+from jax_agent_rl.tool_server.plugins.python import parse_python
+from jax_agent_rl.tool_server.plugins.search import SearchTool
+from jax_agent_rl.tool_server.plugins.sql import SqlTool
 from jax_agent_rl.tools.tool_client import bare_result
 
 LENGTH = 100_000

@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_agent_rl.jetstream.brought import BroughtEngine
+from jax_agent_rl.jetstream.decode_batch import make_lanes
 from jax_agent_rl.jetstream.engine import DecodeState, EngineShapes, JaxEngine, Prefix
-from jax_agent_rl.jetstream.lanes import make_lanes
+from jax_agent_rl.jetstream.external_engine import BroughtEngine
 from jax_agent_rl.jetstream.programs import ProgramTable
 from jax_agent_rl.models.config import DecoderConfig
 

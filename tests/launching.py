@@ -90,7 +90,7 @@ _PYTHON = """\
 # Everything but pip, which notes what it should do, and Ray's driver, which stays and does nothing.
 case "$*" in
   "-m pip "*) echo "$*" >>"$FAKES/calls" && exit ;;
-  "-m jax_agent_rl.launch.ray_servers "*) exec sleep 1000 ;;
+  "-m jax_agent_rl.deploy.launch.ray_servers "*) exec sleep 1000 ;;
 esac
 exec {python} "$@"
 """

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from jax_agent_rl.observe.metrics import RunFolder
-from jax_agent_rl.observe.report.reading import RunData, read_run
+from jax_agent_rl.observe.report.run_data import RunData, read_run
 from jax_agent_rl.observe.traces.sinks import FileSink
 from jax_agent_rl.types import FinishReason, Fork, Trajectory
 from tests.traces import EPOCH, SECOND, a_trace

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from jax_agent_rl.conformance.served import ServedBackend
+from jax_agent_rl.testing.conformance.served import ServedBackend
 from tests.toy_backend import ToyBackend
 
 

@@ -24,13 +24,13 @@ SLOW = {
     "faults/test_launch_faults.py": "launches on made-up machines",
     "faults/test_nan_batches.py": "whole runs",
     "faults/test_tpu_faults.py": "fifty launches in a made-up cloud",
-    "unit/conformance/test_mutations.py": "the conformance suite once for each mistake",
+    "unit/testing/conformance/test_mutations.py": "the conformance suite once for each mistake",
     "unit/learner/test_learner_state.py::test_a_checkpoint_restores_onto_other_meshes": "compiles for eight devices",
     "unit/learner/test_meshes.py": "compiles for eight devices",
     "unit/models/test_sharded_families.py": "compiles every family for eight devices",
-    "unit/plan/test_plan_command.py": "compiles for every generation of TPUs",
-    "unit/plan/test_search.py": "compiles many programs for TPUs",
-    "unit/runtime/test_host_engines.py": "several processes, each of which compiles for itself",
+    "unit/deploy/plan/test_plan_command.py": "compiles for every generation of TPUs",
+    "unit/deploy/plan/test_search.py": "compiles many programs for TPUs",
+    "unit/runtime/test_multihost_engines.py": "several processes, each of which compiles for itself",
     "unit/runtime/test_multihost.py": "several processes, each of which compiles for itself",
 }
 """Beside these: all generations of TPUs but one in ``unit/jetstream/test_tpu_programs.py``, and all tests on vLLM."""

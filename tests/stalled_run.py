@@ -15,9 +15,9 @@ from collections.abc import Callable
 from typing import Any
 
 from jax_agent_rl import cli
+from jax_agent_rl.collect.collector import RolloutCollector
 from jax_agent_rl.jetstream import backend, engine
-from jax_agent_rl.learner import checkpoint, objective, programs, step
-from jax_agent_rl.rollout.collect import RolloutCollector
+from jax_agent_rl.learner import checkpoint, learner, objective, programs
 
 phase, when = os.environ["STALL_PHASE"], int(os.environ["STALL_WHEN"])
 calls = 0
@@ -76,7 +76,7 @@ match phase:
     case "evaluate":
         waiting("heldout-")
     case "train":
-        step.Learner._train = blocking(step.Learner._train)
+        learner.Learner._train = blocking(learner.Learner._train)
     case "save":
         checkpoint.Checkpointer.save = saving(checkpoint.Checkpointer.save)
 

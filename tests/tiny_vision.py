@@ -14,10 +14,10 @@ from PIL import Image
 
 from jax_agent_rl.models.config import DecoderConfig, Params, Rope, VisionConfig
 from jax_agent_rl.models.decoder import hidden_states, logits
-from jax_agent_rl.models.pictures import PictureInputs, feature_index, layout
-from jax_agent_rl.models.shown import Shown, Sight
-from jax_agent_rl.models.vision import features
-from jax_agent_rl.patches import Grid, Patcher, Picture
+from jax_agent_rl.models.vision.context import Shown, Sight
+from jax_agent_rl.models.vision.image_processor import Grid, Patcher, Picture
+from jax_agent_rl.models.vision.layout import PictureInputs, feature_index, layout
+from jax_agent_rl.models.vision.tower import features
 from jax_agent_rl.types import FinishReason, StopReason, TokenOutput, Trajectory, Turn
 from tests.tiny import TINY
 

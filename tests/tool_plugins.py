@@ -4,10 +4,10 @@ from contextlib import asynccontextmanager
 
 from prometheus_client import CollectorRegistry
 
-from jax_agent_rl.tools.server.settings import load_settings
-from jax_agent_rl.tools.server.telemetry import Telemetry
-from jax_agent_rl.tools.server.wire import Step
-from jax_agent_rl.tools.server.worker import make_service, make_tools
+from jax_agent_rl.config.tool_server import load_settings
+from jax_agent_rl.tool_server.telemetry import Telemetry
+from jax_agent_rl.tool_server.wire import Step
+from jax_agent_rl.tool_server.worker import make_service, make_tools
 
 
 @asynccontextmanager

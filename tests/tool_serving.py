@@ -7,10 +7,10 @@ from pathlib import Path
 
 import aiohttp
 
-from jax_agent_rl.tools.server.front import ToolServer
-from jax_agent_rl.tools.server.settings import load_settings
+from jax_agent_rl.config.tool_server import load_settings
+from jax_agent_rl.tool_server.front import ToolServer
 
-FAKES = str(Path(__file__).parent / "unit" / "tools" / "server" / "fake_tools.py")
+FAKES = str(Path(__file__).parent / "unit" / "tool_server" / "fake_tools.py")
 
 
 class Client:

@@ -20,8 +20,6 @@ from typing import Any
 
 import numpy as np
 
-from jax_agent_rl.conformance.reference import log_softmax, truncate
-from jax_agent_rl.conformance.subject import ADAPTED, ADAPTER, BASE, MIXED, OTHER, Subject
 from jax_agent_rl.errors import BackendClosedError, BackendError, PromptTooLongError, WeightUpdateError
 from jax_agent_rl.rollout.protocol import (
     BackendMetrics,
@@ -32,6 +30,8 @@ from jax_agent_rl.rollout.protocol import (
     TokenChunk,
     WeightUpdate,
 )
+from jax_agent_rl.testing.conformance.reference import log_softmax, truncate
+from jax_agent_rl.testing.conformance.subject import ADAPTED, ADAPTER, BASE, MIXED, OTHER, Subject
 from jax_agent_rl.types import PauseMode, StopReason, TokenOutput, digest_ids
 
 EOS, VOCAB, IMAGE = 2, 61, 60

@@ -31,9 +31,9 @@ _READ_AT_IMPORT = ("HF_", "JAX_", "MPL", "RAY_", "TPU_", "TRANSFORMERS_", "VIRTU
 _IMPORTED = (
     "jax_agent_rl.cli",
     "jax_agent_rl.observe.plots",
-    "jax_agent_rl.runtime.in_process",
+    "jax_agent_rl.runtime.build",
     "jax_agent_rl.runtime.learners",
-    "jax_agent_rl.trainer.run",
+    "jax_agent_rl.runtime.train",
     "matplotlib.figure",
     "mpl_toolkits.mplot3d",
     "transformers.models.auto.tokenization_auto",
@@ -178,7 +178,7 @@ def _read_at_import(environment: Mapping[str, str]) -> dict[str, str]:
 
 def import_everything() -> None:
     """What a run imports, so that forks have it."""
-    from jax_agent_rl.absent_tpus import ignore_absent_tpus
+    from jax_agent_rl.utils.startup import ignore_absent_tpus
 
     ignore_absent_tpus()
     for name in _IMPORTED:

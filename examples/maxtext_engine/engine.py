@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 
 from jax_agent_rl.errors import ConfigError
-from jax_agent_rl.jetstream.brought import BroughtEngine
 from jax_agent_rl.jetstream.compat import engine_api
 from jax_agent_rl.jetstream.engine import EngineShapes
+from jax_agent_rl.jetstream.external_engine import BroughtEngine
 from jax_agent_rl.models.config import DecoderConfig, Params
 
 DTYPE = "bfloat16"  # of weights, activations and cache

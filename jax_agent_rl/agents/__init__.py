@@ -1,6 +1,6 @@
 """Agent loops, chosen per row by ``agent_name``.
 
-``loop`` the interface and the registry · ``idle_tools`` what no row would use · ``context`` what a loop is given ·
+``loop`` the interface and the registry · ``context`` what a loop is given ·
 ``episode`` the trajectory as it grows · ``single_turn``, ``tool_agent``, ``interaction``, ``environment_agent``,
 ``server_tool`` and ``text_tool`` the loops ·
 ``tool_environment`` and ``observations`` parts of ``server_tool`` · ``seeds``.
@@ -13,14 +13,12 @@ frameworks say and read · ``branches`` a session as a trajectory · ``openai_lo
 from jax_agent_rl.agents.context import AgentContext, AgentEvent, TokenClient
 from jax_agent_rl.agents.environment_agent import EnvironmentAgent
 from jax_agent_rl.agents.episode import Episode
-from jax_agent_rl.agents.idle_tools import report_idle_tools
 from jax_agent_rl.agents.interaction import InteractionAgent
 from jax_agent_rl.agents.loop import (
     AgentLoop,
     AgentSelector,
     agent_names,
     branching_agents,
-    default_agent,
     get_agent,
     load_agents,
     register_agent,
@@ -52,10 +50,8 @@ __all__ = [
     "ToolAgent",
     "agent_names",
     "branching_agents",
-    "default_agent",
     "derive_seed",
     "get_agent",
-    "report_idle_tools",
     "load_agents",
     "openai_agent",
     "register_agent",

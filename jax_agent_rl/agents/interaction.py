@@ -19,8 +19,8 @@ from typing import Any
 from jax_agent_rl.agents.episode import Episode
 from jax_agent_rl.agents.loop import register_agent
 from jax_agent_rl.agents.tool_agent import ToolAgent, tool_session
+from jax_agent_rl.environments.users import InteractionSession
 from jax_agent_rl.errors import InteractionError
-from jax_agent_rl.interactions import InteractionSession
 from jax_agent_rl.tools.base import is_number
 from jax_agent_rl.tools.registry import schemas_of
 from jax_agent_rl.tracing import span

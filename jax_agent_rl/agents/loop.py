@@ -23,12 +23,13 @@ from typing import Any, ClassVar, TypeVar
 from jax_agent_rl.agents.context import AgentContext
 from jax_agent_rl.agents.episode import Episode
 from jax_agent_rl.agents.prefix import Prefix
-from jax_agent_rl.config import AgentConfig, Config, ToolClientConfig
+from jax_agent_rl.config import Config
+from jax_agent_rl.config.default_agent import default_agent
 from jax_agent_rl.errors import ConfigError
-from jax_agent_rl.nearest import did_you_mean
 from jax_agent_rl.tools.base import BaseTool
 from jax_agent_rl.types import Fork, SamplingParams, Trajectory
-from jax_agent_rl.user_code import load_user_module
+from jax_agent_rl.utils.plugins import load_user_module
+from jax_agent_rl.utils.suggest import did_you_mean
 
 
 class AgentLoop(ABC):
@@ -203,24 +204,9 @@ def branching_agents() -> list[str]:
     return [name for name in agent_names() if _AGENTS[name].can_branch()]
 
 
-def default_agent(agent: AgentConfig, tool_config: ToolClientConfig) -> str:
-    """Return the loop of rows without ``agent_name``.
-
-    It is named outright, or else the first of search, text tools and a tool server that is switched on; without any,
-    plain generation.
-    """
-    if agent.default_agent:
-        return agent.default_agent
-    if agent.enable_search:
-        return "search_agent"
-    if tool_config.enabled:
-        return "text_tool_agent"
-    return "server_tool_agent" if agent.enable_agent and agent.tool_server_url else "single_turn_agent"
-
-
 def select_agents(config: Config, rows: Iterable[Mapping[str, Any]]) -> frozenset[str] | None:
     """Return the loops that rows can select, the default one included, for
-    :class:`~jax_agent_rl.config_conditions.Facts`.
+    :class:`~jax_agent_rl.config.conditions.Facts`.
 
     Raises:
         ConfigError: a name is not registered.

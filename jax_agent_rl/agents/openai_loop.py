@@ -27,12 +27,12 @@ from jax_agent_rl.agents.context import AgentContext
 from jax_agent_rl.agents.loop import AgentLoop, register_agent
 from jax_agent_rl.agents.recorder import ChatRecorder
 from jax_agent_rl.errors import AgentTimeoutError, TrajectoryError
-from jax_agent_rl.threads import DaemonThreads
 from jax_agent_rl.types import SamplingParams, Trajectory
+from jax_agent_rl.utils.threads import DaemonThreads
 
 if TYPE_CHECKING:
     from jax_agent_rl.agents.endpoint.sessions import SessionStore
-    from jax_agent_rl.http_server import HttpServer
+    from jax_agent_rl.utils.http_server import HttpServer
 
 RunAgent = Callable[[str, str, Mapping[str, Any]], Any | Awaitable[Any]]
 """``run(base_url, api_key, row)``; a function that is not async runs in a thread."""

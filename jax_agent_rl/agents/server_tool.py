@@ -30,7 +30,6 @@ from jax_agent_rl.agents.observations import ObservationCodec
 from jax_agent_rl.agents.tool_environment import Lockstep, Send, ToolEnvironment
 from jax_agent_rl.config import AgentConfig
 from jax_agent_rl.errors import ConfigError, ToolServerError
-from jax_agent_rl.json_service import JsonService, ServiceSettings, bearer
 from jax_agent_rl.tools.client import Action, Observation, ToolServerClient, observation_url
 from jax_agent_rl.types import (
     DropReason,
@@ -41,11 +40,12 @@ from jax_agent_rl.types import (
     ToolCallRecord,
     Trajectory,
 )
+from jax_agent_rl.utils.json_service import JsonService, ServiceSettings, bearer
 
 
 @register_agent("server_tool_agent")
 class ServerToolAgent(AgentLoop):
-    """The settings are those of :class:`~jax_agent_rl.config_agents.ServerToolConfig`.
+    """The settings are those of :class:`~jax_agent_rl.config.agents.ServerToolConfig`.
 
     Raises:
         ConfigError: there is no tool server to ask, or nothing would ever ask it.

@@ -27,7 +27,7 @@ from jax_agent_rl.agreement.tolerances import Tolerance
 from jax_agent_rl.learner.comparison import Comparison
 from jax_agent_rl.models.config import Params
 from jax_agent_rl.models.hf import hf_tensors
-from jax_agent_rl.tensor_samples import LayerOutput, TensorSample
+from jax_agent_rl.models.tensor_samples import LayerOutput, TensorSample
 
 MOST = 4
 """Contexts that hypotheses are tried on."""

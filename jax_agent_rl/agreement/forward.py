@@ -20,7 +20,7 @@ from jax_agent_rl.models.attention import tree_attention
 from jax_agent_rl.models.config import DecoderConfig, Params, Rope
 from jax_agent_rl.models.decoder import embed
 from jax_agent_rl.models.layers import feed_forward, linear, rms_norm, rope_tables, rotate
-from jax_agent_rl.models.sight import Sight
+from jax_agent_rl.models.tree_mask import Sight
 
 TOKENS_PER_CHUNK = 32  # of which all logits exist at a time
 

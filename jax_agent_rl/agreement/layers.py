@@ -11,7 +11,7 @@ import numpy as np
 from jax_agent_rl.agreement import forward
 from jax_agent_rl.learner.precision import compute_params
 from jax_agent_rl.models.config import DecoderConfig, Params
-from jax_agent_rl.tensor_samples import LayerOutput
+from jax_agent_rl.models.tensor_samples import LayerOutput
 
 IDS = 256
 """Of a context that both run."""

@@ -13,8 +13,8 @@ from jax_agent_rl.agreement.diagnosis import Diagnosis
 from jax_agent_rl.agreement.tolerances import Tolerance
 from jax_agent_rl.errors import CheckpointError
 from jax_agent_rl.learner.comparison import Comparison
+from jax_agent_rl.models.tensor_samples import TensorSample
 from jax_agent_rl.observe.metrics import DISAGREEMENT
-from jax_agent_rl.tensor_samples import TensorSample
 
 
 def breach_line(comparison: Comparison, tolerance: Tolerance, version: int) -> str:

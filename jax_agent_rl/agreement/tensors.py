@@ -11,7 +11,7 @@ import numpy as np
 from jax_agent_rl.agreement.causes import Cause
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.hf import hf_tensors
-from jax_agent_rl.tensor_samples import TensorSample
+from jax_agent_rl.models.tensor_samples import TensorSample
 
 Samples = Mapping[str, TensorSample]
 ROUNDED = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}

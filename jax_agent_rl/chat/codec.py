@@ -25,9 +25,9 @@ from jax_agent_rl.chat.formats import Reply, detect_format, get_format
 from jax_agent_rl.chat.media import MediaTokens
 from jax_agent_rl.chat.template import ChatTemplate, Message, ToolPrompt
 from jax_agent_rl.errors import ConfigError, ModelError
-from jax_agent_rl.model_folder import model_folder
-from jax_agent_rl.patches import Pixels
+from jax_agent_rl.models.vision.image_processor import Pixels
 from jax_agent_rl.types import digest_ids
+from jax_agent_rl.utils.hub import model_folder
 
 
 class ChatCodec:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from jax_agent_rl.errors import ModelError, TemplateError
-from jax_agent_rl.patches import Patcher, Pixels
+from jax_agent_rl.models.vision.image_processor import Patcher, Pixels
 
 _MODEL_TYPES = ("qwen2_vl", "qwen2_5_vl")  # whose placeholders stand in one run per item
 

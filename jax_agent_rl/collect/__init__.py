@@ -1,6 +1,7 @@
-"""``jax-agent-rl rollout``: trajectories without training, as files others can train on or look into.
+"""How a step's groups of trajectories are formed.
 
-``columns`` a group as rows of a table · ``journal`` what has been collected so far, by which an interrupted collection
-goes on · ``files`` the journal as Parquet, JSON Lines or a dataset folder · ``run`` sampling to files · ``command`` the
-command line.
+``collector`` one step's groups · ``stream`` groups that flow to an asynchronous trainer, through ``buffer``'s staleness
+bound · ``strategies`` where a trajectory starts · ``filters`` and ``shaping`` what is trained on, with which reward ·
+``accounting`` what became of every trajectory · ``lost_batches`` the end of a run that loses everything ·
+``priority_slots`` who runs next.
 """

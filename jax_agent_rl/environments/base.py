@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from jax_agent_rl.errors import EnvironmentFailedError
-from jax_agent_rl.threads import DaemonThreads
 from jax_agent_rl.types import FinishReason, ToolCallRecord
+from jax_agent_rl.utils.threads import DaemonThreads
 
 if TYPE_CHECKING:
     from jax_agent_rl.chat.formats.types import Reply

@@ -16,13 +16,13 @@ from typing import Any
 
 from rich.console import Console
 
+from jax_agent_rl.collect.lost_batches import FutilityGuard
 from jax_agent_rl.config import Config
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.evaluate.scores import scores
 from jax_agent_rl.observe.metrics import RunFolder
 from jax_agent_rl.observe.progress import Progress
-from jax_agent_rl.rollout.futility import FutilityGuard
-from jax_agent_rl.runtime.rollouts import Rollouts, Source, open_rollouts
+from jax_agent_rl.runtime.sampling import Rollouts, Source, open_rollouts
 from jax_agent_rl.runtime.subject import Subject
 from jax_agent_rl.trainer.groups import all_trajectories, evaluation_sampling, gather
 from jax_agent_rl.trainer.record import evaluation_record

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from jax_agent_rl.jetstream.block_manager import Placement
 from jax_agent_rl.jetstream.engine import Extension
-from jax_agent_rl.jetstream.pages import Placement
-from jax_agent_rl.models.shown import Shown
+from jax_agent_rl.models.vision.context import Shown
 
 
 class AdmissionPlan:

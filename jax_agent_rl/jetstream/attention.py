@@ -21,7 +21,7 @@ from jax_agent_rl.jetstream.decode_kernel import decode_kernel, write_kernel
 from jax_agent_rl.jetstream.kv import LayerKV, restored, stored
 from jax_agent_rl.models import tree_kernel
 from jax_agent_rl.models.by_platform import by_platform
-from jax_agent_rl.models.sight import NEGATIVE, Sight
+from jax_agent_rl.models.tree_mask import NEGATIVE, Sight
 
 DEVICES = ("expert", "tensor")
 """The axes of an engine's mesh that are not 1."""

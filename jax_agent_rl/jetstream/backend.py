@@ -18,25 +18,26 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_agent_rl.config_mesh import EngineMeshConfig
+from jax_agent_rl.config.mesh import EngineMeshConfig
 from jax_agent_rl.errors import BackendClosedError, BackendError
 from jax_agent_rl.jetstream import inspection
-from jax_agent_rl.jetstream.brought import MakeEngine, SlotEngine
 from jax_agent_rl.jetstream.deterministic import DeterministicEngine
 from jax_agent_rl.jetstream.engine import EngineShapes, JaxEngine, unheard
+from jax_agent_rl.jetstream.engine_loop import Outlet, Serving
+from jax_agent_rl.jetstream.external_engine import MakeEngine, SlotEngine
+from jax_agent_rl.jetstream.external_scheduler import SlotScheduler
+from jax_agent_rl.jetstream.image_reader import PictureReader
 from jax_agent_rl.jetstream.layout import make_engine_mesh
-from jax_agent_rl.jetstream.pictures import PictureReader
 from jax_agent_rl.jetstream.programs import ProgramTable
 from jax_agent_rl.jetstream.scheduler import Scheduler
-from jax_agent_rl.jetstream.seeing import SeeingEngine
-from jax_agent_rl.jetstream.serving import Outlet, Serving
-from jax_agent_rl.jetstream.slots import SlotScheduler
 from jax_agent_rl.jetstream.thread import EngineThread
+from jax_agent_rl.jetstream.vision_engine import SeeingEngine
 from jax_agent_rl.jetstream.weights import FILES, WEIGHT_PAYLOADS, ServedWeights
 from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.models.peft import PeftAdapter
 from jax_agent_rl.models.quantized import EightBits
-from jax_agent_rl.models.shown import Sight
+from jax_agent_rl.models.tensor_samples import LayerOutput, TensorSample
+from jax_agent_rl.models.vision.context import Sight
 from jax_agent_rl.rollout.protocol import (
     BackendMetrics,
     Capabilities,
@@ -45,7 +46,6 @@ from jax_agent_rl.rollout.protocol import (
     TokenChunk,
     WeightUpdate,
 )
-from jax_agent_rl.tensor_samples import LayerOutput, TensorSample
 from jax_agent_rl.types import PauseMode, TokenOutput
 
 

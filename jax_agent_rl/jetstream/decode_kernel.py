@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from jax_agent_rl.jetstream.kv import LayerKV
-from jax_agent_rl.models.sight import NEGATIVE
+from jax_agent_rl.models.tree_mask import NEGATIVE
 
 LANES, ROWS = 128, 32
 """Positions of a page that are written at least: of keys, of values."""

@@ -25,10 +25,10 @@ import numpy as np
 
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.jetstream import programs
+from jax_agent_rl.jetstream.decode_batch import Lanes, idle_lanes, make_lanes, pad_lanes
 from jax_agent_rl.jetstream.engine import EngineShapes, Extension, JaxEngine, unheard
 from jax_agent_rl.jetstream.forward import EngineParams
 from jax_agent_rl.jetstream.kv import KVCache
-from jax_agent_rl.jetstream.lanes import Lanes, idle_lanes, make_lanes, pad_lanes
 from jax_agent_rl.models.config import DecoderConfig, Params
 
 ANY_ID = 0

@@ -18,24 +18,24 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jax_agent_rl.config_mesh import EngineMeshConfig
+from jax_agent_rl.config.mesh import EngineMeshConfig
 from jax_agent_rl.jetstream import compat, programs
 from jax_agent_rl.jetstream.adapters import AdapterStacks, stack_adapters
+from jax_agent_rl.jetstream.block_manager import NOBODYS
+from jax_agent_rl.jetstream.decode_batch import MAX_STOP_IDS, Lanes, idle_lanes, pad_lanes
 from jax_agent_rl.jetstream.forward import EngineParams
-from jax_agent_rl.jetstream.intake import WeightIntake
 from jax_agent_rl.jetstream.kv import KVCache, empty_cache
-from jax_agent_rl.jetstream.lanes import MAX_STOP_IDS, Lanes, idle_lanes, pad_lanes
 from jax_agent_rl.jetstream.layout import cache_places, engine_config, make_engine_mesh
-from jax_agent_rl.jetstream.pages import NOBODYS
-from jax_agent_rl.jetstream.paging import copied, pages_of, written
+from jax_agent_rl.jetstream.page_ops import copied, pages_of, written
 from jax_agent_rl.jetstream.shapes import EngineShapes, bucket
 from jax_agent_rl.jetstream.tokenizer import IdTokenizer
-from jax_agent_rl.learner.sharding import replicated
+from jax_agent_rl.jetstream.weight_loading import WeightIntake
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.peft import PeftAdapter
-from jax_agent_rl.models.pictures import PictureInputs
 from jax_agent_rl.models.quantized import DTYPES, EightBits
-from jax_agent_rl.models.shown import Shown
+from jax_agent_rl.models.sharding import replicated
+from jax_agent_rl.models.vision.context import Shown
+from jax_agent_rl.models.vision.layout import PictureInputs
 
 engine_api = compat.engine_api()
 
@@ -50,7 +50,7 @@ PREFILL_ROWS = 4  # chunks computed together: a matrix product of one short chun
 @dataclass(frozen=True)
 class Extension:
     """Ids (int32 [n]) to prefill from position ``start`` on into a context's pages, given by their numbers; ``shown``
-    is the whole context of those that see, ``adapter`` is as in :class:`~jax_agent_rl.jetstream.lanes.Lanes`."""
+    is the whole context of those that see, ``adapter`` is as in :class:`~jax_agent_rl.jetstream.decode_batch.Lanes`."""
 
     pages: Sequence[int]
     start: int

@@ -30,8 +30,8 @@ from jax_agent_rl.models.decoder import embed
 from jax_agent_rl.models.layers import ACTIVATIONS, picture_rope_tables, place_features, rms_norm, rope_tables, rotate
 from jax_agent_rl.models.mesh import constrain
 from jax_agent_rl.models.moe import mixture_of_experts, replicated_mixture_of_experts
-from jax_agent_rl.models.pictures import PictureInputs
 from jax_agent_rl.models.quantized import product, quantized
+from jax_agent_rl.models.vision.layout import PictureInputs
 
 QUANTIZED = frozenset({"qkv", "o", "gate_up", "down", "expert_gate", "expert_up", "expert_down"})
 """A layer's matrices, [..., in], which 8 bits are enough for; a router's choices are not smooth."""

@@ -18,7 +18,7 @@ from jax_agent_rl.jetstream.scheduler import Scheduler
 from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.models.hf import Names, tensor_names
 from jax_agent_rl.models.quantized import Quantized
-from jax_agent_rl.tensor_samples import LayerOutput, TensorSample
+from jax_agent_rl.models.tensor_samples import LayerOutput, TensorSample
 
 
 def tensor_samples(model: DecoderConfig, scheduler: Scheduler) -> Mapping[str, TensorSample]:

@@ -19,14 +19,14 @@ from dataclasses import replace
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jax_agent_rl.config_mesh import EngineMeshConfig
+from jax_agent_rl.config.mesh import EngineMeshConfig
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.jetstream.attention import DEVICES
 from jax_agent_rl.jetstream.forward import EngineParams
-from jax_agent_rl.learner.sharding import PARAMETER_AXES, RULES, parameter_shardings, replicated
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.mesh import MESH_AXES, Device, place_mesh
 from jax_agent_rl.models.quantized import split_weight
+from jax_agent_rl.models.sharding import PARAMETER_AXES, RULES, parameter_shardings, replicated
 
 KEY = "rollout.jetstream.mesh"
 ENGINE_RULES = RULES | {"heads": DEVICES, "vocab": DEVICES}

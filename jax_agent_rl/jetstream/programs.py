@@ -22,13 +22,13 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jax_agent_rl.jetstream.adapters import AdapterStacks
+from jax_agent_rl.jetstream.decode_batch import Lanes
 from jax_agent_rl.jetstream.forward import EngineParams, decode_step, prefill_chunks
 from jax_agent_rl.jetstream.kv import KVCache, LayerKV
-from jax_agent_rl.jetstream.lanes import Lanes
-from jax_agent_rl.jetstream.paging import aligned, gathered, write_back
+from jax_agent_rl.jetstream.page_ops import aligned, gathered, write_back
 from jax_agent_rl.jetstream.sampling import sample
 from jax_agent_rl.models.config import DecoderConfig
-from jax_agent_rl.models.pictures import PictureInputs
+from jax_agent_rl.models.vision.layout import PictureInputs
 
 
 def decode(
@@ -135,7 +135,7 @@ def compute_chunks(
     adapters: AdapterStacks | None = None,
     adapter: jax.Array | None = None,
 ) -> tuple[LayerKV, ...]:
-    """Prefills one chunk of each of R contexts, to be written by :func:`~jax_agent_rl.jetstream.paging.written`.
+    """Prefills one chunk of each of R contexts, to be written by :func:`~jax_agent_rl.jetstream.page_ops.written`.
 
     Two programs, because one that both reads and writes a donated cache makes the compiler copy all of it.
 

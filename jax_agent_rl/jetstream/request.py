@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from jax_agent_rl.models.shown import Shown
+from jax_agent_rl.models.vision.context import Shown
 from jax_agent_rl.rollout.protocol import GenerateRequest
 from jax_agent_rl.types import StopReason, TokenOutput, digest_ids
 

@@ -27,13 +27,13 @@ import numpy as np
 
 from jax_agent_rl.errors import BackendError, PromptTooLongError
 from jax_agent_rl.jetstream.admission import AdmissionPlan
+from jax_agent_rl.jetstream.block_manager import PageTable
+from jax_agent_rl.jetstream.decode_batch import MAX_STOP_IDS, Lanes, make_lanes
 from jax_agent_rl.jetstream.engine import JaxEngine
 from jax_agent_rl.jetstream.forward import EngineParams
 from jax_agent_rl.jetstream.kv import KVCache
-from jax_agent_rl.jetstream.lanes import MAX_STOP_IDS, Lanes, make_lanes
-from jax_agent_rl.jetstream.pages import PageTable
 from jax_agent_rl.jetstream.request import RunningRequest
-from jax_agent_rl.models.shown import PictureNames, Shown
+from jax_agent_rl.models.vision.context import PictureNames, Shown
 from jax_agent_rl.rollout.protocol import BackendMetrics, GenerateRequest, Health, TokenChunk
 from jax_agent_rl.types import StopReason
 

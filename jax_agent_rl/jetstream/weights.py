@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jax_agent_rl.checksums import check_files
 from jax_agent_rl.errors import ModelError, WeightUpdateError
 from jax_agent_rl.jetstream.layout import parameter_places
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.hf import load_params
 from jax_agent_rl.models.stored import MANIFEST, StoredParams
 from jax_agent_rl.rollout.protocol import WeightUpdate
+from jax_agent_rl.utils.checksums import check_files
 
 FILES = frozenset({"safetensors", "tensorstore"})
 WEIGHT_PAYLOADS = FILES | {"arrays"}

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from jax_agent_rl.learner.pictures import Album, RowPictures, RowSight
+from jax_agent_rl.learner.image_packing import Album, RowPictures, RowSight
 from jax_agent_rl.types import Trajectory
 
 TERMS_PER_TOKEN = 2  # room for terms in a row, per token of its length

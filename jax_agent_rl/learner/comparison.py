@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from jax_agent_rl.errors import JaxAgentRLError
-from jax_agent_rl.learner.gate import UpdateAbandoned, UpdateGate
+from jax_agent_rl.learner.cancellation import UpdateAbandoned, UpdateGate
 from jax_agent_rl.types import Trajectory, Turn
 
 INFINITE = 1e4

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jax_agent_rl.config_algorithm import Bounds, RolloutCorrectionConfig
+from jax_agent_rl.config.algorithm import Bounds, RolloutCorrectionConfig
 
 LIMIT = 20.0
 

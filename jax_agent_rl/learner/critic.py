@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from jax_agent_rl.learner.encode_images import seen
 from jax_agent_rl.learner.losses.value import clipped_value
-from jax_agent_rl.learner.seeing import seen
-from jax_agent_rl.learner.trainable import Arrays, Statistics
+from jax_agent_rl.learner.optimized_params import Arrays, Statistics
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.decoder import hidden_states
 

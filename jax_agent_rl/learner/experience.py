@@ -14,13 +14,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from jax_agent_rl.config_algorithm import AlgorithmConfig
+from jax_agent_rl.config.algorithm import AlgorithmConfig
 from jax_agent_rl.learner import advantages
 from jax_agent_rl.learner.comparison import Comparison, comparable, compare
 from jax_agent_rl.learner.correction import behaviour_weights, correct, mismatch
 from jax_agent_rl.learner.losses.aggregation import term_weights
 from jax_agent_rl.learner.losses.kl import kl_forward
-from jax_agent_rl.learner.samples import samples_of
+from jax_agent_rl.learner.scored_batch import samples_of
 from jax_agent_rl.types import Group, Trajectory
 
 PerTerm = list[np.ndarray]
@@ -33,7 +33,7 @@ class Scores:
 
     Attributes:
         old, ref: log-probs per sampled token, float64 [S] per trajectory.
-        values: float64 [L + 1] per trajectory, see :class:`~jax_agent_rl.learner.samples.Samples`.
+        values: float64 [L + 1] per trajectory, see :class:`~jax_agent_rl.learner.scored_batch.Samples`.
     """
 
     old: PerTerm | None = None

@@ -11,13 +11,13 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
-from jax_agent_rl import leftovers
-from jax_agent_rl.checksums import file_digest
 from jax_agent_rl.errors import ConfigError, WeightUpdateError
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.decoder import hidden_states, logits
 from jax_agent_rl.models.hf import hf_tensors
-from jax_agent_rl.probe import LogprobProbe
+from jax_agent_rl.utils import tempdirs
+from jax_agent_rl.utils.checksums import file_digest
+from jax_agent_rl.utils.weight_probe import LogprobProbe
 
 GIB = 1 << 30
 _MEMORY = Path("/dev/shm")
@@ -51,7 +51,7 @@ class WeightFiles:
         self._config = config
         self._probe_ids = tuple(tuple(ids) for ids in probe_ids)
         self._shard_bytes = shard_bytes
-        self._folder = leftovers.make_folder("jax_agent_rl-weights-", Path(folder) if folder else memory)
+        self._folder = tempdirs.make_folder("jax_agent_rl-weights-", Path(folder) if folder else memory)
         self.digests: dict[str, str] = {}
         """Of the newest version's files, by name."""
         self._logprobs = jax.jit(_logprobs, static_argnums=0)
@@ -93,7 +93,7 @@ class WeightFiles:
 
     def close(self) -> None:
         """Removes the folder."""
-        leftovers.remove_folder(self._folder)
+        tempdirs.remove_folder(self._folder)
 
     def _clear(self) -> None:
         for file in self._folder.iterdir():

@@ -11,11 +11,11 @@ from jax.sharding import Mesh
 
 from jax_agent_rl.config import AlgorithmConfig, LearnerConfig
 from jax_agent_rl.learner.comparison import INFINITE
+from jax_agent_rl.learner.encode_images import seen
 from jax_agent_rl.learner.linear_logprobs import linear_logprobs
 from jax_agent_rl.learner.losses import POLICY_LOSSES, LossConfig, Terms
 from jax_agent_rl.learner.losses.kl import kl_penalty
-from jax_agent_rl.learner.seeing import seen
-from jax_agent_rl.learner.trainable import Arrays, Statistics
+from jax_agent_rl.learner.optimized_params import Arrays, Statistics
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.decoder import routed_hidden_states
 from jax_agent_rl.models.mesh import ROWS, constrain
@@ -173,7 +173,7 @@ def policy_loss(
 
     Returns:
         scalar loss (a plain sum over terms; their weights make it the mean of the whole update), and statistics as
-        :class:`~jax_agent_rl.learner.trainable.Trainable` wants them.
+        :class:`~jax_agent_rl.learner.optimized_params.Trainable` wants them.
     """
     hidden, load = routed(config, objective, params, batch)
     logprob, entropy = _at_targets(objective, params, batch, hidden)

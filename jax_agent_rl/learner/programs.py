@@ -16,10 +16,10 @@ from jax_agent_rl.config import AlgorithmConfig, CriticConfig, LearnerConfig
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.learner.critic import critic_shapes, state_values, value_loss
 from jax_agent_rl.learner.objective import ObjectiveConfig, objective_config, policy_loss, router_loads, term_logprobs
-from jax_agent_rl.learner.sharding import parameter_shardings, replicated
-from jax_agent_rl.learner.trainable import UpdatePrograms, View
-from jax_agent_rl.learner.trained import Trained, divided, plain_view
+from jax_agent_rl.learner.optimized_params import UpdatePrograms, View
+from jax_agent_rl.learner.parameterization import Trained, divided, plain_view
 from jax_agent_rl.models.config import DecoderConfig, Params
+from jax_agent_rl.models.sharding import parameter_shardings, replicated
 
 
 @dataclass(frozen=True, kw_only=True)

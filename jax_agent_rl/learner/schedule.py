@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import optax
 
-from jax_agent_rl.config_base import OptimizerSection
+from jax_agent_rl.config.base import OptimizerSection
 from jax_agent_rl.errors import ConfigError
 
 

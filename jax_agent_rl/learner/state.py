@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_agent_rl.learner.sharding import place
-from jax_agent_rl.learner.trainable import TrainState
+from jax_agent_rl.learner.optimized_params import TrainState
+from jax_agent_rl.models.sharding import place
 
 
 @jax.tree_util.register_dataclass

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jax_agent_rl.config_base import OptimizerSection
-from jax_agent_rl.learner.trainable import TrainState
+from jax_agent_rl.config.base import OptimizerSection
+from jax_agent_rl.learner.optimized_params import TrainState
 from jax_agent_rl.models.config import Params
 
 EPSILON = 1e-8
@@ -43,7 +43,7 @@ def _is_adam(x: Any) -> bool:
 
 
 def _decay(path: Any, weight_decay: float) -> float:
-    """Of a parameter: norms have none, see :func:`~jax_agent_rl.learner.trainable.make_optimizer`."""
+    """Of a parameter: norms have none, see :func:`~jax_agent_rl.learner.optimized_params.make_optimizer`."""
     return 0.0 if "norm" in path[-1].key else weight_decay
 
 

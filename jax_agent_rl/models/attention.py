@@ -25,7 +25,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jax_agent_rl.models import tree_kernel
 from jax_agent_rl.models.by_platform import by_platform
 from jax_agent_rl.models.mesh import ROWS
-from jax_agent_rl.models.sight import NEGATIVE, Sight
+from jax_agent_rl.models.tree_mask import NEGATIVE, Sight
 
 BLOCK = 128
 SAVED = "attention"

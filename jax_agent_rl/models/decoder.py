@@ -24,8 +24,8 @@ from jax_agent_rl.models.layers import (
 )
 from jax_agent_rl.models.mesh import ROWS, constrain
 from jax_agent_rl.models.moe import router_load
-from jax_agent_rl.models.pictures import PictureInputs
-from jax_agent_rl.models.sight import Sight
+from jax_agent_rl.models.tree_mask import Sight
+from jax_agent_rl.models.vision.layout import PictureInputs
 
 REMAT_POLICIES = {
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,

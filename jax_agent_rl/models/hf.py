@@ -16,10 +16,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from jax_agent_rl.errors import ModelError
-from jax_agent_rl.model_folder import model_folder
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.families import FAMILIES, read_config, write_config
 from jax_agent_rl.models.mesh import Device
+from jax_agent_rl.utils.hub import model_folder
 
 TOP = {"embed": "model.embed_tokens.weight", "final_norm": "model.norm.weight", "lm_head": "lm_head.weight"}
 LAYER = {

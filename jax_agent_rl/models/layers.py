@@ -13,8 +13,8 @@ from jax_agent_rl.models.attention import sharded_tree_attention
 from jax_agent_rl.models.config import DecoderConfig, LinearScaling, Llama3Scaling, Params, Rope, VisionConfig
 from jax_agent_rl.models.lora import Adapted
 from jax_agent_rl.models.moe import mixture_of_experts, sharded_mixture_of_experts
-from jax_agent_rl.models.pictures import PictureInputs
-from jax_agent_rl.models.sight import Sight
+from jax_agent_rl.models.tree_mask import Sight
+from jax_agent_rl.models.vision.layout import PictureInputs
 
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True)}
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_agent_rl.models.sight import Sight
+from jax_agent_rl.models.tree_mask import Sight
 
 BLOCK = 512
 LANES = 128

@@ -22,8 +22,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from jax_agent_rl.models.sight import NEGATIVE, Sight
 from jax_agent_rl.models.tree_blocks import BLOCK, Marks, Plan, fetched_blocks, pad, plan_blocks
+from jax_agent_rl.models.tree_mask import NEGATIVE, Sight
 
 _ROWS_BY_ROWS = (((1,), (1,)), ((), ()))  # a @ b.T
 _COLUMNS_BY_COLUMNS = (((0,), (0,)), ((), ()))  # a.T @ b

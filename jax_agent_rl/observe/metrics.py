@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
-import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -14,20 +12,16 @@ from typing import Any
 
 import numpy as np
 
-from jax_agent_rl.errors import StorageError
 from jax_agent_rl.observe.records import Records, has_step
 from jax_agent_rl.observe.sample import sample
 from jax_agent_rl.types import Trajectory
+from jax_agent_rl.utils.files import write_atomically, writing
 
 Numbers = Sequence[float] | np.ndarray
 Learnt = Mapping[str, Mapping[str, Numbers]]
 """By trajectory id named numbers per token with loss."""
 DISAGREEMENT = "disagreement.json"
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
-_NO_ROOM = (
-    "{file} could not be written ({reason}); make space there, then go on with --resume. "
-    "Complete checkpoints are intact"
-)
 
 
 class RunFolder:
@@ -154,40 +148,8 @@ def read_records(file: Path) -> list[dict[str, Any]]:
     return list(Records(file=file, is_whole=has_step))
 
 
-def write_atomically(file: Path, text: str, *, message: str = _NO_ROOM) -> None:
-    """Replaces a file in one move, so a crash leaves the old or the new one.
-
-    Args:
-        message: as :func:`writing` takes it.
-
-    Raises:
-        StorageError: it could not be written; the old one is there.
-    """
-    temporary = file.with_name(file.name + ".tmp")
-    try:
-        with writing(file, message=message):
-            temporary.write_text(text, encoding="utf-8")
-            os.replace(temporary, file)
-    except StorageError:
-        temporary.unlink(missing_ok=True)
-        raise
-
-
 def append_records(file: Path, records: Iterable[Mapping[str, Any]]) -> None:
     """Appends lines of JSON; StorageError if there is no room."""
     with writing(file), file.open("a") as stream:
         for record in records:
             stream.write(json.dumps(record) + "\n")
-
-
-@contextlib.contextmanager
-def writing(file: Path, *, message: str = _NO_ROOM) -> Iterator[None]:
-    """Around writing a file, by default one of a run; StorageError says which one failed, and what to do.
-
-    Args:
-        message: of the error; ``{file}`` and ``{reason}`` are filled in.
-    """
-    try:
-        yield
-    except OSError as error:
-        raise StorageError(message.format(file=file, reason=error.strerror or error)) from error

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jax_agent_rl.observe.metrics import writing
+from jax_agent_rl.utils.files import writing
 
 
 def reward_plot(records: Sequence[Mapping[str, Any]], file: Path, *, title: str) -> None:

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from jax_agent_rl.errors import ConfigError, DataError
 from jax_agent_rl.observe.filters import Colour, Sort, TrajectoryFilter, tool_errors
-from jax_agent_rl.observe.report.reading import decoder, read_run
+from jax_agent_rl.observe.report.run_data import decoder, read_run
 from jax_agent_rl.observe.trajectories import COLOURS, LEGENDS, render, visible
 from jax_agent_rl.observe.trees import groups_of, render_group
 

@@ -36,8 +36,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jax_agent_rl.agents import default_agent, report_idle_tools
 from jax_agent_rl.config import Config
+from jax_agent_rl.config.default_agent import default_agent, report_idle_tools
 from jax_agent_rl.observe.watch import Record, Rule, SinceLast, SinceStart, Value, Warned
 
 SEQUENCE_RATIOS = ("gspo", "geo_mean")

@@ -8,7 +8,7 @@ The last fenced block of the solution is the program. The truth is a mapping (or
 
 What is expected never enters the process that runs the program: outputs are compared here, and asserts run in a
 sandboxed process of their own, which calls the program's functions and gets plain data back
-(:mod:`jax_agent_rl.tools.sandbox.assertions`).
+(:mod:`jax_agent_rl.tool_server.sandbox.assertions`).
 """
 
 from __future__ import annotations

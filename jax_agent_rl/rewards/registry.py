@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeVar
 
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.rewards.arguments import Parameters
-from jax_agent_rl.user_code import load_user_module
+from jax_agent_rl.utils.plugins import load_user_module
 
 Score = float | Mapping[str, Any]
 ComputeScore = Callable[..., Score | Awaitable[Score]]

@@ -24,12 +24,12 @@ from types import MappingProxyType
 from typing import Any
 
 from jax_agent_rl.errors import RewardError, RewardTimeoutError, TrajectoryError
-from jax_agent_rl.in_time import in_time
 from jax_agent_rl.rewards.arguments import available_arguments
 from jax_agent_rl.rewards.registry import RewardFunction, Score, Solution, find_reward, known_data_sources
 from jax_agent_rl.rewards.workers import FunctionWorkers
-from jax_agent_rl.threads import DaemonThreads
 from jax_agent_rl.types import Trajectory
+from jax_agent_rl.utils.threads import DaemonThreads
+from jax_agent_rl.utils.timeouts import in_time
 
 _THREADS = DaemonThreads(kind="reward", error=RewardError)
 _NO_SERVICES: Mapping[str, Any] = MappingProxyType({})
@@ -48,7 +48,7 @@ async def score(
 
     Args:
         timeout: seconds the function may take, ``reward.timeout``. A thread that has not returned by then is
-            abandoned, see :mod:`jax_agent_rl.threads`.
+            abandoned, see :mod:`jax_agent_rl.utils.threads`.
         services: what functions may ask for by name besides the trajectory and the row, e.g. ``judge``.
         workers: run the synchronous functions of ``reward.path``; None: threads do.
 

@@ -27,7 +27,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jax_agent_rl.errors import RewardError, RewardTimeoutError
-from jax_agent_rl.threads import DaemonThreads
+from jax_agent_rl.utils.threads import DaemonThreads
 
 _START_SECONDS = 120.0  # a user's file may import a lot
 

@@ -23,9 +23,9 @@ import itertools
 from dataclasses import dataclass
 
 from jax_agent_rl.errors import EngineDiedError
-from jax_agent_rl.rollout.balancer import Balancer
-from jax_agent_rl.rollout.prefixes import PrefixIndex
+from jax_agent_rl.rollout.prefix_index import PrefixIndex
 from jax_agent_rl.rollout.protocol import GenerateRequest
+from jax_agent_rl.rollout.routing import Balancer
 from jax_agent_rl.rollout.server import AsyncServer
 
 

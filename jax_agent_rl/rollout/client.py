@@ -13,7 +13,7 @@
                         so far, budget exact      with what it had streamed
 
 A caller sees one whole output whatever happened to the engines below; only its own ``abort`` gives it a partial one.
-Servers come and go: :class:`~jax_agent_rl.rollout.manager.LLMServerManager` sees to that.
+Servers come and go: :class:`~jax_agent_rl.rollout.lifecycle.LLMServerManager` sees to that.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 
 from jax_agent_rl.errors import BackendClosedError, BackendError, EngineDiedError
 from jax_agent_rl.rollout.admission import Admission
-from jax_agent_rl.rollout.parts import check_context, heard, join, rest_of, seen
+from jax_agent_rl.rollout.merge_outputs import check_context, heard, join, rest_of, seen
 from jax_agent_rl.rollout.protocol import GenerateRequest, TokenChunk, WeightUpdate
 from jax_agent_rl.rollout.server import AsyncServer, OnIds, Overseer, ServingStats, take_weights
 from jax_agent_rl.rollout.stops import DecodeText

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
 from jax_agent_rl.types import PauseMode, SamplingParams, StopReason, TokenOutput
-from jax_agent_rl.values import check_flag, check_ids, check_text, check_whole
+from jax_agent_rl.validation import check_flag, check_ids, check_text, check_whole
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,9 +86,9 @@ class GenerateRequest:
             KV of this context will be extended by the next turn.
         session_ends: no further turn of this session is expected; its KV may be reused for others first.
         priority: lower runs first; equal ones in order of arrival.
-        multi_modal: images and videos (see :mod:`jax_agent_rl.media`) by kind, in order of their placeholders; only
-            kinds in ``Capabilities.multi_modal``. ``prompt_ids`` hold each placeholder as often as the model reads it:
-            an engine that would condition on other ids raises ``TokenDriftError``.
+        multi_modal: images and videos (see :mod:`jax_agent_rl.utils.media`) by kind, in order of their placeholders;
+            only kinds in ``Capabilities.multi_modal``. ``prompt_ids`` hold each placeholder as often as the model reads
+            it: an engine that would condition on other ids raises ``TokenDriftError``.
         lora: adapter name, only with ``Capabilities.lora``.
 
     Raises:
@@ -147,14 +147,14 @@ class WeightUpdate:
             engine copies on the device and keeps no reference). ``"safetensors"``: ``payload`` is a list of
             file paths. ``"tensorstore"``: ``payload`` is the address of a version's folder, as
             ``models.stored`` writes it. ``"object_store"``: a
-            :class:`~jax_agent_rl.rollout.ray_actor.weights.StoredWeights`. ``"mesh"``: None; every process of the
+            :class:`~jax_agent_rl.rollout.ray.weights.StoredWeights`. ``"mesh"``: None; every process of the
             learner has put a copy of this version on its shelf, see ``runtime.host_engines``.
         payload: see ``kind``. Opaque to everything between the learner and the engine.
         partial: only some parameters are named; the others stay.
         lasting: the payload stays as it is until the next update is made, so that a server that joins meanwhile can
             be given it, too. Arrays are not: the learner's next step reuses their memory.
-        digests: of the payload's files by name (``jax_agent_rl.checksums``); compared before an engine takes anything.
-            None given, none compared.
+        digests: of the payload's files by name (``jax_agent_rl.utils.checksums``); compared before an engine takes
+            anything. None given, none compared.
     """
 
     version: int

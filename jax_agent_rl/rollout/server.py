@@ -187,7 +187,7 @@ class AsyncServer:
 
 
 class Overseer(Protocol):
-    """Who looks after a client's servers; see :class:`~jax_agent_rl.rollout.manager.LLMServerManager`."""
+    """Who looks after a client's servers; see :class:`~jax_agent_rl.rollout.lifecycle.LLMServerManager`."""
 
     def lost(self, server: AsyncServer, why: str) -> None:
         """A server is about to leave the rotation."""

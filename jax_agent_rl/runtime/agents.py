@@ -8,13 +8,13 @@ from typing import Any
 
 from jax_agent_rl.agents import AgentContext, get_agent
 from jax_agent_rl.chat.codec import ChatCodec
+from jax_agent_rl.collect.collector import RolloutCollector, Score
+from jax_agent_rl.collect.strategies import make_strategy
 from jax_agent_rl.config import Config
 from jax_agent_rl.environments import EnvironmentPools
+from jax_agent_rl.environments.users import EngineChat, InteractionRegistry
 from jax_agent_rl.errors import DataError
-from jax_agent_rl.interactions import EngineChat, InteractionRegistry
 from jax_agent_rl.rollout.client import LLMServerClient
-from jax_agent_rl.rollout.collect import RolloutCollector, Score
-from jax_agent_rl.rollout.strategies import make_strategy
 from jax_agent_rl.tools.registry import ToolRegistry
 from jax_agent_rl.tracing import Tracer
 

@@ -2,33 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
 from jax_agent_rl.agreement.contexts import LONGEST, Context
 from jax_agent_rl.agreement.diagnosis import Diagnosis, EngineView, diagnose, worst
 from jax_agent_rl.agreement.report import Evidence
-from jax_agent_rl.agreement.subject import Subject
-from jax_agent_rl.agreement.tolerances import Tolerance, tolerance
+from jax_agent_rl.agreement.run import MOST_CONTEXTS, make_subject, run_tolerance
+from jax_agent_rl.agreement.tolerances import Tolerance
 from jax_agent_rl.config import Config
-from jax_agent_rl.config_mesh import MeshConfig
+from jax_agent_rl.config.mesh import MeshConfig
 from jax_agent_rl.errors import CheckpointError
 from jax_agent_rl.learner.checkpoint import Checkpointer, complete_steps
 from jax_agent_rl.learner.comparison import Comparison
-from jax_agent_rl.learner.step import Learner
-from jax_agent_rl.models.config import Params
-from jax_agent_rl.models.hf import load_config, load_hf
+from jax_agent_rl.learner.learner import Learner
+from jax_agent_rl.models.hf import load_config
 from jax_agent_rl.observe.records import Record, trajectories_of
 from jax_agent_rl.runtime.export import run_config
 from jax_agent_rl.runtime.learners import make_learner
-
-MOST_CONTEXTS = 64
-"""That are kept of a breach, or compared of a run folder."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,37 +47,6 @@ class RunDiagnosis:
     allowed: Tolerance
     diagnosis: Diagnosis | None
     then: Mapping[str, Any] | None = None
-
-
-def make_subject(learner: Learner, config: Config, contexts: Sequence[Context], *, version: int) -> Subject:
-    """Contexts and a learner whose parameters are of ``version``, with those of versions before it."""
-    params = learner.params
-    older: dict[str, Callable[[], Params]] = {}
-    if (before := learner.params_before()) is not None:
-        older["the version before (the last optimizer update undone)"] = lambda: before
-    if version:
-        older["version 0 (the model's files)"] = lambda: _of_files(config, params)
-    return Subject(
-        model=learner.model,
-        params=params,
-        dtype=config.learner.compute_dtype,
-        temperature=config.rollout.temperature,
-        contexts=contexts,
-        older=older,
-    )
-
-
-def run_tolerance(config: Config, precisions: Sequence[str]) -> Tolerance:
-    """What a run allows.
-
-    Args:
-        precisions: of its engines.
-    """
-    if (own := config.trainer.agreement_tolerance) is not None:
-        return Tolerance(token=own[0], mean=own[1])
-    jax_engine = config.rollout.backend == "jetstream" and config.rollout.jetstream.engine is None
-    both = [*precisions, config.learner.compute_dtype]
-    return tolerance(both, jax_engine=jax_engine, platform=jax.default_backend())
 
 
 def diagnose_run(run: Path, *, version: int | None = None) -> RunDiagnosis:
@@ -155,11 +119,6 @@ def _precision(config: Config) -> str:
         return config.rollout.vllm.dtype
     eight_bits = [dtype for dtype in (engine.quantize, engine.kv_dtype) if dtype not in ("none", "auto")]
     return eight_bits[0] if eight_bits else engine.dtype
-
-
-def _of_files(config: Config, like: Params) -> Params:
-    """The model's files, laid out like other parameters."""
-    return load_hf(config.model.path, shardings=jax.tree.map(lambda x: x.sharding, like))[1]
 
 
 def _contexts_of_folder(run: Path) -> dict[int, list[Context]]:

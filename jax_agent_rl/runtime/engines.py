@@ -25,21 +25,21 @@ import numpy as np
 from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.config import Config
 from jax_agent_rl.errors import ConfigError, ModelError
-from jax_agent_rl.model_folder import model_folder
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.hf import load_config, load_hf
 from jax_agent_rl.models.peft import read_peft, read_settings
-from jax_agent_rl.models.shown import Sight
-from jax_agent_rl.rollout.manager import BackendFactory
+from jax_agent_rl.models.vision.context import Sight
+from jax_agent_rl.rollout.lifecycle import BackendFactory
 from jax_agent_rl.rollout.protocol import RolloutBackend
 from jax_agent_rl.runtime.compilation_cache import use_compilation_cache
-from jax_agent_rl.serving import token_from
+from jax_agent_rl.utils.hub import model_folder
+from jax_agent_rl.utils.network import token_from
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-    from jax_agent_rl.jetstream.brought import MakeEngine
     from jax_agent_rl.jetstream.engine import EngineShapes
+    from jax_agent_rl.jetstream.external_engine import MakeEngine
     from jax_agent_rl.jetstream.programs import ProgramTable
 
 logger = logging.getLogger(__name__)
@@ -299,7 +299,7 @@ def _jetstream(
 def _brought(config: Config) -> MakeEngine | None:
     if (where := config.rollout.jetstream.engine) is None:
         return None
-    from jax_agent_rl.jetstream.brought import load_engine_function
+    from jax_agent_rl.jetstream.external_engine import load_engine_function
 
     return load_engine_function(where)
 
@@ -330,7 +330,7 @@ def _decoder(codec: ChatCodec) -> DecodeText:
 
 
 def _remote(config: Config) -> dict[str, BackendFactory]:
-    from jax_agent_rl.rollout.remote.client import RemoteBackend
+    from jax_agent_rl.rollout.http.client import RemoteBackend
 
     token = token_from(config.rollout.token_env, key="rollout.token_env")
     shares_disk = True if config.rollout.weight_folder else None

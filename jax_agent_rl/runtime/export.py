@@ -9,11 +9,11 @@ import jax
 from jax_agent_rl.config import Config, MeshConfig, load
 from jax_agent_rl.errors import CheckpointError, ConfigError
 from jax_agent_rl.learner.checkpoint import Checkpointer, complete_steps
-from jax_agent_rl.learner.sharding import make_mesh
-from jax_agent_rl.learner.trained import Trained
+from jax_agent_rl.learner.parameterization import Trained
 from jax_agent_rl.models.convert import named_dtype
 from jax_agent_rl.models.hf import load_hf, save_hf
 from jax_agent_rl.models.peft import save_peft
+from jax_agent_rl.models.sharding import make_mesh
 
 
 def export_run(run: Path, out: Path, *, step: int | None = None, dtype: str = "float32", adapter: bool = False) -> Path:

@@ -8,13 +8,13 @@ from jax_agent_rl.config import Config
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.learner.checkpoint import Checkpointer
 from jax_agent_rl.learner.critic import critic_shapes
-from jax_agent_rl.learner.sharding import make_mesh, parameter_shardings
-from jax_agent_rl.learner.step import Learner, ScoreContexts
+from jax_agent_rl.learner.learner import Learner, ScoreContexts
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.hf import load_config, load_hf
-from jax_agent_rl.models.shown import Sight
-from jax_agent_rl.runtime.host_engines import host_engine
+from jax_agent_rl.models.sharding import make_mesh, parameter_shardings
+from jax_agent_rl.models.vision.context import Sight
 from jax_agent_rl.runtime.multihost import LeadingCheckpointer, LeadingLearner, Line, follow
+from jax_agent_rl.runtime.multihost_engines import host_engine
 
 
 def make_learner(

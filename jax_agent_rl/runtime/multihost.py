@@ -40,19 +40,19 @@ from pydantic import TypeAdapter
 
 from jax_agent_rl.config import MultihostConfig
 from jax_agent_rl.errors import ConfigError, JaxAgentRLError
+from jax_agent_rl.learner.cancellation import UpdateAbandoned, UpdateGate
 from jax_agent_rl.learner.checkpoint import Checkpointer, located
 from jax_agent_rl.learner.comparison import UNCHECKED, AgreementCheck, through_gate
-from jax_agent_rl.learner.gate import UpdateAbandoned, UpdateGate
-from jax_agent_rl.learner.sharding import gathered
+from jax_agent_rl.learner.learner import Learner
 from jax_agent_rl.learner.state import LearnerState, UpdateResult
-from jax_agent_rl.learner.step import Learner
 from jax_agent_rl.models import stored
 from jax_agent_rl.models.config import Params
-from jax_agent_rl.rollout.remote.pictures import decode_media, encode_media
+from jax_agent_rl.models.sharding import gathered
+from jax_agent_rl.rollout.http.images import decode_media, encode_media
 from jax_agent_rl.types import Group, Trajectory, Turn
 
 if TYPE_CHECKING:
-    from jax_agent_rl.runtime.host_engines import Shelf
+    from jax_agent_rl.runtime.multihost_engines import Shelf
 
 logger = logging.getLogger(__name__)
 
@@ -223,7 +223,7 @@ def _from_process_0(numbers: Sequence[int]) -> np.ndarray:
 
 
 class LeadingLearner:
-    """A :class:`~jax_agent_rl.learner.step.Learner` whose every call happens on all processes."""
+    """A :class:`~jax_agent_rl.learner.learner.Learner` whose every call happens on all processes."""
 
     def __init__(self, learner: Learner, line: Line) -> None:
         self._learner, self._line = learner, line

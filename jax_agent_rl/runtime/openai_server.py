@@ -15,13 +15,13 @@ from jax_agent_rl.agents.endpoint.sessions import Session, SessionStore
 from jax_agent_rl.agents.recorder import ChatRecorder
 from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.config import AgentConfig, Config
-from jax_agent_rl.http_server import HttpServer
-from jax_agent_rl.observe.prometheus import engine_families
 from jax_agent_rl.rollout.client import LLMServerClient
+from jax_agent_rl.rollout.engine_metrics import engine_families
 from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.runtime.engines import check_engine, load_model, make_backends
-from jax_agent_rl.serving import token_from
 from jax_agent_rl.types import SamplingParams
+from jax_agent_rl.utils.http_server import HttpServer
+from jax_agent_rl.utils.network import token_from
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -77,7 +77,7 @@ def open_endpoint(
     Requests outside sessions are not recorded beyond their answer.
 
     Raises:
-        ConfigError: see :class:`~jax_agent_rl.http_server.HttpServer`.
+        ConfigError: see :class:`~jax_agent_rl.utils.http_server.HttpServer`.
     """
     sampling = SamplingParams(max_tokens=config.rollout.max_model_len, temperature=config.rollout.eval_temperature)
 

@@ -22,14 +22,14 @@ from typing import Any, cast
 
 from jax_agent_rl.config import Config
 from jax_agent_rl.errors import BackendError, ConfigError
-from jax_agent_rl.model_folder import placeless
 from jax_agent_rl.rollout.client import LLMServerClient
-from jax_agent_rl.rollout.manager import BackendFactory
+from jax_agent_rl.rollout.lifecycle import BackendFactory
 from jax_agent_rl.rollout.protocol import RolloutBackend
 from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.runtime.engines import UNTRAINED, make_engine
-from jax_agent_rl.runtime.host_engines import on_every_host
+from jax_agent_rl.runtime.multihost_engines import on_every_host
 from jax_agent_rl.runtime.ray_cluster import open_ray, reserve
+from jax_agent_rl.utils.hub import placeless
 
 logger = logging.getLogger(__name__)
 
@@ -111,13 +111,13 @@ def _in_actors(config: Config, places: Sequence[Mapping[str, Any]]) -> dict[str,
 
 
 def _actor(config: Config, name: str, options: Mapping[str, Any]) -> RolloutBackend:
-    from jax_agent_rl.rollout.ray_actor.backend import RayBackend
+    from jax_agent_rl.rollout.ray.backend import RayBackend
 
     return RayBackend(functools.partial(make_engine, config, version=UNTRAINED), name=name, options=options)
 
 
 def _from_store(make: BackendFactory) -> RolloutBackend:
-    from jax_agent_rl.rollout.ray_actor.from_store import FromStore
+    from jax_agent_rl.rollout.ray.store_source import FromStore
 
     return cast(RolloutBackend, FromStore(make()))
 

@@ -4,42 +4,19 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from typing import Protocol
 
 from jax_agent_rl.config import Config
 from jax_agent_rl.learner.export import WeightFiles
 from jax_agent_rl.models import stored
-from jax_agent_rl.models.config import DecoderConfig, Params
+from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.rollout.protocol import WeightUpdate
-from jax_agent_rl.rollout.ray_actor.weights import store
-from jax_agent_rl.runtime.host_engines import KIND, Shelf
+from jax_agent_rl.rollout.ray.weights import store
 from jax_agent_rl.runtime.multihost import LeadingLearner
+from jax_agent_rl.runtime.multihost_engines import KIND, Shelf
+from jax_agent_rl.trainer.components import Publisher, WeightSource
 
 PROBE_LENGTH = 96
 """Ids of the context that proves an update: enough to touch every parameter, and cheap to recompute."""
-
-
-class WeightSource(Protocol):
-    """What of a learner is published: that of one process or of several, or a part of one."""
-
-    @property
-    def params(self) -> Params:
-        """The whole parameters, on device."""
-        ...
-
-    def store(self, folder: str) -> str:
-        """Writes them as ``models.stored`` does, each process its own shards; returns the manifest's digest."""
-        ...
-
-
-class Publisher(Protocol):
-    """Turns the learner's parameters into a :class:`WeightUpdate` that the run's engines take."""
-
-    def make(self, learner: WeightSource, version: int) -> WeightUpdate: ...
-
-    def close(self) -> None:
-        """Removes what it left behind."""
-        ...
 
 
 class ArrayPublisher:

@@ -8,8 +8,9 @@ from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 from jax_agent_rl.chat.codec import ChatCodec
+from jax_agent_rl.collect.collector import Score
 from jax_agent_rl.config import Config
-from jax_agent_rl.config_reward import JudgeConfig, RewardConfig
+from jax_agent_rl.config.reward import JudgeConfig, RewardConfig
 from jax_agent_rl.jetstream.backend import JetStreamBackend
 from jax_agent_rl.jetstream.shapes import EngineShapes, cache_tokens
 from jax_agent_rl.models.hf import load_hf
@@ -24,9 +25,8 @@ from jax_agent_rl.rewards import (
 )
 from jax_agent_rl.rewards.workers import FunctionWorkers
 from jax_agent_rl.rollout.client import LLMServerClient
-from jax_agent_rl.rollout.collect import Score
 from jax_agent_rl.rollout.server import AsyncServer
-from jax_agent_rl.tools.sandbox import open_sandbox
+from jax_agent_rl.tool_server.sandbox import open_sandbox
 from jax_agent_rl.types import SamplingParams
 
 POLICY = "policy"

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 from jax_agent_rl.config import Config
 from jax_agent_rl.errors import ConfigError
-from jax_agent_rl.rollout.remote.server import RolloutServer
+from jax_agent_rl.rollout.http.server import RolloutServer
 from jax_agent_rl.runtime.engines import UNTRAINED, check_engine, make_engine
-from jax_agent_rl.serving import token_from
+from jax_agent_rl.utils.network import token_from
 
 
 async def serve_rollouts(config: Config, *, policy: str, host: str, port: int, say: Callable[[str], None]) -> None:

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from jax_agent_rl.config import Config, build
-from jax_agent_rl.config_tree import read_tree
+from jax_agent_rl.config.loading import read_tree
 from jax_agent_rl.errors import ConfigError
-from jax_agent_rl.leftovers import make_folder, remove_folder
+from jax_agent_rl.utils.tempdirs import make_folder, remove_folder
 
 NO_ROWS = ""
 """``data.train`` where nothing names any: a model that is served needs none."""

@@ -16,9 +16,9 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, FiniteFloat, ValidationError
 
 from jax_agent_rl.errors import ConfigError, ToolServerError
-from jax_agent_rl.json_service import JsonService
-from jax_agent_rl.media import read_pictures
-from jax_agent_rl.surrogates import without_halves
+from jax_agent_rl.utils.json_service import JsonService
+from jax_agent_rl.utils.media import read_pictures
+from jax_agent_rl.utils.unicode import without_halves
 
 PATH = "/get_observation"
 NO_TOOL = "Error: no tool accepted this action; check its format."
@@ -84,7 +84,7 @@ class ToolServerClient:
 
         Args:
             actions: of different trajectories.
-            repeatable: see :meth:`~jax_agent_rl.json_service.JsonService.post`.
+            repeatable: see :meth:`~jax_agent_rl.utils.json_service.JsonService.post`.
 
         Raises:
             ToolServerError: the server cannot be reached, refuses, or answers what is no answer to this request.

@@ -29,9 +29,9 @@ from typing import Any, overload
 from pydantic import BaseModel
 
 from jax_agent_rl.errors import ToolDefinitionError
-from jax_agent_rl.threads import DaemonThreads
 from jax_agent_rl.tools.base import BaseTool, ToolResult, check_parameters, function_of
 from jax_agent_rl.tools.signature import converter_of, schema_of
+from jax_agent_rl.utils.threads import DaemonThreads
 
 THREADS = DaemonThreads()
 """Threads of all synchronous function tools of the process."""

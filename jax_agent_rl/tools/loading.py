@@ -29,7 +29,7 @@ from jax_agent_rl.errors import ConfigError, ToolDefinitionError
 from jax_agent_rl.tools.base import BaseTool, check_parameters, function_of
 from jax_agent_rl.tools.mcp import MCPConnection, MCPServerConfig
 from jax_agent_rl.tools.registry import ToolRegistry
-from jax_agent_rl.user_code import load_user_module
+from jax_agent_rl.utils.plugins import load_user_module
 
 _KEY = "tools.tool_config_path"
 _ENTRY_KEYS = {"class_name", "config", "tool_schema", "mcp"}

@@ -23,8 +23,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from jax_agent_rl.errors import ConfigError, ToolError, ToolTimeoutError
-from jax_agent_rl.media import FORMATS, MOST_PIXELS
 from jax_agent_rl.tools.base import BaseTool, ToolResponse, ToolResult
+from jax_agent_rl.utils.media import FORMATS, MOST_PIXELS
 
 if TYPE_CHECKING:
     from mcp import Client

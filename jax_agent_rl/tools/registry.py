@@ -8,7 +8,7 @@ from typing import Any
 
 from jax_agent_rl.errors import DataError, ToolDefinitionError
 from jax_agent_rl.tools.base import BaseTool
-from jax_agent_rl.user_code import load_user_module
+from jax_agent_rl.utils.plugins import load_user_module
 
 
 class ToolRegistry:

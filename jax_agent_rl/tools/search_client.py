@@ -9,7 +9,7 @@ from typing import Any
 
 from jax_agent_rl.config import SearchConfig
 from jax_agent_rl.errors import ConfigError, ToolServerError
-from jax_agent_rl.json_service import JsonService, ServiceSettings, bearer
+from jax_agent_rl.utils.json_service import JsonService, ServiceSettings, bearer
 
 
 class SearchClient:

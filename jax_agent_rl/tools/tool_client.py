@@ -12,8 +12,8 @@ from dataclasses import replace
 
 from jax_agent_rl.config import ToolClientConfig
 from jax_agent_rl.errors import ConfigError, ToolServerError
-from jax_agent_rl.json_service import JsonService, ServiceSettings, bearer
 from jax_agent_rl.tools.client import Action, Observation, ToolServerClient, observation_url
+from jax_agent_rl.utils.json_service import JsonService, ServiceSettings, bearer
 
 logger = logging.getLogger(__name__)
 

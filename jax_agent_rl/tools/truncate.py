@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from jax_agent_rl.surrogates import without_halves
+from jax_agent_rl.utils.unicode import without_halves
 
 Side = Literal["left", "middle", "right"]
 Encode = Callable[[str], list[int]]

@@ -19,14 +19,14 @@ from typing import Any, TypeVar
 from jax_agent_rl.agreement.contexts import contexts_of
 from jax_agent_rl.agreement.diagnosis import Diagnosis, EngineView, diagnose
 from jax_agent_rl.agreement.report import Evidence, as_json, breach_line, table
+from jax_agent_rl.agreement.run import MOST_CONTEXTS, make_subject, run_tolerance
 from jax_agent_rl.agreement.tolerances import Tolerance
 from jax_agent_rl.errors import BackendError, DisagreementError
 from jax_agent_rl.learner.comparison import AgreementCheck, Comparison
-from jax_agent_rl.learner.step import Learner
+from jax_agent_rl.learner.learner import Learner
+from jax_agent_rl.models.tensor_samples import Inspectable
 from jax_agent_rl.observe.metrics import RunFolder
-from jax_agent_rl.runtime.diagnosis import MOST_CONTEXTS, make_subject, run_tolerance
-from jax_agent_rl.runtime.in_process import Runtime
-from jax_agent_rl.tensor_samples import Inspectable
+from jax_agent_rl.trainer.components import RunComponents
 from jax_agent_rl.types import Group
 
 T = TypeVar("T")
@@ -45,7 +45,7 @@ class AgreementWatch:
         say: takes a line for people.
     """
 
-    def __init__(self, runtime: Runtime, folder: RunFolder, *, version: int, say: Callable[[str], None]) -> None:
+    def __init__(self, runtime: RunComponents, folder: RunFolder, *, version: int, say: Callable[[str], None]) -> None:
         self._runtime, self._folder, self._say = runtime, folder, say
         self._since = version
         self._agreed = True

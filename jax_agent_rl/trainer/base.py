@@ -15,20 +15,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from jax_agent_rl.learner.checkpoint import Checkpointer
-from jax_agent_rl.learner.gate import UpdateGate
+from jax_agent_rl.collect.collector import RolloutCollector
+from jax_agent_rl.collect.filters import Selection, select
+from jax_agent_rl.collect.lost_batches import FutilityGuard
+from jax_agent_rl.learner.cancellation import UpdateGate
 from jax_agent_rl.learner.losses import peers
-from jax_agent_rl.learner.samples import trained_lengths
+from jax_agent_rl.learner.scored_batch import trained_lengths
 from jax_agent_rl.learner.state import UpdateResult
 from jax_agent_rl.observe.metrics import RunFolder
 from jax_agent_rl.observe.progress import Progress
-from jax_agent_rl.rollout.collect import RolloutCollector
-from jax_agent_rl.rollout.filters import Selection, select
-from jax_agent_rl.rollout.futility import FutilityGuard
 from jax_agent_rl.rollout.protocol import BackendMetrics
-from jax_agent_rl.runtime.in_process import Runtime
-from jax_agent_rl.runtime.multihost import LeadingCheckpointer
 from jax_agent_rl.trainer.agreement import AgreementWatch
+from jax_agent_rl.trainer.components import CheckpointStore, RunComponents
 from jax_agent_rl.trainer.groups import all_trajectories, evaluation_sampling, gather
 from jax_agent_rl.trainer.phases import Phases
 from jax_agent_rl.trainer.record import RunRecord, evaluation_record, step_record
@@ -70,9 +68,9 @@ class Trainer:
         phases: what it did when.
     """
 
-    runtime: Runtime
+    runtime: RunComponents
     folder: RunFolder
-    checkpointer: Checkpointer | LeadingCheckpointer
+    checkpointer: CheckpointStore
     record: RunRecord
     progress: Progress
     observers: Sequence[Callable[[Mapping[str, Any]], None]] = ()

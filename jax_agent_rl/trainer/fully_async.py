@@ -13,13 +13,13 @@
 
 Weights change under running generations: one trajectory may hold tokens of several versions, each marked with its own.
 How old a token may be when it is trained on, and so how far the rollout runs ahead, is the buffer's decision
-(:mod:`jax_agent_rl.rollout.buffer`). Every step publishes, also one that learnt nothing: a version is a step.
+(:mod:`jax_agent_rl.collect.buffer`). Every step publishes, also one that learnt nothing: a version is a step.
 """
 
 from __future__ import annotations
 
+from jax_agent_rl.collect.filters import Selection
 from jax_agent_rl.errors import ConfigError
-from jax_agent_rl.rollout.filters import Selection
 from jax_agent_rl.rollout.protocol import Capabilities
 from jax_agent_rl.trainer.streaming import StreamTrainer
 from jax_agent_rl.types import PauseMode

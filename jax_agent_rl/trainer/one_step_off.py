@@ -16,7 +16,7 @@ as the slower of the two.
 
 from __future__ import annotations
 
-from jax_agent_rl.rollout.filters import Selection
+from jax_agent_rl.collect.filters import Selection
 from jax_agent_rl.trainer.streaming import StreamTrainer
 
 

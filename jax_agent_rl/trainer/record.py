@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jax_agent_rl.rollout.buffer import versions
+from jax_agent_rl.collect.buffer import versions
 from jax_agent_rl.rollout.protocol import BackendMetrics
 from jax_agent_rl.trajectory_graph import TrajectoryGraph
 from jax_agent_rl.types import DropReason, Group, Trajectory

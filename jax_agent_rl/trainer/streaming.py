@@ -20,10 +20,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from jax_agent_rl.rollout.buffer import RolloutBuffer, Ticket
-from jax_agent_rl.rollout.filters import select
+from jax_agent_rl.collect.buffer import RolloutBuffer, Ticket
+from jax_agent_rl.collect.filters import select
+from jax_agent_rl.collect.stream import GroupStream
 from jax_agent_rl.rollout.protocol import BackendMetrics
-from jax_agent_rl.rollout.stream import GroupStream
 from jax_agent_rl.trainer.base import Collected, Trainer
 from jax_agent_rl.trainer.groups import all_trajectories, shaped, training_sampling, with_baseline
 from jax_agent_rl.trainer.record import staleness_record

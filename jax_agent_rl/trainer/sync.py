@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from jax_agent_rl.rollout.filters import Selection, select
+from jax_agent_rl.collect.filters import Selection, select
 from jax_agent_rl.rollout.protocol import BackendMetrics
 from jax_agent_rl.trainer.base import Collected, Trainer
 from jax_agent_rl.trainer.groups import all_trajectories, shaped, training_sampling, with_baseline

@@ -7,13 +7,13 @@ import jax.numpy as jnp
 
 from jax_agent_rl import config
 from jax_agent_rl.chat.codec import ChatCodec
-from jax_agent_rl.conformance.footprint import Footprint
 from jax_agent_rl.models.decoder import with_params
 from jax_agent_rl.models.hf import load_hf
 from jax_agent_rl.rewards import register_reward
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.runtime.scoring import open_scorer
+from jax_agent_rl.testing.conformance.footprint import Footprint
 from tests.fakes import FakeCodec, ScriptedBackend
 from tests.trajectories import trajectory
 

@@ -14,7 +14,8 @@ import yaml
 
 from jax_agent_rl.config import load
 from jax_agent_rl.models.hf import load_config, save_hf
-from jax_agent_rl.runtime.in_process import Runtime, build
+from jax_agent_rl.runtime.build import build
+from jax_agent_rl.trainer.components import RunComponents
 from jax_agent_rl.types import Group, SamplingParams
 from tests.gpu_backend.vision import IMAGE, VisionReference, write_model
 
@@ -110,7 +111,7 @@ def recipe(tmp_path: Path) -> Path:
     return file
 
 
-async def collected(runtime: Runtime, step: int) -> list[Group]:
+async def collected(runtime: RunComponents, step: int) -> list[Group]:
     stream = runtime.collector.collect(ROWS, group_size=4, sampling=SAMPLING, step=step)
     return [group async for group in stream]
 

@@ -16,15 +16,15 @@ import pytest
 from rich.console import Console
 
 from jax_agent_rl.config import Config, load
-from jax_agent_rl.conformance.footprint import Footprint
 from jax_agent_rl.errors import BackendClosedError, ConfigError, EngineDiedError, WeightUpdateError
 from jax_agent_rl.observe.metrics import read_records
 from jax_agent_rl.rollout.protocol import GenerateRequest, WeightUpdate
-from jax_agent_rl.rollout.ray_actor.backend import RayBackend
-from jax_agent_rl.rollout.ray_actor.host import EngineHost
-from jax_agent_rl.rollout.ray_actor.weights import store
+from jax_agent_rl.rollout.ray.backend import RayBackend
+from jax_agent_rl.rollout.ray.host import EngineHost
+from jax_agent_rl.rollout.ray.weights import store
 from jax_agent_rl.runtime.ray_cluster import open_ray, reserve
-from jax_agent_rl.trainer.run import train
+from jax_agent_rl.runtime.train import train
+from jax_agent_rl.testing.conformance.footprint import Footprint
 from jax_agent_rl.types import SamplingParams
 from tests.launching import wait_for_end
 from tests.tiny_run import tiny_recipe

@@ -6,9 +6,9 @@ import signal
 import sys
 from pathlib import Path
 
-from jax_agent_rl.chaos.ledger import FREE_TO_LOSE
-from jax_agent_rl.conformance.footprint import Footprint
-from jax_agent_rl.interrupt import EXIT_CODE
+from jax_agent_rl.testing.chaos.ledger import FREE_TO_LOSE
+from jax_agent_rl.testing.conformance.footprint import Footprint
+from jax_agent_rl.utils.interrupt import EXIT_CODE
 
 
 async def chaos(*options: str) -> tuple[int | None, dict, str]:

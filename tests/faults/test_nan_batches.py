@@ -20,7 +20,7 @@ import dataclasses, math, sys
 import jax
 from jax_agent_rl import cli
 from jax_agent_rl.jetstream.backend import JetStreamBackend
-from jax_agent_rl.learner.trainable import Trainable
+from jax_agent_rl.learner.optimized_params import Trainable
 
 every_gradient = sys.argv.pop() == "every gradient"
 generate, gradients, steps = JetStreamBackend.generate, Trainable.gradients, 0

@@ -11,15 +11,15 @@ import threading
 import pytest
 
 from jax_agent_rl.agents import AgentContext
+from jax_agent_rl.collect.collector import RolloutCollector
 from jax_agent_rl.config import AgentConfig
 from jax_agent_rl.errors import ToolError
 from jax_agent_rl.rollout.client import LLMServerClient
-from jax_agent_rl.rollout.collect import RolloutCollector
 from jax_agent_rl.rollout.server import AsyncServer
-from jax_agent_rl.threads import DaemonThreads
 from jax_agent_rl.tools import FunctionTool, ToolRegistry
 from jax_agent_rl.tools.truncate import MARKER
 from jax_agent_rl.types import FinishReason, SamplingParams
+from jax_agent_rl.utils.threads import DaemonThreads
 from tests.fakes import FakeCodec, ScriptedBackend
 
 ROWS = [{"prompt": [{"role": "user", "content": "go"}], "agent_name": "tool_agent"}]

@@ -17,7 +17,6 @@ from flax import nnx
 
 from gpu_backend.backend import VllmBackend
 from gpu_backend.settings import DISTRIBUTIONS, VllmSettings
-from jax_agent_rl.cache import cache_root
 from jax_agent_rl.data.calculator import prepare_calculator
 from jax_agent_rl.learner.export import WeightFiles
 from jax_agent_rl.models.config import DecoderConfig
@@ -25,6 +24,7 @@ from jax_agent_rl.models.decoder import Decoder, model_params
 from jax_agent_rl.models.hf import save_hf
 from jax_agent_rl.rollout.protocol import GenerateRequest, WeightUpdate
 from jax_agent_rl.types import SamplingParams
+from jax_agent_rl.utils.cache import cache_root
 from tests.tiny import tiny_params
 
 CALCULATOR = Path(__file__).parents[2] / "examples" / "calculator" / "config.yaml"

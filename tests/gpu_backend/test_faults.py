@@ -18,7 +18,7 @@ from jax_agent_rl.agreement.diagnosis import Diagnosis, EngineView
 from jax_agent_rl.agreement.tolerances import OTHER_ENGINE
 from jax_agent_rl.models.config import DecoderConfig, Params, Rope
 from jax_agent_rl.models.hf import save_hf
-from tests.agreement_stage import Between, as_gemma, as_if_asked, diagnosis, rollouts, with_experts
+from tests.agreement_testbed import Between, as_gemma, as_if_asked, diagnosis, rollouts, with_experts
 from tests.gpu_backend.conftest import SMALL, Engine, running, small_params
 from tests.tiny import tiny_params
 

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from jax_agent_rl.config import load
-from jax_agent_rl.trainer.run import train
+from jax_agent_rl.runtime.train import train
 
 VLLM = ("rollout.backend=vllm", "rollout.jetstream={}")
 

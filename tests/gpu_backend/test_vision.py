@@ -17,15 +17,15 @@ from jax_agent_rl.agents.tool_agent import ToolAgent
 from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.config import AgentConfig
 from jax_agent_rl.errors import BackendError, ConfigError, TokenDriftError, WeightUpdateError
-from jax_agent_rl.probe import LogprobProbe
 from jax_agent_rl.rollout.client import LLMServerClient
+from jax_agent_rl.rollout.http.client import RemoteBackend
+from jax_agent_rl.rollout.http.server import RolloutServer
 from jax_agent_rl.rollout.protocol import WeightUpdate
-from jax_agent_rl.rollout.remote.client import RemoteBackend
-from jax_agent_rl.rollout.remote.server import RolloutServer
 from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.tools.base import BaseTool, ToolResponse
 from jax_agent_rl.tools.registry import ToolRegistry
 from jax_agent_rl.types import SamplingParams, digest_ids
+from jax_agent_rl.utils.weight_probe import LogprobProbe
 from tests.gpu_backend.conftest import request, running
 from tests.gpu_backend.vision import IMAGE, VisionReference, picture, positions, write_model
 

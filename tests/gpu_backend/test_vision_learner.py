@@ -9,9 +9,9 @@ import pytest
 from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.config import AlgorithmConfig, LearnerConfig
 from jax_agent_rl.learner.export import WeightFiles
-from jax_agent_rl.learner.step import Learner
+from jax_agent_rl.learner.learner import Learner
 from jax_agent_rl.models.hf import load_hf, save_hf
-from jax_agent_rl.models.shown import Sight
+from jax_agent_rl.models.vision.context import Sight
 from jax_agent_rl.rollout.protocol import WeightUpdate
 from jax_agent_rl.types import FinishReason, Group, Trajectory, Turn
 from tests.gpu_backend.conftest import request, running

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jax_agent_rl.jetstream.decode_batch import make_lanes
 from jax_agent_rl.jetstream.engine import EngineShapes, Extension, JaxEngine
-from jax_agent_rl.jetstream.lanes import make_lanes
 from jax_agent_rl.models.decoder import hidden_states, logits
 from jax_agent_rl.models.hf import hf_tensors, load_hf, save_hf
 

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jax_agent_rl.cache import cache_root
 from jax_agent_rl.errors import ModelError
 from jax_agent_rl.models.config import DecoderConfig, Llama3Scaling, Rope
 from jax_agent_rl.models.decoder import Decoder, hidden_states, logits, model_params
 from jax_agent_rl.models.hf import load_hf, save_hf
+from jax_agent_rl.utils.cache import cache_root
 
 torch = pytest.importorskip("torch")
 

@@ -19,9 +19,9 @@ from jax_agent_rl.jetstream.forward import decode_step, engine_params, prefill_c
 from jax_agent_rl.jetstream.kv import KVCache, LayerKV, empty_cache
 from jax_agent_rl.models.decoder import hidden_states, logits
 from jax_agent_rl.models.hf import hf_tensors, load_hf, save_hf
-from jax_agent_rl.models.pictures import PictureInputs, feature_index, layout, locate, rope_positions
-from jax_agent_rl.models.vision import features
-from jax_agent_rl.patches import Picture
+from jax_agent_rl.models.vision.image_processor import Picture
+from jax_agent_rl.models.vision.layout import PictureInputs, feature_index, layout, locate, rope_positions
+from jax_agent_rl.models.vision.tower import features
 
 torch = pytest.importorskip("torch")
 

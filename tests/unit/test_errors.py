@@ -7,7 +7,7 @@ import jax_agent_rl
 from jax_agent_rl import errors
 
 PROGRAMS = {"program_side", "tests_side"}  # of the sandbox: they import what lies beside them in its working folder
-WITHOUT_JAX = ("agents", "chat", "launch", "rewards", "rollout", "tools")
+WITHOUT_JAX = ("agents", "chat", "collect", "deploy.launch", "rewards", "rollout", "tool_server", "tools")
 
 
 def descendants(cls: type) -> set[type]:

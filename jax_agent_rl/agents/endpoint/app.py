@@ -35,9 +35,9 @@ from jax_agent_rl.agents.endpoint.sessions import Session, SessionStore
 from jax_agent_rl.agents.endpoint.work import Piece, pieces, turns
 from jax_agent_rl.config import EndpointConfig
 from jax_agent_rl.errors import JaxAgentRLError
-from jax_agent_rl.http_server import Handler, HttpServer, counted, read_json
-from jax_agent_rl.observe.prometheus import CONTENT_TYPE, RequestCounts, gauges, text_of
 from jax_agent_rl.rollout.protocol import Capabilities
+from jax_agent_rl.utils.http_server import Handler, HttpServer, counted, read_json
+from jax_agent_rl.utils.prometheus import CONTENT_TYPE, RequestCounts, gauges, text_of
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from jax_agent_rl.chat.formats.types import Reply, ToolCall
 from jax_agent_rl.chat.thinking import ALL_THINK_TAGS, THINK_TAGS
-from jax_agent_rl.surrogates import has_half
+from jax_agent_rl.utils.unicode import has_half
 
 MAX_CALLS = 64
 """Calls (decodable or not) read in one turn; a turn of more is a degenerate one, and the rest of it is not read."""

@@ -19,12 +19,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jax_agent_rl.config_algorithm import AlgorithmConfig
+from jax_agent_rl.config.algorithm import AlgorithmConfig
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.learner.advantages import gae as gae_module
 from jax_agent_rl.learner.advantages import step, trees, turns
 from jax_agent_rl.learner.advantages.outcome import OUTCOME_ESTIMATORS
-from jax_agent_rl.learner.samples import PerToken, Samples, turn_rewards, turn_spans, turns_of
+from jax_agent_rl.learner.scored_batch import PerToken, Samples, turn_rewards, turn_spans, turns_of
 from jax_agent_rl.trajectory_graph import TrajectoryGraph
 from jax_agent_rl.types import Trajectory
 

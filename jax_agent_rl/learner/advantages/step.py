@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from jax_agent_rl.learner.advantages.outcome import grpo
-from jax_agent_rl.learner.samples import PerToken
+from jax_agent_rl.learner.scored_batch import PerToken
 
 VARIANCE_EPSILON = 1e-8
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jax_agent_rl.config import Config
-from jax_agent_rl.config_algorithm import AlgorithmConfig
+from jax_agent_rl.config.algorithm import AlgorithmConfig
 from jax_agent_rl.learner.losses.aggregation import term_weights
 
 FORMULAS = {

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_agent_rl.config_algorithm import PolicyLossConfig
+from jax_agent_rl.config.algorithm import PolicyLossConfig
 
 LOG_RATIO_LIMIT = 20.0
 

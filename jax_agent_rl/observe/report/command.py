@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from jax_agent_rl.errors import ConfigError
-from jax_agent_rl.observe.metrics import write_atomically, writing
 from jax_agent_rl.observe.records import is_number
 from jax_agent_rl.observe.report.charts import charts
 from jax_agent_rl.observe.report.forest import forest
 from jax_agent_rl.observe.report.page import page
-from jax_agent_rl.observe.report.reading import RunData, decoder, read_run, value_at
+from jax_agent_rl.observe.report.run_data import RunData, decoder, read_run, value_at
 from jax_agent_rl.observe.report.timeline import timeline
 from jax_agent_rl.observe.report.tokens import COLUMNS, Prompts, Vocabulary, facts, tokens
+from jax_agent_rl.utils.files import write_atomically, writing
 
 MOST = 2000
 """Trajectories on a page, unless it is asked for others."""
@@ -27,7 +27,7 @@ def write_report(run: Path, out: Path | None = None, *, most: int = MOST) -> Pat
     Args:
         run: the run folder.
         out: the file; ``report.html`` in the run folder if None.
-        most: trajectories on the page, fewer where they are long (see :mod:`~jax_agent_rl.observe.report.choosing`);
+        most: trajectories on the page, fewer where they are long (see :mod:`~jax_agent_rl.observe.report.selection`);
             0: all.
 
     Returns:

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from importlib.resources import files
 from typing import Any
 
-from jax_agent_rl.surrogates import without_halves
+from jax_agent_rl.utils.unicode import without_halves
 
 SCRIPTS = ("dom.js", "charts.js", "timeline.js", "tokens.js", "tree.js", "browser.js", "main.js")
 """In order; each relies only on those before it."""

@@ -1,8 +1,8 @@
 """Trajectories for the page: every token with its text and numbers, in few bytes.
 
 A token is its place in a vocabulary that all trajectories share; masks are lengths of turns; log-probs are thousandths;
-versions are runs of equal ones. A token so takes about 25 bytes; :mod:`jax_agent_rl.observe.report.choosing` bounds how
-many there are.
+versions are runs of equal ones. A token so takes about 25 bytes; :mod:`jax_agent_rl.observe.report.selection` bounds
+how many there are.
 """
 
 from __future__ import annotations

@@ -10,9 +10,9 @@ from dataclasses import replace
 from typing import Any
 
 from jax_agent_rl.errors import ConfigError
-from jax_agent_rl.observe.metrics import write_atomically
 from jax_agent_rl.observe.sinks.base import RunFacts, Sink, scalars
 from jax_agent_rl.observe.sinks.feeding import SinkThread
+from jax_agent_rl.utils.files import write_atomically
 
 PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb", "trackio": "trackio"}
 """What each name of ``trainer.logger`` imports; the extra has the name."""

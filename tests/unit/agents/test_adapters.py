@@ -12,7 +12,7 @@ from jax_agent_rl.data.rows import load_rows
 from jax_agent_rl.errors import ConfigError, DataError
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.server import AsyncServer
-from jax_agent_rl.runtime.in_process import refuse_adapters
+from jax_agent_rl.runtime.build import refuse_adapters
 from jax_agent_rl.types import SamplingParams
 from tests.fakes import FakeCodec, ScriptedBackend
 

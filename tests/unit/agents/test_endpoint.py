@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 openai = pytest.importorskip("openai")
 
-from tests.endpoint_stage import ASK, CALL, JSON, TOOL, serving  # noqa: E402
+from tests.endpoint_testbed import ASK, CALL, JSON, TOOL, serving  # noqa: E402
 from tests.fakes import FakeCodec  # noqa: E402
 
 

@@ -6,7 +6,6 @@ import pytest
 
 from jax_agent_rl import rewards
 from jax_agent_rl.agents import AgentContext, EnvironmentAgent
-from jax_agent_rl.cache import cache_root
 from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.config import AgentConfig
 from jax_agent_rl.environments import Environment, EnvironmentPools, Observation, registry
@@ -15,6 +14,7 @@ from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.tracing import Span, Tracer
 from jax_agent_rl.types import FinishReason, SamplingParams, StopReason, ToolCallRecord
+from jax_agent_rl.utils.cache import cache_root
 from tests.fakes import FakeCodec, ScriptedBackend
 from tests.unit.agents.test_tool_agent import assert_token_exact
 

@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 
 from jax_agent_rl.agents import ToolAgent
 from jax_agent_rl.config import build
-from jax_agent_rl.config_algorithm import AlgorithmConfig
+from jax_agent_rl.config.algorithm import AlgorithmConfig
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.learner.advantages import compute
 from jax_agent_rl.learner.batch import pack
-from jax_agent_rl.learner.samples import samples_of
+from jax_agent_rl.learner.scored_batch import samples_of
 from jax_agent_rl.tools import ToolRegistry, function_tool
 from jax_agent_rl.types import FinishReason
-from tests.agent_stage import AgentStage
+from tests.agent_testbed import AgentStage
 from tests.trajectories import group_of
 
 

@@ -12,12 +12,12 @@ from jax_agent_rl.agents import (
     SingleTurnAgent,
     TextToolAgent,
     ToolAgent,
-    report_idle_tools,
 )
 from jax_agent_rl.config import SearchConfig, ToolClientConfig, build
-from jax_agent_rl.runtime import rollouts
+from jax_agent_rl.config.default_agent import report_idle_tools
+from jax_agent_rl.runtime import sampling
 from jax_agent_rl.tools.registry import ToolRegistry
-from tests.agent_stage import AgentStage
+from tests.agent_testbed import AgentStage
 
 MINIMAL = {"run_dir": "runs/x", "model": {"path": "m"}, "data": {"train": "t.jsonl"}}
 URL = "http://localhost:1"
@@ -95,7 +95,7 @@ def test_a_tool_server_that_is_switched_off_is_meant_to_be():
 def test_loading_rows_warns_of_what_they_leave_idle(tmp_path, caplog):
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps({"prompt": [{"role": "user", "content": "x"}], "data_source": "d"}) + "\n")
-    rollouts._load(build(MINIMAL, ["tools.function_tool_path=tools.py"]), ToolRegistry(), (str(rows), None))
+    sampling._load(build(MINIMAL, ["tools.function_tool_path=tools.py"]), ToolRegistry(), (str(rows), None))
     (said,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert said.startswith(f"TOOLS ARE CONFIGURED BUT NOT USED: {rows}: 1 of 1 rows") and "What to do: set " in said
 

@@ -5,7 +5,7 @@ import pytest
 from jax_agent_rl.agents import AgentSelector, TextToolAgent, ToolAgent
 from jax_agent_rl.agents.malformed import MalformedCalls
 from jax_agent_rl.config import ToolClientConfig
-from tests.agent_stage import AgentStage
+from tests.agent_testbed import AgentStage
 
 
 def test_one_is_told_in_an_interval_with_the_number_of_those_that_were_not(caplog):

@@ -11,12 +11,12 @@ from jax_agent_rl.agents import AgentContext
 from jax_agent_rl.agents.branches import to_trajectory
 from jax_agent_rl.agents.conversation import Traces
 from jax_agent_rl.agents.recorder import ChatRecorder
-from jax_agent_rl.cache import cache_root
 from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.config import AgentConfig
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.types import SamplingParams
+from jax_agent_rl.utils.cache import cache_root
 from tests.fakes import ScriptedBackend
 from tests.unit.chat.test_template_families import codec_of
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from jax_agent_rl.agents import ServerToolAgent
 from jax_agent_rl.errors import AbortedError, PromptTooLongError, ToolServerError
 from jax_agent_rl.types import DropReason, FinishReason
-from tests.agent_stage import ACT, ACTION, ROW, STOP, AgentStage, assert_token_exact
-from tests.agent_stage import server_tool_stage as stage
+from tests.agent_testbed import ACT, ACTION, ROW, STOP, AgentStage, assert_token_exact
+from tests.agent_testbed import server_tool_stage as stage
 from tests.fakes import ScriptedBackend
 from tests.http_service import ToolServer
 

@@ -4,11 +4,11 @@ import pytest
 
 from jax_agent_rl.errors import ToolServerError
 from jax_agent_rl.rollout.protocol import Capabilities
-from tests.agent_stage import ACT, assert_token_exact
-from tests.agent_stage import server_tool_stage as stage
+from tests.agent_testbed import ACT, assert_token_exact
+from tests.agent_testbed import server_tool_stage as stage
 from tests.fakes import FakeCodec
 from tests.http_service import ToolServer
-from tests.pictures import data_url
+from tests.images import data_url
 
 SEES = Capabilities(max_model_len=4096, max_concurrent=8, multi_modal=frozenset({"image"}))
 

@@ -9,8 +9,8 @@ from jax_agent_rl.config import build
 from jax_agent_rl.errors import ConfigError, PromptTooLongError, ToolServerError
 from jax_agent_rl.tools.truncate import MARKER
 from jax_agent_rl.types import DropReason, FinishReason
-from tests.agent_stage import ACT, ACTION, STOP, AgentStage, assert_token_exact
-from tests.agent_stage import server_tool_stage as stage
+from tests.agent_testbed import ACT, ACTION, STOP, AgentStage, assert_token_exact
+from tests.agent_testbed import server_tool_stage as stage
 from tests.fakes import EOS, FakeCodec
 from tests.http_service import ToolServer
 

@@ -11,7 +11,7 @@ from jax_agent_rl.agents import SearchAgent, TextToolAgent
 from jax_agent_rl.config import SearchConfig, ToolClientConfig
 from jax_agent_rl.errors import ConfigError, ToolServerError
 from jax_agent_rl.types import FinishReason
-from tests.agent_stage import ROW, AgentStage, assert_token_exact
+from tests.agent_testbed import ROW, AgentStage, assert_token_exact
 from tests.fakes import FakeCodec
 from tests.http_service import ToolServer, serve
 from tests.ports import free_port

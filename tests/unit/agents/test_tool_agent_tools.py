@@ -7,11 +7,11 @@ import pytest
 from PIL import Image
 
 from jax_agent_rl.agents import AgentContext, ToolAgent
+from jax_agent_rl.collect.collector import RolloutCollector
 from jax_agent_rl.config import AgentConfig
 from jax_agent_rl.observe.metrics import trajectory_record
 from jax_agent_rl.rewards import register_reward, registry, score
 from jax_agent_rl.rollout.client import LLMServerClient
-from jax_agent_rl.rollout.collect import RolloutCollector
 from jax_agent_rl.rollout.protocol import Capabilities
 from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.tools import BaseTool, ToolRegistry, ToolResponse

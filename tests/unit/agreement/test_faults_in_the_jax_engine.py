@@ -19,7 +19,7 @@ from jax_agent_rl.jetstream import programs
 from jax_agent_rl.jetstream.backend import JetStreamBackend
 from jax_agent_rl.models.config import DecoderConfig, LinearScaling, Params, Rope
 from jax_agent_rl.rollout.protocol import WeightUpdate
-from tests.agreement_stage import GEMMA, LLAMA, MOE, Between, as_if_asked, diagnosis, jax_engine, rollouts
+from tests.agreement_testbed import GEMMA, LLAMA, MOE, Between, as_if_asked, diagnosis, jax_engine, rollouts
 from tests.tiny import tiny_params
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -10,7 +10,7 @@ import yaml
 from pydantic import BaseModel
 
 from jax_agent_rl.config import Config
-from jax_agent_rl.config_tree import valid_keys
+from jax_agent_rl.config.loading import valid_keys
 from tests.unit.docs.pages import DOCS
 
 KEYS = set(valid_keys(Config))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from jax_agent_rl.config import Config
-from jax_agent_rl.config_tree import valid_keys
+from jax_agent_rl.config.loading import valid_keys
 from jax_agent_rl.types import DropReason, FinishReason
 from tests.unit.docs.pages import DOCS, ROOT
 

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from jax_agent_rl import environments
+from jax_agent_rl.collect.lost_batches import FutilityGuard
 from jax_agent_rl.environments import Environment, EnvironmentPool, EnvironmentPools, Observation
 from jax_agent_rl.environments import registry as environment_registry
 from jax_agent_rl.errors import (
@@ -16,7 +17,6 @@ from jax_agent_rl.errors import (
     EnvironmentTimeoutError,
     NothingToTrainError,
 )
-from jax_agent_rl.rollout.futility import FutilityGuard
 from jax_agent_rl.types import DropReason, Group
 from tests.trajectories import trajectory
 

@@ -16,8 +16,8 @@ from gpu_backend.launch import Log, Started, explain, root_cause, start_engine
 from gpu_backend.settings import GIB, VllmSettings, check_installation, environment, write_log_config
 from gpu_backend.usage import Usage
 from jax_agent_rl.config import Config, build
-from jax_agent_rl.config_rollout import VLLM_ARGUMENTS_SET
-from jax_agent_rl.config_tree import valid_keys
+from jax_agent_rl.config.loading import valid_keys
+from jax_agent_rl.config.rollout import VLLM_ARGUMENTS_SET
 from jax_agent_rl.errors import BackendError, ConfigError
 from jax_agent_rl.jetstream.request import RunningRequest
 from jax_agent_rl.rollout.protocol import GenerateRequest

@@ -13,7 +13,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax_agent_rl.jetstream import attention
 from jax_agent_rl.jetstream.decode_kernel import decode_kernel, write_kernel
 from jax_agent_rl.jetstream.kv import KVCache, LayerKV, stored
-from jax_agent_rl.jetstream.paging import gathered
+from jax_agent_rl.jetstream.page_ops import gathered
 from jax_agent_rl.models.quantized import DTYPES
 
 LENGTH = 300  # of a row

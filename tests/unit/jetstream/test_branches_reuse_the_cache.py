@@ -3,14 +3,14 @@
 import contextlib
 
 from jax_agent_rl.agents import AgentContext
+from jax_agent_rl.collect.collector import RolloutCollector
+from jax_agent_rl.collect.strategies import TreeGrpo, TreeRL
 from jax_agent_rl.config import AgentConfig
-from jax_agent_rl.config_strategy import TreeGrpoConfig, TreerlConfig
+from jax_agent_rl.config.strategy import TreeGrpoConfig, TreerlConfig
 from jax_agent_rl.jetstream.backend import JetStreamBackend
 from jax_agent_rl.jetstream.engine import EngineShapes
 from jax_agent_rl.rollout.client import LLMServerClient
-from jax_agent_rl.rollout.collect import RolloutCollector
 from jax_agent_rl.rollout.server import AsyncServer
-from jax_agent_rl.rollout.strategies import TreeGrpo, TreeRL
 from jax_agent_rl.tools import ToolRegistry, function_tool
 from jax_agent_rl.types import SamplingParams
 from tests.fakes import FakeCodec, FakeReply, FakeToolCall

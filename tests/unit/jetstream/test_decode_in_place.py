@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
+from jax_agent_rl.jetstream.block_manager import NOBODYS
+from jax_agent_rl.jetstream.decode_batch import Lanes, make_lanes
 from jax_agent_rl.jetstream.engine import EngineShapes, Extension, JaxEngine
 from jax_agent_rl.jetstream.kv import KVCache
-from jax_agent_rl.jetstream.lanes import Lanes, make_lanes
-from jax_agent_rl.jetstream.pages import NOBODYS
-from jax_agent_rl.jetstream.paging import gathered
+from jax_agent_rl.jetstream.page_ops import gathered
 from jax_agent_rl.jetstream.programs import decode_program
 from tests.tiny import TINY, tiny_params
 

@@ -14,7 +14,7 @@ from jax_agent_rl.jetstream.backend import JetStreamBackend
 from jax_agent_rl.jetstream.deterministic import DeterministicEngine, DeterministicScorer
 from jax_agent_rl.jetstream.engine import EngineShapes
 from jax_agent_rl.jetstream.programs import ProgramTable
-from jax_agent_rl.learner.step import Learner
+from jax_agent_rl.learner.learner import Learner
 from jax_agent_rl.models.config import DecoderConfig, Experts
 from jax_agent_rl.rollout.protocol import GenerateRequest
 from jax_agent_rl.types import SamplingParams

@@ -11,11 +11,11 @@ import pytest
 
 from jax_agent_rl.jetstream import programs
 from jax_agent_rl.jetstream.attention import decode_attention
+from jax_agent_rl.jetstream.decode_batch import make_lanes
 from jax_agent_rl.jetstream.engine import EngineShapes, Extension, JaxEngine
 from jax_agent_rl.jetstream.forward import engine_params
 from jax_agent_rl.jetstream.kv import LayerKV, empty_cache, restored, stored
-from jax_agent_rl.jetstream.lanes import make_lanes
-from jax_agent_rl.jetstream.paging import gathered
+from jax_agent_rl.jetstream.page_ops import gathered
 from jax_agent_rl.models.config import DecoderConfig, Experts, Params
 from jax_agent_rl.models.quantized import DTYPES
 from tests.tiny import TINY, full_logits, tiny_params

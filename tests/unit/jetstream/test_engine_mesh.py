@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from jax_agent_rl.config_mesh import EngineMeshConfig
+from jax_agent_rl.config.mesh import EngineMeshConfig
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.jetstream.layout import engine_config, make_engine_mesh
 from tests.simulated import run_on_devices
@@ -14,7 +14,7 @@ ENGINES = """
 import asyncio, json, sys
 from dataclasses import replace
 import jax, numpy as np
-from jax_agent_rl.config_mesh import EngineMeshConfig
+from jax_agent_rl.config.mesh import EngineMeshConfig
 from jax_agent_rl.jetstream.backend import JetStreamBackend
 from jax_agent_rl.jetstream.engine import EngineShapes
 from jax_agent_rl.jetstream.layout import make_engine_mesh
@@ -107,11 +107,11 @@ import functools, gc, json, weakref
 import jax, jax.numpy as jnp, numpy as np
 from dataclasses import replace
 from jax_agent_rl.config import MeshConfig
-from jax_agent_rl.config_mesh import EngineMeshConfig
+from jax_agent_rl.config.mesh import EngineMeshConfig
 from jax_agent_rl.jetstream.engine import EngineShapes, JaxEngine
 from jax_agent_rl.jetstream.forward import engine_params
 from jax_agent_rl.jetstream.layout import make_engine_mesh
-from jax_agent_rl.learner.sharding import make_mesh, parameter_shardings, place
+from jax_agent_rl.models.sharding import make_mesh, parameter_shardings, place
 from tests.tiny import TINY, tiny_params
 
 model = replace(TINY, vocab_size=96, num_layers=2, num_heads=8, num_kv_heads=2, tie_word_embeddings=False)

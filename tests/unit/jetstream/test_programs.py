@@ -4,10 +4,10 @@ import jax
 import numpy as np
 import pytest
 
+from jax_agent_rl.jetstream.decode_batch import idle_lanes
 from jax_agent_rl.jetstream.engine import EngineShapes, Extension, JaxEngine
-from jax_agent_rl.jetstream.lanes import idle_lanes
 from jax_agent_rl.jetstream.programs import ProgramTable
-from jax_agent_rl.learner.sharding import replicated
+from jax_agent_rl.models.sharding import replicated
 from tests.tiny import TINY, tiny_params
 
 SHAPES = EngineShapes(

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from jax_agent_rl.deploy.plan.topology import Slice
 from jax_agent_rl.jetstream.attention import chunk_attention, decode_attention
 from jax_agent_rl.jetstream.engine import PREFILL_ROWS
 from jax_agent_rl.jetstream.kv import LayerKV, stored
 from jax_agent_rl.models.attention import sharded_tree_attention
 from jax_agent_rl.models.mesh import MESH_AXES
 from jax_agent_rl.models.quantized import Quantized, grouped_product
-from jax_agent_rl.models.sight import Sight
-from jax_agent_rl.plan.topology import Slice
+from jax_agent_rl.models.tree_mask import Sight
 
 # What is kept of programs cannot be read again where the chips are not.
 pytestmark = pytest.mark.filterwarnings("ignore:Error reading persistent compilation cache entry")

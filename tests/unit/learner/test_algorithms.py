@@ -8,8 +8,8 @@ import pytest
 
 from jax_agent_rl.config import AlgorithmConfig, CriticConfig, LearnerConfig
 from jax_agent_rl.learner.critic import critic_params, state_values
+from jax_agent_rl.learner.learner import Learner
 from jax_agent_rl.learner.state import LearnerState
-from jax_agent_rl.learner.step import Learner
 from tests.tiny import TINY, logprobs_of, tiny_params
 from tests.trajectories import group_of, random_groups, trajectory
 

@@ -8,9 +8,9 @@ import pytest
 
 from jax_agent_rl.config import AlgorithmConfig, LearnerConfig
 from jax_agent_rl.errors import DisagreementError
+from jax_agent_rl.learner.cancellation import UpdateAbandoned, UpdateGate
 from jax_agent_rl.learner.comparison import AgreementCheck, Comparison, comparable, through_gate
-from jax_agent_rl.learner.gate import UpdateAbandoned, UpdateGate
-from jax_agent_rl.learner.step import Learner
+from jax_agent_rl.learner.learner import Learner
 from jax_agent_rl.types import Group, Trajectory
 from tests.tiny import TINY, logprobs_of, tiny_params
 from tests.trajectories import random_groups, trajectory

@@ -7,7 +7,7 @@ GOLDEN numbers were printed once by verl's ``rollout_corr_helper`` (commit b178a
 import numpy as np
 import pytest
 
-from jax_agent_rl.config_algorithm import RolloutCorrectionConfig
+from jax_agent_rl.config.algorithm import RolloutCorrectionConfig
 from jax_agent_rl.learner.correction import behaviour_weights, correct, mismatch, reject, truncate
 
 OLD = [np.array(x) for x in ([-0.5, -1.2, -0.1, -2.0], [-0.9, -0.3, -1.5, -0.7], [-0.2, -2.5, -0.6, -0.05])]

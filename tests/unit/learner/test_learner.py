@@ -10,8 +10,8 @@ import pytest
 
 from jax_agent_rl.config import AlgorithmConfig, LearnerConfig
 from jax_agent_rl.errors import ConfigError, NonFiniteError
-from jax_agent_rl.learner.sharding import make_mesh, parameter_shardings
-from jax_agent_rl.learner.step import Learner
+from jax_agent_rl.learner.learner import Learner
+from jax_agent_rl.models.sharding import make_mesh, parameter_shardings
 from tests.simulated import environment_with
 from tests.tiny import TINY, logprobs_of, tiny_params
 from tests.trajectories import random_groups, trajectory
@@ -139,7 +139,7 @@ SHARDED = """
 import sys, numpy as np, jax
 from dataclasses import replace
 from jax_agent_rl.config import AlgorithmConfig, LearnerConfig
-from jax_agent_rl.learner.step import Learner
+from jax_agent_rl.learner.learner import Learner
 from tests.tiny import TINY, tiny_params
 from tests.trajectories import random_groups
 

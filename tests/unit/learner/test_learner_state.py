@@ -12,9 +12,9 @@ import pytest
 
 from jax_agent_rl.config import AlgorithmConfig, CriticConfig, LearnerConfig
 from jax_agent_rl.errors import CheckpointError, NonFiniteError
+from jax_agent_rl.learner.cancellation import UpdateAbandoned, UpdateGate
 from jax_agent_rl.learner.checkpoint import Checkpointer
-from jax_agent_rl.learner.gate import UpdateAbandoned, UpdateGate
-from jax_agent_rl.learner.step import Learner
+from jax_agent_rl.learner.learner import Learner
 from tests.simulated import environment_with
 from tests.tiny import TINY, tiny_params
 from tests.trajectories import random_groups
@@ -159,7 +159,7 @@ import sys, pathlib, numpy as np, jax
 from dataclasses import replace
 from jax_agent_rl.config import AlgorithmConfig, LearnerConfig
 from jax_agent_rl.learner.checkpoint import Checkpointer
-from jax_agent_rl.learner.step import Learner
+from jax_agent_rl.learner.learner import Learner
 from tests.tiny import TINY, tiny_params
 from tests.trajectories import random_groups
 

@@ -7,7 +7,7 @@ import pytest
 
 from jax_agent_rl.config import LearnerConfig
 from jax_agent_rl.errors import ConfigError
-from jax_agent_rl.learner.sharding import make_mesh, parameter_shardings
+from jax_agent_rl.models.sharding import make_mesh, parameter_shardings
 from tests.simulated import environment_with
 from tests.warm import python
 
@@ -15,8 +15,8 @@ SCRIPT = """
 import sys, json, numpy as np, jax
 from dataclasses import replace
 from jax_agent_rl.config import AlgorithmConfig, LearnerConfig
-from jax_agent_rl.learner.sharding import place
-from jax_agent_rl.learner.step import Learner
+from jax_agent_rl.models.sharding import place
+from jax_agent_rl.learner.learner import Learner
 from jax_agent_rl.models.config import Experts, Rope
 from tests.tiny import TINY, tiny_params
 from tests.trajectories import random_groups
@@ -64,7 +64,7 @@ from dataclasses import replace
 from jax_agent_rl.config import AlgorithmConfig, LearnerConfig
 from jax_agent_rl.learner.batch import pack
 from jax_agent_rl.learner.objective import objective_config, policy_loss
-from jax_agent_rl.learner.sharding import make_mesh, parameter_shardings, row_sharding
+from jax_agent_rl.models.sharding import make_mesh, parameter_shardings, row_sharding
 from jax_agent_rl.models.config import Experts
 from tests.tiny import TINY
 from tests.trajectories import random_groups

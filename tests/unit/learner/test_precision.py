@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 from jax_agent_rl.config import AlgorithmConfig, LearnerConfig
-from jax_agent_rl.config_base import OptimizerSection
+from jax_agent_rl.config.base import OptimizerSection
 from jax_agent_rl.learner.batch import pack
+from jax_agent_rl.learner.learner import Learner
 from jax_agent_rl.learner.objective import objective_config, target_logprobs
+from jax_agent_rl.learner.optimized_params import Trainable, UpdatePrograms
 from jax_agent_rl.learner.precision import compute_params
-from jax_agent_rl.learner.sharding import make_mesh, replicated
-from jax_agent_rl.learner.step import Learner
-from jax_agent_rl.learner.trainable import Trainable, UpdatePrograms
 from jax_agent_rl.models.config import Params
+from jax_agent_rl.models.sharding import make_mesh, replicated
 from tests.tiny import TINY, logprobs_of, tiny_params
 from tests.trajectories import random_groups
 

@@ -8,7 +8,7 @@ import pytest
 
 from jax_agent_rl.config import AlgorithmConfig, LearnerConfig
 from jax_agent_rl.errors import ConfigError
-from jax_agent_rl.learner.step import Learner
+from jax_agent_rl.learner.learner import Learner
 from jax_agent_rl.models.config import Experts
 from tests.tiny import TINY, tiny_params
 from tests.trajectories import random_groups

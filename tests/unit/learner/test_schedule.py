@@ -5,12 +5,12 @@ import numpy as np
 import pytest
 
 from jax_agent_rl.config import AlgorithmConfig, CriticConfig, LearnerConfig, build
-from jax_agent_rl.config_base import OptimizerSection
+from jax_agent_rl.config.base import OptimizerSection
 from jax_agent_rl.errors import ConfigError
+from jax_agent_rl.learner.learner import Learner
+from jax_agent_rl.learner.optimized_params import Trainable, UpdatePrograms
 from jax_agent_rl.learner.schedule import learning_rate
-from jax_agent_rl.learner.sharding import make_mesh, replicated
-from jax_agent_rl.learner.step import Learner
-from jax_agent_rl.learner.trainable import Trainable, UpdatePrograms
+from jax_agent_rl.models.sharding import make_mesh, replicated
 from tests.tiny import TINY, tiny_params
 from tests.trajectories import random_groups
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from jax_agent_rl.collect.filters import select
 from jax_agent_rl.config import AlgorithmConfig, LearnerConfig
 from jax_agent_rl.learner.batch import pack
-from jax_agent_rl.learner.step import Learner
-from jax_agent_rl.rollout.filters import select
+from jax_agent_rl.learner.learner import Learner
 from jax_agent_rl.types import DropReason, Group, Trajectory
 from tests.tiny import TINY, tiny_params
 from tests.trajectories import trajectory

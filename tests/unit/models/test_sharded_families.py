@@ -9,8 +9,8 @@ SCRIPT = """
 import sys, tempfile, numpy as np, jax, optax
 from dataclasses import replace
 from jax_agent_rl.config import AlgorithmConfig, LearnerConfig
-from jax_agent_rl.learner.sharding import make_mesh, parameter_shardings
-from jax_agent_rl.learner.step import Learner
+from jax_agent_rl.models.sharding import make_mesh, parameter_shardings
+from jax_agent_rl.learner.learner import Learner
 from jax_agent_rl.models.config import DecoderConfig, Experts, Rope
 from jax_agent_rl.models.hf import load_hf, save_hf
 from tests.tiny import TINY, tiny_params
@@ -44,8 +44,8 @@ for config in (
 
 # Two rows, each with two images and padding, on the mesh: what the tower gives, and its gradients.
 from jax.sharding import PartitionSpec as P
-from jax_agent_rl.models.pictures import layout
-from jax_agent_rl.models.vision import features
+from jax_agent_rl.models.vision.layout import layout
+from jax_agent_rl.models.vision.tower import features
 from tests.tiny_vision import TINY_VISION, TINY_VL, drawn
 
 config = replace(TINY_VL, vocab_size=96)

@@ -79,9 +79,9 @@ import json, sys
 import jax, jax.numpy as jnp, numpy as np
 from dataclasses import replace
 from jax_agent_rl.config import MeshConfig
-from jax_agent_rl.config_mesh import EngineMeshConfig
+from jax_agent_rl.config.mesh import EngineMeshConfig
 from jax_agent_rl.jetstream.layout import make_engine_mesh, parameter_places
-from jax_agent_rl.learner.sharding import make_mesh, parameter_shardings, place
+from jax_agent_rl.models.sharding import make_mesh, parameter_shardings, place
 from jax_agent_rl.models import stored
 from tests.tiny import TINY, tiny_params
 

@@ -8,8 +8,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from jax_agent_rl.errors import ConfigError
-from jax_agent_rl.observe.prometheus import COUNTED, RequestCounts, engine_families, serve_trainer, text_of
+from jax_agent_rl.observe.prometheus import serve_trainer
+from jax_agent_rl.rollout.engine_metrics import COUNTED, engine_families
 from jax_agent_rl.rollout.protocol import BackendMetrics, Capabilities, Health
+from jax_agent_rl.utils.prometheus import RequestCounts, text_of
 
 CAPABILITIES = Capabilities(max_model_len=64, max_concurrent=4)
 

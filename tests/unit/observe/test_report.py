@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from jax_agent_rl.errors import ConfigError, DataError, StorageError
 from jax_agent_rl.observe.metrics import RunFolder, trajectory_record
-from jax_agent_rl.observe.report import choosing, command
+from jax_agent_rl.observe.report import command, selection
 from jax_agent_rl.observe.report.charts import MOST_POINTS, charts, thinned
-from jax_agent_rl.observe.report.choosing import MOST_TOKENS, Fact, choose
 from jax_agent_rl.observe.report.command import render_report, write_report
 from jax_agent_rl.observe.report.forest import forest
 from jax_agent_rl.observe.report.page import page, to_json
+from jax_agent_rl.observe.report.selection import MOST_TOKENS, Fact, choose
 from jax_agent_rl.observe.report.timeline import LONGEST_PAUSE, TimeAxis, timeline
 from jax_agent_rl.observe.report.tokens import COLUMNS, Prompts, Vocabulary, facts, tokens
 from tests.report_runs import HOSTILE, data_of, decode, make_run, members, step_line
@@ -338,7 +338,7 @@ def test_a_prompt_counts_once_for_its_group():
 
 
 def test_the_page_says_that_more_tokens_would_be_too_many(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(choosing, "MOST_TOKENS", 30)
+    monkeypatch.setattr(selection, "MOST_TOKENS", 30)
     data = data_of(make_run(tmp_path / "run"), most=12)
     assert 1 <= len(data.trajectories) < 12 and "--most 0 shows all" in data.notes[0]
     assert len(data_of(tmp_path / "run").trajectories) == 12

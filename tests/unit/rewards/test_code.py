@@ -6,7 +6,7 @@ import pytest
 
 from jax_agent_rl.errors import RewardError
 from jax_agent_rl.rewards.code import code_tests, extract_program, same_output
-from jax_agent_rl.tools.sandbox import SandboxLimits, open_sandbox
+from jax_agent_rl.tool_server.sandbox import SandboxLimits, open_sandbox
 
 SUM_PROGRAM = "a, b = map(int, input().split())\nprint(a + b)\n"
 SUM_TRUTH = {"inputs": ["1 2\n", "3 4\n", "0 -1\n"], "outputs": ["3\n", "7", "-1  \n\n"]}

@@ -11,8 +11,8 @@ import pytest
 from jax_agent_rl import rewards
 from jax_agent_rl.errors import ConfigError, RewardError, RewardTimeoutError
 from jax_agent_rl.rewards import registry, scoring
-from jax_agent_rl.threads import DaemonThreads
 from jax_agent_rl.types import DropReason, FinishReason, StopReason, TokenOutput, ToolCallRecord, Trajectory, Turn
+from jax_agent_rl.utils.threads import DaemonThreads
 
 
 @pytest.fixture(autouse=True)

@@ -25,16 +25,16 @@ from jax_agent_rl.errors import (
     PromptTooLongError,
     WeightUpdateError,
 )
-from jax_agent_rl.media import as_frames, as_picture
 from jax_agent_rl.rollout.client import LLMServerClient
+from jax_agent_rl.rollout.http import images, wire
+from jax_agent_rl.rollout.http.client import RemoteBackend
+from jax_agent_rl.rollout.http.server import RolloutServer
+from jax_agent_rl.rollout.http.uploads import Uploads
 from jax_agent_rl.rollout.protocol import GenerateRequest, RolloutBackend, WeightUpdate
-from jax_agent_rl.rollout.remote import pictures, wire
-from jax_agent_rl.rollout.remote.client import RemoteBackend
-from jax_agent_rl.rollout.remote.server import RolloutServer
-from jax_agent_rl.rollout.remote.uploads import Uploads
 from jax_agent_rl.rollout.server import AsyncServer
-from jax_agent_rl.serving import is_loopback
 from jax_agent_rl.types import SamplingParams, StopReason, TokenOutput
+from jax_agent_rl.utils.media import as_frames, as_picture
+from jax_agent_rl.utils.network import is_loopback
 from tests.toy_backend import ToyBackend
 
 FILES = frozenset({"safetensors"})
@@ -242,7 +242,7 @@ async def test_pictures_arrive_pixel_by_pixel():
 def test_damaged_pictures_are_refused(media, message):
     data = wire.encode_request(request()) | {"multi_modal": media}
     with pytest.raises(BackendError, match=f"not a generate request: .*{message}"):
-        pictures.decode_request(data)
+        images.decode_request(data)
 
 
 def test_a_small_file_that_claims_to_be_a_huge_picture_is_not_unpacked():
@@ -250,7 +250,7 @@ def test_a_small_file_that_claims_to_be_a_huge_picture_is_not_unpacked():
     Image.new("1", (9000, 8000)).save(stream, format="PNG")
     data = wire.encode_request(request()) | {"multi_modal": {"image": [base64.b64encode(stream.getvalue()).decode()]}}
     with pytest.raises(BackendError, match="9000 x 8000 are more than"):
-        pictures.decode_request(data)
+        images.decode_request(data)
 
 
 def test_pictures_of_one_request_have_a_limit_together_and_none_is_unpacked(monkeypatch):
@@ -260,12 +260,12 @@ def test_pictures_of_one_request_have_a_limit_together_and_none_is_unpacked(monk
     encoded = base64.b64encode(stream.getvalue()).decode()
     data = wire.encode_request(request()) | {"multi_modal": {"image": [encoded], "video": [[encoded, encoded]]}}
     with pytest.raises(BackendError, match=f"more than 4096 images and frames, or {1 << 27} pixels, in one request"):
-        pictures.decode_request(data)
+        images.decode_request(data)
 
 
 def test_what_is_no_picture_is_not_sent():
     with pytest.raises(BackendError, match="request 'r': an image must be a PIL image or an array, got str"):
-        pictures.encode_request(request(multi_modal={"image": ["cat.png"]}))
+        images.encode_request(request(multi_modal={"image": ["cat.png"]}))
 
 
 # --- when one side goes away ----------------------------------------------------------------------------------
@@ -353,7 +353,7 @@ async def test_start_gives_up_with_the_address():
 
 KILLED = """
 import asyncio, sys
-from jax_agent_rl.rollout.remote.server import RolloutServer
+from jax_agent_rl.rollout.http.server import RolloutServer
 from tests.toy_backend import ToyBackend
 
 async def main():

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from jax_agent_rl import leftovers
 from jax_agent_rl.errors import WeightUpdateError
+from jax_agent_rl.rollout.http import uploads as uploads_module
+from jax_agent_rl.rollout.http.client import RemoteBackend
+from jax_agent_rl.rollout.http.server import RolloutServer
+from jax_agent_rl.rollout.http.shared_dir import SharedFolder
+from jax_agent_rl.rollout.http.uploads import FORGOTTEN_SECONDS, MOST_UPLOADS, Uploads
 from jax_agent_rl.rollout.protocol import Health, WeightUpdate
-from jax_agent_rl.rollout.remote import uploads as uploads_module
-from jax_agent_rl.rollout.remote.client import RemoteBackend
-from jax_agent_rl.rollout.remote.server import RolloutServer
-from jax_agent_rl.rollout.remote.shared_folder import SharedFolder
-from jax_agent_rl.rollout.remote.uploads import FORGOTTEN_SECONDS, MOST_UPLOADS, Uploads
+from jax_agent_rl.utils import tempdirs
 from tests.toy_backend import ToyBackend
 
 PAYLOADS = frozenset({"safetensors", "tensorstore"})
@@ -108,12 +108,12 @@ async def test_without_a_folder_only_what_a_learner_of_this_machine_has_in_memor
     if not Path("/dev/shm").is_dir():
         pytest.skip("no shared memory")
     for prefix, sees in (("jax_agent_rl-weights-", True), ("other-", False)):
-        folder = leftovers.make_folder(prefix, Path("/dev/shm"))
+        folder = tempdirs.make_folder(prefix, Path("/dev/shm"))
         try:
             (folder / "v1.safetensors").write_text("other")
             assert await shared.sees({f"{folder}/v1.safetensors": 5}) is sees
         finally:
-            leftovers.remove_folder(folder)
+            tempdirs.remove_folder(folder)
 
 
 @pytest.mark.parametrize(

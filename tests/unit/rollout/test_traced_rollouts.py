@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from jax_agent_rl.agents import AgentContext
+from jax_agent_rl.collect.collector import RolloutCollector
 from jax_agent_rl.config import AgentConfig
 from jax_agent_rl.rollout.client import LLMServerClient
-from jax_agent_rl.rollout.collect import RolloutCollector
 from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.tools.function_tool import function_tool
 from jax_agent_rl.tools.registry import ToolRegistry

@@ -9,14 +9,14 @@ import json
 import sys
 
 from jax_agent_rl.config import Config, load
-from jax_agent_rl.learner.step import Learner
+from jax_agent_rl.learner.learner import Learner
 from jax_agent_rl.models.hf import load_config
 from jax_agent_rl.rollout.client import LLMServerClient
-from jax_agent_rl.rollout.manager import LLMServerManager
+from jax_agent_rl.rollout.lifecycle import LLMServerManager
 from jax_agent_rl.rollout.protocol import GenerateRequest
-from jax_agent_rl.runtime.host_engines import join_hosts, make_host_engine, make_shelf
 from jax_agent_rl.runtime.learners import follow_run, make_learner
 from jax_agent_rl.runtime.multihost import LeadingLearner, initialize, leading
+from jax_agent_rl.runtime.multihost_engines import join_hosts, make_host_engine, make_shelf
 from jax_agent_rl.runtime.publishers import make_publisher
 from jax_agent_rl.types import SamplingParams
 from tests.tiny import logprobs_of

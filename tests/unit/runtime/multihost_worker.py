@@ -9,8 +9,8 @@ import jax
 import numpy as np
 
 from jax_agent_rl.config import AlgorithmConfig, LearnerConfig
-from jax_agent_rl.learner.gate import UpdateAbandoned, UpdateGate
-from jax_agent_rl.learner.step import Learner
+from jax_agent_rl.learner.cancellation import UpdateAbandoned, UpdateGate
+from jax_agent_rl.learner.learner import Learner
 from jax_agent_rl.models import stored
 from jax_agent_rl.models.config import Experts
 from jax_agent_rl.runtime.learners import open_checkpointer

@@ -12,9 +12,9 @@ from jax_agent_rl import config
 from jax_agent_rl.errors import ConfigError, EngineDiedError
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.protocol import WeightUpdate
-from jax_agent_rl.rollout.ray_actor.backend import RayBackend
-from jax_agent_rl.rollout.ray_actor.from_store import FromStore
-from jax_agent_rl.rollout.ray_actor.weights import KIND, store
+from jax_agent_rl.rollout.ray.backend import RayBackend
+from jax_agent_rl.rollout.ray.store_source import FromStore
+from jax_agent_rl.rollout.ray.weights import KIND, store
 from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.runtime.engines import check_turns
 from jax_agent_rl.runtime.placement import open_places, place_engines, room_for_learning

@@ -12,9 +12,9 @@ import pytest
 
 from jax_agent_rl.config import MultihostConfig
 from jax_agent_rl.errors import ConfigError
-from jax_agent_rl.media import as_frames
 from jax_agent_rl.runtime.multihost import decode_groups, encode_groups, initialize
 from jax_agent_rl.types import DropReason
+from jax_agent_rl.utils.media import as_frames
 from tests.ports import free_port
 from tests.simulated import environment_with
 from tests.tiny_vision import picture, seeing_trajectory

@@ -11,9 +11,9 @@ from jax_agent_rl.jetstream.backend import JetStreamBackend
 from jax_agent_rl.jetstream.engine import EngineShapes
 from jax_agent_rl.models import stored
 from jax_agent_rl.models.config import Params
+from jax_agent_rl.rollout.http.client import RemoteBackend
+from jax_agent_rl.rollout.http.server import RolloutServer
 from jax_agent_rl.rollout.protocol import GenerateRequest
-from jax_agent_rl.rollout.remote.client import RemoteBackend
-from jax_agent_rl.rollout.remote.server import RolloutServer
 from jax_agent_rl.runtime.publishers import make_publisher
 from jax_agent_rl.types import SamplingParams
 from tests.tiny import TINY, greedy, tiny_params

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from jax_agent_rl import config, rewards
-from jax_agent_rl.config_tree import valid_keys
+from jax_agent_rl.config.loading import valid_keys
 from jax_agent_rl.errors import ConfigError, RewardError
 from jax_agent_rl.rewards import registry
 from jax_agent_rl.rollout.client import LLMServerClient

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from starlette.responses import JSONResponse, Response
 
 from jax_agent_rl.errors import ConfigError, ToolServerError
-from jax_agent_rl.json_service import JsonService, ServiceSettings
 from jax_agent_rl.tools.client import NO_TOOL, Action, ToolServerClient, _observations, observation_url
+from jax_agent_rl.utils.json_service import JsonService, ServiceSettings
 from tests.http_service import ToolServer
-from tests.pictures import data_url
+from tests.images import data_url
 from tests.ports import free_port
 
 

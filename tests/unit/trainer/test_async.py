@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from jax_agent_rl.collect.buffer import versions
 from jax_agent_rl.errors import ConfigError
-from jax_agent_rl.rollout.buffer import versions
 from jax_agent_rl.rollout.protocol import Capabilities
 from jax_agent_rl.types import DropReason, PauseMode
 from tests.fake_training import Versions, books, engine_of, finish, make_trainer, parity, steps_of

@@ -10,7 +10,7 @@ import pytest
 from jax_agent_rl.config import Config, load
 from jax_agent_rl.errors import CheckpointError
 from jax_agent_rl.learner.checkpoint import Checkpointer, complete_steps, cut_off_steps
-from jax_agent_rl.trainer.run import choose_run
+from jax_agent_rl.runtime.train import choose_run
 from tests.tiny_run import tiny_recipe
 
 

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jax_agent_rl.config_algorithm import AlgorithmConfig
+from jax_agent_rl.config.algorithm import AlgorithmConfig
 from jax_agent_rl.learner.advantages import compute
 from jax_agent_rl.learner.advantages.gae import gae
 from jax_agent_rl.learner.advantages.step import whiten
-from jax_agent_rl.learner.samples import samples_of
+from jax_agent_rl.learner.scored_batch import samples_of
 from jax_agent_rl.types import FinishReason
 from tests.trajectories import group_of, trajectory
 

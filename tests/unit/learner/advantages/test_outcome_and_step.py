@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jax_agent_rl.config_algorithm import ADV_ESTIMATORS, AlgorithmConfig
+from jax_agent_rl.config.algorithm import ADV_ESTIMATORS, AlgorithmConfig
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.learner.advantages import ESTIMATORS, compute, outcome, step
-from jax_agent_rl.learner.samples import samples_of
+from jax_agent_rl.learner.scored_batch import samples_of
 from tests.trajectories import group_of, random_groups, trajectory
 
 TOTALS = np.array([1.0, 0.0, 0.5, 2.0, 2.5, 0.7])

@@ -5,12 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from jax_agent_rl.config_algorithm import AlgorithmConfig
+from jax_agent_rl.config.algorithm import AlgorithmConfig
 from jax_agent_rl.learner.advantages import compute
 from jax_agent_rl.learner.advantages.outcome import grpo
 from jax_agent_rl.learner.advantages.trees import arpo, tree_grpo, treerl
 from jax_agent_rl.learner.advantages.turns import anchor_groups, gigpo
-from jax_agent_rl.learner.samples import samples_of
+from jax_agent_rl.learner.scored_batch import samples_of
 from jax_agent_rl.trajectory_graph import TrajectoryGraph
 from jax_agent_rl.types import Fork
 from tests.trajectories import call, group_of, trajectory

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_agent_rl.config_algorithm import LOSS_MODES, PolicyLossConfig
+from jax_agent_rl.config.algorithm import LOSS_MODES, PolicyLossConfig
 from jax_agent_rl.learner.losses import POLICY_LOSSES, LossConfig, Terms
 from jax_agent_rl.learner.losses.aggregation import term_weights
 from jax_agent_rl.learner.losses.covariance import choose_clip_cov, choose_kl_cov

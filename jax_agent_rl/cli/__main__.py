@@ -1,0 +1,3 @@
+from jax_agent_rl.cli import main
+
+main()

@@ -1,0 +1,110 @@
+"""``jax-agent-rl config``: what can be set, and what is."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from jax_agent_rl.cli.options import Overrides, Panel, add_group, command
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+app = typer.Typer(
+    help="Explain keys, show a resolved configuration, write the schema for editors.", no_args_is_help=True
+)
+
+OfToolServer = Annotated[bool, typer.Option("--tool-server", help="The settings of `jax-agent-rl tool-server`.")]
+
+
+def register(parent: typer.Typer) -> None:
+    """Adds the commands of this module, as ``config``."""
+    add_group(
+        parent,
+        app,
+        Panel.CHECK,
+        "config explain rollout.group_size",
+        "config show configs/lora.yaml trainer.steps=5",
+        name="config",
+    )
+
+
+def complete_path(context: typer.Context, incomplete: str) -> list[tuple[str, str]]:
+    """Completes the keys and sections of the tree that is asked about."""
+    from jax_agent_rl.config.keys import keys_of
+
+    keys = keys_of(_model(bool(context.params.get("tool_server"))))
+    return [(path, key.description) for path, key in keys.items() if path.startswith(incomplete)]
+
+
+@command(app, Panel.CHECK, "config explain", "config explain learner.lora", "config explain group_size", name="explain")
+def explain_key(
+    key: Annotated[
+        str | None,
+        typer.Argument(help="A key or a section: group_size, learner.lora.", autocompletion=complete_path),
+    ] = None,
+    tool_server: OfToolServer = False,
+) -> None:
+    """Say what a key does, what it takes and its default; of a section, its keys; of nothing, the sections."""
+    from rich.console import Console
+
+    from jax_agent_rl.config.explain import explain, find, print_section
+    from jax_agent_rl.config.keys import keys_of
+
+    keys, console = keys_of(_model(tool_server)), Console()
+    if key is None:
+        print_section("", keys, console)
+        return
+    for found in find(key, keys):
+        explain(found, keys, console)
+
+
+@command(app, Panel.CHECK, "config show configs/quickstart.yaml seed=1 > mine.yaml")
+def show(
+    config: Annotated[Path, typer.Argument(help="YAML configuration, e.g. configs/quickstart.yaml.")],
+    overrides: Overrides = None,
+) -> None:
+    """Print a configuration with its base, its overrides and every default filled in; it can be used as it is."""
+    import yaml
+
+    from jax_agent_rl.config import load
+
+    resolved = load(config, overrides or []).model_dump(mode="json")
+    yaml.safe_dump(resolved, sys.stdout, sort_keys=False, allow_unicode=True, width=120)
+
+
+@command(app, Panel.CHECK, "config schema > configs/schema.json")
+def schema(tool_server: OfToolServer = False) -> None:
+    """Print the JSON Schema by which editors complete and check YAML files."""
+    import json
+
+    from jax_agent_rl.config.schema import editor_schema
+
+    title = "jax-agent-rl tool-server" if tool_server else "jax-agent-rl train"
+    print(json.dumps(editor_schema(_model(tool_server), title=title), indent=1, ensure_ascii=False))
+
+
+@command(app, Panel.CHECK, "config reference > docs/config.md")
+def reference() -> None:
+    """Print every key as Markdown: docs/config.md."""
+    from jax_agent_rl.config.reference import reference
+
+    print(
+        reference(
+            [
+                ("A run", "Of `jax-agent-rl train` and every command that takes a recipe.", _model(False)),
+                ("The tool server", "Of `jax-agent-rl tool-server`, also as YAML by `--config`.", _model(True)),
+            ]
+        ),
+        end="",
+    )
+
+
+def _model(tool_server: bool) -> type[BaseModel]:
+    from jax_agent_rl.config import Config
+    from jax_agent_rl.config.tool_server import ToolServerSettings
+
+    return ToolServerSettings if tool_server else Config

@@ -1,0 +1,162 @@
+"""``jax-agent-rl eval``: its command line and what it prints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from jax_agent_rl.cli.options import (
+    JsonOption,
+    ModelOption,
+    OptionalConfig,
+    Overrides,
+    Panel,
+    RunOption,
+    StepOption,
+    command,
+    config_or_key,
+    run_to_end,
+)
+from jax_agent_rl.observe.lines import say
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the command."""
+    command(
+        app,
+        Panel.LOOK,
+        "eval configs/quickstart.yaml -n 8 -k 1,4,8",
+        "eval --run runs/quickstart --step 7 --json",
+        "eval configs/quickstart.yaml --model ~/models/Qwen3-0.6B -n 1 --temperature 0",
+        "eval --model ~/models/Qwen3-0.6B --data gsm8k.parquet agent.max_response_length=512",
+        name="eval",
+    )(evaluate)
+
+
+def evaluate(
+    config: OptionalConfig = None,
+    overrides: Overrides = None,
+    model: ModelOption = None,
+    run: RunOption = None,
+    step: StepOption = None,
+    data: Annotated[Path | None, typer.Option(help="Rows (.jsonl, .parquet) in place of data.heldout.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many rows.")] = None,
+    n: Annotated[int, typer.Option("-n", "--samples", help="Trajectories per prompt.")] = 8,
+    k: Annotated[
+        str | None, typer.Option("-k", help="The k of pass@k, with commas; default 1, 4, 16, … and -n.")
+    ] = None,
+    pass_reward: Annotated[float, typer.Option(help="A trajectory passes if its reward is at least this.")] = 1.0,
+    temperature: Annotated[
+        float | None,
+        typer.Option(help="Default rollout.eval_temperature; rollout.temperature where that is 0 and -n above 1."),
+    ] = None,
+    top_p: Annotated[float, typer.Option(help="Nucleus mass; 1 is off.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Most likely ids kept; 0 is off.")] = 0,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for samples and summary; default RUN_DIR-eval, with a number if taken.")
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """Measure a policy on held-out rows: pass@k and mean reward, per data source, with its agents, tools and rewards.
+
+    The policy is a configuration's model, any Hugging Face folder of a known family (--model), or a checkpoint (--run).
+    Trajectories that were lost count as failures. Intervals hold the true value with 95 % confidence: bootstrap over
+    prompts; where all prompts agree Wilson's for pass@k, and none for the reward. The same seed gives the same samples;
+    `jax-agent-rl view FOLDER` shows them.
+    """
+    import json as json_module
+
+    from rich.console import Console
+
+    from jax_agent_rl.evaluate.run import Request, source_of
+    from jax_agent_rl.evaluate.run import evaluate as play
+    from jax_agent_rl.runtime.compilation_cache import use_compilation_cache
+    from jax_agent_rl.runtime.subject import Choice, choose, open_subject
+    from jax_agent_rl.runtime.train import free_folder
+
+    file, keys = config_or_key(config, overrides)
+    choice = Choice(config=file, overrides=keys, model=model, run=run, step=step, data=data)
+    request = Request(
+        samples=n,
+        ks=parse_ks(k, n),
+        pass_reward=pass_reward,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        data=data,
+        limit=limit,
+    )
+    settings = choose(choice)
+    source_of(settings, request)  # or a message, before a checkpoint is written out
+    use_compilation_cache()
+    console = Console()
+    wanted = Path(settings.run_dir)
+    folder = free_folder(out or wanted.with_name(wanted.name + "-eval"))
+    with open_subject(choice) as subject:
+        summary = run_to_end(play(subject, request, out=folder, console=console))
+    say(console, headline(summary))
+    console.print(table(summary["scores"]))
+    say(console, f"samples: {folder} (jax-agent-rl view {folder})")
+    if json:
+        print(json_module.dumps(summary))
+
+
+def parse_ks(text: str | None, samples: int) -> tuple[int, ...]:
+    """``"1,4,8"`` as numbers, ascending; by default 1, 4, 16, … below ``samples``, and ``samples``.
+
+    Raises:
+        ConfigError: not numbers.
+    """
+    from jax_agent_rl.errors import ConfigError
+
+    if text is None:
+        below = {4**i for i in range(samples.bit_length()) if 4**i < samples}
+        return tuple(sorted({1, *below, samples}))
+    try:
+        return tuple(sorted({int(part) for part in text.split(",")}))
+    except ValueError:
+        raise ConfigError(f"-k {text!r}: write numbers with commas, as -k 1,4,8") from None
+
+
+def headline(summary: Mapping[str, Any]) -> str:
+    """What was measured, in one line."""
+    return (
+        f"{summary['policy']} on {summary['data']}: {summary['samples_per_prompt']} samples per prompt, "
+        f"temperature {summary['temperature']:g}, seed {summary['seed']}"
+    )
+
+
+def table(scores: Mapping[str, Mapping[str, Any]]) -> Table:
+    """A line per data source; each mean with its 95 % interval, if it has one."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    ks = next(iter(scores.values()))["pass"]
+    made = Table(box=None, padding=(0, 2, 0, 0))
+    headings = ("data source", "prompts", *(f"pass@{k}" for k in ks), "reward", "turns", "tools", "errors", "cut")
+    for heading in (*headings, "lost"):
+        made.add_column(heading, justify="left" if heading == "data source" else "right")
+    for name, row in scores.items():
+        made.add_row(
+            escape(name),
+            str(row["prompts"]),
+            *(escape(_interval(row["pass"][k], ".1%")) for k in ks),
+            escape(_interval(row["reward"], ".3f")),
+            f"{row['turns_mean']:.1f}",
+            f"{row['tool_calls_mean']:.1f}",
+            f"{row['tool_error_share']:.0%}",
+            f"{row['cut_share']:.0%}",
+            escape(", ".join(f"{reason} {count}" for reason, count in row["lost"].items())) or "0",
+        )
+    return made
+
+
+def _interval(value: Mapping[str, float | None], form: str) -> str:
+    mean = format(value["mean"], form)
+    return mean if value["low"] is None else f"{mean} [{value['low']:{form}}, {value['high']:{form}}]"

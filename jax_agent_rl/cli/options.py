@@ -1,0 +1,183 @@
+"""What the commands share: how they are registered and explained, their arguments, an orderly end.
+
+A command is a function with a typer signature in a module that imports nothing heavy at its top, so that ``--help``
+and completion are quick; what it needs is imported when it runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args, get_origin
+
+import typer
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+T = TypeVar("T")
+
+
+class Panel(StrEnum):
+    """Under which ``--help`` lists a command."""
+
+    TRAIN = "Train"
+    LOOK = "Look"
+    SERVE = "Serve"
+    CHECK = "Check"
+    MODELS = "Models and data"
+
+
+def command(
+    app: typer.Typer, panel: Panel, *examples: str, name: str | None = None
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Registers a function as a command whose ``--help`` ends with examples.
+
+    Args:
+        examples: command lines, without ``jax-agent-rl``.
+        name: default the function's, with hyphens.
+    """
+
+    def register(function: Callable[..., None]) -> Callable[..., None]:
+        paragraphs = inspect.cleandoc(function.__doc__ or "").split("\n\n")
+        explanation = "\n\n".join(" ".join(text.split()) for text in paragraphs)  # or lines would stay broken
+        epilog = _shown(examples)
+        return app.command(name, help=explanation, rich_help_panel=panel.value, epilog=epilog)(function)
+
+    return register
+
+
+def add_group(app: typer.Typer, group: typer.Typer, panel: Panel, *examples: str, name: str) -> None:
+    """Registers several commands under one name; examples as for :func:`command`."""
+    app.add_typer(group, name=name, rich_help_panel=panel.value, epilog=_shown(examples))
+
+
+def _shown(examples: Iterable[str]) -> str:
+    lines = [f"jax-agent-rl {example}".replace("[", "\\[") for example in examples]  # no markup of rich's
+    return "\n\n".join(["Examples:", *lines])
+
+
+Completer = Callable[[typer.Context, str], list[tuple[str, str]]]
+"""From the command line so far and the word that is being typed to the words it may become, each with its help."""
+_SETTINGS = ("config", "settings", "overrides")  # parameters that take key=value
+
+
+def key_completer(models: Callable[[], Mapping[str, type[BaseModel]]]) -> Completer:
+    """Completes keys that begin so, as ``key=``, each with what it says; after the ``=``, the values it may have.
+
+    bash cuts words at ``=``: what is then completed is the ``=`` or the value alone, and the key is a word before.
+
+    Args:
+        models: by what stands before their keys, usually nothing; called when somebody completes.
+    """
+
+    def complete(context: typer.Context, incomplete: str) -> list[tuple[str, str]]:
+        from jax_agent_rl.config.loading import valid_keys
+
+        trees = {prefix: (model, valid_keys(model)) for prefix, model in models().items()}
+        texts = {f"{prefix}{key}": text for prefix, (_, keys) in trees.items() for key, text in keys.items()}
+        values = {f"{p}{key}": _values(model, key.split(".")) for p, (model, keys) in trees.items() for key in keys}
+        key, equals, begun = incomplete.partition("=")
+        if equals and key:
+            return [(f"{key}={value}", "") for value in values.get(key, ()) if value.startswith(begun)]
+        before = next((word for word in reversed(_words(context)) if word != "="), "")
+        if before in values:
+            return [(value, "") for value in values[before] if value.startswith(begun or key)]
+        return [(f"{name}=", text) for name, text in texts.items() if name.startswith(incomplete)]
+
+    return complete
+
+
+def _words(context: typer.Context) -> list[str]:
+    """What stands before the word that is completed, where settings may stand."""
+    given = (context.params.get(name) or () for name in _SETTINGS)
+    return [str(word) for value in given for word in (value if isinstance(value, list | tuple) else [value])]
+
+
+def _run_config() -> Mapping[str, type[BaseModel]]:
+    from jax_agent_rl.config import Config
+
+    return {"": Config}
+
+
+complete_key = key_completer(_run_config)
+"""Completes keys of a run's configuration."""
+
+
+def complete_config(context: typer.Context, incomplete: str) -> list[tuple[str, str]]:
+    """Completes a key where a file may stand, too: of nothing typed, and of what is no key, shells make file names."""
+    return complete_key(context, incomplete) if incomplete else []
+
+
+def _values(model: Any, path: list[str]) -> list[str]:
+    """The values a key can have, where those are few."""
+    info = getattr(model, "model_fields", {}).get(path[0])
+    if info is None:
+        return []
+    kinds = [info.annotation, *get_args(info.annotation)]
+    if len(path) > 1:
+        return [value for kind in kinds for value in _values(kind, path[1:])]
+    named = [str(value) for kind in kinds if get_origin(kind) is Literal for value in get_args(kind)]
+    return named or (["true", "false"] if bool in kinds else [])
+
+
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="KEY=VALUE",
+        help="Keys of the configuration, over the file's: trainer.steps=5 seed=1.",
+        autocompletion=complete_key,
+    ),
+]
+OptionalConfig = Annotated[  # a path would fold the slashes of key=http://…
+    str | None,
+    typer.Argument(
+        metavar="CONFIG",
+        help="YAML configuration, e.g. configs/quickstart.yaml.",
+        autocompletion=complete_config,
+    ),
+]
+ModelOption = Annotated[
+    Path | None, typer.Option("--model", help="Hugging Face folder to take in place of the configuration's model.")
+]
+RunOption = Annotated[
+    Path | None, typer.Option("--run", help="Run folder: its checkpoint, and without CONFIG its configuration, too.")
+]
+StepOption = Annotated[int | None, typer.Option("--step", help="With --run: this step's checkpoint, not the newest.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")]
+
+
+def config_or_key(config: str | None, overrides: Iterable[str] | None) -> tuple[Path | None, list[str]]:
+    """Tells a file from a ``key=value`` that stands in its place, where the file may be left out.
+
+    >>> config_or_key("seed=1", ["trainer.steps=5"])
+    (None, ['seed=1', 'trainer.steps=5'])
+    """
+    rest = list(overrides or [])
+    if config is None:
+        return None, rest
+    if "=" in config and not Path(config).is_file():
+        return None, [config, *rest]
+    return Path(config), rest
+
+
+def run_to_end(main: Coroutine[Any, Any, T]) -> T:
+    """Runs it on an event loop; Ctrl-C and SIGTERM cancel it, and it has a moment to close what it opened.
+
+    Raises:
+        typer.Exit: it was interrupted.
+    """
+    from jax_agent_rl.utils.interrupt import EXIT_CODE, Interruption, Stage, leave_within
+
+    async def interruptible() -> T:
+        with Interruption(print, functools.partial(leave_within, print), stage=Stage.SAMPLING):
+            return await main
+
+    try:
+        return asyncio.run(interruptible())
+    except (asyncio.CancelledError, KeyboardInterrupt):
+        raise typer.Exit(EXIT_CODE) from None

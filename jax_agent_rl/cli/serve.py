@@ -1,0 +1,146 @@
+"""``jax-agent-rl serve``, ``rollout-server`` and ``diagnose``: their command lines."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from jax_agent_rl.cli.options import (
+    ModelOption,
+    OptionalConfig,
+    Overrides,
+    Panel,
+    RunOption,
+    StepOption,
+    command,
+    config_or_key,
+)
+from jax_agent_rl.observe.lines import say
+
+if TYPE_CHECKING:
+    from jax_agent_rl.runtime.subject import Choice
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the commands."""
+    command(
+        app,
+        Panel.SERVE,
+        "serve configs/quickstart.yaml",
+        "serve --run runs/quickstart --step 7 --port 8001",
+        "serve --model ~/models/Qwen3-0.6B rollout.max_model_len=4096",
+    )(serve)
+    command(
+        app,
+        Panel.SERVE,
+        "rollout-server --config configs/quickstart.yaml --port 8100",
+        "train configs/quickstart.yaml rollout.backend=remote rollout.urls=[http://127.0.0.1:8100]",
+        name="rollout-server",
+    )(rollout_server)
+    command(app, Panel.CHECK, "diagnose runs/quickstart", "diagnose runs/quickstart --version 8 --json")(diagnose)
+
+
+def rollout_server(
+    config: Annotated[
+        Path | None, typer.Option(help="YAML configuration: model, rollout and its engine are used.")
+    ] = None,
+    overrides: Overrides = None,
+    model: ModelOption = None,
+    run: RunOption = None,
+    step: StepOption = None,
+    host: Annotated[str, typer.Option(help="Address to listen on; others than loopback need a token.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0 takes a free one.")] = 8100,
+) -> None:
+    """Serve the configured engine over HTTP, for runs with rollout.backend=remote."""
+    from jax_agent_rl.runtime.serve import serve_rollouts
+    from jax_agent_rl.runtime.subject import Choice
+
+    choice = Choice(config=config, overrides=overrides or [], model=model, run=run, step=step)
+    _serve(choice, functools.partial(serve_rollouts, host=host, port=port))
+
+
+def serve(
+    config: OptionalConfig = None,
+    overrides: Overrides = None,
+    model: ModelOption = None,
+    run: RunOption = None,
+    step: StepOption = None,
+    host: Annotated[str, typer.Option(help="Address to listen on; others than loopback need a token.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0 takes a free one.")] = 8000,
+    token_env: Annotated[str | None, typer.Option(help="Environment variable with the API key to ask for.")] = None,
+    model_name: Annotated[str, typer.Option(help="The name under /v1/models.")] = "policy",
+) -> None:
+    """Serve a model to OpenAI clients: chat and plain completions, tool calls, log-probs, streaming.
+
+    The model is a configuration's, any Hugging Face folder of a known family (--model), or a run's checkpoint (--run).
+    Of the configuration, model, rollout and agent are used. With /sessions/ID/v1 as base_url, its exact ids are
+    recorded.
+    """
+    from jax_agent_rl.runtime.openai_server import serve_openai
+    from jax_agent_rl.runtime.subject import Choice
+
+    serving = functools.partial(serve_openai, host=host, port=port, token_env=token_env, model_name=model_name)
+    file, keys = config_or_key(config, overrides)
+    _serve(Choice(config=file, overrides=keys, model=model, run=run, step=step), serving)
+
+
+def _serve(choice: Choice, serving: Callable[..., Coroutine[Any, Any, None]]) -> None:
+    """Runs a server of the chosen model until it is told to stop."""
+    from rich.console import Console
+
+    from jax_agent_rl.runtime.compilation_cache import use_compilation_cache
+    from jax_agent_rl.runtime.subject import open_subject
+    from jax_agent_rl.utils.interrupt import run_server
+
+    use_compilation_cache()
+    with open_subject(choice) as subject:
+        run_server(serving(subject.config, policy=subject.name, say=functools.partial(say, Console())))
+
+
+def diagnose(
+    run: Annotated[Path, typer.Argument(help="A run folder.")],
+    version: Annotated[
+        int | None,
+        typer.Option(help="Compare trajectories of this version of the weights; default the one that was diagnosed."),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")] = False,
+) -> None:
+    """Compare engine and learner of a run again, from its folder, and say why they disagree if they do.
+
+    It needs the checkpoint of that version and no engine. Exits with 1 if they disagree.
+    """
+    import json as encoder
+    from dataclasses import asdict
+
+    from rich.console import Console
+
+    from jax_agent_rl.agreement.report import as_json, breach_line, table
+    from jax_agent_rl.observe.lines import say
+    from jax_agent_rl.runtime.diagnosis import diagnose_run
+
+    console = Console()
+    found = diagnose_run(run, version=version)
+    say(console, f"comparing {found.contexts} contexts of {found.source}")
+    if found.diagnosis is None:
+        comparison, allowed = found.comparison, found.allowed
+        say(
+            console,
+            f"engine and learner agree about the weights of version {found.version}: over {comparison.tokens} tokens "
+            f"{comparison.mean:.1e} nats on average (allowed {allowed.mean:.1e}), {comparison.largest:.1e} at most "
+            f"(allowed {allowed.token:.1e})",
+        )
+    else:
+        say(console, breach_line(found.comparison, found.allowed, found.version))
+        for line in table(found.diagnosis):
+            say(console, line)
+        if found.then is not None and found.then["cause"] != str(found.diagnosis.cause):
+            say(console, f"while it ran, with the engine to look into: {found.then['line']}")
+    if json:
+        diagnosis = None if found.diagnosis is None else as_json(found.diagnosis)
+        print(encoder.dumps({"version": found.version, "comparison": asdict(found.comparison), "diagnosis": diagnosis}))
+    if found.diagnosis is not None:
+        raise typer.Exit(1)

@@ -1,0 +1,258 @@
+"""The staleness bound: how many groups may be under way, and which of them the learner may still train on.
+
+::
+
+    admit ──► running ──complete──► ready ──take──► taken ──finish_step──► trained
+                 │                    │               └─ discard: a filter left it out; its place is free at once
+                 └──── too old: dropped, with its reason
+
+*Staleness* of a token is the learner's version when it trains on it (steps finished before) minus the version of the
+weights that sampled it. The bound S holds by three rules, here and nowhere else:
+
+    admission   running + ready + taken <= (S + 1) * batch. A step consumes a batch, so what is admitted at version v
+                can be trained by the step that begins at v + S.
+    hand-out    with stragglers="wait", a batch leaves only if those left behind can still make their deadlines: for
+                every k, at most k * batch of them have to be trained within the k steps after this one. Else the
+                learner waits for the oldest. With "drop" it takes what is there.
+    expiry      what is older than S when a version begins is given up: with "wait" nothing, unless an engine served
+                older weights than it said.
+
+The version moves and the places of trained groups become free in one call, when the new weights are served. So no
+group is admitted under older weights than it is counted for. Plain and single-threaded;
+:mod:`jax_agent_rl.collect.stream` gives it coroutines.
+
+References: Fu et al. 2025 (AReaL), arXiv 2505.24298, for the admission rule.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import compress
+from typing import Any, Literal
+
+from jax_agent_rl.types import DropReason, Group, Trajectory
+
+Stragglers = Literal["wait", "drop"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ticket:
+    """Leave to start one group.
+
+    Attributes:
+        number: of the group in the run.
+        version: of the weights served when it was admitted: none of its tokens is older.
+    """
+
+    number: int
+    version: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Expired:
+    """What a new version makes too old.
+
+    Attributes:
+        running: numbers of groups that still grow; whoever grows them has to stop.
+        ready: groups that were waiting for the learner, by number.
+    """
+
+    running: tuple[int, ...]
+    ready: Mapping[int, Group]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Ready:
+    group: Group
+    oldest: int  # version of its oldest token
+
+
+class RolloutBuffer:
+    """Groups between their start and the optimizer step that uses them.
+
+    Args:
+        batch: groups one step consumes, >= 1.
+        staleness: the bound S, in versions, >= 0.
+        stragglers: ``wait``: the learner waits for groups that would become too old, and none is lost. ``drop``: it
+            takes what is there, and what becomes too old is given up.
+        spare: groups admitted on top of the capacity, with ``drop`` only: as many of the slowest are given up.
+        version: of the weights served.
+
+    Attributes:
+        capacity: most groups that may be open.
+        version: of the weights served, which between two steps is the learner's.
+        started: groups.
+        trained: groups a step consumed (filters may still have left members of them out).
+        dropped: groups given up, by reason.
+    """
+
+    def __init__(
+        self, *, batch: int, staleness: int, stragglers: Stragglers = "wait", spare: int = 0, version: int = 0
+    ) -> None:
+        if batch < 1 or staleness < 0 or spare < 0:
+            raise ValueError(f"batch={batch} must be >= 1, staleness={staleness} and spare={spare} >= 0")
+        if spare and stragglers == "wait":
+            raise ValueError(f"spare={spare} groups are there to be given up; set stragglers='drop', or spare=0")
+        self.batch, self.staleness, self.stragglers, self.spare = batch, staleness, stragglers, spare
+        self.capacity = (staleness + 1) * batch + spare
+        self.version = version
+        self.started = self.trained = 0
+        self.dropped: Counter[DropReason] = Counter()
+        self._running: dict[int, Ticket] = {}
+        self._ready: dict[int, _Ready] = {}
+        self._taken: set[int] = set()
+
+    @property
+    def running(self) -> int:
+        """Groups that still grow."""
+        return len(self._running)
+
+    @property
+    def ready(self) -> int:
+        """Complete groups that wait for the learner."""
+        return len(self._ready)
+
+    @property
+    def taken(self) -> int:
+        """Groups the learner has."""
+        return len(self._taken)
+
+    @property
+    def ready_groups(self) -> tuple[Group, ...]:
+        """The complete groups that wait for the learner."""
+        return tuple(entry.group for entry in self._ready.values())
+
+    @property
+    def open(self) -> tuple[int, ...]:
+        """Numbers of the groups whose fate is open: running, ready or taken."""
+        return tuple(sorted(self._running.keys() | self._ready.keys() | self._taken))
+
+    @property
+    def room(self) -> int:
+        """Groups that may be admitted now."""
+        return self.capacity - len(self._running) - len(self._ready) - len(self._taken)
+
+    def admit(self, number: int) -> Ticket:
+        """Counts a group in; its first token may be sampled from now on.
+
+        Raises:
+            ValueError: there is no room, or a group of this number is open.
+        """
+        if self.room < 1:
+            raise ValueError(f"group {number}: all {self.capacity} places are taken until a step finishes")
+        if number in self.open:
+            raise ValueError(f"group {number} was admitted twice")
+        ticket = self._running[number] = Ticket(number=number, version=self.version)
+        self.started += 1
+        return ticket
+
+    def complete(self, number: int, group: Group) -> bool:
+        """A running group has all its members, or has lost them; even then it is handed out.
+
+        Returns:
+            False if it is too old already and was dropped.
+
+        Raises:
+            KeyError: no such group is running.
+        """
+        ticket = self._running.pop(number)
+        oldest = min(versions(group.trajectories), default=ticket.version)
+        if self._expired(oldest):
+            self.dropped[DropReason.STALE] += 1
+            return False
+        self._ready[number] = _Ready(group=group, oldest=oldest)
+        return True
+
+    def take(self, count: int) -> dict[int, Group] | None:
+        """Hands out the ``count`` oldest complete groups by number, in its order; None: wait for more to complete."""
+        by_age = sorted(self._ready, key=lambda number: (self._ready[number].oldest, number))
+        chosen = sorted(by_age[:count])
+        if len(chosen) < count or not self._leaves_time(by_age[count:]):
+            return None
+        self._taken.update(chosen)
+        return {number: self._ready.pop(number).group for number in chosen}
+
+    def discard(self, numbers: Collection[int], reason: DropReason) -> None:
+        """Groups that were taken will not be trained on, and others be taken in their place.
+
+        Raises:
+            ValueError: one of them was not taken.
+        """
+        if strangers := set(numbers) - self._taken:
+            raise ValueError(f"groups {sorted(strangers)} were not taken, so they cannot be discarded")
+        self._taken.difference_update(numbers)
+        self.dropped[reason] += len(numbers)
+
+    def finish_step(self, version: int) -> Expired:
+        """What was taken has been trained on, and new weights are served.
+
+        Args:
+            version: of those weights, the one after :attr:`version`.
+
+        Raises:
+            ValueError: it is not, or less than a batch was taken: then others could not be trained in time.
+        """
+        if len(self._taken) < self.batch:
+            raise ValueError(f"a step of {len(self._taken)} groups: it has to consume {self.batch}")
+        if version != self.version + 1:
+            raise ValueError(f"version {version} does not follow {self.version}: every step is one version")
+        self.trained += len(self._taken)
+        self._taken.clear()
+        self.version = version
+        running = tuple(number for number, ticket in self._running.items() if self._gives_up(ticket))
+        ready = {number: entry.group for number, entry in self._ready.items() if self._expired(entry.oldest)}
+        for number in running:
+            del self._running[number]
+        for number in ready:
+            del self._ready[number]
+        self.dropped[DropReason.STALE] += len(running) + len(ready)
+        return Expired(running=running, ready=ready)
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps, as JSON. ``open`` are the groups that a resumed run has to start again."""
+        dropped = {str(reason): count for reason, count in self.dropped.items() if count}
+        return {"version": self.version, "started": self.started, "trained": self.trained} | {
+            "dropped": dropped,
+            "open": list(self.open),
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Goes on from :meth:`state`, before anything was admitted. The open groups count as cancelled.
+
+        All places are free: what is admitted now is as new as the weights.
+        """
+        if self.started:
+            raise ValueError(f"{self.started} groups were admitted already")
+        self.version, self.started, self.trained = state["version"], state["started"], state["trained"]
+        self.dropped = Counter({DropReason(reason): count for reason, count in state["dropped"].items()})
+        self.dropped[DropReason.CANCELLED] += len(state["open"])
+
+    def _expired(self, oldest: int) -> bool:
+        return oldest < self.version - self.staleness
+
+    def _gives_up(self, ticket: Ticket) -> bool:
+        """Of a running group only the age of the ticket is known; it expires where the learner does not wait."""
+        return self.stragglers == "drop" and self._expired(ticket.version)
+
+    def _leaves_time(self, ready: Collection[int]) -> bool:
+        """Whether all running groups and these ready ones can be trained in time by the steps after this one.
+
+        Where nothing runs, waiting would not help.
+        """
+        if self.stragglers == "drop" or not self._running:
+            return True
+        ages = [ticket.version for ticket in self._running.values()] + [self._ready[n].oldest for n in ready]
+        due = Counter(age + self.staleness - self.version for age in ages)  # steps after this one, by its deadline
+        return all(
+            sum(count for later, count in due.items() if later <= steps) <= steps * self.batch
+            for steps in range(self.staleness + 1)
+        )
+
+
+def versions(trajectories: Iterable[Trajectory]) -> Iterator[int]:
+    """The version of every sampled token, segments included."""
+    for trajectory in trajectories:
+        for sequence in (trajectory, *trajectory.segments):
+            yield from compress(sequence.policy_versions, sequence.response_mask)

@@ -1,0 +1,345 @@
+"""Runs the trajectories of a step and hands over each group as soon as it is complete.
+
+::
+
+    rows ──► a task per group ──► strategy.next_wave ──► a task per trajectory ──► reward ──► outcome ─┐
+                 │                        ▲                run, or branch          │                   │
+                 │                        │                waits for a slot        └─ any failure:     │
+                 │                        │                (max_in_flight)            counted by its   │
+                 │ no further wave        │                                           reason, the rest │
+                 ▼                        └───────────────── all outcomes of the wave ──── goes on ◄───┘
+              caller
+
+    trajectory  consumes: a slot.            produces: an outcome.  waits for: the engine, tools, the reward.
+    group       consumes: outcomes.          produces: waves.       waits for: the slowest member of the wave.
+    collect     consumes: complete groups.   produces: groups.      waits for: the next group that is complete.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, AsyncExitStack
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from jax_agent_rl.agents import AgentContext, AgentSelector, derive_seed
+from jax_agent_rl.collect.accounting import Accounting
+from jax_agent_rl.collect.priority_slots import Slots
+from jax_agent_rl.collect.strategies import Chains, Growth, Outcome, Start, Strategy
+from jax_agent_rl.errors import TrajectoryError
+from jax_agent_rl.tracing import NO_SPAN, NoSpan, OpenSpan, Tracer, span
+from jax_agent_rl.types import DropReason, Group, SamplingParams, Trajectory
+
+logger = logging.getLogger(__name__)
+
+Score = Callable[[Trajectory], Awaitable[Trajectory]]
+"""Returns the trajectory with its reward, e.g. :func:`jax_agent_rl.rewards.score`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Plan:
+    """What the trajectories of one group have in common."""
+
+    group_id: str
+    row: Mapping[str, Any]
+    group_size: int
+    sampling: SamplingParams
+    seed_parts: tuple[int | str, ...]
+
+
+@dataclass(kw_only=True, slots=True)
+class _OpenGroup:
+    """A group while it grows."""
+
+    plan: _Plan
+    waves: list[list[Outcome]] = field(default_factory=list)
+    dropped: Counter[DropReason] = field(default_factory=Counter)
+
+    @property
+    def outcomes(self) -> list[Outcome]:
+        return [outcome for wave in self.waves for outcome in wave]
+
+    def living(self, trajectory_id: str) -> Trajectory:
+        """A member that survived."""
+        found = (o.trajectory for o in self.outcomes if o.trajectory_id == trajectory_id and o.trajectory)
+        return next(found)
+
+
+class RolloutCollector:
+    """Collects groups of scored trajectories.
+
+    Args:
+        context: what the agent loops share.
+        score: scores one trajectory.
+        max_in_flight: most trajectories that run at the same time.
+        seed: the run's seed. With it, the label, the step and the indices, sampling is reproducible.
+        accounting: where trajectories are counted; a new one if None. Evaluation wants its own.
+        strategy: which trajectories of a group are started, and from where; None: all from the prompt.
+        tracer: traces trajectories; None traces none.
+        validate: traces say that these are evaluations.
+
+    Attributes:
+        latest_losses: for each reason, what the newest loss said.
+    """
+
+    def __init__(
+        self,
+        context: AgentContext,
+        *,
+        score: Score,
+        max_in_flight: int,
+        seed: int,
+        accounting: Accounting | None = None,
+        strategy: Strategy | None = None,
+        tracer: Tracer | None = None,
+        validate: bool = False,
+    ):
+        self._strategy = strategy or Chains()
+        if self._strategy.branches:
+            context = replace(context, keep_sessions=True)
+        self.accounting = accounting or Accounting()
+        self.latest_losses: dict[DropReason, str] = {}
+        self._client = context.client
+        self._agents = AgentSelector(context)
+        self._score = score
+        self._slots = Slots(max_in_flight)
+        self._seed = seed
+        self._tracer, self._validate = tracer, validate
+
+    async def close(self) -> None:
+        """Closes the agent loops; nothing may be running."""
+        await self._agents.close()
+
+    async def preflight(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Checks what the loops of these rows depend on, once before a run; raises ConfigError."""
+        await self._agents.preflight(rows)
+
+    def require_branching(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Checks that the strategy can branch what the loops of these rows make; raises ConfigError."""
+        if self._strategy.branches:
+            self._agents.require_branching(rows)
+
+    async def collect(
+        self,
+        rows: Sequence[Mapping[str, Any]],
+        *,
+        group_size: int,
+        sampling: SamplingParams,
+        step: int,
+        label: str = "train",
+    ) -> AsyncGenerator[Group, None]:
+        """Yields one group per row, in the order in which they are complete; members are in order of their start.
+
+        A group may have lost members (``Group.dropped``), even all of them. Its trajectories stay in flight in
+        :attr:`accounting` until the caller says what became of them. Leaving the loop early or cancelling it stops
+        everything and counts what was not handed over as ``CANCELLED``; wrap it in :func:`contextlib.aclosing` so
+        that this happens at once.
+
+        Args:
+            rows: one prompt each.
+            group_size: trajectories per row, for strategies that leave it open.
+            sampling: for every turn; each trajectory gets a seed of its own.
+            step: training step, part of the ids and seeds.
+            label: tells apart uses in one step (``train``, ``eval``), part of the ids and seeds.
+
+        Raises:
+            ValueError: ``group_size`` < 1, or trajectories of this label and step are still in flight.
+        """
+        if group_size < 1:
+            raise ValueError(f"group_size={group_size}: must be >= 1")
+        plans = [self._plan(row, group_size, sampling, (label, step, index)) for index, row in enumerate(rows)]
+        self._check_names(label, step, {plan.group_id for plan in plans})
+        undelivered: set[str] = set()
+        # In order, so that the members of a group run together and share their prompt in the engine.
+        tasks = [asyncio.create_task(self._grow(plan, undelivered), name=plan.group_id) for plan in plans]
+        try:
+            for complete in asyncio.as_completed(tasks):
+                group = await complete
+                undelivered.difference_update(t.trajectory_id for t in group.trajectories)
+                yield group
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self.accounting.drop(undelivered & self.accounting.in_flight, DropReason.CANCELLED)
+
+    async def collect_one(
+        self,
+        row: Mapping[str, Any],
+        *,
+        group_size: int,
+        sampling: SamplingParams,
+        step: int,
+        index: int,
+        label: str = "train",
+        why_stopped: Callable[[], DropReason] = lambda: DropReason.CANCELLED,
+    ) -> Group:
+        """One group of :meth:`collect`, for callers that start them one by one; all share the slots.
+
+        Args:
+            index: takes the place of the row's place among the rows.
+            why_stopped: asked when this is cancelled; what had been started is counted under it.
+        """
+        plan = self._plan(row, group_size, sampling, (label, step, index))
+        self._check_names(label, step, {plan.group_id})
+        undelivered: set[str] = set()
+        try:
+            return await self._grow(plan, undelivered)
+        except BaseException:
+            self.accounting.drop(undelivered & self.accounting.in_flight, why_stopped())
+            raise
+
+    def _plan(
+        self, row: Mapping[str, Any], group_size: int, sampling: SamplingParams, name: tuple[str, int, int]
+    ) -> _Plan:
+        """``name``: label, step and index."""
+        return _Plan(
+            group_id="-".join(map(str, name)),
+            row=row,
+            group_size=group_size,
+            sampling=sampling,
+            seed_parts=(self._seed, *name),
+        )
+
+    def _check_names(self, label: str, step: int, group_ids: Collection[str]) -> None:
+        if clash := [group_id for group_id in group_ids if self.accounting.is_open(group_id)]:
+            raise ValueError(f"{label} trajectories of step {step} are still in flight: {sorted(clash)[:3]}")
+
+    async def _grow(self, plan: _Plan, undelivered: set[str]) -> Group:
+        """Runs one group, wave after wave, to its end."""
+        group = _OpenGroup(plan=plan)
+        growth = Growth(group_size=plan.group_size, seed=derive_seed(*plan.seed_parts))
+        count = 0
+        try:
+            while starts := self._strategy.next_wave(growth):
+                numbers = range(count, count + len(starts))
+                count += len(starts)
+                async with asyncio.TaskGroup() as wave:
+                    tasks = [
+                        wave.create_task(self._run(group, number, start, undelivered))
+                        for number, start in zip(numbers, starts, strict=True)
+                    ]
+                group.waves.append([task.result() for task in tasks])
+                growth = replace(growth, waves=tuple(group.waves))
+        finally:
+            if self._strategy.branches:  # until here others might have wanted to go on from any of them
+                for number in range(count):
+                    self._client.end_session(f"{plan.group_id}-{number}")
+        return self._close(group, self._strategy.select(growth))
+
+    def _close(self, group: _OpenGroup, kept: Sequence[Trajectory]) -> Group:
+        """Books what the strategy did not keep."""
+        kept_ids = {trajectory.trajectory_id for trajectory in kept}
+        living = [o.trajectory_id for o in group.outcomes if o.trajectory]
+        if surplus := [trajectory_id for trajectory_id in living if trajectory_id not in kept_ids]:
+            self.accounting.drop(surplus, DropReason.NOT_SELECTED)
+            group.dropped[DropReason.NOT_SELECTED] += len(surplus)
+        starts = [outcome.start for outcome in group.outcomes]
+        counts = {
+            "branches": float(sum(start.fork is not None for start in starts)),
+            "topped_up": float(sum(start.topped_up for start in starts)),
+        }
+        return Group(
+            group_id=group.plan.group_id,
+            trajectories=tuple(sorted(kept, key=_number)),
+            dropped=dict(group.dropped),
+            metrics=counts if self._strategy.branches else {},
+        )
+
+    async def _run(self, group: _OpenGroup, number: int, start: Start, undelivered: set[str]) -> Outcome:
+        """Runs one trajectory and books its loss, if it is one."""
+        trajectory_id = f"{group.plan.group_id}-{number}"
+        with self._traced(group.plan, number) as run:
+            async with AsyncExitStack() as slot:
+                with span("wait", "slot"):
+                    await slot.enter_async_context(self._slots.take(urgency=len(group.waves)))
+                self.accounting.start(trajectory_id)
+                undelivered.add(trajectory_id)
+                result = await self._run_or_reason(group, trajectory_id, number, start)
+            if run:
+                run.set(**_seen(result))
+        if isinstance(result, Trajectory):
+            return Outcome(trajectory_id=trajectory_id, start=start, trajectory=result)
+        self.accounting.drop([trajectory_id], result)
+        group.dropped[result] += 1
+        return Outcome(trajectory_id=trajectory_id, start=start, trajectory=None)
+
+    def _traced(self, plan: _Plan, number: int) -> AbstractContextManager[OpenSpan | NoSpan]:
+        if self._tracer is None:
+            return NO_SPAN
+        _, _, step, sample = plan.seed_parts
+        return self._tracer.trajectory(
+            trajectory_id=f"{plan.group_id}-{number}",
+            group_id=plan.group_id,
+            group_size=plan.group_size,
+            step=int(step),
+            sample=int(sample),
+            rollout=number,
+            validate=self._validate,
+        )
+
+    async def _run_or_reason(
+        self, group: _OpenGroup, trajectory_id: str, number: int, start: Start
+    ) -> Trajectory | DropReason:
+        """The scored trajectory, or why there is none. Only a cancellation of the task itself passes through."""
+        began = time.perf_counter()
+        seed = derive_seed(*group.plan.seed_parts, number)
+        try:
+            trajectory = await self._play(group, trajectory_id, start, replace(group.plan.sampling, seed=seed))
+            with span("reward", str(group.plan.row.get("data_source") or "")) as scoring:
+                trajectory = await self._score(trajectory)
+                if scoring:
+                    scoring.set(reward=trajectory.reward, reward_parts=trajectory.reward_parts)
+        except TrajectoryError as error:
+            logger.warning("%s dropped (%s): %s", trajectory_id, error.drop_reason, error)
+            self.latest_losses[error.drop_reason] = str(error)
+            return error.drop_reason
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise  # counted by collect, as everything that was not handed over
+            logger.exception("%s dropped: a cancelled future was awaited", trajectory_id)
+            return DropReason.AGENT_ERROR
+        except Exception as error:
+            logger.exception("%s dropped: its agent loop raised", trajectory_id)
+            self.latest_losses[DropReason.AGENT_ERROR] = f"{type(error).__name__}: {error}"
+            return DropReason.AGENT_ERROR
+        finally:
+            if not self._strategy.branches:
+                self._client.end_session(trajectory_id)
+        return replace(trajectory, metrics={**trajectory.metrics, "total_seconds": time.perf_counter() - began})
+
+    async def _play(self, group: _OpenGroup, trajectory_id: str, start: Start, sampling: SamplingParams) -> Trajectory:
+        """Runs it from the prompt, or from where it leaves its parent."""
+        row, fork = group.plan.row, start.fork
+        loop = self._agents.for_row(row)
+        if fork is None or fork.at_prompt:
+            trajectory = await loop.run(
+                row, trajectory_id=trajectory_id, group_id=group.plan.group_id, sampling=sampling
+            )
+            return replace(trajectory, fork=fork)
+        self._client.fork_session(fork.parent_id, trajectory_id)
+        return await loop.branch(group.living(fork.parent_id), fork, trajectory_id=trajectory_id, sampling=sampling)
+
+
+def _seen(result: Trajectory | DropReason) -> dict[str, Any]:
+    """What the trace of a trajectory says about its end."""
+    if not isinstance(result, Trajectory):
+        return {"dropped": str(result)}
+    return {
+        "agent_name": result.agent_name,
+        "finish_reason": str(result.finish_reason),
+        "reward": result.reward,
+        "turns": result.num_turns,
+        "sampled_tokens": result.num_sampled,
+        "messages": [{"role": m["role"], "content": m.get("content")} for m in result.messages],
+    }
+
+
+def _number(trajectory: Trajectory) -> int:
+    """Its number in the group."""
+    return int(trajectory.trajectory_id.rpartition("-")[2])

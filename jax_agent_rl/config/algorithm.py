@@ -1,0 +1,384 @@
+"""The ``algorithm`` and ``critic`` sections: the objective, and which of its keys go together.
+
+Keys that only some methods read say so by a condition (:mod:`jax_agent_rl.config.conditions`); combinations that cannot
+work are refused here. Names are those of the field (verl's, where it has the same thing).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Annotated, Literal, get_args
+
+from pydantic import Field, field_validator
+
+from jax_agent_rl.config.base import NonNegative, OptimizerSection, Positive, Section
+from jax_agent_rl.config.conditions import Key, Unless
+
+AdvEstimator = Literal[
+    "grpo", "dr_grpo", "rloo", "opo", "grpo_passk", "gpg", "gdpo", "remax", "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline", "gae", "gigpo", "mt_grpo", "tree_grpo", "treerl", "arpo",
+]  # fmt: skip
+LossMode = Literal[
+    "vanilla", "decoupled", "gspo", "geo_mean", "cispo", "gpg", "sapo", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl",
+    "dro",
+]  # fmt: skip
+LossAggMode = Literal[
+    "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
+]  # fmt: skip
+KLEstimator = Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k3+"]
+RejectionRule = Literal[
+    "token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3", "seq_mean_k1", "seq_mean_k2",
+    "seq_mean_k3", "seq_max_k2", "seq_max_k3",
+]  # fmt: skip
+FilterAction = Literal["off", "mask", "drop"]
+Bounds = tuple[float, float]
+
+WITHOUT_GROUP_BASELINE: frozenset[str] = frozenset({"gae", "reinforce_plus_plus", "remax"})
+"""Estimators for which a group of one, or one of equal rewards, still has advantages."""
+
+
+_CLIPPED = Key(
+    "algorithm.policy_loss.loss_mode",
+    *("vanilla", "decoupled", "gspo", "geo_mean", "cispo", "clip_cov", "dppo_tv", "dppo_kl"),
+)
+_WITH_KL = Unless("algorithm.kl.where", "none")
+_ADAPTIVE = Key("algorithm.kl.controller", "adaptive")
+_WEIGHTED = Unless("algorithm.rollout_correction.rollout_is", "none")
+
+
+class GigpoConfig(Section):
+    """GiGPO (adv_estimator: gigpo), arXiv 2505.10978."""
+
+    gamma: float = Field(default=0.95, gt=0, le=1, description="Discount from turn to turn.")
+    step_advantage_w: float = Field(default=1.0, ge=0, description="Weight of the step advantage beside the episode's.")
+    mode: Literal["mean_norm", "mean_std_norm"] = Field(
+        default="mean_norm", description="Subtract the group's mean only, or divide by its standard deviation too."
+    )
+    similarity: float = Field(
+        default=1.0, gt=0, le=1, description="Observations at least this similar are one anchor; 1: equal ids only."
+    )
+
+
+class GdpoConfig(Section):
+    """GDPO (adv_estimator: gdpo): each named part of the reward is normalized by itself."""
+
+    reward_keys: tuple[str, ...] = Field(default=(), description="Keys of the reward function's dict.")
+    reward_weights: tuple[float, ...] = Field(default=(), description="One weight per key; empty: all 1.")
+
+
+class PolicyLossConfig(Section):
+    """Which loss, and the keys that only some losses read."""
+
+    loss_mode: LossMode = Field(default="vanilla", description="Policy loss; vanilla is PPO's clipped surrogate.")
+    behav_imp_weight_cap: Annotated[float, Key("algorithm.policy_loss.loss_mode", "decoupled")] = Field(
+        default=5.0, gt=0, description="decoupled: tokens whose proximal/behaviour ratio is above this are left out."
+    )
+    tau_pos: Annotated[float, Key("algorithm.policy_loss.loss_mode", "sapo")] = Field(
+        default=1.0, gt=0, description="sapo: temperature of the gate for positive advantages."
+    )
+    tau_neg: Annotated[float, Key("algorithm.policy_loss.loss_mode", "sapo")] = Field(
+        default=1.05, gt=0, description="sapo: temperature of the gate for the others."
+    )
+    clip_cov_ratio: Annotated[float, Key("algorithm.policy_loss.loss_mode", "clip_cov")] = Field(
+        default=2e-4, gt=0, le=1, description="clip_cov: share of the tokens left out."
+    )
+    clip_cov_lb: Annotated[float, Key("algorithm.policy_loss.loss_mode", "clip_cov")] = Field(
+        default=1.0, description="clip_cov: only covariances above this are chosen."
+    )
+    clip_cov_ub: Annotated[float, Key("algorithm.policy_loss.loss_mode", "clip_cov")] = Field(
+        default=5.0, description="clip_cov: only covariances below this are chosen."
+    )
+    kl_cov_ratio: Annotated[float, Key("algorithm.policy_loss.loss_mode", "kl_cov")] = Field(
+        default=2e-4, gt=0, le=1, description="kl_cov: share of the tokens penalized."
+    )
+    ppo_kl_coef: Annotated[float, Key("algorithm.policy_loss.loss_mode", "kl_cov")] = Field(
+        default=1.0, ge=0, description="kl_cov: weight of |log-ratio| on them."
+    )
+    dppo_ratio_cap: Annotated[float, Key("algorithm.policy_loss.loss_mode", "dppo_tv", "dppo_kl")] = Field(
+        default=20.0, gt=1, description="dppo_tv, dppo_kl: the ratio is truncated here."
+    )
+    dro_beta: Annotated[float, Key("algorithm.policy_loss.loss_mode", "dro")] = Field(
+        default=0.05, gt=0, description="dro: weight of the quadratic log-ratio penalty."
+    )
+
+
+class KLConfig(Section):
+    """Distance to the reference policy, the model the run started from."""
+
+    where: Literal["none", "reward", "loss"] = Field(
+        default="none",
+        description="none; off every token's reward; or a term of the loss. Both need a second copy of the model.",
+    )
+    estimator: Annotated[KLEstimator, _WITH_KL] = Field(
+        default="k3", description="Estimator per token; with + the gradient is that of k2."
+    )
+    coef: Annotated[float, _WITH_KL] = Field(
+        default=0.001, gt=0, description="Weight; where the adaptive controller starts."
+    )
+    controller: Annotated[Literal["fixed", "adaptive"], _WITH_KL] = Field(
+        default="fixed", description="adaptive steers the KL towards `target`."
+    )
+    target: Annotated[float, _ADAPTIVE] = Field(default=0.1, gt=0, description="adaptive: wanted KL per token, nats.")
+    horizon: Annotated[Positive, _ADAPTIVE] = Field(
+        default=10_000, description="adaptive: trajectories over which the coefficient may change by 20%."
+    )
+
+
+class RolloutCorrectionConfig(Section):
+    """For rollouts whose log-probs are not the learner's: another engine, or older weights."""
+
+    rollout_is: Literal["none", "token", "sequence"] = Field(
+        default="none", description="Importance weights and their level."
+    )
+    rollout_is_threshold: Annotated[float | Bounds, _WEIGHTED] = Field(
+        default=2.0,
+        description="One number: larger weights become it (TIS). [low, high]: weights outside become 0 (IcePop).",
+    )
+    rollout_is_batch_normalize: Annotated[bool, _WEIGHTED] = Field(
+        default=False, description="Divide the weights by their mean."
+    )
+    rollout_rs: tuple[RejectionRule, ...] = Field(default=(), description="Leave out what fails any of these rules.")
+    rollout_rs_threshold: tuple[float | Bounds, ...] = Field(
+        default=(),
+        description="One per rule, or one for all: an upper bound; for k1 rules of the ratio, or [low, high].",
+    )
+    bypass_mode: bool = Field(
+        default=False, description="Old log-probs are the rollout's: saves the learner's scoring pass."
+    )
+
+
+class FiltersConfig(Section):
+    """Trajectories not to train on. mask: its reward still counts in its group's baseline; drop: it does not."""
+
+    void_turn: FilterAction = Field(
+        default="off", description="A turn has neither a tool call nor a final answer (SimpleTIR)."
+    )
+    void_trajectory: FilterAction = Field(default="off", description="No turn has a tool call or a final answer.")
+    all_tool_calls_failed: FilterAction = Field(
+        default="off", description="There are tool calls and each ended in an error."
+    )
+    overlong: FilterAction = Field(default="off", description="A limit of tokens or turns cut it off (DAPO).")
+    repetition: FilterAction = Field(default="off", description="It repeats itself more than `max_repetition`.")
+    max_repetition: Annotated[float, Unless("algorithm.filters.repetition", "off")] = Field(
+        default=0.5, ge=0, lt=1, description="repetition: largest share of repeated n-grams."
+    )
+    final_answer: Annotated[
+        str | None, Unless("algorithm.filters.void_turn", "off") | Unless("algorithm.filters.void_trajectory", "off")
+    ] = Field(
+        default=None,
+        description="void_turn, void_trajectory: what a final answer looks like (regular expression); else any.",
+    )
+
+    @field_validator("final_answer")
+    @classmethod
+    def _compiles(cls, value: str | None) -> str | None:
+        try:
+            re.compile(value or "")
+        except re.error as error:
+            raise ValueError(f"not a regular expression: {error}") from None
+        return value
+
+
+class ShapingConfig(Section):
+    """What is taken off a trajectory's reward before advantages are computed."""
+
+    overlong_buffer: NonNegative = Field(
+        default=0,
+        description="Tokens before agent.max_response_length over which the penalty grows from 0 (DAPO); 0 is off.",
+    )
+    overlong_factor: Annotated[float, Key("algorithm.shaping.overlong_buffer")] = Field(
+        default=1.0, gt=0, description="Largest overlong penalty."
+    )
+    repetition_factor: float = Field(default=0.0, ge=0, description="Penalty for a response of nothing but repetition.")
+    repetition_ngram: Annotated[
+        Positive, Key("algorithm.shaping.repetition_factor") | Unless("algorithm.filters.repetition", "off")
+    ] = Field(default=20, description="Tokens of an n-gram, for the penalty and the filter.")
+
+
+class AlgorithmConfig(Section):
+    """The objective."""
+
+    adv_estimator: AdvEstimator = Field(default="grpo", description="Advantage estimator.")
+    gamma: Annotated[float, Key("algorithm.adv_estimator", "gae", "reinforce_plus_plus")] = Field(
+        default=1.0, gt=0, le=1, description="gae, reinforce_plus_plus: discount from token to token."
+    )
+    lam: Annotated[float, Key("algorithm.adv_estimator", "gae")] = Field(
+        default=1.0, ge=0, le=1, description="gae: its lambda."
+    )
+    bootstrap: Annotated[Literal["none", "truncated"], Key("algorithm.adv_estimator", "gae")] = Field(
+        default="none",
+        description="gae: value after the last token: 0, or the critic's where a limit cut the trajectory off.",
+    )
+    gigpo: Annotated[GigpoConfig, Key("algorithm.adv_estimator", "gigpo")] = Field(default_factory=GigpoConfig)
+    gdpo: Annotated[GdpoConfig, Key("algorithm.adv_estimator", "gdpo")] = Field(default_factory=GdpoConfig)
+    turn_reward: Annotated[
+        Literal["none", "tool_reward", "tool_success"], Unless("algorithm.adv_estimator", "gdpo")
+    ] = Field(
+        default="none",
+        description="Reward of a turn with tool calls: their rewards' sum, or the share without an error.",
+    )
+    turn_advantage_coef: Annotated[float, Key("algorithm.adv_estimator", "mt_grpo")] = Field(
+        default=1.0, gt=0, description="mt_grpo: weight of the turn advantage."
+    )
+    shared_tokens: Annotated[Literal["hard", "soft"], Key("algorithm.adv_estimator", "arpo")] = Field(
+        default="hard",
+        description="arpo: tokens common to several trajectories get the mean advantage, or each its own.",
+    )
+    policy_loss: PolicyLossConfig = Field(default_factory=PolicyLossConfig)
+    clip_ratio_low: Annotated[float, _CLIPPED] = Field(
+        default=0.2,
+        gt=0,
+        description="Clip below 1; from 1 on, no lower bound (geo_mean: of the log; dppo: divergence).",
+    )
+    clip_ratio_high: Annotated[float, _CLIPPED] = Field(default=0.28, gt=0, description="Clip above 1 (clip-higher).")
+    clip_ratio_c: Annotated[float | None, Key("algorithm.policy_loss.loss_mode", "vanilla", "decoupled")] = Field(
+        default=3.0, gt=1, description="Dual clip: a negative advantage counts at most so many times; null: no bound."
+    )
+    loss_agg_mode: LossAggMode = Field(
+        default="token-mean", description="How token losses are averaged, over the whole batch however it is split."
+    )
+    loss_scale_factor: Annotated[Positive | None, Key("algorithm.loss_agg_mode", "seq-mean-token-sum-norm")] = Field(
+        default=None, description="seq-mean-token-sum-norm: the constant that replaces a sequence's length (Dr. GRPO)."
+    )
+    entropy_coeff: float = Field(default=0.0, ge=0, description="Weight of the entropy bonus.")
+    kl: KLConfig = Field(default_factory=KLConfig)
+    rollout_correction: RolloutCorrectionConfig = Field(default_factory=RolloutCorrectionConfig)
+    filter_zero_variance: bool | None = Field(
+        default=None,
+        description="Leave out groups of equal rewards. Unset: where the estimator gives them no advantage.",
+    )
+    max_refills: NonNegative = Field(
+        default=0,
+        description="Rounds of new prompts that replace groups which were left out (DAPO's dynamic sampling).",
+    )
+    filters: FiltersConfig = Field(default_factory=FiltersConfig)
+    shaping: ShapingConfig = Field(default_factory=ShapingConfig)
+
+    @property
+    def needs_group(self) -> bool:
+        """The estimator compares within a group, so a group of one teaches nothing."""
+        return self.adv_estimator not in WITHOUT_GROUP_BASELINE
+
+    @property
+    def filters_zero_variance(self) -> bool:
+        """``filter_zero_variance``, resolved: equal totals may hide parts or turns that differ."""
+        if self.filter_zero_variance is not None:
+            return self.filter_zero_variance
+        return self.needs_group and self.adv_estimator not in ("gdpo", "gigpo", "mt_grpo")
+
+
+class CriticConfig(OptimizerSection):
+    """The value model of adv_estimator gae: the policy's architecture with a scalar head, and its own optimizer."""
+
+    learning_rate: float = Field(default=1e-5, gt=0, description="Peak learning rate of the critic's AdamW.")
+    path: str | None = Field(
+        default=None, description="Weights to start from (Hugging Face folder); unset: the policy's."
+    )
+    critic_warmup: NonNegative = Field(default=0, description="First steps in which only the critic learns.")
+    cliprange_value: float = Field(
+        default=0.5, gt=0, description="A value may move this far from its old one in a step."
+    )
+
+
+def algorithm_problems(algorithm: AlgorithmConfig, *, max_response_length: int) -> Iterator[str]:
+    """Every inconsistency of the section, each with its fix."""
+    yield from _advantage_problems(algorithm)
+    yield from _loss_problems(algorithm)
+    yield from _correction_problems(algorithm)
+    if algorithm.shaping.overlong_buffer > max_response_length:
+        yield (
+            f"algorithm.shaping.overlong_buffer={algorithm.shaping.overlong_buffer} is longer than "
+            f"agent.max_response_length={max_response_length}; lower it"
+        )
+
+
+def _advantage_problems(algorithm: AlgorithmConfig) -> Iterator[str]:
+    gdpo = algorithm.gdpo
+    if algorithm.adv_estimator == "gdpo" and len(gdpo.reward_keys) < 2:
+        yield "algorithm.adv_estimator=gdpo needs algorithm.gdpo.reward_keys, at least two keys of the reward's dict"
+    if gdpo.reward_weights and len(gdpo.reward_weights) != len(gdpo.reward_keys):
+        yield (
+            f"algorithm.gdpo.reward_weights has {len(gdpo.reward_weights)} numbers for {len(gdpo.reward_keys)} "
+            "reward_keys; give one each, or none"
+        )
+    if algorithm.adv_estimator == "mt_grpo" and algorithm.turn_reward == "none":
+        yield "algorithm.adv_estimator=mt_grpo compares turns; set algorithm.turn_reward=tool_reward or tool_success"
+    if algorithm.max_refills and not (algorithm.filters_zero_variance or algorithm.needs_group or _drops(algorithm)):
+        yield (
+            f"algorithm.max_refills={algorithm.max_refills}, but nothing is left out that could be refilled; set "
+            "algorithm.filter_zero_variance=true, or max_refills=0"
+        )
+    if algorithm.kl.where == "reward" and algorithm.adv_estimator == "gdpo":
+        yield "algorithm.kl.where=reward would not reach gdpo, which reads the reward's parts; use kl.where=loss"
+
+
+def _drops(algorithm: AlgorithmConfig) -> bool:
+    filters = algorithm.filters
+    return "drop" in (getattr(filters, name) for name in FILTER_NAMES)
+
+
+FILTER_NAMES: tuple[str, ...] = ("void_turn", "void_trajectory", "all_tool_calls_failed", "overlong", "repetition")
+
+
+def _loss_problems(algorithm: AlgorithmConfig) -> Iterator[str]:
+    mode, agg, kl = algorithm.policy_loss.loss_mode, algorithm.loss_agg_mode, algorithm.kl
+    if mode == "geo_mean" and agg != "seq-mean-token-mean":
+        yield (
+            f"policy_loss.loss_mode=geo_mean is one loss per sequence, algorithm.loss_agg_mode={agg} weighs tokens; "
+            "set algorithm.loss_agg_mode=seq-mean-token-mean"
+        )
+    if agg == "seq-mean-token-sum-norm" and algorithm.loss_scale_factor is None:
+        yield (
+            "algorithm.loss_agg_mode=seq-mean-token-sum-norm divides by a constant; set algorithm.loss_scale_factor "
+            "(agent.max_response_length is usual)"
+        )
+    if kl.where == "reward" and kl.estimator.endswith("+"):
+        yield (
+            f"algorithm.kl.estimator={kl.estimator} differs from {kl.estimator[:-1]} in its gradient only, and a "
+            f"reward has none; use {kl.estimator[:-1]}, or kl.where=loss"
+        )
+    if kl.where == "loss" and kl.estimator == "k1":
+        yield "algorithm.kl.estimator=k1 has a gradient of mean zero in the loss; use k1+, k2 or k3"
+
+
+def _correction_problems(algorithm: AlgorithmConfig) -> Iterator[str]:
+    correction = algorithm.rollout_correction
+    rules, bounds = correction.rollout_rs, correction.rollout_rs_threshold
+    if len(bounds) != len(rules) and not (len(bounds) == 1 and rules):
+        yield (
+            f"algorithm.rollout_correction has {len(rules)} rollout_rs rules and {len(bounds)} rollout_rs_threshold "
+            "values; give one per rule, or one for all"
+        )
+    for rule, bound in zip(rules, bounds * len(rules) if len(bounds) == 1 else bounds, strict=False):
+        yield from _bound_problems(rule, bound)
+    limit = correction.rollout_is_threshold
+    low, high = limit if isinstance(limit, tuple) else (0.0, limit)
+    if not 0 <= low < high:
+        yield f"algorithm.rollout_correction.rollout_is_threshold={limit}: must be positive, or [low, high] ascending"
+    active = correction.rollout_is != "none" or bool(rules)
+    if correction.bypass_mode and active:
+        yield (
+            "algorithm.rollout_correction.bypass_mode takes the rollout's log-probs as the old ones, so rollout_is and "
+            "rollout_rs would compare them with themselves; drop one or the other"
+        )
+    if algorithm.policy_loss.loss_mode == "decoupled" and (correction.bypass_mode or correction.rollout_is != "none"):
+        yield (
+            "policy_loss.loss_mode=decoupled has its own behaviour weights and proximal log-probs; set "
+            "algorithm.rollout_correction.rollout_is=none and bypass_mode=false"
+        )
+
+
+def _bound_problems(rule: str, bound: float | Bounds) -> Iterator[str]:
+    place = f"algorithm.rollout_correction.rollout_rs_threshold={bound} for {rule}"
+    if isinstance(bound, tuple):
+        if not rule.endswith("k1"):
+            yield f"{place}: only k1 rules have a lower bound; give one number"
+        elif not 0 < bound[0] < bound[1]:
+            yield f"{place}: must be [low, high] ratios, 0 < low < high"
+    elif bound <= (1 if rule.endswith("k1") else 0):
+        yield f"{place}: must be above {1 if rule.endswith('k1') else 0}"
+
+
+ADV_ESTIMATORS: tuple[str, ...] = get_args(AdvEstimator)
+LOSS_MODES: tuple[str, ...] = get_args(LossMode)

@@ -1,0 +1,264 @@
+"""When a configuration key is used: conditions that stand beside the keys, as data, and the one check of them all.
+
+A condition annotates a field, and holds for every key of a section that it annotates::
+
+    lam: Annotated[float, Key("algorithm.adv_estimator", "gae")] = Field(default=1.0, ...)
+    max_turns: Annotated[int, Agents("server_tool_agent")] = Field(default=5, ...)
+    critic: Annotated[CriticConfig, Key("algorithm.adv_estimator", "gae")] = Field(...)
+
+A key with another value than its default is refused while its condition does not hold: it would do nothing. What a
+condition asks may not be known yet (which agents rows select, what the model is); nothing is refused then.
+``config explain``, ``docs/config.md`` and the editor's schema show the conditions in words.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jax_agent_rl.config.base import Section
+
+SCHEMA_KEY = "x-used-only"
+"""Where the JSON Schema of a key has its condition in words."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What is known of a run besides its configuration.
+
+    Attributes:
+        agents: names of the agent loops that rows can select, with those they derive from. None: rows are not read
+            yet, or loops of the user's own are among them, which may read any key.
+        sees: whether the model reads pictures; None: it is not read yet.
+    """
+
+    agents: frozenset[str] | None = None
+    sees: bool | None = None
+
+
+class Condition(ABC):
+    """Whether a key is used."""
+
+    @abstractmethod
+    def holds(self, config: Section, facts: Facts) -> bool | None:
+        """Whether ``config`` uses the key; None: it cannot be told yet.
+
+        Args:
+            config: the whole tree.
+            facts: what else is known of the run.
+        """
+
+    @abstractmethod
+    def words(self) -> str:
+        """Complete "is used only …"."""
+
+    @abstractmethod
+    def instead(self, config: Section, facts: Facts) -> str:
+        """Say what is the case where the condition does not hold."""
+
+    def __or__(self, other: Condition) -> Condition:
+        return Either(self, other)
+
+    def __and__(self, other: Condition) -> Condition:
+        return Both(self, other)
+
+    def __get_pydantic_json_schema__(self, core_schema: Any, handler: Any) -> dict[str, Any]:
+        """Show the condition beside the key's type."""
+        schema = handler(core_schema)
+        words = f"{schema[SCHEMA_KEY]} and {self.words()}" if SCHEMA_KEY in schema else self.words()
+        return {**schema, SCHEMA_KEY: words}
+
+
+class Key(Condition):
+    """Another key has one of some values, or contains one if it is a list.
+
+    Args:
+        path: of the other key, from the top of the tree.
+        values: any of which will do; none: it is set, that is not null, false, 0 or empty.
+    """
+
+    def __init__(self, path: str, *values: Any) -> None:
+        self.path, self.values = path, values
+
+    def holds(self, config: Section, facts: Facts) -> bool:
+        value = value_at(config, self.path)
+        if not self.values:
+            return bool(value)
+        return not set(self.values).isdisjoint(value) if isinstance(value, tuple) else value in self.values
+
+    def words(self) -> str:
+        return f"with {self.path}" + (f"={' or '.join(map(_yaml, self.values))}" if self.values else "")
+
+    def instead(self, config: Section, facts: Facts) -> str:
+        return f"{self.path} is {_yaml(value_at(config, self.path))}"
+
+
+class Unless(Key):
+    """Another key has none of some values; with no values: it is not set."""
+
+    def holds(self, config: Section, facts: Facts) -> bool:
+        return not super().holds(config, facts)
+
+    def words(self) -> str:
+        return super().words().replace("with", "without", 1)
+
+
+class SwitchedOff(Key):
+    """A switch is off: what it switches may stay in the configuration, unused. Says nothing of itself."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path, False)
+
+    def words(self) -> str:
+        return ""
+
+    def instead(self, config: Section, facts: Facts) -> str:
+        return ""
+
+
+class Agents(Condition):
+    """A row selects one of these agent loops, or one that derives from them."""
+
+    def __init__(self, *names: str) -> None:
+        self.names = names
+
+    def holds(self, config: Section, facts: Facts) -> bool | None:
+        return None if facts.agents is None else not facts.agents.isdisjoint(self.names)
+
+    def words(self) -> str:
+        return f"by {_listed(self.names)}"
+
+    def instead(self, config: Section, facts: Facts) -> str:
+        return f"no row selects {'it' if len(self.names) == 1 else 'one of them'}"
+
+
+class SeeingModel(Condition):
+    """The model reads pictures."""
+
+    def holds(self, config: Section, facts: Facts) -> bool | None:
+        return facts.sees
+
+    def words(self) -> str:
+        return "by models that read pictures"
+
+    def instead(self, config: Section, facts: Facts) -> str:
+        return "the one at model.path does not"
+
+
+class Command(Condition):
+    """A command uses the key, whatever a run does: a configuration may be written for it, so this always holds."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def holds(self, config: Section, facts: Facts) -> bool:
+        return True
+
+    def words(self) -> str:
+        return f"by `jax-agent-rl {self.name}`"
+
+    def instead(self, config: Section, facts: Facts) -> str:
+        return ""
+
+
+class Either(Condition):
+    """One of several conditions holds."""
+
+    def __init__(self, *parts: Condition) -> None:
+        self.parts = parts
+
+    def holds(self, config: Section, facts: Facts) -> bool | None:
+        each = [part.holds(config, facts) for part in self.parts]
+        return True if True in each else None if None in each else False
+
+    def words(self) -> str:
+        return " or ".join(words for part in self.parts if (words := part.words()))
+
+    def instead(self, config: Section, facts: Facts) -> str:
+        return " and ".join(words for part in self.parts if (words := part.instead(config, facts)))
+
+
+class Both(Condition):
+    """Each of several conditions holds."""
+
+    def __init__(self, *parts: Condition) -> None:
+        self.parts = tuple(one for part in parts for one in (part.parts if isinstance(part, Both) else (part,)))
+
+    def holds(self, config: Section, facts: Facts) -> bool | None:
+        each = [part.holds(config, facts) for part in self.parts]
+        return False if False in each else None if None in each else True
+
+    def words(self) -> str:
+        first, *rest = (part.words() for part in self.parts)
+        glue = " " if first.startswith("by ") and rest[0].startswith("with ") else " and "
+        return first + glue + " and ".join(rest)
+
+    def instead(self, config: Section, facts: Facts) -> str:
+        failed = (part for part in self.parts if part.holds(config, facts) is False)
+        return " and ".join(part.instead(config, facts) for part in failed)
+
+
+def unused(config: Section, facts: Facts = Facts()) -> Iterator[str]:
+    """Yield a line for each key that is set although nothing uses it.
+
+    Args:
+        config: the whole tree.
+        facts: what else is known of the run.
+    """
+    yield from _unused(config, config, facts, "", ())
+
+
+def conditions(section: type[Section]) -> Mapping[str, tuple[Condition, ...]]:
+    """The conditions of each field of a section."""
+    return {
+        name: tuple(item for item in info.metadata if isinstance(item, Condition))
+        for name, info in section.model_fields.items()
+    }
+
+
+def value_at(config: Section, path: str) -> Any:
+    """The value of a key; None where its section is null."""
+    value: Any = config
+    for name in path.split("."):
+        value = None if value is None else getattr(value, name)
+    return value
+
+
+def _unused(
+    config: Section, section: Section, facts: Facts, prefix: str, above: tuple[Condition, ...]
+) -> Iterator[str]:
+    for name, own in conditions(type(section)).items():
+        if not section.changed(name):
+            continue
+        path, value, wanted = prefix + name, getattr(section, name), above + own
+        failed = next((one for one in wanted if one.holds(config, facts) is False), None)
+        if isinstance(value, Section) and not _is_optional(section, name):
+            yield from _unused(config, value, facts, path + ".", wanted)
+        elif failed:
+            shown = "" if isinstance(value, Section) else f"={_yaml(value)}"
+            reset = f", or reset its section ({prefix[:-1]}={{}})" if failed in above else ""
+            yield f"{path}{shown} is used only {failed.words()}; {failed.instead(config, facts)}; remove it{reset}"
+        elif isinstance(value, Section):
+            yield from _unused(config, value, facts, path + ".", wanted)
+
+
+def _is_optional(section: Section, name: str) -> bool:
+    """Whether null stands for no section, so that any section there is a value of its own."""
+    return type(section).model_fields[name].default is None
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def _yaml(value: Any) -> str:
+    """A value as YAML writes it."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_yaml, value))}]"
+    return str(value)

@@ -1,0 +1,275 @@
+"""How trajectories are sampled: the engines and what they share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator
+
+from jax_agent_rl.config.base import NonNegative, Positive, Section
+from jax_agent_rl.config.conditions import Command, Key, SeeingModel, Unless
+from jax_agent_rl.config.mesh import EngineMeshConfig
+from jax_agent_rl.config.placement import PlacementSection
+from jax_agent_rl.config.strategy import StrategyConfig
+
+_BUILT_IN = Unless("rollout.jetstream.engine")
+
+
+class JetStreamConfig(Section):
+    """The embedded JAX engine (rollout.backend: jetstream)."""
+
+    engine: str | None = Field(
+        default=None,
+        description="A function that makes another engine of JetStream's later API, such as MaxText's, as "
+        "package.module:function or file.py:function; null: the built-in one. See third_party/jetstream.md.",
+    )
+    dtype: Literal["float32", "bfloat16"] = Field(
+        default="float32", description="Of the engine's weights, activations and KV cache; the learner has its own."
+    )
+    kv_dtype: Annotated[Literal["auto", "int8", "fp8"], _BUILT_IN] = Field(
+        default="auto",
+        description="Of the KV cache. auto: dtype. int8, fp8: 8 bits and a scale per token and head, half the memory "
+        "of bfloat16. Engine and learner then differ, see algorithm.rollout_correction.",
+    )
+    quantize: Annotated[Literal["none", "int8", "fp8"], _BUILT_IN] = Field(
+        default="none",
+        description="The matrices of layers in 8 bits with a scale per output; activations, embeddings, head and "
+        "router stay in dtype. Every update's weights are rounded again as the engine takes them.",
+    )
+    max_concurrent_decodes: Positive = Field(default=64, description="Contexts decoded together at most.")
+    cache_tokens: Positive | None = Field(
+        default=None,
+        description="Positions the KV cache holds, at least rollout.max_model_len. Shared prefixes count once; when it "
+        "is full, KV that waits for its next turn goes, then requests that run wait and are prefilled again. null: "
+        "max_model_len for each of max_concurrent_decodes, and half of it for every other trajectory in flight.",
+    )
+    decode_steps: Positive = Field(default=16, description="Most decode steps per device dispatch.")
+    prefill_buckets: tuple[Positive, ...] | None = Field(
+        default=None,
+        description="Padded prompt-chunk lengths, in tokens; longer prompts go in several chunks. null: 32, 128, 512 "
+        "and agent.max_prompt_length, as far as that goes, at most 2048.",
+    )
+    mesh: EngineMeshConfig = Field(default_factory=EngineMeshConfig)
+    first_device: Annotated[NonNegative, Key("rollout.placement", "colocated")] = Field(
+        default=0,
+        description="Number of the first device the engine takes; the learner's begin with 0. From the product of "
+        "learner.mesh on, the engine samples beside the learner instead of in turn with it.",
+    )
+    patch_buckets: Annotated[tuple[Positive, ...], SeeingModel()] = Field(
+        default=(256, 1024, 4096),
+        description="Padded numbers of patches a model that sees looks at together; a picture must fit in the largest.",
+    )
+
+    @field_validator("prefill_buckets", "patch_buckets")
+    @classmethod
+    def _ascending(cls, value: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        if value is None:
+            return None
+        if not value or list(value) != sorted(set(value)):
+            raise ValueError(f"must be ascending and not empty, got {list(value)}")
+        return value
+
+
+VLLM_ARGUMENTS_SET: Mapping[str, str] = {
+    "model": "model.path",
+    "max_model_len": "rollout.max_model_len",
+    "seed": "seed",
+    "dtype": "rollout.vllm.dtype",
+    "max_num_seqs": "rollout.vllm.max_num_seqs",
+    "tensor_parallel_size": "rollout.vllm.tensor_parallel_size",
+    "gpu_memory_utilization": "rollout.vllm.gpu_memory_utilization",
+    "kv_cache_memory_bytes": "rollout.vllm.kv_cache_gib",
+    "enforce_eager": "rollout.vllm.enforce_eager",
+    "enable_lora": "rollout.adapters",
+    "max_cpu_loras": "rollout.adapters",
+    "max_loras": "rollout.adapters",
+    "max_lora_rank": "rollout.adapters",
+    "limit_mm_per_prompt": "rollout.vllm.multi_modal",
+    "mm_processor_kwargs": "model.pixels",
+    "enable_sleep_mode": "rollout.sleep",
+    **dict.fromkeys(
+        (
+            *("enable_prefix_caching", "scheduling_policy", "logprobs_mode", "generation_config"),
+            *("skip_tokenizer_init", "worker_extension_cls", "disable_log_stats", "enable_log_requests"),
+            *("use_tqdm_on_load", "mm_device_do_normalize", "weight_transfer_config", "moe_backend"),
+        ),
+        "",
+    ),
+}
+"""Arguments of vLLM's engine that something else decides: another key, or (empty) what the backend depends on."""
+
+
+class VllmConfig(Section):
+    """The vLLM engine (rollout.backend: vllm), on CUDA, CPU or TPU."""
+
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        default="auto", description="Of weights and activations; auto: float32 on CPUs, else the checkpoint's."
+    )
+    max_num_seqs: Positive = Field(default=64, description="Requests decoded at the same time.")
+    tensor_parallel_size: Positive = Field(default=1, description="Devices one copy of the model is cut over.")
+    gpu_memory_utilization: float = Field(
+        default=0.5,
+        gt=0,
+        le=1,
+        description="Share of the device's memory for weights and KV cache; the learner needs the rest.",
+    )
+    kv_cache_gib: float | None = Field(
+        default=None, gt=0, description="Size of the KV cache; null: what gpu_memory_utilization leaves (on CPUs 1)."
+    )
+    enforce_eager: bool | None = Field(default=None, description="No compiled graphs; null: on CPUs only.")
+    multi_modal: dict[Literal["image", "video"], Positive] = Field(
+        default_factory=dict, description="Most images and videos in one context, by kind; {} takes none."
+    )
+    engine_args: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Further arguments of vLLM's engine by their names there (`AsyncEngineArgs`), such as "
+        "`{max_num_batched_tokens: 4096}`; names that another key decides are refused, and those vLLM does not know.",
+        json_schema_extra={
+            "additionalProperties": {"type": ["boolean", "number", "string", "array", "object", "null"]}
+        },
+    )
+    require_probe: bool = Field(
+        default=True, description="Refuse weights that do not bring log-probs to check them by."
+    )
+    max_logprob_difference: float | None = Field(
+        default=None, gt=0, description="Largest log-prob difference the check allows; null: 1e-3 in float32, else 0.5."
+    )
+    mean_logprob_difference: float | None = Field(
+        default=None, gt=0, description="Largest mean of it; null: 1e-4 in float32, else 0.05."
+    )
+
+    @field_validator("engine_args")
+    @classmethod
+    def _decided_nowhere_else(cls, value: dict[str, Any]) -> dict[str, Any]:
+        taken = {
+            name: f"set {key}" if (key := VLLM_ARGUMENTS_SET[name]) else "the backend depends on its own value"
+            for name in value
+            if name in VLLM_ARGUMENTS_SET
+        }
+        if taken:
+            told = "; ".join(f"{name}: {way}" for name, way in taken.items())
+            raise ValueError(f"names arguments that are decided elsewhere ({told}); remove {', '.join(taken)}")
+        return value
+
+
+class RolloutConfig(PlacementSection):
+    """How trajectories are collected."""
+
+    backend: Literal["jetstream", "vllm", "remote"] = Field(default="jetstream", description="The engine that samples.")
+    urls: tuple[str, ...] = Field(
+        default=(), description="Rollout servers, for backend: remote; e.g. http://10.0.0.5:8100."
+    )
+    token_env: Annotated[str | None, Key("rollout.backend", "remote") | Command("rollout-server")] = Field(
+        default=None,
+        description="Environment variable with the secret that rollout servers ask for (and demand of clients).",
+    )
+    weight_folder: Annotated[str | None, Key("rollout.backend", "vllm", "remote") | Command("rollout-server")] = Field(
+        default=None,
+        description="Folder through which weights pass to vllm and remote engines; they must see it, too, and rollout "
+        "servers read weights nowhere else. null: memory of this machine, uploaded to rollout servers that do not see "
+        "it. For weight_transport: tensorstore also a bucket, as gs://bucket/path.",
+    )
+    weight_transport: Annotated[Literal["files", "tensorstore"], Key("rollout.backend", "remote")] = Field(
+        default="files",
+        description="How weights pass to other processes. files: safetensors, by one process. tensorstore: each "
+        "process of the learner writes its own shards to weight_folder, and each jetstream server reads those of its "
+        "devices (backend: remote).",
+    )
+    prompts_per_step: Positive = Field(default=8, description="Dataset rows per training step.")
+    group_size: Positive = Field(default=8, description="Trajectories per row (a GRPO group).")
+    strategy: StrategyConfig = Field(default_factory=StrategyConfig)
+    max_in_flight: Positive = Field(default=64, description="Trajectories that run at the same time.")
+    max_in_flight_per_server: Positive | None = Field(
+        default=None,
+        description="Requests a server gets at the same time; others wait, those of older trajectories first, so that "
+        "a server that joins late has work at once. null: all go at once.",
+    )
+    recovery_seconds: float = Field(
+        default=600.0,
+        ge=0,
+        description="How long a lost engine or rollout server is started or reached again; 0: never. The one jetstream "
+        "engine of a run in one process lives and dies with it.",
+    )
+    wait_for_server_seconds: float = Field(
+        default=300.0, ge=0, description="How long requests wait when all servers are lost and one is being recovered."
+    )
+    stall_seconds: float | None = Field(
+        default=300.0,
+        gt=0,
+        description="A server that has requests and does nothing for so long is lost (3 times as long before its first "
+        "token: it may compile; 10 times while it takes weights); null: never.",
+    )
+    max_model_len: Positive = Field(default=1024, description="Most ids of prompt + response in one context.")
+    temperature: float = Field(
+        default=1.0, gt=0, description="Sampling temperature in training, from all ids; log-probs are of it."
+    )
+    eval_temperature: float = Field(default=0.0, ge=0, description="Temperature for held-out evaluation; 0 is greedy.")
+    adapters: Annotated[dict[str, str], Unless("rollout.backend", "remote")] = Field(
+        default_factory=dict,
+        description="LoRA adapters that eval, rollout and serve may sample with beside the plain model: name to PEFT "
+        "folder. agent.adapter, a row's `adapter`, or a request's `model` names one. Training samples with the model "
+        "it trains, and refuses them.",
+    )
+    deterministic: bool = Field(
+        default=False,
+        description="Prompts, decoding and the learner's old log-probs by one program (jetstream): the same to the bit "
+        "in any batch, and several times slower.",
+    )
+    jetstream: Annotated[JetStreamConfig, Key("rollout.backend", "jetstream", "remote")] = Field(
+        default_factory=JetStreamConfig
+    )
+    vllm: Annotated[VllmConfig, Key("rollout.backend", "vllm", "remote")] = Field(default_factory=VllmConfig)
+
+
+def rollout_problems(rollout: RolloutConfig) -> Iterator[str]:
+    """What does not go together."""
+    yield from _adapter_problems(rollout)
+    if (rollout.backend == "remote") != bool(rollout.urls):
+        yield (
+            f"rollout.backend={rollout.backend} and rollout.urls={list(rollout.urls)}: backend remote needs "
+            "addresses of rollout servers, and other backends take none"
+        )
+    if twice := sorted({url for url in rollout.urls if rollout.urls.count(url) > 1}):
+        yield f"rollout.urls names {', '.join(twice)} more than once; a server is one address"
+    if rollout.backend == "jetstream" and rollout.jetstream.engine is not None:
+        yield from _engine_problems(rollout)
+    if (tokens := rollout.jetstream.cache_tokens) is not None and tokens < rollout.max_model_len:
+        yield (
+            f"rollout.jetstream.cache_tokens={tokens} holds no context of rollout.max_model_len="
+            f"{rollout.max_model_len}; raise it, or lower rollout.max_model_len"
+        )
+    folder = rollout.weight_folder
+    if rollout.weight_transport == "tensorstore" and (rollout.backend != "remote" or folder is None):
+        yield (
+            f"rollout.weight_transport=tensorstore with rollout.backend={rollout.backend} and rollout.weight_folder="
+            f"{folder}: it is for remote servers that see a folder or bucket; set rollout.weight_folder, or "
+            "rollout.weight_transport=files"
+        )
+    is_bucket = folder is not None and "://" in folder
+    # A rollout server with a jetstream engine reads from buckets.
+    if is_bucket and rollout.weight_transport == "files" and rollout.backend != "jetstream":
+        yield (
+            f"rollout.weight_folder={folder} is no folder of this machine; set rollout.weight_transport=tensorstore, "
+            "which writes to buckets"
+        )
+
+
+def _adapter_problems(rollout: RolloutConfig) -> Iterator[str]:
+    if not rollout.adapters:
+        return
+    if rollout.backend == "jetstream" and (rollout.deterministic or rollout.jetstream.engine is not None):
+        key = "rollout.deterministic" if rollout.deterministic else "rollout.jetstream.engine"
+        yield f"rollout.adapters cannot be served with {key}; remove one of them"
+
+
+def _engine_problems(rollout: RolloutConfig) -> Iterator[str]:
+    """What an engine that a user brings cannot do."""
+    where = f"rollout.jetstream.engine={rollout.jetstream.engine}"
+    if rollout.temperature != 1 or rollout.eval_temperature not in (0, 1):
+        yield (
+            f"{where} reports log-probs of the raw logits, but rollout.temperature={rollout.temperature:g} and "
+            f"eval_temperature={rollout.eval_temperature:g}; set temperature to 1 and eval_temperature to 0 or 1"
+        )
+    if rollout.deterministic:
+        yield f"{where} is not the learner's program; remove it, or set rollout.deterministic=false"

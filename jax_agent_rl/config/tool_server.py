@@ -1,0 +1,182 @@
+"""Settings of the tool server: one frozen tree, from YAML and ``a.b=c`` overrides, all problems reported at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from jax_agent_rl.config.base import Positive, Section
+from jax_agent_rl.config.conditions import Condition, Key, unused
+from jax_agent_rl.config.loading import build_tree, read_tree
+from jax_agent_rl.utils.network import token_from
+
+Seconds = Annotated[float, Field(gt=0)]
+
+
+class LimitSettings(Section):
+    """What one program a model wrote may use."""
+
+    wall_seconds: Seconds = Field(default=10.0, description="Of one run, or of one command in a session.")
+    cpu_seconds: Positive = Field(default=10, description="Of each process of a run.")
+    session_cpu_seconds: Positive = Field(default=300, description="Of each process of a session, over its whole life.")
+    memory_mb: Positive = Field(default=1024, description="Of all processes of a program together, and of each one.")
+    processes: Positive = Field(default=64, description="Processes and threads at the same time.")
+    disk_mb: Positive = Field(default=64, description="Of each writable folder (they are in memory).")
+    output_kb: Positive = Field(default=256, description="Output of one run or command; more ends the program.")
+
+
+class SearchSettings(Section):
+    """The search tool."""
+
+    corpus: str | None = Field(
+        default=None, description='JSON Lines of {"id", "contents"}; the first line is the title.'
+    )
+    encoder: str | None = Field(
+        default=None, description="Folder of a sentence-transformers model: search by meaning; null: by words (BM25)."
+    )
+    query_prompt: Annotated[str, Key("search.encoder")] = Field(
+        default="", description="Put before a query for the encoder, e.g. 'query: ' (E5)."
+    )
+    passage_prompt: Annotated[str, Key("search.encoder")] = Field(
+        default="", description="Put before a passage for the encoder, e.g. 'passage: ' (E5)."
+    )
+    index: str | None = Field(
+        default=None,
+        description="Folder of the index, made if missing; default CORPUS.bm25s, with an encoder CORPUS.dense.",
+    )
+    topk: Positive = Field(default=3, description="Passages an answer has.")
+
+
+class SqlSettings(Section):
+    """The SQL tool."""
+
+    databases: str | None = Field(
+        default=None, description="Folder of SQLite files; extra_fields.db_id names one of them."
+    )
+    max_rows: Positive = Field(default=50, description="Rows an answer shows.")
+
+
+class PageSettings(Section):
+    """The text page tool."""
+
+    root: str | None = Field(
+        default=None, description="Folder of the .html, .md and .txt pages; nothing else can be opened."
+    )
+    page_chars: Positive = Field(default=3000, description="Characters shown at a time.")
+
+
+class ImageSettings(Section):
+    """The image zoom tool."""
+
+    root: str | None = Field(default=None, description="Folder from which extra_fields.images may name files.")
+    max_pixels: Positive = Field(default=16_000_000, description="Of an image that is opened.")
+    max_side: Positive = Field(default=1024, description="Longest side of an image that is returned.")
+
+
+class JudgeSettings(Section):
+    """The judge."""
+
+    max_tests: Positive = Field(default=32, description="Tests of extra_fields that are run, from the first.")
+
+
+class McpSettings(Section):
+    """The MCP gateway. Servers run beside this server, outside the sandbox: they are yours, not the model's."""
+
+    servers: dict[str, str | list[str]] = Field(
+        default_factory=dict, description="Name -> URL of a streamable HTTP server, or the command of a stdio one."
+    )
+    call_seconds: Seconds = Field(default=30.0, description="Seconds one call may take.")
+
+
+def _of_tool(name: str) -> Condition:
+    """A tool is served, or tools of the user's own, which may read any setting."""
+    return Key("tools", name) | Key("tool_path")
+
+
+class ToolServerSettings(Section):
+    """A tool server."""
+
+    host: str = Field(default="127.0.0.1", description="Address to listen on; anything but loopback needs token_env.")
+    port: Annotated[int, Field(ge=0, le=65535)] = Field(
+        default=5000, description="Port to listen on; 0 takes a free one."
+    )
+    token_env: str | None = Field(
+        default=None, description="Environment variable that holds the token clients must send."
+    )
+    workers: Positive = Field(default=1, description="Worker processes; a trajectory stays with one of them.")
+    tools: tuple[str, ...] = Field(
+        default=("python",), description="Tools in order: the first that accepts an action acts."
+    )
+    tool_path: str | None = Field(default=None, description="Python file or module with further ServerTool classes.")
+    done_if_invalid: bool = Field(default=False, description="An action that no tool accepts ends its trajectory.")
+    sandbox: Literal["bubblewrap", "unsafe_local"] = Field(
+        default="bubblewrap", description="unsafe_local: models' programs run with this user's rights, unprotected."
+    )
+    python: str | None = Field(default=None, description="Interpreter that programs get; default: the server's own.")
+    max_running: Positive = Field(default=16, description="Programs at the same time, per worker; more wait.")
+    max_environments: Positive = Field(default=1024, description="Open environments per worker; more are refused.")
+    idle_seconds: Seconds = Field(default=1800.0, description="An environment unused for this long is closed.")
+    step_seconds: Seconds = Field(
+        default=120.0, description="Seconds one action may take, waiting for a turn included."
+    )
+    max_batch: Positive = Field(default=1024, description="Actions in one request.")
+    max_request_mb: Positive = Field(default=64, description="Size of a request.")
+    stuck_seconds: Seconds = Field(
+        default=20.0, description="A worker that answers nothing for this long is killed, and another takes its place."
+    )
+    max_action_chars: Positive = Field(default=262_144, description="Longer actions are invalid, and not parsed.")
+    max_observation_chars: Positive = Field(default=20_000, description="Longer observations lose their middle.")
+    limits: LimitSettings = Field(default_factory=LimitSettings)
+    search: Annotated[SearchSettings, _of_tool("search")] = Field(default_factory=SearchSettings)
+    sql: Annotated[SqlSettings, _of_tool("sql")] = Field(default_factory=SqlSettings)
+    page: Annotated[PageSettings, _of_tool("page")] = Field(default_factory=PageSettings)
+    image: Annotated[ImageSettings, _of_tool("image_zoom")] = Field(default_factory=ImageSettings)
+    judge: Annotated[JudgeSettings, _of_tool("judge")] = Field(default_factory=JudgeSettings)
+    mcp: Annotated[McpSettings, _of_tool("mcp")] = Field(default_factory=McpSettings)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ToolServerSettings:
+        problems = []
+        if len(set(self.tools)) < len(self.tools) or not self.tools:
+            problems.append(f"tools={list(self.tools)} must name at least one tool, and each once")
+        needs = {
+            "search": ("search.corpus", self.search.corpus),
+            "sql": ("sql.databases", self.sql.databases),
+            "page": ("page.root", self.page.root),
+            "mcp": ("mcp.servers", self.mcp.servers),
+        }
+        problems += [
+            f"tools has {name!r}, so {key} must be set"
+            for name, (key, value) in needs.items()
+            if name in self.tools and not value
+        ]
+        if self.step_seconds <= self.limits.wall_seconds:
+            problems.append(
+                f"step_seconds={self.step_seconds:g} must be more than limits.wall_seconds={self.limits.wall_seconds:g}"
+            )
+        problems += unused(self)
+        if problems:
+            raise ValueError("\n".join(problems))
+        return self
+
+    @property
+    def python_path(self) -> Path | None:
+        """``python`` as a path."""
+        return Path(self.python) if self.python else None
+
+    @property
+    def token(self) -> str | None:
+        """The token clients must send.
+
+        Raises:
+            ConfigError: the environment variable is not set.
+        """
+        return token_from(self.token_env, key="token_env")
+
+
+def load_settings(path: Path | None, overrides: Sequence[str]) -> ToolServerSettings:
+    """Reads a YAML file, if any, and applies overrides; raises :class:`ConfigError` with all problems."""
+    return build_tree(ToolServerSettings, read_tree(path) if path else {}, overrides)

@@ -1,0 +1,199 @@
+"""The machine: interpreter, packages, cores, memory, disk, limits, ports."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import shutil
+import socket
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from importlib import metadata
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+from jax_agent_rl.deploy.doctor.findings import Finding, Say
+from jax_agent_rl.utils.cache import cache_root
+
+DISTRIBUTION = "jax_agent_rl"
+MIN_PYTHON = (3, 11)
+MIN_DISK = 2 << 30
+MIN_DESCRIPTORS = 4096
+MIN_PROCESSES = 1024
+DEFAULT_PORTS = {5000: "tool-server", 8000: "serve", 8100: "rollout-server"}
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+async def interpreter(say: Say) -> Iterable[Finding]:
+    """Python and platform."""
+    version = ".".join(map(str, sys.version_info[:3]))
+    text = f"Python {version} on {platform.system()} {platform.machine()}"
+    if sys.version_info < MIN_PYTHON:
+        return [say.fail(f"{text}: Python {'.'.join(map(str, MIN_PYTHON))} or newer is needed")]
+    if platform.system() != "Linux":
+        return [say.warn(f"{text}: the sandbox of the tool server needs Linux; run that on another machine")]
+    return [say.ok(text)]
+
+
+async def packages(say: Say) -> Iterable[Finding]:
+    """Everything the package needs, in versions it takes; which extras are complete."""
+    try:
+        requirements = metadata.requires(DISTRIBUTION) or []
+    except metadata.PackageNotFoundError:
+        return [say.warn(f"{DISTRIBUTION} is not installed, so versions are not compared; run: pip install -e .")]
+    wrong = list(missing(requirements, extra=None))
+    if wrong:
+        return [say.fail(f"{problem}; run: pip install --upgrade {DISTRIBUTION}") for problem in wrong]
+    names = metadata.metadata(DISTRIBUTION).get_all("Provides-Extra") or []
+    complete = [name for name in names if not list(missing(requirements, extra=name))]
+    jax, flax = metadata.version("jax"), metadata.version("flax")
+    return [
+        say.ok(
+            f"{DISTRIBUTION} {metadata.version(DISTRIBUTION)}, jax {jax}, flax {flax}; all requirements met; complete "
+            f"extras: {', '.join(complete) or 'none'}"
+        )
+    ]
+
+
+def missing(requirements: Sequence[str], *, extra: str | None) -> Iterator[str]:
+    """What is not installed, or in a version that is not taken.
+
+    Args:
+        requirements: as a distribution's metadata has them.
+        extra: those of this extra alone; None: those without one.
+    """
+    for text in requirements:
+        requirement = Requirement(text)
+        always, asked = (_applies(requirement, of) for of in ("", extra or ""))
+        if not asked or (extra and always):
+            continue
+        if requirement.name == DISTRIBUTION:  # an extra made of others
+            for inner in sorted(requirement.extras):
+                yield from missing(requirements, extra=inner)
+            continue
+        try:
+            found = metadata.version(requirement.name)
+        except metadata.PackageNotFoundError:
+            yield f"{requirement.name}{requirement.specifier} is not installed"
+            continue
+        if not requirement.specifier.contains(found, prereleases=True):
+            yield f"{requirement.name} {found} is installed, {requirement.specifier} is needed"
+
+
+def _applies(requirement: Requirement, extra: str) -> bool:
+    return requirement.marker is None or requirement.marker.evaluate({"extra": extra})
+
+
+def require_extra(say: Say, extra: str, why: str) -> Finding:
+    """Whether the packages of an extra are there.
+
+    Args:
+        why: the setting that needs it.
+    """
+    try:
+        requirements = metadata.requires(DISTRIBUTION) or []
+    except metadata.PackageNotFoundError:
+        requirements = []
+    if not any(f'extra == "{extra}"' in text for text in requirements):
+        return say.warn(
+            f"{why} needs the extra {extra!r}, which the installed {DISTRIBUTION} does not list; reinstall it"
+        )
+    wrong = list(missing(requirements, extra=extra))
+    if wrong:
+        return say.fail(f"{why} needs the extra {extra!r} ({'; '.join(wrong)}): pip install '{DISTRIBUTION}[{extra}]'")
+    return say.ok(f"the extra {extra!r}, for {why}, is complete")
+
+
+async def processors(say: Say) -> Iterable[Finding]:
+    """Cores and memory that this process may use: of the machine, or of its container."""
+    cores, memory = usable_cores(), usable_memory()
+    text = f"{cores:g} cores, {gib(memory)} of memory"
+    if cores < 2:
+        return [say.warn(f"{text}: tools and engine will wait for each other; 2 cores or more are better")]
+    return [say.ok(text)]
+
+
+def usable_cores() -> float:
+    """By affinity and the container's quota."""
+    cores = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    quota, _, period = _read(_CGROUP / "cpu.max").partition(" ")
+    return min(cores, int(quota) / int(period)) if quota.isdigit() and period.isdigit() else cores
+
+
+def usable_memory() -> int:
+    """Bytes."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = _read(_CGROUP / "memory.max")
+    return min(memory, int(limit)) if limit.isdigit() else memory
+
+
+def disk(say: Say, folder: Path, *, need: int, key: str) -> Finding:
+    """Whether a folder can be written, and what fits in it.
+
+    Args:
+        need: bytes a run will write there.
+        key: the setting that names it.
+    """
+    place = folder.expanduser().absolute()
+    while not place.exists():
+        place = place.parent
+    if not os.access(place, os.W_OK):
+        return say.fail(f"{key}={folder}: {place} cannot be written; choose another")
+    free = shutil.disk_usage(place).free
+    if free < need:
+        return say.fail(
+            f"{key}={folder}: {gib(free)} are free, about {gib(need)} needed; make space, or choose another"
+        )
+    return say.ok(f"{key}={folder}: {gib(free)} free")
+
+
+async def cache_disk(say: Say) -> Iterable[Finding]:
+    """Where models and compiled programs are kept."""
+    return [disk(say, cache_root(), need=MIN_DISK, key="JAX_AGENT_RL_CACHE")]
+
+
+async def limits(say: Say) -> Iterable[Finding]:
+    """What the shell allows a process."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    processes, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    findings = []
+    if files != resource.RLIM_INFINITY and files < MIN_DESCRIPTORS:
+        findings.append(say.warn(f"at most {files} open files; many connections need more: ulimit -n {1 << 16}"))
+    if processes != resource.RLIM_INFINITY and processes < MIN_PROCESSES:
+        findings.append(say.warn(f"at most {processes} processes; the sandbox starts many: ulimit -u {1 << 15}"))
+    return findings or [say.ok(f"open files {_limit(files)}, processes {_limit(processes)}")]
+
+
+async def ports(say: Say) -> Iterable[Finding]:
+    """Whether the servers' usual ports are free."""
+    taken = [f"{port} ({name})" for port, name in DEFAULT_PORTS.items() if not is_free("127.0.0.1", port)]
+    if taken:
+        return [say.warn(f"in use: {', '.join(taken)}; fine if that is one of yours, else give another --port")]
+    return [say.ok(f"free: {', '.join(f'{port} ({name})' for port, name in DEFAULT_PORTS.items())}")]
+
+
+def is_free(host: str, port: int) -> bool:
+    """Whether a server could listen there."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: a closed one may linger
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+    return True
+
+
+def gib(size: float) -> str:
+    """Bytes for people."""
+    return f"{size / (1 << 30):.1f} GiB"
+
+
+def _limit(value: int) -> str:
+    return "unlimited" if value == resource.RLIM_INFINITY else str(value)
+
+
+def _read(file: Path) -> str:
+    return file.read_text().strip() if file.is_file() else ""

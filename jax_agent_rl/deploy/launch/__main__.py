@@ -1,0 +1,193 @@
+"""The command line of ``./launch/gpu.sh``."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import secrets
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from jax_agent_rl.deploy.launch import placement, plan, settings
+from jax_agent_rl.deploy.launch.arguments import port, positive
+from jax_agent_rl.deploy.launch.clock import Clock
+from jax_agent_rl.deploy.launch.hosts import Host, inspect, make_hosts, require_free_port
+from jax_agent_rl.deploy.launch.runner import Interrupted, Runner, secrets_of
+from jax_agent_rl.errors import LaunchError
+from jax_agent_rl.utils.interrupt import EXIT_CODE
+
+ROOT = Path(__file__).parents[3]
+_ASSUMED_GPUS = 8
+
+
+def parser() -> argparse.ArgumentParser:
+    """All options; ``--help`` is their documentation."""
+    result = argparse.ArgumentParser(
+        prog="gpu.sh",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Train with vLLM rollout servers and a JAX learner, on one CUDA host or several.",
+        epilog=_EPILOG,
+    )
+    add = result.add_argument
+    add("overrides", nargs="*", metavar="a.b=c", help="configuration keys, for servers and learner")
+    add("--config", type=Path, metavar="FILE", help="YAML configuration; default the quickstart, with model and data")
+    add("--resume", action="store_true", help="go on from the newest checkpoint of run_dir")
+    add("--dry-run", action="store_true", help="print the commands of every host in order, and run none")
+    add(
+        "--hosts",
+        type=_comma_separated,
+        default=[],
+        metavar="H1,H2,…",
+        help="[user@]hosts of a Ray cluster, this machine first, by the addresses they reach each other at; the others "
+        "need ssh without a password, and this folder, the configuration and the model at the same paths. "
+        "Default: this machine alone, without Ray",
+    )
+    add("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: vLLM's CPU build and the learner on CPUs")
+    add(
+        "--gpus-per-host",
+        type=positive,
+        metavar="N",
+        help=f"use the first N GPUs of every host; default all (a dry run asks no host and assumes {_ASSUMED_GPUS})",
+    )
+    add("--learner-gpus", type=_indices, metavar="0,1", help="GPUs of the first host that are the learner's")
+    add("--server-gpus", type=_indices, metavar="2,3", help="GPUs of the first host that serve")
+    add("--port", type=port, default=8100, metavar="P", help="of each host's first server; the next count up (8100)")
+    add("--ray-port", type=port, default=6379, metavar="P", help="of Ray's head, on several hosts (6379)")
+    add("--start-timeout", type=positive, default=1800, metavar="S", help="seconds until servers are healthy (1800)")
+    add("--no-install", action="store_true", help="the environment is there already, on every host")
+    return result
+
+
+_EPILOG = f"""\
+{(placement.__doc__ or "").partition("are the learner's and which the rollout servers'.")[2].strip().replace("``", "")}
+
+Environment: JAX_AGENT_RL_VENV (default .venv-gpu, on CPUs .venv-vllm), PYTHON (of the launcher itself),
+CUDA_VISIBLE_DEVICES (restricts the GPUs of this machine).
+
+Exit status: the learner's; 1 if a host, a server or Ray failed; 2 for a wrong command line; 130 after Ctrl-C.
+
+examples:
+  ./launch/gpu.sh trainer.steps=20                       the quickstart on this machine's GPUs
+  ./launch/gpu.sh --config my.yaml learner.mesh.fsdp=4 rollout.vllm.tensor_parallel_size=2
+  ./launch/gpu.sh --hosts 10.0.0.1,10.0.0.2 --config my.yaml --dry-run
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs a launch; its exit status."""
+    arguments = parser().parse_intermixed_args(argv)
+    try:
+        settings.refuse_own_keys(arguments.overrides)
+        options = _options(arguments)
+        hosts = make_hosts(arguments.hosts, resolve=not arguments.dry_run)
+        if arguments.dry_run:
+            _print_dry_run(hosts, options, arguments)
+            return 0
+        return asyncio.run(_launch(hosts, options, arguments))
+    except LaunchError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except Interrupted:
+        return EXIT_CODE
+
+
+def _options(arguments: argparse.Namespace) -> plan.Options:
+    folder = ".venv-gpu" if arguments.device == "cuda" else ".venv-vllm"
+    return plan.Options(
+        device=arguments.device,
+        root=ROOT,
+        venv=Path(os.environ.get("JAX_AGENT_RL_VENV", ROOT / folder)).absolute(),
+        config=arguments.config.absolute() if arguments.config else None,
+        overrides=tuple(arguments.overrides),
+        resume=arguments.resume,
+        ray_port=arguments.ray_port,
+        install=not arguments.no_install,
+    )
+
+
+def _print_dry_run(hosts: Sequence[Host], options: plan.Options, arguments: argparse.Namespace) -> None:
+    python = Path(options.program("python"))
+    if python.is_file():
+        chosen = settings.read(python, options.config_file, options.overrides, root=options.root)
+    else:
+        chosen = settings.assume(options.config_file, options.overrides)
+    count = arguments.gpus_per_host or _ASSUMED_GPUS
+    if options.device == "cuda":
+        print(f"# {count} GPU(s) on every host (--gpus-per-host): a dry run does not ask them")
+    spread = _place(hosts, {host: list(range(count)) for host in hosts}, chosen, arguments)
+    lines = plan.lines_of_preparation(plan.prepare(hosts, options), options)
+    lines += plan.lines_of_plan(plan.make_plan(hosts, spread, chosen, options), options)
+    print("\n".join(lines))
+
+
+async def _launch(hosts: Sequence[Host], options: plan.Options, arguments: argparse.Namespace) -> int:
+    say = Clock()
+    runner = Runner(root=options.root, say=say, secrets=secrets_of(secrets.token_hex(32), secrets.token_hex(32)))
+    async with runner.until_interrupted():
+        gpus = await asyncio.to_thread(inspect, hosts, options.device, options.root)
+        for host, found in gpus.items():
+            say(f"{host.name}: " + (f"{len(found)} x {found[0].name}, driver {found[0].driver}" if found else "CPUs"))
+        await runner.prepare(plan.prepare(hosts, options))
+        chosen = settings.read(
+            Path(options.program("python")), options.config_file, options.overrides, root=options.root
+        )
+        indices = {host: [gpu.index for gpu in found] for host, found in gpus.items()}
+        spread = _place(hosts, _first(indices, arguments.gpus_per_host), chosen, arguments)
+        _describe(spread, say)
+        _require_free_ports(hosts, spread, options)
+        return await runner.run(plan.make_plan(hosts, spread, chosen, options), start_seconds=arguments.start_timeout)
+
+
+def _first(indices: dict[Host, list[int]], count: int | None) -> dict[Host, list[int]]:
+    """The first ``count`` GPUs of every host; all if it is None."""
+    for host, present in indices.items():
+        if present and count and len(present) < count:
+            raise LaunchError(f"{host.name} has {len(present)} usable GPU(s), --gpus-per-host wants {count}")
+    return {host: present[:count] for host, present in indices.items()}
+
+
+def _place(
+    hosts: Sequence[Host], gpus: dict[Host, list[int]], chosen: settings.Settings, arguments: argparse.Namespace
+) -> placement.Placement:
+    if arguments.device == "cpu":
+        return placement.place_on_cpus(hosts, port=arguments.port)
+    return placement.place(
+        gpus,
+        chosen,
+        port=arguments.port,
+        learner_gpus=arguments.learner_gpus,
+        server_gpus=arguments.server_gpus,
+    )
+
+
+def _describe(spread: placement.Placement, say: Clock) -> None:
+    for server in spread.servers:
+        say(f"{server.name}: {server.host.name}, port {server.port}, {_named(server.gpus)}")
+    say(f"learner: this machine, {_named(spread.learner_gpus)}")
+
+
+def _named(gpus: Sequence[int]) -> str:
+    return f"GPU {', '.join(map(str, gpus))}" if gpus else "CPUs"
+
+
+def _require_free_ports(hosts: Sequence[Host], spread: placement.Placement, options: plan.Options) -> None:
+    """Of this machine; each Ray actor looks after its own."""
+    for server in spread.servers:
+        if server.host.local:
+            require_free_port(server.host.name, server.host.address, server.port, option="--port")
+    if len(hosts) > 1:
+        require_free_port(hosts[0].name, hosts[0].address, options.ray_port, option="--ray-port")
+
+
+def _comma_separated(text: str) -> list[str]:
+    return [part for part in text.split(",") if part]
+
+
+def _indices(text: str) -> list[int]:
+    return [int(part) for part in _comma_separated(text)]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,274 @@
+"""Runs a plan: starts its processes in order, shows what they say, and ends all of them whatever happens."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import time
+import urllib.error
+import urllib.request
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from jax_agent_rl.deploy.launch.hosts import Command
+from jax_agent_rl.deploy.launch.plan import LONGEST_GRACE, RAY_TOKEN, TOKEN, Plan, Preparation
+from jax_agent_rl.errors import LaunchError
+from jax_agent_rl.rollout.http import wire
+
+Say = Callable[[str], None]
+T = TypeVar("T")
+_POLL_SECONDS = 0.5
+_PROGRESS_SECONDS = 15.0
+_DIRECTLY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""Servers are in this network, whatever proxy the environment names."""
+_SAVE_SECONDS = 60.0
+"""What the learner may take to save a checkpoint after a server has failed."""
+_SSH_SECONDS = 10.0
+"""More than a tether's grace: what ssh may take to say that the other side has ended."""
+
+
+class Interrupted(Exception):
+    """Ctrl-C or SIGTERM."""
+
+
+def heard_by(event: asyncio.Event) -> None:
+    """From here on SIGINT, SIGTERM and SIGHUP (the terminal is gone) set the event, and no other one."""
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        loop.add_signal_handler(number, event.set)
+
+
+class Process:
+    """A started command and its output."""
+
+    def __init__(self, command: Command, process: asyncio.subprocess.Process, say: Say) -> None:
+        self.command = command
+        self._process = process
+        self.ended: asyncio.Task[int] = asyncio.create_task(self._follow(say))
+
+    @classmethod
+    async def start(cls, command: Command, *, root: Path, secrets: Mapping[str, str] | None, say: Say) -> Process:
+        """Starts a command.
+
+        Args:
+            secrets: variables for a tethered command, through its standard input; None: it is not tethered and has
+                no input.
+
+        Raises:
+            LaunchError: the program does not exist.
+        """
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *command.local_argv(root),
+                cwd=root,
+                stdin=asyncio.subprocess.DEVNULL if secrets is None else asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C comes to the launcher alone
+            )
+        except OSError as error:
+            raise LaunchError(f"{command.name}: cannot run {error.filename}: {error.strerror}") from None
+        if process.stdin is not None:
+            process.stdin.write(json.dumps(secrets).encode() + b"\n")
+        return cls(command, process, say)
+
+    async def _follow(self, say: Say) -> int:
+        """Shows the output line by line; the exit status."""
+        assert self._process.stdout is not None
+        rest = b""
+        while block := await self._process.stdout.read(1 << 16):
+            *lines, rest = (rest + block).replace(b"\r\n", b"\n").split(b"\n")
+            for line in lines:
+                say(f"[{self.command.name}] {line.decode(errors='replace')}")
+        if rest:
+            say(f"[{self.command.name}] {rest.decode(errors='replace')}")
+        return await self._process.wait()
+
+    def interrupt(self, number: int = signal.SIGINT) -> None:
+        """What Ctrl-C in its terminal would do: a signal to the whole process group."""
+        if not self.ended.done():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, number)
+
+    async def stop(self) -> None:
+        """Lets go of the tether and waits until everything behind it has ended."""
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        else:
+            self.interrupt()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(self.ended), LONGEST_GRACE + _SSH_SECONDS)
+        self.interrupt(signal.SIGKILL)
+        await self.ended
+
+
+class Runner:
+    """Processes that live and die together.
+
+    Args:
+        root: folder that local commands run in.
+        say: takes a line for the screen.
+        secrets: variables of tethered commands.
+    """
+
+    def __init__(self, *, root: Path, say: Say, secrets: Mapping[str, str]) -> None:
+        self._root, self._say, self._secrets = root, say, secrets
+        self._stages: list[list[Process]] = []  # what was started at the same time ends at the same time
+        self._interrupt = asyncio.Event()
+
+    @contextlib.asynccontextmanager
+    async def until_interrupted(self) -> AsyncIterator[None]:
+        """SIGINT, SIGTERM and SIGHUP end what runs inside; on leaving nothing is left."""
+        heard_by(self._interrupt)
+        try:
+            yield
+        finally:
+            while self._stages:
+                stage = self._stages.pop()
+                if names := [process.command.name for process in stage if not process.ended.done()]:
+                    self._say(f"stopping {', '.join(names)}")
+                await asyncio.gather(*(process.stop() for process in stage))
+
+    async def prepare(self, preparation: Preparation) -> None:
+        """Environments, all hosts at once; then model and data.
+
+        Raises:
+            LaunchError: a command failed; its output is on the screen.
+            Interrupted: by a signal.
+        """
+        if preparation.environment:
+            await self._all_succeed(preparation.environment)
+        for command in preparation.data:
+            await self._all_succeed([command])
+
+    async def _all_succeed(self, commands: Sequence[Command]) -> None:
+        processes = await self._start(commands, tethered=False)
+        statuses = await self._watch(asyncio.gather(*(asyncio.shield(process.ended) for process in processes)), ())
+        self._stages.pop()
+        failed = [c for c, status in zip(commands, statuses, strict=True) if status]
+        if failed:
+            raise LaunchError("\n".join(f"{c.host.name}: {' '.join(c.argv)} failed, see above" for c in failed))
+
+    async def run(self, plan: Plan, *, start_seconds: float) -> int:
+        """Starts everything and waits for the learner.
+
+        Args:
+            start_seconds: most time the rollout servers may take until all are healthy.
+
+        Returns:
+            The learner's exit status.
+
+        Raises:
+            LaunchError: a process ended that should not have, or servers did not become healthy.
+            Interrupted: by a signal, before the learner ran.
+        """
+        if plan.cluster:
+            head, *workers = plan.cluster
+            self._say(f"starting Ray on {', '.join(command.host.name for command in plan.cluster)}")
+            await self._start([head])
+            await self._watch(self._until_listening(head), self._running)
+            await self._start(workers)
+        await self._start(plan.servers)
+        await self._watch(self._until_healthy(plan.urls, start_seconds), self._running)
+        return await self._train(plan.learner)
+
+    async def _train(self, command: Command) -> int:
+        self._say("starting the learner")
+        others = self._running
+        (learner,) = await self._start([command])
+        try:
+            return await self._watch(asyncio.shield(learner.ended), others)
+        except Interrupted:
+            self._say("interrupted: the learner saves a checkpoint (once more to end it at once)")
+            self._interrupt.clear()
+        except LaunchError:
+            learner.interrupt()  # what it has learnt so far is saved
+            with contextlib.suppress(Interrupted, LaunchError, TimeoutError):
+                await asyncio.wait_for(self._watch(asyncio.shield(learner.ended), ()), _SAVE_SECONDS)
+            raise
+        learner.interrupt()
+        with contextlib.suppress(Interrupted):
+            return await self._watch(asyncio.shield(learner.ended), others)
+        return 128 + signal.SIGINT
+
+    @property
+    def _running(self) -> list[Process]:
+        return [process for stage in self._stages for process in stage]
+
+    async def _start(self, commands: Sequence[Command], *, tethered: bool = True) -> list[Process]:
+        stage: list[Process] = []
+        self._stages.append(stage)
+        for command in commands:
+            secrets = self._secrets if tethered else None
+            stage.append(await Process.start(command, root=self._root, secrets=secrets, say=self._say))
+        return stage
+
+    async def _watch(self, wanted: Awaitable[T], processes: Sequence[Process]) -> T:
+        """Awaits, but not past an interruption or the end of one of the processes."""
+        work = asyncio.ensure_future(wanted)
+        interrupt = asyncio.ensure_future(self._interrupt.wait())
+        try:
+            await asyncio.wait([work, interrupt, *(p.ended for p in processes)], return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                return work.result()
+            if interrupt.done():
+                raise Interrupted
+            raise _death(next(p for p in processes if p.ended.done()))
+        finally:
+            interrupt.cancel()
+            work.cancel()
+            await asyncio.gather(work, interrupt, return_exceptions=True)
+
+    # --- waiting ----------------------------------------------------------------------------------------------
+
+    async def _until_listening(self, command: Command) -> None:
+        port = int(next(word for word in command.argv if word.startswith("--port=")).partition("=")[2])
+        while True:
+            with contextlib.suppress(OSError), socket.create_connection((command.host.address, port), timeout=1):
+                return
+            await asyncio.sleep(_POLL_SECONDS)
+
+    async def _until_healthy(self, urls: Mapping[str, str], limit: float) -> None:
+        waiting, begin = dict(urls), time.monotonic()
+        report = begin
+        self._say(f"waiting for {len(waiting)} rollout server(s)")
+        while waiting:
+            answers = await asyncio.gather(*(asyncio.to_thread(self._is_healthy, url) for url in waiting.values()))
+            for name, healthy in zip(list(waiting), answers, strict=True):
+                if healthy:
+                    self._say(f"{name} is healthy at {waiting.pop(name)} ({time.monotonic() - begin:.0f} s)")
+            elapsed = time.monotonic() - begin
+            names = ", ".join(f"{name} ({url})" for name, url in waiting.items())
+            if waiting and elapsed > limit:
+                raise LaunchError(f"after {limit:g} s these servers are not healthy: {names}; see --start-timeout")
+            if waiting and time.monotonic() - report > _PROGRESS_SECONDS:
+                report = time.monotonic()
+                self._say(f"{elapsed:.0f} s: waiting for {names}")
+            await asyncio.sleep(_POLL_SECONDS if waiting else 0)
+
+    def _is_healthy(self, url: str) -> bool:
+        headers = {wire.PROTOCOL_HEADER: str(wire.PROTOCOL_VERSION), "Authorization": f"Bearer {self._secrets[TOKEN]}"}
+        try:
+            with urllib.request.urlopen(
+                urllib.request.Request(f"{url}/v1/health", headers=headers), timeout=5
+            ) as answer:
+                return bool(json.load(answer)["ok"])
+        except urllib.error.HTTPError as error:
+            raise LaunchError(f"{url}: another program answers there (HTTP {error.code}); choose --port") from None
+        except (OSError, ValueError, KeyError):
+            return False
+
+
+def _death(process: Process) -> LaunchError:
+    command, status = process.command, process.ended.result()
+    return LaunchError(f"{command.name} on {command.host.name} ended (exit status {status}), see its last lines above")
+
+
+def secrets_of(token: str, ray_token: str) -> dict[str, str]:
+    """What tethered commands get on standard input."""
+    return {TOKEN: token, RAY_TOKEN: ray_token}

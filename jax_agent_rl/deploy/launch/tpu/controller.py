@@ -1,0 +1,391 @@
+"""A run on slices that may be taken back, from nothing to its exit status.
+
+::
+
+    slices ready ─► copy ─► install ─► prepare ─► start on all hosts ─► follow all ─┬─► ended ─► delete
+         ▲                                                                          │
+         └── delete, make anew, --auto-resume ◄── taken back? ◄── a host is lost ◄──┘
+
+With rollout servers: they are started first, and the others once they serve; they end when the learner has. A secret,
+new at every start, keeps others out.
+
+Every stage happens on all hosts at the same time. Whatever fails, the state of the slices decides whether it counts as
+a preemption, which is made good a bounded number of times, or as a failure of the run. A launcher that has lost sight
+of the run (the network here, an expired login) deletes nothing. What nobody may be there to repeat, a slice made anew
+or given back, is tried for more than an hour.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from secrets import token_hex
+from typing import TypeVar
+
+from jax_agent_rl.deploy.launch.hosts import Command
+from jax_agent_rl.deploy.launch.runner import Interrupted, heard_by
+from jax_agent_rl.deploy.launch.tpu import archive, job, remote
+from jax_agent_rl.deploy.launch.tpu.fleet import Fleet
+from jax_agent_rl.deploy.launch.tpu.gcloud import Gcloud
+from jax_agent_rl.deploy.launch.tpu.job import Job, Worker
+from jax_agent_rl.deploy.launch.tpu.logs import Logs
+from jax_agent_rl.deploy.launch.tpu.retry import patiently, pauses
+from jax_agent_rl.deploy.launch.tpu.slices import Addresses, Preempted, State
+from jax_agent_rl.deploy.launch.tpu.ssh import Connections
+from jax_agent_rl.errors import LaunchError
+
+T = TypeVar("T")
+_FIRST_TRIES = 4
+"""How often to try to reach a host for the first time."""
+_LOOKS = 5
+"""How often to see whether a slice was taken back, once a run has failed: its state follows some seconds later."""
+_OTHERS_SECONDS = 60.0
+"""What the other hosts get to end by themselves once one has failed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """How far the launcher goes.
+
+    Attributes:
+        keep: leave the slices when the run has ended.
+        max_preemptions: after so many the run is given up.
+        poll: seconds between two looks at the slices' state.
+    """
+
+    keep: bool
+    max_preemptions: int
+    poll: float
+
+
+class Campaign:
+    """Runs a job on slices.
+
+    Args:
+        root: the project's folder.
+        logs: what hosts say goes there.
+        say: takes a line for the screen.
+    """
+
+    def __init__(
+        self, task: Job, slices: Fleet, cloud: Gcloud, policy: Policy, *, root: Path, logs: Logs, say: Callable
+    ) -> None:
+        self._job, self._slices, self._cloud, self._policy = task, slices, cloud, policy
+        self._root, self._logs, self._say = root, logs, say
+        self._connections = Connections(root)
+        self._interrupt = asyncio.Event()
+        self._begun = False  # there may be checkpoints of this run
+        self.preemptions = 0
+
+    @contextlib.asynccontextmanager
+    async def until_interrupted(self) -> AsyncIterator[None]:
+        """Ctrl-C and SIGTERM are heard inside; on leaving, no process of this machine is left."""
+        heard_by(self._interrupt)
+        try:
+            yield
+        finally:
+            await self._connections.stop()
+
+    async def run(self, hosts_of: Callable[[Addresses], list[Worker]], *, resume: bool) -> int:
+        """The run, through all preemptions; its exit status.
+
+        Args:
+            hosts_of: the workers at these addresses.
+            resume: go on from the newest checkpoint.
+
+        Raises:
+            LaunchError: a slice cannot be had, a stage failed, or too many preemptions.
+            Interrupted: before there was a run to interrupt.
+        """
+        try:
+            status = await self._until_ended(hosts_of, "--resume" if resume else None)
+            await self._conclude(status)
+        except LaunchError:
+            if self._slices.there:
+                self._say("the slice stays and costs: --delete takes it away")
+            raise
+        return status
+
+    async def _until_ended(self, hosts_of: Callable[[Addresses], list[Worker]], how: str | None) -> int:
+        while True:
+            try:
+                # The first time somebody looks on, and can begin again.
+                made = self._patiently(self._slices.ensure) if self.preemptions else self._slices.ensure()
+                hosts = await self._watch(made)
+                return await self._attempt(hosts_of(hosts), how)
+            except Preempted as event:
+                if self._interrupt.is_set():
+                    self._say(f"the slice was taken back ({event}), too; --delete clears it away")
+                    raise Interrupted from None
+                self.preemptions += 1
+                limit = self._policy.max_preemptions
+                if self.preemptions > limit:
+                    raise LaunchError(
+                        f"the slice was taken back {self.preemptions} times (--max-preemptions {limit}); what was "
+                        f"saved is in {self._job.kept}: go on with --resume"
+                    ) from None
+                self._say(f"preemption {self.preemptions} of at most {limit} ({event}): making the slice anew")
+                if self._job.kept is None:
+                    raise LaunchError("the slice was taken back, and without --bucket the run with it") from None
+                await self._watch(self._patiently(self._slices.delete_lost))
+                how = "--auto-resume" if self._begun else how
+
+    async def follow(self, workers: Sequence[Worker]) -> int:
+        """Attaches to a run that is under way, or shows what the last one said; its exit status.
+
+        Raises:
+            LaunchError: the slices have been taken back.
+        """
+        self._logs.found_run()
+        try:
+            return await self._follow(workers)
+        except Preempted as event:
+            raise LaunchError(
+                f"the slice was taken back ({event}); the command that started the run, with --resume, makes it anew"
+            ) from None
+
+    async def _attempt(self, workers: Sequence[Worker], how: str | None) -> int:
+        try:
+            if not await self._is_running(workers[0]):
+                await self._set_up(workers, how)
+        except LaunchError:
+            await self._raise_if_taken_back(looks=1)
+            raise
+        return await self._follow(workers)
+
+    async def _is_running(self, leader: Worker) -> bool:
+        """Whether a run of this name is under way on slices that were there before."""
+        if self._slices.created:
+            return False
+        answer = await self._watch(self._cloud.read(job.running(leader, self._job)))
+        if answer.split()[-1:] != ["yes"]:
+            return False
+        self._say("a run is under way there: following it")
+        self._begun = True
+        self._logs.found_run()
+        return True
+
+    async def _set_up(self, workers: Sequence[Worker], how: str | None) -> None:
+        cloud, task = self._cloud, self._job
+        config = {job.CONFIG: task.config.read_bytes()} if task.config else {}
+        with tempfile.TemporaryDirectory(prefix="jax_agent_rl-") as folder:
+            packed = Path(folder) / job.ARCHIVE
+            large = await self._watch(asyncio.to_thread(archive.pack, self._root, packed, extra=config))
+            size = packed.stat().st_size
+            self._say(f"copying the code to {len(workers)} host(s), {size / 1e6:.1f} MB each")
+            if large:
+                self._say(f"among it {', '.join(large)}: .gitignore keeps here what hosts need not have")
+            # Hosts that have just been made may not listen yet.
+            await self._stage([job.copy(cloud, worker, packed) for worker in workers], tries=_FIRST_TRIES)
+        what = "installing the environment (some minutes the first time)" if task.install else "unpacking"
+        self._say(f"{what}; then: {task.preparation}" if task.preparation else what)
+        await self._stage([job.set_up(cloud, worker, task) for worker in workers], task.secrets())
+        self._logs.new_run()
+        await self._start_run(workers, how)
+
+    async def _start_run(self, workers: Sequence[Worker], how: str | None) -> None:
+        cloud, task = self._cloud, self._job
+        serving = [worker for worker in workers if worker.serves]
+        urls, secrets = job.urls_of(serving, task), task.secrets(token_hex(32) if serving else None)
+        if serving:
+            # Those of an earlier start have newer weights than a checkpoint, and another secret.
+            await self._watch(self._signal(workers, "KILL"))
+            self._say(f"starting {len(serving)} rollout server(s)")
+            await self._stage([job.start(cloud, w, task, resume=None, urls=urls) for w in serving], secrets)
+            await self._stage([job.until_listening(cloud, worker, task) for worker in serving])
+        self._say("starting on all hosts")
+        self._begun = True
+        learning = [worker for worker in workers if not worker.serves]
+        await self._stage([job.start(cloud, worker, task, resume=how, urls=urls) for worker in learning], secrets)
+
+    async def _stage(
+        self, commands: Sequence[Command], secrets: Mapping[str, str] | None = None, *, tries: int = 1
+    ) -> None:
+        """The same on all hosts; all have to succeed, in so many tries."""
+        for pause in (*pauses(self._policy.poll, tries - 1), None):
+            statuses = await self._watch(self._connections.run_all(commands, self._say, secrets))
+            commands = [command for command, status in zip(commands, statuses, strict=True) if status]
+            if not commands:
+                return
+            names = ", ".join(command.name for command in commands)
+            if pause is None:
+                raise LaunchError(f"{names}: {_brief(commands[0])} failed, see above")
+            await self._raise_if_taken_back(looks=1)
+            self._say(f"{names}: trying again in {pause:.0f} s")
+            await self._watch(asyncio.sleep(pause))
+
+    # --- while it runs -----------------------------------------------------------------------------------------
+
+    async def _follow(self, workers: Sequence[Worker]) -> int:
+        self._say(f"logs: {self._logs.folder}")
+        learning = [worker for worker in workers if not worker.serves]
+        watching = [asyncio.ensure_future(self._follow_host(worker)) for worker in workers]
+        looking = asyncio.ensure_future(self._until_taken_back())
+        interrupt = asyncio.ensure_future(self._stop_when_interrupted(workers))
+        try:
+            statuses = await self._statuses(watching[: len(learning)], looking, interrupt)
+            await self._end_servers(workers, watching[len(learning) :])
+        except Preempted:
+            await self._save(workers, watching[0])
+            raise
+        finally:
+            tasks = [*watching, looking, interrupt]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        failed = {worker.name: status for worker, status in zip(learning, statuses, strict=True) if status}
+        if failed:
+            self._say("ended with " + ", ".join(f"{status} on {name}" for name, status in failed.items()))
+        if failed and not self._interrupt.is_set():
+            answered = await self._raise_if_taken_back(looks=1 if statuses[0] == job.REFUSED else _LOOKS)
+            if not answered:
+                raise LaunchError("gcloud does not say whether the slice was taken back, so it is left as it is")
+        # Those that still run would be in the way of the next start.
+        stuck = [worker for worker, status in zip(learning, statuses, strict=True) if status == remote.LOST]
+        await self._signal(stuck, "KILL")
+        return statuses[0] or max(statuses)
+
+    async def _signal(self, workers: Sequence[Worker], name: str) -> None:
+        """Sends a signal to runs; to one that has ended it is none."""
+        await self._connections.run_all([job.send(self._cloud, w, self._job, name) for w in workers], self._say)
+
+    async def _end_servers(self, workers: Sequence[Worker], watching: Sequence[asyncio.Future[int]]) -> None:
+        """Nobody asks them any more."""
+        if watching:
+            await self._signal([worker for worker in workers if worker.serves], "INT")
+            await asyncio.wait(watching, timeout=_OTHERS_SECONDS)
+
+    async def _save(self, workers: Sequence[Worker], leader: asyncio.Future[int]) -> None:
+        """A learner that has lost a slice that only samples has something to save."""
+        if leader.done() or not any(worker.serves for worker in workers):
+            return
+        with contextlib.suppress(LaunchError):  # gcloud may fail, too: then it goes on from an earlier one
+            if await self._slices.learner_lives():
+                self._say("the learner saves a checkpoint and ends")
+                await self._signal(workers[:1], "INT")
+                await asyncio.wait([leader], timeout=_OTHERS_SECONDS)
+
+    async def _statuses(
+        self, watching: Sequence[asyncio.Future[int]], looking: asyncio.Future, interrupt: asyncio.Future
+    ) -> list[int]:
+        """Of all that learn. Once one has failed, the others end by themselves or are no longer waited for."""
+        left = set(watching)
+        limit: float | None = None
+        while left:
+            waited = {*left, looking, interrupt}
+            done, _ = await asyncio.wait(waited, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+            for ended in done & {looking, interrupt}:
+                ended.result()  # raises
+            left -= done
+            if not done:
+                break
+            if any(task.result() for task in watching if task.done()):
+                limit = _OTHERS_SECONDS
+        return [task.result() if task.done() else remote.LOST for task in watching]
+
+    async def _follow_host(self, worker: Worker) -> int:
+        """Shows what one host says, over as many connections as it takes; the exit status there.
+
+        Raises:
+            LaunchError: many connections in a row brought nothing.
+        """
+        left = pauses(self._policy.poll)
+        while True:
+            reader = self._logs.reader(worker.name)
+            await self._connections.run(job.follow(self._cloud, worker, self._job), reader)
+            if reader.status is not None:
+                return reader.status
+            if reader.heard:
+                left = pauses(self._policy.poll)
+            if (pause := next(left, None)) is None:
+                raise LaunchError(
+                    f"{worker.name}: lost sight of the run, which may go on: the same command finds it again, --delete "
+                    "ends it"
+                )
+            self._say(f"{worker.name}: the connection broke, connecting again in {pause:.0f} s")
+            await asyncio.sleep(pause)
+
+    async def _until_taken_back(self) -> None:
+        while True:
+            await asyncio.sleep(self._policy.poll)
+            await self._raise_if_taken_back(looks=1)
+
+    async def _raise_if_taken_back(self, *, looks: int) -> bool:
+        """Looks so often; False if gcloud failed every time, which says nothing of the slices."""
+        answered = False
+        for look in range(looks):
+            with contextlib.suppress(LaunchError):
+                seen = await self._slices.look()
+                answered = True
+                if seen.state in (State.LOST, State.ABSENT):
+                    raise Preempted(seen.word)
+            if look + 1 < looks:
+                await asyncio.sleep(self._policy.poll)
+        return answered
+
+    async def _stop_when_interrupted(self, workers: Sequence[Worker]) -> None:
+        """First Ctrl-C: the run saves and ends. Second: it goes on without this launcher.
+
+        Raises:
+            Interrupted: the second time.
+        """
+        await self._interrupt.wait()
+        self._say("interrupted: the run saves a checkpoint and ends (once more: leave it running)")
+        again = asyncio.Event()
+        heard_by(again)
+        telling = asyncio.ensure_future(self._tell_to_end(workers[0]))
+        try:
+            await again.wait()
+        finally:
+            telling.cancel()
+        self._say("left; --logs shows what it does, --delete ends it and what it costs")
+        raise Interrupted
+
+    async def _tell_to_end(self, leader: Worker) -> None:
+        """Sends the signal until it has come through, or there is no run any more."""
+        for pause in pauses(self._policy.poll):
+            status = await self._connections.run(job.send(self._cloud, leader, self._job, "INT"), self._say)
+            if status in (0, remote.NO_RUN):
+                return
+            self._say(f"the run could not be told to end, trying again in {pause:.0f} s")
+            await asyncio.sleep(pause)
+
+    async def _patiently(self, act: Callable[[], Awaitable[T]], **how: Callable[[float], Awaitable[object]]) -> T:
+        return await patiently(act, poll=self._policy.poll, say=self._say, **how)
+
+    async def _watch(self, wanted: Awaitable[T]) -> T:
+        """Awaits, but not past an interruption."""
+        work = asyncio.ensure_future(wanted)
+        interrupt = asyncio.ensure_future(self._interrupt.wait())
+        try:
+            await asyncio.wait([work, interrupt], return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                return work.result()
+            self._say("interrupted; the slice may be there: --delete takes it away")
+            raise Interrupted
+        finally:
+            for task in (interrupt, work):
+                task.cancel()
+            await asyncio.gather(work, interrupt, return_exceptions=True)
+
+    async def _conclude(self, status: int) -> None:
+        if self._policy.keep or self._job.kept is None:
+            why = "--keep" if self._policy.keep else "without --bucket the run is on its disk alone"
+            self._say(f"the slice stays ({why}) and costs until you give --delete")
+        else:
+            self._interrupt = asyncio.Event()  # what came before was for the run
+            heard_by(self._interrupt)
+            between_tries = lambda seconds: self._watch(asyncio.sleep(seconds))  # noqa: E731
+            await self._patiently(self._slices.delete, sleep=between_tries)
+            self._say(f"the run is in {self._job.kept}")
+        if self.preemptions:
+            self._say(f"taken back {self.preemptions} time(s) on the way")
+
+
+def _brief(command: Command) -> str:
+    return re.sub(r"\s+", " ", " ".join(command.argv))[:300]

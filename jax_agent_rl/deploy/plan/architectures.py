@@ -1,0 +1,120 @@
+"""Well-known models by name, so that a plan needs none of their files: the shapes their ``config.json`` publishes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from jax_agent_rl.errors import ConfigError
+from jax_agent_rl.utils.suggest import nearest
+
+Shape = tuple[int, int, int, int, int]
+"""hidden_size, intermediate_size, num_hidden_layers, num_attention_heads, num_key_value_heads."""
+Fields = dict[str, Any]
+
+
+def _fields(family: Fields, shape: Shape, **more: Any) -> Fields:
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    return {**family, **dict(zip(names, shape, strict=True)), **more}
+
+
+_QWEN = {"vocab_size": 151936, "rope_theta": 1e6, "rms_norm_eps": 1e-6, "hidden_act": "silu", "eos_token_id": 151645}
+_QWEN25 = {**_QWEN, "model_type": "qwen2", "tie_word_embeddings": False}
+_QWEN3 = {**_QWEN, "model_type": "qwen3", "head_dim": 128, "tie_word_embeddings": False}
+_LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "rope_theta": 5e5,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "eos_token_id": 128009,
+    "tie_word_embeddings": False,
+}
+_GEMMA3 = {
+    "model_type": "gemma3_text",
+    "vocab_size": 262208,
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+    "rope_theta": 1e6,
+    "rope_local_base_freq": 1e4,
+    "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    "sliding_window": 1024,
+    "sliding_window_pattern": 6,
+    "rms_norm_eps": 1e-6,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "eos_token_id": 106,
+}
+_SMOLLM2 = {
+    "model_type": "llama",
+    "vocab_size": 49152,
+    "rope_theta": 1e5,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "eos_token_id": 2,
+    "tie_word_embeddings": True,
+}
+
+
+def _llama3_rope(factor: float) -> Fields:
+    scaling = {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    return {"rope_scaling": {**scaling, "original_max_position_embeddings": 8192}}
+
+
+_EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True}
+
+ARCHITECTURES: Mapping[str, Fields] = {
+    "qwen2.5-0.5b": _fields(_QWEN25, (896, 4864, 24, 14, 2), tie_word_embeddings=True),
+    "qwen2.5-1.5b": _fields(_QWEN25, (1536, 8960, 28, 12, 2), tie_word_embeddings=True),
+    "qwen2.5-3b": _fields(_QWEN25, (2048, 11008, 36, 16, 2), tie_word_embeddings=True),
+    "qwen2.5-7b": _fields(_QWEN25, (3584, 18944, 28, 28, 4), vocab_size=152064),
+    "qwen2.5-14b": _fields(_QWEN25, (5120, 13824, 48, 40, 8), vocab_size=152064),
+    "qwen2.5-32b": _fields(_QWEN25, (5120, 27648, 64, 40, 8), vocab_size=152064),
+    "qwen2.5-72b": _fields(_QWEN25, (8192, 29568, 80, 64, 8), vocab_size=152064),
+    "qwen3-0.6b": _fields(_QWEN3, (1024, 3072, 28, 16, 8), tie_word_embeddings=True),
+    "qwen3-1.7b": _fields(_QWEN3, (2048, 6144, 28, 16, 8), tie_word_embeddings=True),
+    "qwen3-4b": _fields(_QWEN3, (2560, 9728, 36, 32, 8), tie_word_embeddings=True),
+    "qwen3-8b": _fields(_QWEN3, (4096, 12288, 36, 32, 8)),
+    "qwen3-14b": _fields(_QWEN3, (5120, 17408, 40, 40, 8)),
+    "qwen3-32b": _fields(_QWEN3, (5120, 25600, 64, 64, 8)),
+    "qwen3-30b-a3b": _fields(_QWEN3, (2048, 6144, 48, 32, 4), model_type="qwen3_moe", **_EXPERTS),
+    "llama-3.2-1b": _fields(_LLAMA, (2048, 8192, 16, 32, 8), tie_word_embeddings=True, **_llama3_rope(32.0)),
+    "llama-3.2-3b": _fields(_LLAMA, (3072, 8192, 28, 24, 8), tie_word_embeddings=True, **_llama3_rope(32.0)),
+    "llama-3.1-8b": _fields(_LLAMA, (4096, 14336, 32, 32, 8), **_llama3_rope(8.0)),
+    "llama-3.1-70b": _fields(_LLAMA, (8192, 28672, 80, 64, 8), **_llama3_rope(8.0)),
+    "llama-3.3-70b": _fields(_LLAMA, (8192, 28672, 80, 64, 8), **_llama3_rope(8.0)),
+    "gemma-3-1b": _fields(_GEMMA3, (1152, 6912, 26, 4, 1), vocab_size=262144, sliding_window=512, rope_scaling=None),
+    "gemma-3-4b": _fields(_GEMMA3, (2560, 10240, 34, 8, 4)),
+    "gemma-3-12b": _fields(_GEMMA3, (3840, 15360, 48, 16, 8)),
+    "gemma-3-27b": _fields(_GEMMA3, (5376, 21504, 62, 32, 16), head_dim=128, query_pre_attn_scalar=168),
+    "smollm2-135m": _fields(_SMOLLM2, (576, 1536, 30, 9, 3)),
+    "smollm2-360m": _fields(_SMOLLM2, (960, 2560, 32, 15, 5)),
+    "smollm2-1.7b": _fields(_SMOLLM2, (2048, 8192, 24, 32, 32), rope_theta=1.3e5),
+}
+"""Fields of ``config.json`` by name; of Gemma 3 the decoder, without what reads pictures."""
+
+
+@contextlib.contextmanager
+def architecture_folder(name: str) -> Iterator[Path]:
+    """Write a model's ``config.json`` into a folder that is removed in the end.
+
+    Args:
+        name: of :data:`ARCHITECTURES`, in letters of any case.
+
+    Raises:
+        ConfigError: no model of this name is known here.
+    """
+    fields = ARCHITECTURES.get(name.lower())
+    if fields is None:
+        near = nearest(name.lower(), ARCHITECTURES)
+        guess = f"did you mean {near[0]}? " if near else ""
+        raise ConfigError(
+            f"--architecture {name}: not known; {guess}there are {', '.join(ARCHITECTURES)}; of any other model set "
+            "model.path to a folder with its config.json"
+        )
+    with tempfile.TemporaryDirectory(prefix="architecture-") as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(fields))
+        yield Path(folder)

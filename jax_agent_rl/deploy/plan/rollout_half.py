@@ -1,0 +1,124 @@
+"""The engine's programs and arrays: the engine itself, over a table that notes what it is asked to run."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from jax_agent_rl.config import Config
+from jax_agent_rl.deploy.plan.inventory import Half, Inventory, Program
+from jax_agent_rl.jetstream.decode_batch import idle_lanes
+from jax_agent_rl.jetstream.engine import PREFILL_ROWS, Extension, JaxEngine
+from jax_agent_rl.jetstream.programs import ProgramTable, Soon, traced
+from jax_agent_rl.jetstream.vision_engine import SeeingEngine
+from jax_agent_rl.jetstream.weight_loading import staging_mesh
+from jax_agent_rl.models.config import DecoderConfig, Params
+from jax_agent_rl.runtime.engines import engine_precision, engine_shapes
+
+WEIGHTS, CACHE = "engine weights", "KV cache"
+_WEIGHTS, _CACHE, _BOTH = frozenset({WEIGHTS}), frozenset({CACHE}), frozenset({WEIGHTS, CACHE})
+
+
+class NotingTable(ProgramTable):
+    """A table that runs nothing: it notes programs, and answers with descriptions of their results.
+
+    Ids, which the engine reads on the host, are zeros.
+
+    Attributes:
+        noted: by their keys, what would be compiled.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noted: dict[tuple, jax.stages.Traced] = {}
+
+    def call(
+        self,
+        key: tuple,
+        function: Callable[..., Any],
+        donate: tuple[int, ...],
+        *args: Any,
+        place: NamedSharding,
+        out: Any,
+        soon: Callable[[], Soon] | None = None,
+    ) -> Any:
+        """As :meth:`ProgramTable.call`; ``soon`` is not asked."""
+        program = self.noted[key] = traced(function, donate, *args, place=place, out=out)
+        return jax.tree.map(
+            lambda sharding, part: jax.tree.map(functools.partial(_answer, sharding), part), out, program.out_info
+        )
+
+
+def _answer(sharding: NamedSharding, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct | np.ndarray:
+    return np.broadcast_to(np.zeros((), x.dtype), x.shape) if x.dtype == jnp.int32 else x.update(sharding=sharding)
+
+
+def rollout_half(
+    config: Config,
+    model: DecoderConfig,
+    mesh: Mesh,
+    published: Params,
+    holds: frozenset[str],
+) -> Inventory:
+    """One engine of a configuration on a mesh: its largest programs.
+
+    Args:
+        published: the parameters it is given.
+        holds: names of the residents that these are.
+
+    Raises:
+        ConfigError: the devices cannot share the model evenly.
+    """
+    shapes = engine_shapes(config)
+    table, kind = NotingTable(), JaxEngine if model.vision is None else SeeingEngine
+    precision: dict[str, Any] = engine_precision(config)
+    precision["dtype"] = jnp.dtype(precision["dtype"])
+    engine = kind(model, shapes, **precision, mesh=mesh, table=table)
+    weights, cache = engine.load_params(published), engine.init_cache()
+    last = shapes.cache_length - shapes.decode_steps
+    lanes = idle_lanes(shapes.max_concurrent_decodes, shapes.context_pages, last)
+    engine.decode(weights, cache, lanes, shapes.decode_steps, 1)
+    size = shapes.chunk_buckets[-1]
+    chunk = Extension(pages=(), start=max(0, shapes.cache_length - size), ids=np.zeros(size, np.int32))
+    engine.extend(weights, cache, [chunk] * PREFILL_ROWS)
+    engine.copy_page(cache, 0, 0)
+    made = Inventory()
+    absent: frozenset[Half] = frozenset({"learner"}) if config.rollout.sleep else frozenset()
+    for name, arrays in ((WEIGHTS, weights), (CACHE, cache)):
+        made.keep(name, arrays, absent=absent)
+    for key, program in table.noted.items():
+        made.programs += _programs(key, program, mesh, published, holds, shapes.decode_steps)
+    return made
+
+
+def _programs(
+    key: tuple, program: jax.stages.Traced, mesh: Mesh, published: Params, holds: frozenset[str], steps: int
+) -> Iterator[Program]:
+    """What a key of the engine's table stands for; nothing for what only makes room."""
+
+    def rollout(half: Half = "rollout", mesh: Mesh = mesh, **more: Any) -> Program:
+        return Program(half=half, mesh=mesh, traced=program, **more)
+
+    match key:
+        case ("decode", _, width, span):
+            name, tokens = f"decode {width} lanes of {span}", width * steps
+            yield rollout(name=name, holds=_BOTH, donates=_CACHE, loops=steps, tokens=tokens, of="sampled")
+        case ("chunks", _, rows, size, span):
+            name = f"prefill {rows} x {size} after {span}"
+            yield rollout(name=name, holds=_BOTH, tokens=rows * size, of="prompts")
+        case ("write", *_):  # this and the next touch a few pages of the cache: they take memory, and hardly time
+            yield rollout(name="write to the cache", holds=_CACHE, donates=_CACHE, calls=0)
+        case ("copy", _):
+            yield rollout(name="copy a page", holds=_CACHE, donates=_CACHE, calls=0)
+        case ("weights", _):
+            yield rollout(name="take weights", half="weights", holds=holds | _WEIGHTS, donates=_WEIGHTS)
+        case ("staged weights", _):
+            embed = published["embed"]
+            stage = staging_mesh(mesh, tuple(embed.sharding.devices_indices_map(embed.shape)))
+            yield rollout(name="arrange weights", half="weights", mesh=stage, holds=holds)

@@ -1,0 +1,107 @@
+"""A user played by a language model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import Field, ValidationError
+
+from jax_agent_rl.config.base import NonNegative, Positive, Section
+from jax_agent_rl.environments.users.base import BaseInteraction, Reply
+from jax_agent_rl.environments.users.chat_model import ChatModel, OpenAIChat
+from jax_agent_rl.errors import ConfigError, InteractionError
+
+PERSONA = (
+    "You play a user who talks to an assistant. Stay in that role: you are not the assistant. "
+    "Write only the user's next message. When the user's goal is reached, write {done} and nothing else."
+)
+
+
+class ModelUserConfig(Section):
+    """The ``config`` mapping of a :class:`ModelUserInteraction`."""
+
+    base_url: str | None = Field(default=None, description="OpenAI-compatible endpoint; null: the run's own engine.")
+    model: str = Field(default="default", description="The model's name there.")
+    api_key_env: str | None = Field(default=None, description="Environment variable that holds the endpoint's key.")
+    persona: str = Field(default=PERSONA, description="System message; {done} stands for done_phrase.")
+    done_phrase: str = Field(
+        default="###DONE###", min_length=1, description="A reply that holds it ends the conversation."
+    )
+    max_tokens: Positive = Field(default=256, description="Most tokens of one reply.")
+    temperature: float = Field(default=0.7, ge=0, description="Sampling temperature of the user.")
+    timeout: float = Field(default=60.0, gt=0, description="Seconds one reply may take.")
+    max_retries: NonNegative = Field(default=3, description="Repetitions of a request that failed.")
+    retry_delay: float = Field(default=1.0, ge=0, description="Seconds before each repetition.")
+
+
+class ModelUserInteraction(BaseInteraction):
+    """The model sees the conversation with the roles exchanged. ``interaction_kwargs``: ``goal``, what the user wants.
+
+    A conversation that the user ends scores 1, every other turn 0.
+
+    Raises:
+        ConfigError: a wrong ``config`` mapping.
+    """
+
+    def __init__(self, config: Mapping[str, Any]):
+        super().__init__(config)
+        try:
+            self._settings = ModelUserConfig.model_validate(dict(config))
+        except ValidationError as error:
+            raise ConfigError(
+                [f"{'.'.join(map(str, e['loc']))}: {e['msg']}, got {e['input']!r}" for e in error.errors()]
+            ) from None
+        self._chat: ChatModel | None = None
+        self._turns: dict[str, int] = {}
+        if self._settings.base_url is not None:
+            settings = self._settings
+            self._chat = OpenAIChat(
+                self._settings.base_url,
+                settings.model,
+                api_key_env=settings.api_key_env,
+                timeout=settings.timeout,
+                max_retries=settings.max_retries,
+                retry_delay=settings.retry_delay,
+            )
+
+    def attach(self, engine: ChatModel) -> None:
+        if self._chat is None:
+            self._chat = engine
+
+    async def start_interaction(self, instance_id: str, **kwargs: Any) -> None:
+        self._turns[instance_id] = 0
+
+    async def generate_response(self, instance_id: str, messages: Sequence[Mapping[str, Any]], **kwargs: Any) -> Reply:
+        if self._chat is None:
+            raise InteractionError("the simulated user has no model: give it a base_url")
+        settings = self._settings
+        turn = self._turns[instance_id]
+        self._turns[instance_id] += 1
+        text = await self._chat.complete(
+            self._seen_by_the_user(messages, kwargs.get("goal")),
+            request_id=f"{instance_id}/user/{turn}",
+            max_tokens=settings.max_tokens,
+            temperature=settings.temperature,
+        )
+        done = settings.done_phrase in text
+        return Reply(done, text.replace(settings.done_phrase, "").strip(), float(done))
+
+    async def finalize_interaction(self, instance_id: str) -> None:
+        self._turns.pop(instance_id, None)
+
+    async def close(self) -> None:
+        if self._chat is not None:
+            await self._chat.close()
+
+    def _seen_by_the_user(self, messages: Sequence[Mapping[str, Any]], goal: Any) -> list[dict[str, str]]:
+        """Roles exchanged; system messages and tool results are the assistant's own affair."""
+        persona = self._settings.persona.replace("{done}", self._settings.done_phrase)
+        seen = [{"role": "system", "content": f"{persona}\n\nThe user's goal: {goal}" if goal else persona}]
+        exchanged = {"user": "assistant", "assistant": "user"}
+        seen += [
+            {"role": exchanged[message["role"]], "content": message["content"]}
+            for message in messages
+            if message["role"] in exchanged
+        ]
+        return seen

@@ -1,0 +1,151 @@
+"""What a collection has so far: a JSON Lines file that only grows. Whoever opens it again goes on from there.
+
+::
+
+    {"settings": {…}}                                    of the collection; another one may not write here
+    {"row": 3, "records": [{…}, …], "dropped": {…}}      a prompt that is done, in the order they are done
+    {"lost": {"cancelled": 5}}                           what an interrupted process had started and did not write
+
+A last line that a crash cut off is removed. A prompt of which nothing came is tried again; its losses stay counted.
+Halves of surrogate pairs are written as question marks: no file that a journal becomes could hold them.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jax_agent_rl.errors import ConfigError
+from jax_agent_rl.types import DropReason
+from jax_agent_rl.utils.files import writing
+from jax_agent_rl.utils.unicode import without_halves
+
+
+class Journal:
+    """Use as a context manager.
+
+    Args:
+        file: where it is, or will be.
+        settings: everything that what is collected depends on.
+
+    Attributes:
+        kept: trajectories in it.
+        dropped: trajectories that were started and lost, by reason.
+        sizes: bytes of each prompt that is done, by its number.
+
+    Raises:
+        ConfigError: it is of another collection, or another process writes it.
+    """
+
+    def __init__(self, file: Path, settings: Mapping[str, Any]) -> None:
+        self.file = file
+        self.kept = 0
+        self.dropped: Counter[str] = Counter()
+        self.sizes: dict[int, int] = {}
+        self._offsets: dict[int, int] = {}
+        file.parent.mkdir(parents=True, exist_ok=True)
+        self._stream = file.open("a+b")
+        try:
+            self._lock()
+            self._read(settings)
+        except BaseException:
+            self._stream.close()
+            raise
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stream.close()
+
+    @property
+    def started(self) -> int:
+        """Trajectories begun, in all processes that ended by themselves."""
+        return self.kept + self.dropped.total()
+
+    def add(self, number: int, records: Sequence[Mapping[str, Any]], dropped: Mapping[DropReason, int]) -> None:
+        """A prompt is done."""
+        line = {"row": number, "records": records, "dropped": {str(k): v for k, v in dropped.items()}}
+        offset = self._stream.seek(0, 2)
+        self._append(line)
+        self._count(line, offset, self._stream.tell() - offset)
+
+    def lose(self, lost: Mapping[DropReason, int]) -> None:
+        """What was started beyond :meth:`add`, and will not come."""
+        counts = {str(reason): count for reason, count in lost.items() if count}
+        if counts:
+            self._append({"lost": counts})
+            self.dropped.update(counts)
+
+    def lines(self, numbers: Sequence[int]) -> Iterator[list[dict[str, Any]]]:
+        """The records of these prompts."""
+        for number in numbers:
+            self._stream.seek(self._offsets[number])
+            yield json.loads(self._stream.readline())["records"]
+
+    def _append(self, line: Mapping[str, Any]) -> None:
+        with writing(self.file):
+            self._stream.write(without_halves(json.dumps(line, ensure_ascii=False)).encode() + b"\n")
+            self._stream.flush()
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"{self.file}: another process collects into it; choose another --out") from None
+
+    def _read(self, settings: Mapping[str, Any]) -> None:
+        self._stream.seek(0)
+        offset, before = 0, None
+        for raw in self._stream:
+            if not raw.endswith(b"\n"):
+                break
+            line = json.loads(raw)
+            if "settings" in line:
+                before = line["settings"]
+            elif "lost" in line:
+                self.dropped.update(line["lost"])
+            else:
+                self._count(line, offset, len(raw))
+            offset += len(raw)
+        if before is not None and self.sizes:
+            require_same(settings, before, self.file)
+        elif before != json.loads(json.dumps(settings)):  # nothing came of other settings: they were repaired
+            offset = 0
+            self.dropped.clear()
+        self._stream.truncate(offset)
+        if not offset:
+            self._append({"settings": settings})
+
+    def _count(self, line: Mapping[str, Any], offset: int, size: int) -> None:
+        self.dropped.update(line["dropped"])
+        self.kept += len({record["trajectory_id"] for record in line["records"]})
+        if line["records"]:
+            self._offsets[line["row"]], self.sizes[line["row"]] = offset, size
+
+
+def require_same(settings: Mapping[str, Any], before: Mapping[str, Any], where: Path) -> None:
+    """Compares the settings of two collections, key by key, as JSON has them.
+
+    Raises:
+        ConfigError: they differ; names the keys and both values.
+    """
+    now, then = _flat(json.loads(json.dumps(settings))), _flat(before)
+    differing = sorted(key for key in now.keys() | then.keys() if now.get(key) != then.get(key))
+    if differing:
+        named = "; ".join(f"{key} was {then.get(key)!r}, is {now.get(key)!r}" for key in differing[:5])
+        raise ConfigError(
+            f"{where} holds trajectories that were collected otherwise ({named}); choose another --out, or give the "
+            "same settings to go on there"
+        )
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return flat

@@ -1,0 +1,213 @@
+"""One collection: rows to groups to a journal to a file.
+
+::
+
+    rows not done ──► max_in_flight lanes, a group each ──► journal, group by group ──► file, summary
+                                                     └─ interrupted: the next call goes on from the journal
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from jax_agent_rl.collect.lost_batches import FutilityGuard
+from jax_agent_rl.config import Config
+from jax_agent_rl.errors import ConfigError
+from jax_agent_rl.evaluate.collection.columns import records
+from jax_agent_rl.evaluate.collection.files import Target, write
+from jax_agent_rl.evaluate.collection.journal import Journal, require_same
+from jax_agent_rl.observe.lines import say
+from jax_agent_rl.observe.progress import Progress, duration
+from jax_agent_rl.runtime.sampling import Rollouts, open_rollouts
+from jax_agent_rl.runtime.subject import Subject
+from jax_agent_rl.trainer.groups import training_sampling
+from jax_agent_rl.types import DropReason, Group, SamplingParams
+from jax_agent_rl.utils.checksums import file_digest
+
+_SECTIONS = ("agent", "tools", "tool_config", "search", "interactions", "reward", "environments")
+"""What trajectories depend on, besides the policy, its sampling and the rows."""
+_LABEL = "rollout"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What is asked of a collection.
+
+    Attributes:
+        group_size: trajectories per row; None is ``rollout.group_size``.
+        temperature: None is ``rollout.temperature``.
+        data: file of rows in place of ``data.train``.
+        limit: only the first rows.
+    """
+
+    group_size: int | None = None
+    temperature: float | None = None
+    data: Path | None = None
+    limit: int | None = None
+
+    def sampling(self, config: Config) -> SamplingParams:
+        """As training samples, but for the temperature; ConfigError if that is none."""
+        chosen = training_sampling(config)
+        try:
+            return chosen if self.temperature is None else replace(chosen, temperature=self.temperature)
+        except ValueError as error:
+            raise ConfigError(f"--temperature: {error}") from None
+
+    def file(self, config: Config) -> Path:
+        """The rows; ConfigError if there are none."""
+        named = str(self.data or config.data.train)
+        if not named or not Path(named).expanduser().is_file():
+            raise ConfigError(f"rows {named!r} do not exist; give --data FILE (.jsonl or .parquet), or set data.train")
+        return Path(named).expanduser()
+
+
+@dataclass(kw_only=True)
+class _Collection:
+    """What the lanes share."""
+
+    rollouts: Rollouts
+    journal: Journal
+    group_size: int
+    sampling: SamplingParams
+    step: int
+    booked: Counter[DropReason] = field(default_factory=Counter)
+    batch: list[Group] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._collector = self.rollouts.agents.collector
+        self._guard = FutilityGuard(self.rollouts.config.trainer.max_lost_batches)
+
+    async def run(self) -> None:
+        """Every row that is not done. Whatever ends it, what was started is in the journal, or counted there."""
+        pending = (n for n in range(len(self.rollouts.rows)) if n not in self.journal.sizes)
+        lanes = [asyncio.create_task(self._lane(pending)) for _ in range(self.rollouts.config.rollout.max_in_flight)]
+        accounting = self._collector.accounting
+        try:
+            await asyncio.gather(*lanes)
+        finally:
+            for lane in lanes:
+                lane.cancel()
+            await asyncio.gather(*lanes, return_exceptions=True)
+            accounting.drop(accounting.in_flight, DropReason.CANCELLED)
+            self.journal.lose(accounting.dropped - self.booked)
+
+    async def _lane(self, numbers: Iterator[int]) -> None:
+        for number in numbers:  # shared: each lane takes the next
+            group = await self._collector.collect_one(
+                self.rollouts.rows[number],
+                group_size=self.group_size,
+                sampling=self.sampling,
+                step=self.step,
+                index=number,
+                label=_LABEL,
+            )
+            self.rollouts.client.require_server()  # else the row would pass for done, and its losses for the policy's
+            self.journal.add(number, records(group, number), group.dropped)
+            self._collector.accounting.train(t.trajectory_id for t in group.trajectories)
+            self.booked.update(group.dropped)
+            self._look_at(group)
+
+    def _look_at(self, group: Group) -> None:
+        """Stops a collection that loses everything."""
+        self.batch.append(group)
+        if len(self.batch) == self.rollouts.config.rollout.prompts_per_step:
+            self._guard.check(self.batch, self._collector.latest_losses)
+            self.batch.clear()
+
+
+async def collect(subject: Subject, request: Request, *, out: Path, console: Console) -> dict[str, Any]:
+    """Collects what is missing and writes the file; returns the summary, which is also written beside it.
+
+    Raises:
+        ConfigError, DataError, ModelError, ToolDefinitionError: what a user has to fix; ``out`` is taken, perhaps.
+        EngineDiedError, NothingToTrainError: no server is left, or everything is lost; what was collected is kept.
+        asyncio.CancelledError: interrupted, likewise.
+    """
+    target, config = Target.of(out), subject.config
+    sampling, file = request.sampling(config), request.file(config)
+    group_size = request.group_size or config.rollout.group_size
+    settings = _settings(subject, request, file, group_size, sampling)
+    if finished := _finished(target, settings):
+        say(console, f"{out} is complete already: nothing to do")
+        return finished
+    with Journal(target.journal, settings) as journal, Progress(console, total_steps=0) as progress:
+        source = str(file), request.limit
+        try:
+            async with open_rollouts(config, source, version=subject.step, say=progress.phase) as rollouts:
+                rollouts.agents.collector.require_branching(rollouts.rows)
+                _show(progress, journal, len(rollouts.rows))
+                await _Collection(
+                    rollouts=rollouts, journal=journal, group_size=group_size, sampling=sampling, step=subject.step
+                ).run()
+        except BaseException:
+            if done := len(journal.sizes):
+                progress.say(f"{done} prompts are in {target.journal}; the same command goes on from there")
+            raise
+        summary = {
+            "policy": subject.name,
+            "data": str(file),
+            "prompts": len(rollouts.rows),
+            "prompts_lost": len(rollouts.rows) - len(journal.sizes),
+            "started": journal.started,
+            "kept": journal.kept,
+            "dropped": dict(journal.dropped),
+            "settings": settings,
+        }
+        write(target, journal, summary)
+    return summary
+
+
+def _show(progress: Progress, journal: Journal, rows: int) -> None:
+    before, begin = len(journal.sizes), time.monotonic()
+    if before:
+        progress.say(f"going on: {before} of {rows} prompts are done")
+
+    def count() -> str:
+        done = len(journal.sizes)
+        left = (time.monotonic() - begin) * (rows - done) / max(1, done - before)
+        about = f", about {duration(left)} left" if done > before else ""
+        return f"{done}/{rows} prompts, {journal.kept} trajectories{about}"
+
+    progress.phase("collecting", count)
+
+
+def _settings(
+    subject: Subject, request: Request, file: Path, group_size: int, sampling: SamplingParams
+) -> dict[str, Any]:
+    """By which a collection is known again."""
+    config = subject.config
+    return {
+        "policy": subject.name,
+        "data": file_digest(file),
+        "limit": request.limit,
+        "seed": config.seed,
+        "group_size": group_size,
+        "sampling": asdict(sampling),
+        "backend": config.rollout.backend,
+        "strategy": config.rollout.strategy.model_dump(mode="json"),
+        **{name: getattr(config, name).model_dump(mode="json") for name in _SECTIONS},
+    }
+
+
+def _finished(target: Target, settings: dict[str, Any]) -> dict[str, Any] | None:
+    """The summary of this very collection, if it is complete.
+
+    Raises:
+        ConfigError: something else stands where it should go.
+    """
+    if target.journal.exists() or not target.is_taken:
+        return None
+    if not target.summary.is_file():
+        raise ConfigError(f"--out {target.path} exists and was not collected by this command; choose another")
+    summary = json.loads(target.summary.read_text())
+    require_same(settings, summary["settings"], target.path)
+    return summary

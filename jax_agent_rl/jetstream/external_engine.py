@@ -1,0 +1,203 @@
+"""An engine that a user brings: one of JetStream's later API, as MaxText's MaxEngine.
+
+That API (JetStream 0.3.0) differs from 0.2.2's in what is used here: ``prefill`` also returns the first sampled id, and
+``ResultTokens`` has ``log_prob``. Which id and keyword arguments an engine takes beyond it, the user says in
+:class:`BroughtEngine`; ``third_party/jetstream.md`` has the whole note.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_agent_rl.errors import ConfigError
+from jax_agent_rl.jetstream.engine import EngineShapes, bucket
+from jax_agent_rl.models.config import DecoderConfig, Params
+from jax_agent_rl.utils.plugins import load_user_module
+
+KEY = "rollout.jetstream.engine"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BroughtEngine:
+    """What the function that ``rollout.jetstream.engine`` names returns.
+
+    Attributes:
+        engine: an ``Engine`` of JetStream's later API whose ``prefill`` and ``generate`` also take ``rng``, a jax key,
+            and whose log-probs are of the raw logits.
+        to_params: the learner's parameter tree to what the engine calls params.
+        max_new_tokens: ids a slot can hold behind its prompt (the engine may overwrite the oldest after that).
+        sampled: further arguments of ``prefill`` and ``generate`` that draw at temperature 1 from the whole vocabulary.
+        greedy: the same for the most likely id; None: the engine cannot.
+    """
+
+    engine: Any
+    to_params: Callable[[Params], Any]
+    max_new_tokens: int
+    sampled: Mapping[str, Any] = field(default_factory=dict)
+    greedy: Mapping[str, Any] | None = None
+
+
+MakeEngine = Callable[[DecoderConfig, EngineShapes], BroughtEngine]
+
+
+def load_engine_function(where: str) -> MakeEngine:
+    """The function named by ``package.module:function`` or ``file.py:function``.
+
+    Raises:
+        ConfigError: it is not there.
+    """
+    module_name, colon, name = where.rpartition(":")
+    if not colon:
+        raise ConfigError(f"{KEY}={where!r} names no function; write package.module:function or file.py:function")
+    function = getattr(load_user_module(module_name, key=KEY), name, None)
+    if not callable(function):
+        raise ConfigError(f"{KEY}={where!r}: {module_name} has no function {name!r}")
+    return cast(MakeEngine, function)
+
+
+class SlotEngine:
+    """A brought engine as ``jetstream.slots`` drives it: slots, host arrays, one key per call. Not thread-safe.
+
+    Args:
+        config: the model.
+        shapes: what the rollout was configured for.
+
+    Raises:
+        ConfigError: the engine is smaller than that, or lacks something.
+    """
+
+    adapters: tuple[str, ...] = ()
+
+    def __init__(self, brought: BroughtEngine, config: DecoderConfig, shapes: EngineShapes) -> None:
+        self.config = config
+        self.shapes = shapes
+        self.max_new_tokens = brought.max_new_tokens
+        self._brought = brought
+        self._engine = brought.engine
+        self._check()
+
+    @property
+    def max_concurrent_decodes(self) -> int:
+        """As configured: slots beyond that are computed and never filled."""
+        return self.shapes.max_concurrent_decodes
+
+    @property
+    def can_be_greedy(self) -> bool:
+        return self._brought.greedy is not None
+
+    def load_params(self, params: Params, old: Any = None) -> Any:
+        """The engine's own copy of the learner's tree.
+
+        Args:
+            old: weights served so far; they are left alone, so two sets exist for a moment.
+        """
+        leaves, tree = jax.tree.flatten(self._brought.to_params(params))
+        for i, leaf in enumerate(leaves):
+            leaves[i] = jnp.copy(leaf)  # what passes through is the learner's memory, which its next step takes
+        return jax.tree.unflatten(tree, leaves)
+
+    def init_cache(self) -> Any:
+        """The decode state, empty."""
+        return self._engine.init_decode_state()
+
+    def prefill(self, params: Any, ids: np.ndarray, key: jax.Array, *, greedy: bool) -> tuple[Any, Any]:
+        """(prefix, result) of one prompt, int32 [n]; the result holds the first sampled id."""
+        padded = np.zeros(bucket(self._buckets, len(ids)), np.int32)
+        padded[: len(ids)] = ids
+        return self._engine.prefill(
+            params=params, padded_tokens=jnp.asarray(padded), true_length=len(ids), rng=key, **self._how(greedy)
+        )
+
+    def insert(self, prefix: Any, state: Any, slot: int) -> Any:
+        """The state with a prefilled context in a slot; both arguments are used up."""
+        return self._engine.insert(prefix, state, slot)
+
+    def generate(self, params: Any, state: Any, key: jax.Array, *, greedy: bool) -> tuple[Any, Any]:
+        """(state, result) after one step of every slot, filled or not."""
+        return self._engine.generate(params, state, rng=key, **self._how(greedy))
+
+    def free(self, slot: int) -> None:
+        """The request in this slot is over."""
+        self._engine.free_resource(slot)
+
+    def warm_up(self, params: Any, state: Any, say: Callable[[str], None]) -> Any:
+        """Runs every program once and looks at what comes back.
+
+        Raises:
+            ConfigError: results bring no log-probs.
+        """
+        ways = [False, True] if self.can_be_greedy else [False]
+        jobs = [(size, greedy) for greedy in ways for size in self._buckets]
+        found: list[np.ndarray] = []
+        for number, (size, greedy) in enumerate(jobs, 1):
+            say(f"compiling prompts of {size}{', greedy' if greedy else ''} ({number} of {len(jobs)})")
+            key = jax.random.key_data(jax.random.key(number))
+            prefix, first = self.prefill(params, np.arange(size, dtype=np.int32) % 2, key, greedy=greedy)
+            state = self.insert(prefix, state, 0)
+            state, second = self.generate(params, state, key, greedy=greedy)
+            found += [log_probs for _, log_probs in read_results([first, second])]
+        self.free(0)
+        if not any(x.any() for x in found):
+            raise ConfigError(
+                f"{KEY}: the engine returns log-probs of exactly 0 for every id; switch them on (MaxText: "
+                "return_log_prob=true)"
+            )
+        return state
+
+    @property
+    def _buckets(self) -> tuple[int, ...]:
+        """Padded prompt lengths: those configured, up to one that holds any prompt."""
+        longest = self.shapes.max_model_len - 1
+        return (*(b for b in self.shapes.prefill_buckets if b < longest), self._engine.max_prefill_length)
+
+    def _how(self, greedy: bool) -> Mapping[str, Any]:
+        how = self._brought.greedy if greedy else self._brought.sampled
+        assert how is not None  # such requests are refused at submission
+        return how
+
+    def _check(self) -> None:
+        engine, shapes = self._engine, self.shapes
+        slots, longest = engine.max_concurrent_decodes, engine.max_prefill_length
+        if slots < shapes.max_concurrent_decodes:
+            raise ConfigError(
+                f"{KEY}: the engine has {slots} slots, but rollout.jetstream.max_concurrent_decodes="
+                f"{shapes.max_concurrent_decodes}; lower it, or build the engine with more (MaxText: "
+                "per_device_batch_size times devices)"
+            )
+        if longest < shapes.max_model_len - 1:
+            raise ConfigError(
+                f"{KEY}: the engine prefills at most {longest} ids, but a context of rollout.max_model_len="
+                f"{shapes.max_model_len} is prefilled whole at every turn; build it for {shapes.max_model_len - 1} "
+                "(MaxText: max_prefill_predict_length)"
+            )
+        if engine.samples_per_slot != 1:
+            raise ConfigError(f"{KEY}: the engine decodes {engine.samples_per_slot} samples per slot; it must be 1")
+        for name in ("prefill", "generate"):
+            if "rng" not in inspect.signature(getattr(engine, name)).parameters:
+                raise ConfigError(
+                    f"{KEY}: {type(engine).__name__}.{name} takes no rng, so two servers would sample the same ids; "
+                    "wrap the engine in one that does"
+                )
+
+
+def read_results(results: Sequence[Any]) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Ids int32 [slots] and log-probs float32 [slots] of JetStream's ``ResultTokens``, in one copy to the host.
+
+    Raises:
+        ConfigError: there are no log-probs.
+    """
+    if any(result.log_prob is None for result in results):
+        raise ConfigError(f"{KEY}: ResultTokens.log_prob is None; switch log-probs on (MaxText: return_log_prob=true)")
+    arrays = jax.device_get([(result.data, result.log_prob) for result in results])
+    columns = [result.tokens_idx[0] for result in results]
+    return [
+        (np.asarray(data)[:, column], np.asarray(log_prob, np.float32).reshape(len(data)))
+        for column, (data, log_prob) in zip(columns, arrays, strict=True)
+    ]

@@ -1,0 +1,145 @@
+"""The learner's parameters into an engine's memory, from device to device.
+
+::
+
+    same devices    learner's layout ──one program──► engine's layout and precision, in the old weights' memory
+    other devices   learner's layout ──one program──► the same on the learner's devices, split as far as they go
+                                     ──shard by shard──► engine's devices
+
+No byte passes through the host and no device ever holds more than its part: where the learner has enough devices each
+shard of the engine is made on one of them and crosses by itself, and where it has fewer, a shard is cut there.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+
+from jax_agent_rl.jetstream.forward import EngineParams, engine_params
+from jax_agent_rl.jetstream.layout import engine_places, parameter_places
+from jax_agent_rl.models.config import DecoderConfig, Params
+from jax_agent_rl.models.mesh import MESH_AXES, Bounds, Device, bounds_of, local_bounds
+from jax_agent_rl.models.sharding import place, replicated
+
+Call = Callable[..., Any]
+Devices = tuple[Device, ...]
+
+
+class WeightIntake:
+    """Takes parameters for one engine.
+
+    Args:
+        model: the model; ``config`` is it with the engine's key/value heads.
+        mesh: the engine's.
+        dtype: of its weights.
+        quantize: of the matrices of its layers, see ``jetstream.forward.engine_params``.
+        call: runs a program, as ``ProgramTable.call``.
+    """
+
+    def __init__(
+        self,
+        model: DecoderConfig,
+        config: DecoderConfig,
+        mesh: Mesh,
+        *,
+        dtype: jnp.dtype,
+        quantize: jnp.dtype | None,
+        call: Call,
+    ) -> None:
+        self._model, self._mesh, self._call = model, mesh, call
+        self._devices: Devices = tuple(mesh.devices.flat)
+        self._arrange = functools.partial(engine_params, config, dtype=dtype, quantize=quantize)
+
+    def __call__(self, params: Params, old: EngineParams | None = None) -> EngineParams:
+        """The engine's own copy; no reference to ``params`` is kept.
+
+        Args:
+            params: the learner's tree, on any devices of this process or on the host. If it is only described, so is
+                what comes back.
+            old: weights whose memory may be taken: they are gone afterwards, perhaps even if this fails. None takes
+                new memory.
+        """
+        if old is not None and isinstance(old.embed, np.ndarray):
+            old = None  # they wait on the host
+        params = jax.tree.map(self._on_devices, params, parameter_places(self._model, self._mesh))
+        source = _devices_of(params["embed"])
+        shapes = jax.eval_shape(self._arrange, params)
+        places = engine_places(shapes, self._mesh)
+        if source == self._devices:
+            old = old if old is not None else self._zeros(shapes, places)
+            return self._call(
+                ("weights", _layouts(params)), lambda old, params: self._arrange(params), (0,), old, params,
+                place=replicated(self._mesh), out=places,
+            )  # fmt: skip
+        stage = staging_mesh(self._mesh, source)
+        staged = self._call(
+            ("staged weights", _layouts(params)), self._arrange, (), params,
+            place=replicated(stage), out=engine_places(shapes, stage),
+        )  # fmt: skip
+        jax.block_until_ready(staged)  # what fails on the learner's devices leaves the old weights as they are
+        for x in jax.tree.leaves(old):
+            x.delete()
+        return jax.tree.map(moved, staged, places)
+
+    def _on_devices(self, x: jax.Array | np.ndarray, sharding: NamedSharding) -> jax.Array:
+        """What comes from the host is laid out; and on a lone device all arrays are named alike, without a copy, so
+        that one program takes them."""
+        if isinstance(x, np.ndarray):
+            return jax.device_put(x, sharding)
+        at_home = len(self._devices) == 1 and self._devices == _devices_of(x)
+        if isinstance(x, jax.ShapeDtypeStruct):
+            return place(x, sharding) if at_home else x
+        return jax.device_put(x, sharding) if at_home else x
+
+    def _zeros(self, shapes: EngineParams, places: EngineParams) -> EngineParams:
+        make = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)  # noqa: E731
+        return self._call(("no weights",), make, (), place=replicated(self._mesh), out=places)
+
+
+def staging_mesh(engine: Mesh, devices: Devices) -> Mesh:
+    """The engine's mesh on other devices: its axes as far as their number goes, copies over what is left."""
+    expert = math.gcd(engine.shape["expert"], len(devices))
+    whole = expert == engine.shape["expert"]  # else shards of both axes would not nest
+    tensor = math.gcd(engine.shape["tensor"], len(devices) // expert) if whole else 1
+    sizes = {"data": len(devices) // (expert * tensor), "expert": expert, "tensor": tensor}
+    shape = tuple(sizes.get(axis, 1) for axis in MESH_AXES)
+    return Mesh(np.array(devices).reshape(shape), MESH_AXES, axis_types=(AxisType.Auto,) * len(shape))
+
+
+def moved(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+    """An array on other devices, every shard cut from one that holds it; copies of a shard are read in turn.
+
+    ``jax.device_put`` would gather on the host what is not split alike.
+    """
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return place(x, sharding)
+    held = [(bounds_of(shard.index, x.shape), shard.data) for shard in x.addressable_shards]
+    parts = []
+    for number, (device, wanted) in enumerate(local_bounds(sharding, x.shape).items()):
+        sources = [(bounds, data) for bounds, data in held if _within(wanted, bounds)]
+        bounds, data = sources[number % len(sources)]
+        if wanted != bounds:
+            data = data[tuple(slice(w[0] - b[0], w[1] - b[0]) for w, b in zip(wanted, bounds, strict=True))]
+        parts.append(jax.device_put(data, device))
+    return jax.make_array_from_single_device_arrays(x.shape, sharding, parts)
+
+
+def _within(inner: Bounds, outer: Bounds) -> bool:
+    return all(o[0] <= i[0] and i[1] <= o[1] for i, o in zip(inner, outer, strict=True))
+
+
+def _devices_of(x: jax.Array) -> Devices:
+    """In the order in which programs run on them."""
+    return tuple(x.sharding.devices_indices_map(x.shape))
+
+
+def _layouts(params: Params) -> tuple:
+    """Names a program by where its arguments lie."""
+    return tuple((x.dtype.name, x.sharding) for x in jax.tree.leaves(params))

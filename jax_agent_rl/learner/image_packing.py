@@ -1,0 +1,233 @@
+"""Pictures of packed rows. Shapes: R rows, T tokens, P patches, N features (P / merge_size²), D hidden.
+
+Trajectories carry pictures as tools made them; here they are cut into what the tower reads, whoever sampled them (in
+verl's words ``return_multi_modal_inputs: false``). A row holds every distinct picture once, however many of its
+trajectories show it. Its patches lie one after another, padded to one of two sizes, so that there are few programs;
+rows without pictures are those of a model of text.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from jax_agent_rl.config import LearnerConfig
+from jax_agent_rl.errors import ConfigError
+from jax_agent_rl.models.config import VisionConfig
+from jax_agent_rl.models.vision.context import PictureNames, Shown, Sight
+from jax_agent_rl.models.vision.image_processor import Picture
+from jax_agent_rl.models.vision.layout import Layout, layout
+from jax_agent_rl.types import Trajectory
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RowSight:
+    """How a learner's rows see.
+
+    Attributes:
+        sight: the model's.
+        row_patches: most patches of a row.
+    """
+
+    sight: Sight
+    row_patches: int
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """To which patches are padded: a quarter of a row's most, and all, in whole windows."""
+        window = self.sight.vision.window_patches
+        return tuple(sorted({-(-self.row_patches // part // window) * window for part in (4, 1)}))
+
+
+def row_sight(sight: Sight | None, config: LearnerConfig) -> RowSight | None:
+    """None for a model of text.
+
+    Raises:
+        ConfigError: tokens of a row lie on several devices: a picture's must be together.
+    """
+    if sight is None:
+        return None
+    if config.mesh.context > 1:
+        raise ConfigError(
+            f"learner.mesh.context={config.mesh.context} splits rows within pictures, which this learner cannot do; "
+            "set learner.mesh.context=1 and split over fsdp or tensor"
+        )
+    most = config.row_length * sight.vision.merge_size**2  # a token for each feature
+    return RowSight(sight=sight, row_patches=config.row_patches or most)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RowPictures:
+    """The pictures of R rows.
+
+    Attributes:
+        pictures: of each row.
+        feature_index: int32 [R, T], which of its row's features takes a token's place; -1 for text.
+        rope_positions: int32 [R, T, 3].
+        sight: what they are for.
+    """
+
+    pictures: tuple[tuple[Picture, ...], ...]
+    feature_index: np.ndarray
+    rope_positions: np.ndarray
+    sight: RowSight
+
+    def micro_batch(self, begin: int, rows: int) -> dict[str, np.ndarray]:
+        """Arrays of ``rows`` rows from ``begin`` on, padded with empty ones; none if they show nothing."""
+        mine = self.pictures[begin : begin + rows]
+        most = max(sum(len(picture.patches) for picture in row) for row in mine)
+        if not most:
+            return {}
+        size = next(size for size in self.sight.sizes if size >= most)
+        return _arrays(
+            self.sight.sight.vision,
+            [*mine, *[()] * (rows - len(mine))],
+            size,
+            feature_index=_padded(self.feature_index[begin : begin + rows], rows, -1),
+            rope_positions=_padded(self.rope_positions[begin : begin + rows], rows, 0),
+        )
+
+
+def blanks(micro_batch: Mapping[str, np.ndarray], sight: RowSight) -> Iterator[dict[str, np.ndarray]]:
+    """A micro-batch without weight and without pictures, in every shape that pictures give to one."""
+    weightless = {"term_weight": np.zeros_like(micro_batch["term_weight"])} if "term_weight" in micro_batch else {}
+    text = {name: value for name, value in micro_batch.items() if name not in _SHOWN} | weightless
+    yield text
+    positions = text["positions"]
+    for size in sight.sizes:
+        yield text | _arrays(
+            sight.sight.vision,
+            [()] * len(positions),
+            size,
+            feature_index=np.full_like(positions, -1),
+            rope_positions=np.repeat(positions[..., None], 3, axis=2),
+        )
+
+
+_SHOWN = ("patches", "feature_index", "rope_positions", *(f"patch_{name}" for name in Layout._fields))
+
+
+def _arrays(
+    vision: VisionConfig, rows: Sequence[Sequence[Picture]], size: int, **arrays: np.ndarray
+) -> dict[str, np.ndarray]:
+    """With the rows' patches [R, P, patch_dim] and their layout."""
+    layouts = [layout(vision, [picture.grid for picture in row], size) for row in rows]
+    stacked = Layout(*map(np.stack, zip(*layouts, strict=True)))
+    return {
+        **arrays,
+        "patches": np.stack([_padded(_joined(vision, row), size, 0.0) for row in rows]),
+        **{f"patch_{name}": value for name, value in stacked._asdict().items()},
+    }
+
+
+class Album:
+    """The pictures of all sequences of a batch while rows are made of them.
+
+    Args:
+        sight: what they are for.
+        sequences: in order.
+
+    Raises:
+        ValueError: a picture cannot be shown, or a sequence has more patches than a row may have.
+    """
+
+    def __init__(self, sight: RowSight, sequences: Sequence[Trajectory]) -> None:
+        self._sight = sight
+        with ThreadPoolExecutor() as pool:  # scaling an image lets go of the interpreter
+            self._shown = list(pool.map(functools.partial(_show, sight.sight), sequences))
+        names = PictureNames()
+        self.keys = [names.keys(shown) for shown in self._shown]
+        """For each sequence its ids, int32 [n], in which pictures have names: see ``PictureNames.keys``."""
+        distinct = {picture.digest: picture for shown in self._shown for picture in shown.pictures}
+        self._pictures = list(distinct.values())  # in order of their names
+        numbers = {digest: number for number, digest in enumerate(distinct)}
+        self._members = [np.array(sorted({numbers[p.digest] for p in s.pictures}), np.int64) for s in self._shown]
+        self._sizes = np.array([len(picture.patches) for picture in self._pictures], np.int64)
+        self._features = self._sizes // sight.sight.vision.merge_size**2
+        self._first = np.cumsum(self._features) - self._features  # name of each picture's first feature
+        self._there = np.zeros((len(sequences), len(self._pictures)), bool)  # [rows, pictures]
+        for sequence, members in zip(sequences, self._members, strict=True):
+            if (need := int(self._sizes[members].sum())) > sight.row_patches:
+                raise ValueError(
+                    f"trajectory {sequence.trajectory_id} shows pictures of {need} patches, a row takes "
+                    f"{sight.row_patches}; set learner.row_patches >= {need}, or lower model.pixels"
+                )
+
+    def has_room(self, which: int, rows: int) -> np.ndarray:
+        """bool [rows]: where a sequence's pictures fit beside those that are there."""
+        members = self._members[which]
+        there = self._there[:rows]
+        new = ~there[:, members] @ self._sizes[members]
+        return there @ self._sizes + new <= self._sight.row_patches
+
+    def add(self, which: int, row: int) -> None:
+        """A sequence was put into a row."""
+        self._there[row, self._members[which]] = True
+
+    def lay_out(
+        self,
+        keys: np.ndarray,
+        positions: np.ndarray,
+        members: Sequence[Sequence[int]],
+        paths: Sequence[Sequence[np.ndarray]],
+    ) -> RowPictures:
+        """The pictures of finished rows.
+
+        Args:
+            keys: int32 [R, T], nodes; names where pictures stand.
+            positions: int32 [R, T], as of text.
+            members: for each row its sequences.
+            paths: for each of those its nodes, int64 [n].
+        """
+        index = np.full(keys.shape, -1, np.int32)
+        rope = np.repeat(positions[..., None], 3, axis=2)
+        pictures = []
+        for row, (sequences, nodes) in enumerate(zip(members, paths, strict=True)):
+            there = np.flatnonzero(self._there[row])
+            begin = np.zeros(len(self._first), np.int64)  # of each picture's features among the row's
+            begin[there] = np.cumsum(self._features[there]) - self._features[there]
+            shown = keys[row] < 0
+            names = -1 - keys[row, shown]
+            picture = self._of(names)
+            index[row, shown] = begin[picture] + names - self._first[picture]
+            for which, path in zip(sequences, nodes, strict=True):
+                rope[row, path] = self._shown[which].positions
+            pictures.append(tuple(self._pictures[number] for number in there))
+        return RowPictures(pictures=tuple(pictures), feature_index=index, rope_positions=rope, sight=self._sight)
+
+    def ids(self, keys: np.ndarray) -> np.ndarray:
+        """int32: keys as the ids they are, placeholders where pictures stand."""
+        placeholders = np.array([self._sight.sight.vision.placeholders[p.kind] for p in self._pictures], np.int32)
+        ids = keys.copy()
+        ids[keys < 0] = placeholders[self._of(-1 - keys[keys < 0])]
+        return ids
+
+    def _of(self, names: np.ndarray) -> np.ndarray:
+        """Number of the picture that has a feature of this name."""
+        return np.searchsorted(self._first, names, side="right") - 1
+
+
+def _show(sight: Sight, sequence: Trajectory) -> Shown:
+    """A placeholder that was sampled is text."""
+    ids = np.asarray(sequence.prompt_ids + sequence.response_ids, np.int32)
+    sampled = np.concatenate([np.zeros(len(sequence.prompt_ids), bool), np.asarray(sequence.response_mask, bool)])
+    try:
+        shown = sight.show(np.where(sampled, -1, ids), sight.read(sequence.multi_modal))
+    except ValueError as error:
+        raise ValueError(f"trajectory {sequence.trajectory_id}: {error}") from None
+    return replace(shown, ids=ids)
+
+
+def _joined(vision: VisionConfig, pictures: Sequence[Picture]) -> np.ndarray:
+    """float32 [P, patch_dim]."""
+    return np.concatenate([np.zeros((0, vision.patch_dim), np.float32), *(picture.patches for picture in pictures)])
+
+
+def _padded(array: np.ndarray, length: int, value: float) -> np.ndarray:
+    """With ``value`` along the first axis up to ``length``."""
+    padding = [(0, length - len(array))] + [(0, 0)] * (array.ndim - 1)
+    return np.pad(array, padding, constant_values=value)

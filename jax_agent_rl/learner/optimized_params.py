@@ -1,0 +1,220 @@
+"""One set of parameters with its optimizer: the policy, and for PPO the critic.
+
+::
+
+    for each micro-batch:  gradients += d loss        (shapes fixed, one program)
+    apply:                 clip, AdamW                (not finite: nothing changes, to the bit)
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import NamedSharding
+
+from jax_agent_rl.config.base import OptimizerSection
+from jax_agent_rl.learner.cancellation import UpdateGate
+from jax_agent_rl.models.config import Params
+from jax_agent_rl.models.sharding import place
+
+Arrays = dict[str, jax.Array]
+Statistics = dict[str, Arrays]
+Loss = Callable[[Params, Arrays], tuple[jax.Array, Statistics]]
+View = Callable[[Params, Params], Params]
+"""From trained and frozen parameters to those the forward pass reads, differentiably."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainState:
+    """Everything the optimizer changes: ``params``, ``opt_state``, and ``updates`` (int32, optimizer updates done)."""
+
+    params: Params
+    opt_state: Any
+    updates: jax.Array
+
+
+@dataclass(frozen=True, kw_only=True)
+class Applied:
+    """One optimizer update: the gradient's ``norm``, whether it was ``finite``, and the learning ``rate``."""
+
+    norm: float
+    finite: bool
+    rate: float
+
+
+def make_optimizer(config: OptimizerSection, rate: jax.Array | float) -> optax.GradientTransformation:
+    """Global-norm clip, then AdamW at a learning rate; no weight decay on norms."""
+
+    def decayed(params: Params) -> Any:
+        return jax.tree_util.tree_map_with_path(lambda path, _: "norm" not in path[-1].key, params)
+
+    def clip(gradients: Any, _: Any) -> Any:
+        # One factor for all: optax's own clip divides every element, and XLA keeps a copy of all quotients.
+        norm = optax.tree.norm(gradients)
+        factor = jnp.where(norm < config.max_grad_norm, 1.0, config.max_grad_norm / norm)
+        return jax.tree.map(lambda x: x * factor.astype(x.dtype), gradients)
+
+    return optax.chain(
+        optax.stateless(clip),
+        optax.adamw(rate, b1=config.adam_b1, b2=config.adam_b2, weight_decay=config.weight_decay, mask=decayed),
+    )
+
+
+class UpdatePrograms:
+    """The programs of an update. They hold no array, and can be compiled for devices that are not here.
+
+    Args:
+        params: initial parameters, or their shapes.
+        view: what the loss is of.
+        shardings: one per parameter.
+        everywhere: sharding of scalars.
+        rate: the learning rate, of the number of finished training steps.
+        loss: a micro-batch's share of the loss, and statistics: ``sum`` adds up over micro-batches, ``max`` takes the
+            largest.
+
+    Attributes:
+        places: the sharding of every array of a :class:`TrainState`.
+        everywhere: that of scalars.
+        init: parameters (donated) to the first state.
+        zeros: parameters to gradients of zero.
+        accumulate: parameters, frozen ones, gradients (donated) and a micro-batch to gradients and statistics.
+        apply: a state (donated), gradients and the number of finished training steps to the next state, the
+            gradients' norm, whether that was finite, and the learning rate.
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        *,
+        view: View,
+        shardings: Any,
+        everywhere: NamedSharding,
+        optimizer: OptimizerSection,
+        rate: optax.Schedule,
+        loss: Loss,
+    ) -> None:
+        transformation = make_optimizer(optimizer, 0.0)  # the rate is no part of its state
+        # Output shardings are those of the inputs they replace: a call never compiles for its own result.
+        self.everywhere = everywhere
+        self.places = _state_shardings(transformation, params, shardings, everywhere)
+        init = lambda params: TrainState(params, transformation.init(params), jnp.int32(0))  # noqa: E731
+        self.init = jax.jit(init, out_shardings=self.places, donate_argnums=0)
+        self.zeros = jax.jit(lambda params: jax.tree.map(jnp.zeros_like, params), out_shardings=shardings)
+        self.accumulate = jax.jit(
+            functools.partial(_accumulate, loss, view),
+            donate_argnums=(2,),
+            out_shardings=(shardings, everywhere),
+        )
+        self.apply = jax.jit(
+            functools.partial(_apply, optimizer, rate),
+            donate_argnums=(0,),
+            out_shardings=(self.places, everywhere, everywhere, everywhere),
+        )
+
+
+class Trainable:
+    """Parameters, optimizer state, and updates by the programs of both.
+
+    Args:
+        params: initial parameters; copied.
+        frozen: parameters that are read and never change.
+        programs: made for parameters of these shapes.
+
+    Attributes:
+        state: its buffers are donated by :meth:`apply`.
+        frozen: as given.
+    """
+
+    def __init__(self, params: Params, *, frozen: Params, programs: UpdatePrograms) -> None:
+        # A copy: the buffers are donated, so they must be our own.
+        self.state: TrainState = programs.init(jax.tree.map(place, params, programs.places.params))
+        self.frozen = frozen
+        self._programs = programs
+        self._compiled_apply: jax.stages.Compiled | None = None
+
+    @property
+    def weights(self) -> tuple[Params, Params]:
+        """Trained and frozen parameters, as ``view`` takes them."""
+        return self.state.params, self.frozen
+
+    @property
+    def programs_compiled(self) -> int:
+        """Distinct programs compiled so far."""
+        called = (self._programs.zeros, self._programs.accumulate)
+        sizes = (f._cache_size() for f in called)  # pyright: ignore[reportAttributeAccessIssue]  # not in jit's type
+        return sum(sizes) + (self._compiled_apply is not None)
+
+    def gradients(
+        self, micro_batches: Iterable[Arrays], tick: Callable[[], None] = lambda: None
+    ) -> tuple[Params, Statistics]:
+        """The gradient of the whole mini-batch and its statistics; ``tick`` is called after each micro-batch."""
+        gradients, statistics = self._programs.zeros(self.state.params), None
+        for arrays in micro_batches:
+            gradients, new = self._programs.accumulate(self.state.params, self.frozen, gradients, arrays)
+            statistics = new if statistics is None else _merge(statistics, new)
+            jax.block_until_ready(new)
+            tick()
+        assert statistics is not None  # a batch has at least one row
+        return gradients, jax.device_get(statistics)
+
+    def apply(self, gradients: Params, step: int, gate: UpdateGate | None = None) -> Applied:
+        """One optimizer update. If the gradient is not finite, nothing changes.
+
+        Args:
+            gradients: of the whole mini-batch.
+            step: training steps that are finished, for the learning rate.
+
+        Raises:
+            UpdateAbandoned: ``gate`` was closed; the state's buffers are intact.
+        """
+        arguments = (gradients, place(np.int32(step), self._programs.everywhere))
+        if self._compiled_apply is None:  # outside the gate, which must never wait for a compiler
+            self._compiled_apply = self._programs.apply.lower(self.state, *arguments).compile()
+        gate = gate or UpdateGate()
+        with gate.update():
+            self.state, norm, finite, rate = self._compiled_apply(self.state, *arguments)
+            if not finite:
+                gate.unchanged()
+        return Applied(norm=float(norm), finite=bool(finite), rate=float(rate))
+
+
+def _accumulate(
+    loss: Loss, view: View, params: Params, frozen: Params, gradients: Params, batch: Arrays
+) -> tuple[Params, Statistics]:
+    (_, statistics), new = jax.value_and_grad(lambda x: loss(view(x, frozen), batch), has_aux=True)(params)
+    return jax.tree.map(jnp.add, gradients, new), statistics
+
+
+def _apply(
+    config: OptimizerSection, schedule: optax.Schedule, state: TrainState, gradients: Params, step: jax.Array
+) -> tuple[TrainState, jax.Array, jax.Array, jax.Array]:
+    norm, rate = optax.tree.norm(gradients), jnp.asarray(schedule(step), jnp.float32)
+    finite = jnp.isfinite(norm)
+
+    def take() -> TrainState:
+        updates, opt_state = make_optimizer(config, rate).update(gradients, state.opt_state, state.params)
+        params = cast(Params, optax.apply_updates(state.params, updates))
+        return TrainState(params, opt_state, state.updates + 1)
+
+    return jax.lax.cond(finite, take, lambda: state), norm, finite, rate
+
+
+def _state_shardings(optimizer: optax.GradientTransformation, params: Params, shardings: Any, rest: Any) -> TrainState:
+    """Optimizer moments lie where their parameters do, counters everywhere."""
+    abstract = jax.eval_shape(optimizer.init, params)
+    opt_state = optax.tree_utils.tree_map_params(
+        optimizer, lambda _, sharding: sharding, abstract, shardings, transform_non_params=lambda _: rest
+    )
+    return TrainState(shardings, opt_state, rest)
+
+
+def _merge(a: Statistics, b: Statistics) -> Statistics:
+    return {"sum": jax.tree.map(jnp.add, a["sum"], b["sum"]), "max": jax.tree.map(jnp.maximum, a["max"], b["max"])}

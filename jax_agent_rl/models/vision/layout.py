@@ -1,0 +1,210 @@
+"""Where pictures stand in a sequence and what a vision tower must know of their shape: numbers made on the host.
+
+    ids       … <vision_start> <image> <image> <image> <image> <vision_end> …     an image of 1 x 2 x 2 features
+    time               7          8       8       8       8        10
+    row                7          8       8       9       9        10
+    column             7          8       9       8       9        10
+
+Text goes on after the largest number so far, as Qwen-VL models were trained (Wang et al. 2024, Qwen2-VL, arXiv
+2409.12191, section 2.1; Bai et al. 2025, Qwen2.5-VL, arXiv 2502.13923, section 2.1.3, for the time of frames) and as
+vLLM and transformers before version 5 have it. (transformers 5 goes on after rows and columns alone, so that what
+follows a video of more groups than rows would stand before its end.)
+
+Shapes: T tokens, P patches, N features, N = P / merge_size².
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jax_agent_rl.models.config import VisionConfig
+from jax_agent_rl.models.vision.image_processor import Grid
+from jax_agent_rl.utils.media import FRAMES_PER_SECOND
+
+Array = Any
+"""numpy's on the host, jax's within a program."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """The placeholders of one item.
+
+    Attributes:
+        kind: ``image`` or ``video``.
+        number: which of its kind, from 0.
+        start: index of the first in the ids.
+        stop: index after the last.
+        grid: groups, rows and columns of features.
+    """
+
+    kind: str
+    number: int
+    start: int
+    stop: int
+    grid: Grid
+
+
+class Layout(NamedTuple):
+    """What a tower must know of the patches it is given; see :func:`layout`. Windows first, then their patches.
+
+    Attributes:
+        order: int32 [.., N], which feature's patches stand at a place of the tower's rows.
+        restore: int32 [.., N], where in the tower's rows a feature stands.
+        windows: int32 [.., P], number of a patch's window; -1 for padding.
+        frames: int32 [.., P], number of a patch's image or group of frames; -1 for padding.
+        places: int32 [.., P, 2], row and column of a patch in its picture.
+    """
+
+    order: Array
+    restore: Array
+    windows: Array
+    frames: Array
+    places: Array
+
+
+class PictureInputs(NamedTuple):
+    """What a decoder reads in place of its pictures' placeholders, beside the ids of B rows.
+
+    Attributes:
+        rope_positions: int32 [B, T, 3], time, row and column of every token, that of text too.
+        features: [B, N, D], from ``models.vision``.
+        feature_index: int32 [B, T], which feature stands at a token's place; -1 for text.
+    """
+
+    rope_positions: Array
+    features: Array
+    feature_index: Array
+
+
+def merged(vision: VisionConfig, grid: Grid) -> Grid:
+    """The grid of features of a grid of patches."""
+    return grid[0], grid[1] // vision.merge_size, grid[2] // vision.merge_size
+
+
+def locate(vision: VisionConfig, ids: Sequence[int] | np.ndarray, grids: Mapping[str, Sequence[Grid]]) -> list[Span]:
+    """Where each item stands, in order of the ids.
+
+    An item takes the first run of its placeholder that is long enough and not taken yet. A placeholder in a shorter
+    run, or behind the last item, is text: a model may sample any id.
+
+    Args:
+        grids: of patches, by kind, items in order of their placeholders.
+
+    Raises:
+        ValueError: an item finds no such run.
+    """
+    array = np.asarray(ids)
+    spans = [span for kind, items in grids.items() for span in _spans(vision, array, kind, items)]
+    return sorted(spans, key=lambda span: span.start)
+
+
+def _spans(vision: VisionConfig, ids: np.ndarray, kind: str, items: Sequence[Grid]) -> list[Span]:
+    placeholder = vision.placeholders[kind]
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], ids == placeholder, [False]]).astype(np.int8)))
+    runs = [(int(begin), int(end)) for begin, end in edges.reshape(-1, 2)]
+    spans: list[Span] = []
+    for number, item in enumerate(items):
+        grid = merged(vision, item)
+        count = int(np.prod(grid))
+        while runs and runs[0][1] - runs[0][0] < count:
+            runs.pop(0)
+        if not runs:
+            raise ValueError(
+                f"{kind} {number + 1} of {len(items)} takes {count} placeholders (id {placeholder}) in a row, and the "
+                "ids hold no such run for it; they must be expanded (ChatCodec.expand_media) with the same model.pixels"
+            )
+        begin, end = runs.pop(0)
+        spans.append(Span(kind=kind, number=number, start=begin, stop=begin + count, grid=grid))
+        runs.insert(0, (begin + count, end))
+    return spans
+
+
+def rope_positions(vision: VisionConfig, length: int, spans: Sequence[Span]) -> tuple[np.ndarray, int]:
+    """Rotary positions of a sequence.
+
+    Args:
+        length: T.
+        spans: its items, from :func:`locate`.
+
+    Returns:
+        int32 [T, 3]: time, row, column of each token; and the offset that later text has: a token at index
+        ``i >= T`` stands at ``i + offset`` in all three.
+    """
+    positions = np.empty((length, 3), np.int32)
+    done, following = 0, 0  # tokens placed so far, and where the next text stands
+    for span in spans:
+        positions[done : span.start] = following + np.arange(span.start - done)[:, None]
+        following += span.start - done
+        positions[span.start : span.stop] = following + _places(vision, span)
+        following = int(positions[span.start : span.stop].max()) + 1
+        done = span.stop
+    positions[done:] = following + np.arange(length - done)[:, None]
+    return positions, following - done
+
+
+def _places(vision: VisionConfig, span: Span) -> np.ndarray:
+    """int [N, 3] of an item's features, from zero."""
+    places = np.indices(span.grid).reshape(3, -1).T
+    if span.kind == "video":
+        step = vision.tokens_per_second * vision.temporal_patch_size / FRAMES_PER_SECOND
+        places[:, 0] = (places[:, 0] * step).astype(int)
+    return places
+
+
+def feature_index(length: int, spans: Sequence[Span], starts: Sequence[int]) -> np.ndarray:
+    """int32 [T]: which feature takes a token's place, -1 for text.
+
+    Args:
+        length: T.
+        spans: items of the sequence.
+        starts: index of each one's first feature, in the same order.
+    """
+    index = np.full(length, -1, np.int32)
+    for span, start in zip(spans, starts, strict=True):
+        index[span.start : span.stop] = start + np.arange(span.stop - span.start)
+    return index
+
+
+def layout(vision: VisionConfig, grids: Sequence[Grid], patches: int) -> Layout:
+    """The layout of several items' patches one after the other, padded at the end.
+
+    Args:
+        grids: of patches, one per item.
+        patches: P, a multiple of ``vision.window_patches``.
+
+    Raises:
+        ValueError: P is no such multiple, or holds fewer patches than there are.
+    """
+    total = sum(int(np.prod(grid)) for grid in grids)
+    if patches % vision.window_patches or patches < total:
+        raise ValueError(
+            f"{total} patches cannot be padded to {patches}; it must be a multiple of {vision.window_patches} and "
+            "hold them all"
+        )
+    unit, count = vision.merge_size**2, patches // vision.merge_size**2
+    order = np.arange(count, dtype=np.int32)
+    windows, frames = (np.full((count, unit), -1, np.int32) for _ in range(2))
+    places = np.zeros((count, unit, 2), np.int32)
+    begin = 0
+    for grid in grids:
+        group, row, column = np.indices(merged(vision, grid)).reshape(3, -1)
+        window = _numbers(group, row // vision.window_side, column // vision.window_side)
+        mine = np.argsort(window, kind="stable")
+        here = slice(begin, begin + len(mine))
+        order[here] = begin + mine
+        windows[here] = window[mine, None] + windows.max(initial=-1) + 1
+        frames[here] = group[mine, None] + frames.max(initial=-1) + 1
+        within = np.indices((vision.merge_size, vision.merge_size)).reshape(2, -1).T
+        places[here] = np.stack([row, column], -1)[mine, None] * vision.merge_size + within
+        begin += len(mine)
+    restore = np.argsort(order).astype(np.int32)
+    return Layout(order, restore, windows.reshape(-1), frames.reshape(-1), places.reshape(-1, 2))
+
+
+def _numbers(*parts: np.ndarray) -> np.ndarray:
+    """Equal numbers for equal rows of ``parts``, from zero, in their order."""
+    return np.unique(np.stack(parts, -1), axis=0, return_inverse=True)[1].reshape(-1)

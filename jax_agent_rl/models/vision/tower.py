@@ -1,0 +1,164 @@
+"""The vision tower of Qwen2.5-VL: patches of pictures to features that stand among a decoder's embeddings.
+
+Bai et al. 2025, arXiv 2502.13923, section 2.1.1. Most layers attend within windows, whose patches lie side by side
+(``models.pictures.layout``), some within a whole image or group of frames.
+
+Shapes: B sets of pictures, P patches, N features, U = P / N patches of a feature, D hidden, H heads, h head size,
+S patches of the largest window.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jax_agent_rl.models.attention import BLOCK
+from jax_agent_rl.models.config import Params, VisionConfig
+from jax_agent_rl.models.decoder import REMAT_POLICIES
+from jax_agent_rl.models.layers import linear, rms_norm, rotate, rows_at
+from jax_agent_rl.models.mesh import ROWS, constrain
+from jax_agent_rl.models.tree_mask import NEGATIVE
+from jax_agent_rl.models.vision.layout import Layout
+
+_NOWHERE = -2  # number of a window that no patch is in, nor padding
+
+
+def features(
+    config: VisionConfig,
+    params: Params,
+    patches: jax.Array,
+    layout: Layout,
+    *,
+    remat: str = "none",
+    mesh: Mesh | None = None,
+) -> jax.Array:
+    """What the decoder reads in place of placeholders' embeddings.
+
+    Args:
+        params: ``params["vision"]`` of a model.
+        patches: float [.., P, patch_dim], as transformers' image processor gives them, padded at the end.
+        layout: of the same pictures; its arrays have the same leading axes.
+        remat: what the backward pass recomputes, see ``models.decoder``.
+        mesh: what the leading axis is split over, see ``models.mesh``; None on one device.
+
+    Returns:
+        [.., N, out_size] in order of the patches; those of padding mean nothing.
+    """
+    leading = patches.shape[:-2]
+    patches = patches.reshape(-1, *patches.shape[-2:])
+    layout = Layout(*(jnp.asarray(x).reshape(len(patches), *x.shape[len(leading) :]) for x in layout))
+    x = _embed(config, params, patches, layout.order, mesh)
+    cos, sin = _rope(config, layout.places)
+
+    def body(x: jax.Array, scanned: tuple[Params, jax.Array]) -> tuple[jax.Array, None]:
+        layer, full = scanned
+        mixed = _attention(config, layer, rms_norm(config, x, layer["input_norm"]), cos, sin, layout, full, mesh)
+        x = x + mixed
+        return x + _feed_forward(layer, rms_norm(config, x, layer["post_attention_norm"]), mesh), None
+
+    if remat != "none":
+        body = jax.checkpoint(body, policy=REMAT_POLICIES[remat])
+    full = jnp.array([i in config.full_attention_layers for i in range(config.num_layers)])
+    x, _ = jax.lax.scan(body, constrain(x, mesh, ROWS, None, None), (params["layers"], full))
+    merged = _merge(config, params, x, mesh)
+    return rows_at(merged, layout.restore).reshape(*leading, -1, config.out_size)
+
+
+def _embed(config: VisionConfig, params: Params, patches: jax.Array, order: jax.Array, mesh: Mesh | None) -> jax.Array:
+    """Patches [B, P, patch_dim] as [B, P, D], window by window."""
+    weight = params["patch_embed"]  # [D, channels, frames, rows, columns], a product with whole patches
+    x = linear(patches.astype(weight.dtype), weight.reshape(weight.shape[0], -1), mesh)
+    squares = x.reshape(x.shape[0], -1, config.merge_size**2 * config.hidden_size)
+    return rows_at(squares, order).reshape(x.shape)
+
+
+def _rope(config: VisionConfig, places: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """cos and sin float32 [B, P, h/2] of places [B, P, 2]: half of the angles turn with rows, half with columns."""
+    half = config.head_dim // 2
+    frequencies = 1.0 / 10000.0 ** (jnp.arange(0, half, 2, dtype=jnp.float32) / half)
+    angles = (places[..., None].astype(jnp.float32) * frequencies).reshape(*places.shape[:-1], half)
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def _attention(
+    config: VisionConfig,
+    layer: Params,
+    x: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    layout: Layout,
+    full: jax.Array,
+    mesh: Mesh | None,
+) -> jax.Array:
+    """Attention [B, P, D] -> [B, P, D]; ``full`` (bool []): within frames, otherwise within windows."""
+    qkv = _affine(layer, "qkv", x, mesh).reshape(*x.shape[:2], 3, config.num_heads, config.head_dim)
+    q, k, v = qkv.transpose(2, 0, 3, 1, 4)  # [B, H, P, h] each
+    q, k = rotate(q, cos[:, None], sin[:, None]), rotate(k, cos[:, None], sin[:, None])
+    q = q * config.head_dim**-0.5
+    mixed = jax.lax.cond(
+        full,
+        lambda: _attend_to_frames(q, k, v, layout.frames),
+        lambda: _attend_to_windows(q, k, v, layout.windows, config.window_patches),
+    )
+    return _affine(layer, "o", mixed.transpose(0, 2, 1, 3).reshape(x.shape), mesh)
+
+
+def _attend_to_frames(q: jax.Array, k: jax.Array, v: jax.Array, frames: jax.Array) -> jax.Array:
+    """Each patch to all of its frame, a block of queries at a time, whose scores the backward pass recomputes."""
+    block = math.gcd(BLOCK, q.shape[2])
+
+    def attend(start: jax.Array) -> jax.Array:
+        queries = jax.lax.dynamic_slice_in_dim(q, start, block, axis=2)
+        mine = jax.lax.dynamic_slice_in_dim(frames, start, block, axis=1)
+        return _softmax_attention(queries, k, v, (mine[:, :, None] == frames[:, None])[:, None])
+
+    blocks = jax.lax.map(jax.checkpoint(attend), jnp.arange(0, q.shape[2], block))  # [P / block, B, H, block, h]
+    return blocks.transpose(1, 2, 0, 3, 4).reshape(q.shape)
+
+
+def _attend_to_windows(q: jax.Array, k: jax.Array, v: jax.Array, windows: jax.Array, size: int) -> jax.Array:
+    """Each patch to its window, which lies within its block of ``size`` patches and the two beside it."""
+    rows, heads, count, head_dim = q.shape
+
+    def blocks(x: jax.Array) -> jax.Array:
+        """[B, H, P, h] -> [B, H, P / S, S, h]"""
+        return x.reshape(rows, heads, count // size, size, head_dim)
+
+    def beside(x: jax.Array, axis: int, edge: int = 0) -> jax.Array:
+        """Each block of ``axis`` with the two beside it, [.., P / S, 3 S, ..]; beyond the ends is ``edge``."""
+        widths = [(size, size) if i == axis else (0, 0) for i in range(x.ndim)]
+        padded = jnp.pad(x, widths, constant_values=edge)
+        parts = [jax.lax.slice_in_dim(padded, i * size, i * size + count, axis=axis) for i in range(3)]
+        shape = (*x.shape[:axis], count // size, size, *x.shape[axis + 1 :])
+        return jnp.concatenate([part.reshape(shape) for part in parts], axis=axis + 1)
+
+    mine = windows.reshape(rows, count // size, size)
+    visible = mine[..., None] == beside(windows, 1, _NOWHERE)[:, :, None]  # [B, P / S, S, 3 S]
+    return _softmax_attention(blocks(q), beside(k, 2), beside(v, 2), visible[:, None]).reshape(q.shape)
+
+
+def _softmax_attention(q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array) -> jax.Array:
+    """Attention over the last but one axis of keys and values, scores and softmax in float32."""
+    scores = jnp.einsum("...qh,...kh->...qk", q, k, preferred_element_type=jnp.float32)
+    weights = jax.nn.softmax(jnp.where(visible, scores, NEGATIVE), axis=-1)
+    return jnp.einsum("...qk,...kh->...qh", weights.astype(v.dtype), v)
+
+
+def _feed_forward(layer: Params, x: jax.Array, mesh: Mesh | None) -> jax.Array:
+    gate = jax.nn.silu(_affine(layer, "gate", x, mesh))
+    return _affine(layer, "down", gate * _affine(layer, "up", x, mesh), mesh)
+
+
+def _merge(config: VisionConfig, params: Params, x: jax.Array, mesh: Mesh | None) -> jax.Array:
+    """[B, P, D] -> [B, N, out_size]: the patches of a square as one feature."""
+    x = rms_norm(config, x, params["merger_norm"])
+    x = x.reshape(x.shape[0], -1, config.merge_size**2 * config.hidden_size)
+    x = jax.nn.gelu(_affine(params, "merger_in", x, mesh), approximate=False)
+    return _affine(params, "merger_out", x, mesh)
+
+
+def _affine(params: Params, name: str, x: jax.Array, mesh: Mesh | None) -> jax.Array:
+    return linear(x, params[name], mesh) + params[f"{name}_bias"]

@@ -1,0 +1,117 @@
+"""Reads a run folder as it is: finished, running, interrupted or damaged."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jax_agent_rl.chat.codec import ChatCodec
+from jax_agent_rl.errors import DataError, ModelError
+from jax_agent_rl.observe.metrics import RunFolder
+from jax_agent_rl.observe.records import Records, metrics_of, traces_of, trajectories_of
+from jax_agent_rl.observe.report.selection import MOST_TOKENS, Fact, choose
+from jax_agent_rl.observe.trajectories import Decode
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunData:
+    """What a run folder holds.
+
+    Attributes:
+        name: of the folder.
+        config: the resolved configuration; empty if it cannot be read.
+        metrics: records of ``metrics.jsonl``.
+        trajectories: records of ``trajectories.jsonl``, a sample of them if there are many.
+        total: how many trajectories the file has.
+        traces: records of ``traces.jsonl``; see :mod:`jax_agent_rl.observe.traces`.
+        summary: of a run that came to its end.
+        notes: what is missing or could not be read, for the reader of the page.
+    """
+
+    name: str
+    config: dict[str, Any] = field(default_factory=dict)
+    metrics: list[dict[str, Any]] = field(default_factory=list)
+    trajectories: list[dict[str, Any]] = field(default_factory=list)
+    total: int = 0
+    traces: list[dict[str, Any]] = field(default_factory=list)
+    summary: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+def read_run(run: Path, *, most: int) -> RunData:
+    """Reads a run folder.
+
+    Args:
+        run: the folder.
+        most: trajectories to keep, see :func:`~jax_agent_rl.observe.report.selection.choose`; 0 keeps all.
+
+    Raises:
+        DataError: it is no run folder: it holds neither metrics nor trajectories nor a configuration.
+    """
+    files = [run / name for name in ("config.json", "metrics.jsonl", "trajectories.jsonl")]
+    if not any(file.is_file() for file in files):
+        raise DataError(f"{run} is no run folder: there is no {', no '.join(file.name for file in files)} in it")
+    folder, notes = RunFolder(run), []
+    metrics, traces = metrics_of(folder.metrics), traces_of(folder.traces)
+    recorded = trajectories_of(folder.trajectories)
+    trajectories, total = _read_trajectories(recorded, most, notes)
+    data = RunData(
+        name=run.resolve().name,
+        config=_read_object(folder.config, notes),
+        metrics=list(metrics),
+        trajectories=trajectories,
+        total=total,
+        traces=list(traces),
+        summary=_read_object(folder.summary, notes) if folder.summary.exists() else {},
+        notes=notes,
+    )
+    for records in (metrics, recorded, traces):
+        notes += records.notes
+    return data
+
+
+def value_at(config: Mapping[str, Any], section: str, key: str) -> Any:
+    """A value of a configuration; None where it is missing."""
+    found = config.get(section)
+    return found.get(key) if isinstance(found, Mapping) else None
+
+
+def decoder(config: Mapping[str, Any], notes: list[str]) -> Decode:
+    """Ids to text with the run's tokenizer; where that is gone, ids in brackets, and a note."""
+    path = value_at(config, "model", "path")
+    try:
+        if not isinstance(path, str):
+            raise ModelError("its configuration does not say where the model is")
+        codec = ChatCodec.from_pretrained(path)
+    except ModelError as problem:
+        notes.append(f"tokens are shown as ids, because the run's tokenizer cannot be read: {problem}")
+        return lambda ids: "".join(f"[{i}]" for i in ids)
+    return lambda ids: codec.decode(ids, skip_special_tokens=False)
+
+
+def _read_trajectories(records: Records, most: int, notes: list[str]) -> tuple[list[dict[str, Any]], int]:
+    """Reads twice where not all are wanted, so that memory holds only those that are."""
+    facts = [Fact.of(record) for record in records]
+    choice = choose(facts, most)
+    if len(choice.places) < len(facts):
+        steps = len({facts[place].step for place in choice.places})
+        more = f"a page takes {MOST_TOKENS:,} tokens, --most 0 shows all" if choice.is_full else "--most shows more"
+        notes.append(
+            f"{len(choice.places)} of {len(facts)} trajectories are shown, from {steps} of "
+            f"{len({fact.step for fact in facts})} steps: the best and the worst of each, others by chance; {more}"
+        )
+    return [record for place, record in enumerate(records) if place in choice.places], len(facts)
+
+
+def _read_object(file: Path, notes: list[str]) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise ValueError(f"it holds no object but a {type(content).__name__}")
+    except (OSError, ValueError) as error:
+        notes.append(f"{file.name} cannot be read: {error}")
+        return {}
+    return content

@@ -1,0 +1,330 @@
+"""A rollout server as a :class:`~jax_agent_rl.rollout.protocol.RolloutBackend`.
+
+A server that cannot be reached, closes the connection, says nothing for ``silence_seconds`` or was restarted is gone:
+its requests fail with ``EngineDiedError``, and :class:`~jax_agent_rl.rollout.client.LLMServerClient` sends them on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import secrets
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from jax_agent_rl.errors import BackendClosedError, BackendError, ConfigError, EngineDiedError, WeightUpdateError
+from jax_agent_rl.rollout.http import images, wire
+from jax_agent_rl.rollout.protocol import (
+    BackendMetrics,
+    Capabilities,
+    GenerateRequest,
+    Health,
+    TokenChunk,
+    WeightUpdate,
+)
+from jax_agent_rl.types import PauseMode, TokenOutput
+from jax_agent_rl.utils.network import is_loopback
+
+T = TypeVar("T")
+_RETRY_SECONDS = 0.5
+_GATEWAY = frozenset({502, 503, 504})  # what a proxy says in place of a server it does not reach
+_GONE = (aiohttp.ClientError, ConnectionError, TimeoutError)
+
+
+class RemoteBackend:
+    """One server.
+
+    Args:
+        url: ``http://host:port``.
+        token: if the server asks for one.
+        shares_disk: whether the server may see the paths of weight files. Then it is asked, and files that it does not
+            read are uploaded. None: a server on loopback may, others not.
+        start_seconds: how long ``start`` waits for a server that does not listen yet (it loads and compiles).
+        silence_seconds: a server that owes an answer and sends nothing for so long is gone; it sends heartbeats.
+
+    Raises:
+        ConfigError: the address is not an http one.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        token: str | None = None,
+        shares_disk: bool | None = None,
+        start_seconds: float = 60.0,
+        silence_seconds: float = 30.0,
+    ) -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigError(f"rollout.urls: {url!r} is not an address like http://10.0.0.5:8100")
+        self.url = url.rstrip("/")
+        self._headers = {wire.PROTOCOL_HEADER: str(wire.PROTOCOL_VERSION)}
+        if token:
+            self._headers["Authorization"] = f"Bearer {token}"
+        self._shares_disk = shares_disk
+        self._is_local = is_loopback(parts.hostname)
+        self._start_seconds = start_seconds
+        self._silence_seconds = silence_seconds
+        self._session: aiohttp.ClientSession | None = None
+        self._capabilities: Capabilities | None = None
+        self._version = 0
+        self._closed = False
+        self._waits: set[asyncio.Timeout] = set()
+
+    @property
+    def capabilities(self) -> Capabilities:
+        if self._capabilities is None:
+            raise BackendError(f"the capabilities of {self.url} are known after start()")
+        return self._capabilities
+
+    @property
+    def policy_version(self) -> int:
+        return self._version
+
+    # --- life -------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        if self._session is not None:
+            raise BackendError("the backend was already started")
+        self._session = aiohttp.ClientSession(
+            headers=self._headers,
+            # A connection per request in flight; idle ones are dropped before the server would drop them.
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60.0),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=10.0, sock_read=self._silence_seconds),
+        )
+        try:
+            greeting = await self._greet()
+        except BaseException:
+            await self._session.close()
+            self._session = None
+            raise
+        self._session.headers[wire.INSTANCE_HEADER] = greeting["instance"]
+        self._capabilities = wire.decode_capabilities(greeting["capabilities"])
+        self._version = greeting["policy_version"]
+
+    async def close(self) -> None:
+        """Leaves the server, which goes on; requests in flight fail and are aborted there."""
+        self._closed = True
+        for deadline in self._waits:
+            deadline.reschedule(0.0)
+        if self._session is not None:
+            await self._session.close()
+
+    async def _greet(self) -> Mapping[str, Any]:
+        deadline = time.monotonic() + self._start_seconds
+        while True:
+            try:
+                return await self._get("handshake")
+            except EngineDiedError:
+                if time.monotonic() > deadline:
+                    raise
+            await asyncio.sleep(_RETRY_SECONDS)
+
+    # --- requests ---------------------------------------------------------------------------------------------
+
+    async def generate(self, request: GenerateRequest) -> TokenOutput:
+        async with contextlib.aclosing(self._lines("generate", await self._body(request))) as lines:
+            async for message in lines:
+                output = wire.decode_output(message["final"])
+        return output
+
+    async def stream(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
+        body = await self._body(request) | {"chunks": True}
+        async with contextlib.aclosing(self._lines("generate", body)) as lines:
+            async for message in lines:
+                yield wire.decode_chunk(message)
+
+    async def _body(self, request: GenerateRequest) -> dict[str, Any]:
+        """The request as JSON; what the server cannot take is not sent to it first."""
+        if unknown := sorted(request.multi_modal.keys() - self.capabilities.multi_modal):
+            raise BackendError(f"request {request.request_id!r}: the server at {self.url} takes no {unknown} input")
+        if request.multi_modal:  # pictures take time to pack
+            return await asyncio.to_thread(images.encode_request, request)
+        return wire.encode_request(request)
+
+    async def abort(self, request_id: str) -> bool:
+        return await self._call("abort", request_id=request_id)
+
+    # --- pausing and weights ----------------------------------------------------------------------------------
+
+    async def pause(self, mode: PauseMode) -> None:
+        await self._call("pause", mode=mode)
+
+    async def resume(self) -> None:
+        await self._call("resume")
+
+    async def update_weights(self, update: WeightUpdate) -> None:
+        if update.kind not in wire.REMOTE_PAYLOADS:
+            kinds = sorted(wire.REMOTE_PAYLOADS)
+            raise WeightUpdateError(f"a remote backend takes weights of kind {kinds}, got {update.kind!r}")
+        body = {
+            "version": update.version,
+            "kind": update.kind,
+            "partial": update.partial,
+            "digests": dict(update.digests),
+        }
+        if update.kind == "mesh":
+            await self._call("update_weights", **body)
+            return
+        if update.kind == "tensorstore":
+            if not isinstance(update.payload, str):
+                raise WeightUpdateError(f"payload must be an address, got {type(update.payload).__name__}")
+            await self._call("update_weights", **body, folder=update.payload)
+            return
+        files = [Path(path).absolute() for path in update.payload]
+        if missing := [str(file) for file in files if not file.is_file()]:
+            raise WeightUpdateError(f"weight files do not exist: {missing}")
+        if await self._server_sees(files):
+            await self._call("update_weights", **body, paths=[str(file) for file in files])
+        else:
+            await self._call("update_weights", **body, upload=await self._upload(files))
+
+    async def reset_prefix_cache(self) -> None:
+        await self._call("reset_prefix_cache")
+
+    async def sleep(self) -> None:
+        await self._call("sleep")
+
+    async def wake(self) -> None:
+        await self._call("wake")
+
+    async def _server_sees(self, files: list[Path]) -> bool:
+        if not (self._is_local if self._shares_disk is None else self._shares_disk):
+            return False
+        return await self._call("sees_files", files=[{"path": str(f), "size": f.stat().st_size} for f in files])
+
+    async def _upload(self, files: list[Path]) -> str:
+        """Sends the bytes, file by file; returns the name of the upload."""
+        upload = secrets.token_hex(16)
+        for file in files:
+            headers = {wire.DIGEST_HEADER: await asyncio.to_thread(_sha256, file)}
+            with file.open("rb") as stream, self._gone_is_an_error():
+                url = f"{self.url}/v1/uploads/{upload}/{file.name}"
+                async with self._client().put(url, data=stream, headers=headers) as response:
+                    await self._check(response)
+        return upload
+
+    # --- state ------------------------------------------------------------------------------------------------
+
+    async def health(self) -> Health:
+        """Never raises: a server that cannot be asked is not well."""
+        try:
+            health = wire.decode_plain(Health, await self._get("health"))
+        except BackendError as error:
+            return Health(ok=False, detail=str(error), policy_version=self._version)
+        self._version = max(self._version, health.policy_version)
+        return health
+
+    async def metrics(self) -> BackendMetrics:
+        return wire.decode_plain(BackendMetrics, await self._get("metrics"))
+
+    # --- HTTP -------------------------------------------------------------------------------------------------
+
+    async def _get(self, path: str) -> Any:
+        with self._gone_is_an_error():
+            async with self._client().get(f"{self.url}/v1/{path}") as response:
+                await self._check(response)
+                try:
+                    return await response.json()
+                except ValueError as error:
+                    raise aiohttp.ClientPayloadError(f"its answer is no JSON ({error})") from error
+
+    async def _call(self, method: str, **body: Any) -> Any:
+        async with contextlib.aclosing(self._lines(method, body)) as lines:
+            async for message in lines:
+                self._version = max(self._version, message["policy_version"])
+        return message["result"]
+
+    async def _lines(self, method: str, body: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+        """Messages of one answer. Leaving early drops the connection, which is how the server learns of it.
+
+        Raises:
+            Exception: the error the answer ends with.
+            EngineDiedError: the server is gone.
+        """
+        with self._gone_is_an_error():
+            posting = self._client().post(f"{self.url}/v1/{method}", data=wire.line(body), headers=_JSON)
+            async with await self._until_closed(posting) as response:
+                await self._check(response)
+                count, rest = 0, b""
+                try:
+                    while data := await self._until_closed(response.content.readany()):
+                        *whole, rest = (rest + data).split(b"\n")
+                        for text in filter(None, whole):
+                            count += 1
+                            yield _message(text)
+                finally:
+                    if not response.content.at_eof():
+                        response.close()
+                if not count or rest:
+                    raise aiohttp.ClientPayloadError("the answer ended early")
+
+    async def _until_closed(self, waiting: Awaitable[T]) -> T:
+        """Awaits, but not past :meth:`close`: aiohttp does not wake those who read from a session that is closed."""
+        deadline = asyncio.timeout(None)
+        async with deadline:
+            self._waits.add(deadline)
+            try:
+                return await waiting
+            finally:
+                self._waits.discard(deadline)
+
+    async def _check(self, response: aiohttp.ClientResponse) -> None:
+        """Turns a refusal into its error."""
+        if response.status == 200:
+            return
+        try:
+            error = wire.decode_error((await response.json())["error"])
+        except (ValueError, KeyError, TypeError, aiohttp.ContentTypeError):
+            if response.status in _GATEWAY:
+                raise EngineDiedError(f"the rollout server at {self.url} is gone: HTTP {response.status}") from None
+            error = BackendError(f"HTTP {response.status}: is this a rollout server?")
+        if response.status == 409:
+            raise EngineDiedError(f"the rollout server at {self.url} was restarted and has lost its weights")
+        if response.status == 401:
+            raise BackendError(f"{self.url} does not accept the token; check the variable named by rollout.token_env")
+        raise error
+
+    def _client(self) -> aiohttp.ClientSession:
+        if self._closed:
+            raise BackendClosedError(f"the connection to {self.url} is closed")
+        if self._session is None:
+            raise BackendClosedError(f"the connection to {self.url} was not started")
+        return self._session
+
+    @contextlib.contextmanager
+    def _gone_is_an_error(self) -> Iterator[None]:
+        try:
+            yield
+        except _GONE as error:
+            if self._closed:
+                raise BackendClosedError(f"the connection to {self.url} was closed") from error
+            reason = str(error) or f"silent for {self._silence_seconds:g} s"
+            raise EngineDiedError(f"the rollout server at {self.url} is gone: {reason}") from error
+        except RuntimeError as error:  # what aiohttp raises where close() meets a connection that is being made
+            if not self._closed:
+                raise
+            raise BackendClosedError(f"the connection to {self.url} was closed") from error
+
+
+_JSON = {"Content-Type": "application/json"}
+
+
+def _message(text: bytes) -> dict[str, Any]:
+    message = json.loads(text)
+    if error := message.get("error"):
+        raise wire.decode_error(error)
+    return message
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

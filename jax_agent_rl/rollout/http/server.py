@@ -1,0 +1,316 @@
+"""Serves a started backend over HTTP.
+
+::
+
+    HttpServer's guard ──► protocol? instance? ──► handler ──► backend
+                             426       409            │
+                                                      ├─ every 5 s an empty line while there is no answer
+                                                      └─ connection lost: the handler is cancelled, its slot is free
+
+``GET /v1/handshake, /v1/health, /v1/metrics``, ``GET /metrics`` (Prometheus text); ``POST /v1/generate`` and one path
+per method of the protocol; ``PUT /v1/uploads/{upload}/{file}``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from jax_agent_rl.errors import BackendError, JaxAgentRLError, WeightUpdateError
+from jax_agent_rl.rollout.engine_metrics import engine_families
+from jax_agent_rl.rollout.http import images, wire
+from jax_agent_rl.rollout.http.shared_dir import SharedFolder
+from jax_agent_rl.rollout.http.uploads import Uploads
+from jax_agent_rl.rollout.protocol import Health, RolloutBackend, WeightUpdate
+from jax_agent_rl.types import PauseMode
+from jax_agent_rl.utils.http_server import HttpServer, Refused, counted, read_json
+from jax_agent_rl.utils.prometheus import CONTENT_TYPE, RequestCounts, text_of
+
+logger = logging.getLogger(__name__)
+Body = dict[str, Any]
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+_METRICS = "/metrics"
+_KEEP_ALIVE_SECONDS = 600.0  # longer than the client's, so that it is never the server who closes an idle connection
+
+
+class RolloutServer:
+    """One backend behind one address.
+
+    Args:
+        backend: started; the server does not close it.
+        host: address to listen on. Anything but loopback needs a token.
+        port: 0 takes a free one.
+        token: that clients must send; None for none.
+        weight_folder: ``rollout.weight_folder``: weights are read below it alone, see :class:`SharedFolder`.
+        max_request_bytes: of a JSON body.
+        max_upload_bytes, upload_folder: see :class:`Uploads`.
+        heartbeat_seconds: see :data:`wire.HEARTBEAT_SECONDS`.
+
+    Raises:
+        ConfigError: an address that others can reach, without a token.
+    """
+
+    def __init__(
+        self,
+        backend: RolloutBackend,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        token: str | None = None,
+        weight_folder: str | None = None,
+        max_request_bytes: int = 64 << 20,
+        max_upload_bytes: int | None = None,
+        upload_folder: Path | None = None,
+        heartbeat_seconds: float = wire.HEARTBEAT_SECONDS,
+    ) -> None:
+        self._backend = backend
+        self._instance = secrets.token_hex(8)
+        self._heartbeat = heartbeat_seconds
+        self._requests = RequestCounts()
+        self._updating = 0
+        self._shared = SharedFolder(weight_folder)
+        self._http = HttpServer(
+            self._routes(),
+            refuse=lambda status, message: _refuse(status, BackendError(message)),
+            host=host,
+            port=port,
+            token=token,
+            token_key="rollout.token_env",
+            max_body_bytes=max_request_bytes,
+            body_key=f"max_request_bytes={max_request_bytes}",
+            keep_alive=_KEEP_ALIVE_SECONDS,
+            around=[counted(self._requests)],
+        )
+        self._uploads = Uploads(max_bytes=max_upload_bytes, folder=upload_folder)
+        self._sweeping: asyncio.Task[None] | None = None
+
+    @property
+    def url(self) -> str:
+        """Where it listens; for a wildcard address, as this machine sees it."""
+        return self._http.url
+
+    @property
+    def app(self) -> web.Application:
+        """Its routes."""
+        return self._http.app
+
+    async def start(self) -> None:
+        """Listens.
+
+        Raises:
+            ConfigError: the port is in use, or the address is not this machine's.
+        """
+        try:
+            await self._http.start()
+        except BaseException:
+            await self.close()
+            raise
+        self._sweeping = asyncio.create_task(self._uploads.sweep(), name="forgotten-uploads")
+
+    async def close(self) -> None:
+        """Ends running requests and stops listening; the backend goes on."""
+        if self._sweeping is not None:
+            self._sweeping.cancel()
+            await asyncio.gather(self._sweeping, return_exceptions=True)
+        await self._http.close()
+        self._uploads.close()
+
+    def _routes(self) -> list[web.RouteDef]:
+        backend = self._backend
+        calls: dict[str, Callable[[Body], Awaitable[Any]]] = {
+            "abort": lambda body: backend.abort(str(body["request_id"])),
+            "pause": lambda body: backend.pause(PauseMode(body["mode"])),
+            "resume": lambda body: backend.resume(),
+            "update_weights": self._update_weights,
+            "sees_files": self._sees_files,
+            "reset_prefix_cache": lambda body: backend.reset_prefix_cache(),
+            "sleep": lambda body: backend.sleep(),
+            "wake": lambda body: backend.wake(),
+        }
+        return [
+            web.get(_METRICS, self._serve_metrics),  # Prometheus sends no headers of ours
+            *(
+                web.route(method, f"/v1/{path}", self._in_protocol(handler))
+                for method, path, handler in (
+                    ("GET", "handshake", self._handshake),
+                    ("GET", "health", self._plain(self._health)),
+                    ("GET", "metrics", self._plain(backend.metrics)),
+                    ("POST", "generate", self._generate),
+                    ("PUT", "uploads/{upload}/{name}", self._receive),
+                    *(("POST", name, self._call(call)) for name, call in calls.items()),
+                )
+            ),
+        ]
+
+    # --- who may ask ------------------------------------------------------------------------------------------
+
+    def _in_protocol(self, handler: Handler) -> Handler:
+        """The handler, for clients that speak this version to this instance."""
+
+        async def checked(request: web.Request) -> web.StreamResponse:
+            spoken = request.headers.get(wire.PROTOCOL_HEADER)
+            if spoken != str(wire.PROTOCOL_VERSION):
+                raise Refused(
+                    426,
+                    f"the rollout server speaks protocol {wire.PROTOCOL_VERSION}, the client {spoken}; "
+                    "install one version",
+                )
+            if request.headers.get(wire.INSTANCE_HEADER, self._instance) != self._instance:
+                raise Refused(409, "the rollout server was restarted")
+            return await handler(request)
+
+        return checked
+
+    # --- answers ----------------------------------------------------------------------------------------------
+
+    async def _handshake(self, request: web.Request) -> web.Response:
+        return web.json_response(
+            {
+                "protocol": wire.PROTOCOL_VERSION,
+                "instance": self._instance,
+                "capabilities": wire.encode_capabilities(
+                    self._backend.capabilities, has_folder=self._shared.is_configured
+                ),
+                "policy_version": self._backend.policy_version,
+            }
+        )
+
+    async def _serve_metrics(self, request: web.Request) -> web.Response:
+        backend = self._backend
+        engine = engine_families(await backend.metrics(), await self._health(), backend.capabilities, engine="0")
+        body = text_of([*engine, *self._requests.families()])
+        return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE})
+
+    async def _health(self) -> Health:
+        """The backend's; while it takes weights, which may keep it from answering, what is known without it."""
+        if self._updating:
+            return Health(ok=True, detail="taking weights", policy_version=self._backend.policy_version)
+        return await self._backend.health()
+
+    def _plain(self, read: Callable[[], Awaitable[Any]]) -> Callable:
+        async def handler(request: web.Request) -> web.Response:
+            try:
+                return web.json_response(asdict(await read()))
+            except JaxAgentRLError as error:
+                return _refuse(503, error)
+
+        return handler
+
+    def _call(self, call: Callable[[Body], Awaitable[Any]]) -> Callable:
+        """A handler that answers with one line, after as many empty ones as it takes."""
+
+        async def handler(request: web.Request) -> web.StreamResponse:
+            body = await _body(request)
+
+            async def lines() -> AsyncGenerator[Body, None]:
+                yield {"result": await call(body), "policy_version": self._backend.policy_version}
+
+            return await self._send(request, lines())
+
+        return handler
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        body = await _body(request)
+        chunked = body.pop("chunks", False)
+
+        async def lines() -> AsyncGenerator[Body, None]:
+            if body.get("multi_modal"):  # pictures take time to unpack
+                wanted = await asyncio.to_thread(images.decode_request, body)
+            else:
+                wanted = wire.decode_request(body)
+            if not chunked:
+                yield {"final": wire.encode_output(await self._backend.generate(wanted))}
+                return
+            async with contextlib.aclosing(self._backend.stream(wanted)) as stream:  # type: ignore[type-var]
+                async for chunk in stream:
+                    yield wire.encode_chunk(chunk)
+
+        return await self._send(request, lines())
+
+    async def _send(self, request: web.Request, lines: AsyncGenerator[Body, None]) -> web.StreamResponse:
+        """Writes lines as they come, heartbeats in between, and an error as the last line."""
+        response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
+        await response.prepare(request)
+        upcoming: asyncio.Future | None = None
+        try:
+            while True:
+                upcoming = asyncio.ensure_future(anext(lines))
+                while not (await asyncio.wait({upcoming}, timeout=self._heartbeat))[0]:
+                    await response.write(b"\n")
+                await response.write(wire.line(upcoming.result()))
+        except StopAsyncIteration:
+            pass
+        except (asyncio.CancelledError, ConnectionError):  # the client is gone, nobody reads on
+            raise
+        except Exception as error:
+            if not isinstance(error, (JaxAgentRLError, NotImplementedError, ValueError, KeyError)):
+                logger.exception("%s failed", request.path)
+            await response.write(wire.line({"error": wire.encode_error(error)}))
+        finally:
+            if upcoming is not None and not upcoming.done():
+                upcoming.cancel()
+                await asyncio.gather(upcoming, return_exceptions=True)
+            await lines.aclose()
+        await response.write_eof()
+        return response
+
+    # --- weights ----------------------------------------------------------------------------------------------
+
+    async def _receive(self, request: web.Request) -> web.Response:
+        where = request.match_info
+        digest = request.headers.get(wire.DIGEST_HEADER, "")
+        try:
+            size = await self._uploads.receive(where["upload"], where["name"], digest, request.content.iter_any())
+        except WeightUpdateError as error:
+            return _refuse(422, error)
+        except TimeoutError as error:
+            return _refuse(408, WeightUpdateError(f"{where['name']}: {error}"))
+        except OSError as error:
+            return _refuse(507, WeightUpdateError(f"{where['name']} cannot be stored: {error}"))
+        return web.json_response({"size": size})
+
+    async def _update_weights(self, body: Body) -> None:
+        upload = body.get("upload")
+        self._updating += 1
+        try:
+            payload: str | list[str] | None = None
+            if "folder" in body:
+                payload = await self._shared.address(body["folder"])
+            elif body["kind"] != "mesh":
+                payload = self._uploads.files(upload) if upload else await self._shared.files(body["paths"])
+            await self._backend.update_weights(
+                WeightUpdate(
+                    version=int(body["version"]),
+                    kind=str(body["kind"]),
+                    payload=payload,
+                    partial=bool(body.get("partial", False)),
+                    digests={str(name): str(found) for name, found in body.get("digests", {}).items()},
+                )
+            )
+        finally:
+            self._updating -= 1
+            if upload:
+                self._uploads.drop(upload)
+
+    async def _sees_files(self, body: Body) -> bool:
+        """Whether files of these paths and sizes can be read here, too."""
+        return await self._shared.sees({str(file["path"]): file["size"] for file in body["files"]})
+
+
+async def _body(request: web.Request) -> Body:
+    body = await read_json(request)
+    if not isinstance(body, dict):
+        raise Refused(400, "the body is not a JSON object")
+    return body
+
+
+def _refuse(status: int, error: Exception) -> web.Response:
+    return web.json_response({"error": wire.encode_error(error)}, status=status)

@@ -1,0 +1,149 @@
+"""A policy's weights in a store that processes share: written once, read without copies, checked before use.
+
+::
+
+    learner   store(tree) ──► put ──► StoredWeights (reference, checksum) ──► WeightUpdate of kind "object_store"
+    engine    fetch(reference) ──► checksum ──► "arrays" or "safetensors", as the engine takes them
+
+Tensors travel as plain bytes beside their type and shape: Ray gives those back as views of shared memory, while arrays
+of types that NumPy does not know itself (bfloat16) would be copied.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import ml_dtypes  # noqa: F401  (teaches NumPy bfloat16 by name)
+import numpy as np
+import xxhash
+
+from jax_agent_rl.errors import WeightUpdateError
+from jax_agent_rl.rollout.protocol import WeightUpdate
+from jax_agent_rl.utils import tempdirs
+
+KIND = "object_store"
+"""Of a :class:`WeightUpdate` whose payload is a :class:`StoredWeights`."""
+
+_MEMORY = Path("/dev/shm")
+Form = Literal["arrays", "safetensors"]
+Fetch = Callable[[Any], Awaitable[Any]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tensor:
+    """One array as it is stored.
+
+    Attributes:
+        data: uint8 [bytes], in C order.
+        dtype: name of the type.
+        shape: of the array.
+    """
+
+    data: np.ndarray
+    dtype: str
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, array: Any) -> Tensor:
+        """Of a NumPy or device array; copies only what is not in C order on the host already."""
+        host = np.ascontiguousarray(array)
+        return cls(data=host.reshape(-1).view(np.uint8), dtype=host.dtype.name, shape=tuple(np.shape(array)))
+
+    def array(self) -> np.ndarray:
+        """A view."""
+        return self.data.view(np.dtype(self.dtype)).reshape(self.shape)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredWeights:
+    """The payload of an update of kind :data:`KIND`.
+
+    Attributes:
+        form: the payload inside: a nested dict of arrays, or safetensors files by name.
+        reference: where the store has it (``ray.ObjectRef``).
+        checksum: of names, types, shapes and bytes; see :func:`checksum`.
+    """
+
+    form: Form
+    reference: Any
+    checksum: str
+
+
+def store(update: WeightUpdate, put: Callable[[Any], Any]) -> WeightUpdate:
+    """Writes the weights of an update, and returns one that refers to them.
+
+    Args:
+        update: of kind ``arrays`` (nested dicts) or ``safetensors`` (paths).
+        put: writes an object to the store; returns its reference. What it refers to lasts as long as that is kept.
+    """
+    if update.kind == "safetensors":
+        form, tree = "safetensors", {Path(p).name: Tensor.of(np.memmap(p, np.uint8, mode="r")) for p in update.payload}
+    else:
+        form, tree = "arrays", _map(Tensor.of, update.payload)
+    payload = StoredWeights(form=form, reference=put(tree), checksum=checksum(tree))
+    return replace(update, kind=KIND, payload=payload, lasting=True)
+
+
+@asynccontextmanager
+async def fetched(update: WeightUpdate, fetch: Fetch) -> AsyncIterator[WeightUpdate]:
+    """The update as an engine takes it, while the context lasts: views of the store, or files of this machine's memory.
+
+    Args:
+        update: of kind :data:`KIND`.
+        fetch: brings an object by its reference.
+
+    Raises:
+        WeightUpdateError: it is of another kind, or the store gives other bytes than were written.
+    """
+    stored = update.payload
+    if update.kind != KIND or not isinstance(stored, StoredWeights):
+        raise WeightUpdateError(f"an engine in a Ray actor takes weights of kind {KIND!r}, got {update.kind!r}")
+    tree = await fetch(stored.reference)
+    found = await asyncio.to_thread(checksum, tree)
+    if found != stored.checksum:
+        raise WeightUpdateError(
+            f"the weights of version {update.version} were damaged on their way: their checksum is {found}, it was "
+            f"{stored.checksum} when they were written; publish them again"
+        )
+    if stored.form == "arrays":
+        yield replace(update, kind="arrays", payload=_map(Tensor.array, tree))
+        return
+    folder = tempdirs.make_folder("jax_agent_rl-fetched-", _MEMORY if _MEMORY.is_dir() else None)
+    try:
+        files = await asyncio.to_thread(_write, tree, folder)
+        yield replace(update, kind="safetensors", payload=files)
+    finally:
+        tempdirs.remove_folder(folder)
+
+
+def checksum(tree: Mapping[str, Any]) -> str:
+    """XXH3 (128 bits, hexadecimal) over every tensor's name, type, shape and bytes, in order of names."""
+    digest = xxhash.xxh3_128()
+    for name, tensor in _leaves(tree):
+        digest.update(f"{name} {tensor.dtype} {tensor.shape}".encode())
+        digest.update(tensor.data.data)
+    return digest.hexdigest()
+
+
+def _leaves(tree: Mapping[Any, Any], path: str = "") -> Iterator[tuple[str, Tensor]]:
+    for name in sorted(tree, key=str):
+        value = tree[name]
+        if isinstance(value, Tensor):
+            yield f"{path}/{name}", value
+        else:
+            yield from _leaves(value, f"{path}/{name}")
+
+
+def _map(function: Callable[[Any], Any], tree: Mapping[Any, Any]) -> dict[Any, Any]:
+    return {name: _map(function, v) if isinstance(v, Mapping) else function(v) for name, v in tree.items()}
+
+
+def _write(tree: Mapping[str, Tensor], folder: Path) -> list[str]:
+    for name, tensor in tree.items():
+        tensor.data.tofile(folder / Path(name).name)
+    return [str(folder / Path(name).name) for name in sorted(tree)]

@@ -1,0 +1,256 @@
+"""One training run from configuration to summary: the run folder, resuming, interruptions, the closing report."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console
+
+from jax_agent_rl.config import Config
+from jax_agent_rl.errors import CheckpointError, WeightUpdateError
+from jax_agent_rl.learner.checkpoint import complete_steps, cut_off_steps
+from jax_agent_rl.learner.losses import peers
+from jax_agent_rl.observe.lines import say
+from jax_agent_rl.observe.metrics import RunFolder
+from jax_agent_rl.observe.plots import reward_plot
+from jax_agent_rl.observe.progress import Progress, duration
+from jax_agent_rl.observe.records import metrics_of, trajectories_of
+from jax_agent_rl.observe.report.command import write_report
+from jax_agent_rl.observe.trajectories import best_and_worst, outline
+from jax_agent_rl.runtime.build import build
+from jax_agent_rl.runtime.learners import open_checkpointer
+from jax_agent_rl.runtime.multihost import Line, leading
+from jax_agent_rl.runtime.placement import first_version
+from jax_agent_rl.trainer.base import Trainer
+from jax_agent_rl.trainer.breakdown import Breakdown, shown
+from jax_agent_rl.trainer.components import CheckpointStore, RunComponents
+from jax_agent_rl.trainer.fully_async import FullyAsyncTrainer
+from jax_agent_rl.trainer.observing import check_observers, observers, spoken
+from jax_agent_rl.trainer.one_step_off import OneStepOffTrainer
+from jax_agent_rl.trainer.record import RunRecord, overlap_summary
+from jax_agent_rl.trainer.sync import SyncTrainer
+from jax_agent_rl.utils.interrupt import Interruption, Leave
+
+TRAINERS: dict[str, type[Trainer]] = {
+    "sync": SyncTrainer,
+    "one_step_off": OneStepOffTrainer,
+    "fully_async": FullyAsyncTrainer,
+}
+"""By ``trainer.mode``."""
+
+
+async def train(
+    config: Config,
+    *,
+    resume: bool | Literal["if_any"],
+    console: Console,
+    from_step: int | None = None,
+    leave: Leave = lambda seconds: None,
+) -> dict[str, Any]:
+    """Runs training to its end and returns the summary (also written to ``summary.json``).
+
+    Args:
+        config: its ``run_dir`` is taken as it is when resuming; else a number is added if that folder exists.
+        resume: go on from a checkpoint; ``if_any``: or begin, if there is none.
+        from_step: which one; None is the newest. Newer ones are deleted.
+        leave: called once the state of an interrupted run is on disk, before everything is closed, with the seconds
+            that may take; with 0 at the second interruption.
+
+    Raises:
+        asyncio.CancelledError: interrupted; a checkpoint of the last finished step was left.
+    """
+    with leading() as line, Interruption(console.print, leave, leads=line is not None) as interruption:
+        return await _train(config, resume, from_step, console, interruption, line)
+
+
+async def _train(
+    config: Config,
+    resume: bool | Literal["if_any"],
+    from_step: int | None,
+    console: Console,
+    interruption: Interruption,
+    line: Line | None,
+) -> dict[str, Any]:
+    breakdown = Breakdown()
+    check_observers(config)
+    path, resume = choose_run(config, resume)
+    folder = RunFolder(path, keep_trajectories=config.trainer.keep_trajectories)
+    config = config.model_copy(update={"run_dir": str(path)})
+    console.print(f"run folder: {path}", highlight=False, markup=False)
+    with Progress(console, total_steps=config.trainer.steps) as progress:
+        progress.phase("starting")
+        async with build(config, say=lambda text: progress.phase(text), line=line) as runtime:
+            folder.write_json(folder.config, config.model_dump(mode="json"))
+            place = config.trainer.checkpoint_dir or folder.checkpoints
+            cut_off = cut_off_steps(place) if resume else []  # before the next save clears them away
+            checkpointer = open_checkpointer(place, keep=config.trainer.keep_checkpoints, line=line)
+            record = _restore(runtime, checkpointer, folder, from_step) if resume else RunRecord()
+            record.cursor = record.cursor or runtime.cursor.state()
+            trainer = TRAINERS[config.trainer.mode](
+                runtime=runtime, folder=folder, checkpointer=checkpointer, record=record, progress=progress
+            )
+            with contextlib.ExitStack() as last:
+                last.enter_context(breakdown.watching())
+                if line is not None:
+                    last.callback(line.stop)
+                last.callback(checkpointer.close)
+                observed = last.enter_context(
+                    observers(config, folder, step=record.step, rows=runtime.cursor.rows, progress=progress)
+                )
+                trainer.observers = observed.each
+                try:
+                    if record.step or first_version(config) < 0:
+                        await _publish_first(trainer, record.step)
+                    if resume:
+                        progress.resumed(record.step)
+                        for step in (step for step in cut_off if step > record.step):
+                            progress.say(f"the checkpoint of step {step} was cut off while it was written: it is lost")
+                    progress.say(peers.at_start(config))
+                    interruption.training_begins()
+                    breakdown.started()
+                    await trainer.run()
+                except asyncio.CancelledError:  # run() has saved
+                    if line is not None:
+                        last.close()  # or the others would lose this process, which leaves in haste
+                    interruption.saved(record.step)
+                    raise
+            interruption.training_ended()
+            summary = _conclude(runtime, folder, record, breakdown, observed.summary(), console)
+    return summary
+
+
+def choose_run(config: Config, resume: bool | Literal["if_any"]) -> tuple[Path, bool]:
+    """The run folder, and whether the run goes on from a checkpoint.
+
+    Raises:
+        CheckpointError: there is none to go on from, or there are some of another run.
+    """
+    wanted, elsewhere = Path(config.run_dir), config.trainer.checkpoint_dir
+    if elsewhere is None:
+        try:
+            return (newest_run(wanted), True) if resume else (free_folder(wanted), False)
+        except CheckpointError:
+            if resume != "if_any":
+                raise
+            return free_folder(wanted), False
+    steps = complete_steps(elsewhere)
+    if steps and not resume:
+        raise CheckpointError(
+            f"trainer.checkpoint_dir={elsewhere} has checkpoints already (of steps {steps}); go on from them with "
+            "--resume, or choose another folder"
+        )
+    if resume is True and not steps:
+        lost = "".join(f"; that of step {step} was cut off while it was written" for step in cut_off_steps(elsewhere))
+        raise CheckpointError(f"--resume: no complete checkpoint in {elsewhere}{lost}; start without --resume")
+    return (_run_beside(wanted, elsewhere), True) if steps else (free_folder(wanted), False)
+
+
+def _run_beside(wanted: Path, checkpoint_dir: str) -> Path:
+    """The latest of ``wanted``, ``wanted-2``, … with checkpoints in that folder; a new one if none is left."""
+
+    def belongs(run: Path) -> bool:
+        file = run / "config.json"
+        return file.is_file() and json.loads(file.read_text())["trainer"].get("checkpoint_dir") == checkpoint_dir
+
+    runs = [run for run in _runs(wanted) if belongs(run)]
+    return max(runs, key=lambda run: (run / "config.json").stat().st_mtime) if runs else free_folder(wanted)
+
+
+def _runs(wanted: Path) -> list[Path]:
+    numbered = [p for p in wanted.parent.glob(f"{wanted.name}-*") if p.name.removeprefix(f"{wanted.name}-").isdigit()]
+    return [wanted, *numbered]
+
+
+def free_folder(wanted: Path) -> Path:
+    """``wanted``, or ``wanted-2``, ``wanted-3``, … if runs stand there already."""
+    number, path = 1, wanted
+    while path.exists() and any(path.iterdir()):
+        number += 1
+        path = wanted.with_name(f"{wanted.name}-{number}")
+    return path
+
+
+def newest_run(wanted: Path) -> Path:
+    """The latest of ``wanted``, ``wanted-2``, … that has a checkpoint.
+
+    Raises:
+        CheckpointError: none has.
+    """
+    runs = [p for p in _runs(wanted) if any(c.name.isdigit() for c in (p / "checkpoints").glob("*"))]
+    if not runs:
+        raise CheckpointError(
+            f"--resume: no run with a checkpoint at {wanted} (or {wanted.name}-N beside it); start without --resume"
+        )
+    return max(runs, key=lambda p: (p / "checkpoints").stat().st_mtime)
+
+
+def _restore(
+    runtime: RunComponents, checkpointer: CheckpointStore, folder: RunFolder, from_step: int | None
+) -> RunRecord:
+    """Puts learner, data order and books back to a checkpoint."""
+    step, runtime.learner.state, saved = checkpointer.restore(runtime.learner.state, step=from_step)
+    record = RunRecord.from_json(saved)
+    runtime.cursor.restore(record.cursor)
+    runtime.collector.accounting.restore(record.accounting)
+    folder.cut_back(step, evaluated=record.evaluated)
+    return record
+
+
+async def _publish_first(trainer: Trainer, version: int) -> None:
+    """The engines start from the learner's weights, wherever those came from.
+
+    Raises:
+        WeightUpdateError: a server holds newer ones, of another or a later run.
+    """
+    try:
+        await trainer.publish(version)
+    except WeightUpdateError as error:
+        raise WeightUpdateError(f"{error}; restart the rollout servers before a run starts or resumes") from error
+
+
+def _conclude(
+    runtime: RunComponents,
+    folder: RunFolder,
+    record: RunRecord,
+    breakdown: Breakdown,
+    observed: dict[str, Any],
+    console: Console,
+) -> dict[str, Any]:
+    """Writes the summary, the plot and the report, and prints what a user looks at first."""
+    record.accounting = runtime.collector.accounting.state()
+    metrics = list(metrics_of(folder.metrics))
+    summary: dict[str, Any] = (
+        record.summary() | overlap_summary([line for line in metrics if line["kind"] == "step"]) | observed
+    )
+    summary["seconds"] = stages = breakdown.stages(metrics)
+    folder.write_json(folder.summary, summary)
+    reward_plot(metrics, folder.plot, title=folder.path.name)
+    report = write_report(folder.path)
+    trained = [r for r in trajectories_of(folder.trajectories) if r["split"] == "train"]
+    for name, extreme in zip(("best", "worst"), best_and_worst(trained) if trained else (), strict=False):
+        say(console, outline(extreme, title=name))
+    console.print(_headline(summary), highlight=False)
+    if warnings := spoken(observed["warnings"]):
+        say(console, warnings)
+    say(console, f"{shown(stages)}\nrun folder:   {folder.path}\nreward plot:  {folder.plot}\nHTML report:  {report}")
+    return summary
+
+
+def _headline(summary: dict[str, Any]) -> str:
+    def share(value: float | None) -> str:
+        return "n/a" if value is None else f"{value:.1%}"
+
+    dropped = ", ".join(f"{k} {v}" for k, v in summary["dropped"].items()) or "none"
+    return (
+        f"held-out accuracy: {share(summary['heldout_accuracy_before'])} -> {share(summary['heldout_accuracy_after'])} "
+        f"after {summary['steps']} steps, {duration(summary['train_seconds'])} of training\n"
+        f"trajectories: {summary['started']} started = {summary['trained']} trained + dropped ({dropped})\n"
+        f"learner idle {summary['learner_idle_share']:.0%} of the time, tokens on average "
+        f"{summary['staleness_mean']:.2g} versions old, at most {summary['staleness_max']}\n"
+        f"token drift {summary['token_drift']}, largest rollout/learner log-prob gap "
+        f"{summary['max_logprob_gap']:.1e}, recompilations after warm-up {summary['recompilations_after_warmup']}"
+    )

@@ -1,0 +1,226 @@
+"""The system under test, small and whole: the real parts, but for the engines' model and the learner's optimizer.
+
+::
+
+    FullyAsyncTrainer ─► GroupStream ─► RolloutCollector ─► ServerToolAgent ─► LLMServerClient ─► RemoteBackend
+           │                                                     │                                    │
+           ▼                                                     ▼                                    ▼
+    ProvingLearner, weights as files                        FaultProxy ─► tool server       FaultProxy ─► rollout server
+                                                                          (a process)                     (processes)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import io
+import os
+import sys
+import zlib
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from random import Random
+
+from rich.console import Console
+
+import jax_agent_rl.testing.chaos.tool
+from jax_agent_rl import config
+from jax_agent_rl.agents import AgentContext
+from jax_agent_rl.collect.collector import RolloutCollector
+from jax_agent_rl.collect.filters import Selection
+from jax_agent_rl.data.cursor import DataCursor
+from jax_agent_rl.observe.metrics import RunFolder
+from jax_agent_rl.observe.progress import Progress
+from jax_agent_rl.rollout.http.client import RemoteBackend
+from jax_agent_rl.rollout.lifecycle import LLMServerManager
+from jax_agent_rl.runtime.fleet import FleetMetrics
+from jax_agent_rl.testing.chaos.children import MARK, Child, free_port
+from jax_agent_rl.testing.chaos.faults import Victims
+from jax_agent_rl.testing.chaos.learner import NoCheckpoints, PolicyPublisher, ProvingLearner
+from jax_agent_rl.testing.chaos.ledger import Ledger, WatchedAccounting, WatchedClient
+from jax_agent_rl.testing.chaos.proxy import FaultProxy
+from jax_agent_rl.testing.chaos.text import codec
+from jax_agent_rl.trainer.base import Collected
+from jax_agent_rl.trainer.components import RunComponents
+from jax_agent_rl.trainer.fully_async import FullyAsyncTrainer
+from jax_agent_rl.trainer.record import RunRecord
+from jax_agent_rl.types import PauseMode, Trajectory
+
+ENGINES = 3
+SILENCE_SECONDS = 2.0
+STALL_SECONDS = 2.0
+TOOL_RETRIES = 3
+RECOVERY_SECONDS = 120.0
+LEARNER_SECONDS = 0.3
+_FOREVER = 10**9
+_ROWS = [{"prompt": [{"role": "user", "content": f"row {i}"}], "agent_name": "server_tool_agent"} for i in range(32)]
+
+
+@dataclass(kw_only=True)
+class WatchedTrainer(FullyAsyncTrainer):
+    """Has the books checked after every step; updates weights by turns in both ways.
+
+    Running generations are frozen by one update, and aborted and resumed by the next.
+    """
+
+    ledger: Ledger
+
+    async def hand_over(self, version: int, selection: Selection) -> float:
+        self._pause = PauseMode.KEEP if version % 2 else PauseMode.ABORT
+        return await super().hand_over(version, selection)
+
+    async def finish(self, collected: Collected, begin: float, step_began: float) -> None:
+        await super().finish(collected, begin, step_began)
+        self.ledger.finish_step(self.runtime.collector.accounting)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """What a run consists of.
+
+    Attributes:
+        trainer: not running yet; the engines have its first weights.
+        ledger: watches it.
+        victims: what faults may hit.
+        ports: all that are bound.
+        temporary: the folder for the servers' temporary files.
+    """
+
+    trainer: WatchedTrainer
+    ledger: Ledger
+    victims: Victims
+    ports: tuple[int, ...]
+    temporary: Path
+
+
+def settings_of(tool_server: str, folder: Path, seed: int) -> config.Config:
+    """The configuration that the parts are built from."""
+    return config.build(
+        {
+            "run_dir": str(folder),
+            "seed": seed,
+            "model": {"path": "none"},
+            "data": {"train": "none"},
+            "agent": {
+                "tool_server_url": tool_server,
+                "tool_call_timeout": 2.0,
+                "tool_call_max_retries": TOOL_RETRIES,
+                "max_turns": 3,
+                "enable_mtrl": True,
+                "max_prompt_length": 64,
+                "max_response_length": 256,
+                "max_action_length": 48,
+            },
+            "rollout": {"backend": "remote", "urls": ["http://none"], "prompts_per_step": 4, "group_size": 4}
+            | {"max_in_flight": 32, "max_model_len": 512},
+            "algorithm": {"filter_zero_variance": False},
+            "trainer": {"mode": "fully_async", "staleness": 2, "steps": _FOREVER, "checkpoint_every": 0},
+        }
+    )
+
+
+@asynccontextmanager
+async def open_stage(scratch: Path, *, seed: int, mark: str) -> AsyncIterator[Stage]:
+    """Starts everything, and closes everything in the end.
+
+    Args:
+        scratch: an empty folder; the servers' temporary files are in ``tmp`` under it.
+        seed: of rows, sampling and weights.
+        mark: carried by every process in its environment.
+
+    Raises:
+        LaunchError: a server does not start.
+    """
+    (temporary := scratch / "tmp").mkdir()
+    (weights := scratch / "weights").mkdir()
+    env = {**os.environ, MARK: mark, "TMPDIR": str(temporary)}
+    ledger = Ledger(seed)
+    async with AsyncExitStack() as stack:
+        engines = [_engine(number, seed, env, scratch) for number in range(ENGINES)]
+        tools = _tool_server(env, scratch)
+        for child in (*engines, tools):
+            stack.push_async_callback(child.stop)
+        await asyncio.gather(*(child.start() for child in (*engines, tools)))
+        proxies = [FaultProxy(child.port, rng=Random(f"{seed}/{child.name}")) for child in (*engines, tools)]
+        for proxy in proxies:
+            await proxy.start()
+            stack.push_async_callback(proxy.close)
+        settings = settings_of(proxies[-1].url, scratch / "run", seed)
+        trainer = await _trainer(settings, [proxy.url for proxy in proxies[:-1]], weights, ledger, stack)
+        await trainer.publish(0)
+        yield Stage(
+            trainer=trainer,
+            ledger=ledger,
+            victims=Victims(engines=engines, tools=tools, engine_proxies=proxies[:-1], tool_proxy=proxies[-1]),
+            ports=(*(child.port for child in (*engines, tools)), *(proxy.port for proxy in proxies)),
+            temporary=temporary,
+        )
+
+
+def _engine(number: int, seed: int, env: dict[str, str], scratch: Path) -> Child:
+    name, port = f"engine-{number}", free_port()
+    command = [sys.executable, "-m", "jax_agent_rl.testing.chaos.engine_process", str(port), str(seed)]
+    return Child(name, command, port=port, env=env, log=scratch / f"{name}.log")
+
+
+def _tool_server(env: dict[str, str], scratch: Path) -> Child:
+    port = free_port()
+    command = [sys.executable, "-m", "jax_agent_rl.cli", "tool-server", f"port={port}", "tools=[tally]"]
+    command += [f"tool_path={jax_agent_rl.testing.chaos.tool.__file__}"]
+    return Child("tool-server", command, port=port, env=env, log=scratch / "tool-server.log")
+
+
+async def _trainer(
+    settings: config.Config, urls: list[str], weights: Path, ledger: Ledger, stack: AsyncExitStack
+) -> WatchedTrainer:
+    text = codec()
+    client = WatchedClient(
+        ledger,
+        decode_text=functools.partial(text.decode, skip_special_tokens=False),
+        wait_for_server_seconds=RECOVERY_SECONDS,
+    )
+    manager = LLMServerManager(
+        client, recovery_seconds=RECOVERY_SECONDS, stall_seconds=STALL_SECONDS, seed=settings.seed
+    )
+    stack.push_async_callback(manager.close)
+    # Weights go over the wire, where they can be spoilt.
+    connect = functools.partial(RemoteBackend, shares_disk=False, silence_seconds=SILENCE_SECONDS)
+    await manager.start({f"engine-{number}": functools.partial(connect, url) for number, url in enumerate(urls)})
+    context = AgentContext(client=client, codec=text, limits=settings.agent, max_model_len=512)
+    collector = RolloutCollector(
+        context,
+        score=_score,
+        max_in_flight=settings.rollout.max_in_flight,
+        seed=settings.seed,
+        accounting=WatchedAccounting(ledger),
+    )
+    stack.push_async_callback(collector.close)
+    publisher = PolicyPublisher(weights, settings.seed)
+    stack.callback(publisher.close)
+    runtime = RunComponents(
+        config=settings,
+        codec=text,
+        metrics=FleetMetrics(lambda: manager.backends).read,
+        client=client,
+        collector=collector,
+        evaluator=collector,
+        learner=ProvingLearner(ledger, seconds=LEARNER_SECONDS),  # type: ignore[arg-type]
+        publisher=publisher,
+        cursor=DataCursor(_ROWS, seed=settings.seed),
+        heldout=[],
+    )
+    return WatchedTrainer(
+        runtime=runtime,
+        folder=RunFolder(Path(settings.run_dir)),
+        checkpointer=NoCheckpoints(),  # type: ignore[arg-type]
+        record=RunRecord(),
+        progress=Progress(Console(file=io.StringIO()), total_steps=_FOREVER),
+        ledger=ledger,
+    )
+
+
+async def _score(trajectory: Trajectory) -> Trajectory:
+    """Any reward that differs within a group."""
+    return replace(trajectory, reward=float(zlib.crc32(bytes(str(trajectory.response_ids), "ascii")) % 2))

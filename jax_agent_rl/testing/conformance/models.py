@@ -1,0 +1,177 @@
+"""Model folders to test with: a tiny random Llama, and any model with every parameter changed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from jax_agent_rl.errors import ModelError
+from jax_agent_rl.utils.hub import model_folder
+
+_SPECIAL = ("<unk>", "<bos>", "<eos>")
+_ADAPTED = ("self_attn.q_proj.weight", "self_attn.v_proj.weight")
+_LETTERS = [chr(code) for code in range(33, 127)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFolders:
+    """Hugging Face folders of one architecture, one per weight set.
+
+    Attributes:
+        base: the model.
+        other: differs in every parameter.
+        mixed: has some parameters of each; those of ``other`` stand alone in the files of its subfolder ``partial``.
+        adapter: a PEFT adapter of ``base``.
+        adapted: ``base`` with it merged in.
+        scratch: for files that the suite writes.
+    """
+
+    base: Path
+    other: Path
+    mixed: Path
+    adapter: Path
+    adapted: Path
+    scratch: Path
+
+
+def prepare_folders(model: Path | None, scratch: Path) -> ModelFolders:
+    """The user's model (or a tiny random one) and changed copies of it, written under ``scratch``.
+
+    Raises:
+        ModelError: there are no safetensors files in ``model``.
+    """
+    base = model_folder(model, weights=True) if model else write_tiny_model(scratch / "base")
+    other, mixed, adapted, adapter = (scratch / name for name in ("other", "mixed", "adapted", "adapter"))
+    files = weight_files(base)
+    if not files:
+        raise ModelError(f"{base} holds no safetensors files")
+    for folder in (other, mixed, adapted):
+        folder.mkdir(parents=True)
+        for file in base.iterdir():
+            if file.is_file() and str(file) not in files:
+                shutil.copy(file, folder)
+    write_changed(base, other)
+    write_mixture(base, other, mixed)
+    write_adapter(base, adapter, adapted)
+    return ModelFolders(base=base, other=other, mixed=mixed, adapter=adapter, adapted=adapted, scratch=scratch)
+
+
+def write_tiny_model(folder: Path) -> Path:
+    """A random Llama of 97 ids, with far from uniform distributions; ids 3 to 96 are one printable letter each."""
+    import jax
+
+    from jax_agent_rl.models.config import DecoderConfig
+    from jax_agent_rl.models.hf import save_hf
+
+    config = DecoderConfig(
+        vocab_size=len(_SPECIAL) + len(_LETTERS),
+        hidden_size=64,
+        intermediate_size=96,
+        num_layers=2,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=32,
+        tie_word_embeddings=True,
+        max_position_embeddings=1024,
+        eos_token_ids=(2,),
+    )
+    rng = np.random.default_rng(0)
+
+    def draw(path: tuple, shape: tuple[int, ...]) -> np.ndarray:
+        if "norm" in path[-1].key:
+            return rng.uniform(0.8, 1.2, shape).astype(np.float32)
+        return (rng.standard_normal(shape) * 0.25).astype(np.float32)
+
+    params = jax.tree_util.tree_map_with_path(draw, config.parameter_shapes(), is_leaf=lambda x: isinstance(x, tuple))
+    save_hf(folder, config, params)
+    _write_letter_tokenizer(folder)
+    return folder
+
+
+def write_changed(base: Path, folder: Path) -> None:
+    """Weights in which every parameter differs by a few per cent, so that nothing can be left behind unseen."""
+    from safetensors.numpy import load_file, save_file
+
+    rng = np.random.default_rng(1)
+    for file in sorted(base.glob("*.safetensors")):
+        changed = {name: _changed(tensor, rng) for name, tensor in load_file(file).items()}
+        save_file(changed, folder / file.name, metadata={"format": "pt"})
+
+
+def write_mixture(base: Path, other: Path, folder: Path) -> None:
+    """Weights of which every second tensor is ``other``'s; those tensors also stand alone, in ``partial``.
+
+    Neighbours differ in origin, so matrices that an engine fuses are new in part and old in part.
+    """
+    from safetensors.numpy import load_file, save_file
+
+    (partial := folder / "partial").mkdir()
+    for file in sorted(base.glob("*.safetensors")):
+        tensors, changed = load_file(file), load_file(other / file.name)
+        taken = {name: changed[name] for name in sorted(tensors)[::2]}
+        save_file({**tensors, **taken}, folder / file.name, metadata={"format": "pt"})
+        save_file(taken, partial / file.name, metadata={"format": "pt"})
+
+
+def write_adapter(base: Path, adapter: Path, adapted: Path, *, rank: int = 2) -> None:
+    """Write a random PEFT adapter of every decoder layer's query and value matrix, and the model it makes of ``base``.
+
+    Args:
+        base: the model.
+        adapter: a folder to make.
+        adapted: a folder that holds all files of ``base`` but its weights, which are written in float32.
+        rank: of the adapter; its alpha is twice that.
+    """
+    from safetensors.numpy import load_file, save_file
+
+    rng = np.random.default_rng(2)
+    pairs: dict[str, np.ndarray] = {}
+    for file in sorted(base.glob("*.safetensors")):
+        tensors = load_file(file)
+        for name in [name for name in tensors if ".layers." in name and name.endswith(_ADAPTED)]:
+            weight = tensors[name].astype(np.float32)
+            spread = float(np.sqrt(weight.std()))
+            a = (spread * rng.standard_normal((rank, weight.shape[1]))).astype(np.float32)
+            b = (spread * rng.standard_normal((weight.shape[0], rank))).astype(np.float32)
+            module = f"base_model.model.{name.removesuffix('.weight')}"
+            pairs |= {f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b}
+            tensors[name] = weight + 2 * b @ a
+        save_file(tensors, adapted / file.name, metadata={"format": "pt"})
+    adapter.mkdir()
+    save_file(pairs, adapter / "adapter_model.safetensors", metadata={"format": "pt"})
+    modules = [name.removeprefix("self_attn.").removesuffix(".weight") for name in _ADAPTED]
+    settings = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": modules, "bias": "none"}
+    (adapter / "adapter_config.json").write_text(json.dumps(settings))
+
+
+def weight_files(folder: Path) -> list[str]:
+    """The safetensors files of a folder, in order."""
+    return [str(file) for file in sorted(folder.glob("*.safetensors"))]
+
+
+def _changed(tensor: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    noise = 1 + 0.1 * rng.standard_normal(tensor.shape, dtype=np.float32)
+    return (tensor.astype(np.float32) * noise).astype(tensor.dtype)
+
+
+def _write_letter_tokenizer(folder: Path) -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    vocabulary = {piece: i for i, piece in enumerate((*_SPECIAL, *_LETTERS))}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(_SPECIAL))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "unk_token": "<unk>",
+        "bos_token": "<bos>",
+        "eos_token": "<eos>",
+        "clean_up_tokenization_spaces": False,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")

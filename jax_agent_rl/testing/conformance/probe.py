@@ -1,0 +1,241 @@
+"""What a check holds in its hands: requests in one line, expectations with causes, and a clean end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numpy as np
+
+from jax_agent_rl.rollout.protocol import Capabilities, GenerateRequest, RolloutBackend, TokenChunk, WeightUpdate
+from jax_agent_rl.testing.conformance.check import CheckFailed
+from jax_agent_rl.testing.conformance.footprint import Footprint
+from jax_agent_rl.testing.conformance.reference import expected_logprobs, greedy_gaps, predictions
+from jax_agent_rl.testing.conformance.subject import BASE, MIXED, Subject
+from jax_agent_rl.types import SamplingParams, TokenOutput
+
+T = TypeVar("T")
+
+
+@dataclass(eq=False)
+class Started:
+    """A request in progress: its task, and how many ids its stream has brought."""
+
+    request_id: str
+    sampled: int = 0
+    task: asyncio.Task[TokenOutput] = field(init=False)
+
+
+class Probe:
+    """One check's access to a started backend.
+
+    Requests are greedy and ignore EOS unless the check says otherwise, so that their length is known.
+
+    Args:
+        subject: what is tested.
+        backend: started.
+        numbers: numbers request ids; shared by all probes of a run.
+        footprint: threads and processes before the backend was built.
+    """
+
+    def __init__(
+        self, subject: Subject, backend: RolloutBackend, *, numbers: itertools.count, footprint: Footprint
+    ) -> None:
+        self.subject = subject
+        self.backend = backend
+        self.footprint = footprint
+        self.serving = BASE
+        self._numbers = numbers
+        self._tasks: list[asyncio.Future] = []
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self.backend.capabilities
+
+    @property
+    def room(self) -> int:
+        """Ids of context the checks use: enough for long generations, whatever the backend's limit is."""
+        return min(self.capabilities.max_model_len, 256)
+
+    # --- requests ---------------------------------------------------------------------------------------------
+
+    def prompt(self, length: int, seed: int) -> list[int]:
+        """Random ids without EOS and placeholders."""
+        media = self.subject.media
+        special = self.subject.eos_ids.union(media.placeholders.values() if media else ())
+        allowed = np.setdiff1d(np.arange(self.subject.vocab_size), sorted(special))
+        return np.random.default_rng([seed, length]).choice(allowed, length).tolist()
+
+    def request(
+        self,
+        prompt: Sequence[int],
+        *,
+        max_tokens: int = 8,
+        request_id: str | None = None,
+        session: str | None = None,
+        priority: int = 0,
+        lora: str | None = None,
+        **sampling: Any,
+    ) -> GenerateRequest:
+        settings = {"temperature": 0.0, "ignore_eos": True} | sampling
+        return GenerateRequest(
+            request_id=request_id or self.new_id(),
+            prompt_ids=tuple(prompt),
+            session_id=session,
+            priority=priority,
+            lora=lora,
+            sampling=SamplingParams(max_tokens=max_tokens, **settings),
+        )
+
+    def new_id(self) -> str:
+        return f"conformance-{next(self._numbers)}"
+
+    async def generate(self, prompt: Sequence[int], **options: Any) -> TokenOutput:
+        return await self.backend.generate(self.request(prompt, **options))
+
+    def begin(self, prompt: Sequence[int], **options: Any) -> asyncio.Task[TokenOutput]:
+        """Generates in the background; what still runs when the check ends is cancelled."""
+        task = asyncio.create_task(self.generate(prompt, **options))
+        self._tasks.append(task)
+        return task
+
+    async def gather(self, prompts: Sequence[Sequence[int]], **options: Any) -> list[TokenOutput]:
+        """Generates for all prompts at once."""
+        return list(await asyncio.gather(*(self.begin(prompt, **options) for prompt in prompts)))
+
+    @contextlib.asynccontextmanager
+    async def streaming(self, request: GenerateRequest) -> AsyncIterator[AsyncIterator[TokenChunk]]:
+        async with contextlib.aclosing(self.backend.stream(request)) as chunks:  # type: ignore[type-var]
+            yield chunks
+
+    async def started(self, prompt: Sequence[int], **options: Any) -> Started:
+        """A request that has sampled something, and is still going on if it is long enough."""
+        request = self.request(prompt, **options)
+        live = Started(request_id=request.request_id)
+        live.task = asyncio.create_task(self._follow(request, live))
+        self._tasks.append(live.task)
+        before = (await self.backend.metrics()).generated_tokens
+
+        async def sampled() -> bool:
+            if live.sampled or live.task.done() or self.capabilities.streaming:
+                return live.sampled > 0 or live.task.done()
+            return (await self.backend.metrics()).generated_tokens > before
+
+        await self.until(
+            sampled,
+            what="a request that runs alone samples ids",
+            cause="requests are not admitted, or chunks are held back until the end",
+        )
+        return live
+
+    async def _follow(self, request: GenerateRequest, live: Started) -> TokenOutput:
+        if not self.capabilities.streaming:
+            return await self.backend.generate(request)
+        async with self.streaming(request) as chunks:
+            async for chunk in chunks:
+                live.sampled += len(chunk.token_ids)
+                if chunk.final is not None:
+                    return chunk.final
+        raise CheckFailed("a stream", expected="a final chunk", got="none", cause="the stream ends without a result")
+
+    # --- weights ----------------------------------------------------------------------------------------------
+
+    def update(self, which: str, *, kind: str | None = None, version: int | None = None) -> WeightUpdate:
+        """The update that brings a weight set under the next version."""
+        kind = kind or sorted(self.capabilities.weight_payloads)[0]
+        version = self.backend.policy_version + 1 if version is None else version
+        payload = self.subject.payload(kind, which)
+        return WeightUpdate(version=version, kind=kind, payload=payload, partial=which == MIXED)
+
+    async def serve(self, which: str, *, kind: str | None = None) -> int:
+        """Brings a weight set to the backend; returns its version."""
+        update = self.update(which, kind=kind)
+        await self.backend.update_weights(update)
+        self.serving = which
+        return update.version
+
+    # --- expectations -----------------------------------------------------------------------------------------
+
+    def expect(self, holds: bool, what: str, *, expected: Any, got: Any, cause: str) -> None:
+        if not holds:
+            raise CheckFailed(what, expected=expected, got=got, cause=cause)
+
+    def equal(self, got: Any, expected: Any, what: str, *, cause: str) -> None:
+        self.expect(got == expected, what, expected=expected, got=got, cause=cause)
+
+    async def raises(self, kind: type[Exception], action: Awaitable[Any], what: str, *, cause: str) -> Exception:
+        """The action must fail with this class of error; returns it."""
+        try:
+            result = await action
+        except kind as error:
+            return error
+        except Exception as error:
+            raise CheckFailed(what, expected=kind.__name__, got=_name(error), cause=cause) from error
+        raise CheckFailed(what, expected=kind.__name__, got=f"no error; it returned {result!r}", cause=cause)
+
+    async def until(
+        self, holds: Callable[[], Awaitable[bool]], what: str, *, cause: str, seconds: float = 30.0
+    ) -> None:
+        """Waits for a condition."""
+        deadline = time.monotonic() + seconds
+        for turn in itertools.count():
+            if await holds():
+                return
+            if time.monotonic() > deadline:
+                raise CheckFailed(what, expected=f"within {seconds:g} s", got="not yet true", cause=cause)
+            await asyncio.sleep(0.002 if turn > 20 else 0)  # a small model ends 200 ids within milliseconds
+
+    async def within(self, seconds: float, waiting: Awaitable[T], what: str, *, cause: str) -> T:
+        """The result of something that must come soon."""
+        try:
+            return await asyncio.wait_for(waiting, seconds)
+        except TimeoutError:
+            raise CheckFailed(what, expected=f"within {seconds:g} s", got="nothing", cause=cause) from None
+
+    async def until_idle(self, what: str, *, cause: str) -> None:
+        """Waits until the backend says that nothing runs or waits."""
+
+        async def idle() -> bool:
+            health = await self.backend.health()
+            return (health.running, health.waiting) == (0, 0)
+
+        await self.until(idle, what, cause=cause)
+
+    def expect_greedy(
+        self, prompt: Sequence[int], output: TokenOutput, what: str, *, cause: str, weights: str = BASE
+    ) -> None:
+        """Each id is the most likely one by the reference (or within the tolerance of it)."""
+        gaps = greedy_gaps(predictions(self.subject.reference, prompt, output.token_ids, weights), output.token_ids)
+        self._within(gaps, what, cause=cause, expected="the most likely id at every position")
+
+    def expect_logprobs(
+        self, prompt: Sequence[int], output: TokenOutput, what: str, *, cause: str, weights: str = BASE, **sampling: Any
+    ) -> None:
+        """Log-probs are those of the distribution named by ``sampling`` (temperature, top_p, top_k)."""
+        logits = predictions(self.subject.reference, prompt, output.token_ids, weights)
+        right = expected_logprobs(logits, output.token_ids, output.log_probs, **sampling)
+        at = int(np.argmax(np.abs(np.asarray(output.log_probs) - right)))
+        expected = f"{right[at]:.6f} for id {output.token_ids[at]} at position {at}; got {output.log_probs[at]:.6f}"
+        self._within(np.abs(np.asarray(output.log_probs) - right), what, cause=cause, expected=expected)
+
+    def _within(self, errors: np.ndarray, what: str, *, cause: str, expected: str) -> None:
+        tolerance = self.subject.tolerance
+        worst = int(np.argmax(errors))
+        got = f"off by {errors[worst]:.2e} nats at position {worst} of {len(errors)}; tolerance {tolerance:g}"
+        self.expect(bool(errors[worst] <= tolerance), what, expected=expected, got=got, cause=cause)
+
+    async def clean_up(self) -> None:
+        """Ends what the check left running."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks.clear()
+
+
+def _name(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,280 @@
+"""The backends of this package as subjects of the suite.
+
+A factory takes :class:`SubjectOptions` and returns a :class:`Subject`. ``BACKENDS`` names the built-in ones as
+``module:function``, imported when asked for; a user's own backend is tested with ``my_package.module:function``.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jax_agent_rl.chat.media import MediaTokens
+from jax_agent_rl.errors import ConfigError
+from jax_agent_rl.rollout.protocol import RolloutBackend, WeightUpdate
+from jax_agent_rl.testing.conformance.models import ModelFolders, weight_files
+from jax_agent_rl.testing.conformance.reference import TransformersReference
+from jax_agent_rl.testing.conformance.subject import ADAPTED, ADAPTER, BASE, MIXED, OTHER, Subject
+from jax_agent_rl.testing.conformance.updates import with_probe
+
+if TYPE_CHECKING:
+    from jax_agent_rl.models.quantized import EightBits
+
+BACKENDS = {
+    "jetstream": "jax_agent_rl.testing.conformance.subjects:jetstream",
+    "ray": "jax_agent_rl.testing.conformance.subjects:ray_actor",
+    "remote": "jax_agent_rl.testing.conformance.subjects:remote",
+    "vllm": "jax_agent_rl.testing.conformance.subjects:vllm",
+}
+_ENDING_QUESTIONS = ("What is 2+2?", "Say hello.", "Answer with one word: what is the capital of France?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SubjectOptions:
+    """What a factory may need.
+
+    Attributes:
+        folders: the model to serve and its changed copy.
+        max_model_len: context length to serve with.
+        max_concurrent: decode slots; few, so that requests wait.
+        tolerance: see :class:`Subject`.
+        patience: see :class:`Subject`.
+        url: of a running rollout server, for ``remote``; None: one is started on loopback.
+        token: that the server asks for, or None.
+        engine: the backend, by name, behind the server that is started, or in the Ray actor.
+        brought: for ``jetstream``: the engine that ``rollout.jetstream.engine`` would name; None is the built-in one.
+        quantize: ``rollout.jetstream.quantize`` of ``jetstream``; None: none.
+        kv_dtype: ``rollout.jetstream.kv_dtype`` of ``jetstream``; None: the weights' own.
+        adapters: serve the LoRA adapter ``folders.adapter``, named ``ADAPTER``.
+    """
+
+    folders: ModelFolders
+    max_model_len: int = 256
+    max_concurrent: int = 8
+    tolerance: float = 1e-3
+    patience: float = 120.0
+    url: str | None = None
+    token: str | None = None
+    engine: str = "jetstream"
+    brought: str | None = None
+    quantize: EightBits | None = None
+    kv_dtype: EightBits | None = None
+    adapters: bool = False
+
+
+def make_subject(backend: str, options: SubjectOptions) -> Subject:
+    """The subject of a backend by name, or by ``module:function``.
+
+    Raises:
+        ConfigError: no such backend, or it is not installed.
+    """
+    where = BACKENDS.get(backend, backend)
+    module, colon, function = where.partition(":")
+    if not colon:
+        names = ", ".join(BACKENDS)
+        raise ConfigError(f"no backend is called {backend!r}; there are {names}, or give your own as module:function")
+    try:
+        factory: Callable[[SubjectOptions], Subject] = getattr(importlib.import_module(module), function)
+        return factory(options)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"backend {backend!r} ({where}) is not available: {error}") from error
+
+
+def describe(
+    name: str,
+    make: Callable[[], RolloutBackend],
+    options: SubjectOptions,
+    *,
+    payload: Callable[[str, str], Any] | None = None,
+) -> Subject:
+    """A subject over model folders: reference, tokenizer and EOS ids are read from them.
+
+    Args:
+        name: for the report.
+        make: builds the backend over ``options.folders.base``.
+        options: see :class:`SubjectOptions`.
+        payload: payloads of update kinds other than ``safetensors`` and ``tensorstore``.
+    """
+    own = options.folders
+    folders = {BASE: own.base, OTHER: own.other, MIXED: own.mixed, ADAPTED: own.adapted}
+    reference = TransformersReference(folders)
+    raw = json.loads((options.folders.base / "config.json").read_text())
+    vocab_size = raw.get("text_config", raw)["vocab_size"]
+
+    def payload_of(kind: str, which: str) -> Any:
+        if kind == "safetensors":
+            files = weight_files(folders[which] / "partial" if which == MIXED else folders[which])
+            place = options.folders.scratch
+            return with_probe(files, which, reference=reference, vocab_size=vocab_size, folder=place)
+        if kind == "tensorstore":
+            return _stored(folders[which], options.folders.scratch / which)
+        if payload is None:
+            raise ConfigError(f"{name}: there is no payload of kind {kind!r} to test with")
+        return payload(kind, which)
+
+    tokenizer = _tokenizer(options.folders.base)
+    return Subject(
+        name=name,
+        make=make,
+        reference=reference,
+        payload=payload_of,
+        vocab_size=vocab_size,
+        eos_ids=_eos_ids(options.folders.base),
+        decode_text=decoder(tokenizer) if tokenizer else None,
+        ending_prompts=_ending_prompts(tokenizer),
+        media=MediaTokens.read(options.folders.base),
+        adapter=options.adapters,
+        tolerance=options.tolerance,
+        patience=options.patience,
+    )
+
+
+def _stored(model: Path, folder: Path) -> str:
+    """A model's parameters as a folder of shards; its address."""
+    from jax_agent_rl.models import stored
+    from jax_agent_rl.models.hf import load_hf
+
+    address = stored.version_folder(str(folder), 0)
+    stored.write_part(address, load_hf(model)[1], part=0)
+    stored.publish(address, parts=1)
+    return address
+
+
+def decoder(tokenizer: Any) -> Callable[[Any], str]:
+    """ids to text, special ids included, as engines look for stop strings."""
+    return lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False)
+
+
+def jetstream(options: SubjectOptions) -> Subject:
+    """The embedded JAX engine, or one that is brought."""
+    from jax_agent_rl.jetstream.backend import JetStreamBackend
+    from jax_agent_rl.jetstream.engine import EngineShapes
+    from jax_agent_rl.jetstream.external_engine import load_engine_function
+    from jax_agent_rl.models.hf import load_hf
+    from jax_agent_rl.models.peft import read_peft
+    from jax_agent_rl.models.vision.context import Sight
+
+    folders = {BASE: options.folders.base, OTHER: options.folders.other}
+    config, params = load_hf(folders[BASE])
+    trees = {BASE: params}
+    shapes = EngineShapes(
+        max_model_len=options.max_model_len,
+        max_concurrent_decodes=options.max_concurrent,
+        cache_tokens=2 * options.max_concurrent * options.max_model_len,
+        decode_steps=4,
+        prefill_buckets=(32, 128),
+        patch_buckets=(64,),
+    )
+    sight = Sight.of(config, folders[BASE])
+    brought = load_engine_function(options.brought) if options.brought else None
+    adapters = {ADAPTER: read_peft(options.folders.adapter, config, key="--adapters")} if options.adapters else {}
+    tokenizer = _tokenizer(folders[BASE])
+
+    def make() -> RolloutBackend:
+        decode = decoder(tokenizer) if tokenizer else None
+        return JetStreamBackend(
+            config,
+            params,
+            shapes,
+            brought=brought,
+            sight=sight,
+            decode_text=decode,
+            quantize=options.quantize,
+            kv_dtype=options.kv_dtype,
+            adapters=adapters,
+        )
+
+    def payload(kind: str, which: str) -> Any:
+        if which not in trees:
+            trees[which] = load_hf(folders[which])[1]
+        return trees[which]
+
+    return describe("jetstream", make, options, payload=payload)
+
+
+def vllm(options: SubjectOptions) -> Subject:
+    """vLLM on whatever device it was built for."""
+    from gpu_backend.backend import VllmBackend
+    from gpu_backend.settings import VllmSettings
+
+    settings = VllmSettings(
+        model=str(options.folders.base),
+        max_model_len=options.max_model_len,
+        max_num_seqs=options.max_concurrent,
+        dtype="float32" if options.tolerance < 0.01 else "auto",
+        multi_modal={"image": 2, "video": 1} if MediaTokens.read(options.folders.base) else {},
+        adapters={ADAPTER: str(options.folders.adapter)} if options.adapters else {},
+    )
+    tokenizer = _tokenizer(options.folders.base)
+    decode = decoder(tokenizer) if tokenizer else None
+    return describe("vllm", lambda: VllmBackend(settings, decode_text=decode), options)
+
+
+def remote(options: SubjectOptions) -> Subject:
+    """A rollout server: one that runs already and serves ``options.folders.base`` (at the end it does so again), or, if
+    no address is given, one of our own."""
+    from jax_agent_rl.rollout.http.client import RemoteBackend
+    from jax_agent_rl.testing.conformance.served import ServedBackend
+
+    if (url := options.url) is not None:
+        return describe(f"remote {url}", lambda: RemoteBackend(url, token=options.token), options)
+    inner = make_subject(options.engine, options)
+    folder = str(options.folders.scratch)
+    return describe(f"remote {options.engine}", lambda: ServedBackend(inner.make, weight_folder=folder), options)
+
+
+def ray_actor(options: SubjectOptions) -> Subject:
+    """An engine in a Ray actor, which takes its weights from the object store."""
+    from jax_agent_rl.rollout.ray.weights import store
+    from jax_agent_rl.testing.conformance.served import ActorBackend
+
+    inner = make_subject(options.engine, options)
+    form = "arrays" if options.engine == "jetstream" else "safetensors"
+
+    def payload(kind: str, which: str) -> Any:
+        import ray  # not before it is started, which sets what it reads when it is imported
+
+        return store(WeightUpdate(version=0, kind=form, payload=inner.payload(form, which)), ray.put).payload
+
+    make = functools.partial(_engine, options)
+    return describe(f"ray {options.engine}", lambda: ActorBackend(make), options, payload=payload)
+
+
+def _engine(options: SubjectOptions) -> RolloutBackend:
+    """Inside the actor."""
+    return make_subject(options.engine, options).make()
+
+
+def _tokenizer(folder: Path) -> Any:
+    if not (folder / "tokenizer.json").is_file():
+        return None
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def _eos_ids(folder: Path) -> frozenset[int]:
+    """As engines read them: ``generation_config.json`` first, then ``config.json``."""
+    for name in ("generation_config.json", "config.json"):
+        file = folder / name
+        if file.is_file() and (eos := json.loads(file.read_text()).get("eos_token_id")) is not None:
+            return frozenset(eos if isinstance(eos, list) else [eos])
+    raise ConfigError(f"{folder}: neither generation_config.json nor config.json names an eos_token_id")
+
+
+def _ending_prompts(tokenizer: Any) -> tuple[tuple[int, ...], ...]:
+    """Questions with short answers, for chat models."""
+    if tokenizer is None or not tokenizer.chat_template:
+        return ()
+    prompts = []
+    for question in _ENDING_QUESTIONS:
+        text = tokenizer.apply_chat_template(
+            [{"role": "user", "content": question}], add_generation_prompt=True, tokenize=False
+        )
+        prompts.append(tuple(tokenizer.encode(text, add_special_tokens=False)))
+    return tuple(prompts)

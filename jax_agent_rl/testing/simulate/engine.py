@@ -1,0 +1,315 @@
+"""An engine of continuous batching in virtual time: right about when, silent about what.
+
+All lanes advance together, one id a step; a step takes ``step_seconds`` plus ``lane_seconds`` for each lane in use.
+So a request is done when the engine has made as many steps as it has ids to sample and prompt chunks to compute, and
+one timer, for the request that is done next, is all there is to simulate.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import bisect
+import heapq
+import itertools
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+
+from jax_agent_rl.errors import BackendClosedError, BackendError
+from jax_agent_rl.rollout.prefix_index import PrefixIndex
+from jax_agent_rl.rollout.protocol import (
+    BackendMetrics,
+    Capabilities,
+    GenerateRequest,
+    Health,
+    TokenChunk,
+    WeightUpdate,
+)
+from jax_agent_rl.types import PauseMode, StopReason, TokenOutput, digest_ids
+
+ID = 1  # what every position of a simulated context holds, after its prompt
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSpeed:
+    """What an engine can do.
+
+    Attributes:
+        lanes: requests decoded at the same time.
+        step_seconds: of one decode step of an empty batch: the time to read the weights.
+        lane_seconds: what each lane in use adds to a step.
+        prefill_tokens_per_step: prompt ids a lane computes in the time of a step.
+        load_seconds: to take new weights.
+    """
+
+    lanes: int
+    step_seconds: float
+    lane_seconds: float = 0.0
+    prefill_tokens_per_step: int = 512
+    load_seconds: float = 0.0
+
+
+@dataclass(eq=False, kw_only=True, slots=True)
+class _Run:
+    """A request inside the engine."""
+
+    request: GenerateRequest
+    done: asyncio.Future[TokenOutput]
+    began: float = 0.0  # steps of the engine when its prompt was computed
+    end: float | None = None  # steps of the engine when its last id is there; None: it waits for a lane
+    cached: int = 0
+    versions: list[int] = field(default_factory=list)
+
+    def sampled(self, steps: float) -> int:
+        """Ids sampled when the engine has made so many steps."""
+        return max(0, min(self.request.sampling.max_tokens, int(steps - self.began + 1e-6)))
+
+
+class SimulatedEngine:
+    """A :class:`~jax_agent_rl.rollout.protocol.RolloutBackend` that samples ``max_tokens`` ids of every request.
+
+    Args:
+        speed: what it can do.
+        max_model_len: most ids of one context.
+    """
+
+    def __init__(self, speed: EngineSpeed, *, max_model_len: int) -> None:
+        self.capabilities = Capabilities(
+            max_model_len=max_model_len,
+            max_concurrent=speed.lanes,
+            streaming=False,
+            pause_modes=frozenset(PauseMode),
+            in_flight_update=True,
+            prefix_reuse=True,
+            priorities=True,
+            weight_payloads=frozenset({"arrays"}),
+        )
+        self._speed = speed
+        self._loop = asyncio.get_running_loop()
+        self._version = 0
+        self._running: dict[str, _Run] = {}
+        self._by_end: list[tuple[float, int, _Run]] = []  # a heap; those that left are skipped
+        self._waiting: list[_Run] = []  # by priority, then arrival
+        self._contexts: dict[str, int] = {}  # ids of each session whose KV is here
+        self._prompts = PrefixIndex()
+        self._steps = 0.0
+        self._at = self._loop.time()
+        self._timer: asyncio.TimerHandle | None = None
+        self._number = itertools.count()
+        self._paused = self._closed = False
+        self._drains: list[asyncio.Future[None]] = []  # of pauses that wait until nothing runs
+        self._sampled = self._prefilled = self._reused = self._finished = 0
+        self._busy = self._loading = 0.0
+
+    @property
+    def policy_version(self) -> int:
+        return self._version
+
+    async def start(self) -> None:
+        """There is nothing to warm up."""
+
+    async def close(self) -> None:
+        self._closed = True
+        for run in [*self._running.values(), *self._waiting]:
+            if not run.done.done():
+                run.done.set_exception(BackendClosedError("the simulated engine is closed"))
+
+    async def generate(self, request: GenerateRequest) -> TokenOutput:
+        if self._closed:
+            raise BackendClosedError("the simulated engine is closed")
+        run = _Run(request=request, done=self._loop.create_future())
+        bisect.insort(self._waiting, run, key=lambda run: run.request.priority)
+        self._advance()
+        self._admit()
+        try:
+            return await run.done
+        finally:
+            self._leave(run)
+
+    async def stream(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
+        raise NotImplementedError("the simulated engine does not stream")
+        yield
+
+    async def abort(self, request_id: str) -> bool:
+        self._advance()
+        found = self._running.get(request_id)
+        found = found or next((run for run in self._waiting if run.request.request_id == request_id), None)
+        if found is None:
+            return False
+        self._end(found, StopReason.ABORTED)
+        return True
+
+    async def pause(self, mode: PauseMode) -> None:
+        self._advance()
+        if mode is PauseMode.ABORT:
+            for run in list(self._running.values()):
+                self._end(run, StopReason.ABORTED)
+        elif mode is PauseMode.WAIT and self._running:
+            await self._drain()
+            return
+        self._paused = True
+        self._schedule()
+
+    async def _drain(self) -> None:
+        drained = self._loop.create_future()
+        self._drains.append(drained)
+        self._paused = False  # what was frozen finishes, too
+        self._schedule()
+        try:
+            await drained
+        except asyncio.CancelledError:
+            self._drains = [other for other in self._drains if other is not drained]
+            self._advance()
+            self._admit()
+            raise
+
+    async def resume(self) -> None:
+        self._advance()
+        self._paused = False
+        for drained in self._drains:
+            if not drained.done():
+                drained.set_exception(BackendError("resume() came before what this pause waited for had ended"))
+        self._drains.clear()
+        self._admit()
+
+    async def update_weights(self, update: WeightUpdate) -> None:
+        await asyncio.sleep(self._speed.load_seconds)
+        self._advance()
+        for run in self._running.values():  # what they sampled so far is of the old weights
+            run.versions += [self._version] * (run.sampled(self._steps) - len(run.versions))
+        self._version = update.version
+        self._contexts.clear()
+        self._prompts.clear()
+        self._loading += self._speed.load_seconds
+
+    async def reset_prefix_cache(self) -> None:
+        self._contexts.clear()
+        self._prompts.clear()
+
+    async def sleep(self) -> None:
+        raise BackendError("the simulated engine never sleeps")
+
+    async def wake(self) -> None:
+        raise BackendError("the simulated engine never sleeps")
+
+    async def health(self) -> Health:
+        running, waiting = len(self._running), len(self._waiting)
+        return Health(ok=not self._closed, policy_version=self._version, running=running, waiting=waiting)
+
+    async def metrics(self) -> BackendMetrics:
+        return self.read()
+
+    def read(self) -> BackendMetrics:
+        """The metrics as of now."""
+        self._advance()
+        return BackendMetrics(
+            generated_tokens=self._sampled + sum(run.sampled(self._steps) for run in self._running.values()),
+            prefill_tokens=self._prefilled,
+            cached_tokens=self._reused,
+            requests_finished=self._finished,
+            busy_seconds=self._busy,
+            weight_update_seconds=self._loading,
+        )
+
+    # --- time -----------------------------------------------------------------------------------------------------
+
+    @property
+    def _pace(self) -> float:
+        """Seconds of a step as things are."""
+        return self._speed.step_seconds + self._speed.lane_seconds * len(self._running)
+
+    def _advance(self) -> None:
+        """Makes the steps that were due since the last event."""
+        now = self._loop.time()
+        if self._running and not self._paused:
+            self._steps += (now - self._at) / self._pace
+            self._busy += now - self._at
+        self._at = now
+
+    def _admit(self) -> None:
+        """Gives free lanes to those that wait; call :meth:`_advance` first."""
+        while self._waiting and len(self._running) < self._speed.lanes and not self._paused and not self._drains:
+            run = self._waiting.pop(0)
+            length, session = len(run.request.prompt_ids), run.request.session_id
+            run.cached = min(max(self._contexts.get(session or "", 0), self._known(run.request.prompt_ids)), length - 1)
+            self._prefilled += length - run.cached
+            self._reused += run.cached
+            run.began = self._steps + (length - run.cached) / self._speed.prefill_tokens_per_step
+            run.end = run.began + run.request.sampling.max_tokens
+            self._running[run.request.request_id] = run
+            heapq.heappush(self._by_end, (run.end, next(self._number), run))
+        self._schedule()
+
+    def _known(self, prompt_ids: Sequence[int]) -> int:
+        """Ids that this prompt has in common with one before; from now on, it is one of those."""
+        chain = PrefixIndex.chain(prompt_ids)
+        shared = self._prompts.find(chain)[1]
+        self._prompts.add(chain, "here")
+        return shared
+
+    def _schedule(self) -> None:
+        """Sets the timer for the request that is done next."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        while self._by_end and self._by_end[0][2].done.done():
+            heapq.heappop(self._by_end)
+        if self._by_end and not self._paused:
+            self._timer = self._loop.call_later(max(0.0, self._by_end[0][0] - self._steps) * self._pace, self._due)
+
+    def _due(self) -> None:
+        self._advance()
+        while self._by_end and (self._by_end[0][2].done.done() or self._by_end[0][0] <= self._steps + 1e-6):
+            run = heapq.heappop(self._by_end)[2]
+            if not run.done.done():
+                self._end(run, StopReason.LENGTH)
+        self._admit()
+
+    def _end(self, run: _Run, reason: StopReason) -> None:
+        """Settles a request; its lane is free at once."""
+        if run.done.done():  # its caller is gone
+            return
+        aborted = reason is StopReason.ABORTED
+        count = run.sampled(self._steps) if aborted else run.request.sampling.max_tokens
+        if run.end is None:
+            count = 0
+        self._sampled += count
+        self._finished += 1
+        context = (*run.request.prompt_ids, *(ID,) * count)
+        if run.request.session_id is not None and run.end is not None:
+            self._contexts[run.request.session_id] = len(context)
+        if run.request.session_ends and not aborted:
+            self._contexts.pop(run.request.session_id or "", None)
+        run.versions += [self._version] * (count - len(run.versions))
+        run.done.set_result(
+            TokenOutput(
+                token_ids=(ID,) * count,
+                log_probs=(0.0,) * count,
+                policy_versions=tuple(run.versions),
+                stop_reason=reason,
+                context_digest=digest_ids(context),
+                cached_tokens=run.cached,
+            )
+        )
+        self._remove(run)
+
+    def _remove(self, run: _Run) -> None:
+        if self._running.get(run.request.request_id) is run:
+            del self._running[run.request.request_id]
+        elif run in self._waiting:
+            self._waiting.remove(run)
+        if self._drains and not self._running:
+            self._paused = True
+            for drained in self._drains:
+                if not drained.done():
+                    drained.set_result(None)
+            self._drains.clear()
+
+    def _leave(self, run: _Run) -> None:
+        """A caller is gone, perhaps before its request was done."""
+        if run.request.request_id in self._running and self._running[run.request.request_id] is run:
+            self._advance()
+            run.done.cancel()
+            self._remove(run)
+            self._admit()
+        elif run in self._waiting:
+            self._waiting.remove(run)

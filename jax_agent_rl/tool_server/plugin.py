@@ -1,0 +1,139 @@
+"""What a tool of the tool server is.
+
+Other than :class:`jax_agent_rl.tools.BaseTool`, whose calls are already taken apart, a server tool reads the text a
+model wrote (``parse_action``), as verl-tool's do. The server asks its tools in order; the first that accepts acts.
+
+A tool that keeps something per trajectory sets ``stateful``: ``open`` is called before its first action there, and
+``close`` exactly once for each ``open``, whatever happens in between.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Generic, TypeVar
+
+from jax_agent_rl.config.tool_server import ToolServerSettings
+from jax_agent_rl.errors import ConfigError
+from jax_agent_rl.tool_server.sandbox import Sandbox
+from jax_agent_rl.utils.threads import DaemonThreads
+
+Parsed = TypeVar("Parsed")
+Environment = TypeVar("Environment")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Observation:
+    """What an action brought about.
+
+    Attributes:
+        text: what the model reads.
+        done: the trajectory is over.
+        valid: the action was one.
+        reward: that the action earned; None is none, not zero.
+        image: images as ``data:`` URLs.
+        audio: sounds as ``data:`` URLs.
+        metrics: numbers to add up over the trajectory.
+    """
+
+    text: str = ""
+    done: bool = False
+    valid: bool = True
+    reward: float | None = None
+    image: Sequence[str] = ()
+    audio: Sequence[str] = ()
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.text, str):
+            raise TypeError(f"Observation.text must be str, got {type(self.text).__name__}")
+        numbers = [*self.metrics.values(), *([] if self.reward is None else [self.reward])]
+        if not all(isinstance(number, int | float) and math.isfinite(number) for number in numbers):
+            raise ValueError(f"reward and metrics must be finite numbers, got {self.reward!r} and {self.metrics!r}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ToolContext:
+    """What tools are made from.
+
+    Attributes:
+        settings: of the server.
+        threads: for work that blocks.
+    """
+
+    settings: ToolServerSettings
+    threads: DaemonThreads
+    _sandbox: Sandbox | None
+
+    @property
+    def sandbox(self) -> Sandbox:
+        """For programs a model wrote.
+
+        Raises:
+            ConfigError: the tool's class does not say ``needs_sandbox``, so that none was opened.
+        """
+        if self._sandbox is None:
+            raise ConfigError("a tool uses the sandbox without needs_sandbox = True in its class")
+        return self._sandbox
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Action(Generic[Parsed, Environment]):
+    """One action.
+
+    Attributes:
+        parsed: what ``parse_action`` made of it.
+        environment: what ``open`` returned; None for a tool without state.
+        extra: the request's ``extra_fields`` for it: the dataset's fields, ``turns_left`` and the like.
+        trajectory_id: whose it is.
+    """
+
+    parsed: Parsed
+    environment: Environment
+    extra: Mapping[str, Any]
+    trajectory_id: str
+
+
+class ServerTool(ABC, Generic[Parsed, Environment]):
+    """Base class of the server's tools. One instance serves all trajectories of a worker, concurrently."""
+
+    name: ClassVar[str]
+    """What ``tools`` calls it."""
+    usage: ClassVar[str]
+    """One line for models that wrote something no tool accepts."""
+    stateful: ClassVar[bool] = False
+    needs_sandbox: ClassVar[bool] = False
+
+    def __init__(self, context: ToolContext):
+        self.context = context
+
+    async def start(self) -> None:
+        """Makes ready for the first action. Raises ``ConfigError`` when that cannot be."""
+
+    async def stop(self) -> None:
+        """Called once, after every environment was closed."""
+
+    @abstractmethod
+    def parse_action(self, action: str) -> Parsed | None:
+        """Takes an action apart; None leaves it to the next tool.
+
+        Must be quick, whatever the text (a worker that is busy for ``stuck_seconds`` is killed), and have no effects.
+        """
+
+    @abstractmethod
+    async def act(self, action: Action[Parsed, Environment]) -> Observation:
+        """Carries an action out.
+
+        Raises:
+            ToolError: it failed; the message is what the model reads.
+        """
+
+    async def open(self, trajectory_id: str, extra: Mapping[str, Any]) -> Environment:
+        """Makes a trajectory's environment; only called when ``stateful``."""
+        raise NotImplementedError(f"{self.name} is stateful and has no open()")
+
+    async def close(self, environment: Environment) -> None:
+        """Takes an environment down; only called when ``stateful``, once for each that ``open`` returned."""
+        raise NotImplementedError(f"{self.name} is stateful and has no close()")

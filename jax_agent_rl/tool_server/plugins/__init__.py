@@ -1,0 +1,67 @@
+"""The server's own tools, one module each, and how tools are found by name.
+
+``python`` fresh and stateful interpreters · ``bash`` a shell per trajectory · ``judge`` programs against tests ·
+``search`` passages of a local corpus · ``sql`` SQLite databases · ``page`` local pages as text · ``image`` zooming into
+images · ``mcp_gateway`` tools of MCP servers · ``markup`` and ``files`` what they share.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+
+from jax_agent_rl.config.tool_server import ToolServerSettings
+from jax_agent_rl.errors import ConfigError
+from jax_agent_rl.tool_server.plugin import ServerTool
+from jax_agent_rl.utils.plugins import load_user_module
+
+BUILTIN = {
+    "python": "python:PythonTool",
+    "stateful_python": "python:StatefulPythonTool",
+    "bash": "bash:BashTool",
+    "judge": "judge:JudgeTool",
+    "search": "search:SearchTool",
+    "sql": "sql:SqlTool",
+    "page": "page:PageTool",
+    "image_zoom": "image:ImageZoomTool",
+    "mcp": "mcp_gateway:McpTool",
+}
+FINISH = "finish"  # always there, whether named or not
+
+
+def tool_classes(settings: ToolServerSettings) -> list[type[ServerTool]]:
+    """The classes that ``settings.tools`` names, in order.
+
+    Raises:
+        ConfigError: a name is unknown, or a library that the tool needs is not installed.
+    """
+    own = _classes_of(settings.tool_path) if settings.tool_path else {}
+    if taken := sorted(set(own) & {*BUILTIN, FINISH}):
+        raise ConfigError(f"tool_path={settings.tool_path!r} defines {taken}, names of built-in tools; rename them")
+    return [_class(name, own) for name in settings.tools if name != FINISH]
+
+
+def _class(name: str, own: dict[str, type[ServerTool]]) -> type[ServerTool]:
+    if name in own:
+        return own[name]
+    if name not in BUILTIN:
+        raise ConfigError(f"tools: there is no tool {name!r}; there are {sorted([*BUILTIN, *own, FINISH])}")
+    module, _, attribute = BUILTIN[name].partition(":")
+    try:
+        return getattr(importlib.import_module(f"{__name__}.{module}"), attribute)
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"tool {name!r} needs {error.name}, which is not installed: pip install 'jax_agent_rl[tool-server]'"
+        ) from error
+
+
+def _classes_of(path: str) -> dict[str, type[ServerTool]]:
+    module = load_user_module(path, key="tool_path")
+    found = {
+        value.name: value
+        for value in vars(module).values()
+        if inspect.isclass(value) and issubclass(value, ServerTool) and not inspect.isabstract(value)
+    }
+    if not found:
+        raise ConfigError(f"tool_path={path!r} defines no ServerTool class")
+    return found

@@ -1,0 +1,87 @@
+"""Tools of MCP servers: ``<tool_call>{"name": …, "arguments": {…}}</tool_call>`` goes to the server that has it.
+
+One connection per server and worker, shared by its trajectories, and made again when it breaks. A name that two servers
+have is written ``SERVER.NAME``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING, Any
+
+from jax_agent_rl.errors import ConfigError, ToolError
+from jax_agent_rl.tool_server.plugin import Action, Observation, ServerTool
+from jax_agent_rl.tool_server.plugins.markup import tool_call
+from jax_agent_rl.tool_server.plugins.python import failures
+from jax_agent_rl.tools.mcp import MCPConnection, MCPServerConfig
+
+if TYPE_CHECKING:
+    from mcp.types import CallToolResult
+
+_CONNECT_SECONDS = 30.0
+
+
+def _server(target: str | list[str]) -> MCPServerConfig:
+    if isinstance(target, str):
+        return MCPServerConfig(url=target)
+    return MCPServerConfig(command=target[0], args=tuple(target[1:]))
+
+
+class McpTool(ServerTool[tuple[str, Mapping[str, Any]], None]):
+    """See the module."""
+
+    name = "mcp"
+    usage = '<tool_call>{"name": …, "arguments": {…}}</tool_call>'
+
+    async def start(self) -> None:
+        settings = self.context.settings.mcp
+        self._stack = AsyncExitStack()
+        self._tools: dict[str, tuple[MCPConnection, str]] = {}
+        try:
+            for name, target in settings.servers.items():
+                connection = await self._stack.enter_async_context(
+                    MCPConnection(
+                        name, _server(target), timeout=settings.call_seconds, connect_timeout=_CONNECT_SECONDS
+                    )
+                )
+                for tool in await connection.tools():
+                    self._tools[f"{name}.{tool.name}"] = connection, tool.name
+                    self._tools.setdefault(tool.name, (connection, tool.name))
+        except (ConfigError, ToolError) as error:
+            await self.stop()
+            raise ConfigError(f"mcp.servers: {error}") from error
+
+    async def stop(self) -> None:
+        await self._stack.aclose()
+
+    def parse_action(self, action: str) -> tuple[str, Mapping[str, Any]] | None:
+        return tool_call(action)
+
+    async def act(self, action: Action[tuple[str, Mapping[str, Any]], None]) -> Observation:
+        name, arguments = action.parsed
+        if name not in self._tools:
+            known = sorted(known for known in self._tools if "." not in known)
+            raise ToolError(f"there is no tool {name[:100]!r}; available tools: {known}")
+        connection, tool = self._tools[name]
+        return _observation(await connection.call(tool, arguments))
+
+
+def _observation(result: CallToolResult) -> Observation:
+    """The contents a model can be shown. A result that says it is an error stays a valid action."""
+    texts, images, audio = [], [], []
+    for item in result.content:
+        match item.type:
+            case "text":
+                texts.append(item.text)
+            case "image":
+                images.append(f"data:{item.mime_type};base64,{item.data}")
+            case "audio":
+                audio.append(f"data:{item.mime_type};base64,{item.data}")
+    text = "\n".join(texts)
+    return Observation(
+        text=f"\n<tool_response>\n{text}\n</tool_response>\n",
+        image=images,
+        audio=audio,
+        metrics=failures(not result.is_error),
+    )

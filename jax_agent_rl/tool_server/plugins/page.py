@@ -1,0 +1,155 @@
+"""Local pages as text, one window at a time. Only files below ``page.root`` can be opened: there is no network.
+
+::
+
+    <page>open guide/index.html</page>   <page>click 3</page>   <page>find tensor</page>   <page>next</page>
+    <page>back</page>
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from bs4 import BeautifulSoup
+
+from jax_agent_rl.errors import ConfigError, ToolError
+from jax_agent_rl.tool_server.plugin import Action, Observation, ServerTool
+from jax_agent_rl.tool_server.plugins.files import NO_PATH, file_below
+from jax_agent_rl.tool_server.plugins.markup import tagged
+
+_SUFFIXES = (".html", ".htm", ".md", ".txt")
+_MAX_BYTES = 10 << 20
+
+
+@dataclass(kw_only=True, slots=True)
+class Browser:
+    """What a trajectory looks at: a page's text and links, and where in it; pages before it, last last."""
+
+    name: str = ""
+    text: str = ""
+    links: list[str] = field(default_factory=list)
+    at: int = 0
+    history: list[str] = field(default_factory=list)
+
+
+class PageTool(ServerTool[tuple[str, str], Browser]):
+    """A text browser. ``extra_fields.page`` is the page a trajectory begins with."""
+
+    name = "page"
+    usage = (
+        "<page>open FILE</page>, <page>click N</page>, <page>find TEXT</page>, <page>next</page>, <page>back</page>."
+    )
+    stateful = True
+
+    async def start(self) -> None:
+        root = Path(self.context.settings.page.root or "")
+        if not root.is_dir():
+            raise ConfigError(f"page.root={str(root)!r}: no such folder")
+        self._root = root.resolve()
+
+    def parse_action(self, action: str) -> tuple[str, str] | None:
+        text = tagged(action, "page")
+        if text is None:
+            return None
+        command, _, argument = text.partition(" ")
+        return command.lower(), argument.strip()
+
+    async def open(self, trajectory_id: str, extra: Mapping[str, Any]) -> Browser:
+        browser = Browser()
+        if isinstance(extra.get("page"), str):
+            await self._visit(browser, extra["page"])
+        return browser
+
+    async def close(self, environment: Browser) -> None:
+        environment.text, environment.links = "", []
+
+    async def act(self, action: Action[tuple[str, str], Browser]) -> Observation:
+        (command, argument), browser = action.parsed, action.environment
+        match command:
+            case "open":
+                await self._visit(browser, argument)
+            case "click":
+                await self._visit(browser, _link(browser, argument))
+            case "back":
+                if not browser.history:
+                    raise ToolError("there is no page before this one")
+                await self._visit(browser, browser.history.pop(), forward=False)
+            case "next":
+                browser.at = min(browser.at + self.context.settings.page.page_chars, max(0, len(browser.text) - 1))
+            case "find":
+                browser.at = _find(browser, argument)
+            case _:
+                raise ToolError(f"unknown command {command[:50]!r}; {self.usage}")
+        return Observation(text=self._window(browser))
+
+    async def _visit(self, browser: Browser, name: str, *, forward: bool = True) -> None:
+        path = self._path(name)
+        try:
+            text, links = await self.context.threads.run(lambda: _render(path), name=self.name)
+        except OSError as error:  # whose own text holds the path on this machine
+            raise ToolError(f"{name[:200]!r} cannot be read: {error.strerror}") from error
+        if forward and browser.name:
+            browser.history.append(browser.name)
+        browser.name = str(path.relative_to(self._root))
+        browser.text, browser.links, browser.at = text, [self._resolve(path, link) for link in links], 0
+
+    def _path(self, name: str) -> Path:
+        path = file_below(self._root, name.lstrip("/"))
+        if path is None or path.suffix not in _SUFFIXES:
+            raise ToolError(f"there is no page {name[:200]!r}")
+        return path
+
+    def _resolve(self, page: Path, link: str) -> str:
+        """A link as a name below the root; links to other places stay as they are, and cannot be opened."""
+        try:
+            parts = urlsplit(link)
+            if parts.scheme or parts.netloc:
+                return link
+            base = self._root if parts.path.startswith("/") else page.parent
+            path = (base / unquote(parts.path).lstrip("/")).resolve() if parts.path else page
+        except NO_PATH:
+            return link
+        return str(path.relative_to(self._root)) if path.is_relative_to(self._root) else link
+
+    def _window(self, browser: Browser) -> str:
+        size = self.context.settings.page.page_chars
+        end = min(browser.at + size, len(browser.text))
+        where = f"[{browser.name}: characters {browser.at} to {end} of {len(browser.text)}]"
+        return f"\n<observation>{where}\n{browser.text[browser.at : end]}\n</observation>\n"
+
+
+def _link(browser: Browser, argument: str) -> str:
+    if not argument.isdecimal() or len(argument) > 9 or not 1 <= int(argument) <= len(browser.links):
+        raise ToolError(f"there is no link {argument[:20]!r}; this page has {len(browser.links)} links")
+    return browser.links[int(argument) - 1]
+
+
+def _find(browser: Browser, text: str) -> int:
+    """The next place of a text, from the window's second character on, then from the beginning."""
+    hay = browser.text.lower()
+    for start in (browser.at + 1, 0):
+        if text and (found := hay.find(text.lower(), start)) >= 0:
+            return found
+    raise ToolError(f"{text[:100]!r} is not on this page")
+
+
+def _render(path: Path) -> tuple[str, list[str]]:
+    """A page's text with its links numbered, and where these lead."""
+    if path.stat().st_size > _MAX_BYTES:
+        raise ToolError(f"{path.name} is larger than {_MAX_BYTES >> 20} MiB")
+    source = path.read_bytes()
+    if path.suffix in (".md", ".txt"):
+        return source.decode("utf-8", "replace"), []
+    page = BeautifulSoup(source, "html.parser")
+    for element in page(["script", "style", "template", "noscript"]):
+        element.decompose()
+    links = []
+    for anchor in page.find_all("a", href=True):
+        links.append(str(anchor["href"]))
+        anchor.append(f" [{len(links)}]")
+    lines = (" ".join(line.split()) for line in page.get_text("\n").splitlines())
+    return "\n".join(line for line in lines if line), links

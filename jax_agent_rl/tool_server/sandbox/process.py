@@ -1,0 +1,304 @@
+"""One sandboxed program, from start to end.
+
+Two ways to use it: ``finish`` gives input once and waits for the end; ``exchange`` sends a request and reads the
+answer up to a mark, any number of times, and between two of them the program is paused. Either ends the program when it
+goes over a limit. When the first process ends, the kernel ends all others: they share a namespace whose first process
+is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Awaitable, Sequence
+
+from jax_agent_rl.errors import ToolError
+from jax_agent_rl.tool_server.sandbox.isolation import Files, Isolation, Launch
+from jax_agent_rl.tool_server.sandbox.limits import SandboxLimits, SandboxResult, StopCause
+from jax_agent_rl.tool_server.sandbox.pause import pause, resume
+from jax_agent_rl.tool_server.sandbox.watch import exceeded, watch
+
+logger = logging.getLogger(__name__)
+_CHUNK = 64 << 10
+_GONE_SECONDS = 10.0  # for the kernel to take down a killed tree
+_CPU_SIGNALS = (128 + signal.SIGXCPU, -signal.SIGXCPU)
+
+
+class SandboxProcess:
+    """A started program; make one with :meth:`start`, and always :meth:`close` it."""
+
+    def __init__(
+        self, process: asyncio.subprocess.Process, launch: Launch, limits: SandboxLimits, *, lifeline: socket.socket
+    ):
+        self._process = process
+        self._lifeline = lifeline
+        self._launch = launch
+        self._limits = limits
+        self._began = time.perf_counter()
+        self._out, self._err = bytearray(), bytearray()
+        self._closing: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def start(
+        cls,
+        isolation: Isolation,
+        argv: Sequence[str],
+        limits: SandboxLimits,
+        files: Files,
+        *,
+        join_output: bool = False,
+        pass_fds: Sequence[int] = (),
+    ) -> SandboxProcess:
+        """Starts a program.
+
+        Args:
+            isolation: how.
+            argv: the program and its arguments.
+            limits: that hold for it.
+            files: in its working folder, read-only.
+            join_output: stderr goes where stdout goes.
+            pass_fds: descriptors it inherits, under the same numbers.
+
+        Raises:
+            ToolError: it cannot be started, e.g. for lack of memory.
+        """
+        starting = asyncio.ensure_future(cls._start(isolation, argv, limits, files, join_output, pass_fds))
+        try:
+            return await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            await asyncio.shield(asyncio.ensure_future(_abandon(starting)))
+            raise
+
+    @classmethod
+    async def _start(
+        cls,
+        isolation: Isolation,
+        argv: Sequence[str],
+        limits: SandboxLimits,
+        files: Files,
+        join_output: bool,
+        pass_fds: Sequence[int],
+    ) -> SandboxProcess:
+        ours, theirs = socket.socketpair()
+        try:
+            launch = isolation.launch(argv, limits, files, lifeline=theirs.fileno())
+            try:
+                process = await _execute(launch, (theirs.fileno(), *pass_fds), join_output=join_output)
+            except BaseException:
+                launch.clean_up()
+                raise
+        except OSError as error:
+            ours.close()
+            raise ToolError(f"the sandbox could not be started: {error}") from error
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        return cls(process, launch, limits, lifeline=ours)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the program still runs."""
+        return self._closing is None and self._process.returncode is None
+
+    async def finish(self, stdin: bytes = b"") -> SandboxResult:
+        """Gives it its input, waits for its end and returns everything.
+
+        Raises:
+            ToolError: the sandbox itself could not be set up.
+        """
+        try:
+            stopped = await self._within_limits(self._to_the_end(stdin)) or self._out_of_memory()
+            failure = self._failure() if stopped is None else None
+        finally:
+            await self.close()
+        code = self._process.returncode
+        if stopped is None and code in _CPU_SIGNALS:
+            stopped = StopCause.CPU
+        out, err = (buffer.decode("utf-8", "replace") for buffer in (self._out, self._err))
+        if failure is not None:
+            raise ToolError(f"the sandbox could not be set up: {(failure or err).strip()[:500]}")
+        return SandboxResult(
+            stdout=out,
+            stderr=err,
+            exit_code=code if stopped is None else None,
+            stopped=stopped,
+            seconds=time.perf_counter() - self._began,
+        )
+
+    async def exchange(self, request: bytes, mark: bytes) -> tuple[bytes, bytes, StopCause | None]:
+        """Sends a request and reads stdout up to the line that begins with ``mark``.
+
+        Afterwards the program stands still until the next request, and what it started in the background is gone.
+
+        Returns:
+            what came before the mark (all there is when the program ended or was stopped); the rest of the mark's
+            line, empty when it never came; the limit that ended the program.
+        """
+        self._out.clear()
+        resume(self._process.pid, self._launch.wrappers)
+        stopped = (
+            await self._within_limits(self._to_mark(request, mark)) or self._out_of_memory() or await self._pause()
+        )
+        if stopped is not None:
+            await self.close()
+        before, found, rest = bytes(self._out).partition(mark)
+        return before, rest.rstrip(b"\n") if found else b"", stopped
+
+    async def close(self) -> None:
+        """Ends the program and everything it started, and waits until they are gone. Safe to call again."""
+        if self._closing is None:
+            self._closing = asyncio.ensure_future(self._close())
+        await asyncio.shield(self._closing)  # whoever is cancelled, the rest still happens
+
+    async def _close(self) -> None:
+        try:
+            if self._process.stdin is not None:
+                self._process.stdin.close()
+            self.kill()
+            async with asyncio.timeout(_GONE_SECONDS):
+                await self._drain()  # first: a full pipe that nobody reads keeps wait() from returning
+                await self._process.wait()
+                if self._process.stdin is not None:
+                    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                        await self._process.stdin.wait_closed()
+                await asyncio.sleep(0)  # the callbacks in which asyncio lets go of the pipes are queued by now
+        except TimeoutError:
+            logger.error("processes of sandbox %d are still there %g s after SIGKILL", self._process.pid, _GONE_SECONDS)
+        finally:
+            self._lifeline.close()
+            self._launch.clean_up()
+
+    def _failure(self) -> str | None:
+        """Why the program, which has ended, was never started; "" if the guard was not, either, None if it was."""
+        try:
+            said = self._lifeline.recv(_CHUNK, socket.MSG_DONTWAIT).decode("utf-8", "replace")
+        except BlockingIOError:
+            said = ""
+        if not said:
+            return "" if (self._process.returncode or 0) > 0 else None  # below 0, it was killed before
+        return said.partition(": ")[2] or None
+
+    def _out_of_memory(self) -> StopCause | None:
+        return StopCause.MEMORY if self._launch.out_of_memory() else None
+
+    async def _pause(self) -> StopCause | None:
+        """Holds the program still; returns the limit it had gone over unseen, if any."""
+        if not await pause(self._process.pid, self._launch.wrappers):
+            return StopCause.BACKGROUND
+        return exceeded(self._process.pid, self._limits)
+
+    def kill(self) -> None:
+        """Ends the program and everything it started; :meth:`finish`, or :meth:`close`, then returns soon."""
+        with contextlib.suppress(OSError):  # before the kill, which a program still being set up may survive
+            self._lifeline.shutdown(socket.SHUT_WR)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    async def _drain(self) -> None:
+        """Reads to the end: nobody holds the pipes any more, so nothing is left running."""
+        for stream in (self._process.stdout, self._process.stderr):
+            while stream is not None and await stream.read(_CHUNK):
+                pass
+
+    # --- limits -----------------------------------------------------------------------------------------------
+
+    async def _within_limits(self, work: Awaitable[None]) -> StopCause | None:
+        """Awaits ``work``; returns the limit that was reached first, if any. The program is then still to be closed."""
+        working = asyncio.ensure_future(work)
+        watching = asyncio.ensure_future(watch(self._process.pid, self._limits))
+        try:
+            await asyncio.wait(
+                {working, watching}, timeout=self._limits.wall_seconds, return_when=asyncio.FIRST_COMPLETED
+            )
+            if working.done():
+                working.result()
+                return None
+            return watching.result() if watching.done() else StopCause.WALL
+        except _TooMuchOutput:
+            return StopCause.OUTPUT
+        finally:
+            working.cancel()
+            watching.cancel()
+            await asyncio.gather(working, watching, return_exceptions=True)
+
+    async def _to_the_end(self, stdin: bytes) -> None:
+        streams = [(self._process.stdout, self._out), (self._process.stderr, self._err)]
+        reading = [self._read(stream, buffer) for stream, buffer in streams if stream is not None]
+        await _together(self._write(stdin, close=True), *reading)
+        await self._process.wait()
+
+    async def _to_mark(self, request: bytes, mark: bytes) -> None:
+        assert self._process.stdout is not None
+        await _together(self._write(request), self._read(self._process.stdout, self._out, until=mark))
+
+    async def _write(self, data: bytes, *, close: bool = False) -> None:
+        stdin = self._process.stdin
+        assert stdin is not None
+        try:
+            stdin.write(data)
+            await stdin.drain()
+        except (BrokenPipeError, ConnectionResetError):
+            return  # the program does not read its input, which is its own affair
+        finally:
+            if close:
+                stdin.close()
+
+    async def _read(self, stream: asyncio.StreamReader, buffer: bytearray, until: bytes | None = None) -> None:
+        """Reads to the end of the stream, or to the end of the line that holds ``until``."""
+        while chunk := await stream.read(_CHUNK):
+            searched = max(0, len(buffer) - len(until or b""))
+            buffer += chunk
+            if len(self._out) + len(self._err) > self._limits.output_bytes:
+                del buffer[len(buffer) - (len(self._out) + len(self._err) - self._limits.output_bytes) :]
+                raise _TooMuchOutput
+            if until and (at := buffer.find(until, searched)) >= 0 and buffer.find(b"\n", at) >= 0:
+                return
+
+
+async def _execute(launch: Launch, inherited: Sequence[int], *, join_output: bool) -> asyncio.subprocess.Process:
+    pipe = asyncio.subprocess.PIPE
+    try:
+        return await asyncio.create_subprocess_exec(
+            *launch.argv,
+            stdin=pipe,
+            stdout=pipe,
+            stderr=asyncio.subprocess.STDOUT if join_output else pipe,
+            env=launch.env,
+            cwd=launch.cwd,
+            pass_fds=(*launch.fds, *inherited),
+            start_new_session=True,
+        )
+    finally:
+        for fd in launch.fds:
+            os.close(fd)
+
+
+async def _abandon(starting: asyncio.Future[SandboxProcess]) -> None:
+    """Ends a program that nobody waits for any more, once it has started."""
+    try:
+        process = await starting
+    except ToolError:
+        return
+    await process.close()
+
+
+async def _together(*work: Awaitable[None]) -> None:
+    """Awaits all; the first failure ends the others."""
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class _TooMuchOutput(Exception):
+    """The program wrote more than it may."""

@@ -1,0 +1,156 @@
+"""What goes over HTTP: the request of ``POST /get_observation``, and its answer.
+
+::
+
+    {"trajectory_ids": ["t-1", "t-2"], "actions": ["<python>print(1)</python>", ""],
+     "extra_fields": [{"turns_left": 2}, {}], "finish": [false, true], "is_last_step": [false, true]}
+    ──►
+    {"observations": ["1\\n", ""], "dones": [false, true], "valids": [true, true],
+     "tools": ["python", "finish"], "errors": [null, null], "processing_time_ms": 41.7}
+
+An observation is a string, or ``{"obs", "reward"?, "image"?, "audio"?, "metrics"?, …}`` when there is more to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from jax_agent_rl.tool_server.plugin import Observation
+
+
+def _as_text(value: object) -> object:
+    return str(value) if type(value) is int else value
+
+
+TrajectoryId = Annotated[str, Field(min_length=1, max_length=256), BeforeValidator(_as_text)]
+
+
+class Failure(StrEnum):
+    """Why an action has no ordinary observation."""
+
+    INVALID = "invalid_action"
+    """No tool accepts it."""
+    TOOL = "tool_error"
+    """The tool says that it failed."""
+    CRASH = "tool_crash"
+    """The tool raised something else."""
+    TIMEOUT = "timeout"
+    """It took longer than ``step_seconds``."""
+    GONE = "environment_gone"
+    """The trajectory's environment was closed before (unused for too long, or in the middle of an action)."""
+    WORKER = "worker_died"
+    """The process that held its environment ended."""
+
+
+class ObservationRequest(BaseModel):
+    """The body. Optional lists have one entry for each trajectory id."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    trajectory_ids: list[TrajectoryId] = Field(min_length=1)
+    actions: list[str]
+    extra_fields: list[dict[str, Any]] | None = None
+    finish: list[bool] | None = None
+    is_last_step: list[bool] | None = None
+
+    @model_validator(mode="after")
+    def _equal_lengths(self) -> ObservationRequest:
+        expected = len(self.trajectory_ids)
+        for name in ("actions", "extra_fields", "finish", "is_last_step"):
+            values = getattr(self, name)
+            if values is not None and len(values) != expected:
+                raise ValueError(f"{name} has {len(values)} entries, trajectory_ids has {expected}; they must match")
+        return self
+
+    def steps(self) -> list[Step]:
+        """One step for each trajectory id, in order."""
+        count = len(self.trajectory_ids)
+        columns = zip(
+            self.trajectory_ids,
+            self.actions,
+            self.extra_fields or [{}] * count,
+            self.finish or [False] * count,
+            self.is_last_step or [False] * count,
+            strict=True,
+        )
+        return [
+            Step(trajectory_id=id, action=action, extra=extra, finish=finish, is_last_step=last)
+            for id, action, extra, finish, last in columns
+        ]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """One trajectory's part of a request."""
+
+    trajectory_id: str
+    action: str = ""
+    extra: Mapping[str, Any]
+    finish: bool = False
+    is_last_step: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reply:
+    """One trajectory's part of an answer.
+
+    Attributes:
+        observation: as it goes over the wire.
+        done, valid: see :class:`Observation`.
+        tool: that acted, ``finish``, or None.
+        error: why there is no ordinary observation.
+        open: whether the trajectory has an environment now.
+    """
+
+    observation: str | dict[str, Any]
+    done: bool
+    valid: bool
+    tool: str | None
+    error: Failure | None
+    open: bool
+
+
+def encode_observation(observation: Observation, text: str) -> str | dict[str, Any]:
+    """A string when there is only text."""
+    more: dict[str, Any] = {}
+    if observation.reward is not None:
+        more["reward"] = observation.reward
+    if observation.image:
+        more["image"] = list(observation.image)
+    if observation.audio:
+        more["audio"] = list(observation.audio)
+    if observation.metrics:
+        more["metrics"] = dict(observation.metrics)
+    return {"obs": text, **more} if more else text
+
+
+def failed(failure: Failure, text: str, *, done: bool, tool: str | None = None, **more: Any) -> Reply:
+    """The reply to an action that failed. Its observation says so to the model, and by name to the agent loop."""
+    observation = {"obs": text, "invalid_reason": failure.value, **more}
+    return Reply(observation=observation, done=done, valid=False, tool=tool, error=failure, open=False)
+
+
+def encode_replies(replies: Sequence[Reply], milliseconds: float) -> dict[str, Any]:
+    """The answer's body."""
+    return {
+        "observations": [reply.observation for reply in replies],
+        "dones": [reply.done for reply in replies],
+        "valids": [reply.valid for reply in replies],
+        "tools": [reply.tool for reply in replies],
+        "errors": [reply.error for reply in replies],
+        "processing_time_ms": round(milliseconds, 3),
+    }
+
+
+def explain(error: ValidationError) -> str:
+    """What is wrong with a body, in a line."""
+    lines = []
+    for item in error.errors(include_url=False)[:5]:
+        where = ".".join(map(str, item["loc"]))
+        lines.append((f"{where}: " if where else "") + item["msg"].removeprefix("Value error, "))
+    return "; ".join(lines)

@@ -1,0 +1,115 @@
+"""What a trainer drives: the parts of a run, and what it needs of those that may be spread over several hosts."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from jax_agent_rl.chat.codec import ChatCodec
+from jax_agent_rl.collect.collector import RolloutCollector
+from jax_agent_rl.config import Config
+from jax_agent_rl.data.cursor import DataCursor
+from jax_agent_rl.learner.cancellation import UpdateGate
+from jax_agent_rl.learner.comparison import UNCHECKED, AgreementCheck
+from jax_agent_rl.learner.state import LearnerState, UpdateResult
+from jax_agent_rl.models.config import Params
+from jax_agent_rl.rollout.client import LLMServerClient
+from jax_agent_rl.rollout.protocol import BackendMetrics, WeightUpdate
+from jax_agent_rl.types import Group
+
+
+class WeightSource(Protocol):
+    """What of a learner is published: that of one process or of several, or a part of one."""
+
+    @property
+    def params(self) -> Params:
+        """The whole parameters, on device."""
+        ...
+
+    def store(self, folder: str) -> str:
+        """Writes them as ``models.stored`` does, each process its own shards; returns the manifest's digest."""
+        ...
+
+
+class Publisher(Protocol):
+    """Turns the learner's parameters into a :class:`WeightUpdate` that the run's engines take."""
+
+    def make(self, learner: WeightSource, version: int) -> WeightUpdate: ...
+
+    def close(self) -> None:
+        """Removes what it left behind."""
+        ...
+
+
+class TrainableLearner(WeightSource, Protocol):
+    """A :class:`~jax_agent_rl.learner.learner.Learner`, on one host or on several."""
+
+    @property
+    def state(self) -> LearnerState: ...
+
+    @state.setter
+    def state(self, state: LearnerState) -> None: ...
+
+    @property
+    def programs_compiled(self) -> int:
+        """Distinct programs compiled so far."""
+        ...
+
+    def update(
+        self,
+        groups: Sequence[Group],
+        *,
+        masked: Collection[str] = (),
+        tick: Callable[[int, int], None] = ...,
+        gate: UpdateGate | None = None,
+        check: AgreementCheck = UNCHECKED,
+    ) -> UpdateResult: ...
+
+
+class CheckpointStore(Protocol):
+    """A :class:`~jax_agent_rl.learner.checkpoint.Checkpointer`, on one host or on several."""
+
+    def save(self, step: int, state: Any, progress: dict[str, Any]) -> None: ...
+
+    def check(self) -> None: ...
+
+    def wait(self) -> None: ...
+
+    def written(self) -> str: ...
+
+    def restore(self, like: Any, *, step: int | None = None) -> tuple[int, Any, dict[str, Any]]: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunComponents:
+    """The parts a trainer drives.
+
+    Attributes:
+        config: the resolved configuration.
+        codec: ids to text and back.
+        metrics: what all engines did so far.
+        publisher: turns the learner's parameters into updates the engines take.
+        client: generation and weight updates over all engines.
+        collector: training rollouts, with the run's accounting.
+        evaluator: held-out rollouts, counted apart.
+        learner: parameters and optimizer.
+        cursor: the order of the training rows.
+        heldout: rows to evaluate on.
+        room_for_learning: a context for the learner's updates, in which engines on its devices make room.
+    """
+
+    config: Config
+    codec: ChatCodec
+    metrics: Callable[[], Awaitable[BackendMetrics]]
+    client: LLMServerClient
+    collector: RolloutCollector
+    evaluator: RolloutCollector
+    learner: TrainableLearner
+    publisher: Publisher
+    cursor: DataCursor
+    heldout: list[dict[str, Any]]
+    room_for_learning: Callable[[], AbstractAsyncContextManager] = nullcontext

@@ -1,0 +1,190 @@
+"""Ctrl-C and SIGTERM: the first one asks the run to save and end, the second ends the process at once.
+
+::
+
+    signal ─► wakeup descriptor ─► watching thread ─┬─► cancel the run's task: it saves, then closes everything
+                                                    └─► second signal, or closing takes too long: clean up, exit
+
+A thread watches, for the main thread may be inside a compiler or a loader that returns in minutes; a handler of Python
+would have to wait for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from enum import Enum
+from typing import Any
+
+from jax_agent_rl.utils import tempdirs
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+PROMISED_SECONDS = 4.5  # from the signal to the end of the process; a save may take longer
+CLOSING_SECONDS = (0.5, 2.0)  # that an orderly shutdown gets: in any case, and at most
+FAREWELL_SECONDS = 60.0  # where other processes have to be told first: without their leader they would crash
+ENDING_SECONDS = 10.0  # from the end of a server to the end of its process
+EXIT_CODE = 130
+
+Leave = Callable[[float], None]
+
+
+class Stage(Enum):
+    """Of a run, to an interruption."""
+
+    STARTING = "interrupted before training; nothing has changed"
+    TRAINING = "interrupted: saving the last finished step (once more: leave at once)"
+    CLOSING = "interrupted while closing; everything is saved"
+    SAMPLING = "interrupted: what is complete is kept"
+    """Of a command that trains nothing."""
+    SERVING = "stopping (once more: leave at once)"
+    """Of a server."""
+
+
+_LEAVING_AT_ONCE = {Stage.SERVING: "leaving at once"}
+
+
+class Interruption:
+    """Inside, the first signal cancels the current task. Use it in the main thread.
+
+    Args:
+        say: takes a line for the user; called from another thread.
+        leave: sees to it that the process ends within so many seconds; called when everything worth it is on disk.
+        leads: other processes of the run depend on this one.
+        stage: in which it begins.
+    """
+
+    def __init__(
+        self, say: Callable[[str], None], leave: Leave, *, leads: bool = False, stage: Stage = Stage.STARTING
+    ) -> None:
+        self._say = say
+        self._leave = leave
+        self._leads = leads
+        self._stage = stage
+        self._began: float | None = None
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> Interruption:
+        self._loop = asyncio.get_running_loop()
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        self._inbox, self._outbox = socket.socketpair()
+        self._outbox.setblocking(False)
+        self._wakeup_before = signal.set_wakeup_fd(self._outbox.fileno(), warn_on_full_buffer=False)
+        self._before = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
+        threading.Thread(target=self._watch, name="interruption", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(self._wakeup_before)
+        self._outbox.close()
+
+    def training_begins(self) -> None:
+        """From here on there is something to save before the process may go."""
+        self._enter_stage(Stage.TRAINING)
+
+    def training_ended(self) -> None:
+        """Everything is on disk: what comes is not worth waiting for."""
+        self._enter_stage(Stage.CLOSING)
+        if self._began is not None:  # the signal came while the last step was saved
+            self._say(Stage.CLOSING.value)
+            self._leave_in_time()
+
+    def saved(self, step: int) -> None:
+        """The state after ``step`` is on disk."""
+        self._say(f"interrupted; a checkpoint of step {step} is saved. Go on with --resume")
+        self._leave_in_time()
+
+    def _enter_stage(self, stage: Stage) -> None:
+        with self._lock:
+            self._stage = stage
+
+    def _watch(self) -> None:
+        with self._inbox:
+            while received := self._inbox.recv(64):
+                for number in received:
+                    if number in SIGNALS:
+                        self._interrupt()
+
+    def _interrupt(self) -> None:
+        with self._lock:
+            if self._began is not None:
+                again = "interrupted again: leaving at once; complete checkpoints are intact"
+                self._say(_LEAVING_AT_ONCE.get(self._stage, again))
+                self._leave(0.0)
+                return
+            self._began = time.monotonic()
+            stage = self._stage
+        self._say(stage.value)
+        self._loop.call_soon_threadsafe(self._task.cancel)
+        if stage not in (Stage.TRAINING, Stage.SERVING):  # these close in order, however long it takes
+            self._leave_in_time()
+
+    def _leave_in_time(self) -> None:
+        assert self._began is not None
+        if self._leads:
+            self._leave(FAREWELL_SECONDS)
+            return
+        left = self._began + PROMISED_SECONDS - time.monotonic()
+        self._leave(min(max(left, CLOSING_SECONDS[0]), CLOSING_SECONDS[1]))
+
+
+_last_acts: list[Callable[[], None]] = []
+
+
+@contextlib.contextmanager
+def at_leaving(last: Callable[[], None]) -> Iterator[None]:
+    """Inside, ``last`` is called where the process leaves without an orderly end, in another thread: to end children
+    that might hang, too."""
+    _last_acts.append(last)
+    try:
+        yield
+    finally:
+        _last_acts.remove(last)
+
+
+def leave_within(say: Callable[[str], None], seconds: float) -> None:
+    """Gives an orderly shutdown a moment, then ends the process: a thread inside a compiler cannot be stopped."""
+
+    def leave() -> None:
+        if seconds:
+            say("something that cannot be stopped (a compilation?) still runs; leaving without waiting for it")
+        for last in list(_last_acts):
+            last()
+        tempdirs.remove_all()
+        os._exit(EXIT_CODE)
+
+    if not seconds:
+        leave()
+    timer = threading.Timer(seconds, leave)
+    timer.daemon = True
+    timer.start()
+
+
+def run_server(main: Coroutine[Any, Any, None], *, say: Callable[[str], None] = print) -> None:
+    """Runs a server on an event loop until SIGINT or SIGTERM cancels it; the second signal ends the process at once.
+
+    Args:
+        main: starts, serves until it is cancelled, and closes what it opened.
+        say: takes a line for the user; called from another thread.
+    """
+
+    async def stoppable() -> None:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(Interruption(say, functools.partial(leave_within, say), stage=Stage.SERVING))
+            try:
+                await main
+            except asyncio.CancelledError:
+                stack.pop_all()  # signals are heard while the interpreter ends, too
+                leave_within(say, ENDING_SECONDS)  # it waits for threads, also for one that nobody can stop
+
+    asyncio.run(stoppable())

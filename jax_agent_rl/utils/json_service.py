@@ -1,0 +1,225 @@
+"""JSON over HTTP to a service that a configuration names: bounded in time, size and repetitions.
+
+What goes wrong is one exception with the service's URL and the key to change. A request is repeated only where that
+cannot do harm: it did not reach the service, the service was too busy to take it, or the caller says it may run twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from jax_agent_rl.errors import ConfigError, JaxAgentRLError
+from jax_agent_rl.utils.network import token_from
+
+if TYPE_CHECKING:
+    import httpx
+
+MAX_ANSWER_BYTES = 64 * 2**20
+"""Longer answers are refused: nothing a model reads is that long."""
+
+_NOT_TAKEN = frozenset({429, 502, 503, 504})
+_HINTS = {
+    401: "it wants a token: {token_hint}",
+    403: "it refuses the token: {token_hint}",
+    404: "there is no such path: correct {url_key}",
+    413: "the request is too large for it",
+    507: "it is out of memory: start it with more, or send it less at a time",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServiceSettings:
+    """Where a service is and how patient to be with it.
+
+    Attributes:
+        url: http or https.
+        url_key, timeout_key: the config keys of ``url`` and ``timeout``, for messages.
+        timeout: seconds one request may take, from connecting to the last byte; a repetition has as many.
+        max_retries: repetitions of a request that was not taken, or may run twice and failed.
+        retry_delay: seconds before each repetition.
+        headers: sent with every request.
+        token_hint: what to do about a missing token, for messages.
+        trust_env: use the proxies that the environment names.
+    """
+
+    url: str
+    url_key: str
+    timeout: float
+    timeout_key: str
+    max_retries: int = 0
+    retry_delay: float = 1.0
+    headers: Mapping[str, str] | None = None
+    token_hint: str = "see its documentation"
+    trust_env: bool = False
+
+
+class JsonService:
+    """A client of one service. Use it from one event loop; close it in the end.
+
+    Args:
+        settings: where the service is.
+        error: what its failures raise.
+        sleep: waits between repetitions.
+
+    Attributes:
+        retries: requests repeated so far.
+
+    Raises:
+        ConfigError: the URL is not one.
+    """
+
+    def __init__(
+        self,
+        settings: ServiceSettings,
+        *,
+        error: Callable[[str], JaxAgentRLError],
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ):
+        import httpx
+
+        self.settings = settings
+        self.retries = 0
+        self._error = error
+        self._sleep = sleep
+        try:
+            parsed = httpx.URL(settings.url)
+        except httpx.InvalidURL as problem:
+            raise ConfigError(f"{settings.url_key}={settings.url!r} is not a URL: {problem}") from None
+        if parsed.scheme not in ("http", "https") or not parsed.host:
+            raise ConfigError(f"{settings.url_key}={settings.url!r} must be like http://localhost:5000")
+        self._client: httpx.AsyncClient | None = None
+
+    async def post(self, payload: Any, *, repeatable: bool = False) -> Any:
+        """Sends ``payload`` and returns the decoded answer. Invalid UTF-8 in it becomes U+FFFD.
+
+        Args:
+            payload: anything JSON can hold.
+            repeatable: the service may run this request twice, so it is also repeated when its answer was lost, came
+                too late or was a server error.
+
+        Raises:
+            TimeoutError: it took longer than ``settings.timeout``, each time.
+            JaxAgentRLError: ``error``: everything else that can go wrong.
+        """
+        try:
+            body = json.dumps(payload, allow_nan=False).encode()
+        except (TypeError, ValueError, RecursionError) as problem:
+            raise self._error(f"a request to {self.settings.url} cannot be written as JSON: {problem}") from None
+        return _decode(await self._persist("POST", self.settings.url, body, repeatable), self._error, self.settings.url)
+
+    async def ping(self, url: str) -> None:
+        """A GET, whatever its answer holds; raises as :meth:`post` if it is refused or there is none."""
+        await self._persist("GET", url, b"", True)
+
+    async def close(self) -> None:
+        """Closes the connections."""
+        if self._client is not None:
+            await self._client.aclose()
+            self._client = None
+
+    async def _persist(self, method: str, url: str, body: bytes, repeatable: bool) -> bytes:
+        """Repeats what may be repeated."""
+        for attempt in range(self.settings.max_retries + 1):
+            last, times = attempt == self.settings.max_retries, f" ({attempt + 1} times)" if attempt else ""
+            try:
+                return await self._in_time(method, url, body)
+            except TimeoutError as late:
+                if last or not repeatable:
+                    raise TimeoutError(f"{late}{times}") from None
+            except _Failed as failure:
+                if last or not (failure.not_taken or repeatable and failure.may_pass):
+                    raise self._error(f"{failure}{times}") from None
+            self.retries += 1
+            await self._sleep(self.settings.retry_delay)
+        raise AssertionError("the last attempt returns or raises")
+
+    async def _in_time(self, method: str, url: str, body: bytes) -> bytes:
+        settings = self.settings
+        try:
+            async with asyncio.timeout(settings.timeout):
+                return await self._once(method, url, body)
+        except TimeoutError:
+            raise TimeoutError(
+                f"{url} did not answer within {settings.timeout_key}={settings.timeout:g} seconds; raise it, or look "
+                "why the server is slow"
+            ) from None
+
+    async def _once(self, method: str, url: str, body: bytes) -> bytes:
+        import httpx
+
+        settings = self.settings
+        try:
+            async with self._connected().stream(method, url, content=body) as answer:
+                content = await _read(answer)
+        except httpx.ConnectError as problem:
+            raise _Failed(
+                f"{url} cannot be reached ({problem}); start the server, or correct {settings.url_key}", not_taken=True
+            ) from None
+        except httpx.HTTPError as problem:
+            raise _Failed(f"{url} broke off the connection ({type(problem).__name__}: {problem})") from None
+        if answer.is_success:
+            return content
+        hint = _HINTS.get(answer.status_code, "{body}")
+        said = hint.format(
+            url_key=settings.url_key,
+            token_hint=settings.token_hint,
+            body=content[:300].decode("utf-8", "replace") or answer.reason_phrase,
+        )
+        raise _Failed(
+            f"{url} answered HTTP {answer.status_code}: {said}",
+            not_taken=answer.status_code in _NOT_TAKEN,
+            may_pass=answer.status_code >= 500,
+        )
+
+    def _connected(self) -> httpx.AsyncClient:
+        import httpx
+
+        if self._client is None:
+            # Idle connections are dropped before servers (uvicorn: after 5 s) do so, or a request could be lost.
+            limits = httpx.Limits(max_connections=None, keepalive_expiry=2.0)
+            settings = self.settings
+            headers = {"content-type": "application/json", **(settings.headers or {})}
+            self._client = httpx.AsyncClient(limits=limits, headers=headers, timeout=None, trust_env=settings.trust_env)
+        return self._client
+
+
+class _Failed(Exception):
+    """One attempt failed. ``not_taken``: the service did not act on it; ``may_pass``: another one may succeed."""
+
+    def __init__(self, message: str, *, not_taken: bool = False, may_pass: bool = True):
+        super().__init__(message)
+        self.not_taken = not_taken
+        self.may_pass = may_pass
+
+
+async def _read(answer: httpx.Response) -> bytes:
+    content = bytearray()
+    async for chunk in answer.aiter_bytes():
+        content += chunk
+        if len(content) > MAX_ANSWER_BYTES:
+            raise _Failed(
+                f"{answer.url} answered more than {MAX_ANSWER_BYTES} bytes; limit the output of its tools",
+                may_pass=False,
+            )
+    return bytes(content)
+
+
+def _decode(content: bytes, error: Callable[[str], JaxAgentRLError], url: str) -> Any:
+    try:
+        return json.loads(content.decode("utf-8", "replace"))
+    except (ValueError, RecursionError) as problem:
+        raise error(f"{url} answered what is not JSON ({problem}): {content[:100]!r}") from None
+
+
+def bearer(variable: str | None, *, key: str) -> dict[str, str]:
+    """The Authorization header with the secret an environment variable holds; none for None.
+
+    Raises:
+        ConfigError: the variable is not set.
+    """
+    secret = token_from(variable, key=key)
+    return {} if secret is None else {"authorization": f"Bearer {secret}"}

@@ -1,0 +1,82 @@
+"""Metrics in Prometheus's text format 0.0.4, and counts of a server's requests.
+
+Names begin with ``jax_agent_rl_``: ``engine_…`` is what an engine counts since it started
+(:mod:`jax_agent_rl.rollout.engine_metrics`), ``server_requests`` what asked for it, ``train_…`` the newest line of a
+run's ``metrics.jsonl`` (:mod:`jax_agent_rl.observe.prometheus`). Counters end in ``_total``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
+
+PREFIX = "jax_agent_rl_"
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class RequestCounts:
+    """Requests by path and status, and those being answered. One event loop."""
+
+    def __init__(self) -> None:
+        self._ended: Counter[tuple[str, int]] = Counter()
+        self._running = 0
+
+    @contextmanager
+    def request(self, path: str) -> Iterator[list[int]]:
+        """Around one request; put its status into the list. Without one it counts as 499: the client went away.
+
+        Args:
+            path: of the route, without ids, or every id would be a series of its own.
+        """
+        status: list[int] = []
+        self._running += 1
+        try:
+            yield status
+        finally:
+            self._running -= 1
+            self.count(path, status[-1] if status else 499)
+
+    def count(self, path: str, status: int) -> None:
+        """One request that ended."""
+        self._ended[path, status] += 1
+
+    def families(self) -> Iterator[Metric]:
+        """``server_requests_total{path,status}`` and ``server_requests_running``."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        ended = CounterMetricFamily(PREFIX + "server_requests", "Requests answered.", labels=["path", "status"])
+        for (path, status), count in sorted(self._ended.items()):
+            ended.add_metric([path, str(status)], count)
+        yield ended
+        yield GaugeMetricFamily(PREFIX + "server_requests_running", "Requests under way.", value=self._running)
+
+
+def gauges(values: Mapping[str, float]) -> Iterator[Metric]:
+    """Plain values by name, without :data:`PREFIX`."""
+    from prometheus_client.core import GaugeMetricFamily
+
+    for name, value in values.items():
+        yield GaugeMetricFamily(PREFIX + name, name.replace("_", " ").capitalize() + ".", value=value)
+
+
+def text_of(families: Iterable[Metric]) -> bytes:
+    """The body of ``GET /metrics``; families of one name (of several engines) are put together."""
+    from prometheus_client import generate_latest
+
+    merged: dict[str, Metric] = {}
+    for family in families:
+        if family.name in merged:
+            merged[family.name].samples += family.samples
+        else:
+            merged[family.name] = family
+
+    class Read:
+        def collect(self) -> Iterable[Metric]:
+            return merged.values()
+
+    return generate_latest(Read())  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,133 @@
+"""The configuration: every problem at once, with the nearest valid name."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from jax_agent_rl.config import Config, build, load
+from jax_agent_rl.config.loading import valid_keys
+from jax_agent_rl.errors import ConfigError
+
+MINIMAL = {"run_dir": "runs/x", "model": {"path": "m"}, "data": {"train": "t.jsonl"}}
+QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.yaml"
+
+
+def problems(tree: dict, *overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as error:
+        build(tree, overrides)
+    return error.value.problems
+
+
+def test_the_shipped_recipe_is_valid():
+    assert load(QUICKSTART).rollout.backend == "jetstream"
+
+
+def test_overrides_win_over_the_file_and_are_parsed_as_yaml():
+    config = load(QUICKSTART, ["learner.learning_rate=2e-5", "rollout.jetstream.prefill_buckets=[16, 64]", "seed=7"])
+    assert (config.learner.learning_rate, config.rollout.jetstream.prefill_buckets, config.seed) == (2e-5, (16, 64), 7)
+
+
+def test_all_problems_are_reported_together():
+    found = problems(MINIMAL | {"rollout": {"group_sise": 2}}, "learner.learning_rate=fast", "trainer.steps=0")
+    assert len(found) == 3
+
+
+@pytest.mark.parametrize(
+    ("override", "meant"),
+    [
+        ("rollout.group_sise=4", "rollout.group_size"),
+        ("learner.temperature=1.0", "rollout.temperature"),
+        ("trainr.steps=3", "did you mean trainer?"),
+        ("learning_rate=1e-5", "learner.learning_rate"),
+    ],
+)
+def test_an_unknown_key_names_the_one_that_was_meant(override: str, meant: str):
+    assert any(meant in line for line in problems(MINIMAL, override))
+
+
+def test_a_group_of_one_is_refused_with_the_fix():
+    (line,) = problems(MINIMAL, "rollout.group_size=1")
+    assert "group_size >= 2" in line
+
+
+def test_budgets_that_cannot_fit_are_refused():
+    found = problems(MINIMAL, "agent.max_response_length=4000")
+    assert any("max_model_len" in line for line in found) and any("row_length" in line for line in found)
+
+
+def numeric_keys(schema: dict, root: dict, prefix: str = "") -> Iterator[str]:
+    """Keys whose value is a number or a list of some, by the JSON schema."""
+    for name, entry in schema["properties"].items():
+        forms = entry.get("anyOf", [entry])
+        sections = [root["$defs"][form["$ref"].rpartition("/")[2]] for form in forms if "$ref" in form]
+        for section in (section for section in sections if "properties" in section):
+            yield from numeric_keys(section, root, f"{prefix}{name}.")
+        if any(form.get("type") in ("number", "integer") and "enum" not in form for form in forms):
+            yield prefix + name
+
+
+NUMERIC_KEYS = tuple(numeric_keys(Config.model_json_schema(), Config.model_json_schema()))
+
+
+def test_true_is_refused_wherever_a_number_is_due():
+    """All at once: one tree of nothing but true."""
+    found = problems(MINIMAL, *(f"{key}=true" for key in NUMERIC_KEYS))
+    refused = {line.partition("=")[0] for line in found if "true and false are no numbers" in line}
+    assert len(NUMERIC_KEYS) > 150 and refused == set(NUMERIC_KEYS)
+
+
+def test_true_within_a_list_of_numbers_is_refused_and_a_switch_is_not():
+    found = problems(MINIMAL, "algorithm.rollout_correction.rollout_rs_threshold=[[true, 2.0]]")
+    assert len(found) == 1 and "no numbers" in found[0]
+    assert build(MINIMAL, ["algorithm.filter_zero_variance=true"]).algorithm.filter_zero_variance is True
+
+
+def test_a_malformed_override_is_reported_with_its_text():
+    assert "'steps'" in problems(MINIMAL, "steps")[0]
+
+
+def test_a_missing_file_is_reported_with_its_path(tmp_path: Path):
+    with pytest.raises(ConfigError, match="nowhere.yaml"):
+        load(tmp_path / "nowhere.yaml")
+
+
+def test_the_saved_config_loads_again_unchanged():
+    config = build(MINIMAL)
+    assert build(config.model_dump(mode="json")) == config
+
+
+def test_a_config_cannot_be_changed():
+    with pytest.raises(Exception, match="frozen"):
+        build(MINIMAL).seed = 3  # type: ignore[misc]
+
+
+def test_every_key_is_described():
+    assert [key for key, text in valid_keys(Config).items() if not text and key != "run_dir"] == []
+
+
+def test_a_rollout_server_is_named_once():
+    url = "http://10.0.0.5:8100"
+    (line,) = problems(MINIMAL, "rollout.backend=remote", f"rollout.urls=[{url}, {url}]")
+    assert url in line and "more than once" in line
+
+
+def test_an_engine_that_is_brought_samples_from_the_raw_logits_or_not_at_all():
+    brought = "rollout.jetstream.engine=my.module:make"
+    assert build(MINIMAL, [brought]).rollout.jetstream.engine == "my.module:make"
+    (line,) = problems(MINIMAL, brought, "rollout.temperature=0.7")
+    assert "temperature=0.7" in line and "set temperature to 1" in line
+    assert any("learner's program" in line for line in problems(MINIMAL, brought, "rollout.deterministic=true"))
+
+
+@pytest.mark.parametrize(("key", "value"), [("kv_dtype", "int8"), ("quantize", "fp8")])
+def test_an_engine_that_is_brought_has_a_precision_of_its_own(key: str, value: str):
+    overrides = ["rollout.jetstream.engine=my.module:make", f"rollout.jetstream.{key}={value}"]
+    (line,) = problems(MINIMAL, *overrides)
+    assert f"{key}={value} is used only without rollout.jetstream.engine" in line
+    assert "rollout.jetstream.engine is my.module:make" in line
+
+
+def test_a_deterministic_rollout_rounds_nothing():
+    (problem,) = problems(MINIMAL, "rollout.deterministic=true", "rollout.jetstream.kv_dtype=int8")
+    assert "kv_dtype=int8" in problem and "kv_dtype=auto" in problem

@@ -1,0 +1,181 @@
+"""A key that is set although nothing uses it is refused, by one mechanism for all keys."""
+
+from pathlib import Path
+
+import pytest
+
+from jax_agent_rl.agents import AgentLoop, OpenAIAgentLoop, openai_agent, register_agent, select_agents
+from jax_agent_rl.agents.loop import _AGENTS
+from jax_agent_rl.config import Config, build, load
+from jax_agent_rl.config.conditions import Command, Either, Facts, unused
+from jax_agent_rl.deploy.plan.architectures import architecture_folder
+from jax_agent_rl.errors import ConfigError
+from jax_agent_rl.runtime import build as runtime_build
+from tests.config_values import all_conditions, keys, other_value, replaced, with_condition
+
+MINIMAL = {"run_dir": "r", "model": {"path": "m"}, "data": {"train": "t"}}
+ROOT = Path(__file__).parents[3]
+RECIPES = [file for file in sorted((ROOT / "configs").glob("*.yaml")) if file.stem != "tool_server"]
+EXAMPLES = {
+    "gsm8k_tool": "tool_agent",
+    "openai_agent": "openai_agent",
+    "python_agent": "text_tool_agent",
+    "reasoning_gym": "environment_agent",
+    "search_agent": "search_agent",
+    "textworld": "environment_agent",
+}
+CONDITIONAL = [
+    pytest.param(path, section.model_fields[name], id=path)
+    for path, section, name in keys(Config)
+    if all_conditions(Config, path)
+]
+EVERY_AGENT = frozenset({*_AGENTS, OpenAIAgentLoop.name})
+
+
+def row(agent: str | None = None) -> dict:
+    return {"prompt": [{"role": "user", "content": "go"}], "agent_name": agent}
+
+
+def require_used(config, rows):
+    if problems := list(unused(config, Facts(agents=select_agents(config, rows)))):
+        raise ConfigError(problems)
+
+
+def about(path: str, config, facts: Facts) -> list[str]:
+    return [line for line in unused(config, facts) if line.startswith(f"{path}=")]
+
+
+@pytest.mark.parametrize(("path", "field"), CONDITIONAL)
+def test_each_conditional_key_is_refused_where_a_condition_does_not_hold_and_taken_where_all_do(path: str, field):
+    config = replaced(build(MINIMAL), path, other_value(field))
+    nobody, everybody = Facts(agents=frozenset(), sees=False), Facts(agents=EVERY_AGENT, sees=True)
+    fulfilled = config
+    for condition in all_conditions(Config, path):
+        broken = with_condition(condition, config, nobody, holding=False)
+        of_a_command = isinstance(condition, Command) or (
+            isinstance(condition, Either) and any(isinstance(part, Command) for part in condition.parts)
+        )
+        assert (broken is None) == of_a_command
+        if broken is not None:
+            (line,) = about(path, broken, nobody)
+            assert "is used only" in line and "remove it" in line
+        fulfilled = with_condition(condition, fulfilled, everybody, holding=True)
+        assert fulfilled is not None
+    assert about(path, fulfilled, everybody) == []
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("agent.max_turns=9", "agent.max_turns=9 is used only by server_tool_agent; no row selects it; remove it"),
+        ("agent.mask_observations=false", "agent.mask_observations=false is used only by server_tool_agent"),
+        ("agent.rollout_mode=sync", "no row selects it"),
+        ("agent.max_concurrent_trajectories=2", "no row selects it"),
+        ("tool_config.max_tool_turns=7", "tool_config.max_tool_turns=7 is used only by text_tool_agent"),
+        ("search.topk=9", "search.topk=9 is used only by search_agent; no row selects it"),
+        ("environments.scope=global", "environments.scope=global is used only by environment_agent"),
+        ("agent.run_timeout=5", "is used only by react_agent and openai_agent; no row selects one of them"),
+    ],
+)
+def test_keys_of_agents_that_no_row_selects_are_refused_once_rows_are_known(override: str, message: str):
+    config = build(MINIMAL, [override])
+    with pytest.raises(ConfigError) as caught:
+        require_used(config, [row("tool_agent"), row("tool_agent")])
+    (problem,) = caught.value.problems
+    assert message in problem
+
+
+@pytest.mark.parametrize(
+    ("overrides", "rows"),
+    [
+        (["agent.max_turns=9"], [row("tool_agent"), row("server_tool_agent")]),
+        (["agent.max_turns=9", "agent.default_agent=server_tool_agent"], [row()]),
+        (["tool_config={enabled: true, max_tool_turns: 7}"], [row()]),
+        (["agent.enable_search=true", "search.topk=9"], [row()]),
+        (["agent.tool_timeout=3", "interactions.timeout=3"], [row("interaction_agent")]),
+    ],
+)
+def test_a_key_of_an_agent_is_taken_where_some_row_selects_it_or_one_that_derives_from_it(overrides, rows):
+    require_used(build(MINIMAL, overrides), rows)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("rollout.backend=vllm", "rollout.jetstream.dtype=bfloat16 is used only with rollout.backend=jetstream or"),
+        ("rollout.jetstream={}", None),
+        ("rollout.backend=jetstream", None),
+    ],
+)
+def test_keys_of_another_engine_are_refused_with_a_way_to_reset_them(override: str, message: str | None):
+    overrides = ["rollout.jetstream.dtype=bfloat16", override]
+    if message is None:
+        assert build(MINIMAL, overrides)
+        return
+    with pytest.raises(ConfigError) as caught:
+        build(MINIMAL, overrides)
+    assert message in str(caught.value) and "rollout.jetstream={}" in str(caught.value)
+
+
+def test_an_agent_of_the_users_own_may_read_any_key_and_one_of_an_openai_client_only_its_own():
+    @register_agent("conditions_own")
+    class Own(AgentLoop):
+        async def run(self, row, *, trajectory_id, group_id, sampling):
+            raise NotImplementedError
+
+    openai_agent("conditions_client")(lambda base_url, api_key, row: None)
+    try:
+        config = build(MINIMAL, ["agent.max_turns=9", "agent.run_timeout=5"])
+        require_used(config, [row("conditions_own")])
+        assert select_agents(config, [row("conditions_client")]) == {
+            "openai_agent",
+            "conditions_client",
+            "single_turn_agent",
+        }
+        with pytest.raises(ConfigError, match="agent.max_turns=9 is used only by server_tool_agent") as caught:
+            require_used(config, [row("conditions_client")])
+        assert len(caught.value.problems) == 1
+    finally:
+        del _AGENTS["conditions_own"], _AGENTS["conditions_client"]
+
+
+def test_what_the_environment_says_of_tools_is_for_any_run(monkeypatch):
+    monkeypatch.setenv("TOOL_SERVER_URL", "http://env:1")
+    monkeypatch.setenv("MAX_TOOL_TURNS", "7")
+    config = build(MINIMAL)
+    assert (config.tool_config.server_url, config.tool_config.max_tool_turns) == ("http://env:1", 7)
+    require_used(config, [row("tool_agent")])
+    with pytest.raises(ConfigError, match="tool_config.max_tool_turns=8 is used only"):
+        require_used(build(MINIMAL, ["tool_config.max_tool_turns=8"]), [row("tool_agent")])
+
+
+@pytest.mark.parametrize(
+    ("file", "agent"),
+    [
+        *(pytest.param(file, "tool_agent", id=file.stem) for file in RECIPES),
+        *(pytest.param(ROOT / "examples" / name / "config.yaml", agent, id=name) for name, agent in EXAMPLES.items()),
+    ],
+)
+def test_a_shipped_recipe_sets_no_key_that_its_agent_does_not_use(file: Path, agent: str):
+    assert list(unused(load(file), Facts(agents=frozenset({agent}), sees=False))) == []
+
+
+def test_a_default_that_is_written_out_is_no_use():
+    tree = build(MINIMAL).model_dump(mode="json")
+    require_used(build(tree), [row("single_turn_agent")])
+
+
+def test_a_run_refuses_what_neither_its_rows_agents_nor_its_model_use():
+    with architecture_folder("smollm2-135m") as model:
+        keys = [
+            "agent.max_turns=9",
+            "model.pixels=[4, 8]",
+            "learner.row_patches=9",
+            "rollout.jetstream.patch_buckets=[8]",
+        ]
+        config = build(MINIMAL, [f"model.path={model}", *keys])
+        with pytest.raises(ConfigError) as caught:
+            runtime_build.require_used(config, [row("tool_agent")])
+    found = [problem.partition("=")[0] for problem in caught.value.problems]
+    assert sorted(found) == sorted(key.partition("=")[0] for key in keys)
+    assert any("by models that read pictures; the one at model.path does not" in p for p in caught.value.problems)

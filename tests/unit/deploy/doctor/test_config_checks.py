@@ -1,0 +1,155 @@
+"""A configuration under examination: everything that is wrong is told in one go, each with what to do."""
+
+import json
+from collections.abc import Collection
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+
+from jax_agent_rl.config import load
+from jax_agent_rl.deploy.doctor import examine
+from jax_agent_rl.deploy.doctor.findings import look_at_all
+from tests.ports import free_port
+from tests.tiny_run import tiny_recipe
+
+SCORING = ("user code", "data.train", "rewards")
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory) -> Path:
+    return tiny_recipe(tmp_path_factory.mktemp("doctor"))
+
+
+async def findings(recipe: Path, *overrides: str, of: Collection[str] = ()) -> dict[str, list[tuple[str, str]]]:
+    """By check; of all of them, or of some."""
+    found: dict[str, list[tuple[str, str]]] = {}
+    async with AsyncExitStack() as stack:
+        checks = examine._of_config(load(recipe, overrides), stack)
+        wanted = [(name, look) for name, look in checks if not of or name in of]
+        async for finding in look_at_all(wanted, timeout=60):
+            found.setdefault(finding.check, []).append((str(finding.status), finding.text))
+    return found
+
+
+def only(found, check: str) -> tuple[str, str]:
+    (finding,) = found[check]
+    return finding
+
+
+async def test_a_good_configuration_has_nothing_but_ok(recipe):
+    found = await findings(recipe)
+    assert {status for lines in found.values() for status, _ in lines} == {"ok"}
+    assert {
+        "model",
+        "tokenizer",
+        "data.train",
+        "data.heldout",
+        "prompts",
+        "rewards",
+        "agents",
+        "engine",
+    } <= found.keys()
+    assert "11 rows" in only(found, "data.train")[1] and "noise" in only(found, "rewards")[1]
+
+
+async def test_several_faults_are_told_together_and_hide_no_other(recipe, tmp_path):
+    found = await findings(recipe, "data.train=missing.jsonl", f"model.path={tmp_path}", "agent.path=nowhere.py")
+    assert only(found, "user code")[0] == "fail" and "nowhere.py" in only(found, "user code")[1]
+    assert only(found, "model")[0] == "fail" and "config.json is missing" in only(found, "model")[1]
+    assert only(found, "tokenizer")[0] == "fail" and "tokenizer.json is missing" in only(found, "tokenizer")[1]
+    assert only(found, "data.train")[0] == "fail" and only(found, "data.heldout")[0] == "ok"
+    assert only(found, "prompts") == ("warn", "not checked: the tokenizer could not be read")
+    assert only(found, "run folder") == ("warn", "not checked: the model could not be read")
+
+
+async def test_prompts_over_the_limit_are_told_by_their_share(recipe):
+    status, text = only(await findings(recipe, "agent.max_prompt_length=13"), "prompts")
+    assert status == "fail" and "agent.max_prompt_length=13" in text and "%" in text and "raise it to" in text
+
+
+async def test_a_reward_function_that_fails_on_the_ground_truth_is_told(recipe, tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    row = {"data_source": "calculator", "prompt": [{"role": "user", "content": "add"}]}
+    rows.write_text(json.dumps(row | {"reward_model": {"ground_truth": "none"}}) + "\n" + json.dumps(row) + "\n")
+    found = await findings(recipe, f"data.train={rows}", "data.heldout=null")
+    status, text = only(found, "rewards")
+    assert status == "fail" and "must hold a number" in text
+    assert ("warn", "1 of 2 rows have no reward_model.ground_truth") in found["data.train"]
+
+
+def one_row(folder: Path, data_source: str, truth: object, **more: str) -> str:
+    """An override: a file with one row."""
+    rows = folder / "rows.jsonl"
+    row = {"data_source": data_source, "prompt": [{"role": "user", "content": "add"}], **more}
+    rows.write_text(json.dumps(row | {"reward_model": {"ground_truth": truth}}) + "\n")
+    return f"data.train={rows}"
+
+
+@pytest.mark.parametrize(
+    ("data_source", "truth", "found"),
+    [
+        ("calculator", "408", "earns 1 as '408'"),
+        ("gsm8k", "18", "earns 1 as '#### 18'"),
+        ("nq", {"target": ["Paris", "the capital"]}, "earns 1 as '<answer>Paris</answer>'"),
+        ("code", '{"tests": ["assert True"]}', "no answer to try it with"),
+        ("environment", None, "no answer to try it with"),
+    ],
+)
+async def test_a_ground_truth_is_tried_in_the_form_its_reward_function_wants(
+    recipe, tmp_path, data_source, truth, found
+):
+    override = one_row(tmp_path, data_source, truth)
+    overrides = (override, "data.heldout=null", "reward.sandbox=unsafe_local")
+    status, text = only(await findings(recipe, *overrides, of=SCORING), "rewards")
+    assert status == "ok" and found in text
+
+
+async def test_a_ground_truth_that_earns_nothing_is_told_with_what_to_check(recipe, tmp_path):
+    rewards = tmp_path / "rewards.py"
+    rewards.write_text(
+        "from jax_agent_rl.rewards import register_reward\n"
+        "@register_reward('finals', override=True)\n"
+        "def compute_score(solution_str, ground_truth):\n"
+        "    return float(solution_str == f'FINAL: {ground_truth}')\n"
+    )
+    overrides = (one_row(tmp_path, "finals", "408"), "data.heldout=null", f"reward.path={rewards}")
+    status, text = only(await findings(recipe, *overrides, of=SCORING), "rewards")
+    assert status == "warn" and "'408' earns nothing" in text and "<answer>…</answer>" in text
+    assert "data_source" in text and "reward_model.ground_truth" in text
+
+
+async def test_rows_that_would_call_no_tool_are_told(recipe):
+    found = await findings(recipe, "tools.function_tool_path=jax_agent_rl.tools.builtin.calculator")
+    assert any(s == "warn" and "11 rows have no agent_name" in text for s, text in found["data.train"])
+
+
+async def test_a_tool_server_that_is_not_there_fails_and_other_agents_are_ready(recipe, tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    row = {
+        "data_source": "noise",
+        "prompt": [{"role": "user", "content": "add"}],
+        "reward_model": {"ground_truth": "1"},
+    }
+    names = ("server_tool_agent", "single_turn_agent")
+    rows.write_text("".join(json.dumps(row | {"agent_name": name}) + "\n" for name in names))
+    url = f"http://127.0.0.1:{free_port()}"
+    overrides = (f"data.train={rows}", "data.heldout=null", f"agent.tool_server_url={url}")
+    found = await findings(recipe, *overrides, "agent.tool_call_max_retries=0", "agent.min_turns=1")
+    by_agent = dict(text.split(": ", 1) for _, text in found["agents"])
+    assert url in by_agent["server_tool_agent"] and by_agent["single_turn_agent"] == "ready"
+
+
+async def test_each_rollout_server_is_asked(recipe, monkeypatch):
+    monkeypatch.setattr("jax_agent_rl.deploy.doctor.services._REMOTE_SECONDS", 0.0)
+    gone = f"http://127.0.0.1:{free_port()}"
+    found = await findings(recipe, "rollout.backend=remote", f"rollout.urls=[{gone}]")
+    assert any(status == "fail" and gone in text and "rollout-server" in text for status, text in found["engine"])
+
+
+async def test_a_missing_token_and_vllm_are_told(recipe, monkeypatch):
+    monkeypatch.delenv("NO_SUCH_TOKEN", raising=False)
+    overrides = ("rollout.backend=remote", f"rollout.urls=[http://127.0.0.1:{free_port()}]")
+    monkeypatch.setattr("jax_agent_rl.deploy.doctor.services._REMOTE_SECONDS", 0.0)
+    found = await findings(recipe, *overrides, "rollout.token_env=NO_SUCH_TOKEN")
+    assert any("export NO_SUCH_TOKEN" in text for _, text in found["engine"])

@@ -1,0 +1,54 @@
+"""One check that fails, raises or hangs is a line, and never hides the others."""
+
+import asyncio
+
+from jax_agent_rl.deploy.doctor.findings import Finding, Status, UnmetError, look_at_all
+from jax_agent_rl.errors import ConfigError, ModelError
+
+
+async def fine(say):
+    return [say.ok("well")]
+
+
+async def no_model(say):
+    raise ModelError("config.json is missing")
+
+
+async def two_problems(say):
+    raise ConfigError(["first", "second"])
+
+
+async def has_a_bug(say):
+    raise KeyError("name")
+
+
+async def hangs(say):
+    await asyncio.Event().wait()
+    return []
+
+
+async def lacks_rows(say):
+    raise UnmetError("no rows could be read")
+
+
+async def test_every_check_is_told_whatever_the_others_do():
+    looks = (no_model, two_problems, has_a_bug, hangs, lacks_rows, fine)
+    checks = [(look.__name__, look) for look in looks]
+    found = [(f.check, f.status, f.text) async for f in look_at_all(checks, timeout=0.05)]
+    assert found == [
+        ("no_model", Status.FAIL, "config.json is missing"),
+        ("two_problems", Status.FAIL, "first"),
+        ("two_problems", Status.FAIL, "second"),
+        ("has_a_bug", Status.FAIL, "KeyError: 'name'"),
+        ("hangs", Status.FAIL, "no answer within 0.05 s"),
+        ("lacks_rows", Status.WARN, "not checked: no rows could be read"),
+        ("fine", Status.OK, "well"),
+    ]
+
+
+async def test_a_check_with_nothing_to_say_is_no_line():
+    async def silent(say):
+        return []
+
+    assert [f async for f in look_at_all([("silent", silent)], timeout=1)] == []
+    assert Finding(check="x", status=Status.OK, text="") != Finding(check="x", status=Status.FAIL, text="")

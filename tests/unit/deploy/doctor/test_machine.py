@@ -1,0 +1,99 @@
+"""The machine: versions against requirements, devices against what is there, room, ports."""
+
+import shutil
+import socket
+from importlib import metadata
+
+import pytest
+
+from jax_agent_rl.deploy.doctor import machine
+from jax_agent_rl.deploy.doctor.accelerators import Devices, hardware, judge
+from jax_agent_rl.deploy.doctor.findings import Say, Status
+
+SAY = Say("x")
+PYTEST = metadata.version("pytest")
+
+
+@pytest.mark.parametrize(
+    ("requirement", "problem"),
+    [
+        ("pytest>=1", None),
+        ("pytest>=999", f"pytest {PYTEST} is installed, >=999 is needed"),
+        ("no-such-package-here>=2", "no-such-package-here>=2 is not installed"),
+        ("no-such-package-here>=2; sys_platform == 'win32'", None),
+        ("no-such-package-here>=2; extra == 'more'", None),
+    ],
+)
+def test_requirements_are_compared_with_what_is_installed(requirement, problem):
+    assert list(machine.missing([requirement], extra=None)) == ([problem] if problem else [])
+
+
+def test_an_extra_is_its_own_requirements_and_those_of_extras_it_is_made_of():
+    requirements = [
+        "no-such-base",
+        "pytest>=1; extra == 'ray'",
+        "no-such-tool; extra == 'tools'",
+        "jax_agent_rl[ray,tools]; extra == 'dev'",
+    ]
+    assert list(machine.missing(requirements, extra="ray")) == []
+    assert list(machine.missing(requirements, extra="dev")) == ["no-such-tool is not installed"]
+
+
+def test_a_folder_that_is_not_there_yet_is_judged_by_where_it_will_be(tmp_path):
+    free = shutil.disk_usage(tmp_path).free
+    found = machine.disk(SAY, tmp_path / "runs" / "new", need=1, key="run_dir")
+    assert found.status is Status.OK and not (tmp_path / "runs").exists()
+    found = machine.disk(SAY, tmp_path / "runs" / "new", need=2 * free, key="run_dir")
+    assert found.status is Status.FAIL and "run_dir=" in found.text and "make space" in found.text
+
+
+def test_a_port_that_somebody_listens_on_is_not_free():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert not machine.is_free("127.0.0.1", port)
+
+
+async def test_the_checks_of_this_very_machine_all_answer():
+    for check in (machine.interpreter, machine.packages, machine.processors, machine.cache_disk, machine.limits):
+        assert [f.text for f in await check(SAY)]
+
+
+def make(root, *files):
+    for file, text in files:
+        (root / file).parent.mkdir(parents=True, exist_ok=True)
+        (root / file).write_text(text)
+    return root
+
+
+def test_accelerators_are_known_by_their_devices(tmp_path):
+    gpu = make(tmp_path / "gpu", ("dev/nvidia0", ""), ("dev/nvidiactl", ""))
+    tpu = make(tmp_path / "tpu", ("dev/vfio/0", ""), ("sys/bus/pci/devices/0000:00:04.0/vendor", "0x1ae0\n"))
+    none = make(tmp_path / "none", ("dev/nvidiactl", ""), ("sys/bus/pci/devices/0000:00:04.0/vendor", "0x1ae0\n"))
+    assert (hardware(gpu), hardware(tpu), hardware(none)) == ({"gpu"}, {"tpu"}, set())
+
+
+CPU = Devices(platform="cpu", kind="cpu", count=1)
+
+
+@pytest.mark.parametrize(
+    ("seen", "present", "forced", "statuses", "said"),
+    [
+        (CPU, set(), "", ["ok"], "jax computes on 1 x cpu"),
+        (CPU, {"gpu"}, "", ["ok", "warn"], "pip install -U 'jax[cuda13]'"),
+        (CPU, {"tpu"}, "", ["ok", "warn"], "pip install -U 'jax[tpu]'"),
+        (CPU, {"gpu"}, "cpu", ["ok", "warn"], "unset JAX_PLATFORMS (it is 'cpu')"),
+        (Devices(platform="gpu", kind="H200", count=8), {"gpu"}, "", ["ok"], "8 x H200"),
+        ("RuntimeError: the TPU is in use", {"tpu"}, "", ["fail"], "in use"),
+    ],
+)
+def test_a_device_that_jax_does_not_use_is_told_with_what_to_do(seen, present, forced, statuses, said):
+    found = list(judge(SAY, seen, present, need=1, forced=forced))
+    assert [f.status for f in found] == statuses and said in " ".join(f.text for f in found)
+
+
+def test_meshes_larger_than_the_machine_fail():
+    *_, found = judge(SAY, CPU, set(), need=4, forced="")
+    assert found.status is Status.FAIL and "need 4 devices, there are 1" in found.text
+    assert "xla_force_host_platform_device_count=4" in found.text

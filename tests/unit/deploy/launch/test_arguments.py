@@ -1,0 +1,41 @@
+"""Options of the launchers: what cannot be meant is refused before anything is asked or made."""
+
+import pytest
+
+from jax_agent_rl.deploy.launch.__main__ import parser as gpu_parser
+from jax_agent_rl.deploy.launch.tpu.__main__ import parser as tpu_parser
+
+TPU = ["--name", "try", "--zone", "us-west4-a", "--topology", "v5e:2x2"]
+
+
+@pytest.mark.parametrize(
+    "option, value, message",
+    [
+        ("--slices", "0", "'0' is not a whole number, 1 or more"),
+        ("--rollout-hosts", "two", "'two' is not a whole number, 1 or more"),
+        ("--max-preemptions", "-3", "'-3' is not a whole number, 0 or more"),
+        ("--rollout-port", "99999999", "'99999999' is not a port, 1 to 65535"),
+        ("--poll", "-1", "'-1' is not seconds, more than 0"),
+        ("--poll", "nan", "'nan' is not seconds, more than 0"),
+        ("--valid-until", "banana", "'banana' is not a time such as 6h, 30m or 1d12h"),
+    ],
+)
+def test_a_value_that_tpu_pod_cannot_take_is_refused_with_its_form(
+    option: str, value: str, message: str, capsys: pytest.CaptureFixture[str]
+):
+    with pytest.raises(SystemExit) as ended:
+        tpu_parser().parse_intermixed_args([*TPU, f"{option}={value}"])
+    assert ended.value.code == 2 and f"argument {option}: {message}" in capsys.readouterr().err
+
+
+def test_a_value_that_tpu_pod_can_take_is_taken():
+    given = ["--slices=2", "--max-preemptions=0", "--poll=0.5", "--valid-until=1d12h", "--rollout-port=65535"]
+    found = tpu_parser().parse_intermixed_args([*TPU, *given])
+    assert (found.slices, found.max_preemptions, found.poll) == (2, 0, 0.5)
+    assert (found.valid_until, found.rollout_port) == ("1d12h", 65535)
+
+
+def test_a_port_that_gpu_cannot_take_is_refused_with_its_form(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        gpu_parser().parse_args(["--port", "0"])
+    assert "argument --port: '0' is not a port, 1 to 65535" in capsys.readouterr().err

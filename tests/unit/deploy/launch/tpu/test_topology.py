@@ -1,0 +1,45 @@
+"""Names of slices. Chips, hosts and accelerator types are those of Google's tables for each generation."""
+
+import pytest
+
+from jax_agent_rl.deploy.launch.tpu.topology import GENERATIONS, parse
+from jax_agent_rl.errors import LaunchError
+
+
+@pytest.mark.parametrize(
+    "name, accelerator_type, hosts, chips_per_host",
+    [
+        ("v5e:1x1", "v5litepod-1", 1, 1),
+        ("v5e:2x4", "v5litepod-8", 1, 8),
+        ("v5e:4x4", "v5litepod-16", 4, 4),
+        ("V6E:16x16", "v6e-256", 64, 4),
+        ("v5p:2x2x1", "v5p-8", 1, 4),
+        ("v5p:4x4x4", "v5p-128", 16, 4),
+        ("v4:2x2x4", "v4-32", 4, 4),
+    ],
+)
+def test_a_name_gives_gclouds_type_and_the_hosts(name: str, accelerator_type: str, hosts: int, chips_per_host: int):
+    found = parse(name)
+    assert (found.accelerator_type, found.hosts, found.chips_per_host) == (accelerator_type, hosts, chips_per_host)
+
+
+def test_no_accelerator_type_stands_for_two_shapes():
+    for generation, kind in GENERATIONS.items():
+        types = [parse(f"{generation}:{shape}").accelerator_type for shape in kind.shapes]
+        assert len(set(types)) == len(types)
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("v5e", "not of the form GENERATION:SHAPE"),
+        ("v5e:3x3", "v5e comes as 1x1, 2x2"),
+        ("v5p:4x4", "v5p comes as 2x2x1"),
+        ("v5:4x4", "no generation 'v5'; did you mean 'v5"),
+        ("tpu7x:2x2x1", "GKE only"),
+        ("2*v5e:4x4", "is more than one slice: give --topology v5e:4x4 --slices 2"),
+    ],
+)
+def test_what_is_no_slice_is_refused_with_what_there_is(name: str, message: str):
+    with pytest.raises(LaunchError, match=message):
+        parse(name)

@@ -1,0 +1,48 @@
+"""What setting a host up does to the project's folder there. The command is run here, in a home folder of its own."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from jax_agent_rl.deploy.launch.tpu import archive, job
+from jax_agent_rl.deploy.launch.tpu.gcloud import Gcloud
+from jax_agent_rl.deploy.launch.tpu.job import Job
+from tests.cloud import request_of
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    root = tmp_path / "checkout"
+    root.mkdir()
+    subprocess.run(["git", "-C", str(root), "init", "-q"], check=True)
+    return root
+
+
+def set_up(checkout: Path, home: Path, *, prepare: str) -> set[str]:
+    """Copies and sets up; the files in the project's folder then."""
+    home.mkdir(exist_ok=True)
+    archive.pack(checkout, home / job.ARCHIVE, extra={job.CONFIG: b"seed: 1"})
+    (worker,) = job.workers(request_of("v5e:2x2"), (("",),))
+    config = Path("my.yaml")
+    task = Job(name="my-run", config=config, overrides=(), bucket=None, prepare=prepare, install=False)
+    (command,) = (
+        word.partition("=")[2]
+        for word in job.set_up(Gcloud(project=None, zone="z"), worker, task).argv
+        if word.startswith("--command=")
+    )
+    subprocess.run(["bash", "-c", command], cwd=home, env=os.environ | {"HOME": str(home)}, check=True)
+    folder = home / job.CODE
+    return {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()}
+
+
+def test_a_file_that_was_renamed_here_is_gone_there_and_what_was_prepared_stays(checkout: Path, tmp_path: Path):
+    for name in ("kept.py", "old name.py", "alt é.py"):
+        (checkout / name).write_text("1")
+    prepare = "mkdir -p data .venv-tpu && touch data/rows.jsonl .venv-tpu/python"
+    made = {"data/rows.jsonl", ".venv-tpu/python", job.CONFIG}
+    assert set_up(checkout, tmp_path / "home", prepare=prepare) == {"kept.py", "old name.py", "alt é.py", *made}
+    (checkout / "old name.py").rename(checkout / "new.py")
+    (checkout / "alt é.py").unlink()
+    assert set_up(checkout, tmp_path / "home", prepare="true") == {"kept.py", "new.py", *made}

@@ -1,0 +1,76 @@
+"""What is proposed where a run does not fit; nothing is compiled here."""
+
+import pytest
+
+from jax_agent_rl.config import load
+from jax_agent_rl.deploy.plan.advice import Adviser
+from jax_agent_rl.deploy.plan.fit import TEMPORARIES, Load
+from jax_agent_rl.deploy.plan.inventory import Half
+from jax_agent_rl.deploy.plan.layouts import laid_out
+from jax_agent_rl.deploy.plan.topology import Slice
+from jax_agent_rl.models.hf import load_config
+from tests.unit.deploy.plan.recipe import recipe
+from tests.unit.deploy.plan.slices import devices_of
+from tests.unit.deploy.plan.test_fit import program
+
+ROWS = "learner.rows_per_micro_batch"
+SMALLEST = ["learner.remat=full", "learner.compute_dtype=bfloat16"]
+
+
+@pytest.fixture
+def adviser(tmp_path):
+    file = recipe(tmp_path)
+
+    def run(changes=(), topology="v5e:2x2"):
+        slice, config = Slice.parse(topology), load(file, changes)
+        model, devices = load_config(config.model.path), devices_of(slice)
+        laid_out(config, model, devices)
+        return Adviser(config=config, model=model, slice=slice, devices=devices)
+
+    return run
+
+
+def filled(part: str, half: Half = "learner") -> Load:
+    """A chip with too much of something."""
+    return Load(program=program(half=half), parts={"code": 1, part: 2}, capacity=0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "part", "half", "first"),
+    [
+        ([], TEMPORARIES, "learner", "learner.remat=full"),
+        (["learner.remat=full", f"{ROWS}=4"], TEMPORARIES, "learner", f"{ROWS}=2"),
+        # Copies of parameters take most here, and the axis tensor splits what is computed, too.
+        (["learner.mesh.fsdp=1", "learner.mesh.context=2"], "policy optimizer", "learner",
+         "learner.mesh.context=1 learner.mesh.tensor=4"),
+        ([], "KV cache", "rollout", "rollout.jetstream.cache_tokens=512"),
+        ([], "KV cache", "learner", "rollout.sleep=true"),
+        (["rollout.sleep=true"], "engine weights", "rollout", "rollout.jetstream.dtype=bfloat16"),
+        (["rollout.jetstream.dtype=bfloat16"], "engine weights", "rollout", "rollout.jetstream.mesh.tensor=4"),
+    ],
+)  # fmt: skip
+def test_the_key_to_change_is_the_one_of_what_takes_most(changes, part, half, first, adviser):
+    assert adviser(changes).advice(filled(part, half))[0] == first
+
+
+@pytest.mark.parametrize("part", ["policy optimizer", "engine weights", "KV cache", TEMPORARIES])
+@pytest.mark.parametrize("mesh", [[4, 1, 1], [1, 4, 1], [1, 1, 4], [2, 2, 1]])
+def test_what_is_proposed_can_be_set_on_the_slice(mesh, part, adviser, tmp_path):
+    axes = [f"learner.mesh.{axis}={size}" for axis, size in zip(("fsdp", "context", "tensor"), mesh, strict=True)]
+    here = adviser([*axes, *SMALLEST, "rollout.jetstream.mesh.tensor=4"])
+    for half in ("learner", "rollout"):
+        proposed = here.advice(filled(part, half))
+        assert proposed
+        for hint in proposed:
+            if "=" in hint:
+                changed = load(tmp_path / "recipe.yaml", [*axes, *SMALLEST, *hint.split()])
+                laid_out(changed, here.model, here.devices)
+                assert changed.learner.mesh.devices == 4
+
+
+def test_where_nothing_smaller_can_be_set_adapters_and_a_larger_slice_are_left(adviser):
+    # Tokens are split as far as they go: any other mesh of 4 chips takes more of them, or more parameters, at a time.
+    (*_, last) = adviser(SMALLEST).advice(filled("policy optimizer"))
+    assert last == "a larger --topology, as v5e:2x4"
+    assert "learner.lora.rank=16" in adviser(SMALLEST).advice(filled("policy optimizer"))
+    assert Slice.parse("v5e:16x16").larger is None

@@ -1,0 +1,52 @@
+"""Well-known models that are planned without their files."""
+
+import math
+from pathlib import Path
+
+import jax
+import pytest
+from typer.testing import CliRunner
+
+from jax_agent_rl import cli
+from jax_agent_rl.deploy.plan.architectures import ARCHITECTURES, architecture_folder
+from jax_agent_rl.deploy.plan.command import Planned
+from jax_agent_rl.errors import ConfigError
+from jax_agent_rl.models.hf import load_config
+
+# Parameters in billions, from the models' cards (Qwen, Llama, SmolLM2) and Gemma 3's report (embeddings and the rest).
+PUBLISHED = {
+    "qwen2.5-0.5b": 0.49, "qwen2.5-1.5b": 1.54, "qwen2.5-3b": 3.09, "qwen2.5-7b": 7.61, "qwen2.5-14b": 14.7,
+    "qwen2.5-32b": 32.5, "qwen2.5-72b": 72.7, "qwen3-0.6b": 0.6, "qwen3-1.7b": 1.7, "qwen3-4b": 4.0, "qwen3-8b": 8.2,
+    "qwen3-14b": 14.8, "qwen3-32b": 32.8, "qwen3-30b-a3b": 30.5, "llama-3.2-1b": 1.23, "llama-3.2-3b": 3.21,
+    "llama-3.1-8b": 8.03, "llama-3.1-70b": 70.6, "llama-3.3-70b": 70.6, "gemma-3-1b": 1.0, "gemma-3-4b": 3.88,
+    "gemma-3-12b": 11.77, "gemma-3-27b": 27.0, "smollm2-135m": 0.135, "smollm2-360m": 0.362, "smollm2-1.7b": 1.71,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_model_has_the_published_number_of_parameters(name: str):
+    with architecture_folder(name) as folder:
+        shapes = load_config(folder).parameter_shapes()
+    count = sum(math.prod(shape) for shape in jax.tree.leaves(shapes, is_leaf=lambda x: isinstance(x, tuple)))
+    assert count / 1e9 == pytest.approx(PUBLISHED[name], rel=0.02)
+    assert not folder.exists()
+
+
+def test_a_name_that_is_not_known_is_refused_with_the_nearest_and_all_there_are():
+    with pytest.raises(ConfigError, match="did you mean qwen3-8b.*smollm2-135m.*config.json"):
+        architecture_folder("Qwen3-8").__enter__()
+
+
+def test_the_command_plans_it_in_place_of_the_configured_model(monkeypatch, tmp_path: Path):
+    planned = []
+
+    def run(task, console, **options):
+        (path,) = [item.removeprefix("model.path=") for item in task.overrides if item.startswith("model.path=")]
+        planned.append(load_config(path))
+        return Planned(report="", made={"fits": True})
+
+    monkeypatch.setattr("jax_agent_rl.deploy.plan.command.run_command", run)
+    arguments = ["plan", "--config", "any.yaml", "--topology", "v5e:2x2", "--architecture", "Qwen3-30B-A3B"]
+    result = CliRunner().invoke(cli.app, arguments)
+    assert result.exit_code == 0, result.output
+    assert planned[0].num_layers == 48 and planned[0].experts.count == 128

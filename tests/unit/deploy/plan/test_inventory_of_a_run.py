@@ -1,0 +1,108 @@
+"""What is described is compared with what a real learner and a real engine do."""
+
+import jax
+import pytest
+
+from jax_agent_rl.config import load
+from jax_agent_rl.deploy.plan.inventories import inventory, places
+from jax_agent_rl.deploy.plan.rollout_half import NotingTable
+from jax_agent_rl.jetstream.decode_batch import idle_lanes
+from jax_agent_rl.jetstream.engine import JaxEngine
+from jax_agent_rl.jetstream.programs import ProgramTable
+from jax_agent_rl.learner.learner import Learner
+from jax_agent_rl.learner.optimized_params import Trainable
+from jax_agent_rl.runtime.engines import engine_shapes
+from tests.tiny import TINY, tiny_params
+from tests.trajectories import random_groups
+from tests.unit.deploy.plan.recipe import recipe
+
+ONE_DEVICE = {"learner": {"row_length": 128, "mesh": {}}, "rollout": {"jetstream": {"prefill_buckets": [32]}}}
+
+
+def shapes(tree):
+    return jax.tree.map(lambda x: (x.shape, str(x.dtype)), tree)
+
+
+class CountingTable(ProgramTable):
+    """Runs programs, and notes their keys in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noted = {}
+
+    def call(self, key, *args, **options):
+        self.noted[key] = True
+        return super().call(key, *args, **options)
+
+
+class Stop(Exception):
+    """The first micro-batch is there."""
+
+
+def first_batch(config, monkeypatch) -> dict:
+    """The micro-batch a real learner gives to a gradient first."""
+    seen = []
+
+    def gradients(self, micro_batches, tick=None):
+        seen.append(next(iter(micro_batches)))
+        raise Stop
+
+    monkeypatch.setattr(Trainable, "gradients", gradients)
+    learner = Learner(
+        TINY,
+        tiny_params(),
+        algorithm=config.algorithm,
+        config=config.learner,
+        temperature=1.0,
+        critic=config.critic,
+    )
+    with pytest.raises(Stop):
+        learner.update(random_groups(0))
+    return seen[0]
+
+
+ALGORITHMS = {
+    "policy": {
+        "kl": {"where": "loss", "coef": 0.1},
+        "policy_loss": {"loss_mode": "clip_cov"},
+        "rollout_correction": {"rollout_is": "token"},
+    },
+    "critic": {"adv_estimator": "gae"},
+}
+
+
+@pytest.mark.parametrize("trained", ALGORITHMS)
+def test_a_gradient_is_planned_for_the_arrays_a_learner_gives_it(trained, tmp_path, monkeypatch):
+    config = load(recipe(tmp_path, **ONE_DEVICE, algorithm=ALGORITHMS[trained]), ["learner.ppo_epochs=2"])
+    made = inventory(config, TINY, places(config, jax.devices()[:1]))
+    (program,) = [program for program in made.programs if program.name == f"{trained} gradient"]
+    (*_, planned), _ = program.traced.in_avals
+    assert shapes(planned) == shapes(first_batch(config, monkeypatch))
+
+
+def test_an_engine_is_planned_with_the_programs_it_compiles(tmp_path):
+    config = load(recipe(tmp_path, **ONE_DEVICE))
+    (mesh,) = places(config, jax.devices()[:1]).engines
+    params = tiny_params()
+    described = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params)
+    given = []
+    for table, weights in ((CountingTable(), params), (NotingTable(), described)):
+        engine = JaxEngine(TINY, engine_shapes(config), mesh=mesh, table=table)
+        served, cache = engine.load_params(weights), engine.init_cache()
+        lanes = idle_lanes(8, engine.shapes.context_pages, 16)
+        given.append((shapes(served), shapes(engine.decode(served, cache, lanes, 16, 1))))
+        given[-1] += ([key[0] for key in table.noted],)
+    assert given[0] == given[1]
+    assert given[1][2] == ["no weights", "weights", "empty", "decode"]
+
+
+def test_arrays_that_stay_are_counted_on_every_chip_that_holds_them(tmp_path):
+    config = load(recipe(tmp_path, **ONE_DEVICE))
+    device = jax.devices()[0]
+    made = inventory(config, TINY, places(config, [device]))
+    count = sum(x.size for x in jax.tree.leaves(tiny_params()))
+    sizes = {resident.name: resident.bytes[device] for resident in made.residents}
+    shapes_ = engine_shapes(config)
+    assert sizes["policy parameters"] == sizes["engine weights"] == 4 * count
+    assert sizes["policy optimizer"] == 8 * count + 4  # two moments, and a counter
+    assert sizes["KV cache"] == 2 * 3 * (1 + shapes_.pages) * 2 * shapes_.page * 8 * 4

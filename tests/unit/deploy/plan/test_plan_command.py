@@ -1,0 +1,125 @@
+"""The command as a user starts it, with the real compiler; in a process of its own, so that no other test meets it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.launching import wait_for_end
+from tests.unit.deploy.plan.recipe import recipe
+
+pytest.importorskip("libtpu", reason="pip install 'jax_agent_rl[plan]'")
+
+
+def plan(file: Path, topology: str, *arguments: str) -> subprocess.CompletedProcess:
+    """Runs it, without what the tests say to JAX."""
+    command = [sys.executable, "-m", "jax_agent_rl.cli", "plan", "--config", str(file), "--topology", topology]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
+    return subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=500, env=environment)
+
+
+@pytest.mark.parametrize("topology", ["v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
+def test_a_small_run_is_compiled_for_a_slice_and_fits(topology, tmp_path):
+    done = plan(recipe(tmp_path), topology, "--json", "--picture", str(tmp_path / "memory.png"))
+    assert done.returncode == 0, done.stderr
+    assert "It fits" in done.stdout and done.stderr == ""
+    made = json.loads(done.stdout.splitlines()[-1])
+    assert made["fits"] and made["chips"] == 4
+    programs = {program["name"]: program for program in made["programs"]}
+    gradient, decode = programs["policy gradient"], programs["decode 8 lanes of 128"]
+    assert gradient["exchanged"]["fsdp"] > 0 and gradient["exchanged"]["tensor"] > 0
+    assert set(decode["exchanged"]) == {"tensor"}
+    # 8 contexts of 128 positions, of each a key and a value; 2 layers, one head a chip, 32 numbers of 4 bytes.
+    assert decode["memory"]["KV cache"] >= 2 * 2 * 8 * 128 * 32 * 4
+    assert decode["flops"] > 0 and made["step"]["seconds"] > 0
+    assert (tmp_path / "memory.png").stat().st_size > 0
+
+
+def test_copies_on_several_slices_exchange_gradients_between_them(tmp_path):
+    critic = ["algorithm.adv_estimator=gae", "algorithm.kl.where=loss"]
+    done = plan(recipe(tmp_path), "2*v5e:2x2", "learner.mesh.data=2", "--json", *critic)
+    assert done.returncode == 0, done.stderr
+    made = json.loads(done.stdout.splitlines()[-1])
+    assert len(made["meshes"]["engines"]) == 2, "both hosts sample"
+    programs = {program["name"]: program for program in made["programs"]}
+    assert {"critic gradient", "critic update", "values", "score"} < programs.keys()
+    assert "reference" in programs["decode 8 lanes of 128"]["memory"]
+    between = {name: sent for name, sent in programs["policy gradient"]["exchanged"].items() if "data" in name}
+    # At the least a quarter of the parameters, as each chip holds them, in 4 bytes, and back.
+    assert sum(between.values()) >= 360_000 / 4 * 4
+
+
+def test_a_search_compiles_layouts_and_plans_the_best_of_those_that_fit(tmp_path):
+    done = plan(recipe(tmp_path), "v5e:2x2", "--search", "--budget", "1", "--json", "learner.remat=full")
+    assert done.returncode == 0, done.stderr
+    (layout,) = [line for line in done.stdout.splitlines() if line.startswith("layout: ")]
+    made = json.loads(done.stdout.splitlines()[-1])
+    (tried,) = made["searched"]
+    assert tried["fits"] and layout == f"layout: {' '.join(tried['overrides'])}"
+    assert f"the first, as overrides: {' '.join(tried['overrides'])}" in done.stdout
+    assert (made["fits"], made["step"]["seconds"]) == (True, tried["seconds"])
+    meshes = {"learner.mesh": made["meshes"]["learner"], "rollout.jetstream.mesh": made["meshes"]["engines"][0]}
+    chosen = {f"{key}.{axis}={size}" for key, mesh in meshes.items() for axis, size in mesh.items()}
+    changed = {change for change in tried["overrides"] if ".mesh." in change}
+    assert changed and changed <= chosen, (changed, chosen)
+    assert done.stdout.count("It fits") == 1, "the report of the best only"
+
+
+def test_a_compiler_that_ends_its_process_is_a_message_and_leaves_nothing_behind(tmp_path):
+    command = [sys.executable, "-m", "jax_agent_rl.cli", "plan", "--config", str(recipe(tmp_path))]
+    pipe = subprocess.PIPE
+    with subprocess.Popen([*command, "--topology", "v5e:2x2"], stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        while "compiling" not in process.stdout.readline():
+            assert process.poll() is None
+        (compiler,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        os.kill(int(compiler), signal.SIGKILL)
+        said = process.stderr.read()
+    assert process.returncode == 2 and said.startswith("error: planning was killed (SIGKILL) when it was compiling")
+    assert "where memory runs out" in said and "Traceback" not in said
+
+
+def test_whoever_ends_the_command_ends_its_compiler(tmp_path):
+    command = [sys.executable, "-m", "jax_agent_rl.cli", "plan", "--config", str(recipe(tmp_path))]
+    with subprocess.Popen([*command, "--topology", "v5e:2x2"], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        while "tracing" not in process.stdout.readline():
+            assert process.poll() is None
+        (compiler,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        process.kill()
+    wait_for_end(int(compiler))
+
+
+def test_what_does_not_fit_is_said_with_the_key_to_change(tmp_path):
+    brought = "rollout.jetstream.engine=pkg.module:make"
+    done = plan(recipe(tmp_path), "v5e:2x2", "rollout.jetstream.cache_tokens=40000000", brought, "--json")
+    assert done.returncode == 1, done.stderr
+    assert f"{brought}: planned as if it were the built-in engine" in done.stdout
+    advised = [line for line in done.stdout.splitlines() if " not fit: " in line]
+    (line,) = [line for line in advised if "decode 8 lanes of 128" in line]
+    assert "write to the cache" in line and "rollout.jetstream.cache_tokens=20000000" in line
+    assert len({line.partition("; try ")[2] for line in advised}) == len(advised), "the same is not said twice"
+    made = json.loads(done.stdout.splitlines()[-1])
+    assert not made["fits"]
+
+
+@pytest.mark.parametrize(
+    ("topology", "overrides", "words"),
+    [
+        ("v5e:3x5", [], "v5e comes as 1x1, 2x2, 2x4,"),
+        ("v5e:4x4", [], "learner.mesh takes 4 of 16 devices"),
+        ("2*v5e:2x2", ["learner.mesh.fsdp=4"], "set learner.mesh.data to a multiple of 2"),
+        ("v5p:4x4x4", ["learner.mesh.tensor=32"], "make each axis a product of the slice's dimensions"),
+        ("v5e:2x2", ["learner.mesh.fsdp=3", "learner.mesh.tensor=1"], "the next 3 of this slice are no block"),
+        ("v5e:2x2", ["rollout.jetstream.mesh.tensor=8"], "rollout.jetstream.mesh takes 8 devices from number 0 on"),
+        ("v5e:2x2", ["trainer.mode=fully_async"], "both exchange data over the same 2 devices"),
+    ],
+)
+def test_a_slice_that_does_not_go_with_the_run_is_refused_with_the_fix(topology, overrides, words, tmp_path):
+    done = plan(recipe(tmp_path), topology, *overrides)
+    assert done.returncode == 2
+    assert words in done.stderr

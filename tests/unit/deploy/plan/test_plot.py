@@ -1,0 +1,30 @@
+"""Names of pictures; what is drawn, ``test_plan_command`` looks for."""
+
+import pytest
+from rich.console import Console
+
+from jax_agent_rl.deploy.plan.command import run_command
+from jax_agent_rl.deploy.plan.plot import check_file
+from jax_agent_rl.errors import ConfigError
+from tests.unit.deploy.plan.test_compile_subprocess import TASK
+
+
+@pytest.mark.parametrize("name", ["memory.png", "memory.SVG", "memory.pdf"])
+def test_a_picture_may_be_drawn_to_a_new_file(name, tmp_path):
+    check_file(tmp_path / name)
+    assert not list(tmp_path.iterdir()), "looking at the name writes nothing"
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("x.xyz", "no picture is of the kind 'xyz'; end it with .png"),
+        ("x", "no picture is of the kind ''; end it with .png"),
+        ("nowhere/x.png", "there is no folder .*nowhere; make it"),
+        ("folder.png", "cannot be written"),
+    ],
+)
+def test_one_that_cannot_be_drawn_is_refused_before_anything_is_looked_at(name, words, tmp_path):
+    (tmp_path / "folder.png").mkdir()
+    with pytest.raises(ConfigError, match=words):
+        run_command(TASK, Console(), budget=None, picture=tmp_path / name, as_json=True)

@@ -1,0 +1,133 @@
+"""What is printed of made-up programs; nothing is compiled here."""
+
+import dataclasses
+import io
+import json
+
+import pytest
+from jax.sharding import AbstractMesh
+from rich.console import Console
+
+from jax_agent_rl.config import load
+from jax_agent_rl.deploy.plan.chips import GIB
+from jax_agent_rl.deploy.plan.command import tell
+from jax_agent_rl.deploy.plan.compile_subprocess import Planned
+from jax_agent_rl.deploy.plan.fit import loads
+from jax_agent_rl.deploy.plan.flops import Work
+from jax_agent_rl.deploy.plan.inventories import Places
+from jax_agent_rl.deploy.plan.plan import Plan
+from jax_agent_rl.deploy.plan.report import as_json, show
+from jax_agent_rl.deploy.plan.roofline import step_of
+from jax_agent_rl.deploy.plan.topology import Slice
+from jax_agent_rl.models.hf import load_config
+from tests.unit.deploy.plan.recipe import recipe
+from tests.unit.deploy.plan.slices import devices_of
+from tests.unit.deploy.plan.test_fit import MESH, compiled, inventory, program
+
+ONE_CHIP = ["learner.mesh.fsdp=1", "learner.mesh.tensor=1", "rollout.jetstream.mesh.tensor=1"]
+
+
+def gradient(*, refused=False):
+    one = compiled(
+        program("policy gradient", tokens=128, of="trained"),
+        work=Work(flops=1e12, bytes=3 * GIB),
+        temporaries=int(1.5 * GIB),
+    )
+    if not refused:
+        return one
+    wide = dataclasses.replace(one.program, mesh=AbstractMesh((4,), ("data",)))
+    return dataclasses.replace(one, program=wide, memory=None, needs=40 * GIB, problem="RESOURCE_EXHAUSTED")
+
+
+def rollouts(count=1, **memory):
+    return [compiled(program(f"decode {n} lanes", "rollout", tokens=128, of="sampled"), **memory) for n in range(count)]
+
+
+@pytest.fixture
+def plan(tmp_path):
+    file = recipe(tmp_path)
+
+    def run(programs, *, engines=(MESH,), changes=()):
+        config, slice = load(file, [*ONE_CHIP, *changes]), Slice.parse("v5e:1x1")
+        there = dataclasses.replace(one := programs[0], program=dataclasses.replace(one.program, mesh=MESH))
+        sizes = loads(inventory(weights=GIB // 8), [there, *programs[1:]], capacity=slice.chip.hbm_bytes)
+        return Plan(
+            config=config,
+            model=load_config(config.model.path),
+            slice=slice,
+            devices=devices_of(slice),
+            places=Places(learner=MESH, engines=engines),
+            compiled=tuple(programs),
+            loads=tuple(sizes),
+            step=step_of(config, programs, slice.chip, engines=len(engines), apart=False, utilization=0.4),
+            utilization=0.4,
+        )
+
+    return run
+
+
+def shown(plan, width=100, **options):
+    """Lines, as a screen of that width shows them."""
+    show(plan, Console(file=(screen := io.StringIO()), width=width), **options)
+    return screen.getvalue().splitlines()
+
+
+def rows(lines, first):
+    return [line.split() for line in lines if line.startswith(first)]
+
+
+def test_memory_is_shown_by_kind_for_every_program(plan):
+    lines = shown(plan([gradient(), *rollouts(outputs=GIB // 4)]))
+    assert rows(lines, "weights") == [["weights", "0.50", "0.50"]]
+    assert rows(lines, "temporaries") == [["temporaries", "1.50", "0.00"]]
+    assert rows(lines, "gradients") == [["gradients", "and", "batches", "0.00", "0.25"]]
+    assert rows(lines, "together") == [["together", "2.00", "0.75"]]
+
+
+@pytest.mark.parametrize("width", [80, 100])
+def test_many_programs_are_shown_on_a_narrow_screen_with_no_number_broken(width, plan):
+    lines = shown(plan([gradient(), *rollouts(10)]), width)
+    assert sum(len(row) - 1 for row in rows(lines, "together")) == 11
+    assert all(len(line) <= width for line in lines[: next(n for n, line in enumerate(lines) if "  program:" in line)])
+
+
+def test_counted_bytes_are_shown(plan):
+    made = plan([gradient(), *rollouts()])
+    (line,) = rows(shown(made), "policy gradient")
+    assert " ".join(line[2:]).startswith("1 2 GiB 1 3 GiB 0 B")
+    assert as_json(made)["programs"][0]["bytes"] == 3 * GIB
+
+
+def test_what_is_not_known_of_a_refused_program_is_not_shown_as_nothing(plan):
+    made = plan([gradient(refused=True), *rollouts()])
+    lines = shown(made, price=1.2)
+    (line,) = rows(lines, "policy gradient  ")
+    sent, least = line[-4:-2]
+    assert sent == "-" and least.startswith(">=")
+    text = "\n".join(lines)
+    assert "learner: 640 tokens in at least" in text and ", at most" in text
+    assert "step: at least" in text and "cost: at least" in text
+    assert json.loads(json.dumps(as_json(made)))["programs"][0]["exchanged"] is None
+
+
+def test_the_cost_of_a_run_whose_engines_are_elsewhere_is_said_to_be_its_learners(plan):
+    made = plan([gradient()], engines=(), changes=["rollout.backend=vllm", "rollout.jetstream={}"])
+    text = "\n".join(shown(made, price=1.2))
+    assert "cost of the learner: " in text and "\ncost:" not in text
+    assert as_json(made, price=1.2)["cost_of"] == "learner"
+
+
+def test_programs_that_ask_for_the_same_change_are_named_together(plan):
+    lines = shown(plan([gradient(), *rollouts(3, temporaries=16 * GIB)]))
+    (line,) = [line for line in lines if "not fit" in line]
+    assert line.startswith(
+        "decode 0 lanes, decode 1 lanes, decode 2 lanes do not fit: up to 768 MiB too much on a chip;"
+    )
+
+
+def test_what_a_plan_says_is_printed_even_if_its_picture_cannot_be_drawn(plan, tmp_path, capsys):
+    planned = Planned(report="it fits\n", made=as_json(plan([gradient(), *rollouts()])))
+    with pytest.raises(OSError, match="nowhere"):
+        tell(planned, [], Console(), picture=tmp_path / "nowhere" / "memory.png", as_json=True)
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert lines[0] == "it fits" and json.loads(last)["fits"]

@@ -1,0 +1,48 @@
+"""Names of slices, without the compiler that knows them."""
+
+import pytest
+
+from jax_agent_rl.deploy.launch.tpu.topology import GENERATIONS, parse
+from jax_agent_rl.deploy.plan.chips import CHIPS
+from jax_agent_rl.deploy.plan.topology import Slice
+from jax_agent_rl.deploy.tpu_shapes import SHAPES
+from jax_agent_rl.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("text", "chips"), [("v5e:4x4", 16), ("v5p:4x4x8", 128), ("v4:2x2x2", 8), ("V6E:2x4", 8), ("2*v5e:16x16", 512)]
+)
+def test_a_slice_is_known_by_its_name(text, chips):
+    parsed = Slice.parse(text)
+    assert parsed.chips == chips
+    assert Slice.parse(parsed.name) == parsed
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("v5e-16", "is not of the form v5e:4x4"),
+        ("v5x:4x4", "no TPU is called 'v5x'; did you mean"),
+        ("v5p:4x4", "v5p comes as 2x2x1, 2x2x2,"),
+        ("v5e:0x4", "v5e comes as 1x1, 2x2,"),
+        ("v5e:4x2", "v5e comes as 1x1, 2x2, 2x4,"),
+        ("v6e:32x32", "v6e comes as .*16x16"),
+        ("0*v5e:2x2", "is no slice; leave out '0.'"),
+    ],
+)
+def test_a_name_that_is_none_is_refused_with_one_that_is(text, words):
+    with pytest.raises(ConfigError, match=words.replace("(", r"\(")):
+        Slice.parse(text)
+
+
+def test_slices_are_those_that_the_launcher_makes():
+    assert CHIPS.keys() == SHAPES.keys() == GENERATIONS.keys()
+    for generation, kind in GENERATIONS.items():
+        for shape in kind.shapes:
+            assert Slice.parse(f"{generation}:{shape}").chips == parse(f"{generation}:{shape}").chips
+
+
+def test_without_the_compiler_it_is_said_how_to_get_it(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'jax_agent_rl\[plan\]'"):
+        Slice.parse("v5e:2x2").devices()

@@ -1,0 +1,130 @@
+"""Lanes and the journal: nothing is doubled or forgotten when a collection is stopped, fails, and goes on."""
+
+import asyncio
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from jax_agent_rl.agents import AgentContext
+from jax_agent_rl.collect.collector import RolloutCollector
+from jax_agent_rl.config import AgentConfig, build
+from jax_agent_rl.errors import EngineDiedError, NothingToTrainError, RewardError
+from jax_agent_rl.evaluate.collection.journal import Journal
+from jax_agent_rl.evaluate.collection.run import _Collection
+from jax_agent_rl.rollout.client import LLMServerClient
+from jax_agent_rl.rollout.server import AsyncServer
+from jax_agent_rl.runtime.sampling import Rollouts
+from jax_agent_rl.types import SamplingParams
+from tests.fakes import FakeCodec, ScriptedBackend
+
+ROWS = [{"prompt": [{"role": "user", "content": f"row {i}"}], "data_source": "x"} for i in range(6)]
+
+
+class Stage:
+    """Rollouts over a scripted engine, and their journal."""
+
+    def __init__(self, tmp_path, *, score=None):
+        self.codec = FakeCodec()
+        for row in ROWS:  # ids are given out as words are first seen
+            self.codec.encode_prompt(row["prompt"])
+        self.backend = ScriptedBackend(self.codec, ["hello there"])
+        client = LLMServerClient([AsyncServer(self.backend)])
+        context = AgentContext(client=client, codec=self.codec, limits=AgentConfig(), max_model_len=1000)
+        self.collector = RolloutCollector(context, score=score or self.one_point, max_in_flight=4, seed=0)
+        tree = {"run_dir": "r", "model": {"path": "m"}, "data": {"train": "t"}}
+        config = build(tree, ["rollout.max_in_flight=4", "rollout.prompts_per_step=2", "trainer.max_lost_batches=1"])
+        agents = SimpleNamespace(collector=self.collector)
+        self.rollouts = Rollouts(config=config, client=client, agents=agents, codec=self.codec, rows=ROWS)
+        self.file = tmp_path / "journal"
+
+    @staticmethod
+    async def one_point(trajectory):
+        return replace(trajectory, reward=1.0)
+
+    @asynccontextmanager
+    async def open(self):
+        with Journal(self.file, {"seed": 0}) as journal:
+            yield (
+                journal,
+                _Collection(
+                    rollouts=self.rollouts,
+                    journal=journal,
+                    group_size=2,
+                    sampling=SamplingParams(max_tokens=20),
+                    step=0,
+                ),
+            )
+
+
+def balanced(stage: Stage, journal: Journal) -> bool:
+    books = stage.collector.accounting
+    return not books.in_flight and books.started == books.trained + books.dropped.total()
+
+
+async def test_every_row_is_collected_once(tmp_path):
+    stage = Stage(tmp_path)
+    async with stage.open() as (journal, collection):
+        await collection.run()
+        assert sorted(journal.sizes) == list(range(6)) and journal.kept == journal.started == 12
+        assert balanced(stage, journal)
+
+
+async def test_interrupted_it_counts_what_ran_and_the_next_call_does_the_rest_alike(tmp_path):
+    whole = Stage(tmp_path / "whole")
+    async with whole.open() as (journal, collection):
+        await collection.run()
+        expected = list(journal.lines(range(6)))
+
+    first = Stage(tmp_path / "parts")
+    done = asyncio.Event()
+
+    async def score(trajectory):
+        if len(first.journal.sizes) >= 2:
+            done.set()
+            await asyncio.Event().wait()  # the rest never ends
+        return replace(trajectory, reward=1.0)
+
+    first.collector._score = score
+    async with first.open() as (journal, collection):
+        first.journal = journal
+        running = asyncio.create_task(collection.run())
+        await done.wait()
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        before = sorted(journal.sizes)
+        assert len(before) >= 2 and journal.dropped["cancelled"] > 0 and balanced(first, journal)
+        assert journal.started == first.collector.accounting.started
+    second = Stage(tmp_path / "parts")
+    async with second.open() as (journal, collection):
+        assert sorted(journal.sizes) == before
+        await collection.run()
+        assert journal.kept == 12 and second.collector.accounting.started == 2 * (6 - len(before))
+        assert [_ids(line) for line in journal.lines(range(6))] == [_ids(line) for line in expected]
+
+
+async def test_a_dead_engine_ends_it_and_its_prompts_are_not_done(tmp_path):
+    stage = Stage(tmp_path)
+    stage.backend.die()
+    async with stage.open() as (journal, collection):
+        with pytest.raises(EngineDiedError, match="no rollout engine is left"):
+            await collection.run()
+        assert not journal.sizes and balanced(stage, journal)
+        assert journal.started == stage.collector.accounting.started > 0
+
+
+async def test_a_reward_that_always_fails_ends_it(tmp_path):
+    async def fails(trajectory):
+        raise RewardError("no such field")
+
+    stage = Stage(tmp_path, score=fails)
+    async with stage.open() as (journal, collection):
+        with pytest.raises(NothingToTrainError, match="no such field"):
+            await collection.run()
+        assert not journal.sizes and journal.dropped["reward_error"] >= 4
+
+
+def _ids(records):
+    return [(r["trajectory_id"], r["prompt_ids"], r["response_ids"]) for r in records]

@@ -1,0 +1,116 @@
+"""Journals to files: the ids that come out are the ids that went in, in the order of the prompts."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow.parquet
+import pytest
+
+from jax_agent_rl.errors import ConfigError
+from jax_agent_rl.evaluate.collection import files
+from jax_agent_rl.evaluate.collection.columns import records, schema
+from jax_agent_rl.evaluate.collection.files import Target, write
+from jax_agent_rl.evaluate.collection.journal import Journal
+from jax_agent_rl.types import Fork, Group
+from tests.trajectories import call, trajectory
+
+SUMMARY = {"policy": "models/tiny", "data": "rows.jsonl", "kept": 3, "started": 3}
+
+
+def group(number: int, *, window: int | None = None) -> Group:
+    name = f"rollout-0-{number}"
+    member = trajectory(
+        [1, 2, number],
+        [10, 11, 30, 12, 31, 13],
+        mask=[1, 1, 0, 1, 0, 1],
+        logprobs=[-0.5, -0.25, 0.0, -1.5, 0.0, -2.0],
+        reward=0.5,
+        group=name,
+        calls=[[call(error="timeout")]],
+        messages=[{"role": "user", "content": "hallo"}, {"role": "assistant", "content": "十"}],
+    )
+    row = {"data_source": "sums", "reward_model": {"ground_truth": "4"}, "extra_info": {"level": 1}}
+    member = replace(member, row=row, history_window=window)
+    return Group(group_id=name, trajectories=(member,))
+
+
+def written(target: Target, *groups: Group) -> None:
+    with Journal(target.journal, {"seed": 0}) as journal:
+        for made in groups:
+            number = int(made.group_id.rpartition("-")[2])
+            journal.add(number, records(made, number), {})
+        write(target, journal, SUMMARY)
+    assert not target.journal.exists() and json.loads(target.summary.read_text()) == SUMMARY
+
+
+def test_parquet_holds_the_exact_ids_in_the_order_of_the_prompts(tmp_path: Path):
+    written(Target.of(tmp_path / "out.parquet"), group(2), group(0), group(1))
+    table = pyarrow.parquet.read_table(tmp_path / "out.parquet")
+    assert table.schema.equals(schema()) and table["row"].to_pylist() == [0, 1, 2]
+    (first, *_) = table.to_pylist()
+    assert first["prompt_ids"] == [1, 2, 0] and first["response_ids"] == [10, 11, 30, 12, 31, 13]
+    assert first["response_mask"] == first["loss_mask"] == [1, 1, 0, 1, 0, 1]
+    assert first["rollout_logprobs"] == [-0.5, -0.25, 0.0, -1.5, 0.0, -2.0]
+    assert first["policy_versions"] == [0, 0, -1, 0, -1, 0] and first["stop_reasons"] == ["eos"] * 3
+    assert (first["reward"], first["num_turns"], first["finish_reason"]) == (0.5, 3, "answer")
+    assert first["messages"][1] == {"role": "assistant", "content": "十"}
+    assert first["tool_calls"][0]["error"] == "timeout" and json.loads(first["extra_info"]) == {"level": 1}
+
+
+def test_json_lines_hold_the_same_as_parquet(tmp_path: Path):
+    written(Target.of(tmp_path / "out.parquet"), group(0), group(1))
+    written(Target.of(tmp_path / "out.jsonl"), group(0), group(1))
+    lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert lines == pyarrow.parquet.read_table(tmp_path / "out.parquet").to_pylist()
+
+
+@pytest.mark.parametrize("name", ["out.parquet", "out.jsonl", "out"])
+def test_half_a_surrogate_pair_that_a_model_or_a_tool_wrote_becomes_a_question_mark(tmp_path: Path, name: str):
+    half = "\ud83d"
+    made = replace(call(), name=half, arguments={"text": half}, observation=half)
+    member = trajectory([1], [10], group="rollout-0-0", calls=[[made]], messages=[{"role": "user", "content": half}])
+    member = replace(member, row={"data_source": half, "extra_info": {half: half}})
+    written(Target.of(tmp_path / name), Group(group_id="rollout-0-0", trajectories=(member,)))
+    if name == "out.jsonl":
+        row = json.loads((tmp_path / name).read_text())
+    else:
+        (row,) = pyarrow.parquet.read_table(tmp_path / name / "data" if name == "out" else tmp_path / name).to_pylist()
+    (told,) = row["tool_calls"]
+    assert (told["name"], json.loads(told["arguments"]), told["observation"]) == ("?", {"text": "?"}, "?")
+    assert row["messages"] == [{"role": "user", "content": "?"}]
+    assert (row["data_source"], json.loads(row["extra_info"])) == ("?", {"?": "?"})
+
+
+def test_a_folder_is_cut_into_shards_that_its_card_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(files, "SHARD_BYTES", 1)
+    written(Target.of(tmp_path / "out"), group(1), group(0), group(2))
+    shards = sorted((tmp_path / "out" / "data").iterdir())
+    assert [shard.name for shard in shards] == [f"train-{i:05}-of-00003.parquet" for i in range(3)]
+    assert [pyarrow.parquet.read_table(shard)["row"].to_pylist() for shard in shards] == [[0], [1], [2]]
+    assert "path: data/train-*.parquet" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_a_trajectory_of_several_contexts_is_several_rows_of_one_reward():
+    made = records(group(0, window=1), 0)
+    assert [row["sequence"] for row in made] == [0, 1] and {row["reward"] for row in made} == {0.5}
+    assert made[0]["response_ids"] == [10, 11, 30, 12]  # what follows the last turn of a context is not in it
+    assert made[1]["prompt_ids"] == [1, 2, 0, 12, 31] and made[1]["response_ids"] == [13]
+
+
+def test_a_branch_says_whom_it_left():
+    branch = replace(
+        group(0).trajectories[0], fork=Fork(tree_id="rollout-0-0-0", parent_id="rollout-0-0-0", turns=1, tokens=2)
+    )
+    (row,) = records(Group(group_id="rollout-0-0", trajectories=(branch,)), 0)
+    assert (row["fork_parent"], row["fork_turns"], row["fork_tokens"]) == ("rollout-0-0-0", 1, 2)
+
+
+def test_every_record_has_just_the_columns():
+    (row,) = records(group(0), 0)
+    assert row.keys() == set(schema().names)
+
+
+def test_an_ending_that_means_nothing_is_refused():
+    with pytest.raises(ConfigError, match=r"FILE\.parquet, FILE\.jsonl, or a FOLDER"):
+        Target.of(Path("out.csv"))

@@ -1,0 +1,244 @@
+"""Pictures in packed rows: shared where they are equal, told apart where their ids are, and trained on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+from PIL import Image
+
+from jax_agent_rl.config import AlgorithmConfig, LearnerConfig
+from jax_agent_rl.errors import ConfigError
+from jax_agent_rl.learner.batch import Batch, Sharing, pack
+from jax_agent_rl.learner.image_packing import RowSight, row_sight
+from jax_agent_rl.learner.learner import Learner
+from jax_agent_rl.types import Group, Trajectory
+from tests.tiny import TINY, tiny_params
+from tests.tiny_vision import (
+    IMAGE,
+    TINY_VL,
+    VIDEO,
+    picture,
+    placeholders,
+    seeing_trajectory,
+    seen_logprobs,
+    sight,
+)
+
+PROMPT = [5, 6]
+FIRST, SECOND, WIDE = picture(1), picture(2), picture(3, 12, 8)
+CLIP = [picture(seed) for seed in range(4, 7)]
+
+
+def packed(*trajectories: Trajectory, share: bool = True, row_patches: int = 256) -> tuple[Batch, Sharing]:
+    rows = RowSight(sight=sight(), row_patches=row_patches)
+    return pack(trajectories, row_length=96, share_prefixes=share, sight=rows)
+
+
+def family(*answers: tuple[Image.Image, int]) -> list[Trajectory]:
+    """One trajectory per picture: the same ids but for what was sampled last."""
+    return [
+        seeing_trajectory(PROMPT, ([7, 8], {"image": [item]}), ([last], {}), index=index, reward=float(index % 2))
+        for index, (item, last) in enumerate(answers)
+    ]
+
+
+def test_equal_pictures_are_one_and_others_are_not():
+    same = Image.fromarray(np.asarray(FIRST))  # another object
+    batch, sharing = packed(*family((FIRST, 10), (same, 11), (SECOND, 12)))
+    (own,) = batch.pictures.pictures
+    assert len(own) == 2 and batch.num_rows == 1
+    # Prompt, sampled ids and the start of a picture; then twice four placeholders and an end; three last ids.
+    assert sharing.nodes == 5 + 2 * 5 + 3
+    arrays = next(batch.micro_batches(1))
+    shown = arrays["feature_index"][0]
+    assert sorted(shown[shown >= 0].tolist()) == list(range(8))
+    np.testing.assert_array_equal(arrays["token_ids"][0][shown >= 0], IMAGE)
+
+
+def test_one_picture_in_two_places_is_looked_at_once():
+    batch, _ = packed(seeing_trajectory(PROMPT, ([7], {"image": [FIRST, FIRST]}), ([9], {})))
+    (own,) = batch.pictures.pictures
+    index = batch.pictures.feature_index
+    assert len(own) == 1 and index[index >= 0].tolist() == [0, 1, 2, 3] * 2
+
+
+def test_rotary_positions_of_shared_nodes_are_those_of_every_trajectory_through_them():
+    ts = [
+        seeing_trajectory(PROMPT, ([7], {"image": [WIDE]}), ([8], {"video": [CLIP]}), ([9], {}), index=0),
+        seeing_trajectory(PROMPT, ([7], {"image": [WIDE]}), ([8, 9], {"image": [FIRST]}), ([9], {}), index=1),
+        seeing_trajectory(PROMPT, ([7, 8], {}), index=2),
+    ]
+    batch, _ = packed(*ts)
+    for t, (place,) in zip(ts, batch.places, strict=True):
+        expected = sight().show(t.prompt_ids + t.response_ids, sight().read(t.multi_modal)).positions
+        np.testing.assert_array_equal(batch.pictures.rope_positions[place.row, place.path], expected[1:])
+
+
+def test_a_placeholder_that_was_sampled_is_text():
+    batch, _ = packed(seeing_trajectory(PROMPT, ([*[IMAGE] * 4, VIDEO], {"image": [FIRST]}), ([IMAGE], {})))
+    index, ids = batch.pictures.feature_index[0], batch.token_ids[0]
+    assert np.flatnonzero(index >= 0).tolist() == [8, 9, 10, 11]
+    assert ids[2:7].tolist() == [*[IMAGE] * 4, VIDEO] and batch.target_id[0, :6].tolist() == [
+        *[IMAGE] * 4,
+        VIDEO,
+        IMAGE,
+    ]
+
+
+def test_rows_take_no_more_patches_than_they_may():
+    ts = family((FIRST, 10), (SECOND, 11), (picture(9), 12))
+    batch, _ = packed(*ts, row_patches=32)
+    assert [len(row) for row in batch.pictures.pictures] == [2, 1]
+    assert {arrays["patches"].shape for arrays in batch.micro_batches(1)} == {(1, 32, 24), (1, 16, 24)}
+    with pytest.raises(
+        ValueError, match=r"g-0 shows pictures of 16 patches, a row takes 8; set learner.row_patches >="
+    ):
+        packed(*ts, row_patches=8)
+
+
+@pytest.mark.parametrize("length", [24, 96])
+def test_by_default_a_row_takes_all_that_its_tokens_can_show(length: int):
+    rows = row_sight(sight(), LearnerConfig(row_length=length))
+    most = [FIRST] * ((length - 3) // 6)  # each takes 4 ids between two
+    batch, _ = pack([seeing_trajectory([5], ([7], {"image": most}), ([9], {}))], row_length=length, sight=rows)
+    others = [picture(100 + i) for i in range(len(most))]
+    pack([seeing_trajectory([5], ([7], {"image": others}), ([9], {}))], row_length=length, sight=rows)
+    assert rows.sizes[-1] >= 16 * len(others) and len(batch.pictures.pictures[0]) == 1
+
+
+def test_rows_without_pictures_are_those_of_a_model_of_text():
+    text = seeing_trajectory(PROMPT, ([7, 8], {}), index=5)
+    seeing, plain = packed(text)[0], pack([text], row_length=96)[0]
+    assert next(seeing.micro_batches(1)).keys() == next(plain.micro_batches(1)).keys()
+
+
+def test_a_window_of_history_shows_what_stands_in_it():
+    turns = [([7], {"image": [FIRST]}), ([8], {"image": [SECOND]}), ([9], {"image": [WIDE]}), ([10], {})]
+    batch, _ = packed(seeing_trajectory(PROMPT, *turns, history_window=1))
+    shown = [sum(i >= 0 for i in index) for index in batch.pictures.feature_index]
+    # prompt | 7 a 8, prompt a 7... : each context has its own pictures, of 4, 4 and 6 ids
+    assert sum(shown) == 4 + 4 + 6 and batch.token_ids[batch.pictures.feature_index >= 0].tolist() == [IMAGE] * 14
+
+
+def learner(**changes) -> Learner:
+    config = LearnerConfig(**{"learning_rate": 1e-2, "row_length": 96, "remat": "none", "row_patches": 128} | changes)
+    algorithm = AlgorithmConfig(adv_estimator="dr_grpo")
+    return Learner(
+        TINY_VL, tiny_params(config=TINY_VL), algorithm=algorithm, config=config, temperature=1.0, sight=sight()
+    )
+
+
+def group() -> list[Group]:
+    ts = [
+        seeing_trajectory(
+            PROMPT, ([7, 8], {"image": [FIRST, WIDE]}), ([9, 11], {"video": [CLIP]}), ([12], {}), reward=1
+        ),
+        seeing_trajectory(
+            PROMPT, ([7, 8], {"image": [FIRST, WIDE]}), ([9, 13], {"image": [SECOND]}), ([4], {}), index=1
+        ),
+        seeing_trajectory(PROMPT, ([7, 8], {}), index=2, reward=0.5),
+    ]
+    return [Group(group_id="g", trajectories=tuple(ts))]
+
+
+def gradient(made: Learner) -> dict:
+    (mini,), experience = made._prepare(group())
+    gradients, _ = made._policy.gradients(made._place(made._with_terms(mini, experience).of_policy))
+    return gradients
+
+
+def test_log_probs_are_those_of_plain_full_passes():
+    made = learner(updates_per_step=2)  # which scores before it updates
+    _, experience = made._prepare(group())
+    for t, got in zip(group()[0].trajectories, experience.terms["old_logprob"], strict=True):
+        ids = t.prompt_ids + t.response_ids
+        scores = seen_logprobs(tiny_params(config=TINY_VL), sight().show(ids, sight().read(t.multi_modal)))
+        expected = scores[np.arange(len(ids) - 1), ids[1:]][len(t.prompt_ids) - 1 :]
+        np.testing.assert_allclose(got, expected[np.array(t.loss_mask, bool)], atol=1e-4)
+
+
+def test_gradients_of_tower_and_decoder_do_not_depend_on_the_layout():
+    expected = gradient(learner(share_prefixes=False, row_length=48))
+    got = gradient(learner(remat="full", rows_per_micro_batch=2))
+    assert all(np.abs(x).max() > 0 for x in jax.tree.leaves(expected["vision"]))
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, atol=3e-5 * np.abs(b).max())
+
+
+@pytest.mark.parametrize("freeze", [False, True])
+def test_an_update_changes_the_tower_unless_it_is_frozen(freeze: bool):
+    made, before = learner(freeze_vision=freeze), tiny_params(config=TINY_VL)
+    assert not made.update(group()).skipped
+    for path, x in jax.tree_util.tree_leaves_with_path(made.params):
+        old = before
+        for key in path:
+            old = old[key.key]
+        assert np.array_equal(x, old) == (freeze and path[0].key == "vision"), path
+    assert ("vision" in made.state.policy.params) != freeze
+
+
+def test_a_critic_sees_too_and_its_tower_is_frozen_with_the_policys():
+    config = LearnerConfig(row_length=96, row_patches=128, freeze_vision=True)
+    algorithm = AlgorithmConfig(adv_estimator="gae")
+    made = Learner(
+        TINY_VL, tiny_params(config=TINY_VL), algorithm=algorithm, config=config, temperature=1.0, sight=sight()
+    )
+    (mini,), _ = made._prepare(group())
+    made._critic.state.params["value_head"] = jax.numpy.ones(TINY_VL.hidden_size)  # zeros see nothing
+    values = [made._passes(made._programs.values, made._critic.weights, mini.batch)]
+    black = group()[0].trajectories[0]
+    turn = replace(black.turns[0], appended_media={"image": (Image.new("RGB", (8, 8)), WIDE)})
+    other = [replace(group()[0], trajectories=(replace(black, turns=(turn, *black.turns[1:])),))]
+    (mini,), _ = made._prepare(other)
+    values.append(made._passes(made._programs.values, made._critic.weights, mini.batch))
+    place = mini.batch.places[0][0]
+    before, after = (v[place.row, place.path] for v in values)
+    np.testing.assert_allclose(before[:3], after[:3], atol=1e-5)
+    assert np.abs(before[-1] - after[-1]) > 1e-3
+    assert "vision" not in made._critic.state.params and not made.update(group()).skipped
+
+
+def test_the_first_step_compiles_for_every_number_of_patches():
+    made = learner()
+    made.update(group())  # rows of many patches
+    compiled = made.programs_compiled
+    text = seeing_trajectory(PROMPT, ([7, 8], {}), reward=1)
+    few = seeing_trajectory(PROMPT, ([7, 8], {"image": [FIRST]}), ([9], {}), index=1)
+    for members in ((text, text), (few, text)):
+        made.update([Group(group_id="g", trajectories=members)])
+    assert made.programs_compiled == compiled
+
+
+def test_adapters_leave_the_tower_alone():
+    made = learner(lora={"rank": 2, "targets": ["q_proj"]})
+    assert not made.update(group()).skipped
+    jax.tree.map(np.testing.assert_array_equal, made.params["vision"], tiny_params(config=TINY_VL)["vision"])
+
+
+def test_what_a_learner_cannot_do_is_said():
+    with pytest.raises(ConfigError, match="learner.mesh.context=2 splits rows within pictures"):
+        row_sight(sight(), LearnerConfig(mesh={"context": 2}))
+    assert row_sight(None, LearnerConfig(mesh={"context": 2})) is None
+    with pytest.raises(ConfigError, match="learner.freeze_vision=true, but a llama model"):
+        Learner(
+            TINY, tiny_params(), algorithm=AlgorithmConfig(), config=LearnerConfig(freeze_vision=True), temperature=1.0
+        )
+
+
+def test_placeholders_that_do_not_fit_their_picture_are_an_error_of_that_trajectory():
+    wrong = seeing_trajectory(PROMPT, ([7], {"image": [FIRST]}), ([9], {}), index=3)
+    turn = wrong.turns[0]
+    ids = tuple(i for i in placeholders({"image": [FIRST]}) if i != IMAGE)
+    broken = Trajectory.from_turns(
+        prompt_ids=PROMPT,
+        turns=(type(turn)(output=turn.output, appended_ids=ids, appended_media=turn.appended_media), wrong.turns[1]),
+        trajectory_id="g-3",
+        group_id="g",
+        agent_name="tool_agent",
+        finish_reason=wrong.finish_reason,
+    )
+    with pytest.raises(ValueError, match="trajectory g-3: image 1 of 1 takes 4 placeholders"):
+        packed(broken)

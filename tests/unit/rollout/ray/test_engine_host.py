@@ -1,0 +1,103 @@
+"""What runs inside an actor, without one."""
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jax_agent_rl.errors import PromptTooLongError, WeightUpdateError
+from jax_agent_rl.rollout.http import wire
+from jax_agent_rl.rollout.protocol import GenerateRequest, WeightUpdate
+from jax_agent_rl.rollout.ray.host import EngineHost
+from jax_agent_rl.rollout.ray.weights import store
+from jax_agent_rl.types import SamplingParams
+from tests.toy_backend import VOCAB, ToyBackend
+
+
+def request(name: str = "a", *, length: int = 3, max_tokens: int = 5) -> GenerateRequest:
+    return GenerateRequest(
+        request_id=name,
+        prompt_ids=tuple(3 + i % (VOCAB - 5) for i in range(length)),
+        sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True),
+    )
+
+
+async def fetch(reference):
+    return reference
+
+
+async def started(make=lambda: ToyBackend(weight_payloads=frozenset({"safetensors"}))) -> EngineHost:
+    host = EngineHost(make, fetch)
+    answer = await host.start()
+    assert answer.error is None
+    return host
+
+
+async def test_it_answers_with_capabilities_outputs_and_versions():
+    host = EngineHost(ToyBackend, fetch)
+    assert (await host.start()).value.max_model_len == 200
+    answer = await host.call("generate", request())
+    assert len(answer.value.token_ids) == 5 and answer.policy_version == 0
+    await host.call("close")
+
+
+async def test_errors_of_the_engine_come_back_as_what_they_are():
+    host = await started()
+    answer = await host.call("generate", request(length=300))
+    with pytest.raises(PromptTooLongError, match="300 ids leaves no room"):
+        raise wire.decode_error(answer.error)
+    assert (await host.call("sleep")).error["type"] == "NotImplementedError"
+    *_, last = [answer async for answer in host.stream(request(length=300))]
+    assert last.error["type"] == "PromptTooLongError"
+    await host.call("close")
+
+
+async def test_an_engine_that_cannot_start_says_why():
+    def broken():
+        raise OSError("no such device")
+
+    host = EngineHost(broken, fetch)
+    assert (await host.start()).error == {"type": "BackendError", "message": "OSError: no such device"}
+    assert (await host.call("generate", request())).error["type"] == "BackendClosedError"
+
+
+async def test_stored_weights_are_taken_and_damaged_ones_leave_the_old_ones_served(tmp_path: Path):
+    (tmp_path / "w.safetensors").write_text("other")
+    host = await started()
+    files = WeightUpdate(version=1, kind="safetensors", payload=[str(tmp_path / "w.safetensors")])
+    update = store(files, lambda tree: tree)
+    stored = update.payload.reference
+    whole = stored["w.safetensors"]
+    before = (await host.call("generate", request("before"))).value.token_ids
+
+    stored["w.safetensors"] = replace(whole, data=whole.data ^ 1)
+    answer = await host.call("update_weights", update)
+    assert isinstance(wire.decode_error(answer.error), WeightUpdateError) and answer.policy_version == 0
+    assert (await host.call("generate", request("still"))).value.token_ids == before
+
+    stored["w.safetensors"] = whole
+    assert (await host.call("update_weights", update)).policy_version == 1
+    assert not np.array_equal((await host.call("generate", request("after"))).value.token_ids, before)
+    await host.call("close")
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["generate", "stream"])
+async def test_a_cancelled_call_frees_its_slot(streamed: bool):
+    backend = ToyBackend()
+    host = await started(lambda: backend)
+
+    async def run():
+        if not streamed:
+            return await host.call("generate", request(max_tokens=150))
+        return [answer async for answer in host.stream(request(max_tokens=150))]
+
+    task = asyncio.create_task(run())
+    while not backend.running:
+        await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert not backend.running
+    await host.call("close")

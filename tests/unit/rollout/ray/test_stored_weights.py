@@ -1,0 +1,90 @@
+"""Weights in a store, without Ray: the store is a dictionary."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jax_agent_rl.errors import WeightUpdateError
+from jax_agent_rl.rollout.protocol import WeightUpdate
+from jax_agent_rl.rollout.ray.weights import KIND, Tensor, checksum, fetched, store
+
+TREE = {
+    "embed": np.arange(6, dtype=np.float32).reshape(2, 3),
+    "layers": {0: {"scale": np.ones(3, ml_dtypes.bfloat16)}, 1: {"scale": np.float32(4)}},
+}
+
+
+class FakeStore:
+    def __init__(self) -> None:
+        self.objects = []
+
+    def put(self, value) -> int:
+        self.objects.append(value)
+        return len(self.objects) - 1
+
+    async def fetch(self, reference: int):
+        return self.objects[reference]
+
+
+def arrays(tree=TREE) -> WeightUpdate:
+    return WeightUpdate(version=3, kind="arrays", payload=tree)
+
+
+async def test_arrays_come_back_as_they_were():
+    shelf = FakeStore()
+    update = store(arrays(), shelf.put)
+    assert (update.kind, update.version) == (KIND, 3)
+    async with fetched(update, shelf.fetch) as taken:
+        assert (taken.kind, taken.version) == ("arrays", 3)
+        np.testing.assert_array_equal(taken.payload["embed"], TREE["embed"])
+        scale = taken.payload["layers"][0]["scale"]
+        assert scale.dtype == ml_dtypes.bfloat16 and scale.tolist() == [1, 1, 1]
+        assert taken.payload["layers"][1]["scale"].shape == ()
+
+
+async def test_what_the_store_holds_is_read_without_a_copy():
+    shelf = FakeStore()
+    update = store(arrays(), shelf.put)
+    held = shelf.objects[0]["embed"].data
+    async with fetched(update, shelf.fetch) as taken:
+        assert np.shares_memory(taken.payload["embed"], held)
+
+
+async def test_files_come_back_with_their_bytes_and_do_not_stay(tmp_path: Path):
+    (tmp_path / "a.safetensors").write_bytes(b"weights")
+    shelf = FakeStore()
+    update = store(
+        WeightUpdate(version=1, kind="safetensors", payload=[str(tmp_path / "a.safetensors")], partial=True), shelf.put
+    )
+    async with fetched(update, shelf.fetch) as taken:
+        (file,) = taken.payload
+        assert (taken.kind, taken.partial, Path(file).read_bytes()) == ("safetensors", True, b"weights")
+        assert Path(file).parent != tmp_path
+    assert not Path(file).parent.exists()
+
+
+@given(place=st.integers(0, 23), bit=st.integers(0, 7))
+async def test_any_flipped_bit_is_found_before_the_engine_sees_it(place: int, bit: int):
+    shelf = FakeStore()
+    update = store(arrays({"embed": TREE["embed"].copy()}), shelf.put)
+    shelf.objects[0]["embed"].data[place] ^= 1 << bit
+    with pytest.raises(WeightUpdateError, match="version 3 were damaged"):
+        async with fetched(update, shelf.fetch):
+            raise AssertionError("damaged weights were given out")
+
+
+def test_the_checksum_is_of_names_types_and_shapes_too():
+    tensor = Tensor.of(np.zeros((2, 2), np.float32))
+    others = [{"b": tensor}, {"a": replace(tensor, dtype="int32")}, {"a": replace(tensor, shape=(4,))}]
+    assert checksum({"a": tensor}) not in {checksum(other) for other in others}
+
+
+async def test_another_kind_is_refused_by_its_name():
+    with pytest.raises(WeightUpdateError, match="got 'arrays'"):
+        async with fetched(arrays(), FakeStore().fetch):
+            raise AssertionError("it was taken")

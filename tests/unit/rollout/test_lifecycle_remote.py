@@ -1,0 +1,93 @@
+"""The manager over real rollout servers on loopback, one of which is killed and started again."""
+
+import asyncio
+import functools
+from pathlib import Path
+
+import pytest
+
+from jax_agent_rl.errors import EngineDiedError
+from jax_agent_rl.rollout.client import LLMServerClient
+from jax_agent_rl.rollout.http.client import RemoteBackend
+from jax_agent_rl.rollout.http.server import RolloutServer
+from jax_agent_rl.rollout.lifecycle import LLMServerManager
+from jax_agent_rl.rollout.protocol import WeightUpdate
+from jax_agent_rl.types import PauseMode, SamplingParams
+from tests.toy_backend import ToyBackend, to_text
+
+
+class Engine(ToyBackend):
+    """Notes the version of the weights at every request."""
+
+    def __init__(self):
+        super().__init__(tick_seconds=0.002, max_concurrent=64, weight_payloads=frozenset({"safetensors"}))
+        self.asked = []
+
+    def stream(self, request):
+        self.asked.append(self.policy_version)
+        return super().stream(request)
+
+
+class Host:
+    """A rollout server that can be killed and started again on its port."""
+
+    port = 0
+
+    async def start(self):
+        self.engine = Engine()
+        await self.engine.start()
+        self.server = RolloutServer(self.engine, port=self.port, heartbeat_seconds=0.2)
+        await self.server.start()
+        self.url, self.port = self.server.url, int(self.server.url.rsplit(":", 1)[1])
+
+    async def kill(self):
+        await self.server.close()
+        await self.engine.close()
+
+
+async def test_a_killed_and_restarted_rollout_server_comes_back_with_the_served_weights(tmp_path: Path):
+    file = tmp_path / "w.safetensors"
+    file.write_text("other")
+    hosts = [Host(), Host()]
+    await asyncio.gather(*(host.start() for host in hosts))
+    client = LLMServerClient(decode_text=to_text, wait_for_server_seconds=30.0)
+    manager = LLMServerManager(client, recovery_seconds=30.0, stall_seconds=5.0)
+    try:
+        await manager.start({host.url: functools.partial(RemoteBackend, host.url, start_seconds=0) for host in hosts})
+        update = WeightUpdate(version=1, kind="safetensors", payload=[str(file)], lasting=True)
+        await client.update_weights(update)
+
+        def ask(name, **more):
+            sampling = SamplingParams(max_tokens=100, seed=7, temperature=1.0, ignore_eos=True)
+            return asyncio.ensure_future(client.generate(name, prompt_ids=[5, 6, 7], sampling_params=sampling, **more))
+
+        heard = []
+        tasks = [ask("plain"), ask("other"), ask("streamed", on_ids=heard.extend)]
+        while len(heard) < 3:
+            await asyncio.sleep(0.001)
+        for host in hosts:  # both: requests wait for the first to come back
+            await host.engine.pause(PauseMode.KEEP)
+        await asyncio.gather(*(host.kill() for host in hosts))
+        await hosts[0].start()
+        outputs = await asyncio.gather(*tasks)
+        assert len({output.token_ids for output in outputs}) == 1, "keyed by seed and position: whoever sampled them"
+        assert {len(output.token_ids) for output in outputs} == {100}
+        assert tuple(heard) == outputs[2].token_ids, "what was streamed stands, and nothing is told twice"
+        assert set(hosts[0].engine.asked) == {1}, "no request before the weights"
+        stats = client.stats()
+        assert (stats.servers_up, stats.servers_lost, stats.servers_joined, stats.stale_served) == (1, 2, 1, 0)
+        await hosts[1].start()
+        while len(client.servers) < 2:
+            await asyncio.sleep(0.01)
+        assert hosts[1].engine.policy_version == 1
+    finally:
+        await manager.close()
+        for host in hosts:
+            await host.kill()
+
+
+async def test_a_server_that_cannot_be_reached_at_the_start_is_an_error_at_once():
+    manager = LLMServerManager(LLMServerClient(), recovery_seconds=30.0)
+    with pytest.raises(EngineDiedError, match=r"http://127\.0\.0\.1:9 is gone"):
+        await manager.start({"nobody": lambda: RemoteBackend("http://127.0.0.1:9", start_seconds=0)})
+    await manager.close()

@@ -1,0 +1,158 @@
+"""Engines on all processes of a learner: they find each other, and serve what all of them have trained."""
+
+import asyncio
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jax_agent_rl.errors import BackendError, WeightUpdateError
+from jax_agent_rl.rollout.client import LLMServerClient
+from jax_agent_rl.rollout.lifecycle import LLMServerManager
+from jax_agent_rl.rollout.protocol import WeightUpdate
+from jax_agent_rl.runtime.multihost_engines import KIND, FromShelf, HostEngine, Meeting, Shelf, join_hosts, own_address
+from jax_agent_rl.types import SamplingParams
+from tests.ports import free_port
+from tests.simulated import environment_with
+from tests.tiny_run import SMALL, tiny_recipe
+from tests.toy_backend import ToyBackend, to_text
+from tests.warm import python
+
+
+class Store:
+    """What jax's coordination service keeps, in one process."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, str] = {}
+
+    def key_value_set(self, key: str, value: str) -> None:
+        self.values[key] = value
+
+    def key_value_dir_get(self, key: str) -> list[tuple[str, str]]:
+        return [(name, value) for name, value in self.values.items() if name.startswith(key)]
+
+
+class Engine(ToyBackend):
+    """Notes what weights it was given, and fails to start if told so."""
+
+    def __init__(self, *, broken: bool = False) -> None:
+        super().__init__()
+        self.broken, self.taken, self.closed = broken, [], False
+
+    async def start(self) -> None:
+        if self.broken:
+            raise MemoryError("2 GB are missing")
+        await super().start()
+
+    async def update_weights(self, update: WeightUpdate) -> None:
+        assert update.kind == "arrays"
+        self.taken.append(update.payload)
+        self._version = update.version
+
+    async def close(self) -> None:
+        self.closed = True
+        await super().close()
+
+
+def shelf() -> Shelf:
+    return Shelf(lambda params: {"copy of": params})
+
+
+async def fleet(store: Store, engine: Engine, kept: Shelf, **more: Any) -> tuple[LLMServerClient, LLMServerManager]:
+    client = LLMServerClient(decode_text=to_text)
+    manager = LLMServerManager(client)
+    await manager.start({"host-0": lambda: FromShelf(engine, kept)})  # type: ignore[dict-item]
+    return client, manager
+
+
+async def test_all_engines_take_the_version_that_lies_on_their_own_shelf():
+    store, engines, shelves = Store(), [Engine(), Engine()], [shelf(), shelf()]
+    other = HostEngine(
+        lambda: FromShelf(engines[1], shelves[1]),  # type: ignore[arg-type,return-value]
+        Meeting(store),
+        number=1,
+        host="127.0.0.1",
+    )
+    client, manager = await fleet(store, engines[0], shelves[0])
+    try:
+        assert await join_hosts(manager, meeting=Meeting(store), others=1) == ["host-1"]
+        for number, kept in enumerate(shelves):
+            kept.put(1, f"parameters of process {number}")
+        await client.update_weights(WeightUpdate(version=1, kind=KIND, payload=None))
+        assert [engine.taken for engine in engines] == [[{"copy of": f"parameters of process {i}"}] for i in (0, 1)]
+        sampling = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
+        asked = (client.generate(f"r{i}", prompt_ids=[3, 4], sampling_params=sampling) for i in range(4))
+        outputs = await asyncio.gather(*asked)
+        assert {output.policy_versions for output in outputs} == {(1,) * 5} and len({o.token_ids for o in outputs}) == 1
+        assert [(await s.backend.metrics()).requests_finished for s in client.servers] == [2, 2]
+    finally:
+        await manager.close()
+        await asyncio.to_thread(other.close)
+    assert engines[1].closed
+
+
+async def test_an_engine_that_cannot_start_ends_the_start_with_its_reason():
+    store, kept = Store(), shelf()
+    other = HostEngine(lambda: Engine(broken=True), Meeting(store), number=3, host="127.0.0.1")
+    _, manager = await fleet(store, Engine(), kept)
+    try:
+        with pytest.raises(BackendError, match="the engine of process 3 could not start: MemoryError: 2 GB"):
+            await join_hosts(manager, meeting=Meeting(store), others=1)
+    finally:
+        await manager.close()
+        await asyncio.to_thread(other.close)
+
+
+async def test_an_engine_that_is_not_wanted_any_more_ends_before_anybody_has_asked_for_it():
+    engine = Engine()
+    other = HostEngine(lambda: engine, Meeting(Store()), number=1, host="127.0.0.1")
+    await asyncio.to_thread(other.close)
+    assert engine.closed or not engine.taken  # closed, or never made
+
+
+async def test_a_version_that_is_not_on_the_shelf_is_refused():
+    engine, kept = Engine(), shelf()
+    served = FromShelf(engine, kept)  # type: ignore[arg-type]
+    with pytest.raises(WeightUpdateError, match="version 1 are not in this process, which has none"):
+        await served.update_weights(WeightUpdate(version=1, kind=KIND, payload=None))
+    kept.put(1, "parameters")  # type: ignore[arg-type]
+    with pytest.raises(WeightUpdateError, match="version 2 are not in this process, which has version 1"):
+        await served.update_weights(WeightUpdate(version=2, kind=KIND, payload=None))
+    with pytest.raises(WeightUpdateError, match="takes weights of kind 'mesh', got 'arrays'"):
+        await served.update_weights(WeightUpdate(version=2, kind="arrays", payload={}))
+    assert engine.taken == []
+
+
+def test_a_host_is_reached_in_the_network_of_process_0():
+    assert own_address("127.0.0.1:1234") == "127.0.0.1"
+    assert own_address("auto").count(".") == 3
+
+
+def test_two_processes_with_two_devices_each_sample_what_all_four_devices_have_trained(tmp_path: Path):
+    engine = SMALL | {"mesh": {"tensor": 2}}
+    recipe = tiny_recipe(tmp_path, rollout={"max_in_flight": 2, "max_model_len": 48, "jetstream": engine})
+    port = free_port()
+    settings = ["learner.mesh.fsdp=4", "learner.multihost.num_processes=2"]
+    settings.append(f"learner.multihost.coordinator=127.0.0.1:{port}")
+    environment = environment_with(2)
+    started = []
+    for number in range(2):
+        own = [str(recipe), *settings, f"learner.multihost.process_id={number}"]
+        command = [*python(), "-m", "tests.unit.runtime.host_engine_worker", *own]
+        pipe = subprocess.PIPE
+        started.append(subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True))
+    try:
+        outputs = [process.communicate(timeout=280) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert [p.returncode for p in started] == [0, 0], "\n".join(err[-3000:] for _, err in outputs)
+    lines = [json.loads(line) for line in outputs[0][0].splitlines() if line.startswith("{")]
+    assert [(line["server"], line["versions"]) for line in lines] == [
+        (f"host-{host}", [version]) for version in range(2) for host in (0, 1)
+    ]
+    for line in lines:
+        assert line["found"] == pytest.approx(line["expected"], abs=1e-4) and line["recompilations"] == 0
+    assert lines[0]["found"] != lines[2]["found"], "nothing was learnt"

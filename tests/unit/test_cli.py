@@ -1,0 +1,170 @@
+"""The command line teaches: every command has examples, and keys complete."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from jax_agent_rl.cli import app
+from jax_agent_rl.cli.options import Panel, config_or_key
+from jax_agent_rl.config import Config, build, load
+from jax_agent_rl.config.loading import valid_keys
+from jax_agent_rl.config.tool_server import load_settings
+from jax_agent_rl.testing.simulate.workload import load_assumptions
+from jax_agent_rl.tool_server.plugins import tool_classes
+
+ROOT = Path(__file__).parents[2]
+REQUIRED = {"run_dir": "run", "model": {"path": "model"}, "data": {"train": "t.jsonl", "heldout": "h.jsonl"}}
+COMMANDS = sorted(typer.main.get_command(app).commands)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_help_of_every_command_explains_it_and_ends_with_examples(name: str):
+    result = CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "200"})
+    assert result.exit_code == 0
+    assert "Examples:" in result.output and f"jax-agent-rl {name}" in result.output.partition("Examples:")[2]
+    command = typer.main.get_command(app).commands[name]
+    assert command.rich_help_panel in set(Panel), f"{name} is in no panel"
+    assert all(p.help for p in command.params), [p.name for p in command.params if not p.help]
+
+
+def test_examples_are_shown_with_their_brackets():
+    result = CliRunner().invoke(app, ["tool-server", "--help"], env={"COLUMNS": "200"})
+    assert "tools=[python" in result.output
+
+
+def examples() -> list[str]:
+    """Of every command and group, without ``jax-agent-rl`` and what a shell does with the output."""
+    group = typer.main.get_command(app)
+    commands = [*group.commands.values(), *group.commands["config"].commands.values()]
+    lines = [line for command in commands for line in command.epilog.replace("\\[", "[").splitlines()]
+    return [line.removeprefix("jax-agent-rl ").partition(" > ")[0] for line in lines if line.startswith("jax-agent-rl")]
+
+
+def understood(example: str) -> tuple[str, dict[str, Any]]:
+    """The command an example calls and its arguments, as the command line reads them."""
+    command, (name, *words) = typer.main.get_command(app), shlex.split(example)
+    command = command.commands[name]
+    if hasattr(command, "commands") and words:
+        command = command.commands[words.pop(0)]
+    return name, command.make_context(name, words).params
+
+
+@pytest.mark.parametrize("example", examples())
+def test_examples_name_recipes_and_settings_that_there_are(example: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(ROOT)
+    name, given = understood(example)
+    if name == "tool-server":
+        tool_classes(load_settings(given["config"], given["settings"] or []))
+        return
+    config = given.get("config")
+    config, overrides = config_or_key(config and str(config), given.get("overrides"))
+    mine = [item for item in overrides if not item.startswith("assume.")]
+    if config and str(config).startswith("configs/"):
+        load(config, mine)
+    else:
+        build(REQUIRED, mine)
+    load_assumptions(None, [item.removeprefix("assume.") for item in overrides if item not in mine])
+
+
+def test_help_loads_nothing_that_commands_need():
+    program = "import sys, jax_agent_rl.cli; print(*(n for n in sys.modules if n in ('pydantic', 'yaml', 'numpy')))"
+    loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
+    assert loaded == []
+
+
+def in_bash(line: str) -> list[str]:
+    """What bash is offered at the end of a command line; it cuts words at ``=``."""
+    words = ["jax-agent-rl", *re.findall(r"[^\s=]+|=", line), *([""] if line.endswith(" ") else [])]
+    return offered("complete_bash", COMP_WORDS="\n".join(words), COMP_CWORD=str(len(words) - 1))
+
+
+def in_fish(line: str) -> list[str]:
+    """The same for fish, which leaves words whole, as zsh does."""
+    line = f"jax-agent-rl {line}"
+    return offered("complete_fish", _TYPER_COMPLETE_ARGS=line, _TYPER_COMPLETE_FISH_ACTION="get-args")
+
+
+def offered(instruction: str, **environment: str) -> list[str]:
+    """Asks as the shell's script does that ``--install-completion`` writes."""
+    environment |= {"_JAX_AGENT_RL_COMPLETE": instruction}
+    result = CliRunner().invoke(app, [], env=environment, prog_name="jax-agent-rl")
+    assert result.exit_code == 0, result.output
+    return [line.partition("\t")[0] for line in result.output.splitlines() if line]
+
+
+def test_every_key_of_the_configuration_completes():
+    assert in_bash("train c.yaml ") == [f"{key}=" for key in valid_keys(Config)]
+
+
+@pytest.mark.parametrize(
+    "begun",
+    [
+        "train c.yaml",
+        "eval",
+        "eval c.yaml",
+        "eval --run runs/x",
+        "rollout",
+        "doctor",
+        "serve",
+        "rollout-server --config c.yaml",
+        "simulate c.yaml",
+        "plan --config c.yaml --topology v5e:4x4",
+        "config show c.yaml",
+    ],
+)
+def test_keys_and_values_complete_wherever_they_may_stand(begun: str):
+    for complete in (in_bash, in_fish):
+        assert complete(f"{begun} rollout.back") == ["rollout.backend="]
+    assert in_fish(f"{begun} rollout.backend=v") == ["rollout.backend=vllm"]
+    assert in_bash(f"{begun} rollout.backend=v") == ["vllm"]
+    assert in_bash(f"{begun} seed=1 rollout.backend=") == ["jetstream", "vllm", "remote"]
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("config explain rollout.back", ["rollout.backend"]),
+        ("config explain --tool-server wor", ["workers"]),
+        ("config explain learner.lo", ["learner.lora"]),
+        ("tool-server wor", ["workers="]),
+        ("tool-server port=1 sandbox=", ["bubblewrap", "unsafe_local"]),
+        ("simulate c.yaml assume.st", ["assume.steps="]),
+        ("view runs/x --color l", ["logprob"]),
+        ("view --sort w", ["worst"]),
+        ("view --split h", ["heldout"]),
+        ("view --stop-reason e", ["eos"]),
+        ("view --finish-reason user", ["user_done"]),
+        ("export runs/x out --dtype b", ["bfloat16"]),
+        ("train c.yaml learner.lora.quantize=n", ["none", "nf4"]),
+        ("train c.yaml rollout.deterministic=", ["true", "false"]),
+    ],
+)
+def test_what_has_names_of_its_own_completes(line: str, words: list[str]):
+    found = in_bash(line)
+    assert [word for word in found if not word.startswith("learner.lora.")] == words
+
+
+@pytest.mark.parametrize("line", ["eval ", "eval configs/qu", "doctor "])
+def test_where_a_file_may_stand_the_shell_completes_it(line: str):
+    assert in_bash(line) == []  # then its script falls back to file names
+
+
+def test_a_key_with_any_value_has_none_to_offer():
+    assert in_fish("eval trainer.steps=") == in_fish("eval no.such.key=") == in_fish("eval seed.deeper=") == []
+
+
+def test_a_key_may_stand_where_a_file_may_be_left_out(tmp_path: Path):
+    odd = tmp_path / "a=b.yaml"
+    odd.write_text("")
+    url = "agent.tool_server_url=http://localhost:5000"
+    assert config_or_key(url, ["a.b=2"]) == (None, [url, "a.b=2"])
+    assert config_or_key("missing.yaml", None) == (Path("missing.yaml"), [])
+    assert config_or_key(str(odd), None) == (odd, [])
+    assert config_or_key(None, None) == (None, [])

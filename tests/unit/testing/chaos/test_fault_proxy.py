@@ -1,0 +1,171 @@
+"""What the proxy does to requests, seen by a plain socket and by the project's own clients."""
+
+import asyncio
+import json
+from contextlib import asynccontextmanager
+from random import Random
+
+import pytest
+from aiohttp import web
+
+from jax_agent_rl.errors import EngineDiedError, JaxAgentRLError, ToolServerError
+from jax_agent_rl.rollout.http.client import RemoteBackend
+from jax_agent_rl.rollout.http.server import RolloutServer
+from jax_agent_rl.rollout.protocol import GenerateRequest
+from jax_agent_rl.testing.chaos.proxy import Fault, FaultProxy
+from jax_agent_rl.types import SamplingParams
+from jax_agent_rl.utils.json_service import JsonService, ServiceSettings
+from tests.toy_backend import ToyBackend
+
+ANSWER = {"observations": ["x" * 500]}
+
+
+class First(Random):
+    """Lets a fault hit every request, before the server sees it or in the middle of the answer."""
+
+    def __init__(self, before: bool):
+        super().__init__(0)
+        self.before = before
+
+    def random(self):
+        return 0.0 if self.before else 0.99
+
+
+@asynccontextmanager
+async def service(fault=None, *, before=True):
+    """An HTTP server behind a proxy: the proxy, and the bodies that reached the server."""
+    seen = []
+
+    async def answer(request):
+        seen.append(await request.json())
+        return web.json_response(ANSWER)
+
+    app = web.Application()
+    app.router.add_post("/{path:.*}", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    proxy = FaultProxy(runner.addresses[0][1], rng=First(before), piece_seconds=0.0)
+    await proxy.start()
+    proxy.fault = fault
+    try:
+        yield proxy, seen
+    finally:
+        await proxy.close()
+        await runner.cleanup()
+
+
+def client(proxy, **settings):
+    return JsonService(
+        ServiceSettings(
+            **{"url": f"{proxy.url}/act", "url_key": "url", "timeout": 20.0, "timeout_key": "timeout"} | settings
+        ),
+        error=ToolServerError,
+        sleep=lambda seconds: asyncio.sleep(0),
+    )
+
+
+async def ask(proxy, **settings):
+    service = client(proxy, **settings)
+    try:
+        return await service.post({"request_id": "a"}), service.retries
+    finally:
+        await service.close()
+
+
+@pytest.mark.parametrize("fault", [None, Fault.SLOW])
+async def test_without_a_fault_or_only_slowly_the_answer_is_the_servers(fault):
+    async with service(fault) as (proxy, seen):
+        proxy.chance = 2.0
+        assert (await ask(proxy))[0] == ANSWER
+        assert seen == [{"request_id": "a"}] and proxy.requests == {"/act": 1}
+        assert proxy.hits == ({fault: 1} if fault else {})
+
+
+@pytest.mark.parametrize(
+    ("fault", "before", "reached"),
+    [
+        (Fault.RESET, True, 0),
+        (Fault.RESET, False, 1),
+        (Fault.TRUNCATE, True, 1),
+        (Fault.UNAVAILABLE, True, 0),
+    ],
+)
+async def test_a_fault_is_an_error_and_reaches_the_server_only_where_it_says(fault, before, reached):
+    async with service(fault, before=before) as (proxy, seen):
+        proxy.chance = 2.0
+        with pytest.raises(ToolServerError):
+            await ask(proxy)
+        assert len(seen) == reached and proxy.hits == {fault: 1}
+
+
+@pytest.mark.parametrize("before", [True, False])
+async def test_a_stalled_request_ends_when_the_client_leaves(before):
+    async with service(Fault.STALL, before=before) as (proxy, seen):
+        proxy.chance = 2.0
+        with pytest.raises(TimeoutError):
+            await ask(proxy, timeout=0.05)
+        while [task for task in asyncio.all_tasks() if task.get_name().startswith("fault-proxy")]:
+            await asyncio.sleep(0)
+
+
+async def test_repetitions_of_an_unavailable_service_are_bounded_and_end_when_it_is_back():
+    async with service(Fault.UNAVAILABLE) as (proxy, seen):
+        proxy.chance = 2.0
+        with pytest.raises(ToolServerError, match="503.*4 times"):
+            await ask(proxy, max_retries=3)
+        assert proxy.requests == {"/act": 4} and not seen
+        proxy.fault = None
+        assert await ask(proxy, max_retries=3) == (ANSWER, 0)
+
+
+async def test_a_server_that_is_not_there_is_a_bad_gateway():
+    proxy = FaultProxy(1, rng=Random(0))
+    await proxy.start()
+    with pytest.raises(ToolServerError, match="502"):
+        await ask(proxy)
+    await proxy.close()
+
+
+async def test_the_sendings_of_each_rollout_request_are_counted():
+    async with service() as (proxy, _):
+        reader, writer = await asyncio.open_connection("127.0.0.1", proxy.port)
+        body = json.dumps({"request_id": "async-0-0-1/2"}).encode()
+        writer.write(b"POST /v1/generate HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        await reader.read()
+        writer.close()
+        assert proxy.attempts == {"async-0-0-1/2": 1}
+
+
+@pytest.mark.parametrize("fault", list(Fault))
+async def test_whatever_happens_to_the_network_a_rollout_server_is_well_or_gone_and_never_an_error_of_another_kind(
+    fault,
+):
+    """Gone means: the request goes on elsewhere. Any other error would cost the trajectory."""
+
+    backend = ToyBackend(tick_seconds=0.0)
+    server = RolloutServer(backend, heartbeat_seconds=0.1)
+    await backend.start()
+    await server.start()
+    outcomes = set()
+    for before in (True, False):
+        proxy = FaultProxy(int(server.url.rpartition(":")[2]), rng=First(before), piece_seconds=0.0)
+        await proxy.start()
+        remote = RemoteBackend(proxy.url, silence_seconds=0.5)
+        await remote.start()
+        proxy.fault, proxy.chance = fault, 2.0
+        request = GenerateRequest(request_id="a", prompt_ids=(5, 6), sampling=SamplingParams(max_tokens=3, seed=1))
+        for call in (remote.generate(request), remote.abort("nobody"), remote.metrics()):
+            try:
+                await call
+                outcomes.add("well")
+            except EngineDiedError:
+                outcomes.add("gone")
+            except JaxAgentRLError as error:
+                outcomes.add(repr(error))
+        assert (await remote.health()).ok is (fault is Fault.SLOW)
+        await remote.close()
+        await proxy.close()
+    await server.close()
+    await backend.close()
+    assert outcomes == {"well" if fault is Fault.SLOW else "gone"}

@@ -1,0 +1,183 @@
+"""The policy of the chaos runs: tokens that can be proven, and proofs that fail where something is wrong."""
+
+import asyncio
+from collections import Counter
+from dataclasses import replace
+from itertools import count
+
+import numpy as np
+import pytest
+
+from jax_agent_rl.agents import derive_seed
+from jax_agent_rl.errors import BackendClosedError, BackendError, WeightUpdateError
+from jax_agent_rl.rollout.client import LLMServerClient
+from jax_agent_rl.rollout.protocol import GenerateRequest, WeightUpdate
+from jax_agent_rl.rollout.server import AsyncServer
+from jax_agent_rl.testing.chaos.engine import PacedBackend
+from jax_agent_rl.testing.chaos.policy import EOS, Policy, context_key, policy_of
+from jax_agent_rl.testing.chaos.verify import problems
+from jax_agent_rl.types import (
+    FinishReason,
+    PauseMode,
+    SamplingParams,
+    StopReason,
+    ToolCallRecord,
+    Trajectory,
+    Turn,
+)
+
+SEED, NAME = 7, "async-3-1-2"
+PROMPT = (1, 50, 60)
+OWN_SEED = derive_seed(SEED, "async", 3, 1, 2)
+
+
+def request(turn=0, *, prompt=PROMPT, most=40, name=None):
+    sampling = SamplingParams(max_tokens=most, seed=derive_seed(OWN_SEED, turn))
+    return GenerateRequest(request_id=name or f"{NAME}/{turn}", prompt_ids=prompt, sampling=sampling)
+
+
+def update(tmp_path, version):
+    file = tmp_path / f"{version}.safetensors"
+    policy_of(SEED, version).save(file)
+    return WeightUpdate(version=version, kind="safetensors", payload=[str(file)])
+
+
+@pytest.fixture
+async def engine():
+    backend = PacedBackend(policy_of(SEED, -1), version=-1, tick_seconds=0.0)
+    await backend.start()
+    yield backend
+    await backend.close()
+
+
+async def two_turns(client, *, between=lambda: asyncio.sleep(0)):
+    """A trajectory of the real client: turn, tool, turn."""
+    first = await client.generate(f"{NAME}/0", prompt_ids=PROMPT, sampling_params=request().sampling)
+    await between()
+    context = PROMPT + first.token_ids + (9, 9)
+    second = await client.generate(f"{NAME}/1", prompt_ids=context, sampling_params=request(1).sampling)
+    call = ToolCallRecord(name="tally", arguments={}, observation="ok", reward=1.0)
+    turns = (Turn(output=first, appended_ids=(9, 9), tool_calls=(call,)), Turn(output=second))
+    return Trajectory.from_turns(
+        trajectory_id=NAME,
+        group_id="async-3-1",
+        agent_name="server_tool_agent",
+        prompt_ids=PROMPT,
+        turns=turns,
+        finish_reason=FinishReason.MAX_USER_TURNS,
+        messages=(),
+    )
+
+
+async def test_a_trajectory_over_two_versions_is_proven(engine, tmp_path):
+    client = LLMServerClient([AsyncServer(engine)])
+    trajectory = await two_turns(client, between=lambda: client.update_weights(update(tmp_path, 4)))
+    assert [{*turn.output.policy_versions} for turn in trajectory.turns] == [{-1}, {4}]
+    assert list(problems(trajectory, seed=SEED)) == []
+
+
+async def test_a_proof_fails_where_anything_differs(engine):
+    good = await two_turns(LLMServerClient([AsyncServer(engine)]))
+    first, second = good.turns
+
+    def with_turn(turn):
+        kept = {name: getattr(good, name) for name in ("trajectory_id", "group_id", "agent_name", "finish_reason")}
+        return Trajectory.from_turns(prompt_ids=PROMPT, turns=(turn, second), messages=(), **kept)
+
+    def with_first(**changed):
+        return with_turn(replace(first, output=replace(first.output, **changed)))
+
+    ids, n = first.output.token_ids, len(first.output.token_ids)
+    wrong = {
+        "another id": with_first(token_ids=(ids[0] ^ 1, *ids[1:])),
+        "an id twice": with_first(
+            **{
+                key: value[:1] + value
+                for key in ("token_ids", "log_probs", "policy_versions")
+                for value in [getattr(first.output, key)]
+            }
+        ),
+        "another log-prob": with_first(log_probs=(first.output.log_probs[0] - 1e-9, *first.output.log_probs[1:])),
+        "another version": with_first(policy_versions=(5,) * n),
+        "another observation": with_turn(replace(first, appended_ids=(9, 8))),
+        "another prompt": replace(good, prompt_ids=(1, 50, 61)),
+        "another seed": replace(good, trajectory_id="async-3-1-3"),
+        "a tool that acted twice": with_turn(replace(first, tool_calls=(replace(first.tool_calls[0], reward=2.0),))),
+        "a mask of its own": replace(good, response_mask=(0, *good.response_mask[1:])),
+        "log-probs of its own": replace(good, rollout_logprobs=(-9.0, *good.rollout_logprobs[1:])),
+        "ids of its own": replace(good, response_ids=(*good.response_ids[:-1], 9)),
+    }
+    for what, trajectory in wrong.items():
+        assert list(problems(trajectory, seed=SEED)), what
+
+
+def test_ids_are_drawn_with_the_probabilities_they_report():
+    """Against an independent count: 20 000 draws from one row, each probability within five standard deviations."""
+    policy, draws = policy_of(SEED, 0), 20_000
+    sampled = [policy.sample(11, seed=seed, position=3) for seed in range(draws)]
+    counts = Counter(token for token, _ in sampled)
+    for token, log_prob in set(sampled):
+        probability = np.exp(log_prob)
+        assert abs(counts[token] - draws * probability) < 5 * np.sqrt(draws * probability) + 1
+
+
+def test_weights_come_back_from_their_file_and_others_are_refused(tmp_path):
+    policy_of(SEED, 2).save(tmp_path / "w.safetensors")
+    assert np.array_equal(Policy.read(tmp_path / "w.safetensors").logits, policy_of(SEED, 2).logits)
+    (tmp_path / "half.safetensors").write_bytes((tmp_path / "w.safetensors").read_bytes()[:1000])
+    with pytest.raises(ValueError, match="holds no policy"):
+        Policy.read(tmp_path / "half.safetensors")
+    with pytest.raises(ValueError, match="must be finite float32"):
+        Policy(np.full_like(policy_of(SEED, 2).logits, np.nan))
+
+
+async def test_an_interrupted_request_goes_on_as_if_nothing_had_happened(engine):
+    prompts = ((1, number) for number in count(3))
+    whole, prompt = None, ()
+    while whole is None or len(whole.token_ids) < 4:  # one that does not end at once
+        prompt = next(prompts)
+        whole = await engine.generate(request(prompt=prompt))
+    part = await engine.generate(request(prompt=prompt, most=2))
+    rest = await engine.generate(request(prompt=prompt + part.token_ids, most=38))
+    assert part.stop_reason is StopReason.LENGTH
+    assert part.token_ids + rest.token_ids == whole.token_ids and whole.token_ids[-1] == EOS
+
+
+async def test_a_hung_engine_answers_nothing_and_goes_on_where_it_stood(engine):
+    engine.hang(True)
+    running = asyncio.ensure_future(engine.generate(request()))
+    pausing = asyncio.ensure_future(engine.pause(PauseMode.KEEP))
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert not running.done() and not pausing.done() and (await engine.health()).ok
+    engine.hang(False)
+    await pausing
+    await engine.resume()
+    assert (await running).stop_reason is StopReason.EOS
+
+
+async def test_a_paused_engine_hands_out_what_it_has_or_keeps_it(engine, tmp_path):
+    await engine.pause(PauseMode.KEEP)
+    kept = asyncio.ensure_future(engine.generate(request()))
+    await engine.update_weights(update(tmp_path, 0))
+    with pytest.raises(WeightUpdateError, match="not newer than 0"):
+        await engine.update_weights(update(tmp_path, 0))
+    await engine.resume()
+    assert {*(await kept).policy_versions} == {0}
+
+
+async def test_what_the_engine_cannot_do_it_refuses_and_closing_ends_requests(engine):
+    with pytest.raises(BackendError, match="without stops"):
+        await engine.generate(replace(request(), sampling=SamplingParams(max_tokens=3, seed=1, stop=("x",))))
+    await engine.pause(PauseMode.KEEP)
+    running = asyncio.ensure_future(engine.generate(request()))
+    await asyncio.sleep(0)
+    with pytest.raises(BackendError, match="already running"):
+        await engine.generate(request())
+    await engine.close()
+    with pytest.raises(BackendClosedError):
+        await running
+
+
+def test_the_key_of_a_context_depends_on_every_id_and_their_order():
+    assert len({context_key(ids) for ids in [(1, 2, 3), (1, 3, 2), (1, 2), (2, 2, 3), ()]}) == 5

@@ -1,0 +1,390 @@
+"""The conformance suite finds what it is for: each deliberately broken backend is caught by the check that is meant."""
+
+import asyncio
+from dataclasses import fields, replace
+
+import numpy as np
+import pytest
+
+from jax_agent_rl.errors import ConfigError
+from jax_agent_rl.testing.conformance import CHECKS, run_suite
+from jax_agent_rl.testing.conformance.check import CheckFailed
+from jax_agent_rl.types import PauseMode, StopReason, digest_ids
+from tests.toy_backend import EOS, IMAGE, MODELS, ToyBackend, ToyModel, toy_subject
+
+
+class DropsEos(ToyBackend):
+    def finish(self, run, reason):
+        if reason is StopReason.EOS:
+            run.ids.pop(), run.log_probs.pop(), run.versions.pop()
+        super().finish(run, reason)
+
+
+class CallsEosLength(ToyBackend):
+    def reason(self, run):
+        return StopReason.LENGTH if super().reason(run) is StopReason.EOS else super().reason(run)
+
+
+class RawLogprobs(ToyBackend):
+    def sample(self, run):
+        token, _ = super().sample(run)
+        plain = replace(run.request, sampling=replace(run.request.sampling, temperature=1.0, top_p=1.0, top_k=0))
+        return token, float(self.distribution(replace(run, request=plain))[token])
+
+
+class UntruncatedLogprobs(ToyBackend):
+    def sample(self, run):
+        token, _ = super().sample(run)
+        whole = replace(run.request, sampling=replace(run.request.sampling, top_p=1.0, top_k=0))
+        return token, float(self.distribution(replace(run, request=whole))[token])
+
+
+class ZeroGreedyLogprobs(ToyBackend):
+    def sample(self, run):
+        token, log_prob = super().sample(run)
+        return token, 0.0 if run.request.sampling.temperature == 0 else log_prob
+
+
+class IgnoresSeed(ToyBackend):
+    def sample(self, run):
+        run.seed = self._metrics.generated_tokens
+        return super().sample(run)
+
+
+class OneSeedForAll(ToyBackend):
+    def sample(self, run):
+        run.seed = 7
+        return super().sample(run)
+
+
+class OneTooMany(ToyBackend):
+    def reason(self, run):
+        sampling = replace(run.request.sampling, max_tokens=run.request.sampling.max_tokens + 1)
+        return super().reason(replace(run, request=replace(run.request, sampling=sampling)))
+
+
+class LosesPartials(ToyBackend):
+    def finish(self, run, reason):
+        if reason is StopReason.ABORTED:
+            run.ids, run.log_probs, run.versions = [], [], []
+        super().finish(run, reason)
+
+
+class LabelsAtTheEnd(ToyBackend):
+    def output(self, run, reason):
+        return replace(super().output(run, reason), policy_versions=(self._version,) * len(run.ids))
+
+
+class VersionWithoutWeights(ToyBackend):
+    async def update_weights(self, update):
+        model = self.model
+        await super().update_weights(update)
+        self.model = model
+
+
+class MixesWeights(ToyBackend):
+    async def update_weights(self, update):
+        old = self.model
+        await super().update_weights(update)
+        mixed = ToyModel("base")
+        mixed.last, mixed.before = self.model.last, old.before
+        self.model = mixed
+
+
+class ForgetsWhatIsNotNamed(ToyBackend):
+    async def update_weights(self, update):
+        await super().update_weights(replace(update, payload="other", partial=False) if update.partial else update)
+
+
+class LeaksSlot(ToyBackend):
+    def forget(self, run):
+        if len(run.ids) and run.request.sampling.max_tokens > len(run.ids):
+            return  # only a request that ended by itself gives its slot back
+        super().forget(run)
+
+
+class KeepsPrefixCache(ToyBackend):
+    async def reset_prefix_cache(self):
+        return None
+
+
+class GoesOnWhilePaused(ToyBackend):
+    async def pause(self, mode):
+        return None
+
+
+class AbortsOnWait(ToyBackend):
+    async def pause(self, mode):
+        await super().pause(PauseMode.ABORT if mode is PauseMode.WAIT else mode)
+
+
+class TakesStaleWeights(ToyBackend):
+    async def update_weights(self, update):
+        self._version = min(self._version, update.version - 1)
+        await super().update_weights(update)
+
+
+class TakesAnyWeights(ToyBackend):
+    async def update_weights(self, update):
+        self._version = update.version
+
+
+class WaitsOnForNobody(ToyBackend):
+    async def pause(self, mode):
+        await asyncio.shield(asyncio.create_task(super().pause(mode)))
+
+    async def resume(self):
+        self._frozen = False
+        self._changed.set()
+
+
+class WaitsForTheFrozen(ToyBackend):
+    async def pause(self, mode):
+        while mode is PauseMode.WAIT and self.running:
+            await asyncio.sleep(0)
+        await super().pause(mode)
+
+
+class AddsBos(ToyBackend):
+    def output(self, run, reason):
+        digest = digest_ids([1, *run.request.prompt_ids, *run.ids])
+        return replace(super().output(run, reason), context_digest=digest)
+
+
+class ReversesPriorities(ToyBackend):
+    def stream(self, request):
+        return super().stream(replace(request, priority=-request.priority))
+
+
+class TruncatesPrompt(ToyBackend):
+    def stream(self, request):
+        return super().stream(replace(request, prompt_ids=request.prompt_ids[-150:]))
+
+
+class CountsInBytes(ToyBackend):
+    def sample(self, run):
+        np.array([run.request.sampling.top_k, *run.request.sampling.stop_token_ids], np.int8)  # ends the engine's task
+        return super().sample(run)
+
+
+class CutsStopString(ToyBackend):
+    def finish(self, run, reason):
+        if reason is StopReason.STOP:
+            run.ids.pop(), run.log_probs.pop(), run.versions.pop()
+        super().finish(run, reason)
+
+
+class HangsAtClose(ToyBackend):
+    async def close(self):
+        self._closed = True
+        self._frozen = True
+
+
+class LeavesAThread(ToyBackend):
+    async def start(self):
+        import threading
+
+        await super().start()
+        threading.Thread(target=threading.Event().wait, args=(20,), name="toy-worker", daemon=True).start()
+
+
+class CrossesAnswers(ToyBackend):
+    """Every sixth step of a full batch reads the context of its neighbour."""
+
+    def sample(self, run):
+        others = list(self.running.values())
+        if len(others) == self.capabilities.max_concurrent and self._metrics.generated_tokens % 6 == 0:
+            return super().sample(others[others.index(run) - 1])
+        return super().sample(run)
+
+
+class Seeing(ToyBackend):
+    def __init__(self, **options):
+        super().__init__(**{"multi_modal": frozenset({"image"})} | options)
+
+
+class SeesNothing(Seeing):
+    def images(self, run):
+        return []
+
+
+class ForgetsTheOrder(Seeing):
+    def images(self, run):
+        return sorted(super().images(run))
+
+
+class TakesOthersImages(Seeing):
+    """The first images shown in a context are taken for all that follow in it."""
+
+    def images(self, run):
+        self.first = getattr(self, "first", {})
+        return self.first.setdefault(run.request.prompt_ids, super().images(run))
+
+
+class ComparesIdsAlone(Seeing):
+    def key(self, run, count):
+        return (*run.request.prompt_ids, *run.ids)[:count]
+
+
+class CountsNothing(Seeing):
+    def _check(self, request):
+        super()._check(replace(request, prompt_ids=tuple(i for i in request.prompt_ids if i != IMAGE), multi_modal={}))
+
+
+class Adapting(ToyBackend):
+    """Serves the suite's adapter."""
+
+    def __init__(self):
+        super().__init__(lora=True)
+
+
+class AdaptsNobody(Adapting):
+    def weights(self, run):
+        return self.model
+
+
+class AdaptsItsNeighbours(Adapting):
+    def weights(self, run):
+        return super().weights(next((other for other in self.running.values() if other.request.lora), run))
+
+
+class ServesAnyAdapterPlain(Adapting):
+    def _check(self, request):
+        super()._check(replace(request, lora=None))
+
+
+class SharesKVOverAdapters(Adapting):
+    def key(self, run, count):
+        return super().key(replace(run, request=replace(run.request, lora=None)), count)
+
+
+class ForgetsAdaptedKV(Adapting):
+    def key(self, run, count):
+        return (*super().key(run, count), run.request.request_id if run.request.lora else "")
+
+
+CAUGHT_BY = [
+    (AdaptsNobody, "adapters"),
+    (AdaptsItsNeighbours, "adapters"),
+    (ServesAnyAdapterPlain, "adapters"),
+    (SharesKVOverAdapters, "adapters-and-prefixes"),
+    (ForgetsAdaptedKV, "adapters-and-prefixes"),
+    (SeesNothing, "images-are-seen"),
+    (ForgetsTheOrder, "images-are-seen"),
+    (TakesOthersImages, "images-are-seen"),
+    (TakesOthersImages, "images-and-prefixes"),
+    (ComparesIdsAlone, "images-and-prefixes"),
+    (CountsNothing, "images-miscounted-refused"),
+    (DropsEos, "eos-kept"),
+    (CallsEosLength, "eos-kept"),
+    (RawLogprobs, "logprobs-temperature"),
+    (UntruncatedLogprobs, "logprobs-top-p"),
+    (UntruncatedLogprobs, "logprobs-top-k"),
+    (ZeroGreedyLogprobs, "greedy-logprobs"),
+    (IgnoresSeed, "seeds-reproduce"),
+    (OneSeedForAll, "seeds-reproduce"),
+    (OneSeedForAll, "unseeded-differ"),
+    (OneTooMany, "max-tokens-exact"),
+    (LosesPartials, "abort-returns-partials"),
+    (LosesPartials, "pause-abort"),
+    (LabelsAtTheEnd, "update-in-flight"),
+    (VersionWithoutWeights, "update-in-flight"),
+    (VersionWithoutWeights, "weights-round-trip"),
+    (MixesWeights, "weights-take-effect"),
+    (ForgetsWhatIsNotNamed, "partial-update"),
+    (LeaksSlot, "cancellation-frees-slot"),
+    (KeepsPrefixCache, "weights-take-effect"),
+    (KeepsPrefixCache, "prefix-reuse"),
+    (GoesOnWhilePaused, "pause-keep"),
+    (AbortsOnWait, "pause-wait"),
+    (WaitsOnForNobody, "pause-wait-given-up"),
+    (WaitsForTheFrozen, "pause-wait-after-keep"),
+    (TakesStaleWeights, "stale-version-refused"),
+    (TakesAnyWeights, "bad-weights-refused"),
+    (AddsBos, "ids-in-ids-out"),
+    (CountsInBytes, "extremes-harm-nobody"),
+    (ReversesPriorities, "priorities"),
+    (TruncatesPrompt, "prompt-too-long"),
+    (CutsStopString, "stop-strings"),
+    (CutsStopString, "stop-token-ids"),
+    (HangsAtClose, "close-ends-everything"),
+    (LeavesAThread, "close-ends-everything"),
+    (CrossesAnswers, "concurrency-64"),
+]
+
+
+@pytest.fixture(autouse=True)
+def impatience(monkeypatch):
+    """Broken backends are waited for as briefly as the honest one passes with."""
+    import jax_agent_rl.testing.conformance.checks.close as life
+    import jax_agent_rl.testing.conformance.probe as probe
+    import jax_agent_rl.testing.conformance.runner as runner
+
+    monkeypatch.setattr(life, "_SETTLE_SECONDS", 0.5)
+    monkeypatch.setattr(runner, "_CLEAN_UP_SECONDS", 1.0)
+    until = probe.Probe.until
+    monkeypatch.setattr(probe.Probe, "until", lambda self, *a, **k: until(self, *a, **k | {"seconds": 2.0}))
+
+
+@pytest.mark.parametrize(("broken", "check"), CAUGHT_BY, ids=lambda x: x if isinstance(x, str) else x.__name__)
+def test_a_broken_backend_is_caught_with_the_reason(broken, check):
+    kind = next(kind for kind in (Seeing, Adapting, ToyBackend) if issubclass(broken, kind))
+    honest = asyncio.run(run_suite(toy_subject(kind), only=[check]))
+    assert [r.outcome for r in honest.results] == ["passed"], honest.results
+    (result,) = asyncio.run(run_suite(toy_subject(broken, patience=4.0), only=[check])).results
+    assert result.outcome == "failed"
+    assert all(word in result.detail for word in ("expected:", "got:", "likely:")), result.detail
+
+
+def test_what_is_not_declared_is_skipped_by_name():
+    def modest():
+        return ToyBackend(prefix_reuse=False, pause_modes=frozenset(), weight_payloads=frozenset())
+
+    report = asyncio.run(run_suite(toy_subject(modest)))
+    skipped = {r.check: r.detail for r in report.results if r.outcome == "skipped"}
+    assert report.ok
+    assert skipped["prefix-reuse"] == "Capabilities.prefix_reuse is False"
+    assert skipped["pause-wait"] == "Capabilities.pause_modes does not hold 'wait'"
+    assert "weights-round-trip" in skipped and "seeds-reproduce" not in skipped
+
+
+def test_a_backend_that_dies_is_replaced_and_the_suite_goes_on():
+    class Fragile(ToyBackend):
+        def _check(self, request):
+            if max(request.prompt_ids) >= 61:
+                self._task.cancel()
+            super()._check(request)
+
+    report = asyncio.run(run_suite(toy_subject(Fragile, patience=3.0), only=["bad-ids-refused", "prompt-too-long"]))
+    assert [r.outcome for r in report.results] == ["failed", "passed"]
+
+
+def test_an_unknown_check_is_refused():
+    with pytest.raises(ConfigError, match="nonsense"):
+        asyncio.run(run_suite(toy_subject(ToyBackend), only=["nonsense"]))
+
+
+def test_every_check_states_its_rule():
+    asyncio.run(run_suite(toy_subject(ToyBackend), only=["abort-unknown"]))
+    assert all(check.claim.endswith(".") for check in CHECKS.values())
+
+
+def test_a_failure_says_what_was_expected_what_came_and_why():
+    text = str(CheckFailed("ids", expected=3, got=4, cause="off by one"))
+    assert text.splitlines() == ["ids", "  expected: 3", "  got:      4", "  likely:   off by one"]
+
+
+def test_the_toy_weights_differ():
+    assert not np.allclose(MODELS["base"].last, MODELS["other"].last) and EOS == 2
+
+
+def test_a_backend_that_is_not_there_is_a_config_error(tmp_path):
+    from jax_agent_rl.testing.conformance.models import ModelFolders
+    from jax_agent_rl.testing.conformance.subjects import SubjectOptions, make_subject
+
+    names = [field.name for field in fields(ModelFolders)]
+    options = SubjectOptions(folders=ModelFolders(**dict.fromkeys(names, tmp_path)))
+    with pytest.raises(ConfigError, match="jetstream, ray, remote, vllm"):
+        make_subject("jetsream", options)
+    with pytest.raises(ConfigError, match="not available"):
+        make_subject("no_such_package:subject", options)

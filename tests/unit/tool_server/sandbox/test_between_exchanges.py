@@ -1,0 +1,126 @@
+"""Between two exchanges a long-lived program uses nothing: what it started is gone, and itself stands still."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from jax_agent_rl.tool_server.sandbox import SandboxLimits, StopCause, open_sandbox
+from jax_agent_rl.tool_server.sandbox.watch import tree
+from tests.capabilities import needs_bwrap
+
+pytestmark = needs_bwrap
+LIMITS = SandboxLimits(wall_seconds=30, cpu_seconds=20, processes=16, files=500)
+READER = """
+import sys
+names = {}
+for line in sys.stdin:
+    exec(bytes.fromhex(line).decode(), names)
+    print("MARK", flush=True)
+"""
+
+
+@pytest.fixture(params=["as_started", "user_namespace"])
+async def execute(request, monkeypatch):
+    """A function that has a long-lived Python execute source, with that program as its attribute."""
+    if request.param == "user_namespace":
+        monkeypatch.setattr("jax_agent_rl.tool_server.sandbox.bubblewrap._maps_every_user", lambda: False)
+    sandbox = await open_sandbox(limits=LIMITS)
+    before = set(tree(os.getpid()))
+    process = await sandbox.start([sandbox.python, "reader.py"], files={"reader.py": READER.encode()})
+
+    async def execute(source):
+        output, _, stopped = await sandbox.exchange(process, source.encode().hex().encode() + b"\n", b"MARK")
+        left = {pid: found for pid in set(tree(os.getpid())) - before if (found := states(pid))}
+        return output.decode(), stopped, left
+
+    execute.process = process
+    yield execute
+    await process.close()
+
+
+def states(pid):
+    """The states of a process's threads: none if it ended while they were read."""
+    tasks = Path(f"/proc/{pid}/task")
+    try:
+        return {(tasks / task / "stat").read_text().rpartition(")")[2].split()[0] for task in os.listdir(tasks)}
+    except (FileNotFoundError, ProcessLookupError):
+        return set()
+
+
+def at_rest(left):
+    """Whether bubblewrap's two processes and the stopped program are all there is, but for the dead."""
+    alive = [states for _, states in sorted(left.items()) if states != {"Z"}]
+    return len(alive) == 3 and alive[-1] == {"T"}
+
+
+FORKS = """
+import os
+parent = os.getpid()
+for _ in range({count}):
+    if os.fork() == 0:
+        for fd in (0, 1, 2): os.close(fd)
+        {act}
+print("left")
+"""
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        FORKS.format(count=5, act="while True: pass"),
+        FORKS.format(count=5, act="os.setsid()\n        while True: pass"),
+        FORKS.format(
+            count=1, act="import time\n        while True: time.sleep(0.01); open(f'/dev/shm/{time.time()}', 'w')"
+        ),
+        # Each lives for a moment, and starts the next one.
+        FORKS.format(count=1, act="while True:\n            if os.fork(): os._exit(0)"),
+        # They let their parent go on as soon as it is stopped.
+        FORKS.format(count=2, act="while True: os.kill(parent, 18)"),
+    ],
+    ids=["children", "sessions", "files", "chain", "continuing"],
+)
+async def test_processes_left_behind_end_with_the_answer(execute, source):
+    output, stopped, left = await execute("kept = 41\n" + source)
+    assert (output, stopped) == ("left\n", None) and at_rest(left), left
+    output, stopped, left = await execute("print(kept + 1)")
+    assert (output, stopped) == ("42\n", None) and at_rest(left)
+
+
+async def test_threads_stand_still_and_go_on(execute):
+    source = """
+import threading, time
+counted, more = 0, threading.Event()
+def count():
+    global counted
+    while True:
+        counted += 1
+        more.set()
+        time.sleep(0)
+threading.Thread(target=count, daemon=True).start()
+more.wait()
+"""
+    _, stopped, left = await execute(source)
+    assert stopped is None and at_rest(left), left
+    output, _, left = await execute("before = counted; more.clear(); more.wait(); print(counted > before)")
+    assert output == "True\n" and at_rest(left)
+
+
+@pytest.mark.parametrize("folder", ["/tmp", "/dev/shm"])
+async def test_a_limit_passed_just_before_the_answer_counts(execute, folder):
+    _, stopped, _ = await execute(f"for n in range(501): open(f'{folder}/{{n}}', 'w').close()")
+    assert stopped is StopCause.FILES and not execute.process.alive
+
+
+async def test_what_cannot_be_held_is_ended(execute, monkeypatch):
+    monkeypatch.setattr("jax_agent_rl.tool_server.sandbox.pause._LOOKS", 0)
+    _, stopped, left = await execute("print(1)")
+    assert stopped is StopCause.BACKGROUND and not execute.process.alive and not left
+    assert stopped.describe(LIMITS) == "ended: the processes it left in the background kept starting others"
+
+
+async def test_a_program_that_ends_with_its_answer_is_simply_gone(execute):
+    output, stopped, left = await execute("import os\nprint('MARK', flush=True)\nos._exit(0)")
+    assert (output, stopped) == ("", None)
+    await execute.process.close()
+    assert not set(left) & set(tree(os.getpid()))

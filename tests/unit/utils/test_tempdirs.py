@@ -1,0 +1,59 @@
+"""Temporary folders go when their owner does, however it goes."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from jax_agent_rl.utils import tempdirs
+
+OWNER = """
+import os, sys
+from pathlib import Path
+from jax_agent_rl.utils import tempdirs
+folder = tempdirs.make_folder("kept-", Path(sys.argv[1]))
+(folder / "file").write_text("some")
+print(folder, flush=True)
+sys.stdin.readline()
+tempdirs.remove_all()
+os._exit(0)
+"""
+
+
+def owner(parent: Path) -> tuple[subprocess.Popen[str], Path]:
+    """A process that has made a folder, and leaves in haste once it is told to."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", OWNER, str(parent)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.getcwd()},
+    )
+    assert process.stdout is not None
+    return process, Path(process.stdout.readline().strip())
+
+
+def test_a_process_that_leaves_in_haste_takes_its_folders_with_it(tmp_path: Path):
+    process, folder = owner(tmp_path)
+    assert (folder / "file").read_text() == "some" and folder.parent == tmp_path
+    process.communicate("go\n", timeout=60)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_a_killed_process_left_is_removed_by_the_next_and_what_a_living_one_has_is_not(tmp_path: Path):
+    (tmp_path / "other-kind").mkdir()
+    killed, left = owner(tmp_path)
+    living, kept = owner(tmp_path)
+    killed.kill()
+    assert killed.wait() == -signal.SIGKILL and left.is_dir()
+    mine = tempdirs.make_folder("kept-", tmp_path)
+    assert {p.name for p in tmp_path.iterdir()} == {"other-kind", kept.name, mine.name}
+    assert (kept / "file").exists()
+    tempdirs.remove_folder(mine)
+    tempdirs.remove_folder(mine)
+    assert not mine.exists()
+    living.communicate("go\n", timeout=60)
+    assert [p.name for p in tmp_path.iterdir()] == ["other-kind"]
+    for process in (killed, living):
+        process.stdin.close(), process.stdout.close()
