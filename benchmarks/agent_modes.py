@@ -119,7 +119,7 @@ async def compare(backend: PacedBackend, url: str, turns: int, arguments: argpar
 
 async def measure(arguments: argparse.Namespace, url: str) -> dict:
     backend = PacedBackend(
-        lanes=arguments.trajectories,
+        slots=arguments.trajectories,
         max_model_len=longest_context(LENGTHS, max(arguments.turns)),
         step_seconds=arguments.step_ms / 1000,
     )

@@ -10,10 +10,10 @@ same draws in every trainer. ``engine_pace_kept`` below about 0.95 says that thi
 The learner is paced, too: it takes as long as its batch has ids, and gives back weights that differ a little and that
 are published as in any run. Forward and backward pass on the engine's two cores would measure these; on an accelerator
 of their own they take none of the engine's time. At 2000 ids a second (one accelerator for the same model) a step of 64
-trajectories takes it about 10 s, of which the engine, with all of its 64 lanes used all the time, would need 7.
+trajectories takes it about 10 s, of which the engine, with all of its 64 slots used all the time, would need 7.
 
 ``ideal`` is the schedule in which neither ever waits: the slower of (ids / learner's pace) and (sampled ids * step /
-lanes). It knows no publication of weights, no prefill, no HTTP. What is measured are steps in the middle of a run, its
+slots). It knows no publication of weights, no prefill, no HTTP. What is measured are steps in the middle of a run, its
 pipeline full.
 
 The last line is one JSON object: per mode ``samples_per_second``, ``share_of_ideal``, the shares of the time in which
@@ -57,7 +57,7 @@ from jax_agent_rl import config
 from jax_agent_rl.agents import AgentContext
 from jax_agent_rl.collect.collector import RolloutCollector
 from jax_agent_rl.data.cursor import DataCursor
-from jax_agent_rl.learner.cancellation import UpdateGate
+from jax_agent_rl.learner.cancellation import StepCancellation
 from jax_agent_rl.learner.checkpoint import Checkpointer
 from jax_agent_rl.learner.learner import UpdateResult
 from jax_agent_rl.observe.metrics import RunFolder, read_records
@@ -66,7 +66,7 @@ from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.runtime.compilation_cache import use_compilation_cache
 from jax_agent_rl.runtime.publishers import ArrayPublisher
 from jax_agent_rl.runtime.train import TRAINERS
-from jax_agent_rl.testing.simulate.run import Policy, simulate
+from jax_agent_rl.testing.simulate.run import SimulatedPolicy, simulate
 from jax_agent_rl.testing.simulate.workload import load_assumptions
 from jax_agent_rl.trainer.base import Trainer
 from jax_agent_rl.trainer.components import RunComponents
@@ -105,7 +105,9 @@ class PacedLearner:
         """For this batch."""
         return sum(len(t.prompt_ids) + len(t.response_ids) for t in batch) / self._pace
 
-    def update(self, groups: Sequence[Group], *, masked: Collection[str], tick: Any, gate: UpdateGate) -> UpdateResult:
+    def update(
+        self, groups: Sequence[Group], *, masked: Collection[str], tick: Any, gate: StepCancellation
+    ) -> UpdateResult:
         batch = [t for group in groups for t in group.trajectories]
         self.batches.append(batch)
         with gate.update():
@@ -120,7 +122,7 @@ async def score(trajectory: Trajectory) -> Trajectory:
 
 def overlap(mode: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """The keys of ``trainer`` that make this mode."""
-    return {"mode": mode} | ({"staleness": arguments.staleness} if mode == "fully_async" else {})
+    return {"mode": mode} | ({"max_staleness": arguments.staleness} if mode == "fully_async" else {})
 
 
 def settings(mode: str, url: str, folder: Path, arguments: argparse.Namespace) -> config.Config:
@@ -137,7 +139,7 @@ def settings(mode: str, url: str, folder: Path, arguments: argparse.Namespace) -
                 "max_in_flight": arguments.in_flight,
                 "max_model_len": longest_context(LENGTHS, arguments.turns),
             },
-            "learner": {"row_length": longest_context(LENGTHS, arguments.turns)},
+            "learner": {"pack_length": longest_context(LENGTHS, arguments.turns)},
             "trainer": {**overlap(mode, arguments), "steps": ENDLESS, "checkpoint_every": 0},
         }
     )
@@ -214,7 +216,7 @@ def summary(
         seconds: all steps took.
         engine_seconds: of these, those in which the engine decoded.
     """
-    decoding = sum(t.num_sampled for batch in batches for t in batch) * arguments.step_ms / 1000 / arguments.lanes
+    decoding = sum(t.num_sampled for batch in batches for t in batch) * arguments.step_ms / 1000 / arguments.slots
     ideal = max(sum(learning), decoding)
     return {
         "samples_per_second": round(sum(map(len, batches)) / seconds, 3),
@@ -222,7 +224,7 @@ def summary(
         "ideal_seconds_per_step": round(ideal / len(batches), 2),
         "share_of_ideal": round(ideal / seconds, 3),
         "engine_idle_share": round(1 - engine_seconds / seconds, 3),
-        "lanes_used": round(decoding / seconds, 3),
+        "slots_used": round(decoding / seconds, 3),
         "learner_idle_share": round(1 - sum(learning) / seconds, 3),
         "weight_update_seconds": round(float(np.mean([r["weight_update_seconds"] for r in records])), 3),
         "staleness_mean": round(float(np.mean([r.get("staleness_mean", 0.0) for r in records])), 2),
@@ -236,7 +238,7 @@ def simulated(mode: str, url: str, arguments: argparse.Namespace) -> float:
         None,
         [
             "engines.count=1",
-            f"engines.lanes={arguments.lanes}",
+            f"engines.slots={arguments.slots}",
             f"engines.step_ms={arguments.step_ms}",
             "engines.load_seconds=0",
             "learner.publish_seconds=0",
@@ -253,7 +255,7 @@ def simulated(mode: str, url: str, arguments: argparse.Namespace) -> float:
         ],
     )
     recipe = settings(mode, url, Path("none"), arguments)
-    return simulate(recipe, assumptions, Policy(name=mode, trainer=overlap(mode, arguments))).step_seconds
+    return simulate(recipe, assumptions, SimulatedPolicy(name=mode, trainer=overlap(mode, arguments))).step_seconds
 
 
 async def measure(url: str, arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
@@ -261,7 +263,7 @@ async def measure(url: str, arguments: argparse.Namespace) -> dict[str, dict[str
     results = {}
     for mode in arguments.modes:
         backend = PacedBackend(
-            lanes=arguments.lanes,
+            slots=arguments.slots,
             max_model_len=longest_context(LENGTHS, arguments.turns),
             step_seconds=arguments.step_ms / 1000,
         )
@@ -284,7 +286,7 @@ def main() -> None:
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--staleness", type=int, default=4, help="of fully_async")
     parser.add_argument("--in-flight", type=int, default=112, help="most trajectories that run at the same time")
-    parser.add_argument("--lanes", type=int, default=64, help="most that decode at the same time")
+    parser.add_argument("--slots", type=int, default=64, help="most that decode at the same time")
     parser.add_argument("--step-ms", type=float, default=25.0, help="milliseconds of a decode step, at least")
     parser.add_argument("--learner-tokens-per-second", type=float, default=2000.0)
     add_serve(parser)

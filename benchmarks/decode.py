@@ -79,7 +79,7 @@ async def our_speed(config, params, batch: int) -> tuple[float, int]:
     shapes = EngineShapes(
         max_model_len=PROMPT + NEW,
         max_concurrent_decodes=batch,
-        cache_tokens=batch * (PROMPT + NEW),
+        kv_cache_tokens=batch * (PROMPT + NEW),
         decode_steps=32,
         prefill_buckets=(32, 96),
     )

@@ -7,7 +7,7 @@ device:
 
 - ``products``: the matrix products of all layers, without anything between them; ``head``: the one with the vocabulary.
 - ``attention``: everything between the projections, with the new token's place in the cache.
-- ``sampling``: one id for each lane.
+- ``sampling``: one id for each slot.
 - ``between``: what is left of the step: norms, rotation, activations, residuals, embedding, the loop.
 - ``rows``: pages gathered before a dispatch's steps and written back after them, for each step.
 
@@ -29,7 +29,7 @@ from decode import step_floor
 from machine import best_seconds, cpu, read_bandwidth, sgemm_flops
 
 from jax_agent_rl.jetstream.attention import decode_attention
-from jax_agent_rl.jetstream.decode_batch import Lanes, make_lanes
+from jax_agent_rl.jetstream.decode_batch import DecodeBatch, make_decode_batch
 from jax_agent_rl.jetstream.engine import EngineShapes, JaxEngine
 from jax_agent_rl.jetstream.forward import EngineParams
 from jax_agent_rl.jetstream.kv import KVCache, empty_cache
@@ -80,25 +80,25 @@ def attention(
     return q, KVCache(tuple(layers))
 
 
-def draw(step: jax.Array, logits: jax.Array, lanes: Lanes) -> jax.Array:
+def draw(step: jax.Array, logits: jax.Array, slots: DecodeBatch) -> jax.Array:
     ids, log_probs = sample(
         logits,
-        temperature=lanes.temperature,
-        top_p=lanes.top_p,
-        top_k=lanes.top_k,
-        seed=lanes.seed,
-        position=lanes.positions + step,
+        temperature=slots.temperature,
+        top_p=slots.top_p,
+        top_k=slots.top_k,
+        seed=slots.seed,
+        position=slots.positions + step,
     )
     return logits.at[ids, jnp.arange(len(ids))].add(log_probs)
 
 
-def whole_step(engine: JaxEngine, params: EngineParams, lanes: Lanes) -> float:
+def whole_step(engine: JaxEngine, params: EngineParams, slots: DecodeBatch) -> float:
     """Seconds of a step of the engine's own program."""
     cache = engine.init_cache()
 
     def dispatch() -> None:
         nonlocal cache
-        cache, ids, _ = engine.decode(params, cache, lanes, STEPS, len(lanes.tokens))
+        cache, ids, _ = engine.decode(params, cache, slots, STEPS, len(slots.tokens))
         assert (ids >= 0).all() and len(ids) == STEPS
 
     return best_seconds(dispatch, REPEATS) / STEPS
@@ -109,24 +109,24 @@ def parts(config: DecoderConfig, weights: Any, batch: int, positions: int) -> di
     shapes = EngineShapes(
         max_model_len=positions,
         max_concurrent_decodes=batch,
-        cache_tokens=batch * positions,
+        kv_cache_tokens=batch * positions,
         decode_steps=STEPS,
         prefill_buckets=(32,),
     )
     engine = JaxEngine(config, shapes, compile_ahead=False)
     params = engine.load_params(weights)
-    lanes = make_lanes(batch, shapes.context_pages)
-    lanes.pages[:] = 1 + np.arange(lanes.pages.size).reshape(lanes.pages.shape)
-    lanes.positions[:], lanes.remaining[:], lanes.temperature[:] = positions - STEPS - 1, STEPS + 1, 1
-    lanes.seed[:] = np.arange(batch)
-    lanes = jax.tree.map(jnp.asarray, lanes)
+    slots = make_decode_batch(batch, shapes.context_pages)
+    slots.pages[:] = 1 + np.arange(slots.pages.size).reshape(slots.pages.shape)
+    slots.positions[:], slots.remaining[:], slots.temperature[:] = positions - STEPS - 1, STEPS + 1, 1
+    slots.seed[:] = np.arange(batch)
+    slots = jax.tree.map(jnp.asarray, slots)
     rows = empty_cache(config, batch, positions, jnp.float32)
     x = jnp.ones((config.hidden_size, batch))
     heads, group = config.num_kv_heads, config.num_heads // config.num_kv_heads
     q, one = jnp.ones((batch, heads, group, config.head_dim)), jnp.ones((batch, heads, config.head_dim))
     paged = jax.jit(
-        lambda cache, lanes: write_back(
-            cache, gathered(cache, lanes.pages, lanes.positions), lanes.pages, lanes.positions, STEPS
+        lambda cache, slots: write_back(
+            cache, gathered(cache, slots.pages, slots.positions), slots.pages, slots.positions, STEPS
         ),
         donate_argnums=0,
     )
@@ -134,16 +134,16 @@ def parts(config: DecoderConfig, weights: Any, batch: int, positions: int) -> di
 
     def rows_once() -> None:
         nonlocal cache
-        cache = jax.block_until_ready(paged(cache, lanes))
+        cache = jax.block_until_ready(paged(cache, slots))
 
     found = {
         "products": seconds_a_step(products, x, params),
         "head": seconds_a_step(head, x, params),
-        "attention": seconds_a_step(attention, (q, rows), (one, one), lanes.positions),
-        "sampling": seconds_a_step(draw, jnp.ones((config.vocab_size, batch)), lanes),
+        "attention": seconds_a_step(attention, (q, rows), (one, one), slots.positions),
+        "sampling": seconds_a_step(draw, jnp.ones((config.vocab_size, batch)), slots),
         "rows": best_seconds(rows_once, REPEATS) / STEPS,
     }
-    step = whole_step(engine, params, lanes)
+    step = whole_step(engine, params, slots)
     return {**found, "between": step - sum(found.values()), "step": step}
 
 

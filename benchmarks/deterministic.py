@@ -49,7 +49,7 @@ async def measure(batch: int) -> dict[str, float]:
     shapes = EngineShapes(
         max_model_len=160,
         max_concurrent_decodes=batch,
-        cache_tokens=batch * 160,
+        kv_cache_tokens=batch * 160,
         decode_steps=16,
         prefill_buckets=(32, 128),
     )
@@ -83,7 +83,7 @@ async def measure(batch: int) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batch", type=int, default=8, help="Requests, and lanes of the engine.")
+    parser.add_argument("--batch", type=int, default=8, help="Requests, and slots of the engine.")
     use_compilation_cache()
     print(json.dumps(asyncio.run(measure(parser.parse_args().batch))))
 

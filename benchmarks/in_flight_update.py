@@ -2,7 +2,7 @@
 
     python benchmarks/in_flight_update.py [--requests 24] [--updates 4] [--step 1e-5]
 
-SmolLM2-135M in float32 on the JAX engine, 8 lanes; prompts of 160 random ids, responses of drawn lengths (median 60,
+SmolLM2-135M in float32 on the JAX engine, 8 slots; prompts of 160 random ids, responses of drawn lengths (median 60,
 at most 240), the same for all. New weights are published after every n-th sampled id, n so that there are so many
 updates; each moves every weight by ``--step`` up or down, which is what a step of Adam at that learning rate does.
 
@@ -41,7 +41,7 @@ from jax_agent_rl.runtime.compilation_cache import use_compilation_cache
 from jax_agent_rl.testing.simulate.draws import Draws
 from jax_agent_rl.types import PauseMode, SamplingParams, TokenOutput
 
-PROMPT, LANES, LONGEST = 160, 8, 240
+PROMPT, SLOT_COUNTS, LONGEST = 160, 8, 240
 LENGTHS = Draws(median=60, least=1, most=LONGEST)
 WAYS = {"none": None, "keep": PauseMode.KEEP, "recompute": PauseMode.ABORT, "wait": PauseMode.WAIT}
 
@@ -143,8 +143,8 @@ def main() -> None:
     lengths = [round(LENGTHS.at("length", str(i), 0)) for i in range(arguments.requests)]
     shapes = EngineShapes(
         max_model_len=PROMPT + LONGEST,
-        max_concurrent_decodes=LANES,
-        cache_tokens=arguments.requests * (PROMPT + LONGEST + 32),
+        max_concurrent_decodes=SLOT_COUNTS,
+        kv_cache_tokens=arguments.requests * (PROMPT + LONGEST + 32),
         decode_steps=4,
         prefill_buckets=(128, 256),
     )

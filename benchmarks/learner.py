@@ -36,7 +36,7 @@ def sequences() -> np.ndarray:
 def learner_and_group(ids: np.ndarray, **settings: Any) -> tuple[Learner, Group]:
     """A learner of two micro-batches to an update, and what it learns from."""
     config, params = load_hf(fetch_quickstart_model())
-    common = {"row_length": LENGTH, "rows_per_micro_batch": ROWS // 2, "share_prefixes": False, "learning_rate": 1e-6}
+    common = {"pack_length": LENGTH, "micro_batch_size": ROWS // 2, "share_prefixes": False, "learning_rate": 1e-6}
     own = LearnerConfig(**common, **settings)
     learner = Learner(config, params, algorithm=AlgorithmConfig(), config=own, temperature=1.0)
     members = (sample(row[:1], row[1:], group="g", index=i) for i, row in enumerate(ids.tolist()))

@@ -38,7 +38,7 @@ from jax_agent_rl.learner.linear_logprobs import linear_logprobs
 from jax_agent_rl.learner.objective import KEPT_LOGITS, TARGETS_PER_CHUNK
 from jax_agent_rl.models.attention import tree_attention
 from jax_agent_rl.models.decoder import hidden_states
-from jax_agent_rl.models.tree_mask import Sight
+from jax_agent_rl.models.tree_mask import TreeMask
 from jax_agent_rl.runtime.compilation_cache import use_compilation_cache
 from jax_agent_rl.types import Group
 
@@ -81,13 +81,13 @@ def attention_seconds(timed: Callable[..., float], model: Any) -> dict[str, floa
     rows = ROWS // MICRO_BATCHES
     q = normal(rows, model.num_heads, LENGTH, model.head_dim)
     k = v = normal(rows, model.num_kv_heads, LENGTH, model.head_dim)
-    sight = Sight(jnp.full((rows, LENGTH), LENGTH, jnp.int32))
+    tree_mask = TreeMask(jnp.full((rows, LENGTH), LENGTH, jnp.int32))
 
     def backward(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
-        out, pull = jax.vjp(lambda *x: tree_attention(*x, sight), q, k, v)
+        out, pull = jax.vjp(lambda *x: tree_attention(*x, tree_mask), q, k, v)
         return pull(out)
 
-    forward = timed(lambda *x: tree_attention(*x, sight), q, k, v)
+    forward = timed(lambda *x: tree_attention(*x, tree_mask), q, k, v)
     return {"forward": model.num_layers * forward, "backward": model.num_layers * (timed(backward, q, k, v) - forward)}
 
 

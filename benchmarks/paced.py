@@ -146,7 +146,7 @@ def small_model() -> tuple[DecoderConfig, dict]:
 
 
 class PacedEngine(JaxEngine):
-    """Decodes at a large model's pace: a step takes ``step_seconds``, however few lanes it has."""
+    """Decodes at a large model's pace: a step takes ``step_seconds``, however few slots it has."""
 
     step_seconds = 0.0
     planned = taken = 0.0  # seconds of all steps
@@ -161,14 +161,14 @@ class PacedEngine(JaxEngine):
 
 
 class PacedBackend(JetStreamBackend):
-    """The JAX engine with :class:`PacedEngine`'s pace, with a lane and cache for each of ``lanes``."""
+    """The JAX engine with :class:`PacedEngine`'s pace, with a slot and cache for each of ``slots``."""
 
-    def __init__(self, *, lanes: int, max_model_len: int, step_seconds: float) -> None:
+    def __init__(self, *, slots: int, max_model_len: int, step_seconds: float) -> None:
         config, params = small_model()
         shapes = EngineShapes(
             max_model_len=max_model_len,
-            max_concurrent_decodes=lanes,
-            cache_tokens=lanes * (max_model_len + 32),
+            max_concurrent_decodes=slots,
+            kv_cache_tokens=slots * (max_model_len + 32),
             decode_steps=DECODE_STEPS,
             prefill_buckets=(32, 64),
         )

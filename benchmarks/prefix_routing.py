@@ -25,7 +25,7 @@ from jax_agent_rl.testing.simulate.engine import EngineSpeed, SimulatedEngine
 from jax_agent_rl.types import SamplingParams
 
 GROUP, GROUPS, PER_SERVER = 8, 400, 16
-SPEED = EngineSpeed(lanes=PER_SERVER, step_seconds=0.01, lane_seconds=0.0002, prefill_tokens_per_step=128)
+SPEED = EngineSpeed(slots=PER_SERVER, step_seconds=0.01, slot_seconds=0.0002, prefill_tokens_per_step=128)
 LENGTHS = Draws(median=200, sigma=1.0, least=1, most=2000)
 
 

@@ -29,8 +29,8 @@ from jax_agent_rl.types import Group
 
 SAMPLES, SHARED, OWN, REPEATS = 8, 256, 40, 4
 SIDES = {
-    "naive": {"share_prefixes": False, "row_length": SHARED + OWN, "rows_per_micro_batch": SAMPLES // 2},
-    "shared": {"share_prefixes": True, "row_length": SHARED + SAMPLES * OWN},
+    "naive": {"share_prefixes": False, "pack_length": SHARED + OWN, "micro_batch_size": SAMPLES // 2},
+    "shared": {"share_prefixes": True, "pack_length": SHARED + SAMPLES * OWN},
 }
 
 

@@ -47,7 +47,7 @@ from jax_agent_rl.rollout.http.server import RolloutServer
 from jax_agent_rl.rollout.protocol import BackendMetrics, Capabilities, Health, WeightUpdate
 
 SHAPES = EngineShapes(
-    max_model_len=64, max_concurrent_decodes=2, cache_tokens=128, decode_steps=4, prefill_buckets=(32,)
+    max_model_len=64, max_concurrent_decodes=2, kv_cache_tokens=128, decode_steps=4, prefill_buckets=(32,)
 )
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -57,8 +57,8 @@ class Taker:
 
     capabilities = Capabilities(max_model_len=64, max_concurrent=2, weight_payloads=FILES)
 
-    def __init__(self, model: DecoderConfig, params: Params, mesh: EngineMeshConfig, first_device: int = 0) -> None:
-        devices = make_engine_mesh(mesh, first_device=first_device)
+    def __init__(self, model: DecoderConfig, params: Params, mesh: EngineMeshConfig, device_offset: int = 0) -> None:
+        devices = make_engine_mesh(mesh, device_offset=device_offset)
         self._engine = JaxEngine(model, SHAPES, mesh=devices)
         self._weights = ServedWeights(model, params, devices)
         self._served = self._engine.load_params(params)
@@ -86,7 +86,7 @@ async def measure(rounds: int) -> dict[str, dict[str, float]]:
     root = tempfile.mkdtemp(prefix="jax_agent_rl-weights-", dir=SHARED_MEMORY if SHARED_MEMORY.is_dir() else None)
     one, spread = EngineMeshConfig(), EngineMeshConfig(tensor=3)
     takers = {name: Taker(model, whole, one) for name in ("arrays", "files", "upload")}
-    takers |= {name: Taker(model, split, spread, first_device=3) for name in ("arrays_resharded", "tensorstore")}
+    takers |= {name: Taker(model, split, spread, device_offset=3) for name in ("arrays_resharded", "tensorstore")}
     server = RolloutServer(takers["upload"])  # type: ignore[arg-type]
     await server.start()
     remote = RemoteBackend(server.url, shares_disk=False)

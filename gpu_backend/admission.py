@@ -13,7 +13,7 @@ from jax_agent_rl.jetstream.request import RunningRequest
 from jax_agent_rl.rollout.protocol import GenerateRequest
 
 
-class Admission:
+class RequestAdmission:
     """Refuses what vLLM would refuse late, unclearly, or with a crash (an id outside the vocabulary).
 
     Args:

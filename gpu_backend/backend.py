@@ -24,9 +24,9 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
-from gpu_backend.admission import Admission
+from gpu_backend.admission import RequestAdmission
 from gpu_backend.inspection import InspectableEngine, served_precision
-from gpu_backend.launch import Started, root_cause, start_engine
+from gpu_backend.launch import StartedEngine, root_cause, start_engine
 from gpu_backend.live import LiveRequest
 from gpu_backend.sampling import vllm_sampling
 from gpu_backend.settings import VllmSettings, check_installation
@@ -68,14 +68,14 @@ class VllmBackend(InspectableEngine):
         version: int = 0,
         decode_text: Callable[[Sequence[int]], str] | None = None,
         tokenizer_eos_ids: frozenset[int] = frozenset(),
-        start: Callable[[VllmSettings], Started] = start_engine,
+        start: Callable[[VllmSettings], StartedEngine] = start_engine,
     ) -> None:
         self._settings = settings
         self._version = version
         self._decode_text = decode_text
         self._tokenizer_eos_ids = tokenizer_eos_ids
         self._start = start
-        self._started: Started | None = None
+        self._started: StartedEngine | None = None
         self._engine: Any = None
         self._live: dict[str, LiveRequest] = {}
         self._usage = Usage()
@@ -135,7 +135,7 @@ class VllmBackend(InspectableEngine):
             tpu=started.tpu,
             fixed=await ask_workers(started.engine) if started.tpu else None,
         )
-        self._admission = Admission(
+        self._admission = RequestAdmission(
             self._settings,
             vocabulary=started.engine.model_config.get_vocab_size(),
             eos_ids=checkpoint.eos_token_ids or self._tokenizer_eos_ids,
@@ -374,7 +374,7 @@ class VllmBackend(InspectableEngine):
     def _need_sleep(self) -> None:
         self._check_running()
         if not self.capabilities.sleep:
-            raise NotImplementedError("sleep needs CUDA and rollout.sleep=true")
+            raise NotImplementedError("sleep needs CUDA and rollout.sleep_during_update=true")
 
     def _check_running(self) -> None:
         """Like :meth:`_check_serving`, but an engine with wrong weights may still be given right ones."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gpu_backend.launch import Started
+from gpu_backend.launch import StartedEngine
 from gpu_backend.settings import VllmSettings
 from jax_agent_rl.models.tensor_samples import LayerOutput, TensorSample
 
@@ -27,7 +27,7 @@ class InspectableEngine:
         return ()
 
 
-def served_precision(settings: VllmSettings, started: Started | None) -> str:
+def served_precision(settings: VllmSettings, started: StartedEngine | None) -> str:
     """Of weights and activations; what vLLM makes of ``dtype: auto`` is known once it has started."""
     model = getattr(started.engine, "model_config", None) if started is not None else None
     return settings.dtype if model is None else str(model.dtype).removeprefix("torch.")

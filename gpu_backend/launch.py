@@ -44,7 +44,7 @@ class Log:
 
 
 @dataclass(kw_only=True)
-class Started:
+class StartedEngine:
     """A running engine and what it runs on. ``engine`` becomes None when it is closed."""
 
     engine: Any
@@ -54,7 +54,7 @@ class Started:
     tpu: bool = False
 
 
-def start_engine(settings: VllmSettings) -> Started:
+def start_engine(settings: VllmSettings) -> StartedEngine:
     """Starts vLLM; blocks until the model is loaded (seconds to minutes).
 
     Raises:
@@ -79,7 +79,7 @@ def start_engine(settings: VllmSettings) -> Started:
             raise explain(settings, error, log) from error
 
 
-def _start(settings: VllmSettings, log: Log) -> Started:
+def _start(settings: VllmSettings, log: Log) -> StartedEngine:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -93,7 +93,7 @@ def _start(settings: VllmSettings, log: Log) -> Started:
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     arguments = AsyncEngineArgs(**settings.engine_arguments(cpu=cpu, cuda=cuda))
     engine = AsyncLLM.from_engine_args(arguments)
-    return Started(engine=engine, cpu=cpu, cuda=cuda, log=log, tpu=on_tpu)
+    return StartedEngine(engine=engine, cpu=cpu, cuda=cuda, log=log, tpu=on_tpu)
 
 
 @contextlib.contextmanager

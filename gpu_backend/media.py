@@ -87,5 +87,5 @@ def check_conditioned(request: GenerateRequest, ids: Sequence[int], placeholders
     raise TokenDriftError(
         f"request {request.request_id!r}: vLLM would condition on {len(ids)} ids, the request has "
         f"{len(request.prompt_ids)} ({told}); each placeholder must stand as often as the model reads its item "
-        "(ChatCodec.expand_media), with the same model.pixels on both sides"
+        "(ChatCodec.expand_media), with the same model.max_pixels on both sides"
     )

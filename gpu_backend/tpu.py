@@ -35,7 +35,7 @@ def check_settings(settings: VllmSettings) -> None:
             "rollout.vllm.gpu_memory_utilization leaves; remove it"
         )
     if settings.sleep:
-        raise ConfigError("rollout.sleep=true, but vLLM cannot sleep on TPUs; set it to false")
+        raise ConfigError("rollout.sleep_during_update=true, but vLLM cannot sleep on TPUs; set it to false")
     if settings.adapters:
         raise ConfigError(f"rollout.adapters={dict(settings.adapters)}: vLLM serves none on TPUs; set it to {{}}")
     if settings.multi_modal:

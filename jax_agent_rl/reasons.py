@@ -104,7 +104,7 @@ class DropReason(StrEnum):
     NON_FINITE = "non_finite"
     """The learner step it was part of had a non-finite gradient and was skipped."""
     STALE = "stale"
-    """Its group became older than ``trainer.staleness`` allows before it was trained on."""
+    """Its group became older than ``trainer.max_staleness`` allows before it was trained on."""
     CANCELLED = "cancelled"
     """The run was interrupted while it was in flight."""
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from jax_agent_rl.agreement.contexts import contexts_of
 from jax_agent_rl.agreement.diagnosis import Diagnosis, EngineView, diagnose
-from jax_agent_rl.agreement.subject import Subject
+from jax_agent_rl.agreement.subject import DiagnosisSubject
 from jax_agent_rl.agreement.tolerances import JAX_ENGINE, Tolerance
 from jax_agent_rl.jetstream.backend import JetStreamBackend
 from jax_agent_rl.jetstream.engine import EngineShapes
@@ -22,7 +22,7 @@ from tests.tiny import TINY
 PROMPTS = (21, 34, 17, 29)
 """Ids of the prompts."""
 SHAPES = EngineShapes(
-    max_model_len=64, max_concurrent_decodes=2, cache_tokens=256, decode_steps=4, prefill_buckets=(32,)
+    max_model_len=64, max_concurrent_decodes=2, kv_cache_tokens=256, decode_steps=4, prefill_buckets=(32,)
 )
 LLAMA = replace(TINY, num_layers=3, max_position_embeddings=256)
 
@@ -127,7 +127,7 @@ def diagnosis(
     tolerance: Tolerance = JAX_ENGINE["float32"],
 ) -> Diagnosis:
     """What is said about rollouts that a learner with these parameters is to train on."""
-    subject = Subject(
+    subject = DiagnosisSubject(
         model=model,
         params=params,
         dtype="float32",

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from jax_agent_rl.deploy.launch.tpu import topology
-from jax_agent_rl.deploy.launch.tpu.gcloud import Request
+from jax_agent_rl.deploy.launch.tpu.gcloud import SliceRequest
 from jax_agent_rl.deploy.launch.tpu.job import Job
 from tests.launching import LEARN, ROOT
 from tests.ports import free_ports
@@ -328,11 +328,11 @@ class Cloud:
             self.power_off(name.name)
 
 
-def request_of(name: str = "v5e:4x4", slices: int = 1, **changed: object) -> Request:
+def request_of(name: str = "v5e:4x4", slices: int = 1, **changed: object) -> SliceRequest:
     """One on-demand slice of v5e:4x4, but for what is changed."""
     chosen = topology.parse(name)
     fields = {"spot": False, "queued": False, "valid_until": None, "runtime": chosen.kind.runtime} | changed
-    return Request(name="my-run", topology=chosen, slices=slices, **fields)  # type: ignore[arg-type]
+    return SliceRequest(name="my-run", topology=chosen, slices=slices, **fields)  # type: ignore[arg-type]
 
 
 def job_of(**changed: object) -> Job:

@@ -3,7 +3,7 @@
 An expression has a section's type if annotations say so: parameters, fields, what functions return, and what is
 assigned or looked up from those (``limits = context.limits``). Reading an attribute of it reads that key. What only the
 configuration's own modules read (to check it) does not count, unless by a property or method of a section that others
-use (``config.trainer.max_staleness``).
+use (``config.trainer.staleness_bound``).
 """
 
 from __future__ import annotations

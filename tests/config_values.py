@@ -10,7 +10,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
 from jax_agent_rl.config.base import Section
-from jax_agent_rl.config.conditions import Both, Condition, Either, Facts, Key, conditions
+from jax_agent_rl.config.conditions import Both, Condition, Either, Facts, WhenKey, conditions
 
 
 def keys(model: type[Section], prefix: str = "") -> Iterator[tuple[str, type[Section], str]]:
@@ -63,7 +63,7 @@ def with_condition(condition: Condition, config: Section, facts: Facts, *, holdi
         for part in condition.parts:
             made = made and with_condition(part, made, facts, holding=holding)
         return made
-    if not isinstance(condition, Key):
+    if not isinstance(condition, WhenKey):
         return None
     for value in (None, False, 0, *condition.values, *_values(_annotation(type(config), condition.path), [])):
         made = replaced(config, condition.path, value)

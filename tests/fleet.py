@@ -15,7 +15,7 @@ from jax_agent_rl.testing.simulate.clock import VirtualLoop
 from jax_agent_rl.testing.simulate.engine import EngineSpeed, SimulatedEngine
 from jax_agent_rl.types import PauseMode, SamplingParams, TokenOutput
 
-SPEED = EngineSpeed(lanes=64, step_seconds=1.0, prefill_tokens_per_step=10**9, load_seconds=1.0)
+SPEED = EngineSpeed(slots=64, step_seconds=1.0, prefill_tokens_per_step=10**9, load_seconds=1.0)
 
 
 class FaultyEngine(SimulatedEngine):

@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_agent_rl.jetstream.decode_batch import make_lanes
-from jax_agent_rl.jetstream.engine import DecodeState, EngineShapes, JaxEngine, Prefix
-from jax_agent_rl.jetstream.external_engine import BroughtEngine
+from jax_agent_rl.jetstream.decode_batch import make_decode_batch
+from jax_agent_rl.jetstream.engine import DecodeState, EnginePrefix, EngineShapes, JaxEngine
+from jax_agent_rl.jetstream.external_engine import ExternalEngine
 from jax_agent_rl.jetstream.programs import ProgramTable
 from jax_agent_rl.models.config import DecoderConfig
 
@@ -53,7 +53,7 @@ class LaterApiEngine:
 
     def prefill(
         self, *, params: Any, padded_tokens: jax.Array, true_length: int, rng: jax.Array, algorithm: str
-    ) -> tuple[Prefix, LaterResultTokens]:
+    ) -> tuple[EnginePrefix, LaterResultTokens]:
         prefix = self.inner.prefill(params=params, padded_tokens=padded_tokens, true_length=true_length)
         state = DecodeState(
             cache=prefix.cache,
@@ -62,9 +62,9 @@ class LaterApiEngine:
             generated=jnp.zeros(1, jnp.int32),
         )
         state, result = self._step(params, state, rng, algorithm)
-        return Prefix(cache=state.cache, last_token=state.tokens[0], length=state.positions[0]), result
+        return EnginePrefix(cache=state.cache, last_token=state.tokens[0], length=state.positions[0]), result
 
-    def insert(self, prefix: Prefix, decode_state: DecodeState, slot: int) -> DecodeState:
+    def insert(self, prefix: EnginePrefix, decode_state: DecodeState, slot: int) -> DecodeState:
         return self.inner.insert(prefix, decode_state, slot)
 
     def generate(
@@ -79,13 +79,13 @@ class LaterApiEngine:
         self, params: Any, state: DecodeState, rng: jax.Array, algorithm: str
     ) -> tuple[DecodeState, LaterResultTokens]:
         slots = len(state.tokens)
-        lanes = make_lanes(slots, self.inner.shapes.context_pages)
-        lanes.pages[:] = [self.inner.pages_of_slot(slot) for slot in range(slots)]
-        lanes.tokens[:], lanes.positions[:] = state.tokens, state.positions
-        lanes.remaining[:] = 1
-        lanes.temperature[:] = {"greedy": 0.0, "weighted": 1.0}[algorithm]
-        lanes.seed[:] = np.random.default_rng(np.asarray(rng)).integers(2**32, size=slots)
-        cache, ids, log_probs = self.inner.decode(params, state.cache, lanes, 1, slots + 1)
+        slots = make_decode_batch(slots, self.inner.shapes.context_pages)
+        slots.pages[:] = [self.inner.pages_of_slot(slot) for slot in range(slots)]
+        slots.tokens[:], slots.positions[:] = state.tokens, state.positions
+        slots.remaining[:] = 1
+        slots.temperature[:] = {"greedy": 0.0, "weighted": 1.0}[algorithm]
+        slots.seed[:] = np.random.default_rng(np.asarray(rng)).integers(2**32, size=slots)
+        cache, ids, log_probs = self.inner.decode(params, state.cache, slots, 1, slots + 1)
         ids = jnp.asarray(ids[0])
         limit = self.inner.shapes.cache_length - self.inner.shapes.decode_steps
         new = DecodeState(
@@ -99,12 +99,12 @@ class LaterApiEngine:
         return new, LaterResultTokens(data, log_prob if self._return_log_prob else jnp.zeros_like(log_prob))
 
 
-def bring(model: DecoderConfig, shapes: EngineShapes) -> BroughtEngine:
+def bring(model: DecoderConfig, shapes: EngineShapes) -> ExternalEngine:
     """What a user's function would be."""
     return brought(LaterApiEngine(model, shapes))
 
 
-def brought(engine: LaterApiEngine, **changes: Any) -> BroughtEngine:
+def brought(engine: LaterApiEngine, **changes: Any) -> ExternalEngine:
     """An engine as a user would describe it."""
     settings = {
         "to_params": engine.inner.load_params,
@@ -112,4 +112,4 @@ def brought(engine: LaterApiEngine, **changes: Any) -> BroughtEngine:
         "sampled": {"algorithm": "weighted"},
         "greedy": {"algorithm": "greedy"},
     }
-    return BroughtEngine(engine=engine, **settings | changes)
+    return ExternalEngine(engine=engine, **settings | changes)

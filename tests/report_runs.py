@@ -13,7 +13,7 @@ import pytest
 
 from jax_agent_rl.observe.metrics import RunFolder
 from jax_agent_rl.observe.report.run_data import RunData, read_run
-from jax_agent_rl.observe.traces.sinks import FileSink
+from jax_agent_rl.observe.traces.sinks import TraceFileSink
 from jax_agent_rl.types import FinishReason, Fork, Trajectory
 from tests.traces import EPOCH, SECOND, a_trace
 from tests.trajectories import call, trajectory
@@ -100,7 +100,7 @@ def make_run(path: Path, *, steps: int = 3, hostile: bool = False) -> Path:
         folder.add_trajectories(step, "train", made, learnt=learnt)
         folder.add_metrics(step_line(step))
     for number in range(2):
-        FileSink(folder.traces, most=100).write(a_trace(f"train-1-0-{number}", step=1))
+        TraceFileSink(folder.traces, most=100).write(a_trace(f"train-1-0-{number}", step=1))
     return path
 
 

@@ -12,7 +12,7 @@ import orbax.checkpoint as ocp
 from jax_agent_rl.observe.metrics import read_records
 
 # Parts of names of metrics that are wall time, or count what depends on it: which requests arrived together.
-TIMES = ("seconds", "per_second", "busy_share", "idle_share", "lane_occupancy", "prefill_tokens", "cached_tokens")
+TIMES = ("seconds", "per_second", "busy_share", "idle_share", "slot_occupancy", "prefill_tokens", "cached_tokens")
 
 
 def final_state(run: Path) -> dict[str, np.ndarray]:

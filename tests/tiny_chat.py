@@ -96,7 +96,7 @@ async def tiny_context(*, tools=(), codec: ChatCodec | None = None, **limits) ->
     shapes = EngineShapes(
         max_model_len=LONGEST,
         max_concurrent_decodes=4,
-        cache_tokens=8 * LONGEST,
+        kv_cache_tokens=8 * LONGEST,
         decode_steps=4,
         prefill_buckets=(32, 128),
     )

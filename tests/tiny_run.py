@@ -46,11 +46,11 @@ def tiny_recipe(folder: Path, **sections: dict[str, Any]) -> Path:
     (folder / "reward.py").write_text(REWARD)
     tree: dict[str, dict[str, Any]] = {
         "model": {"path": str(tiny_model(folder / "model"))},
-        "data": {"train": str(folder / "train.jsonl"), "heldout": str(folder / "heldout.jsonl")},
+        "data": {"train": str(folder / "train.jsonl"), "eval": str(folder / "heldout.jsonl")},
         "reward": {"path": str(folder / "reward.py")},
         "agent": {"tool_format": "hermes", "max_prompt_length": 32, "max_response_length": 16},
         "rollout": {"prompts_per_step": 2, "group_size": 4, "max_in_flight": 8, "max_model_len": 64},
-        "learner": {"row_length": 64, "learning_rate": 1e-3},
+        "learner": {"pack_length": 64, "learning_rate": 1e-3},
         "algorithm": {"filter_zero_variance": False},
         "trainer": {"steps": 4, "checkpoint_every": 1},
     }

@@ -14,9 +14,9 @@ from PIL import Image
 
 from jax_agent_rl.models.config import DecoderConfig, Params, Rope, VisionConfig
 from jax_agent_rl.models.decoder import hidden_states, logits
-from jax_agent_rl.models.vision.context import Shown, Sight
-from jax_agent_rl.models.vision.image_processor import Grid, Patcher, Picture
-from jax_agent_rl.models.vision.layout import PictureInputs, feature_index, layout
+from jax_agent_rl.models.vision.context import MultimodalContext, VisionProcessor
+from jax_agent_rl.models.vision.image_processor import Grid, ImageProcessor, ProcessedImage
+from jax_agent_rl.models.vision.layout import ImageInputs, feature_index, layout
 from jax_agent_rl.models.vision.tower import features
 from jax_agent_rl.types import FinishReason, StopReason, TokenOutput, Trajectory, Turn
 from tests.tiny import TINY
@@ -42,19 +42,21 @@ TINY_VL: DecoderConfig = replace(
 LONGEST, PATCHES = 96, 128  # every reference pass is padded to these, so that it compiles once
 
 
-def drawn(seed: int, grid: Grid, kind: str = "image") -> Picture:
+def drawn(seed: int, grid: Grid, kind: str = "image") -> ProcessedImage:
     """Noise, as an image processor would have scaled it."""
     shape = (int(np.prod(grid)), TINY_VISION.patch_dim)
-    return Picture(kind=kind, patches=np.random.default_rng(seed).standard_normal(shape, dtype=np.float32), grid=grid)
+    return ProcessedImage(
+        kind=kind, patches=np.random.default_rng(seed).standard_normal(shape, dtype=np.float32), grid=grid
+    )
 
 
 @functools.cache
-def sight() -> Sight:
+def vision_processor() -> VisionProcessor:
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil as Processor
 
     sizes = {"patch_size": 2, "merge_size": 2, "temporal_patch_size": 2}
     processor = Processor(**sizes, size={"shortest_edge": 8 * 8, "longest_edge": 16 * 16})
-    return Sight(vision=TINY_VISION, patcher=Patcher(images=processor, videos=processor))
+    return VisionProcessor(vision=TINY_VISION, patcher=ImageProcessor(images=processor, videos=processor))
 
 
 def picture(seed: int, width: int = 8, height: int = 8) -> Image.Image:
@@ -67,32 +69,32 @@ def placeholders(media: Mapping[str, Sequence[Any]]) -> list[int]:
     ids = []
     for kind, items in media.items():
         for item in items:
-            ids += [START, *[TINY_VISION.placeholders[kind]] * sight().patcher.count(kind, item), END]
+            ids += [START, *[TINY_VISION.placeholders[kind]] * vision_processor().patcher.count(kind, item), END]
     return ids
 
 
-def seen_logprobs(params: Params, shown: Shown, config: DecoderConfig = TINY_VL) -> np.ndarray:
+def seen_logprobs(params: Params, multimodal: MultimodalContext, config: DecoderConfig = TINY_VL) -> np.ndarray:
     """Log-probs float64 [T, V] of one causal pass over a whole context: no cache, no packing."""
     patches = np.zeros((PATCHES, TINY_VISION.patch_dim), np.float32)
-    joined = np.concatenate([patches[:0], *(p.patches for p in shown.pictures)])
+    joined = np.concatenate([patches[:0], *(p.patches for p in multimodal.pictures)])
     patches[: len(joined)] = joined
-    starts = np.cumsum([0, *(span.stop - span.start for span in shown.spans)])[:-1]
+    starts = np.cumsum([0, *(span.stop - span.start for span in multimodal.spans)])[:-1]
     index = np.full(LONGEST, -1, np.int32)
-    index[: len(shown.ids)] = feature_index(len(shown.ids), shown.spans, starts.tolist())
+    index[: len(multimodal.ids)] = feature_index(len(multimodal.ids), multimodal.spans, starts.tolist())
     positions = np.zeros((LONGEST, 3), np.int32)
-    positions[: len(shown.ids)] = shown.positions
+    positions[: len(multimodal.ids)] = multimodal.positions
     ids = np.zeros(LONGEST, np.int32)
-    ids[: len(shown.ids)] = shown.ids
-    plan = layout(TINY_VISION, [p.grid for p in shown.pictures], PATCHES)
+    ids[: len(multimodal.ids)] = multimodal.ids
+    plan = layout(TINY_VISION, [p.grid for p in multimodal.pictures], PATCHES)
     scores = np.asarray(_logits(config, params, ids, patches, plan, positions, index)).astype(np.float64)
     scores -= scores.max(-1, keepdims=True)
-    return (scores - np.log(np.exp(scores).sum(-1, keepdims=True)))[: len(shown.ids)]
+    return (scores - np.log(np.exp(scores).sum(-1, keepdims=True)))[: len(multimodal.ids)]
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _logits(config: DecoderConfig, params: Params, ids, patches, plan, positions, index) -> jax.Array:
     found = features(TINY_VISION, params["vision"], patches, plan)
-    pictures = PictureInputs(positions[None], found[None], index[None])
+    pictures = ImageInputs(positions[None], found[None], index[None])
     ends = jnp.full((1, LONGEST), LONGEST, jnp.int32)
     return logits(params, hidden_states(config, params, ids[None], jnp.arange(LONGEST)[None], ends, pictures=pictures))[
         0

@@ -6,7 +6,7 @@ from prometheus_client import CollectorRegistry
 
 from jax_agent_rl.config.tool_server import load_settings
 from jax_agent_rl.tool_server.telemetry import Telemetry
-from jax_agent_rl.tool_server.wire import Step
+from jax_agent_rl.tool_server.wire import ObservationStep
 from jax_agent_rl.tool_server.worker import make_service, make_tools
 
 
@@ -19,7 +19,7 @@ async def agent(*overrides, **extra):
     await service.start()
 
     async def act(action, **fields):
-        return await service.step(Step(trajectory_id="t", action=action, extra=fields or extra))
+        return await service.step(ObservationStep(trajectory_id="t", action=action, extra=fields or extra))
 
     try:
         yield act

@@ -31,7 +31,7 @@ from jax_agent_rl.rollout.protocol import (
     WeightUpdate,
 )
 from jax_agent_rl.testing.conformance.reference import log_softmax, truncate
-from jax_agent_rl.testing.conformance.subject import ADAPTED, ADAPTER, BASE, MIXED, OTHER, Subject
+from jax_agent_rl.testing.conformance.subject import ADAPTED, ADAPTER, BASE, MIXED, OTHER, BackendUnderTest
 from jax_agent_rl.types import PauseMode, StopReason, TokenOutput, digest_ids
 
 EOS, VOCAB, IMAGE = 2, 61, 60
@@ -82,7 +82,7 @@ class ToyMedia:
         return [i for own in ids for i in ([own] * 2 if own == IMAGE else [own])]
 
 
-def toy_subject(make: Callable[[], RolloutBackend], **fields: Any) -> Subject:
+def toy_subject(make: Callable[[], RolloutBackend], **fields: Any) -> BackendUnderTest:
     """A subject over the toy model; the payload of an update names the weight set."""
     standard = {
         "name": "toy",
@@ -97,7 +97,7 @@ def toy_subject(make: Callable[[], RolloutBackend], **fields: Any) -> Subject:
         "tolerance": 1e-9,
         "patience": 30.0,
     }
-    return Subject(**standard | fields)
+    return BackendUnderTest(**standard | fields)
 
 
 @dataclass(eq=False)

@@ -1,4 +1,4 @@
-"""MaxText's MaxEngine for ``rollout.jetstream.engine: examples/maxtext_engine/engine.py:make``.
+"""MaxText's MaxEngine for ``rollout.jetstream.engine_factory: examples/maxtext_engine/engine.py:make``.
 
 For dense models of the Llama and Qwen families: MaxText is configured from our description of the model, and the
 learner's parameters are handed over as MaxText's NNX parameters. See README.md.
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.jetstream.compat import engine_api
 from jax_agent_rl.jetstream.engine import EngineShapes
-from jax_agent_rl.jetstream.external_engine import BroughtEngine
+from jax_agent_rl.jetstream.external_engine import ExternalEngine
 from jax_agent_rl.models.config import DecoderConfig, Params
 
 DTYPE = "bfloat16"  # of weights, activations and cache
@@ -24,8 +24,8 @@ BLOCKS = {"llama": "llama2", "mistral": "mistral", "qwen3": "qwen3"}  # the lear
 SCALED = {"llama2", "mistral"}  # blocks whose query matrix carries the scores' 1/sqrt(head_dim)
 
 
-def make(model: DecoderConfig, shapes: EngineShapes) -> BroughtEngine:
-    """What ``rollout.jetstream.engine`` names."""
+def make(model: DecoderConfig, shapes: EngineShapes) -> ExternalEngine:
+    """What ``rollout.jetstream.engine_factory`` names."""
     engine_api()  # JetStream imports seqio; where that is missing, something stands in for it
     from flax import nnx
     from maxtext.configs import pyconfig
@@ -43,7 +43,7 @@ def make(model: DecoderConfig, shapes: EngineShapes) -> BroughtEngine:
             return engine.load_params(params=state)
         return jax.device_put(state, jax.tree.map(lambda x: x.sharding, engine.abstract_params))
 
-    return BroughtEngine(
+    return ExternalEngine(
         engine=engine,
         to_params=to_params,
         max_new_tokens=MAX_NEW_TOKENS,
@@ -124,7 +124,7 @@ def _check(model: DecoderConfig) -> None:
     if model.family not in BLOCKS or not plain or model.rope.scaling is not None:
         raise ConfigError(
             f"examples/maxtext_engine maps dense {sorted(BLOCKS)} models without biases, windows and scaled positions, "
-            f"not this {model.family} model; add the mapping there, or leave rollout.jetstream.engine unset"
+            f"not this {model.family} model; add the mapping there, or leave rollout.jetstream.engine_factory unset"
         )
 
 

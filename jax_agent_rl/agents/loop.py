@@ -185,13 +185,13 @@ def get_agent(name: str) -> type[AgentLoop]:
 
 
 def load_agents(path: str | None) -> None:
-    """Imports ``agent.path``, a Python file or module that registers more loops; None does nothing.
+    """Imports ``agent.module``, a Python file or module that registers more loops; None does nothing.
 
     Raises:
         ConfigError: it cannot be imported or registers a name twice.
     """
     if path is not None:
-        load_user_module(path, key="agent.path")
+        load_user_module(path, key="agent.module")
 
 
 def agent_names() -> list[str]:

@@ -39,7 +39,7 @@ RunAgent = Callable[[str, str, Mapping[str, Any]], Any | Awaitable[Any]]
 
 
 def openai_agent(name: str = "openai_agent") -> Callable[[RunAgent], RunAgent]:
-    """Registers a function as the agent loop that rows call ``name``; name its file in ``agent.path``.
+    """Registers a function as the agent loop that rows call ``name``; name its file in ``agent.module``.
 
     Raises:
         ConfigError: the name is taken.

@@ -30,7 +30,7 @@ from jax_agent_rl.agents.observations import ObservationCodec
 from jax_agent_rl.agents.tool_environment import Lockstep, Send, ToolEnvironment
 from jax_agent_rl.config import AgentConfig
 from jax_agent_rl.errors import ConfigError, ToolServerError
-from jax_agent_rl.tools.client import Action, Observation, ToolServerClient, observation_url
+from jax_agent_rl.tools.client import ServerAction, ServerObservation, ToolServerClient, observation_url
 from jax_agent_rl.types import (
     DropReason,
     FinishReason,
@@ -133,7 +133,7 @@ class ServerToolAgent(AgentLoop):
 
     async def _step(
         self, environment: ToolEnvironment, action: str, row: Mapping[str, Any], step: int
-    ) -> tuple[Observation, ToolCallRecord]:
+    ) -> tuple[ServerObservation, ToolCallRecord]:
         extra_fields = self._extra_fields(row, step)
         return await environment.step(
             action, name="tool_server", extra_fields=extra_fields, shorten=self._observations.shorten
@@ -184,7 +184,7 @@ class ServerToolAgent(AgentLoop):
 def _alone(server: ToolServerClient) -> Send:
     """Sends each action as a request of its own."""
 
-    async def send(action: Action) -> Observation:
+    async def send(action: ServerAction) -> ServerObservation:
         (result,) = await server.get_observation([action])
         if isinstance(result, ToolServerError):
             raise result

@@ -21,14 +21,14 @@ from jax_agent_rl.agents.context import AgentContext
 from jax_agent_rl.agents.episode import Episode
 from jax_agent_rl.agents.loop import AgentLoop, register_agent
 from jax_agent_rl.agents.tool_environment import ToolEnvironment
-from jax_agent_rl.tools.client import Observation
+from jax_agent_rl.tools.client import ServerObservation
 from jax_agent_rl.tools.search_client import SearchClient
 from jax_agent_rl.tools.tool_client import ToolClient, tool_action
 from jax_agent_rl.tools.truncate import truncate_text
 from jax_agent_rl.tracing import span
 from jax_agent_rl.types import FinishReason, SamplingParams, StopReason, ToolCallRecord, Trajectory
 
-Call = Callable[[str], Awaitable[Observation]]
+Call = Callable[[str], Awaitable[ServerObservation]]
 """Runs what stands between the markers."""
 
 
@@ -65,7 +65,7 @@ class MarkerAgent(AgentLoop):
                 return FinishReason.RESPONSE_LENGTH
         return FinishReason.MAX_USER_TURNS
 
-    async def _call(self, before: str, call: Call) -> tuple[Observation, ToolCallRecord]:
+    async def _call(self, before: str, call: Call) -> tuple[ServerObservation, ToolCallRecord]:
         """``before``: the turn up to the closing marker."""
         _, opened, body = before.rpartition(self.opening)
         began = time.perf_counter()
@@ -73,7 +73,7 @@ class MarkerAgent(AgentLoop):
             observation = await call(body)
         else:
             text = f"Error: {self.closing} without {self.opening}."
-            observation = Observation(text=text, error="malformed")
+            observation = ServerObservation(text=text, error="malformed")
             self.context.malformed.tell(before[-100:] + self.closing)
         record = ToolCallRecord(
             name=self.opening.strip("<>") if opened else "",
@@ -122,7 +122,7 @@ class TextToolAgent(MarkerAgent):
         async with ToolEnvironment(self.client.server, self.client.execute, trajectory_id) as environment:
             extra = row.get("extra_info") or {}
 
-            async def call(code: str) -> Observation:
+            async def call(code: str) -> ServerObservation:
                 observation, _ = await environment.step(
                     tool_action(code), name="tool", extra_fields=extra, shorten=lambda text: text
                 )
@@ -163,7 +163,7 @@ class SearchAgent(MarkerAgent):
         episode = self.start(row, trajectory_id=trajectory_id, group_id=group_id, sampling=sampling)
         return episode.finish(await self._converse(episode, self._search))
 
-    async def _search(self, query: str) -> Observation:
+    async def _search(self, query: str) -> ServerObservation:
         try:
             with span("tool", "search") as traced:
                 if traced:
@@ -172,6 +172,6 @@ class SearchAgent(MarkerAgent):
                 if traced:
                     traced.set(observation="\n".join(passages))
         except TimeoutError:
-            return Observation(text="Error: the search did not answer in time.", error="timeout")
+            return ServerObservation(text="Error: the search did not answer in time.", error="timeout")
         text = "\n".join(f"[{number}] {passage}" for number, passage in enumerate(passages, 1))
-        return Observation(text=text or "No results found.")
+        return ServerObservation(text=text or "No results found.")

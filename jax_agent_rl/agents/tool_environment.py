@@ -21,15 +21,15 @@ from types import TracebackType
 from typing import Any
 
 from jax_agent_rl.errors import ToolServerError
-from jax_agent_rl.tools.client import Action, Observation, ToolServerClient
+from jax_agent_rl.tools.client import ServerAction, ServerObservation, ToolServerClient
 from jax_agent_rl.tracing import span
 from jax_agent_rl.types import ToolCallRecord
 
 logger = logging.getLogger(__name__)
 
-Send = Callable[[Action], Awaitable[Observation]]
+Send = Callable[[ServerAction], Awaitable[ServerObservation]]
 """Delivers one action; raises ToolServerError."""
-Result = Observation | ToolServerError
+Result = ServerObservation | ToolServerError
 
 
 class Lockstep:
@@ -42,10 +42,10 @@ class Lockstep:
         send_batch: delivers actions; one result each.
     """
 
-    def __init__(self, send_batch: Callable[[Sequence[Action]], Awaitable[Sequence[Result]]]):
+    def __init__(self, send_batch: Callable[[Sequence[ServerAction]], Awaitable[Sequence[Result]]]):
         self._send_batch = send_batch
         self._members = 0
-        self._waiting: dict[asyncio.Future[Result], Action] = {}
+        self._waiting: dict[asyncio.Future[Result], ServerAction] = {}
         self._batches: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> None:
@@ -56,7 +56,7 @@ class Lockstep:
         self._members -= 1
         self._go_if_complete()
 
-    async def send(self, action: Action) -> Observation:
+    async def send(self, action: ServerAction) -> ServerObservation:
         """A member's action; returns when the whole batch has been answered."""
         future: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
         self._waiting[future] = action
@@ -77,7 +77,7 @@ class Lockstep:
             self._batches.add(task)
             task.add_done_callback(self._batches.discard)
 
-    async def _deliver(self, batch: Mapping[asyncio.Future[Result], Action]) -> None:
+    async def _deliver(self, batch: Mapping[asyncio.Future[Result], ServerAction]) -> None:
         try:
             results = await self._send_batch(list(batch.values()))
         except ToolServerError as error:
@@ -129,7 +129,7 @@ class ToolEnvironment:
 
     async def step(
         self, text: str, *, name: str, extra_fields: Mapping[str, Any], shorten: Callable[[str], str]
-    ) -> tuple[Observation, ToolCallRecord]:
+    ) -> tuple[ServerObservation, ToolCallRecord]:
         """Takes one action.
 
         Args:
@@ -146,7 +146,7 @@ class ToolEnvironment:
         """
         self._used = True  # before sending: the server may know of it although the answer is lost
         began = time.perf_counter()
-        sent = Action(trajectory_id=self._id, text=text, extra_fields=extra_fields)
+        sent = ServerAction(trajectory_id=self._id, text=text, extra_fields=extra_fields)
         with span("tool", name) as traced:
             if traced:
                 traced.set(arguments={"action": text})
@@ -164,7 +164,7 @@ class ToolEnvironment:
         )
         return observation, record
 
-    def _shown(self, observation: Observation) -> Observation:
+    def _shown(self, observation: ServerObservation) -> ServerObservation:
         unseen = sorted(observation.media.keys() - self._modalities)
         if not unseen:
             return observation

@@ -20,7 +20,7 @@ from jax_agent_rl.agreement.causes import ADVICE, Cause
 from jax_agent_rl.agreement.contexts import Context
 from jax_agent_rl.agreement.hypotheses import HYPOTHESES, Attempt, Hypothesis
 from jax_agent_rl.agreement.layers import IDS, first_difference, learner_outputs
-from jax_agent_rl.agreement.subject import Scores, Subject
+from jax_agent_rl.agreement.subject import DiagnosisSubject, Scores
 from jax_agent_rl.agreement.tensor_search import tensor_search
 from jax_agent_rl.agreement.tensors import Samples, TensorFault, samples_of, tensor_faults
 from jax_agent_rl.agreement.tolerances import Tolerance
@@ -53,7 +53,7 @@ class EngineView:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finding:
+class HypothesisResult:
     """What became of one hypothesis.
 
     Attributes:
@@ -83,7 +83,7 @@ class Diagnosis:
 
     contexts: Sequence[Context]
     gap: Comparison
-    findings: Sequence[Finding]
+    findings: Sequence[HypothesisResult]
     cause: Cause
     detail: str
 
@@ -93,7 +93,7 @@ class Diagnosis:
         return f"{self.cause}: {self.detail}; {ADVICE[self.cause]}"
 
 
-def diagnose(subject: Subject, *, tolerance: Tolerance, engine: EngineView | None = None) -> Diagnosis:
+def diagnose(subject: DiagnosisSubject, *, tolerance: Tolerance, engine: EngineView | None = None) -> Diagnosis:
     """Tests every hypothesis.
 
     Args:
@@ -119,7 +119,7 @@ def diagnose(subject: Subject, *, tolerance: Tolerance, engine: EngineView | Non
     done = "the engine has other tensors" if faults else None
     for hypothesis in HYPOTHESES:
         if done is not None:
-            findings.append(Finding(name=str(hypothesis.cause), verdict="not tested", detail=done))
+            findings.append(HypothesisResult(name=str(hypothesis.cause), verdict="not tested", detail=done))
             continue
         finding, best = _tried(subject, hypothesis, gap, tolerance)
         findings.append(finding)
@@ -135,7 +135,7 @@ def diagnose(subject: Subject, *, tolerance: Tolerance, engine: EngineView | Non
     return Diagnosis(contexts=looked, gap=gap, findings=findings, cause=cause, detail=detail)
 
 
-def worst(subject: Subject, most: int = MOST) -> tuple[Subject, Scores]:
+def worst(subject: DiagnosisSubject, most: int = MOST) -> tuple[DiagnosisSubject, Scores]:
     """The contexts with the largest mean gaps, and what the plain pass says of them."""
     scores = []
     for begin in range(0, len(subject.contexts), MOST):
@@ -146,7 +146,7 @@ def worst(subject: Subject, most: int = MOST) -> tuple[Subject, Scores]:
     return replace(subject, contexts=[subject.contexts[i] for i in order]), [scores[i] for i in order]
 
 
-def _ids(subject: Subject) -> Finding:
+def _ids(subject: DiagnosisSubject) -> HypothesisResult:
     drifted = [context for context in subject.contexts if context.drifted]
     if drifted:
         first = drifted[0]
@@ -154,12 +154,12 @@ def _ids(subject: Subject) -> Finding:
             f"in {len(drifted)} of {len(subject.contexts)} contexts the engine saw other ids than are trained on, "
             f"first in {first.name}"
         )
-        return Finding(name="ids", verdict="found", detail=detail)
+        return HypothesisResult(name="ids", verdict="found", detail=detail)
     detail = f"all {len(subject.contexts)} contexts are those that the engine reported"
-    return Finding(name="ids", verdict="ruled out", detail=detail)
+    return HypothesisResult(name="ids", verdict="ruled out", detail=detail)
 
 
-def _learner(subject: Subject, gap: Comparison) -> Finding:
+def _learner(subject: DiagnosisSubject, gap: Comparison) -> HypothesisResult:
     """For when a plain pass agrees with the engine: is it the learner's own that does not?"""
     scored = [context for context in subject.contexts if context.learner is not None]
     own = [context.learner - context.rollout for context in scored if context.learner is not None]
@@ -170,15 +170,15 @@ def _learner(subject: Subject, gap: Comparison) -> Finding:
             f"{gap.largest:.1e} nats), the learner's packed pass does not (mean {apart.mean:.1e}, largest "
             f"{apart.largest:.1e})"
         )
-        return Finding(name="learner", verdict="found", detail=detail, left=gap)
+        return HypothesisResult(name="learner", verdict="found", detail=detail, left=gap)
     detail = f"nothing is wrong in the contexts looked at (mean {gap.mean:.1e}, largest {gap.largest:.1e} nats)"
-    return Finding(name="learner", verdict="ruled out", detail=detail, left=gap)
+    return HypothesisResult(name="learner", verdict="ruled out", detail=detail, left=gap)
 
 
 # --- what can be read off the engine --------------------------------------------------------------------------------
 
 
-def _tensor_faults(subject: Subject, engine: EngineView) -> list[TensorFault]:
+def _tensor_faults(subject: DiagnosisSubject, engine: EngineView) -> list[TensorFault]:
     if not engine.tensors:
         return []
     model, params = subject.model, subject.params
@@ -196,13 +196,15 @@ def _tensor_faults(subject: Subject, engine: EngineView) -> list[TensorFault]:
     return tensor_faults(engine.tensors, own, precision=engine.precision, transposed=transposed, older=older)
 
 
-def _tensors_finding(engine: EngineView, faults: Sequence[TensorFault]) -> Finding:
+def _tensors_finding(engine: EngineView, faults: Sequence[TensorFault]) -> HypothesisResult:
     if not engine.tensors:
-        return Finding(name="tensors", verdict="not tested", detail="the engine's tensors cannot be read from here")
+        return HypothesisResult(
+            name="tensors", verdict="not tested", detail="the engine's tensors cannot be read from here"
+        )
     if not faults:
         detail = f"all {len(engine.tensors)} tensors of the engine are the learner's"
-        return Finding(name="tensors", verdict="ruled out", detail=detail)
-    return Finding(name="tensors", verdict="found", detail=_named(faults, len(engine.tensors)))
+        return HypothesisResult(name="tensors", verdict="ruled out", detail=detail)
+    return HypothesisResult(name="tensors", verdict="found", detail=_named(faults, len(engine.tensors)))
 
 
 def _named(faults: Sequence[TensorFault], count: int) -> str:
@@ -216,43 +218,45 @@ def _named(faults: Sequence[TensorFault], count: int) -> str:
     return shown if len(faults) <= 3 else f"{len(faults)} of {count} tensors: {shown}; …"
 
 
-def _layers_finding(subject: Subject, engine: EngineView) -> Finding:
+def _layers_finding(subject: DiagnosisSubject, engine: EngineView) -> HypothesisResult:
     ids = min((c.token_ids for c in subject.contexts), key=len)[:IDS]
     theirs = engine.layers(ids)
     if not theirs:
         detail = "the engine's activations cannot be read from here"
-        return Finding(name="layers", verdict="not tested", detail=detail)
+        return HypothesisResult(name="layers", verdict="not tested", detail=detail)
     own = learner_outputs(subject.model, subject.params, subject.dtype, ids)
     fault = first_difference(theirs, own, precision=engine.precision)
     if fault is None:
         detail = f"the embeddings and all {len(own) - 1} layers agree on a prefilled context of {len(ids)} ids"
-        return Finding(name="layers", verdict="ruled out", detail=detail)
-    return Finding(name="layers", verdict="found", detail=fault.detail)
+        return HypothesisResult(name="layers", verdict="ruled out", detail=detail)
+    return HypothesisResult(name="layers", verdict="found", detail=fault.detail)
 
 
 # --- what explains the numbers --------------------------------------------------------------------------------------
 
 
 def _tried(
-    subject: Subject, hypothesis: Hypothesis, gap: Comparison, tolerance: Tolerance
-) -> tuple[Finding, Attempt | None]:
+    subject: DiagnosisSubject, hypothesis: Hypothesis, gap: Comparison, tolerance: Tolerance
+) -> tuple[HypothesisResult, Attempt | None]:
     attempts = []
     for attempt in hypothesis.attempts(subject):
         attempts.append(attempt)
         if _mean(subject, attempt) <= EVERYTHING * gap.mean:
             break
     if not attempts:
-        return Finding(name=str(hypothesis.cause), verdict="not tested", detail="there is nothing to try"), None
+        return HypothesisResult(
+            name=str(hypothesis.cause), verdict="not tested", detail="there is nothing to try"
+        ), None
     best = _mixed(subject, attempts) if hypothesis.per_context else min(attempts, key=lambda a: _mean(subject, a))
     left = subject.compare(best.scores)
     verdict = "explains" if _explains(left, gap, tolerance) else "ruled out"
     tried = f"best of {len(attempts)} settings" if len(attempts) > 1 else "best setting"
     detail = f"{tried}: the engine {best.label}"
-    finding = Finding(name=str(hypothesis.cause), verdict=verdict, detail=detail, left=left)
+    finding = HypothesisResult(name=str(hypothesis.cause), verdict=verdict, detail=detail, left=left)
     return finding, best
 
 
-def _mixed(subject: Subject, attempts: Sequence[Attempt]) -> Attempt:
+def _mixed(subject: DiagnosisSubject, attempts: Sequence[Attempt]) -> Attempt:
     """The best attempt for each context; named by the one that explains most."""
     gaps = np.array([[np.abs(g).mean() for g in subject.gaps(attempt.scores)] for attempt in attempts])
     chosen = gaps.argmin(axis=0)
@@ -260,7 +264,7 @@ def _mixed(subject: Subject, attempts: Sequence[Attempt]) -> Attempt:
     return Attempt(label=attempts[int(np.bincount(chosen).argmax())].label, scores=scores)
 
 
-def _mean(subject: Subject, attempt: Attempt) -> float:
+def _mean(subject: DiagnosisSubject, attempt: Attempt) -> float:
     return subject.compare(attempt.scores).mean
 
 
@@ -271,7 +275,7 @@ def _explains(left: Comparison, gap: Comparison, tolerance: Tolerance) -> bool:
 
 
 def _explaining(
-    subject: Subject, attempts: Sequence[tuple[Cause, Attempt]], gap: Comparison, tolerance: Tolerance
+    subject: DiagnosisSubject, attempts: Sequence[tuple[Cause, Attempt]], gap: Comparison, tolerance: Tolerance
 ) -> list[tuple[Cause, Attempt]]:
     """Those that explain the gap, the best first."""
     found = [(c, a) for c, a in attempts if _explains(subject.compare(a.scores), gap, tolerance)]
@@ -279,20 +283,20 @@ def _explaining(
 
 
 def _search_finding(
-    subject: Subject, attempts: Sequence[tuple[Cause, Attempt]], explaining: Sequence[tuple[Cause, Attempt]]
-) -> Finding:
+    subject: DiagnosisSubject, attempts: Sequence[tuple[Cause, Attempt]], explaining: Sequence[tuple[Cause, Attempt]]
+) -> HypothesisResult:
     _, best = explaining[0] if explaining else min(attempts, key=lambda each: _mean(subject, each[1]))
     verdict = "explains" if explaining else "ruled out"
     detail = f"every tensor taken away, exchanged or transposed, the best: the engine {best.label}"
-    return Finding(name="one wrong tensor", verdict=verdict, detail=detail, left=subject.compare(best.scores))
+    return HypothesisResult(name="one wrong tensor", verdict=verdict, detail=detail, left=subject.compare(best.scores))
 
 
 def _verdict(
-    subject: Subject,
+    subject: DiagnosisSubject,
     plain: Scores,
     faults: Sequence[TensorFault],
     explaining: Sequence[tuple[Cause, Attempt]],
-    findings: Sequence[Finding],
+    findings: Sequence[HypothesisResult],
     engine: EngineView,
 ) -> tuple[Cause, str]:
     if faults:
@@ -312,7 +316,7 @@ def _verdict(
     return Cause.UNKNOWN, f"no hypothesis explains the gap; the nearest is {nearest.name} ({nearest.detail})"
 
 
-def _rounding(subject: Subject, plain: Scores) -> str | None:
+def _rounding(subject: DiagnosisSubject, plain: Scores) -> str | None:
     """Whether the gap is of the size and the kind that a coarser type makes. Other kernels round elsewhere, so no
     attempt gives the very same numbers: what agrees is how large the differences are, and in part where they lie."""
     gap = np.concatenate(subject.gaps(plain))

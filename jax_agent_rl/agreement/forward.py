@@ -20,7 +20,7 @@ from jax_agent_rl.models.attention import tree_attention
 from jax_agent_rl.models.config import DecoderConfig, Params, Rope
 from jax_agent_rl.models.decoder import embed
 from jax_agent_rl.models.layers import feed_forward, linear, rms_norm, rope_tables, rotate
-from jax_agent_rl.models.tree_mask import Sight
+from jax_agent_rl.models.tree_mask import TreeMask
 
 TOKENS_PER_CHUNK = 32  # of which all logits exist at a time
 
@@ -134,7 +134,9 @@ def _layers(
         layer, (local, window), seen = scanned
         cos, sin = tables[0][local], tables[1][local]
         normed = rms_norm(config, x, layer["input_norm"])
-        mixed, keys, values = _attention(config, layer, normed, cos, sin, Sight(ends, positions, window), seen, fresh)
+        mixed, keys, values = _attention(
+            config, layer, normed, cos, sin, TreeMask(ends, positions, window), seen, fresh
+        )
         if not config.sandwich_norms:
             x = x + mixed
             x = x + feed_forward(config, layer, rms_norm(config, x, layer["post_attention_norm"]))
@@ -154,7 +156,7 @@ def _attention(
     x: jax.Array,
     cos: jax.Array,
     sin: jax.Array,
-    sight: Sight,
+    tree_mask: TreeMask,
     old: tuple[jax.Array, jax.Array] | None,
     fresh: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -175,7 +177,7 @@ def _attention(
     seen = (keys, values)
     if old is not None:
         seen = tuple(jnp.where(fresh[:, None, :, None], own, other) for own, other in zip(seen, old, strict=True))
-    mixed = tree_attention(rotate(q, cos, sin) * config.score_scale, *seen, sight)
+    mixed = tree_attention(rotate(q, cos, sin) * config.score_scale, *seen, tree_mask)
     return linear(mixed.transpose(0, 2, 1, 3).reshape(rows, count, -1), layer["o"]), keys, values
 
 

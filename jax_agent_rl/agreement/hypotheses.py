@@ -17,7 +17,7 @@ import numpy as np
 from jax_agent_rl.agreement import forward
 from jax_agent_rl.agreement.causes import Cause
 from jax_agent_rl.agreement.contexts import Context
-from jax_agent_rl.agreement.subject import ROOM, Scores, Subject
+from jax_agent_rl.agreement.subject import ROOM, DiagnosisSubject, Scores
 from jax_agent_rl.models.config import DecoderConfig, LinearScaling, Llama3Scaling, Params, Rope
 from jax_agent_rl.models.quantized import DTYPES, Quantized, quantized
 
@@ -51,11 +51,11 @@ class Hypothesis:
     """
 
     cause: Cause
-    attempts: Callable[[Subject], Attempts]
+    attempts: Callable[[DiagnosisSubject], Attempts]
     per_context: bool = False
 
 
-def token_drift(subject: Subject) -> Attempts:
+def token_drift(subject: DiagnosisSubject) -> Attempts:
     """Ids that tokenizers and templates add or leave out at the beginning of a context."""
     for count in (1, 2, 3, 4, 8):
         if all(count + 1 < context.prompt for context in subject.contexts):
@@ -72,7 +72,7 @@ def token_drift(subject: Subject) -> Attempts:
         yield Attempt(label=f"saw BOS (id {bos}) before the context", scores=subject.score(rows))
 
 
-def padding(subject: Subject) -> Attempts:
+def padding(subject: DiagnosisSubject) -> Attempts:
     """Padding on the left; or between prompt and response, where prompts are padded to a bucket."""
     for pad in dict.fromkeys((*subject.pad_ids, *subject.model.eos_token_ids[:1])):
         for count in (1, 2, 3, 4, 6, 8, 16, 32, 64):
@@ -99,7 +99,7 @@ def _missing(context: Context, size: int) -> int:
     return missing if missing <= ROOM else 0
 
 
-def position(subject: Subject) -> Attempts:
+def position(subject: DiagnosisSubject) -> Attempts:
     """Sampled tokens at other positions than follow the prompt; log-probs returned with another token."""
     for offset in (1, -1, 2, -2, 4, 8, 16, 32, 64):
         for last in (0, 1):  # the prompt's last id is fed like a sampled one by engines that prefill without it
@@ -117,7 +117,7 @@ def position(subject: Subject) -> Attempts:
         yield Attempt(label=f"returns with each token the log-prob of the one {name} it", scores=shifted)
 
 
-def temperature(subject: Subject) -> Attempts:
+def temperature(subject: DiagnosisSubject) -> Attempts:
     """Every temperature, first coarsely, then around the best one; and log-probs from before it."""
     hidden, ids = subject.hidden(), np.concatenate(subject.ids)
     rollout = np.concatenate([c.rollout for c in subject.contexts])
@@ -133,7 +133,7 @@ def temperature(subject: Subject) -> Attempts:
         yield Attempt(label=label, scores=subject.split(found_scores))
 
 
-def truncated_support(subject: Subject) -> Attempts:
+def truncated_support(subject: DiagnosisSubject) -> Attempts:
     """Top-k and top-p, each of which only ever makes sampled ids likelier: by the mass of what was kept."""
     hidden = subject.hidden()
     plain = np.concatenate(subject.score())
@@ -153,13 +153,13 @@ def truncated_support(subject: Subject) -> Attempts:
         yield Attempt(label=label, scores=subject.split(plain - np.log(reached)))
 
 
-def stale_version(subject: Subject) -> Attempts:
+def stale_version(subject: DiagnosisSubject) -> Attempts:
     """The whole of older weights."""
     for name, make in subject.older.items():
         yield Attempt(label=f"serves the weights of {name}", scores=subject.score(params=make()))
 
 
-def stale_prefix(subject: Subject) -> Attempts:
+def stale_prefix(subject: DiagnosisSubject) -> Attempts:
     """Prompts, or whole pages of them, whose keys and values are of older weights."""
     for name, make in subject.older.items():
         older = make()
@@ -172,7 +172,7 @@ def stale_prefix(subject: Subject) -> Attempts:
                 yield Attempt(label=label, scores=subject.score(rows, prefix=older))
 
 
-def dtype(subject: Subject) -> Attempts:
+def dtype(subject: DiagnosisSubject) -> Attempts:
     """Weights alone, or all products, in a coarser type."""
     for name in ("bfloat16", "float16"):
         if name != subject.dtype:
@@ -192,7 +192,7 @@ def _eight_bits(params: Params, kind: Any) -> Params:
     return params | {"layers": layers}
 
 
-def rotary(subject: Subject) -> Attempts:
+def rotary(subject: DiagnosisSubject) -> Attempts:
     """Other bases (first those of known models, then what fits best), other scalings, the other layout of pairs."""
     model = subject.model
     others = [replace(model.rope, scaling=None), replace(model.rope, theta=10_000.0, scaling=None)]
@@ -215,7 +215,7 @@ def rotary(subject: Subject) -> Attempts:
     yield from _bases(subject)
 
 
-def _bases(subject: Subject) -> Attempts:
+def _bases(subject: DiagnosisSubject) -> Attempts:
     model = subject.model
 
     def at(theta: float) -> Attempt:
@@ -264,7 +264,7 @@ def _interleaved(model: DecoderConfig, params: Params) -> Params:
     return params | {"layers": layers}
 
 
-def window(subject: Subject) -> Attempts:
+def window(subject: DiagnosisSubject) -> Attempts:
     """No window, another one, or other layers that have it."""
     model = subject.model
     count, longest = model.num_layers, max(len(c.token_ids) for c in subject.contexts)
@@ -285,7 +285,7 @@ def window(subject: Subject) -> Attempts:
         yield Attempt(label=f"has {name}", scores=subject.score(model=replace(model, **changed)))
 
 
-def experts(subject: Subject) -> Attempts:
+def experts(subject: DiagnosisSubject) -> Attempts:
     """Another number of experts for each token, or other weights of theirs."""
     own = subject.model.experts
     if own is None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import jax
 
 from jax_agent_rl.agreement.contexts import Context
-from jax_agent_rl.agreement.subject import Subject
+from jax_agent_rl.agreement.subject import DiagnosisSubject
 from jax_agent_rl.agreement.tolerances import Tolerance, tolerance
 from jax_agent_rl.config import Config
 from jax_agent_rl.learner.learner import Learner
@@ -18,7 +18,7 @@ MOST_CONTEXTS = 64
 """That are kept of a breach, or compared of a run folder."""
 
 
-def make_subject(learner: Learner, config: Config, contexts: Sequence[Context], *, version: int) -> Subject:
+def make_subject(learner: Learner, config: Config, contexts: Sequence[Context], *, version: int) -> DiagnosisSubject:
     """Contexts and a learner whose parameters are of ``version``, with those of versions before it."""
     params = learner.params
     older: dict[str, Callable[[], Params]] = {}
@@ -26,7 +26,7 @@ def make_subject(learner: Learner, config: Config, contexts: Sequence[Context], 
         older["the version before (the last optimizer update undone)"] = lambda: before
     if version:
         older["version 0 (the model's files)"] = lambda: _of_files(config, params)
-    return Subject(
+    return DiagnosisSubject(
         model=learner.model,
         params=params,
         dtype=config.learner.compute_dtype,
@@ -44,7 +44,7 @@ def run_tolerance(config: Config, precisions: Sequence[str]) -> Tolerance:
     """
     if (own := config.trainer.agreement_tolerance) is not None:
         return Tolerance(token=own[0], mean=own[1])
-    jax_engine = config.rollout.backend == "jetstream" and config.rollout.jetstream.engine is None
+    jax_engine = config.rollout.backend == "jetstream" and config.rollout.jetstream.engine_factory is None
     both = [*precisions, config.learner.compute_dtype]
     return tolerance(both, jax_engine=jax_engine, platform=jax.default_backend())
 

@@ -59,7 +59,7 @@ class Row:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Subject:
+class DiagnosisSubject:
     """See the module's docstring.
 
     Attributes:

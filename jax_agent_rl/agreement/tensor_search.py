@@ -11,7 +11,7 @@ import jax
 
 from jax_agent_rl.agreement.causes import Cause
 from jax_agent_rl.agreement.hypotheses import Attempt
-from jax_agent_rl.agreement.subject import Subject
+from jax_agent_rl.agreement.subject import DiagnosisSubject
 from jax_agent_rl.models.config import Params
 from jax_agent_rl.models.hf import tensor_names
 
@@ -19,7 +19,7 @@ SHORT = 96
 """Ids of the one context that all tensors are tried on."""
 
 
-def tensor_search(subject: Subject) -> Iterator[tuple[Cause, Attempt]]:
+def tensor_search(subject: DiagnosisSubject) -> Iterator[tuple[Cause, Attempt]]:
     """The three changes of each tensor that leave least unexplained of a short context, tried on all contexts."""
     first = min(subject.contexts, key=lambda context: int(context.at[0]))
     short = replace(subject, contexts=[first.cut(max(SHORT, int(first.at[0]) + 8))])
@@ -30,7 +30,7 @@ def tensor_search(subject: Subject) -> Iterator[tuple[Cause, Attempt]]:
             yield cause, Attempt(label=label, scores=subject.score(params=params))
 
 
-def _changes(subject: Subject) -> Iterator[tuple[Cause, str, Params]]:
+def _changes(subject: DiagnosisSubject) -> Iterator[tuple[Cause, str, Params]]:
     params, layers = subject.params, subject.params["layers"]
     names, count = tensor_names(subject.model), subject.model.num_layers
 

@@ -81,7 +81,7 @@ class ChatCodec:
         """The codec of a Hugging Face model folder.
 
         Args:
-            pixels: ``model.pixels``; images and frames are counted as scaled to so many.
+            pixels: ``model.min_pixels`` and ``max_pixels``; images and frames are counted as scaled to so many.
 
         Raises:
             ModelError: tokenizer files are missing or unreadable.

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from jax_agent_rl.errors import ModelError, TemplateError
-from jax_agent_rl.models.vision.image_processor import Patcher, Pixels
+from jax_agent_rl.models.vision.image_processor import ImageProcessor, Pixels
 
 _MODEL_TYPES = ("qwen2_vl", "qwen2_5_vl")  # whose placeholders stand in one run per item
 
@@ -30,7 +30,7 @@ class MediaTokens:
         patcher: what cuts its pictures.
     """
 
-    def __init__(self, placeholders: Mapping[str, int], patcher: Patcher) -> None:
+    def __init__(self, placeholders: Mapping[str, int], patcher: ImageProcessor) -> None:
         self.placeholders = placeholders
         self._patcher = patcher
 
@@ -52,7 +52,7 @@ class MediaTokens:
             placeholders = {kind: config[f"{kind}_token_id"] for kind in ("image", "video")}
         except KeyError as error:
             raise ModelError(f"{file} does not say {error}; download the model again") from None
-        return cls(placeholders, Patcher.read(folder, pixels=pixels))
+        return cls(placeholders, ImageProcessor.read(folder, pixels=pixels))
 
     def expand(self, ids: Sequence[int], media: Mapping[str, Sequence[Any]]) -> list[int]:
         """Ids in which each item's one placeholder stands as often as the model reads it.

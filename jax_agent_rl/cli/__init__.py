@@ -198,7 +198,7 @@ def conformance(
         str, typer.Option(help="What serves behind the rollout server that is started, or in the Ray actor.")
     ] = "jetstream",
     brought: Annotated[
-        str | None, typer.Option(help="For jetstream: the engine that rollout.jetstream.engine would name.")
+        str | None, typer.Option(help="For jetstream: the engine that rollout.jetstream.engine_factory would name.")
     ] = None,
     adapters: Annotated[bool, typer.Option("--adapters", help="Serve a LoRA adapter, too, and test it.")] = False,
     token_env: Annotated[str | None, typer.Option(help="Environment variable with the server's token.")] = None,
@@ -283,7 +283,7 @@ def plan(
         float, typer.Option(min=0.01, max=1, help="Share of the chips' peak that programs are supposed to reach.")
     ] = 0.4,
     search: Annotated[
-        bool, typer.Option("--search", help="Find meshes, micro-batches and decode lanes that fit.")
+        bool, typer.Option("--search", help="Find meshes, micro-batches and decode slots that fit.")
     ] = False,
     budget: Annotated[
         int, typer.Option(min=1, help="With --search: how many shall fit; three times as many are compiled at most.")

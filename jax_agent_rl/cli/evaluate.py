@@ -45,7 +45,7 @@ def evaluate(
     model: ModelOption = None,
     run: RunOption = None,
     step: StepOption = None,
-    data: Annotated[Path | None, typer.Option(help="Rows (.jsonl, .parquet) in place of data.heldout.")] = None,
+    data: Annotated[Path | None, typer.Option(help="Rows (.jsonl, .parquet) in place of data.eval.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many rows.")] = None,
     n: Annotated[int, typer.Option("-n", "--samples", help="Trajectories per prompt.")] = 8,
     k: Annotated[
@@ -74,15 +74,15 @@ def evaluate(
 
     from rich.console import Console
 
-    from jax_agent_rl.evaluate.run import Request, source_of
+    from jax_agent_rl.evaluate.run import EvaluationRequest, source_of
     from jax_agent_rl.evaluate.run import evaluate as play
     from jax_agent_rl.runtime.compilation_cache import use_compilation_cache
-    from jax_agent_rl.runtime.subject import Choice, choose, open_subject
+    from jax_agent_rl.runtime.subject import PolicyChoice, choose, open_policy
     from jax_agent_rl.runtime.train import free_folder
 
     file, keys = config_or_key(config, overrides)
-    choice = Choice(config=file, overrides=keys, model=model, run=run, step=step, data=data)
-    request = Request(
+    choice = PolicyChoice(config=file, overrides=keys, model=model, run=run, step=step, data=data)
+    request = EvaluationRequest(
         samples=n,
         ks=parse_ks(k, n),
         pass_reward=pass_reward,
@@ -98,7 +98,7 @@ def evaluate(
     console = Console()
     wanted = Path(settings.run_dir)
     folder = free_folder(out or wanted.with_name(wanted.name + "-eval"))
-    with open_subject(choice) as subject:
+    with open_policy(choice) as subject:
         summary = run_to_end(play(subject, request, out=folder, console=console))
     say(console, headline(summary))
     console.print(table(summary["scores"]))

@@ -58,17 +58,17 @@ def rollout(
 
     from rich.console import Console
 
-    from jax_agent_rl.evaluate.collection.run import Request, collect
+    from jax_agent_rl.evaluate.collection.run import CollectionRequest, collect
     from jax_agent_rl.runtime.compilation_cache import use_compilation_cache
-    from jax_agent_rl.runtime.subject import Choice, choose, open_subject
+    from jax_agent_rl.runtime.subject import PolicyChoice, choose, open_policy
 
     file, keys = config_or_key(config, overrides)
-    choice = Choice(config=file, overrides=keys, model=model, run=run, step=step, data=data)
-    request = Request(group_size=n, temperature=temperature, data=data, limit=limit)
+    choice = PolicyChoice(config=file, overrides=keys, model=model, run=run, step=step, data=data)
+    request = CollectionRequest(group_size=n, temperature=temperature, data=data, limit=limit)
     request.file(choose(choice))  # or a message, before a checkpoint is written out
     use_compilation_cache()
     console = Console()
-    with open_subject(choice) as subject:
+    with open_policy(choice) as subject:
         summary = run_to_end(collect(subject, request, out=out, console=console))
     lost = ", ".join(f"{reason} {count}" for reason, count in sorted(summary["dropped"].items())) or "none"
     say(

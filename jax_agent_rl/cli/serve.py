@@ -22,7 +22,7 @@ from jax_agent_rl.cli.options import (
 from jax_agent_rl.observe.lines import say
 
 if TYPE_CHECKING:
-    from jax_agent_rl.runtime.subject import Choice
+    from jax_agent_rl.runtime.subject import PolicyChoice
 
 
 def register(app: typer.Typer) -> None:
@@ -57,9 +57,9 @@ def rollout_server(
 ) -> None:
     """Serve the configured engine over HTTP, for runs with rollout.backend=remote."""
     from jax_agent_rl.runtime.serve import serve_rollouts
-    from jax_agent_rl.runtime.subject import Choice
+    from jax_agent_rl.runtime.subject import PolicyChoice
 
-    choice = Choice(config=config, overrides=overrides or [], model=model, run=run, step=step)
+    choice = PolicyChoice(config=config, overrides=overrides or [], model=model, run=run, step=step)
     _serve(choice, functools.partial(serve_rollouts, host=host, port=port))
 
 
@@ -81,23 +81,23 @@ def serve(
     recorded.
     """
     from jax_agent_rl.runtime.openai_server import serve_openai
-    from jax_agent_rl.runtime.subject import Choice
+    from jax_agent_rl.runtime.subject import PolicyChoice
 
     serving = functools.partial(serve_openai, host=host, port=port, token_env=token_env, model_name=model_name)
     file, keys = config_or_key(config, overrides)
-    _serve(Choice(config=file, overrides=keys, model=model, run=run, step=step), serving)
+    _serve(PolicyChoice(config=file, overrides=keys, model=model, run=run, step=step), serving)
 
 
-def _serve(choice: Choice, serving: Callable[..., Coroutine[Any, Any, None]]) -> None:
+def _serve(choice: PolicyChoice, serving: Callable[..., Coroutine[Any, Any, None]]) -> None:
     """Runs a server of the chosen model until it is told to stop."""
     from rich.console import Console
 
     from jax_agent_rl.runtime.compilation_cache import use_compilation_cache
-    from jax_agent_rl.runtime.subject import open_subject
+    from jax_agent_rl.runtime.subject import open_policy
     from jax_agent_rl.utils.interrupt import run_server
 
     use_compilation_cache()
-    with open_subject(choice) as subject:
+    with open_policy(choice) as subject:
         run_server(serving(subject.config, policy=subject.name, say=functools.partial(say, Console())))
 
 

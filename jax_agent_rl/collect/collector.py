@@ -28,7 +28,7 @@ from typing import Any
 
 from jax_agent_rl.agents import AgentContext, AgentSelector, derive_seed
 from jax_agent_rl.collect.accounting import Accounting
-from jax_agent_rl.collect.priority_slots import Slots
+from jax_agent_rl.collect.priority_slots import PrioritySemaphore
 from jax_agent_rl.collect.strategies import Chains, Growth, Outcome, Start, Strategy
 from jax_agent_rl.errors import TrajectoryError
 from jax_agent_rl.tracing import NO_SPAN, NoSpan, OpenSpan, Tracer, span
@@ -106,7 +106,7 @@ class RolloutCollector:
         self._client = context.client
         self._agents = AgentSelector(context)
         self._score = score
-        self._slots = Slots(max_in_flight)
+        self._slots = PrioritySemaphore(max_in_flight)
         self._seed = seed
         self._tracer, self._validate = tracer, validate
 

@@ -9,19 +9,19 @@ from jax_agent_rl.errors import NothingToTrainError
 from jax_agent_rl.types import DropReason, Group
 
 
-class FutilityGuard:
+class LostBatchGuard:
     """Counts batches in a row of which no trajectory survived: rewards that fail or hang, a dead engine, …
 
     Args:
-        max_lost_batches: the count at which the run stops, >= 1.
+        max_failed_batches: the count at which the run stops, >= 1.
         lost_batches: where to go on counting.
 
     Attributes:
         lost_batches: batches in a row of which no trajectory survived.
     """
 
-    def __init__(self, max_lost_batches: int, lost_batches: int = 0):
-        self._max_lost_batches = max_lost_batches
+    def __init__(self, max_failed_batches: int, lost_batches: int = 0):
+        self._max_lost_batches = max_failed_batches
         self.lost_batches = lost_batches
 
     def check(self, groups: Sequence[Group], latest_losses: Mapping[DropReason, str]) -> None:
@@ -47,5 +47,5 @@ class FutilityGuard:
         worst = reasons.most_common(1)[0][0]
         raise NothingToTrainError(
             f"every trajectory of {self.lost_batches} batches in a row was lost ({counts}). The newest {worst}: "
-            f"{latest_losses.get(worst, 'see the log')}. Repair that, or raise trainer.max_lost_batches"
+            f"{latest_losses.get(worst, 'see the log')}. Repair that, or raise trainer.max_failed_batches"
         )

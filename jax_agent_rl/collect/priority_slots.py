@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 
-class Slots:
+class PrioritySemaphore:
     """Use it from one event loop.
 
     Args:

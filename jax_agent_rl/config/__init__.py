@@ -10,14 +10,14 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from jax_agent_rl.config.agents import InteractionsConfig, SearchConfig, ServerToolConfig, ToolClientConfig
 from jax_agent_rl.config.algorithm import AlgorithmConfig, CriticConfig
 from jax_agent_rl.config.base import LoraConfig, NonNegative, OptimizerSection, Positive, Section
-from jax_agent_rl.config.conditions import Agents, Command, Key, SeeingModel, Unless
+from jax_agent_rl.config.conditions import Unless, UsedByAgents, WhenCommand, WhenKey, WhenModelHasVision
 from jax_agent_rl.config.cross_checks import problems
 from jax_agent_rl.config.loading import build_tree, read_tree
 from jax_agent_rl.config.logger import LoggerSection
@@ -54,26 +54,36 @@ class ModelConfig(Section):
         description="Folder with config.json, model.safetensors and tokenizer files, or owner/name[@revision] on the "
         "Hugging Face Hub, downloaded into its cache."
     )
-    pixels: Annotated[tuple[Positive, Positive] | None, SeeingModel()] = Field(
+    min_pixels: Annotated[Positive | None, WhenModelHasVision()] = Field(
         default=None,
-        description="Fewest and most pixels an image or a frame is scaled to, by the engine and where ids are counted; "
-        "null: as the model's processor files say.",
+        description="Fewest pixels an image or a frame is scaled to, by the engine and where ids are counted; null: as "
+        "the model's processor files say. Set it together with max_pixels.",
+    )
+    max_pixels: Annotated[Positive | None, WhenModelHasVision()] = Field(
+        default=None, description="Most pixels an image or a frame is scaled to."
     )
 
-    @field_validator("pixels")
-    @classmethod
-    def _pixels_ascend(cls, value: tuple[int, int] | None) -> tuple[int, int] | None:
-        if value and value[0] > value[1]:
-            raise ValueError(f"must be [fewest, most], got {list(value)}")
-        return value
+    @property
+    def pixels(self) -> tuple[int, int] | None:
+        """``(min_pixels, max_pixels)``; None leaves both to the model's processor files."""
+        return None if self.min_pixels is None or self.max_pixels is None else (self.min_pixels, self.max_pixels)
+
+    @model_validator(mode="after")
+    def _both_bounds(self) -> Self:
+        low, high = self.min_pixels, self.max_pixels
+        if (low is None) != (high is None):
+            raise ValueError(f"min_pixels={low}, max_pixels={high}: set both or neither")
+        if low is not None and high is not None and low > high:
+            raise ValueError(f"min_pixels={low} exceeds max_pixels={high}; lower it")
+        return self
 
 
 class DataConfig(Section):
     """Rows: JSON Lines or Parquet with `prompt`, `agent_name`, `data_source`, `reward_model.ground_truth`."""
 
     train: str = Field(description="Rows to train on (.jsonl or .parquet).")
-    heldout: str | None = Field(default=None, description="Rows to evaluate on; never trained on.")
-    heldout_limit: Annotated[Positive | None, Key("data.heldout")] = Field(
+    eval: str | None = Field(default=None, description="Rows to evaluate on; never trained on.")
+    eval_limit: Annotated[Positive | None, WhenKey("data.eval")] = Field(
         default=None, description="Evaluate on the first this many rows."
     )
 
@@ -92,11 +102,11 @@ class EndpointConfig(Section):
     )
     max_choices: Positive = Field(default=16, description="Largest `n` of a request.")
     max_sessions: Positive = Field(default=4096, description="Sessions kept at once; more are answered 429.")
-    max_session_tokens: Annotated[Positive, Command("serve")] = Field(
+    max_session_tokens: Annotated[Positive, WhenCommand("serve")] = Field(
         default=4_000_000,
         description="Ids that one session of `serve` records, every context counted in full; then it is refused more.",
     )
-    session_ttl: Annotated[float, Command("serve")] = Field(
+    session_ttl: Annotated[float, WhenCommand("serve")] = Field(
         default=3600.0, gt=0, description="Seconds after which an idle session of `serve` is forgotten."
     )
 
@@ -119,7 +129,7 @@ class AgentConfig(ServerToolConfig):
     )
     tool_prompt: Annotated[
         Literal["template", "none"],
-        Agents("tool_agent", "environment_agent", "react_agent", "openai_agent") | Command("serve"),
+        UsedByAgents("tool_agent", "environment_agent", "react_agent", "openai_agent") | WhenCommand("serve"),
     ] = Field(
         default="template",
         description="template: tool schemas go into the prompt (by the chat template, or as a system section when "
@@ -130,48 +140,48 @@ class AgentConfig(ServerToolConfig):
     )
     max_response_length: Positive = Field(default=512, description="Sampled plus inserted ids after the prompt.")
     max_assistant_turns: Annotated[
-        Positive, Agents("tool_agent", "environment_agent", "react_agent", "openai_agent")
+        Positive, UsedByAgents("tool_agent", "environment_agent", "react_agent", "openai_agent")
     ] = Field(default=8, description="Most generations in one trajectory.")
-    max_user_turns: Annotated[NonNegative, Agents("tool_agent", "environment_agent", "react_agent", "openai_agent")] = (
-        Field(default=8, description="Most turns of tool results or a simulated user.")
-    )
+    max_user_turns: Annotated[
+        NonNegative, UsedByAgents("tool_agent", "environment_agent", "react_agent", "openai_agent")
+    ] = Field(default=8, description="Most turns of tool results or a simulated user.")
     history_window: Annotated[
         Positive | None,
-        Agents("tool_agent", "environment_agent", "server_tool_agent", "text_tool_agent", "search_agent"),
+        UsedByAgents("tool_agent", "environment_agent", "server_tool_agent", "text_tool_agent", "search_agent"),
     ] = Field(
         default=None,
         description="Earlier turns a turn is sampled after, besides the prompt; null: all. Each turn that no longer "
         "sees all is trained on as a sample of its own. Loops that hold messages (LangGraph, OpenAI clients) manage "
         "their history themselves.",
     )
-    max_parallel_calls: Annotated[Positive, Agents("tool_agent", "react_agent")] = Field(
+    max_parallel_calls: Annotated[Positive, UsedByAgents("tool_agent", "react_agent")] = Field(
         default=1, description="Calls run per turn; further ones answer with an error."
     )
     max_tool_response_length: Annotated[
-        Positive, Agents("tool_agent", "react_agent", "environment_agent", "text_tool_agent", "search_agent")
+        Positive, UsedByAgents("tool_agent", "react_agent", "environment_agent", "text_tool_agent", "search_agent")
     ] = Field(default=256, description="Most tokens of one tool result.")
     tool_response_truncate_side: Annotated[
         Literal["left", "middle", "right"],
-        Agents("tool_agent", "react_agent", "environment_agent", "text_tool_agent", "search_agent"),
+        UsedByAgents("tool_agent", "react_agent", "environment_agent", "text_tool_agent", "search_agent"),
     ] = Field(default="middle", description="The side that is cut when a tool result is too long.")
-    tool_timeout: Annotated[float, Agents("tool_agent", "react_agent")] = Field(
+    tool_timeout: Annotated[float, UsedByAgents("tool_agent", "react_agent")] = Field(
         default=10.0, gt=0, description="Seconds one tool call may take."
     )
-    path: str | None = Field(default=None, description="Python file or module that registers more agents.")
+    module: str | None = Field(default=None, description="Python file or module that registers more agents.")
     adapter: str | None = Field(
         default=None,
         description="Name in rollout.adapters of the LoRA adapter to sample with; a row's `adapter` takes precedence. "
         "null: the plain model.",
     )
-    run_timeout: Annotated[float, Agents("react_agent", "openai_agent")] = Field(
+    run_timeout: Annotated[float, UsedByAgents("react_agent", "openai_agent")] = Field(
         default=600.0, gt=0, description="Seconds a LangGraph or OpenAI-client agent may take; then it is dropped."
     )
-    edited_history: Annotated[Literal["segment", "drop"], Agents("react_agent", "openai_agent")] = Field(
+    edited_history: Annotated[Literal["segment", "drop"], UsedByAgents("react_agent", "openai_agent")] = Field(
         default="segment",
         description="When a LangGraph or OpenAI-client agent asks for a turn that does not extend its last one: "
         "segment trains on both contexts, drop loses the trajectory with its reason.",
     )
-    endpoint: Annotated[EndpointConfig, Agents("openai_agent") | Command("serve")] = Field(
+    endpoint: Annotated[EndpointConfig, UsedByAgents("openai_agent") | WhenCommand("serve")] = Field(
         default_factory=EndpointConfig
     )
 
@@ -179,10 +189,10 @@ class AgentConfig(ServerToolConfig):
 class ToolsConfig(Section):
     """Where tools come from."""
 
-    function_tool_path: Annotated[str | None, Agents("tool_agent", "react_agent")] = Field(
+    function_tool_path: Annotated[str | None, UsedByAgents("tool_agent", "react_agent")] = Field(
         default=None, description="Python file or module with @function_tool functions."
     )
-    tool_config_path: Annotated[str | None, Agents("tool_agent", "react_agent")] = Field(
+    tool_config_path: Annotated[str | None, UsedByAgents("tool_agent", "react_agent")] = Field(
         default=None,
         description="YAML file with `tools: [{class_name, config, tool_schema}]`, native and MCP; may be both.",
     )
@@ -202,25 +212,23 @@ class EnvironmentsConfig(Section):
 class LearnerConfig(OptimizerSection):
     """The optimizer step."""
 
-    updates_per_step: Positive = Field(
+    num_minibatches: Positive = Field(
         default=1, description="Mini-batches (optimizer updates) one rollout batch is cut into."
     )
     ppo_epochs: Positive = Field(default=1, description="Passes over one rollout batch.")
-    row_length: Positive = Field(
+    pack_length: Positive = Field(
         default=1024, description="Tokens per packed row; a row is one gradient micro-batch's unit."
     )
-    rows_per_micro_batch: Positive = Field(
-        default=1, description="Packed rows in one forward/backward (per data shard)."
-    )
+    micro_batch_size: Positive = Field(default=1, description="Packed rows in one forward/backward (per data shard).")
     share_prefixes: bool = Field(
         default=True, description="Compute tokens common to several trajectories of a row once."
     )
-    row_patches: Annotated[Positive | None, SeeingModel()] = Field(
+    row_patches: Annotated[Positive | None, WhenModelHasVision()] = Field(
         default=None,
         description="Most patches of the pictures in a packed row, for models that see; null: as many as its tokens "
         "can show. Fewer take less memory, but a trajectory that shows more ends the run.",
     )
-    freeze_vision: Annotated[bool, SeeingModel()] = Field(
+    freeze_vision: Annotated[bool, WhenModelHasVision()] = Field(
         default=False, description="Leave what reads pictures as it is, and train the decoder alone."
     )
     remat: Literal["none", "dots", "full"] = Field(
@@ -249,11 +257,11 @@ class LearnerConfig(OptimizerSection):
     @model_validator(mode="after")
     def _rows_divide(self) -> LearnerConfig:
         """Tokens of a row are dealt out in equal parts."""
-        rest = -self.row_length % self.mesh.context
+        rest = -self.pack_length % self.mesh.context
         if rest:
             raise ValueError(
-                f"learner.row_length={self.row_length} is not divisible by learner.mesh.context={self.mesh.context}; "
-                f"set learner.row_length={self.row_length + rest}, or lower learner.mesh.context"
+                f"learner.pack_length={self.pack_length} is not divisible by learner.mesh.context={self.mesh.context}; "
+                f"set learner.pack_length={self.pack_length + rest}, or lower learner.mesh.context"
             )
         return self
 
@@ -262,7 +270,7 @@ class TrainerConfig(OverlapSection, LoggerSection):
     """The run."""
 
     steps: Positive = Field(default=100, description="Training steps.")
-    eval_every: Annotated[NonNegative, Key("data.heldout")] = Field(
+    eval_every: Annotated[NonNegative, WhenKey("data.eval")] = Field(
         default=0, description="Evaluate every this many steps; 0: before and after only."
     )
     checkpoint_every: NonNegative = Field(default=10, description="Steps between checkpoints; 0: at the end only.")
@@ -277,7 +285,7 @@ class TrainerConfig(OverlapSection, LoggerSection):
         description="Most trajectories of a step written to trajectories.jsonl: the best, the worst, their groups, and "
         "other groups by chance. null: all.",
     )
-    max_lost_batches: Positive = Field(
+    max_failed_batches: Positive = Field(
         default=2,
         description="Stop after this many batches in a row that lost every trajectory (rewards that fail, say).",
     )
@@ -292,7 +300,7 @@ class TrainerConfig(OverlapSection, LoggerSection):
         description="How far apart, in nats: [of one token, on average]; null: by engine and precision, see "
         "docs/agreement.md.",
     )
-    target_accuracy: Annotated[float | None, Key("data.heldout") & Key("trainer.eval_every")] = Field(
+    target_accuracy: Annotated[float | None, WhenKey("data.eval") & WhenKey("trainer.eval_every")] = Field(
         default=None, gt=0, le=1, description="Stop early once an evaluation during training reaches this."
     )
 
@@ -315,13 +323,17 @@ class Config(Section):
     agent: AgentConfig = Field(default_factory=AgentConfig)
     tools: ToolsConfig = Field(default_factory=ToolsConfig)
     tool_config: ToolClientConfig = Field(default_factory=ToolClientConfig)
-    search: Annotated[SearchConfig, Agents("search_agent")] = Field(default_factory=SearchConfig)
-    interactions: Annotated[InteractionsConfig, Agents("interaction_agent")] = Field(default_factory=InteractionsConfig)
+    search: Annotated[SearchConfig, UsedByAgents("search_agent")] = Field(default_factory=SearchConfig)
+    interactions: Annotated[InteractionsConfig, UsedByAgents("interaction_agent")] = Field(
+        default_factory=InteractionsConfig
+    )
     reward: RewardConfig = Field(default_factory=RewardConfig)
-    environments: Annotated[EnvironmentsConfig, Agents("environment_agent")] = Field(default_factory=EnvironmentsConfig)
+    environments: Annotated[EnvironmentsConfig, UsedByAgents("environment_agent")] = Field(
+        default_factory=EnvironmentsConfig
+    )
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
     learner: LearnerConfig = Field(default_factory=LearnerConfig)
-    critic: Annotated[CriticConfig, Key("algorithm.adv_estimator", "gae")] = Field(default_factory=CriticConfig)
+    critic: Annotated[CriticConfig, WhenKey("algorithm.adv_estimator", "gae")] = Field(default_factory=CriticConfig)
     trainer: TrainerConfig = Field(default_factory=TrainerConfig)
     trace: TraceConfig = Field(default_factory=TraceConfig)
 

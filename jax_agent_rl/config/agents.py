@@ -14,20 +14,20 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from jax_agent_rl.config.base import NonNegative, Positive, Section
-from jax_agent_rl.config.conditions import Agents, Key, SwitchedOff, Unless
+from jax_agent_rl.config.conditions import SwitchedOff, Unless, UsedByAgents, WhenKey
 
 Side = Literal["left", "middle", "right"]
 
-_SERVER_TOOL = Agents("server_tool_agent")
+_SERVER_TOOL = UsedByAgents("server_tool_agent")
 _WITH_TOOLS = _SERVER_TOOL | SwitchedOff("agent.enable_agent")
-_TEXT_TOOL = Agents("text_tool_agent")
+_TEXT_TOOL = UsedByAgents("text_tool_agent")
 _ENVIRONMENT = {"enabled": "ENABLE_TOOLS", "server_url": "TOOL_SERVER_URL", "max_tool_turns": "MAX_TOOL_TURNS"}
 
 
 class ServerToolConfig(Section):
     """`agent` keys of `server_tool_agent`; `n`, `max_model_len` and `val_max_response_length` hold for every agent."""
 
-    enable_agent: Annotated[bool, _SERVER_TOOL | Key("agent.tool_server_url")] = Field(
+    enable_agent: Annotated[bool, _SERVER_TOOL | WhenKey("agent.tool_server_url")] = Field(
         default=True,
         description="With tool_server_url, rows without `agent_name` run as server_tool_agent. false: they run as "
         "plain generation, and server_tool_agent generates once and calls no tool.",
@@ -79,10 +79,10 @@ class ServerToolConfig(Section):
         default=False,
         description="Observations are chat turns of their own; false: they continue the assistant's text.",
     )
-    mtrl_role: Annotated[str, _WITH_TOOLS & Key("agent.enable_mtrl")] = Field(
+    mtrl_role: Annotated[str, _WITH_TOOLS & WhenKey("agent.enable_mtrl")] = Field(
         default="user", description="Role of those chat turns."
     )
-    mtrl_sep: Annotated[str | None, _WITH_TOOLS & Key("agent.enable_mtrl")] = Field(
+    mtrl_sep: Annotated[str | None, _WITH_TOOLS & WhenKey("agent.enable_mtrl")] = Field(
         default=None,
         description="Text around an observation in the mtrl format, with `{obs}`; null: the chat template's.",
     )

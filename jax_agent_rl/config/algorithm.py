@@ -13,7 +13,7 @@ from typing import Annotated, Literal, get_args
 from pydantic import Field, field_validator
 
 from jax_agent_rl.config.base import NonNegative, OptimizerSection, Positive, Section
-from jax_agent_rl.config.conditions import Key, Unless
+from jax_agent_rl.config.conditions import Unless, WhenKey
 
 AdvEstimator = Literal[
     "grpo", "dr_grpo", "rloo", "opo", "grpo_passk", "gpg", "gdpo", "remax", "reinforce_plus_plus",
@@ -38,12 +38,12 @@ WITHOUT_GROUP_BASELINE: frozenset[str] = frozenset({"gae", "reinforce_plus_plus"
 """Estimators for which a group of one, or one of equal rewards, still has advantages."""
 
 
-_CLIPPED = Key(
+_CLIPPED = WhenKey(
     "algorithm.policy_loss.loss_mode",
     *("vanilla", "decoupled", "gspo", "geo_mean", "cispo", "clip_cov", "dppo_tv", "dppo_kl"),
 )
 _WITH_KL = Unless("algorithm.kl.where", "none")
-_ADAPTIVE = Key("algorithm.kl.controller", "adaptive")
+_ADAPTIVE = WhenKey("algorithm.kl.controller", "adaptive")
 _WEIGHTED = Unless("algorithm.rollout_correction.rollout_is", "none")
 
 
@@ -71,34 +71,34 @@ class PolicyLossConfig(Section):
     """Which loss, and the keys that only some losses read."""
 
     loss_mode: LossMode = Field(default="vanilla", description="Policy loss; vanilla is PPO's clipped surrogate.")
-    behav_imp_weight_cap: Annotated[float, Key("algorithm.policy_loss.loss_mode", "decoupled")] = Field(
+    behav_imp_weight_cap: Annotated[float, WhenKey("algorithm.policy_loss.loss_mode", "decoupled")] = Field(
         default=5.0, gt=0, description="decoupled: tokens whose proximal/behaviour ratio is above this are left out."
     )
-    tau_pos: Annotated[float, Key("algorithm.policy_loss.loss_mode", "sapo")] = Field(
+    tau_pos: Annotated[float, WhenKey("algorithm.policy_loss.loss_mode", "sapo")] = Field(
         default=1.0, gt=0, description="sapo: temperature of the gate for positive advantages."
     )
-    tau_neg: Annotated[float, Key("algorithm.policy_loss.loss_mode", "sapo")] = Field(
+    tau_neg: Annotated[float, WhenKey("algorithm.policy_loss.loss_mode", "sapo")] = Field(
         default=1.05, gt=0, description="sapo: temperature of the gate for the others."
     )
-    clip_cov_ratio: Annotated[float, Key("algorithm.policy_loss.loss_mode", "clip_cov")] = Field(
+    clip_cov_ratio: Annotated[float, WhenKey("algorithm.policy_loss.loss_mode", "clip_cov")] = Field(
         default=2e-4, gt=0, le=1, description="clip_cov: share of the tokens left out."
     )
-    clip_cov_lb: Annotated[float, Key("algorithm.policy_loss.loss_mode", "clip_cov")] = Field(
+    clip_cov_lb: Annotated[float, WhenKey("algorithm.policy_loss.loss_mode", "clip_cov")] = Field(
         default=1.0, description="clip_cov: only covariances above this are chosen."
     )
-    clip_cov_ub: Annotated[float, Key("algorithm.policy_loss.loss_mode", "clip_cov")] = Field(
+    clip_cov_ub: Annotated[float, WhenKey("algorithm.policy_loss.loss_mode", "clip_cov")] = Field(
         default=5.0, description="clip_cov: only covariances below this are chosen."
     )
-    kl_cov_ratio: Annotated[float, Key("algorithm.policy_loss.loss_mode", "kl_cov")] = Field(
+    kl_cov_ratio: Annotated[float, WhenKey("algorithm.policy_loss.loss_mode", "kl_cov")] = Field(
         default=2e-4, gt=0, le=1, description="kl_cov: share of the tokens penalized."
     )
-    ppo_kl_coef: Annotated[float, Key("algorithm.policy_loss.loss_mode", "kl_cov")] = Field(
+    ppo_kl_coef: Annotated[float, WhenKey("algorithm.policy_loss.loss_mode", "kl_cov")] = Field(
         default=1.0, ge=0, description="kl_cov: weight of |log-ratio| on them."
     )
-    dppo_ratio_cap: Annotated[float, Key("algorithm.policy_loss.loss_mode", "dppo_tv", "dppo_kl")] = Field(
+    dppo_ratio_cap: Annotated[float, WhenKey("algorithm.policy_loss.loss_mode", "dppo_tv", "dppo_kl")] = Field(
         default=20.0, gt=1, description="dppo_tv, dppo_kl: the ratio is truncated here."
     )
-    dro_beta: Annotated[float, Key("algorithm.policy_loss.loss_mode", "dro")] = Field(
+    dro_beta: Annotated[float, WhenKey("algorithm.policy_loss.loss_mode", "dro")] = Field(
         default=0.05, gt=0, description="dro: weight of the quadratic log-ratio penalty."
     )
 
@@ -187,12 +187,12 @@ class ShapingConfig(Section):
         default=0,
         description="Tokens before agent.max_response_length over which the penalty grows from 0 (DAPO); 0 is off.",
     )
-    overlong_factor: Annotated[float, Key("algorithm.shaping.overlong_buffer")] = Field(
+    overlong_factor: Annotated[float, WhenKey("algorithm.shaping.overlong_buffer")] = Field(
         default=1.0, gt=0, description="Largest overlong penalty."
     )
     repetition_factor: float = Field(default=0.0, ge=0, description="Penalty for a response of nothing but repetition.")
     repetition_ngram: Annotated[
-        Positive, Key("algorithm.shaping.repetition_factor") | Unless("algorithm.filters.repetition", "off")
+        Positive, WhenKey("algorithm.shaping.repetition_factor") | Unless("algorithm.filters.repetition", "off")
     ] = Field(default=20, description="Tokens of an n-gram, for the penalty and the filter.")
 
 
@@ -200,28 +200,28 @@ class AlgorithmConfig(Section):
     """The objective."""
 
     adv_estimator: AdvEstimator = Field(default="grpo", description="Advantage estimator.")
-    gamma: Annotated[float, Key("algorithm.adv_estimator", "gae", "reinforce_plus_plus")] = Field(
+    gamma: Annotated[float, WhenKey("algorithm.adv_estimator", "gae", "reinforce_plus_plus")] = Field(
         default=1.0, gt=0, le=1, description="gae, reinforce_plus_plus: discount from token to token."
     )
-    lam: Annotated[float, Key("algorithm.adv_estimator", "gae")] = Field(
+    lam: Annotated[float, WhenKey("algorithm.adv_estimator", "gae")] = Field(
         default=1.0, ge=0, le=1, description="gae: its lambda."
     )
-    bootstrap: Annotated[Literal["none", "truncated"], Key("algorithm.adv_estimator", "gae")] = Field(
+    bootstrap: Annotated[Literal["none", "truncated"], WhenKey("algorithm.adv_estimator", "gae")] = Field(
         default="none",
         description="gae: value after the last token: 0, or the critic's where a limit cut the trajectory off.",
     )
-    gigpo: Annotated[GigpoConfig, Key("algorithm.adv_estimator", "gigpo")] = Field(default_factory=GigpoConfig)
-    gdpo: Annotated[GdpoConfig, Key("algorithm.adv_estimator", "gdpo")] = Field(default_factory=GdpoConfig)
+    gigpo: Annotated[GigpoConfig, WhenKey("algorithm.adv_estimator", "gigpo")] = Field(default_factory=GigpoConfig)
+    gdpo: Annotated[GdpoConfig, WhenKey("algorithm.adv_estimator", "gdpo")] = Field(default_factory=GdpoConfig)
     turn_reward: Annotated[
         Literal["none", "tool_reward", "tool_success"], Unless("algorithm.adv_estimator", "gdpo")
     ] = Field(
         default="none",
         description="Reward of a turn with tool calls: their rewards' sum, or the share without an error.",
     )
-    turn_advantage_coef: Annotated[float, Key("algorithm.adv_estimator", "mt_grpo")] = Field(
+    turn_advantage_coef: Annotated[float, WhenKey("algorithm.adv_estimator", "mt_grpo")] = Field(
         default=1.0, gt=0, description="mt_grpo: weight of the turn advantage."
     )
-    shared_tokens: Annotated[Literal["hard", "soft"], Key("algorithm.adv_estimator", "arpo")] = Field(
+    shared_tokens: Annotated[Literal["hard", "soft"], WhenKey("algorithm.adv_estimator", "arpo")] = Field(
         default="hard",
         description="arpo: tokens common to several trajectories get the mean advantage, or each its own.",
     )
@@ -232,14 +232,17 @@ class AlgorithmConfig(Section):
         description="Clip below 1; from 1 on, no lower bound (geo_mean: of the log; dppo: divergence).",
     )
     clip_ratio_high: Annotated[float, _CLIPPED] = Field(default=0.28, gt=0, description="Clip above 1 (clip-higher).")
-    clip_ratio_c: Annotated[float | None, Key("algorithm.policy_loss.loss_mode", "vanilla", "decoupled")] = Field(
+    clip_ratio_c: Annotated[float | None, WhenKey("algorithm.policy_loss.loss_mode", "vanilla", "decoupled")] = Field(
         default=3.0, gt=1, description="Dual clip: a negative advantage counts at most so many times; null: no bound."
     )
     loss_agg_mode: LossAggMode = Field(
         default="token-mean", description="How token losses are averaged, over the whole batch however it is split."
     )
-    loss_scale_factor: Annotated[Positive | None, Key("algorithm.loss_agg_mode", "seq-mean-token-sum-norm")] = Field(
-        default=None, description="seq-mean-token-sum-norm: the constant that replaces a sequence's length (Dr. GRPO)."
+    loss_scale_factor: Annotated[Positive | None, WhenKey("algorithm.loss_agg_mode", "seq-mean-token-sum-norm")] = (
+        Field(
+            default=None,
+            description="seq-mean-token-sum-norm: the constant that replaces a sequence's length (Dr. GRPO).",
+        )
     )
     entropy_coeff: float = Field(default=0.0, ge=0, description="Weight of the entropy bonus.")
     kl: KLConfig = Field(default_factory=KLConfig)
@@ -248,7 +251,7 @@ class AlgorithmConfig(Section):
         default=None,
         description="Leave out groups of equal rewards. Unset: where the estimator gives them no advantage.",
     )
-    max_refills: NonNegative = Field(
+    max_resample_rounds: NonNegative = Field(
         default=0,
         description="Rounds of new prompts that replace groups which were left out (DAPO's dynamic sampling).",
     )
@@ -304,10 +307,13 @@ def _advantage_problems(algorithm: AlgorithmConfig) -> Iterator[str]:
         )
     if algorithm.adv_estimator == "mt_grpo" and algorithm.turn_reward == "none":
         yield "algorithm.adv_estimator=mt_grpo compares turns; set algorithm.turn_reward=tool_reward or tool_success"
-    if algorithm.max_refills and not (algorithm.filters_zero_variance or algorithm.needs_group or _drops(algorithm)):
+    if algorithm.max_resample_rounds and not (
+        algorithm.filters_zero_variance or algorithm.needs_group or _drops(algorithm)
+    ):
         yield (
-            f"algorithm.max_refills={algorithm.max_refills}, but nothing is left out that could be refilled; set "
-            "algorithm.filter_zero_variance=true, or max_refills=0"
+            f"algorithm.max_resample_rounds={algorithm.max_resample_rounds}, but nothing is left out that could be "
+            f"refilled; set "
+            "algorithm.filter_zero_variance=true, or max_resample_rounds=0"
         )
     if algorithm.kl.where == "reward" and algorithm.adv_estimator == "gdpo":
         yield "algorithm.kl.where=reward would not reach gdpo, which reads the reward's parts; use kl.where=loss"

@@ -71,7 +71,7 @@ class Condition(ABC):
         return {**schema, SCHEMA_KEY: words}
 
 
-class Key(Condition):
+class WhenKey(Condition):
     """Another key has one of some values, or contains one if it is a list.
 
     Args:
@@ -95,7 +95,7 @@ class Key(Condition):
         return f"{self.path} is {_yaml(value_at(config, self.path))}"
 
 
-class Unless(Key):
+class Unless(WhenKey):
     """Another key has none of some values; with no values: it is not set."""
 
     def holds(self, config: Section, facts: Facts) -> bool:
@@ -105,7 +105,7 @@ class Unless(Key):
         return super().words().replace("with", "without", 1)
 
 
-class SwitchedOff(Key):
+class SwitchedOff(WhenKey):
     """A switch is off: what it switches may stay in the configuration, unused. Says nothing of itself."""
 
     def __init__(self, path: str) -> None:
@@ -118,7 +118,7 @@ class SwitchedOff(Key):
         return ""
 
 
-class Agents(Condition):
+class UsedByAgents(Condition):
     """A row selects one of these agent loops, or one that derives from them."""
 
     def __init__(self, *names: str) -> None:
@@ -134,7 +134,7 @@ class Agents(Condition):
         return f"no row selects {'it' if len(self.names) == 1 else 'one of them'}"
 
 
-class SeeingModel(Condition):
+class WhenModelHasVision(Condition):
     """The model reads pictures."""
 
     def holds(self, config: Section, facts: Facts) -> bool | None:
@@ -147,7 +147,7 @@ class SeeingModel(Condition):
         return "the one at model.path does not"
 
 
-class Command(Condition):
+class WhenCommand(Condition):
     """A command uses the key, whatever a run does: a configuration may be written for it, so this always holds."""
 
     def __init__(self, name: str) -> None:

@@ -61,9 +61,9 @@ def _of_groups(config: Config) -> Iterator[str]:
         )
     if agent.n not in (None, rollout.group_size):
         yield f"agent.n={agent.n} is another name of rollout.group_size={rollout.group_size}; set one"
-    if learner.updates_per_step > rollout.prompts_per_step:
+    if learner.num_minibatches > rollout.prompts_per_step:
         yield (
-            f"learner.updates_per_step={learner.updates_per_step} cuts the batch finer than its "
+            f"learner.num_minibatches={learner.num_minibatches} cuts the batch finer than its "
             f"rollout.prompts_per_step={rollout.prompts_per_step} groups; lower it"
         )
 
@@ -106,10 +106,10 @@ def _of_lengths(config: Config) -> Iterator[str]:
             f"agent.max_prompt_length + agent.max_response_length = {need} does not fit "
             f"rollout.max_model_len={longest}; raise the latter or lower the former"
         )
-    if need > config.learner.row_length:
+    if need > config.learner.pack_length:
         yield (
             f"agent.max_prompt_length + agent.max_response_length = {need} does not fit one packed row; "
-            f"set learner.row_length >= {need}"
+            f"set learner.pack_length >= {need}"
         )
 
 
@@ -148,10 +148,10 @@ def _of_one_program(config: Config) -> Iterator[str]:
             f"{engine.kv_dtype} and quantize={engine.quantize} round what the learner does not; set kv_dtype=auto "
             "and quantize=none, or rollout.deterministic=false"
         )
-    spread = config.learner.mesh != MeshConfig() or engine.mesh.devices > 1 or engine.first_device > 0
+    spread = config.learner.mesh != MeshConfig() or engine.mesh.devices > 1 or engine.device_offset > 0
     if spread or config.algorithm.rollout_correction.bypass_mode:
         yield (
             "rollout.deterministic runs on one device and compares the learner's own log-probs: remove "
-            "learner.mesh, rollout.jetstream.mesh and first_device, and "
+            "learner.mesh, rollout.jetstream.mesh and device_offset, and "
             "algorithm.rollout_correction.bypass_mode, or set rollout.deterministic=false"
         )

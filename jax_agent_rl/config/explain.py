@@ -9,12 +9,12 @@ from rich.markup import escape
 from rich.padding import Padding
 from rich.table import Table
 
-from jax_agent_rl.config.keys import Key
+from jax_agent_rl.config.keys import KeyInfo
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.utils.suggest import nearest
 
 
-def find(name: str, keys: Mapping[str, Key]) -> list[Key]:
+def find(name: str, keys: Mapping[str, KeyInfo]) -> list[KeyInfo]:
     """The key with this path, or every key that ends in it (``group_size``).
 
     Raises:
@@ -31,7 +31,7 @@ def find(name: str, keys: Mapping[str, Key]) -> list[Key]:
     raise ConfigError(f"there is no key {name!r}; {guess}'jax-agent-rl config explain' lists the sections")
 
 
-def explain(key: Key, keys: Mapping[str, Key], console: Console) -> None:
+def explain(key: KeyInfo, keys: Mapping[str, KeyInfo], console: Console) -> None:
     """Prints one key, or a section with the keys in it."""
     console.print(f"[bold]{escape(key.path)}[/]", highlight=False)
     console.print(Padding(escape(key.description), (0, 2)), highlight=False)
@@ -48,13 +48,13 @@ def explain(key: Key, keys: Mapping[str, Key], console: Console) -> None:
         print_section(key.path, keys, console)
 
 
-def above(key: Key, keys: Mapping[str, Key]) -> list[Key]:
+def above(key: KeyInfo, keys: Mapping[str, KeyInfo]) -> list[KeyInfo]:
     """The sections a key stands in, from the top."""
     parts = key.path.split(".")
     return [keys[".".join(parts[:end])] for end in range(1, len(parts))]
 
 
-def print_section(path: str, keys: Mapping[str, Key], console: Console) -> None:
+def print_section(path: str, keys: Mapping[str, KeyInfo], console: Console) -> None:
     """Prints the keys that stand directly in a section; the empty path is the top."""
     table = Table("key", "default", "what it does", box=None, pad_edge=False, header_style="bold")
     for key in keys.values():

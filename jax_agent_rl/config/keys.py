@@ -22,7 +22,7 @@ _NAMES = {"string": "text", "boolean": "true or false"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Key:
+class KeyInfo:
     """One key of the tree, or a section of it.
 
     Attributes:
@@ -47,7 +47,7 @@ class Key:
         return self.path.rpartition(".")[0]
 
 
-def keys_of(model: type[BaseModel]) -> dict[str, Key]:
+def keys_of(model: type[BaseModel]) -> dict[str, KeyInfo]:
     """Every key and section of a tree by path, in the order of the code, each section before its keys."""
     schema = model.model_json_schema()
     return {key.path: key for key in _walk(schema, schema.get("$defs", {}), "")}
@@ -83,14 +83,14 @@ def _list_in_words(schema: Schema) -> str:
     return f"list of {in_words(schema['items'])}{least}"
 
 
-def _walk(schema: Schema, definitions: Mapping[str, Schema], prefix: str) -> Iterator[Key]:
+def _walk(schema: Schema, definitions: Mapping[str, Schema], prefix: str) -> Iterator[KeyInfo]:
     required = schema.get("required", ())
     for name, field in schema["properties"].items():
         path = f"{prefix}{name}"
         inner, optional = _section_of(field, definitions)
         if inner is None:
             default = None if name in required else json.dumps(field.get("default", {}))  # only mappings have a factory
-            yield Key(
+            yield KeyInfo(
                 path=path,
                 type=in_words(field),
                 default=default,
@@ -98,7 +98,7 @@ def _walk(schema: Schema, definitions: Mapping[str, Schema], prefix: str) -> Ite
                 used_only=field.get(SCHEMA_KEY, ""),
             )
             continue
-        yield Key(
+        yield KeyInfo(
             path=path,
             type="section, or null" if optional else "section",
             default="null" if optional else None,

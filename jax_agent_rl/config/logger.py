@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator
 
 from jax_agent_rl.config.base import Section
-from jax_agent_rl.config.conditions import Key
+from jax_agent_rl.config.conditions import WhenKey
 
 
 class LoggerSection(Section):
@@ -18,7 +18,7 @@ class LoggerSection(Section):
         description="Where metrics go besides the screen and metrics.jsonl; each needs the extra of its name.",
         json_schema_extra={"type": ["array", "string"], "uniqueItems": True},
     )
-    project_name: Annotated[str, Key("trainer.logger", "wandb", "trackio")] = Field(
+    project_name: Annotated[str, WhenKey("trainer.logger", "wandb", "trackio")] = Field(
         default="jax_agent_rl", min_length=1, description="The project of the run in wandb and trackio."
     )
     prometheus_port: Annotated[int, Field(ge=0, le=65535)] | None = Field(

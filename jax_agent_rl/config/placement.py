@@ -8,9 +8,9 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from jax_agent_rl.config.base import NonNegative, Positive, Section
-from jax_agent_rl.config.conditions import Key
+from jax_agent_rl.config.conditions import WhenKey
 
-_IN_ACTORS = Key("rollout.placement", "separate", "hybrid")
+_IN_ACTORS = WhenKey("rollout.placement", "separate", "hybrid")
 
 
 class PlacementSection(Section):
@@ -22,7 +22,7 @@ class PlacementSection(Section):
         "engines in Ray actors on resources of their own. hybrid: those, and the colocated one while the learner has "
         "nothing to do.",
     )
-    engines: Annotated[Positive, _IN_ACTORS] = Field(
+    num_engines: Annotated[Positive, _IN_ACTORS] = Field(
         default=1, description="Engines in Ray actors (placement separate and hybrid)."
     )
     gpus_per_engine: Annotated[NonNegative, _IN_ACTORS] = Field(
@@ -33,7 +33,7 @@ class PlacementSection(Section):
         description="Of the Ray cluster they run on; null: RAY_ADDRESS, and without that one of this machine's own, "
         "which ends with the run.",
     )
-    sleep: bool = Field(
+    sleep_during_update: bool = Field(
         default=False,
         description="The colocated engine gives its memory (KV cache, weights) back while the learner updates; with "
         "placement colocated in trainer.mode=sync only.",
@@ -53,10 +53,11 @@ def placement_problems(
     """
     where = rollout.placement
     if where == "colocated":
-        if rollout.sleep and mode != "sync":
+        if rollout.sleep_during_update and mode != "sync":
             yield (
-                f"rollout.sleep: with rollout.placement=colocated and trainer.mode={mode} the engine samples while the "
-                "learner updates; set trainer.mode=sync, rollout.placement=hybrid, or rollout.sleep=false"
+                f"rollout.sleep_during_update: with rollout.placement=colocated and trainer.mode={mode} the engine "
+                f"samples while the "
+                "learner updates; set trainer.mode=sync, rollout.placement=hybrid, or rollout.sleep_during_update=false"
             )
     elif backend == "remote":
         yield (
@@ -68,8 +69,8 @@ def placement_problems(
             f"rollout.deterministic shares one program with the learner, but rollout.placement={where} runs engines in "
             "other processes; set rollout.placement=colocated, or rollout.deterministic=false"
         )
-    if rollout.sleep and (where == "separate" or backend == "remote"):
-        yield "rollout.sleep: no engine is on the learner's devices, so none has to give memory back; remove it"
+    if rollout.sleep_during_update and (where == "separate" or backend == "remote"):
+        yield "rollout.sleep_during_update: no engine shares the learner's devices; remove it"
     if rollout.gpus_per_engine not in (0, devices):
         key = "rollout.vllm.tensor_parallel_size" if backend == "vllm" else "rollout.jetstream.mesh"
         yield f"rollout.gpus_per_engine={rollout.gpus_per_engine}: set {devices}, which {key} needs, or 0 for CPUs"

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from pydantic import BaseModel
 
-from jax_agent_rl.config.keys import Key, keys_of
+from jax_agent_rl.config.keys import KeyInfo, keys_of
 
 _HEAD = """\
 # Configuration keys
@@ -35,7 +35,7 @@ def reference(chapters: Sequence[tuple[str, str, type[BaseModel]]]) -> str:
     return "\n".join(parts)
 
 
-def _tables(keys: dict[str, Key]) -> Iterator[str]:
+def _tables(keys: dict[str, KeyInfo]) -> Iterator[str]:
     """One table per section, in the order of the code."""
     yield from _table("", keys)
     for key in keys.values():
@@ -45,7 +45,7 @@ def _tables(keys: dict[str, Key]) -> Iterator[str]:
             yield from _table(key.path, keys)
 
 
-def _table(section: str, keys: dict[str, Key]) -> Iterator[str]:
+def _table(section: str, keys: dict[str, KeyInfo]) -> Iterator[str]:
     rows = [key for key in keys.values() if key.section == section and not key.is_section]
     if not rows:
         return
@@ -56,7 +56,7 @@ def _table(section: str, keys: dict[str, Key]) -> Iterator[str]:
     yield "\n".join(lines) + "\n"
 
 
-def _described(key: Key) -> str:
+def _described(key: KeyInfo) -> str:
     """What a key does, and when."""
     condition = f" Used only {key.used_only}." if key.used_only else ""
     return _markdown(key.description + condition)

@@ -8,18 +8,18 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator
 
 from jax_agent_rl.config.base import NonNegative, Positive, Section
-from jax_agent_rl.config.conditions import Command, Key, SeeingModel, Unless
+from jax_agent_rl.config.conditions import Unless, WhenCommand, WhenKey, WhenModelHasVision
 from jax_agent_rl.config.mesh import EngineMeshConfig
 from jax_agent_rl.config.placement import PlacementSection
 from jax_agent_rl.config.strategy import StrategyConfig
 
-_BUILT_IN = Unless("rollout.jetstream.engine")
+_BUILT_IN = Unless("rollout.jetstream.engine_factory")
 
 
 class JetStreamConfig(Section):
     """The embedded JAX engine (rollout.backend: jetstream)."""
 
-    engine: str | None = Field(
+    engine_factory: str | None = Field(
         default=None,
         description="A function that makes another engine of JetStream's later API, such as MaxText's, as "
         "package.module:function or file.py:function; null: the built-in one. See third_party/jetstream.md.",
@@ -38,7 +38,7 @@ class JetStreamConfig(Section):
         "router stay in dtype. Every update's weights are rounded again as the engine takes them.",
     )
     max_concurrent_decodes: Positive = Field(default=64, description="Contexts decoded together at most.")
-    cache_tokens: Positive | None = Field(
+    kv_cache_tokens: Positive | None = Field(
         default=None,
         description="Positions the KV cache holds, at least rollout.max_model_len. Shared prefixes count once; when it "
         "is full, KV that waits for its next turn goes, then requests that run wait and are prefilled again. null: "
@@ -51,12 +51,12 @@ class JetStreamConfig(Section):
         "and agent.max_prompt_length, as far as that goes, at most 2048.",
     )
     mesh: EngineMeshConfig = Field(default_factory=EngineMeshConfig)
-    first_device: Annotated[NonNegative, Key("rollout.placement", "colocated")] = Field(
+    device_offset: Annotated[NonNegative, WhenKey("rollout.placement", "colocated")] = Field(
         default=0,
         description="Number of the first device the engine takes; the learner's begin with 0. From the product of "
         "learner.mesh on, the engine samples beside the learner instead of in turn with it.",
     )
-    patch_buckets: Annotated[tuple[Positive, ...], SeeingModel()] = Field(
+    patch_buckets: Annotated[tuple[Positive, ...], WhenModelHasVision()] = Field(
         default=(256, 1024, 4096),
         description="Padded numbers of patches a model that sees looks at together; a picture must fit in the largest.",
     )
@@ -86,8 +86,8 @@ VLLM_ARGUMENTS_SET: Mapping[str, str] = {
     "max_loras": "rollout.adapters",
     "max_lora_rank": "rollout.adapters",
     "limit_mm_per_prompt": "rollout.vllm.multi_modal",
-    "mm_processor_kwargs": "model.pixels",
-    "enable_sleep_mode": "rollout.sleep",
+    "mm_processor_kwargs": "model.max_pixels",
+    "enable_sleep_mode": "rollout.sleep_during_update",
     **dict.fromkeys(
         (
             *("enable_prefix_caching", "scheduling_policy", "logprobs_mode", "generation_config"),
@@ -160,20 +160,24 @@ class RolloutConfig(PlacementSection):
     urls: tuple[str, ...] = Field(
         default=(), description="Rollout servers, for backend: remote; e.g. http://10.0.0.5:8100."
     )
-    token_env: Annotated[str | None, Key("rollout.backend", "remote") | Command("rollout-server")] = Field(
+    token_env: Annotated[str | None, WhenKey("rollout.backend", "remote") | WhenCommand("rollout-server")] = Field(
         default=None,
         description="Environment variable with the secret that rollout servers ask for (and demand of clients).",
     )
-    weight_folder: Annotated[str | None, Key("rollout.backend", "vllm", "remote") | Command("rollout-server")] = Field(
-        default=None,
-        description="Folder through which weights pass to vllm and remote engines; they must see it, too, and rollout "
-        "servers read weights nowhere else. null: memory of this machine, uploaded to rollout servers that do not see "
-        "it. For weight_transport: tensorstore also a bucket, as gs://bucket/path.",
+    weight_dir: Annotated[str | None, WhenKey("rollout.backend", "vllm", "remote") | WhenCommand("rollout-server")] = (
+        Field(
+            default=None,
+            description="Folder through which weights pass to vllm and remote engines; they must see it, too, and "
+            "rollout "
+            "servers read weights nowhere else. null: memory of this machine, uploaded to rollout servers that do not "
+            "see "
+            "it. For weight_transport: tensorstore also a bucket, as gs://bucket/path.",
+        )
     )
-    weight_transport: Annotated[Literal["files", "tensorstore"], Key("rollout.backend", "remote")] = Field(
+    weight_transport: Annotated[Literal["files", "tensorstore"], WhenKey("rollout.backend", "remote")] = Field(
         default="files",
         description="How weights pass to other processes. files: safetensors, by one process. tensorstore: each "
-        "process of the learner writes its own shards to weight_folder, and each jetstream server reads those of its "
+        "process of the learner writes its own shards to weight_dir, and each jetstream server reads those of its "
         "devices (backend: remote).",
     )
     prompts_per_step: Positive = Field(default=8, description="Dataset rows per training step.")
@@ -216,10 +220,10 @@ class RolloutConfig(PlacementSection):
         description="Prompts, decoding and the learner's old log-probs by one program (jetstream): the same to the bit "
         "in any batch, and several times slower.",
     )
-    jetstream: Annotated[JetStreamConfig, Key("rollout.backend", "jetstream", "remote")] = Field(
+    jetstream: Annotated[JetStreamConfig, WhenKey("rollout.backend", "jetstream", "remote")] = Field(
         default_factory=JetStreamConfig
     )
-    vllm: Annotated[VllmConfig, Key("rollout.backend", "vllm", "remote")] = Field(default_factory=VllmConfig)
+    vllm: Annotated[VllmConfig, WhenKey("rollout.backend", "vllm", "remote")] = Field(default_factory=VllmConfig)
 
 
 def rollout_problems(rollout: RolloutConfig) -> Iterator[str]:
@@ -232,25 +236,25 @@ def rollout_problems(rollout: RolloutConfig) -> Iterator[str]:
         )
     if twice := sorted({url for url in rollout.urls if rollout.urls.count(url) > 1}):
         yield f"rollout.urls names {', '.join(twice)} more than once; a server is one address"
-    if rollout.backend == "jetstream" and rollout.jetstream.engine is not None:
+    if rollout.backend == "jetstream" and rollout.jetstream.engine_factory is not None:
         yield from _engine_problems(rollout)
-    if (tokens := rollout.jetstream.cache_tokens) is not None and tokens < rollout.max_model_len:
+    if (tokens := rollout.jetstream.kv_cache_tokens) is not None and tokens < rollout.max_model_len:
         yield (
-            f"rollout.jetstream.cache_tokens={tokens} holds no context of rollout.max_model_len="
+            f"rollout.jetstream.kv_cache_tokens={tokens} holds no context of rollout.max_model_len="
             f"{rollout.max_model_len}; raise it, or lower rollout.max_model_len"
         )
-    folder = rollout.weight_folder
+    folder = rollout.weight_dir
     if rollout.weight_transport == "tensorstore" and (rollout.backend != "remote" or folder is None):
         yield (
-            f"rollout.weight_transport=tensorstore with rollout.backend={rollout.backend} and rollout.weight_folder="
-            f"{folder}: it is for remote servers that see a folder or bucket; set rollout.weight_folder, or "
+            f"rollout.weight_transport=tensorstore with rollout.backend={rollout.backend} and rollout.weight_dir="
+            f"{folder}: it is for remote servers that see a folder or bucket; set rollout.weight_dir, or "
             "rollout.weight_transport=files"
         )
     is_bucket = folder is not None and "://" in folder
     # A rollout server with a jetstream engine reads from buckets.
     if is_bucket and rollout.weight_transport == "files" and rollout.backend != "jetstream":
         yield (
-            f"rollout.weight_folder={folder} is no folder of this machine; set rollout.weight_transport=tensorstore, "
+            f"rollout.weight_dir={folder} is no folder of this machine; set rollout.weight_transport=tensorstore, "
             "which writes to buckets"
         )
 
@@ -258,14 +262,14 @@ def rollout_problems(rollout: RolloutConfig) -> Iterator[str]:
 def _adapter_problems(rollout: RolloutConfig) -> Iterator[str]:
     if not rollout.adapters:
         return
-    if rollout.backend == "jetstream" and (rollout.deterministic or rollout.jetstream.engine is not None):
-        key = "rollout.deterministic" if rollout.deterministic else "rollout.jetstream.engine"
+    if rollout.backend == "jetstream" and (rollout.deterministic or rollout.jetstream.engine_factory is not None):
+        key = "rollout.deterministic" if rollout.deterministic else "rollout.jetstream.engine_factory"
         yield f"rollout.adapters cannot be served with {key}; remove one of them"
 
 
 def _engine_problems(rollout: RolloutConfig) -> Iterator[str]:
     """What an engine that a user brings cannot do."""
-    where = f"rollout.jetstream.engine={rollout.jetstream.engine}"
+    where = f"rollout.jetstream.engine_factory={rollout.jetstream.engine_factory}"
     if rollout.temperature != 1 or rollout.eval_temperature not in (0, 1):
         yield (
             f"{where} reports log-probs of the raw logits, but rollout.temperature={rollout.temperature:g} and "

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from jax_agent_rl.config.base import Positive, Section
-from jax_agent_rl.config.conditions import Key
+from jax_agent_rl.config.conditions import WhenKey
 
 
 class TreeGrpoConfig(Section):
@@ -57,11 +57,11 @@ class StrategyConfig(Section):
         description="chain: all from the prompt. The others branch: at turns drawn at random, at the most uncertain "
         "tokens, after tool results that raise the entropy.",
     )
-    tree_grpo: Annotated[TreeGrpoConfig, Key("rollout.strategy.name", "tree_grpo")] = Field(
+    tree_grpo: Annotated[TreeGrpoConfig, WhenKey("rollout.strategy.name", "tree_grpo")] = Field(
         default_factory=TreeGrpoConfig
     )
-    treerl: Annotated[TreerlConfig, Key("rollout.strategy.name", "treerl")] = Field(default_factory=TreerlConfig)
-    arpo: Annotated[ArpoConfig, Key("rollout.strategy.name", "arpo")] = Field(default_factory=ArpoConfig)
+    treerl: Annotated[TreerlConfig, WhenKey("rollout.strategy.name", "treerl")] = Field(default_factory=TreerlConfig)
+    arpo: Annotated[ArpoConfig, WhenKey("rollout.strategy.name", "arpo")] = Field(default_factory=ArpoConfig)
 
 
 def strategy_problems(strategy: StrategyConfig, *, group_size: int, adv_estimator: str) -> Iterator[str]:

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from jax_agent_rl.config.base import Positive, Section
-from jax_agent_rl.config.conditions import Condition, Key, unused
+from jax_agent_rl.config.conditions import Condition, WhenKey, unused
 from jax_agent_rl.config.loading import build_tree, read_tree
 from jax_agent_rl.utils.network import token_from
 
@@ -37,10 +37,10 @@ class SearchSettings(Section):
     encoder: str | None = Field(
         default=None, description="Folder of a sentence-transformers model: search by meaning; null: by words (BM25)."
     )
-    query_prompt: Annotated[str, Key("search.encoder")] = Field(
+    query_prompt: Annotated[str, WhenKey("search.encoder")] = Field(
         default="", description="Put before a query for the encoder, e.g. 'query: ' (E5)."
     )
-    passage_prompt: Annotated[str, Key("search.encoder")] = Field(
+    passage_prompt: Annotated[str, WhenKey("search.encoder")] = Field(
         default="", description="Put before a passage for the encoder, e.g. 'passage: ' (E5)."
     )
     index: str | None = Field(
@@ -93,7 +93,7 @@ class McpSettings(Section):
 
 def _of_tool(name: str) -> Condition:
     """A tool is served, or tools of the user's own, which may read any setting."""
-    return Key("tools", name) | Key("tool_path")
+    return WhenKey("tools", name) | WhenKey("tool_path")
 
 
 class ToolServerSettings(Section):

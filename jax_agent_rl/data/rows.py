@@ -43,7 +43,7 @@ def load_rows(
     file = Path(path).expanduser()
     if not file.is_file():
         raise DataError(
-            f"dataset file {str(path)!r} does not exist; correct data.train / data.heldout, or write a "
+            f"dataset file {str(path)!r} does not exist; correct data.train / data.eval, or write a "
             "built-in task's with `jax-agent-rl prepare shop` (the quickstart) or `prepare calculator` (the recipes)"
         )
     match file.suffix:

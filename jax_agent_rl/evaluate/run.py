@@ -16,21 +16,21 @@ from typing import Any
 
 from rich.console import Console
 
-from jax_agent_rl.collect.lost_batches import FutilityGuard
+from jax_agent_rl.collect.lost_batches import LostBatchGuard
 from jax_agent_rl.config import Config
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.evaluate.scores import scores
 from jax_agent_rl.observe.metrics import RunFolder
 from jax_agent_rl.observe.progress import Progress
 from jax_agent_rl.runtime.sampling import Rollouts, Source, open_rollouts
-from jax_agent_rl.runtime.subject import Subject
+from jax_agent_rl.runtime.subject import ServedPolicy
 from jax_agent_rl.trainer.groups import all_trajectories, evaluation_sampling, gather
 from jax_agent_rl.trainer.record import evaluation_record
 from jax_agent_rl.types import Group, SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class EvaluationRequest:
     """What is asked of an evaluation.
 
     Attributes:
@@ -39,7 +39,7 @@ class Request:
         pass_reward: the least reward of a trajectory that passes.
         temperature: None is :func:`sampling`'s choice.
         top_p, top_k: see :class:`~jax_agent_rl.types.SamplingParams`.
-        data: file of rows in place of ``data.heldout``.
+        data: file of rows in place of ``data.eval``.
         limit: only the first rows.
     """
 
@@ -59,7 +59,7 @@ class Request:
             raise ConfigError(f"-k {','.join(map(str, self.ks))}: pass@k needs 1 <= k <= {self.samples} samples (-n)")
 
 
-def sampling(config: Config, request: Request) -> SamplingParams:
+def sampling(config: Config, request: EvaluationRequest) -> SamplingParams:
     """As held-out evaluations of a run sample, unless the request says otherwise.
 
     Where ``rollout.eval_temperature`` is 0 and several samples are asked for, that of training is taken: greedy samples
@@ -78,16 +78,16 @@ def sampling(config: Config, request: Request) -> SamplingParams:
         raise ConfigError(f"--temperature, --top-p, --top-k: {error}") from None
 
 
-def source_of(config: Config, request: Request) -> Source:
+def source_of(config: Config, request: EvaluationRequest) -> Source:
     """The rows to play; ConfigError if nothing names any."""
-    limits = [limit for limit in (request.limit, None if request.data else config.data.heldout_limit) if limit]
-    file = request.data or config.data.heldout
+    limits = [limit for limit in (request.limit, None if request.data else config.data.eval_limit) if limit]
+    file = request.data or config.data.eval
     if file is None:
-        raise ConfigError("nothing says which rows: data.heldout is not set; give --data FILE (.jsonl or .parquet)")
+        raise ConfigError("nothing says which rows: data.eval is not set; give --data FILE (.jsonl or .parquet)")
     return str(file), min(limits, default=None)
 
 
-async def evaluate(subject: Subject, request: Request, *, out: Path, console: Console) -> dict[str, Any]:
+async def evaluate(subject: ServedPolicy, request: EvaluationRequest, *, out: Path, console: Console) -> dict[str, Any]:
     """Plays and scores; returns the summary, which is also ``summary.json`` in ``out``.
 
     ``out`` is laid out like a run folder, so that ``view`` shows its trajectories.
@@ -134,8 +134,8 @@ async def evaluate(subject: Subject, request: Request, *, out: Path, console: Co
 
 async def _play(
     rollouts: Rollouts,
-    subject: Subject,
-    request: Request,
+    subject: ServedPolicy,
+    request: EvaluationRequest,
     chosen: SamplingParams,
     folder: RunFolder,
     progress: Progress,
@@ -162,5 +162,5 @@ async def _play(
         arrived=arrived,
     )
     evaluator.accounting.train(t.trajectory_id for t in all_trajectories(groups))
-    FutilityGuard(1).check(groups, evaluator.latest_losses)
+    LostBatchGuard(1).check(groups, evaluator.latest_losses)
     return groups

@@ -1,9 +1,9 @@
-"""LoRA adapters served beside the plain model: every lane of a program names one of them, or none.
+"""LoRA adapters served beside the plain model: every slot of a program names one of them, or none.
 
-All adapters lie in the device's memory as stacks. Every lane multiplies with all of them, and a mask keeps its own: for
+All adapters lie in the device's memory as stacks. Every slot multiplies with all of them, and a mask keeps its own: for
 the few adapters of low rank that are served together, that is one product of two small matrices and needs no gather.
 
-Shapes: N adapters, r their largest rank, D inputs, B lanes or tokens; K key/value heads, G query heads of each, h head
+Shapes: N adapters, r their largest rank, D inputs, B slots or tokens; K key/value heads, G query heads of each, h head
 size, F feed-forward units.
 """
 
@@ -83,7 +83,7 @@ def one_hot(adapter: jax.Array, stacks: AdapterStacks, dtype: jnp.dtype) -> jax.
 
 
 def add_low_rank(out: jax.Array, adapters: LowRank, x: jax.Array, chosen: jax.Array) -> jax.Array:
-    """Add ``b a x`` of each lane's adapter to a product [..., out, B].
+    """Add ``b a x`` of each slot's adapter to a product [..., out, B].
 
     Args:
         x: [D, B], what the matrix was multiplied with.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from jax_agent_rl.jetstream.block_manager import Placement
+from jax_agent_rl.jetstream.block_manager import Allocation
 from jax_agent_rl.jetstream.engine import Extension
-from jax_agent_rl.models.vision.context import Shown
+from jax_agent_rl.models.vision.context import MultimodalContext
 
 
 class AdmissionPlan:
@@ -25,11 +25,13 @@ class AdmissionPlan:
         self._filled: dict[int, int] = {}  # page -> stage that writes it
         self._read: dict[int, int] = {}  # page -> last stage that copies from it
 
-    def add(self, placement: Placement, new: np.ndarray, shown: Shown | None = None, adapter: int = 0) -> None:
+    def add(
+        self, placement: Allocation, new: np.ndarray, multimodal: MultimodalContext | None = None, adapter: int = 0
+    ) -> None:
         """Plans one admission: an optional copy, then a prefill of ``new`` (int32) behind what is reused.
 
         Args:
-            shown: the whole context, if it has pictures.
+            multimodal: the whole context, if it has pictures.
             adapter: see :class:`~jax_agent_rl.jetstream.engine.Extension`.
         """
         pages, first = placement.pages, placement.reused // self._size
@@ -45,7 +47,7 @@ class AdmissionPlan:
         copies, extensions = self._stages[stage]
         if placement.copy is not None:
             copies.append(placement.copy)
-        extensions.append(Extension(pages, placement.reused, new, shown, adapter))
+        extensions.append(Extension(pages, placement.reused, new, multimodal, adapter))
 
     def stages(self) -> list[tuple[list[tuple[int, int]], list[Extension]]]:
         """(source, target) copies and extensions, stage by stage."""

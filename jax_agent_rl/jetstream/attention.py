@@ -1,9 +1,9 @@
 """What the engine's tokens see of its cache: a program for a TPU takes kernels, any other two plain products.
 
-Shapes: B lanes, R rows, T chunk tokens, K key/value heads, G queries of each, h head size, S cache positions. Heads
+Shapes: B slots, R rows, T chunk tokens, K key/value heads, G queries of each, h head size, S cache positions. Heads
 need nothing of each other, so on a mesh each device computes its own.
 
-On a TPU a decode step reads what each lane's pages hold instead of the whole span of rows, and a chunk's scores, which
+On a TPU a decode step reads what each slot's pages hold instead of the whole span of rows, and a chunk's scores, which
 would be ``R H T (S + T)`` numbers, stay in blocks.
 """
 
@@ -21,7 +21,7 @@ from jax_agent_rl.jetstream.decode_kernel import decode_kernel, write_kernel
 from jax_agent_rl.jetstream.kv import LayerKV, restored, stored
 from jax_agent_rl.models import tree_kernel
 from jax_agent_rl.models.by_platform import by_platform
-from jax_agent_rl.models.tree_mask import NEGATIVE, Sight
+from jax_agent_rl.models.tree_mask import MASK_VALUE, TreeMask
 
 DEVICES = ("expert", "tensor")
 """The axes of an engine's mesh that are not 1."""
@@ -39,14 +39,14 @@ def decode_attention(
     window: int | None = None,
     mesh: Mesh | None = None,
 ) -> tuple[jax.Array, LayerKV]:
-    """Attention of one token per lane, which joins the cache.
+    """Attention of one token per slot, which joins the cache.
 
     Args:
         q: [B, K, G, h], already scaled.
         cached: of B rows, finite behind ``positions``; or pages, which kernels for TPUs read and write where they lie.
         new: keys and values [B, K, h] of the tokens.
         positions: int32 [B], where each token goes; it sees the cache up to there.
-        pages: int32 [B, n], those of each lane.
+        pages: int32 [B, n], those of each slot.
         window: how many positions it sees, itself among them; None: all.
         mesh: the engine's, if it has more than one device.
 
@@ -113,7 +113,7 @@ def _plain_decode(
     scores = jnp.einsum("bkgh,bkhs->bkgs", q, keys, preferred_element_type=jnp.float32)
     if scales is not None:
         scores = scores * scales[:, :, :1]
-    weights = jax.nn.softmax(jnp.where(visible[:, None, None], scores, NEGATIVE), axis=-1)
+    weights = jax.nn.softmax(jnp.where(visible[:, None, None], scores, MASK_VALUE), axis=-1)
     if scales is not None:
         weights = weights * scales[:, :, 1:]
     return jnp.einsum("bkgs,bksh->bkgh", weights.astype(values.dtype), values), cached
@@ -149,7 +149,7 @@ def _plain_chunk(
     visible = _chunk_sight(starts, new.values.shape[2], cached.values.shape[2], window)
     keys, values = _joined(cached, new, q.dtype)
     scores = jnp.einsum("kghrt,rkhs->rkgts", q, keys, preferred_element_type=jnp.float32)
-    weights = jax.nn.softmax(jnp.where(visible, scores, NEGATIVE), axis=-1).astype(values.dtype)
+    weights = jax.nn.softmax(jnp.where(visible, scores, MASK_VALUE), axis=-1).astype(values.dtype)
     return jnp.einsum("rkgts,rksh->kghrt", weights, values)
 
 
@@ -187,7 +187,7 @@ def _chunk_by_kernel(
     length = cached.values.shape[2]
     place = jnp.broadcast_to(jnp.arange(length), (rows, length))
     before = jnp.where(place < starts[:, None], length + count, 0)
-    sight = Sight(
+    vision_processor = TreeMask(
         subtree_end=jnp.pad(before, ((0, 0), (0, count)), constant_values=length + count),
         positions=jnp.concatenate([place, starts[:, None] + jnp.arange(count)], axis=1),
         window=None if window is None else jnp.int32(window),
@@ -195,5 +195,5 @@ def _chunk_by_kernel(
     )
     queries = q.transpose(3, 0, 1, 4, 2).reshape(rows, kv_heads * group, count, size)
     keys, values = _joined(cached, new, q.dtype)
-    mixed, _ = tree_kernel.forward(queries, keys.mT, values, sight)
+    mixed, _ = tree_kernel.forward(queries, keys.mT, values, vision_processor)
     return mixed.reshape(rows, kv_heads, group, count, size).transpose(1, 2, 4, 0, 3)

@@ -23,21 +23,21 @@ from jax_agent_rl.errors import BackendClosedError, BackendError
 from jax_agent_rl.jetstream import inspection
 from jax_agent_rl.jetstream.deterministic import DeterministicEngine
 from jax_agent_rl.jetstream.engine import EngineShapes, JaxEngine, unheard
-from jax_agent_rl.jetstream.engine_loop import Outlet, Serving
-from jax_agent_rl.jetstream.external_engine import MakeEngine, SlotEngine
-from jax_agent_rl.jetstream.external_scheduler import SlotScheduler
-from jax_agent_rl.jetstream.image_reader import PictureReader
+from jax_agent_rl.jetstream.engine_loop import ChunkSink, EngineLoop
+from jax_agent_rl.jetstream.external_engine import ExternalEngineAdapter, MakeEngine
+from jax_agent_rl.jetstream.external_scheduler import ExternalScheduler
+from jax_agent_rl.jetstream.image_reader import ImageReader
 from jax_agent_rl.jetstream.layout import make_engine_mesh
 from jax_agent_rl.jetstream.programs import ProgramTable
 from jax_agent_rl.jetstream.scheduler import Scheduler
 from jax_agent_rl.jetstream.thread import EngineThread
-from jax_agent_rl.jetstream.vision_engine import SeeingEngine
+from jax_agent_rl.jetstream.vision_engine import VisionEngine
 from jax_agent_rl.jetstream.weights import FILES, WEIGHT_PAYLOADS, ServedWeights
 from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.models.peft import PeftAdapter
 from jax_agent_rl.models.quantized import EightBits
 from jax_agent_rl.models.tensor_samples import LayerOutput, TensorSample
-from jax_agent_rl.models.vision.context import Sight
+from jax_agent_rl.models.vision.context import VisionProcessor
 from jax_agent_rl.rollout.protocol import (
     BackendMetrics,
     Capabilities,
@@ -63,7 +63,7 @@ class JetStreamBackend:
             fast engine.
         brought: makes an engine of JetStream's later API, which samples in place of the built-in one.
         adapters: LoRA adapters that requests may name; not with a deterministic engine or a brought one.
-        sight: how the model sees; None takes no pictures, and neither does a deterministic engine or a brought one.
+        vision_processor: reads images; None takes none, and neither does a deterministic or external engine.
         compile_ahead: see :class:`~jax_agent_rl.jetstream.engine.JaxEngine`.
         version: policy version of ``params``.
         seed: draws the seeds of requests that bring none.
@@ -84,7 +84,7 @@ class JetStreamBackend:
         deterministic: ProgramTable | None = None,
         brought: MakeEngine | None = None,
         adapters: Mapping[str, PeftAdapter] | None = None,
-        sight: Sight | None = None,
+        vision_processor: VisionProcessor | None = None,
         compile_ahead: bool | None = None,
         version: int = 0,
         seed: int = 0,
@@ -107,11 +107,11 @@ class JetStreamBackend:
         self._mesh = mesh or make_engine_mesh(EngineMeshConfig())
         self._weights = ServedWeights(config, params, self._mesh)
         if deterministic is not None or brought is not None:  # one program for all ids looks at no picture
-            sight = None
-        self._pictures = PictureReader(sight, most_patches=max(shapes.patch_buckets, default=0))
-        self._streams: dict[str, Outlet] = {}
+            vision_processor = None
+        self._pictures = ImageReader(vision_processor, most_patches=max(shapes.patch_buckets, default=0))
+        self._streams: dict[str, ChunkSink] = {}
         self._thread = EngineThread(self._fail_streams)
-        self._serving = Serving(self._thread, self._make_scheduler, self._weights, version=version)
+        self._serving = EngineLoop(self._thread, self._make_scheduler, self._weights, version=version)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -149,15 +149,15 @@ class JetStreamBackend:
         engine = self._make_engine()
         assert self._initial_params is not None  # an engine is set up once
         params, self._initial_params = engine.load_params(self._initial_params), None
-        kind = Scheduler if self._brought is None else SlotScheduler
+        kind = Scheduler if self._brought is None else ExternalScheduler
         scheduler = kind(engine, params, version=self._initial_version, seed=self._seed, decode_text=self._decode_text)
         scheduler.cache = engine.warm_up(scheduler.params, scheduler.cache, self._compiling)
         return scheduler
 
-    def _make_engine(self) -> JaxEngine | SlotEngine:
+    def _make_engine(self) -> JaxEngine | ExternalEngineAdapter:
         if self._brought is not None:
-            return SlotEngine(self._brought(self._config, self._shapes), self._config, self._shapes)
-        plain = SeeingEngine if self._pictures.kinds else JaxEngine
+            return ExternalEngineAdapter(self._brought(self._config, self._shapes), self._config, self._shapes)
+        plain = VisionEngine if self._pictures.kinds else JaxEngine
         kind: type[JaxEngine] = plain if self._deterministic is None else DeterministicEngine
         options: dict[str, Any] = {"dtype": self._dtype, "mesh": self._mesh, "table": self._deterministic}
         options |= {"adapters": self._adapters, "compile_ahead": self._compile_ahead, **self._eight_bits}
@@ -180,11 +180,11 @@ class JetStreamBackend:
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
         if request.request_id in self._streams:
             raise BackendError(f"request {request.request_id!r} is already running; ids must be unique while they live")
-        outlet = self._streams[request.request_id] = Outlet()
+        outlet = self._streams[request.request_id] = ChunkSink()
         finished = False
         try:
-            shown = await self._pictures.read(request)
-            self._thread.post(lambda: self._serving.submit(request, shown, outlet))
+            multimodal = await self._pictures.read(request)
+            self._thread.post(lambda: self._serving.submit(request, multimodal, outlet))
             while not finished:
                 event = await outlet.get()
                 if isinstance(event, Exception):

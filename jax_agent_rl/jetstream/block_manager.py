@@ -23,11 +23,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-NOBODYS = 0
+NULL_PAGE = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Placement:
+class Allocation:
     """Where a request goes.
 
     Attributes:
@@ -66,7 +66,7 @@ class _Context:
     shareable: bool = True
 
 
-class PageTable:
+class BlockManager:
     """The bookkeeping of pages 1 to ``pages``, of ``size`` positions each; no context takes more than ``longest``.
 
     >>> table = PageTable(pages=8, size=4, longest=8)
@@ -95,13 +95,13 @@ class PageTable:
 
     def place(
         self, prompt: Sequence[int] | np.ndarray, session: str | None, adapter: str | None = None
-    ) -> Placement | None:
+    ) -> Allocation | None:
         """Take pages for a prompt and one id behind it; None while those that run may need what is left.
 
         At most ``len(prompt) - 1`` ids are reused: the last one is what the first decode step feeds. KV is shared by
         contexts of the same adapter only.
         """
-        ids, root = np.asarray(prompt).tolist()[:-1], self._roots.setdefault(adapter, _Page(NOBODYS, None))
+        ids, root = np.asarray(prompt).tolist()[:-1], self._roots.setdefault(adapter, _Page(NULL_PAGE, None))
         shared, part, common = self._common_prefix(ids, root)
         if part is not None and common == len(part.ids) and not part.holders:
             shared, part, common = [*shared, part], None, 0  # nothing of it is lost when this context goes on in it
@@ -122,7 +122,7 @@ class PageTable:
         self._placed += 1
         self._contexts[context] = _Context([*shared, *new], session, reused)
         copy = None if part is None else (part.number, new[0].number)
-        return Placement(context=context, pages=self.pages(context), reused=reused, copy=copy)
+        return Allocation(context=context, pages=self.pages(context), reused=reused, copy=copy)
 
     def grow(self, context: int, count: int) -> bool:
         """Takes what pages ``count`` more ids need; False if there are not so many."""

@@ -1,4 +1,4 @@
-"""What one decode dispatch runs: a lane for each context, and padding up to a compiled width."""
+"""What one decode dispatch runs: a slot for each context, and padding up to a compiled width."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_agent_rl.jetstream.block_manager import NOBODYS
+from jax_agent_rl.jetstream.block_manager import NULL_PAGE
 
 MAX_STOP_IDS = 8
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Lanes:
-    """What the W lanes of one decode dispatch run; arrays of length W.
+class DecodeBatch:
+    """What the W slots of one decode dispatch run; arrays of length W.
 
     Attributes:
-        pages: int32 [W, n], of each lane's context in order, 0 where it has none (yet); all of an unused lane's are.
+        pages: int32 [W, n], of each slot's context in order, 0 where it has none (yet); all of an unused slot's are.
         tokens: int32, the last id of each context, not yet in the cache.
         positions: int32, where it goes: the number of ids the cache holds.
-        remaining: int32, ids still allowed; 0 marks a lane that does not run.
+        remaining: int32, ids still allowed; 0 marks a slot that does not run.
         temperature, top_p: float32.
         top_k: int32.
         seed: uint32.
@@ -45,10 +45,10 @@ class Lanes:
     adapter: jax.Array | None = None
 
 
-def make_lanes(count: int, pages: int) -> Lanes:
-    """Numpy lanes of a given number, with room for ``pages`` each, greedy and not running, to be filled in."""
+def make_decode_batch(count: int, pages: int) -> DecodeBatch:
+    """Numpy slots of a given number, with room for ``pages`` each, greedy and not running, to be filled in."""
     arrays: dict[str, Any] = dict(  # numpy's on the host, which programs take for jax's
-        pages=np.full((count, pages), NOBODYS, np.int32),
+        pages=np.full((count, pages), NULL_PAGE, np.int32),
         tokens=np.zeros(count, np.int32),
         positions=np.zeros(count, np.int32),
         remaining=np.zeros(count, np.int32),
@@ -58,20 +58,20 @@ def make_lanes(count: int, pages: int) -> Lanes:
         seed=np.zeros(count, np.uint32),
         stop_ids=np.full((count, MAX_STOP_IDS), -1, np.int32),
     )
-    return Lanes(**arrays)
+    return DecodeBatch(**arrays)
 
 
-def idle_lanes(count: int, pages: int, position: int) -> Lanes:
-    """Lanes without pages, to compile programs with."""
-    lanes = make_lanes(count, pages)
-    lanes.positions[:] = position
-    return lanes
+def idle_decode_batch(count: int, pages: int, position: int) -> DecodeBatch:
+    """Slots without pages, to compile programs with."""
+    slots = make_decode_batch(count, pages)
+    slots.positions[:] = position
+    return slots
 
 
-def pad_lanes(lanes: Lanes, extra: int) -> Lanes:
-    """With ``extra`` lanes that do not run."""
+def pad_decode_batch(slots: DecodeBatch, extra: int) -> DecodeBatch:
+    """With ``extra`` slots that do not run."""
     if not extra:
-        return lanes
-    optional = {name: np.zeros(extra, np.int32) for name in ("offsets", "adapter") if getattr(lanes, name) is not None}
-    padding = replace(make_lanes(extra, lanes.pages.shape[1]), **optional)
-    return jax.tree.map(lambda a, b: np.concatenate([a, b]), lanes, padding)
+        return slots
+    optional = {name: np.zeros(extra, np.int32) for name in ("offsets", "adapter") if getattr(slots, name) is not None}
+    padding = replace(make_decode_batch(extra, slots.pages.shape[1]), **optional)
+    return jax.tree.map(lambda a, b: np.concatenate([a, b]), slots, padding)

@@ -1,9 +1,9 @@
-"""One token per lane written to its page of the cache, and its attention to its pages, as Pallas kernels for TPUs.
+"""One token per slot written to its page of the cache, and its attention to its pages, as Pallas kernels for TPUs.
 
-Shapes: B lanes of n pages, P pages of S positions in the cache, K key/value heads, G queries of each, h head size.
+Shapes: B slots of n pages, P pages of S positions in the cache, K key/value heads, G queries of each, h head size.
 
-Each lane's keys and values are read page by page up to its own position (and from its window on), with the running
-softmax of FlashAttention (Dao et al. 2022, arXiv 2205.14135): lanes of a dispatch differ in length, and reading is what
+Each slot's keys and values are read page by page up to its own position (and from its window on), with the running
+softmax of FlashAttention (Dao et al. 2022, arXiv 2205.14135): slots of a dispatch differ in length, and reading is what
 a decode step takes its time for. Which page comes next stands in a table, as in PagedAttention (Kwon et al. 2023, arXiv
 2309.06180). Pages are read as they lie: the paged kernels that come with JAX want another layout, heads 128 wide, and
 mostly no window.
@@ -20,16 +20,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from jax_agent_rl.jetstream.kv import LayerKV
-from jax_agent_rl.models.tree_mask import NEGATIVE
+from jax_agent_rl.models.tree_mask import MASK_VALUE
 
-LANES, ROWS = 128, 32
+SLOT_COUNTS, ROWS = 128, 32
 """Positions of a page that are written at least: of keys, of values."""
 TOGETHER, TOGETHER_BYTES = 4, 2 << 20
 """Most pages read in one step of the kernel, and most bytes: a step has a price of its own, and memory holds two."""
 
 
 def write_kernel(cached: LayerKV, new: LayerKV, pages: jax.Array, positions: jax.Array) -> LayerKV:
-    """The cache with one more position of each lane, in the cache's own memory where XLA lets go of it.
+    """The cache with one more position of each slot, in the cache's own memory where XLA lets go of it.
 
     A scatter would do, but XLA lays a scatter's operand out with positions first, and would turn the whole cache
     around for :func:`decode_kernel` at every step.
@@ -44,8 +44,8 @@ def write_kernel(cached: LayerKV, new: LayerKV, pages: jax.Array, positions: jax
     at = jnp.take_along_axis(pages, (positions // size)[:, None], axis=1)[:, 0]
 
     def part(axis: int, x: jax.Array) -> pl.BlockSpec:
-        """Of each lane's page the part its position is in."""
-        width = min(LANES if axis == 3 else ROWS, size)
+        """Of each slot's page the part its position is in."""
+        width = min(SLOT_COUNTS if axis == 3 else ROWS, size)
         shape = (None, *x.shape[1:axis], width, *x.shape[axis + 1 :])
         before, after = [0] * (axis - 1), [0] * (x.ndim - axis - 1)
         return pl.BlockSpec(shape, lambda b, at, within: (at[b], *before, jax.lax.div(within[b], width), *after))
@@ -82,25 +82,25 @@ def _write(at: Any, within: Any, cached: LayerKV, new: LayerKV, out: LayerKV) ->
 def decode_kernel(
     q: jax.Array, cached: LayerKV, pages: jax.Array, positions: jax.Array, *, window: int | None = None
 ) -> jax.Array:
-    """Attention of one token per lane, already in the cache.
+    """Attention of one token per slot, already in the cache.
 
     Args:
         q: [B, K, G, h], already scaled.
         cached: of P pages.
-        pages: int32 [B, n], of each lane.
+        pages: int32 [B, n], of each slot.
         positions: int32 [B], where each token is.
         window: how many positions it sees, itself among them; None: all.
 
     Returns:
         [B, K, G, h].
     """
-    lanes, kv_heads, group, width = q.shape
+    slots, kv_heads, group, width = q.shape
     count, size = pages.shape[1], cached.values.shape[2]
     page_bytes = sum(x[0].size * x.dtype.itemsize for x in jax.tree.leaves(cached))
     together = max(1, min(TOGETHER, TOGETHER_BYTES // page_bytes, count))
     begins = jnp.zeros_like(positions) if window is None else jnp.maximum(positions + 1 - window, 0)
 
-    def lane(b: Any, *_: Any) -> tuple:
+    def slot(b: Any, *_: Any) -> tuple:
         return b, 0, 0, 0
 
     def pages_of_step(i: int) -> LayerKV:
@@ -118,20 +118,20 @@ def decode_kernel(
         functools.partial(_attend, size=size),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
-            grid=(lanes, -(-count // together)),
+            grid=(slots, -(-count // together)),
             in_specs=[
-                pl.BlockSpec((None, *q.shape[1:]), lane),
+                pl.BlockSpec((None, *q.shape[1:]), slot),
                 [pages_of_step(i) for i in range(together)],
             ],
-            out_specs=pl.BlockSpec((None, *q.shape[1:]), lane),
+            out_specs=pl.BlockSpec((None, *q.shape[1:]), slot),
             scratch_shapes=[pltpu.VMEM((kv_heads, group, n), jnp.float32) for n in (width, 1, 1)],
         ),
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
         cost_estimate=pl.CostEstimate(
             flops=4 * q.size * length,
-            transcendentals=lanes * kv_heads * group * length,
-            bytes_accessed=lanes * count * page_bytes,
+            transcendentals=slots * kv_heads * group * length,
+            bytes_accessed=slots * count * page_bytes,
         ),
     )(pages.reshape(-1), positions, begins, q, [cached] * together)
 
@@ -156,7 +156,7 @@ def _attend(
     def start() -> None:
         mixed[...] = jnp.zeros_like(mixed)
         total[...] = jnp.zeros_like(total)
-        peak[...] = jnp.full_like(peak, NEGATIVE)
+        peak[...] = jnp.full_like(peak, MASK_VALUE)
 
     for i, page in enumerate(cached):
         first = (j * len(cached) + i) * size
@@ -178,7 +178,7 @@ def _add(q: Any, page: LayerKV, first: Any, position: Any, begin: Any, mixed: An
         scores *= scales[:, :1]
     at = first + jax.lax.broadcasted_iota(jnp.int32, scores.shape, 2)
     seen = (at <= position) & (at >= begin)
-    scores = jnp.where(seen, scores, NEGATIVE)
+    scores = jnp.where(seen, scores, MASK_VALUE)
     higher = jnp.maximum(peak[...], jnp.max(scores, axis=2, keepdims=True))
     shrink, weights = jnp.exp(peak[...] - higher), jnp.exp(scores - higher)
     peak[...] = higher

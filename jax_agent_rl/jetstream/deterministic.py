@@ -1,17 +1,17 @@
 """One program for everything, so that an id's log-prob is the same to the bit whoever asks, and in whatever company.
 
 Floating-point sums depend on the order in which a program adds, and a program's order on the shapes it was compiled
-for. Elsewhere prompts are computed in chunks, lanes in buckets, and the learner scores packed rows, each by a program
+for. Elsewhere prompts are computed in chunks, slots in buckets, and the learner scores packed rows, each by a program
 of its own: their log-probs differ by rounding, and by how requests happened to arrive. Here a single compiled program,
-steps of ``max_concurrent_decodes`` lanes over all pages of the longest context, does all of it::
+steps of ``max_concurrent_decodes`` slots over all pages of the longest context, does all of it::
 
     prompts      fed id by id, the next one forced
     decoding     fed id by id, the next one sampled
     scoring      fed id by id, the next one forced, its log-prob kept        (the learner's old log-probs)
 
-A lane's numbers depend on the ids of its own context alone: products run over [out, in] x [in, lanes], which sum over
-``in`` alike for every lane. That is so by construction for what a lane is told of others (nothing), and was tested for
-which lane a context gets. What is given up is speed: prompts take a step per id, and scoring costs about what the
+A slot's numbers depend on the ids of its own context alone: products run over [out, in] x [in, slots], which sum over
+``in`` alike for every slot. That is so by construction for what a slot is told of others (nothing), and was tested for
+which slot a context gets. What is given up is speed: prompts take a step per id, and scoring costs about what the
 rollout did (``benchmarks/deterministic.py``). He et al. 2025, "Defeating Nondeterminism in LLM Inference", has the idea
 of batch invariance.
 """
@@ -25,7 +25,7 @@ import numpy as np
 
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.jetstream import programs
-from jax_agent_rl.jetstream.decode_batch import Lanes, idle_lanes, make_lanes, pad_lanes
+from jax_agent_rl.jetstream.decode_batch import DecodeBatch, idle_decode_batch, make_decode_batch, pad_decode_batch
 from jax_agent_rl.jetstream.engine import EngineShapes, Extension, JaxEngine, unheard
 from jax_agent_rl.jetstream.forward import EngineParams
 from jax_agent_rl.jetstream.kv import KVCache
@@ -38,13 +38,13 @@ class DeterministicEngine(JaxEngine):
     """An engine with one program.
 
     Raises:
-        ConfigError: the model is a mixture of experts: its products group ids of all lanes.
+        ConfigError: the model is a mixture of experts: its products group ids of all slots.
     """
 
     def __init__(self, config: DecoderConfig, shapes: EngineShapes, **options: Any) -> None:
         if config.experts is not None:
             raise ConfigError(
-                f"rollout.deterministic: a {config.family} model's experts compute the ids of all lanes together, so "
+                f"rollout.deterministic: a {config.family} model's experts compute the ids of all slots together, so "
                 "what one gets depends on the others; set rollout.deterministic=false"
             )
         super().__init__(config, shapes, **options)
@@ -57,11 +57,11 @@ class DeterministicEngine(JaxEngine):
         return cache
 
     def decode(
-        self, params: EngineParams, cache: KVCache, lanes: Lanes, steps: int, exit_after: int
+        self, params: EngineParams, cache: KVCache, slots: DecodeBatch, steps: int, exit_after: int
     ) -> tuple[KVCache, np.ndarray, np.ndarray]:
         """As :meth:`JaxEngine.decode`."""
         forced = np.full((self.shapes.decode_steps, self.max_concurrent_decodes), -1, np.int32)
-        return self._run(params, cache, lanes, np.array([steps, exit_after], np.int32), forced)
+        return self._run(params, cache, slots, np.array([steps, exit_after], np.int32), forced)
 
     def width(self, count: int) -> int:
         """As :meth:`JaxEngine.width`: always all."""
@@ -77,40 +77,40 @@ class DeterministicEngine(JaxEngine):
         """
         scored: list[list[np.ndarray]] = [[] for _ in extensions]
         for done in range(0, max((len(e.ids) for e in extensions), default=0), self.shapes.decode_steps):
-            lanes, forced = self._forced_lanes([e.after(min(done, len(e.ids))) for e in extensions], temperature)
+            slots, forced = self._forced_slots([e.after(min(done, len(e.ids))) for e in extensions], temperature)
             limits = np.array([self.shapes.decode_steps, len(extensions) + 1], np.int32)
-            cache, ids, log_probs = self._run(params, cache, lanes, limits, forced)
-            for lane, own in enumerate(scored):
-                own.append(log_probs[ids[:, lane] >= 0, lane])
+            cache, ids, log_probs = self._run(params, cache, slots, limits, forced)
+            for slot, own in enumerate(scored):
+                own.append(log_probs[ids[:, slot] >= 0, slot])
         return cache, [np.concatenate(own)[: len(e.ids) - 1] for own, e in zip(scored, extensions, strict=True)]
 
     def warm_up(self, params: EngineParams, cache: KVCache, say: Callable[[str], None] = unheard) -> KVCache:
         """Compiles (and runs once) the program."""
         say("compiling the one program (1 of 1)")
-        lanes = idle_lanes(self.max_concurrent_decodes, self.shapes.context_pages, 0)
-        cache, _, _ = self.decode(params, cache, lanes, self.shapes.decode_steps, 1)
+        slots = idle_decode_batch(self.max_concurrent_decodes, self.shapes.context_pages, 0)
+        cache, _, _ = self.decode(params, cache, slots, self.shapes.decode_steps, 1)
         return self._warm(cache, say)
 
-    def _forced_lanes(self, rest: Sequence[Extension], temperature: float) -> tuple[Lanes, np.ndarray]:
+    def _forced_slots(self, rest: Sequence[Extension], temperature: float) -> tuple[DecodeBatch, np.ndarray]:
         steps = self.shapes.decode_steps
-        lanes = make_lanes(len(rest), self.shapes.context_pages)
+        slots = make_decode_batch(len(rest), self.shapes.context_pages)
         forced = np.full((steps, self.max_concurrent_decodes), -1, np.int32)
-        for lane, extension in enumerate(rest):
+        for slot, extension in enumerate(rest):
             following = [*extension.ids[1 : steps + 1], ANY_ID][:steps]  # what follows the last one is not read
-            forced[: len(following), lane] = following
-            lanes.pages[lane, : len(extension.pages)] = extension.pages
-            lanes.tokens[lane] = extension.ids[0] if len(extension.ids) else ANY_ID
-            lanes.positions[lane] = extension.start
-            lanes.remaining[lane] = len(extension.ids)
-            lanes.temperature[lane] = temperature
-        return lanes, forced
+            forced[: len(following), slot] = following
+            slots.pages[slot, : len(extension.pages)] = extension.pages
+            slots.tokens[slot] = extension.ids[0] if len(extension.ids) else ANY_ID
+            slots.positions[slot] = extension.start
+            slots.remaining[slot] = len(extension.ids)
+            slots.temperature[slot] = temperature
+        return slots, forced
 
     def _run(
-        self, params: EngineParams, cache: KVCache, lanes: Lanes, limits: np.ndarray, forced: np.ndarray
+        self, params: EngineParams, cache: KVCache, slots: DecodeBatch, limits: np.ndarray, forced: np.ndarray
     ) -> tuple[KVCache, np.ndarray, np.ndarray]:
-        count = len(lanes.tokens)
+        count = len(slots.tokens)
         program = programs.decode_program(self.config, self.shapes.decode_steps, self.split, self._in_place)
-        padded = pad_lanes(lanes, self.max_concurrent_decodes - count)
+        padded = pad_decode_batch(slots, self.max_concurrent_decodes - count)
         key, places = ("deterministic", cache.count), (self._by_head, self._everywhere)
         cache, out = self._call(key, program, (1,), params, cache, padded, limits, forced, out=places)
         ids, bits = np.asarray(out)[:, :, :count]

@@ -21,21 +21,21 @@ from flax import struct
 from jax_agent_rl.config.mesh import EngineMeshConfig
 from jax_agent_rl.jetstream import compat, programs
 from jax_agent_rl.jetstream.adapters import AdapterStacks, stack_adapters
-from jax_agent_rl.jetstream.block_manager import NOBODYS
-from jax_agent_rl.jetstream.decode_batch import MAX_STOP_IDS, Lanes, idle_lanes, pad_lanes
+from jax_agent_rl.jetstream.block_manager import NULL_PAGE
+from jax_agent_rl.jetstream.decode_batch import MAX_STOP_IDS, DecodeBatch, idle_decode_batch, pad_decode_batch
 from jax_agent_rl.jetstream.forward import EngineParams
 from jax_agent_rl.jetstream.kv import KVCache, empty_cache
 from jax_agent_rl.jetstream.layout import cache_places, engine_config, make_engine_mesh
 from jax_agent_rl.jetstream.page_ops import copied, pages_of, written
 from jax_agent_rl.jetstream.shapes import EngineShapes, bucket
 from jax_agent_rl.jetstream.tokenizer import IdTokenizer
-from jax_agent_rl.jetstream.weight_loading import WeightIntake
+from jax_agent_rl.jetstream.weight_loading import WeightLoader
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.peft import PeftAdapter
 from jax_agent_rl.models.quantized import DTYPES, EightBits
 from jax_agent_rl.models.sharding import replicated
-from jax_agent_rl.models.vision.context import Shown
-from jax_agent_rl.models.vision.layout import PictureInputs
+from jax_agent_rl.models.vision.context import MultimodalContext
+from jax_agent_rl.models.vision.layout import ImageInputs
 
 engine_api = compat.engine_api()
 
@@ -49,13 +49,14 @@ PREFILL_ROWS = 4  # chunks computed together: a matrix product of one short chun
 
 @dataclass(frozen=True)
 class Extension:
-    """Ids (int32 [n]) to prefill from position ``start`` on into a context's pages, given by their numbers; ``shown``
-    is the whole context of those that see, ``adapter`` is as in :class:`~jax_agent_rl.jetstream.decode_batch.Lanes`."""
+    """Ids (int32 [n]) to prefill from position ``start`` on into a context's pages, given by their numbers;
+    ``multimodal`` is the whole context of a vision model, ``adapter`` is as in
+    :class:`~jax_agent_rl.jetstream.decode_batch.DecodeBatch`."""
 
     pages: Sequence[int]
     start: int
     ids: np.ndarray
-    shown: Shown | None = None
+    multimodal: MultimodalContext | None = None
     adapter: int = 0
 
     def after(self, count: int) -> Extension:
@@ -64,7 +65,7 @@ class Extension:
 
 
 @struct.dataclass
-class Prefix:
+class EnginePrefix:
     """The KV of one prefilled context without its last id: ``cache`` has the pages of slot 0."""
 
     cache: KVCache
@@ -137,7 +138,7 @@ class JaxEngine(engine_api.Engine):
         platform = self._mesh.devices.flat[0].platform
         self._in_place = platform == "tpu"
         self._compile_ahead = platform != "cpu" if compile_ahead is None else compile_ahead
-        self._take = WeightIntake(
+        self._take = WeightLoader(
             config, self.config, self._mesh, dtype=dtype, quantize=quantize and DTYPES[quantize], call=self.table.call
         )
         self.adapters = tuple(adapters or ())
@@ -149,7 +150,7 @@ class JaxEngine(engine_api.Engine):
     # --- weights and state ------------------------------------------------------------------------------------
 
     def load_params(self, params: Params, old: EngineParams | None = None) -> EngineParams:
-        """The engine's own copy of the learner's parameter tree, in its own precision, see :class:`WeightIntake`.
+        """The engine's own copy of the learner's parameter tree, in its own precision, see :class:`WeightLoader`.
 
         Args:
             old: weights that are served no more; the new ones take their memory.
@@ -189,8 +190,8 @@ class JaxEngine(engine_api.Engine):
         rows, page = 1 if len(some) == 1 else PREFILL_ROWS, self.shapes.page
         span = bucket(self.shapes.prefill_spans, max(e.start for e in some))
         tokens, starts = np.zeros((rows, size), np.int32), np.zeros(rows, np.int32)
-        before = np.full((rows, span // page), NOBODYS, np.int32)
-        into = np.full((rows, pages_of(size, page)), NOBODYS, np.int32)
+        before = np.full((rows, span // page), NULL_PAGE, np.int32)
+        into = np.full((rows, pages_of(size, page)), NULL_PAGE, np.int32)
         for i, extension in enumerate(some):
             tokens[i, : len(extension.ids[:size])] = extension.ids[:size]
             starts[i] = extension.start
@@ -207,7 +208,7 @@ class JaxEngine(engine_api.Engine):
         new = self._call(("chunks", cache.count, rows, size, span), program, (), *inputs, out=self._by_head)
         return self._call(("write", cache.count, rows, size), written, (0,), cache, new, into, out=self._by_head)
 
-    def _pictures(self, some: Sequence[Extension], rows: int, size: int) -> PictureInputs | None:
+    def _pictures(self, some: Sequence[Extension], rows: int, size: int) -> ImageInputs | None:
         """What chunks show: nothing, where the model does not see."""
         return None
 
@@ -217,31 +218,31 @@ class JaxEngine(engine_api.Engine):
         return self._call(("copy", cache.count), copied, (0,), cache, place, out=self._by_head)
 
     def decode(
-        self, params: EngineParams, cache: KVCache, lanes: Lanes, steps: int, exit_after: int
+        self, params: EngineParams, cache: KVCache, slots: DecodeBatch, steps: int, exit_after: int
     ) -> tuple[KVCache, np.ndarray, np.ndarray]:
         """Runs up to ``steps`` decode steps.
 
         Args:
-            lanes: numpy arrays of any length up to ``max_concurrent_decodes``, padded here to a bucket, with pages of
+            slots: numpy arrays of any length up to ``max_concurrent_decodes``, padded here to a bucket, with pages of
                 the longest context.
-            exit_after: come back early once this many lanes have finished.
+            exit_after: come back early once this many slots have finished.
 
         Returns:
-            cache, ids int32 [steps', W], log-probs float32 [steps', W]; an id of -1 means the lane did not run.
+            cache, ids int32 [steps', W], log-probs float32 [steps', W]; an id of -1 means the slot did not run.
         """
-        count = len(lanes.tokens)
-        if self._stacks is not None and lanes.adapter is None:
-            lanes = replace(lanes, adapter=np.zeros(count, np.int32))
+        count = len(slots.tokens)
+        if self._stacks is not None and slots.adapter is None:
+            slots = replace(slots, adapter=np.zeros(count, np.int32))
         width = self.width(count)
-        span = bucket(self.shapes.span_buckets, int(lanes.positions.max()) + steps)
+        span = bucket(self.shapes.span_buckets, int(slots.positions.max()) + steps)
         steps = min(steps, self.shapes.decode_steps)
         program = programs.decode_program(self.config, self.shapes.decode_steps, self.split, self._in_place)
         limits = np.array([steps, exit_after], np.int32)
 
         def call_of(width: int, span: int) -> tuple[tuple, tuple]:
-            """Key and arguments of a program; what lanes it has no room for only gives shapes."""
-            own = jax.tree.map(lambda x: x[:width], replace(lanes, pages=lanes.pages[:, : span // self.shapes.page]))
-            padded = pad_lanes(own, max(0, width - count))
+            """Key and arguments of a program; what slots it has no room for only gives shapes."""
+            own = jax.tree.map(lambda x: x[:width], replace(slots, pages=slots.pages[:, : span // self.shapes.page]))
+            padded = pad_decode_batch(own, max(0, width - count))
             return ("decode", cache.count, width, span), (params, cache, padded, limits, None, self._stacks)
 
         def soon() -> programs.Soon:
@@ -255,13 +256,13 @@ class JaxEngine(engine_api.Engine):
         return cache, ids, bits.view(np.float32)
 
     def width(self, count: int) -> int:
-        """Lanes of the program that decodes ``count`` contexts."""
-        return bucket(self.shapes.lane_buckets, count)
+        """Slots of the program that decodes ``count`` contexts."""
+        return bucket(self.shapes.slot_buckets, count)
 
     def _after(self, width: int, span: int) -> tuple[int, int] | None:
-        """The decode program that is likely to be needed next: contexts grow, then lanes fall idle."""
+        """The decode program that is likely to be needed next: contexts grow, then slots fall idle."""
         longer = [s for s in self.shapes.span_buckets if s > span]
-        fewer = [w for w in self.shapes.lane_buckets if w < width]
+        fewer = [w for w in self.shapes.slot_buckets if w < width]
         return (width, longer[0]) if longer else (fewer[-1], span) if fewer else None
 
     def warm_up(self, params: EngineParams, cache: KVCache, say: Callable[[str], None] = unheard) -> KVCache:
@@ -275,15 +276,15 @@ class JaxEngine(engine_api.Engine):
         if not self._compile_ahead:
             self.table.end_warm_up(later=self.program_keys())
             return cache
-        jobs = [("decode", w, s) for w in shapes.lane_buckets for s in shapes.span_buckets]
+        jobs = [("decode", w, s) for w in shapes.slot_buckets for s in shapes.span_buckets]
         jobs += [(n, t, s) for n in (1, PREFILL_ROWS) for t in shapes.chunk_buckets for s in shapes.prefill_spans]
         for number, (kind, size, span) in enumerate(jobs, 1):
-            name = f"decode {size} lanes" if kind == "decode" else f"prefill {kind} x {size}"
+            name = f"decode {size} slots" if kind == "decode" else f"prefill {kind} x {size}"
             say(f"compiling {name} of {span} positions ({number} of {len(jobs)})")
             if isinstance(kind, str):
                 position = span - shapes.decode_steps
-                lanes = idle_lanes(size, shapes.context_pages, position)
-                cache, _, _ = self.decode(params, cache, lanes, shapes.decode_steps, 1)
+                slots = idle_decode_batch(size, shapes.context_pages, position)
+                cache, _, _ = self.decode(params, cache, slots, shapes.decode_steps, 1)
             else:
                 unused = Extension(pages=(), start=span, ids=np.zeros(1, np.int32))
                 cache = self._extend(params, cache, [unused] * kind, size)
@@ -295,13 +296,13 @@ class JaxEngine(engine_api.Engine):
         chunks = [(n, t) for n in (1, PREFILL_ROWS) for t in shapes.chunk_buckets]
         return {
             ("copy", count),
-            *(("decode", count, width, span) for width in shapes.lane_buckets for span in shapes.span_buckets),
+            *(("decode", count, width, span) for width in shapes.slot_buckets for span in shapes.span_buckets),
             *(("chunks", count, *chunk, span) for chunk in chunks for span in shapes.prefill_spans),
             *(("write", count, *chunk) for chunk in chunks),
         }
 
     def _warm(self, cache: KVCache, say: Callable[[str], None]) -> KVCache:
-        cache = self.copy_page(cache, NOBODYS, NOBODYS)
+        cache = self.copy_page(cache, NULL_PAGE, NULL_PAGE)
         self.table.end_warm_up()
         say(self.table.summary())
         return cache
@@ -312,10 +313,10 @@ class JaxEngine(engine_api.Engine):
         self,
         *,
         params: EngineParams,
-        existing_prefix: Prefix | None = None,
+        existing_prefix: EnginePrefix | None = None,
         padded_tokens: jax.Array,
         true_length: int,
-    ) -> Prefix:
+    ) -> EnginePrefix:
         """KV of a context; with ``existing_prefix`` the tokens continue it."""
         ids = np.asarray(padded_tokens)[:true_length].astype(np.int32)
         if existing_prefix is None:
@@ -328,7 +329,7 @@ class JaxEngine(engine_api.Engine):
         if start + len(ids) > self.shapes.max_model_len:
             raise ValueError(f"{start + len(ids)} ids do not fit max_model_len={self.shapes.max_model_len}")
         cache = self.extend(params, cache, [Extension(self.pages_of_slot(0), start, ids[:-1])])
-        return Prefix(cache=cache, last_token=jnp.int32(ids[-1]), length=jnp.int32(start + len(ids) - 1))
+        return EnginePrefix(cache=cache, last_token=jnp.int32(ids[-1]), length=jnp.int32(start + len(ids) - 1))
 
     def init_decode_state(self) -> DecodeState:
         """A state of ``max_concurrent_decodes`` empty slots (each request below gets its own arrays)."""
@@ -342,7 +343,7 @@ class JaxEngine(engine_api.Engine):
         first = 1 + slot * self.shapes.context_pages
         return range(first, first + self.shapes.context_pages)
 
-    def insert(self, prefix: Prefix, decode_state: DecodeState, slot: int) -> DecodeState:
+    def insert(self, prefix: EnginePrefix, decode_state: DecodeState, slot: int) -> DecodeState:
         """Puts a prefilled context into a slot."""
         return _insert(prefix, decode_state, jnp.int32(slot))
 
@@ -360,7 +361,7 @@ class JaxEngine(engine_api.Engine):
         pages = np.array([self.pages_of_slot(slot) for slot in range(slots)], np.int32)
 
         def step(params: EngineParams, state: DecodeState) -> tuple[DecodeState, jax.Array]:
-            lanes = Lanes(
+            batch = DecodeBatch(
                 pages=jnp.asarray(pages),
                 tokens=state.tokens,
                 positions=state.positions,
@@ -372,7 +373,7 @@ class JaxEngine(engine_api.Engine):
                 stop_ids=jnp.full((slots, MAX_STOP_IDS), -1, jnp.int32),
             )
             limits = jnp.array([1, slots + 1], jnp.int32)
-            cache, out = step_once(params, state.cache, lanes, limits)
+            cache, out = step_once(params, state.cache, batch, limits)
             ids, bits = out[0, 0], out[1, 0]
             # An idle slot keeps stepping in JetStream's Driver: hold it inside its pages.
             positions = jnp.minimum(state.positions + 1, length - 1)
@@ -384,7 +385,7 @@ class JaxEngine(engine_api.Engine):
 
     def get_prefix_destination_sharding(self) -> Any:
         """Prefixes live where the engine's cache does: a prefix of their tree."""
-        places: Any = Prefix  # shardings in the places of arrays
+        places: Any = EnginePrefix  # shardings in the places of arrays
         return places(cache=self._by_head, last_token=self._everywhere, length=self._everywhere)
 
     def get_tokenizer(self) -> Any:
@@ -420,7 +421,7 @@ class JaxEngine(engine_api.Engine):
 
 
 @functools.partial(jax.jit, donate_argnums=(1,))
-def _insert(prefix: Prefix, state: DecodeState, slot: jax.Array) -> DecodeState:
+def _insert(prefix: EnginePrefix, state: DecodeState, slot: jax.Array) -> DecodeState:
     first = 1 + slot * (prefix.cache.count - 1)
     cache = jax.tree.map(
         lambda pages, own: jax.lax.dynamic_update_slice_in_dim(pages, own[1:], first, axis=0), state.cache, prefix.cache

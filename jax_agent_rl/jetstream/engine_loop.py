@@ -25,16 +25,16 @@ from jax_agent_rl.jetstream.request import RunningRequest
 from jax_agent_rl.jetstream.scheduler import Scheduler
 from jax_agent_rl.jetstream.thread import EngineThread
 from jax_agent_rl.jetstream.weights import ServedWeights
-from jax_agent_rl.models.vision.context import Shown
+from jax_agent_rl.models.vision.context import MultimodalContext
 from jax_agent_rl.rollout.protocol import BackendMetrics, GenerateRequest, Health, TokenChunk, WeightUpdate
 from jax_agent_rl.types import PauseMode
 
 logger = logging.getLogger(__name__)
-Outlet = asyncio.Queue[TokenChunk | Exception]
+ChunkSink = asyncio.Queue[TokenChunk | Exception]
 """Where one submission's output goes. Ids of requests may be used again, so they say nothing about it."""
 
 
-class Serving:
+class EngineLoop:
     """See the module docstring.
 
     Args:
@@ -56,7 +56,7 @@ class Serving:
         self._make_scheduler = make_scheduler
         self._weights = weights
         self.version = version
-        self._outlets: dict[RunningRequest, Outlet] = {}
+        self._outlets: dict[RunningRequest, ChunkSink] = {}
         self._drains: list[asyncio.Future[None]] = []  # of callers who wait until nothing runs
         self._paused = self._asleep = False
         self._lost: str | None = None  # why there are no weights to serve
@@ -76,11 +76,11 @@ class Serving:
 
     # --- requests ---------------------------------------------------------------------------------------------
 
-    def submit(self, request: GenerateRequest, shown: Shown | None, outlet: Outlet) -> None:
+    def submit(self, request: GenerateRequest, multimodal: MultimodalContext | None, outlet: ChunkSink) -> None:
         try:
             if self._lost:
                 raise EngineDiedError(self._lost)
-            self._outlets[self.scheduler.submit(request, shown)] = outlet
+            self._outlets[self.scheduler.submit(request, multimodal)] = outlet
         except TrajectoryError as error:  # this request's own fault
             self._thread.tell(_deliver, [(outlet, error)])
         except Exception as error:  # whatever is wrong with one request must not end the others
@@ -98,7 +98,7 @@ class Serving:
         if progress:
             self._thread.tell(_deliver, [(self._outlet(run, chunk), chunk) for run, chunk in progress])
 
-    def _outlet(self, run: RunningRequest, chunk: TokenChunk) -> Outlet:
+    def _outlet(self, run: RunningRequest, chunk: TokenChunk) -> ChunkSink:
         return self._outlets[run] if chunk.final is None else self._outlets.pop(run)
 
     # --- pausing ----------------------------------------------------------------------------------------------
@@ -204,7 +204,7 @@ class Serving:
         return self.scheduler.metrics()
 
 
-def _deliver(events: Sequence[tuple[Outlet, TokenChunk | Exception]]) -> None:
+def _deliver(events: Sequence[tuple[ChunkSink, TokenChunk | Exception]]) -> None:
     """On the asyncio side."""
     for outlet, event in events:
         outlet.put_nowait(event)

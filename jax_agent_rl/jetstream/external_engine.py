@@ -2,7 +2,7 @@
 
 That API (JetStream 0.3.0) differs from 0.2.2's in what is used here: ``prefill`` also returns the first sampled id, and
 ``ResultTokens`` has ``log_prob``. Which id and keyword arguments an engine takes beyond it, the user says in
-:class:`BroughtEngine`; ``third_party/jetstream.md`` has the whole note.
+:class:`ExternalEngine`; ``third_party/jetstream.md`` has the whole note.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from jax_agent_rl.jetstream.engine import EngineShapes, bucket
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.utils.plugins import load_user_module
 
-KEY = "rollout.jetstream.engine"
+KEY = "rollout.jetstream.engine_factory"
 
 
 @dataclass(frozen=True, kw_only=True)
-class BroughtEngine:
-    """What the function that ``rollout.jetstream.engine`` names returns.
+class ExternalEngine:
+    """What the function that ``rollout.jetstream.engine_factory`` names returns.
 
     Attributes:
         engine: an ``Engine`` of JetStream's later API whose ``prefill`` and ``generate`` also take ``rng``, a jax key,
@@ -44,7 +44,7 @@ class BroughtEngine:
     greedy: Mapping[str, Any] | None = None
 
 
-MakeEngine = Callable[[DecoderConfig, EngineShapes], BroughtEngine]
+MakeEngine = Callable[[DecoderConfig, EngineShapes], ExternalEngine]
 
 
 def load_engine_function(where: str) -> MakeEngine:
@@ -62,7 +62,7 @@ def load_engine_function(where: str) -> MakeEngine:
     return cast(MakeEngine, function)
 
 
-class SlotEngine:
+class ExternalEngineAdapter:
     """A brought engine as ``jetstream.slots`` drives it: slots, host arrays, one key per call. Not thread-safe.
 
     Args:
@@ -75,7 +75,7 @@ class SlotEngine:
 
     adapters: tuple[str, ...] = ()
 
-    def __init__(self, brought: BroughtEngine, config: DecoderConfig, shapes: EngineShapes) -> None:
+    def __init__(self, brought: ExternalEngine, config: DecoderConfig, shapes: EngineShapes) -> None:
         self.config = config
         self.shapes = shapes
         self.max_new_tokens = brought.max_new_tokens

@@ -24,10 +24,10 @@ import jax
 import numpy as np
 
 from jax_agent_rl.errors import BackendError
-from jax_agent_rl.jetstream.external_engine import SlotEngine, read_results
+from jax_agent_rl.jetstream.external_engine import ExternalEngineAdapter, read_results
 from jax_agent_rl.jetstream.request import RunningRequest
 from jax_agent_rl.jetstream.scheduler import Scheduler
-from jax_agent_rl.models.vision.context import Shown
+from jax_agent_rl.models.vision.context import MultimodalContext
 from jax_agent_rl.rollout.protocol import BackendMetrics, GenerateRequest, TokenChunk
 
 Progress = list[tuple[RunningRequest, TokenChunk]]
@@ -77,10 +77,10 @@ class SlotTable:
 
 
 @dataclass
-class SlotScheduler(Scheduler):
+class ExternalScheduler(Scheduler):
     """See the module docstring. The interface is that of :class:`Scheduler`; ``cache`` is the decode state."""
 
-    engine: SlotEngine
+    engine: ExternalEngineAdapter
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -89,7 +89,7 @@ class SlotScheduler(Scheduler):
     def _make_table(self) -> SlotTable:
         return SlotTable(self.engine.max_concurrent_decodes)
 
-    def submit(self, request: GenerateRequest, shown: Shown | None = None) -> RunningRequest:
+    def submit(self, request: GenerateRequest, multimodal: MultimodalContext | None = None) -> RunningRequest:
         """See :meth:`Scheduler.submit`.
 
         Raises:
@@ -110,7 +110,7 @@ class SlotScheduler(Scheduler):
                 "agent.max_response_length, or build the engine for more (MaxText: max_target_length - "
                 "max_prefill_predict_length)"
             )
-        return super().submit(request, shown)
+        return super().submit(request, multimodal)
 
     def step(self, *, admit: bool = True) -> Progress:
         """Admits (unless told not to), decodes up to ``decode_steps`` ids, and returns the new ids of every request."""
@@ -164,7 +164,7 @@ class SlotScheduler(Scheduler):
                 self.params, self.cache, self._next_key(), greedy=_is_greedy(runs[0])
             )
             results.append(result)
-        self.counters.lane_steps += len(results) * self.engine.max_concurrent_decodes
+        self.counters.slot_steps += len(results) * self.engine.max_concurrent_decodes
         steps = read_results(results)
         ids, logs = (np.stack(column) for column in zip(*steps, strict=True))  # [steps, slots]
         return self._accepted((run, ids[:, run.context], logs[:, run.context]) for run in runs)

@@ -1,11 +1,11 @@
-"""The model as the engine runs it: one prompt chunk, or one token for each of many lanes.
+"""The model as the engine runs it: one prompt chunk, or one token for each of many slots.
 
-Shapes: B lanes, T chunk tokens, D hidden, H query heads, K key/value heads (as the engine keeps them), G = H / K, h
+Shapes: B slots, T chunk tokens, D hidden, H query heads, K key/value heads (as the engine keeps them), G = H / K, h
 head size, F feed-forward, V vocabulary, S cache positions. The learner's parameters (``models.decoder``) are turned
 once per weight update into :class:`EngineParams`: one set of arrays per layer with q/k/v and gate/up fused, so a step
 reads each weight once.
 
-Decoding keeps activations feature-major, [D, B], and multiplies as ``W[out, in] @ x[in, B]``: for few lanes this is
+Decoding keeps activations feature-major, [D, B], and multiplies as ``W[out, in] @ x[in, B]``: for few slots this is
 two to three times faster on CPUs than ``x @ W`` and costs nothing elsewhere.
 
 On a mesh (``jetstream.layout``) heads, feed-forward units, experts and the vocabulary lie apart, activations are the
@@ -31,7 +31,7 @@ from jax_agent_rl.models.layers import ACTIVATIONS, picture_rope_tables, place_f
 from jax_agent_rl.models.mesh import constrain
 from jax_agent_rl.models.moe import mixture_of_experts, replicated_mixture_of_experts
 from jax_agent_rl.models.quantized import product, quantized
-from jax_agent_rl.models.vision.layout import PictureInputs
+from jax_agent_rl.models.vision.layout import ImageInputs
 
 QUANTIZED = frozenset({"qkv", "o", "gate_up", "down", "expert_gate", "expert_up", "expert_down"})
 """A layer's matrices, [..., in], which 8 bits are enough for; a router's choices are not smooth."""
@@ -114,18 +114,18 @@ def decode_step(
     adapters: AdapterStacks | None = None,
     adapter: jax.Array | None = None,
 ) -> tuple[jax.Array, KVCache]:
-    """Feeds one token per lane and returns the logits of the next.
+    """Feeds one token per slot and returns the logits of the next.
 
     Args:
-        cache: one row per lane, or pages; positions below ``positions`` hold the context.
+        cache: one row per slot, or pages; positions below ``positions`` hold the context.
         tokens: int32 [B].
         positions: int32 [B], where each token goes.
         rope_offsets: int32 [B], how much further each token stands in rotary positions, for contexts with pictures
             (``models.pictures.rope_positions``); the token itself is text. None: no further.
         mesh: the engine's, if it has more than one device.
-        pages: int32 [B, n], those of each lane, in place of rows; for TPUs.
+        pages: int32 [B, n], those of each slot, in place of rows; for TPUs.
         adapters: those of the engine, None where it has none.
-        adapter: int32 [B], the adapter of each lane, see ``jetstream.adapters.one_hot``.
+        adapter: int32 [B], the adapter of each slot, see ``jetstream.adapters.one_hot``.
 
     Returns:
         logits float32 [V, B] (whole on every device) and the cache with the tokens' keys and values written.
@@ -150,7 +150,7 @@ def prefill_chunks(
     cache: KVCache,
     tokens: jax.Array,
     starts: jax.Array,
-    pictures: PictureInputs | None = None,
+    pictures: ImageInputs | None = None,
     mesh: Mesh | None = None,
     adapters: AdapterStacks | None = None,
     adapter: jax.Array | None = None,
@@ -181,7 +181,7 @@ def chunk_layers(
     cache: KVCache,
     tokens: jax.Array,
     starts: jax.Array,
-    pictures: PictureInputs | None = None,
+    pictures: ImageInputs | None = None,
     mesh: Mesh | None = None,
     adapters: AdapterStacks | None = None,
     adapter: jax.Array | None = None,
@@ -206,7 +206,7 @@ def chunk_layers(
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class _AdaptedLayer:
-    """One layer's arrays, its adapters, and which of them each lane has (``adapters.one_hot``)."""
+    """One layer's arrays, its adapters, and which of them each slot has (``adapters.one_hot``)."""
 
     params: Params
     adapters: LayerAdapters

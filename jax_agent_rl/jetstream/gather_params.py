@@ -18,7 +18,7 @@ from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.mesh import MESH_AXES
 
 
-class Spread:
+class GatherParams:
     """Copies parameters from a mesh of all processes to each process's engine.
 
     All processes have to call it, in the same order as whatever else they compute together. No device ever holds more

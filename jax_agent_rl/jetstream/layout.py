@@ -39,9 +39,9 @@ _FUSED_AXES = {
 
 
 def make_engine_mesh(
-    config: EngineMeshConfig, *, first_device: int = 0, devices: Sequence[Device] | None = None
+    config: EngineMeshConfig, *, device_offset: int = 0, devices: Sequence[Device] | None = None
 ) -> Mesh:
-    """A mesh over a process's devices from ``first_device`` on.
+    """A mesh over a process's devices from ``device_offset`` on.
 
     Args:
         devices: the process's; may be ones that only a compiler knows. None: this process's.
@@ -50,14 +50,15 @@ def make_engine_mesh(
         ConfigError: there are not so many, or they are no block of a slice.
     """
     devices = jax.local_devices() if devices is None else devices
-    end = first_device + config.devices
+    end = device_offset + config.devices
     if end > len(devices):
         raise ConfigError(
-            f"{KEY} takes {config.devices} devices from number {first_device} on, but this process has {len(devices)}; "
-            f"lower {KEY} or rollout.jetstream.first_device"
+            f"{KEY} takes {config.devices} devices from number {device_offset} on, but this process has "
+            f"{len(devices)}; "
+            f"lower {KEY} or rollout.jetstream.device_offset"
         )
     shape = tuple(getattr(config, axis, 1) for axis in MESH_AXES)
-    return place_mesh(shape, devices[first_device:end], key=KEY)
+    return place_mesh(shape, devices[device_offset:end], key=KEY)
 
 
 def engine_config(model: DecoderConfig, mesh: Mesh) -> DecoderConfig:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jax_agent_rl.jetstream.block_manager import NOBODYS
+from jax_agent_rl.jetstream.block_manager import NULL_PAGE
 from jax_agent_rl.jetstream.kv import KVCache, LayerKV
 
 
@@ -36,7 +36,7 @@ def gathered(cache: KVCache, pages: jax.Array, counts: jax.Array) -> KVCache:
 
 def written(cache: KVCache, rows: tuple[LayerKV, ...], pages: jax.Array) -> KVCache:
     """A cache with rows of n S positions in its pages int32 [R, n], no page of which comes twice (but page 0)."""
-    pages = jnp.where(pages == NOBODYS, cache.count, pages).reshape(-1)
+    pages = jnp.where(pages == NULL_PAGE, cache.count, pages).reshape(-1)
 
     def array(axis: int, x: jax.Array, row: jax.Array) -> jax.Array:
         parts = row.reshape(*row.shape[:axis], -1, x.shape[axis], *row.shape[axis + 1 :])
@@ -60,7 +60,7 @@ def write_back(cache: KVCache, rows: KVCache, pages: jax.Array, positions: jax.A
     first = positions // size
     begin = jnp.minimum(first, most - count)
     index = begin[:, None] + jnp.arange(count)
-    mine = jnp.where(index >= first[:, None], jnp.take_along_axis(pages, index, axis=1), NOBODYS)
+    mine = jnp.where(index >= first[:, None], jnp.take_along_axis(pages, index, axis=1), NULL_PAGE)
 
     def window(axis: int, x: jax.Array) -> jax.Array:
         part = lambda row, at: jax.lax.dynamic_slice_in_dim(row, at, count * size, axis - 1)  # noqa: E731

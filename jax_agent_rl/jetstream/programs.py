@@ -22,13 +22,13 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jax_agent_rl.jetstream.adapters import AdapterStacks
-from jax_agent_rl.jetstream.decode_batch import Lanes
+from jax_agent_rl.jetstream.decode_batch import DecodeBatch
 from jax_agent_rl.jetstream.forward import EngineParams, decode_step, prefill_chunks
 from jax_agent_rl.jetstream.kv import KVCache, LayerKV
 from jax_agent_rl.jetstream.page_ops import aligned, gathered, write_back
 from jax_agent_rl.jetstream.sampling import sample
 from jax_agent_rl.models.config import DecoderConfig
-from jax_agent_rl.models.vision.layout import PictureInputs
+from jax_agent_rl.models.vision.layout import ImageInputs
 
 
 def decode(
@@ -38,50 +38,50 @@ def decode(
     in_place: bool,
     params: EngineParams,
     cache: KVCache,
-    lanes: Lanes,
+    slots: DecodeBatch,
     limits: jax.Array,
     forced: jax.Array | None = None,
     adapters: AdapterStacks | None = None,
 ) -> tuple[KVCache, jax.Array]:
-    """Several decode steps for W lanes, each in its ``lanes.pages`` of the cache.
+    """Several decode steps for W slots, each in its ``slots.pages`` of the cache.
 
     On a TPU kernels read and write the pages where they lie. Elsewhere they are gathered into a compact working cache
-    (those that no lane uses cost nothing), the steps run on it, and the pages they may have written are written back.
+    (those that no slot uses cost nothing), the steps run on it, and the pages they may have written are written back.
 
     Args:
         max_steps: static size of the output, >= limits[0]; pages must be there for as many.
         mesh: the engine's, if it has more than one device.
         in_place: by kernels for TPUs.
-        limits: int32 [2]: steps to run at most; end early once this many lanes have finished.
+        limits: int32 [2]: steps to run at most; end early once this many slots have finished.
         forced: int32 [max_steps, W], ids to take in place of sampled ones, which stop nothing; -1 samples.
-        adapters: those that ``lanes.adapter`` names.
+        adapters: those that ``slots.adapter`` names.
 
     Returns:
-        the cache, and int32 [2, max_steps, W]: sampled ids (-1 where a lane did not run) and the bits of their
+        the cache, and int32 [2, max_steps, W]: sampled ids (-1 where a slot did not run) and the bits of their
         float32 log-probs. One array, because one copy to the host is cheaper than two.
     """
-    span = lanes.pages.shape[1] * cache.length
-    pages, worked = (lanes.pages, cache) if in_place else (None, gathered(cache, lanes.pages, lanes.positions))
+    span = slots.pages.shape[1] * cache.length
+    pages, worked = (slots.pages, cache) if in_place else (None, gathered(cache, slots.pages, slots.positions))
 
     def feed(worked: KVCache, tokens: jax.Array, positions: jax.Array) -> tuple[jax.Array, KVCache]:
         here = jnp.minimum(positions, span - 1)
-        return decode_step(config, params, worked, tokens, here, lanes.offsets, mesh, pages, adapters, lanes.adapter)
+        return decode_step(config, params, worked, tokens, here, slots.offsets, mesh, pages, adapters, slots.adapter)
 
-    worked, out = _steps(feed, max_steps, worked, lanes, limits, forced)
-    return worked if in_place else write_back(cache, worked, lanes.pages, lanes.positions, max_steps), out
+    worked, out = _steps(feed, max_steps, worked, slots, limits, forced)
+    return worked if in_place else write_back(cache, worked, slots.pages, slots.positions, max_steps), out
 
 
 def _steps(
     feed: Callable[[KVCache, jax.Array, jax.Array], tuple[jax.Array, KVCache]],
     max_steps: int,
     cache: KVCache,
-    lanes: Lanes,
+    slots: DecodeBatch,
     limits: jax.Array,
     forced: jax.Array | None,
 ) -> tuple[KVCache, jax.Array]:
     """The loop of :func:`decode`; ``feed`` takes ids and positions [W], and gives logits of what comes next."""
-    lane_count = len(lanes.tokens)
-    started = jnp.sum(lanes.remaining > 0)
+    slot_count = len(slots.tokens)
+    started = jnp.sum(slots.remaining > 0)
 
     def go_on(carry: tuple) -> jax.Array:
         step, _, _, remaining, _, _ = carry
@@ -94,16 +94,16 @@ def _steps(
         logits, cache = feed(cache, tokens, positions)
         ids, logprobs = sample(
             logits,
-            temperature=lanes.temperature,
-            top_p=lanes.top_p,
-            top_k=lanes.top_k,
-            seed=lanes.seed,
+            temperature=slots.temperature,
+            top_p=slots.top_p,
+            top_k=slots.top_k,
+            seed=slots.seed,
             position=positions + 1,
             forced=None if forced is None else forced[step],
         )
         new = jnp.stack([jnp.where(running, ids, -1), jax.lax.bitcast_convert_type(logprobs, jnp.int32)])
         out = jax.lax.dynamic_update_index_in_dim(out, new, step, axis=1)
-        stopped = jnp.any(ids[:, None] == lanes.stop_ids, axis=1)
+        stopped = jnp.any(ids[:, None] == slots.stop_ids, axis=1)
         if forced is not None:
             stopped &= forced[step] < 0
         remaining = jnp.where(running, jnp.where(stopped, 0, remaining - 1), remaining)
@@ -116,8 +116,8 @@ def _steps(
             out,
         )
 
-    out = jnp.full((2, max_steps, lane_count), -1, jnp.int32)
-    carry = (jnp.int32(0), lanes.tokens, lanes.positions, lanes.remaining, cache, out)
+    out = jnp.full((2, max_steps, slot_count), -1, jnp.int32)
+    carry = (jnp.int32(0), slots.tokens, slots.positions, slots.remaining, cache, out)
     _, _, _, _, cache, out = jax.lax.while_loop(go_on, body, carry)
     return cache, out
 
@@ -131,7 +131,7 @@ def compute_chunks(
     starts: jax.Array,
     before: jax.Array,
     into: jax.Array,
-    pictures: PictureInputs | None = None,
+    pictures: ImageInputs | None = None,
     adapters: AdapterStacks | None = None,
     adapter: jax.Array | None = None,
 ) -> tuple[LayerKV, ...]:

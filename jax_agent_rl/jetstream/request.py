@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from jax_agent_rl.models.vision.context import Shown
+from jax_agent_rl.models.vision.context import MultimodalContext
 from jax_agent_rl.rollout.protocol import GenerateRequest
 from jax_agent_rl.types import StopReason, TokenOutput, digest_ids
 
@@ -20,7 +20,7 @@ class RunningRequest:
         eos_ids: ids that end it with ``StopReason.EOS``.
         seed: uint32 that fixes its draws.
         decode_text: ids to text; needed only for stop strings.
-        shown: the prompt with its pictures, if it has any.
+        multimodal: the prompt with its pictures, if it has any.
         order: of all requests: those of least priority and arrival come first.
     """
 
@@ -32,15 +32,15 @@ class RunningRequest:
         eos_ids: frozenset[int],
         seed: int,
         decode_text: Callable[[Sequence[int]], str] | None,
-        shown: Shown | None = None,
+        multimodal: MultimodalContext | None = None,
         order: tuple[int, int] = (0, 0),
     ) -> None:
         self.request = request
         self.order = order
         self.max_tokens = max_tokens
         self.seed = seed
-        self.shown = shown
-        self.offset = shown.offset if shown else 0  # what pictures add to rotary positions behind them
+        self.multimodal = multimodal
+        self.offset = multimodal.offset if multimodal else 0  # what pictures add to rotary positions behind them
         self.keys: np.ndarray | None = None  # of a prompt with pictures, see PictureNames.keys
         self.context: int | None = None  # while it runs: its number in the table of pages (or of slots)
         self.cached_tokens = 0

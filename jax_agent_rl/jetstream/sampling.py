@@ -1,10 +1,10 @@
 """Sampling on the device: temperature, top-k, top-p and a seed per request, without sorting the vocabulary.
 
-Shapes: V vocabulary, B lanes. Logits arrive as [V, B] (the layout the decode step computes them in).
+Shapes: V vocabulary, B slots. Logits arrive as [V, B] (the layout the decode step computes them in).
 
-Sorting V ids per lane and step is what makes top-p slow on CPUs and TPUs alike. Instead, the threshold that top-k or
+Sorting V ids per slot and step is what makes top-p slow on CPUs and TPUs alike. Instead, the threshold that top-k or
 top-p would cut at is found by bisection over the ordered integer image of float32: 32 counting passes give it exactly.
-Drawing uses one uniform number per lane and a two-level inverse CDF, so randomness costs O(B), not O(V·B).
+Drawing uses one uniform number per slot and a two-level inverse CDF, so randomness costs O(B), not O(V·B).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def sample(
     position: jax.Array,
     forced: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Draws one id per lane.
+    """Draws one id per slot.
 
     Args:
         logits_VB: [V, B] raw logits.
@@ -40,7 +40,7 @@ def sample(
         forced: int32 [B], ids to take in place of drawn ones, for their log-probs; -1 draws.
 
     Returns:
-        ids int32 [B], and float32 [B] log-probs under the distribution drawn from (greedy lanes: of temperature 1).
+        ids int32 [B], and float32 [B] log-probs under the distribution drawn from (greedy slots: of temperature 1).
     """
     logits_VB = logits_VB.astype(jnp.float32)
     greedy = temperature == 0
@@ -68,7 +68,7 @@ def sample(
 
 
 def _uniform(seed: jax.Array, position: jax.Array) -> jax.Array:
-    """One number in [0, 1) per lane from (seed, position)."""
+    """One number in [0, 1) per slot from (seed, position)."""
 
     def one(s: jax.Array, p: jax.Array) -> jax.Array:
         return jax.random.uniform(jax.random.fold_in(jax.random.key(s), p))
@@ -78,8 +78,8 @@ def _uniform(seed: jax.Array, position: jax.Array) -> jax.Array:
 
 def _inverse_cdf(weights: jax.Array, uniform: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Ids at which the running sum of ``weights`` [V, B] passes ``uniform`` of its total; and the totals [B]."""
-    vocab, lanes = weights.shape
-    blocks = jnp.pad(weights, ((0, -vocab % _BLOCK), (0, 0))).reshape(-1, _BLOCK, lanes)
+    vocab, slots = weights.shape
+    blocks = jnp.pad(weights, ((0, -vocab % _BLOCK), (0, 0))).reshape(-1, _BLOCK, slots)
     block_cdf = jnp.cumsum(blocks.sum(axis=1), axis=0)  # [V / _BLOCK, B]
     total = block_cdf[-1]
     target = uniform * total
@@ -112,9 +112,9 @@ def _ordered(x: jax.Array) -> jax.Array:
 
 def _largest_key(keys: jax.Array, enough: Callable[[jax.Array], jax.Array]) -> jax.Array:
     """Largest threshold t [B] for which ``enough(keys >= t)`` holds; ``enough`` is monotone in the set kept."""
-    lanes = keys.shape[1]
-    low = jnp.full((lanes,), -(2**31), jnp.int32)
-    high = jnp.full((lanes,), 2**31 - 1, jnp.int32)
+    slots = keys.shape[1]
+    low = jnp.full((slots,), -(2**31), jnp.int32)
+    high = jnp.full((slots,), 2**31 - 1, jnp.int32)
 
     def halve(_: int, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         low, high = bounds

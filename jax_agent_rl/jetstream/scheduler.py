@@ -1,4 +1,4 @@
-"""Continuous batching over the engine's pages and lanes. Plain and single-threaded: ``backend`` gives it a thread.
+"""Continuous batching over the engine's pages and slots. Plain and single-threaded: ``backend`` gives it a thread.
 
 ::
 
@@ -9,7 +9,7 @@
                     when no page is left
 
 One :meth:`Scheduler.step` admits what fits, runs one decode dispatch for everything that runs, and reports progress.
-While requests wait, a dispatch ends as soon as one lane finishes, so its place is filled at once. Contexts take pages
+While requests wait, a dispatch ends as soon as one slot finishes, so its place is filled at once. Contexts take pages
 as they grow; when none is left, the last of those that run waits again, and is prefilled with what it had sampled.
 What it samples then is what it would have: draws are fixed by seed and position.
 """
@@ -27,13 +27,13 @@ import numpy as np
 
 from jax_agent_rl.errors import BackendError, PromptTooLongError
 from jax_agent_rl.jetstream.admission import AdmissionPlan
-from jax_agent_rl.jetstream.block_manager import PageTable
-from jax_agent_rl.jetstream.decode_batch import MAX_STOP_IDS, Lanes, make_lanes
+from jax_agent_rl.jetstream.block_manager import BlockManager
+from jax_agent_rl.jetstream.decode_batch import MAX_STOP_IDS, DecodeBatch, make_decode_batch
 from jax_agent_rl.jetstream.engine import JaxEngine
 from jax_agent_rl.jetstream.forward import EngineParams
 from jax_agent_rl.jetstream.kv import KVCache
 from jax_agent_rl.jetstream.request import RunningRequest
-from jax_agent_rl.models.vision.context import PictureNames, Shown
+from jax_agent_rl.models.vision.context import ImageKeys, MultimodalContext
 from jax_agent_rl.rollout.protocol import BackendMetrics, GenerateRequest, Health, TokenChunk
 from jax_agent_rl.types import StopReason
 
@@ -52,7 +52,7 @@ class Counters:
     busy_seconds: float = 0.0
     prefill_seconds: float = 0.0
     weight_update_seconds: float = 0.0
-    lane_steps: int = 0
+    slot_steps: int = 0
 
 
 @dataclass
@@ -82,12 +82,12 @@ class Scheduler:
         self._known: set[str] = set()
         self._arrivals = itertools.count()
         self._rng = np.random.default_rng(self.seed)
-        self._names = PictureNames()
+        self._names = ImageKeys()
         self._eos = frozenset(self.engine.config.eos_token_ids)
 
-    def _make_table(self) -> PageTable:
+    def _make_table(self) -> BlockManager:
         shapes = self.engine.shapes
-        return PageTable(shapes.pages, shapes.page, shapes.context_pages)
+        return BlockManager(shapes.pages, shapes.page, shapes.context_pages)
 
     @property
     def waiting(self) -> int:
@@ -98,11 +98,11 @@ class Scheduler:
         """Ids of the requests that run, and of those that ran and wait again."""
         return [*self.running, *(run.request.request_id for _, run in self._waiting if run.num_preempted)]
 
-    def submit(self, request: GenerateRequest, shown: Shown | None = None) -> RunningRequest:
+    def submit(self, request: GenerateRequest, multimodal: MultimodalContext | None = None) -> RunningRequest:
         """Queues a request; what is returned names it in what :meth:`step` and :meth:`abort` return.
 
         Args:
-            shown: its prompt with its pictures, if it has any.
+            multimodal: its prompt with its pictures, if it has any.
 
         Raises:
             PromptTooLongError: no room for one sampled id.
@@ -132,7 +132,7 @@ class Scheduler:
             eos_ids=self._eos,
             seed=(sampling.seed if sampling.seed is not None else int(self._rng.integers(2**32))) % 2**32,
             decode_text=self.decode_text,
-            shown=shown,
+            multimodal=multimodal,
             order=(request.priority, next(self._arrivals)),
         )
         if len(run.stop_ids) > MAX_STOP_IDS:
@@ -201,8 +201,8 @@ class Scheduler:
         while self._waiting and len(self.running) < self.engine.max_concurrent_decodes:
             run = self._waiting[0][1]
             context = keys = np.asarray(run.context_ids, np.int32)
-            if run.shown is not None:
-                run.keys = self._keys(run.shown)
+            if run.multimodal is not None:
+                run.keys = self._keys(run.multimodal)
                 keys = np.concatenate([run.keys, context[len(run.keys) :]])
             placement = self.table.place(keys, run.request.session_id, run.request.lora)
             if placement is None:
@@ -211,7 +211,7 @@ class Scheduler:
             run.context = placement.context
             self.running[run.request.request_id] = run
             new = context[placement.reused : -1]
-            plan.add(placement, new, run.shown, self._adapter_number(run))
+            plan.add(placement, new, run.multimodal, self._adapter_number(run))
             self.table.append(placement.context, keys[placement.reused : -1])
             self.counters.prefill_tokens += len(new)
             if not run.num_preempted:
@@ -240,12 +240,12 @@ class Scheduler:
         del self.running[run.request.request_id]
         heapq.heappush(self._waiting, (run.order, run))
 
-    def _keys(self, shown: Shown) -> np.ndarray:
+    def _keys(self, multimodal: MultimodalContext) -> np.ndarray:
         """Names are given to pictures that are admitted, and never twice while pages may hold one."""
         if self._names.count > MOST_NAMES:
             self.table.reset()
-            self._names = PictureNames()
-        return self._names.keys(shown)
+            self._names = ImageKeys()
+        return self._names.keys(multimodal)
 
     # --- decoding ---------------------------------------------------------------------------------------------
 
@@ -253,46 +253,46 @@ class Scheduler:
         steps = self.engine.shapes.decode_steps
         self._make_room(steps)
         runs = list(self.running.values())
-        lanes = make_lanes(len(runs), self.engine.shapes.context_pages)
-        for lane, run in enumerate(runs):
-            self._fill_lane(lanes, lane, run)
+        slots = make_decode_batch(len(runs), self.engine.shapes.context_pages)
+        for slot, run in enumerate(runs):
+            self._fill_slot(slots, slot, run)
         if any(run.offset for run in runs):
-            lanes = replace(lanes, offsets=np.array([run.offset for run in runs], np.int32))
+            slots = replace(slots, offsets=np.array([run.offset for run in runs], np.int32))
         if self.engine.adapters:
-            lanes = replace(lanes, adapter=np.array([self._adapter_number(run) for run in runs], np.int32))
+            slots = replace(slots, adapter=np.array([self._adapter_number(run) for run in runs], np.int32))
         self.cache, ids, log_probs = self.engine.decode(
-            self.params, self.cache, lanes, steps, self._exit_after(len(runs))
+            self.params, self.cache, slots, steps, self._exit_after(len(runs))
         )
-        self.counters.lane_steps += self.engine.width(len(runs)) * int((ids >= 0).any(axis=1).sum())
+        self.counters.slot_steps += self.engine.width(len(runs)) * int((ids >= 0).any(axis=1).sum())
         return [
             (run, chunk)
-            for lane, run in enumerate(runs)
-            if (chunk := self._take(run, ids[:, lane], log_probs[:, lane])) is not None
+            for slot, run in enumerate(runs)
+            if (chunk := self._take(run, ids[:, slot], log_probs[:, slot])) is not None
         ]
 
     def _exit_after(self, running: int) -> int:
-        """Return how many lanes finish before a dispatch ends early: one where a request waits for a lane, otherwise a
-        quarter, whose agents soon bring their next turn, or as many as leave enough for a program of fewer lanes."""
+        """Return how many slots finish before a dispatch ends early: one where a request waits for a slot, otherwise a
+        quarter, whose agents soon bring their next turn, or as many as leave enough for a program of fewer slots."""
         if self._waiting:
             return 1
-        fewer = max((w for w in self.engine.shapes.lane_buckets if w < running), default=0)
+        fewer = max((w for w in self.engine.shapes.slot_buckets if w < running), default=0)
         return max(1, min(running - fewer, running // 4))
 
-    def _fill_lane(self, lanes: Lanes, lane: int, run: RunningRequest) -> None:
+    def _fill_slot(self, slots: DecodeBatch, slot: int, run: RunningRequest) -> None:
         assert run.context is not None  # it runs
         sampling, pages = run.request.sampling, self.table.pages(run.context)
-        lanes.pages[lane, : len(pages)] = pages
-        lanes.tokens[lane] = run.last_id
-        lanes.positions[lane] = len(run.request.prompt_ids) + len(run.token_ids) - 1
-        lanes.remaining[lane] = run.remaining
-        lanes.temperature[lane] = sampling.temperature
-        lanes.top_p[lane] = sampling.top_p
-        lanes.top_k[lane] = sampling.top_k
-        lanes.seed[lane] = run.seed
-        lanes.stop_ids[lane, : len(run.stop_ids)] = run.stop_ids
+        slots.pages[slot, : len(pages)] = pages
+        slots.tokens[slot] = run.last_id
+        slots.positions[slot] = len(run.request.prompt_ids) + len(run.token_ids) - 1
+        slots.remaining[slot] = run.remaining
+        slots.temperature[slot] = sampling.temperature
+        slots.top_p[slot] = sampling.top_p
+        slots.top_k[slot] = sampling.top_k
+        slots.seed[slot] = run.seed
+        slots.stop_ids[slot, : len(run.stop_ids)] = run.stop_ids
 
     def _take(self, run: RunningRequest, ids: np.ndarray, log_probs: np.ndarray) -> TokenChunk | None:
-        """Hands one lane's output to its request; a stop string may end it before the lane did."""
+        """Hands one slot's output to its request; a stop string may end it before the slot did."""
         ran = ids >= 0
         last = run.last_id
         taken = run.accept(ids[ran], log_probs[ran], self.version)

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 LONGEST_CHUNK = 2048
 """Ids of a prompt computed together at most: enough to keep any device busy with one matrix product."""
-LANES = (2, 8, 16, 32, 128, 512, 2048)
+SLOT_COUNTS = (2, 8, 16, 32, 128, 512, 2048)
 """Every count is a program to compile. They are closest where an agent's groups spend most of their steps, and where on
-CPUs each lane adds to a step's time."""
+CPUs each slot adds to a step's time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,8 +17,8 @@ class EngineShapes:
 
     Attributes:
         max_model_len: most ids in one context.
-        max_concurrent_decodes: most lanes of one dispatch.
-        cache_tokens: positions whose KV is kept, of contexts that run or wait for a turn; at least one context fits.
+        max_concurrent_decodes: most slots of one dispatch.
+        kv_cache_tokens: positions whose KV is kept, of contexts that run or wait for a turn; at least one context fits.
         decode_steps: most steps of one dispatch.
         prefill_buckets: padded chunk lengths, ascending.
         patch_buckets: numbers of patches looked at together, ascending; for models that see.
@@ -26,7 +26,7 @@ class EngineShapes:
 
     max_model_len: int
     max_concurrent_decodes: int
-    cache_tokens: int
+    kv_cache_tokens: int
     decode_steps: int
     prefill_buckets: tuple[int, ...]
     patch_buckets: tuple[int, ...] = ()
@@ -44,7 +44,7 @@ class EngineShapes:
     @property
     def pages(self) -> int:
         """Pages of the cache."""
-        return max(self.context_pages, self.cache_tokens // self.page)
+        return max(self.context_pages, self.kv_cache_tokens // self.page)
 
     @property
     def cache_length(self) -> int:
@@ -52,9 +52,9 @@ class EngineShapes:
         return self.context_pages * self.page
 
     @property
-    def lane_buckets(self) -> tuple[int, ...]:
-        """Lane counts compiled for, and the maximum."""
-        return (*(s for s in LANES if s < self.max_concurrent_decodes), self.max_concurrent_decodes)
+    def slot_buckets(self) -> tuple[int, ...]:
+        """Slot counts compiled for, and the maximum."""
+        return (*(s for s in SLOT_COUNTS if s < self.max_concurrent_decodes), self.max_concurrent_decodes)
 
     @property
     def span_buckets(self) -> tuple[int, ...]:
@@ -84,16 +84,16 @@ def page_size(max_model_len: int) -> int:
     return 32 if max_model_len < 1024 else 128
 
 
-def cache_tokens(max_model_len: int, lanes: int, in_flight: int) -> int:
-    """What a cache keeps where nothing else is said: enough for every lane to run to the end of the longest context, so
+def kv_cache_tokens(max_model_len: int, slots: int, in_flight: int) -> int:
+    """What a cache keeps where nothing else is said: enough for every slot to run to the end of the longest context, so
     that nothing is preempted, and half of it for every other trajectory in flight. They are at all stages of their
     lives, and those of a group share their prompt.
 
-    >>> cache_tokens(4096, lanes=32, in_flight=256)
+    >>> kv_cache_tokens(4096, slots=32, in_flight=256)
     589824
     """
     longest = whole(max_model_len, page_size(max_model_len))
-    return lanes * longest + max(0, in_flight - lanes) * (longest // 2)
+    return slots * longest + max(0, in_flight - slots) * (longest // 2)
 
 
 def prefill_buckets(longest: int) -> tuple[int, ...]:

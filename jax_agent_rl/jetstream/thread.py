@@ -29,7 +29,7 @@ BURST_GAP_SECONDS = 0.001  # an idle engine takes up work when no request has co
 BURST_SECONDS = 0.02  # or this long after the first
 
 
-class Work(Protocol):
+class EngineWork(Protocol):
     """What the thread does; all of it runs there."""
 
     def set_up(self) -> None:
@@ -69,7 +69,7 @@ class EngineThread:
     def is_alive(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
-    async def start(self, work: Work) -> None:
+    async def start(self, work: EngineWork) -> None:
         """Returns when the work is set up; what that raises is raised here."""
         if self._thread is not None:
             raise BackendError("the backend was already started")
@@ -136,7 +136,7 @@ class EngineThread:
         except RuntimeError:
             logger.debug("the asyncio loop closed before the engine thread")
 
-    def _run(self, work: Work, ready: asyncio.Future[None]) -> None:
+    def _run(self, work: EngineWork, ready: asyncio.Future[None]) -> None:
         try:
             work.set_up()
         except Exception as error:
@@ -153,7 +153,7 @@ class EngineThread:
         else:
             self._end(BackendClosedError("the backend was closed before this ended"))
 
-    def _serve_once(self, work: Work) -> bool:
+    def _serve_once(self, work: EngineWork) -> bool:
         """Commands, then one turn; False when it is time to end."""
         with self._wake:
             if not (self._closing or self._commands or work.has_work()):

@@ -21,17 +21,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_agent_rl.jetstream.decode_batch import Lanes
+from jax_agent_rl.jetstream.decode_batch import DecodeBatch
 from jax_agent_rl.jetstream.engine import PREFILL_ROWS, EngineShapes, Extension, JaxEngine, bucket, unheard
 from jax_agent_rl.jetstream.forward import EngineParams
 from jax_agent_rl.jetstream.kv import KVCache
 from jax_agent_rl.models.config import DecoderConfig
-from jax_agent_rl.models.vision.image_processor import Picture
-from jax_agent_rl.models.vision.layout import PictureInputs, layout
+from jax_agent_rl.models.vision.image_processor import ProcessedImage
+from jax_agent_rl.models.vision.layout import ImageInputs, layout
 from jax_agent_rl.models.vision.tower import features
 
 
-class SeeingEngine(JaxEngine):
+class VisionEngine(JaxEngine):
     """An engine whose extensions may show pictures: those of their contexts that stand behind their first id."""
 
     def __init__(self, config: DecoderConfig, shapes: EngineShapes, **options: Any) -> None:
@@ -52,8 +52,8 @@ class SeeingEngine(JaxEngine):
         new = {
             picture.digest: picture
             for extension in extensions
-            if (shown := extension.shown) is not None
-            for picture, span in zip(shown.pictures, shown.spans, strict=True)
+            if (multimodal := extension.multimodal) is not None
+            for picture, span in zip(multimodal.pictures, multimodal.spans, strict=True)
             if span.stop > extension.start
         }
         try:
@@ -64,12 +64,12 @@ class SeeingEngine(JaxEngine):
             self._looked.clear()
 
     def decode(
-        self, params: EngineParams, cache: KVCache, lanes: Lanes, steps: int, exit_after: int
+        self, params: EngineParams, cache: KVCache, slots: DecodeBatch, steps: int, exit_after: int
     ) -> tuple[KVCache, np.ndarray, np.ndarray]:
-        """As :meth:`JaxEngine.decode`; lanes without offsets have seen nothing."""
-        if lanes.offsets is None:
-            lanes = replace(lanes, offsets=np.zeros(len(lanes.tokens), np.int32))
-        return super().decode(params, cache, lanes, steps, exit_after)
+        """As :meth:`JaxEngine.decode`; slots without offsets have seen nothing."""
+        if slots.offsets is None:
+            slots = replace(slots, offsets=np.zeros(len(slots.tokens), np.int32))
+        return super().decode(params, cache, slots, steps, exit_after)
 
     def warm_up(self, params: EngineParams, cache: KVCache, say: Callable[[str], None] = unheard) -> KVCache:
         """As :meth:`JaxEngine.warm_up`, and the programs that look."""
@@ -95,7 +95,7 @@ class SeeingEngine(JaxEngine):
         lay = {("lay", rows, chunk, size // merged) for size, rows, chunk in self._looks()}
         return super().program_keys() | lay | {("tower", size) for size in self.patch_buckets}
 
-    def _look(self, params: EngineParams, pictures: Sequence[Picture]) -> None:
+    def _look(self, params: EngineParams, pictures: Sequence[ProcessedImage]) -> None:
         """Computes the features of pictures that fit a program together."""
         count = sum(len(picture.patches) for picture in pictures)
         found, first = self._features(params, pictures, bucket(self.patch_buckets, count)), 0
@@ -103,7 +103,7 @@ class SeeingEngine(JaxEngine):
             self._looked[picture.digest] = found, first
             first += len(picture.patches) // self._vision.merge_size**2
 
-    def _features(self, params: EngineParams, pictures: Sequence[Picture], size: int) -> jax.Array:
+    def _features(self, params: EngineParams, pictures: Sequence[ProcessedImage], size: int) -> jax.Array:
         """[N, D] of ``size`` patches."""
         patches = np.zeros((size, self._vision.patch_dim), np.float32)
         if pictures:
@@ -117,13 +117,13 @@ class SeeingEngine(JaxEngine):
         key = ("lay", *chunks.shape[:2], len(found))
         return self._call(key, _laid, (), chunks, found, index, np.int32(row), out=self._everywhere)
 
-    def _pictures(self, some: Sequence[Extension], rows: int, size: int) -> PictureInputs:
+    def _pictures(self, some: Sequence[Extension], rows: int, size: int) -> ImageInputs:
         """Every id of a chunk has a place of its own for a feature."""
         positions = np.zeros((rows, size, 3), np.int32)
         places = np.full((rows, size), -1, np.int32)
         chunks = self._blank(rows, size)
         for row, extension in enumerate(some):
-            start, context = extension.start, extension.shown
+            start, context = extension.start, extension.multimodal
             if context is None:
                 positions[row] = start + np.arange(size)[:, None]
                 continue
@@ -133,11 +133,11 @@ class SeeingEngine(JaxEngine):
             for found, index in self._indices(extension, size):
                 chunks = self._lay(chunks, found, index, row)
                 places[row] = np.where(index >= 0, np.arange(size), places[row])
-        return PictureInputs(positions, chunks, places)
+        return ImageInputs(positions, chunks, places)
 
     def _indices(self, extension: Extension, size: int) -> Iterator[tuple[jax.Array, np.ndarray]]:
         """Features that a chunk shows, with int32 [T]: which of them stands at each id, -1 for none."""
-        context, start = extension.shown, extension.start
+        context, start = extension.multimodal, extension.start
         assert context is not None
         indices: dict[int, tuple[jax.Array, np.ndarray]] = {}
         for picture, span in zip(context.pictures, context.spans, strict=True):
@@ -154,9 +154,9 @@ def _laid(chunks: jax.Array, found: jax.Array, index: jax.Array, row: jax.Array)
     return chunks.at[row].set(jnp.where(index[:, None] >= 0, found[index].astype(chunks.dtype), chunks[row]))
 
 
-def _together(pictures: Sequence[Picture], most: int) -> Iterator[list[Picture]]:
+def _together(pictures: Sequence[ProcessedImage], most: int) -> Iterator[list[ProcessedImage]]:
     """Pictures in order, as many together as have at most ``most`` patches."""
-    some: list[Picture] = []
+    some: list[ProcessedImage] = []
     for picture in pictures:
         if some and sum(len(p.patches) for p in (*some, picture)) > most:
             yield some

@@ -32,7 +32,7 @@ Call = Callable[..., Any]
 Devices = tuple[Device, ...]
 
 
-class WeightIntake:
+class WeightLoader:
     """Takes parameters for one engine.
 
     Args:

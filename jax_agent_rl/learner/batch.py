@@ -28,7 +28,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from jax_agent_rl.learner.image_packing import Album, RowPictures, RowSight
+from jax_agent_rl.learner.image_packing import ImagePacker, ImagePacking, RowImages
 from jax_agent_rl.types import Trajectory
 
 TERMS_PER_TOKEN = 2  # room for terms in a row, per token of its length
@@ -78,7 +78,7 @@ class Batch:
     term_sequence: np.ndarray
     terms: Mapping[str, np.ndarray] = field(default_factory=dict)
     places: tuple[tuple[Place, ...], ...]
-    pictures: RowPictures | None = None
+    pictures: RowImages | None = None
 
     @property
     def num_rows(self) -> int:
@@ -152,12 +152,16 @@ class Sharing:
 
 
 def pack(
-    trajectories: Sequence[Trajectory], *, row_length: int, share_prefixes: bool = True, sight: RowSight | None = None
+    trajectories: Sequence[Trajectory],
+    *,
+    pack_length: int,
+    share_prefixes: bool = True,
+    vision_processor: ImagePacking | None = None,
 ) -> tuple[Batch, Sharing]:
     """Packs sequences into rows: each goes where most of it already stands, else into the first row with room.
 
     Args:
-        sight: how the model sees; None for a model of text.
+        vision_processor: how the model sees; None for a model of text.
 
     Raises:
         ValueError: a sequence is longer than a row (nothing is ever truncated), or has pictures of more patches.
@@ -165,15 +169,15 @@ def pack(
     sequences = [sequence for trajectory in trajectories for sequence in trajectory.sequences]
     for sequence in sequences:
         length = len(sequence.prompt_ids) + len(sequence.response_ids)
-        if length > row_length:
+        if length > pack_length:
             raise ValueError(
-                f"trajectory {sequence.trajectory_id} has {length} tokens, a row {row_length}; "
-                f"set learner.row_length >= {length}"
+                f"trajectory {sequence.trajectory_id} has {length} tokens, a row {pack_length}; "
+                f"set learner.pack_length >= {length}"
             )
-    album = Album(sight, sequences) if sight else None
+    album = ImagePacker(vision_processor, sequences) if vision_processor else None
     ids = album.keys if album else [np.asarray(s.prompt_ids + s.response_ids, np.int32) for s in sequences]
-    rows = _assign(ids, [sum(s.loss_mask) for s in sequences], row_length, share_prefixes, album)
-    arrays = _empty_rows(len(rows), row_length)
+    rows = _assign(ids, [sum(s.loss_mask) for s in sequences], pack_length, share_prefixes, album)
+    arrays = _empty_rows(len(rows), pack_length)
     places: dict[int, Place] = {}
     paths = []
     for index, row in enumerate(rows):
@@ -244,7 +248,7 @@ def _common(a: np.ndarray, b: np.ndarray) -> int:
 
 
 def _assign(
-    ids: Sequence[np.ndarray], terms: Sequence[int], length: int, share: bool, album: Album | None
+    ids: Sequence[np.ndarray], terms: Sequence[int], length: int, share: bool, album: ImagePacker | None
 ) -> list[list[_Member]]:
     """Rows of members; each trajectory joins the row with room that shares most with it, the first of equals."""
     count = len(ids)

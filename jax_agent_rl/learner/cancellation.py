@@ -7,11 +7,11 @@ import threading
 from collections.abc import Iterator
 
 
-class UpdateAbandoned(Exception):
+class StepCancelled(Exception):
     """The step was given up; parameters and optimizer are as they were before it."""
 
 
-class UpdateGate:
+class StepCancellation:
     """One step's updates pass through it, in the learner's thread; another thread may close it.
 
     An update donates the buffers of the state it replaces. Closing the gate guarantees that the learner's state is, and
@@ -27,10 +27,10 @@ class UpdateGate:
 
     @contextlib.contextmanager
     def update(self) -> Iterator[None]:
-        """Around one update; raises :class:`UpdateAbandoned` if the gate was closed."""
+        """Around one update; raises :class:`StepCancelled` if the gate was closed."""
         with self._lock:
             if self._closed:
-                raise UpdateAbandoned
+                raise StepCancelled
             self._passed += 1
             yield
 
@@ -43,7 +43,7 @@ class UpdateGate:
         """Around all updates of a step whose state before is kept.
 
         Raises:
-            UpdateAbandoned: the gate was closed meanwhile, and whoever did so relies on that state.
+            StepCancelled: the gate was closed meanwhile, and whoever did so relies on that state.
         """
         with self._lock:
             self._revocable = not self._closed
@@ -58,9 +58,9 @@ class UpdateGate:
         self.check()
 
     def check(self) -> None:
-        """Raises :class:`UpdateAbandoned` if the gate was closed."""
+        """Raises :class:`StepCancelled` if the gate was closed."""
         if self._closed:
-            raise UpdateAbandoned
+            raise StepCancelled
 
     @property
     def passed(self) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from jax_agent_rl.errors import JaxAgentRLError
-from jax_agent_rl.learner.cancellation import UpdateAbandoned, UpdateGate
+from jax_agent_rl.learner.cancellation import StepCancellation, StepCancelled
 from jax_agent_rl.types import Trajectory, Turn
 
 INFINITE = 1e4
@@ -117,7 +117,7 @@ def _of_turn(turn: Turn, since: int) -> list[bool]:
 
 
 @contextlib.contextmanager
-def through_gate(check: AgreementCheck, gate: UpdateGate) -> Iterator[AgreementCheck]:
+def through_gate(check: AgreementCheck, gate: StepCancellation) -> Iterator[AgreementCheck]:
     """A check that closes a gate where it would raise, and raises when the update has been given up.
 
     For processes that update together: the others wait at the gate for one that leaves by itself.
@@ -133,7 +133,7 @@ def through_gate(check: AgreementCheck, gate: UpdateGate) -> Iterator[AgreementC
 
     try:
         yield replace(check, inspect=inspect)
-    except UpdateAbandoned:
+    except StepCancelled:
         if refusals:
             raise refusals[0] from None
         raise

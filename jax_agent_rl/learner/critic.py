@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jax_agent_rl.learner.encode_images import seen
+from jax_agent_rl.learner.encode_images import encode_images
 from jax_agent_rl.learner.losses.value import clipped_value
 from jax_agent_rl.learner.optimized_params import Arrays, Statistics
 from jax_agent_rl.models.config import DecoderConfig, Params
@@ -39,7 +39,7 @@ def state_values(
         batch["token_ids"],
         batch["positions"],
         batch["subtree_end"],
-        pictures=seen(model, params, batch, remat=remat, mesh=mesh),
+        pictures=encode_images(model, params, batch, remat=remat, mesh=mesh),
         remat=remat,
         mesh=mesh,
     )  # [R, T, D]

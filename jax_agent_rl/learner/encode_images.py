@@ -6,17 +6,17 @@ from jax.sharding import Mesh
 
 from jax_agent_rl.learner.optimized_params import Arrays
 from jax_agent_rl.models.config import DecoderConfig, Params
-from jax_agent_rl.models.vision.layout import Layout, PictureInputs
+from jax_agent_rl.models.vision.layout import ImageInputs, Layout
 from jax_agent_rl.models.vision.tower import features
 
 
-def seen(
+def encode_images(
     config: DecoderConfig, params: Params, batch: Arrays, *, remat: str, mesh: Mesh | None
-) -> PictureInputs | None:
+) -> ImageInputs | None:
     """Looks at the pictures of a micro-batch (``RowPictures.micro_batch``); None if it shows none."""
     if "patches" not in batch:
         return None
     assert config.vision is not None  # a model of text is given no pictures
     layout = Layout(*(batch[f"patch_{name}"] for name in Layout._fields))
     found = features(config.vision, params["vision"], batch["patches"], layout, remat=remat, mesh=mesh)
-    return PictureInputs(batch["rope_positions"], found, batch["feature_index"])
+    return ImageInputs(batch["rope_positions"], found, batch["feature_index"])

@@ -20,7 +20,7 @@ from jax_agent_rl.learner.comparison import Comparison, comparable, compare
 from jax_agent_rl.learner.correction import behaviour_weights, correct, mismatch
 from jax_agent_rl.learner.losses.aggregation import term_weights
 from jax_agent_rl.learner.losses.kl import kl_forward
-from jax_agent_rl.learner.scored_batch import samples_of
+from jax_agent_rl.learner.scored_batch import scored_batch
 from jax_agent_rl.types import Group, Trajectory
 
 PerTerm = list[np.ndarray]
@@ -33,7 +33,7 @@ class Scores:
 
     Attributes:
         old, ref: log-probs per sampled token, float64 [S] per trajectory.
-        values: float64 [L + 1] per trajectory, see :class:`~jax_agent_rl.learner.scored_batch.Samples`.
+        values: float64 [L + 1] per trajectory, see :class:`~jax_agent_rl.learner.scored_batch.ScoredBatch`.
     """
 
     old: PerTerm | None = None
@@ -81,7 +81,7 @@ class Experience:
         }
 
 
-def experience(
+def build_experience(
     groups: Sequence[Group],
     config: AlgorithmConfig,
     scores: Scores,
@@ -97,7 +97,7 @@ def experience(
         masked: ids of trajectories whose rewards count in baselines and whose tokens are not trained on.
         since: first policy version of the parameters that score; tokens of older ones cannot be compared.
     """
-    samples = samples_of(groups, turn_reward=config.turn_reward)
+    samples = scored_batch(groups, turn_reward=config.turn_reward)
     sampled = [np.flatnonzero(mask) for mask in samples.masks]
     rollout = _rollout_logprobs(samples.trajectories, sampled, scores.old)
     active = [

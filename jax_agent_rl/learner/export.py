@@ -46,7 +46,7 @@ class WeightFiles:
         shard_bytes: int = 2 * GIB,
     ) -> None:
         if folder is not None and not Path(folder).is_dir():
-            raise ConfigError(f"rollout.weight_folder={str(folder)!r} does not exist; every engine must see it, too")
+            raise ConfigError(f"rollout.weight_dir={str(folder)!r} does not exist; every engine must see it, too")
         memory = _MEMORY if _MEMORY.is_dir() else None
         self._config = config
         self._probe_ids = tuple(tuple(ids) for ids in probe_ids)
@@ -78,7 +78,7 @@ class WeightFiles:
             except (SafetensorError, OSError) as error:
                 raise WeightUpdateError(
                     f"the weights of version {version} could not be written to {path} ({error}); make space there, or "
-                    "set rollout.weight_folder to a folder with room for the whole model"
+                    "set rollout.weight_dir to a folder with room for the whole model"
                 ) from error
             paths.append(str(path))
         return paths

@@ -18,63 +18,63 @@ import numpy as np
 from jax_agent_rl.config import LearnerConfig
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.models.config import VisionConfig
-from jax_agent_rl.models.vision.context import PictureNames, Shown, Sight
-from jax_agent_rl.models.vision.image_processor import Picture
+from jax_agent_rl.models.vision.context import ImageKeys, MultimodalContext, VisionProcessor
+from jax_agent_rl.models.vision.image_processor import ProcessedImage
 from jax_agent_rl.models.vision.layout import Layout, layout
 from jax_agent_rl.types import Trajectory
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class RowSight:
+class ImagePacking:
     """How a learner's rows see.
 
     Attributes:
-        sight: the model's.
+        vision_processor: the model's.
         row_patches: most patches of a row.
     """
 
-    sight: Sight
+    vision_processor: VisionProcessor
     row_patches: int
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """To which patches are padded: a quarter of a row's most, and all, in whole windows."""
-        window = self.sight.vision.window_patches
+        window = self.vision_processor.vision.window_patches
         return tuple(sorted({-(-self.row_patches // part // window) * window for part in (4, 1)}))
 
 
-def row_sight(sight: Sight | None, config: LearnerConfig) -> RowSight | None:
+def image_packing(vision_processor: VisionProcessor | None, config: LearnerConfig) -> ImagePacking | None:
     """None for a model of text.
 
     Raises:
         ConfigError: tokens of a row lie on several devices: a picture's must be together.
     """
-    if sight is None:
+    if vision_processor is None:
         return None
     if config.mesh.context > 1:
         raise ConfigError(
             f"learner.mesh.context={config.mesh.context} splits rows within pictures, which this learner cannot do; "
             "set learner.mesh.context=1 and split over fsdp or tensor"
         )
-    most = config.row_length * sight.vision.merge_size**2  # a token for each feature
-    return RowSight(sight=sight, row_patches=config.row_patches or most)
+    most = config.pack_length * vision_processor.vision.merge_size**2  # a token for each feature
+    return ImagePacking(vision_processor=vision_processor, row_patches=config.row_patches or most)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class RowPictures:
+class RowImages:
     """The pictures of R rows.
 
     Attributes:
         pictures: of each row.
         feature_index: int32 [R, T], which of its row's features takes a token's place; -1 for text.
         rope_positions: int32 [R, T, 3].
-        sight: what they are for.
+        vision_processor: what they are for.
     """
 
-    pictures: tuple[tuple[Picture, ...], ...]
+    pictures: tuple[tuple[ProcessedImage, ...], ...]
     feature_index: np.ndarray
     rope_positions: np.ndarray
-    sight: RowSight
+    vision_processor: ImagePacking
 
     def micro_batch(self, begin: int, rows: int) -> dict[str, np.ndarray]:
         """Arrays of ``rows`` rows from ``begin`` on, padded with empty ones; none if they show nothing."""
@@ -82,9 +82,9 @@ class RowPictures:
         most = max(sum(len(picture.patches) for picture in row) for row in mine)
         if not most:
             return {}
-        size = next(size for size in self.sight.sizes if size >= most)
+        size = next(size for size in self.vision_processor.sizes if size >= most)
         return _arrays(
-            self.sight.sight.vision,
+            self.vision_processor.vision_processor.vision,
             [*mine, *[()] * (rows - len(mine))],
             size,
             feature_index=_padded(self.feature_index[begin : begin + rows], rows, -1),
@@ -92,15 +92,15 @@ class RowPictures:
         )
 
 
-def blanks(micro_batch: Mapping[str, np.ndarray], sight: RowSight) -> Iterator[dict[str, np.ndarray]]:
+def blanks(micro_batch: Mapping[str, np.ndarray], vision_processor: ImagePacking) -> Iterator[dict[str, np.ndarray]]:
     """A micro-batch without weight and without pictures, in every shape that pictures give to one."""
     weightless = {"term_weight": np.zeros_like(micro_batch["term_weight"])} if "term_weight" in micro_batch else {}
     text = {name: value for name, value in micro_batch.items() if name not in _SHOWN} | weightless
     yield text
     positions = text["positions"]
-    for size in sight.sizes:
+    for size in vision_processor.sizes:
         yield text | _arrays(
-            sight.sight.vision,
+            vision_processor.vision_processor.vision,
             [()] * len(positions),
             size,
             feature_index=np.full_like(positions, -1),
@@ -112,7 +112,7 @@ _SHOWN = ("patches", "feature_index", "rope_positions", *(f"patch_{name}" for na
 
 
 def _arrays(
-    vision: VisionConfig, rows: Sequence[Sequence[Picture]], size: int, **arrays: np.ndarray
+    vision: VisionConfig, rows: Sequence[Sequence[ProcessedImage]], size: int, **arrays: np.ndarray
 ) -> dict[str, np.ndarray]:
     """With the rows' patches [R, P, patch_dim] and their layout."""
     layouts = [layout(vision, [picture.grid for picture in row], size) for row in rows]
@@ -124,37 +124,37 @@ def _arrays(
     }
 
 
-class Album:
+class ImagePacker:
     """The pictures of all sequences of a batch while rows are made of them.
 
     Args:
-        sight: what they are for.
+        vision_processor: what they are for.
         sequences: in order.
 
     Raises:
         ValueError: a picture cannot be shown, or a sequence has more patches than a row may have.
     """
 
-    def __init__(self, sight: RowSight, sequences: Sequence[Trajectory]) -> None:
-        self._sight = sight
+    def __init__(self, vision_processor: ImagePacking, sequences: Sequence[Trajectory]) -> None:
+        self._vision_processor = vision_processor
         with ThreadPoolExecutor() as pool:  # scaling an image lets go of the interpreter
-            self._shown = list(pool.map(functools.partial(_show, sight.sight), sequences))
-        names = PictureNames()
-        self.keys = [names.keys(shown) for shown in self._shown]
-        """For each sequence its ids, int32 [n], in which pictures have names: see ``PictureNames.keys``."""
-        distinct = {picture.digest: picture for shown in self._shown for picture in shown.pictures}
+            self._shown = list(pool.map(functools.partial(_show, vision_processor.vision_processor), sequences))
+        names = ImageKeys()
+        self.keys = [names.keys(multimodal) for multimodal in self._shown]
+        """For each sequence its ids, int32 [n], in which pictures have names: see ``ImageKeys.keys``."""
+        distinct = {picture.digest: picture for multimodal in self._shown for picture in multimodal.pictures}
         self._pictures = list(distinct.values())  # in order of their names
         numbers = {digest: number for number, digest in enumerate(distinct)}
         self._members = [np.array(sorted({numbers[p.digest] for p in s.pictures}), np.int64) for s in self._shown]
         self._sizes = np.array([len(picture.patches) for picture in self._pictures], np.int64)
-        self._features = self._sizes // sight.sight.vision.merge_size**2
+        self._features = self._sizes // vision_processor.vision_processor.vision.merge_size**2
         self._first = np.cumsum(self._features) - self._features  # name of each picture's first feature
         self._there = np.zeros((len(sequences), len(self._pictures)), bool)  # [rows, pictures]
         for sequence, members in zip(sequences, self._members, strict=True):
-            if (need := int(self._sizes[members].sum())) > sight.row_patches:
+            if (need := int(self._sizes[members].sum())) > vision_processor.row_patches:
                 raise ValueError(
                     f"trajectory {sequence.trajectory_id} shows pictures of {need} patches, a row takes "
-                    f"{sight.row_patches}; set learner.row_patches >= {need}, or lower model.pixels"
+                    f"{vision_processor.row_patches}; set learner.row_patches >= {need}, or lower model.max_pixels"
                 )
 
     def has_room(self, which: int, rows: int) -> np.ndarray:
@@ -162,7 +162,7 @@ class Album:
         members = self._members[which]
         there = self._there[:rows]
         new = ~there[:, members] @ self._sizes[members]
-        return there @ self._sizes + new <= self._sight.row_patches
+        return there @ self._sizes + new <= self._vision_processor.row_patches
 
     def add(self, which: int, row: int) -> None:
         """A sequence was put into a row."""
@@ -174,7 +174,7 @@ class Album:
         positions: np.ndarray,
         members: Sequence[Sequence[int]],
         paths: Sequence[Sequence[np.ndarray]],
-    ) -> RowPictures:
+    ) -> RowImages:
         """The pictures of finished rows.
 
         Args:
@@ -190,18 +190,22 @@ class Album:
             there = np.flatnonzero(self._there[row])
             begin = np.zeros(len(self._first), np.int64)  # of each picture's features among the row's
             begin[there] = np.cumsum(self._features[there]) - self._features[there]
-            shown = keys[row] < 0
-            names = -1 - keys[row, shown]
+            multimodal = keys[row] < 0
+            names = -1 - keys[row, multimodal]
             picture = self._of(names)
-            index[row, shown] = begin[picture] + names - self._first[picture]
+            index[row, multimodal] = begin[picture] + names - self._first[picture]
             for which, path in zip(sequences, nodes, strict=True):
                 rope[row, path] = self._shown[which].positions
             pictures.append(tuple(self._pictures[number] for number in there))
-        return RowPictures(pictures=tuple(pictures), feature_index=index, rope_positions=rope, sight=self._sight)
+        return RowImages(
+            pictures=tuple(pictures), feature_index=index, rope_positions=rope, vision_processor=self._vision_processor
+        )
 
     def ids(self, keys: np.ndarray) -> np.ndarray:
         """int32: keys as the ids they are, placeholders where pictures stand."""
-        placeholders = np.array([self._sight.sight.vision.placeholders[p.kind] for p in self._pictures], np.int32)
+        placeholders = np.array(
+            [self._vision_processor.vision_processor.vision.placeholders[p.kind] for p in self._pictures], np.int32
+        )
         ids = keys.copy()
         ids[keys < 0] = placeholders[self._of(-1 - keys[keys < 0])]
         return ids
@@ -211,18 +215,18 @@ class Album:
         return np.searchsorted(self._first, names, side="right") - 1
 
 
-def _show(sight: Sight, sequence: Trajectory) -> Shown:
+def _show(vision_processor: VisionProcessor, sequence: Trajectory) -> MultimodalContext:
     """A placeholder that was sampled is text."""
     ids = np.asarray(sequence.prompt_ids + sequence.response_ids, np.int32)
     sampled = np.concatenate([np.zeros(len(sequence.prompt_ids), bool), np.asarray(sequence.response_mask, bool)])
     try:
-        shown = sight.show(np.where(sampled, -1, ids), sight.read(sequence.multi_modal))
+        multimodal = vision_processor.show(np.where(sampled, -1, ids), vision_processor.read(sequence.multi_modal))
     except ValueError as error:
         raise ValueError(f"trajectory {sequence.trajectory_id}: {error}") from None
-    return replace(shown, ids=ids)
+    return replace(multimodal, ids=ids)
 
 
-def _joined(vision: VisionConfig, pictures: Sequence[Picture]) -> np.ndarray:
+def _joined(vision: VisionConfig, pictures: Sequence[ProcessedImage]) -> np.ndarray:
     """float32 [P, patch_dim]."""
     return np.concatenate([np.zeros((0, vision.patch_dim), np.float32), *(picture.patches for picture in pictures)])
 

@@ -27,23 +27,23 @@ import numpy as np
 from jax_agent_rl.config import AlgorithmConfig, CriticConfig, LearnerConfig
 from jax_agent_rl.errors import NonFiniteError
 from jax_agent_rl.learner.batch import Batch, Sharing, pack
-from jax_agent_rl.learner.cancellation import UpdateGate
+from jax_agent_rl.learner.cancellation import StepCancellation
 from jax_agent_rl.learner.comparison import UNCHECKED, AgreementCheck, unread
 from jax_agent_rl.learner.critic import critic_params
 from jax_agent_rl.learner.experience import (
     Experience,
     PerTerm,
     Scores,
-    experience,
+    build_experience,
     mini_batch_terms,
     scores_of_contexts,
 )
-from jax_agent_rl.learner.image_packing import blanks, row_sight
+from jax_agent_rl.learner.image_packing import blanks, image_packing
 from jax_agent_rl.learner.losses.covariance import CHOOSE
 from jax_agent_rl.learner.losses.kl import AdaptiveKL
 from jax_agent_rl.learner.metrics import Record, step_metrics
-from jax_agent_rl.learner.optimized_params import Arrays, Trainable
-from jax_agent_rl.learner.parameterization import Trained
+from jax_agent_rl.learner.optimized_params import Arrays, OptimizedParams
+from jax_agent_rl.learner.parameterization import Parameterization
 from jax_agent_rl.learner.programs import LearnerPrograms
 from jax_agent_rl.learner.schedule import learning_rate
 from jax_agent_rl.learner.scored_batch import mini_batches
@@ -52,7 +52,7 @@ from jax_agent_rl.learner.undo import undone
 from jax_agent_rl.models import stored
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.sharding import make_mesh, place, replicated, row_sharding, row_shards
-from jax_agent_rl.models.vision.context import Sight
+from jax_agent_rl.models.vision.context import VisionProcessor
 from jax_agent_rl.types import Group
 
 logger = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ class Learner:
         critic: the critic's optimizer.
         critic_init: a language model to start the critic from; the policy if None.
         score_by: what computes old log-probs; the learner's own packed passes if None.
-        sight: how the model sees; None where trajectories show nothing.
+        vision_processor: how the model sees; None where trajectories show nothing.
         total_steps: training steps of the run, over which a learning rate decays; None where none does.
     """
 
@@ -102,25 +102,28 @@ class Learner:
         critic: CriticConfig | None = None,
         critic_init: Params | None = None,
         score_by: ScoreContexts | None = None,
-        sight: Sight | None = None,
+        vision_processor: VisionProcessor | None = None,
         total_steps: int | None = None,
     ) -> None:
         self.model = model
         self._algorithm, self._config, self._critic_config = algorithm, config, critic or CriticConfig()
         self._mesh = make_mesh(config.mesh)
-        self._rows = config.rows_per_micro_batch * row_shards(self._mesh)
+        self._rows = config.micro_batch_size * row_shards(self._mesh)
         self._nonfinite_in_a_row = 0
         self._kl_coef, self._steps = float(np.float32(algorithm.kl.coef)), 0
-        self._score_by, self._sight = score_by, row_sight(sight, config)
+        self._score_by, self._vision_processor = score_by, image_packing(vision_processor, config)
         self._pack = functools.partial(
-            pack, row_length=config.row_length, share_prefixes=config.share_prefixes, sight=self._sight
+            pack,
+            pack_length=config.pack_length,
+            share_prefixes=config.share_prefixes,
+            vision_processor=self._vision_processor,
         )
         self._before: KeptState | None = None
         self._inspect = unread
         self._compiled: set[Any] = set()  # programs, for every number of patches
         self._policy_waits = self._critic_config.critic_warmup if algorithm.adv_estimator == "gae" else 0
         self._rate = learning_rate(config, None if total_steps is None else total_steps - self._policy_waits)
-        policy = Trained.of(model, params, config, mesh=self._mesh)
+        policy = Parameterization.of(model, params, config, mesh=self._mesh)
         self._programs = LearnerPrograms.of(
             model,
             policy,
@@ -132,15 +135,15 @@ class Learner:
             scored=score_by is not None,
         )
         self._objective = self._programs.objective
-        self._policy = Trainable(policy.params, frozen=policy.frozen, programs=self._programs.policy)
+        self._policy = OptimizedParams(policy.params, frozen=policy.frozen, programs=self._programs.policy)
         self._whole = policy.whole
         self._reference = policy.reference() if algorithm.kl.where != "none" else None
-        self._critic: Trainable | None = None
+        self._critic: OptimizedParams | None = None
         if algorithm.adv_estimator == "gae":
             initial = critic_params(params if critic_init is None else critic_init)
             rate = learning_rate(self._critic_config, total_steps)
             programs, trained, frozen = self._programs.critic(initial, self._critic_config, rate=rate)
-            self._critic = Trainable(trained, frozen=frozen, programs=programs)
+            self._critic = OptimizedParams(trained, frozen=frozen, programs=programs)
 
     @property
     def state(self) -> LearnerState:
@@ -200,10 +203,10 @@ class Learner:
         *,
         masked: Collection[str] = (),
         tick: Callable[[int, int], None] = lambda done, total: None,
-        gate: UpdateGate | None = None,
+        gate: StepCancellation | None = None,
         check: AgreementCheck = UNCHECKED,
     ) -> UpdateResult:
-        """Trains on groups: ``ppo_epochs`` times ``updates_per_step`` updates, each over an equal share of the prompts.
+        """Trains on groups: ``ppo_epochs`` times ``num_minibatches`` updates, each over an equal share of the prompts.
 
         Args:
             groups: each with at least one trajectory.
@@ -216,7 +219,7 @@ class Learner:
             UpdateAbandoned: the gate was closed; nothing has changed.
             NonFiniteError: ``max_nonfinite_steps`` updates in a row were skipped; nothing else has changed.
         """
-        begin, gate = time.perf_counter(), gate or UpdateGate()
+        begin, gate = time.perf_counter(), gate or StepCancellation()
         minis, made = self._prepare(groups, masked=masked, since=check.since)
         self._inspect = check.before_update(made.comparison(self._objective.bypass))
         with self._all_or_none(len(minis), gate):
@@ -241,14 +244,16 @@ class Learner:
     ) -> tuple[list[_MiniBatch], Experience]:
         """Packs mini-batches of whole prompts, scores them, and computes what the losses need."""
         minis, begin = [], 0
-        for part in mini_batches(groups, self._config.updates_per_step):
+        for part in mini_batches(groups, self._config.num_minibatches):
             trajectories = [t for group in part for t in group.trajectories]
             batch, sharing = self._pack(trajectories)
             which = slice(begin, begin + len(trajectories))
             minis.append(_MiniBatch(batch=batch, sharing=sharing, which=which))
             begin = which.stop
         scores = self._scores(minis, groups)
-        return minis, experience(groups, self._algorithm, scores, kl_coef=self._kl_coef, masked=masked, since=since)
+        return minis, build_experience(
+            groups, self._algorithm, scores, kl_coef=self._kl_coef, masked=masked, since=since
+        )
 
     def _scores(self, minis: Sequence[_MiniBatch], groups: Sequence[Group]) -> Scores:
         """Only what something will read: each is a forward pass."""
@@ -285,14 +290,14 @@ class Learner:
     def _blanks(self, batch: Batch, program: Any) -> Iterator[Arrays]:
         """Micro-batches without weight, for a program that has its first batch: with them it is compiled for every
         number of patches, and for none later."""
-        if self._sight is not None and program not in self._compiled:
+        if self._vision_processor is not None and program not in self._compiled:
             self._compiled.add(program)
-            yield from map(self._placed, blanks(next(batch.micro_batches(self._rows)), self._sight))
+            yield from map(self._placed, blanks(next(batch.micro_batches(self._rows)), self._vision_processor))
 
     # --- optimizer updates -----------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _all_or_none(self, minis: int, gate: UpdateGate) -> Iterator[None]:
+    def _all_or_none(self, minis: int, gate: StepCancellation) -> Iterator[None]:
         """Around a step's updates. Where there are several, the state before them is kept in host memory."""
         if (minis * self._config.ppo_epochs == 1 and self._critic is None) or jax.process_count() > 1:
             yield
@@ -308,7 +313,7 @@ class Learner:
             self._before = None
 
     def _train_all(
-        self, minis: Sequence[_MiniBatch], made: Experience, tick: Callable[[int, int], None], gate: UpdateGate
+        self, minis: Sequence[_MiniBatch], made: Experience, tick: Callable[[int, int], None], gate: StepCancellation
     ) -> tuple[list[Record], list[Record]]:
         """All epochs and mini-batches; records of the policy's and of the critic's updates."""
         warming_up = self._steps < self._policy_waits
@@ -353,7 +358,9 @@ class Learner:
                 own[mask] = part
         return chosen
 
-    def _train(self, model: Trainable, batch: Batch, tick: Callable[[], None], gate: UpdateGate) -> list[Record]:
+    def _train(
+        self, model: OptimizedParams, batch: Batch, tick: Callable[[], None], gate: StepCancellation
+    ) -> list[Record]:
         """One update; none if no token of it is to be trained on (the optimizer's momentum would still move it)."""
         if not batch.terms["weight"].any():
             logger.warning("every token of an update was masked or rejected: it was skipped")

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from jax_agent_rl.config import AlgorithmConfig, LearnerConfig
 from jax_agent_rl.learner.comparison import INFINITE
-from jax_agent_rl.learner.encode_images import seen
+from jax_agent_rl.learner.encode_images import encode_images
 from jax_agent_rl.learner.linear_logprobs import linear_logprobs
 from jax_agent_rl.learner.losses import POLICY_LOSSES, LossConfig, Terms
 from jax_agent_rl.learner.losses.kl import kl_penalty
@@ -78,7 +78,7 @@ def objective_config(
         or correction.rollout_is != "none"
         or bool(correction.rollout_rs)
         or algorithm.policy_loss.loss_mode == "decoupled"
-        or config.updates_per_step * config.ppo_epochs > 1
+        or config.num_minibatches * config.ppo_epochs > 1
     )
     return ObjectiveConfig(
         loss=LossConfig(
@@ -112,7 +112,7 @@ def routed(
         positions,
         ends,
         copies,
-        pictures=seen(config, params, batch, remat=objective.remat, mesh=objective.mesh),
+        pictures=encode_images(config, params, batch, remat=objective.remat, mesh=objective.mesh),
         remat=objective.remat,
         mesh=objective.mesh,
     )
@@ -173,7 +173,7 @@ def policy_loss(
 
     Returns:
         scalar loss (a plain sum over terms; their weights make it the mean of the whole update), and statistics as
-        :class:`~jax_agent_rl.learner.optimized_params.Trainable` wants them.
+        :class:`~jax_agent_rl.learner.optimized_params.OptimizedParams` wants them.
     """
     hidden, load = routed(config, objective, params, batch)
     logprob, entropy = _at_targets(objective, params, batch, hidden)

@@ -20,7 +20,7 @@ import optax
 from jax.sharding import NamedSharding
 
 from jax_agent_rl.config.base import OptimizerSection
-from jax_agent_rl.learner.cancellation import UpdateGate
+from jax_agent_rl.learner.cancellation import StepCancellation
 from jax_agent_rl.models.config import Params
 from jax_agent_rl.models.sharding import place
 
@@ -120,7 +120,7 @@ class UpdatePrograms:
         )
 
 
-class Trainable:
+class OptimizedParams:
     """Parameters, optimizer state, and updates by the programs of both.
 
     Args:
@@ -165,7 +165,7 @@ class Trainable:
         assert statistics is not None  # a batch has at least one row
         return gradients, jax.device_get(statistics)
 
-    def apply(self, gradients: Params, step: int, gate: UpdateGate | None = None) -> Applied:
+    def apply(self, gradients: Params, step: int, gate: StepCancellation | None = None) -> Applied:
         """One optimizer update. If the gradient is not finite, nothing changes.
 
         Args:
@@ -178,7 +178,7 @@ class Trainable:
         arguments = (gradients, place(np.int32(step), self._programs.everywhere))
         if self._compiled_apply is None:  # outside the gate, which must never wait for a compiler
             self._compiled_apply = self._programs.apply.lower(self.state, *arguments).compile()
-        gate = gate or UpdateGate()
+        gate = gate or StepCancellation()
         with gate.update():
             self.state, norm, finite, rate = self._compiled_apply(self.state, *arguments)
             if not finite:

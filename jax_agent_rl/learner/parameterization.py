@@ -21,7 +21,7 @@ from jax_agent_rl.models.sharding import adapter_shardings, parameter_shardings,
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trained:
+class Parameterization:
     """Parameters at the start of a run, and how they become a model.
 
     Attributes:
@@ -39,7 +39,7 @@ class Trained:
     whole: Callable[[Params, Params], Params]
 
     @classmethod
-    def of(cls, model: DecoderConfig, params: Params, config: LearnerConfig, *, mesh: Mesh) -> Trained:
+    def of(cls, model: DecoderConfig, params: Params, config: LearnerConfig, *, mesh: Mesh) -> Parameterization:
         """Everything, with ``learner.freeze_vision`` all but the tower, or with ``learner.lora`` adapters.
 
         Args:

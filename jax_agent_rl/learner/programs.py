@@ -17,7 +17,7 @@ from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.learner.critic import critic_shapes, state_values, value_loss
 from jax_agent_rl.learner.objective import ObjectiveConfig, objective_config, policy_loss, router_loads, term_logprobs
 from jax_agent_rl.learner.optimized_params import UpdatePrograms, View
-from jax_agent_rl.learner.parameterization import Trained, divided, plain_view
+from jax_agent_rl.learner.parameterization import Parameterization, divided, plain_view
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.sharding import parameter_shardings, replicated
 
@@ -47,7 +47,7 @@ class LearnerPrograms:
     def of(
         cls,
         model: DecoderConfig,
-        policy: Trained,
+        policy: Parameterization,
         *,
         algorithm: AlgorithmConfig,
         config: LearnerConfig,

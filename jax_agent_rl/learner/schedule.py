@@ -10,7 +10,7 @@
          └──┬──────┬─────────────────┬─► training step
             1   warm-up           total_steps
 
-A training step is one call of ``Learner.update``. All its updates (``updates_per_step`` times ``ppo_epochs``) have one
+A training step is one call of ``Learner.update``. All its updates (``num_minibatches`` times ``ppo_epochs``) have one
 rate, so neither those two nor an update that was skipped moves the end of the schedule. A step that loses all of its
 trajectories does not count. A run that resumes with another number of steps goes on along the new schedule.
 """

@@ -18,7 +18,7 @@ PerToken = list[np.ndarray]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Samples:
+class ScoredBatch:
     """A whole step, before it is cut into mini-batches.
 
     Attributes:
@@ -52,7 +52,7 @@ class Samples:
         return [value * mask for value, mask in zip(per_trajectory, self.masks, strict=True)]
 
 
-def samples_of(groups: Sequence[Group], *, turn_reward: str) -> Samples:
+def scored_batch(groups: Sequence[Group], *, turn_reward: str) -> ScoredBatch:
     """Lays out scored groups.
 
     Args:
@@ -68,7 +68,7 @@ def samples_of(groups: Sequence[Group], *, turn_reward: str) -> Samples:
         np.add.at(rewards[-1], turn_ends(trajectory), own)
     counts = [len(g.trajectories) for g in groups]
     baselines = [np.nan if g.greedy_reward is None else g.greedy_reward for g in groups]
-    return Samples(
+    return ScoredBatch(
         trajectories=trajectories,
         groups=np.repeat(np.arange(len(groups)), counts),
         masks=masks,
@@ -77,13 +77,13 @@ def samples_of(groups: Sequence[Group], *, turn_reward: str) -> Samples:
     )
 
 
-def mini_batches(groups: Sequence[Group], updates_per_step: int) -> list[list[Group]]:
+def mini_batches(groups: Sequence[Group], num_minibatches: int) -> list[list[Group]]:
     """The groups of each optimizer update: whole prompts, in shares that differ by one at most; never an empty one."""
-    parts = np.array_split(np.arange(len(groups)), min(updates_per_step, len(groups)))
+    parts = np.array_split(np.arange(len(groups)), min(num_minibatches, len(groups)))
     return [[groups[i] for i in part] for part in parts]
 
 
-def trained_lengths(groups: Sequence[Group], updates_per_step: int, *, masked: Collection[str]) -> list[list[int]]:
+def trained_lengths(groups: Sequence[Group], num_minibatches: int, *, masked: Collection[str]) -> list[list[int]]:
     """For each optimizer update the trained tokens of each of its trajectories.
 
     Args:
@@ -96,7 +96,7 @@ def trained_lengths(groups: Sequence[Group], updates_per_step: int, *, masked: C
             for t in group.trajectories
             if t.trajectory_id not in masked
         ]
-        for part in mini_batches(groups, updates_per_step)
+        for part in mini_batches(groups, num_minibatches)
     ]
 
 

@@ -25,7 +25,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jax_agent_rl.models import tree_kernel
 from jax_agent_rl.models.by_platform import by_platform
 from jax_agent_rl.models.mesh import ROWS
-from jax_agent_rl.models.tree_mask import NEGATIVE, Sight
+from jax_agent_rl.models.tree_mask import MASK_VALUE, TreeMask
 
 BLOCK = 128
 SAVED = "attention"
@@ -33,25 +33,25 @@ SAVED = "attention"
 
 
 def sharded_tree_attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight, mesh: Mesh | None = None
+    q: jax.Array, k: jax.Array, v: jax.Array, tree_mask: TreeMask, mesh: Mesh | None = None
 ) -> jax.Array:
     """:func:`tree_attention` of arrays split over a mesh: rows, heads, and over the axis ``context`` tokens."""
     if mesh is None:
-        return tree_attention(q, k, v, sight)
+        return tree_attention(q, k, v, tree_mask)
 
-    def shard(q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight) -> jax.Array:
+    def shard(q: jax.Array, k: jax.Array, v: jax.Array, tree_mask: TreeMask) -> jax.Array:
         if mesh.shape["context"] == 1:
-            return tree_attention(q, k, v, sight)
+            return tree_attention(q, k, v, tree_mask)
         keys, values = (jax.lax.all_gather(x, "context", axis=2, tiled=True) for x in (k, v))
         offset = jax.lax.axis_index("context") * q.shape[2]
-        return tree_attention(q, keys, values, sight._replace(offset=offset))
+        return tree_attention(q, keys, values, tree_mask._replace(offset=offset))
 
     copies = _head_copies(q.shape[1], k.shape[1], mesh.shape["tensor"])
     k, v = (jnp.repeat(x, copies or 1, axis=1) for x in (k, v))
     split, whole = PartitionSpec(ROWS, "tensor" if copies else None, "context"), PartitionSpec(ROWS)
-    sights = jax.tree.map(lambda x: whole if x.ndim else PartitionSpec(), sight)
+    sights = jax.tree.map(lambda x: whole if x.ndim else PartitionSpec(), tree_mask)
     run = jax.shard_map(shard, mesh=mesh, in_specs=(split, split, split, sights), out_specs=split, check_vma=False)
-    return run(q, k, v, sight)
+    return run(q, k, v, tree_mask)
 
 
 def _head_copies(heads: int, kv_heads: int, shards: int) -> int:
@@ -61,29 +61,30 @@ def _head_copies(heads: int, kv_heads: int, shards: int) -> int:
 
 
 @jax.custom_vjp
-def tree_attention(q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight) -> jax.Array:
+def tree_attention(q: jax.Array, k: jax.Array, v: jax.Array, tree_mask: TreeMask) -> jax.Array:
     """Dot-product attention over trees.
 
     Args:
-        q: [B, H, Q, h], already scaled; heads of one key/value head are adjacent. Q is T without a ``sight.offset``.
+        q: [B, H, Q, h], already scaled; heads of one key/value head are adjacent. Q is T without
+            ``tree_mask.offset``.
         k, v: [B, K, T, h].
 
     Returns:
         [B, H, Q, h].
     """
-    return _forward(q, k, v, sight)[0]
+    return _forward(q, k, v, tree_mask)[0]
 
 
-def _forward(q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight) -> tuple[jax.Array, jax.Array]:
+def _forward(q: jax.Array, k: jax.Array, v: jax.Array, tree_mask: TreeMask) -> tuple[jax.Array, jax.Array]:
     """The output, and the log of each softmax's normalizer, float32 [B, H, Q]."""
-    return by_platform(q, k, v, sight, tpu=tree_kernel.forward, default=_forward_by_blocks)
+    return by_platform(q, k, v, tree_mask, tpu=tree_kernel.forward, default=_forward_by_blocks)
 
 
-def _forward_by_blocks(q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight) -> tuple[jax.Array, jax.Array]:
+def _forward_by_blocks(q: jax.Array, k: jax.Array, v: jax.Array, tree_mask: TreeMask) -> tuple[jax.Array, jax.Array]:
     outputs, normalizers = [], []
-    for begin, end, seen in _blocks(q, k, sight):
+    for begin, end, seen in _blocks(q, k, tree_mask):
         queries = _fold(q[:, :, begin:end], k.shape[1])
-        scores = _scores(queries, k[:, :, :seen], sight, (begin, end))
+        scores = _scores(queries, k[:, :, :seen], tree_mask, (begin, end))
         peak = jnp.max(scores, axis=-1, keepdims=True)
         weights = jnp.exp(scores - peak)
         total = jnp.sum(weights, axis=-1, keepdims=True)
@@ -93,10 +94,10 @@ def _forward_by_blocks(q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight) -
     return jnp.concatenate(outputs, axis=2), jnp.concatenate(normalizers, axis=2)[..., 0]
 
 
-def _save(q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight) -> tuple[jax.Array, tuple]:
-    arrays = (q, k, v, *_forward(q, k, v, sight))
+def _save(q: jax.Array, k: jax.Array, v: jax.Array, tree_mask: TreeMask) -> tuple[jax.Array, tuple]:
+    arrays = (q, k, v, *_forward(q, k, v, tree_mask))
     q, k, v, output, normalizer = (checkpoint_name(x, SAVED) for x in arrays)
-    return output, (q, k, v, sight, output, normalizer)
+    return output, (q, k, v, tree_mask, output, normalizer)
 
 
 def _backward(saved: tuple, d_output: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, None]:
@@ -109,7 +110,7 @@ def _backward_by_blocks(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    sight: Sight,
+    tree_mask: TreeMask,
     output: jax.Array,
     normalizer: jax.Array,
     d_output: jax.Array,
@@ -117,11 +118,11 @@ def _backward_by_blocks(
     kv_heads = k.shape[1]
     dq = []
     dk, dv = jnp.zeros_like(k), jnp.zeros_like(v)
-    for begin, end, seen in _blocks(q, k, sight):
+    for begin, end, seen in _blocks(q, k, tree_mask):
         queries, d_out, out, log_total = (
             _fold(x[:, :, begin:end], kv_heads) for x in (q, d_output, output, normalizer[..., None])
         )
-        weights = jnp.exp(_scores(queries, k[:, :, :seen], sight, (begin, end)) - log_total)
+        weights = jnp.exp(_scores(queries, k[:, :, :seen], tree_mask, (begin, end)) - log_total)
         d_weights = jnp.einsum("bkmh,bksh->bkms", d_out, v[:, :, :seen], preferred_element_type=jnp.float32)
         d_scores = weights * (d_weights - jnp.sum(d_out * out, axis=-1, keepdims=True, dtype=jnp.float32))
         d_scores, weights = d_scores.astype(q.dtype), weights.astype(q.dtype)
@@ -135,31 +136,31 @@ def _backward_by_blocks(
 tree_attention.defvjp(_save, _backward)
 
 
-def _blocks(q: jax.Array, k: jax.Array, sight: Sight) -> list[tuple[int, int, int]]:
+def _blocks(q: jax.Array, k: jax.Array, tree_mask: TreeMask) -> list[tuple[int, int, int]]:
     """Begin and end of each block of queries, and how many keys it looks at: all, where its place is not static."""
     length = q.shape[2]
     ends = [(begin, min(begin + BLOCK, length)) for begin in range(0, length, BLOCK)]
-    return [(begin, end, end if sight.offset is None else k.shape[2]) for begin, end in ends]
+    return [(begin, end, end if tree_mask.offset is None else k.shape[2]) for begin, end in ends]
 
 
-def _scores(queries: jax.Array, keys: jax.Array, sight: Sight, span: tuple[int, int]) -> jax.Array:
+def _scores(queries: jax.Array, keys: jax.Array, tree_mask: TreeMask, span: tuple[int, int]) -> jax.Array:
     """Masked scores float32 [B, K, G·block, S] of the folded queries from ``span[0]`` to ``span[1]``."""
     batch, kv_heads, folded, _ = queries.shape
     length, block = keys.shape[2], span[1] - span[0]
-    bias = jnp.where(_visible(sight, span, length), 0.0, NEGATIVE)[:, None, None]
+    bias = jnp.where(_visible(tree_mask, span, length), 0.0, MASK_VALUE)[:, None, None]
     scores = jnp.einsum("bkmh,bksh->bkms", queries, keys, preferred_element_type=jnp.float32)
     scores = scores.reshape(batch, kv_heads, folded // block, block, length) + bias
     return scores.reshape(batch, kv_heads, folded, length)
 
 
-def _visible(sight: Sight, span: tuple[int, int], keys: int) -> jax.Array:
+def _visible(tree_mask: TreeMask, span: tuple[int, int], keys: int) -> jax.Array:
     """bool [B, block, keys]: which of the first keys the queries of a block see."""
-    index = jnp.arange(*span) + (0 if sight.offset is None else sight.offset)
-    visible = (jnp.arange(keys) <= index[:, None]) & (index[:, None] < sight.subtree_end[:, None, :keys])
-    if sight.window is None or sight.positions is None:
+    index = jnp.arange(*span) + (0 if tree_mask.offset is None else tree_mask.offset)
+    visible = (jnp.arange(keys) <= index[:, None]) & (index[:, None] < tree_mask.subtree_end[:, None, :keys])
+    if tree_mask.window is None or tree_mask.positions is None:
         return visible
-    distance = sight.positions[:, index][:, :, None] - sight.positions[:, None, :keys]
-    return visible & (distance < sight.window)
+    distance = tree_mask.positions[:, index][:, :, None] - tree_mask.positions[:, None, :keys]
+    return visible & (distance < tree_mask.window)
 
 
 def _fold(x: jax.Array, kv_heads: int) -> jax.Array:

@@ -24,8 +24,8 @@ from jax_agent_rl.models.layers import (
 )
 from jax_agent_rl.models.mesh import ROWS, constrain
 from jax_agent_rl.models.moe import router_load
-from jax_agent_rl.models.tree_mask import Sight
-from jax_agent_rl.models.vision.layout import PictureInputs
+from jax_agent_rl.models.tree_mask import TreeMask
+from jax_agent_rl.models.vision.layout import ImageInputs
 
 REMAT_POLICIES = {
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
@@ -96,7 +96,7 @@ def hidden_states(
     positions: jax.Array,
     subtree_end: jax.Array,
     *,
-    pictures: PictureInputs | None = None,
+    pictures: ImageInputs | None = None,
     remat: str = "none",
     mesh: Mesh | None = None,
 ) -> jax.Array:
@@ -114,7 +114,7 @@ def routed_hidden_states(
     subtree_end: jax.Array,
     copies: jax.Array | None,
     *,
-    pictures: PictureInputs | None = None,
+    pictures: ImageInputs | None = None,
     remat: str = "none",
     mesh: Mesh | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
@@ -145,8 +145,8 @@ def routed_hidden_states(
 
     def body(x: jax.Array, scanned: tuple[Params, jax.Array]) -> tuple[jax.Array, jax.Array | None]:
         layer, view = scanned
-        cos, sin, sight = views[0] if len(views) == 1 else jax.tree.map(lambda *x: jnp.stack(x)[view], *views)
-        mixed = attention(config, layer, rms_norm(config, x, layer["input_norm"]), cos, sin, sight, mesh)
+        cos, sin, tree_mask = views[0] if len(views) == 1 else jax.tree.map(lambda *x: jnp.stack(x)[view], *views)
+        mixed = attention(config, layer, rms_norm(config, x, layer["input_norm"]), cos, sin, tree_mask, mesh)
         if not config.sandwich_norms:
             x = x + mixed
             out, load = forward(layer, rms_norm(config, x, layer["post_attention_norm"]))
@@ -177,18 +177,18 @@ def logits(params: Params, hidden: jax.Array) -> jax.Array:
 
 
 def _views(
-    config: DecoderConfig, positions: jax.Array, subtree_end: jax.Array, pictures: PictureInputs | None
-) -> list[tuple[jax.Array, jax.Array, Sight]]:
+    config: DecoderConfig, positions: jax.Array, subtree_end: jax.Array, pictures: ImageInputs | None
+) -> list[tuple[jax.Array, jax.Array, TreeMask]]:
     """Rotary tables [B, T, h/2] and sight of full layers and, if there are any, of windowed ones."""
     if pictures is None:
         full = rope_tables(config.rope, config.head_dim, positions)
     else:
         full = picture_rope_tables(config.rope, config.head_dim, pictures.rope_positions)
     if config.sliding_window is None or config.local_rope is None:
-        return [(*full, Sight(subtree_end))]
+        return [(*full, TreeMask(subtree_end))]
     local = rope_tables(config.local_rope, config.head_dim, positions)
     everything = jnp.int32(positions.shape[1])  # no two positions of a row are that far apart
     return [
-        (*full, Sight(subtree_end, positions, everything)),
-        (*local, Sight(subtree_end, positions, jnp.int32(config.sliding_window))),
+        (*full, TreeMask(subtree_end, positions, everything)),
+        (*local, TreeMask(subtree_end, positions, jnp.int32(config.sliding_window))),
     ]

@@ -13,8 +13,8 @@ from jax_agent_rl.models.attention import sharded_tree_attention
 from jax_agent_rl.models.config import DecoderConfig, LinearScaling, Llama3Scaling, Params, Rope, VisionConfig
 from jax_agent_rl.models.lora import Adapted
 from jax_agent_rl.models.moe import mixture_of_experts, sharded_mixture_of_experts
-from jax_agent_rl.models.tree_mask import Sight
-from jax_agent_rl.models.vision.layout import PictureInputs
+from jax_agent_rl.models.tree_mask import TreeMask
+from jax_agent_rl.models.vision.layout import ImageInputs
 
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True)}
 
@@ -49,10 +49,10 @@ def picture_rope_tables(rope: Rope, head_dim: int, positions: jax.Array) -> tupl
     return jnp.cos(angles), jnp.sin(angles)
 
 
-def place_features(x: jax.Array, pictures: PictureInputs) -> jax.Array:
+def place_features(x: jax.Array, pictures: ImageInputs) -> jax.Array:
     """Embeddings [B, T, D] with the pictures' features in place of their placeholders'."""
-    shown = rows_at(pictures.features, jnp.maximum(pictures.feature_index, 0))
-    return jnp.where(pictures.feature_index[..., None] >= 0, shown.astype(x.dtype), x)
+    multimodal = rows_at(pictures.features, jnp.maximum(pictures.feature_index, 0))
+    return jnp.where(pictures.feature_index[..., None] >= 0, multimodal.astype(x.dtype), x)
 
 
 def rows_at(x: jax.Array, index: jax.Array) -> jax.Array:
@@ -85,7 +85,7 @@ def attention(
     x: jax.Array,
     cos: jax.Array,
     sin: jax.Array,
-    sight: Sight,
+    tree_mask: TreeMask,
     mesh: Mesh | None = None,
 ) -> jax.Array:
     """Self-attention [B, T, D] -> [B, T, D]; cos and sin [B, T, h/2]."""
@@ -103,7 +103,7 @@ def attention(
     if config.qk_norm:
         q, k = rms_norm(config, q, layer["q_norm"]), rms_norm(config, k, layer["k_norm"])
     q = rotate(q, cos, sin) * config.score_scale
-    mixed = sharded_tree_attention(q, rotate(k, cos, sin), heads("v"), sight, mesh)
+    mixed = sharded_tree_attention(q, rotate(k, cos, sin), heads("v"), tree_mask, mesh)
     return linear(mixed.transpose(0, 2, 1, 3).reshape(rows, count, -1), layer["o"], mesh)
 
 

@@ -134,7 +134,7 @@ class StoredParams:
         if found.state != "value":
             raise WeightUpdateError(
                 f"there are no weights at {self._folder} (no {MANIFEST}): every engine has to see the folder that "
-                "rollout.weight_folder names, and the versions before the newest are deleted"
+                "rollout.weight_dir names, and the versions before the newest are deleted"
             )
         if manifest_digest is not None:
             check(f"{self._folder}{MANIFEST}", digest(found.value), manifest_digest)

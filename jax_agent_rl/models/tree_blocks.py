@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_agent_rl.models.tree_mask import Sight
+from jax_agent_rl.models.tree_mask import TreeMask
 
 BLOCK = 512
-LANES = 128
+SLOT_COUNTS = 128
 
 
 class Marks(NamedTuple):
@@ -30,7 +30,7 @@ class Marks(NamedTuple):
     query_depths: Any = None
 
 
-class Plan(NamedTuple):
+class BlockPlan(NamedTuple):
     """One call: padded arrays and how its blocks lie.
 
     Attributes:
@@ -48,20 +48,20 @@ class Plan(NamedTuple):
     k_block: int
 
 
-def plan_blocks(q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight, block: int) -> Plan:
+def plan_blocks(q: jax.Array, k: jax.Array, v: jax.Array, tree_mask: TreeMask, block: int) -> BlockPlan:
     """Arrays padded to whole blocks of at most ``block`` (a multiple of 128), and what to do with each pair."""
     count, keys = q.shape[2], k.shape[2]
-    q_block, k_block = (min(block, n + -n % LANES) for n in (count, keys))
+    q_block, k_block = (min(block, n + -n % SLOT_COUNTS) for n in (count, keys))
     more, more_keys = -count % q_block, -keys % k_block
-    first = jnp.int32(0) if sight.offset is None else sight.offset.astype(jnp.int32)
+    first = jnp.int32(0) if tree_mask.offset is None else tree_mask.offset.astype(jnp.int32)
     window = jnp.int32(0)
-    marks = Marks(pad(sight.subtree_end, 1, more_keys)[..., None])
-    if sight.window is not None and sight.positions is not None:
-        window = sight.window.astype(jnp.int32)
-        asking = jax.lax.dynamic_slice_in_dim(sight.positions, first, count, axis=1)
+    marks = Marks(pad(tree_mask.subtree_end, 1, more_keys)[..., None])
+    if tree_mask.window is not None and tree_mask.positions is not None:
+        window = tree_mask.window.astype(jnp.int32)
+        asking = jax.lax.dynamic_slice_in_dim(tree_mask.positions, first, count, axis=1)
         asking = jnp.pad(asking, ((0, 0), (0, more)), mode="edge")
-        marks = Marks(marks.ends, pad(sight.positions, 1, more_keys)[..., None], asking[:, None])
-    return Plan(
+        marks = Marks(marks.ends, pad(tree_mask.positions, 1, more_keys)[..., None], asking[:, None])
+    return BlockPlan(
         q=pad(q, 2, more),
         k=pad(k, 2, more_keys),
         v=pad(v, 2, more_keys),

@@ -6,7 +6,7 @@ The recurrence is FlashAttention's (Dao et al. 2022, arXiv 2205.14135): a progra
 and the running maximum and sum of each query's softmax. The program does not grow with the row. Three choices are ours:
 
 - Which blocks hold a pair that sees each other is found once, outside; the others are neither computed nor read.
-- Scores lie as [keys, queries]. What belongs to a query (softmax statistics, index, depth) is then a row of lanes, as
+- Scores lie as [keys, queries]. What belongs to a query (softmax statistics, index, depth) is then a row of slots, as
   it lies in memory, and only what belongs to a key (the end of its subtree, its depth) is a column.
 - One grid step serves one query head, so a head's block is a plain matrix; the G heads of one key/value head add up
   their gradients in the same buffer.
@@ -22,15 +22,15 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from jax_agent_rl.models.tree_blocks import BLOCK, Marks, Plan, fetched_blocks, pad, plan_blocks
-from jax_agent_rl.models.tree_mask import NEGATIVE, Sight
+from jax_agent_rl.models.tree_blocks import BLOCK, BlockPlan, Marks, fetched_blocks, pad, plan_blocks
+from jax_agent_rl.models.tree_mask import MASK_VALUE, TreeMask
 
 _ROWS_BY_ROWS = (((1,), (1,)), ((), ()))  # a @ b.T
 _COLUMNS_BY_COLUMNS = (((0,), (0,)), ((), ()))  # a.T @ b
 
 
 def forward(
-    q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight, *, block: int = BLOCK
+    q: jax.Array, k: jax.Array, v: jax.Array, tree_mask: TreeMask, *, block: int = BLOCK
 ) -> tuple[jax.Array, jax.Array]:
     """Attention and the log of each softmax's normalizer.
 
@@ -43,7 +43,7 @@ def forward(
         [B, H, Q, h] and float32 [B, H, Q].
     """
     batch, heads, count, size = q.shape
-    plan = plan_blocks(q, k, v, sight, block)
+    plan = plan_blocks(q, k, v, tree_mask, block)
     out, normalizer = _call(
         _forward_kernel,
         plan,
@@ -65,7 +65,7 @@ def backward(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    sight: Sight,
+    tree_mask: TreeMask,
     output: jax.Array,
     normalizer: jax.Array,
     d_output: jax.Array,
@@ -74,11 +74,11 @@ def backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradients of q, k, v, from what :func:`forward` gave and the gradient of its output; shapes are theirs."""
     count, keys, size = q.shape[2], k.shape[2], q.shape[3]
-    plan = plan_blocks(q, k, v, sight, block)
+    plan = plan_blocks(q, k, v, tree_mask, block)
     more = plan.q.shape[2] - count
     mean = jnp.sum(output * d_output, axis=-1, dtype=jnp.float32)
     # A query that only fills the block gets no weight anywhere: exp(score - 1e30) = 0.
-    statistics = (pad(normalizer[:, :, None], 3, more, -NEGATIVE), pad(mean[:, :, None], 3, more))
+    statistics = (pad(normalizer[:, :, None], 3, more, -MASK_VALUE), pad(mean[:, :, None], 3, more))
     inputs = (plan.q, plan.k, plan.v, plan.marks, pad(d_output, 2, more), *statistics)
     kinds = ("q", "k", "k", _mark_kinds(plan.marks), "q", "statistic", "statistic")
     (dq,) = _call(
@@ -114,7 +114,7 @@ def _mark_kinds(marks: Marks) -> Marks:
 
 def _call(
     kernel: Any,
-    plan: Plan,
+    plan: BlockPlan,
     *,
     by_key: bool,
     inputs: tuple,
@@ -197,7 +197,7 @@ def _scores(place: Any, q: Any, k: Any, marks: Marks, i: Any, j: Any) -> jax.Arr
     seen = (key <= query) & (query < marks.ends[...])
     if marks.key_depths is not None:
         seen &= marks.query_depths[...] - marks.key_depths[...] < place[1]
-    return jnp.where(seen, scores, NEGATIVE)
+    return jnp.where(seen, scores, MASK_VALUE)
 
 
 def _product(a: jax.Array, b: jax.Array, contract: tuple = (((1,), (0,)), ((), ()))) -> jax.Array:
@@ -227,7 +227,7 @@ def _forward_kernel(
     def begin() -> None:
         mixed[...] = jnp.zeros_like(mixed)
         total[...] = jnp.zeros_like(total)
-        peak[...] = jnp.full_like(peak, NEGATIVE)
+        peak[...] = jnp.full_like(peak, MASK_VALUE)
 
     @pl.when(_is_live(fetched, i, j, pl.num_programs(2), blocks))
     def attend() -> None:

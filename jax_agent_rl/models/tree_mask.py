@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 import jax
 
-NEGATIVE = -1e30  # masks a score; finite, so that a row of padding stays free of NaN
+MASK_VALUE = -1e30  # masks a score; finite, so that a row of padding stays free of NaN
 
 
-class Sight(NamedTuple):
+class TreeMask(NamedTuple):
     """Which tokens a token sees: i sees j iff ``j <= i < subtree_end[j]`` and j is within the window.
 
     Attributes:

@@ -79,7 +79,7 @@ def rules(config: Config, rows: Sequence[Mapping[str, Any]] = ()) -> list[Rule]:
             begins=clipped,
             ends=clipped / 2,
             message="{value:.0%} of the " + ("sequences" if sequence else "tokens") + " were clipped: no gradient",
-            advice="lower learner.learning_rate, learner.updates_per_step or learner.ppo_epochs",
+            advice="lower learner.learning_rate, learner.num_minibatches or learner.ppo_epochs",
         ),
         Rule(
             name="logprob_gap_growing",
@@ -111,7 +111,7 @@ def rules(config: Config, rows: Sequence[Mapping[str, Any]] = ()) -> list[Rule]:
     ]
     if config.algorithm.needs_group:
         table.append(_variance_rule(config))
-    if not config.trainer.max_staleness:
+    if not config.trainer.staleness_bound:
         table.append(_gap_rule(config))
     if _has_tools(config, rows):
         table.append(_unused_tools_rule())
@@ -210,10 +210,10 @@ def _idle_rule(config: Config) -> Rule:
             message="rollout and learner wait for each other; side by side steps would be up to {value:.0%} shorter",
             advice="try trainer.mode=one_step_off",
         )
-    more = "rollout.placement=separate with more rollout.engines, or more rollout servers"
+    more = "rollout.placement=separate with more rollout.num_engines, or more rollout servers"
     advice = f"try trainer.mode=fully_async; if all rollouts are slow, {more}"
     if mode == "fully_async":
-        advice = f"raise trainer.staleness={config.trainer.max_staleness}; if all rollouts are slow, {more}"
+        advice = f"raise trainer.max_staleness={config.trainer.staleness_bound}; if all rollouts are slow, {more}"
     return Rule(
         name="learner_idle",
         value=lambda record: _free_share(record, own_devices),
@@ -227,12 +227,12 @@ def _idle_rule(config: Config) -> Rule:
 def has_own_devices(config: Config) -> bool:
     """Whether engines compute without taking time from the learner."""
     rollout = config.rollout
-    beside = rollout.backend == "jetstream" and rollout.jetstream.first_device >= config.learner.mesh.devices
+    beside = rollout.backend == "jetstream" and rollout.jetstream.device_offset >= config.learner.mesh.devices
     return rollout.placement != "colocated" or rollout.backend == "remote" or beside
 
 
 def _more_variance(config: Config) -> str:
-    refill = "" if config.algorithm.max_refills else "set algorithm.max_refills=3 (dynamic sampling), "
+    refill = "" if config.algorithm.max_resample_rounds else "set algorithm.max_resample_rounds=3 (dynamic sampling), "
     return (
         f"{refill}drop rows that are always right or always wrong, raise rollout.group_size="
         f"{config.rollout.group_size}, or give partial credit in the reward"

@@ -38,7 +38,7 @@ class _Waiter:
     place: asyncio.Future[AsyncServer | None]
 
 
-class Admission:
+class RequestQueue:
     """The servers in rotation, and the requests that wait for one of them.
 
     Args:

@@ -25,10 +25,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jax_agent_rl.errors import BackendClosedError, BackendError, EngineDiedError
-from jax_agent_rl.rollout.admission import Admission
-from jax_agent_rl.rollout.merge_outputs import check_context, heard, join, rest_of, seen
+from jax_agent_rl.rollout.admission import RequestQueue
+from jax_agent_rl.rollout.merge_outputs import check_context, from_chunks, merge_outputs, remaining_request, seen
 from jax_agent_rl.rollout.protocol import GenerateRequest, TokenChunk, WeightUpdate
-from jax_agent_rl.rollout.server import AsyncServer, OnIds, Overseer, ServingStats, take_weights
+from jax_agent_rl.rollout.server import AsyncServer, OnIds, ServerLifecycle, ServingStats, take_weights
 from jax_agent_rl.rollout.stops import DecodeText
 from jax_agent_rl.tracing import span
 from jax_agent_rl.types import PauseMode, SamplingParams, StopReason, TokenOutput
@@ -79,10 +79,10 @@ class LLMServerClient:
     ):
         self._decode_text = decode_text
         self._updating = False
-        self._admission = Admission(max_in_flight=max_in_flight_per_server, wait_seconds=wait_for_server_seconds)
+        self._admission = RequestQueue(max_in_flight=max_in_flight_per_server, wait_seconds=wait_for_server_seconds)
         self._balancer = self._admission.balancer
         self._flights: dict[str, _Flight] = {}
-        self._overseer: Overseer | None = None
+        self._overseer: ServerLifecycle | None = None
         self._served: int | None = None
         self._modalities: frozenset[str] = frozenset()
         self._asked = False
@@ -136,7 +136,7 @@ class LLMServerClient:
 
     # --- servers ----------------------------------------------------------------------------------------------
 
-    def oversee(self, overseer: Overseer) -> None:
+    def oversee(self, overseer: ServerLifecycle) -> None:
         """Leaves losses and weight updates to whoever looks after the servers from now on."""
         self._overseer = overseer
 
@@ -162,14 +162,14 @@ class LLMServerClient:
         Raises:
             KeyError: there is no such server.
         """
-        server = self.take_out(name)
+        server = self.detach(name)
         if drain:
             await server.drain()
         else:
             await server.evacuate()
         return server
 
-    def take_out(self, name: str) -> AsyncServer:
+    def detach(self, name: str) -> AsyncServer:
         """Takes a server out of the rotation and leaves it with what it is running.
 
         Raises:
@@ -179,7 +179,7 @@ class LLMServerClient:
         self._remove(server, "was removed")
         return server
 
-    def lose_server(self, server: AsyncServer, why: str) -> None:
+    def mark_lost(self, server: AsyncServer, why: str) -> None:
         """A server is gone; its requests and sessions move on. Nothing happens if it left before."""
         if not self._admission.has(server):
             return
@@ -223,7 +223,7 @@ class LLMServerClient:
         failures = []
         for server, error in results.items():
             if isinstance(error, EngineDiedError | BackendClosedError):
-                self.lose_server(server, str(error))
+                self.mark_lost(server, str(error))
             elif error is not None:
                 failures.append(error)
         if failures:
@@ -346,7 +346,7 @@ class LLMServerClient:
             if part is None:
                 continue
             fruitless = 0 if part.token_ids else fruitless + 1
-            so_far = part if so_far is None else join(request, so_far, part, self._decode_text)
+            so_far = part if so_far is None else merge_outputs(request, so_far, part, self._decode_text)
             if so_far.stop_reason is not StopReason.ABORTED:
                 return so_far
             if len(so_far.token_ids) >= request.sampling.max_tokens:
@@ -354,8 +354,8 @@ class LLMServerClient:
             check_context(rest, part)
             if fruitless >= _MAX_FRUITLESS:
                 raise BackendError(f"request {request.request_id!r} was aborted {fruitless} times without a new id")
-            rest = rest_of(request, so_far)
-        return so_far or heard(request, ())
+            rest = remaining_request(request, so_far)
+        return so_far or from_chunks(request, ())
 
     async def _send(self, request: GenerateRequest, flight: _Flight) -> TokenOutput | None:
         """One attempt on one server; None if nothing came of it."""
@@ -368,7 +368,7 @@ class LLMServerClient:
                 return None
             return await self._ask(server, request, flight)
         except (EngineDiedError, BackendClosedError) as error:
-            self.lose_server(server, str(error))
+            self.mark_lost(server, str(error))
             if not self._admission.is_open:
                 raise
             return self._salvage(request, flight, error)
@@ -391,7 +391,7 @@ class LLMServerClient:
         """What a server that is gone had streamed; None where it had streamed nothing that can be gone on with."""
         if flight.chunks and (self._decode_text is not None or not request.sampling.stop):
             flight.losses = 0
-            return heard(request, flight.chunks)
+            return from_chunks(request, flight.chunks)
         flight.losses += 1
         if flight.losses >= _MAX_LOSSES:
             raise BackendError(

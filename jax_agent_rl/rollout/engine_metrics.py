@@ -20,7 +20,7 @@ COUNTED = {
     "prefill_seconds": "Part of it spent on prompts.",
     "recompilations": "Programs compiled since warm-up ended.",
     "weight_update_seconds": "Time spent taking weights.",
-    "lane_steps": "Lanes of every decode step, idle ones among them.",
+    "slot_steps": "Slots of every decode step, idle ones among them.",
 }
 """Every field of :class:`~jax_agent_rl.rollout.protocol.BackendMetrics`, in words."""
 

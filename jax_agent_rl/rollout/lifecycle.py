@@ -160,7 +160,7 @@ class LLMServerManager:
         if recovery := self._recoveries.get(name):
             await _cancel(recovery)
         if name in self._servers:
-            server = self._client.take_out(name)
+            server = self._client.detach(name)
             if drain:
                 await server.drain()
             del self._servers[name]
@@ -187,7 +187,7 @@ class LLMServerManager:
         except BaseException:
             self._fenced.pop(server, None)
             if self._servers.get(name) is server:  # let in at the moment it was cancelled
-                self._client.take_out(name)
+                self._client.detach(name)
                 del self._servers[name]
             await self._end(server, "it was not wanted any more")
             raise
@@ -245,7 +245,7 @@ class LLMServerManager:
             self._client.serve(update.version)
             self._latest = update if update.lasting and not update.partial else None
             for server, error in refused.items():
-                self._client.lose_server(server, f"it refused weights that others took: {error}")
+                self._client.mark_lost(server, f"it refused weights that others took: {error}")
             for server in fenced:
                 self._let_in(server)
             if not self._client.servers and (self._latest is None or not self._client.is_open):
@@ -254,7 +254,7 @@ class LLMServerManager:
     def _lose_the_dead(self, results: Mapping[AsyncServer, BaseException | None]) -> None:
         for server, error in results.items():
             if error is not None and _is_death(error):
-                self._client.lose_server(server, str(error))
+                self._client.mark_lost(server, str(error))
 
     def _let_in(self, server: AsyncServer) -> None:
         entered = self._fenced.pop(server, None)
@@ -363,7 +363,7 @@ class LLMServerManager:
             self._give_up(server, f"with {inside} requests inside it has done nothing for {self._stall_seconds:g} s")
 
     def _give_up(self, server: AsyncServer, why: str) -> None:
-        self._client.lose_server(server, why)
+        self._client.mark_lost(server, why)
         if self._servers.get(server.name) is server:  # out of rotation before: it finishes its requests, or should
             server.abandon(f"server {server.name} is lost: {why}")
 

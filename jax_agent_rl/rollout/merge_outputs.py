@@ -12,7 +12,7 @@ from jax_agent_rl.rollout.stops import DecodeText, straddling_stop
 from jax_agent_rl.types import StopReason, TokenOutput, digest_ids
 
 
-def join(
+def merge_outputs(
     request: GenerateRequest, before: TokenOutput, rest: TokenOutput, decode_text: DecodeText | None
 ) -> TokenOutput:
     """Both parts as one, cut where a stop string is complete that began before the interruption.
@@ -51,7 +51,7 @@ def join(
     )
 
 
-def rest_of(request: GenerateRequest, so_far: TokenOutput) -> GenerateRequest:
+def remaining_request(request: GenerateRequest, so_far: TokenOutput) -> GenerateRequest:
     """What is still to be sampled: the ids so far belong to the prompt, and count against the budget."""
     left = request.sampling.max_tokens - len(so_far.token_ids)
     return replace(
@@ -74,7 +74,7 @@ def check_context(request: GenerateRequest, part: TokenOutput) -> None:
         )
 
 
-def heard(request: GenerateRequest, chunks: Sequence[TokenChunk]) -> TokenOutput:
+def from_chunks(request: GenerateRequest, chunks: Sequence[TokenChunk]) -> TokenOutput:
     """The part of a request whose server was lost in the middle of it, from what it had streamed.
 
     A lost server gives no digest of its context any more: this one is of the ids that it was sent.

@@ -196,7 +196,7 @@ class BackendMetrics:
         prefill_seconds: part of it spent on prompts.
         recompilations: programs compiled since warm-up ended; 0 in a healthy run.
         weight_update_seconds: time spent taking weights.
-        lane_steps: lanes of every decode step, idle ones among them, so that ``generated_tokens / lane_steps`` is their
+        slot_steps: slots of every decode step, idle ones among them, so that ``generated_tokens / slot_steps`` is their
             occupancy; 0 from an engine that does not count them.
     """
 
@@ -208,7 +208,7 @@ class BackendMetrics:
     prefill_seconds: float = 0.0
     recompilations: int = 0
     weight_update_seconds: float = 0.0
-    lane_steps: int = 0
+    slot_steps: int = 0
 
     def since(self, before: BackendMetrics) -> BackendMetrics:
         """What happened between two readings; ``recompilations`` stays the total."""

@@ -18,7 +18,7 @@ WORTH = 1024
 
 BUSIER, MORE = 1.1, 2
 """A server is clearly busier than another with more than so many times its requests, and so many more. By
-``benchmarks/prefix_routing.py``: with more, requests wait longer for lanes than their prompts would have taken."""
+``benchmarks/prefix_routing.py``: with more, requests wait longer for slots than their prompts would have taken."""
 
 
 class Balancer:
@@ -32,7 +32,7 @@ class Balancer:
     than the least busy one. That pays where long prompts have long beginnings in common, as those of a group do: by
     load alone, every server computes them all. Where they do not, or where there is one server, it changes nothing.
 
-    A session whose server is full moves to one that has room, if there is one: an idle lane is worth more than a cache,
+    A session whose server is full moves to one that has room, if there is one: an idle slot is worth more than a cache,
     since ids are computed from a prompt many times faster than they are sampled.
 
     Args:

@@ -186,7 +186,7 @@ class AsyncServer:
         return next((mode for mode in (PauseMode.ABORT, PauseMode.WAIT) if mode in capabilities.pause_modes), None)
 
 
-class Overseer(Protocol):
+class ServerLifecycle(Protocol):
     """Who looks after a client's servers; see :class:`~jax_agent_rl.rollout.lifecycle.LLMServerManager`."""
 
     def lost(self, server: AsyncServer, why: str) -> None:

@@ -20,7 +20,7 @@ from jax_agent_rl.tracing import Tracer
 
 
 @dataclass(frozen=True, kw_only=True)
-class Agents:
+class AgentSide:
     """Training and held-out rollouts.
 
     Attributes:
@@ -59,7 +59,7 @@ def make_agents(
     tools: ToolRegistry,
     score: Score,
     tracer: Tracer | None = None,
-) -> Agents:
+) -> AgentSide:
     """Builds them; the client's engines may be added later.
 
     Raises:
@@ -83,7 +83,7 @@ def make_agents(
         environments=environments,
     )
     parts = {"score": score, "max_in_flight": config.rollout.max_in_flight, "seed": config.seed, "tracer": tracer}
-    return Agents(
+    return AgentSide(
         collector=RolloutCollector(context, strategy=make_strategy(config.rollout.strategy), **parts),
         evaluator=RolloutCollector(replace(context, limits=config.agent.for_validation()), validate=True, **parts),
         interactions=interactions,

@@ -20,8 +20,8 @@ from jax_agent_rl.observe.traces.opening import open_tracer
 from jax_agent_rl.runtime.engines import backend_factories, check_turns, engine_mesh, one_program, read_model
 from jax_agent_rl.runtime.fleet import FleetMetrics
 from jax_agent_rl.runtime.learners import make_learner
-from jax_agent_rl.runtime.multihost import Line
-from jax_agent_rl.runtime.multihost_engines import join_hosts, make_host_engine, make_shelf, on_every_host
+from jax_agent_rl.runtime.multihost import ControlChannel
+from jax_agent_rl.runtime.multihost_engines import join_hosts, make_host_engine, make_weight_buffer, on_every_host
 from jax_agent_rl.runtime.placement import first_version, open_places, place_engines, room_for_learning
 from jax_agent_rl.runtime.publishers import make_publisher
 from jax_agent_rl.runtime.sampling import open_agents, open_manager, prepare
@@ -42,7 +42,7 @@ def require_used(config: Config, rows: Sequence[Mapping[str, Any]]) -> None:
 
 @asynccontextmanager
 async def build(
-    config: Config, *, say: Callable[[str], None], line: Line | None = None
+    config: Config, *, say: Callable[[str], None], line: ControlChannel | None = None
 ) -> AsyncIterator[RunComponents]:
     """Loads, compiles and starts everything; closes it in the end.
 
@@ -55,7 +55,7 @@ async def build(
     Raises:
         ConfigError, DataError, ModelError, ToolDefinitionError: what a user has to fix.
     """
-    heldout_source = [(config.data.heldout, config.data.heldout_limit)] if config.data.heldout else []
+    heldout_source = [(config.data.eval, config.data.eval_limit)] if config.data.eval else []
     async with AsyncExitStack() as stack:
         prepared = await stack.enter_async_context(prepare(config, [(config.data.train, None), *heldout_source]))
         train, heldout = prepared.rows[0], [row for rows in prepared.rows[1:] for row in rows]
@@ -75,7 +75,7 @@ async def build(
         model = read_model(config, codec, probe_ids)
         shared = one_program(config, model)
         learner = make_learner(config, model, score_by=shared and shared.score, line=line)
-        shelf = make_shelf(config) if on_every_host(config) else None
+        shelf = make_weight_buffer(config) if on_every_host(config) else None
         publisher = make_publisher(config, model, probe_ids=probe_ids, shelf=shelf)
         stack.callback(publisher.close)
         here = backend_factories(

@@ -28,7 +28,7 @@ from jax_agent_rl.errors import ConfigError, ModelError
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.hf import load_config, load_hf
 from jax_agent_rl.models.peft import read_peft, read_settings
-from jax_agent_rl.models.vision.context import Sight
+from jax_agent_rl.models.vision.context import VisionProcessor
 from jax_agent_rl.rollout.lifecycle import BackendFactory
 from jax_agent_rl.rollout.protocol import RolloutBackend
 from jax_agent_rl.runtime.compilation_cache import use_compilation_cache
@@ -56,8 +56,8 @@ def check_engine(config: Config) -> None:
 
     Raises:
         ConfigError: vLLM is not installed, or does not know the model or one of ``rollout.vllm.engine_args``, a
-            server's token is not set, there is no function of the name in ``rollout.jetstream.engine``, or a folder of
-            ``rollout.adapters`` is no adapter.
+            server's token is not set, there is no function of the name in ``rollout.jetstream.engine_factory``, or a
+            folder of ``rollout.adapters`` is no adapter.
     """
     for name, folder in config.rollout.adapters.items():
         read_settings(folder, key=f"rollout.adapters.{name}")
@@ -205,14 +205,14 @@ def one_program(config: Config, model: DecoderConfig) -> OneProgram | None:
 
 def engine_shapes(config: Config) -> EngineShapes:
     """What an embedded engine compiles for."""
-    from jax_agent_rl.jetstream.shapes import EngineShapes, cache_tokens, prefill_buckets
+    from jax_agent_rl.jetstream.shapes import EngineShapes, kv_cache_tokens, prefill_buckets
 
     engine, longest = config.rollout.jetstream, config.rollout.max_model_len
-    lanes = min(engine.max_concurrent_decodes, config.rollout.max_in_flight)
+    slots = min(engine.max_concurrent_decodes, config.rollout.max_in_flight)
     return EngineShapes(
         max_model_len=longest,
-        max_concurrent_decodes=lanes,
-        cache_tokens=engine.cache_tokens or cache_tokens(longest, lanes, config.rollout.max_in_flight),
+        max_concurrent_decodes=slots,
+        kv_cache_tokens=engine.kv_cache_tokens or kv_cache_tokens(longest, slots, config.rollout.max_in_flight),
         decode_steps=engine.decode_steps,
         prefill_buckets=engine.prefill_buckets or prefill_buckets(config.agent.max_prompt_length),
         patch_buckets=engine.patch_buckets,
@@ -237,7 +237,7 @@ def engine_mesh(config: Config) -> Mesh:
     """
     from jax_agent_rl.jetstream.layout import make_engine_mesh
 
-    return make_engine_mesh(config.rollout.jetstream.mesh, first_device=config.rollout.jetstream.first_device)
+    return make_engine_mesh(config.rollout.jetstream.mesh, device_offset=config.rollout.jetstream.device_offset)
 
 
 def check_turns(config: Config, learner: Mesh, engine: Mesh) -> None:
@@ -256,7 +256,8 @@ def check_turns(config: Config, learner: Mesh, engine: Mesh) -> None:
     raise ConfigError(
         f"trainer.mode={mode}: engine and learner work at the same time, and both exchange data over the same "
         f"{len(shared)} devices, where they would wait for each other for ever; give the engine devices of its own (a "
-        "smaller learner.mesh, and rollout.jetstream.first_device behind it), let it take one (rollout.jetstream.mesh),"
+        "smaller learner.mesh, and rollout.jetstream.device_offset behind it), let it take one "
+        "(rollout.jetstream.mesh),"
         " or set trainer.mode=sync or rollout.placement=hybrid"
     )
 
@@ -288,7 +289,7 @@ def _jetstream(
             name: read_peft(folder, model, key=f"rollout.adapters.{name}")
             for name, folder in config.rollout.adapters.items()
         },
-        sight=Sight.of(model, config.model.path, pixels=config.model.pixels),
+        vision_processor=VisionProcessor.of(model, config.model.path, pixels=config.model.pixels),
         version=version,
         seed=config.seed,
         decode_text=_decoder(codec),
@@ -297,7 +298,7 @@ def _jetstream(
 
 
 def _brought(config: Config) -> MakeEngine | None:
-    if (where := config.rollout.jetstream.engine) is None:
+    if (where := config.rollout.jetstream.engine_factory) is None:
         return None
     from jax_agent_rl.jetstream.external_engine import load_engine_function
 
@@ -315,7 +316,7 @@ def _vllm(config: Config, codec: ChatCodec, version: int) -> RolloutBackend:
         max_model_len=config.rollout.max_model_len,
         pixels=config.model.pixels,
         seed=config.seed,
-        sleep=config.rollout.sleep,
+        sleep=config.rollout.sleep_during_update,
         adapters=config.rollout.adapters,
         log_file=str(Path(config.run_dir) / "vllm.log"),
         **engine,
@@ -333,6 +334,6 @@ def _remote(config: Config) -> dict[str, BackendFactory]:
     from jax_agent_rl.rollout.http.client import RemoteBackend
 
     token = token_from(config.rollout.token_env, key="rollout.token_env")
-    shares_disk = True if config.rollout.weight_folder else None
+    shares_disk = True if config.rollout.weight_dir else None
     connect = functools.partial(RemoteBackend, token=token, shares_disk=shares_disk)
     return {url: functools.partial(connect, url) for url in config.rollout.urls}

@@ -9,7 +9,7 @@ import jax
 from jax_agent_rl.config import Config, MeshConfig, load
 from jax_agent_rl.errors import CheckpointError, ConfigError
 from jax_agent_rl.learner.checkpoint import Checkpointer, complete_steps
-from jax_agent_rl.learner.parameterization import Trained
+from jax_agent_rl.learner.parameterization import Parameterization
 from jax_agent_rl.models.convert import named_dtype
 from jax_agent_rl.models.hf import load_hf, save_hf
 from jax_agent_rl.models.peft import save_peft
@@ -35,7 +35,7 @@ def export_run(run: Path, out: Path, *, step: int | None = None, dtype: str = "f
     if adapter and lora is None:
         raise ConfigError(f"{run} trained the whole model (learner.lora is null); export it without --adapter")
     model, params = load_hf(config.model.path)
-    start = Trained.of(model, params, config.learner, mesh=make_mesh(MeshConfig.model_validate({})))
+    start = Parameterization.of(model, params, config.learner, mesh=make_mesh(MeshConfig.model_validate({})))
     checkpointer = Checkpointer(_checkpoints(run, config), keep=config.trainer.keep_checkpoints)
     try:
         placed = jax.tree.map(jax.device_put, start.params, start.shardings)

@@ -12,8 +12,8 @@ from jax_agent_rl.learner.learner import Learner, ScoreContexts
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.hf import load_config, load_hf
 from jax_agent_rl.models.sharding import make_mesh, parameter_shardings
-from jax_agent_rl.models.vision.context import Sight
-from jax_agent_rl.runtime.multihost import LeadingCheckpointer, LeadingLearner, Line, follow
+from jax_agent_rl.models.vision.context import VisionProcessor
+from jax_agent_rl.runtime.multihost import ControlChannel, LeadingCheckpointer, LeadingLearner, follow
 from jax_agent_rl.runtime.multihost_engines import host_engine
 
 
@@ -22,7 +22,7 @@ def make_learner(
     model: DecoderConfig,
     *,
     score_by: ScoreContexts | None = None,
-    line: Line | None = None,
+    line: ControlChannel | None = None,
 ) -> Learner | LeadingLearner:
     """The policy of ``model.path`` with its optimizer, and the critic if there is one.
 
@@ -45,12 +45,14 @@ def make_learner(
         critic_init=_critic_init(config, model),
         score_by=score_by,
         total_steps=config.trainer.steps,
-        sight=Sight.of(model, config.model.path, pixels=config.model.pixels),
+        vision_processor=VisionProcessor.of(model, config.model.path, pixels=config.model.pixels),
     )
     return learner if line is None else LeadingLearner(learner, line)
 
 
-def open_checkpointer(folder: Path | str, *, keep: int, line: Line | None) -> Checkpointer | LeadingCheckpointer:
+def open_checkpointer(
+    folder: Path | str, *, keep: int, line: ControlChannel | None
+) -> Checkpointer | LeadingCheckpointer:
     """Checkpoints of all processes in one folder."""
     return Checkpointer(folder, keep=keep) if line is None else LeadingCheckpointer(folder, keep=keep, line=line)
 

@@ -16,7 +16,7 @@ While agents run, the others' learners wait at a barrier of jax's coordination s
 devices has no short timeout and notices when a process dies: then all others end, too.
 
 One command is carried out at a time, by all. What interrupts a run on process 0 (a signal) therefore waits for the
-learner's thread, and whether a step's updates begin is decided by process 0 alone, see :meth:`Line.gate`.
+learner's thread, and whether a step's updates begin is decided by process 0 alone, see :meth:`ControlChannel.gate`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from pydantic import TypeAdapter
 
 from jax_agent_rl.config import MultihostConfig
 from jax_agent_rl.errors import ConfigError, JaxAgentRLError
-from jax_agent_rl.learner.cancellation import UpdateAbandoned, UpdateGate
+from jax_agent_rl.learner.cancellation import StepCancellation, StepCancelled
 from jax_agent_rl.learner.checkpoint import Checkpointer, located
 from jax_agent_rl.learner.comparison import UNCHECKED, AgreementCheck, through_gate
 from jax_agent_rl.learner.learner import Learner
@@ -52,7 +52,7 @@ from jax_agent_rl.rollout.http.images import decode_media, encode_media
 from jax_agent_rl.types import Group, Trajectory, Turn
 
 if TYPE_CHECKING:
-    from jax_agent_rl.runtime.multihost_engines import Shelf
+    from jax_agent_rl.runtime.multihost_engines import WeightBuffer
 
 logger = logging.getLogger(__name__)
 
@@ -135,7 +135,7 @@ def _with_pictures(trajectory: Trajectory) -> Trajectory:
     return replace(trajectory, turns=turns, segments=segments, prompt_media=decode_media(trajectory.prompt_media))
 
 
-class Line:
+class ControlChannel:
     """Commands from process 0 to all, in order."""
 
     def __init__(self) -> None:
@@ -162,9 +162,9 @@ class Line:
             except jax.errors.JaxRuntimeError as error:
                 logger.warning("the other processes could not be told to stop, and end by themselves: %s", error)
 
-    def gate(self, own: UpdateGate | None = None) -> UpdateGate:
+    def gate(self, own: StepCancellation | None = None) -> StepCancellation:
         """One step's updates on all processes: they begin, or are abandoned, as process 0's ``own`` gate says."""
-        return _SharedGate(self, own or UpdateGate())
+        return _SharedGate(self, own or StepCancellation())
 
     def receive(self) -> tuple[str, Any]:
         """The others: waits for the next command."""
@@ -186,8 +186,8 @@ class Line:
         return command, np.asarray(multihost_utils.broadcast_one_to_all(block))[:length].tobytes()
 
 
-class _SharedGate(UpdateGate):
-    def __init__(self, line: Line, own: UpdateGate) -> None:
+class _SharedGate(StepCancellation):
+    def __init__(self, line: ControlChannel, own: StepCancellation) -> None:
         super().__init__()
         self._line, self._own = line, own
 
@@ -209,10 +209,10 @@ class _SharedGate(UpdateGate):
         try:
             held.enter_context(self._own.update())
             closed = False
-        except UpdateAbandoned:
+        except StepCancelled:
             closed = True
         if _from_process_0([closed, 0])[0]:
-            raise UpdateAbandoned
+            raise StepCancelled
 
 
 def _from_process_0(numbers: Sequence[int]) -> np.ndarray:
@@ -225,7 +225,7 @@ def _from_process_0(numbers: Sequence[int]) -> np.ndarray:
 class LeadingLearner:
     """A :class:`~jax_agent_rl.learner.learner.Learner` whose every call happens on all processes."""
 
-    def __init__(self, learner: Learner, line: Line) -> None:
+    def __init__(self, learner: Learner, line: ControlChannel) -> None:
         self._learner, self._line = learner, line
 
     @property
@@ -244,7 +244,7 @@ class LeadingLearner:
             # One at a time: no device but the first ever holds more than one parameter whole.
             return jax.tree.map(lambda x: gathered(x).addressable_data(0), self._learner.params)
 
-    def hand_out(self, version: int, shelf: Shelf) -> None:
+    def hand_out(self, version: int, shelf: WeightBuffer) -> None:
         """Puts a copy of the parameters on every process's shelf; ``shelf`` is that of this one."""
         with self._line.command("weights", {"version": version}):
             shelf.put(version, self._learner.params)
@@ -269,11 +269,11 @@ class LeadingLearner:
         *,
         masked: Collection[str] = (),
         tick: Callable[[int, int], None] = lambda done, total: None,
-        gate: UpdateGate | None = None,
+        gate: StepCancellation | None = None,
         check: AgreementCheck = UNCHECKED,
     ) -> UpdateResult:
         """See :meth:`Learner.update`."""
-        own = gate or UpdateGate()
+        own = gate or StepCancellation()
         payload = {"groups": encode_groups(groups), "masked": sorted(masked), "since": check.since}
         with self._line.command("update", payload), through_gate(check, own) as checked:
             return self._learner.update(groups, masked=masked, tick=tick, gate=self._line.gate(own), check=checked)
@@ -282,7 +282,7 @@ class LeadingLearner:
 class LeadingCheckpointer:
     """A :class:`~jax_agent_rl.learner.checkpoint.Checkpointer` whose every call happens on all processes."""
 
-    def __init__(self, folder: Path | str, *, keep: int, line: Line) -> None:
+    def __init__(self, folder: Path | str, *, keep: int, line: ControlChannel) -> None:
         self._line = line
         with line.command("open", {"folder": str(located(folder)), "keep": keep}):
             self._own = Checkpointer(folder, keep=keep)
@@ -327,12 +327,12 @@ class LeadingCheckpointer:
 
 
 @contextlib.contextmanager
-def leading() -> Iterator[Line | None]:
+def leading() -> Iterator[ControlChannel | None]:
     """For process 0: the line to the others, who are told to stop in the end. None if there are no others."""
     if jax.process_count() == 1:
         yield None
         return
-    line = Line()
+    line = ControlChannel()
     try:
         yield line
     finally:
@@ -342,7 +342,7 @@ def leading() -> Iterator[Line | None]:
 # --- the others ---------------------------------------------------------------------------------------------------
 
 
-def follow(learner: Learner, shelf: Shelf | None) -> None:
+def follow(learner: Learner, shelf: WeightBuffer | None) -> None:
     """Does what process 0 says until it says stop.
 
     Args:
@@ -352,7 +352,7 @@ def follow(learner: Learner, shelf: Shelf | None) -> None:
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    line = Line()
+    line = ControlChannel()
     checkpointer: Checkpointer | None = None
     while True:
         command, payload = line.receive()
@@ -381,7 +381,7 @@ def follow(learner: Learner, shelf: Shelf | None) -> None:
                 case _:
                     assert checkpointer is not None  # process 0 opens before it uses
                     _follow_checkpoint(learner, checkpointer, command, payload)
-        except UpdateAbandoned:
+        except StepCancelled:
             logger.info("the step was abandoned before its first update")
         except (JaxAgentRLError, ValueError, OSError) as error:
             # Process 0 has met the same error: it decides whether the run goes on.

@@ -34,7 +34,7 @@ import orbax.checkpoint as ocp
 
 from jax_agent_rl.config import Config
 from jax_agent_rl.errors import BackendError, WeightUpdateError
-from jax_agent_rl.jetstream.gather_params import Spread
+from jax_agent_rl.jetstream.gather_params import GatherParams
 from jax_agent_rl.models.config import Params
 from jax_agent_rl.models.hf import load_config
 from jax_agent_rl.rollout.lifecycle import LLMServerManager
@@ -56,7 +56,7 @@ def on_every_host(config: Config) -> bool:
 # --- weights ------------------------------------------------------------------------------------------------------
 
 
-class Shelf:
+class WeightBuffer:
     """The newest weights of the learner in this process, for the engine of this process.
 
     Args:
@@ -85,10 +85,10 @@ class Shelf:
         return kept[1]
 
 
-class FromShelf:
+class WeightBufferBackend:
     """An engine, in everything but where its weights come from."""
 
-    def __init__(self, backend: RolloutBackend, shelf: Shelf) -> None:
+    def __init__(self, backend: RolloutBackend, shelf: WeightBuffer) -> None:
         self._backend = backend
         self._shelf = shelf
 
@@ -105,18 +105,20 @@ class FromShelf:
         return getattr(self._backend, name)
 
 
-def make_shelf(config: Config) -> Shelf:
+def make_weight_buffer(config: Config) -> WeightBuffer:
     """Where the engine of this process finds its weights, in its own precision."""
-    spread = Spread(load_config(config.model.path), engine_mesh(config), dtype=config.rollout.jetstream.dtype)
-    return Shelf(spread)
+    spread = GatherParams(load_config(config.model.path), engine_mesh(config), dtype=config.rollout.jetstream.dtype)
+    return WeightBuffer(spread)
 
 
-def make_host_engine(config: Config, shelf: Shelf, *, say: Callable[[str], None] = logger.info) -> RolloutBackend:
+def make_host_engine(
+    config: Config, shelf: WeightBuffer, *, say: Callable[[str], None] = logger.info
+) -> RolloutBackend:
     """This process's engine, of the model's files until the first weights are published."""
     own = config.model_copy(update={"seed": config.seed + jax.process_index()})
     dtype = config.rollout.jetstream.dtype
     engine = make_engine(own, version=UNTRAINED, say=say, dtype=dtype)
-    return cast(RolloutBackend, FromShelf(engine, shelf))
+    return cast(RolloutBackend, WeightBufferBackend(engine, shelf))
 
 
 # --- finding each other -------------------------------------------------------------------------------------------
@@ -130,7 +132,7 @@ class Store(Protocol):
     def key_value_dir_get(self, key: str) -> list[tuple[str, str]]: ...
 
 
-class Meeting:
+class HostRegistry:
     """Where process 0 and the engines of the others find each other."""
 
     def __init__(self, store: Store | None = None) -> None:
@@ -188,7 +190,7 @@ def own_address(coordinator: str | None) -> str:
 
 
 async def join_hosts(
-    manager: LLMServerManager, *, meeting: Meeting | None = None, others: int | None = None
+    manager: LLMServerManager, *, meeting: HostRegistry | None = None, others: int | None = None
 ) -> list[str]:
     """Brings the engines of all other processes under a manager, once they are up.
 
@@ -203,7 +205,7 @@ async def join_hosts(
     """
     from jax_agent_rl.rollout.http.client import RemoteBackend
 
-    meeting, token = meeting or Meeting(), secrets.token_hex(32)
+    meeting, token = meeting or HostRegistry(), secrets.token_hex(32)
     meeting.invite(token)
     urls = await meeting.answers(jax.process_count() - 1 if others is None else others)
     connect = {f"host-{n}": functools.partial(RemoteBackend, url, token=token) for n, url in urls.items()}
@@ -222,7 +224,7 @@ class HostEngine:
         host: the address it is reached at.
     """
 
-    def __init__(self, make: Callable[[], RolloutBackend], meeting: Meeting, *, number: int, host: str) -> None:
+    def __init__(self, make: Callable[[], RolloutBackend], meeting: HostRegistry, *, number: int, host: str) -> None:
         self._loop = asyncio.new_event_loop()
         self._life = self._loop.create_task(self._serve(make, meeting, number, host))
         self._thread = threading.Thread(target=self._run, name="host-engine", daemon=True)
@@ -237,7 +239,7 @@ class HostEngine:
         with contextlib.suppress(asyncio.CancelledError), contextlib.closing(self._loop):
             self._loop.run_until_complete(self._life)
 
-    async def _serve(self, make: Callable[[], RolloutBackend], meeting: Meeting, number: int, host: str) -> None:
+    async def _serve(self, make: Callable[[], RolloutBackend], meeting: HostRegistry, number: int, host: str) -> None:
         from jax_agent_rl.rollout.http.server import RolloutServer
 
         async with contextlib.AsyncExitStack() as stack:
@@ -257,7 +259,7 @@ class HostEngine:
 
 
 @contextlib.contextmanager
-def host_engine(config: Config) -> Iterator[Shelf | None]:
+def host_engine(config: Config) -> Iterator[WeightBuffer | None]:
     """For a process that does not lead: its engine, from now on; yields where its weights are put.
 
     None where engines are not on the learner's devices.
@@ -265,10 +267,10 @@ def host_engine(config: Config) -> Iterator[Shelf | None]:
     if not on_every_host(config):
         yield None
         return
-    shelf = make_shelf(config)
+    shelf = make_weight_buffer(config)
     make = functools.partial(make_host_engine, config, shelf)
     host = own_address(config.learner.multihost.coordinator)
-    engine = HostEngine(make, Meeting(), number=jax.process_index(), host=host)
+    engine = HostEngine(make, HostRegistry(), number=jax.process_index(), host=host)
     try:
         yield shelf
     finally:

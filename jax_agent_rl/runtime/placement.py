@@ -2,7 +2,8 @@
 
 ::
 
-    colocated   learner ─── engine              this process; with rollout.sleep:  [ sample ][ learn, engine asleep ]
+    colocated   learner ─── engine              this process; with rollout.sleep_during_update:  [ sample ][ learn,
+    engine asleep ]
                                                 a learner of several: an engine in each, ``runtime.host_engines``
     separate    learner ─┬─ Ray actor: engine   a bundle of a placement group each
                          └─ Ray actor: engine
@@ -36,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 @asynccontextmanager
 async def open_places(config: Config, *, learner: bool = True) -> AsyncIterator[list[dict[str, Any]]]:
-    """Ray, and a place for each of ``rollout.engines``, while the context lasts; none if all is colocated.
+    """Ray, and a place for each of ``rollout.num_engines``, while the context lasts; none if all is colocated.
 
     Open it before anything computes: processes that Ray starts should not be copies of one with threads, and the GPUs
     the learner may see are known only now.
@@ -58,9 +59,9 @@ async def open_places(config: Config, *, learner: bool = True) -> AsyncIterator[
     on_gpus = rollout.gpus_per_engine and os.environ.get("JAX_PLATFORMS") != "cpu"
     alone = config.learner.multihost.num_processes in (None, 1)
     async with (
-        open_ray(rollout.ray_address, bundles=1 + rollout.engines),
+        open_ray(rollout.ray_address, bundles=1 + rollout.num_engines),
         reserve(
-            rollout.engines,
+            rollout.num_engines,
             gpus_per_engine=rollout.gpus_per_engine,
             learner_gpus=mesh.devices if on_gpus and alone and (learner or rollout.placement == "hybrid") else 0,
         ) as places,
@@ -96,7 +97,7 @@ def first_version(config: Config) -> int:
 
 
 def _in_actors(config: Config, places: Sequence[Mapping[str, Any]]) -> dict[str, BackendFactory]:
-    rollout = config.rollout.model_copy(update={"placement": "colocated", "sleep": False})
+    rollout = config.rollout.model_copy(update={"placement": "colocated", "sleep_during_update": False})
     model = config.model.model_copy(update={"path": placeless(config.model.path)})
     # A learner's GPU platform would fail where Ray shows none, and vLLM's own process needs none for JAX.
     on_cpu = not rollout.gpus_per_engine or rollout.backend == "vllm"
@@ -133,13 +134,14 @@ def room_for_learning(
     Raises:
         ConfigError: they should sleep and one cannot.
     """
-    leaves, sleeps = config.rollout.placement == "hybrid", config.rollout.sleep
+    leaves, sleeps = config.rollout.placement == "hybrid", config.rollout.sleep_during_update
     if not (leaves or sleeps):
         return nullcontext
     if sleeps and not all(server.backend.capabilities.sleep for server in _find(client, names)):
         raise ConfigError(
-            f"rollout.sleep: the {config.rollout.backend} engine cannot give its memory back here (vllm does on CUDA); "
-            "set rollout.sleep=false"
+            f"rollout.sleep_during_update: the {config.rollout.backend} engine cannot give its memory back here (vllm "
+            f"does on CUDA); "
+            "set rollout.sleep_during_update=false"
         )
     return functools.partial(_room, client, names, leaves=leaves, sleeps=sleeps)
 

@@ -12,7 +12,7 @@ from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.rollout.protocol import WeightUpdate
 from jax_agent_rl.rollout.ray.weights import store
 from jax_agent_rl.runtime.multihost import LeadingLearner
-from jax_agent_rl.runtime.multihost_engines import KIND, Shelf
+from jax_agent_rl.runtime.multihost_engines import KIND, WeightBuffer
 from jax_agent_rl.trainer.components import Publisher, WeightSource
 
 PROBE_LENGTH = 96
@@ -53,7 +53,7 @@ class MeshPublisher:
         shelf: of this process.
     """
 
-    def __init__(self, shelf: Shelf) -> None:
+    def __init__(self, shelf: WeightBuffer) -> None:
         self._shelf = shelf
 
     def make(self, learner: WeightSource, version: int) -> WeightUpdate:
@@ -119,7 +119,7 @@ class TensorstorePublisher:
 
 
 def make_publisher(
-    config: Config, model: DecoderConfig, *, probe_ids: Sequence[int], shelf: Shelf | None = None
+    config: Config, model: DecoderConfig, *, probe_ids: Sequence[int], shelf: WeightBuffer | None = None
 ) -> Publisher:
     """What the engines of ``rollout.backend`` and ``rollout.placement`` take weights from.
 
@@ -128,7 +128,7 @@ def make_publisher(
         shelf: of this process, where every process of the learner has an engine.
 
     Raises:
-        ConfigError: ``rollout.weight_folder`` does not exist.
+        ConfigError: ``rollout.weight_dir`` does not exist.
     """
     if shelf is not None:
         return MeshPublisher(shelf)
@@ -140,7 +140,7 @@ def _form(config: Config, model: DecoderConfig, probe_ids: Sequence[int]) -> Pub
     if config.rollout.backend == "jetstream":
         return ArrayPublisher()
     if config.rollout.weight_transport == "tensorstore":
-        assert config.rollout.weight_folder is not None  # by the configuration's own checks
-        return TensorstorePublisher(config.rollout.weight_folder)
+        assert config.rollout.weight_dir is not None  # by the configuration's own checks
+        return TensorstorePublisher(config.rollout.weight_dir)
     probe = probe_ids[: min(PROBE_LENGTH, config.rollout.max_model_len - 1)]
-    return FilePublisher(WeightFiles(model, probe_ids=[probe], folder=config.rollout.weight_folder))
+    return FilePublisher(WeightFiles(model, probe_ids=[probe], folder=config.rollout.weight_dir))

@@ -111,8 +111,8 @@ async def reserve(engines: int, *, gpus_per_engine: int, learner_gpus: int = 0) 
                 await group.ready()
         except TimeoutError:
             raise ConfigError(
-                f"rollout.engines={engines}: Ray found no place for them within {_READY_SECONDS:g} s; free are "
-                f"{_plain(ray.available_resources())}; end what uses the rest, or lower rollout.engines"
+                f"rollout.num_engines={engines}: Ray found no place for them within {_READY_SECONDS:g} s; free are "
+                f"{_plain(ray.available_resources())}; end what uses the rest, or lower rollout.num_engines"
             ) from None
         places = [PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=i) for i in range(1 + engines)]
         if learner_gpus:
@@ -132,7 +132,8 @@ def _check_room(total: Mapping[str, float], engines: int, gpus_per_engine: int, 
     for name, count in need.items():
         if total.get(name, 0) < count:
             raise ConfigError(
-                f"rollout.engines={engines} with rollout.gpus_per_engine={gpus_per_engine} and a learner need {count} "
+                f"rollout.num_engines={engines} with rollout.gpus_per_engine={gpus_per_engine} and a learner need "
+                f"{count} "
                 f"{name}s, the Ray cluster has {_plain(total)}; lower them, or add nodes"
             )
 

@@ -24,7 +24,7 @@ from jax_agent_rl.data.rows import Row, load_rows
 from jax_agent_rl.environments import load_environments, require_environments
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.lifecycle import LLMServerManager
-from jax_agent_rl.runtime.agents import Agents, make_agents
+from jax_agent_rl.runtime.agents import AgentSide, make_agents
 from jax_agent_rl.runtime.engines import backend_factories, check_engine, load_model, read_model, recovery_seconds
 from jax_agent_rl.runtime.placement import open_places, place_engines
 from jax_agent_rl.runtime.scoring import needed_services, open_scorer, reward_server
@@ -69,7 +69,7 @@ class Rollouts:
 
     config: Config
     client: LLMServerClient
-    agents: Agents
+    agents: AgentSide
     codec: ChatCodec
     rows: list[Row]
 
@@ -82,7 +82,7 @@ async def prepare(config: Config, sources: Sequence[Source]) -> AsyncIterator[Pr
         ConfigError, DataError, ModelError, ToolDefinitionError: what a user has to fix.
     """
     async with open_tools(config.tools) as tools, reward_server(config):
-        load_agents(config.agent.path)
+        load_agents(config.agent.module)
         load_environments(config.environments.path)
         rows = [_load(config, tools, source) for source in sources]
         services = needed_services(config, [row for part in rows for row in part])
@@ -104,7 +104,7 @@ def open_codec(config: Config) -> ChatCodec:
 @asynccontextmanager
 async def open_agents(
     config: Config, prepared: Prepared, *, tracer: Tracer | None = None
-) -> AsyncIterator[tuple[LLMServerClient, Agents]]:
+) -> AsyncIterator[tuple[LLMServerClient, AgentSide]]:
     """The client, without engines as yet, and the agents that speak to it; closed in the end.
 
     Args:

@@ -12,7 +12,7 @@ from jax_agent_rl.collect.collector import Score
 from jax_agent_rl.config import Config
 from jax_agent_rl.config.reward import JudgeConfig, RewardConfig
 from jax_agent_rl.jetstream.backend import JetStreamBackend
-from jax_agent_rl.jetstream.shapes import EngineShapes, cache_tokens
+from jax_agent_rl.jetstream.shapes import EngineShapes, kv_cache_tokens
 from jax_agent_rl.models.hf import load_hf
 from jax_agent_rl.rewards import (
     ModelJudge,
@@ -116,7 +116,7 @@ async def _open_judge(config: JudgeConfig, *, client: LLMServerClient, codec: Ch
     shapes = EngineShapes(
         max_model_len=config.max_model_len,
         max_concurrent_decodes=config.max_in_flight,
-        cache_tokens=cache_tokens(config.max_model_len, config.max_in_flight, config.max_in_flight),
+        kv_cache_tokens=kv_cache_tokens(config.max_model_len, config.max_in_flight, config.max_in_flight),
         decode_steps=16,
         prefill_buckets=(128, 512),
     )

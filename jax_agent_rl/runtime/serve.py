@@ -27,9 +27,9 @@ async def serve_rollouts(config: Config, *, policy: str, host: str, port: int, s
     check_engine(config)
     say(f"loading {policy}")
     backend = make_engine(config, version=UNTRAINED, say=say)
-    folder = config.rollout.weight_folder
+    folder = config.rollout.weight_dir
     # Before minutes of compiling: it may refuse.
-    server = RolloutServer(backend, host=host, port=port, token=token, weight_folder=folder)
+    server = RolloutServer(backend, host=host, port=port, token=token, weight_dir=folder)
     try:
         await backend.start()
         await server.start()

@@ -27,7 +27,7 @@ _NO_LEARNER_ROW = 1 << 24  # the length of packed rows, which nothing packs here
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class PolicyChoice:
     """What a command line says of it.
 
     Attributes:
@@ -47,7 +47,7 @@ class Choice:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Subject:
+class ServedPolicy:
     """A policy on disk and how it is to act.
 
     Attributes:
@@ -64,7 +64,7 @@ class Subject:
 
 
 @contextlib.contextmanager
-def open_subject(choice: Choice) -> Iterator[Subject]:
+def open_policy(choice: PolicyChoice) -> Iterator[ServedPolicy]:
     """A checkpoint is written out as a Hugging Face folder beside its run, and removed in the end.
 
     Raises:
@@ -73,7 +73,7 @@ def open_subject(choice: Choice) -> Iterator[Subject]:
     """
     config = choose(choice)
     if choice.run is None:
-        yield Subject(config=config, recorded=config, name=config.model.path, step=0)
+        yield ServedPolicy(config=config, recorded=config, name=config.model.path, step=0)
         return
     from jax_agent_rl.runtime.export import export_run, saved_step
 
@@ -82,7 +82,7 @@ def open_subject(choice: Choice) -> Iterator[Subject]:
     try:
         export_run(choice.run, folder, step=step)
         model = config.model.model_copy(update={"path": str(folder)})
-        yield Subject(
+        yield ServedPolicy(
             config=config.model_copy(update={"model": model}),
             recorded=config,
             name=f"{choice.run}, step {step}",
@@ -92,11 +92,11 @@ def open_subject(choice: Choice) -> Iterator[Subject]:
         remove_folder(folder)
 
 
-def choose(choice: Choice) -> Config:
+def choose(choice: PolicyChoice) -> Config:
     """The configuration alone, before any weights.
 
     Raises:
-        ConfigError: see :func:`open_subject`.
+        ConfigError: see :func:`open_policy`.
     """
     if choice.model is not None and choice.run is not None:
         raise ConfigError(f"--model {choice.model} and --run {choice.run} both name a policy; give one")
@@ -115,7 +115,7 @@ def choose(choice: Choice) -> Config:
     return config
 
 
-def _tree(choice: Choice) -> dict[str, Any]:
+def _tree(choice: PolicyChoice) -> dict[str, Any]:
     """The tree to validate, without overrides."""
     if choice.config is not None:
         return read_tree(choice.config)
@@ -128,4 +128,4 @@ def _tree(choice: Choice) -> dict[str, Any]:
     rows = {"train": str(choice.data or NO_ROWS)}
     model = {"path": str(choice.model)}
     name = choice.model.expanduser().resolve().name
-    return {"run_dir": f"runs/{name}", "model": model, "data": rows, "learner": {"row_length": _NO_LEARNER_ROW}}
+    return {"run_dir": f"runs/{name}", "model": model, "data": rows, "learner": {"pack_length": _NO_LEARNER_ROW}}

@@ -23,7 +23,7 @@ from jax_agent_rl.observe.report.command import write_report
 from jax_agent_rl.observe.trajectories import best_and_worst, outline
 from jax_agent_rl.runtime.build import build
 from jax_agent_rl.runtime.learners import open_checkpointer
-from jax_agent_rl.runtime.multihost import Line, leading
+from jax_agent_rl.runtime.multihost import ControlChannel, leading
 from jax_agent_rl.runtime.placement import first_version
 from jax_agent_rl.trainer.base import Trainer
 from jax_agent_rl.trainer.breakdown import Breakdown, shown
@@ -73,7 +73,7 @@ async def _train(
     from_step: int | None,
     console: Console,
     interruption: Interruption,
-    line: Line | None,
+    line: ControlChannel | None,
 ) -> dict[str, Any]:
     breakdown = Breakdown()
     check_observers(config)

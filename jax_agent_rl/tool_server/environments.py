@@ -46,7 +46,7 @@ _SURPRISING = {
 }
 
 
-class Trajectory:
+class ToolTrajectory:
     """One trajectory's environments, by tool. Only to be touched inside :meth:`Environments.enter`."""
 
     def __init__(self, trajectory_id: str, last_used: float):
@@ -82,7 +82,7 @@ class Environments:
         self._limit = limit
         self._idle_seconds = idle_seconds
         self._clock = clock
-        self._trajectories: dict[str, Trajectory] = {}
+        self._trajectories: dict[str, ToolTrajectory] = {}
         self._gone: OrderedDict[str, CloseReason] = OrderedDict()
         self._closing: set[asyncio.Task[None]] = set()
         self._count = 0
@@ -93,11 +93,11 @@ class Environments:
         return self._count
 
     @asynccontextmanager
-    async def enter(self, trajectory_id: str) -> AsyncIterator[Trajectory]:
+    async def enter(self, trajectory_id: str) -> AsyncIterator[ToolTrajectory]:
         """The trajectory, for one action: no other is carried out there meanwhile."""
         trajectory = self._trajectories.get(trajectory_id)
         if trajectory is None:
-            trajectory = self._trajectories[trajectory_id] = Trajectory(trajectory_id, self._clock())
+            trajectory = self._trajectories[trajectory_id] = ToolTrajectory(trajectory_id, self._clock())
         trajectory.users += 1
         try:
             async with trajectory.lock:
@@ -108,7 +108,7 @@ class Environments:
             if not trajectory.users and not trajectory.open:
                 del self._trajectories[trajectory_id]
 
-    async def of(self, trajectory: Trajectory, tool: ServerTool, extra: Mapping[str, Any]) -> Any:
+    async def of(self, trajectory: ToolTrajectory, tool: ServerTool, extra: Mapping[str, Any]) -> Any:
         """The tool's environment there, opened if need be; None for a tool without state.
 
         Raises:
@@ -131,7 +131,7 @@ class Environments:
             self._telemetry.opened(tool.name)
         return trajectory.open[tool.name]
 
-    async def close(self, trajectory: Trajectory, reason: CloseReason) -> None:
+    async def close(self, trajectory: ToolTrajectory, reason: CloseReason) -> None:
         """Closes what is open there. Failures are counted and logged, and never keep other environments open.
 
         Who waits for it may be cancelled; the closing goes on.

@@ -26,7 +26,7 @@ from jax_agent_rl.config.tool_server import ToolServerSettings
 from jax_agent_rl.errors import WorkerDiedError
 from jax_agent_rl.tool_server import telemetry
 from jax_agent_rl.tool_server.pool import Worker, worker_of
-from jax_agent_rl.tool_server.wire import ObservationRequest, Reply, encode_replies, explain
+from jax_agent_rl.tool_server.wire import ObservationRequest, ToolReply, encode_replies, explain
 from jax_agent_rl.utils import tempdirs
 from jax_agent_rl.utils.http_server import HttpServer, Refused, read_json
 from jax_agent_rl.utils.prometheus import CONTENT_TYPE
@@ -176,7 +176,7 @@ class ToolServer:
         replies = await self._steps(body)
         return web.json_response(encode_replies(replies, 1000 * (time.perf_counter() - began)))
 
-    async def _steps(self, body: ObservationRequest) -> list[Reply]:
+    async def _steps(self, body: ObservationRequest) -> list[ToolReply]:
         """Has each worker carry out its part."""
         steps = body.steps()
         parts: dict[int, list[int]] = defaultdict(list)
@@ -185,7 +185,7 @@ class ToolServer:
         answers = await asyncio.gather(
             *(self._workers[number].steps([steps[i] for i in part]) for number, part in parts.items())
         )
-        replies: dict[int, Reply] = {}
+        replies: dict[int, ToolReply] = {}
         for part, answer in zip(parts.values(), answers, strict=True):
             replies.update(zip(part, answer, strict=True))
         return [replies[index] for index in range(len(steps))]

@@ -25,7 +25,7 @@ Environment = TypeVar("Environment")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Observation:
+class ToolObservation:
     """What an action brought about.
 
     Attributes:
@@ -80,7 +80,7 @@ class ToolContext:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Action(Generic[Parsed, Environment]):
+class ToolAction(Generic[Parsed, Environment]):
     """One action.
 
     Attributes:
@@ -123,7 +123,7 @@ class ServerTool(ABC, Generic[Parsed, Environment]):
         """
 
     @abstractmethod
-    async def act(self, action: Action[Parsed, Environment]) -> Observation:
+    async def act(self, action: ToolAction[Parsed, Environment]) -> ToolObservation:
         """Carries an action out.
 
         Raises:

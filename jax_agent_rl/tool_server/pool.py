@@ -23,7 +23,7 @@ import aiohttp
 
 from jax_agent_rl.config.tool_server import ToolServerSettings
 from jax_agent_rl.errors import ConfigError, JaxAgentRLError, WorkerDiedError
-from jax_agent_rl.tool_server.wire import Failure, Reply, Step, failed
+from jax_agent_rl.tool_server.wire import Failure, ObservationStep, ToolReply, failed
 
 logger = logging.getLogger(__name__)
 _START_SECONDS = 600.0  # making a search index may take a while
@@ -101,9 +101,9 @@ class Worker:
         if self._process is not None and self._process.returncode is None:
             self._process.kill()
 
-    async def steps(self, steps: Sequence[Step]) -> list[Reply]:
+    async def steps(self, steps: Sequence[ObservationStep]) -> list[ToolReply]:
         """Has actions carried out. Never raises for a dead worker: its replies say so."""
-        replies: dict[int, Reply] = {}
+        replies: dict[int, ToolReply] = {}
         for index, step in enumerate(steps):
             if step.trajectory_id in self._lost:
                 self._lost.discard(step.trajectory_id)
@@ -112,7 +112,7 @@ class Worker:
         if asked:
             try:
                 answers = await self._post("/steps", [asdict(steps[index]) for index in asked])
-                replies |= {i: Reply(**answer) for i, answer in zip(asked, answers, strict=True)}
+                replies |= {i: ToolReply(**answer) for i, answer in zip(asked, answers, strict=True)}
             except WorkerDiedError:
                 replies |= {index: _lost(steps[index]) for index in asked}
                 self._lost -= {steps[index].trajectory_id for index in asked}  # told now
@@ -230,10 +230,10 @@ class Worker:
             await session.close()
 
 
-def _lost(step: Step) -> Reply:
+def _lost(step: ObservationStep) -> ToolReply:
     """The reply of a dead worker."""
     if step.finish:
-        return Reply(observation="", done=True, valid=True, tool="finish", error=None, open=False)
+        return ToolReply(observation="", done=True, valid=True, tool="finish", error=None, open=False)
     text = "Error: the process that held this trajectory's tools ended"
     return failed(Failure.WORKER, text, done=True)
 

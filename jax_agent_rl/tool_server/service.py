@@ -15,10 +15,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jax_agent_rl.errors import ConfigError, ToolError
-from jax_agent_rl.tool_server.environments import CloseReason, Environments, Trajectory
-from jax_agent_rl.tool_server.plugin import Action, Observation, ServerTool
+from jax_agent_rl.tool_server.environments import CloseReason, Environments, ToolTrajectory
+from jax_agent_rl.tool_server.plugin import ServerTool, ToolAction, ToolObservation
 from jax_agent_rl.tool_server.telemetry import Telemetry
-from jax_agent_rl.tool_server.wire import Failure, Reply, Step, encode_observation, failed
+from jax_agent_rl.tool_server.wire import Failure, ObservationStep, ToolReply, encode_observation, failed
 from jax_agent_rl.utils.unicode import without_halves
 
 logger = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ class ToolService:
             except Exception:
                 logger.warning("tool %s did not stop cleanly", tool.name, exc_info=True)
 
-    async def steps(self, steps: Sequence[Step]) -> list[Reply]:
+    async def steps(self, steps: Sequence[ObservationStep]) -> list[ToolReply]:
         """Carries actions out, those of different trajectories at the same time; replies in the same order."""
         tasks = [asyncio.ensure_future(self.step(step)) for step in steps]
         try:
@@ -97,7 +97,7 @@ class ToolService:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def step(self, step: Step) -> Reply:
+    async def step(self, step: ObservationStep) -> ToolReply:
         """Carries one action out. Never raises for what a model or a tool does wrong."""
         began = time.perf_counter()
         tool, outcome = FINISH if step.finish else "none", "cancelled"
@@ -110,17 +110,17 @@ class ToolService:
         finally:
             self._telemetry.step_ended(tool, outcome, time.perf_counter() - began)
 
-    async def _in_turn(self, trajectory: Trajectory, step: Step) -> Reply:
+    async def _in_turn(self, trajectory: ToolTrajectory, step: ObservationStep) -> ToolReply:
         gone = self.environments.gone(step.trajectory_id)
         if step.finish:
             await self.environments.close(trajectory, CloseReason.FINISH)
-            return Reply(observation="", done=True, valid=True, tool=FINISH, error=None, open=False)
+            return ToolReply(observation="", done=True, valid=True, tool=FINISH, error=None, open=False)
         if gone is not None:
             return failed(Failure.GONE, f"Error: the environment was closed: {gone}", done=True)
         reply, ending = await self._act(trajectory, step)
         if ending is not None:
             await self.environments.close(trajectory, ending)
-        return Reply(
+        return ToolReply(
             observation=reply.observation,
             done=reply.done,
             valid=reply.valid,
@@ -129,7 +129,7 @@ class ToolService:
             open=bool(trajectory.open),
         )
 
-    async def _act(self, trajectory: Trajectory, step: Step) -> tuple[Reply, CloseReason | None]:
+    async def _act(self, trajectory: ToolTrajectory, step: ObservationStep) -> tuple[ToolReply, CloseReason | None]:
         """Returns the reply, and why the trajectory's environments are to be closed now, if so."""
         last = CloseReason.LAST_STEP if step.is_last_step else None
         try:
@@ -143,7 +143,7 @@ class ToolService:
             async with asyncio.timeout(self._step_seconds):
                 environment = await self.environments.of(trajectory, tool, step.extra)
                 observation = await tool.act(
-                    Action(parsed=parsed, environment=environment, extra=step.extra, trajectory_id=trajectory.id)
+                    ToolAction(parsed=parsed, environment=environment, extra=step.extra, trajectory_id=trajectory.id)
                 )
             reply = self._observed(tool, observation)
             return reply, CloseReason.DONE if reply.done else last
@@ -174,20 +174,20 @@ class ToolService:
                 return tool, parsed
         return None
 
-    def _observed(self, tool: ServerTool, observation: Observation) -> Reply:
+    def _observed(self, tool: ServerTool, observation: ToolObservation) -> ToolReply:
         wire = encode_observation(observation, shorten(observation.text, self._max_chars))
-        return Reply(
+        return ToolReply(
             observation=wire, done=observation.done, valid=observation.valid, tool=tool.name, error=None, open=True
         )
 
-    def _invalid(self, action: str) -> Reply:
+    def _invalid(self, action: str) -> ToolReply:
         usages = "\n".join(f"{tool.name}: {tool.usage}" for tool in self._tools)
         text = "No valid tool found for action"
         if len(action) > self._max_action_chars:
             text = f"The action has {len(action)} characters, more than max_action_chars={self._max_action_chars}"
         return failed(Failure.INVALID, text, done=self._done_if_invalid, available_tools=usages)
 
-    def _failure(self, failure: Failure, tool: ServerTool, text: str, *, done: bool = False) -> Reply:
+    def _failure(self, failure: Failure, tool: ServerTool, text: str, *, done: bool = False) -> ToolReply:
         return failed(failure, f"Error: {shorten(text, _ERROR_CHARS)}", done=done, tool=tool.name)
 
     async def _sweep(self) -> None:

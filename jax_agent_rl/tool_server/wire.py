@@ -20,7 +20,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from jax_agent_rl.tool_server.plugin import Observation
+from jax_agent_rl.tool_server.plugin import ToolObservation
 
 
 def _as_text(value: object) -> object:
@@ -67,7 +67,7 @@ class ObservationRequest(BaseModel):
                 raise ValueError(f"{name} has {len(values)} entries, trajectory_ids has {expected}; they must match")
         return self
 
-    def steps(self) -> list[Step]:
+    def steps(self) -> list[ObservationStep]:
         """One step for each trajectory id, in order."""
         count = len(self.trajectory_ids)
         columns = zip(
@@ -79,13 +79,13 @@ class ObservationRequest(BaseModel):
             strict=True,
         )
         return [
-            Step(trajectory_id=id, action=action, extra=extra, finish=finish, is_last_step=last)
+            ObservationStep(trajectory_id=id, action=action, extra=extra, finish=finish, is_last_step=last)
             for id, action, extra, finish, last in columns
         ]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Step:
+class ObservationStep:
     """One trajectory's part of a request."""
 
     trajectory_id: str
@@ -96,12 +96,12 @@ class Step:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Reply:
+class ToolReply:
     """One trajectory's part of an answer.
 
     Attributes:
         observation: as it goes over the wire.
-        done, valid: see :class:`Observation`.
+        done, valid: see :class:`ToolObservation`.
         tool: that acted, ``finish``, or None.
         error: why there is no ordinary observation.
         open: whether the trajectory has an environment now.
@@ -115,7 +115,7 @@ class Reply:
     open: bool
 
 
-def encode_observation(observation: Observation, text: str) -> str | dict[str, Any]:
+def encode_observation(observation: ToolObservation, text: str) -> str | dict[str, Any]:
     """A string when there is only text."""
     more: dict[str, Any] = {}
     if observation.reward is not None:
@@ -129,13 +129,13 @@ def encode_observation(observation: Observation, text: str) -> str | dict[str, A
     return {"obs": text, **more} if more else text
 
 
-def failed(failure: Failure, text: str, *, done: bool, tool: str | None = None, **more: Any) -> Reply:
+def failed(failure: Failure, text: str, *, done: bool, tool: str | None = None, **more: Any) -> ToolReply:
     """The reply to an action that failed. Its observation says so to the model, and by name to the agent loop."""
     observation = {"obs": text, "invalid_reason": failure.value, **more}
-    return Reply(observation=observation, done=done, valid=False, tool=tool, error=failure, open=False)
+    return ToolReply(observation=observation, done=done, valid=False, tool=tool, error=failure, open=False)
 
 
-def encode_replies(replies: Sequence[Reply], milliseconds: float) -> dict[str, Any]:
+def encode_replies(replies: Sequence[ToolReply], milliseconds: float) -> dict[str, Any]:
     """The answer's body."""
     return {
         "observations": [reply.observation for reply in replies],

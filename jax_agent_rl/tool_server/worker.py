@@ -25,7 +25,7 @@ from jax_agent_rl.tool_server.sandbox import open_sandbox
 from jax_agent_rl.tool_server.sandbox.limits import run_limits
 from jax_agent_rl.tool_server.service import ToolService
 from jax_agent_rl.tool_server.telemetry import Telemetry
-from jax_agent_rl.tool_server.wire import Step
+from jax_agent_rl.tool_server.wire import ObservationStep
 from jax_agent_rl.utils.threads import DaemonThreads
 
 
@@ -67,7 +67,7 @@ def make_app(service: ToolService, tools: list[ServerTool]) -> web.Application:
 
     async def steps(request: web.Request) -> web.Response:
         body = json.loads(await request.read())
-        replies = await service.steps([Step(**step) for step in body])
+        replies = await service.steps([ObservationStep(**step) for step in body])
         return web.json_response([dataclasses.asdict(reply) for reply in replies])
 
     async def retrieve(request: web.Request) -> web.Response:

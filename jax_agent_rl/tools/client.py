@@ -26,7 +26,7 @@ NO_TOOL = "Error: no tool accepted this action; check its format."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Action:
+class ServerAction:
     """What one trajectory sends.
 
     Attributes:
@@ -45,7 +45,7 @@ class Action:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Observation:
+class ServerObservation:
     """What came back.
 
     Attributes:
@@ -76,8 +76,8 @@ class ToolServerClient:
         self._service = service
 
     async def get_observation(
-        self, actions: Sequence[Action], *, repeatable: bool = False
-    ) -> list[Observation | ToolServerError]:
+        self, actions: Sequence[ServerAction], *, repeatable: bool = False
+    ) -> list[ServerObservation | ToolServerError]:
         """Runs one action of each of several trajectories; an entry that cannot be used is an error of its own.
 
         A server that takes too long gives observations with the error ``timeout``, for the model to read.
@@ -101,7 +101,7 @@ class ToolServerClient:
         except TimeoutError:
             seconds = self._service.settings.timeout
             text = f"Error: the tool did not answer within {seconds:g} seconds."
-            return [Observation(text=text, error="timeout") for _ in actions]
+            return [ServerObservation(text=text, error="timeout") for _ in actions]
         return _observations(answer, len(actions), self._service.settings.url)
 
     async def finish(self, trajectory_id: str) -> None:
@@ -110,7 +110,7 @@ class ToolServerClient:
         Raises:
             ToolServerError: as :meth:`get_observation`, or it took too long.
         """
-        action = Action(trajectory_id=trajectory_id, finish=True, is_last_step=True)
+        action = ServerAction(trajectory_id=trajectory_id, finish=True, is_last_step=True)
         (closed,) = await self.get_observation([action], repeatable=True)
         if isinstance(closed, ToolServerError):
             raise closed
@@ -164,7 +164,7 @@ class _Detailed(BaseModel):
     audio: Any = None
 
 
-def _observations(answer: Any, count: int, url: str) -> list[Observation | ToolServerError]:
+def _observations(answer: Any, count: int, url: str) -> list[ServerObservation | ToolServerError]:
     try:
         frame = _Answer.model_validate(answer)
     except ValidationError as error:
@@ -176,7 +176,7 @@ def _observations(answer: Any, count: int, url: str) -> list[Observation | ToolS
     return [_observation(content, done, valid, url) for content, done, valid in rows]
 
 
-def _observation(content: Any, done: bool, valid: bool, url: str) -> Observation | ToolServerError:
+def _observation(content: Any, done: bool, valid: bool, url: str) -> ServerObservation | ToolServerError:
     try:
         detailed = _Detailed.model_validate({"obs": content} if isinstance(content, str) else content)
     except ValidationError as error:
@@ -195,7 +195,7 @@ def _observation(content: Any, done: bool, valid: bool, url: str) -> Observation
         text, kind = f"Error: {error}.", "raised"
     if kind == "invalid_action" and not text:
         text = NO_TOOL
-    return Observation(
+    return ServerObservation(
         text=text, done=done, error=kind, reward=detailed.reward or 0.0, metrics=detailed.metrics, media=media
     )
 

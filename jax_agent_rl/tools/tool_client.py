@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from jax_agent_rl.config import ToolClientConfig
 from jax_agent_rl.errors import ConfigError, ToolServerError
-from jax_agent_rl.tools.client import Action, Observation, ToolServerClient, observation_url
+from jax_agent_rl.tools.client import ServerAction, ServerObservation, ToolServerClient, observation_url
 from jax_agent_rl.utils.json_service import JsonService, ServiceSettings, bearer
 
 logger = logging.getLogger(__name__)
@@ -114,7 +114,7 @@ class ToolClient:
         self.server = ToolServerClient(JsonService(settings, error=ToolServerError))
         self._pace = pace or Pace(max_workers=config.max_workers, interval=config.request_interval)
 
-    async def execute(self, action: Action) -> Observation:
+    async def execute(self, action: ServerAction) -> ServerObservation:
         """Runs one piece of code.
 
         Raises:

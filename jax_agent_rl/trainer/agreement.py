@@ -141,7 +141,7 @@ class AgreementWatch:
         engines = [server.backend for server in self._runtime.client.servers]
         precision = engines[0].capabilities.precision if engines else "float32"
         # Weights of a vLLM engine that sleeps are nowhere that could be read.
-        hidden = config.rollout.backend == "vllm" and config.rollout.sleep
+        hidden = config.rollout.backend == "vllm" and config.rollout.sleep_during_update
         looked = next((engine for engine in engines if isinstance(engine, Inspectable) and not hidden), None)
         if looked is None:
             return EngineView(precision=precision)

@@ -17,8 +17,8 @@ from typing import Any
 
 from jax_agent_rl.collect.collector import RolloutCollector
 from jax_agent_rl.collect.filters import Selection, select
-from jax_agent_rl.collect.lost_batches import FutilityGuard
-from jax_agent_rl.learner.cancellation import UpdateGate
+from jax_agent_rl.collect.lost_batches import LostBatchGuard
+from jax_agent_rl.learner.cancellation import StepCancellation
 from jax_agent_rl.learner.losses import peers
 from jax_agent_rl.learner.scored_batch import trained_lengths
 from jax_agent_rl.learner.state import UpdateResult
@@ -64,7 +64,7 @@ class Trainer:
         progress: the display.
         observers: take each line of metrics once it is recorded; they never fail.
         clock: seconds, monotonic.
-        waited: seconds of this step in which the learner had nothing to do.
+        learner_idle_seconds: seconds of this step in which the learner had nothing to do.
         phases: what it did when.
     """
 
@@ -77,12 +77,12 @@ class Trainer:
     clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
-        self._guard = FutilityGuard(self.runtime.config.trainer.max_lost_batches, self.record.lost_batches)
-        self._gate = UpdateGate()
+        self._guard = LostBatchGuard(self.runtime.config.trainer.max_failed_batches, self.record.lost_batches)
+        self._gate = StepCancellation()
         self._half_done = False
         self._weighed = False
         self.agreement = AgreementWatch(self.runtime, self.folder, version=self.record.step, say=self.progress.say)
-        self.waited = 0.0
+        self.learner_idle_seconds = 0.0
         self.phases = Phases(self.clock)
 
     async def train_step(self, begin: float) -> None:
@@ -93,14 +93,14 @@ class Trainer:
         """
         raise NotImplementedError
 
-    async def hand_over(self, version: int, selection: Selection) -> float:
+    async def publish_weights(self, version: int, selection: Selection) -> float:
         """Lets the engines have what was learnt; returns the seconds it took to publish."""
         raise NotImplementedError
 
-    def advance(self, version: int) -> None:
+    def on_step_end(self, version: int) -> None:
         """The step is finished, and its weights have been handed over unless the run ends."""
 
-    def meanwhile(self) -> str:
+    def rollout_status(self) -> str:
         """For the display: what the rollout does while the learner is busy."""
         return ""
 
@@ -142,7 +142,7 @@ class Trainer:
         self.record.accuracy_after = accuracy
         return True
 
-    async def finish(self, collected: Collected, begin: float, step_began: float) -> None:
+    async def complete_step(self, collected: Collected, begin: float, step_began: float) -> None:
         """What follows the rollout: filter, update, publish, record.
 
         Interrupted while it learns, the step is undone, if the learner can; what has been learnt is recorded even if
@@ -150,19 +150,19 @@ class Trainer:
         """
         self.checkpointer.check()
         self.phases.ended("engine", collected.seconds)
-        step, self._gate = self.record.step + 1, UpdateGate()
+        step, self._gate = self.record.step + 1, StepCancellation()
         selection, seconds = self.filter(collected.groups), 0.0
         learning = asyncio.ensure_future(self.learn(selection))
         try:
             await self._learnt_or_undone(learning)
-            seconds = await self.hand_over(step, selection)
+            seconds = await self.publish_weights(step, selection)
         except BaseException:
             await self.stop_rollouts()
             raise
         finally:
             if _succeeded(learning):
-                self.advance(step)
-                self._book(collected, learning.result(), begin, step_began, weight_update_seconds=seconds)
+                self.on_step_end(step)
+                self.record_step(collected, learning.result(), begin, step_began, weight_update_seconds=seconds)
             self._half_done = self._gate.half_way and self.record.step < step
         every = self.runtime.config.trainer.checkpoint_every
         if every and step % every == 0:
@@ -184,7 +184,7 @@ class Trainer:
             await asyncio.gather(learning, return_exceptions=True)
             raise
 
-    def _book(
+    def record_step(
         self,
         collected: Collected,
         learnt: UpdateResult,
@@ -212,7 +212,7 @@ class Trainer:
             step_seconds=step_seconds,
             recompilations=record.recompilations,
             pipeline={
-                "learner_idle_share": self.waited / step_seconds,
+                "learner_idle_share": self.learner_idle_seconds / step_seconds,
                 **asdict(runtime.client.stats()),
                 **self.agreement.take_metrics(),
                 **collected.metrics,
@@ -220,7 +220,7 @@ class Trainer:
         )
         self.folder.add_metrics(line | {"phase_seconds": self.phases.take()})
         self.folder.add_trajectories(step, "train", all_trajectories(groups), learnt=learnt.tokens)
-        self.waited = 0.0
+        self.learner_idle_seconds = 0.0
         record.step, record.accuracy_after = step, None
         record.cursor = runtime.cursor.state()
         record.lost_batches = self._guard.lost_batches
@@ -248,7 +248,7 @@ class Trainer:
 
         self.progress.phase(
             f"step {self.record.step + 1}: learner",
-            lambda: f"{ticks[0]}/{ticks[1] or '?'} micro-batches{self.meanwhile()}",
+            lambda: f"{ticks[0]}/{ticks[1] or '?'} micro-batches{self.rollout_status()}",
         )
         update = self.runtime.learner.update
         check = self.agreement.check(selection.groups, self.record.step + 1)
@@ -267,9 +267,9 @@ class Trainer:
         """What a token weighs in the loss of the first batch, where that depends on its trajectories' lengths."""
         config, first = self.runtime.config, not self._weighed
         self._weighed = True
-        if not first or not peers.depends_on_lengths(config.algorithm, config.learner.updates_per_step):
+        if not first or not peers.depends_on_lengths(config.algorithm, config.learner.num_minibatches):
             return
-        lengths = trained_lengths(selection.groups, config.learner.updates_per_step, masked=selection.masked)
+        lengths = trained_lengths(selection.groups, config.learner.num_minibatches, masked=selection.masked)
         self.progress.say(f"  {peers.of_batch(config.algorithm, lengths)}")
 
     async def publish(self, version: int, *, mode: PauseMode | None = None) -> float:

@@ -11,7 +11,7 @@ from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.collect.collector import RolloutCollector
 from jax_agent_rl.config import Config
 from jax_agent_rl.data.cursor import DataCursor
-from jax_agent_rl.learner.cancellation import UpdateGate
+from jax_agent_rl.learner.cancellation import StepCancellation
 from jax_agent_rl.learner.comparison import UNCHECKED, AgreementCheck
 from jax_agent_rl.learner.state import LearnerState, UpdateResult
 from jax_agent_rl.models.config import Params
@@ -63,7 +63,7 @@ class TrainableLearner(WeightSource, Protocol):
         *,
         masked: Collection[str] = (),
         tick: Callable[[int, int], None] = ...,
-        gate: UpdateGate | None = None,
+        gate: StepCancellation | None = None,
         check: AgreementCheck = UNCHECKED,
     ) -> UpdateResult: ...
 

@@ -52,13 +52,13 @@ class FullyAsyncTrainer(StreamTrainer):
         step_began = self.clock()
         self.stream.want(self.wanted_after(self.record.step))
         collected = await self.take_batch()
-        await self.finish(collected, begin, step_began)
+        await self.complete_step(collected, begin, step_began)
 
-    async def hand_over(self, version: int, selection: Selection) -> float:
+    async def publish_weights(self, version: int, selection: Selection) -> float:
         """Publishes at once, whatever runs."""
         return await self.publish(version, mode=self._pause)
 
-    def advance(self, version: int) -> None:
+    def on_step_end(self, version: int) -> None:
         """Now there is room for a batch."""
         self.stream.finish_step(version, want=self.wanted_after(version))
 

@@ -28,16 +28,16 @@ class OneStepOffTrainer(StreamTrainer):
         self.stream.want(batch)
         collected = await self.take_batch()
         self.stream.want(min(batch, self.wanted_after(self.record.step + 1)))
-        await self.finish(collected, begin, step_began)
+        await self.complete_step(collected, begin, step_began)
 
-    async def hand_over(self, version: int, selection: Selection) -> float:
+    async def publish_weights(self, version: int, selection: Selection) -> float:
         """Publishes once the next batch is complete."""
         began = self.clock()
-        self.progress.phase(f"step {version}: learner waits for the next rollout", self.meanwhile)
+        self.progress.phase(f"step {version}: learner waits for the next rollout", self.rollout_status)
         with self.phases.of("wait"):
             await self.stream.idle()
-        self.waited += self.clock() - began
+        self.learner_idle_seconds += self.clock() - began
         return await self.publish(version)
 
-    def advance(self, version: int) -> None:
+    def on_step_end(self, version: int) -> None:
         self.stream.finish_step(version, want=0)

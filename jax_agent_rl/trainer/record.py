@@ -120,7 +120,7 @@ def step_record(
         "rollout_seconds": rollout_seconds,
         "rollout_tokens_per_second": sampled / rollout_seconds,
         "engine_busy_share": engine.busy_seconds / rollout_seconds,
-        "lane_occupancy": engine.generated_tokens / engine.lane_steps if engine.lane_steps else None,
+        "slot_occupancy": engine.generated_tokens / engine.slot_steps if engine.slot_steps else None,
         "prefill_tokens": engine.prefill_tokens,
         "cached_tokens": engine.cached_tokens,
         "weight_update_seconds": weight_update_seconds,

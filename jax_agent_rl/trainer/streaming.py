@@ -4,7 +4,7 @@
 
     rows ─► GroupStream: many groups grow ─► take_batch ─► finish (base): filter, learn, hand_over ─► record
                  ▲    (engine, agents, tools)     │ useless groups are replaced           │
-                 │                                ▼ (algorithm.max_refills)               │
+                 │                                ▼ (algorithm.max_resample_rounds)               │
                  └────────────── room ◄───────── RolloutBuffer ◄── version + 1 ───────────┘
 
     grow        consumes: a ticket and a row.  produces: a group.    waits for: engine, tools, reward.
@@ -42,9 +42,9 @@ class StreamTrainer(Trainer):
         config = self.runtime.config
         buffer = RolloutBuffer(
             batch=config.rollout.prompts_per_step,
-            staleness=config.trainer.max_staleness,
+            staleness=config.trainer.staleness_bound,
             stragglers=config.trainer.stragglers,
-            spare=config.trainer.spare_prompts,
+            spare=config.trainer.oversample_prompts,
             version=self.record.step,
         )
         if self.record.buffer.get("version") == self.record.step:  # else the steps since were synchronous ones
@@ -67,7 +67,7 @@ class StreamTrainer(Trainer):
         self._reading = self._reading or (await self.runtime.metrics(), began)
         with self.phases.of("wait"):
             groups = await self._take_useful()
-        self.waited += self.clock() - began
+        self.learner_idle_seconds += self.clock() - began
         # From one batch to the next: rollout and learner (and an evaluation, if there was one) share that time.
         engine, seconds = await self._engine_since(*self._reading)
         overlap = staleness_record(groups, buffer.version) | {
@@ -80,11 +80,11 @@ class StreamTrainer(Trainer):
     async def _take_useful(self) -> list[Group]:
         """A batch, and those that were replaced because a filter leaves them out.
 
-        After ``algorithm.max_refills`` rounds useless ones stay in the batch.
+        After ``algorithm.max_resample_rounds`` rounds useless ones stay in the batch.
         """
         groups: dict[int, Group] = {}
         useless: Mapping[int, DropReason] = {}
-        for _ in range(1 + self.runtime.config.algorithm.max_refills):
+        for _ in range(1 + self.runtime.config.algorithm.max_resample_rounds):
             for number, reason in useless.items():
                 self.stream.discard([number], reason)
             missing = self.buffer.batch - self.buffer.taken
@@ -96,7 +96,7 @@ class StreamTrainer(Trainer):
             groups |= new
         return [groups[number] for number in sorted(groups)]
 
-    def meanwhile(self) -> str:
+    def rollout_status(self) -> str:
         return f"; {self.buffer.ready} groups ready, {self.buffer.running} running"
 
     async def stop_rollouts(self) -> None:

@@ -34,22 +34,24 @@ class SyncTrainer(Trainer):
         step_began = self.clock()
         with self.phases.of("rollout"):
             groups, engine = await self.collect(self.record.step + 1)
-        self.waited = self.clock() - step_began
-        await self.finish(Collected(groups=groups, engine=engine, seconds=self.waited), begin, step_began)
+        self.learner_idle_seconds = self.clock() - step_began
+        await self.complete_step(
+            Collected(groups=groups, engine=engine, seconds=self.learner_idle_seconds), begin, step_began
+        )
 
-    async def hand_over(self, version: int, selection: Selection) -> float:
+    async def publish_weights(self, version: int, selection: Selection) -> float:
         """Publishes, if anything was learnt."""
         return await self.publish(version) if selection.groups else 0.0
 
     async def collect(self, step: int) -> tuple[list[Group], BackendMetrics]:
         """``prompts_per_step`` groups of ``group_size`` trajectories, and what the engine did for them.
 
-        With ``algorithm.max_refills``, new prompts replace groups that the filters will leave out.
+        With ``algorithm.max_resample_rounds``, new prompts replace groups that the filters will leave out.
         """
         config, algorithm = self.runtime.config.rollout, self.runtime.config.algorithm
         before = await self.runtime.metrics()
         groups: list[Group] = []
-        for round_ in range(1 + algorithm.max_refills):
+        for round_ in range(1 + algorithm.max_resample_rounds):
             missing = config.prompts_per_step - len(select(groups, algorithm).groups)
             if not missing:
                 break

@@ -35,7 +35,7 @@ EXIT_CODE = 130
 Leave = Callable[[float], None]
 
 
-class Stage(Enum):
+class InterruptStage(Enum):
     """Of a run, to an interruption."""
 
     STARTING = "interrupted before training; nothing has changed"
@@ -47,7 +47,7 @@ class Stage(Enum):
     """Of a server."""
 
 
-_LEAVING_AT_ONCE = {Stage.SERVING: "leaving at once"}
+_LEAVING_AT_ONCE = {InterruptStage.SERVING: "leaving at once"}
 
 
 class Interruption:
@@ -61,7 +61,12 @@ class Interruption:
     """
 
     def __init__(
-        self, say: Callable[[str], None], leave: Leave, *, leads: bool = False, stage: Stage = Stage.STARTING
+        self,
+        say: Callable[[str], None],
+        leave: Leave,
+        *,
+        leads: bool = False,
+        stage: InterruptStage = InterruptStage.STARTING,
     ) -> None:
         self._say = say
         self._leave = leave
@@ -90,13 +95,13 @@ class Interruption:
 
     def training_begins(self) -> None:
         """From here on there is something to save before the process may go."""
-        self._enter_stage(Stage.TRAINING)
+        self._enter_stage(InterruptStage.TRAINING)
 
     def training_ended(self) -> None:
         """Everything is on disk: what comes is not worth waiting for."""
-        self._enter_stage(Stage.CLOSING)
+        self._enter_stage(InterruptStage.CLOSING)
         if self._began is not None:  # the signal came while the last step was saved
-            self._say(Stage.CLOSING.value)
+            self._say(InterruptStage.CLOSING.value)
             self._leave_in_time()
 
     def saved(self, step: int) -> None:
@@ -104,7 +109,7 @@ class Interruption:
         self._say(f"interrupted; a checkpoint of step {step} is saved. Go on with --resume")
         self._leave_in_time()
 
-    def _enter_stage(self, stage: Stage) -> None:
+    def _enter_stage(self, stage: InterruptStage) -> None:
         with self._lock:
             self._stage = stage
 
@@ -126,7 +131,10 @@ class Interruption:
             stage = self._stage
         self._say(stage.value)
         self._loop.call_soon_threadsafe(self._task.cancel)
-        if stage not in (Stage.TRAINING, Stage.SERVING):  # these close in order, however long it takes
+        if stage not in (
+            InterruptStage.TRAINING,
+            InterruptStage.SERVING,
+        ):  # these close in order, however long it takes
             self._leave_in_time()
 
     def _leave_in_time(self) -> None:
@@ -180,7 +188,7 @@ def run_server(main: Coroutine[Any, Any, None], *, say: Callable[[str], None] = 
 
     async def stoppable() -> None:
         with contextlib.ExitStack() as stack:
-            stack.enter_context(Interruption(say, functools.partial(leave_within, say), stage=Stage.SERVING))
+            stack.enter_context(Interruption(say, functools.partial(leave_within, say), stage=InterruptStage.SERVING))
             try:
                 await main
             except asyncio.CancelledError:

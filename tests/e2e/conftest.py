@@ -43,13 +43,13 @@ def recipe(tmp_path: Path, small_model: Path) -> Path:
     tree = yaml.safe_load(CALCULATOR.read_text())
     tree["run_dir"] = str(tmp_path / "run")
     tree["model"]["path"] = str(small_model)
-    tree["data"] = {"train": str(train), "heldout": str(heldout)}
+    tree["data"] = {"train": str(train), "eval": str(heldout)}
     tree["rollout"] |= {"prompts_per_step": 2, "group_size": 2, "max_in_flight": 4}
     tree["rollout"]["jetstream"] = {"max_concurrent_decodes": 4, "prefill_buckets": [64, 256]}
     tree["agent"] |= {"max_response_length": 24}
     # A random model earns nothing: without the filter the learner still runs.
     tree["algorithm"] = {"filter_zero_variance": False}
-    tree["learner"] |= {"row_length": 384}
+    tree["learner"] |= {"pack_length": 384}
     tree["trainer"] = {"steps": 4, "checkpoint_every": 1, "keep_checkpoints": 2}
     file = tmp_path / "recipe.yaml"
     file.write_text(yaml.safe_dump(tree))

@@ -32,8 +32,8 @@ SMALL = [
     "rollout.jetstream.prefill_buckets=[64, 256]",
     "agent.max_response_length=24",
     "algorithm.filter_zero_variance=false",
-    "learner.row_length=384",
-    "data.heldout_limit=2",
+    "learner.pack_length=384",
+    "data.eval_limit=2",
     "trainer.steps=2",
 ]
 
@@ -44,7 +44,7 @@ def test_an_example_trains_with_every_trajectory_accounted_for(name: str, small_
     agent = yaml.safe_load(config.read_text())["agent"]["default_agent"]
     train, heldout = prepare_calculator(tmp_path / "data", train=24, heldout=4, agent_name=agent)
     places = [f"run_dir={tmp_path / 'run'}", f"model.path={small_model}", f"data.train={train}"]
-    command = [*python(), *COMMAND, "train", str(config), *places, f"data.heldout={heldout}", *SMALL]
+    command = [*python(), *COMMAND, "train", str(config), *places, f"data.eval={heldout}", *SMALL]
     result = subprocess.run(command, capture_output=True, text=True, timeout=500, cwd=ROOT, env=ENVIRONMENT)
     assert result.returncode == 0, result.stderr
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())

@@ -15,8 +15,8 @@ from tests.warm import python
 COMMAND = ["-m", "jax_agent_rl.cli", "train"]
 MODES = {
     "one_step_off": {"mode": "one_step_off"},
-    "keep": {"mode": "fully_async", "staleness": 2, "in_flight_update": "keep"},
-    "recompute": {"mode": "fully_async", "staleness": 1, "in_flight_update": "recompute"},
+    "keep": {"mode": "fully_async", "max_staleness": 2, "in_flight_update": "keep"},
+    "recompute": {"mode": "fully_async", "max_staleness": 1, "in_flight_update": "recompute"},
 }
 PPO = {"one_step_off": {"adv_estimator": "gae"}}  # with a critic, whose state has to go on, too
 
@@ -58,7 +58,7 @@ def check_run(run: Path, *, steps: int, bound: int) -> None:
 @pytest.mark.parametrize("name", MODES)
 def test_a_run_trains_on_every_row_once_and_within_its_bound(tmp_path: Path, name: str):
     train(recipe_of(tmp_path, name, steps=12))
-    check_run(tmp_path / "run", steps=12, bound=MODES[name].get("staleness", 1))
+    check_run(tmp_path / "run", steps=12, bound=MODES[name].get("max_staleness", 1))
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT], ids=["kill", "interrupt"])
@@ -80,4 +80,4 @@ def test_a_run_that_was_ended_goes_on_and_loses_and_doubles_nothing(tmp_path: Pa
     resumed = re.search(r"resumed after step (\d+)", train(recipe, "--resume"))
     # A kill may hit step 10's checkpoint while it is being written; that of step 5 was complete before it began.
     assert resumed and int(resumed[1]) >= (5 if number == signal.SIGKILL else 12)
-    check_run(tmp_path / "run", steps=20, bound=MODES[name].get("staleness", 1))
+    check_run(tmp_path / "run", steps=20, bound=MODES[name].get("max_staleness", 1))

@@ -40,7 +40,7 @@ def test_learner_and_engine_on_meshes_side_by_side(tmp_path: Path, mode: str):
             "max_in_flight": 16,
             "jetstream": {
                 "mesh": {"tensor": 2},
-                "first_device": 4,
+                "device_offset": 4,
                 "max_concurrent_decodes": 8,
                 "prefill_buckets": [32],
                 "decode_steps": 4,

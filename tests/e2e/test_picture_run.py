@@ -94,7 +94,7 @@ def recipe(tmp_path: Path) -> Path:
         "reward": {"path": str(tmp_path / "plugin.py")},
         "tools": {"tool_config_path": str(tmp_path / "tools.yaml")},
         "agent": {
-            "path": str(tmp_path / "plugin.py"),
+            "module": str(tmp_path / "plugin.py"),
             "tool_format": "hermes",
             "tool_prompt": "none",
             "max_assistant_turns": 2,
@@ -102,7 +102,7 @@ def recipe(tmp_path: Path) -> Path:
             "max_response_length": 104,
         },
         "rollout": {"prompts_per_step": 2, "group_size": 4, "max_in_flight": 4, "max_model_len": 144},
-        "learner": {"row_length": 192, "row_patches": 16, "learning_rate": 1e-3},
+        "learner": {"pack_length": 192, "row_patches": 16, "learning_rate": 1e-3},
         "algorithm": {"adv_estimator": "dr_grpo"},
     }
     tree["rollout"]["jetstream"] = engine

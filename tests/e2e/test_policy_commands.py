@@ -130,9 +130,9 @@ def test_rollout_of_a_checkpoint_is_sampled_from_its_weights(run: Path, tmp_path
 def test_doctor_is_content_with_it_and_fails_where_something_is_missing(recipe: Path):
     good = call("doctor", recipe, "--json")
     assert good.exit_code == 0 and last_json(good)["ok"]
-    bad = call("doctor", recipe, "data.heldout=missing.jsonl", "--json")
+    bad = call("doctor", recipe, "data.eval=missing.jsonl", "--json")
     failed = [f for f in last_json(bad)["findings"] if f["status"] == "fail"]
-    assert bad.exit_code == 1 and [f["check"] for f in failed] == ["data.heldout"]
+    assert bad.exit_code == 1 and [f["check"] for f in failed] == ["data.eval"]
 
 
 def collected(file: Path) -> list[tuple]:

@@ -83,9 +83,9 @@ def colocated(recipe, tmp_path_factory) -> list[dict[str, Any]]:
 
 
 PLACEMENTS = {
-    "asleep": ["rollout.sleep=true"],
+    "asleep": ["rollout.sleep_during_update=true"],
     "separate": ["rollout.placement=separate"],
-    "hybrid": ["rollout.placement=hybrid", "rollout.sleep=true"],
+    "hybrid": ["rollout.placement=hybrid", "rollout.sleep_during_update=true"],
 }
 
 
@@ -100,7 +100,10 @@ def test_every_placement_samples_the_same_trajectories(recipe, colocated, placem
 KILLED = {
     "the only one, sync": (1, ["trainer.mode=sync", "rollout.placement=separate"]),
     "one of two, fully_async": (2, ["trainer.mode=fully_async", "rollout.placement=separate"]),
-    "hybrid, fully_async": (1, ["trainer.mode=fully_async", "rollout.placement=hybrid", "rollout.sleep=true"]),
+    "hybrid, fully_async": (
+        1,
+        ["trainer.mode=fully_async", "rollout.placement=hybrid", "rollout.sleep_during_update=true"],
+    ),
 }
 
 
@@ -117,7 +120,7 @@ def test_an_actor_that_is_killed_costs_time_and_no_trajectory(recipe, case: str,
         assert len(pids) == count
         os.kill(pids[0], signal.SIGKILL)
 
-    overrides = [*overrides, f"rollout.engines={count}", "trainer.steps=8"]
+    overrides = [*overrides, f"rollout.num_engines={count}", "trainer.steps=8"]
     steps, trained = run(recipe, tmp_path, *overrides, meanwhile=kill_one)
     last = steps[-1]
     assert (last["servers_lost"], last["stale_served"]) == (1, 0)

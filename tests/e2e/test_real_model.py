@@ -38,7 +38,7 @@ def test_three_steps_on_the_calculator_teach_something(tmp_path: Path):
     """Three of the sixteen steps: held-out accuracy must already rise."""
     train, heldout = prepare_calculator(tmp_path / "data", train=200, heldout=24)
     command = [sys.executable, "-m", "jax_agent_rl.cli", "train", str(CALCULATOR), f"run_dir={tmp_path / 'run'}"]
-    command += [f"data.train={train}", f"data.heldout={heldout}", "data.heldout_limit=24"]
+    command += [f"data.train={train}", f"data.eval={heldout}", "data.eval_limit=24"]
     command += ["trainer.steps=3", "trainer.checkpoint_every=0", "rollout.prompts_per_step=3"]
     environment = os.environ | {"XLA_FLAGS": ""}  # optimized, as a user has it
     result = subprocess.run(command, capture_output=True, text=True, timeout=1200, env=environment)

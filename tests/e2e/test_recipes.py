@@ -30,10 +30,10 @@ def test_a_recipe_trains_and_accounts_for_everything(path: Path, recipe: Path, t
     own = {key: tree[key] for key in ("algorithm", "critic", "learner") if key in tree}
     if "mode" in tree.get("trainer", {}):
         own["trainer"] = tree["trainer"]
-    for key in ("row_length", "mesh"):  # of the small model, on one device
+    for key in ("pack_length", "mesh"):  # of the small model, on one device
         own.get("learner", {}).pop(key, None)
-    if "updates_per_step" in own.get("learner", {}):  # no more than the two groups of a step
-        own["learner"]["updates_per_step"] = 2
+    if "num_minibatches" in own.get("learner", {}):  # no more than the two groups of a step
+        own["learner"]["num_minibatches"] = 2
     rollout = tree.get("rollout", {})
     size = {"group_size": min(2, rollout.get("group_size", 2))}
     if "strategy" in rollout:  # which fixes the size of a group

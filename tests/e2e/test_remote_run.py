@@ -80,7 +80,7 @@ def test_a_run_trains_with_a_rollout_server_and_the_server_passes_conformance(
     (weights := tmp_path / "weights").mkdir()
     with rollout_server(recipe) as url:
         remote = ["rollout.backend=remote", f"rollout.urls=[{url}]", "rollout.token_env=ROLLOUT_TOKEN"]
-        remote.append(f"rollout.weight_folder={weights}")
+        remote.append(f"rollout.weight_dir={weights}")
         result = run("train", recipe, "trainer.steps=2", *remote)
         assert result.returncode == 0, result.stderr
         summary = json.loads((tmp_path / "run" / "summary.json").read_text())

@@ -61,7 +61,7 @@ def test_an_example_runs(name: str, tmp_path: Path, small_model: Path):
     if package is not None:
         pytest.importorskip(package)
     run(f"examples/{name}/prepare.py", "--out", tmp_path / "data", *options)
-    data = [f"data.{part}={tmp_path / 'data' / part}.jsonl" for part in ("train", "heldout")]
+    data = [f"data.{key}={tmp_path / 'data' / part}.jsonl" for key, part in (("train", "train"), ("eval", "heldout"))]
     where = [f"run_dir={tmp_path / 'run'}", f"model.path={small_model}", *data]
     run("-m", "jax_agent_rl.cli", "train", f"examples/{name}/config.yaml", *where, *SMALL, *overrides)
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
@@ -75,7 +75,7 @@ def test_an_example_runs(name: str, tmp_path: Path, small_model: Path):
 def test_an_example_with_a_tool_server_calls_it_and_learns_from_it(name: str, tmp_path: Path):
     of_server, key, path, call_name = WITH_TOOL_SERVER[name]
     run(f"examples/{name}/prepare.py", "--out", tmp_path / "data", "--train", "8", "--heldout", "2")
-    where = [f"run_dir={tmp_path / 'run'}", f"data.train={tmp_path / 'data' / 'train.jsonl'}", "data.heldout=null"]
+    where = [f"run_dir={tmp_path / 'run'}", f"data.train={tmp_path / 'data' / 'train.jsonl'}", "data.eval=null"]
     sizes = ["rollout.group_size=4", "rollout.max_in_flight=8", "rollout.jetstream.max_concurrent_decodes=8"]
     with tool_server(*(setting.format(data=tmp_path / "data") for setting in of_server)) as url:
         settings = [f"examples/{name}/config.yaml", *where, *SMALL, *sizes, "trainer.steps=1", f"{key}={url}{path}"]

@@ -54,7 +54,7 @@ def test_a_summary_that_cannot_be_written_leaves_the_old_one_and_no_temporary_fi
 
 def test_weights_that_find_no_room_are_said_with_where_and_the_key_to_set(tmp_path: Path):
     files = WeightFiles(TINY, probe_ids=[[3, 4, 5]], folder=tmp_path)
-    with largest_file(20_000), pytest.raises(WeightUpdateError, match=r"version 4 .*v4-00000.*rollout\.weight_folder"):
+    with largest_file(20_000), pytest.raises(WeightUpdateError, match=r"version 4 .*v4-00000.*rollout\.weight_dir"):
         files.write(tiny_params(), 4)
     (path,) = files.write(tiny_params(), 5)
     assert Path(path).stat().st_size > 20_000

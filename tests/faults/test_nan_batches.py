@@ -72,7 +72,7 @@ def finite(run: Path) -> bool:
 
 
 def test_nan_rewards_logprobs_and_gradients_cost_what_they_touch_and_the_run_goes_on(tmp_path: Path):
-    recipe = tiny_recipe(tmp_path, trainer={"steps": 4, "checkpoint_every": 1}, data={"heldout": None})
+    recipe = tiny_recipe(tmp_path, trainer={"steps": 4, "checkpoint_every": 1}, data={"eval": None})
     (tmp_path / "reward.py").write_text(POISONED_REWARD)
     result = train(recipe, "once each")
     assert result.returncode == 0, result.stderr[-3000:]
@@ -86,7 +86,7 @@ def test_nan_rewards_logprobs_and_gradients_cost_what_they_touch_and_the_run_goe
 
 def test_gradients_that_stay_nan_end_the_run_with_the_last_finite_parameters_saved(tmp_path: Path):
     recipe = tiny_recipe(
-        tmp_path, data={"heldout": None}, learner={"max_nonfinite_steps": 2}, trainer={"checkpoint_every": 0}
+        tmp_path, data={"eval": None}, learner={"max_nonfinite_steps": 2}, trainer={"checkpoint_every": 0}
     )
     result = train(recipe, "every gradient")
     assert result.returncode == 2 and "Traceback" not in result.stderr, result.stderr[-3000:]

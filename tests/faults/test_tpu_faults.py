@@ -222,7 +222,7 @@ def test_hosts_that_only_sample_serve_before_the_others_learn_and_end_with_them(
     assert [run.split()[0] for run in learners] == ["try/0", "try/1"]
     for run in learners:
         assert f"rollout.backend=remote rollout.urls=[http://127.0.0.1:{port}]" in run
-        assert "rollout.weight_transport=tensorstore rollout.weight_folder=" in run
+        assert "rollout.weight_transport=tensorstore rollout.weight_dir=" in run
     secrets = [cloud.environment_of(program)["JAX_AGENT_RL_TOKEN"] for program in ("rollout-server", "train")]
     assert len(secrets[0]) == 64 and secrets[0] == secrets[1] and not any(secrets[0] in call for call in cloud.calls())
     assert result.stdout.index("[rollout-0] arguments") < result.stdout.index("[rollout-0] stopped serving")

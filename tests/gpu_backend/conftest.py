@@ -192,6 +192,6 @@ def recipe(tmp_path: Path) -> Path:
     tree["rollout"] |= {"prompts_per_step": 2, "group_size": 2, "max_in_flight": 4}
     tree["agent"] |= {"max_response_length": 24}
     tree["algorithm"] = {"filter_zero_variance": False}
-    tree["learner"] |= {"row_length": 384}
+    tree["learner"] |= {"pack_length": 384}
     (file := tmp_path / "recipe.yaml").write_text(yaml.safe_dump(tree))
     return file

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jax_agent_rl.models.vision.image_processor import Patcher
+from jax_agent_rl.models.vision.image_processor import ImageProcessor
 from tests.gpu_backend.vision import picture, write_processors
 
 pytest.importorskip("torchvision", reason="transformers' video processor needs torchvision (third_party/vllm.md)")
@@ -20,6 +20,6 @@ def test_frames_are_cut_as_transformers_cuts_them(tmp_path: Path, count: int):
     cut = AutoVideoProcessor.from_pretrained(tmp_path)(
         videos=[np.stack([np.asarray(frame) for frame in frames])], do_sample_frames=False, return_tensors="np"
     )
-    ours = Patcher.read(tmp_path).picture("video", frames)
+    ours = ImageProcessor.read(tmp_path).picture("video", frames)
     assert list(ours.grid) == cut["video_grid_thw"][0].tolist()
     np.testing.assert_allclose(ours.patches, cut["pixel_values_videos"], atol=1e-6)

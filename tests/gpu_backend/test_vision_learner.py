@@ -11,7 +11,7 @@ from jax_agent_rl.config import AlgorithmConfig, LearnerConfig
 from jax_agent_rl.learner.export import WeightFiles
 from jax_agent_rl.learner.learner import Learner
 from jax_agent_rl.models.hf import load_hf, save_hf
-from jax_agent_rl.models.vision.context import Sight
+from jax_agent_rl.models.vision.context import VisionProcessor
 from jax_agent_rl.rollout.protocol import WeightUpdate
 from jax_agent_rl.types import FinishReason, Group, Trajectory, Turn
 from tests.gpu_backend.conftest import request, running
@@ -29,23 +29,23 @@ async def test_an_update_of_tower_and_decoder_reaches_vllm(tmp_path: Path):
         config,
         params,
         algorithm=AlgorithmConfig(adv_estimator="dr_grpo"),
-        config=LearnerConfig(learning_rate=1e-2, row_length=128, row_patches=64),
+        config=LearnerConfig(learning_rate=1e-2, pack_length=128, row_patches=64),
         temperature=1.0,
-        sight=Sight.of(config, folder),
+        vision_processor=VisionProcessor.of(config, folder),
     )
     media = {"image": (picture(1),), "video": (tuple(picture(seed, 60, 60) for seed in range(10, 14)),)}
     message = {"role": "user", "content": "what?", "media": ["image", "video"]}
-    shown = codec.expand_media(codec.encode_prompt([message]), media)
+    multimodal = codec.expand_media(codec.encode_prompt([message]), media)
     async with running(folder, multi_modal={"image": 1, "video": 1}) as backend:
 
         async def sampled(name: str, seed: int) -> Trajectory:
             """Some text, then the pictures, then more text."""
             first = await backend.generate(request(f"{name}-0", [5, 6, 7], max_tokens=3, temperature=1.0, seed=seed))
-            context = (5, 6, 7, *first.token_ids, *shown)
+            context = (5, 6, 7, *first.token_ids, *multimodal)
             last = await backend.generate(
                 request(f"{name}-1", context, max_tokens=6, multi_modal=media, temperature=1.0, seed=seed)
             )
-            turns = (Turn(output=first, appended_ids=tuple(shown), appended_media=media), Turn(output=last))
+            turns = (Turn(output=first, appended_ids=tuple(multimodal), appended_media=media), Turn(output=last))
             return Trajectory.from_turns(
                 prompt_ids=(5, 6, 7),
                 turns=turns,
@@ -67,8 +67,8 @@ async def test_an_update_of_tower_and_decoder_reaches_vllm(tmp_path: Path):
             await backend.update_weights(WeightUpdate(version=2, kind="safetensors", payload=payload))
         finally:
             files.close()
-        output = await backend.generate(request("after", shown, multi_modal=media))
+        output = await backend.generate(request("after", multimodal, multi_modal=media))
     save_hf(tmp_path / "updated", config, learner.params, tokenizer_from=folder)
-    expected, values = VisionReference(tmp_path / "updated").greedy(shown, media, 8)
+    expected, values = VisionReference(tmp_path / "updated").greedy(multimodal, media, 8)
     assert list(output.token_ids) == expected
     np.testing.assert_allclose(output.log_probs, values, atol=5e-4)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_agent_rl.jetstream.decode_batch import make_lanes
+from jax_agent_rl.jetstream.decode_batch import make_decode_batch
 from jax_agent_rl.jetstream.engine import EngineShapes, Extension, JaxEngine
 from jax_agent_rl.models.decoder import hidden_states, logits
 from jax_agent_rl.models.hf import hf_tensors, load_hf, save_hf
@@ -137,7 +137,7 @@ def test_the_engine_decodes_what_transformers_generates_greedily(peer):
     rng = np.random.default_rng(3)
     prompts = [rng.integers(3, 89, count).tolist() for count in (3, 19)]
     shapes = EngineShapes(
-        max_model_len=64, max_concurrent_decodes=2, cache_tokens=128, decode_steps=12, prefill_buckets=(8, 32)
+        max_model_len=64, max_concurrent_decodes=2, kv_cache_tokens=128, decode_steps=12, prefill_buckets=(8, 32)
     )
     engine = JaxEngine(config, shapes)
     weights, cache = engine.load_params(params), engine.init_cache()
@@ -146,13 +146,13 @@ def test_the_engine_decodes_what_transformers_generates_greedily(peer):
         cache,
         [Extension(engine.pages_of_slot(i), 0, np.array(ids[:-1], np.int32)) for i, ids in enumerate(prompts)],
     )
-    lanes = make_lanes(2, shapes.context_pages)
-    lanes.pages[:] = [engine.pages_of_slot(i) for i in range(2)]
-    lanes.tokens[:] = [ids[-1] for ids in prompts]
-    lanes.positions[:] = [len(ids) - 1 for ids in prompts]
-    lanes.remaining[:] = 12
-    lanes.stop_ids[:] = -1
-    _, decoded, _ = engine.decode(weights, cache, lanes, 12, 3)
+    slots = make_decode_batch(2, shapes.context_pages)
+    slots.pages[:] = [engine.pages_of_slot(i) for i in range(2)]
+    slots.tokens[:] = [ids[-1] for ids in prompts]
+    slots.positions[:] = [len(ids) - 1 for ids in prompts]
+    slots.remaining[:] = 12
+    slots.stop_ids[:] = -1
+    _, decoded, _ = engine.decode(weights, cache, slots, 12, 3)
     for row, ids in enumerate(prompts):
         expected = _greedy(model, ids, 12)
         assert decoded[:, row].tolist() == expected

@@ -18,7 +18,7 @@ from jax_agent_rl.jetstream.engine import EngineShapes, JaxEngine
 from tests.tiny import TINY, greedy, tiny_params
 
 shapes = EngineShapes(
-    max_model_len=48, max_concurrent_decodes=3, cache_tokens=192, decode_steps=4, prefill_buckets=(16,)
+    max_model_len=48, max_concurrent_decodes=3, kv_cache_tokens=192, decode_steps=4, prefill_buckets=(16,)
 )
 engine = JaxEngine(TINY, shapes)
 raw = tiny_params()
@@ -76,7 +76,7 @@ def test_result_tokens_carry_logprobs_exactly():
     from tests.tiny import TINY, greedy, logprobs_of, tiny_params
 
     shapes = EngineShapes(
-        max_model_len=48, max_concurrent_decodes=2, cache_tokens=128, decode_steps=4, prefill_buckets=(16,)
+        max_model_len=48, max_concurrent_decodes=2, kv_cache_tokens=128, decode_steps=4, prefill_buckets=(16,)
     )
     engine = JaxEngine(TINY, shapes)
     raw = tiny_params()

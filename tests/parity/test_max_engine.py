@@ -20,7 +20,7 @@ from jax_agent_rl.types import PauseMode, SamplingParams
 from tests.tiny import TINY, full_logits, tiny_params
 
 SHAPES = EngineShapes(
-    max_model_len=48, max_concurrent_decodes=3, cache_tokens=192, decode_steps=4, prefill_buckets=(16,)
+    max_model_len=48, max_concurrent_decodes=3, kv_cache_tokens=192, decode_steps=4, prefill_buckets=(16,)
 )
 MODELS = {
     "llama": replace(TINY, tie_word_embeddings=False),

@@ -19,8 +19,8 @@ from jax_agent_rl.jetstream.forward import decode_step, engine_params, prefill_c
 from jax_agent_rl.jetstream.kv import KVCache, LayerKV, empty_cache
 from jax_agent_rl.models.decoder import hidden_states, logits
 from jax_agent_rl.models.hf import hf_tensors, load_hf, save_hf
-from jax_agent_rl.models.vision.image_processor import Picture
-from jax_agent_rl.models.vision.layout import PictureInputs, feature_index, layout, locate, rope_positions
+from jax_agent_rl.models.vision.image_processor import ProcessedImage
+from jax_agent_rl.models.vision.layout import ImageInputs, feature_index, layout, locate, rope_positions
 from jax_agent_rl.models.vision.tower import features
 
 torch = pytest.importorskip("torch")
@@ -33,9 +33,9 @@ IDS = np.array(IDS, np.int32)
 TEXT_IDS = RNG.integers(0, TEXT, (2, 24))
 
 
-def drawn(kind: str, grid: tuple[int, int, int]) -> Picture:
+def drawn(kind: str, grid: tuple[int, int, int]) -> ProcessedImage:
     patches = RNG.standard_normal((int(np.prod(grid)), 3 * 2 * 4 * 4), dtype=np.float32)
-    return Picture(kind=kind, patches=patches, grid=grid)
+    return ProcessedImage(kind=kind, patches=patches, grid=grid)
 
 
 PICTURES = {kind: [drawn(kind, grid) for grid in grids] for kind, grids in GRIDS.items()}
@@ -107,7 +107,7 @@ def theirs(model) -> torch.Tensor:
 
 
 @functools.cache
-def shown(vision, padding: int = 0):
+def multimodal(vision, padding: int = 0):
     """Patches, layout and the host's part of the sequence with pictures, padded by so many windows."""
     spans = locate(vision, IDS, GRIDS)
     pictures = [PICTURES[span.kind][span.number] for span in spans]
@@ -121,19 +121,19 @@ def shown(vision, padding: int = 0):
     return patches, plan, places, feature_index(len(IDS), spans, starts.tolist()), offset
 
 
-def inputs(config, params, *, padding: int = 0) -> PictureInputs:
-    patches, plan, places, index, _ = shown(config.vision, padding)
+def inputs(config, params, *, padding: int = 0) -> ImageInputs:
+    patches, plan, places, index, _ = multimodal(config.vision, padding)
     seen = features(config.vision, params["vision"], jnp.asarray(patches), plan)
-    return PictureInputs(places[None], seen[None], index[None])
+    return ImageInputs(places[None], seen[None], index[None])
 
 
 @functools.partial(jax.jit, static_argnames=("config", "padding", "pictures"))
 def ours(config, params, ids=IDS[None], *, padding: int = 0, pictures: bool = True) -> jax.Array:
     """Logits [B, T, V] of rows."""
     positions = jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
-    shown = inputs(config, params, padding=padding) if pictures else None
+    multimodal = inputs(config, params, padding=padding) if pictures else None
     hidden = hidden_states(
-        config, params, jnp.asarray(ids), positions, jnp.full(ids.shape, ids.shape[1]), pictures=shown
+        config, params, jnp.asarray(ids), positions, jnp.full(ids.shape, ids.shape[1]), pictures=multimodal
     )
     return logits(params, hidden)
 
@@ -186,13 +186,15 @@ def test_the_engine_continues_in_chunks_and_steps_as_transformers_does_at_once(p
     model, folder = peer
     config, params = load_hf(folder)
     weights = engine_params(config, params, dtype=jnp.float32)
-    _, _, places, index, offset = shown(config.vision)
-    seen = features(config.vision, weights.vision, jnp.asarray(shown(config.vision)[0]), shown(config.vision)[1])[None]
+    _, _, places, index, offset = multimodal(config.vision)
+    seen = features(
+        config.vision, weights.vision, jnp.asarray(multimodal(config.vision)[0]), multimodal(config.vision)[1]
+    )[None]
     cache, prompt = empty_cache(config, 1, 64, jnp.float32), len(IDS) - 4
     prefill, decode = jax.jit(prefill_chunks, static_argnums=0), jax.jit(decode_step, static_argnums=0)
     for start in range(0, prompt, 15):  # chunks that begin and end within pictures
         here = slice(start, start + 15)
-        chunk = PictureInputs(places[None, here], seen, index[None, here])
+        chunk = ImageInputs(places[None, here], seen, index[None, here])
         new = prefill(config, weights, cache, jnp.asarray(IDS[None, here]), jnp.array([start]), chunk)
         cache = KVCache(tuple(map(functools.partial(placed, start), cache.layers, new)))
     with torch.no_grad():

@@ -20,7 +20,7 @@ from jax_agent_rl.testing.simulate.workload import load_assumptions
 from jax_agent_rl.tool_server.plugins import tool_classes
 
 ROOT = Path(__file__).parents[2]
-REQUIRED = {"run_dir": "run", "model": {"path": "model"}, "data": {"train": "t.jsonl", "heldout": "h.jsonl"}}
+REQUIRED = {"run_dir": "run", "model": {"path": "model"}, "data": {"train": "t.jsonl", "eval": "h.jsonl"}}
 COMMANDS = sorted(typer.main.get_command(app).commands)
 
 

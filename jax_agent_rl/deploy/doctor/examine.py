@@ -36,7 +36,7 @@ def devices_needed(config: Config) -> int:
         return 1
     engine = config.rollout.jetstream
     here = config.rollout.backend == "jetstream" and config.rollout.placement != "separate"
-    return max(config.learner.mesh.devices, engine.first_device + engine.mesh.devices if here else 1)
+    return max(config.learner.mesh.devices, engine.device_offset + engine.mesh.devices if here else 1)
 
 
 def _of_machine(devices: Look) -> list[tuple[str, Look]]:
@@ -62,8 +62,8 @@ def _of_config(config: Config, stack: AsyncExitStack) -> list[tuple[str, Look]]:
 
     known = inputs.Known(config=config, stack=stack)
     data: dict[str, Source] = {"train": (config.data.train, None)}
-    if config.data.heldout:
-        data["heldout"] = (config.data.heldout, config.data.heldout_limit)
+    if config.data.eval:
+        data["heldout"] = (config.data.eval, config.data.eval_limit)
     checks = {
         "user code": inputs.user_code,
         "tools": inputs.tools,

@@ -88,11 +88,11 @@ async def user_code(known: Known, say: Say) -> Iterable[Finding]:
     """The files that register agents, environments and rewards."""
     config = known.config
     paths = {
-        "agent.path": config.agent.path,
+        "agent.module": config.agent.module,
         "environments.path": config.environments.path,
         "reward.path": config.reward.path,
     }
-    load_agents(config.agent.path)
+    load_agents(config.agent.module)
     load_environments(config.environments.path)
     await known.stack.enter_async_context(reward_server(config))
     named = [f"{key}={path}" for key, path in paths.items() if path]

@@ -92,7 +92,7 @@ async def _server(say: Say, url: str, token_env: str | None) -> Finding:
 async def shared_memory(known: Known, say: Say) -> Iterable[Finding]:
     """Through which weights pass to engines in other processes."""
     rollout = known.config.rollout
-    if rollout.weight_folder or (rollout.backend == "jetstream" and rollout.placement == "colocated"):
+    if rollout.weight_dir or (rollout.backend == "jetstream" and rollout.placement == "colocated"):
         return []
     if not _SHARED_MEMORY.is_dir():
         raise UnmetError(f"there is no {_SHARED_MEMORY}")
@@ -101,7 +101,7 @@ async def shared_memory(known: Known, say: Say) -> Iterable[Finding]:
         return [
             say.fail(
                 f"{_SHARED_MEMORY} has {gib(free)} free, weights take up to {gib(need)}; make it larger (docker: "
-                "--shm-size), or set rollout.weight_folder"
+                "--shm-size), or set rollout.weight_dir"
             )
         ]
     return [say.ok(f"{_SHARED_MEMORY}: {gib(free)} free")]

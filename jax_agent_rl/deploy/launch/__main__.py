@@ -150,7 +150,7 @@ def _first(indices: dict[Host, list[int]], count: int | None) -> dict[Host, list
 
 def _place(
     hosts: Sequence[Host], gpus: dict[Host, list[int]], chosen: settings.Settings, arguments: argparse.Namespace
-) -> placement.Placement:
+) -> placement.ServerPlacement:
     if arguments.device == "cpu":
         return placement.place_on_cpus(hosts, port=arguments.port)
     return placement.place(
@@ -162,7 +162,7 @@ def _place(
     )
 
 
-def _describe(spread: placement.Placement, say: Clock) -> None:
+def _describe(spread: placement.ServerPlacement, say: Clock) -> None:
     for server in spread.servers:
         say(f"{server.name}: {server.host.name}, port {server.port}, {_named(server.gpus)}")
     say(f"learner: this machine, {_named(spread.learner_gpus)}")
@@ -172,7 +172,7 @@ def _named(gpus: Sequence[int]) -> str:
     return f"GPU {', '.join(map(str, gpus))}" if gpus else "CPUs"
 
 
-def _require_free_ports(hosts: Sequence[Host], spread: placement.Placement, options: plan.Options) -> None:
+def _require_free_ports(hosts: Sequence[Host], spread: placement.ServerPlacement, options: plan.Options) -> None:
     """Of this machine; each Ray actor looks after its own."""
     for server in spread.servers:
         if server.host.local:

@@ -38,7 +38,7 @@ class Server:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Placement:
+class ServerPlacement:
     """Who gets what.
 
     Attributes:
@@ -54,10 +54,10 @@ class Placement:
     learner_memory: float | None = None
 
 
-def place_on_cpus(hosts: Sequence[Host], *, port: int) -> Placement:
+def place_on_cpus(hosts: Sequence[Host], *, port: int) -> ServerPlacement:
     """One server per host."""
     servers = [Server(name=f"server-{i}", host=host, gpus=(), port=port) for i, host in enumerate(hosts)]
-    return Placement(learner_gpus=(), servers=tuple(servers))
+    return ServerPlacement(learner_gpus=(), servers=tuple(servers))
 
 
 def place(
@@ -67,7 +67,7 @@ def place(
     port: int,
     learner_gpus: Sequence[int] | None = None,
     server_gpus: Sequence[int] | None = None,
-) -> Placement:
+) -> ServerPlacement:
     """Applies the rule.
 
     Args:
@@ -102,7 +102,7 @@ def place(
         )
     named = tuple(Server(name=f"server-{i}", host=s.host, gpus=s.gpus, port=s.port) for i, s in enumerate(servers))
     utilization, memory = _memory(settings, shared=bool(set(mine) & set(learner)))
-    return Placement(learner_gpus=learner, servers=named, utilization=utilization, learner_memory=memory)
+    return ServerPlacement(learner_gpus=learner, servers=named, utilization=utilization, learner_memory=memory)
 
 
 def _require_known(host: Host, present: Sequence[int], named: Sequence[int]) -> None:

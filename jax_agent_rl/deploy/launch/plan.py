@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from jax_agent_rl.deploy.launch.hosts import Command, Host, check_command
-from jax_agent_rl.deploy.launch.placement import Placement, Server
+from jax_agent_rl.deploy.launch.placement import Server, ServerPlacement
 from jax_agent_rl.deploy.launch.settings import Settings
 
 TOKEN = "JAX_AGENT_RL_TOKEN"
@@ -79,7 +79,7 @@ class Preparation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class LaunchPlan:
     """What runs at the same time, in the order of starting.
 
     Attributes:
@@ -112,14 +112,14 @@ def prepare(hosts: Sequence[Host], options: Options) -> Preparation:
     )
 
 
-def make_plan(hosts: Sequence[Host], placement: Placement, settings: Settings, options: Options) -> Plan:
+def make_plan(hosts: Sequence[Host], placement: ServerPlacement, settings: Settings, options: Options) -> LaunchPlan:
     """Servers and learner; on several hosts a Ray cluster under the servers."""
     urls = {server.name: f"http://{server.host.address}:{server.port}" for server in placement.servers}
     if len(hosts) == 1:
         servers = tuple(_server(server, placement, settings, options) for server in placement.servers)
     else:
         servers = (_ray_servers(hosts[0], placement, settings, options),)
-    return Plan(
+    return LaunchPlan(
         cluster=_cluster(hosts, placement, options) if len(hosts) > 1 else (),
         servers=servers,
         urls=urls,
@@ -137,14 +137,14 @@ def _tethered(
 # --- rollout servers ------------------------------------------------------------------------------------------
 
 
-def _server(server: Server, placement: Placement, settings: Settings, options: Options) -> Command:
+def _server(server: Server, placement: ServerPlacement, settings: Settings, options: Options) -> Command:
     argv = _server_argv(server.name, server.host.address, str(server.port), placement, settings, options)
     env = _SERVER_ENV | _visible(server.gpus, options)
     return _tethered(server.name, server.host, options, SERVER_GRACE, argv, env)
 
 
 def _server_argv(
-    name: str, address: str, port: str, placement: Placement, settings: Settings, options: Options
+    name: str, address: str, port: str, placement: ServerPlacement, settings: Settings, options: Options
 ) -> list[str]:
     own = ["rollout.backend=vllm", "rollout.urls=[]", f"rollout.token_env={TOKEN}"]
     if placement.utilization is not None:
@@ -164,7 +164,7 @@ def _visible(gpus: Sequence[int], options: Options) -> dict[str, str]:
 # --- Ray ------------------------------------------------------------------------------------------------------
 
 
-def _cluster(hosts: Sequence[Host], placement: Placement, options: Options) -> tuple[Command, ...]:
+def _cluster(hosts: Sequence[Host], placement: ServerPlacement, options: Options) -> tuple[Command, ...]:
     """A Ray node per host, in the foreground (``--block``): its end is noticed, and it ends with its tether.
 
     Servers inherit the variables of their node.
@@ -185,7 +185,7 @@ def _cluster(hosts: Sequence[Host], placement: Placement, options: Options) -> t
     return tuple(commands)
 
 
-def _ray_servers(head: Host, placement: Placement, settings: Settings, options: Options) -> Command:
+def _ray_servers(head: Host, placement: ServerPlacement, settings: Settings, options: Options) -> Command:
     server = _server_argv("{name}", "{address}", "{port}", placement, settings, options)
     argv = [options.program("python"), "-m", "jax_agent_rl.deploy.launch.ray_servers"]
     argv += [f"--address={head.address}:{options.ray_port}", f"--gpus-per-server={len(placement.servers[0].gpus)}"]
@@ -196,7 +196,7 @@ def _ray_servers(head: Host, placement: Placement, settings: Settings, options: 
 # --- learner --------------------------------------------------------------------------------------------------
 
 
-def _learner(head: Host, placement: Placement, urls: Mapping[str, str], options: Options) -> Command:
+def _learner(head: Host, placement: ServerPlacement, urls: Mapping[str, str], options: Options) -> Command:
     own = ["rollout.backend=remote", f"rollout.urls=[{','.join(urls.values())}]", f"rollout.token_env={TOKEN}"]
     argv = [options.program("jax-agent-rl"), "train", str(options.config_file), *options.overrides, *own]
     argv += ["--resume"] if options.resume else []
@@ -216,7 +216,7 @@ def lines_of_preparation(preparation: Preparation, options: Options) -> list[str
     return lines + _section("bring model and data", preparation.data, options)
 
 
-def lines_of_plan(plan: Plan, options: Options) -> list[str]:
+def lines_of_plan(plan: LaunchPlan, options: Options) -> list[str]:
     """The rest as text."""
     lines = [f"# {TOKEN} and {RAY_TOKEN}, made anew, go to each of the following on standard input"]
     lines += _section("start a Ray cluster", plan.cluster, options)

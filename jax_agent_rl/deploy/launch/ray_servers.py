@@ -35,7 +35,7 @@ _POLL_SECONDS = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Endpoint:
+class ServerEndpoint:
     """Where a server listens."""
 
     name: str
@@ -43,7 +43,7 @@ class Endpoint:
     port: int
 
     @classmethod
-    def parse(cls, text: str) -> Endpoint:
+    def parse(cls, text: str) -> ServerEndpoint:
         """From ``NAME=ADDRESS:PORT``."""
         name, _, where = text.partition("=")
         address, _, port = where.rpartition(":")
@@ -60,7 +60,7 @@ class Endpoint:
 class ServerActor:
     """One server process on this actor's node; Ray starts and names what is otherwise a plain class."""
 
-    def __init__(self, endpoint: Endpoint) -> None:
+    def __init__(self, endpoint: ServerEndpoint) -> None:
         self._endpoint = endpoint
         self._process: subprocess.Popen[str] | None = None
 
@@ -105,7 +105,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="ray_servers")
     parser.add_argument("--address", required=True)
     parser.add_argument("--gpus-per-server", type=int, default=0)
-    parser.add_argument("--server", action="append", type=Endpoint.parse, required=True)
+    parser.add_argument("--server", action="append", type=ServerEndpoint.parse, required=True)
     parser.add_argument("command", nargs="+")
     arguments = parser.parse_args(argv)
     import ray  # pyright: ignore[reportMissingImports]
@@ -120,13 +120,15 @@ def main(argv: Sequence[str]) -> int:
         ray.shutdown()
 
 
-def _serve(ray: Any, endpoints: Sequence[Endpoint], gpus: int, command: Sequence[str], stop: threading.Event) -> int:
+def _serve(
+    ray: Any, endpoints: Sequence[ServerEndpoint], gpus: int, command: Sequence[str], stop: threading.Event
+) -> int:
     if missing := _wait_for_nodes(ray, endpoints, stop):
         print(f"no Ray node came for {', '.join(missing)} within {_JOIN_SECONDS:g} s", flush=True)
         return 1
     if stop.is_set():
         return 0
-    heard: queue.Queue[tuple[Endpoint, str | int]] = queue.Queue()
+    heard: queue.Queue[tuple[ServerEndpoint, str | int]] = queue.Queue()
     actors = []
     for endpoint in endpoints:
         # Two threads: stop() while run() waits.
@@ -145,7 +147,9 @@ def _serve(ray: Any, endpoints: Sequence[Endpoint], gpus: int, command: Sequence
     return 0 if status is None else max(status, 1)
 
 
-def _listen(ray: Any, endpoint: Endpoint, said: Any, heard: queue.Queue[tuple[Endpoint, str | int]]) -> None:
+def _listen(
+    ray: Any, endpoint: ServerEndpoint, said: Any, heard: queue.Queue[tuple[ServerEndpoint, str | int]]
+) -> None:
     """Passes on what an actor yields."""
     try:
         for reference in said:
@@ -155,7 +159,7 @@ def _listen(ray: Any, endpoint: Endpoint, said: Any, heard: queue.Queue[tuple[En
         heard.put((endpoint, 1))
 
 
-def _show(heard: queue.Queue[tuple[Endpoint, str | int]], count: int, *, until: Callable[[], bool]) -> int | None:
+def _show(heard: queue.Queue[tuple[ServerEndpoint, str | int]], count: int, *, until: Callable[[], bool]) -> int | None:
     """Prints lines until so many servers have ended or it is time; the last one's status, if any ended."""
     status = None
     while count and not until():
@@ -168,7 +172,7 @@ def _show(heard: queue.Queue[tuple[Endpoint, str | int]], count: int, *, until: 
     return status
 
 
-def _wait_for_nodes(ray: Any, endpoints: Sequence[Endpoint], stop: threading.Event) -> list[str]:
+def _wait_for_nodes(ray: Any, endpoints: Sequence[ServerEndpoint], stop: threading.Event) -> list[str]:
     """Servers whose node is not in the cluster when time is up."""
     for _ in range(int(_JOIN_SECONDS / _POLL_SECONDS)):
         offered = ray.cluster_resources()

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from jax_agent_rl.deploy.launch.hosts import Command
-from jax_agent_rl.deploy.launch.plan import LONGEST_GRACE, RAY_TOKEN, TOKEN, Plan, Preparation
+from jax_agent_rl.deploy.launch.plan import LONGEST_GRACE, RAY_TOKEN, TOKEN, LaunchPlan, Preparation
 from jax_agent_rl.errors import LaunchError
 from jax_agent_rl.rollout.http import wire
 
@@ -154,7 +154,7 @@ class Runner:
         if failed:
             raise LaunchError("\n".join(f"{c.host.name}: {' '.join(c.argv)} failed, see above" for c in failed))
 
-    async def run(self, plan: Plan, *, start_seconds: float) -> int:
+    async def run(self, plan: LaunchPlan, *, start_seconds: float) -> int:
         """Starts everything and waits for the learner.
 
         Args:

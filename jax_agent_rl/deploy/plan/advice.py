@@ -47,8 +47,8 @@ class Adviser:
     def _hints(self, load: Load, part: str) -> Iterator[str]:
         config, engine = self.config, part in (WEIGHTS, CACHE)
         if engine and load.program.half == "learner" and config.rollout.placement == "colocated":
-            if config.trainer.mode == "sync" and not config.rollout.sleep:
-                yield "rollout.sleep=true"
+            if config.trainer.mode == "sync" and not config.rollout.sleep_during_update:
+                yield "rollout.sleep_during_update=true"
         if part == CACHE or (part in (BATCH, TEMPORARIES) and load.program.half == "rollout"):
             yield from self._of_cache()
         elif part == WEIGHTS:
@@ -61,11 +61,11 @@ class Adviser:
     def _of_cache(self) -> Iterator[str]:
         """Keys of contexts that an engine keeps."""
         shapes = engine_shapes(self.config)
-        if shapes.cache_tokens > shapes.max_model_len:
-            half = max(shapes.max_model_len, shapes.cache_tokens // 2)
-            yield from self._accepted(f"rollout.jetstream.cache_tokens={half}")
-        if (lanes := shapes.max_concurrent_decodes) > 1:
-            yield from self._accepted(f"rollout.jetstream.max_concurrent_decodes={lanes // 2}")
+        if shapes.kv_cache_tokens > shapes.max_model_len:
+            half = max(shapes.max_model_len, shapes.kv_cache_tokens // 2)
+            yield from self._accepted(f"rollout.jetstream.kv_cache_tokens={half}")
+        if (slots := shapes.max_concurrent_decodes) > 1:
+            yield from self._accepted(f"rollout.jetstream.max_concurrent_decodes={slots // 2}")
         yield from self._of_engine()
         yield f"rollout.max_model_len below {self.config.rollout.max_model_len}"
 
@@ -81,11 +81,11 @@ class Adviser:
             yield from self._accepted("learner.remat=full")
         if learner.compute_dtype == "float32":
             yield from self._accepted("learner.compute_dtype=bfloat16")
-        if learner.rows_per_micro_batch > 1:
-            yield from self._accepted(f"learner.rows_per_micro_batch={learner.rows_per_micro_batch // 2}")
+        if learner.micro_batch_size > 1:
+            yield from self._accepted(f"learner.micro_batch_size={learner.micro_batch_size // 2}")
         need = self.config.agent.max_prompt_length + self.config.agent.max_response_length
-        if learner.row_length > need:
-            yield from self._accepted(f"learner.row_length={max(need, learner.row_length // 2)}")
+        if learner.pack_length > need:
+            yield from self._accepted(f"learner.pack_length={max(need, learner.pack_length // 2)}")
         yield from self._of_mesh()
 
     def _of_parameters(self) -> Iterator[str]:

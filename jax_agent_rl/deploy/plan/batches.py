@@ -9,11 +9,11 @@ import numpy as np
 
 from jax_agent_rl.config import Config
 from jax_agent_rl.learner.batch import pack
-from jax_agent_rl.learner.experience import Scores, experience, mini_batch_terms
-from jax_agent_rl.learner.image_packing import RowSight, blanks, row_sight
+from jax_agent_rl.learner.experience import Scores, build_experience, mini_batch_terms
+from jax_agent_rl.learner.image_packing import ImagePacking, blanks, image_packing
 from jax_agent_rl.learner.losses.covariance import CHOOSE
 from jax_agent_rl.models.config import DecoderConfig
-from jax_agent_rl.models.vision.context import Sight
+from jax_agent_rl.models.vision.context import VisionProcessor
 from jax_agent_rl.types import FinishReason, Group, StopReason, TokenOutput, Trajectory, Turn
 
 Arrays = Mapping[str, np.ndarray]
@@ -42,10 +42,12 @@ def micro_batches(config: Config, model: DecoderConfig, *, rows: int, scored: bo
         rows: of a micro-batch, over all shards.
         scored: the run computes old log-probs before it trains.
     """
-    sight = row_sight(Sight.of(model, config.model.path, pixels=config.model.pixels), config.learner)
+    images = image_packing(VisionProcessor.of(model, config.model.path, pixels=config.model.pixels), config.learner)
     trajectories = [_trajectory(number) for number in range(2)]
     learner, algorithm = config.learner, config.algorithm
-    batch, _ = pack(trajectories, row_length=learner.row_length, share_prefixes=learner.share_prefixes, sight=sight)
+    batch, _ = pack(
+        trajectories, pack_length=learner.pack_length, share_prefixes=learner.share_prefixes, vision_processor=images
+    )
     with_critic = algorithm.adv_estimator == "gae"
     if not with_critic:  # others may ask for tool calls, branches or reward parts, and all give the same terms
         algorithm = algorithm.model_copy(update={"adv_estimator": "grpo"})
@@ -55,14 +57,14 @@ def micro_batches(config: Config, model: DecoderConfig, *, rows: int, scored: bo
         ref=per_term if algorithm.kl.where != "none" else None,
         values=per_state if with_critic else None,
     )
-    made = experience(
+    made = build_experience(
         [Group(group_id="g", trajectories=tuple(trajectories))], algorithm, scores, kl_coef=0.0, masked=()
     )
     policy, critic = mini_batch_terms(made, slice(None), algorithm, kl_coef=0.0)
     if algorithm.policy_loss.loss_mode in CHOOSE:
         policy["chosen"] = per_term
     first = {
-        name: _largest(next(replace(batch, terms={}).with_terms(**terms).micro_batches(rows)), sight)
+        name: _largest(next(replace(batch, terms={}).with_terms(**terms).micro_batches(rows)), images)
         for name, terms in (("policy", policy), ("critic", critic), ("layout", {}))
     }
     return MicroBatches(
@@ -72,8 +74,8 @@ def micro_batches(config: Config, model: DecoderConfig, *, rows: int, scored: bo
     )
 
 
-def _largest(arrays: Arrays, sight: RowSight | None) -> dict[str, np.ndarray]:
-    return dict(arrays) if sight is None else list(blanks(arrays, sight))[-1]
+def _largest(arrays: Arrays, images: ImagePacking | None) -> dict[str, np.ndarray]:
+    return dict(arrays) if images is None else list(blanks(arrays, images))[-1]
 
 
 def _balance(model: DecoderConfig, coefficient: float) -> dict[str, np.ndarray]:

@@ -161,7 +161,7 @@ def _explained(status: int, last: str, said: str) -> str:
     if -status == signal.SIGKILL:
         return (
             f"planning was killed ({name}) when it was {last}. A system does that where memory runs out: plan where "
-            "there is more, or take a smaller learner.rows_per_micro_batch"
+            "there is more, or take a smaller learner.micro_batch_size"
         )
     fatal = re.search(r"^F\d{4} .*?\] (.+)$", said, re.MULTILINE)  # as Abseil, which libtpu uses, writes that line
     words = fatal[1].strip() if fatal else " ".join(said.split()[-30:])

@@ -10,7 +10,7 @@ import jax
 
 from jax_agent_rl.deploy.plan.chips import GIB
 from jax_agent_rl.deploy.plan.collectives import Collective, collectives
-from jax_agent_rl.deploy.plan.flops import Work, work_in
+from jax_agent_rl.deploy.plan.flops import Flops, work_in
 from jax_agent_rl.deploy.plan.inventory import Program
 from jax_agent_rl.errors import CompilerError
 
@@ -53,7 +53,7 @@ class Compiled:
     memory: Memory | None
     needs: int
     problem: str | None = None
-    work: Work
+    work: Flops
     exchanges: tuple[Collective, ...] = ()
     seconds: float
 

@@ -19,7 +19,7 @@ PRODUCTS = {"none": 6, "dots": 6, "full": 8}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Estimate:
+class PlanEstimate:
     """Of one configuration.
 
     Attributes:
@@ -38,7 +38,7 @@ class Estimate:
         return self.stays + self.passes
 
 
-def estimate(config: Config, model: DecoderConfig, chip: Chip, *, engines: int) -> Estimate:
+def estimate(config: Config, model: DecoderConfig, chip: Chip, *, engines: int) -> PlanEstimate:
     """A lower bound of the memory that stays, about what a gradient adds, and a time to compare configurations by.
 
     Args:
@@ -60,9 +60,9 @@ def estimate(config: Config, model: DecoderConfig, chip: Chip, *, engines: int) 
     heads = math.lcm(model.num_kv_heads, engine.devices) / engine.devices
     position = 2 * model.num_layers * heads * model.head_dim * (own if serves.kv_dtype == "auto" else 1)
     serving = weights + shapes.pages * shapes.page * position
-    shared = config.rollout.placement != "separate" and config.rollout.jetstream.first_device < learner.devices
-    in_turn = state + serving if shared and not config.rollout.sleep else max(state, serving)
-    return Estimate(
+    shared = config.rollout.placement != "separate" and config.rollout.jetstream.device_offset < learner.devices
+    in_turn = state + serving if shared and not config.rollout.sleep_during_update else max(state, serving)
+    return PlanEstimate(
         stays=in_turn,
         passes=_activations(config, model) + _gathered(config, model),
         seconds=_learner(config, model, chip, count) + _rollout(config, chip, weights, position) / engines,
@@ -77,7 +77,7 @@ def _activations(config: Config, model: DecoderConfig) -> float:
     again of derivatives.
     """
     learner, mesh = config.learner, config.learner.mesh
-    tokens = learner.rows_per_micro_batch * learner.row_length / mesh.context
+    tokens = learner.micro_batch_size * learner.pack_length / mesh.context
     queries, keys, hidden = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim, model.hidden_size
     experts = model.experts
     forward = model.intermediate_size if experts is None else experts.per_token * experts.intermediate_size
@@ -105,14 +105,14 @@ def _width(config: Config) -> int:
 def _learner(config: Config, model: DecoderConfig, chip: Chip, count: int) -> float:
     """Seconds to train on a step's tokens."""
     mesh, rollout = config.learner.mesh, config.rollout
-    rows = config.learner.rows_per_micro_batch * mesh.data * mesh.fsdp * mesh.expert
-    length = config.learner.row_length
+    rows = config.learner.micro_batch_size * mesh.data * mesh.fsdp * mesh.expert
+    length = config.learner.pack_length
     members = rollout.group_size * config.agent.max_response_length + config.agent.max_prompt_length
     calls = math.ceil(rollout.prompts_per_step * members / (rows * length))
     width = _width(config)
     products = PRODUCTS[config.learner.remat] * count * rows * length / mesh.devices / chip.flops
     gathered = count / (mesh.tensor * mesh.expert) * (2 * width + MASTER) * (1 - 1 / mesh.fsdp)
-    tokens = config.learner.rows_per_micro_batch * length / mesh.context
+    tokens = config.learner.micro_batch_size * length / mesh.context
     summed = 4 * model.num_layers * tokens * model.hidden_size * width * 2 * (1 - 1 / mesh.tensor)
     seen = 6 * model.num_layers * tokens * model.num_kv_heads * model.head_dim * width * (mesh.context - 1)
     copies = mesh.data * mesh.context  # of each gradient
@@ -124,9 +124,9 @@ def _learner(config: Config, model: DecoderConfig, chip: Chip, count: int) -> fl
 def _rollout(config: Config, chip: Chip, weights: float, position: float) -> float:
     """Seconds in which one engine samples a step's tokens.
 
-    A decode step reads the weights and half of each lane's longest context.
+    A decode step reads the weights and half of each slot's longest context.
     """
     rollout = config.rollout
-    lanes = engine_shapes(config).max_concurrent_decodes
-    steps = rollout.prompts_per_step * rollout.group_size * config.agent.max_response_length / lanes
-    return steps * (weights + lanes * rollout.max_model_len / 2 * position) / chip.hbm_bandwidth
+    slots = engine_shapes(config).max_concurrent_decodes
+    steps = rollout.prompts_per_step * rollout.group_size * config.agent.max_response_length / slots
+    return steps * (weights + slots * rollout.max_model_len / 2 * position) / chip.hbm_bandwidth

@@ -20,7 +20,7 @@ PLATFORM = "tpu"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class Flops:
     """Of all devices together.
 
     Attributes:
@@ -32,14 +32,14 @@ class Work:
     flops: float = 0.0
     bytes: float = 0.0
 
-    def __add__(self, other: Work) -> Work:
-        return Work(flops=self.flops + other.flops, bytes=self.bytes + other.bytes)
+    def __add__(self, other: Flops) -> Flops:
+        return Flops(flops=self.flops + other.flops, bytes=self.bytes + other.bytes)
 
-    def __mul__(self, times: float) -> Work:
-        return Work(flops=self.flops * times, bytes=self.bytes * times)
+    def __mul__(self, times: float) -> Flops:
+        return Flops(flops=self.flops * times, bytes=self.bytes * times)
 
 
-def work_of(function: Callable[..., Any], *args: Any, loops: int = 1, **kwargs: Any) -> Work:
+def work_of(function: Callable[..., Any], *args: Any, loops: int = 1, **kwargs: Any) -> Flops:
     """Counts the work of a call; nothing is computed.
 
     Args:
@@ -50,16 +50,16 @@ def work_of(function: Callable[..., Any], *args: Any, loops: int = 1, **kwargs: 
     return work_in(jax.make_jaxpr(function)(*args, **kwargs), loops=loops)
 
 
-def work_in(traced: core.ClosedJaxpr, *, loops: int = 1) -> Work:
+def work_in(traced: core.ClosedJaxpr, *, loops: int = 1) -> Flops:
     """The same of a call that was traced."""
     return _of_jaxpr(traced.jaxpr, loops)
 
 
-def _of_jaxpr(jaxpr: core.Jaxpr, loops: int) -> Work:
-    return sum((_of_equation(equation, loops) for equation in jaxpr.eqns), Work())
+def _of_jaxpr(jaxpr: core.Jaxpr, loops: int) -> Flops:
+    return sum((_of_equation(equation, loops) for equation in jaxpr.eqns), Flops())
 
 
-def _of_equation(equation: core.JaxprEqn, loops: int) -> Work:
+def _of_equation(equation: core.JaxprEqn, loops: int) -> Flops:
     name, params = equation.primitive.name, equation.params
     if name == "dot_general":
         return _moved(equation, flops=_dot_flops(equation))
@@ -70,14 +70,14 @@ def _of_equation(equation: core.JaxprEqn, loops: int) -> Work:
     if name == "while":
         return _of_jaxpr(params["body_jaxpr"].jaxpr, loops) * loops
     if name == "pallas_call" and (said := params["cost_estimate"]) is not None:
-        return Work(flops=float(said.flops), bytes=float(said.bytes_accessed))
+        return Flops(flops=float(said.flops), bytes=float(said.bytes_accessed))
     if name == "cond" and (platforms := params.get("branches_platforms")):
         taken = next(at for at, names in enumerate(platforms) if names is None or PLATFORM in names)
         return _of_jaxpr(params["branches"][taken].jaxpr, loops)
     if name == "cond":
         return max((_of_jaxpr(branch.jaxpr, loops) for branch in params["branches"]), key=lambda work: work.flops)
     times = math.prod(params["mesh"].shape.values()) if name == "shard_map" else 1
-    return sum((_of_jaxpr(inner, loops) for inner in _inner(params)), Work()) * times
+    return sum((_of_jaxpr(inner, loops) for inner in _inner(params)), Flops()) * times
 
 
 def _inner(params: dict[str, Any]) -> Iterator[core.Jaxpr]:
@@ -94,9 +94,9 @@ def _array(variable: Any) -> ShapedArray:
     return cast(ShapedArray, variable.aval)
 
 
-def _moved(equation: core.JaxprEqn, *, flops: float) -> Work:
+def _moved(equation: core.JaxprEqn, *, flops: float) -> Flops:
     variables = (*equation.invars, *equation.outvars)
-    return Work(flops=flops, bytes=float(sum(_array(v).size * _array(v).dtype.itemsize for v in variables)))
+    return Flops(flops=flops, bytes=float(sum(_array(v).size * _array(v).dtype.itemsize for v in variables)))
 
 
 def _dot_flops(equation: core.JaxprEqn) -> float:

@@ -54,7 +54,7 @@ def places(config: Config, devices: Sequence[Device]) -> Places:
     for device in devices:
         hosts.setdefault(device.process_index, []).append(device)
     sampling = list(hosts.values()) if rollout.placement == "colocated" else [hosts[devices[0].process_index]]
-    engines = [make_engine_mesh(engine.mesh, first_device=engine.first_device, devices=own) for own in sampling]
+    engines = [make_engine_mesh(engine.mesh, device_offset=engine.device_offset, devices=own) for own in sampling]
     for mesh in engines:
         check_turns(config, learner, mesh)
     return Places(learner=learner, engines=tuple(engines))
@@ -62,10 +62,11 @@ def places(config: Config, devices: Sequence[Device]) -> Places:
 
 def _separate(config: Config, devices: Sequence[Device]) -> Places:
     """The learner's devices first, then each engine's."""
-    first, each, count = config.learner.mesh.devices, config.rollout.jetstream.mesh.devices, config.rollout.engines
+    first, each, count = config.learner.mesh.devices, config.rollout.jetstream.mesh.devices, config.rollout.num_engines
     if first + each * count > len(devices):
         raise ConfigError(
-            f"learner.mesh takes {first} chips and rollout.engines={count} engines {each} each (rollout.jetstream.mesh)"
+            f"learner.mesh takes {first} chips and rollout.num_engines={count} engines {each} each "
+            f"(rollout.jetstream.mesh)"
             f", which is more than {len(devices)}; lower one of them"
         )
     begins = [first + number * each for number in range(count)]

@@ -25,7 +25,7 @@ Choice = Mapping[str, int | str]
 
 def learner_meshes(config: Config, model: DecoderConfig, slice: Slice) -> Iterator[Choice]:
     """Every mesh of all chips that the learner may take, one copy on each slice."""
-    engines = config.rollout.engines * config.rollout.jetstream.mesh.devices
+    engines = config.rollout.num_engines * config.rollout.jetstream.mesh.devices
     separate = config.rollout.placement == "separate"
     count = (slice.chips - engines * separate) // slice.count
     for sizes in _factors(count, len(AXES)):
@@ -45,16 +45,16 @@ def engine_meshes(config: Config) -> Iterator[Choice]:
 
 def batch_sizes(config: Config) -> Iterator[Choice]:
     """Every size of what runs at once: a micro-batch, what is kept of it, and the contexts that an engine decodes."""
-    lanes: list[int] = []
+    slots: list[int] = []
     if config.rollout.backend == "jetstream":
         most, now = config.rollout.max_in_flight, engine_shapes(config).max_concurrent_decodes
         others = {max(1, now // 2), min(most, 2 * now), min(most, 4 * now)} - {now}
-        lanes = [config.rollout.jetstream.max_concurrent_decodes, *sorted(others)]
+        slots = [config.rollout.jetstream.max_concurrent_decodes, *sorted(others)]
     for rows in ROWS:
         for remat in REMAT:
-            learner = {"learner.rows_per_micro_batch": rows, "learner.remat": remat}
-            yield from ({**learner, "rollout.jetstream.max_concurrent_decodes": count} for count in lanes)
-            if not lanes:
+            learner = {"learner.micro_batch_size": rows, "learner.remat": remat}
+            yield from ({**learner, "rollout.jetstream.max_concurrent_decodes": count} for count in slots)
+            if not slots:
                 yield learner
 
 

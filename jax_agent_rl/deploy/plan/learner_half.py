@@ -16,7 +16,7 @@ from jax_agent_rl.deploy.plan.batches import micro_batches
 from jax_agent_rl.deploy.plan.inventory import Inventory, Program
 from jax_agent_rl.learner.critic import critic_params
 from jax_agent_rl.learner.optimized_params import TrainState, UpdatePrograms
-from jax_agent_rl.learner.parameterization import Trained
+from jax_agent_rl.learner.parameterization import Parameterization
 from jax_agent_rl.learner.programs import LearnerPrograms
 from jax_agent_rl.learner.schedule import learning_rate
 from jax_agent_rl.models.config import DecoderConfig, Params
@@ -46,7 +46,7 @@ def learner_half(config: Config, model: DecoderConfig, mesh: Mesh) -> LearnerHal
     """
     learner, algorithm = config.learner, config.algorithm
     params = described(model.parameter_shapes(), parameter_shardings(mesh, model.parameter_shapes()))
-    policy = Trained.of(model, params, learner, mesh=mesh)
+    policy = Parameterization.of(model, params, learner, mesh=mesh)
     temperature = config.rollout.temperature
     programs = LearnerPrograms.of(
         model,
@@ -58,9 +58,9 @@ def learner_half(config: Config, model: DecoderConfig, mesh: Mesh) -> LearnerHal
         rate=learning_rate(learner, config.trainer.steps),
     )
     scores_old = not (programs.objective.on_policy or programs.objective.bypass)
-    rows = learner.rows_per_micro_batch * row_shards(mesh)
+    rows = learner.micro_batch_size * row_shards(mesh)
     batches = micro_batches(config, model, rows=rows, scored=scores_old)
-    made = _Half(Inventory(), mesh, learner, rows * learner.row_length)
+    made = _Half(Inventory(), mesh, learner, rows * learner.pack_length)
     state, holds = made.update("policy", programs.policy, policy.params, policy.frozen, batches.policy)
     if algorithm.kl.where != "none":
         made.inventory.keep("reference", policy.reference()[0])
@@ -114,7 +114,7 @@ class _Half:
         gradients = state.params
         accumulate = programs.accumulate.trace(state.params, frozen, gradients, self._laid_out(batch))
         apply = programs.apply.trace(state, gradients, state.updates)
-        epochs, updates = self.config.ppo_epochs, self.config.ppo_epochs * self.config.updates_per_step
+        epochs, updates = self.config.ppo_epochs, self.config.ppo_epochs * self.config.num_minibatches
         tokens = {"tokens": self.tokens, "of": "trained"}
         self._add(f"{name} gradient", accumulate, reads, donates=holds, calls=epochs, **tokens)
         self._add(f"{name} update", apply, holds | optimizer, donates=holds | optimizer, calls=updates)
@@ -133,7 +133,7 @@ class _Half:
         traced = program.trace(*weights, batch=self._laid_out(batch))
         self._add(name, traced, holds, tokens=self.tokens, of="trained", calls=calls)
 
-    def published(self, policy: Trained, state: TrainState, *, merged: bool) -> tuple[Params, bool]:
+    def published(self, policy: Parameterization, state: TrainState, *, merged: bool) -> tuple[Params, bool]:
         """Parameters as an engine of this process takes them (``Learner.params``, ``LeadingLearner.params``), and
         whether they are the learner's own arrays."""
         if merged:

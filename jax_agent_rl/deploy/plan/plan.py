@@ -11,7 +11,7 @@ from jax_agent_rl.deploy.plan.compiled import Compiled, compile_program
 from jax_agent_rl.deploy.plan.fit import Load, loads
 from jax_agent_rl.deploy.plan.inventories import Places, inventory, places
 from jax_agent_rl.deploy.plan.inventory import Inventory
-from jax_agent_rl.deploy.plan.roofline import Step, step_of
+from jax_agent_rl.deploy.plan.roofline import StepTime, step_of
 from jax_agent_rl.deploy.plan.topology import Slice
 from jax_agent_rl.errors import ConfigError, ModelError
 from jax_agent_rl.models.config import DecoderConfig
@@ -20,7 +20,7 @@ from jax_agent_rl.utils.hub import hub_name
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class ResourcePlan:
     """Of one configuration on one slice.
 
     Attributes:
@@ -37,7 +37,7 @@ class Plan:
     places: Places
     compiled: tuple[Compiled, ...]
     loads: tuple[Load, ...]
-    step: Step
+    step: StepTime
     utilization: float
 
     @property
@@ -75,7 +75,7 @@ def make_plan(
     utilization: float,
     devices: Sequence[Any],
     say: Callable[[str], None] = lambda text: None,
-) -> Plan:
+) -> ResourcePlan:
     """Compiles everything.
 
     Args:
@@ -93,7 +93,7 @@ def make_plan(
     for number, program in enumerate(made.programs, 1):
         say(f"compiling {program.name} ({number} of {len(made.programs)})")
         compiled.append(compile_program(program))
-    return Plan(
+    return ResourcePlan(
         config=config,
         model=model,
         slice=slice,

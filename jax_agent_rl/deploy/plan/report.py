@@ -14,7 +14,7 @@ from jax_agent_rl.deploy.plan.advice import Adviser
 from jax_agent_rl.deploy.plan.compiled import Compiled
 from jax_agent_rl.deploy.plan.fit import Load
 from jax_agent_rl.deploy.plan.inventory import Half
-from jax_agent_rl.deploy.plan.plan import Plan
+from jax_agent_rl.deploy.plan.plan import ResourcePlan
 from jax_agent_rl.deploy.plan.roofline import RING, moved, seconds_of
 from jax_agent_rl.observe.progress import duration
 
@@ -35,7 +35,7 @@ _PROGRAM = 10  # letters of a column for each program: its name is broken at bla
 _WRAPPED = ("program", "exchanges in", "kinds")
 
 
-def show(plan: Plan, console: Console, *, price: float | None = None) -> None:
+def show(plan: ResourcePlan, console: Console, *, price: float | None = None) -> None:
     """Prints the plan.
 
     Args:
@@ -51,7 +51,7 @@ def show(plan: Plan, console: Console, *, price: float | None = None) -> None:
         console.print(line, highlight=False, soft_wrap=True)
 
 
-def programs_table(plan: Plan) -> Table:
+def programs_table(plan: ResourcePlan) -> Table:
     """A line for each program."""
     made = _table({name: "left" if name in ("program", "bound") else "right" for name in COLUMNS})
     for one, load in zip(plan.compiled, plan.loads, strict=True):
@@ -71,7 +71,7 @@ def programs_table(plan: Plan) -> Table:
     return made
 
 
-def exchanges_table(plan: Plan) -> Table:
+def exchanges_table(plan: ResourcePlan) -> Table:
     """What chips send in each program, by axes of the mesh."""
     made = _table({"exchanges in": "left", "over": "left", "sent": "right", "kinds": "left"})
     for one in plan.compiled:
@@ -81,7 +81,7 @@ def exchanges_table(plan: Plan) -> Table:
     return made
 
 
-def memory_tables(plan: Plan, *, width: int) -> Iterator[Table]:
+def memory_tables(plan: ResourcePlan, *, width: int) -> Iterator[Table]:
     """What is on the fullest chip of each program, by kind; all in one unit, to be compared.
 
     Args:
@@ -139,7 +139,7 @@ def _axes(axes: tuple[str, ...]) -> str:
     return "+".join(axes) or "?"
 
 
-def _verdict(plan: Plan) -> Iterator[str]:
+def _verdict(plan: ResourcePlan) -> Iterator[str]:
     full = [load for load in plan.loads if not load.fits]
     if not full:
         free = plan.fullest.capacity - plan.fullest.total
@@ -153,7 +153,7 @@ def _verdict(plan: Plan) -> Iterator[str]:
         yield f"[yellow]{unused} of {plan.slice.chips} chips do nothing[/yellow]: raise learner.mesh, or add --search."
 
 
-def _by_advice(plan: Plan, full: Sequence[Load]) -> dict[tuple[str, ...], list[Load]]:
+def _by_advice(plan: ResourcePlan, full: Sequence[Load]) -> dict[tuple[str, ...], list[Load]]:
     """Programs that do not fit, by what to change."""
     found: dict[tuple[str, ...], list[Load]] = {}
     for load in full:
@@ -161,11 +161,11 @@ def _by_advice(plan: Plan, full: Sequence[Load]) -> dict[tuple[str, ...], list[L
     return found
 
 
-def _adviser(plan: Plan) -> Adviser:
+def _adviser(plan: ResourcePlan) -> Adviser:
     return Adviser(config=plan.config, model=plan.model, slice=plan.slice, devices=plan.devices)
 
 
-def _speed(plan: Plan, price: float | None) -> Iterator[str]:
+def _speed(plan: ResourcePlan, price: float | None) -> Iterator[str]:
     step = plan.step
     halves: tuple[tuple[Half, int, float], ...] = (
         ("rollout", step.sampled, step.rollout),
@@ -181,24 +181,24 @@ def _speed(plan: Plan, price: float | None) -> Iterator[str]:
         yield f"step: {least}{_time(step.seconds)}; who waits: {who}, {share:.0%} of it"
     else:
         yield f"rollout.backend={plan.config.rollout.backend}: how fast its engines are is not planned here"
-    if (brought := plan.config.rollout.jetstream.engine) is not None:
-        yield f"rollout.jetstream.engine={brought}: planned as if it were the built-in engine"
+    if (brought := plan.config.rollout.jetstream.engine_factory) is not None:
+        yield f"rollout.jetstream.engine_factory={brought}: planned as if it were the built-in engine"
     if price is not None:
         of = "cost" if plan.places.engines else "cost of the learner"
         yield f"{of}: {least}{cost(plan, price):.3g} a step, {plan.slice.chips} chips at {price:g} an hour"
     yield (
         f"Assumed: {plan.utilization:.0%} of what chips can do at most (--utilization); products, memory and links at "
-        f"the same time, links in {RING} directions of a ring; trajectories of full length, lanes and rows full; tools "
+        f"the same time, links in {RING} directions of a ring; trajectories of full length, slots and rows full; tools "
         "that take no time."
     )
 
 
-def cost(plan: Plan, price: float) -> float:
+def cost(plan: ResourcePlan, price: float) -> float:
     """Of a step, if a chip costs ``price`` an hour; of its learner alone, where engines are none of the slice's."""
     return plan.step.seconds / 3600 * price * plan.slice.chips
 
 
-def as_json(plan: Plan, *, price: float | None = None) -> dict[str, Any]:
+def as_json(plan: ResourcePlan, *, price: float | None = None) -> dict[str, Any]:
     """Everything a plan says; in bytes, seconds and floating point operations."""
     return {
         "topology": plan.slice.name,

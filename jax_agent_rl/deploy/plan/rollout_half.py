@@ -13,10 +13,10 @@ from jax.sharding import Mesh, NamedSharding
 
 from jax_agent_rl.config import Config
 from jax_agent_rl.deploy.plan.inventory import Half, Inventory, Program
-from jax_agent_rl.jetstream.decode_batch import idle_lanes
+from jax_agent_rl.jetstream.decode_batch import idle_decode_batch
 from jax_agent_rl.jetstream.engine import PREFILL_ROWS, Extension, JaxEngine
 from jax_agent_rl.jetstream.programs import ProgramTable, Soon, traced
-from jax_agent_rl.jetstream.vision_engine import SeeingEngine
+from jax_agent_rl.jetstream.vision_engine import VisionEngine
 from jax_agent_rl.jetstream.weight_loading import staging_mesh
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.runtime.engines import engine_precision, engine_shapes
@@ -76,20 +76,20 @@ def rollout_half(
         ConfigError: the devices cannot share the model evenly.
     """
     shapes = engine_shapes(config)
-    table, kind = NotingTable(), JaxEngine if model.vision is None else SeeingEngine
+    table, kind = NotingTable(), JaxEngine if model.vision is None else VisionEngine
     precision: dict[str, Any] = engine_precision(config)
     precision["dtype"] = jnp.dtype(precision["dtype"])
     engine = kind(model, shapes, **precision, mesh=mesh, table=table)
     weights, cache = engine.load_params(published), engine.init_cache()
     last = shapes.cache_length - shapes.decode_steps
-    lanes = idle_lanes(shapes.max_concurrent_decodes, shapes.context_pages, last)
-    engine.decode(weights, cache, lanes, shapes.decode_steps, 1)
+    slots = idle_decode_batch(shapes.max_concurrent_decodes, shapes.context_pages, last)
+    engine.decode(weights, cache, slots, shapes.decode_steps, 1)
     size = shapes.chunk_buckets[-1]
     chunk = Extension(pages=(), start=max(0, shapes.cache_length - size), ids=np.zeros(size, np.int32))
     engine.extend(weights, cache, [chunk] * PREFILL_ROWS)
     engine.copy_page(cache, 0, 0)
     made = Inventory()
-    absent: frozenset[Half] = frozenset({"learner"}) if config.rollout.sleep else frozenset()
+    absent: frozenset[Half] = frozenset({"learner"}) if config.rollout.sleep_during_update else frozenset()
     for name, arrays in ((WEIGHTS, weights), (CACHE, cache)):
         made.keep(name, arrays, absent=absent)
     for key, program in table.noted.items():
@@ -107,7 +107,7 @@ def _programs(
 
     match key:
         case ("decode", _, width, span):
-            name, tokens = f"decode {width} lanes of {span}", width * steps
+            name, tokens = f"decode {width} slots of {span}", width * steps
             yield rollout(name=name, holds=_BOTH, donates=_CACHE, loops=steps, tokens=tokens, of="sampled")
         case ("chunks", _, rows, size, span):
             name = f"prefill {rows} x {size} after {span}"

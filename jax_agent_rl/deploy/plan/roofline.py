@@ -58,7 +58,7 @@ def seconds_of(one: Compiled, chip: Chip) -> Seconds:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
+class StepTime:
     """A training step with trajectories of full length.
 
     Attributes:
@@ -93,7 +93,7 @@ class Step:
 
 def step_of(
     config: Config, compiled: Sequence[Compiled], chip: Chip, *, engines: int, apart: bool, utilization: float
-) -> Step:
+) -> StepTime:
     """What the programs of a run come to.
 
     Args:
@@ -114,7 +114,7 @@ def step_of(
         program = one.program
         calls = math.ceil(tokens[program.of] / program.tokens) if program.of else 1
         halves[program.half] += calls * program.calls * seconds_of(one, chip).total / utilization
-    return Step(
+    return StepTime(
         sampled=tokens["sampled"],
         trained=tokens["trained"],
         rollout=halves["rollout"] / max(engines, 1),

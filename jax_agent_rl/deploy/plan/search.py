@@ -18,7 +18,7 @@ from rich.table import Table
 
 from jax_agent_rl.config import Config
 from jax_agent_rl.deploy.plan.compile_subprocess import Planned
-from jax_agent_rl.deploy.plan.estimate import Estimate, estimate
+from jax_agent_rl.deploy.plan.estimate import PlanEstimate, estimate
 from jax_agent_rl.deploy.plan.layouts import (
     REMAT,
     Choice,
@@ -51,7 +51,7 @@ class Candidate:
 
     changes: tuple[str, ...]
     config: Config
-    estimate: Estimate
+    estimate: PlanEstimate
     plan: Planned | None = None
     problem: str | None = None
 
@@ -78,7 +78,7 @@ def _at_once(config: Config) -> tuple[int, int, int]:
     """Sizes with which a chip's memory grows."""
     learner = config.learner
     kept = len(REMAT) - REMAT.index(learner.remat)
-    return learner.rows_per_micro_batch, kept, engine_shapes(config).max_concurrent_decodes
+    return learner.micro_batch_size, kept, engine_shapes(config).max_concurrent_decodes
 
 
 def candidates(
@@ -113,7 +113,7 @@ def candidates(
     if not found:
         raise ConfigError(
             f"no mesh for {slice.name}: {min(reasons, key=len)}; take a larger --topology, learner.lora, or a smaller "
-            "rollout.jetstream.cache_tokens"
+            "rollout.jetstream.kv_cache_tokens"
         )
     return sorted(found, key=lambda one: _order(one, slice.chip.hbm_bytes))
 

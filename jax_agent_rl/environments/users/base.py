@@ -15,10 +15,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from jax_agent_rl.environments.users.chat_model import ChatModel
+    from jax_agent_rl.environments.users.chat_model import UserModel
 
 
-class Reply(NamedTuple):
+class UserReply(NamedTuple):
     """What a user says. A plain ``(terminate, text, score, metadata)`` will do, too.
 
     Attributes:
@@ -44,7 +44,7 @@ class BaseInteraction(ABC):
     def __init__(self, config: Mapping[str, Any]):
         self.config = config
 
-    def attach(self, engine: ChatModel) -> None:  # noqa: B027 - few users need one
+    def attach(self, engine: UserModel) -> None:  # noqa: B027 - few users need one
         """Gets the run's own engine once, before the first conversation."""
 
     async def start_interaction(self, instance_id: str, **kwargs: Any) -> None:  # noqa: B027
@@ -53,7 +53,7 @@ class BaseInteraction(ABC):
     @abstractmethod
     async def generate_response(
         self, instance_id: str, messages: Sequence[Mapping[str, Any]], **kwargs: Any
-    ) -> Reply | tuple[bool, str, float, Mapping[str, Any]]:
+    ) -> UserReply | tuple[bool, str, float, Mapping[str, Any]]:
         """Answers the policy.
 
         Args:

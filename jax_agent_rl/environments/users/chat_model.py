@@ -12,7 +12,7 @@ from jax_agent_rl.utils.json_service import JsonService, ServiceSettings, bearer
 Message = Mapping[str, Any]
 
 
-class ChatModel(Protocol):
+class UserModel(Protocol):
     """Continues a conversation."""
 
     async def complete(

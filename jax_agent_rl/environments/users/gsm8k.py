@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from typing import Any
 
-from jax_agent_rl.environments.users.base import BaseInteraction, Reply
+from jax_agent_rl.environments.users.base import BaseInteraction, UserReply
 from jax_agent_rl.errors import ConfigError, InteractionError
 from jax_agent_rl.rewards.rules import last_number, marked_number
 
@@ -40,14 +40,16 @@ class Gsm8kInteraction(BaseInteraction):
             )
         self._truths[instance_id] = truth
 
-    async def generate_response(self, instance_id: str, messages: Sequence[Mapping[str, Any]], **kwargs: Any) -> Reply:
+    async def generate_response(
+        self, instance_id: str, messages: Sequence[Mapping[str, Any]], **kwargs: Any
+    ) -> UserReply:
         text = messages[-1]["content"]
         answer = marked_number(text)
         if answer is None and self._flexible:
             answer = last_number(text)
         if answer == self._truths[instance_id]:
-            return Reply(True, self.config.get("right", RIGHT), 1.0)
-        return Reply(False, self.config.get("wrong", WRONG), 0.0)
+            return UserReply(True, self.config.get("right", RIGHT), 1.0)
+        return UserReply(False, self.config.get("wrong", WRONG), 0.0)
 
     async def finalize_interaction(self, instance_id: str) -> None:
         self._truths.pop(instance_id, None)

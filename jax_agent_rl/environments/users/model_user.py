@@ -8,8 +8,8 @@ from typing import Any
 from pydantic import Field, ValidationError
 
 from jax_agent_rl.config.base import NonNegative, Positive, Section
-from jax_agent_rl.environments.users.base import BaseInteraction, Reply
-from jax_agent_rl.environments.users.chat_model import ChatModel, OpenAIChat
+from jax_agent_rl.environments.users.base import BaseInteraction, UserReply
+from jax_agent_rl.environments.users.chat_model import OpenAIChat, UserModel
 from jax_agent_rl.errors import ConfigError, InteractionError
 
 PERSONA = (
@@ -52,7 +52,7 @@ class ModelUserInteraction(BaseInteraction):
             raise ConfigError(
                 [f"{'.'.join(map(str, e['loc']))}: {e['msg']}, got {e['input']!r}" for e in error.errors()]
             ) from None
-        self._chat: ChatModel | None = None
+        self._chat: UserModel | None = None
         self._turns: dict[str, int] = {}
         if self._settings.base_url is not None:
             settings = self._settings
@@ -65,14 +65,16 @@ class ModelUserInteraction(BaseInteraction):
                 retry_delay=settings.retry_delay,
             )
 
-    def attach(self, engine: ChatModel) -> None:
+    def attach(self, engine: UserModel) -> None:
         if self._chat is None:
             self._chat = engine
 
     async def start_interaction(self, instance_id: str, **kwargs: Any) -> None:
         self._turns[instance_id] = 0
 
-    async def generate_response(self, instance_id: str, messages: Sequence[Mapping[str, Any]], **kwargs: Any) -> Reply:
+    async def generate_response(
+        self, instance_id: str, messages: Sequence[Mapping[str, Any]], **kwargs: Any
+    ) -> UserReply:
         if self._chat is None:
             raise InteractionError("the simulated user has no model: give it a base_url")
         settings = self._settings
@@ -85,7 +87,7 @@ class ModelUserInteraction(BaseInteraction):
             temperature=settings.temperature,
         )
         done = settings.done_phrase in text
-        return Reply(done, text.replace(settings.done_phrase, "").strip(), float(done))
+        return UserReply(done, text.replace(settings.done_phrase, "").strip(), float(done))
 
     async def finalize_interaction(self, instance_id: str) -> None:
         self._turns.pop(instance_id, None)

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from jax_agent_rl.environments.users.base import BaseInteraction
-from jax_agent_rl.environments.users.chat_model import ChatModel
+from jax_agent_rl.environments.users.chat_model import UserModel
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.utils.plugins import load_user_module
 
@@ -52,7 +52,7 @@ class InteractionRegistry(Mapping[str, BaseInteraction]):
             users[name] = user
         return cls(users, timeout=timeout)
 
-    def attach(self, engine: ChatModel) -> None:
+    def attach(self, engine: UserModel) -> None:
         """Gives every user the run's own engine."""
         for user in self._users.values():
             user.attach(engine)

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
-from jax_agent_rl.environments.users.base import BaseInteraction, Reply
+from jax_agent_rl.environments.users.base import BaseInteraction, UserReply
 from jax_agent_rl.errors import InteractionError, TrajectoryError
 from jax_agent_rl.utils.timeouts import in_time
 
@@ -48,7 +48,7 @@ class InteractionSession:
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None):
         await self._finalize_shielded()
 
-    async def reply(self, messages: Sequence[Mapping[str, Any]]) -> Reply:
+    async def reply(self, messages: Sequence[Mapping[str, Any]]) -> UserReply:
         """The user's answer to the assistant's last message.
 
         Raises:
@@ -85,10 +85,10 @@ class InteractionSession:
             raise InteractionError(f"{who} raised {type(error).__name__} in {what}: {error}") from error
 
 
-def _checked(answer: Any, name: str) -> Reply:
+def _checked(answer: Any, name: str) -> UserReply:
     match answer:
         case (bool(terminate), str(text), int() | float() as score, Mapping() as metadata) if math.isfinite(score):
-            return Reply(terminate, text, float(score), metadata)
+            return UserReply(terminate, text, float(score), metadata)
     raise InteractionError(
         f"interaction {name!r} must answer (terminate: bool, text, finite score, metadata), got {answer!r:.200}"
     )

@@ -2,7 +2,7 @@
 
 ::
 
-    rows not done ──► max_in_flight lanes, a group each ──► journal, group by group ──► file, summary
+    rows not done ──► max_in_flight slots, a group each ──► journal, group by group ──► file, summary
                                                      └─ interrupted: the next call goes on from the journal
 """
 
@@ -19,7 +19,7 @@ from typing import Any
 
 from rich.console import Console
 
-from jax_agent_rl.collect.lost_batches import FutilityGuard
+from jax_agent_rl.collect.lost_batches import LostBatchGuard
 from jax_agent_rl.config import Config
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.evaluate.collection.columns import records
@@ -28,7 +28,7 @@ from jax_agent_rl.evaluate.collection.journal import Journal, require_same
 from jax_agent_rl.observe.lines import say
 from jax_agent_rl.observe.progress import Progress, duration
 from jax_agent_rl.runtime.sampling import Rollouts, open_rollouts
-from jax_agent_rl.runtime.subject import Subject
+from jax_agent_rl.runtime.subject import ServedPolicy
 from jax_agent_rl.trainer.groups import training_sampling
 from jax_agent_rl.types import DropReason, Group, SamplingParams
 from jax_agent_rl.utils.checksums import file_digest
@@ -39,7 +39,7 @@ _LABEL = "rollout"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class CollectionRequest:
     """What is asked of a collection.
 
     Attributes:
@@ -72,7 +72,7 @@ class Request:
 
 @dataclass(kw_only=True)
 class _Collection:
-    """What the lanes share."""
+    """What the slots share."""
 
     rollouts: Rollouts
     journal: Journal
@@ -84,24 +84,24 @@ class _Collection:
 
     def __post_init__(self) -> None:
         self._collector = self.rollouts.agents.collector
-        self._guard = FutilityGuard(self.rollouts.config.trainer.max_lost_batches)
+        self._guard = LostBatchGuard(self.rollouts.config.trainer.max_failed_batches)
 
     async def run(self) -> None:
         """Every row that is not done. Whatever ends it, what was started is in the journal, or counted there."""
         pending = (n for n in range(len(self.rollouts.rows)) if n not in self.journal.sizes)
-        lanes = [asyncio.create_task(self._lane(pending)) for _ in range(self.rollouts.config.rollout.max_in_flight)]
+        slots = [asyncio.create_task(self._slot(pending)) for _ in range(self.rollouts.config.rollout.max_in_flight)]
         accounting = self._collector.accounting
         try:
-            await asyncio.gather(*lanes)
+            await asyncio.gather(*slots)
         finally:
-            for lane in lanes:
-                lane.cancel()
-            await asyncio.gather(*lanes, return_exceptions=True)
+            for slot in slots:
+                slot.cancel()
+            await asyncio.gather(*slots, return_exceptions=True)
             accounting.drop(accounting.in_flight, DropReason.CANCELLED)
             self.journal.lose(accounting.dropped - self.booked)
 
-    async def _lane(self, numbers: Iterator[int]) -> None:
-        for number in numbers:  # shared: each lane takes the next
+    async def _slot(self, numbers: Iterator[int]) -> None:
+        for number in numbers:  # shared: each slot takes the next
             group = await self._collector.collect_one(
                 self.rollouts.rows[number],
                 group_size=self.group_size,
@@ -124,7 +124,7 @@ class _Collection:
             self.batch.clear()
 
 
-async def collect(subject: Subject, request: Request, *, out: Path, console: Console) -> dict[str, Any]:
+async def collect(subject: ServedPolicy, request: CollectionRequest, *, out: Path, console: Console) -> dict[str, Any]:
     """Collects what is missing and writes the file; returns the summary, which is also written beside it.
 
     Raises:
@@ -181,7 +181,7 @@ def _show(progress: Progress, journal: Journal, rows: int) -> None:
 
 
 def _settings(
-    subject: Subject, request: Request, file: Path, group_size: int, sampling: SamplingParams
+    subject: ServedPolicy, request: CollectionRequest, file: Path, group_size: int, sampling: SamplingParams
 ) -> dict[str, Any]:
     """By which a collection is known again."""
     config = subject.config

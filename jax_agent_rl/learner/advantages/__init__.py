@@ -24,7 +24,7 @@ from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.learner.advantages import gae as gae_module
 from jax_agent_rl.learner.advantages import step, trees, turns
 from jax_agent_rl.learner.advantages.outcome import OUTCOME_ESTIMATORS
-from jax_agent_rl.learner.scored_batch import PerToken, Samples, turn_rewards, turn_spans, turns_of
+from jax_agent_rl.learner.scored_batch import PerToken, ScoredBatch, turn_rewards, turn_spans, turns_of
 from jax_agent_rl.trajectory_graph import TrajectoryGraph
 from jax_agent_rl.types import Trajectory
 
@@ -37,15 +37,15 @@ class Advantages:
     returns: PerToken | None = None
 
 
-Estimator = Callable[[Samples, AlgorithmConfig], Advantages]
+Estimator = Callable[[ScoredBatch, AlgorithmConfig], Advantages]
 
 
-def compute(samples: Samples, config: AlgorithmConfig) -> Advantages:
+def compute(samples: ScoredBatch, config: AlgorithmConfig) -> Advantages:
     """Advantages of all trajectories of a step; 0 at tokens the policy did not sample."""
     return ESTIMATORS[config.adv_estimator](samples, config)
 
 
-def _outcome(name: str, samples: Samples, config: AlgorithmConfig) -> Advantages:
+def _outcome(name: str, samples: ScoredBatch, config: AlgorithmConfig) -> Advantages:
     totals, lengths = samples.totals, np.array([mask.sum() for mask in samples.masks])
     advantages = np.zeros(len(totals))
     for group in samples.members:
@@ -53,23 +53,23 @@ def _outcome(name: str, samples: Samples, config: AlgorithmConfig) -> Advantages
     return Advantages(advantages=samples.broadcast(advantages))
 
 
-def _reinforce_plus_plus(samples: Samples, config: AlgorithmConfig) -> Advantages:
+def _reinforce_plus_plus(samples: ScoredBatch, config: AlgorithmConfig) -> Advantages:
     return Advantages(advantages=step.reinforce_plus_plus(samples.rewards, samples.masks, config.gamma))
 
 
-def _reinforce_plus_plus_baseline(samples: Samples, config: AlgorithmConfig) -> Advantages:
+def _reinforce_plus_plus_baseline(samples: ScoredBatch, config: AlgorithmConfig) -> Advantages:
     return Advantages(advantages=step.reinforce_plus_plus_baseline(samples.totals, samples.members, samples.masks))
 
 
-def _remax(samples: Samples, config: AlgorithmConfig) -> Advantages:
+def _remax(samples: ScoredBatch, config: AlgorithmConfig) -> Advantages:
     return Advantages(advantages=step.remax(samples.rewards, samples.masks, samples.greedy))
 
 
-def _gpg(samples: Samples, config: AlgorithmConfig) -> Advantages:
+def _gpg(samples: ScoredBatch, config: AlgorithmConfig) -> Advantages:
     return Advantages(advantages=samples.broadcast(step.gpg(samples.totals, samples.members)))
 
 
-def _gdpo(samples: Samples, config: AlgorithmConfig) -> Advantages:
+def _gdpo(samples: ScoredBatch, config: AlgorithmConfig) -> Advantages:
     keys = config.gdpo.reward_keys
     weights = dict(zip(keys, config.gdpo.reward_weights or (1.0,) * len(keys), strict=True))
     parts = {key: np.array([_part(t, key) for t in samples.trajectories]) for key in keys}
@@ -87,7 +87,7 @@ def _part(trajectory: Trajectory, key: str) -> float:
     return trajectory.reward_parts[key]
 
 
-def _gae(samples: Samples, config: AlgorithmConfig) -> Advantages:
+def _gae(samples: ScoredBatch, config: AlgorithmConfig) -> Advantages:
     if samples.values is None:
         raise ValueError("gae needs the critic's values")
     pairs = []
@@ -100,7 +100,7 @@ def _gae(samples: Samples, config: AlgorithmConfig) -> Advantages:
     return Advantages(advantages=whitened, returns=[returns for _, returns in pairs])
 
 
-def _gigpo(samples: Samples, config: AlgorithmConfig) -> Advantages:
+def _gigpo(samples: ScoredBatch, config: AlgorithmConfig) -> Advantages:
     gigpo = config.gigpo
 
     def one(group: np.ndarray) -> list[np.ndarray]:
@@ -129,7 +129,7 @@ def _per_turn(trajectory: Trajectory, rewards_L: np.ndarray) -> np.ndarray:
     return np.add.reduceat(rewards_L, [span.start for span in turn_spans(trajectory)])
 
 
-def _mt_grpo(samples: Samples, config: AlgorithmConfig) -> Advantages:
+def _mt_grpo(samples: ScoredBatch, config: AlgorithmConfig) -> Advantages:
     def one(group: np.ndarray) -> list[np.ndarray]:
         members = [samples.trajectories[i] for i in group]
         scores = np.array([turn_rewards(t, config.turn_reward).sum() for t in members])
@@ -143,22 +143,22 @@ def _mt_grpo(samples: Samples, config: AlgorithmConfig) -> Advantages:
     return _by_turns(samples, one)
 
 
-def _tree_grpo(samples: Samples, config: AlgorithmConfig) -> Advantages:
+def _tree_grpo(samples: ScoredBatch, config: AlgorithmConfig) -> Advantages:
     advantages, totals = np.zeros(len(samples.trajectories)), samples.totals
     for group in samples.members:
         advantages[group] = trees.tree_grpo(totals[group], [samples.trajectories[i].tree_id for i in group])
     return Advantages(advantages=samples.broadcast(advantages))
 
 
-def _treerl(samples: Samples, config: AlgorithmConfig) -> Advantages:
+def _treerl(samples: ScoredBatch, config: AlgorithmConfig) -> Advantages:
     return _by_nodes(samples, trees.treerl)
 
 
-def _arpo(samples: Samples, config: AlgorithmConfig) -> Advantages:
+def _arpo(samples: ScoredBatch, config: AlgorithmConfig) -> Advantages:
     return _by_nodes(samples, functools.partial(trees.arpo, hard=config.shared_tokens == "hard"))
 
 
-def _by_nodes(samples: Samples, one: Callable[[np.ndarray, trees.Paths], list[np.ndarray]]) -> Advantages:
+def _by_nodes(samples: ScoredBatch, one: Callable[[np.ndarray, trees.Paths], list[np.ndarray]]) -> Advantages:
     """Runs a function of each group that gives a number per node of the group's graph, and lays those out over the
     nodes' tokens and what was appended after them."""
     advantages = [np.zeros(len(mask)) for mask in samples.masks]
@@ -172,7 +172,7 @@ def _by_nodes(samples: Samples, one: Callable[[np.ndarray, trees.Paths], list[np
     return Advantages(advantages=advantages)
 
 
-def _by_turns(samples: Samples, one: Callable[[np.ndarray], list[np.ndarray]]) -> Advantages:
+def _by_turns(samples: ScoredBatch, one: Callable[[np.ndarray], list[np.ndarray]]) -> Advantages:
     """Runs a function of each group that gives a number per turn, and lays those out over the turns' tokens."""
     advantages = [np.zeros(len(mask)) for mask in samples.masks]
     for group in samples.members:

@@ -51,7 +51,7 @@ def at_start(config: Config) -> str:
     """The formula in force, with the ratios for trajectories of equal length."""
     algorithm, rollout, length = config.algorithm, config.rollout, config.agent.max_response_length
     formula = FORMULAS[algorithm.loss_agg_mode].format(scale_factor=algorithm.loss_scale_factor)
-    prompts = np.array_split(np.arange(rollout.prompts_per_step), config.learner.updates_per_step)
+    prompts = np.array_split(np.arange(rollout.prompts_per_step), config.learner.num_minibatches)
     updates = [[length] * (len(part) * rollout.group_size) for part in prompts]
     counts = [len(lengths) for lengths in updates]
     over = "/".join(map(str, dict.fromkeys(counts)))

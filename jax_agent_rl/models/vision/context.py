@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 
 from jax_agent_rl.models.config import DecoderConfig, VisionConfig
-from jax_agent_rl.models.vision.image_processor import Patcher, Picture, Pixels
-from jax_agent_rl.models.vision.layout import Span, locate, rope_positions
+from jax_agent_rl.models.vision.image_processor import ImageProcessor, Pixels, ProcessedImage
+from jax_agent_rl.models.vision.layout import ImageSpan, locate, rope_positions
 from jax_agent_rl.utils.hub import model_folder
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Shown:
+class MultimodalContext:
     """A context with pictures.
 
     Attributes:
@@ -35,34 +35,34 @@ class Shown:
     """
 
     ids: np.ndarray
-    pictures: tuple[Picture, ...]
-    spans: tuple[Span, ...]
+    pictures: tuple[ProcessedImage, ...]
+    spans: tuple[ImageSpan, ...]
     positions: np.ndarray
     offset: int
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Sight:
+class VisionProcessor:
     """How a model sees: its tower, and what cuts the tower's pictures into patches."""
 
     vision: VisionConfig
-    patcher: Patcher
+    patcher: ImageProcessor
 
     @classmethod
-    def of(cls, model: DecoderConfig, folder: str | Path, *, pixels: Pixels | None = None) -> Sight | None:
+    def of(cls, model: DecoderConfig, folder: str | Path, *, pixels: Pixels | None = None) -> VisionProcessor | None:
         """That of a Hugging Face folder; None for a model of text.
 
         Args:
-            pixels: ``model.pixels``, see :meth:`Patcher.read`.
+            pixels: ``model.min_pixels`` and ``max_pixels``, see :meth:`ImageProcessor.read`.
 
         Raises:
             ModelError: the files that describe its processors are missing or damaged.
         """
         if model.vision is None:
             return None
-        return cls(vision=model.vision, patcher=Patcher.read(model_folder(folder), pixels=pixels))
+        return cls(vision=model.vision, patcher=ImageProcessor.read(model_folder(folder), pixels=pixels))
 
-    def read(self, media: Mapping[str, Sequence[Any]]) -> dict[str, tuple[Picture, ...]]:
+    def read(self, media: Mapping[str, Sequence[Any]]) -> dict[str, tuple[ProcessedImage, ...]]:
         """Images and videos by kind, cut into patches.
 
         Raises:
@@ -75,7 +75,9 @@ class Sight:
             for kind, items in media.items()
         }
 
-    def show(self, ids: Sequence[int] | np.ndarray, pictures: Mapping[str, Sequence[Picture]]) -> Shown:
+    def show(
+        self, ids: Sequence[int] | np.ndarray, pictures: Mapping[str, Sequence[ProcessedImage]]
+    ) -> MultimodalContext:
         """Finds the places of pictures.
 
         Args:
@@ -91,34 +93,34 @@ class Sight:
             self.vision, ids, {kind: [picture.grid for picture in items] for kind, items in pictures.items()}
         )
         positions, offset = rope_positions(self.vision, len(ids), spans)
-        shown = tuple(pictures[span.kind][span.number] for span in spans)
-        return Shown(ids=ids, pictures=shown, spans=tuple(spans), positions=positions, offset=offset)
+        multimodal = tuple(pictures[span.kind][span.number] for span in spans)
+        return MultimodalContext(ids=ids, pictures=multimodal, spans=tuple(spans), positions=positions, offset=offset)
 
-    def _cut(self, kind: str, item: Any, name: str) -> Picture:
+    def _cut(self, kind: str, item: Any, name: str) -> ProcessedImage:
         try:
             return self.patcher.picture(kind, item)
         except ValueError as error:
             raise ValueError(f"{name} cannot be shown: {error}") from None
 
 
-class PictureNames:
+class ImageKeys:
     """Numbers for features, from 0 on: features at one place of equal pictures have one number, all others differ."""
 
     def __init__(self) -> None:
         self._first: dict[bytes, int] = {}
         self.count = 0
 
-    def first(self, picture: Picture, features: int) -> int:
+    def first(self, picture: ProcessedImage, features: int) -> int:
         """Number of the first of a picture's features; the others follow it."""
         first = self._first.setdefault(picture.digest, self.count)
         if first == self.count:
             self.count += features
         return first
 
-    def keys(self, shown: Shown) -> np.ndarray:
+    def keys(self, multimodal: MultimodalContext) -> np.ndarray:
         """int32 [n]: the ids, but where a picture's feature number m takes a place, ``-1 - m``."""
-        keys = shown.ids.copy()
-        for picture, span in zip(shown.pictures, shown.spans, strict=True):
+        keys = multimodal.ids.copy()
+        for picture, span in zip(multimodal.pictures, multimodal.spans, strict=True):
             features = span.stop - span.start
             keys[span.start : span.stop] = -1 - self.first(picture, features) - np.arange(features)
         return keys

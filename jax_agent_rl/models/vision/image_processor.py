@@ -31,7 +31,7 @@ _FRAME_SETTINGS = ("patch_size", "merge_size", "temporal_patch_size", "image_mea
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Picture:
+class ProcessedImage:
     """An image or a video as a vision model reads it.
 
     Attributes:
@@ -52,7 +52,7 @@ class Picture:
         return hashlib.blake2b(head + self.patches.tobytes(), digest_size=16).digest()
 
 
-class Patcher:
+class ImageProcessor:
     """Cuts images and videos into patches.
 
     Args:
@@ -64,7 +64,7 @@ class Patcher:
         self._processors = {"image": images, "video": videos}
 
     @classmethod
-    def read(cls, folder: Path, *, pixels: Pixels | None = None) -> Patcher:
+    def read(cls, folder: Path, *, pixels: Pixels | None = None) -> ImageProcessor:
         """That of a Hugging Face folder.
 
         Args:
@@ -99,7 +99,7 @@ class Patcher:
             groups = 1
         return groups * processor.get_number_of_image_patches(height, width, {}) // processor.merge_size**2
 
-    def picture(self, kind: str, item: Any) -> Picture:
+    def picture(self, kind: str, item: Any) -> ProcessedImage:
         """The patches of one image or video.
 
         Raises:
@@ -108,15 +108,15 @@ class Patcher:
         import numpy as np
 
         processor = self._processors[kind]
-        shown = list(as_frames(item)) if kind == "video" else [np.asarray(as_picture(item))]
+        multimodal = list(as_frames(item)) if kind == "video" else [np.asarray(as_picture(item))]
         # Said, because a picture of three rows would be taken for one of three channels.
-        cut = processor(images=shown, input_data_format="channels_last", return_tensors="np")
+        cut = processor(images=multimodal, input_data_format="channels_last", return_tensors="np")
         _, rows, columns = cut["image_grid_thw"][0].tolist()
         patches = cut["pixel_values"]
         if kind == "image":
-            return Picture(kind=kind, patches=patches, grid=(1, rows, columns))
-        patches = _grouped(patches, len(shown), processor.temporal_patch_size, processor.patch_size**2)
-        return Picture(kind=kind, patches=patches, grid=(len(patches) // (rows * columns), rows, columns))
+            return ProcessedImage(kind=kind, patches=patches, grid=(1, rows, columns))
+        patches = _grouped(patches, len(multimodal), processor.temporal_patch_size, processor.patch_size**2)
+        return ProcessedImage(kind=kind, patches=patches, grid=(len(patches) // (rows * columns), rows, columns))
 
 
 def _grouped(patches: np.ndarray, frames: int, group: int, pixels: int) -> np.ndarray:

@@ -30,7 +30,7 @@ Array = Any
 
 
 @dataclass(frozen=True, kw_only=True)
-class Span:
+class ImageSpan:
     """The placeholders of one item.
 
     Attributes:
@@ -66,7 +66,7 @@ class Layout(NamedTuple):
     places: Array
 
 
-class PictureInputs(NamedTuple):
+class ImageInputs(NamedTuple):
     """What a decoder reads in place of its pictures' placeholders, beside the ids of B rows.
 
     Attributes:
@@ -85,7 +85,9 @@ def merged(vision: VisionConfig, grid: Grid) -> Grid:
     return grid[0], grid[1] // vision.merge_size, grid[2] // vision.merge_size
 
 
-def locate(vision: VisionConfig, ids: Sequence[int] | np.ndarray, grids: Mapping[str, Sequence[Grid]]) -> list[Span]:
+def locate(
+    vision: VisionConfig, ids: Sequence[int] | np.ndarray, grids: Mapping[str, Sequence[Grid]]
+) -> list[ImageSpan]:
     """Where each item stands, in order of the ids.
 
     An item takes the first run of its placeholder that is long enough and not taken yet. A placeholder in a shorter
@@ -102,11 +104,11 @@ def locate(vision: VisionConfig, ids: Sequence[int] | np.ndarray, grids: Mapping
     return sorted(spans, key=lambda span: span.start)
 
 
-def _spans(vision: VisionConfig, ids: np.ndarray, kind: str, items: Sequence[Grid]) -> list[Span]:
+def _spans(vision: VisionConfig, ids: np.ndarray, kind: str, items: Sequence[Grid]) -> list[ImageSpan]:
     placeholder = vision.placeholders[kind]
     edges = np.flatnonzero(np.diff(np.concatenate([[False], ids == placeholder, [False]]).astype(np.int8)))
     runs = [(int(begin), int(end)) for begin, end in edges.reshape(-1, 2)]
-    spans: list[Span] = []
+    spans: list[ImageSpan] = []
     for number, item in enumerate(items):
         grid = merged(vision, item)
         count = int(np.prod(grid))
@@ -115,15 +117,16 @@ def _spans(vision: VisionConfig, ids: np.ndarray, kind: str, items: Sequence[Gri
         if not runs:
             raise ValueError(
                 f"{kind} {number + 1} of {len(items)} takes {count} placeholders (id {placeholder}) in a row, and the "
-                "ids hold no such run for it; they must be expanded (ChatCodec.expand_media) with the same model.pixels"
+                "ids hold no such run for it; they must be expanded (ChatCodec.expand_media) with the same "
+                "model.max_pixels"
             )
         begin, end = runs.pop(0)
-        spans.append(Span(kind=kind, number=number, start=begin, stop=begin + count, grid=grid))
+        spans.append(ImageSpan(kind=kind, number=number, start=begin, stop=begin + count, grid=grid))
         runs.insert(0, (begin + count, end))
     return spans
 
 
-def rope_positions(vision: VisionConfig, length: int, spans: Sequence[Span]) -> tuple[np.ndarray, int]:
+def rope_positions(vision: VisionConfig, length: int, spans: Sequence[ImageSpan]) -> tuple[np.ndarray, int]:
     """Rotary positions of a sequence.
 
     Args:
@@ -146,7 +149,7 @@ def rope_positions(vision: VisionConfig, length: int, spans: Sequence[Span]) -> 
     return positions, following - done
 
 
-def _places(vision: VisionConfig, span: Span) -> np.ndarray:
+def _places(vision: VisionConfig, span: ImageSpan) -> np.ndarray:
     """int [N, 3] of an item's features, from zero."""
     places = np.indices(span.grid).reshape(3, -1).T
     if span.kind == "video":
@@ -155,7 +158,7 @@ def _places(vision: VisionConfig, span: Span) -> np.ndarray:
     return places
 
 
-def feature_index(length: int, spans: Sequence[Span], starts: Sequence[int]) -> np.ndarray:
+def feature_index(length: int, spans: Sequence[ImageSpan], starts: Sequence[int]) -> np.ndarray:
     """int32 [T]: which feature takes a token's place, -1 for text.
 
     Args:

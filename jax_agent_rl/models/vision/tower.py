@@ -20,7 +20,7 @@ from jax_agent_rl.models.config import Params, VisionConfig
 from jax_agent_rl.models.decoder import REMAT_POLICIES
 from jax_agent_rl.models.layers import linear, rms_norm, rotate, rows_at
 from jax_agent_rl.models.mesh import ROWS, constrain
-from jax_agent_rl.models.tree_mask import NEGATIVE
+from jax_agent_rl.models.tree_mask import MASK_VALUE
 from jax_agent_rl.models.vision.layout import Layout
 
 _NOWHERE = -2  # number of a window that no patch is in, nor padding
@@ -143,7 +143,7 @@ def _attend_to_windows(q: jax.Array, k: jax.Array, v: jax.Array, windows: jax.Ar
 def _softmax_attention(q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array) -> jax.Array:
     """Attention over the last but one axis of keys and values, scores and softmax in float32."""
     scores = jnp.einsum("...qh,...kh->...qk", q, k, preferred_element_type=jnp.float32)
-    weights = jax.nn.softmax(jnp.where(visible, scores, NEGATIVE), axis=-1)
+    weights = jax.nn.softmax(jnp.where(visible, scores, MASK_VALUE), axis=-1)
     return jnp.einsum("...qk,...kh->...qh", weights.astype(v.dtype), v)
 
 

@@ -19,7 +19,7 @@ _CHARTED_ELSEWHERE = ("kind", "step", "accounting", "finish_reasons", "tool_erro
 
 
 @dataclass(frozen=True, kw_only=True)
-class Line:
+class ChartLine:
     """One line of a chart.
 
     Attributes:
@@ -48,7 +48,7 @@ class Chart:
 
     title: str
     hint: str
-    lines: tuple[Line, ...]
+    lines: tuple[ChartLine, ...]
     unit: str = ""
     scale: Literal["linear", "log", "share"] = "linear"
 
@@ -58,29 +58,29 @@ CHARTS = (
         title="Reward",
         hint="Mean of each step's trajectories, between the worst and the best. It should rise; a band of zero width "
         "leaves nothing to learn from.",
-        lines=(Line(name="mean", key="reward_mean", band=("reward_min", "reward_max")),),
+        lines=(ChartLine(name="mean", key="reward_mean", band=("reward_min", "reward_max")),),
     ),
     Chart(
         title="Held-out accuracy",
         hint="Mean reward on rows that are never trained on; a lost trajectory counts as wrong.",
         scale="share",
-        lines=(Line(name="accuracy", key="accuracy", kind="evaluation"),),
+        lines=(ChartLine(name="accuracy", key="accuracy", kind="evaluation"),),
     ),
     Chart(
         title="Response length",
         hint="Sampled and inserted tokens. A mean at the upper edge means that answers are cut off.",
         unit="tokens",
         lines=(
-            Line(name="response", key="response_tokens_mean", band=("response_tokens_min", "response_tokens_max")),
-            Line(name="sampled", key="sampled_tokens_mean"),
+            ChartLine(name="response", key="response_tokens_mean", band=("response_tokens_min", "response_tokens_max")),
+            ChartLine(name="sampled", key="sampled_tokens_mean"),
         ),
     ),
     Chart(
         title="Turns and tool calls",
         hint="Means per trajectory.",
         lines=(
-            Line(name="turns", key="turns_mean", band=("turns_min", "turns_max")),
-            Line(name="tool calls", key="tool_calls_mean"),
+            ChartLine(name="turns", key="turns_mean", band=("turns_min", "turns_max")),
+            ChartLine(name="tool calls", key="tool_calls_mean"),
         ),
     ),
     Chart(
@@ -88,16 +88,16 @@ CHARTS = (
         hint="Of the policy over sampled tokens. It falls as the policy grows sure; near zero early on, exploration "
         "has ended.",
         unit="nats",
-        lines=(Line(name="entropy", key="entropy"),),
+        lines=(ChartLine(name="entropy", key="entropy"),),
     ),
     Chart(
         title="KL",
         hint="From the policy before the step, from the reference, and of the rollout from the learner.",
         unit="nats",
         lines=(
-            Line(name="step", key="kl"),
-            Line(name="reference", key="kl_reference"),
-            Line(name="rollout", key="rollout_kl"),
+            ChartLine(name="step", key="kl"),
+            ChartLine(name="reference", key="kl_reference"),
+            ChartLine(name="rollout", key="rollout_kl"),
         ),
     ),
     Chart(
@@ -106,50 +106,53 @@ CHARTS = (
         "have come apart. In asynchronous modes stale weights are part of it.",
         unit="nats",
         scale="log",
-        lines=(Line(name="max", key="logprob_gap_max"), Line(name="mean", key="logprob_gap_mean")),
+        lines=(ChartLine(name="max", key="logprob_gap_max"), ChartLine(name="mean", key="logprob_gap_mean")),
     ),
     Chart(
         title="Throughput",
         hint="Tokens sampled by the engines, and tokens trained on by the learner while it works.",
         unit="tokens/s",
         lines=(
-            Line(name="rollout", key="rollout_tokens_per_second"),
-            Line(name="learner", key="learner_tokens_per_second"),
+            ChartLine(name="rollout", key="rollout_tokens_per_second"),
+            ChartLine(name="learner", key="learner_tokens_per_second"),
         ),
     ),
     Chart(
         title="Busy and idle",
         hint="Share of the time. An idle learner waits for rollouts: add engines, or let it run asynchronously.",
         scale="share",
-        lines=(Line(name="learner idle", key="learner_idle_share"), Line(name="engine busy", key="engine_busy_share")),
+        lines=(
+            ChartLine(name="learner idle", key="learner_idle_share"),
+            ChartLine(name="engine busy", key="engine_busy_share"),
+        ),
     ),
     Chart(
         title="Seconds of a step",
         hint="From one finished step to the next, and its parts.",
         unit="s",
         lines=(
-            Line(name="step", key="step_seconds"),
-            Line(name="rollout", key="rollout_seconds"),
-            Line(name="learner", key="learner_seconds"),
-            Line(name="weight update", key="weight_update_seconds"),
+            ChartLine(name="step", key="step_seconds"),
+            ChartLine(name="rollout", key="rollout_seconds"),
+            ChartLine(name="learner", key="learner_seconds"),
+            ChartLine(name="weight update", key="weight_update_seconds"),
         ),
     ),
     Chart(
         title="Loss and gradient",
         hint="Policy-gradient losses need not fall; a gradient norm that explodes must be looked at.",
-        lines=(Line(name="loss", key="loss"), Line(name="gradient norm", key="grad_norm")),
+        lines=(ChartLine(name="loss", key="loss"), ChartLine(name="gradient norm", key="grad_norm")),
     ),
     Chart(
         title="Clipped tokens",
         hint="Tokens whose ratio left the clip range.",
         scale="share",
-        lines=(Line(name="clipped", key="clip_fraction"),),
+        lines=(ChartLine(name="clipped", key="clip_fraction"),),
     ),
     Chart(
         title="Staleness",
         hint="Age of the tokens trained on, in versions of the weights.",
         unit="versions",
-        lines=(Line(name="mean", key="staleness_mean"), Line(name="max", key="staleness_max")),
+        lines=(ChartLine(name="mean", key="staleness_mean"), ChartLine(name="max", key="staleness_max")),
     ),
 )
 
@@ -188,7 +191,7 @@ def _lines_of(chart: Chart, metrics: Sequence[Mapping[str, Any]]) -> dict[str, A
     return head | {"kind": "lines", "lines": lines}
 
 
-def _line(line: Line, metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+def _line(line: ChartLine, metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     keys = (line.key, *(line.band or ()))
     points = [
         (float(r["step"]), *(float(r[key]) for key in keys))
@@ -253,7 +256,7 @@ def _further(metrics: Sequence[Mapping[str, Any]]) -> list[Chart]:
     shown = {key for chart in CHARTS for line in chart.lines for key in (line.key, *(line.band or ()))}
     keys = dict.fromkeys(key for r in metrics if r["kind"] == "step" for key, v in r.items() if is_number(v))
     left = [key for key in keys if key not in shown and key not in _CHARTED_ELSEWHERE]
-    return [Chart(title=key, hint="", lines=(Line(name=key, key=key),)) for key in sorted(left)]
+    return [Chart(title=key, hint="", lines=(ChartLine(name=key, key=key),)) for key in sorted(left)]
 
 
 def _short(value: float) -> float:

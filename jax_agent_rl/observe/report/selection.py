@@ -39,7 +39,7 @@ class Fact(NamedTuple):
         )
 
 
-class Choice(NamedTuple):
+class TrajectorySelection(NamedTuple):
     """What was chosen.
 
     Attributes:
@@ -51,20 +51,20 @@ class Choice(NamedTuple):
     is_full: bool
 
 
-def choose(facts: Sequence[Fact], most: int) -> Choice:
+def choose(facts: Sequence[Fact], most: int) -> TrajectorySelection:
     """At most ``most`` trajectories (0: all) of at most :data:`MOST_TOKENS`, but one in any case.
 
     Every step and split has the same share: its best, its worst, and others by chance. Where that would be less than
     two, some steps have none; those that have are equally far apart.
     """
     if not most:
-        return Choice(set(range(len(facts))), is_full=False)
+        return TrajectorySelection(set(range(len(facts))), is_full=False)
     asked = fitting = min(most, len(facts))
     places = _spread(facts, fitting)
     while fitting > 1 and (size := _tokens([facts[place] for place in places])) > MOST_TOKENS:
         fitting = max(1, min(fitting - 1, fitting * MOST_TOKENS // size))
         places = _spread(facts, fitting)
-    return Choice(places, is_full=fitting < asked)
+    return TrajectorySelection(places, is_full=fitting < asked)
 
 
 def _spread(facts: Sequence[Fact], most: int) -> set[int]:

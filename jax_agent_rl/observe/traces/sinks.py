@@ -22,11 +22,11 @@ from jax_agent_rl.observe.traces.records import (
     title,
     trace_record,
 )
-from jax_agent_rl.observe.traces.writer import Sink
+from jax_agent_rl.observe.traces.writer import TraceSink
 from jax_agent_rl.tracing import Span, Trace
 
 
-class FileSink:
+class TraceFileSink:
     """Lines of ``traces.jsonl``."""
 
     def __init__(self, file: Path, *, most: int) -> None:
@@ -86,7 +86,7 @@ class MlflowSink:
         self._mlflow.flush_trace_async_logging()
 
 
-class TrackioSink:
+class TrackioTraceSink:
     """trackio traces: look at them with ``trackio show``.
 
     Args:
@@ -173,7 +173,7 @@ class WeaveSink:
         self._client.finish(use_progress_bar=False)
 
 
-def open_sinks(config: TraceConfig, folder: RunFolder) -> dict[str, Sink]:
+def open_sinks(config: TraceConfig, folder: RunFolder) -> dict[str, TraceSink]:
     """The configured sinks by name.
 
     Raises:
@@ -182,12 +182,12 @@ def open_sinks(config: TraceConfig, folder: RunFolder) -> dict[str, Sink]:
     return {name: _opened(name, config, folder) for name in config.sinks}
 
 
-def _opened(name: str, config: TraceConfig, folder: RunFolder) -> Sink:
+def _opened(name: str, config: TraceConfig, folder: RunFolder) -> TraceSink:
     most, run = config.max_text_length, folder.path.name
     try:
         match name:
             case "files":
-                return FileSink(folder.traces, most=most)
+                return TraceFileSink(folder.traces, most=most)
             case "mlflow":
                 if config.mlflow_tracking_uri:
                     return MlflowSink(uri=config.mlflow_tracking_uri, experiment=config.project, run=run, most=most)
@@ -200,7 +200,7 @@ def _opened(name: str, config: TraceConfig, folder: RunFolder) -> Sink:
                     artifacts=here / "mlflow",
                 )
             case "trackio":
-                return TrackioSink(project=config.project, run=run, most=most)
+                return TrackioTraceSink(project=config.project, run=run, most=most)
             case _:
                 return WeaveSink(project=config.project, run=run, most=most)
     except ConfigError:

@@ -22,7 +22,7 @@ MAX_FAILURES = 5
 """In a row, after which a sink gets nothing more."""
 
 
-class Sink(Protocol):
+class TraceSink(Protocol):
     """Where traces go. Called from one thread, which is not the event loop's; may raise."""
 
     def write(self, trace: Trace) -> None:
@@ -43,7 +43,7 @@ class TraceWriter:
         lost: by name of the sink, traces that it could not take or that it failed to write.
     """
 
-    def __init__(self, sinks: Mapping[str, Sink], *, room: int = ROOM) -> None:
+    def __init__(self, sinks: Mapping[str, TraceSink], *, room: int = ROOM) -> None:
         self.lost = dict.fromkeys(sinks, 0)
         self._queues: dict[str, queue.Queue[Trace | None]] = {name: queue.Queue(room) for name in sinks}
         self._closing = threading.Event()
@@ -79,7 +79,7 @@ class TraceWriter:
             if lost or thread.is_alive():
                 logger.warning("%d traces did not reach %s", lost + unwritten, name)
 
-    def _work(self, name: str, sink: Sink) -> None:
+    def _work(self, name: str, sink: TraceSink) -> None:
         failures, waiting = 0, self._queues[name]
         while not (self._closing.is_set() and waiting.empty()):
             trace = waiting.get()

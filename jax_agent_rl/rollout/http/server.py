@@ -49,7 +49,7 @@ class RolloutServer:
         host: address to listen on. Anything but loopback needs a token.
         port: 0 takes a free one.
         token: that clients must send; None for none.
-        weight_folder: ``rollout.weight_folder``: weights are read below it alone, see :class:`SharedFolder`.
+        weight_dir: ``rollout.weight_dir``: weights are read below it alone, see :class:`SharedFolder`.
         max_request_bytes: of a JSON body.
         max_upload_bytes, upload_folder: see :class:`Uploads`.
         heartbeat_seconds: see :data:`wire.HEARTBEAT_SECONDS`.
@@ -65,7 +65,7 @@ class RolloutServer:
         host: str = "127.0.0.1",
         port: int = 0,
         token: str | None = None,
-        weight_folder: str | None = None,
+        weight_dir: str | None = None,
         max_request_bytes: int = 64 << 20,
         max_upload_bytes: int | None = None,
         upload_folder: Path | None = None,
@@ -76,7 +76,7 @@ class RolloutServer:
         self._heartbeat = heartbeat_seconds
         self._requests = RequestCounts()
         self._updating = 0
-        self._shared = SharedFolder(weight_folder)
+        self._shared = SharedFolder(weight_dir)
         self._http = HttpServer(
             self._routes(),
             refuse=lambda status, message: _refuse(status, BackendError(message)),

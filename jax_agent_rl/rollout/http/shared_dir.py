@@ -1,4 +1,4 @@
-"""Weight files that a client names by path: read below ``rollout.weight_folder`` alone, and only regular files.
+"""Weight files that a client names by path: read below ``rollout.weight_dir`` alone, and only regular files.
 
 Whoever may update weights may not thereby open any file, device or URL of the server's machine. The folder's own
 files are the learner's: who can write there can replace the weights anyway.
@@ -28,7 +28,7 @@ class SharedFolder:
     """See the module docstring.
 
     Args:
-        folder: ``rollout.weight_folder``, a folder or a bucket's address; None: memory of this machine, and there
+        folder: ``rollout.weight_dir``, a folder or a bucket's address; None: memory of this machine, and there
             what a learner of the same user wrote.
     """
 
@@ -126,5 +126,5 @@ class SharedFolder:
         where = self._folder or f"{_MEMORY}/jax_agent_rl-weights-*"
         return WeightUpdateError(
             f"weights at {path[:200]!r} are not read: this server takes them from {where} alone; set "
-            "rollout.weight_folder to the same folder on both sides, or have them uploaded"
+            "rollout.weight_dir to the same folder on both sides, or have them uploaded"
         )

@@ -148,7 +148,7 @@ class Uploads:
                 if (total := sum(each.size for each in self._uploads.values())) > self._max_bytes:
                     raise WeightUpdateError(
                         f"{name}: the uploads have {total} bytes, more than the server's limit of {self._max_bytes}; "
-                        "make room where they go (docker: --shm-size), or set rollout.weight_folder"
+                        "make room where they go (docker: --shm-size), or set rollout.weight_dir"
                     )
                 pending += block
                 if len(pending) >= _BLOCK:

@@ -14,7 +14,7 @@ from rich.console import Console
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.testing.chaos.faults import NAMES
 from jax_agent_rl.testing.chaos.footprint import growth
-from jax_agent_rl.testing.chaos.run import CALM_SECONDS, Plan, Played, play
+from jax_agent_rl.testing.chaos.run import CALM_SECONDS, ChaosPlan, ChaosResult, run_chaos
 from jax_agent_rl.testing.chaos.testbed import TOOL_RETRIES
 
 UNDISTURBED_SHARE = 0.25
@@ -58,9 +58,9 @@ async def _both(seconds: float, seed: int, faults: Sequence[str], soak: bool, co
         console.print(text, highlight=False, soft_wrap=True)
 
     say(f"undisturbed, seed {seed}")
-    calm = await play(Plan(seconds=min(_LONGEST_CALM, seconds * UNDISTURBED_SHARE), seed=seed), say)
+    calm = await run_chaos(ChaosPlan(seconds=min(_LONGEST_CALM, seconds * UNDISTURBED_SHARE), seed=seed), say)
     say(f"with faults: {', '.join(faults)}")
-    rough = await play(Plan(seconds=seconds - calm.seconds, seed=seed, faults=faults, soak=soak), say)
+    rough = await run_chaos(ChaosPlan(seconds=seconds - calm.seconds, seed=seed, faults=faults, soak=soak), say)
     broken = [*(f"undisturbed: {what}" for what in failures(calm)), *failures(rough)]
     report = _report(seed, calm, rough) | {"failures": broken}
     if soak:
@@ -71,7 +71,7 @@ async def _both(seconds: float, seed: int, faults: Sequence[str], soak: bool, co
     return not broken
 
 
-def failures(played: Played) -> list[str]:
+def failures(played: ChaosResult) -> list[str]:
     """Every invariant that did not hold, in words."""
     findings, left = played.findings, played.leftovers
     broken = [
@@ -93,7 +93,7 @@ def failures(played: Played) -> list[str]:
     return broken + _growing(played)
 
 
-def _growing(played: Played) -> list[str]:
+def _growing(played: ChaosResult) -> list[str]:
     grown = growth(played.footprints)
     if not grown:
         return []
@@ -104,7 +104,7 @@ def _growing(played: Played) -> list[str]:
     return broken
 
 
-def _report(seed: int, calm: Played, rough: Played) -> dict[str, Any]:
+def _report(seed: int, calm: ChaosResult, rough: ChaosResult) -> dict[str, Any]:
     return {
         "seed": seed,
         **rough.findings,

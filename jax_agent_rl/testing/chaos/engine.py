@@ -1,4 +1,4 @@
-"""An engine at a given pace: every tick each running request gets one id of a :class:`.Policy`.
+"""An engine at a given pace: every tick each running request gets one id of a :class:`.HashPolicy`.
 
 Starting one takes a second, so it can be killed every few. What it may do wrong, it does on command: while it is
 ``hung``, it takes requests and commands and answers none, as an engine does whose device stands still.
@@ -22,7 +22,7 @@ from jax_agent_rl.rollout.protocol import (
     TokenChunk,
     WeightUpdate,
 )
-from jax_agent_rl.testing.chaos.policy import EOS, Policy, context_key
+from jax_agent_rl.testing.chaos.policy import EOS, HashPolicy, context_key
 from jax_agent_rl.types import PauseMode, StopReason, TokenOutput, digest_ids
 
 
@@ -46,16 +46,16 @@ class PacedBackend:
         policy: the first weights.
         version: of them.
         tick_seconds: between two ids of a request.
-        lanes: requests that are decoded at the same time; more wait.
+        slots: requests that are decoded at the same time; more wait.
         max_model_len: most ids of a context.
     """
 
     def __init__(
-        self, policy: Policy, *, version: int, tick_seconds: float = 0.02, lanes: int = 4, max_model_len: int = 1024
+        self, policy: HashPolicy, *, version: int, tick_seconds: float = 0.02, slots: int = 4, max_model_len: int = 1024
     ) -> None:
         self._capabilities = Capabilities(
             max_model_len=max_model_len,
-            max_concurrent=lanes,
+            max_concurrent=slots,
             stop_strings=False,
             streaming=False,
             pause_modes=frozenset({PauseMode.KEEP, PauseMode.ABORT}),
@@ -208,7 +208,7 @@ class PacedBackend:
         if update.version <= self._version:
             raise WeightUpdateError(f"version {update.version} is not newer than {self._version}, which is served")
         try:
-            self._policy = await asyncio.to_thread(Policy.read, Path(update.payload[0]))
+            self._policy = await asyncio.to_thread(HashPolicy.read, Path(update.payload[0]))
         except (OSError, ValueError) as error:
             raise WeightUpdateError(f"version {update.version} cannot be read: {error}") from error
         self._version = update.version

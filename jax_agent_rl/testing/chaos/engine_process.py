@@ -13,7 +13,7 @@ from pathlib import Path
 
 from jax_agent_rl.rollout.http.server import RolloutServer
 from jax_agent_rl.testing.chaos.engine import PacedBackend
-from jax_agent_rl.testing.chaos.policy import policy_of
+from jax_agent_rl.testing.chaos.policy import hash_policy
 from jax_agent_rl.utils.interrupt import run_server
 
 HEARTBEAT_SECONDS = 0.5
@@ -22,7 +22,7 @@ UNTRAINED = -1
 
 async def serve(port: int, seed: int) -> None:
     """Serves the weights of no run yet."""
-    backend = PacedBackend(policy_of(seed, UNTRAINED), version=UNTRAINED)
+    backend = PacedBackend(hash_policy(seed, UNTRAINED), version=UNTRAINED)
     loop = asyncio.get_running_loop()
     # Not add_signal_handler: it would take the descriptor by which run_server hears of signals.
     for number, hangs in ((signal.SIGUSR1, True), (signal.SIGUSR2, False)):

@@ -18,7 +18,7 @@ from typing import Generic, Protocol, TypeVar
 from jax_agent_rl.testing.chaos.proxy import Fault, FaultProxy
 
 
-class Process(Protocol):
+class FaultTarget(Protocol):
     """What faults do to a server; :class:`~jax_agent_rl.testing.chaos.children.Child`."""
 
     busy: bool
@@ -28,15 +28,15 @@ class Process(Protocol):
     def send(self, number: signal.Signals) -> None: ...
 
 
-Target = TypeVar("Target", Process, FaultProxy)
+Target = TypeVar("Target", FaultTarget, FaultProxy)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Victims:
     """What faults hit: the servers, and the proxies before them."""
 
-    engines: Sequence[Process]
-    tools: Process
+    engines: Sequence[FaultTarget]
+    tools: FaultTarget
     engine_proxies: Sequence[FaultProxy]
     tool_proxy: FaultProxy
 
@@ -96,22 +96,22 @@ class Injection(ABC, Generic[Target]):
         """See :meth:`strike`."""
 
 
-class KillEngine(Injection[Process]):
+class KillEngine(Injection[FaultTarget]):
     """SIGKILL; the engine is started again at once, with the weights it began with."""
 
     name, every = "kill_engine", 5.0
 
-    async def hit(self, target: Process, rng: Random) -> None:
+    async def hit(self, target: FaultTarget, rng: Random) -> None:
         await target.kill()
         await target.start()
 
 
-class FreezeEngine(Injection[Process]):
+class FreezeEngine(Injection[FaultTarget]):
     """SIGSTOP: the kernel takes its connections and nobody answers. It comes back with the weights it had."""
 
     name, every = "freeze_engine", 9.0
 
-    async def hit(self, target: Process, rng: Random) -> None:
+    async def hit(self, target: FaultTarget, rng: Random) -> None:
         target.send(signal.SIGSTOP)
         try:
             await asyncio.sleep(rng.uniform(1.0, 5.0))
@@ -119,12 +119,12 @@ class FreezeEngine(Injection[Process]):
             target.send(signal.SIGCONT)
 
 
-class HangEngine(Injection[Process]):
+class HangEngine(Injection[FaultTarget]):
     """It samples nothing more while its server goes on to send heartbeats; then it goes on, or somebody restarts it."""
 
     name, every = "hang_engine", 12.0
 
-    async def hit(self, target: Process, rng: Random) -> None:
+    async def hit(self, target: FaultTarget, rng: Random) -> None:
         target.send(signal.SIGUSR1)
         await asyncio.sleep(rng.uniform(3.0, 6.0))
         if rng.random() < 0.5:
@@ -134,12 +134,12 @@ class HangEngine(Injection[Process]):
             await target.start()
 
 
-class KillToolServer(Injection[Process]):
+class KillToolServer(Injection[FaultTarget]):
     """SIGKILL; its workers have to notice by themselves. It is started again after a moment."""
 
     name, every = "kill_tool_server", 11.0
 
-    async def hit(self, target: Process, rng: Random) -> None:
+    async def hit(self, target: FaultTarget, rng: Random) -> None:
         await target.kill()
         await asyncio.sleep(rng.uniform(0.2, 1.0))
         await target.start()

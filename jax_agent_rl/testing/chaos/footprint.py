@@ -15,7 +15,7 @@ _WARM_UP = 0.25
 
 
 @dataclass(frozen=True, kw_only=True)
-class Footprint:
+class ResourceUsage:
     """Of this process.
 
     Attributes:
@@ -29,7 +29,7 @@ class Footprint:
     tasks: int
 
     @classmethod
-    def now(cls) -> Footprint:
+    def now(cls) -> ResourceUsage:
         """Linux only: read from ``/proc``."""
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         return cls(
@@ -39,7 +39,7 @@ class Footprint:
         )
 
 
-def growth(footprints: Sequence[Footprint]) -> dict[str, Any]:
+def growth(footprints: Sequence[ResourceUsage]) -> dict[str, Any]:
     """How each grew from the first quarter after the warm-up to the last: medians, and the relative growth of memory.
 
     Medians, because requests come and go. Empty if there are too few.
@@ -50,7 +50,7 @@ def growth(footprints: Sequence[Footprint]) -> dict[str, Any]:
         return {}
     first, last = steady[:quarter], steady[-quarter:]
 
-    def both(read: Callable[[Footprint], int]) -> tuple[float, float]:
+    def both(read: Callable[[ResourceUsage], int]) -> tuple[float, float]:
         return median(map(read, first)), median(map(read, last))
 
     memory, descriptors, tasks = both(lambda f: f.rss_bytes), both(lambda f: f.descriptors), both(lambda f: f.tasks)

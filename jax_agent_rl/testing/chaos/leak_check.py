@@ -17,7 +17,7 @@ _LOOKS, _LOOK_SECONDS = 40, 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
-class Leftovers:
+class Leaks:
     """In words, but for the ports."""
 
     processes: Sequence[str] = ()
@@ -30,9 +30,7 @@ class Leftovers:
         return len(self.processes) + len(self.ports) + len(self.files) + len(self.tasks)
 
 
-async def find_leftovers(
-    *, mark: str, ports: Iterable[int], folder: Path, tasks_before: Collection[asyncio.Task]
-) -> Leftovers:
+async def find_leaks(*, mark: str, ports: Iterable[int], folder: Path, tasks_before: Collection[asyncio.Task]) -> Leaks:
     """Looks after everything was closed.
 
     Args:
@@ -42,7 +40,7 @@ async def find_leftovers(
         tasks_before: those of the event loop before it began.
     """
     await asyncio.sleep(0)  # tasks that were cancelled end now
-    return Leftovers(
+    return Leaks(
         processes=await _orphans(mark),
         ports=[port for port in ports if _is_bound(port)],
         files=[str(path.relative_to(folder)) for path in folder.rglob("*")],

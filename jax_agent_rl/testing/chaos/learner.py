@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jax_agent_rl.learner.cancellation import UpdateGate
+from jax_agent_rl.learner.cancellation import StepCancellation
 from jax_agent_rl.learner.comparison import AgreementCheck
 from jax_agent_rl.learner.state import UpdateResult
 from jax_agent_rl.rollout.protocol import WeightUpdate
 from jax_agent_rl.testing.chaos.ledger import Ledger
-from jax_agent_rl.testing.chaos.policy import policy_of
+from jax_agent_rl.testing.chaos.policy import hash_policy
 from jax_agent_rl.types import DropReason, Group
 
 
@@ -39,7 +39,7 @@ class ProvingLearner:
         *,
         masked: Mapping[str, DropReason],
         tick: Callable[[int, int], None],
-        gate: UpdateGate,
+        gate: StepCancellation,
         check: AgreementCheck,
     ) -> UpdateResult:
         """Proves every trajectory of the step, more strictly than ``check`` would; runs in the learner's thread."""
@@ -66,7 +66,7 @@ class PolicyPublisher:
     def make(self, learner: Any, version: int) -> WeightUpdate:
         self.close()
         file = self._folder / f"version-{version}.safetensors"
-        policy_of(self._seed, version).save(file)
+        hash_policy(self._seed, version).save(file)
         return WeightUpdate(version=version, kind="safetensors", payload=[str(file)], lasting=True)
 
     def close(self) -> None:

@@ -23,7 +23,7 @@ _PRINTABLE = range(FIRST_BYTE + ord("a"), FIRST_BYTE + ord("z") + 1)
 _EOS_LOGIT = 1.2  # a turn is 12 ids long on average: interruptions hit it in the middle
 
 
-class Policy:
+class HashPolicy:
     """One version of the weights.
 
     Args:
@@ -67,7 +67,7 @@ class Policy:
         save_file({"logits": self.logits}, file)
 
     @classmethod
-    def read(cls, file: Path) -> Policy:
+    def read(cls, file: Path) -> HashPolicy:
         """Reads a safetensors file; ValueError or OSError if it is none, or not of a policy."""
         from safetensors import SafetensorError
         from safetensors.numpy import load_file
@@ -79,7 +79,7 @@ class Policy:
 
 
 @lru_cache(maxsize=64)
-def policy_of(seed: int, version: int) -> Policy:
+def hash_policy(seed: int, version: int) -> HashPolicy:
     """The weights of a version in the run of a seed; -1 are those that engines are started with.
 
     Letters are likely, an end of turn comes now and then, other bytes hardly ever.
@@ -88,7 +88,7 @@ def policy_of(seed: int, version: int) -> Policy:
     logits = np.full((_ROWS, VOCABULARY), -20.0, np.float32)
     logits[:, _PRINTABLE] = rng.standard_normal((_ROWS, len(_PRINTABLE)))
     logits[:, EOS] = _EOS_LOGIT
-    return Policy(logits)
+    return HashPolicy(logits)
 
 
 def context_key(ids: Sequence[int], key: int = 0) -> int:

@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from jax_agent_rl.testing.chaos.faults import Injection, all_injections
-from jax_agent_rl.testing.chaos.footprint import Footprint
-from jax_agent_rl.testing.chaos.leak_check import Leftovers, find_leftovers
+from jax_agent_rl.testing.chaos.footprint import ResourceUsage
+from jax_agent_rl.testing.chaos.leak_check import Leaks, find_leaks
 from jax_agent_rl.testing.chaos.ledger import TRAINED
-from jax_agent_rl.testing.chaos.testbed import Stage, open_stage
+from jax_agent_rl.testing.chaos.testbed import Testbed, open_testbed
 
 CALM_SECONDS = 5.0
 _STOP_SECONDS = 30.0
@@ -34,7 +34,7 @@ _RECOVERY_SECONDS = 90.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class ChaosPlan:
     """What to play.
 
     Attributes:
@@ -51,7 +51,7 @@ class Plan:
 
 
 @dataclass(kw_only=True)
-class Played:
+class ChaosResult:
     """How a run went.
 
     Attributes:
@@ -85,11 +85,11 @@ class Played:
     trained_after: int = 0
     crashed: str = ""
     servers_lost: int = 0
-    leftovers: Leftovers = Leftovers()
-    footprints: list[Footprint] = field(default_factory=list)
+    leftovers: Leaks = Leaks()
+    footprints: list[ResourceUsage] = field(default_factory=list)
 
 
-async def play(plan: Plan, say: Callable[[str], None]) -> Played:
+async def run_chaos(plan: ChaosPlan, say: Callable[[str], None]) -> ChaosResult:
     """Starts a stage, runs it, closes it and looks for what is left.
 
     Args:
@@ -101,17 +101,15 @@ async def play(plan: Plan, say: Callable[[str], None]) -> Played:
     """
     mark, before = secrets.token_hex(8), asyncio.all_tasks()
     with tempfile.TemporaryDirectory(prefix="chaos-") as name:
-        async with open_stage(Path(name), seed=plan.seed, mark=mark) as stage:
+        async with open_testbed(Path(name), seed=plan.seed, mark=mark) as stage:
             played = await _run(stage, plan, say)
-        played.leftovers = await find_leftovers(
-            mark=mark, ports=stage.ports, folder=stage.temporary, tasks_before=before
-        )
+        played.leftovers = await find_leaks(mark=mark, ports=stage.ports, folder=stage.temporary, tasks_before=before)
     return played
 
 
-async def _run(stage: Stage, plan: Plan, say: Callable[[str], None]) -> Played:
+async def _run(stage: Testbed, plan: ChaosPlan, say: Callable[[str], None]) -> ChaosResult:
     injections = [injection for injection in all_injections(stage.victims) if injection.name in plan.faults]
-    played = Played(seconds=plan.seconds)
+    played = ChaosResult(seconds=plan.seconds)
     training = asyncio.create_task(stage.trainer.run(), name="trainer")
     watching = asyncio.create_task(_watch(stage, injections, played if plan.soak else None, say), name="watch")
     striking = asyncio.create_task(_strike(injections, plan), name="faults")
@@ -138,14 +136,14 @@ async def _run(stage: Stage, plan: Plan, say: Callable[[str], None]) -> Played:
     return played
 
 
-async def _recover(stage: Stage, training: asyncio.Task[None], trained: int) -> None:
+async def _recover(stage: Testbed, training: asyncio.Task[None], trained: int) -> None:
     """Waits until more are trained: servers that were lost often are tried again after a while only."""
     deadline = time.monotonic() + _RECOVERY_SECONDS
     while stage.ledger.count(TRAINED) <= trained and not training.done() and time.monotonic() < deadline:
         await asyncio.wait({training}, timeout=0.2)
 
 
-async def _strike(injections: Sequence[Injection], plan: Plan) -> None:
+async def _strike(injections: Sequence[Injection], plan: ChaosPlan) -> None:
     seconds, rarer = plan.seconds - CALM_SECONDS, _RARER if plan.soak else 1.0
     async with asyncio.TaskGroup() as group:
         for injection in injections:
@@ -154,20 +152,20 @@ async def _strike(injections: Sequence[Injection], plan: Plan) -> None:
 
 
 async def _watch(
-    stage: Stage, injections: Sequence[Injection], played: Played | None, say: Callable[[str], None]
+    stage: Testbed, injections: Sequence[Injection], played: ChaosResult | None, say: Callable[[str], None]
 ) -> None:
     """A line of progress now and then, and a footprint for ``played``, if given."""
     begin = time.monotonic()
     while True:
         await asyncio.sleep(_LOOK_SECONDS)
         if played is not None:
-            played.footprints.append(Footprint.now())
+            played.footprints.append(ResourceUsage.now())
         struck = ", ".join(f"{injection.name} {injection.strikes}" for injection in injections if injection.strikes)
         done = f"step {stage.ledger.steps}, {stage.ledger.count(TRAINED)} trained"
         say(f"  {time.monotonic() - begin:4.0f} s: {done}; {struck or 'no faults'}")
 
 
-def _conclude(stage: Stage, injections: Sequence[Injection], played: Played) -> None:
+def _conclude(stage: Testbed, injections: Sequence[Injection], played: ChaosResult) -> None:
     proxies = (*stage.victims.engine_proxies, stage.victims.tool_proxy)
     attempts: Counter[str] = sum((proxy.attempts for proxy in stage.victims.engine_proxies), Counter())
     tool_attempts = stage.victims.tool_proxy.attempts

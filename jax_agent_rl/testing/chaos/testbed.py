@@ -67,17 +67,17 @@ class WatchedTrainer(FullyAsyncTrainer):
 
     ledger: Ledger
 
-    async def hand_over(self, version: int, selection: Selection) -> float:
+    async def publish_weights(self, version: int, selection: Selection) -> float:
         self._pause = PauseMode.KEEP if version % 2 else PauseMode.ABORT
-        return await super().hand_over(version, selection)
+        return await super().publish_weights(version, selection)
 
-    async def finish(self, collected: Collected, begin: float, step_began: float) -> None:
-        await super().finish(collected, begin, step_began)
+    async def complete_step(self, collected: Collected, begin: float, step_began: float) -> None:
+        await super().complete_step(collected, begin, step_began)
         self.ledger.finish_step(self.runtime.collector.accounting)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stage:
+class Testbed:
     """What a run consists of.
 
     Attributes:
@@ -116,13 +116,13 @@ def settings_of(tool_server: str, folder: Path, seed: int) -> config.Config:
             "rollout": {"backend": "remote", "urls": ["http://none"], "prompts_per_step": 4, "group_size": 4}
             | {"max_in_flight": 32, "max_model_len": 512},
             "algorithm": {"filter_zero_variance": False},
-            "trainer": {"mode": "fully_async", "staleness": 2, "steps": _FOREVER, "checkpoint_every": 0},
+            "trainer": {"mode": "fully_async", "max_staleness": 2, "steps": _FOREVER, "checkpoint_every": 0},
         }
     )
 
 
 @asynccontextmanager
-async def open_stage(scratch: Path, *, seed: int, mark: str) -> AsyncIterator[Stage]:
+async def open_testbed(scratch: Path, *, seed: int, mark: str) -> AsyncIterator[Testbed]:
     """Starts everything, and closes everything in the end.
 
     Args:
@@ -150,7 +150,7 @@ async def open_stage(scratch: Path, *, seed: int, mark: str) -> AsyncIterator[St
         settings = settings_of(proxies[-1].url, scratch / "run", seed)
         trainer = await _trainer(settings, [proxy.url for proxy in proxies[:-1]], weights, ledger, stack)
         await trainer.publish(0)
-        yield Stage(
+        yield Testbed(
             trainer=trainer,
             ledger=ledger,
             victims=Victims(engines=engines, tools=tools, engine_proxies=proxies[:-1], tool_proxy=proxies[-1]),

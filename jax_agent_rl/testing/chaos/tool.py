@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Mapping
 from typing import Any
 
-from jax_agent_rl.tool_server.plugin import Action, Observation, ServerTool
+from jax_agent_rl.tool_server.plugin import ServerTool, ToolAction, ToolObservation
 
 _SECONDS = 0.05
 _ONE_IN = 8
@@ -29,11 +29,11 @@ class TallyTool(ServerTool[str, list[str]]):
     async def open(self, trajectory_id: str, extra: Mapping[str, Any]) -> list[str]:
         return []
 
-    async def act(self, action: Action[str, list[str]]) -> Observation:
+    async def act(self, action: ToolAction[str, list[str]]) -> ToolObservation:
         await asyncio.sleep(_SECONDS)
         action.environment.append(action.parsed)
         done = zlib.crc32(action.parsed.encode("utf-8", "surrogatepass")) % _ONE_IN == 0
-        return Observation(text=f"ok {len(action.parsed)}", reward=float(len(action.environment)), done=done)
+        return ToolObservation(text=f"ok {len(action.parsed)}", reward=float(len(action.environment)), done=done)
 
     async def close(self, environment: list[str]) -> None:
         environment.clear()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from jax_agent_rl.agents import derive_seed
-from jax_agent_rl.testing.chaos.policy import context_key, policy_of
+from jax_agent_rl.testing.chaos.policy import context_key, hash_policy
 from jax_agent_rl.types import Trajectory
 
 
@@ -25,7 +25,7 @@ def problems(trajectory: Trajectory, *, seed: int) -> Iterator[str]:
     for number, turn in enumerate(trajectory.turns):
         output, turn_seed = turn.output, derive_seed(own_seed, number)
         for token, log_prob, version in zip(output.token_ids, output.log_probs, output.policy_versions, strict=True):
-            expected = policy_of(seed, version).sample(key, seed=turn_seed, position=position + len(ids))
+            expected = hash_policy(seed, version).sample(key, seed=turn_seed, position=position + len(ids))
             if expected != (token, log_prob):
                 yield f"{name}: id {len(ids)} is {token, log_prob}; version {version} gives {expected}"
             sampled.append((len(ids), token, log_prob, version))

@@ -16,14 +16,14 @@ from jax_agent_rl.rollout.protocol import Capabilities, GenerateRequest, Rollout
 from jax_agent_rl.testing.conformance.check import CheckFailed
 from jax_agent_rl.testing.conformance.footprint import Footprint
 from jax_agent_rl.testing.conformance.reference import expected_logprobs, greedy_gaps, predictions
-from jax_agent_rl.testing.conformance.subject import BASE, MIXED, Subject
+from jax_agent_rl.testing.conformance.subject import BASE, MIXED, BackendUnderTest
 from jax_agent_rl.types import SamplingParams, TokenOutput
 
 T = TypeVar("T")
 
 
 @dataclass(eq=False)
-class Started:
+class StartedRequest:
     """A request in progress: its task, and how many ids its stream has brought."""
 
     request_id: str
@@ -44,7 +44,7 @@ class Probe:
     """
 
     def __init__(
-        self, subject: Subject, backend: RolloutBackend, *, numbers: itertools.count, footprint: Footprint
+        self, subject: BackendUnderTest, backend: RolloutBackend, *, numbers: itertools.count, footprint: Footprint
     ) -> None:
         self.subject = subject
         self.backend = backend
@@ -113,10 +113,10 @@ class Probe:
         async with contextlib.aclosing(self.backend.stream(request)) as chunks:  # type: ignore[type-var]
             yield chunks
 
-    async def started(self, prompt: Sequence[int], **options: Any) -> Started:
+    async def started(self, prompt: Sequence[int], **options: Any) -> StartedRequest:
         """A request that has sampled something, and is still going on if it is long enough."""
         request = self.request(prompt, **options)
-        live = Started(request_id=request.request_id)
+        live = StartedRequest(request_id=request.request_id)
         live.task = asyncio.create_task(self._follow(request, live))
         self._tasks.append(live.task)
         before = (await self.backend.metrics()).generated_tokens
@@ -133,7 +133,7 @@ class Probe:
         )
         return live
 
-    async def _follow(self, request: GenerateRequest, live: Started) -> TokenOutput:
+    async def _follow(self, request: GenerateRequest, live: StartedRequest) -> TokenOutput:
         if not self.capabilities.streaming:
             return await self.backend.generate(request)
         async with self.streaming(request) as chunks:

@@ -22,7 +22,7 @@ from jax_agent_rl.rollout.protocol import RolloutBackend
 from jax_agent_rl.testing.conformance.check import CHECKS, Check, CheckFailed, DoesNotApply
 from jax_agent_rl.testing.conformance.footprint import Footprint
 from jax_agent_rl.testing.conformance.probe import Probe
-from jax_agent_rl.testing.conformance.subject import BASE, SHORTEST_CONTEXT, Subject
+from jax_agent_rl.testing.conformance.subject import BASE, SHORTEST_CONTEXT, BackendUnderTest
 
 _CLEAN_UP_SECONDS = 30.0
 
@@ -65,7 +65,7 @@ class Report:
 
 
 async def run_suite(
-    subject: Subject, *, only: Sequence[str] = (), say: Callable[[Result], None] | None = None
+    subject: BackendUnderTest, *, only: Sequence[str] = (), say: Callable[[Result], None] | None = None
 ) -> Report:
     """Runs the suite (or the checks named in ``only``) and closes the backend.
 
@@ -92,7 +92,7 @@ def _chosen(only: Sequence[str]) -> list[Check]:
 
 
 class _Run:
-    def __init__(self, subject: Subject, say: Callable[[Result], None] | None) -> None:
+    def __init__(self, subject: BackendUnderTest, say: Callable[[Result], None] | None) -> None:
         self._subject = subject
         self._say = say or (lambda result: None)
         self._numbers = itertools.count()

@@ -18,14 +18,14 @@ class ServedBackend(RemoteBackend):
 
     Args:
         make: builds the backend.
-        weight_folder: of the server.
+        weight_dir: of the server.
         client: options of :class:`RemoteBackend`.
     """
 
-    def __init__(self, make: Callable[[], RolloutBackend], *, weight_folder: str | None = None, **client: Any) -> None:
+    def __init__(self, make: Callable[[], RolloutBackend], *, weight_dir: str | None = None, **client: Any) -> None:
         super().__init__("http://127.0.0.1:1", **client)  # the server's address is known once it listens
         self.inner = make()
-        self.server = RolloutServer(self.inner, heartbeat_seconds=0.2, weight_folder=weight_folder)
+        self.server = RolloutServer(self.inner, heartbeat_seconds=0.2, weight_dir=weight_dir)
 
     async def start(self) -> None:
         await self.inner.start()

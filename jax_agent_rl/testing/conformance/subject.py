@@ -34,7 +34,7 @@ class MediaCounts(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Subject:
+class BackendUnderTest:
     """One backend under test.
 
     Attributes:

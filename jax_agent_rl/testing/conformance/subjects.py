@@ -1,6 +1,6 @@
 """The backends of this package as subjects of the suite.
 
-A factory takes :class:`SubjectOptions` and returns a :class:`Subject`. ``BACKENDS`` names the built-in ones as
+A factory takes :class:`SubjectOptions` and returns a :class:`BackendUnderTest`. ``BACKENDS`` names the built-in ones as
 ``module:function``, imported when asked for; a user's own backend is tested with ``my_package.module:function``.
 """
 
@@ -19,7 +19,7 @@ from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.rollout.protocol import RolloutBackend, WeightUpdate
 from jax_agent_rl.testing.conformance.models import ModelFolders, weight_files
 from jax_agent_rl.testing.conformance.reference import TransformersReference
-from jax_agent_rl.testing.conformance.subject import ADAPTED, ADAPTER, BASE, MIXED, OTHER, Subject
+from jax_agent_rl.testing.conformance.subject import ADAPTED, ADAPTER, BASE, MIXED, OTHER, BackendUnderTest
 from jax_agent_rl.testing.conformance.updates import with_probe
 
 if TYPE_CHECKING:
@@ -42,13 +42,13 @@ class SubjectOptions:
         folders: the model to serve and its changed copy.
         max_model_len: context length to serve with.
         max_concurrent: decode slots; few, so that requests wait.
-        tolerance: see :class:`Subject`.
-        patience: see :class:`Subject`.
+        tolerance: see :class:`BackendUnderTest`.
+        patience: see :class:`BackendUnderTest`.
         url: of a running rollout server, for ``remote``; None: one is started on loopback.
         token: that the server asks for, or None.
         engine: the backend, by name, behind the server that is started, or in the Ray actor.
-        brought: for ``jetstream``: the engine that ``rollout.jetstream.engine`` would name; None is the built-in one.
-        quantize: ``rollout.jetstream.quantize`` of ``jetstream``; None: none.
+        brought: for ``jetstream``: the engine that ``rollout.jetstream.engine_factory`` would name; None is the
+        built-in one. quantize: ``rollout.jetstream.quantize`` of ``jetstream``; None: none.
         kv_dtype: ``rollout.jetstream.kv_dtype`` of ``jetstream``; None: the weights' own.
         adapters: serve the LoRA adapter ``folders.adapter``, named ``ADAPTER``.
     """
@@ -67,7 +67,7 @@ class SubjectOptions:
     adapters: bool = False
 
 
-def make_subject(backend: str, options: SubjectOptions) -> Subject:
+def make_subject(backend: str, options: SubjectOptions) -> BackendUnderTest:
     """The subject of a backend by name, or by ``module:function``.
 
     Raises:
@@ -79,7 +79,7 @@ def make_subject(backend: str, options: SubjectOptions) -> Subject:
         names = ", ".join(BACKENDS)
         raise ConfigError(f"no backend is called {backend!r}; there are {names}, or give your own as module:function")
     try:
-        factory: Callable[[SubjectOptions], Subject] = getattr(importlib.import_module(module), function)
+        factory: Callable[[SubjectOptions], BackendUnderTest] = getattr(importlib.import_module(module), function)
         return factory(options)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"backend {backend!r} ({where}) is not available: {error}") from error
@@ -91,7 +91,7 @@ def describe(
     options: SubjectOptions,
     *,
     payload: Callable[[str, str], Any] | None = None,
-) -> Subject:
+) -> BackendUnderTest:
     """A subject over model folders: reference, tokenizer and EOS ids are read from them.
 
     Args:
@@ -118,7 +118,7 @@ def describe(
         return payload(kind, which)
 
     tokenizer = _tokenizer(options.folders.base)
-    return Subject(
+    return BackendUnderTest(
         name=name,
         make=make,
         reference=reference,
@@ -150,14 +150,14 @@ def decoder(tokenizer: Any) -> Callable[[Any], str]:
     return lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False)
 
 
-def jetstream(options: SubjectOptions) -> Subject:
+def jetstream(options: SubjectOptions) -> BackendUnderTest:
     """The embedded JAX engine, or one that is brought."""
     from jax_agent_rl.jetstream.backend import JetStreamBackend
     from jax_agent_rl.jetstream.engine import EngineShapes
     from jax_agent_rl.jetstream.external_engine import load_engine_function
     from jax_agent_rl.models.hf import load_hf
     from jax_agent_rl.models.peft import read_peft
-    from jax_agent_rl.models.vision.context import Sight
+    from jax_agent_rl.models.vision.context import VisionProcessor
 
     folders = {BASE: options.folders.base, OTHER: options.folders.other}
     config, params = load_hf(folders[BASE])
@@ -165,12 +165,12 @@ def jetstream(options: SubjectOptions) -> Subject:
     shapes = EngineShapes(
         max_model_len=options.max_model_len,
         max_concurrent_decodes=options.max_concurrent,
-        cache_tokens=2 * options.max_concurrent * options.max_model_len,
+        kv_cache_tokens=2 * options.max_concurrent * options.max_model_len,
         decode_steps=4,
         prefill_buckets=(32, 128),
         patch_buckets=(64,),
     )
-    sight = Sight.of(config, folders[BASE])
+    vision_processor = VisionProcessor.of(config, folders[BASE])
     brought = load_engine_function(options.brought) if options.brought else None
     adapters = {ADAPTER: read_peft(options.folders.adapter, config, key="--adapters")} if options.adapters else {}
     tokenizer = _tokenizer(folders[BASE])
@@ -182,7 +182,7 @@ def jetstream(options: SubjectOptions) -> Subject:
             params,
             shapes,
             brought=brought,
-            sight=sight,
+            vision_processor=vision_processor,
             decode_text=decode,
             quantize=options.quantize,
             kv_dtype=options.kv_dtype,
@@ -197,7 +197,7 @@ def jetstream(options: SubjectOptions) -> Subject:
     return describe("jetstream", make, options, payload=payload)
 
 
-def vllm(options: SubjectOptions) -> Subject:
+def vllm(options: SubjectOptions) -> BackendUnderTest:
     """vLLM on whatever device it was built for."""
     from gpu_backend.backend import VllmBackend
     from gpu_backend.settings import VllmSettings
@@ -215,7 +215,7 @@ def vllm(options: SubjectOptions) -> Subject:
     return describe("vllm", lambda: VllmBackend(settings, decode_text=decode), options)
 
 
-def remote(options: SubjectOptions) -> Subject:
+def remote(options: SubjectOptions) -> BackendUnderTest:
     """A rollout server: one that runs already and serves ``options.folders.base`` (at the end it does so again), or, if
     no address is given, one of our own."""
     from jax_agent_rl.rollout.http.client import RemoteBackend
@@ -225,10 +225,10 @@ def remote(options: SubjectOptions) -> Subject:
         return describe(f"remote {url}", lambda: RemoteBackend(url, token=options.token), options)
     inner = make_subject(options.engine, options)
     folder = str(options.folders.scratch)
-    return describe(f"remote {options.engine}", lambda: ServedBackend(inner.make, weight_folder=folder), options)
+    return describe(f"remote {options.engine}", lambda: ServedBackend(inner.make, weight_dir=folder), options)
 
 
-def ray_actor(options: SubjectOptions) -> Subject:
+def ray_actor(options: SubjectOptions) -> BackendUnderTest:
     """An engine in a Ray actor, which takes its weights from the object store."""
     from jax_agent_rl.rollout.ray.weights import store
     from jax_agent_rl.testing.conformance.served import ActorBackend

@@ -12,17 +12,17 @@ from rich.table import Table
 
 from jax_agent_rl.config import load
 from jax_agent_rl.observe.progress import duration
-from jax_agent_rl.testing.simulate.run import POLICIES, Outcome, simulate
+from jax_agent_rl.testing.simulate.run import POLICIES, SimulationResult, simulate
 from jax_agent_rl.testing.simulate.workload import load_assumptions
 
 ASSUME = "assume."
 COLUMNS = {
-    "trainer": "trainer.mode, trainer.staleness, trainer.stragglers",
+    "trainer": "trainer.mode, trainer.max_staleness, trainer.stragglers",
     "traj/s": "trajectories trained on in a second",
     "×": "that, over the first line's",
     "ideal": "that, over the rate of engines or learner, whoever is slower, if they never waited",
     "engines": "share of the time in which an engine decodes",
-    "lanes": "share of what the engines could sample with all lanes full",
+    "slots": "share of what the engines could sample with all slots full",
     "learner": "share of the time in which the learner computes",
     "step": "time from one optimizer step to the next",
     "stale": "how many versions old the tokens are, on average/at most",
@@ -32,7 +32,7 @@ COLUMNS = {
 
 def run_command(
     recipe: Path, overrides: Sequence[str], assume: Path | None, *, as_json: bool, console: Console
-) -> list[Outcome]:
+) -> list[SimulationResult]:
     """Simulates every policy and prints the comparison.
 
     Args:
@@ -49,7 +49,7 @@ def run_command(
     rollout = config.rollout
     console.print(
         f"{rollout.prompts_per_step} x {rollout.group_size} trajectories a step, {assumptions.engines.count} engines "
-        f"of {assumptions.engines.lanes} lanes; {assumptions.steps} steps of each trainer",
+        f"of {assumptions.engines.slots} slots; {assumptions.steps} steps of each trainer",
         highlight=False,
     )
     outcomes = []
@@ -64,7 +64,7 @@ def run_command(
     return outcomes
 
 
-def table(outcomes: Sequence[Outcome]) -> Table:
+def table(outcomes: Sequence[SimulationResult]) -> Table:
     """What a user needs to choose: how fast each policy is, who waits, and what it costs in staleness and losses."""
     made = Table(box=None, padding=(0, 1, 0, 0))
     for heading in COLUMNS:
@@ -76,7 +76,7 @@ def table(outcomes: Sequence[Outcome]) -> Table:
             f"{outcome.samples_per_second / outcomes[0].samples_per_second:.2f}",
             f"{outcome.share_of_ideal:.0%}",
             f"{outcome.engines_busy:.0%}",
-            f"{outcome.lanes_used:.0%}",
+            f"{outcome.slots_used:.0%}",
             f"{outcome.learner_busy:.0%}",
             duration(outcome.step_seconds),
             f"{outcome.staleness_mean:.1f}/{outcome.staleness_max}",

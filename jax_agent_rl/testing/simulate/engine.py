@@ -1,6 +1,6 @@
 """An engine of continuous batching in virtual time: right about when, silent about what.
 
-All lanes advance together, one id a step; a step takes ``step_seconds`` plus ``lane_seconds`` for each lane in use.
+All slots advance together, one id a step; a step takes ``step_seconds`` plus ``slot_seconds`` for each slot in use.
 So a request is done when the engine has made as many steps as it has ids to sample and prompt chunks to compute, and
 one timer, for the request that is done next, is all there is to simulate.
 """
@@ -34,16 +34,16 @@ class EngineSpeed:
     """What an engine can do.
 
     Attributes:
-        lanes: requests decoded at the same time.
+        slots: requests decoded at the same time.
         step_seconds: of one decode step of an empty batch: the time to read the weights.
-        lane_seconds: what each lane in use adds to a step.
-        prefill_tokens_per_step: prompt ids a lane computes in the time of a step.
+        slot_seconds: what each slot in use adds to a step.
+        prefill_tokens_per_step: prompt ids a slot computes in the time of a step.
         load_seconds: to take new weights.
     """
 
-    lanes: int
+    slots: int
     step_seconds: float
-    lane_seconds: float = 0.0
+    slot_seconds: float = 0.0
     prefill_tokens_per_step: int = 512
     load_seconds: float = 0.0
 
@@ -55,7 +55,7 @@ class _Run:
     request: GenerateRequest
     done: asyncio.Future[TokenOutput]
     began: float = 0.0  # steps of the engine when its prompt was computed
-    end: float | None = None  # steps of the engine when its last id is there; None: it waits for a lane
+    end: float | None = None  # steps of the engine when its last id is there; None: it waits for a slot
     cached: int = 0
     versions: list[int] = field(default_factory=list)
 
@@ -75,7 +75,7 @@ class SimulatedEngine:
     def __init__(self, speed: EngineSpeed, *, max_model_len: int) -> None:
         self.capabilities = Capabilities(
             max_model_len=max_model_len,
-            max_concurrent=speed.lanes,
+            max_concurrent=speed.slots,
             streaming=False,
             pause_modes=frozenset(PauseMode),
             in_flight_update=True,
@@ -215,7 +215,7 @@ class SimulatedEngine:
     @property
     def _pace(self) -> float:
         """Seconds of a step as things are."""
-        return self._speed.step_seconds + self._speed.lane_seconds * len(self._running)
+        return self._speed.step_seconds + self._speed.slot_seconds * len(self._running)
 
     def _advance(self) -> None:
         """Makes the steps that were due since the last event."""
@@ -226,8 +226,8 @@ class SimulatedEngine:
         self._at = now
 
     def _admit(self) -> None:
-        """Gives free lanes to those that wait; call :meth:`_advance` first."""
-        while self._waiting and len(self._running) < self._speed.lanes and not self._paused and not self._drains:
+        """Gives free slots to those that wait; call :meth:`_advance` first."""
+        while self._waiting and len(self._running) < self._speed.slots and not self._paused and not self._drains:
             run = self._waiting.pop(0)
             length, session = len(run.request.prompt_ids), run.request.session_id
             run.cached = min(max(self._contexts.get(session or "", 0), self._known(run.request.prompt_ids)), length - 1)
@@ -265,7 +265,7 @@ class SimulatedEngine:
         self._admit()
 
     def _end(self, run: _Run, reason: StopReason) -> None:
-        """Settles a request; its lane is free at once."""
+        """Settles a request; its slot is free at once."""
         if run.done.done():  # its caller is gone
             return
         aborted = reason is StopReason.ABORTED

@@ -38,7 +38,7 @@ from jax_agent_rl.types import Trajectory
 
 
 @dataclass(frozen=True, kw_only=True)
-class Policy:
+class SimulatedPolicy:
     """A way to overlap rollout and learner: keys of ``trainer``."""
 
     name: str
@@ -46,20 +46,20 @@ class Policy:
 
 
 POLICIES = (
-    Policy(name="sync", trainer={"mode": "sync"}),
-    Policy(name="one_step_off", trainer={"mode": "one_step_off"}),
-    Policy(name="fully_async 1", trainer={"mode": "fully_async", "staleness": 1}),
-    Policy(name="fully_async 2", trainer={"mode": "fully_async", "staleness": 2}),
-    Policy(name="fully_async 4", trainer={"mode": "fully_async", "staleness": 4}),
-    Policy(
+    SimulatedPolicy(name="sync", trainer={"mode": "sync"}),
+    SimulatedPolicy(name="one_step_off", trainer={"mode": "one_step_off"}),
+    SimulatedPolicy(name="fully_async 1", trainer={"mode": "fully_async", "max_staleness": 1}),
+    SimulatedPolicy(name="fully_async 2", trainer={"mode": "fully_async", "max_staleness": 2}),
+    SimulatedPolicy(name="fully_async 4", trainer={"mode": "fully_async", "max_staleness": 4}),
+    SimulatedPolicy(
         name="fully_async 1 drop",
-        trainer={"mode": "fully_async", "staleness": 1, "stragglers": "drop"},
+        trainer={"mode": "fully_async", "max_staleness": 1, "stragglers": "drop"},
     ),
 )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class SimulationResult:
     """What one policy came to, once its pipeline was full and before it ran dry.
 
     Attributes:
@@ -67,7 +67,7 @@ class Outcome:
         samples_per_second: trajectories that were trained on.
         step_seconds: virtual seconds from one learner step to the next.
         engines_busy: mean share of the time in which an engine decoded.
-        lanes_used: mean share of the ids that the engines could have sampled with all lanes full all the time.
+        slots_used: mean share of the ids that the engines could have sampled with all slots full all the time.
         learner_busy: share of the time in which the learner computed.
         staleness_mean, staleness_max: versions, of sampled tokens when they were trained on.
         dropped: trajectories lost, as a share of those that were trained on or lost.
@@ -78,7 +78,7 @@ class Outcome:
     samples_per_second: float
     step_seconds: float
     engines_busy: float
-    lanes_used: float
+    slots_used: float
     learner_busy: float
     staleness_mean: float
     staleness_max: int
@@ -135,7 +135,7 @@ class _NoCheckpoints:
         return ""
 
 
-def simulate(recipe: Config, assumptions: Assumptions, policy: Policy) -> Outcome:
+def simulate(recipe: Config, assumptions: Assumptions, policy: SimulatedPolicy) -> SimulationResult:
     """Runs a recipe under a policy.
 
     Args:
@@ -145,7 +145,7 @@ def simulate(recipe: Config, assumptions: Assumptions, policy: Policy) -> Outcom
         return loop.run_until_complete(_simulate(_settings(recipe, assumptions, policy), assumptions, policy.name))
 
 
-def _settings(recipe: Config, assumptions: Assumptions, policy: Policy) -> Config:
+def _settings(recipe: Config, assumptions: Assumptions, policy: SimulatedPolicy) -> Config:
     """The recipe's batch under the policy, with nothing that needs a real model, data or rewards."""
     rollout, agent = recipe.rollout, assumptions.agent
     return build(
@@ -165,14 +165,14 @@ def _settings(recipe: Config, assumptions: Assumptions, policy: Policy) -> Confi
                 "max_response_length": agent.longest - agent.prompt_tokens,
             },
             "algorithm": {"adv_estimator": "reinforce_plus_plus"},  # takes groups of any size, whatever the recipe's
-            "learner": {"row_length": agent.longest},
+            "learner": {"pack_length": agent.longest},
             "trainer": {**policy.trainer, "steps": assumptions.steps, "checkpoint_every": 0},
         }
     )
 
 
-async def _simulate(config: Config, assumptions: Assumptions, name: str) -> Outcome:
-    margin = config.trainer.max_staleness + 1  # steps to fill the pipeline, and to let it run dry
+async def _simulate(config: Config, assumptions: Assumptions, name: str) -> SimulationResult:
+    margin = config.trainer.staleness_bound + 1  # steps to fill the pipeline, and to let it run dry
     steps = margin + assumptions.steps + margin
     config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"steps": steps})})
     engines = [
@@ -237,19 +237,19 @@ async def _score(trajectory: Trajectory) -> Trajectory:
     return trajectory
 
 
-def _outcome(name: str, config: Config, assumptions: Assumptions, readings: Sequence[_Reading]) -> Outcome:
+def _outcome(name: str, config: Config, assumptions: Assumptions, readings: Sequence[_Reading]) -> SimulationResult:
     """What happened from the first reading to the last."""
     first, last = readings[0], readings[-1]
     seconds, engines = last.time - first.time, assumptions.engines
     trained, lost = _booked(last.record) - _booked(first.record)
     rate = trained / seconds
     steps = [reading.record for reading in readings[1:]]
-    return Outcome(
+    return SimulationResult(
         policy=name,
         samples_per_second=rate,
         step_seconds=seconds / len(steps),
         engines_busy=(last.busy_seconds - first.busy_seconds) / seconds / engines.count,
-        lanes_used=(last.generated_tokens - first.generated_tokens) / seconds / engines.tokens_per_second,
+        slots_used=(last.generated_tokens - first.generated_tokens) / seconds / engines.tokens_per_second,
         learner_busy=(last.learner_seconds - first.learner_seconds) / seconds,
         staleness_mean=float(np.mean([step.get("staleness_mean", 0.0) for step in steps])),
         staleness_max=max(step.get("staleness_max", 0) for step in steps),

@@ -12,7 +12,7 @@ from pydantic import Field
 from jax_agent_rl.agents.loop import AgentLoop, register_agent
 from jax_agent_rl.config.base import NonNegative, Positive, Section
 from jax_agent_rl.config.loading import build_tree, read_tree
-from jax_agent_rl.learner.cancellation import UpdateGate
+from jax_agent_rl.learner.cancellation import StepCancellation
 from jax_agent_rl.learner.comparison import AgreementCheck
 from jax_agent_rl.learner.state import UpdateResult
 from jax_agent_rl.rollout.protocol import WeightUpdate
@@ -29,30 +29,30 @@ class EngineAssumptions(Section):
     """Each engine."""
 
     count: Positive = Field(default=4, description="Engines (data-parallel replicas).")
-    lanes: Positive = Field(default=64, description="Requests one engine decodes at the same time.")
+    slots: Positive = Field(default=64, description="Requests one engine decodes at the same time.")
     step_ms: float = Field(
         default=10.0, gt=0, description="Milliseconds of a decode step: the time to read the weights."
     )
-    lane_us: float = Field(default=0.0, ge=0, description="Microseconds each lane in use adds to a step.")
+    slot_us: float = Field(default=0.0, ge=0, description="Microseconds each slot in use adds to a step.")
     prefill_tokens_per_step: Positive = Field(
-        default=512, description="Prompt ids a lane computes in the time of a step."
+        default=512, description="Prompt ids a slot computes in the time of a step."
     )
     load_seconds: Seconds = Field(default=0.5, description="To take new weights.")
 
     @property
     def speed(self) -> EngineSpeed:
         return EngineSpeed(
-            lanes=self.lanes,
+            slots=self.slots,
             step_seconds=self.step_ms / 1e3,
-            lane_seconds=self.lane_us / 1e6,
+            slot_seconds=self.slot_us / 1e6,
             prefill_tokens_per_step=self.prefill_tokens_per_step,
             load_seconds=self.load_seconds,
         )
 
     @property
     def tokens_per_second(self) -> float:
-        """Ids all engines sample in a second, every lane in use."""
-        return self.count * self.lanes / (self.speed.step_seconds + self.speed.lane_seconds * self.lanes)
+        """Ids all engines sample in a second, every slot in use."""
+        return self.count * self.slots / (self.speed.step_seconds + self.speed.slot_seconds * self.slots)
 
 
 class LearnerAssumptions(Section):
@@ -165,7 +165,7 @@ class SimulatedLearner:
         *,
         masked: Mapping[str, Any],
         tick: Callable[[int, int], None],
-        gate: UpdateGate,
+        gate: StepCancellation,
         check: AgreementCheck,
     ) -> UpdateResult:
         """Runs in the simulation's "thread", see :meth:`VirtualLoop.run_in_executor`."""

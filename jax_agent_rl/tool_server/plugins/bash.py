@@ -6,7 +6,7 @@ import base64
 from collections.abc import Mapping
 from typing import Any
 
-from jax_agent_rl.tool_server.plugin import Action, Observation, ServerTool
+from jax_agent_rl.tool_server.plugin import ServerTool, ToolAction, ToolObservation
 from jax_agent_rl.tool_server.plugins.markup import code_of, result_block
 from jax_agent_rl.tool_server.plugins.python import failures
 from jax_agent_rl.tool_server.plugins.session import ProgramSession
@@ -40,10 +40,10 @@ class BashTool(ServerTool[tuple[str, str], ProgramSession]):
         await session.start()
         return session
 
-    async def act(self, action: Action[tuple[str, str], ProgramSession]) -> Observation:
+    async def act(self, action: ToolAction[tuple[str, str], ProgramSession]) -> ToolObservation:
         commands, written = action.parsed
         text, ok = await action.environment.run(commands)
-        return Observation(text=result_block(written, text), metrics=failures(ok))
+        return ToolObservation(text=result_block(written, text), metrics=failures(ok))
 
     async def close(self, environment: ProgramSession) -> None:
         await environment.close()

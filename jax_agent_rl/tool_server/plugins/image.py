@@ -19,7 +19,7 @@ from PIL import Image
 
 from jax_agent_rl.config.tool_server import ImageSettings
 from jax_agent_rl.errors import ToolError
-from jax_agent_rl.tool_server.plugin import Action, Observation, ServerTool
+from jax_agent_rl.tool_server.plugin import ServerTool, ToolAction, ToolObservation
 from jax_agent_rl.tool_server.plugins.files import file_below
 from jax_agent_rl.tool_server.plugins.markup import tool_call
 from jax_agent_rl.utils.media import FORMATS
@@ -49,7 +49,7 @@ class ImageZoomTool(ServerTool[Mapping[str, Any], list[Image.Image]]):
         for image in environment:
             image.close()
 
-    async def act(self, action: Action[Mapping[str, Any], list[Image.Image]]) -> Observation:
+    async def act(self, action: ToolAction[Mapping[str, Any], list[Image.Image]]) -> ToolObservation:
         images = action.environment
         image = images[_index(action.parsed.get("target_image", 1), len(images))]
         box = _box(action.parsed.get("bbox_2d"), image.size)
@@ -58,7 +58,7 @@ class ImageZoomTool(ServerTool[Mapping[str, Any], list[Image.Image]]):
         images.append(crop)
         size = f"{crop.width}x{crop.height}"
         text = f"Here is the cropped image, image {len(images)}. (Image Size: {size})\n<image>"
-        return Observation(text=text, image=[url])
+        return ToolObservation(text=text, image=[url])
 
 
 def _index(target: object, count: int) -> int:

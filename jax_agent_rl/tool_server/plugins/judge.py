@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jax_agent_rl.errors import ToolError
-from jax_agent_rl.tool_server.plugin import Action, Observation, ServerTool
+from jax_agent_rl.tool_server.plugin import ServerTool, ToolAction, ToolObservation
 from jax_agent_rl.tool_server.plugins.markup import result_block
 from jax_agent_rl.tool_server.plugins.python import Code, describe, parse_python
 from jax_agent_rl.tool_server.sandbox import SandboxResult
@@ -43,7 +43,7 @@ class JudgeTool(ServerTool[Code, None]):
     def parse_action(self, action: str) -> Code | None:
         return parse_python(action)
 
-    async def act(self, action: Action[Code, None]) -> Observation:
+    async def act(self, action: ToolAction[Code, None]) -> ToolObservation:
         cases = read_cases(action.extra)[: self.context.settings.judge.max_tests]
         source = action.parsed.source
         outcomes = await asyncio.gather(*(self._run(source, case) for case in cases))
@@ -52,7 +52,7 @@ class JudgeTool(ServerTool[Code, None]):
         if not all(passed):
             first = passed.index(False)
             lines.append(self._explain(first, cases[first], results[first]))
-        return Observation(
+        return ToolObservation(
             text=result_block(action.parsed.written, "\n".join(lines)),
             done=all(passed),
             reward=sum(passed) / len(cases),

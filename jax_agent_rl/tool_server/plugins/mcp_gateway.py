@@ -11,7 +11,7 @@ from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
 from jax_agent_rl.errors import ConfigError, ToolError
-from jax_agent_rl.tool_server.plugin import Action, Observation, ServerTool
+from jax_agent_rl.tool_server.plugin import ServerTool, ToolAction, ToolObservation
 from jax_agent_rl.tool_server.plugins.markup import tool_call
 from jax_agent_rl.tool_server.plugins.python import failures
 from jax_agent_rl.tools.mcp import MCPConnection, MCPServerConfig
@@ -58,7 +58,7 @@ class McpTool(ServerTool[tuple[str, Mapping[str, Any]], None]):
     def parse_action(self, action: str) -> tuple[str, Mapping[str, Any]] | None:
         return tool_call(action)
 
-    async def act(self, action: Action[tuple[str, Mapping[str, Any]], None]) -> Observation:
+    async def act(self, action: ToolAction[tuple[str, Mapping[str, Any]], None]) -> ToolObservation:
         name, arguments = action.parsed
         if name not in self._tools:
             known = sorted(known for known in self._tools if "." not in known)
@@ -67,7 +67,7 @@ class McpTool(ServerTool[tuple[str, Mapping[str, Any]], None]):
         return _observation(await connection.call(tool, arguments))
 
 
-def _observation(result: CallToolResult) -> Observation:
+def _observation(result: CallToolResult) -> ToolObservation:
     """The contents a model can be shown. A result that says it is an error stays a valid action."""
     texts, images, audio = [], [], []
     for item in result.content:
@@ -79,7 +79,7 @@ def _observation(result: CallToolResult) -> Observation:
             case "audio":
                 audio.append(f"data:{item.mime_type};base64,{item.data}")
     text = "\n".join(texts)
-    return Observation(
+    return ToolObservation(
         text=f"\n<tool_response>\n{text}\n</tool_response>\n",
         image=images,
         audio=audio,

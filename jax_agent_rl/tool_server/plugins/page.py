@@ -17,7 +17,7 @@ from urllib.parse import unquote, urlsplit
 from bs4 import BeautifulSoup
 
 from jax_agent_rl.errors import ConfigError, ToolError
-from jax_agent_rl.tool_server.plugin import Action, Observation, ServerTool
+from jax_agent_rl.tool_server.plugin import ServerTool, ToolAction, ToolObservation
 from jax_agent_rl.tool_server.plugins.files import NO_PATH, file_below
 from jax_agent_rl.tool_server.plugins.markup import tagged
 
@@ -67,7 +67,7 @@ class PageTool(ServerTool[tuple[str, str], Browser]):
     async def close(self, environment: Browser) -> None:
         environment.text, environment.links = "", []
 
-    async def act(self, action: Action[tuple[str, str], Browser]) -> Observation:
+    async def act(self, action: ToolAction[tuple[str, str], Browser]) -> ToolObservation:
         (command, argument), browser = action.parsed, action.environment
         match command:
             case "open":
@@ -84,7 +84,7 @@ class PageTool(ServerTool[tuple[str, str], Browser]):
                 browser.at = _find(browser, argument)
             case _:
                 raise ToolError(f"unknown command {command[:50]!r}; {self.usage}")
-        return Observation(text=self._window(browser))
+        return ToolObservation(text=self._window(browser))
 
     async def _visit(self, browser: Browser, name: str, *, forward: bool = True) -> None:
         path = self._path(name)

@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from jax_agent_rl.tool_server.plugin import Action, Observation, ServerTool
+from jax_agent_rl.tool_server.plugin import ServerTool, ToolAction, ToolObservation
 from jax_agent_rl.tool_server.plugins.markup import code_of, fenced_blocks, result_block, tool_call
 from jax_agent_rl.tool_server.plugins.session import ProgramSession
 from jax_agent_rl.tool_server.sandbox import SandboxResult
@@ -54,13 +54,13 @@ class PythonTool(ServerTool[Code, None]):
     def parse_action(self, action: str) -> Code | None:
         return parse_python(action)
 
-    async def act(self, action: Action[Code, None]) -> Observation:
+    async def act(self, action: ToolAction[Code, None]) -> ToolObservation:
         code, sandbox = action.parsed, self.context.sandbox
         stdin = code.stdin if code.stdin is not None else str(action.extra.get("stdin") or "")
         files = {"main.py": code.source.encode("utf-8", "replace")}
         result = await sandbox.run([sandbox.python, "main.py"], stdin=stdin.encode("utf-8", "replace"), files=files)
         text = describe(result, sandbox.limits)
-        return Observation(text=result_block(code.written, text), metrics=failures(result.ok))
+        return ToolObservation(text=result_block(code.written, text), metrics=failures(result.ok))
 
 
 def failures(ok: bool) -> dict[str, float]:
@@ -98,9 +98,9 @@ class StatefulPythonTool(ServerTool[Code, ProgramSession]):
         await session.start()
         return session
 
-    async def act(self, action: Action[Code, ProgramSession]) -> Observation:
+    async def act(self, action: ToolAction[Code, ProgramSession]) -> ToolObservation:
         text, ok = await action.environment.run(action.parsed.source)
-        return Observation(text=result_block(action.parsed.written, text), metrics=failures(ok))
+        return ToolObservation(text=result_block(action.parsed.written, text), metrics=failures(ok))
 
     async def close(self, environment: ProgramSession) -> None:
         await environment.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from jax_agent_rl.config.tool_server import SearchSettings
-from jax_agent_rl.tool_server.plugin import Action, Observation, ServerTool
+from jax_agent_rl.tool_server.plugin import ServerTool, ToolAction, ToolObservation
 from jax_agent_rl.tool_server.plugins.markup import tag_blocks
 
 
@@ -49,14 +49,14 @@ class SearchTool(ServerTool[tuple[str, str], None]):
                 return kind, blocks[-1].strip()
         return None
 
-    async def act(self, action: Action[tuple[str, str], None]) -> Observation:
+    async def act(self, action: ToolAction[tuple[str, str], None]) -> ToolObservation:
         kind, text = action.parsed
         if kind == "answer":
-            return Observation(done=True, valid=False)
+            return ToolObservation(done=True, valid=False)
         (found,) = await self.retrieve([text], self.context.settings.search.topk)
         passages = "\n".join(_format(number, hit["document"]["contents"]) for number, hit in enumerate(found, start=1))
         shown = passages or "No passage matches."
-        return Observation(text=f"\n\n<information>{shown}</information>\n\n")
+        return ToolObservation(text=f"\n\n<information>{shown}</information>\n\n")
 
     async def retrieve(self, queries: list[str], topk: int) -> list[list[dict[str, Any]]]:
         """:meth:`Index.search`, beside the event loop."""

@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 
 from jax_agent_rl.errors import ConfigError, ToolError
-from jax_agent_rl.tool_server.plugin import Action, Observation, ServerTool
+from jax_agent_rl.tool_server.plugin import ServerTool, ToolAction, ToolObservation
 from jax_agent_rl.tool_server.plugins.files import file_below
 from jax_agent_rl.tool_server.plugins.markup import tagged
 from jax_agent_rl.tool_server.plugins.python import describe
@@ -36,15 +36,15 @@ class SqlTool(ServerTool[tuple[str, str], None]):
                 return kind, query
         return None
 
-    async def act(self, action: Action[tuple[str, str], None]) -> Observation:
+    async def act(self, action: ToolAction[tuple[str, str], None]) -> ToolObservation:
         kind, query = action.parsed
         if kind == "solution":
-            return Observation(done=True, valid=False)  # as an answer of the search tool
+            return ToolObservation(done=True, valid=False)  # as an answer of the search tool
         text = await self._run(query, self._database(action.extra.get("db_id")))
         turns_left = action.extra.get("turns_left")
         if isinstance(turns_left, int):
             text += f"\n<reminder>You have {turns_left} turns left to complete the task.</reminder>"
-        return Observation(text=f"\n\n<observation>{text}</observation>\n\n")
+        return ToolObservation(text=f"\n\n<observation>{text}</observation>\n\n")
 
     def _database(self, db_id: object) -> Path:
         """``ID.sqlite``, ``ID/ID.sqlite`` (as Spider and BIRD lay them out) or ``ID`` itself, inside the folder."""

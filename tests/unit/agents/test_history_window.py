@@ -13,7 +13,7 @@ from jax_agent_rl.config.algorithm import AlgorithmConfig
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.learner.advantages import compute
 from jax_agent_rl.learner.batch import pack
-from jax_agent_rl.learner.scored_batch import samples_of
+from jax_agent_rl.learner.scored_batch import scored_batch
 from jax_agent_rl.tools import ToolRegistry, function_tool
 from jax_agent_rl.types import FinishReason
 from tests.agent_testbed import AgentStage
@@ -75,12 +75,12 @@ async def test_the_advantage_of_a_trajectory_is_that_of_all_its_samples():
     members = []
     for index, reward in enumerate((1.0, 0.0)):
         members.append(replace(await stage(4, 1).run(trajectory_id=f"g-{index}"), reward=reward))
-    samples = samples_of([group_of(members)], turn_reward="none")
+    samples = scored_batch([group_of(members)], turn_reward="none")
     good, bad = compute(samples, AlgorithmConfig(adv_estimator="dr_grpo")).advantages
     mask = np.concatenate([s.response_mask for s in members[0].sequences])
     np.testing.assert_allclose(good, 0.5 * mask)
     np.testing.assert_allclose(bad, -0.5 * mask)
-    batch, sharing = pack(members, row_length=200)
+    batch, sharing = pack(members, pack_length=200)
     assert sharing.tokens == sum(len(s.prompt_ids) + len(s.response_ids) for t in members for s in t.sequences)
     assert [len(places) for places in batch.places] == [3, 3]
 
@@ -94,7 +94,7 @@ async def test_gigpo_compares_observations_not_windows():
     windowed, plain = (
         [
             values[mask]
-            for made in [samples_of([group_of(group)], turn_reward="none")]
+            for made in [scored_batch([group_of(group)], turn_reward="none")]
             for values, mask in zip(
                 compute(made, AlgorithmConfig(adv_estimator="gigpo")).advantages, made.masks, strict=True
             )

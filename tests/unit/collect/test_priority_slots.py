@@ -5,11 +5,11 @@ import asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jax_agent_rl.collect.priority_slots import Slots
+from jax_agent_rl.collect.priority_slots import PrioritySemaphore
 
 
 async def test_the_most_urgent_are_next_and_among_equals_the_first():
-    slots, order, release = Slots(1), [], asyncio.Event()
+    slots, order, release = PrioritySemaphore(1), [], asyncio.Event()
 
     async def work(name: str, urgency: int):
         async with slots.take(urgency=urgency):
@@ -26,7 +26,7 @@ async def test_the_most_urgent_are_next_and_among_equals_the_first():
 
 
 async def test_a_slot_handed_to_one_who_is_cancelled_is_handed_on():
-    slots, entered = Slots(1), []
+    slots, entered = PrioritySemaphore(1), []
 
     async def wait(name: str):
         async with slots.take(urgency=0):
@@ -44,7 +44,7 @@ async def test_a_slot_handed_to_one_who_is_cancelled_is_handed_on():
 
 @given(st.integers(1, 3), st.lists(st.tuples(st.integers(0, 3), st.integers(0, 4), st.booleans()), max_size=12))
 async def test_there_are_never_more_than_slots_and_all_come_back(count: int, workers: list[tuple[int, int, bool]]):
-    slots, running, most = Slots(count), 0, 0
+    slots, running, most = PrioritySemaphore(count), 0, 0
 
     async def work(urgency: int, ticks: int):
         nonlocal running, most

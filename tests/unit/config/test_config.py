@@ -53,7 +53,7 @@ def test_a_group_of_one_is_refused_with_the_fix():
 
 def test_budgets_that_cannot_fit_are_refused():
     found = problems(MINIMAL, "agent.max_response_length=4000")
-    assert any("max_model_len" in line for line in found) and any("row_length" in line for line in found)
+    assert any("max_model_len" in line for line in found) and any("pack_length" in line for line in found)
 
 
 def numeric_keys(schema: dict, root: dict, prefix: str = "") -> Iterator[str]:
@@ -113,8 +113,8 @@ def test_a_rollout_server_is_named_once():
 
 
 def test_an_engine_that_is_brought_samples_from_the_raw_logits_or_not_at_all():
-    brought = "rollout.jetstream.engine=my.module:make"
-    assert build(MINIMAL, [brought]).rollout.jetstream.engine == "my.module:make"
+    brought = "rollout.jetstream.engine_factory=my.module:make"
+    assert build(MINIMAL, [brought]).rollout.jetstream.engine_factory == "my.module:make"
     (line,) = problems(MINIMAL, brought, "rollout.temperature=0.7")
     assert "temperature=0.7" in line and "set temperature to 1" in line
     assert any("learner's program" in line for line in problems(MINIMAL, brought, "rollout.deterministic=true"))
@@ -122,10 +122,10 @@ def test_an_engine_that_is_brought_samples_from_the_raw_logits_or_not_at_all():
 
 @pytest.mark.parametrize(("key", "value"), [("kv_dtype", "int8"), ("quantize", "fp8")])
 def test_an_engine_that_is_brought_has_a_precision_of_its_own(key: str, value: str):
-    overrides = ["rollout.jetstream.engine=my.module:make", f"rollout.jetstream.{key}={value}"]
+    overrides = ["rollout.jetstream.engine_factory=my.module:make", f"rollout.jetstream.{key}={value}"]
     (line,) = problems(MINIMAL, *overrides)
-    assert f"{key}={value} is used only without rollout.jetstream.engine" in line
-    assert "rollout.jetstream.engine is my.module:make" in line
+    assert f"{key}={value} is used only without rollout.jetstream.engine_factory" in line
+    assert "rollout.jetstream.engine_factory is my.module:make" in line
 
 
 def test_a_deterministic_rollout_rounds_nothing():

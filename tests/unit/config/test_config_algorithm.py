@@ -52,7 +52,7 @@ def problems(*overrides: str) -> str:
         (["algorithm.adv_estimator=gdpo"], "needs algorithm.gdpo.reward_keys"),
         (["algorithm.gdpo={reward_keys: [a, b], reward_weights: [1]}"], "1 numbers for 2"),
         (["algorithm.adv_estimator=mt_grpo"], "set algorithm.turn_reward=tool_reward or tool_success"),
-        (["algorithm.adv_estimator=gae", "algorithm.max_refills=2"], "set algorithm.filter_zero_variance=true"),
+        (["algorithm.adv_estimator=gae", "algorithm.max_resample_rounds=2"], "set algorithm.filter_zero_variance=true"),
         (["algorithm.policy_loss.loss_mode=geo_mean"], "set algorithm.loss_agg_mode=seq-mean-token-mean"),
         (["algorithm.loss_agg_mode=seq-mean-token-sum-norm"], "set algorithm.loss_scale_factor"),
         (["algorithm.kl={where: reward, estimator: k3+}"], "use k3, or kl.where=loss"),

@@ -7,7 +7,7 @@ import pytest
 from jax_agent_rl.agents import AgentLoop, OpenAIAgentLoop, openai_agent, register_agent, select_agents
 from jax_agent_rl.agents.loop import _AGENTS
 from jax_agent_rl.config import Config, build, load
-from jax_agent_rl.config.conditions import Command, Either, Facts, unused
+from jax_agent_rl.config.conditions import Either, Facts, WhenCommand, unused
 from jax_agent_rl.deploy.plan.architectures import architecture_folder
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.runtime import build as runtime_build
@@ -52,8 +52,8 @@ def test_each_conditional_key_is_refused_where_a_condition_does_not_hold_and_tak
     fulfilled = config
     for condition in all_conditions(Config, path):
         broken = with_condition(condition, config, nobody, holding=False)
-        of_a_command = isinstance(condition, Command) or (
-            isinstance(condition, Either) and any(isinstance(part, Command) for part in condition.parts)
+        of_a_command = isinstance(condition, WhenCommand) or (
+            isinstance(condition, Either) and any(isinstance(part, WhenCommand) for part in condition.parts)
         )
         assert (broken is None) == of_a_command
         if broken is not None:
@@ -169,7 +169,8 @@ def test_a_run_refuses_what_neither_its_rows_agents_nor_its_model_use():
     with architecture_folder("smollm2-135m") as model:
         keys = [
             "agent.max_turns=9",
-            "model.pixels=[4, 8]",
+            "model.min_pixels=4",
+            "model.max_pixels=8",
             "learner.row_patches=9",
             "rollout.jetstream.patch_buckets=[8]",
         ]

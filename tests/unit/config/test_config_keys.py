@@ -33,9 +33,10 @@ EFFECTS = {
     "run_dir": "e2e/test_run.py::test_stopping_and_resuming_gives_the_trajectories_of_an_uninterrupted_run",
     "model.path": "e2e/test_picture_run.py::test_engine_learner_and_transformers_agree_before_and_after_an_update",
     "data.train": "e2e/test_run.py::test_bad_input_is_one_message_and_no_traceback",
-    "data.heldout": "e2e/test_policy_commands.py::test_doctor_is_content_with_it_and_fails_where_something_is_missing",
+    "data.eval": "e2e/test_policy_commands.py::test_doctor_is_content_with_it_and_fails_where_something_is_missing",
     "rollout.placement": "unit/runtime/test_engine_placement.py::test_each_placement_has_its_engines",
-    "rollout.sleep": "unit/runtime/test_engine_placement.py::test_sleep_that_an_engine_cannot_do_is_refused_at_start",
+    "rollout.sleep_during_update":
+        "unit/runtime/test_engine_placement.py::test_sleep_that_an_engine_cannot_do_is_refused_at_start",
     "rollout.backend": "e2e/test_remote_run.py::test_eval_on_a_rollout_server_samples_what_the_engine_here_does",
     "rollout.urls": "e2e/test_remote_run.py::test_eval_on_a_rollout_server_samples_what_the_engine_here_does",
     "rollout.prompts_per_step":
@@ -75,7 +76,7 @@ EFFECTS = {
     "agent.max_prompt_length": "unit/agents/test_server_tool_settings.py::test_max_prompt_length_drops_a_longer_prompt",
     "agent.max_response_length":
         "unit/agents/test_server_tool_settings.py::test_val_settings_hold_in_evaluations_only",
-    "agent.path": "unit/deploy/doctor/test_config_checks.py::test_several_faults_are_told_together_and_hide_no_other",
+    "agent.module": "unit/deploy/doctor/test_config_checks.py::test_several_faults_are_told_together_and_hide_no_other",
     "reward.path": "unit/rewards/test_reward_registry.py::test_a_users_file_registers_functions",
     "reward.workers":
         "unit/runtime/test_scoring_services.py::"
@@ -119,7 +120,7 @@ EFFECTS = {
         "test_bypass_takes_the_rollouts_logprobs_as_old_and_saves_the_scoring_pass",
     "algorithm.filter_zero_variance":
         "unit/config/test_config_algorithm.py::test_zero_variance_groups_are_kept_where_equal_totals_hide_differences",
-    "algorithm.max_refills": "unit/trainer/test_sync.py::test_refilling_ends_after_its_rounds",
+    "algorithm.max_resample_rounds": "unit/trainer/test_sync.py::test_refilling_ends_after_its_rounds",
     "algorithm.filters.void_turn": "unit/collect/test_filters.py::test_a_turn_is_void_without_a_tool_call_or_an_answer",
     "algorithm.filters.void_trajectory":
         "unit/collect/test_filters.py::test_a_turn_is_void_without_a_tool_call_or_an_answer",
@@ -140,11 +141,11 @@ EFFECTS = {
             "adam_b2", "max_grad_norm",
         )
     },
-    "learner.updates_per_step": "unit/learner/test_learner.py::test_old_logprobs_are_those_of_plain_full_passes",
+    "learner.num_minibatches": "unit/learner/test_learner.py::test_old_logprobs_are_those_of_plain_full_passes",
     "learner.ppo_epochs":
         "unit/learner/test_learner_state.py::test_several_updates_are_undone_when_one_of_them_fails",
-    "learner.row_length": "unit/learner/test_learner.py::test_the_gradient_does_not_depend_on_the_layout",
-    "learner.rows_per_micro_batch": "unit/learner/test_learner.py::test_the_gradient_does_not_depend_on_the_layout",
+    "learner.pack_length": "unit/learner/test_learner.py::test_the_gradient_does_not_depend_on_the_layout",
+    "learner.micro_batch_size": "unit/learner/test_learner.py::test_the_gradient_does_not_depend_on_the_layout",
     "learner.share_prefixes": "unit/learner/test_batch.py::test_a_group_with_one_prompt_pays_for_it_once",
     "learner.remat": "unit/deploy/plan/test_advice.py::test_the_key_to_change_is_the_one_of_what_takes_most",
     "learner.compute_dtype": "e2e/test_precision_runs.py::test_engine_and_learner_in_bfloat16_agree_to_its_rounding",
@@ -171,7 +172,7 @@ EFFECTS = {
     "trainer.logger": "unit/observe/test_sinks.py::test_a_wrong_logger_is_refused_with_the_fix",
     "trainer.prometheus_port": "unit/observe/test_prometheus.py::test_a_port_in_use_is_a_setting_to_change",
     "trainer.mode": "unit/trainer/test_async.py::test_tokens_are_as_old_as_the_mode_says",
-    "trainer.staleness": "unit/trainer/test_async.py::test_tokens_are_as_old_as_the_mode_says",
+    "trainer.max_staleness": "unit/trainer/test_async.py::test_tokens_are_as_old_as_the_mode_says",
     "trainer.steps": "e2e/test_precision_runs.py::test_a_run_with_adapters_resumes_and_exports_merged_and_for_peft",
     "trainer.checkpoint_every": "e2e/test_run.py::test_ctrl_c_leaves_a_checkpoint_that_resumes",
     "trainer.keep_checkpoints": "unit/learner/test_checkpoint.py::test_only_the_newest_are_kept",
@@ -183,7 +184,7 @@ EFFECTS = {
         "unit/trainer/test_choose_run.py::test_checkpoints_of_another_run_are_not_written_over",
     "trainer.keep_trajectories":
         "unit/observe/test_sample_and_filters.py::test_a_run_writes_no_more_of_a_step_than_it_keeps",
-    "trainer.max_lost_batches":
+    "trainer.max_failed_batches":
         "unit/environments/test_pool.py::test_a_run_that_loses_every_batch_stops_and_says_why",
     "trace.sinks": "unit/observe/test_trace_sinks.py::test_mlflow_shows_a_trace_with_its_spans",
 }  # fmt: skip

@@ -18,29 +18,29 @@ def build(trainer: dict, **sections) -> config.Config:
         ({}, 0),
         ({"mode": "one_step_off"}, 1),
         ({"mode": "fully_async"}, 1),
-        ({"mode": "fully_async", "staleness": 0}, 0),
-        ({"mode": "fully_async", "staleness": 7}, 7),
-        ({"mode": "one_step_off", "staleness": 1}, 1),
+        ({"mode": "fully_async", "max_staleness": 0}, 0),
+        ({"mode": "fully_async", "max_staleness": 7}, 7),
+        ({"mode": "one_step_off", "max_staleness": 1}, 1),
     ],
 )
 def test_each_mode_has_its_staleness(trainer: dict, bound: int):
-    assert build(trainer).trainer.max_staleness == bound
+    assert build(trainer).trainer.staleness_bound == bound
 
 
 @pytest.mark.parametrize(
     ("trainer", "message"),
     [
-        ({"staleness": 2}, "trainer.staleness=2: with trainer.mode=sync it is 0"),
-        ({"mode": "one_step_off", "staleness": 2}, "with trainer.mode=one_step_off it is 1"),
+        ({"max_staleness": 2}, "trainer.max_staleness=2: with trainer.mode=sync it is 0"),
+        ({"mode": "one_step_off", "max_staleness": 2}, "with trainer.mode=one_step_off it is 1"),
         (
             {"stragglers": "drop"},
             "trainer.stragglers=drop is used only with trainer.mode=fully_async; trainer.mode is sync",
         ),
         ({"mode": "one_step_off", "in_flight_update": "keep"}, "trainer.in_flight_update=keep is used only"),
-        ({"mode": "one_step_off", "spare_prompts": 1}, "trainer.spare_prompts=1 is used only"),
+        ({"mode": "one_step_off", "oversample_prompts": 1}, "trainer.oversample_prompts=1 is used only"),
         (
-            {"mode": "fully_async", "spare_prompts": 1},
-            "spare_prompts=1 is used only with .* trainer.stragglers=drop; trainer.stragglers is wait",
+            {"mode": "fully_async", "oversample_prompts": 1},
+            "oversample_prompts=1 is used only with .* trainer.stragglers=drop; trainer.stragglers is wait",
         ),
         ({"mode": "async"}, "trainer.mode"),
     ],
@@ -55,7 +55,7 @@ def test_settings_that_do_nothing_are_refused(trainer: dict, message: str):
     [
         ({"mode": "fully_async"}, None, "token"),
         ({"mode": "one_step_off"}, {"adv_estimator": "rloo"}, "token"),
-        ({"mode": "fully_async", "staleness": 0}, None, "none"),
+        ({"mode": "fully_async", "max_staleness": 0}, None, "none"),
         ({}, None, "none"),
         ({"mode": "fully_async"}, {"policy_loss": {"loss_mode": "decoupled"}}, "none"),
         ({"mode": "fully_async"}, {"policy_loss": {"loss_mode": "gspo"}}, "token"),
@@ -76,5 +76,5 @@ def test_overrides_count_as_said():
 
 
 def test_a_saved_configuration_says_the_same_when_it_is_read_again():
-    first = build({"mode": "fully_async", "staleness": 2})
+    first = build({"mode": "fully_async", "max_staleness": 2})
     assert config.build(first.model_dump(mode="json")) == first

@@ -24,7 +24,7 @@ from tests.tiny_chat import assert_exact, tiny_context
 from tests.unit.docs.pages import DOCS, ROOT, blocks, write_files
 
 PAGES = [*sorted((DOCS / "write").glob("*.md")), DOCS / "traces.md"]
-REQUIRED = {"run_dir": "runs/page", "model": {"path": "model"}, "data": {"train": "t.jsonl", "heldout": "h.jsonl"}}
+REQUIRED = {"run_dir": "runs/page", "model": {"path": "model"}, "data": {"train": "t.jsonl", "eval": "h.jsonl"}}
 
 
 PROGRAMS = {page: "".join(b.text for b in blocks(page) if b.language == "python" and not b.title) for page in PAGES}

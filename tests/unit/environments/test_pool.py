@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from jax_agent_rl import environments
-from jax_agent_rl.collect.lost_batches import FutilityGuard
+from jax_agent_rl.collect.lost_batches import LostBatchGuard
 from jax_agent_rl.environments import Environment, EnvironmentPool, EnvironmentPools, Observation
 from jax_agent_rl.environments import registry as environment_registry
 from jax_agent_rl.errors import (
@@ -226,7 +226,7 @@ def lost(**reasons):
 
 
 def test_a_run_that_loses_every_batch_stops_and_says_why():
-    guard = FutilityGuard(2)
+    guard = LostBatchGuard(2)
     alive = Group(group_id="g", trajectories=(trajectory([1], [2]),), dropped={DropReason.REWARD_ERROR: 3})
     losses = {DropReason.REWARD_TIMEOUT: "'mine' did not return within reward.timeout=60 seconds"}
     for groups in ([lost(reward_error=4)], [alive, lost(reward_error=4)], [lost(reward_error=4)], []):
@@ -236,4 +236,4 @@ def test_a_run_that_loses_every_batch_stops_and_says_why():
     message = str(caught.value)
     assert "every trajectory of 2 batches in a row was lost (reward_timeout 7, reward_error 1)" in message
     assert "The newest reward_timeout: 'mine' did not return within reward.timeout=60" in message
-    assert "trainer.max_lost_batches" in message
+    assert "trainer.max_failed_batches" in message

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gpu_backend.backend import VllmBackend
-from gpu_backend.launch import Log, Started
+from gpu_backend.launch import Log, StartedEngine
 from gpu_backend.settings import VllmSettings
 from jax_agent_rl.errors import WeightUpdateError
 from jax_agent_rl.rollout.protocol import WeightUpdate
@@ -64,7 +64,7 @@ class Updater:
 def backend_of(engine: Engine) -> VllmBackend:
     backend = VllmBackend(VllmSettings(model="m", max_model_len=60))
     backend._engine, backend._updater = engine, Updater()
-    backend._started = Started(engine=engine, cpu=True, cuda=False, log=Log(Path("vllm.log")))
+    backend._started = StartedEngine(engine=engine, cpu=True, cuda=False, log=Log(Path("vllm.log")))
     return backend
 
 

@@ -12,7 +12,7 @@ import pytest
 from gpu_backend import launch
 from gpu_backend import settings as settings_module
 from gpu_backend.backend import VllmBackend
-from gpu_backend.launch import Log, Started, explain, root_cause, start_engine
+from gpu_backend.launch import Log, StartedEngine, explain, root_cause, start_engine
 from gpu_backend.settings import GIB, VllmSettings, check_installation, environment, write_log_config
 from gpu_backend.usage import Usage
 from jax_agent_rl.config import Config, build
@@ -136,7 +136,9 @@ def test_the_root_cause_is_read_from_the_log(tmp_path):
 def test_what_an_earlier_engine_died_of_is_not_what_this_one_did(tmp_path, monkeypatch):
     """A resumed run, and an engine that is started again, write to the same file."""
     installed(monkeypatch, {"vllm": "0.32.0"})
-    monkeypatch.setattr(launch, "_start", lambda settings, log: Started(engine=None, cpu=True, cuda=False, log=log))
+    monkeypatch.setattr(
+        launch, "_start", lambda settings, log: StartedEngine(engine=None, cpu=True, cuda=False, log=log)
+    )
     (tmp_path / "vllm.log").write_text(LOG)
     started = start_engine(replace(SETTINGS, log_file=str(tmp_path / "vllm.log")))
     backend = VllmBackend(SETTINGS)

@@ -230,5 +230,5 @@ def test_the_learner_writes_all_weights_in_shards_with_its_own_log_probs(checkpo
 
 
 def test_a_missing_weight_folder_is_a_config_error(tmp_path: Path):
-    with pytest.raises(ConfigError, match="weight_folder"):
+    with pytest.raises(ConfigError, match="weight_dir"):
         WeightFiles(TINY, probe_ids=[[3, 4]], folder=tmp_path / "nowhere")

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from gpu_backend.admission import Admission
+from gpu_backend.admission import RequestAdmission
 from gpu_backend.live import LiveRequest
 from gpu_backend.sampling import vllm_sampling
 from gpu_backend.settings import VllmSettings
@@ -31,8 +31,8 @@ def request(prompt=(5, 6, 7), *, max_tokens=8, lora=None, multi_modal=None, **sa
     )
 
 
-def admission(decode_text=to_text) -> Admission:
-    return Admission(SETTINGS, vocabulary=97, eos_ids=frozenset({2}), decode_text=decode_text)
+def admission(decode_text=to_text) -> RequestAdmission:
+    return RequestAdmission(SETTINGS, vocabulary=97, eos_ids=frozenset({2}), decode_text=decode_text)
 
 
 def live(**sampling) -> LiveRequest:

@@ -22,7 +22,7 @@ from jax_agent_rl.types import SamplingParams, TokenOutput
 from tests.tiny import TINY, logprobs_of, tiny_params
 
 SHAPES = EngineShapes(
-    max_model_len=60, max_concurrent_decodes=4, cache_tokens=384, decode_steps=4, prefill_buckets=(4, 16)
+    max_model_len=60, max_concurrent_decodes=4, kv_cache_tokens=384, decode_steps=4, prefill_buckets=(4, 16)
 )
 PROMPT = np.random.default_rng(0).integers(3, TINY.vocab_size, 21).tolist()
 MATH = LoraConfig(rank=3, alpha=6.0)

@@ -18,7 +18,7 @@ from jax_agent_rl.models.quantized import DTYPES
 
 LENGTH = 300  # of a row
 PAGE, COUNT = 64, 5
-PAGES = jnp.array([[7, 2, 9, 11, 4], [7, 2, 1, 3, 12], [5, 8, 10, 6, 13]])  # of three lanes; two begin alike
+PAGES = jnp.array([[7, 2, 9, 11, 4], [7, 2, 1, 3, 12], [5, 8, 10, 6, 13]])  # of three slots; two begin alike
 
 
 def drawn(seed: int, *shape: int) -> jax.Array:
@@ -32,12 +32,12 @@ def kept(kind: str, seed: int, length: int, rows: int = 3) -> LayerKV:
 
 
 def in_rows(cached: LayerKV, counts: jax.Array) -> LayerKV:
-    """The lanes' pages up to there, as other machines see them."""
+    """The slots' pages up to there, as other machines see them."""
     return gathered(KVCache((cached,)), PAGES, counts).layers[0]
 
 
 def lost_behind(cached: LayerKV, counts: jax.Array) -> LayerKV:
-    """Pages that hold only what lanes see, and numbers of no use else."""
+    """Pages that hold only what slots see, and numbers of no use else."""
     held = np.zeros((len(cached.keys), PAGE), bool)
     for pages, count in zip(np.asarray(PAGES), np.asarray(counts), strict=True):
         held[pages] |= np.arange(COUNT * PAGE).reshape(COUNT, PAGE) < count
@@ -71,13 +71,13 @@ plain_decode = jax.jit(attention.decode_attention, static_argnames="window")
 plain_chunk = jax.jit(attention.chunk_attention, static_argnames="window")
 
 
-own = st.integers(2 * PAGE, COUNT * PAGE - 1)  # behind what two lanes share
+own = st.integers(2 * PAGE, COUNT * PAGE - 1)  # behind what two slots share
 
 
 @pytest.mark.parametrize(("kind", "window"), [("float32", None), ("float32", 1), ("int8", 150), ("fp8", None)])
 @settings(max_examples=10)
 @given(positions=st.tuples(own, own, st.integers(0, COUNT * PAGE - 1)))
-def test_a_lane_writes_its_token_and_sees_its_pages_up_to_there(kind, window, positions):
+def test_a_slot_writes_its_token_and_sees_its_pages_up_to_there(kind, window, positions):
     q, cached, at = drawn(0, 3, 2, 4, 8), kept(kind, 1, PAGE, rows=14), jnp.array(positions, jnp.int32)
     k, v = drawn(3, 3, 2, 8), drawn(4, 3, 2, 8)
     wanted, written = plain_decode(q, in_rows(cached, at), (k, v), at, window=window)
@@ -87,13 +87,13 @@ def test_a_lane_writes_its_token_and_sees_its_pages_up_to_there(kind, window, po
 
 
 @pytest.mark.parametrize("kind", ["float32", "int8"])
-def test_what_a_lane_does_not_see_is_not_read(kind):
+def test_what_a_slot_does_not_see_is_not_read(kind):
     q, cached, at = drawn(0, 3, 2, 4, 8), kept(kind, 1, PAGE, rows=14), jnp.array([200, 200, 200])
     wanted = decoded_by_kernel(q, cached, at, window=50)
     seen = PAGES[:, 2:4].reshape(-1)  # the window begins in the third page, and ends in the fourth
 
     def lost(axis: int, x: jax.Array) -> jax.Array:
-        """Without what no lane sees."""
+        """Without what no slot sees."""
         nothing = jnp.full_like(x, jnp.nan if x.dtype != jnp.int8 else 99)
         lost = nothing.at[seen].set(x[seen])
         within = jnp.arange(PAGE).reshape([-1 if i == axis else 1 for i in range(4)])

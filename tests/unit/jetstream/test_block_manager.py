@@ -6,16 +6,16 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from jax_agent_rl.jetstream.block_manager import NOBODYS, PageTable
+from jax_agent_rl.jetstream.block_manager import NULL_PAGE, BlockManager
 
 ids = st.lists(st.integers(0, 1), min_size=1, max_size=14)
 
 
-def table_of(pages: int, size: int = 4, longest: int = 8) -> PageTable:
-    return PageTable(pages, size, longest)
+def table_of(pages: int, size: int = 4, longest: int = 8) -> BlockManager:
+    return BlockManager(pages, size, longest)
 
 
-def held(table: PageTable, prompt: list[int], session: str | None = None) -> int:
+def held(table: BlockManager, prompt: list[int], session: str | None = None) -> int:
     """A context whose prompt was prefilled."""
     placement = table.place(prompt, session)
     assert placement is not None
@@ -105,7 +105,7 @@ class PageMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.table = PageTable(self.PAGES, self.SIZE, self.LONGEST)
+        self.table = BlockManager(self.PAGES, self.SIZE, self.LONGEST)
         self.contexts: dict[int, list[int]] = {}
         self.kv = np.full((self.PAGES + 1, self.SIZE), None, object)
         self.weights = 0
@@ -170,7 +170,7 @@ class PageMachine(RuleBasedStateMachine):
         seen: dict[int, int] = {}
         for context, contents in self.contexts.items():
             pages = self.table.pages(context)
-            assert len(set(pages)) == len(pages) and NOBODYS not in pages
+            assert len(set(pages)) == len(pages) and NULL_PAGE not in pages
             for number, page in enumerate(pages):
                 full = (number + 1) * self.SIZE <= len(contents)
                 assert page not in seen or (full and seen[page]), "shared before it was full"
@@ -208,11 +208,11 @@ def test_the_heap_of_ends_does_not_grow_with_requests():
     assert len(table._ends) <= 16
 
 
-@pytest.mark.parametrize("lanes", [1, 3])
-def test_contexts_for_whom_there_are_pages_always_run(lanes: int):
-    table = table_of(lanes * 2, longest=2)
+@pytest.mark.parametrize("slots", [1, 3])
+def test_contexts_for_whom_there_are_pages_always_run(slots: int):
+    table = table_of(slots * 2, longest=2)
     for number in range(20):
-        contexts = [held(table, [number, lane, 0, 1, 2], f"{lane}") for lane in range(lanes)]
+        contexts = [held(table, [number, slot, 0, 1, 2], f"{slot}") for slot in range(slots)]
         assert all(table.grow(context, 4) for context in contexts)
         for context in contexts:
             table.append(context, [2, 3, 4, 5])

@@ -17,7 +17,7 @@ from tests.fakes import FakeCodec, FakeReply, FakeToolCall
 from tests.tiny import TINY, logprobs_of, tiny_params
 
 SHAPES = EngineShapes(
-    max_model_len=60, max_concurrent_decodes=4, cache_tokens=512, decode_steps=4, prefill_buckets=(4, 16)
+    max_model_len=60, max_concurrent_decodes=4, kv_cache_tokens=512, decode_steps=4, prefill_buckets=(4, 16)
 )
 
 

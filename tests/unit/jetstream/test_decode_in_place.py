@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from jax_agent_rl.jetstream.block_manager import NOBODYS
-from jax_agent_rl.jetstream.decode_batch import Lanes, make_lanes
+from jax_agent_rl.jetstream.block_manager import NULL_PAGE
+from jax_agent_rl.jetstream.decode_batch import DecodeBatch, make_decode_batch
 from jax_agent_rl.jetstream.engine import EngineShapes, Extension, JaxEngine
 from jax_agent_rl.jetstream.kv import KVCache
 from jax_agent_rl.jetstream.page_ops import gathered
@@ -21,44 +21,44 @@ from tests.tiny import TINY, tiny_params
 
 STEPS = 6
 SHAPES = EngineShapes(
-    max_model_len=96, max_concurrent_decodes=4, cache_tokens=288, decode_steps=STEPS, prefill_buckets=(32,)
+    max_model_len=96, max_concurrent_decodes=4, kv_cache_tokens=288, decode_steps=STEPS, prefill_buckets=(32,)
 )
 
 
-def three_lanes() -> Lanes:
-    """Two contexts that begin alike, one of them about to need its next page, one that ends early, an unused lane."""
-    lanes = make_lanes(4, SHAPES.context_pages)
-    lanes.pages[:3] = [[4, 2, 9], [4, 7, NOBODYS], [1, NOBODYS, NOBODYS]]
-    lanes.tokens[:3] = 11, 12, 13
-    lanes.positions[:3] = 61, 40, 5
-    lanes.remaining[:3] = STEPS, STEPS, 2
-    return lanes
+def three_slots() -> DecodeBatch:
+    """Two contexts that begin alike, one of them about to need its next page, one that ends early, an unused slot."""
+    slots = make_decode_batch(4, SHAPES.context_pages)
+    slots.pages[:3] = [[4, 2, 9], [4, 7, NULL_PAGE], [1, NULL_PAGE, NULL_PAGE]]
+    slots.tokens[:3] = 11, 12, 13
+    slots.positions[:3] = 61, 40, 5
+    slots.remaining[:3] = STEPS, STEPS, 2
+    return slots
 
 
-def decoded(in_place: bool, cache: KVCache, lanes: Lanes) -> tuple[KVCache, jax.Array]:
+def decoded(in_place: bool, cache: KVCache, slots: DecodeBatch) -> tuple[KVCache, jax.Array]:
     engine = JaxEngine(TINY, SHAPES)
     params = engine.load_params(tiny_params())
     program = jax.jit(decode_program(TINY, STEPS, None, in_place))
     with pltpu.force_tpu_interpret_mode(True) if in_place else contextlib.nullcontext():
-        return program(params, cache, lanes, np.array([STEPS, 9], np.int32))
+        return program(params, cache, slots, np.array([STEPS, 9], np.int32))
 
 
 def test_pages_read_where_they_lie_give_the_same_ids_and_the_same_cache():
     empty = JaxEngine(TINY, SHAPES).init_cache()
     rng = np.random.default_rng(0)
     cache = jax.tree.map(lambda x: jnp.asarray(rng.standard_normal(x.shape), x.dtype), empty)
-    lanes = three_lanes()
-    found, (ids, scores) = decoded(True, cache, lanes)
-    wanted, (wanted_ids, wanted_scores) = decoded(False, cache, lanes)
+    slots = three_slots()
+    found, (ids, scores) = decoded(True, cache, slots)
+    wanted, (wanted_ids, wanted_scores) = decoded(False, cache, slots)
     np.testing.assert_array_equal(ids, wanted_ids)
     ran = np.asarray(ids) >= 0
     assert ran.sum(0).tolist() == [STEPS, STEPS, 2, 0]
     logprobs, exact = (np.asarray(x).view(np.float32)[ran] for x in (scores, wanted_scores))
     np.testing.assert_allclose(logprobs, exact, atol=1e-4)
 
-    # Each lane's new ids are in its own pages; of the others nothing changed, page 0 is nobody's.
+    # Each slot's new ids are in its own pages; of the others nothing changed, page 0 is nobody's.
     close = functools.partial(np.testing.assert_allclose, atol=1e-4)
-    held = (gathered(cache, lanes.pages, lanes.positions + ran.sum(0)) for cache in (found, wanted))
+    held = (gathered(cache, slots.pages, slots.positions + ran.sum(0)) for cache in (found, wanted))
     jax.tree.map(close, *held)
     for held, before in zip(jax.tree.leaves(found), jax.tree.leaves(cache), strict=True):
         np.testing.assert_array_equal(held[jnp.array([3, 4, 5, 6, 8])], before[jnp.array([3, 4, 5, 6, 8])])
@@ -68,16 +68,16 @@ def test_pages_read_where_they_lie_give_the_same_ids_and_the_same_cache():
 @pytest.mark.parametrize("in_place", [False, True], ids=["rows", "in place"])
 def test_pages_that_held_nans_serve_like_empty_ones(in_place: bool):
     """Those of weights that went wrong, when right ones have come."""
-    engine, lanes = JaxEngine(TINY, SHAPES), make_lanes(2, SHAPES.context_pages)
+    engine, slots = JaxEngine(TINY, SHAPES), make_decode_batch(2, SHAPES.context_pages)
     prompt, params = np.arange(3, 44, dtype=np.int32), engine.load_params(tiny_params())
-    lanes.pages[0], lanes.tokens[0] = (4, 2, 9), prompt[-1]
-    lanes.positions[0], lanes.remaining[0] = len(prompt) - 1, STEPS
+    slots.pages[0], slots.tokens[0] = (4, 2, 9), prompt[-1]
+    slots.positions[0], slots.remaining[0] = len(prompt) - 1, STEPS
 
     def served(cache: KVCache) -> jax.Array:
         """Of two chunks, of which the second begins within a page, and what is sampled behind."""
         for part in (slice(0, 20), slice(20, -1)):
             cache = engine.extend(params, cache, [Extension((4, 2), part.start, prompt[part])])
-        return decoded(in_place, cache, lanes)[1]
+        return decoded(in_place, cache, slots)[1]
 
     wanted = served(engine.init_cache())
     found = served(jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), engine.init_cache()))

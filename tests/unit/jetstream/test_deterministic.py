@@ -33,7 +33,7 @@ MODEL = DecoderConfig(  # wide enough that products are blocked and vectorised a
     eos_token_ids=(2,),
 )
 SHAPES = EngineShapes(
-    max_model_len=64, max_concurrent_decodes=6, cache_tokens=576, decode_steps=4, prefill_buckets=(16, 32)
+    max_model_len=64, max_concurrent_decodes=6, kv_cache_tokens=576, decode_steps=4, prefill_buckets=(16, 32)
 )
 TEMPERATURE = 0.7
 PARAMS = tiny_params(3, MODEL)
@@ -124,7 +124,7 @@ def test_the_learner_measures_a_gap_of_exactly_zero():
         response = ids[len(prompt) : len(prompt) + len(sampled)]
         logprobs = [x for _, x in sampled]
         members.append(trajectory(prompt, response, logprobs=logprobs, reward=float(i % 2), index=i))
-    config = LearnerConfig(row_length=64)
+    config = LearnerConfig(pack_length=64)
     learner = Learner(
         MODEL, PARAMS, algorithm=AlgorithmConfig(), config=config, temperature=TEMPERATURE, score_by=SCORER
     )
@@ -146,7 +146,7 @@ def test_a_mixture_of_experts_is_refused():
         {"rollout": {"backend": "vllm"}},
         {"learner": {"mesh": {"data": 2}}},
         {"rollout": {"jetstream": {"mesh": {"tensor": 2}}}},
-        {"rollout": {"jetstream": {"first_device": 1}}},
+        {"rollout": {"jetstream": {"device_offset": 1}}},
         {"algorithm": {"rollout_correction": {"bypass_mode": True}}},
     ],
     ids=str,

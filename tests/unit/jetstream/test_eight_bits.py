@@ -11,7 +11,7 @@ import pytest
 
 from jax_agent_rl.jetstream import programs
 from jax_agent_rl.jetstream.attention import decode_attention
-from jax_agent_rl.jetstream.decode_batch import make_lanes
+from jax_agent_rl.jetstream.decode_batch import make_decode_batch
 from jax_agent_rl.jetstream.engine import EngineShapes, Extension, JaxEngine
 from jax_agent_rl.jetstream.forward import engine_params
 from jax_agent_rl.jetstream.kv import LayerKV, empty_cache, restored, stored
@@ -22,7 +22,7 @@ from tests.tiny import TINY, full_logits, tiny_params
 
 EXPERTS = replace(TINY, experts=Experts(count=4, per_token=2, intermediate_size=24, normalize=True))
 SHAPES = EngineShapes(
-    max_model_len=60, max_concurrent_decodes=2, cache_tokens=128, decode_steps=4, prefill_buckets=(8, 64)
+    max_model_len=60, max_concurrent_decodes=2, kv_cache_tokens=128, decode_steps=4, prefill_buckets=(8, 64)
 )
 IDS = np.random.default_rng(7).integers(3, TINY.vocab_size, 48).tolist()
 LARGEST = {"int8": 127.0, "fp8": 448.0}
@@ -31,13 +31,13 @@ BOTH = pytest.mark.parametrize("kind", ["int8", "fp8"])
 
 def scored(config: DecoderConfig, params: Params, *, kv: str | None = None, weights: str | None = None) -> np.ndarray:
     """Log-probs of IDS, fed one by one."""
-    lanes, count = make_lanes(1, 2), len(IDS) - 1
-    lanes.pages[:] = [2, 1]
-    lanes.tokens[:], lanes.remaining[:], lanes.temperature[:] = IDS[0], count, 1.0
+    slots, count = make_decode_batch(1, 2), len(IDS) - 1
+    slots.pages[:] = [2, 1]
+    slots.tokens[:], slots.remaining[:], slots.temperature[:] = IDS[0], count, 1.0
     decode = jax.jit(functools.partial(programs.decode, config, count, None, False))
     held = engine_params(config, params, dtype=jnp.float32, quantize=weights and DTYPES[weights])
     cache = empty_cache(config, 3, 32, DTYPES[kv] if kv else jnp.float32)
-    _, out = decode(held, cache, lanes, np.array([count, 2]), np.array(IDS[1:], np.int32)[:, None])
+    _, out = decode(held, cache, slots, np.array([count, 2]), np.array(IDS[1:], np.int32)[:, None])
     return np.asarray(out)[1, :, 0].view(np.float32)
 
 

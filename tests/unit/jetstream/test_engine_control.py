@@ -20,7 +20,7 @@ from jax_agent_rl.types import PauseMode, SamplingParams, StopReason
 from tests.tiny import TINY, tiny_params
 
 SHAPES = EngineShapes(
-    max_model_len=64, max_concurrent_decodes=3, cache_tokens=192, decode_steps=4, prefill_buckets=(32,)
+    max_model_len=64, max_concurrent_decodes=3, kv_cache_tokens=192, decode_steps=4, prefill_buckets=(32,)
 )
 
 
@@ -63,8 +63,8 @@ class CountingEngine:
         self.refusal: Exception | None = None
         self.gives_up_old_weights = True
 
-    def width(self, lanes):
-        return lanes
+    def width(self, slots):
+        return slots
 
     def init_cache(self):
         return ()
@@ -82,13 +82,13 @@ class CountingEngine:
     def extend(self, params, cache, extensions):
         return cache
 
-    def decode(self, params, cache, lanes, steps, exit_after):
+    def decode(self, params, cache, slots, steps, exit_after):
         self.gate.passed()
         if self.broken:
             raise self.broken
         assert not params.is_deleted()
         step = np.arange(steps)[:, None]
-        ids = np.where(step < lanes.remaining, (lanes.tokens + step + 1) % TINY.vocab_size, -1)
+        ids = np.where(step < slots.remaining, (slots.tokens + step + 1) % TINY.vocab_size, -1)
         return cache, ids, np.zeros(ids.shape, np.float32)
 
 
@@ -298,7 +298,7 @@ async def test_freezing_what_another_pause_waits_for_ends_that_pause():
 
 @pytest.mark.parametrize("way", ["pause", "sleep"])
 async def test_who_was_preempted_is_ended_with_those_who_run(way: str):
-    small = replace(SHAPES, cache_tokens=160)
+    small = replace(SHAPES, kv_cache_tokens=160)
     async with running(small) as (backend, engine):
         tasks = [
             await started(backend.generate(request(f"r{i}", prompt=range(5 + i, 25 + i), max_tokens=40)))

@@ -33,7 +33,7 @@ MODELS = {
 }
 model, mesh, options = MODELS[sys.argv[1]], EngineMeshConfig(**json.loads(sys.argv[2])), json.loads(sys.argv[3])
 shapes = EngineShapes(
-    max_model_len=60, max_concurrent_decodes=3, cache_tokens=256, decode_steps=4, prefill_buckets=(8,)
+    max_model_len=60, max_concurrent_decodes=3, kv_cache_tokens=256, decode_steps=4, prefill_buckets=(8,)
 )
 
 def request(name, prompt, *, count=12, session=None, lora=None, **sampling):
@@ -116,7 +116,7 @@ from tests.tiny import TINY, tiny_params
 
 model = replace(TINY, vocab_size=96, num_layers=2, num_heads=8, num_kv_heads=2, tie_word_embeddings=False)
 shapes = EngineShapes(
-    max_model_len=48, max_concurrent_decodes=2, cache_tokens=128, decode_steps=2, prefill_buckets=(8,)
+    max_model_len=48, max_concurrent_decodes=2, kv_cache_tokens=128, decode_steps=2, prefill_buckets=(8,)
 )
 
 def bytes_on(device, tree):
@@ -134,7 +134,7 @@ for learner, mesh, first in CASES:
     places = parameter_shardings(make_mesh(MeshConfig(**learner)), model.parameter_shapes())
     theirs = [jax.tree.map(place, tiny_params(seed, model), places) for seed in (1, 0)]
     references = [weakref.ref(x) for x in jax.tree.leaves(theirs)]
-    engine_mesh = make_engine_mesh(EngineMeshConfig(**mesh), first_device=first)
+    engine_mesh = make_engine_mesh(EngineMeshConfig(**mesh), device_offset=first)
     engine = JaxEngine(model, shapes, dtype=jnp.bfloat16, mesh=engine_mesh)
     old = engine.load_params(theirs[0])
     at = old.layers[0]["down"].addressable_shards[0].data.unsafe_buffer_pointer()
@@ -197,4 +197,4 @@ def test_a_mesh_that_does_not_divide_the_model_is_refused_with_what_does(axes: d
 
 def test_more_devices_than_this_process_has_are_refused():
     with pytest.raises(ConfigError, match="takes 2 devices from number 3 on, but this process has 1"):
-        make_engine_mesh(EngineMeshConfig(tensor=2), first_device=3)
+        make_engine_mesh(EngineMeshConfig(tensor=2), device_offset=3)

@@ -9,7 +9,7 @@ from jax_agent_rl.types import StopReason
 from tests.tiny import TINY, greedy, tiny_params
 from tests.unit.jetstream.test_jetstream_backend import SHAPES, prompt_of, request, running
 
-KV_BYTES = 2 * SHAPES.cache_tokens * TINY.num_layers * TINY.num_kv_heads * TINY.head_dim * 4
+KV_BYTES = 2 * SHAPES.kv_cache_tokens * TINY.num_layers * TINY.num_kv_heads * TINY.head_dim * 4
 
 
 def live_bytes() -> int:

@@ -10,14 +10,14 @@ import pytest
 from jax_agent_rl.errors import BackendError, ConfigError
 from jax_agent_rl.jetstream.backend import JetStreamBackend
 from jax_agent_rl.jetstream.engine import EngineShapes
-from jax_agent_rl.jetstream.external_engine import SlotEngine, load_engine_function
+from jax_agent_rl.jetstream.external_engine import ExternalEngineAdapter, load_engine_function
 from jax_agent_rl.rollout.protocol import GenerateRequest, WeightUpdate
 from jax_agent_rl.types import PauseMode, SamplingParams, StopReason, digest_ids
 from tests.later_api import LaterApiEngine, bring, brought
 from tests.tiny import TINY, full_logits, greedy, logprobs_of, tiny_params
 
 SHAPES = EngineShapes(
-    max_model_len=60, max_concurrent_decodes=3, cache_tokens=192, decode_steps=4, prefill_buckets=(4, 16)
+    max_model_len=60, max_concurrent_decodes=3, kv_cache_tokens=192, decode_steps=4, prefill_buckets=(4, 16)
 )
 PARAMS = tiny_params()
 
@@ -142,7 +142,7 @@ async def test_weights_change_under_frozen_requests_and_every_id_names_its_versi
 
 def test_arrays_that_to_params_passes_through_are_copied():
     params = tiny_params()
-    engine = SlotEngine(brought(LaterApiEngine(TINY, SHAPES), to_params=lambda tree: tree), TINY, SHAPES)
+    engine = ExternalEngineAdapter(brought(LaterApiEngine(TINY, SHAPES), to_params=lambda tree: tree), TINY, SHAPES)
     served = engine.load_params(params)
     jax.tree.map(lambda x: x.delete(), params)
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(served))
@@ -178,7 +178,7 @@ def test_an_engine_that_does_not_fit_is_refused_before_it_serves(change: dict, w
     engine = LaterApiEngine(TINY, SHAPES)
     vars(engine).update(change)
     with pytest.raises(ConfigError, match=words):
-        SlotEngine(brought(engine), TINY, SHAPES)
+        ExternalEngineAdapter(brought(engine), TINY, SHAPES)
 
 
 async def test_logprobs_that_are_switched_off_are_noticed_at_start():

@@ -19,12 +19,12 @@ from jax_agent_rl.jetstream.programs import ProgramTable
 from jax_agent_rl.rollout.protocol import GenerateRequest, WeightUpdate
 from jax_agent_rl.types import SamplingParams, TokenOutput, digest_ids
 from tests.tiny import tiny_params
-from tests.tiny_vision import IMAGE, TINY_VL, picture, placeholders, seen_logprobs, sight
+from tests.tiny_vision import IMAGE, TINY_VL, picture, placeholders, seen_logprobs, vision_processor
 
 SHAPES = EngineShapes(
     max_model_len=88,
     max_concurrent_decodes=2,
-    cache_tokens=480,
+    kv_cache_tokens=480,
     decode_steps=4,
     prefill_buckets=(16,),
     patch_buckets=(32,),
@@ -36,7 +36,9 @@ MIXED = {"image": [SECOND, WIDE]}
 
 @contextlib.asynccontextmanager
 async def running(**options: Any):
-    backend = JetStreamBackend(TINY_VL, tiny_params(config=TINY_VL), SHAPES, version=1, **{"sight": sight()} | options)
+    backend = JetStreamBackend(
+        TINY_VL, tiny_params(config=TINY_VL), SHAPES, version=1, **{"vision_processor": vision_processor()} | options
+    )
     await backend.start()
     try:
         yield backend
@@ -54,7 +56,9 @@ def asking(name: str, prompt: Sequence[int], media: Mapping[str, Sequence[Any]],
 def assert_right(prompt: Sequence[int], media: Mapping[str, Sequence[Any]], output: TokenOutput, seed: int = 0) -> None:
     """Greedy ids, their log-probs and the digest are those of a full pass over prompt and output."""
     ids = [*prompt, *output.token_ids]
-    scores = seen_logprobs(tiny_params(seed, TINY_VL), sight().show(ids, sight().read(media)))[len(prompt) - 1 : -1]
+    scores = seen_logprobs(tiny_params(seed, TINY_VL), vision_processor().show(ids, vision_processor().read(media)))[
+        len(prompt) - 1 : -1
+    ]
     assert scores.argmax(-1).tolist() == list(output.token_ids)
     np.testing.assert_allclose(output.log_probs, scores.max(-1), atol=1e-4)
     assert output.context_digest == digest_ids(ids)
@@ -91,8 +95,8 @@ async def test_pictures_of_every_kind_over_two_turns_and_beside_each_other():
         assert_right(longer, more, second)
 
         # A placeholder that the model sampled is text.
-        shown = [*prompt, IMAGE, IMAGE, 4]
-        assert_right(shown, one, await backend.generate(asking("d", shown, one)))
+        multimodal = [*prompt, IMAGE, IMAGE, 4]
+        assert_right(multimodal, one, await backend.generate(asking("d", multimodal, one)))
 
         # New weights: what was cached is forgotten, the tower's are new, too.
         params = jax.tree.map(np.asarray, tiny_params(1, TINY_VL))
@@ -107,17 +111,17 @@ async def test_pictures_of_every_kind_over_two_turns_and_beside_each_other():
 
 async def _refusals(backend: JetStreamBackend) -> None:
     media = {"image": [FIRST]}
-    shown = placeholders(media)
+    multimodal = placeholders(media)
     with pytest.raises(TokenDriftError, match="request 'few': image 1 of 1 takes 4 placeholders"):
         await backend.generate(asking("few", [5, IMAGE, 7], media))
     with pytest.raises(BackendError, match="request 'end' ends with a picture"):
-        await backend.generate(asking("end", [5, *shown[:-1]], media))
+        await backend.generate(asking("end", [5, *multimodal[:-1]], media))
     with pytest.raises(BackendError, match=r"of 64 patches, the engine takes 32; .*rollout.jetstream.patch_buckets"):
         big = {"image": [picture(8, 16, 16)]}
         await backend.generate(asking("big", [5, *placeholders(big), 7], big))
     with pytest.raises(BackendError, match="request 'none': image 1 of 1 cannot be shown: .*got str"):
-        await backend.generate(asking("none", [5, *shown, 7], {"image": ["cat.png"]}))
-    assert not (await backend.generate(asking("after", [5, *shown, 7], media))).stop_match
+        await backend.generate(asking("none", [5, *multimodal, 7], {"image": ["cat.png"]}))
+    assert not (await backend.generate(asking("after", [5, *multimodal, 7], media))).stop_match
     health = await backend.health()
     assert health.ok and health.running == health.waiting == 0
 
@@ -125,7 +129,11 @@ async def _refusals(backend: JetStreamBackend) -> None:
 async def test_who_waits_again_for_pages_sees_its_pictures_again():
     """Two contexts of three pages in a cache of four; the second is computed again from its pictures on."""
     backend = JetStreamBackend(
-        TINY_VL, tiny_params(config=TINY_VL), replace(SHAPES, cache_tokens=128), version=1, sight=sight()
+        TINY_VL,
+        tiny_params(config=TINY_VL),
+        replace(SHAPES, kv_cache_tokens=128),
+        version=1,
+        vision_processor=vision_processor(),
     )
     await backend.start()
     try:
@@ -149,9 +157,9 @@ async def test_a_request_whose_pictures_are_still_read_can_be_aborted():
 
 
 async def test_a_deterministic_engine_takes_text_alone():
-    shapes = replace(SHAPES, max_concurrent_decodes=1, cache_tokens=96)
+    shapes = replace(SHAPES, max_concurrent_decodes=1, kv_cache_tokens=96)
     backend = JetStreamBackend(
-        TINY_VL, tiny_params(config=TINY_VL), shapes, sight=sight(), deterministic=ProgramTable()
+        TINY_VL, tiny_params(config=TINY_VL), shapes, vision_processor=vision_processor(), deterministic=ProgramTable()
     )
     assert not backend.capabilities.multi_modal
     await backend.start()

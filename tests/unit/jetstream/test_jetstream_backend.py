@@ -17,7 +17,7 @@ from jax_agent_rl.types import PauseMode, SamplingParams, StopReason, digest_ids
 from tests.tiny import TINY, greedy, logprobs_of, tiny_params
 
 SHAPES = EngineShapes(
-    max_model_len=60, max_concurrent_decodes=4, cache_tokens=384, decode_steps=4, prefill_buckets=(4, 16)
+    max_model_len=60, max_concurrent_decodes=4, kv_cache_tokens=384, decode_steps=4, prefill_buckets=(4, 16)
 )
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
@@ -305,7 +305,7 @@ async def test_lower_priority_values_run_first(params):
 async def test_start_says_what_it_compiles(params):
     lines: list[str] = []
     small = EngineShapes(
-        max_model_len=24, max_concurrent_decodes=1, cache_tokens=32, decode_steps=2, prefill_buckets=(8,)
+        max_model_len=24, max_concurrent_decodes=1, kv_cache_tokens=32, decode_steps=2, prefill_buckets=(8,)
     )
     backend = JetStreamBackend(TINY, params, small, compile_ahead=True, say=lines.append)
     await backend.start()
@@ -315,7 +315,7 @@ async def test_start_says_what_it_compiles(params):
         await backend.close()
     *before, last = lines
     assert all(line.endswith(f"({i} of {len(before)})") for i, line in enumerate(before, 1)), lines
-    assert before[0].startswith("compiling decode 1 lanes of ") and "from the compilation cache" in last
+    assert before[0].startswith("compiling decode 1 slots of ") and "from the compilation cache" in last
 
 
 def test_a_program_found_in_the_cache_is_counted(tmp_path):

@@ -19,9 +19,9 @@ from jax_agent_rl.types import SamplingParams, StopReason, TokenOutput
 from tests.tiny import TINY, logprobs_of, tiny_params
 
 SMALL = EngineShapes(
-    max_model_len=64, max_concurrent_decodes=3, cache_tokens=160, decode_steps=4, prefill_buckets=(32,)
+    max_model_len=64, max_concurrent_decodes=3, kv_cache_tokens=160, decode_steps=4, prefill_buckets=(32,)
 )
-LARGE = replace(SMALL, cache_tokens=192)
+LARGE = replace(SMALL, kv_cache_tokens=192)
 PROMPTS = [np.random.default_rng(i).integers(3, TINY.vocab_size, n).tolist() for i, n in enumerate((20, 25, 30))]
 
 
@@ -71,7 +71,7 @@ def test_who_is_preempted_samples_what_it_would_have():
 
 
 def test_requests_of_later_priority_wait_for_earlier_ones():
-    on = scheduler(replace(SMALL, cache_tokens=96))
+    on = scheduler(replace(SMALL, kv_cache_tokens=96))
     submit(on, 0, priority=1)
     on.step()
     submit(on, 1)
@@ -95,7 +95,7 @@ def test_who_waits_with_what_it_has_can_be_aborted():
 def test_members_of_a_group_keep_their_prompt_once():
     """Three contexts of 60 ids that begin with the same 32, in four pages of 32."""
     prompt = (PROMPTS[2] * 2)[:33]
-    on = scheduler(replace(SMALL, cache_tokens=128))
+    on = scheduler(replace(SMALL, kv_cache_tokens=128))
     for number in range(3):
         submit(on, number, prompt=prompt, count=27)
     outputs = finished(on)
@@ -105,7 +105,7 @@ def test_members_of_a_group_keep_their_prompt_once():
 
 @pytest.mark.parametrize("tokens", [64, 160, 1000])
 def test_a_cache_takes_the_memory_of_its_tokens(tokens: int):
-    cache = JaxEngine(TINY, replace(SMALL, cache_tokens=tokens)).init_cache()
+    cache = JaxEngine(TINY, replace(SMALL, kv_cache_tokens=tokens)).init_cache()
     position = 2 * TINY.num_layers * TINY.num_kv_heads * TINY.head_dim * 4
     taken = sum(x.nbytes for x in jax.tree.leaves(cache))
     assert taken == (1 + tokens // 32) * 32 * position, "in whole pages, and nobody's"
@@ -113,5 +113,5 @@ def test_a_cache_takes_the_memory_of_its_tokens(tokens: int):
 
 def test_a_cache_that_holds_no_context_is_refused():
     tree = {"run_dir": "x", "model": {"path": "x"}, "data": {"train": "x"}}
-    with pytest.raises(ConfigError, match="cache_tokens=512 holds no context of rollout.max_model_len=1024"):
-        build(tree | {"rollout": {"jetstream": {"cache_tokens": 512}}})
+    with pytest.raises(ConfigError, match="kv_cache_tokens=512 holds no context of rollout.max_model_len=1024"):
+        build(tree | {"rollout": {"jetstream": {"kv_cache_tokens": 512}}})

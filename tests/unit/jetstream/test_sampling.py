@@ -11,15 +11,15 @@ VOCABULARY = 300
 
 
 def draw(logits: np.ndarray, *, temperature=1.0, top_p=1.0, top_k=0, seeds=None, position=0):
-    lanes = logits.shape[1]
-    seeds = np.arange(lanes) if seeds is None else seeds
+    slots = logits.shape[1]
+    seeds = np.arange(slots) if seeds is None else seeds
     ids, logprobs = jax.jit(sample)(
         jnp.asarray(logits, jnp.float32),
-        temperature=jnp.full(lanes, temperature, jnp.float32),
-        top_p=jnp.full(lanes, top_p, jnp.float32),
-        top_k=jnp.full(lanes, top_k, jnp.int32),
+        temperature=jnp.full(slots, temperature, jnp.float32),
+        top_p=jnp.full(slots, top_p, jnp.float32),
+        top_k=jnp.full(slots, top_k, jnp.int32),
         seed=jnp.asarray(seeds, jnp.uint32),
-        position=jnp.full(lanes, position, jnp.int32),
+        position=jnp.full(slots, position, jnp.int32),
     )
     return np.asarray(ids), np.asarray(logprobs)
 
@@ -46,13 +46,13 @@ def distribution(logits: np.ndarray, *, temperature=1.0, top_p=1.0, top_k=0) -> 
 )
 def test_draws_follow_the_distribution_and_logprobs_are_of_it(settings: dict):
     logits = np.random.default_rng(1).standard_normal(VOCABULARY).astype(np.float32) * 2
-    lanes = 40_000
-    ids, logprobs = draw(np.repeat(logits[:, None], lanes, axis=1), **settings)
+    slots = 40_000
+    ids, logprobs = draw(np.repeat(logits[:, None], slots, axis=1), **settings)
     expected = distribution(logits, **settings)
-    frequencies = np.bincount(ids, minlength=VOCABULARY) / lanes
+    frequencies = np.bincount(ids, minlength=VOCABULARY) / slots
     assert set(np.flatnonzero(frequencies)) <= set(np.flatnonzero(expected))
     # 5 standard errors of a binomial proportion
-    assert np.all(np.abs(frequencies - expected) <= 5 * np.sqrt(expected * (1 - expected) / lanes) + 1e-9)
+    assert np.all(np.abs(frequencies - expected) <= 5 * np.sqrt(expected * (1 - expected) / slots) + 1e-9)
     np.testing.assert_allclose(logprobs, np.log(expected[ids]), atol=2e-5)
 
 

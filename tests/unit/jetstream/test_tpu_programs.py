@@ -16,12 +16,12 @@ from jax_agent_rl.jetstream.kv import LayerKV, stored
 from jax_agent_rl.models.attention import sharded_tree_attention
 from jax_agent_rl.models.mesh import MESH_AXES
 from jax_agent_rl.models.quantized import Quantized, grouped_product
-from jax_agent_rl.models.tree_mask import Sight
+from jax_agent_rl.models.tree_mask import TreeMask
 
 # What is kept of programs cannot be read again where the chips are not.
 pytestmark = pytest.mark.filterwarnings("ignore:Error reading persistent compilation cache entry")
 
-LANES, HEADS, KV_HEADS, SIZE, LENGTH, CHUNK = 64, 8, 4, 128, 8192, 64
+SLOT_COUNTS, HEADS, KV_HEADS, SIZE, LENGTH, CHUNK = 64, 8, 4, 128, 8192, 64
 
 
 @pytest.fixture(params=["v5e:2x2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("v5p:2x2x1", "v6e:2x2"))])
@@ -43,14 +43,14 @@ def described(mesh: Mesh, shape: tuple[int, ...], dtype: jnp.dtype, *axes: str |
 def learner_program(mesh: Mesh, length: int, *, windowed: bool) -> jax.stages.Lowered:
     """Attention of two rows and its gradients."""
 
-    def loss(q, k, v, sight):
-        return jnp.sum(sharded_tree_attention(q, k, v, sight, mesh).astype(jnp.float32))
+    def loss(q, k, v, vision_processor):
+        return jnp.sum(sharded_tree_attention(q, k, v, vision_processor, mesh).astype(jnp.float32))
 
     q = described(mesh, (2, HEADS, length, SIZE), jnp.bfloat16, None, "tensor", "context")
     k = described(mesh, (2, KV_HEADS, length, SIZE), jnp.bfloat16, None, "tensor", "context")
     marks = described(mesh, (2, length), jnp.int32, None, "context")
-    sight = Sight(marks, marks, described(mesh, (), jnp.int32)) if windowed else Sight(marks)
-    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2))).lower(q, k, k, sight)
+    vision_processor = TreeMask(marks, marks, described(mesh, (), jnp.int32)) if windowed else TreeMask(marks)
+    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2))).lower(q, k, k, vision_processor)
 
 
 @pytest.mark.parametrize("windowed", [False, True], ids=["dense", "windowed"])
@@ -79,13 +79,13 @@ def kernels(program: jax.stages.Compiled) -> int:
 
 
 def decode_step_of(
-    mesh: Mesh, dtype: jnp.dtype, *, lanes: int, length: int, page: int, size: int, window: int | None
+    mesh: Mesh, dtype: jnp.dtype, *, slots: int, length: int, page: int, size: int, window: int | None
 ) -> tuple[jax.stages.Compiled, float]:
     """And the bytes each of two chips holds of the cache."""
-    cached = described_cache(mesh, lanes * length // page, page, dtype, size)
-    new = described(mesh, (lanes, KV_HEADS, size), jnp.bfloat16, None, "tensor")
-    q = described(mesh, (lanes, KV_HEADS, HEADS // KV_HEADS, size), jnp.bfloat16, None, "tensor")
-    at, pages = described(mesh, (lanes,), jnp.int32), described(mesh, (lanes, length // page), jnp.int32)
+    cached = described_cache(mesh, slots * length // page, page, dtype, size)
+    new = described(mesh, (slots, KV_HEADS, size), jnp.bfloat16, None, "tensor")
+    q = described(mesh, (slots, KV_HEADS, HEADS // KV_HEADS, size), jnp.bfloat16, None, "tensor")
+    at, pages = described(mesh, (slots,), jnp.int32), described(mesh, (slots, length // page), jnp.int32)
 
     def step(cached, q, new, at, pages):
         return decode_attention(q, cached, (new, new), at, pages, window=window, mesh=mesh)
@@ -97,7 +97,7 @@ def decode_step_of(
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.int8, jnp.float8_e4m3fn], ids=["bf16", "int8", "fp8"])
 def test_an_engines_attention_compiles_to_kernels_and_turns_no_cache_around(devices: np.ndarray, dtype: jnp.dtype):
     mesh = mesh_of(devices, data=2, tensor=2)  # two key/value heads on each chip
-    program, held = decode_step_of(mesh, dtype, lanes=LANES, length=LENGTH, page=128, size=SIZE, window=256)
+    program, held = decode_step_of(mesh, dtype, slots=SLOT_COUNTS, length=LENGTH, page=128, size=SIZE, window=256)
     assert kernels(program) == 2
     assert program.memory_analysis().temp_size_in_bytes < 0.05 * held
 
@@ -105,7 +105,7 @@ def test_an_engines_attention_compiles_to_kernels_and_turns_no_cache_around(devi
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.int8], ids=["bf16", "int8"])
 def test_small_pages_and_heads_compile_to_kernels_too(devices: np.ndarray, dtype: jnp.dtype):
     mesh = mesh_of(devices, data=2, tensor=2)
-    program, _ = decode_step_of(mesh, dtype, lanes=8, length=128, page=32, size=64, window=None)
+    program, _ = decode_step_of(mesh, dtype, slots=8, length=128, page=32, size=64, window=None)
     assert kernels(program) == 2
 
 

@@ -17,7 +17,7 @@ PPO = {"adv_estimator": "gae"}
 
 
 def learner(algorithm: dict | None = None, critic: dict | None = None, **changes) -> Learner:
-    config = LearnerConfig(**{"learning_rate": 1e-2, "row_length": 64, "remat": "none"} | changes)
+    config = LearnerConfig(**{"learning_rate": 1e-2, "pack_length": 64, "remat": "none"} | changes)
     made = AlgorithmConfig(**(algorithm or {}))
     return Learner(
         TINY, tiny_params(), algorithm=made, config=config, critic=CriticConfig(**(critic or {})), temperature=1.0
@@ -58,8 +58,8 @@ OFF_POLICY = {"rollout_correction": {"rollout_is": "token", "rollout_is_threshol
 def test_gradients_do_not_depend_on_packing_sharing_or_splitting(algorithm: dict):
     groups = random_groups(0)
     algorithm = algorithm | OFF_POLICY
-    alone = learner(algorithm, share_prefixes=False, row_length=32)
-    packed = learner(algorithm, share_prefixes=True, row_length=80, rows_per_micro_batch=2)
+    alone = learner(algorithm, share_prefixes=False, pack_length=32)
+    packed = learner(algorithm, share_prefixes=True, pack_length=80, micro_batch_size=2)
     for a, b in zip(gradients(packed, groups), gradients(alone, groups), strict=True):
         np.testing.assert_allclose(a, b, atol=5e-5 * max(np.abs(b).max(), 1e-6))
 

@@ -34,7 +34,7 @@ def visible_context(batch, row: int, node: int) -> list[int]:
 @settings(max_examples=150)
 def test_every_term_sees_exactly_its_own_context(pairs, share: bool, length: int):
     ts = [trajectory(prompt, sampled, index=i) for i, (prompt, sampled) in enumerate(pairs)]
-    batch, sharing = pack(ts, row_length=length, share_prefixes=share)
+    batch, sharing = pack(ts, pack_length=length, share_prefixes=share)
     batch = weighted(batch, [float(i) for i in range(len(ts))])
     found = []
     for row in range(batch.num_rows):
@@ -60,7 +60,7 @@ def test_every_term_sees_exactly_its_own_context(pairs, share: bool, length: int
 @settings(max_examples=50)
 def test_numbers_come_back_to_the_trajectories_they_belong_to(pairs, share: bool):
     ts = [trajectory(prompt, sampled, index=i) for i, (prompt, sampled) in enumerate(pairs)]
-    batch, _ = pack(ts, row_length=16, share_prefixes=share)
+    batch, _ = pack(ts, pack_length=16, share_prefixes=share)
     own = [np.arange(len(t.response_ids)) + 100.0 * i for i, t in enumerate(ts)]
     for got, expected in zip(batch.of_terms(batch.with_terms(x=own).terms["x"]), own, strict=True):
         np.testing.assert_array_equal(got, expected)
@@ -72,25 +72,25 @@ def test_numbers_come_back_to_the_trajectories_they_belong_to(pairs, share: bool
 
 
 def test_inserted_tokens_are_context_but_not_targets():
-    batch, _ = pack([trajectory([3, 4], [5, 6, 7], mask=[1, 0, 1])], row_length=8)
+    batch, _ = pack([trajectory([3, 4], [5, 6, 7], mask=[1, 0, 1])], pack_length=8)
     assert batch.target_id[0][batch.target_valid[0]].tolist() == [5, 7]
     assert [len(terms) for terms in batch.of_terms(batch.term_target)] == [2]
 
 
 def test_a_group_with_one_prompt_pays_for_it_once():
     ts = [trajectory([3] * 256, [10 + i] * 40, index=i) for i in range(8)]
-    _, sharing = pack(ts, row_length=1024)
+    _, sharing = pack(ts, pack_length=1024)
     assert (sharing.tokens, sharing.nodes, sharing.rows) == (8 * 296, 256 + 8 * 40, 1)
 
 
 def test_a_trajectory_longer_than_a_row_is_refused_with_the_fix():
-    with pytest.raises(ValueError, match="row_length >= 9"):
-        pack([trajectory([3] * 4, [4] * 5)], row_length=8)
+    with pytest.raises(ValueError, match="pack_length >= 9"):
+        pack([trajectory([3] * 4, [4] * 5)], pack_length=8)
 
 
 def test_micro_batches_are_filled_up_with_rows_that_weigh_nothing():
     ts = [trajectory([3 + i] * 4, [9] * 4, index=i) for i in range(3)]
-    batch = weighted(pack(ts, row_length=8)[0], [1.0] * 3)
+    batch = weighted(pack(ts, pack_length=8)[0], [1.0] * 3)
     parts = list(batch.micro_batches(2))
     assert [p["token_ids"].shape for p in parts] == [(2, 8), (2, 8)]
     assert parts[1]["term_weight"][1].sum() == 0 and not parts[1]["target_valid"][1].any()
@@ -98,7 +98,7 @@ def test_micro_batches_are_filled_up_with_rows_that_weigh_nothing():
 
 def test_nodes_stand_depth_first_the_oldest_branch_first():
     ts = [trajectory([3], response, index=i) for i, response in enumerate([[4, 5, 6], [7], [4, 8], [4, 5, 9], [4, 5]])]
-    batch, sharing = pack(ts, row_length=8)
+    batch, sharing = pack(ts, pack_length=8)
     assert batch.token_ids[0].tolist() == [3, 4, 5, 6, 9, 8, 7, 0] and sharing.nodes == 7
     assert batch.positions[0, :7].tolist() == [0, 1, 2, 3, 3, 2, 1]
     assert batch.subtree_end[0].tolist() == [7, 6, 5, 4, 5, 6, 7, 8]
@@ -112,6 +112,6 @@ def test_a_thousand_trajectories_are_packed_in_a_moment():
     prompts = [[3] * 100 + rng.integers(3, 40000, 30).tolist() for _ in range(128)]
     ts = [trajectory(p, rng.integers(3, 40000, 120).tolist(), index=i) for p in prompts for i in range(8)]
     begin = time.process_time()
-    _, sharing = pack(ts, row_length=1024)
+    _, sharing = pack(ts, pack_length=1024)
     assert time.process_time() - begin < 1.0
     assert sharing.tokens == 1024 * 250

@@ -8,7 +8,7 @@ import pytest
 
 from jax_agent_rl.config import AlgorithmConfig, LearnerConfig
 from jax_agent_rl.errors import DisagreementError
-from jax_agent_rl.learner.cancellation import UpdateAbandoned, UpdateGate
+from jax_agent_rl.learner.cancellation import StepCancellation, StepCancelled
 from jax_agent_rl.learner.comparison import AgreementCheck, Comparison, comparable, through_gate
 from jax_agent_rl.learner.learner import Learner
 from jax_agent_rl.types import Group, Trajectory
@@ -64,7 +64,7 @@ def test_an_infinite_gap_is_a_breach_and_what_is_no_number_is_left_to_the_update
 
 
 def learner(*, algorithm: dict | None = None, **config) -> Learner:
-    settings = LearnerConfig(**{"learning_rate": 1e-2, "row_length": 64, "remat": "none"} | config)
+    settings = LearnerConfig(**{"learning_rate": 1e-2, "pack_length": 64, "remat": "none"} | config)
     return Learner(TINY, tiny_params(), algorithm=AlgorithmConfig(**algorithm or {}), config=settings, temperature=1.0)
 
 
@@ -94,7 +94,7 @@ def on_policy(groups: list[Group], off: float = 0.0) -> list[Group]:
     ("config", "algorithm"),
     [
         ({}, {}),
-        ({"updates_per_step": 2}, {}),
+        ({"num_minibatches": 2}, {}),
         ({}, {"rollout_correction": {"bypass_mode": True}}),
     ],
     ids=["the update's own pass", "a scoring pass", "bypass"],
@@ -126,7 +126,7 @@ def test_the_learner_looks_once_a_step_and_only_at_tokens_of_its_own_version():
 
 
 def test_a_check_through_a_gate_raises_when_the_update_has_been_given_up():
-    gate, refusal = UpdateGate(), DisagreementError("stop")
+    gate, refusal = StepCancellation(), DisagreementError("stop")
 
     def refuse(comparison: Comparison) -> None:
         raise refusal
@@ -137,7 +137,7 @@ def test_a_check_through_a_gate_raises_when_the_update_has_been_given_up():
             with gate.update():
                 raise AssertionError("the gate is closed")
     assert caught.value is refusal and check.since == 3
-    with pytest.raises(UpdateAbandoned), through_gate(AgreementCheck(since=0, inspect=refuse), gate):
+    with pytest.raises(StepCancelled), through_gate(AgreementCheck(since=0, inspect=refuse), gate):
         gate.check()  # closed by somebody else
 
 

@@ -12,7 +12,7 @@ from PIL import Image
 from jax_agent_rl.config import AlgorithmConfig, LearnerConfig
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.learner.batch import Batch, Sharing, pack
-from jax_agent_rl.learner.image_packing import RowSight, row_sight
+from jax_agent_rl.learner.image_packing import ImagePacking, image_packing
 from jax_agent_rl.learner.learner import Learner
 from jax_agent_rl.types import Group, Trajectory
 from tests.tiny import TINY, tiny_params
@@ -24,7 +24,7 @@ from tests.tiny_vision import (
     placeholders,
     seeing_trajectory,
     seen_logprobs,
-    sight,
+    vision_processor,
 )
 
 PROMPT = [5, 6]
@@ -33,8 +33,8 @@ CLIP = [picture(seed) for seed in range(4, 7)]
 
 
 def packed(*trajectories: Trajectory, share: bool = True, row_patches: int = 256) -> tuple[Batch, Sharing]:
-    rows = RowSight(sight=sight(), row_patches=row_patches)
-    return pack(trajectories, row_length=96, share_prefixes=share, sight=rows)
+    rows = ImagePacking(vision_processor=vision_processor(), row_patches=row_patches)
+    return pack(trajectories, pack_length=96, share_prefixes=share, vision_processor=rows)
 
 
 def family(*answers: tuple[Image.Image, int]) -> list[Trajectory]:
@@ -53,9 +53,9 @@ def test_equal_pictures_are_one_and_others_are_not():
     # Prompt, sampled ids and the start of a picture; then twice four placeholders and an end; three last ids.
     assert sharing.nodes == 5 + 2 * 5 + 3
     arrays = next(batch.micro_batches(1))
-    shown = arrays["feature_index"][0]
-    assert sorted(shown[shown >= 0].tolist()) == list(range(8))
-    np.testing.assert_array_equal(arrays["token_ids"][0][shown >= 0], IMAGE)
+    multimodal = arrays["feature_index"][0]
+    assert sorted(multimodal[multimodal >= 0].tolist()) == list(range(8))
+    np.testing.assert_array_equal(arrays["token_ids"][0][multimodal >= 0], IMAGE)
 
 
 def test_one_picture_in_two_places_is_looked_at_once():
@@ -73,7 +73,9 @@ def test_rotary_positions_of_shared_nodes_are_those_of_every_trajectory_through_
     ]
     batch, _ = packed(*ts)
     for t, (place,) in zip(ts, batch.places, strict=True):
-        expected = sight().show(t.prompt_ids + t.response_ids, sight().read(t.multi_modal)).positions
+        expected = (
+            vision_processor().show(t.prompt_ids + t.response_ids, vision_processor().read(t.multi_modal)).positions
+        )
         np.testing.assert_array_equal(batch.pictures.rope_positions[place.row, place.path], expected[1:])
 
 
@@ -101,33 +103,40 @@ def test_rows_take_no_more_patches_than_they_may():
 
 @pytest.mark.parametrize("length", [24, 96])
 def test_by_default_a_row_takes_all_that_its_tokens_can_show(length: int):
-    rows = row_sight(sight(), LearnerConfig(row_length=length))
+    rows = image_packing(vision_processor(), LearnerConfig(pack_length=length))
     most = [FIRST] * ((length - 3) // 6)  # each takes 4 ids between two
-    batch, _ = pack([seeing_trajectory([5], ([7], {"image": most}), ([9], {}))], row_length=length, sight=rows)
+    batch, _ = pack(
+        [seeing_trajectory([5], ([7], {"image": most}), ([9], {}))], pack_length=length, vision_processor=rows
+    )
     others = [picture(100 + i) for i in range(len(most))]
-    pack([seeing_trajectory([5], ([7], {"image": others}), ([9], {}))], row_length=length, sight=rows)
+    pack([seeing_trajectory([5], ([7], {"image": others}), ([9], {}))], pack_length=length, vision_processor=rows)
     assert rows.sizes[-1] >= 16 * len(others) and len(batch.pictures.pictures[0]) == 1
 
 
 def test_rows_without_pictures_are_those_of_a_model_of_text():
     text = seeing_trajectory(PROMPT, ([7, 8], {}), index=5)
-    seeing, plain = packed(text)[0], pack([text], row_length=96)[0]
+    seeing, plain = packed(text)[0], pack([text], pack_length=96)[0]
     assert next(seeing.micro_batches(1)).keys() == next(plain.micro_batches(1)).keys()
 
 
 def test_a_window_of_history_shows_what_stands_in_it():
     turns = [([7], {"image": [FIRST]}), ([8], {"image": [SECOND]}), ([9], {"image": [WIDE]}), ([10], {})]
     batch, _ = packed(seeing_trajectory(PROMPT, *turns, history_window=1))
-    shown = [sum(i >= 0 for i in index) for index in batch.pictures.feature_index]
+    multimodal = [sum(i >= 0 for i in index) for index in batch.pictures.feature_index]
     # prompt | 7 a 8, prompt a 7... : each context has its own pictures, of 4, 4 and 6 ids
-    assert sum(shown) == 4 + 4 + 6 and batch.token_ids[batch.pictures.feature_index >= 0].tolist() == [IMAGE] * 14
+    assert sum(multimodal) == 4 + 4 + 6 and batch.token_ids[batch.pictures.feature_index >= 0].tolist() == [IMAGE] * 14
 
 
 def learner(**changes) -> Learner:
-    config = LearnerConfig(**{"learning_rate": 1e-2, "row_length": 96, "remat": "none", "row_patches": 128} | changes)
+    config = LearnerConfig(**{"learning_rate": 1e-2, "pack_length": 96, "remat": "none", "row_patches": 128} | changes)
     algorithm = AlgorithmConfig(adv_estimator="dr_grpo")
     return Learner(
-        TINY_VL, tiny_params(config=TINY_VL), algorithm=algorithm, config=config, temperature=1.0, sight=sight()
+        TINY_VL,
+        tiny_params(config=TINY_VL),
+        algorithm=algorithm,
+        config=config,
+        temperature=1.0,
+        vision_processor=vision_processor(),
     )
 
 
@@ -151,18 +160,20 @@ def gradient(made: Learner) -> dict:
 
 
 def test_log_probs_are_those_of_plain_full_passes():
-    made = learner(updates_per_step=2)  # which scores before it updates
+    made = learner(num_minibatches=2)  # which scores before it updates
     _, experience = made._prepare(group())
     for t, got in zip(group()[0].trajectories, experience.terms["old_logprob"], strict=True):
         ids = t.prompt_ids + t.response_ids
-        scores = seen_logprobs(tiny_params(config=TINY_VL), sight().show(ids, sight().read(t.multi_modal)))
+        scores = seen_logprobs(
+            tiny_params(config=TINY_VL), vision_processor().show(ids, vision_processor().read(t.multi_modal))
+        )
         expected = scores[np.arange(len(ids) - 1), ids[1:]][len(t.prompt_ids) - 1 :]
         np.testing.assert_allclose(got, expected[np.array(t.loss_mask, bool)], atol=1e-4)
 
 
 def test_gradients_of_tower_and_decoder_do_not_depend_on_the_layout():
-    expected = gradient(learner(share_prefixes=False, row_length=48))
-    got = gradient(learner(remat="full", rows_per_micro_batch=2))
+    expected = gradient(learner(share_prefixes=False, pack_length=48))
+    got = gradient(learner(remat="full", micro_batch_size=2))
     assert all(np.abs(x).max() > 0 for x in jax.tree.leaves(expected["vision"]))
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, atol=3e-5 * np.abs(b).max())
@@ -181,10 +192,15 @@ def test_an_update_changes_the_tower_unless_it_is_frozen(freeze: bool):
 
 
 def test_a_critic_sees_too_and_its_tower_is_frozen_with_the_policys():
-    config = LearnerConfig(row_length=96, row_patches=128, freeze_vision=True)
+    config = LearnerConfig(pack_length=96, row_patches=128, freeze_vision=True)
     algorithm = AlgorithmConfig(adv_estimator="gae")
     made = Learner(
-        TINY_VL, tiny_params(config=TINY_VL), algorithm=algorithm, config=config, temperature=1.0, sight=sight()
+        TINY_VL,
+        tiny_params(config=TINY_VL),
+        algorithm=algorithm,
+        config=config,
+        temperature=1.0,
+        vision_processor=vision_processor(),
     )
     (mini,), _ = made._prepare(group())
     made._critic.state.params["value_head"] = jax.numpy.ones(TINY_VL.hidden_size)  # zeros see nothing
@@ -220,8 +236,8 @@ def test_adapters_leave_the_tower_alone():
 
 def test_what_a_learner_cannot_do_is_said():
     with pytest.raises(ConfigError, match="learner.mesh.context=2 splits rows within pictures"):
-        row_sight(sight(), LearnerConfig(mesh={"context": 2}))
-    assert row_sight(None, LearnerConfig(mesh={"context": 2})) is None
+        image_packing(vision_processor(), LearnerConfig(mesh={"context": 2}))
+    assert image_packing(None, LearnerConfig(mesh={"context": 2})) is None
     with pytest.raises(ConfigError, match="learner.freeze_vision=true, but a llama model"):
         Learner(
             TINY, tiny_params(), algorithm=AlgorithmConfig(), config=LearnerConfig(freeze_vision=True), temperature=1.0

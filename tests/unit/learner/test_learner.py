@@ -20,7 +20,7 @@ from tests.warm import python
 
 def learner(**changes) -> Learner:
     algorithm = AlgorithmConfig(**changes.pop("algorithm", {}))
-    config = LearnerConfig(**{"learning_rate": 1e-2, "row_length": 64, "remat": "none"} | changes)
+    config = LearnerConfig(**{"learning_rate": 1e-2, "pack_length": 64, "remat": "none"} | changes)
     return Learner(TINY, tiny_params(), algorithm=algorithm, config=config, temperature=1.0)
 
 
@@ -31,16 +31,16 @@ def gradient(made: Learner, groups) -> list[np.ndarray]:
     return [np.asarray(g) for g in jax.tree.leaves(grads)]
 
 
-REFERENCE = {"share_prefixes": False, "row_length": 32, "rows_per_micro_batch": 1}
+REFERENCE = {"share_prefixes": False, "pack_length": 32, "micro_batch_size": 1}
 
 
 @pytest.mark.parametrize(
     ("layout", "mode"),
     [
         ({"share_prefixes": True}, "token-mean"),
-        ({"share_prefixes": True, "row_length": 160}, "seq-mean-token-mean"),
-        ({"share_prefixes": False, "row_length": 300}, "seq-mean-token-sum"),
-        ({"share_prefixes": True, "row_length": 40, "rows_per_micro_batch": 3}, "seq-mean-token-mean"),
+        ({"share_prefixes": True, "pack_length": 160}, "seq-mean-token-mean"),
+        ({"share_prefixes": False, "pack_length": 300}, "seq-mean-token-sum"),
+        ({"share_prefixes": True, "pack_length": 40, "micro_batch_size": 3}, "seq-mean-token-mean"),
         ({"remat": "dots"}, "token-mean"),
         ({"remat": "full"}, "token-mean"),
     ],
@@ -57,7 +57,7 @@ def test_the_gradient_does_not_depend_on_the_layout(layout: dict, mode: str):
 
 def test_old_logprobs_are_those_of_plain_full_passes():
     groups = random_groups(1)
-    made = learner(updates_per_step=2)
+    made = learner(num_minibatches=2)
     _, experience = made._prepare(groups)
     got = sorted(np.concatenate(experience.terms["old_logprob"]).tolist())
     params = tiny_params()
@@ -150,7 +150,7 @@ MESHES = {"data": 8}, {"fsdp": 4, "tensor": 2}, {"data": 2, "fsdp": 2, "tensor":
 for algorithm, meshes in (({}, MESHES), (PPO, MESHES[2:]), (GSPO, MESHES[2:])):
     results = []
     for mesh in ({}, *meshes):
-        settings = LearnerConfig(learning_rate=1e-3, row_length=32, mesh=mesh)
+        settings = LearnerConfig(learning_rate=1e-3, pack_length=32, mesh=mesh)
         made = Learner(
             config, tiny_params(config=config), algorithm=AlgorithmConfig(**algorithm), config=settings, temperature=1.0
         )
@@ -183,8 +183,8 @@ def test_observations_are_trained_on_when_asked_for_and_have_no_gap(updates: int
         )
         for g in groups
     ]
-    plain = learner(updates_per_step=updates).update(groups).metrics
-    made = learner(updates_per_step=updates)
+    plain = learner(num_minibatches=updates).update(groups).metrics
+    made = learner(num_minibatches=updates)
     result = made.update(learned)
     ids = sum(len(t.response_ids) for g in groups for t in g.trajectories)
     assert result.metrics["trained_tokens"] == ids > plain["trained_tokens"]

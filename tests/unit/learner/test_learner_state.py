@@ -12,7 +12,7 @@ import pytest
 
 from jax_agent_rl.config import AlgorithmConfig, CriticConfig, LearnerConfig
 from jax_agent_rl.errors import CheckpointError, NonFiniteError
-from jax_agent_rl.learner.cancellation import UpdateAbandoned, UpdateGate
+from jax_agent_rl.learner.cancellation import StepCancellation, StepCancelled
 from jax_agent_rl.learner.checkpoint import Checkpointer
 from jax_agent_rl.learner.learner import Learner
 from tests.simulated import environment_with
@@ -31,7 +31,7 @@ def ppo(**changes) -> Learner:
         TINY,
         tiny_params(),
         algorithm=AlgorithmConfig(**PPO),
-        config=LearnerConfig(**{"learning_rate": 1e-2, "row_length": 64, "remat": "none"} | changes),
+        config=LearnerConfig(**{"learning_rate": 1e-2, "pack_length": 64, "remat": "none"} | changes),
         temperature=1.0,
         critic=CriticConfig(learning_rate=1e-2),
         total_steps=4,
@@ -64,7 +64,7 @@ def test_a_checkpoint_with_a_critic_does_not_fit_a_learner_without(tmp_path: Pat
     checkpointer = Checkpointer(tmp_path / "c", keep=1)
     checkpointer.save(1, ppo().state, {})
     checkpointer.wait()
-    config = LearnerConfig(row_length=64)
+    config = LearnerConfig(pack_length=64)
     plain = Learner(TINY, tiny_params(), algorithm=AlgorithmConfig(), config=config, temperature=1.0)
     with pytest.raises(CheckpointError, match="does not fit.*critic.*missing here"):
         checkpointer.restore(plain.state)
@@ -74,15 +74,15 @@ def test_a_checkpoint_with_a_critic_does_not_fit_a_learner_without(tmp_path: Pat
 def test_a_closed_gate_keeps_the_state_to_the_bit_and_its_buffers_alive():
     made = ppo()
     made.update(random_groups(0))
-    before, gate = leaves(made), UpdateGate()
+    before, gate = leaves(made), StepCancellation()
     assert gate.close()
-    with pytest.raises(UpdateAbandoned):
+    with pytest.raises(StepCancelled):
         made.update(random_groups(1), gate=gate)
     assert leaves(made) == before
 
 
 def test_a_gate_that_an_update_has_passed_cannot_be_closed():
-    gate = UpdateGate()
+    gate = StepCancellation()
     ppo().update(random_groups(1), gate=gate)
     assert gate.passed and not gate.close()
 
@@ -90,7 +90,7 @@ def test_a_gate_that_an_update_has_passed_cannot_be_closed():
 @pytest.mark.parametrize("share", [0.3, 0.6, 1.0])
 def test_several_updates_are_undone_to_the_bit_when_their_gate_is_closed_between_them(share: float):
     """Two epochs of a critic's and a policy's update, closed after a share of their micro-batches."""
-    made, undisturbed, gate = ppo(ppo_epochs=2), ppo(ppo_epochs=2), UpdateGate()
+    made, undisturbed, gate = ppo(ppo_epochs=2), ppo(ppo_epochs=2), StepCancellation()
     for learner in (made, undisturbed):
         learner.update(random_groups(0))
     before, meanwhile = leaves(made), []
@@ -100,7 +100,7 @@ def test_several_updates_are_undone_to_the_bit_when_their_gate_is_closed_between
             assert gate.close()
             meanwhile.append((gate.passed, leaves(made)))
 
-    with pytest.raises(UpdateAbandoned):
+    with pytest.raises(StepCancelled):
         made.update(random_groups(1), tick=close, gate=gate)
     assert meanwhile == [(True, before)] and leaves(made) == before and not gate.half_way
     assert made.update(random_groups(1)).metrics["loss"] == undisturbed.update(random_groups(1)).metrics["loss"]
@@ -108,7 +108,7 @@ def test_several_updates_are_undone_to_the_bit_when_their_gate_is_closed_between
 
 
 def test_several_updates_are_undone_when_one_of_them_fails():
-    made, gate = ppo(ppo_epochs=3, max_nonfinite_steps=1), UpdateGate()
+    made, gate = ppo(ppo_epochs=3, max_nonfinite_steps=1), StepCancellation()
     before = leaves(made)
 
     def poison(done: int, total: int) -> None:
@@ -122,7 +122,7 @@ def test_several_updates_are_undone_when_one_of_them_fails():
 
 
 def test_an_update_that_changed_nothing_leaves_the_gate_to_be_closed():
-    gate = UpdateGate()
+    gate = StepCancellation()
     with gate.update():
         gate.unchanged()
     assert not gate.passed and not gate.half_way
@@ -134,7 +134,7 @@ def test_an_update_that_changed_nothing_leaves_the_gate_to_be_closed():
 
 
 def test_closing_waits_for_an_update_that_is_under_way():
-    gate, inside, finish = UpdateGate(), threading.Event(), threading.Event()
+    gate, inside, finish = StepCancellation(), threading.Event(), threading.Event()
     done = []
 
     def update() -> None:
@@ -165,7 +165,7 @@ from tests.trajectories import random_groups
 
 model = replace(TINY, vocab_size=96)
 def learner(mesh):
-    config = LearnerConfig(learning_rate=1e-3, row_length=64, mesh=mesh)
+    config = LearnerConfig(learning_rate=1e-3, pack_length=64, mesh=mesh)
     algorithm = AlgorithmConfig(adv_estimator="gae")
     return Learner(model, tiny_params(config=model), algorithm=algorithm, config=config, temperature=1.0)
 

@@ -28,7 +28,7 @@ LORA = LoraConfig(rank=3, alpha=6.0)
 
 def learner(lora: dict | None = None, **algorithm) -> Learner:
     settings = {"rank": 3, "alpha": 6.0} | (lora or {})
-    config = LearnerConfig(learning_rate=1e-2, row_length=64, remat="none", lora=settings)
+    config = LearnerConfig(learning_rate=1e-2, pack_length=64, remat="none", lora=settings)
     return Learner(TINY, tiny_params(), algorithm=AlgorithmConfig(**algorithm), config=config, temperature=1.0)
 
 

@@ -32,7 +32,7 @@ config, groups = MODELS[sys.argv[1]], random_groups(0, vocabulary=96)
 
 def results(mesh, **changes):
     coef = 1.0 if config.experts else 0.0
-    settings = LearnerConfig(**{"row_length": 48, "mesh": mesh, "router_aux_loss_coef": coef} | changes)
+    settings = LearnerConfig(**{"pack_length": 48, "mesh": mesh, "router_aux_loss_coef": coef} | changes)
     made = Learner(config, tiny_params(config=config), algorithm=AlgorithmConfig(entropy_coeff=0.01), config=settings,
                    temperature=0.8)
     if settings.lora:  # at the start b is 0, and a has no gradient
@@ -74,13 +74,13 @@ MODELS = {"dense": base, "experts": replace(base, experts=Experts(count=8, per_t
                                                                   normalize=True))}
 
 def work(model, mesh):
-    settings = LearnerConfig(row_length=512, mesh=mesh, remat="full")
+    settings = LearnerConfig(pack_length=512, mesh=mesh, remat="full")
     mesh = make_mesh(settings.mesh)
     objective = objective_config(AlgorithmConfig(), settings, 1.0, mesh)
     places = parameter_shardings(mesh, model.parameter_shapes())
     params = jax.tree.map(lambda shape, place: jax.ShapeDtypeStruct(shape, np.float32, sharding=place),
                           model.parameter_shapes(), places, is_leaf=lambda x: isinstance(x, tuple))
-    batch, _ = pack(random_groups(0)[0].trajectories, row_length=512)
+    batch, _ = pack(random_groups(0)[0].trajectories, pack_length=512)
     nothing = [np.zeros(sum(t.loss_mask)) for t in random_groups(0)[0].trajectories]
     batch = batch.with_terms(weight=nothing, advantage=nothing, rollout_logprob=nothing, comparable=nothing)
     arrays = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=row_sharding(mesh))
@@ -100,14 +100,14 @@ ONE_AXIS = [{"data": 8}, {"fsdp": 8}, {"tensor": 2}, {"context": 8}]
 MIXED = [
     {"mesh": {"data": 2, "context": 2, "tensor": 2}},
     {"mesh": {"fsdp": 2, "context": 4}, "changes": {"remat": "full"}},
-    {"mesh": {"context": 3, "fsdp": 2}, "changes": {"rows_per_micro_batch": 2, "remat": "none"}},
+    {"mesh": {"context": 3, "fsdp": 2}, "changes": {"micro_batch_size": 2, "remat": "none"}},
     {"mesh": {"context": 2, "tensor": 4}},  # two key/value heads on four shards
 ]
 WITH_EXPERTS = [
     {"mesh": {"expert": 8}},
     {"mesh": {"expert": 2, "fsdp": 2, "tensor": 2}},
     {"mesh": {"expert": 4, "context": 2}, "changes": {"remat": "full"}},
-    {"mesh": {"data": 2, "fsdp": 2}, "changes": {"rows_per_micro_batch": 2, "remat": "none"}},
+    {"mesh": {"data": 2, "fsdp": 2}, "changes": {"micro_batch_size": 2, "remat": "none"}},
 ]
 WITH_ADAPTERS = [
     {"mesh": {"fsdp": 4, "tensor": 2}},
@@ -176,5 +176,5 @@ def test_a_dimension_that_does_not_divide_names_parameter_and_key(name: str, sha
 
 
 def test_rows_that_do_not_divide_over_context_name_the_length_that_does():
-    with pytest.raises(ValueError, match="row_length=1000 is not divisible by learner.mesh.context=3; .*=1002"):
-        LearnerConfig(row_length=1000, mesh={"context": 3})
+    with pytest.raises(ValueError, match="pack_length=1000 is not divisible by learner.mesh.context=3; .*=1002"):
+        LearnerConfig(pack_length=1000, mesh={"context": 3})

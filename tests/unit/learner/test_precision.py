@@ -10,7 +10,7 @@ from jax_agent_rl.config.base import OptimizerSection
 from jax_agent_rl.learner.batch import pack
 from jax_agent_rl.learner.learner import Learner
 from jax_agent_rl.learner.objective import objective_config, target_logprobs
-from jax_agent_rl.learner.optimized_params import Trainable, UpdatePrograms
+from jax_agent_rl.learner.optimized_params import OptimizedParams, UpdatePrograms
 from jax_agent_rl.learner.precision import compute_params
 from jax_agent_rl.models.config import Params
 from jax_agent_rl.models.sharding import make_mesh, replicated
@@ -19,7 +19,7 @@ from tests.trajectories import random_groups
 
 
 def learner(dtype: str, **algorithm) -> Learner:
-    config = LearnerConfig(learning_rate=1e-3, row_length=64, remat="none", compute_dtype=dtype)
+    config = LearnerConfig(learning_rate=1e-3, pack_length=64, remat="none", compute_dtype=dtype)
     return Learner(TINY, tiny_params(), algorithm=AlgorithmConfig(**algorithm), config=config, temperature=1.0)
 
 
@@ -52,7 +52,7 @@ def test_parameters_optimizer_and_logprobs_are_float32_in_either(dtype: str):
     for path, x in jax.tree_util.tree_leaves_with_path(made.state):
         assert x.dtype in (jnp.float32, jnp.int32), jax.tree_util.keystr(path)
     objective = objective_config(AlgorithmConfig(), LearnerConfig(), 1.0)
-    (arrays,) = pack(random_groups(0)[0].trajectories, row_length=64)[0].micro_batches(1)
+    (arrays,) = pack(random_groups(0)[0].trajectories, pack_length=64)[0].micro_batches(1)
     logprob, entropy = target_logprobs(TINY, objective, compute_params(made.params, dtype), arrays)
     assert logprob.dtype == entropy.dtype == jnp.float32
 
@@ -73,7 +73,7 @@ def steps_of(params: Params, view, count: int) -> np.ndarray:
         rate=lambda step: 1e-5,
         loss=loss,
     )
-    made = Trainable(params, frozen={}, programs=programs)
+    made = OptimizedParams(params, frozen={}, programs=programs)
     for step in range(count):
         made.apply(made.gradients([{}])[0], step)
     return np.asarray(made.state.params["w"], np.float64)

@@ -19,7 +19,7 @@ MODEL = replace(
 
 
 def learner(coef: float, **changes) -> Learner:
-    config = LearnerConfig(**{"row_length": 64, "remat": "none", "router_aux_loss_coef": coef} | changes)
+    config = LearnerConfig(**{"pack_length": 64, "remat": "none", "router_aux_loss_coef": coef} | changes)
     return Learner(MODEL, tiny_params(config=MODEL), algorithm=AlgorithmConfig(), config=config, temperature=1.0)
 
 
@@ -35,14 +35,14 @@ def gradient(made: Learner) -> tuple[float, list[np.ndarray]]:
 @pytest.mark.parametrize(
     "layout",
     [
-        {"row_length": 300, "share_prefixes": False},
-        {"row_length": 64, "rows_per_micro_batch": 2},
-        {"row_length": 40, "rows_per_micro_batch": 3, "remat": "full"},
+        {"pack_length": 300, "share_prefixes": False},
+        {"pack_length": 64, "micro_batch_size": 2},
+        {"pack_length": 40, "micro_batch_size": 3, "remat": "full"},
     ],
     ids=str,
 )
 def test_loss_and_gradient_do_not_depend_on_the_layout(layout: dict):
-    loss, expected = gradient(learner(10.0, row_length=32, share_prefixes=False))
+    loss, expected = gradient(learner(10.0, pack_length=32, share_prefixes=False))
     own, got = gradient(learner(10.0, **layout))
     assert own == pytest.approx(loss, rel=1e-5) and loss > 1.0  # 2 would be perfect balance of two choices
     for a, b in zip(got, expected, strict=True):

@@ -8,7 +8,7 @@ from jax_agent_rl.config import AlgorithmConfig, CriticConfig, LearnerConfig, bu
 from jax_agent_rl.config.base import OptimizerSection
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.learner.learner import Learner
-from jax_agent_rl.learner.optimized_params import Trainable, UpdatePrograms
+from jax_agent_rl.learner.optimized_params import OptimizedParams, UpdatePrograms
 from jax_agent_rl.learner.schedule import learning_rate
 from jax_agent_rl.models.sharding import make_mesh, replicated
 from tests.tiny import TINY, tiny_params
@@ -82,7 +82,7 @@ def test_the_rate_follows_training_steps_whatever_each_of_them_updates():
         tiny_params(),
         algorithm=AlgorithmConfig(adv_estimator="gae", rollout_correction={"bypass_mode": True}),
         config=LearnerConfig(
-            learning_rate=PEAK, row_length=64, remat="none", updates_per_step=2, ppo_epochs=2,
+            learning_rate=PEAK, pack_length=64, remat="none", num_minibatches=2, ppo_epochs=2,
             lr_scheduler_type="cosine", lr_warmup_steps=1, min_lr_ratio=0.1,
         ),
         critic=CriticConfig(learning_rate=PEAK, critic_warmup=1, lr_scheduler_type="linear"),
@@ -109,7 +109,7 @@ def test_an_update_moves_the_parameters_by_the_rate_that_is_recorded():
         rate=learning_rate(optimizer, total_steps=10),
         loss=lambda params, batch: (jnp.sum(params["w"]), {"sum": {}, "max": {}}),
     )
-    made = Trainable({"w": jnp.zeros(4)}, frozen={}, programs=programs)
+    made = OptimizedParams({"w": jnp.zeros(4)}, frozen={}, programs=programs)
     rate = made.apply(made.gradients([{}])[0], 6).rate
     assert rate == pytest.approx(0.4 * PEAK)
     np.testing.assert_allclose(made.state.params["w"], -rate, rtol=1e-4)

@@ -29,7 +29,7 @@ def test_segments_share_the_advantage_and_the_weight_of_their_trajectory(mode: s
         TINY,
         tiny_params(),
         algorithm=AlgorithmConfig(adv_estimator="dr_grpo", loss_agg_mode=mode),
-        config=LearnerConfig(row_length=32),
+        config=LearnerConfig(pack_length=32),
         temperature=1.0,
     )
     (mini,), made = learner._prepare([Group(group_id="g", trajectories=(in_two_pieces(), two))])
@@ -41,7 +41,7 @@ def test_segments_share_the_advantage_and_the_weight_of_their_trajectory(mode: s
 
 
 def test_numbers_of_a_trajectory_are_those_of_its_contexts_in_order():
-    batch, _ = pack([in_two_pieces(), trajectory([5, 60], [70], index=3)], row_length=8)
+    batch, _ = pack([in_two_pieces(), trajectory([5, 60], [70], index=3)], pack_length=8)
     own = [np.arange(5.0), np.array([9.0])]
     for got, expected in zip(batch.of_terms(batch.with_terms(x=own).terms["x"]), own, strict=True):
         np.testing.assert_array_equal(got, expected)
@@ -50,7 +50,7 @@ def test_numbers_of_a_trajectory_are_those_of_its_contexts_in_order():
 
 def test_the_reward_of_two_contexts_comes_after_the_last():
     discounted = AlgorithmConfig(adv_estimator="reinforce_plus_plus", gamma=0.5)
-    learner = Learner(TINY, tiny_params(), algorithm=discounted, config=LearnerConfig(row_length=32), temperature=1.0)
+    learner = Learner(TINY, tiny_params(), algorithm=discounted, config=LearnerConfig(pack_length=32), temperature=1.0)
     _, made = learner._prepare([Group(group_id="g", trajectories=(in_two_pieces(),))])
     (advantage,) = made.terms["advantage"]
     assert np.all(np.diff(advantage) > 0)

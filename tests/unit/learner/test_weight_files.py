@@ -14,7 +14,9 @@ from jax_agent_rl.rollout.protocol import GenerateRequest, WeightUpdate
 from jax_agent_rl.types import SamplingParams
 from tests.tiny import TINY, greedy, tiny_params
 
-SHAPES = EngineShapes(max_model_len=32, max_concurrent_decodes=2, cache_tokens=64, decode_steps=4, prefill_buckets=(8,))
+SHAPES = EngineShapes(
+    max_model_len=32, max_concurrent_decodes=2, kv_cache_tokens=64, decode_steps=4, prefill_buckets=(8,)
+)
 PROMPT = (5, 6, 7)
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jax_agent_rl.models.attention import tree_attention
-from jax_agent_rl.models.tree_mask import Sight
+from jax_agent_rl.models.tree_mask import TreeMask
 
 
 def plain(q, k, v, subtree_end):
@@ -20,7 +20,7 @@ def plain(q, k, v, subtree_end):
 
 
 def scaled(q, k, v, subtree_end):
-    return tree_attention(q * q.shape[-1] ** -0.5, k, v, Sight(subtree_end))
+    return tree_attention(q * q.shape[-1] ** -0.5, k, v, TreeMask(subtree_end))
 
 
 @pytest.mark.parametrize("length", [1, 100, 128, 300])

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from jax_agent_rl.errors import ModelError
-from jax_agent_rl.models.vision.image_processor import Patcher
+from jax_agent_rl.models.vision.image_processor import ImageProcessor
 
 PATCHES = {"patch_size": 14, "merge_size": 2, "temporal_patch_size": 2}
 
@@ -30,8 +30,8 @@ def noise(seed: int, width: int = 84, height: int = 56) -> Image.Image:
 
 
 @pytest.fixture
-def patcher(tmp_path: Path) -> Patcher:
-    return Patcher.read(folder_of(tmp_path))
+def patcher(tmp_path: Path) -> ImageProcessor:
+    return ImageProcessor.read(folder_of(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -44,39 +44,41 @@ def patcher(tmp_path: Path) -> Patcher:
         ((70, 50), 4),  # 70 and 50 round to two squares each, 2.5 to the even one
     ],
 )
-def test_a_picture_takes_an_id_for_every_square(patcher: Patcher, size, count: int):
+def test_a_picture_takes_an_id_for_every_square(patcher: ImageProcessor, size, count: int):
     assert patcher.count("image", picture(*size)) == count
     assert len(patcher.picture("image", picture(*size)).patches) == 4 * count
 
 
 @pytest.mark.parametrize(("frames", "groups"), [(1, 1), (2, 1), (3, 2), (4, 2)])
-def test_two_frames_share_their_ids(patcher: Patcher, frames: int, groups: int):
+def test_two_frames_share_their_ids(patcher: ImageProcessor, frames: int, groups: int):
     video = [picture(84, 56)] * frames
     assert patcher.count("video", video) == groups * patcher.count("video", video[:1])
-    shown = patcher.picture("video", video)
-    assert shown.grid[0] == groups and len(shown.patches) == np.prod(shown.grid) == 4 * patcher.count("video", video)
+    multimodal = patcher.picture("video", video)
+    assert multimodal.grid[0] == groups and len(multimodal.patches) == np.prod(multimodal.grid) == 4 * patcher.count(
+        "video", video
+    )
 
 
 def test_a_group_holds_its_frames_and_the_last_one_fills_it(tmp_path: Path):
-    patcher = Patcher.read(folder_of(tmp_path), pixels=(3136, 12544))
+    patcher = ImageProcessor.read(folder_of(tmp_path), pixels=(3136, 12544))
     frames = [noise(seed) for seed in range(3)]
     stills = [patcher.picture("image", frame).patches.reshape(24, 3, 2, 196) for frame in frames]
-    shown = patcher.picture("video", frames)
-    assert shown.grid == (2, 4, 6)
-    groups = shown.patches.reshape(2, 24, 3, 2, 196)
+    multimodal = patcher.picture("video", frames)
+    assert multimodal.grid == (2, 4, 6)
+    groups = multimodal.patches.reshape(2, 24, 3, 2, 196)
     for group, place, still in ((0, 0, 0), (0, 1, 1), (1, 0, 2), (1, 1, 2)):
         np.testing.assert_array_equal(groups[group, :, :, place], stills[still][:, :, place])
 
 
 @pytest.mark.parametrize("size", [(80, 3), (60, 1), (3, 80), (2, 2)])
-def test_the_flattest_pictures_are_cut_into_as_many_patches_as_are_counted(patcher: Patcher, size):
+def test_the_flattest_pictures_are_cut_into_as_many_patches_as_are_counted(patcher: ImageProcessor, size):
     for kind, item in (("image", picture(*size)), ("video", [picture(*size)])):
-        shown = patcher.picture(kind, item)
-        assert len(shown.patches) == 4 * patcher.count(kind, item)
-        assert (shown.grid[1] < shown.grid[2]) == (size[1] < size[0])
+        multimodal = patcher.picture(kind, item)
+        assert len(multimodal.patches) == 4 * patcher.count(kind, item)
+        assert (multimodal.grid[1] < multimodal.grid[2]) == (size[1] < size[0])
 
 
-def test_only_equal_pictures_share_a_digest(patcher: Patcher):
+def test_only_equal_pictures_share_a_digest(patcher: ImageProcessor):
     one, same, other = (patcher.picture("image", noise(seed)).digest for seed in (0, 0, 1))
     still = patcher.picture("video", [noise(0)]).digest
     assert one == same and len({one, other, still}) == 3
@@ -85,17 +87,17 @@ def test_only_equal_pictures_share_a_digest(patcher: Patcher):
 def test_frames_have_settings_of_their_own(tmp_path: Path):
     frames = {**PATCHES, "size": {"shortest_edge": 28 * 28, "longest_edge": 28 * 28}}
     nested = folder_of(tmp_path, processor_config={"video_processor": frames})
-    assert Patcher.read(nested).count("video", [picture(112, 112)]) == 1
+    assert ImageProcessor.read(nested).count("video", [picture(112, 112)]) == 1
     beside = folder_of(tmp_path, processor_config={}, video_preprocessor_config=frames)
-    assert Patcher.read(beside).count("video", [picture(112, 112)]) == 1
-    assert Patcher.read(beside).count("image", picture(112, 112)) == 16
+    assert ImageProcessor.read(beside).count("video", [picture(112, 112)]) == 1
+    assert ImageProcessor.read(beside).count("image", picture(112, 112)) == 16
 
 
 def test_pixels_go_before_the_files(tmp_path: Path):
-    patcher = Patcher.read(folder_of(tmp_path), pixels=(28 * 28, 56 * 56))
+    patcher = ImageProcessor.read(folder_of(tmp_path), pixels=(28 * 28, 56 * 56))
     assert patcher.count("image", picture(500, 500)) == patcher.count("video", [picture(500, 500)]) == 4
 
 
 def test_a_missing_processor_is_a_model_error(tmp_path: Path):
     with pytest.raises(ModelError, match="image processor at"):
-        Patcher.read(tmp_path)
+        ImageProcessor.read(tmp_path)

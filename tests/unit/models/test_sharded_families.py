@@ -30,7 +30,7 @@ for config in (
     with tempfile.TemporaryDirectory() as folder:
         save_hf(folder, config, tiny_params(config=config))
         for shape in ({}, {"fsdp": 2, "tensor": 2, "data": 2}):
-            settings = LearnerConfig(learning_rate=1e-3, row_length=32, mesh=shape)
+            settings = LearnerConfig(learning_rate=1e-3, pack_length=32, mesh=shape)
             shardings = parameter_shardings(make_mesh(settings.mesh), config.parameter_shapes())
             read, params = load_hf(folder, shardings=shardings)
             assert replace(read, bos_token_id=1) == config, (read, config)
@@ -84,7 +84,7 @@ turns = [([7, 8], {"image": [picture(1)]}), ([9, 11], {"image": [picture(2, 12, 
 members = tuple(seeing_trajectory([5, 6], *turns[-n:], index=n, reward=float(n)) for n in (1, 2, 3))
 results = []
 for shape in ({}, {"fsdp": 2, "tensor": 2}):
-    settings = LearnerConfig(learning_rate=1e-3, row_length=24, row_patches=48, mesh=shape)
+    settings = LearnerConfig(learning_rate=1e-3, pack_length=24, row_patches=48, mesh=shape)
     made = Learner(config, tiny_params(config=config), algorithm=AlgorithmConfig(), config=settings, temperature=1.0,
                    sight=sight())
     made.update([Group(group_id="g", trajectories=members)])

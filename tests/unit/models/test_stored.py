@@ -92,7 +92,7 @@ folder = stored.version_folder(sys.argv[1], 1)
 stored.write_part(folder, jax.tree.map(place, params, parameter_shardings(mesh, shapes)), part=0)
 digest = stored.publish(folder, parts=1)
 for tensor in (1, 4):
-    places = parameter_places(model, make_engine_mesh(EngineMeshConfig(tensor=tensor), first_device=3))
+    places = parameter_places(model, make_engine_mesh(EngineMeshConfig(tensor=tensor), device_offset=3))
     reader = stored.StoredParams(folder, manifest_digest=digest)
     found = reader.read(shapes, dtype=jnp.bfloat16, shardings=places)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(params), strict=True):

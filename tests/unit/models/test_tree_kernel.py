@@ -9,7 +9,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from jax_agent_rl.models import tree_kernel
 from jax_agent_rl.models.attention import tree_attention
-from jax_agent_rl.models.tree_mask import Sight
+from jax_agent_rl.models.tree_mask import TreeMask
 
 COUNT = 300  # of tokens in a row: two blocks of 128 and a part of one
 
@@ -33,52 +33,54 @@ def drawn(seed: int, *shape: int) -> jax.Array:
 
 
 @jax.jit
-def interpreted(q, k, v, sight, d_out):
+def interpreted(q, k, v, vision_processor, d_out):
     """Output and gradients, by the kernels."""
     with pltpu.force_tpu_interpret_mode(True):  # as XLA's operations; the default's callbacks take seconds
-        out, normalizer = tree_kernel.forward(q, k, v, sight, block=128)
-        return out, *tree_kernel.backward(q, k, v, sight, out, normalizer, d_out, block=128)
+        out, normalizer = tree_kernel.forward(q, k, v, vision_processor, block=128)
+        return out, *tree_kernel.backward(q, k, v, vision_processor, out, normalizer, d_out, block=128)
 
 
 @jax.jit
-def expected(q, k, v, sight, d_out):
+def expected(q, k, v, vision_processor, d_out):
     """Output and gradients, as they are on this machine."""
-    out, gradients = jax.vjp(lambda q, k, v: tree_attention(q, k, v, sight), q, k, v)
+    out, gradients = jax.vjp(lambda q, k, v: tree_attention(q, k, v, vision_processor), q, k, v)
     return out, *gradients(d_out)
 
 
 RUNS = st.lists(st.tuples(st.integers(0, 300), st.integers(1, 200)), min_size=1, max_size=5)
 
 
-def assert_equal_to_blocks(sight: Sight, *, group: int, asking: slice = slice(None)) -> None:
+def assert_equal_to_blocks(vision_processor: TreeMask, *, group: int, asking: slice = slice(None)) -> None:
     q, d_out = (drawn(seed, 1, 2 * group, COUNT, 8)[:, :, asking] for seed in (0, 1))
     k, v = (drawn(seed, 1, 2, COUNT, 8) for seed in (2, 3))
-    for got, wanted in zip(interpreted(q, k, v, sight, d_out), expected(q, k, v, sight, d_out), strict=True):
+    for got, wanted in zip(
+        interpreted(q, k, v, vision_processor, d_out), expected(q, k, v, vision_processor, d_out), strict=True
+    ):
         np.testing.assert_allclose(got, wanted, atol=2e-5)
 
 
 @settings(max_examples=20)
 @given(runs=RUNS, group=st.sampled_from([1, 3]))
 def test_outputs_and_gradients_of_any_forest_equal_those_of_plain_blocks(runs, group):
-    assert_equal_to_blocks(Sight(forest(runs)[0]), group=group)
+    assert_equal_to_blocks(TreeMask(forest(runs)[0]), group=group)
 
 
 @settings(max_examples=20)
 @given(runs=RUNS, window=st.integers(1, 200))
 def test_a_window_counts_steps_of_the_tree(runs, window):
-    assert_equal_to_blocks(Sight(*forest(runs), jnp.int32(window)), group=2)
+    assert_equal_to_blocks(TreeMask(*forest(runs), jnp.int32(window)), group=2)
 
 
 @settings(max_examples=20)
 @given(runs=RUNS, window=st.integers(1, 200), shard=st.integers(0, 2))
 def test_a_shard_asks_from_where_it_stands_in_the_row(runs, window, shard):
-    sight = Sight(*forest(runs), jnp.int32(window), jnp.int32(shard * 100))
-    assert_equal_to_blocks(sight, group=2, asking=slice(shard * 100, shard * 100 + 100))
+    vision_processor = TreeMask(*forest(runs), jnp.int32(window), jnp.int32(shard * 100))
+    assert_equal_to_blocks(vision_processor, group=2, asking=slice(shard * 100, shard * 100 + 100))
 
 
 def test_blocks_between_which_nothing_is_seen_are_left_out():
     ends, _ = forest([(0, 128), (128, 172)])
     q, k = drawn(0, 1, 2, COUNT, 8), drawn(1, 1, 2, COUNT, 8)
     lost = k.at[:, :, :128].set(jnp.nan)  # no weight is too small to carry it on
-    out, dq, dk, dv = interpreted(q, lost, lost, Sight(ends), q)
+    out, dq, dk, dv = interpreted(q, lost, lost, TreeMask(ends), q)
     assert all(bool(jnp.isfinite(x[:, :, 128:]).all()) for x in (out, dq, dk, dv))

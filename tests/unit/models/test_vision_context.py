@@ -5,15 +5,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jax_agent_rl.models.vision.context import PictureNames, Shown, Sight
+from jax_agent_rl.models.vision.context import ImageKeys, MultimodalContext, VisionProcessor
 from tests.tiny_vision import IMAGE, TINY_VISION, VIDEO, drawn
 
-SIGHT = Sight(vision=TINY_VISION, patcher=None)  # type: ignore[arg-type]  # patches are made here
+SIGHT = VisionProcessor(vision=TINY_VISION, patcher=None)  # type: ignore[arg-type]  # patches are made here
 PICTURES = [drawn(seed, (1, 4, 4)) for seed in range(2)] + [drawn(2, (1, 2, 4)), drawn(3, (1, 4, 4), "video")]
 pieces = st.lists(st.one_of(st.integers(3, 5), st.sampled_from(range(len(PICTURES))).map(lambda i: -1 - i)), max_size=6)
 
 
-def shown(parts: list[int]) -> Shown:
+def multimodal(parts: list[int]) -> MultimodalContext:
     """A context of ids, and of pictures by their negative numbers."""
     ids: list[int] = []
     media: dict = {"image": [], "video": []}
@@ -30,10 +30,10 @@ def shown(parts: list[int]) -> Shown:
 @given(pieces, pieces)
 @settings(max_examples=200)
 def test_contexts_have_equal_keys_exactly_as_far_as_their_ids_and_pictures_are_equal(a: list[int], b: list[int]):
-    names = PictureNames()
-    ours, theirs = names.keys(shown(a)), names.keys(shown(b))
+    names = ImageKeys()
+    ours, theirs = names.keys(multimodal(a)), names.keys(multimodal(b))
     alike = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-    expected = len(shown(a[:alike]).ids)
+    expected = len(multimodal(a[:alike]).ids)
     length = min(len(ours), len(theirs))
     differ = np.flatnonzero(ours[:length] != theirs[:length])
     assert (differ[0] if len(differ) else length) == min(expected, length)
@@ -41,7 +41,7 @@ def test_contexts_have_equal_keys_exactly_as_far_as_their_ids_and_pictures_are_e
 
 def test_keys_of_text_are_its_ids_and_placeholders_without_a_picture_are_text():
     context = SIGHT.show([5, *[IMAGE] * 4, 6, IMAGE, VIDEO], {"image": PICTURES[:1]})
-    keys = PictureNames().keys(context)
+    keys = ImageKeys().keys(context)
     assert keys.tolist() == [5, -1, -2, -3, -4, 6, IMAGE, VIDEO]
     assert context.ids.tolist() == [5, *[IMAGE] * 4, 6, IMAGE, VIDEO]  # as they were
     assert context.offset == 2 - 4  # two rows and columns of features stand in the place of four ids

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jax_agent_rl.models.config import VisionConfig
-from jax_agent_rl.models.vision.layout import Span, feature_index, layout, locate, rope_positions
+from jax_agent_rl.models.vision.layout import ImageSpan, feature_index, layout, locate, rope_positions
 
 IMAGE, VIDEO = 7, 8
 VISION = VisionConfig(
@@ -23,8 +23,8 @@ GRIDS = {"image": [(1, 4, 6), (1, 10, 4)], "video": [(2, 4, 8)]}
 IDS = [1, 2, *[IMAGE] * 6, 3, *[VIDEO] * 16, 4, 5, *[IMAGE] * 10, 6]
 
 
-def span(start: int, stop: int, kind: str = "image") -> Span:
-    return Span(kind=kind, number=0, start=start, stop=stop, grid=(1, 1, stop - start))
+def span(start: int, stop: int, kind: str = "image") -> ImageSpan:
+    return ImageSpan(kind=kind, number=0, start=start, stop=stop, grid=(1, 1, stop - start))
 
 
 def test_items_stand_in_runs_of_their_own_placeholder():
@@ -48,7 +48,9 @@ def test_items_may_stand_side_by_side():
 
 
 def test_an_item_without_its_placeholders_is_named_with_the_fix():
-    with pytest.raises(ValueError, match=r"image 2 of 2 takes 10 placeholders \(id 7\).*expand_media.*model.pixels"):
+    with pytest.raises(
+        ValueError, match=r"image 2 of 2 takes 10 placeholders \(id 7\).*expand_media.*model.max_pixels"
+    ):
         locate(VISION, IDS[:-4], GRIDS)
 
 

@@ -36,7 +36,7 @@ class Keeps:
 
 def test_a_line_of_the_file_holds_the_whole_trace(tmp_path: Path):
     folder = RunFolder(tmp_path)
-    sinks.FileSink(folder.traces, most=100).write(a_trace())
+    sinks.TraceFileSink(folder.traces, most=100).write(a_trace())
     (record,) = read_records(folder.traces)
     assert (record["trajectory_id"], record["step"], record["sample"], record["rollout"]) == ("train-3-1-2", 3, 1, 2)
     assert [s["name"] for s in record["spans"]] == ["run", "wait", "generate", "tool", "reward"]
@@ -51,7 +51,7 @@ def test_of_long_texts_both_ends_are_kept_wherever_they_stand():
 
 def test_resuming_cuts_traces_back_too(tmp_path: Path):
     folder = RunFolder(tmp_path)
-    sink = sinks.FileSink(folder.traces, most=100)
+    sink = sinks.TraceFileSink(folder.traces, most=100)
     for step, validate in ((2, False), (3, False), (0, True), (2, True)):
         sink.write(a_trace(step=step, validate=validate))
     folder.cut_back(2, evaluated=0)

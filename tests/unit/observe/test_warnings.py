@@ -132,7 +132,7 @@ def test_a_healthy_run_has_no_warnings():
 @pytest.mark.parametrize(
     ("name", "change", "advice"),
     [
-        ("zero_variance", {"zero_variance_share": 0.7}, "algorithm.max_refills=3"),
+        ("zero_variance", {"zero_variance_share": 0.7}, "algorithm.max_resample_rounds=3"),
         ("truncated", {"truncated_share": 0.3}, "agent.max_response_length=512"),
         ("tool_errors", {"tool_error_share": 0.4}, "agent.tool_timeout"),
         ("clipped", {"clip_fraction": 0.3}, "learner.learning_rate"),
@@ -192,7 +192,7 @@ def test_errors_of_tools_are_no_matter_where_none_is_called():
 
 
 @pytest.mark.parametrize(
-    ("mode", "advice"), [("one_step_off", "trainer.mode=fully_async"), ("fully_async", "trainer.staleness=1")]
+    ("mode", "advice"), [("one_step_off", "trainer.mode=fully_async"), ("fully_async", "trainer.max_staleness=1")]
 )
 def test_an_idle_learner_is_advised_by_the_mode_it_has(mode: str, advice: str):
     config = conf(f"trainer.mode={mode}", "rollout.placement=separate")
@@ -217,7 +217,7 @@ def test_a_mode_is_worth_trying_where_the_engine_leaves_time():
     ("overrides", "own"),
     [
         ([], False),
-        (["rollout.jetstream.first_device=1"], True),
+        (["rollout.jetstream.device_offset=1"], True),
         (["rollout.placement=separate"], True),
         (["rollout.backend=remote", "rollout.urls=[http://127.0.0.1:1]"], True),
         (["rollout.backend=vllm"], False),

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from jax_agent_rl.rollout.admission import Admission
+from jax_agent_rl.rollout.admission import RequestQueue
 from jax_agent_rl.rollout.protocol import GenerateRequest
 from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.types import SamplingParams, StopReason
@@ -89,7 +89,7 @@ def test_a_waiting_request_can_be_aborted_and_cancelled():
 
 def test_room_given_to_a_request_in_the_moment_it_is_cancelled_goes_to_the_next():
     async def main(fleet):
-        admission = Admission(max_in_flight=1, wait_seconds=0.0)
+        admission = RequestQueue(max_in_flight=1, wait_seconds=0.0)
         admission.add(AsyncServer(fleet.make("a")()))
 
         def enter(name):
@@ -107,7 +107,7 @@ def test_room_given_to_a_request_in_the_moment_it_is_cancelled_goes_to_the_next(
 
 def test_one_that_is_cancelled_in_the_moment_all_hope_is_lost_is_cancelled():
     async def main(fleet):
-        admission = Admission(max_in_flight=1, wait_seconds=10.0)
+        admission = RequestQueue(max_in_flight=1, wait_seconds=10.0)
         admission.expect("a")
         request = GenerateRequest(request_id="r", prompt_ids=(1,), sampling=SamplingParams(max_tokens=1))
         waiting = asyncio.ensure_future(admission.enter(request))
@@ -139,7 +139,7 @@ def test_a_thousand_requests_keep_two_servers_full_to_the_end():
     async def main(fleet):
         await fleet.start("a", "b")
         await asyncio.gather(*(fleet.ask(4, session_id=f"s{i}") for i in range(1000)))
-        # 2 x 2 lanes, 4 seconds each
+        # 2 x 2 slots, 4 seconds each
         assert 1000 <= now() < 1010 and len(asked(fleet, "a")) == len(asked(fleet, "b")) == 500
 
-    in_virtual_time(main, speed=EngineSpeed(lanes=2, step_seconds=1.0, prefill_tokens_per_step=10**9), **LIMITED)
+    in_virtual_time(main, speed=EngineSpeed(slots=2, step_seconds=1.0, prefill_tokens_per_step=10**9), **LIMITED)

@@ -329,7 +329,7 @@ def test_a_server_that_is_lost_in_the_moment_it_came_back_is_recovered_again():
         await asyncio.sleep(20)
         await fleet.publish(2)  # lets it in; its recovery has not heard of that when it is lost again
         (server,) = (server for server in fleet.client.servers if server.name == "b")
-        fleet.client.lose_server(server, "a test wants it")
+        fleet.client.mark_lost(server, "a test wants it")
         fleet.unreachable.add("b")
         await asyncio.sleep(10)
         await fleet.manager.leave("b")  # a KeyError if it were not being recovered
@@ -372,7 +372,7 @@ def test_a_server_that_answers_between_its_losses_is_back_soon_and_one_that_neve
         for _ in range(7):
             if answers:
                 await asyncio.gather(fleet.ask(3), fleet.ask(3))
-            fleet.client.lose_server(next(s for s in fleet.client.servers if s.name == "a"), "it died")
+            fleet.client.mark_lost(next(s for s in fleet.client.servers if s.name == "a"), "it died")
             while "a" not in fleet.up:
                 await asyncio.sleep(0.01)
         starts = [when for name, when in fleet.starts if name == "a"]

@@ -430,7 +430,7 @@ async def test_digests_go_with_the_update_to_the_backend_that_checks_them(tmp_pa
 async def test_a_local_server_reads_the_file_itself_and_an_unshared_one_is_sent_it(tmp_path: Path, monkeypatch):
     file = tmp_path / "w.safetensors"
     file.write_text("other")
-    async with served(weight_folder=str(tmp_path)) as (_, _http, remote):
+    async with served(weight_dir=str(tmp_path)) as (_, _http, remote):
         monkeypatch.setattr(remote, "_upload", None)  # would fail if it were used
         await remote.update_weights(WeightUpdate(version=1, kind="safetensors", payload=[file]))
         remote._is_local = False

@@ -26,7 +26,7 @@ PAYLOADS = frozenset({"safetensors", "tensorstore"})
 @contextlib.asynccontextmanager
 async def served(backend: ToyBackend, folder: Path | None) -> AsyncIterator[RemoteBackend]:
     await backend.start()
-    server = RolloutServer(backend, weight_folder=str(folder) if folder else None)
+    server = RolloutServer(backend, weight_dir=str(folder) if folder else None)
     await server.start()
     remote = RemoteBackend(server.url)
     await remote.start()
@@ -143,7 +143,7 @@ async def test_an_address_is_below_the_configured_folder_or_bucket(tree: Path, f
     if is_taken:
         assert await shared.address(address) == address
     else:
-        with pytest.raises(WeightUpdateError, match=r"are not read: .*rollout\.weight_folder|cannot be read"):
+        with pytest.raises(WeightUpdateError, match=r"are not read: .*rollout\.weight_dir|cannot be read"):
             await shared.address(address)
 
 

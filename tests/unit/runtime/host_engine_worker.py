@@ -16,7 +16,7 @@ from jax_agent_rl.rollout.lifecycle import LLMServerManager
 from jax_agent_rl.rollout.protocol import GenerateRequest
 from jax_agent_rl.runtime.learners import follow_run, make_learner
 from jax_agent_rl.runtime.multihost import LeadingLearner, initialize, leading
-from jax_agent_rl.runtime.multihost_engines import join_hosts, make_host_engine, make_shelf
+from jax_agent_rl.runtime.multihost_engines import join_hosts, make_host_engine, make_weight_buffer
 from jax_agent_rl.runtime.publishers import make_publisher
 from jax_agent_rl.types import SamplingParams
 from tests.tiny import logprobs_of
@@ -30,7 +30,7 @@ async def lead(config: Config) -> None:
     model = load_config(config.model.path)
     with leading() as line:
         learner = make_learner(config, model, line=line)
-        shelf = make_shelf(config)
+        shelf = make_weight_buffer(config)
         publisher = make_publisher(config, model, probe_ids=PROMPT, shelf=shelf)
         client = LLMServerClient(decode_text=str)
         manager = LLMServerManager(client)

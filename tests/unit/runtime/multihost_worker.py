@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from jax_agent_rl.config import AlgorithmConfig, LearnerConfig
-from jax_agent_rl.learner.cancellation import UpdateAbandoned, UpdateGate
+from jax_agent_rl.learner.cancellation import StepCancellation, StepCancelled
 from jax_agent_rl.learner.learner import Learner
 from jax_agent_rl.models import stored
 from jax_agent_rl.models.config import Experts
@@ -66,11 +66,11 @@ def share_read_back(learner: Learner | LeadingLearner, made: Learner, job: dict)
 
 def give_up(learner: LeadingLearner, groups: list[Group]) -> None:
     """A step that process 0 abandons: unless all do, what follows comes out different or never ends."""
-    gate = UpdateGate()
+    gate = StepCancellation()
     gate.close()
     try:
         learner.update(groups, gate=gate)
-    except UpdateAbandoned:
+    except StepCancelled:
         return
     raise SystemExit("a closed gate let an update pass")
 
@@ -78,7 +78,7 @@ def give_up(learner: LeadingLearner, groups: list[Group]) -> None:
 def main() -> None:
     job = json.loads(sys.argv[1])
     own = {name: job[name] for name in ("mesh", "multihost", "lora")}
-    config = LearnerConfig(learning_rate=1e-3, row_length=32, **own)
+    config = LearnerConfig(learning_rate=1e-3, pack_length=32, **own)
     number = initialize(config.multihost)
     params = tiny_params(config=MODEL)
     made = Learner(MODEL, params, algorithm=AlgorithmConfig(**ALGORITHM), config=config, temperature=1.0)

@@ -21,7 +21,7 @@ from jax_agent_rl.runtime.placement import open_places, place_engines, room_for_
 from jax_agent_rl.types import SamplingParams
 from tests.toy_backend import ToyBackend
 
-SLEEPING = {"placement": "hybrid", "sleep": True}
+SLEEPING = {"placement": "hybrid", "sleep_during_update": True}
 
 
 def settings(**rollout: Any) -> config.Config:
@@ -61,7 +61,9 @@ async def test_an_engine_that_shares_nothing_needs_make_no_room():
     await close(client)
 
 
-@pytest.mark.parametrize("rollout", [{"sleep": True}, SLEEPING], ids=["colocated", "hybrid without others"])
+@pytest.mark.parametrize(
+    "rollout", [{"sleep_during_update": True}, SLEEPING], ids=["colocated", "hybrid without others"]
+)
 async def test_the_only_engine_sleeps_where_it_is_if_it_may(rollout: dict[str, Any]):
     engine = Sleeper()
     client = await serving(here=engine)
@@ -104,8 +106,10 @@ async def test_an_engine_that_dies_asleep_comes_back_for_its_death_to_be_seen():
 
 async def test_sleep_that_an_engine_cannot_do_is_refused_at_start():
     client = await serving(here=ToyBackend())
-    with pytest.raises(ConfigError, match="rollout.sleep: the jetstream engine cannot give its memory back"):
-        room_for_learning(settings(sleep=True), client, ["here"])
+    with pytest.raises(
+        ConfigError, match="rollout.sleep_during_update: the jetstream engine cannot give its memory back"
+    ):
+        room_for_learning(settings(sleep_during_update=True), client, ["here"])
     await close(client)
 
 

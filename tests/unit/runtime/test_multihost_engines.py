@@ -12,7 +12,15 @@ from jax_agent_rl.errors import BackendError, WeightUpdateError
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.lifecycle import LLMServerManager
 from jax_agent_rl.rollout.protocol import WeightUpdate
-from jax_agent_rl.runtime.multihost_engines import KIND, FromShelf, HostEngine, Meeting, Shelf, join_hosts, own_address
+from jax_agent_rl.runtime.multihost_engines import (
+    KIND,
+    HostEngine,
+    HostRegistry,
+    WeightBuffer,
+    WeightBufferBackend,
+    join_hosts,
+    own_address,
+)
 from jax_agent_rl.types import SamplingParams
 from tests.ports import free_port
 from tests.simulated import environment_with
@@ -56,28 +64,30 @@ class Engine(ToyBackend):
         await super().close()
 
 
-def shelf() -> Shelf:
-    return Shelf(lambda params: {"copy of": params})
+def shelf() -> WeightBuffer:
+    return WeightBuffer(lambda params: {"copy of": params})
 
 
-async def fleet(store: Store, engine: Engine, kept: Shelf, **more: Any) -> tuple[LLMServerClient, LLMServerManager]:
+async def fleet(
+    store: Store, engine: Engine, kept: WeightBuffer, **more: Any
+) -> tuple[LLMServerClient, LLMServerManager]:
     client = LLMServerClient(decode_text=to_text)
     manager = LLMServerManager(client)
-    await manager.start({"host-0": lambda: FromShelf(engine, kept)})  # type: ignore[dict-item]
+    await manager.start({"host-0": lambda: WeightBufferBackend(engine, kept)})  # type: ignore[dict-item]
     return client, manager
 
 
 async def test_all_engines_take_the_version_that_lies_on_their_own_shelf():
     store, engines, shelves = Store(), [Engine(), Engine()], [shelf(), shelf()]
     other = HostEngine(
-        lambda: FromShelf(engines[1], shelves[1]),  # type: ignore[arg-type,return-value]
-        Meeting(store),
+        lambda: WeightBufferBackend(engines[1], shelves[1]),  # type: ignore[arg-type,return-value]
+        HostRegistry(store),
         number=1,
         host="127.0.0.1",
     )
     client, manager = await fleet(store, engines[0], shelves[0])
     try:
-        assert await join_hosts(manager, meeting=Meeting(store), others=1) == ["host-1"]
+        assert await join_hosts(manager, meeting=HostRegistry(store), others=1) == ["host-1"]
         for number, kept in enumerate(shelves):
             kept.put(1, f"parameters of process {number}")
         await client.update_weights(WeightUpdate(version=1, kind=KIND, payload=None))
@@ -95,11 +105,11 @@ async def test_all_engines_take_the_version_that_lies_on_their_own_shelf():
 
 async def test_an_engine_that_cannot_start_ends_the_start_with_its_reason():
     store, kept = Store(), shelf()
-    other = HostEngine(lambda: Engine(broken=True), Meeting(store), number=3, host="127.0.0.1")
+    other = HostEngine(lambda: Engine(broken=True), HostRegistry(store), number=3, host="127.0.0.1")
     _, manager = await fleet(store, Engine(), kept)
     try:
         with pytest.raises(BackendError, match="the engine of process 3 could not start: MemoryError: 2 GB"):
-            await join_hosts(manager, meeting=Meeting(store), others=1)
+            await join_hosts(manager, meeting=HostRegistry(store), others=1)
     finally:
         await manager.close()
         await asyncio.to_thread(other.close)
@@ -107,14 +117,14 @@ async def test_an_engine_that_cannot_start_ends_the_start_with_its_reason():
 
 async def test_an_engine_that_is_not_wanted_any_more_ends_before_anybody_has_asked_for_it():
     engine = Engine()
-    other = HostEngine(lambda: engine, Meeting(Store()), number=1, host="127.0.0.1")
+    other = HostEngine(lambda: engine, HostRegistry(Store()), number=1, host="127.0.0.1")
     await asyncio.to_thread(other.close)
     assert engine.closed or not engine.taken  # closed, or never made
 
 
 async def test_a_version_that_is_not_on_the_shelf_is_refused():
     engine, kept = Engine(), shelf()
-    served = FromShelf(engine, kept)  # type: ignore[arg-type]
+    served = WeightBufferBackend(engine, kept)  # type: ignore[arg-type]
     with pytest.raises(WeightUpdateError, match="version 1 are not in this process, which has none"):
         await served.update_weights(WeightUpdate(version=1, kind=KIND, payload=None))
     kept.put(1, "parameters")  # type: ignore[arg-type]

@@ -18,7 +18,9 @@ from jax_agent_rl.runtime.publishers import make_publisher
 from jax_agent_rl.types import SamplingParams
 from tests.tiny import TINY, greedy, tiny_params
 
-SHAPES = EngineShapes(max_model_len=32, max_concurrent_decodes=2, cache_tokens=64, decode_steps=4, prefill_buckets=(8,))
+SHAPES = EngineShapes(
+    max_model_len=32, max_concurrent_decodes=2, kv_cache_tokens=64, decode_steps=4, prefill_buckets=(8,)
+)
 PROMPT = (5, 6, 7)
 
 
@@ -40,11 +42,11 @@ class Parameters:
 
 @pytest.mark.parametrize("transport", ["files", "tensorstore"])
 async def test_what_a_learner_publishes_a_remote_engine_serves(tmp_path: Path, transport: str):
-    config = configured(weight_folder=str(tmp_path), weight_transport=transport)
+    config = configured(weight_dir=str(tmp_path), weight_transport=transport)
     publisher = make_publisher(config, TINY, probe_ids=[3, 4, 5])
     backend = JetStreamBackend(TINY, tiny_params(), SHAPES, version=-1)
     await backend.start()
-    server = RolloutServer(backend, weight_folder=str(tmp_path))
+    server = RolloutServer(backend, weight_dir=str(tmp_path))
     await server.start()
     remote = RemoteBackend(server.url, shares_disk=True)
     await remote.start()
@@ -70,12 +72,12 @@ async def test_what_a_learner_publishes_a_remote_engine_serves(tmp_path: Path, t
 @pytest.mark.parametrize(
     ("rollout", "message"),
     [
-        ({"weight_transport": "tensorstore"}, "rollout.weight_folder=None: .*; set rollout.weight_folder"),
+        ({"weight_transport": "tensorstore"}, "rollout.weight_dir=None: .*; set rollout.weight_dir"),
         (
-            {"weight_transport": "tensorstore", "weight_folder": "/x", "backend": "jetstream", "urls": []},
+            {"weight_transport": "tensorstore", "weight_dir": "/x", "backend": "jetstream", "urls": []},
             "tensorstore with rollout.backend=jetstream",
         ),
-        ({"weight_folder": "gs://bucket/weights"}, "gs://bucket/weights is no folder .*=tensorstore"),
+        ({"weight_dir": "gs://bucket/weights"}, "gs://bucket/weights is no folder .*=tensorstore"),
     ],
 )
 def test_a_transport_that_cannot_reach_the_engines_is_refused(rollout: dict, message: str):

@@ -6,7 +6,7 @@ import asyncio
 import os
 
 from jax_agent_rl.errors import ToolError
-from jax_agent_rl.tool_server.plugin import Observation, ServerTool
+from jax_agent_rl.tool_server.plugin import ServerTool, ToolObservation
 
 
 class EchoTool(ServerTool):
@@ -19,7 +19,7 @@ class EchoTool(ServerTool):
         return action[5:] if action.startswith("echo ") else None
 
     async def act(self, action):
-        return Observation(text=action.parsed, reward=action.extra.get("reward"), done=action.parsed == "bye")
+        return ToolObservation(text=action.parsed, reward=action.extra.get("reward"), done=action.parsed == "bye")
 
 
 class CounterTool(ServerTool):
@@ -47,7 +47,7 @@ class CounterTool(ServerTool):
         if action.parsed == "count slowly":
             await self.release.wait()
         action.environment["count"] += 1
-        return Observation(text=str(action.environment["count"]))
+        return ToolObservation(text=str(action.environment["count"]))
 
     async def close(self, environment):
         self.diary.append(("close", environment["id"]))
@@ -79,9 +79,9 @@ class FaultyTool(ServerTool):
             case "hang":
                 await asyncio.Event().wait()
             case "huge":
-                return Observation(text="begin" + "x" * 10_000_000 + "end")
+                return ToolObservation(text="begin" + "x" * 10_000_000 + "end")
             case "surrogate":
-                return Observation(text="\ud800 and more")
+                return ToolObservation(text="\ud800 and more")
             case "none":
                 return None
             case "die":

@@ -15,7 +15,7 @@ from jax_agent_rl.tool_server.plugin import ToolContext
 from jax_agent_rl.tool_server.plugins import tool_classes
 from jax_agent_rl.tool_server.service import ToolService, shorten
 from jax_agent_rl.tool_server.telemetry import Telemetry
-from jax_agent_rl.tool_server.wire import Failure, Step
+from jax_agent_rl.tool_server.wire import Failure, ObservationStep
 from jax_agent_rl.utils.threads import DaemonThreads
 
 FAKES = str(Path(__file__).with_name("fake_tools.py"))
@@ -50,7 +50,9 @@ class Served:
         return self.tools["counter"].diary
 
     async def step(self, action="", trajectory="t", **fields):
-        return await self.service.step(Step(trajectory_id=trajectory, action=action, **{"extra": {}, **fields}))
+        return await self.service.step(
+            ObservationStep(trajectory_id=trajectory, action=action, **{"extra": {}, **fields})
+        )
 
     def metric(self, name, **labels):
         return self.registry.get_sample_value(name, labels) or 0.0
@@ -157,7 +159,7 @@ def test_shortened_text_is_short_unicode_and_whole_if_it_fits(text, limit):
 async def test_one_fault_leaves_the_batch_alone():
     served = Served(step_seconds=0.2)
     actions = ["echo a", "fault raise", "fault hang", "count", "hm", "echo b"]
-    steps = [Step(trajectory_id=str(n), action=action, extra={}) for n, action in enumerate(actions)]
+    steps = [ObservationStep(trajectory_id=str(n), action=action, extra={}) for n, action in enumerate(actions)]
     replies = await served.service.steps(steps)
     assert [reply.error for reply in replies] == [None, Failure.CRASH, Failure.TIMEOUT, None, Failure.INVALID, None]
     assert [replies[n].observation for n in (0, 3, 5)] == ["a", "1", "b"]
@@ -165,14 +167,16 @@ async def test_one_fault_leaves_the_batch_alone():
 
 async def test_actions_of_one_trajectory_keep_their_order_even_within_a_batch():
     served = Served()
-    steps = [Step(trajectory_id="t", action="count", extra={}) for _ in range(20)]
+    steps = [ObservationStep(trajectory_id="t", action="count", extra={}) for _ in range(20)]
     assert [reply.observation for reply in await served.service.steps(steps)] == [str(n) for n in range(1, 21)]
 
 
 async def test_a_client_that_goes_away_in_the_middle_closes_and_the_next_action_is_told():
     served = Served()
     await served.step("count")
-    running = asyncio.create_task(served.service.steps([Step(trajectory_id="t", action="count slowly", extra={})]))
+    running = asyncio.create_task(
+        served.service.steps([ObservationStep(trajectory_id="t", action="count slowly", extra={})])
+    )
     while not served.metric("toolserver_steps_running", worker="0"):
         await asyncio.sleep(0)
     await asyncio.sleep(0)
@@ -251,7 +255,7 @@ def test_whatever_happens_every_environment_is_closed_exactly_once(seed):
         async def client():
             for _ in range(8):
                 action = rng.choice(["count", "count", "count slowly", "echo bye", "fault raise", "hm"])
-                step = Step(
+                step = ObservationStep(
                     trajectory_id=rng.choice("abcdef"),
                     action=action,
                     extra={"refuse": rng.random() < 0.1},

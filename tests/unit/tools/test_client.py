@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from starlette.responses import JSONResponse, Response
 
 from jax_agent_rl.errors import ConfigError, ToolServerError
-from jax_agent_rl.tools.client import NO_TOOL, Action, ToolServerClient, _observations, observation_url
+from jax_agent_rl.tools.client import NO_TOOL, ServerAction, ToolServerClient, _observations, observation_url
 from jax_agent_rl.utils.json_service import JsonService, ServiceSettings
 from tests.http_service import ToolServer
 from tests.images import data_url
@@ -28,7 +28,7 @@ def client(url, *, timeout=10.0):
 async def ask(server, *texts, timeout=10.0):
     it = client(server.url, timeout=timeout)
     try:
-        return await it.get_observation([Action(trajectory_id=str(i), text=t) for i, t in enumerate(texts)])
+        return await it.get_observation([ServerAction(trajectory_id=str(i), text=t) for i, t in enumerate(texts)])
     finally:
         await it.close()
 

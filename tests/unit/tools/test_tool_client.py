@@ -7,7 +7,7 @@ from starlette.responses import JSONResponse, Response
 
 from jax_agent_rl.config import ToolClientConfig, build
 from jax_agent_rl.errors import ConfigError, ToolServerError
-from jax_agent_rl.tools.client import Action
+from jax_agent_rl.tools.client import ServerAction
 from jax_agent_rl.tools.tool_client import Pace, ToolClient, bare_result
 from tests.http_service import ToolServer
 from tests.ports import free_port
@@ -31,7 +31,7 @@ async def test_max_workers_bounds_the_requests_at_the_same_time():
 
         server.respond = count
         client = ToolClient(ToolClientConfig(server_url=server.url, max_workers=2, **QUICK))
-        await asyncio.gather(*(client.execute(Action(trajectory_id=str(i))) for i in range(9)))
+        await asyncio.gather(*(client.execute(ServerAction(trajectory_id=str(i))) for i in range(9)))
         await client.close()
     assert most <= 2 and len(server.requests) == 9
 
@@ -109,10 +109,10 @@ async def test_max_retries_repeats_what_failed():
 
         server.respond = fail_twice
         client = ToolClient(ToolClientConfig(server_url=server.url, max_retries=2, **QUICK))
-        assert (await client.execute(Action(trajectory_id="t"))).text == "ok"
+        assert (await client.execute(ServerAction(trajectory_id="t"))).text == "ok"
         failures += [Response(status_code=500)] * 3
         with pytest.raises(ToolServerError, match="HTTP 500"):
-            await client.execute(Action(trajectory_id="t"))
+            await client.execute(ServerAction(trajectory_id="t"))
         await client.close()
 
 
@@ -128,7 +128,7 @@ async def test_max_retries_repeats_what_timed_out():
     async with ToolServer() as server:
         server.respond = hang_once
         client = ToolClient(ToolClientConfig(server_url=server.url, timeout=0.5, **QUICK))
-        assert (await client.execute(Action(trajectory_id="t"))).text == "ok" and not hang
+        assert (await client.execute(ServerAction(trajectory_id="t"))).text == "ok" and not hang
         await client.close()
         never.set()
 
@@ -136,7 +136,7 @@ async def test_max_retries_repeats_what_timed_out():
 async def test_an_unreachable_server_is_named_with_the_key_to_change():
     client = ToolClient(ToolClientConfig(server_url=f"http://127.0.0.1:{free_port()}", max_retries=0))
     with pytest.raises(ToolServerError, match=r"http://127.* cannot be reached.*tool_config\.server_url"):
-        await client.execute(Action(trajectory_id="t"))
+        await client.execute(ServerAction(trajectory_id="t"))
 
 
 def test_a_client_without_a_url_says_where_to_set_it():

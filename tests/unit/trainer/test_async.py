@@ -62,7 +62,7 @@ async def test_weights_change_under_running_generations_and_each_token_keeps_its
     training = make_trainer(
         tmp_path,
         steps=5,
-        trainer={"mode": "fully_async", "staleness": 4},
+        trainer={"mode": "fully_async", "max_staleness": 4},
         learner=learner,
         script=[LONG],
         prompts_per_step=2,
@@ -89,7 +89,7 @@ async def test_generations_go_on_after_every_kind_of_weight_update(tmp_path: Pat
     training = make_trainer(
         tmp_path,
         steps=6,
-        trainer={"mode": "fully_async", "staleness": 2, "in_flight_update": how},
+        trainer={"mode": "fully_async", "max_staleness": 2, "in_flight_update": how},
         learner=learner,
         script=[LONG],
         prompts_per_step=2,
@@ -107,8 +107,8 @@ async def test_generations_go_on_after_every_kind_of_weight_update(tmp_path: Pat
     assert [t.response_ids for t in members] == [ids] * 24
     assert {t.rollout_logprobs for t in members} == {tuple(-0.01 * (i % 7 + 1) for i in ids)}
     assert all(ages <= {0, 1, 2} for ages in learner.ages)
-    waited = [set(versions([t])) for t in members if t.group_id.endswith("-1")]
-    assert len(waited) >= 4 and all(len(found) >= 2 for found in waited)
+    learner_idle_seconds = [set(versions([t])) for t in members if t.group_id.endswith("-1")]
+    assert len(learner_idle_seconds) >= 4 and all(len(found) >= 2 for found in learner_idle_seconds)
     prompt = min(len(r.prompt_ids) for r in engine.requests)
     resumed = [r for r in engine.requests if len(r.prompt_ids) > prompt]
     assert bool(resumed) == (how == "recompute")
@@ -118,7 +118,7 @@ async def test_generations_go_on_after_every_kind_of_weight_update(tmp_path: Pat
 
 async def test_with_wait_a_generation_is_of_one_version(tmp_path: Path):
     learner = Versions()
-    trainer = {"mode": "fully_async", "staleness": 2, "in_flight_update": "wait"}
+    trainer = {"mode": "fully_async", "max_staleness": 2, "in_flight_update": "wait"}
     training = make_trainer(tmp_path, steps=6, trainer=trainer, learner=learner, script=[LONG], prompts_per_step=2)
     await finish(training)
     assert all(len(set(versions([t]))) == 1 for s in learner.steps for g in s for t in g.trajectories)
@@ -137,7 +137,7 @@ async def test_stragglers_that_get_too_old_are_dropped_with_their_reason(tmp_pat
     training = make_trainer(
         tmp_path,
         steps=4,
-        trainer={"mode": "fully_async", "staleness": 1, "stragglers": "drop"},
+        trainer={"mode": "fully_async", "max_staleness": 1, "stragglers": "drop"},
         learner=learner,
         prompts_per_step=2,
     )
@@ -155,7 +155,7 @@ async def test_spare_rows_are_given_up_at_the_end_of_the_step(tmp_path: Path):
     training = make_trainer(
         tmp_path,
         steps=3,
-        trainer={"mode": "fully_async", "staleness": 0, "stragglers": "drop", "spare_prompts": 1},
+        trainer={"mode": "fully_async", "max_staleness": 0, "stragglers": "drop", "oversample_prompts": 1},
         learner=learner,
         prompts_per_step=2,
     )
@@ -176,9 +176,9 @@ async def test_groups_that_are_left_out_are_replaced_within_the_bound(tmp_path: 
     training = make_trainer(
         tmp_path,
         steps=4,
-        algorithm={"max_refills": 5},
+        algorithm={"max_resample_rounds": 5},
         score=score,
-        trainer={"mode": "fully_async", "staleness": 1},
+        trainer={"mode": "fully_async", "max_staleness": 1},
         learner=learner,
         prompts_per_step=2,
     )
@@ -229,7 +229,7 @@ async def test_a_step_of_groups_without_gradient_is_a_version_too(tmp_path: Path
         return replace(t, reward=1.0) if t.group_id == "async-0-0" else await parity(t)
 
     learner = Versions()
-    trainer = {"mode": "fully_async", "staleness": 0}
+    trainer = {"mode": "fully_async", "max_staleness": 0}
     training = make_trainer(tmp_path, steps=3, trainer=trainer, score=equal, learner=learner)
     await finish(training)
     assert len(learner.steps) == 2 and [set(versions(s[0].trajectories)) for s in learner.steps] == [{1}, {2}]

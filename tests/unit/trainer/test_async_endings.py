@@ -50,7 +50,7 @@ async def test_an_error_of_the_learner_ends_the_run_and_leaves_no_task(tmp_path:
 
 
 async def test_an_error_of_a_group_ends_the_run_and_leaves_no_task(tmp_path: Path):
-    training = make_trainer(tmp_path, steps=5, trainer={"mode": "fully_async", "staleness": 3}, prompts_per_step=2)
+    training = make_trainer(tmp_path, steps=5, trainer={"mode": "fully_async", "max_staleness": 3}, prompts_per_step=2)
     before, draw = tasks(), training.runtime.collector.collect_one
 
     async def fails(row, *, step, **rest):

@@ -56,7 +56,7 @@ async def test_a_warning_of_the_run_is_in_its_summary_with_what_to_do(tmp_path: 
     summary = await observed(trainer)
     (warned,) = [w for w in summary["warnings"] if w["name"] == "zero_variance"]
     assert (warned["first_step"], warned["last_step"], warned["active"]) == (3, 5, True)
-    assert "algorithm.max_refills=3" in warned["advice"]
+    assert "algorithm.max_resample_rounds=3" in warned["advice"]
     assert "zero_variance" not in shown[2] and "zero_variance" in shown[-1]
     text = spoken(summary["warnings"])
     assert "zero_variance (step 3 to the end, 3 steps): 100% of the groups" in text and spoken([]) == ""

@@ -48,7 +48,7 @@ async def test_groups_that_are_left_out_are_refilled_from_new_prompts(tmp_path: 
         return replace(t, reward=1.0) if t.trajectory_id.startswith("train-") else await parity(t)
 
     training = make_trainer(
-        tmp_path, steps=1, algorithm={"max_refills": 5}, score=equal_at_first, prompts_per_step=3, group_size=2
+        tmp_path, steps=1, algorithm={"max_resample_rounds": 5}, score=equal_at_first, prompts_per_step=3, group_size=2
     )
     await training.run()
     assert [g.group_id for g in training.runtime.learner.groups] == ["refill1-1-0", "refill1-1-1", "refill1-1-2"]
@@ -59,7 +59,7 @@ async def test_refilling_ends_after_its_rounds(tmp_path: Path):
     async def equal(t):
         return replace(t, reward=1.0)
 
-    training = make_trainer(tmp_path, steps=1, algorithm={"max_refills": 2}, score=equal)
+    training = make_trainer(tmp_path, steps=1, algorithm={"max_resample_rounds": 2}, score=equal)
     await training.run()
     assert not training.runtime.learner.groups and dropped(training) == {"zero_variance": 3 * 2}
 

@@ -15,9 +15,9 @@ from jax_agent_rl.deploy.launch.clock import Clock
 from jax_agent_rl.deploy.launch.runner import Interrupted
 from jax_agent_rl.deploy.launch.tpu import dry_run, job, render, topology
 from jax_agent_rl.deploy.launch.tpu.cleanup import delete_by_name
-from jax_agent_rl.deploy.launch.tpu.controller import Campaign, Policy
+from jax_agent_rl.deploy.launch.tpu.controller import Campaign, RecoveryPolicy
 from jax_agent_rl.deploy.launch.tpu.fleet import Fleet
-from jax_agent_rl.deploy.launch.tpu.gcloud import Gcloud, Request
+from jax_agent_rl.deploy.launch.tpu.gcloud import Gcloud, SliceRequest
 from jax_agent_rl.deploy.launch.tpu.job import Job
 from jax_agent_rl.deploy.launch.tpu.logs import Logs
 from jax_agent_rl.deploy.launch.tpu.slices import Slices, State
@@ -109,7 +109,7 @@ def main(argv: Sequence[str]) -> int:
         return EXIT_CODE
 
 
-def _request(arguments: argparse.Namespace) -> Request:
+def _request(arguments: argparse.Namespace) -> SliceRequest:
     if not _NAME.fullmatch(arguments.name):
         raise LaunchError(
             f"--name {arguments.name!r}: up to 40 small letters, digits and hyphens, with a letter first and no hyphen "
@@ -120,7 +120,7 @@ def _request(arguments: argparse.Namespace) -> Request:
     if arguments.valid_until and not (arguments.queued or arguments.slices > 1):
         raise LaunchError(f"--valid-until {arguments.valid_until} is for --queued: without, there is no queue")
     chosen = topology.parse(arguments.topology)
-    return Request(
+    return SliceRequest(
         name=arguments.name,
         topology=chosen,
         slices=arguments.slices,
@@ -131,7 +131,7 @@ def _request(arguments: argparse.Namespace) -> Request:
     )
 
 
-def _servers(request: Request, arguments: argparse.Namespace) -> list[Request]:
+def _servers(request: SliceRequest, arguments: argparse.Namespace) -> list[SliceRequest]:
     asked = arguments.rollout_topology
     if arguments.rollout_hosts is None:
         if asked:
@@ -171,13 +171,13 @@ def _variables(arguments: argparse.Namespace) -> dict[str, str | None]:
     return {name: os.environ[name] if value is None else value for name, value in result.items()}
 
 
-def _rendered(request: Request, servers: Sequence[Request], task: Job, arguments: argparse.Namespace) -> str:
+def _rendered(request: SliceRequest, servers: Sequence[SliceRequest], task: Job, arguments: argparse.Namespace) -> str:
     kind, restarts = arguments.render, arguments.max_preemptions
     return render.render(kind, request, task, servers=servers, image=arguments.image, restarts=restarts, root=ROOT)
 
 
 async def _act(
-    request: Request, servers: Sequence[Request], task: Job, cloud: Gcloud, arguments: argparse.Namespace
+    request: SliceRequest, servers: Sequence[SliceRequest], task: Job, cloud: Gcloud, arguments: argparse.Namespace
 ) -> int:
     say = Clock()
     await cloud.require_login()
@@ -188,7 +188,7 @@ async def _act(
         say(f"deleted {', '.join(deleted)}" if deleted else f"there is no {request.name}")
         return 0
     logs = Logs(arguments.logs_dir or ROOT / "runs" / f"{request.name}.logs", say=say)
-    policy = Policy(keep=arguments.keep, max_preemptions=arguments.max_preemptions, poll=arguments.poll)
+    policy = RecoveryPolicy(keep=arguments.keep, max_preemptions=arguments.max_preemptions, poll=arguments.poll)
     campaign = Campaign(task, slices, cloud, policy, root=ROOT, logs=logs, say=say)
     async with campaign.until_interrupted():
         if arguments.logs:

@@ -32,7 +32,7 @@ from jax_agent_rl.deploy.launch.runner import Interrupted, heard_by
 from jax_agent_rl.deploy.launch.tpu import archive, job, remote
 from jax_agent_rl.deploy.launch.tpu.fleet import Fleet
 from jax_agent_rl.deploy.launch.tpu.gcloud import Gcloud
-from jax_agent_rl.deploy.launch.tpu.job import Job, Worker
+from jax_agent_rl.deploy.launch.tpu.job import HostWorker, Job
 from jax_agent_rl.deploy.launch.tpu.logs import Logs
 from jax_agent_rl.deploy.launch.tpu.retry import patiently, pauses
 from jax_agent_rl.deploy.launch.tpu.slices import Addresses, Preempted, State
@@ -49,7 +49,7 @@ _OTHERS_SECONDS = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Policy:
+class RecoveryPolicy:
     """How far the launcher goes.
 
     Attributes:
@@ -73,7 +73,7 @@ class Campaign:
     """
 
     def __init__(
-        self, task: Job, slices: Fleet, cloud: Gcloud, policy: Policy, *, root: Path, logs: Logs, say: Callable
+        self, task: Job, slices: Fleet, cloud: Gcloud, policy: RecoveryPolicy, *, root: Path, logs: Logs, say: Callable
     ) -> None:
         self._job, self._slices, self._cloud, self._policy = task, slices, cloud, policy
         self._root, self._logs, self._say = root, logs, say
@@ -91,7 +91,7 @@ class Campaign:
         finally:
             await self._connections.stop()
 
-    async def run(self, hosts_of: Callable[[Addresses], list[Worker]], *, resume: bool) -> int:
+    async def run(self, hosts_of: Callable[[Addresses], list[HostWorker]], *, resume: bool) -> int:
         """The run, through all preemptions; its exit status.
 
         Args:
@@ -111,7 +111,7 @@ class Campaign:
             raise
         return status
 
-    async def _until_ended(self, hosts_of: Callable[[Addresses], list[Worker]], how: str | None) -> int:
+    async def _until_ended(self, hosts_of: Callable[[Addresses], list[HostWorker]], how: str | None) -> int:
         while True:
             try:
                 # The first time somebody looks on, and can begin again.
@@ -135,7 +135,7 @@ class Campaign:
                 await self._watch(self._patiently(self._slices.delete_lost))
                 how = "--auto-resume" if self._begun else how
 
-    async def follow(self, workers: Sequence[Worker]) -> int:
+    async def follow(self, workers: Sequence[HostWorker]) -> int:
         """Attaches to a run that is under way, or shows what the last one said; its exit status.
 
         Raises:
@@ -149,7 +149,7 @@ class Campaign:
                 f"the slice was taken back ({event}); the command that started the run, with --resume, makes it anew"
             ) from None
 
-    async def _attempt(self, workers: Sequence[Worker], how: str | None) -> int:
+    async def _attempt(self, workers: Sequence[HostWorker], how: str | None) -> int:
         try:
             if not await self._is_running(workers[0]):
                 await self._set_up(workers, how)
@@ -158,7 +158,7 @@ class Campaign:
             raise
         return await self._follow(workers)
 
-    async def _is_running(self, leader: Worker) -> bool:
+    async def _is_running(self, leader: HostWorker) -> bool:
         """Whether a run of this name is under way on slices that were there before."""
         if self._slices.created:
             return False
@@ -170,7 +170,7 @@ class Campaign:
         self._logs.found_run()
         return True
 
-    async def _set_up(self, workers: Sequence[Worker], how: str | None) -> None:
+    async def _set_up(self, workers: Sequence[HostWorker], how: str | None) -> None:
         cloud, task = self._cloud, self._job
         config = {job.CONFIG: task.config.read_bytes()} if task.config else {}
         with tempfile.TemporaryDirectory(prefix="jax_agent_rl-") as folder:
@@ -188,7 +188,7 @@ class Campaign:
         self._logs.new_run()
         await self._start_run(workers, how)
 
-    async def _start_run(self, workers: Sequence[Worker], how: str | None) -> None:
+    async def _start_run(self, workers: Sequence[HostWorker], how: str | None) -> None:
         cloud, task = self._cloud, self._job
         serving = [worker for worker in workers if worker.serves]
         urls, secrets = job.urls_of(serving, task), task.secrets(token_hex(32) if serving else None)
@@ -221,7 +221,7 @@ class Campaign:
 
     # --- while it runs -----------------------------------------------------------------------------------------
 
-    async def _follow(self, workers: Sequence[Worker]) -> int:
+    async def _follow(self, workers: Sequence[HostWorker]) -> int:
         self._say(f"logs: {self._logs.folder}")
         learning = [worker for worker in workers if not worker.serves]
         watching = [asyncio.ensure_future(self._follow_host(worker)) for worker in workers]
@@ -250,17 +250,17 @@ class Campaign:
         await self._signal(stuck, "KILL")
         return statuses[0] or max(statuses)
 
-    async def _signal(self, workers: Sequence[Worker], name: str) -> None:
+    async def _signal(self, workers: Sequence[HostWorker], name: str) -> None:
         """Sends a signal to runs; to one that has ended it is none."""
         await self._connections.run_all([job.send(self._cloud, w, self._job, name) for w in workers], self._say)
 
-    async def _end_servers(self, workers: Sequence[Worker], watching: Sequence[asyncio.Future[int]]) -> None:
+    async def _end_servers(self, workers: Sequence[HostWorker], watching: Sequence[asyncio.Future[int]]) -> None:
         """Nobody asks them any more."""
         if watching:
             await self._signal([worker for worker in workers if worker.serves], "INT")
             await asyncio.wait(watching, timeout=_OTHERS_SECONDS)
 
-    async def _save(self, workers: Sequence[Worker], leader: asyncio.Future[int]) -> None:
+    async def _save(self, workers: Sequence[HostWorker], leader: asyncio.Future[int]) -> None:
         """A learner that has lost a slice that only samples has something to save."""
         if leader.done() or not any(worker.serves for worker in workers):
             return
@@ -288,7 +288,7 @@ class Campaign:
                 limit = _OTHERS_SECONDS
         return [task.result() if task.done() else remote.LOST for task in watching]
 
-    async def _follow_host(self, worker: Worker) -> int:
+    async def _follow_host(self, worker: HostWorker) -> int:
         """Shows what one host says, over as many connections as it takes; the exit status there.
 
         Raises:
@@ -328,7 +328,7 @@ class Campaign:
                 await asyncio.sleep(self._policy.poll)
         return answered
 
-    async def _stop_when_interrupted(self, workers: Sequence[Worker]) -> None:
+    async def _stop_when_interrupted(self, workers: Sequence[HostWorker]) -> None:
         """First Ctrl-C: the run saves and ends. Second: it goes on without this launcher.
 
         Raises:
@@ -346,7 +346,7 @@ class Campaign:
         self._say("left; --logs shows what it does, --delete ends it and what it costs")
         raise Interrupted
 
-    async def _tell_to_end(self, leader: Worker) -> None:
+    async def _tell_to_end(self, leader: HostWorker) -> None:
         """Sends the signal until it has come through, or there is no run any more."""
         for pause in pauses(self._policy.poll):
             status = await self._connections.run(job.send(self._cloud, leader, self._job, "INT"), self._say)

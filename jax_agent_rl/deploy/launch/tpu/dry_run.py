@@ -8,12 +8,12 @@ from pathlib import Path
 
 from jax_agent_rl.deploy.launch.hosts import Command
 from jax_agent_rl.deploy.launch.tpu import gcloud, job
-from jax_agent_rl.deploy.launch.tpu.gcloud import Gcloud, Request
+from jax_agent_rl.deploy.launch.tpu.gcloud import Gcloud, SliceRequest
 from jax_agent_rl.deploy.launch.tpu.job import Job
 
 
 def lines(
-    request: Request, task: Job, cloud: Gcloud, *, resume: bool, keep: bool, servers: Sequence[Request] = ()
+    request: SliceRequest, task: Job, cloud: Gcloud, *, resume: bool, keep: bool, servers: Sequence[SliceRequest] = ()
 ) -> list[str]:
     """Every command of a launch that meets no trouble, in order; all hosts, or slices, of a stage at the same time.
 

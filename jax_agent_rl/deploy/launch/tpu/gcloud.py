@@ -23,7 +23,7 @@ _TPUS = ("compute", "tpus")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class SliceRequest:
     """The slices a user asked for.
 
     Attributes:
@@ -61,7 +61,7 @@ class Request:
         return f"{count} of {self.topology.name} ({self.topology.accelerator_type}, {tier}{queue})"
 
 
-def create(request: Request) -> tuple[str, ...]:
+def create(request: SliceRequest) -> tuple[str, ...]:
     """Asks for the slices; of a queued resource, only puts it into the queue."""
     kind = f"--accelerator-type={request.topology.accelerator_type}"
     spot = ("--spot",) if request.spot else ()
@@ -77,7 +77,7 @@ def create(request: Request) -> tuple[str, ...]:
     return (*_TPUS, "queued-resources", "create", request.name, kind, version, *named, *spot, *limit)
 
 
-def delete(request: Request) -> tuple[str, ...]:
+def delete(request: SliceRequest) -> tuple[str, ...]:
     """Gives the slices back and ends what they cost."""
     return delete_queued(request.name) if request.by_queue else delete_node(request.name)
 
@@ -92,7 +92,7 @@ def delete_node(name: str) -> tuple[str, ...]:
     return (*_TPUS, "tpu-vm", "delete", name)
 
 
-def describe(request: Request) -> tuple[str, ...]:
+def describe(request: SliceRequest) -> tuple[str, ...]:
     """The state of the slice, or of the queued resource."""
     if request.by_queue:
         return (*_TPUS, "queued-resources", "describe", request.name, "--format=json")
@@ -114,7 +114,7 @@ def list_nodes() -> tuple[str, ...]:
     return (*_TPUS, "tpu-vm", "list", "--format=json")
 
 
-def look(request: Request) -> list[tuple[str, ...]]:
+def look(request: SliceRequest) -> list[tuple[str, ...]]:
     """All that a look at the slices asks: of a queued resource that is active, the state of each of its slices, too."""
     nodes = [describe_node(node) for node in request.nodes] if request.by_queue else []
     return [describe(request), *nodes]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from jax_agent_rl.deploy.launch.hosts import Command
 from jax_agent_rl.deploy.launch.tpu import gcloud
-from jax_agent_rl.deploy.launch.tpu.gcloud import Gcloud, Request
+from jax_agent_rl.deploy.launch.tpu.gcloud import Gcloud, SliceRequest
 from jax_agent_rl.deploy.launch.tpu.slices import Addresses
 from jax_agent_rl.deploy.launch.tpu.topology import Topology
 from jax_agent_rl.errors import LaunchError
@@ -33,7 +33,7 @@ TOKEN = "JAX_AGENT_RL_TOKEN"
 
 OWN_KEYS = ("run_dir", "trainer.checkpoint_dir", "learner.multihost.coordinator")
 """Keys that the launcher sets itself."""
-SPLIT_KEYS = tuple(f"rollout.{name}" for name in ("backend", "urls", "token_env", "weight_transport", "weight_folder"))
+SPLIT_KEYS = tuple(f"rollout.{name}" for name in ("backend", "urls", "token_env", "weight_transport", "weight_dir"))
 """And with ``--rollout-hosts`` these."""
 
 
@@ -94,7 +94,7 @@ class Job:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Worker:
+class HostWorker:
     """A host of a slice.
 
     Attributes:
@@ -119,7 +119,7 @@ class Worker:
         return f"{'rollout' if self.serves else 'host'}-{self.number}"
 
 
-def workers(request: Request, addresses: Addresses, servers: Sequence[Request] = ()) -> list[Worker]:
+def workers(request: SliceRequest, addresses: Addresses, servers: Sequence[SliceRequest] = ()) -> list[HostWorker]:
     """All hosts that learn, slice by slice: the order in which jax numbers processes. Then those that only sample.
 
     Args:
@@ -129,16 +129,16 @@ def workers(request: Request, addresses: Addresses, servers: Sequence[Request] =
     learning, serving = addresses[: request.slices], addresses[request.slices :]
     places = [(node, *at) for node, hosts in zip(request.nodes, learning, strict=True) for at in enumerate(hosts)]
     learners = [
-        Worker(node=node, index=index, number=number, alone=len(places) == 1, address=address)
+        HostWorker(node=node, index=index, number=number, alone=len(places) == 1, address=address)
         for number, (node, index, address) in enumerate(places)
     ]
     return learners + [
-        Worker(node=server.name, index=0, number=number, alone=False, address=address, serves=True)
+        HostWorker(node=server.name, index=0, number=number, alone=False, address=address, serves=True)
         for number, (server, (address,)) in enumerate(zip(servers, serving, strict=True))
     ]
 
 
-def servers_of(request: Request, count: int, topology: Topology) -> list[Request]:
+def servers_of(request: SliceRequest, count: int, topology: Topology) -> list[SliceRequest]:
     """A slice of one host for each rollout server.
 
     Raises:
@@ -155,7 +155,7 @@ def servers_of(request: Request, count: int, topology: Topology) -> list[Request
     ]
 
 
-def require_keepable(request: Request, job: Job) -> None:
+def require_keepable(request: SliceRequest, job: Job) -> None:
     """Raises :class:`LaunchError` if a run of several hosts, or one that may be taken back, has nowhere to be kept."""
     several = request.slices * request.topology.hosts > 1
     if job.bucket is None and (several or request.spot or request.queued):
@@ -180,12 +180,12 @@ def require_overrides(overrides: Sequence[str], *, split: bool = False) -> None:
 # --- stages before the run -----------------------------------------------------------------------------------------
 
 
-def copy(cloud: Gcloud, worker: Worker, archive: Path) -> Command:
+def copy(cloud: Gcloud, worker: HostWorker, archive: Path) -> Command:
     """The archive to a host's home folder."""
     return cloud.command(worker.name, gcloud.scp(worker.node, worker.index, str(archive), ARCHIVE))
 
 
-def set_up(cloud: Gcloud, worker: Worker, job: Job) -> Command:
+def set_up(cloud: Gcloud, worker: HostWorker, job: Job) -> Command:
     """Code, environment, model and data, in one connection.
 
     What the copy before had brought is removed first, so that a file that is gone here is gone there; what has been
@@ -207,7 +207,7 @@ def set_up(cloud: Gcloud, worker: Worker, job: Job) -> Command:
 # --- the run -------------------------------------------------------------------------------------------------------
 
 
-def start(cloud: Gcloud, worker: Worker, job: Job, *, resume: str | None, urls: Sequence[str] = ()) -> Command:
+def start(cloud: Gcloud, worker: HostWorker, job: Job, *, resume: str | None, urls: Sequence[str] = ()) -> Command:
     """The run's process of a host: the same command on all that learn, which find each other by themselves.
 
     Args:
@@ -238,7 +238,7 @@ def start(cloud: Gcloud, worker: Worker, job: Job, *, resume: str | None, urls: 
 def serving(config: str, job: Job) -> list[str]:
     """The command of a rollout server, behind the program's name."""
     listening = ["--host=0.0.0.0", f"--port={job.port}"]
-    own = [f"rollout.token_env={TOKEN}", *([f"rollout.weight_folder={job.kept}/weights"] if job.kept else [])]
+    own = [f"rollout.token_env={TOKEN}", *([f"rollout.weight_dir={job.kept}/weights"] if job.kept else [])]
     return ["rollout-server", "--config", config, *listening, *job.overrides, *own]
 
 
@@ -246,39 +246,39 @@ def asking(job: Job, urls: Sequence[str]) -> list[str]:
     """Settings of those that learn with rollout servers at ``urls``."""
     own = ["rollout.backend=remote", f"rollout.urls=[{','.join(urls)}]", f"rollout.token_env={TOKEN}"]
     if job.kept:
-        own += ["rollout.weight_transport=tensorstore", f"rollout.weight_folder={job.kept}/weights"]
+        own += ["rollout.weight_transport=tensorstore", f"rollout.weight_dir={job.kept}/weights"]
     return own
 
 
-def urls_of(workers: Sequence[Worker], job: Job) -> list[str]:
+def urls_of(workers: Sequence[HostWorker], job: Job) -> list[str]:
     """Where the rollout servers among these are reached."""
     return [f"http://{worker.address}:{job.port}" for worker in workers if worker.serves]
 
 
-def until_listening(cloud: Gcloud, worker: Worker, job: Job) -> Command:
+def until_listening(cloud: Gcloud, worker: HostWorker, job: Job) -> Command:
     """Ends when the rollout server of a host has loaded and compiled; fails if it has ended."""
     return _on(cloud, worker, f"cd {CODE} && {_remote(['listening', _folder(job), f'--port={job.port}'])}")
 
 
-def _own_settings(worker: Worker, job: Job, urls: Sequence[str]) -> list[str]:
+def _own_settings(worker: HostWorker, job: Job, urls: Sequence[str]) -> list[str]:
     own = [f"run_dir={job.run_folder}", *(asking(job, urls) if urls else [])]
     if job.kept:
         own.append(f"trainer.checkpoint_dir={job.kept}/checkpoints")
     return own if worker.alone else [*own, "learner.multihost.coordinator=auto"]
 
 
-def follow(cloud: Gcloud, worker: Worker, job: Job) -> Command:
+def follow(cloud: Gcloud, worker: HostWorker, job: Job) -> Command:
     """What the run says on a host; the last line is its exit status."""
     return _on(cloud, worker, f"cd {CODE} && {_remote(['follow', _folder(job)])}")
 
 
-def running(worker: Worker, job: Job) -> tuple[str, ...]:
+def running(worker: HostWorker, job: Job) -> tuple[str, ...]:
     """Says ``yes`` if a run is under way on a host, else ``no``; it fails only if the host cannot be asked."""
     asked = f"cd {CODE} && {_remote(['running', _folder(job)])}"
     return gcloud.ssh(worker.node, worker.index, f"if {asked}; then echo yes; else echo no; fi")
 
 
-def send(cloud: Gcloud, worker: Worker, job: Job, name: str) -> Command:
+def send(cloud: Gcloud, worker: HostWorker, job: Job, name: str) -> Command:
     """A signal to the run on a host."""
     return _on(cloud, worker, f"cd {CODE} && {_remote(['signal', _folder(job), f'--signal={name}'])}")
 
@@ -296,5 +296,5 @@ def _venv() -> str:
     return f"${{JAX_AGENT_RL_VENV:-$HOME/{CODE}/.venv-tpu}}"
 
 
-def _on(cloud: Gcloud, worker: Worker, command: str) -> Command:
+def _on(cloud: Gcloud, worker: HostWorker, command: str) -> Command:
     return cloud.command(worker.name, gcloud.ssh(worker.node, worker.index, command))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jax_agent_rl.deploy.launch.tpu import job
-from jax_agent_rl.deploy.launch.tpu.gcloud import Request
+from jax_agent_rl.deploy.launch.tpu.gcloud import SliceRequest
 from jax_agent_rl.deploy.launch.tpu.job import REFUSED, Job
 from jax_agent_rl.deploy.launch.tpu.topology import Topology
 from jax_agent_rl.errors import LaunchError
@@ -23,10 +23,10 @@ KINDS = {"gke": "gke.yaml.j2", "slurm": "slurm.sh.j2"}
 
 def render(
     kind: str,
-    request: Request,
+    request: SliceRequest,
     task: Job,
     *,
-    servers: Sequence[Request] = (),
+    servers: Sequence[SliceRequest] = (),
     image: str | None,
     restarts: int,
     root: Path,
@@ -69,7 +69,7 @@ def render(
 
 
 def _gke(
-    request: Request, task: Job, servers: Sequence[Request], image: str | None, restarts: int, root: Path
+    request: SliceRequest, task: Job, servers: Sequence[SliceRequest], image: str | None, restarts: int, root: Path
 ) -> Mapping[str, Any]:
     if image is None:
         raise LaunchError("--render gke: --image is missing: one with the project in /app, see docs/tpu.md")
@@ -109,7 +109,7 @@ def _pods(topology: Topology, task: Job, program: list[str]) -> Mapping[str, Any
     }
 
 
-def _slurm(request: Request, task: Job, servers: Sequence[Request]) -> Mapping[str, Any]:
+def _slurm(request: SliceRequest, task: Job, servers: Sequence[SliceRequest]) -> Mapping[str, Any]:
     if servers and task.kept is None:
         raise LaunchError("--render slurm: --bucket gs://NAME is missing: new weights go to --rollout-hosts through it")
     own = [f"run_dir={task.run_folder}"]
@@ -128,7 +128,7 @@ def _serve(config: str, task: Job) -> list[str]:
     return ["jax-agent-rl", *job.serving(config, task)]
 
 
-def _train(config: str, request: Request, task: Job, own: list[str]) -> list[str]:
+def _train(config: str, request: SliceRequest, task: Job, own: list[str]) -> list[str]:
     several = request.slices * request.topology.hosts > 1
     meet = ["learner.multihost.coordinator=auto"] if several else []
     return ["jax-agent-rl", "train", config, *task.overrides, *own, *meet, "--auto-resume"]

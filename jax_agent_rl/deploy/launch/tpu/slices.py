@@ -10,7 +10,7 @@ from enum import Enum
 from typing import Any
 
 from jax_agent_rl.deploy.launch.tpu import gcloud
-from jax_agent_rl.deploy.launch.tpu.gcloud import Gcloud, Request
+from jax_agent_rl.deploy.launch.tpu.gcloud import Gcloud, SliceRequest
 from jax_agent_rl.deploy.launch.tpu.retry import patiently
 from jax_agent_rl.errors import LaunchError, LaunchTargetError, LaunchUnansweredError
 
@@ -73,7 +73,7 @@ class Slices:
         poll: seconds between two looks.
     """
 
-    def __init__(self, request: Request, cloud: Gcloud, *, say: Callable[[str], None], poll: float) -> None:
+    def __init__(self, request: SliceRequest, cloud: Gcloud, *, say: Callable[[str], None], poll: float) -> None:
         self._request, self._cloud, self._say, self._poll = request, cloud, say, poll
         self.created = False  # by this launcher
         self.there = False  # perhaps, as far as this launcher knows

@@ -44,7 +44,7 @@ async def test_a_good_configuration_has_nothing_but_ok(recipe):
         "model",
         "tokenizer",
         "data.train",
-        "data.heldout",
+        "data.eval",
         "prompts",
         "rewards",
         "agents",
@@ -54,11 +54,11 @@ async def test_a_good_configuration_has_nothing_but_ok(recipe):
 
 
 async def test_several_faults_are_told_together_and_hide_no_other(recipe, tmp_path):
-    found = await findings(recipe, "data.train=missing.jsonl", f"model.path={tmp_path}", "agent.path=nowhere.py")
+    found = await findings(recipe, "data.train=missing.jsonl", f"model.path={tmp_path}", "agent.module=nowhere.py")
     assert only(found, "user code")[0] == "fail" and "nowhere.py" in only(found, "user code")[1]
     assert only(found, "model")[0] == "fail" and "config.json is missing" in only(found, "model")[1]
     assert only(found, "tokenizer")[0] == "fail" and "tokenizer.json is missing" in only(found, "tokenizer")[1]
-    assert only(found, "data.train")[0] == "fail" and only(found, "data.heldout")[0] == "ok"
+    assert only(found, "data.train")[0] == "fail" and only(found, "data.eval")[0] == "ok"
     assert only(found, "prompts") == ("warn", "not checked: the tokenizer could not be read")
     assert only(found, "run folder") == ("warn", "not checked: the model could not be read")
 
@@ -72,7 +72,7 @@ async def test_a_reward_function_that_fails_on_the_ground_truth_is_told(recipe, 
     rows = tmp_path / "rows.jsonl"
     row = {"data_source": "calculator", "prompt": [{"role": "user", "content": "add"}]}
     rows.write_text(json.dumps(row | {"reward_model": {"ground_truth": "none"}}) + "\n" + json.dumps(row) + "\n")
-    found = await findings(recipe, f"data.train={rows}", "data.heldout=null")
+    found = await findings(recipe, f"data.train={rows}", "data.eval=null")
     status, text = only(found, "rewards")
     assert status == "fail" and "must hold a number" in text
     assert ("warn", "1 of 2 rows have no reward_model.ground_truth") in found["data.train"]
@@ -100,7 +100,7 @@ async def test_a_ground_truth_is_tried_in_the_form_its_reward_function_wants(
     recipe, tmp_path, data_source, truth, found
 ):
     override = one_row(tmp_path, data_source, truth)
-    overrides = (override, "data.heldout=null", "reward.sandbox=unsafe_local")
+    overrides = (override, "data.eval=null", "reward.sandbox=unsafe_local")
     status, text = only(await findings(recipe, *overrides, of=SCORING), "rewards")
     assert status == "ok" and found in text
 
@@ -113,7 +113,7 @@ async def test_a_ground_truth_that_earns_nothing_is_told_with_what_to_check(reci
         "def compute_score(solution_str, ground_truth):\n"
         "    return float(solution_str == f'FINAL: {ground_truth}')\n"
     )
-    overrides = (one_row(tmp_path, "finals", "408"), "data.heldout=null", f"reward.path={rewards}")
+    overrides = (one_row(tmp_path, "finals", "408"), "data.eval=null", f"reward.path={rewards}")
     status, text = only(await findings(recipe, *overrides, of=SCORING), "rewards")
     assert status == "warn" and "'408' earns nothing" in text and "<answer>…</answer>" in text
     assert "data_source" in text and "reward_model.ground_truth" in text
@@ -134,7 +134,7 @@ async def test_a_tool_server_that_is_not_there_fails_and_other_agents_are_ready(
     names = ("server_tool_agent", "single_turn_agent")
     rows.write_text("".join(json.dumps(row | {"agent_name": name}) + "\n" for name in names))
     url = f"http://127.0.0.1:{free_port()}"
-    overrides = (f"data.train={rows}", "data.heldout=null", f"agent.tool_server_url={url}")
+    overrides = (f"data.train={rows}", "data.eval=null", f"agent.tool_server_url={url}")
     found = await findings(recipe, *overrides, "agent.tool_call_max_retries=0", "agent.min_turns=1")
     by_agent = dict(text.split(": ", 1) for _, text in found["agents"])
     assert url in by_agent["server_tool_agent"] and by_agent["single_turn_agent"] == "ready"

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jax_agent_rl.deploy.launch.hosts import Host
-from jax_agent_rl.deploy.launch.placement import Placement, place, place_on_cpus
+from jax_agent_rl.deploy.launch.placement import ServerPlacement, place, place_on_cpus
 from jax_agent_rl.deploy.launch.settings import Settings
 from jax_agent_rl.errors import LaunchError
 
@@ -19,12 +19,12 @@ def settings(learner: int = 1, group: int = 1, utilization: float | None = None)
     )
 
 
-def place_on(*counts: int, wanted: Settings | None = None, **options) -> Placement:
+def place_on(*counts: int, wanted: Settings | None = None, **options) -> ServerPlacement:
     gpus = dict(zip((HERE, THERE), (list(range(count)) for count in counts), strict=False))
     return place(gpus, wanted or settings(), port=8100, **options)
 
 
-def groups(placement: Placement) -> list[tuple[str, tuple[int, ...], int]]:
+def groups(placement: ServerPlacement) -> list[tuple[str, tuple[int, ...], int]]:
     return [(server.host.name, server.gpus, server.port) for server in placement.servers]
 
 

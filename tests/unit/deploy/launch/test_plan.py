@@ -6,7 +6,7 @@ import pytest
 
 from jax_agent_rl.deploy.launch.hosts import Host
 from jax_agent_rl.deploy.launch.placement import place, place_on_cpus
-from jax_agent_rl.deploy.launch.plan import Options, Plan, lines_of_plan, lines_of_preparation, make_plan, prepare
+from jax_agent_rl.deploy.launch.plan import LaunchPlan, Options, lines_of_plan, lines_of_preparation, make_plan, prepare
 from jax_agent_rl.deploy.launch.settings import Settings
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -21,7 +21,7 @@ def options(**fields) -> Options:
     return Options(**{"device": "cuda", "root": ROOT, "venv": ROOT / ".venv-gpu"} | fields)
 
 
-def plan_of(hosts: list[Host], gpus: int, wanted: Options) -> Plan:
+def plan_of(hosts: list[Host], gpus: int, wanted: Options) -> LaunchPlan:
     if wanted.device == "cpu":
         return make_plan(hosts, place_on_cpus(hosts, port=8100), SETTINGS, wanted)
     indices = {host: list(range(gpus)) for host in hosts}

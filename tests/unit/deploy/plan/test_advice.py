@@ -13,7 +13,7 @@ from tests.unit.deploy.plan.recipe import recipe
 from tests.unit.deploy.plan.slices import devices_of
 from tests.unit.deploy.plan.test_fit import program
 
-ROWS = "learner.rows_per_micro_batch"
+ROWS = "learner.micro_batch_size"
 SMALLEST = ["learner.remat=full", "learner.compute_dtype=bfloat16"]
 
 
@@ -43,9 +43,9 @@ def filled(part: str, half: Half = "learner") -> Load:
         # Copies of parameters take most here, and the axis tensor splits what is computed, too.
         (["learner.mesh.fsdp=1", "learner.mesh.context=2"], "policy optimizer", "learner",
          "learner.mesh.context=1 learner.mesh.tensor=4"),
-        ([], "KV cache", "rollout", "rollout.jetstream.cache_tokens=512"),
-        ([], "KV cache", "learner", "rollout.sleep=true"),
-        (["rollout.sleep=true"], "engine weights", "rollout", "rollout.jetstream.dtype=bfloat16"),
+        ([], "KV cache", "rollout", "rollout.jetstream.kv_cache_tokens=512"),
+        ([], "KV cache", "learner", "rollout.sleep_during_update=true"),
+        (["rollout.sleep_during_update=true"], "engine weights", "rollout", "rollout.jetstream.dtype=bfloat16"),
         (["rollout.jetstream.dtype=bfloat16"], "engine weights", "rollout", "rollout.jetstream.mesh.tensor=4"),
     ],
 )  # fmt: skip

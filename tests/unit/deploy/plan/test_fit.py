@@ -12,7 +12,7 @@ from jax_agent_rl.deploy.plan.chips import CHIPS, GIB
 from jax_agent_rl.deploy.plan.collectives import Collective
 from jax_agent_rl.deploy.plan.compiled import Compiled, Memory, needed
 from jax_agent_rl.deploy.plan.fit import BATCH, CODE, TEMPORARIES, loads
-from jax_agent_rl.deploy.plan.flops import Work
+from jax_agent_rl.deploy.plan.flops import Flops
 from jax_agent_rl.deploy.plan.inventory import Half, Inventory, Program
 from jax_agent_rl.deploy.plan.roofline import moved, seconds_of, step_of
 from tests.unit.deploy.plan.recipe import recipe
@@ -32,7 +32,7 @@ def program(name: str = "p", half: Half = "learner", **fields) -> Program:
     return Program(name=name, half=half, traced=NOTHING, mesh=MESH, holds=holds, donates=donates, **fields)
 
 
-def compiled(of: Program, *, work: Work = Work(), exchanges: tuple = (), **memory: int) -> Compiled:  # noqa: B008
+def compiled(of: Program, *, work: Flops = Flops(), exchanges: tuple = (), **memory: int) -> Compiled:  # noqa: B008
     fields = dict.fromkeys(("arguments", "outputs", "aliased", "temporaries", "code"), 0) | memory
     made = Memory(**fields)
     return Compiled(program=of, memory=made, needs=made.total, work=work, exchanges=exchanges, seconds=1.0)
@@ -72,7 +72,7 @@ def test_a_refusal_of_the_compiler_is_counted_by_the_amount_it_names():
     assert needed("RESOURCE_EXHAUSTED: … Used 21.50G of 15.75G hbm. Exceeded hbm capacity by 5.75G") == 21.5 * GIB
     assert needed("RESOURCE_EXHAUSTED") == 0
     refused = Compiled(
-        program=program(holds=["weights"]), memory=None, needs=1000, problem=text, work=Work(), seconds=1
+        program=program(holds=["weights"]), memory=None, needs=1000, problem=text, work=Flops(), seconds=1
     )
     (load,) = loads(inventory(weights=100), [refused], capacity=999)
     # What it says is of the temporaries alone: the weights are there besides.
@@ -87,7 +87,7 @@ def load_recipe(folder, changes=()):
 
 def test_a_call_takes_as_long_as_its_slowest_part():
     links = Collective(kind="all-gather", axes=("fsdp",), between_slices=False, times=1, bytes=1e9)
-    one = compiled(program(), work=Work(flops=197e12, bytes=819e9 / 2), exchanges=(links,))
+    one = compiled(program(), work=Flops(flops=197e12, bytes=819e9 / 2), exchanges=(links,))
     seconds = seconds_of(one, V5E)
     assert (seconds.products, seconds.memory, seconds.links) == (1.0, 0.5, 1e9 / (2 * 50e9))
     assert (seconds.total, seconds.bound) == (1.0, "products")
@@ -96,7 +96,7 @@ def test_a_call_takes_as_long_as_its_slowest_part():
 
 
 def test_what_a_refused_program_exchanges_is_not_known_and_its_time_a_bound(tmp_path):
-    known = compiled(program("decode", "rollout", tokens=128, of="sampled"), work=Work(flops=197e12))
+    known = compiled(program("decode", "rollout", tokens=128, of="sampled"), work=Flops(flops=197e12))
     refused = dataclasses.replace(known, program=program("gradient", tokens=128, of="trained"), memory=None)
     config = load_recipe(tmp_path)
     assert refused.exchanges_known, "one chip has nobody to exchange with"
@@ -108,13 +108,13 @@ def test_what_a_refused_program_exchanges_is_not_known_and_its_time_a_bound(tmp_
 
 
 def test_bytes_are_counted_of_products_and_else_of_all_that_is_given():
-    products = compiled(program(), work=Work(flops=1.0, bytes=6.0), arguments=70, outputs=5)
+    products = compiled(program(), work=Flops(flops=1.0, bytes=6.0), arguments=70, outputs=5)
     assert moved(products) == 6
     assert moved(compiled(program(), arguments=70, outputs=5)) == 75
 
 
 def test_a_step_counts_every_program_as_often_as_it_runs_and_says_who_waits(tmp_path):
-    second = Work(flops=197e12)
+    second = Flops(flops=197e12)
     programs = [
         compiled(program("gradient", tokens=256, of="trained", calls=2), work=second),
         compiled(program("decode", "rollout", tokens=128, of="sampled"), work=second),

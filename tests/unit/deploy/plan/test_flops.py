@@ -7,7 +7,7 @@ from jax.sharding import AxisType
 
 from jax_agent_rl.deploy.plan.flops import work_of
 from jax_agent_rl.models import tree_kernel
-from jax_agent_rl.models.tree_mask import Sight
+from jax_agent_rl.models.tree_mask import TreeMask
 
 
 def shape(*sizes: int) -> jax.ShapeDtypeStruct:
@@ -56,7 +56,7 @@ def test_attention_of_a_tree_counts_the_pairs_that_its_kernel_computes():
     heads = shape(1, 4, 256, 64)
 
     def attend(q, k, v, ends, positions):
-        return tree_kernel.forward(q, k, v, Sight(subtree_end=ends, positions=positions))
+        return tree_kernel.forward(q, k, v, TreeMask(subtree_end=ends, positions=positions))
 
     # Two products of 64 for each head and for each query with half of the keys: it sees nothing that comes later.
     assert work_of(attend, heads, heads, heads, ids, ids).flops == 2 * 2 * 64 * 4 * 256 * 256 // 2

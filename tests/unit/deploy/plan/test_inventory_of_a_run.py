@@ -6,17 +6,17 @@ import pytest
 from jax_agent_rl.config import load
 from jax_agent_rl.deploy.plan.inventories import inventory, places
 from jax_agent_rl.deploy.plan.rollout_half import NotingTable
-from jax_agent_rl.jetstream.decode_batch import idle_lanes
+from jax_agent_rl.jetstream.decode_batch import idle_decode_batch
 from jax_agent_rl.jetstream.engine import JaxEngine
 from jax_agent_rl.jetstream.programs import ProgramTable
 from jax_agent_rl.learner.learner import Learner
-from jax_agent_rl.learner.optimized_params import Trainable
+from jax_agent_rl.learner.optimized_params import OptimizedParams
 from jax_agent_rl.runtime.engines import engine_shapes
 from tests.tiny import TINY, tiny_params
 from tests.trajectories import random_groups
 from tests.unit.deploy.plan.recipe import recipe
 
-ONE_DEVICE = {"learner": {"row_length": 128, "mesh": {}}, "rollout": {"jetstream": {"prefill_buckets": [32]}}}
+ONE_DEVICE = {"learner": {"pack_length": 128, "mesh": {}}, "rollout": {"jetstream": {"prefill_buckets": [32]}}}
 
 
 def shapes(tree):
@@ -47,7 +47,7 @@ def first_batch(config, monkeypatch) -> dict:
         seen.append(next(iter(micro_batches)))
         raise Stop
 
-    monkeypatch.setattr(Trainable, "gradients", gradients)
+    monkeypatch.setattr(OptimizedParams, "gradients", gradients)
     learner = Learner(
         TINY,
         tiny_params(),
@@ -89,8 +89,8 @@ def test_an_engine_is_planned_with_the_programs_it_compiles(tmp_path):
     for table, weights in ((CountingTable(), params), (NotingTable(), described)):
         engine = JaxEngine(TINY, engine_shapes(config), mesh=mesh, table=table)
         served, cache = engine.load_params(weights), engine.init_cache()
-        lanes = idle_lanes(8, engine.shapes.context_pages, 16)
-        given.append((shapes(served), shapes(engine.decode(served, cache, lanes, 16, 1))))
+        slots = idle_decode_batch(8, engine.shapes.context_pages, 16)
+        given.append((shapes(served), shapes(engine.decode(served, cache, slots, 16, 1))))
         given[-1] += ([key[0] for key in table.noted],)
     assert given[0] == given[1]
     assert given[1][2] == ["no weights", "weights", "empty", "decode"]

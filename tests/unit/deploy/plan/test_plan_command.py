@@ -30,7 +30,7 @@ def test_a_small_run_is_compiled_for_a_slice_and_fits(topology, tmp_path):
     made = json.loads(done.stdout.splitlines()[-1])
     assert made["fits"] and made["chips"] == 4
     programs = {program["name"]: program for program in made["programs"]}
-    gradient, decode = programs["policy gradient"], programs["decode 8 lanes of 128"]
+    gradient, decode = programs["policy gradient"], programs["decode 8 slots of 128"]
     assert gradient["exchanged"]["fsdp"] > 0 and gradient["exchanged"]["tensor"] > 0
     assert set(decode["exchanged"]) == {"tensor"}
     # 8 contexts of 128 positions, of each a key and a value; 2 layers, one head a chip, 32 numbers of 4 bytes.
@@ -47,7 +47,7 @@ def test_copies_on_several_slices_exchange_gradients_between_them(tmp_path):
     assert len(made["meshes"]["engines"]) == 2, "both hosts sample"
     programs = {program["name"]: program for program in made["programs"]}
     assert {"critic gradient", "critic update", "values", "score"} < programs.keys()
-    assert "reference" in programs["decode 8 lanes of 128"]["memory"]
+    assert "reference" in programs["decode 8 slots of 128"]["memory"]
     between = {name: sent for name, sent in programs["policy gradient"]["exchanged"].items() if "data" in name}
     # At the least a quarter of the parameters, as each chip holds them, in 4 bytes, and back.
     assert sum(between.values()) >= 360_000 / 4 * 4
@@ -95,13 +95,13 @@ def test_whoever_ends_the_command_ends_its_compiler(tmp_path):
 
 
 def test_what_does_not_fit_is_said_with_the_key_to_change(tmp_path):
-    brought = "rollout.jetstream.engine=pkg.module:make"
-    done = plan(recipe(tmp_path), "v5e:2x2", "rollout.jetstream.cache_tokens=40000000", brought, "--json")
+    brought = "rollout.jetstream.engine_factory=pkg.module:make"
+    done = plan(recipe(tmp_path), "v5e:2x2", "rollout.jetstream.kv_cache_tokens=40000000", brought, "--json")
     assert done.returncode == 1, done.stderr
     assert f"{brought}: planned as if it were the built-in engine" in done.stdout
     advised = [line for line in done.stdout.splitlines() if " not fit: " in line]
-    (line,) = [line for line in advised if "decode 8 lanes of 128" in line]
-    assert "write to the cache" in line and "rollout.jetstream.cache_tokens=20000000" in line
+    (line,) = [line for line in advised if "decode 8 slots of 128" in line]
+    assert "write to the cache" in line and "rollout.jetstream.kv_cache_tokens=20000000" in line
     assert len({line.partition("; try ")[2] for line in advised}) == len(advised), "the same is not said twice"
     made = json.loads(done.stdout.splitlines()[-1])
     assert not made["fits"]

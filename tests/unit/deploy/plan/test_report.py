@@ -13,9 +13,9 @@ from jax_agent_rl.deploy.plan.chips import GIB
 from jax_agent_rl.deploy.plan.command import tell
 from jax_agent_rl.deploy.plan.compile_subprocess import Planned
 from jax_agent_rl.deploy.plan.fit import loads
-from jax_agent_rl.deploy.plan.flops import Work
+from jax_agent_rl.deploy.plan.flops import Flops
 from jax_agent_rl.deploy.plan.inventories import Places
-from jax_agent_rl.deploy.plan.plan import Plan
+from jax_agent_rl.deploy.plan.plan import ResourcePlan
 from jax_agent_rl.deploy.plan.report import as_json, show
 from jax_agent_rl.deploy.plan.roofline import step_of
 from jax_agent_rl.deploy.plan.topology import Slice
@@ -30,7 +30,7 @@ ONE_CHIP = ["learner.mesh.fsdp=1", "learner.mesh.tensor=1", "rollout.jetstream.m
 def gradient(*, refused=False):
     one = compiled(
         program("policy gradient", tokens=128, of="trained"),
-        work=Work(flops=1e12, bytes=3 * GIB),
+        work=Flops(flops=1e12, bytes=3 * GIB),
         temporaries=int(1.5 * GIB),
     )
     if not refused:
@@ -51,7 +51,7 @@ def plan(tmp_path):
         config, slice = load(file, [*ONE_CHIP, *changes]), Slice.parse("v5e:1x1")
         there = dataclasses.replace(one := programs[0], program=dataclasses.replace(one.program, mesh=MESH))
         sizes = loads(inventory(weights=GIB // 8), [there, *programs[1:]], capacity=slice.chip.hbm_bytes)
-        return Plan(
+        return ResourcePlan(
             config=config,
             model=load_config(config.model.path),
             slice=slice,

@@ -8,7 +8,7 @@ from jax_agent_rl.config import build
 from jax_agent_rl.config.loading import read_tree
 from jax_agent_rl.deploy.plan.chips import GIB
 from jax_agent_rl.deploy.plan.compile_subprocess import Planned
-from jax_agent_rl.deploy.plan.estimate import Estimate
+from jax_agent_rl.deploy.plan.estimate import PlanEstimate
 from jax_agent_rl.deploy.plan.layouts import AXES
 from jax_agent_rl.deploy.plan.search import Candidate, candidates, search, table, verdict
 from jax_agent_rl.deploy.plan.topology import Slice
@@ -36,7 +36,7 @@ def test_every_layout_takes_all_chips_and_divides_the_model(found):
     # 4 = 4 x 1 = 2 x 2 over fsdp, context and tensor; no experts. Of 4 heads with 2 for keys 4 chips take one each.
     assert meshes == {(4, 1, 1, 1), (1, 1, 4, 1), (1, 1, 1, 4), (2, 1, 2, 1), (2, 1, 1, 2), (1, 1, 2, 2)}
     assert {one.config.rollout.jetstream.mesh.tensor for one in made} == {1, 2, 4}
-    assert {one.config.learner.rows_per_micro_batch for one in made} == {1, 2, 4, 8}
+    assert {one.config.learner.micro_batch_size for one in made} == {1, 2, 4, 8}
 
 
 def test_what_runs_at_once_is_searched_too(found):
@@ -62,7 +62,7 @@ def test_the_estimated_best_come_first(found):
 def test_more_tokens_at_once_and_more_kept_of_them_take_more(found):
     def passes(**wanted):
         mesh = {"fsdp": 2, "context": 1, "tensor": 2} | {axis: wanted.pop(axis) for axis in AXES if axis in wanted}
-        wanted = {"rows_per_micro_batch": 1, "remat": "dots"} | wanted
+        wanted = {"micro_batch_size": 1, "remat": "dots"} | wanted
         (size,) = {
             one.estimate.passes
             for one in found()
@@ -72,12 +72,12 @@ def test_more_tokens_at_once_and_more_kept_of_them_take_more(found):
         return size
 
     assert passes(remat="full") < passes() < passes(remat="none")
-    assert passes(rows_per_micro_batch=2) > passes()
+    assert passes(micro_batch_size=2) > passes()
     assert passes(fsdp=4, tensor=1) > passes() and passes(context=2, tensor=1) < passes(fsdp=4, tensor=1)
 
 
 def test_what_should_not_fit_is_tried_last(found):
-    made = found("v5e:2x2", "rollout.max_in_flight=8", "learner.row_length=3000000")
+    made = found("v5e:2x2", "rollout.max_in_flight=8", "learner.pack_length=3000000")
     fits = [one.estimate.total <= 15.75 * GIB for one in made]
     assert fits == sorted(fits, reverse=True) and set(fits) == {True, False}
 
@@ -88,11 +88,13 @@ def test_every_host_samples(found):
 
 
 def test_what_cannot_fit_is_not_compiled_and_if_nothing_fits_it_is_said(found):
-    with pytest.raises(ConfigError, match=r"what stays on a chip takes \S+ \wiB of 15.8 GiB.*a smaller .*cache_tokens"):
+    with pytest.raises(
+        ConfigError, match=r"what stays on a chip takes \S+ \wiB of 15.8 GiB.*a smaller .*kv_cache_tokens"
+    ):
         found("v5e:2x2", "rollout.max_in_flight=2000000")
 
 
-def planned(estimate: Estimate, off: float, capacity: float = 10.0) -> Planned:
+def planned(estimate: PlanEstimate, off: float, capacity: float = 10.0) -> Planned:
     """As if compiled: a layout takes ``off`` times what is estimated, and seconds as estimated."""
     total = estimate.total * off
     made = {"fits": total <= capacity, "programs": [{"total": total}], "step": {"seconds": estimate.seconds}}
@@ -131,21 +133,21 @@ def one_mesh(config):
         return None
     if config.rollout.jetstream.max_concurrent_decodes != 8:
         return None
-    rows = config.learner.rows_per_micro_batch
-    return Estimate(stays=0, passes=rows, seconds=10 - rows)
+    rows = config.learner.micro_batch_size
+    return PlanEstimate(stays=0, passes=rows, seconds=10 - rows)
 
 
 def test_where_a_layout_does_not_fit_smaller_ones_of_its_mesh_follow_until_one_does(searched):
     made, tried = searched(one_mesh, off=4, budget=1)
     # 8 rows take 32 of 10; by that 4 take 16, and 2 take 8. With the estimate alone 4 would be next.
-    assert [config.learner.rows_per_micro_batch for config in tried] == [8, 2]
+    assert [config.learner.micro_batch_size for config in tried] == [8, 2]
     assert [one.plan.fits for one in made] == [True, False], "what fits is first"
     assert "the first, as overrides" in verdict(made)
 
 
 def test_if_nothing_fits_that_is_said_and_what_takes_least_is_first(searched):
     made, tried = searched(one_mesh, off=100, budget=2)
-    assert sorted(config.learner.rows_per_micro_batch for config in tried) == [1, 8], "fuller ones are not tried"
+    assert sorted(config.learner.micro_batch_size for config in tried) == [1, 8], "fuller ones are not tried"
     assert [one.plan.memory for one in made] == [100, 800]
     assert verdict(made).startswith("none of these 2 fits")
     assert table(made).row_count == 2
@@ -153,13 +155,13 @@ def test_if_nothing_fits_that_is_said_and_what_takes_least_is_first(searched):
 
 def test_meshes_that_the_compiler_fails_on_are_left_out_and_said(searched):
     def two_meshes(config):
-        mesh, rows = config.learner.mesh, config.learner.rows_per_micro_batch
+        mesh, rows = config.learner.mesh, config.learner.micro_batch_size
         if 4 not in (mesh.fsdp, mesh.tensor) or config.rollout.jetstream.mesh.tensor != 1:
             return None
-        return Estimate(stays=0, passes=rows, seconds=10 - rows + mesh.tensor)
+        return PlanEstimate(stays=0, passes=rows, seconds=10 - rows + mesh.tensor)
 
     made, tried = searched(two_meshes, off=1, budget=1, fails=lambda config: config.learner.mesh.fsdp == 4)
-    assert [config.learner.mesh.fsdp for config in tried] == [4, 1], "no other rows, lanes or remat of that mesh"
+    assert [config.learner.mesh.fsdp for config in tried] == [4, 1], "no other rows, slots or remat of that mesh"
     assert [one.plan is not None for one in made] == [True, False]
     assert [one.as_json()["problem"] for one in made] == [None, "a fault of the compiler"]
     assert list(table(made).columns[1].cells) == ["8 B", "compiler failed"]
@@ -169,8 +171,8 @@ def test_meshes_that_the_compiler_fails_on_are_left_out_and_said(searched):
 
 def test_the_budget_counts_meshes_that_fit_and_bounds_what_is_tried(searched):
     def any_mesh(config):
-        rows, tensor = config.learner.rows_per_micro_batch, config.rollout.jetstream.mesh.tensor
-        return Estimate(stays=tensor, passes=rows, seconds=10 - rows)
+        rows, tensor = config.learner.micro_batch_size, config.rollout.jetstream.mesh.tensor
+        return PlanEstimate(stays=tensor, passes=rows, seconds=10 - rows)
 
     made, tried = searched(any_mesh, off=0.1, budget=3)
     assert len(tried) == 3 and len({one.meshes for one in made}) == 3, "the best of each mesh is enough"

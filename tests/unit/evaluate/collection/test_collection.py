@@ -1,4 +1,4 @@
-"""Lanes and the journal: nothing is doubled or forgotten when a collection is stopped, fails, and goes on."""
+"""Slots and the journal: nothing is doubled or forgotten when a collection is stopped, fails, and goes on."""
 
 import asyncio
 from contextlib import asynccontextmanager
@@ -34,7 +34,7 @@ class Stage:
         context = AgentContext(client=client, codec=self.codec, limits=AgentConfig(), max_model_len=1000)
         self.collector = RolloutCollector(context, score=score or self.one_point, max_in_flight=4, seed=0)
         tree = {"run_dir": "r", "model": {"path": "m"}, "data": {"train": "t"}}
-        config = build(tree, ["rollout.max_in_flight=4", "rollout.prompts_per_step=2", "trainer.max_lost_batches=1"])
+        config = build(tree, ["rollout.max_in_flight=4", "rollout.prompts_per_step=2", "trainer.max_failed_batches=1"])
         agents = SimpleNamespace(collector=self.collector)
         self.rollouts = Rollouts(config=config, client=client, agents=agents, codec=self.codec, rows=ROWS)
         self.file = tmp_path / "journal"

@@ -12,7 +12,7 @@ from jax_agent_rl.config.algorithm import AlgorithmConfig
 from jax_agent_rl.learner.advantages import compute
 from jax_agent_rl.learner.advantages.gae import gae
 from jax_agent_rl.learner.advantages.step import whiten
-from jax_agent_rl.learner.scored_batch import samples_of
+from jax_agent_rl.learner.scored_batch import scored_batch
 from jax_agent_rl.types import FinishReason
 from tests.trajectories import group_of, trajectory
 
@@ -80,7 +80,7 @@ def test_values_at_inserted_tokens_do_not_matter():
 )
 def test_only_a_trajectory_that_was_cut_off_counts_on_what_would_follow(bootstrap, finish, last_return: float):
     group = group_of([trajectory([3], [4, 5], reward=1.0, finish=finish)])
-    samples = samples_of([group], turn_reward="none")
+    samples = scored_batch([group], turn_reward="none")
     samples = type(samples)(**{**vars(samples), "values": [np.array([0.0, 0.0, 8.0])]})
     config = AlgorithmConfig(adv_estimator="gae", gamma=0.5, lam=1.0, bootstrap=bootstrap)
     returns = compute(samples, config).returns

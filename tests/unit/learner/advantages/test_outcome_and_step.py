@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jax_agent_rl.config.algorithm import ADV_ESTIMATORS, AlgorithmConfig
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.learner.advantages import ESTIMATORS, compute, outcome, step
-from jax_agent_rl.learner.scored_batch import samples_of
+from jax_agent_rl.learner.scored_batch import scored_batch
 from tests.trajectories import group_of, random_groups, trajectory
 
 TOTALS = np.array([1.0, 0.0, 0.5, 2.0, 2.5, 0.7])
@@ -105,7 +105,7 @@ def test_a_reward_part_that_is_missing_is_refused_with_its_name():
     groups = [group_of(trajectory([3], [4], reward=1.0, index=i) for i in range(2))]
     config = AlgorithmConfig(adv_estimator="gdpo", gdpo={"reward_keys": ("score", "format")})
     with pytest.raises(ConfigError, match="'format'.*has \\['score'\\]"):
-        compute(samples_of(groups, turn_reward="none"), config)
+        compute(scored_batch(groups, turn_reward="none"), config)
 
 
 def test_every_name_in_the_configuration_has_an_estimator():
@@ -116,7 +116,7 @@ def test_every_name_in_the_configuration_has_an_estimator():
 def test_estimators_leave_inserted_tokens_at_zero_and_put_the_better_above_the_worse(name: str):
     groups = random_groups(0)
     config = AlgorithmConfig(adv_estimator=name, turn_reward="tool_success" if name == "mt_grpo" else "none")
-    samples = samples_of(groups, turn_reward=config.turn_reward)
+    samples = scored_batch(groups, turn_reward=config.turn_reward)
     per_token = compute(samples, config).advantages
     for advantages, mask in zip(per_token, samples.masks, strict=True):
         assert advantages.shape == mask.shape and (advantages[~mask] == 0).all()

@@ -10,7 +10,7 @@ from jax_agent_rl.learner.advantages import compute
 from jax_agent_rl.learner.advantages.outcome import grpo
 from jax_agent_rl.learner.advantages.trees import arpo, tree_grpo, treerl
 from jax_agent_rl.learner.advantages.turns import anchor_groups, gigpo
-from jax_agent_rl.learner.scored_batch import samples_of
+from jax_agent_rl.learner.scored_batch import scored_batch
 from jax_agent_rl.trajectory_graph import TrajectoryGraph
 from jax_agent_rl.types import Fork
 from tests.trajectories import call, group_of, trajectory
@@ -62,7 +62,7 @@ def test_gigpo_reads_observations_and_rewards_from_the_turns():
         trajectory([3], [4, 7, 6], mask=[1, 0, 1], reward=0.0, index=2),
     ]
     config = AlgorithmConfig(adv_estimator="gigpo", gigpo={"gamma": 0.5})
-    got = compute(samples_of([group_of(members)], turn_reward="none"), config).advantages
+    got = compute(scored_batch([group_of(members)], turn_reward="none"), config).advantages
     first = np.array([0.5, 0.5, 0.0]) - 1 / 3  # all from the prompt
     second = np.array([0.5, 0.0, -0.5])  # after 7: 1 and 0; after 8: alone
     episode = np.array([1.0, 1.0, 0.0]) - 2 / 3
@@ -77,7 +77,7 @@ def test_mt_grpo_credits_the_tool_call_only_before_its_result():
         trajectory([3], [4, 5], reward=0.0, index=2),
     ]
     config = AlgorithmConfig(adv_estimator="mt_grpo", turn_reward="tool_success", turn_advantage_coef=0.5)
-    got = compute(samples_of([group_of(members)], turn_reward="tool_success"), config).advantages
+    got = compute(scored_batch([group_of(members)], turn_reward="tool_success"), config).advantages
     outcome, turn = grpo(np.array([1.0, 0, 0])), grpo(np.array([1.0, 0, 0]))
     np.testing.assert_allclose(got[0], [outcome[0] + turn[0] / 2] * 2 + [0, outcome[0]])
     np.testing.assert_allclose(got[1], [outcome[1] + turn[1] / 2] * 2 + [0, outcome[1]])
@@ -88,9 +88,9 @@ def test_tool_rewards_stand_at_the_turns_that_earned_them():
     t = trajectory(
         [3], [4, 5, 7, 6], mask=[1, 1, 0, 1], calls=[[call(reward=0.25), call(reward=0.5, error="x")]], reward=1.0
     )
-    assert samples_of([group_of([t])], turn_reward="tool_reward").rewards[0].tolist() == [0, 0.75, 0, 1]
-    assert samples_of([group_of([t])], turn_reward="tool_success").rewards[0].tolist() == [0, 0.5, 0, 1]
-    assert samples_of([group_of([t])], turn_reward="none").rewards[0].tolist() == [0, 0, 0, 1]
+    assert scored_batch([group_of([t])], turn_reward="tool_reward").rewards[0].tolist() == [0, 0.75, 0, 1]
+    assert scored_batch([group_of([t])], turn_reward="tool_success").rewards[0].tolist() == [0, 0.5, 0, 1]
+    assert scored_batch([group_of([t])], turn_reward="none").rewards[0].tolist() == [0, 0, 0, 1]
 
 
 # a ─ b ─ c      rewards 1 0 1; e is a tree of its own
@@ -117,7 +117,7 @@ def test_a_branch_at_the_prompt_is_compared_within_its_tree():
     """It shares no turn with it, so ids alone would not tell."""
     stem, other = (trajectory([3], [10 + i], reward=float(i), index=i) for i in range(2))
     branch = replace(trajectory([3], [20], reward=1.0, index=2), fork=Fork(tree_id="g-0", parent_id="g-0", turns=0))
-    samples = samples_of([group_of([stem, other, branch])], turn_reward="none")
+    samples = scored_batch([group_of([stem, other, branch])], turn_reward="none")
     got = compute(samples, AlgorithmConfig(adv_estimator="tree_grpo")).advantages
     everyone, tree = grpo(np.array([0.0, 1.0, 1.0])), grpo(np.array([0.0, 1.0]))
     np.testing.assert_allclose([a[0] for a in got], everyone + [tree[0], 0, tree[1]])
@@ -156,7 +156,7 @@ def test_credit_changes_where_a_branch_left_its_parent_within_a_turn():
     b = replace(
         trajectory([3], [10, 11, 20, 21], index=1), fork=Fork(tree_id="g-0", parent_id="g-0", turns=0, tokens=2)
     )
-    samples = samples_of([group_of([a, b])], turn_reward="none")
+    samples = scored_batch([group_of([a, b])], turn_reward="none")
     got = compute(samples, AlgorithmConfig(adv_estimator="treerl")).advantages
     np.testing.assert_allclose(got[0], [0, 0, 2], atol=1e-12)
     np.testing.assert_allclose(got[1], [0, 0, -2, -2], atol=1e-12)
@@ -171,6 +171,6 @@ def test_observations_that_are_trained_on_share_the_credit_of_the_turn_before_th
         with_learned_observation(trajectory([3], [10, 7, 11 + i], mask=[1, 0, 1], reward=float(i), index=i))
         for i in range(2)
     )
-    samples = samples_of([group_of([a, b])], turn_reward="none")
+    samples = scored_batch([group_of([a, b])], turn_reward="none")
     got = compute(samples, AlgorithmConfig(adv_estimator="treerl")).advantages
     np.testing.assert_allclose(got[1], [0, 0, 2], atol=1e-12)

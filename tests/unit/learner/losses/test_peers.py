@@ -50,8 +50,8 @@ def test_one_update_of_token_mean_is_both_peers_default():
 @pytest.mark.parametrize(
     ("overrides", "verl", "trl"),
     [
-        (["learner.updates_per_step=2"], "x1 that of verl", "x2 that of TRL"),
-        (["learner.updates_per_step=4"], "x1 that of verl", "x3 to x6 that of TRL"),  # 2, 2, 1 and 1 of 6 prompts
+        (["learner.num_minibatches=2"], "x1 that of verl", "x2 that of TRL"),
+        (["learner.num_minibatches=4"], "x1 that of verl", "x3 to x6 that of TRL"),  # 2, 2, 1 and 1 of 6 prompts
         (["algorithm.loss_agg_mode=seq-mean-token-sum"], "x96 that of verl", "x96 that of TRL"),
         (["algorithm.loss_agg_mode=token-sum"], "x4608 that of verl", "x4608 that of TRL"),  # 48 * 96 = 4608
         (

@@ -15,10 +15,10 @@ from jax_agent_rl.rollout.protocol import WeightUpdate
 from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.testing.chaos.children import MARK, Child, free_port, marked
 from jax_agent_rl.testing.chaos.command import failures
-from jax_agent_rl.testing.chaos.footprint import Footprint, growth
-from jax_agent_rl.testing.chaos.leak_check import Leftovers, find_leftovers
+from jax_agent_rl.testing.chaos.footprint import ResourceUsage, growth
+from jax_agent_rl.testing.chaos.leak_check import Leaks, find_leaks
 from jax_agent_rl.testing.chaos.ledger import Ledger, WatchedAccounting, WatchedClient
-from jax_agent_rl.testing.chaos.run import Played
+from jax_agent_rl.testing.chaos.run import ChaosResult
 from jax_agent_rl.types import DropReason, SamplingParams
 from tests.fakes import FakeCodec, ScriptedBackend
 
@@ -30,7 +30,7 @@ listening.bind(("127.0.0.1", int(sys.argv[1])))
 listening.listen()
 time.sleep(60)
 """
-GOOD = Played(
+GOOD = ChaosResult(
     seconds=10.0,
     trained_after=1,
     findings={"lost": 0, "duplicated": 0, "inexact": 0, "stale_served": 0, "unbalanced_steps": 0},
@@ -102,9 +102,9 @@ def test_a_run_in_which_everything_held_has_no_failures():
     [
         ({"findings": {**GOOD.findings, "lost": 2}}, "lost is 2, must be 0"),
         ({"findings": {**GOOD.findings, "stale_served": 1}}, "stale_served is 1"),
-        ({"leftovers": Leftovers(processes=["12: sleep"])}, "left behind: processes .'12: sleep'"),
-        ({"leftovers": Leftovers(ports=[80])}, "left behind: ports .80"),
-        ({"leftovers": Leftovers(tasks=["t"])}, "left behind: tasks"),
+        ({"leftovers": Leaks(processes=["12: sleep"])}, "left behind: processes .'12: sleep'"),
+        ({"leftovers": Leaks(ports=[80])}, "left behind: ports .80"),
+        ({"leftovers": Leaks(tasks=["t"])}, "left behind: tasks"),
         ({"crashed": "OSError: no"}, "ended early: OSError: no"),
         ({"trained_after": 0}, "nothing was trained after the last fault"),
         ({"most_attempts": 21}, "sent 21 times"),
@@ -117,7 +117,7 @@ def test_whatever_did_not_hold_is_named(change, said):
 
 
 def prints(*sizes, descriptors=10, tasks=5):
-    return [Footprint(rss_bytes=size << 20, descriptors=descriptors, tasks=tasks) for size in sizes]
+    return [ResourceUsage(rss_bytes=size << 20, descriptors=descriptors, tasks=tasks) for size in sizes]
 
 
 def test_memory_that_grows_to_the_end_is_found_and_a_warm_up_or_a_peak_is_not():
@@ -130,7 +130,7 @@ def test_memory_that_grows_to_the_end_is_found_and_a_warm_up_or_a_peak_is_not():
 
 
 def test_descriptors_and_tasks_that_pile_up_are_found():
-    rising = [Footprint(rss_bytes=1 << 20, descriptors=10 + n, tasks=5 + n) for n in range(80)]
+    rising = [ResourceUsage(rss_bytes=1 << 20, descriptors=10 + n, tasks=5 + n) for n in range(80)]
     assert [failure.split()[0] for failure in failures(replace(GOOD, footprints=rising))] == ["descriptors", "tasks"]
 
 
@@ -165,7 +165,7 @@ async def test_what_a_run_leaves_behind_is_found_and_its_processes_are_killed(tm
     mark, before = secrets.token_hex(8), asyncio.all_tasks()
 
     async def find(*ports: int):
-        return await find_leftovers(mark=mark, ports=ports, folder=tmp_path, tasks_before=before)
+        return await find_leaks(mark=mark, ports=ports, folder=tmp_path, tasks_before=before)
 
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]

@@ -14,7 +14,7 @@ from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.protocol import GenerateRequest, WeightUpdate
 from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.testing.chaos.engine import PacedBackend
-from jax_agent_rl.testing.chaos.policy import EOS, Policy, context_key, policy_of
+from jax_agent_rl.testing.chaos.policy import EOS, HashPolicy, context_key, hash_policy
 from jax_agent_rl.testing.chaos.verify import problems
 from jax_agent_rl.types import (
     FinishReason,
@@ -38,13 +38,13 @@ def request(turn=0, *, prompt=PROMPT, most=40, name=None):
 
 def update(tmp_path, version):
     file = tmp_path / f"{version}.safetensors"
-    policy_of(SEED, version).save(file)
+    hash_policy(SEED, version).save(file)
     return WeightUpdate(version=version, kind="safetensors", payload=[str(file)])
 
 
 @pytest.fixture
 async def engine():
-    backend = PacedBackend(policy_of(SEED, -1), version=-1, tick_seconds=0.0)
+    backend = PacedBackend(hash_policy(SEED, -1), version=-1, tick_seconds=0.0)
     await backend.start()
     yield backend
     await backend.close()
@@ -113,7 +113,7 @@ async def test_a_proof_fails_where_anything_differs(engine):
 
 def test_ids_are_drawn_with_the_probabilities_they_report():
     """Against an independent count: 20 000 draws from one row, each probability within five standard deviations."""
-    policy, draws = policy_of(SEED, 0), 20_000
+    policy, draws = hash_policy(SEED, 0), 20_000
     sampled = [policy.sample(11, seed=seed, position=3) for seed in range(draws)]
     counts = Counter(token for token, _ in sampled)
     for token, log_prob in set(sampled):
@@ -122,13 +122,13 @@ def test_ids_are_drawn_with_the_probabilities_they_report():
 
 
 def test_weights_come_back_from_their_file_and_others_are_refused(tmp_path):
-    policy_of(SEED, 2).save(tmp_path / "w.safetensors")
-    assert np.array_equal(Policy.read(tmp_path / "w.safetensors").logits, policy_of(SEED, 2).logits)
+    hash_policy(SEED, 2).save(tmp_path / "w.safetensors")
+    assert np.array_equal(HashPolicy.read(tmp_path / "w.safetensors").logits, hash_policy(SEED, 2).logits)
     (tmp_path / "half.safetensors").write_bytes((tmp_path / "w.safetensors").read_bytes()[:1000])
     with pytest.raises(ValueError, match="holds no policy"):
-        Policy.read(tmp_path / "half.safetensors")
+        HashPolicy.read(tmp_path / "half.safetensors")
     with pytest.raises(ValueError, match="must be finite float32"):
-        Policy(np.full_like(policy_of(SEED, 2).logits, np.nan))
+        HashPolicy(np.full_like(hash_policy(SEED, 2).logits, np.nan))
 
 
 async def test_an_interrupted_request_goes_on_as_if_nothing_had_happened(engine):

@@ -18,7 +18,7 @@ UPDATE = WeightUpdate(version=1, kind="arrays", payload=None)
 
 def run(main, **speed):
     """``main(engine)`` on an engine of one-second steps whose prompts take no time worth a word."""
-    defaults = {"lanes": 4, "step_seconds": 1.0, "prefill_tokens_per_step": 10**9}
+    defaults = {"slots": 4, "step_seconds": 1.0, "prefill_tokens_per_step": 10**9}
 
     async def on_engine():
         return await main(SimulatedEngine(EngineSpeed(**defaults | speed), max_model_len=4096))
@@ -45,11 +45,11 @@ def times(results):
     return [pytest.approx(at, abs=1e-4) for at, _ in results]
 
 
-def test_lanes_advance_together_and_the_next_in_line_takes_the_lane_that_is_free():
+def test_slots_advance_together_and_the_next_in_line_takes_the_slot_that_is_free():
     async def main(engine):
         return await finish(engine, request("a", 10), request("b", 3), request("c", 4))
 
-    assert times(run(main, lanes=2)) == [10.0, 3.0, 7.0]
+    assert times(run(main, slots=2)) == [10.0, 3.0, 7.0]
 
 
 def test_what_waits_is_served_by_priority_and_then_by_arrival():
@@ -57,16 +57,16 @@ def test_what_waits_is_served_by_priority_and_then_by_arrival():
         urgent = request("d", 1, priority=-1)
         return await finish(engine, request("a", 10), request("b", 3), request("c", 4), urgent, request("e", 2))
 
-    # one lane: a has it, then d, which is urgent, then b, c and e as they came
-    assert times(run(main, lanes=1)) == [10.0, 14.0, 18.0, 11.0, 20.0]
+    # one slot: a has it, then d, which is urgent, then b, c and e as they came
+    assert times(run(main, slots=1)) == [10.0, 14.0, 18.0, 11.0, 20.0]
 
 
-def test_each_lane_in_use_slows_all_of_them():
+def test_each_slot_in_use_slows_all_of_them():
     async def main(engine):
         return await finish(engine, request("a", 10), request("b", 5))
 
     # five steps of 1 + 2 * 0.5 seconds, then five of 1.5
-    assert times(run(main, lane_seconds=0.5)) == [17.5, 10.0]
+    assert times(run(main, slot_seconds=0.5)) == [17.5, 10.0]
 
 
 def test_prompts_take_their_time_and_what_a_session_left_behind_does_not():
@@ -139,7 +139,7 @@ def test_pauses_that_wait_are_told_together_and_one_that_is_given_up_holds_nothi
     assert [when for when, _ in run(main)] == pytest.approx([5.0, 20.0, 25.0], abs=1e-4)
 
 
-def test_a_request_whose_caller_is_gone_frees_its_lane():
+def test_a_request_whose_caller_is_gone_frees_its_slot():
     async def main(engine):
         first = asyncio.create_task(engine.generate(request("a", 100)))
         second = asyncio.create_task(finish(engine, request("b", 5)))
@@ -147,7 +147,7 @@ def test_a_request_whose_caller_is_gone_frees_its_lane():
         first.cancel()
         return times(await second), (await engine.health()).running
 
-    assert run(main, lanes=1) == ([15.0], 0)
+    assert run(main, slots=1) == ([15.0], 0)
 
 
 def test_busy_is_the_time_in_which_something_runs():

@@ -23,7 +23,7 @@ RECIPE = {
     "data": {"train": "none"},
     "rollout": {"prompts_per_step": 4, "group_size": 4},
 }
-SAME = ["agent.turns=1", "agent.turn_tokens=400", "agent.turn_sigma=0", "engines.count=2", "engines.lanes=16"]
+SAME = ["agent.turns=1", "agent.turn_tokens=400", "agent.turn_sigma=0", "engines.count=2", "engines.slots=16"]
 BALANCED = [*SAME, "learner.tokens_per_second=2624", "steps=4"]
 ROLLOUT, LEARNER, PUBLISH = 4.005, 4.0, 1.0
 
@@ -38,7 +38,7 @@ def test_a_synchronous_step_takes_the_sum_of_its_parts():
     assert result.step_seconds == pytest.approx(ROLLOUT + LEARNER + PUBLISH, rel=1e-6)
     assert result.engines_busy == pytest.approx(ROLLOUT / result.step_seconds, rel=1e-3)
     assert result.learner_busy == pytest.approx(LEARNER / result.step_seconds, rel=1e-6)
-    assert result.lanes_used == pytest.approx(16 * 400 / (32 * 100 * result.step_seconds), rel=1e-3)
+    assert result.slots_used == pytest.approx(16 * 400 / (32 * 100 * result.step_seconds), rel=1e-3)
     assert result.staleness_max == 0 and result.dropped == 0
 
 
@@ -55,7 +55,7 @@ def test_fully_asynchronous_the_learner_never_waits_where_the_engines_keep_up():
 
 
 def test_the_ideal_is_the_slower_sides_own_rate():
-    # The learner's: 2624 ids a second are 4 trajectories of 656; the engines': 32 lanes, 400 ids at 100 a second: 8.
+    # The learner's: 2624 ids a second are 4 trajectories of 656; the engines': 32 slots, 400 ids at 100 a second: 8.
     result = outcome("sync", BALANCED)
     assert result.share_of_ideal == pytest.approx(16 / result.step_seconds / 4.0, rel=1e-6)
 
@@ -97,5 +97,5 @@ def test_recipes_of_algorithms_that_take_groups_of_one_can_be_simulated():
 def test_a_wrong_assumption_is_named(tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("run_dir: x\nmodel: {path: none}\ndata: {train: none}\n")
-    with pytest.raises(ConfigError, match=r"engines\.lane.*did you mean"):
-        run_command(recipe, ["assume.engines.lane=3"], None, as_json=False, console=Console(file=io.StringIO()))
+    with pytest.raises(ConfigError, match=r"engines\.slot.*did you mean"):
+        run_command(recipe, ["assume.engines.slot=3"], None, as_json=False, console=Console(file=io.StringIO()))

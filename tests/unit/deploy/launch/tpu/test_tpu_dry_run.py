@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from jax_agent_rl.deploy.launch.tpu import dry_run, topology
-from jax_agent_rl.deploy.launch.tpu.gcloud import Gcloud, Request
+from jax_agent_rl.deploy.launch.tpu.gcloud import Gcloud, SliceRequest
 from jax_agent_rl.deploy.launch.tpu.job import Job, servers_of
 from jax_agent_rl.deploy.launch.tpu.render import render
 from jax_agent_rl.errors import LaunchError
@@ -56,7 +56,7 @@ def config(tmp_path: Path) -> Path:
 
 def rendered(
     kind: str,
-    request: Request,
+    request: SliceRequest,
     job: Job,
     image: str | None = "europe-docker.pkg.dev/p/r/jax_agent_rl:1",
     rollout_hosts: int = 0,

@@ -19,7 +19,7 @@ export JAX_AGENT_RL_TOKEN
 mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST" | tail -n 1)
 urls="$(printf ',http://%s:PORT' "${hosts[@]}")"
 urls="${urls:1}"
-srun --label --kill-on-bad-exit=1 --nodes=1 --ntasks=1 --relative=2 jax-agent-rl rollout-server --config my.yaml --host=0.0.0.0 --port=PORT seed=1 rollout.token_env=JAX_AGENT_RL_TOKEN rollout.weight_folder=gs://b/my-run/weights &
+srun --label --kill-on-bad-exit=1 --nodes=1 --ntasks=1 --relative=2 jax-agent-rl rollout-server --config my.yaml --host=0.0.0.0 --port=PORT seed=1 rollout.token_env=JAX_AGENT_RL_TOKEN rollout.weight_dir=gs://b/my-run/weights &
 serving=$!
 trap 'kill "$serving" 2>/dev/null || true' EXIT
 for host in "${hosts[@]}"; do # until it has loaded and compiled
@@ -35,7 +35,7 @@ over=""
 trap 'over=1; kill -TERM "$!" || true' USR1
 
 # The processes find each other by Slurm's variables.
-srun --label --kill-on-bad-exit=1 --nodes=2 --ntasks=2 --relative=0 jax-agent-rl train my.yaml seed=1 run_dir=runs/my-run trainer.checkpoint_dir=gs://b/my-run/checkpoints rollout.backend=remote 'rollout.urls=['"$urls"']' rollout.token_env=JAX_AGENT_RL_TOKEN rollout.weight_transport=tensorstore rollout.weight_folder=gs://b/my-run/weights learner.multihost.coordinator=auto --auto-resume &
+srun --label --kill-on-bad-exit=1 --nodes=2 --ntasks=2 --relative=0 jax-agent-rl train my.yaml seed=1 run_dir=runs/my-run trainer.checkpoint_dir=gs://b/my-run/checkpoints rollout.backend=remote 'rollout.urls=['"$urls"']' rollout.token_env=JAX_AGENT_RL_TOKEN rollout.weight_transport=tensorstore rollout.weight_dir=gs://b/my-run/weights learner.multihost.coordinator=auto --auto-resume &
 status=0
 wait "$!" || status=$?
 while [ "$status" = 138 ]; do # 128 and USR1: the wait has ended, the run has not
