@@ -79,7 +79,7 @@ class RequestAdmission:
         )
 
     def prompt(self, request: GenerateRequest) -> dict[str, Any]:
-        """vLLM's form of the context."""
+        """VLLM's form of the context."""
         if not request.multi_modal:
             return {"prompt_token_ids": list(request.prompt_ids)}
         counts = {kind: len(items) for kind, items in request.multi_modal.items()}
@@ -92,7 +92,7 @@ class RequestAdmission:
             check_conditioned(request, ids, self._placeholders)
 
     def adapter(self, request: GenerateRequest) -> Any:
-        """vLLM's ``LoRARequest``, None for the plain model. An adapter's number is its place in the order of names."""
+        """VLLM's ``LoRARequest``, None for the plain model. An adapter's number is its place in the order of names."""
         if request.lora is None:
             return None
         from vllm.lora.request import LoRARequest

@@ -74,7 +74,8 @@ FAMILIES: Mapping[str, Family] = {
 @dataclass(frozen=True, kw_only=True)
 class Placement:
     """Where one tensor lies: rows ``first .. first + rows`` of vLLM's ``parameter`` (transposed or not), or of its
-    slice ``expert``."""
+    slice ``expert``.
+    """
 
     parameter: str
     first: int

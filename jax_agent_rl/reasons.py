@@ -44,7 +44,8 @@ class FinishReason(StrEnum):
     @property
     def truncated(self) -> bool:
         """A limit of the run cut the trajectory off. Otherwise it ended naturally: the policy answered, or the tool
-        server, the user or the environment ended it, and nothing would follow."""
+        server, the user or the environment ended it, and nothing would follow.
+        """
         return self in _TURN_LIMITS or self.out_of_tokens
 
     @property

@@ -318,7 +318,8 @@ def _verdict(
 
 def _rounding(subject: DiagnosisSubject, plain: Scores) -> str | None:
     """Whether the gap is of the size and the kind that a coarser type makes. Other kernels round elsewhere, so no
-    attempt gives the very same numbers: what agrees is how large the differences are, and in part where they lie."""
+    attempt gives the very same numbers: what agrees is how large the differences are, and in part where they lie.
+    """
     gap = np.concatenate(subject.gaps(plain))
     if abs(gap.mean()) > 0.5 * np.abs(gap).mean():
         return None

@@ -1,5 +1,6 @@
 """Which tensor is wrong in an engine that cannot be looked into: each one is taken away, exchanged or transposed in the
-learner's model, until that says what the engine said."""
+learner's model, until that says what the engine said.
+"""
 
 from __future__ import annotations
 

@@ -182,7 +182,8 @@ class ChatCodec:
 
     def encode_markup(self, text: str) -> list[int]:
         """Ids of text in which control tokens count and none is added: separators that a configuration gives, prompts
-        that somebody else rendered; never data."""
+        that somebody else rendered; never data.
+        """
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     def _marked(

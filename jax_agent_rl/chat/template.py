@@ -95,7 +95,8 @@ class ChatTemplate:
 
     def adapt(self, messages: Sequence[Message]) -> list[Message]:
         """Tool calls as text where the template shows none; tool results as user messages where it has no ``tool``
-        role; neighbours become one message."""
+        role; neighbours become one message.
+        """
         if not self._has_tool_calls:
             messages = [self._with_calls_told(m) if m.get("tool_calls") else m for m in messages]
         if self._has_tool_role:

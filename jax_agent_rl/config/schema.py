@@ -34,7 +34,8 @@ def editor_schema(model: type[BaseModel], *, title: str) -> dict[str, Any]:
 
 def _without(node: Any, names: set[str]) -> Any:
     """The tree of a schema without these annotations, conditions moved into descriptions; a property that has such a
-    name stays."""
+    name stays.
+    """
     if isinstance(node, list):
         return [_without(item, names) for item in node]
     if not isinstance(node, dict):

@@ -51,7 +51,8 @@ PREFILL_ROWS = 4  # chunks computed together: a matrix product of one short chun
 class Extension:
     """Ids (int32 [n]) to prefill from position ``start`` on into a context's pages, given by their numbers;
     ``multimodal`` is the whole context of a vision model, ``adapter`` is as in
-    :class:`~jax_agent_rl.jetstream.decode_batch.DecodeBatch`."""
+    :class:`~jax_agent_rl.jetstream.decode_batch.DecodeBatch`.
+    """
 
     pages: Sequence[int]
     start: int

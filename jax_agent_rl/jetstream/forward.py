@@ -246,7 +246,7 @@ def _decode_layer(
     positions: jax.Array,
     pages: jax.Array | None,
 ) -> tuple[jax.Array, LayerKV]:
-    """x [D, B] behind the layer, and its cache with the tokens' keys and values."""
+    """X [D, B] behind the layer, and its cache with the tokens' keys and values."""
     window = config.sliding_window if windowed else None
     q, k, v = _project(config, layer, x, *table)
     q, new = q.transpose(3, 0, 1, 2), (k.transpose(2, 0, 1), v.transpose(2, 0, 1))
@@ -266,7 +266,7 @@ def _chunk_layer(
     cached: LayerKV,
     starts: jax.Array,
 ) -> tuple[jax.Array, LayerKV]:
-    """x [D, R T] behind the layer, and its keys and values of the chunk."""
+    """X [D, R T] behind the layer, and its keys and values of the chunk."""
     rows, window = len(starts), config.sliding_window if windowed else None
     q, k, v = _project(config, layer, x, *table)
     q, k, v = (y.reshape(*y.shape[:-1], rows, -1) for y in (q, k, v))
@@ -324,7 +324,7 @@ def embed_tokens(config: DecoderConfig, params: EngineParams, tokens: jax.Array)
 
 
 def _rope(config: DecoderConfig, positions: jax.Array) -> tuple[tuple[jax.Array, jax.Array], ...]:
-    """cos and sin [h/2, B] of full layers, and of windowed ones."""
+    """Cos and sin [h/2, B] of full layers, and of windowed ones."""
     ropes = (config.rope, config.local_rope or config.rope)
     tables = (rope_tables(rope, config.head_dim, positions) for rope in ropes)
     return tuple((cos.T, sin.T) for cos, sin in tables)

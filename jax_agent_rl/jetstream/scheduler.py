@@ -272,7 +272,8 @@ class Scheduler:
 
     def _exit_after(self, running: int) -> int:
         """Return how many slots finish before a dispatch ends early: one where a request waits for a slot, otherwise a
-        quarter, whose agents soon bring their next turn, or as many as leave enough for a program of fewer slots."""
+        quarter, whose agents soon bring their next turn, or as many as leave enough for a program of fewer slots.
+        """
         if self._waiting:
             return 1
         fewer = max((w for w in self.engine.shapes.slot_buckets if w < running), default=0)

@@ -169,7 +169,8 @@ class EngineThread:
 
     def _wait_for_commands(self) -> None:
         """Sleeps until there is something to do, then a moment more: requests come in bursts, and the first of one
-        would otherwise decode alone while the others wait for its dispatch to end."""
+        would otherwise decode alone while the others wait for its dispatch to end.
+        """
         while not (self._closing or self._commands):
             self._wake.wait()
         deadline = time.perf_counter() + BURST_SECONDS

@@ -90,7 +90,8 @@ class WeightLoader:
 
     def _on_devices(self, x: jax.Array | np.ndarray, sharding: NamedSharding) -> jax.Array:
         """What comes from the host is laid out; and on a lone device all arrays are named alike, without a copy, so
-        that one program takes them."""
+        that one program takes them.
+        """
         if isinstance(x, np.ndarray):
             return jax.device_put(x, sharding)
         at_home = len(self._devices) == 1 and self._devices == _devices_of(x)

@@ -151,7 +151,8 @@ def _rollout_logprobs(
     trajectories: Sequence[Trajectory], sampled: Sequence[np.ndarray], old: PerTerm | None
 ) -> PerTerm:
     """What the engine reported. For observations, which nobody sampled, the learner's own (if known, else NaN), so
-    that they are never off-policy."""
+    that they are never off-policy.
+    """
     rollout = []
     for number, (trajectory, at) in enumerate(zip(trajectories, sampled, strict=True)):
         reported = np.concatenate([np.asarray(s.rollout_logprobs, np.float64) for s in trajectory.sequences])[at]

@@ -158,7 +158,7 @@ class ImagePacker:
                 )
 
     def has_room(self, which: int, rows: int) -> np.ndarray:
-        """bool [rows]: where a sequence's pictures fit beside those that are there."""
+        """Bool [rows]: where a sequence's pictures fit beside those that are there."""
         members = self._members[which]
         there = self._there[:rows]
         new = ~there[:, members] @ self._sizes[members]

@@ -289,7 +289,8 @@ class Learner:
 
     def _blanks(self, batch: Batch, program: Any) -> Iterator[Arrays]:
         """Micro-batches without weight, for a program that has its first batch: with them it is compiled for every
-        number of patches, and for none later."""
+        number of patches, and for none later.
+        """
         if self._vision_processor is not None and program not in self._compiled:
             self._compiled.add(program)
             yield from map(self._placed, blanks(next(batch.micro_batches(self._rows)), self._vision_processor))

@@ -1,5 +1,6 @@
 """What of a model is trained: all of it, its decoder, or adapters over it. The learner reads each through the same
-functions."""
+functions.
+"""
 
 from __future__ import annotations
 
@@ -89,7 +90,8 @@ def _computed(function: Callable[[Params], Params], params: Params) -> Params:
 
 def divided(params: Params, shardings: Any, *, freeze_vision: bool) -> tuple[Params, Params, Any]:
     """What is trained, what is not (the tower, which then takes no optimizer state either; laid out), and the first
-    one's shardings."""
+    one's shardings.
+    """
     if not freeze_vision:
         return params, {}, shardings
     trained, places = ({name: x for name, x in tree.items() if name != "vision"} for tree in (params, shardings))

@@ -1,5 +1,6 @@
 """Every program of a learner, from shapes alone: a run compiles each at its first call, a plan for machines that are
-not here."""
+not here.
+"""
 
 from __future__ import annotations
 

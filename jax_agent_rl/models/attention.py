@@ -154,7 +154,7 @@ def _scores(queries: jax.Array, keys: jax.Array, tree_mask: TreeMask, span: tupl
 
 
 def _visible(tree_mask: TreeMask, span: tuple[int, int], keys: int) -> jax.Array:
-    """bool [B, block, keys]: which of the first keys the queries of a block see."""
+    """Bool [B, block, keys]: which of the first keys the queries of a block see."""
     index = jnp.arange(*span) + (0 if tree_mask.offset is None else tree_mask.offset)
     visible = (jnp.arange(keys) <= index[:, None]) & (index[:, None] < tree_mask.subtree_end[:, None, :keys])
     if tree_mask.window is None or tree_mask.positions is None:

@@ -35,14 +35,15 @@ def rope_frequencies(rope: Rope, head_dim: int) -> jax.Array:
 
 
 def rope_tables(rope: Rope, head_dim: int, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """cos and sin float32 [.., h/2] of the rotary angles at int32 positions [..]."""
+    """Cos and sin float32 [.., h/2] of the rotary angles at int32 positions [..]."""
     angles = positions[..., None].astype(jnp.float32) * rope_frequencies(rope, head_dim)
     return jnp.cos(angles), jnp.sin(angles)
 
 
 def picture_rope_tables(rope: Rope, head_dim: int, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
     """:func:`rope_tables` at int32 positions [.., 3] of time, row and column, each of which turns its section of the
-    frequencies."""
+    frequencies.
+    """
     assert rope.sections is not None
     axis_of_frequency = np.repeat(np.arange(3), rope.sections)
     angles = positions[..., axis_of_frequency].astype(jnp.float32) * rope_frequencies(rope, head_dim)

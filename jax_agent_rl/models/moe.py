@@ -109,7 +109,8 @@ def replicated_mixture_of_experts(
     experts: Experts, layer: Params, x: jax.Array, activation: Activation, mesh: Mesh
 ) -> jax.Array:
     """:func:`mixture_of_experts` of [N, D] that is the same on every device, where the experts are spread over
-    ``expert`` and each one's hidden units over ``tensor``: every device adds what its part of them gives."""
+    ``expert`` and each one's hidden units over ``tensor``: every device adds what its part of them gives.
+    """
     here = experts.count // mesh.shape["expert"]
 
     def shard(layer: Params, x: jax.Array) -> jax.Array:

@@ -63,7 +63,8 @@ def split_weight(weight: Any, spec: PartitionSpec) -> Any:
 
 def product(weight: Any, x: jax.Array) -> jax.Array:
     """[..., out, in] x [in, B] -> [..., out, B]. Of a quantised weight the scales come last, so that its 8 bits are all
-    that is read."""
+    that is read.
+    """
     if isinstance(weight, jax.Array):
         return jnp.einsum("...od,db->...ob", weight, x)
     out = jnp.einsum("...od,db->...ob", weight.numbers.astype(x.dtype), x)

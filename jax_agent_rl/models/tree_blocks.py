@@ -74,7 +74,7 @@ def plan_blocks(q: jax.Array, k: jax.Array, v: jax.Array, tree_mask: TreeMask, b
 
 
 def _live(marks: Marks, first: jax.Array, window: jax.Array, count: int, q_block: int, k_block: int) -> jax.Array:
-    """bool [B, queries' blocks, keys' blocks]: false only where no query of the block sees any of the keys."""
+    """Bool [B, queries' blocks, keys' blocks]: false only where no query of the block sees any of the keys."""
     batch, keys, _ = marks.ends.shape
     begins = (first + jnp.arange(0, count, q_block))[:, None]
     last_end = marks.ends.reshape(batch, 1, -1, k_block).max(axis=-1)

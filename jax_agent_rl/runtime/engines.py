@@ -155,7 +155,8 @@ def backend_factories(
 
 def recovery_seconds(config: Config) -> float:
     """``rollout.recovery_seconds``, where there are engines that can be replaced: the only one of a run, on the
-    learner's devices and in its process, cannot."""
+    learner's devices and in its process, cannot.
+    """
     alone = config.rollout.backend == "jetstream" and config.rollout.placement == "colocated"
     return 0.0 if alone and jax.process_count() == 1 else config.rollout.recovery_seconds
 

@@ -115,7 +115,8 @@ async def read_engines(servers: Sequence[AsyncServer]) -> list[Metric]:
 
 def serving_limits(agent: AgentConfig, max_model_len: int) -> AgentConfig:
     """Training budgets do not bind whom a model is served to; the context's length does. A client's tools are told to
-    the model, whether or not the rows of training explain theirs."""
+    the model, whether or not the rows of training explain theirs.
+    """
     return agent.model_copy(
         update={
             "max_prompt_length": max_model_len,

@@ -91,7 +91,8 @@ def place_engines(
 
 def first_version(config: Config) -> int:
     """The policy version engines start with: those that are not the learner's process alone read the model's files, and
-    a run's first weights are newer than those."""
+    a run's first weights are newer than those.
+    """
     alone = config.rollout.placement == "colocated" and not on_every_host(config)
     return 0 if alone and config.rollout.backend != "remote" else UNTRAINED
 

@@ -6,7 +6,7 @@
     def lookup(word: str, language: Literal["en", "fr"] = "en") -> str:
         \"""Looks a word up.
 
-        Args:
+Args:
             word: The word.
             language: Language of the answer.
         \"""

@@ -152,7 +152,8 @@ _last_acts: list[Callable[[], None]] = []
 @contextlib.contextmanager
 def at_leaving(last: Callable[[], None]) -> Iterator[None]:
     """Inside, ``last`` is called where the process leaves without an orderly end, in another thread: to end children
-    that might hang, too."""
+    that might hang, too.
+    """
     _last_acts.append(last)
     try:
         yield

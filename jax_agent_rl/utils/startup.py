@@ -1,5 +1,6 @@
 """libtpu also compiles for TPUs that are not there (``jax-agent-rl plan``); where it is installed for that, JAX is kept
-from looking for them in every command: it would complain that there are none."""
+from looking for them in every command: it would complain that there are none.
+"""
 
 from __future__ import annotations
 

@@ -30,7 +30,8 @@ class _StreamOptions(BaseModel):
 
 class _Sampled(BaseModel):
     """What both kinds of request share. Fields that change nothing about the answer (``user``, ``metadata``, …) are
-    accepted; those that would, and cannot be honoured, have only their neutral value."""
+    accepted; those that would, and cannot be honoured, have only their neutral value.
+    """
 
     model_config = ConfigDict(extra="forbid")
 

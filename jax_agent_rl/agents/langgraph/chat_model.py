@@ -243,7 +243,8 @@ class ChatModel(BaseChatModel):
 
 def _openai_messages(messages: list[BaseMessage]) -> list[dict[str, Any]]:
     """OpenAI-style dicts. The model's own messages are their text and calls, however their content is laid out, and
-    their reasoning, which tells apart samples that say the same."""
+    their reasoning, which tells apart samples that say the same.
+    """
     own = (m.model_copy(update={"content": str(m.text)}) if isinstance(m, AIMessage) else m for m in messages)
     converted = to_openai(list(own))
     converted: list[dict[str, Any]] = converted if isinstance(converted, list) else [converted]

@@ -135,7 +135,8 @@ class _Half:
 
     def published(self, policy: Parameterization, state: TrainState, *, merged: bool) -> tuple[Params, bool]:
         """Parameters as an engine of this process takes them (``Learner.params``, ``LeadingLearner.params``), and
-        whether they are the learner's own arrays."""
+        whether they are the learner's own arrays.
+        """
         if merged:
             merge = policy.whole.trace(state.params, policy.frozen)
             whole = jax.tree.map(place, merge.out_info, merge.lower().compile().output_shardings)

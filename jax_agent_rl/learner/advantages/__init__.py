@@ -160,7 +160,8 @@ def _arpo(samples: ScoredBatch, config: AlgorithmConfig) -> Advantages:
 
 def _by_nodes(samples: ScoredBatch, one: Callable[[np.ndarray, trees.Paths], list[np.ndarray]]) -> Advantages:
     """Runs a function of each group that gives a number per node of the group's graph, and lays those out over the
-    nodes' tokens and what was appended after them."""
+    nodes' tokens and what was appended after them.
+    """
     advantages = [np.zeros(len(mask)) for mask in samples.masks]
     for group in samples.members:
         graph = TrajectoryGraph.of([samples.trajectories[i] for i in group])

@@ -150,7 +150,7 @@ def rope_positions(vision: VisionConfig, length: int, spans: Sequence[ImageSpan]
 
 
 def _places(vision: VisionConfig, span: ImageSpan) -> np.ndarray:
-    """int [N, 3] of an item's features, from zero."""
+    """Int [N, 3] of an item's features, from zero."""
     places = np.indices(span.grid).reshape(3, -1).T
     if span.kind == "video":
         step = vision.tokens_per_second * vision.temporal_patch_size / FRAMES_PER_SECOND

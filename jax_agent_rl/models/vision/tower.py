@@ -76,7 +76,7 @@ def _embed(config: VisionConfig, params: Params, patches: jax.Array, order: jax.
 
 
 def _rope(config: VisionConfig, places: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """cos and sin float32 [B, P, h/2] of places [B, P, 2]: half of the angles turn with rows, half with columns."""
+    """Cos and sin float32 [B, P, h/2] of places [B, P, 2]: half of the angles turn with rows, half with columns."""
     half = config.head_dim // 2
     frequencies = 1.0 / 10000.0 ** (jnp.arange(0, half, 2, dtype=jnp.float32) / half)
     angles = (places[..., None].astype(jnp.float32) * frequencies).reshape(*places.shape[:-1], half)

@@ -176,7 +176,8 @@ def charts(metrics: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def thinned(points: Sequence[tuple[float, ...]], most: int = MOST_POINTS) -> list[tuple[float, ...]]:
     """At most about ``most`` points ``(x, y, …)`` by x: the first, the last, and of every stretch those of the least
-    and the greatest y."""
+    and the greatest y.
+    """
     if len(points) <= most:
         return list(points)
     length = math.ceil(2 * len(points) / most)

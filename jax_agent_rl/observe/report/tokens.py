@@ -38,7 +38,8 @@ class Vocabulary:
 
     def spanning(self, ids: Sequence[int]) -> dict[int, str]:
         """Texts of tokens that hold only a part of a character, by position: the first one of a run of such tokens
-        gets the run's whole text, the others none."""
+        gets the run's whole text, the others none.
+        """
         broken = [_BROKEN in self.texts[self._place(i)] for i in ids]
         texts: dict[int, str] = {}
         for flag, run in groupby(range(len(ids)), key=lambda at: broken[at]):

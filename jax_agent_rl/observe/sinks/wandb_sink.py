@@ -31,7 +31,8 @@ def require_login() -> None:
 
 class WandbSink:
     """One W&B run. Its own step only ever grows, so the training step is a metric and the axis of all others: a
-    resumed run may log a step again."""
+    resumed run may log a step again.
+    """
 
     _run: Any = None
 

@@ -146,7 +146,7 @@ def _stored(model: Path, folder: Path) -> str:
 
 
 def decoder(tokenizer: Any) -> Callable[[Any], str]:
-    """ids to text, special ids included, as engines look for stop strings."""
+    """Ids to text, special ids included, as engines look for stop strings."""
     return lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False)
 
 
@@ -198,7 +198,7 @@ def jetstream(options: SubjectOptions) -> BackendUnderTest:
 
 
 def vllm(options: SubjectOptions) -> BackendUnderTest:
-    """vLLM on whatever device it was built for."""
+    """VLLM on whatever device it was built for."""
     from gpu_backend.backend import VllmBackend
     from gpu_backend.settings import VllmSettings
 
@@ -217,7 +217,8 @@ def vllm(options: SubjectOptions) -> BackendUnderTest:
 
 def remote(options: SubjectOptions) -> BackendUnderTest:
     """A rollout server: one that runs already and serves ``options.folders.base`` (at the end it does so again), or, if
-    no address is given, one of our own."""
+    no address is given, one of our own.
+    """
     from jax_agent_rl.rollout.http.client import RemoteBackend
     from jax_agent_rl.testing.conformance.served import ServedBackend
 

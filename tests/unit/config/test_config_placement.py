@@ -44,12 +44,12 @@ def test_what_fits_together_is_taken(rollout: dict, mode: str):
         (
             {**SEPARATE, "sleep_during_update": True},
             "sync",
-            "rollout.sleep_during_update: no engine is on the learner's devices",
+            "rollout.sleep_during_update: no engine shares the learner's devices",
         ),
         (
             {"backend": "remote", "urls": ["http://h:1"], "sleep_during_update": True},
             "sync",
-            "no engine is on the learner's",
+            "no engine shares the learner's",
         ),
         ({"backend": "remote", "urls": ["http://h:1"], **SEPARATE}, "sync", "remote runs where its servers are"),
         ({**SEPARATE, "deterministic": True}, "sync", "rollout.deterministic shares one program with the learner"),

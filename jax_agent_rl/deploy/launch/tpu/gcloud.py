@@ -51,7 +51,7 @@ class SliceRequest:
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        """gcloud's names of the slices; those of a queued resource are numbered."""
+        """Gcloud's names of the slices; those of a queued resource are numbered."""
         return (self.name,) if self.slices == 1 else tuple(f"{self.name}-{i}" for i in range(self.slices))
 
     def __str__(self) -> str:

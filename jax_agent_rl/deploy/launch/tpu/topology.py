@@ -80,7 +80,7 @@ class Topology:
 
     @property
     def accelerator_type(self) -> str:
-        """gcloud's name, e.g. ``v5litepod-16`` or ``v5p-128``."""
+        """Gcloud's name, e.g. ``v5litepod-16`` or ``v5p-128``."""
         return f"{self.kind.prefix}-{self.chips * self.kind.cores}"
 
     @property

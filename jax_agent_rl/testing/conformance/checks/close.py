@@ -14,7 +14,7 @@ _SETTLE_SECONDS = 10.0
 
 @check("close-ends-everything", last=True)
 async def close(probe: Probe) -> None:
-    """close fails what runs, refuses what comes, may be called twice, and leaves no thread or process."""
+    """Close fails what runs, refuses what comes, may be called twice, and leaves no thread or process."""
     running = (await probe.started(probe.prompt(6, seed=70), max_tokens=probe.room - 16)).task
     crowd = [
         probe.begin(probe.prompt(6, seed=71 + i), max_tokens=probe.room - 16)

@@ -32,7 +32,7 @@ async def aborted_part(probe: Probe, prompt: list[int], max_tokens: int) -> Toke
 
 @check("abort-returns-partials", needs=["abort"])
 async def abort(probe: Probe) -> None:
-    """abort ends a request at once with the ids so far; sent on, they continue as if nothing had happened."""
+    """Abort ends a request at once with the ids so far; sent on, they continue as if nothing had happened."""
     prompt, count = probe.prompt(8, seed=40), probe.room - 24
     part = await aborted_part(probe, prompt, count)
     probe.expect(
@@ -53,7 +53,7 @@ async def abort(probe: Probe) -> None:
 
 @check("abort-unknown", needs=["abort"])
 async def abort_unknown(probe: Probe) -> None:
-    """abort of an id that does not run returns False."""
+    """Abort of an id that does not run returns False."""
     request_id = probe.new_id()
     await probe.generate(probe.prompt(5, seed=41), request_id=request_id)
     for name, which in (("conformance-nobody", "that never was"), (request_id, "that has ended")):
