@@ -63,7 +63,7 @@ def _of_config(config: Config, stack: AsyncExitStack) -> list[tuple[str, Look]]:
     known = inputs.Known(config=config, stack=stack)
     data: dict[str, Source] = {"train": (config.data.train, None)}
     if config.data.eval:
-        data["heldout"] = (config.data.eval, config.data.eval_limit)
+        data["eval"] = (config.data.eval, config.data.eval_limit)
     checks = {
         "user code": inputs.user_code,
         "tools": inputs.tools,

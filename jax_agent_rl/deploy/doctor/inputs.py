@@ -52,7 +52,7 @@ class Known:
         config: under examination.
         stack: closes what checks opened.
         tools, codec, model: None until found.
-        rows: by ``train`` and ``heldout``, as far as they could be read.
+        rows: by ``train`` and ``eval``, as far as they could be read.
     """
 
     config: Config
