@@ -12,6 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.testing.conformance import CHECKS, Report, run_suite
+from jax_agent_rl.testing.conformance import checks as _checks  # noqa: F401  (registers them)
 from jax_agent_rl.testing.conformance.models import prepare_folders
 from jax_agent_rl.testing.conformance.reference import TransformersReference, log_softmax
 from jax_agent_rl.testing.conformance.subject import BASE, OTHER
