@@ -1,0 +1,54 @@
+"""The package keeps its shape: few modules at its root, short files, no cycles, one class per name."""
+
+import ast
+from collections import defaultdict
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+FILES = sorted([*(ROOT / "jax_agent_rl").rglob("*.py"), *(ROOT / "gpu_backend").rglob("*.py")])
+TREES = {file: ast.parse(file.read_text()) for file in FILES}
+
+
+def module(file: Path) -> str:
+    return ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+MODULES = {module(file): file for file in FILES}
+
+
+def imports(tree: ast.Module) -> set[str]:
+    """Modules that a module imports when it is imported, packages as what is imported of them."""
+    found = set()
+    body = [node for node in tree.body if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test))]
+    for node in body:
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            found |= {name if name in MODULES else node.module for name in names}
+    return found & MODULES.keys()
+
+
+def test_no_file_imports_itself_through_others():
+    try:
+        TopologicalSorter({name: imports(TREES[file]) - {name} for name, file in MODULES.items()}).prepare()
+    except CycleError as error:
+        raise AssertionError(" -> ".join(error.args[1])) from None
+
+
+def test_every_public_class_has_a_name_of_its_own():
+    where = defaultdict(list)
+    for file, tree in TREES.items():
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                where[node.name].append(module(file))
+    assert {name: files for name, files in where.items() if len(files) > 1} == {}
+
+
+def test_the_root_holds_few_modules():
+    names = {file.stem for file in (ROOT / "jax_agent_rl").glob("*.py")} - {"__init__"}
+    assert len(names) <= 8, names
+
+
+def test_no_file_is_long():
+    long = {module(file): n for file in FILES if (n := len(file.read_text().splitlines())) > 400}
+    assert long == {}
