@@ -1,6 +1,6 @@
 """A rollout server as a :class:`~jax_agent_rl.rollout.protocol.RolloutBackend`.
 
-A server that cannot be reached, closes the connection, says nothing for ``silence_seconds`` or was restarted is gone:
+A server that cannot be reached, closes the connection, sends nothing for ``silence_seconds`` or was restarted is lost:
 its requests fail with ``EngineDiedError``, and :class:`~jax_agent_rl.rollout.client.LLMServerClient` sends them on.
 """
 
@@ -20,7 +20,8 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from jax_agent_rl.errors import BackendClosedError, BackendError, ConfigError, EngineDiedError, WeightUpdateError
-from jax_agent_rl.rollout.http import images, wire
+from jax_agent_rl.rollout.http import wire
+from jax_agent_rl.rollout.http.requests import encode_request
 from jax_agent_rl.rollout.protocol import (
     BackendMetrics,
     Capabilities,
@@ -34,23 +35,23 @@ from jax_agent_rl.utils.network import is_loopback
 
 T = TypeVar("T")
 _RETRY_SECONDS = 0.5
-_GATEWAY = frozenset({502, 503, 504})  # what a proxy says in place of a server it does not reach
-_GONE = (aiohttp.ClientError, ConnectionError, TimeoutError)
+_GATEWAY = frozenset({502, 503, 504})  # what a proxy answers for a server that it cannot reach
+_LOST = (aiohttp.ClientError, ConnectionError, TimeoutError)
 
 
 class RemoteBackend:
-    """One server.
+    """Connection to one server.
 
     Args:
         url: ``http://host:port``.
-        token: if the server asks for one.
-        shares_disk: whether the server may see the paths of weight files. Then it is asked, and files that it does not
-            read are uploaded. None: a server on loopback may, others not.
+        token: bearer token, if the server requires one.
+        shares_disk: whether the server may see the paths of weight files. If so it is asked, and files that it cannot
+            read are uploaded. None: only a server on loopback may.
         start_seconds: how long ``start`` waits for a server that does not listen yet (it loads and compiles).
-        silence_seconds: a server that owes an answer and sends nothing for so long is gone; it sends heartbeats.
+        silence_seconds: a server that owes an answer and sends nothing, not even heartbeats, for so long is lost.
 
     Raises:
-        ConfigError: the address is not an http one.
+        ConfigError: the address is not an HTTP URL.
     """
 
     def __init__(
@@ -111,7 +112,7 @@ class RemoteBackend:
         self._version = greeting["policy_version"]
 
     async def close(self) -> None:
-        """Leaves the server, which goes on; requests in flight fail and are aborted there."""
+        """Disconnect; requests in flight fail and are aborted on the server, which keeps running."""
         self._closed = True
         for deadline in self._waits:
             deadline.reschedule(0.0)
@@ -143,12 +144,12 @@ class RemoteBackend:
                 yield wire.decode_chunk(message)
 
     async def _body(self, request: GenerateRequest) -> dict[str, Any]:
-        """The request as JSON; what the server cannot take is not sent to it first."""
+        """Return the request as JSON; raise BackendError for media that the server does not take."""
         if unknown := sorted(request.multi_modal.keys() - self.capabilities.multi_modal):
             raise BackendError(f"request {request.request_id!r}: the server at {self.url} takes no {unknown} input")
-        if request.multi_modal:  # pictures take time to pack
-            return await asyncio.to_thread(images.encode_request, request)
-        return wire.encode_request(request)
+        if request.multi_modal:  # images take time to encode
+            return await asyncio.to_thread(encode_request, request)
+        return encode_request(request)
 
     async def abort(self, request_id: str) -> bool:
         return await self._call("abort", request_id=request_id)
@@ -202,11 +203,11 @@ class RemoteBackend:
         return await self._call("sees_files", files=[{"path": str(f), "size": f.stat().st_size} for f in files])
 
     async def _upload(self, files: list[Path]) -> str:
-        """Sends the bytes, file by file; returns the name of the upload."""
+        """Send the bytes, file by file; return the name of the upload."""
         upload = secrets.token_hex(16)
         for file in files:
             headers = {wire.DIGEST_HEADER: await asyncio.to_thread(_sha256, file)}
-            with file.open("rb") as stream, self._gone_is_an_error():
+            with file.open("rb") as stream, self._loss_is_an_error():
                 url = f"{self.url}/v1/uploads/{upload}/{file.name}"
                 async with self._client().put(url, data=stream, headers=headers) as response:
                     await self._check(response)
@@ -215,21 +216,21 @@ class RemoteBackend:
     # --- state ------------------------------------------------------------------------------------------------
 
     async def health(self) -> Health:
-        """Never raises: a server that cannot be asked is not well."""
+        """Never raise: a server that cannot be reached is not ok."""
         try:
-            health = wire.decode_plain(Health, await self._get("health"))
+            health = Health(**await self._get("health"))
         except BackendError as error:
             return Health(ok=False, detail=str(error), policy_version=self._version)
         self._version = max(self._version, health.policy_version)
         return health
 
     async def metrics(self) -> BackendMetrics:
-        return wire.decode_plain(BackendMetrics, await self._get("metrics"))
+        return BackendMetrics(**await self._get("metrics"))
 
     # --- HTTP -------------------------------------------------------------------------------------------------
 
     async def _get(self, path: str) -> Any:
-        with self._gone_is_an_error():
+        with self._loss_is_an_error():
             async with self._client().get(f"{self.url}/v1/{path}") as response:
                 await self._check(response)
                 try:
@@ -244,13 +245,13 @@ class RemoteBackend:
         return message["result"]
 
     async def _lines(self, method: str, body: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
-        """Messages of one answer. Leaving early drops the connection, which is how the server learns of it.
+        """Yield the messages of one answer. Leaving early drops the connection, which tells the server.
 
         Raises:
             Exception: the error the answer ends with.
-            EngineDiedError: the server is gone.
+            EngineDiedError: the server is lost.
         """
-        with self._gone_is_an_error():
+        with self._loss_is_an_error():
             posting = self._client().post(f"{self.url}/v1/{method}", data=wire.line(body), headers=_JSON)
             async with await self._until_closed(posting) as response:
                 await self._check(response)
@@ -268,7 +269,7 @@ class RemoteBackend:
                     raise aiohttp.ClientPayloadError("the answer ended early")
 
     async def _until_closed(self, waiting: Awaitable[T]) -> T:
-        """Awaits, but not past :meth:`close`: aiohttp does not wake those who read from a session that is closed."""
+        """Await, but not past :meth:`close`: aiohttp does not wake readers of a session that is closed."""
         deadline = asyncio.timeout(None)
         async with deadline:
             self._waits.add(deadline)
@@ -278,7 +279,7 @@ class RemoteBackend:
                 self._waits.discard(deadline)
 
     async def _check(self, response: aiohttp.ClientResponse) -> None:
-        """Turns a refusal into its error."""
+        """Raise the error of a refusal."""
         if response.status == 200:
             return
         try:
@@ -301,15 +302,15 @@ class RemoteBackend:
         return self._session
 
     @contextlib.contextmanager
-    def _gone_is_an_error(self) -> Iterator[None]:
+    def _loss_is_an_error(self) -> Iterator[None]:
         try:
             yield
-        except _GONE as error:
+        except _LOST as error:
             if self._closed:
                 raise BackendClosedError(f"the connection to {self.url} was closed") from error
             reason = str(error) or f"silent for {self._silence_seconds:g} s"
             raise EngineDiedError(f"the rollout server at {self.url} is gone: {reason}") from error
-        except RuntimeError as error:  # what aiohttp raises where close() meets a connection that is being made
+        except RuntimeError as error:  # aiohttp raises it where close() meets a connection that is being made
             if not self._closed:
                 raise
             raise BackendClosedError(f"the connection to {self.url} was closed") from error
