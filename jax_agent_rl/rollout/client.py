@@ -133,7 +133,7 @@ class LLMServerClient(ServerPool):
             sampling=sampling_params,
             session_id=session_id,
             session_ends=session_ends,
-            priority=self._queue.balancer.priority(session_id),
+            priority=self.queue.balancer.priority(session_id),
             multi_modal={kind: tuple(items) for kind, items in (("image", image_data), ("video", video_data)) if items},
             lora=lora,
         )
@@ -167,18 +167,18 @@ class LLMServerClient(ServerPool):
         if state is None:
             return False
         state.aborted = True
-        self._queue.cancel(request_id)
+        self.queue.cancel(request_id)
         if state.server is not None:
             await state.server.abort(request_id)
         return True
 
     def fork_session(self, parent_id: str, session_id: str) -> None:
         """Begin a session on the server of another, where the KV of their common context is, and with its priority."""
-        self._queue.balancer.fork_session(parent_id, session_id)
+        self.queue.balancer.fork_session(parent_id, session_id)
 
     def end_session(self, session_id: str) -> None:
         """Forget where a session lives; call it when its trajectory is over."""
-        self._queue.balancer.end_session(session_id)
+        self.queue.balancer.end_session(session_id)
 
     async def _run(self, request: GenerateRequest, state: _InFlight) -> TokenOutput:
         """Send what is missing of the request to some server until it is whole."""
@@ -203,11 +203,11 @@ class LLMServerClient(ServerPool):
     async def _send(self, request: GenerateRequest, state: _InFlight) -> TokenOutput | None:
         """Make one attempt on one server; None if nothing came of it."""
         with span("wait", "engine"):
-            server = await self._queue.acquire(request)
+            server = await self.queue.acquire(request)
         if server is None:  # it was aborted while it waited
             return None
         try:
-            if state.aborted or not self._queue.has(server):  # since its turn came
+            if state.aborted or not self.queue.has(server):  # since its turn came
                 return None
             state.server, state.chunks, served = server, [], self._version
             try:
@@ -220,7 +220,7 @@ class LLMServerClient(ServerPool):
                 raise
             return self._salvage(request, state, error)
         finally:
-            self._queue.release(server)
+            self.queue.release(server)
         state.losses = 0
         if served is not None and (stale := sum(version < served for version in part.policy_versions)):
             self._stale += stale

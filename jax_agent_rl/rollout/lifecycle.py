@@ -132,7 +132,7 @@ class LLMServerManager:
         if name in self._factories or name in self._servers:
             raise ValueError(f"a server is called {name!r} already")
         self._factories[name] = make
-        self._client.expect_server(name)
+        self._client.queue.expect(name)
         try:
             await self._bring_in(name, asyncio.get_running_loop().time() + within)
         except BaseException:
@@ -140,7 +140,7 @@ class LLMServerManager:
             raise
         finally:
             if name not in self._recoveries:  # it may have been lost again by now
-                self._client.stop_expecting(name)
+                self._client.queue.stop_expecting(name)
 
     async def leave(self, name: str, *, drain: bool = False) -> None:
         """Take a server out of the rotation for good and close it, also one that is being replaced.
@@ -255,7 +255,7 @@ class LLMServerManager:
             return
         del self._servers[server.name]
         if self._recovery_seconds > 0 and server.name in self._factories and not self._closed:
-            self._client.expect_server(server.name)
+            self._client.queue.expect(server.name)
             recovery = asyncio.create_task(self._recover(server, why), name=f"recovery of {server.name}")
             self._recoveries[server.name] = recovery
         else:
@@ -298,7 +298,7 @@ class LLMServerManager:
         finally:
             if self._recoveries.get(name) is asyncio.current_task():  # else it was lost again by now
                 del self._recoveries[name]
-                self._client.stop_expecting(name)
+                self._client.queue.stop_expecting(name)
 
     def _backoff(self, dead: AsyncServer) -> Iterator[float]:
         """Yield seconds to wait; they go on rising for a server that has answered nothing since it came back."""

@@ -63,7 +63,7 @@ class ServerPool:
         max_in_flight_per_server: int | None = None,
         wait_for_server_seconds: float = 0.0,
     ):
-        self._queue = RequestQueue(max_in_flight=max_in_flight_per_server, wait_seconds=wait_for_server_seconds)
+        self.queue = RequestQueue(max_in_flight=max_in_flight_per_server, wait_seconds=wait_for_server_seconds)
         self._lifecycle: ServerLifecycle | None = None
         self._updating = False
         self._version: int | None = None
@@ -76,7 +76,7 @@ class ServerPool:
     @property
     def servers(self) -> tuple[AsyncServer, ...]:
         """The servers in rotation."""
-        return self._queue.servers
+        return self.queue.servers
 
     @property
     def policy_version(self) -> int | None:
@@ -86,12 +86,12 @@ class ServerPool:
     @property
     def is_open(self) -> bool:
         """Whether there is a server, or one is worth waiting for."""
-        return self._queue.is_open
+        return self.queue.is_open
 
     @property
     def waiting(self) -> int:
         """Number of requests that wait for a server."""
-        return self._queue.waiting
+        return self.queue.waiting
 
     @property
     def modalities(self) -> frozenset[str]:
@@ -115,7 +115,7 @@ class ServerPool:
             EngineDiedError: every server is lost; names the reason of the last loss.
         """
         if not self.is_open:
-            raise EngineDiedError(f"no rollout engine is left: {self._queue.why_closed}")
+            raise EngineDiedError(f"no rollout engine is left: {self.queue.why_closed}")
 
     # --- rotation ---------------------------------------------------------------------------------------------
 
@@ -138,7 +138,7 @@ class ServerPool:
                 f"server {server.name!r} has policy version {version}, the others have {others}; "
                 "bring it up to date first with server.update_weights(...)"
             )
-        self._queue.add(server)
+        self.queue.add(server)
         self._version = version
         self._joined += self._has_requests
 
@@ -165,13 +165,13 @@ class ServerPool:
         Raises:
             KeyError: there is no such server.
         """
-        server = self._queue.get(name)
+        server = self.queue.get(name)
         self._remove(server, "was removed")
         return server
 
     def mark_lost(self, server: AsyncServer, why: str) -> None:
         """Take a lost server out of the rotation, unless it left before; its requests and sessions move on."""
-        if not self._queue.has(server):
+        if not self.queue.has(server):
             return
         self._lost += 1
         if self._lifecycle is not None:
@@ -181,15 +181,7 @@ class ServerPool:
 
     def _remove(self, server: AsyncServer, why: str) -> None:
         self._modalities = self.modalities
-        self._queue.remove(server, why=why)
-
-    def expect_server(self, name: str) -> None:
-        """Let requests wait for a server that is being brought up, while there is no other."""
-        self._queue.expect(name)
-
-    def stop_expecting(self, name: str) -> None:
-        """Record that an expected server has joined, or never will."""
-        self._queue.stop_expecting(name)
+        self.queue.remove(server, why=why)
 
     # --- weights ----------------------------------------------------------------------------------------------
 
@@ -250,6 +242,6 @@ class ServerPool:
         if refused and None not in answers.values():
             raise next(iter(refused.values()))
         self._version = update.version
-        self._queue.balancer.forget_prefixes()
+        self.queue.balancer.forget_prefixes()
         for server, error in refused.items():
             self.mark_lost(server, f"it refused weights that others took: {error}")

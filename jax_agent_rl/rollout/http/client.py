@@ -24,13 +24,13 @@ from jax_agent_rl.rollout.http import wire
 from jax_agent_rl.rollout.http.requests import encode_request
 from jax_agent_rl.rollout.protocol import (
     BackendMetrics,
-    Capabilities,
     GenerateRequest,
     Health,
     TokenChunk,
     WeightUpdate,
 )
-from jax_agent_rl.types import PauseMode, TokenOutput
+from jax_agent_rl.rollout.proxy import ProxyBackend
+from jax_agent_rl.types import TokenOutput
 from jax_agent_rl.utils.network import is_loopback
 
 T = TypeVar("T")
@@ -39,7 +39,7 @@ _GATEWAY = frozenset({502, 503, 504})  # what a proxy answers for a server that 
 _LOST = (aiohttp.ClientError, ConnectionError, TimeoutError)
 
 
-class RemoteBackend:
+class RemoteBackend(ProxyBackend):
     """Connection to one server.
 
     Args:
@@ -67,6 +67,7 @@ class RemoteBackend:
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(f"rollout.urls: {url!r} is not an address like http://10.0.0.5:8100")
         self.url = url.rstrip("/")
+        super().__init__(self.url)
         self._headers = {wire.PROTOCOL_HEADER: str(wire.PROTOCOL_VERSION)}
         if token:
             self._headers["Authorization"] = f"Bearer {token}"
@@ -75,20 +76,7 @@ class RemoteBackend:
         self._start_seconds = start_seconds
         self._silence_seconds = silence_seconds
         self._session: aiohttp.ClientSession | None = None
-        self._capabilities: Capabilities | None = None
-        self._version = 0
-        self._closed = False
         self._waits: set[asyncio.Timeout] = set()
-
-    @property
-    def capabilities(self) -> Capabilities:
-        if self._capabilities is None:
-            raise BackendError(f"the capabilities of {self.url} are known after start()")
-        return self._capabilities
-
-    @property
-    def policy_version(self) -> int:
-        return self._version
 
     # --- life -------------------------------------------------------------------------------------------------
 
@@ -151,16 +139,7 @@ class RemoteBackend:
             return await asyncio.to_thread(encode_request, request)
         return encode_request(request)
 
-    async def abort(self, request_id: str) -> bool:
-        return await self._call("abort", request_id=request_id)
-
-    # --- pausing and weights ----------------------------------------------------------------------------------
-
-    async def pause(self, mode: PauseMode) -> None:
-        await self._call("pause", mode=mode)
-
-    async def resume(self) -> None:
-        await self._call("resume")
+    # --- weights ----------------------------------------------------------------------------------------------
 
     async def update_weights(self, update: WeightUpdate) -> None:
         if update.kind not in wire.REMOTE_PAYLOADS:
@@ -187,15 +166,6 @@ class RemoteBackend:
             await self._call("update_weights", **body, paths=[str(file) for file in files])
         else:
             await self._call("update_weights", **body, upload=await self._upload(files))
-
-    async def reset_prefix_cache(self) -> None:
-        await self._call("reset_prefix_cache")
-
-    async def sleep(self) -> None:
-        await self._call("sleep")
-
-    async def wake(self) -> None:
-        await self._call("wake")
 
     async def _server_sees(self, files: list[Path]) -> bool:
         if not (self._is_local if self._shares_disk is None else self._shares_disk):
@@ -238,8 +208,8 @@ class RemoteBackend:
                 except ValueError as error:
                     raise aiohttp.ClientPayloadError(f"its answer is no JSON ({error})") from error
 
-    async def _call(self, method: str, **body: Any) -> Any:
-        async with contextlib.aclosing(self._lines(method, body)) as lines:
+    async def _call(self, method: str, **arguments: Any) -> Any:
+        async with contextlib.aclosing(self._lines(method, arguments)) as lines:
             async for message in lines:
                 self._version = max(self._version, message["policy_version"])
         return message["result"]

@@ -16,23 +16,23 @@ from jax_agent_rl.errors import BackendClosedError, BackendError, EngineDiedErro
 from jax_agent_rl.rollout.http import wire
 from jax_agent_rl.rollout.protocol import (
     BackendMetrics,
-    Capabilities,
     GenerateRequest,
     Health,
     RolloutBackend,
     TokenChunk,
     WeightUpdate,
 )
+from jax_agent_rl.rollout.proxy import ProxyBackend
 from jax_agent_rl.rollout.ray.host import Answer, EngineHost
 from jax_agent_rl.rollout.ray.weights import KIND
-from jax_agent_rl.types import PauseMode, TokenOutput
+from jax_agent_rl.types import TokenOutput
 
 _MAX_CALLS = 1 << 14
 """Concurrent calls of an actor: control calls must never queue behind requests."""
 _CLOSE_SECONDS = 30.0
 
 
-class RayBackend:
+class RayBackend(ProxyBackend):
     """One actor, from :meth:`start` to :meth:`close`. Ray must be initialised.
 
     Args:
@@ -44,23 +44,10 @@ class RayBackend:
     def __init__(
         self, make: Callable[[], RolloutBackend], *, name: str = "engine", options: Mapping[str, Any] | None = None
     ) -> None:
-        self.name = name
+        super().__init__(name)
         self._make = make
         self._options = {"num_cpus": 0, **(options or {})}
         self._actor: Any = None
-        self._capabilities: Capabilities | None = None
-        self._version = 0
-        self._closed = False
-
-    @property
-    def capabilities(self) -> Capabilities:
-        if self._capabilities is None:
-            raise BackendError(f"the capabilities of {self.name} are known after start()")
-        return self._capabilities
-
-    @property
-    def policy_version(self) -> int:
-        return self._version
 
     # --- life -------------------------------------------------------------------------------------------------
 
@@ -100,14 +87,14 @@ class RayBackend:
             if self._capabilities is not None:
                 with contextlib.suppress(BackendError, TimeoutError):
                     async with asyncio.timeout(_CLOSE_SECONDS):
-                        await self._call(self._actor.call, "close")
+                        self._value(await self._ask(self._actor.call, "close"))
         finally:
             ray.kill(self._actor, no_restart=True)
 
     # --- requests ---------------------------------------------------------------------------------------------
 
     async def generate(self, request: GenerateRequest) -> TokenOutput:
-        return await self._call(self._open().call, "generate", request)
+        return await self._call("generate", request=request)
 
     async def stream(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
         import ray
@@ -124,46 +111,26 @@ class RayBackend:
             if not finished:
                 ray.cancel(answers)
 
-    async def abort(self, request_id: str) -> bool:
-        return await self._call(self._open().call, "abort", request_id)
-
-    # --- pausing and weights ----------------------------------------------------------------------------------
-
-    async def pause(self, mode: PauseMode) -> None:
-        await self._call(self._open().call, "pause", mode)
-
-    async def resume(self) -> None:
-        await self._call(self._open().call, "resume")
+    # --- weights and state ------------------------------------------------------------------------------------
 
     async def update_weights(self, update: WeightUpdate) -> None:
         """Send the reference; the actor reads the weights from its node's object store and checks them."""
-        await self._call(self._open().call, "update_weights", update)
-
-    async def reset_prefix_cache(self) -> None:
-        await self._call(self._open().call, "reset_prefix_cache")
-
-    async def sleep(self) -> None:
-        await self._call(self._open().call, "sleep")
-
-    async def wake(self) -> None:
-        await self._call(self._open().call, "wake")
-
-    # --- state ------------------------------------------------------------------------------------------------
+        await self._call("update_weights", update=update)
 
     async def health(self) -> Health:
         """Never raise: an engine that cannot be reached is not ok."""
         try:
-            return await self._call(self._open().call, "health")
+            return await self._call("health")
         except BackendError as error:
             return Health(ok=False, detail=str(error), policy_version=self._version)
 
     async def metrics(self) -> BackendMetrics:
-        return await self._call(self._open().call, "metrics")
+        return await self._call("metrics")
 
     # --- Ray --------------------------------------------------------------------------------------------------
 
-    async def _call(self, method: Any, *arguments: Any) -> Any:
-        return self._value(await self._ask(method, *arguments))
+    async def _call(self, method: str, **arguments: Any) -> Any:
+        return self._value(await self._ask(self._open().call, method, *arguments.values()))
 
     async def _ask(self, method: Any, *arguments: Any) -> Answer:
         """Call a method of the actor; cancelling the caller cancels it there, too."""
