@@ -7,11 +7,10 @@
         ▲                                      │
         └── LiveRequest.take ◄── collector ◄───┘   one per request; outputs carry the version of their weights
                  │
-               gate: closed from the moment new weights are loaded until a probe has shown that they are right,
-               and, in a pause, until resume. Tokens sampled beside the probe wait behind it; if the proof fails,
-               their requests do, too.
+               delivery: suspended while new weights are loaded and verified by a probe, and, in a pause, until
+               resume. Tokens sampled during the probe wait for it; if it fails, their requests fail, too.
 
-Nothing here depends on the device: what a platform cannot do is declared in :class:`Capabilities`.
+Nothing here depends on the device: :class:`Capabilities` declares what a platform cannot do.
 """
 
 from __future__ import annotations
@@ -21,21 +20,18 @@ import contextlib
 import gc
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
-from gpu_backend.admission import RequestAdmission
-from gpu_backend.inspection import InspectableEngine, served_precision
-from gpu_backend.launch import StartedEngine, root_cause, start_engine
-from gpu_backend.live import LiveRequest
-from gpu_backend.sampling import vllm_sampling
+from gpu_backend.launch import StartedEngine, root_cause, served_precision, start_engine
+from gpu_backend.live import LiveRequest, Span, Usage
+from gpu_backend.requests import RequestAdmission, vllm_sampling
 from gpu_backend.settings import VllmSettings, check_installation
 from gpu_backend.tpu import ask_workers
 from gpu_backend.updates import FILES, WeightUpdater
-from gpu_backend.usage import Usage
-from gpu_backend.versions import Span
 from gpu_backend.weights import Checkpoint
 from jax_agent_rl.errors import BackendClosedError, BackendError, EngineDiedError, WeightUpdateError
+from jax_agent_rl.models.tensor_samples import LayerOutput, TensorSample
 from jax_agent_rl.rollout.protocol import (
     BackendMetrics,
     Capabilities,
@@ -50,15 +46,15 @@ from jax_agent_rl.utils.hub import model_folder
 logger = logging.getLogger(__name__)
 
 
-class VllmBackend(InspectableEngine):
+class VllmBackend:
     """One vLLM engine.
 
     Args:
-        settings: what to start.
+        settings: of the engine.
         version: policy version of the weights in ``settings.model``.
         decode_text: ids to text; without it requests with stop strings are refused.
-        tokenizer_eos_ids: end a generation if the model's files name no such ids.
-        start: starts the engine; tests put a fake here.
+        tokenizer_eos_ids: ids that end a generation if the model's files name none.
+        start: starts the engine; tests pass a fake.
     """
 
     def __init__(
@@ -80,8 +76,8 @@ class VllmBackend(InspectableEngine):
         self._live: dict[str, LiveRequest] = {}
         self._usage = Usage()
         self._change = asyncio.Lock()  # one pause, update or sleep at a time
-        self._gate = asyncio.Event()
-        self._gate.set()
+        self._delivery = asyncio.Event()
+        self._delivery.set()
         self._paused = False
         self._closed = False
         self._failure: str | None = None
@@ -113,7 +109,7 @@ class VllmBackend(InspectableEngine):
     # --- life -------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Starts vLLM.
+        """Start vLLM.
 
         Raises:
             ConfigError: vLLM is missing, or the settings do not fit it, the model, or the memory.
@@ -149,7 +145,7 @@ class VllmBackend(InspectableEngine):
         if self._closed:
             return
         self._closed = True
-        self._gate.set()
+        self._delivery.set()
         if self._started is None:
             return
         await asyncio.gather(*(live.submitted.wait() for live in self._live.values()))
@@ -157,7 +153,7 @@ class VllmBackend(InspectableEngine):
             if live.collector is not None:
                 live.collector.put(BackendClosedError("the backend was closed"))
         await asyncio.to_thread(self._engine.shutdown)
-        # vLLM's destructor must not run as late as the interpreter's end, and the engine is part of cycles.
+        # vLLM's destructor must not run as late as interpreter exit, and the engine is part of reference cycles.
         self._engine = self._updater.engine = self._started.engine = None
         gc.collect()
 
@@ -178,8 +174,11 @@ class VllmBackend(InspectableEngine):
         try:
             await self._submit(live)
             while not live.finished:
-                output = await self._next_output(live)
-                await self._gate.wait()
+                try:
+                    output = await live.collector.get()
+                except Exception as error:
+                    raise self._translate(error, request) from error
+                await self._delivery.wait()
                 self._check_serving()
                 self._admission.check_conditioned(request, output.prompt_token_ids)
                 chunk = live.take(output, self._spans(live, output))
@@ -220,16 +219,10 @@ class VllmBackend(InspectableEngine):
         finally:
             live.submitted.set()
 
-    async def _next_output(self, live: LiveRequest) -> Any:
-        try:
-            return await live.collector.get()
-        except Exception as error:
-            raise self._translate(error, live.run.request) from error
-
     def _spans(self, live: LiveRequest, output: Any) -> list[Span]:
-        """Which version sampled which token: vLLM reports it with the last output, and keeps it until then.
+        """Return which version sampled which token: vLLM reports it with the last output, and keeps it until then.
 
-        Taking the version at the time an output is *read* would be wrong: outputs queue up while nobody reads.
+        The version at the time an output is *read* would be wrong: unread outputs queue up.
         """
         reported = output.outputs[0].weight_versions
         if reported is not None:
@@ -237,7 +230,7 @@ class VllmBackend(InspectableEngine):
         return [(int(version), start) for version, start in live.state.weight_version_starts]
 
     async def _release(self, live: LiveRequest) -> None:
-        """Frees what the request holds, whatever ended it."""
+        """Free what the request holds, whatever ended it."""
         self._live.pop(live.run.request.request_id, None)
         self._usage.end(live.run)
         if live.collector is None:
@@ -246,7 +239,7 @@ class VllmBackend(InspectableEngine):
         if self._closed:
             return
         if not live.left_engine and not self._engine.errored:
-            # The caller went away, or a stop string ended it, of which vLLM does not know.
+            # The caller left, or a stop string ended it, which vLLM does not know.
             await self._engine.abort(live.collector.request_id, internal=True)
 
     def _translate(self, error: Exception, request: GenerateRequest) -> BackendError:
@@ -262,7 +255,7 @@ class VllmBackend(InspectableEngine):
 
     def _death(self) -> str:
         assert self._started is not None
-        cause = root_cause(self._started.log) or "its process ended without a word (killed? out of memory?)"
+        cause = root_cause(self._started.log) or "its process ended without a message (killed? out of memory?)"
         return f"the vLLM engine died: {cause}; start a new one (its log: {self._started.log.file})"
 
     def _check_serving(self) -> None:
@@ -291,33 +284,32 @@ class VllmBackend(InspectableEngine):
     async def resume(self) -> None:
         async with self._change:
             self._check_running()
-            # Requests on their way in arrive first: else whichever comes first would run first, whatever its priority.
+            # Wait for requests being submitted: else the first to arrive would run first, whatever its priority.
             await asyncio.gather(*(live.submitted.wait() for live in self._live.values()))
             self._paused = False
-            await self._go_on()
+            await self._resume_unless_paused()
 
     async def _stop(self, mode: str) -> None:
-        """Pauses vLLM. Where that fails or is cancelled, vLLM may have paused all the same: it goes on."""
+        """Pause vLLM. If that fails or is cancelled, vLLM may have paused nevertheless: resume it."""
         try:
             await self._engine.pause_generation(mode=mode, clear_cache=False)
         except BaseException:
             if not self._engine.errored:
-                await self._go_on()
+                await self._resume_unless_paused()
             raise
 
-    async def _go_on(self) -> None:
-        if self._paused or self._failure is not None:  # wrong weights stay paused, until right ones come
+    async def _resume_unless_paused(self) -> None:
+        if self._paused or self._failure is not None:  # wrong weights stay paused until a whole update succeeds
             return
-        self._gate.set()  # first: who is cancelled in the next line has sent vLLM the word
+        self._delivery.set()  # first: a cancellation in the next line comes after vLLM was told
         await self._engine.resume_generation()
 
     async def update_weights(self, update: WeightUpdate) -> None:
-        """See the protocol, with one addition.
+        """Take new weights, as the protocol says, with one addition.
 
         Raises:
-            WeightUpdateError: refused. If it was found out before loading, the old weights serve on; if only
-                afterwards, nothing is served (:meth:`health` says so, requests fail with ``EngineDiedError``) until
-                a whole update succeeds.
+            WeightUpdateError: refused. Before loading, the old weights are still served; after it, nothing is served
+                (:meth:`health` says so, requests fail with ``EngineDiedError``) until a whole update succeeds.
         """
         async with self._change:
             self._check_running()
@@ -327,7 +319,7 @@ class VllmBackend(InspectableEngine):
             begin = time.perf_counter()
             if not self._paused:
                 await self._stop("keep")
-            self._gate.clear()
+            self._delivery.clear()
             try:
                 await self._take(update, probe)
             except BaseException as error:
@@ -336,7 +328,7 @@ class VllmBackend(InspectableEngine):
                     raise
                 raise WeightUpdateError(f"weights of version {update.version} could not be loaded: {error}") from error
             self._version, self._failure = update.version, None
-            await self._go_on()
+            await self._resume_unless_paused()
             self._usage.weight_update_seconds += time.perf_counter() - begin
 
     async def _take(self, update: WeightUpdate, probe: Any) -> None:
@@ -345,14 +337,14 @@ class VllmBackend(InspectableEngine):
             return
         await self._engine.resume_generation()
         try:
-            await self._updater.prove(probe, f"probe-{update.version}")
+            await self._updater.verify(probe, f"probe-{update.version}")
         finally:
             await self._engine.pause_generation(mode="keep", clear_cache=False)
 
     async def _refuse_to_serve(self, update: WeightUpdate, error: BaseException) -> None:
         self._failure = f"weights of version {update.version} were loaded wrongly: {error!r}; send a whole update"
         logger.error("the vLLM engine stops serving: %s", self._failure)
-        self._gate.set()
+        self._delivery.set()
         if not self._engine.errored:
             await self._abort_all()
 
@@ -361,7 +353,7 @@ class VllmBackend(InspectableEngine):
         await self._engine.reset_prefix_cache(reset_running_requests=False)
 
     async def sleep(self) -> None:
-        """Moves weights to host memory and drops the KV cache; running requests are aborted."""
+        """Move weights to host memory and drop the KV cache; running requests are aborted."""
         async with self._change:
             self._need_sleep()
             await self._engine.sleep(level=1, mode="abort")
@@ -377,7 +369,7 @@ class VllmBackend(InspectableEngine):
             raise NotImplementedError("sleep needs CUDA and rollout.sleep_during_update=true")
 
     def _check_running(self) -> None:
-        """Like :meth:`_check_serving`, but an engine with wrong weights may still be given right ones."""
+        """Check as :meth:`_check_serving` does, but let an engine with wrong weights take new ones."""
         failure, self._failure = self._failure, None
         try:
             self._check_serving()
@@ -396,3 +388,11 @@ class VllmBackend(InspectableEngine):
 
     async def metrics(self) -> BackendMetrics:
         return self._usage.metrics()
+
+    async def tensor_samples(self) -> Mapping[str, TensorSample]:
+        """Return a sample of every tensor as it is served; empty where tensors cannot be read back whole."""
+        return await self._updater.tensor_samples()
+
+    async def layer_outputs(self, token_ids: Sequence[int]) -> Sequence[LayerOutput]:
+        """Return nothing: the layers of a compiled graph cannot be observed."""
+        return ()

@@ -1,4 +1,4 @@
-"""Starting a vLLM engine, and saying what went wrong when it does not start.
+"""Starts a vLLM engine, and explains why it does not start.
 
 ``AsyncLLM`` keeps its engine core in a child process: the agents' asyncio loop and jax's threads never wait for a
 scheduler step, a crash of the engine is an error message instead of the end of the run, and on GPUs its CUDA context
@@ -32,14 +32,14 @@ _SHARED_MEMORY = re.compile(r"/dev/shm|/psm_|\(shm\)|shared[ -]memory (?:file|ob
 
 @dataclass(frozen=True)
 class Log:
-    """One engine's part of a log file, to which those that ran before it, and runs before a resumption, wrote, too."""
+    """One engine's part of a log file that earlier engines, and earlier runs, also wrote to."""
 
     file: Path
     begin: int = 0
 
     @classmethod
-    def behind(cls, file: Path) -> Log:
-        """What is written from now on."""
+    def from_end_of(cls, file: Path) -> Log:
+        """Return the part of a file that is written from now on."""
         return cls(file, file.stat().st_size if file.exists() else 0)
 
 
@@ -55,7 +55,7 @@ class StartedEngine:
 
 
 def start_engine(settings: VllmSettings) -> StartedEngine:
-    """Starts vLLM; blocks until the model is loaded (seconds to minutes).
+    """Start vLLM; block until the model is loaded (seconds to minutes).
 
     Raises:
         ConfigError: vLLM is missing or of another version, or the settings do not fit model or memory.
@@ -65,7 +65,7 @@ def start_engine(settings: VllmSettings) -> StartedEngine:
     folder = Path(tempfile.mkdtemp(prefix="vllm-"))
     log_file = Path(settings.log_file) if settings.log_file else folder / "vllm.log"
     log_file.parent.mkdir(parents=True, exist_ok=True)
-    log = Log.behind(log_file)
+    log = Log.from_end_of(log_file)
     log_config = write_log_config(log_file.absolute(), folder / "logging.json")
     cpus = sorted(os.sched_getaffinity(0))
     with _environment(environment(settings, cpus=cpus, log_config=log_config)):
@@ -98,7 +98,7 @@ def _start(settings: VllmSettings, log: Log) -> StartedEngine:
 
 @contextlib.contextmanager
 def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Sets variables while the child processes start, and puts the environment back."""
+    """Set variables while the child processes start, then restore the environment."""
     before = dict(os.environ)
     os.environ.update(values)
     try:
@@ -109,7 +109,13 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 
 
 def explain(settings: VllmSettings, error: Exception, log: Log) -> ConfigError | BackendError:
-    """An error that names the root cause (which vLLM leaves in its log), the values and the fix."""
+    """Return an error that names the root cause (from vLLM's log), the values and the fix.
+
+    Args:
+        settings: of the engine.
+        error: what vLLM raised.
+        log: its log.
+    """
     cause = str(error)
     if _GENERAL in cause or not cause:
         cause = root_cause(log) or cause or type(error).__name__
@@ -131,7 +137,7 @@ def explain(settings: VllmSettings, error: Exception, log: Log) -> ConfigError |
 
 
 def root_cause(log: Log) -> str | None:
-    """The last exception an engine named in its log that is not just a report of an earlier one."""
+    """Return the last exception in an engine's log that does not just report an earlier one."""
     if not log.file.is_file():
         return None
     found = None
@@ -139,3 +145,9 @@ def root_cause(log: Log) -> str | None:
         if (match := _CAUSE.search(line)) and _GENERAL not in line:
             found = f"{match[1].rpartition('.')[2]}: {match[2]}"
     return found
+
+
+def served_precision(settings: VllmSettings, started: StartedEngine | None) -> str:
+    """Return the dtype of weights and activations; that of ``dtype: auto`` is known once vLLM has started."""
+    model = getattr(started.engine, "model_config", None) if started is not None else None
+    return settings.dtype if model is None else str(model.dtype).removeprefix("torch.")

@@ -1,29 +1,33 @@
-"""One request while vLLM works on it: its outputs become chunks of ids, log-probs and versions."""
+"""Requests inside vLLM: their outputs become chunks of ids, log-probs and versions, and are counted."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from gpu_backend.versions import Span, versions_of
 from jax_agent_rl.errors import BackendError
 from jax_agent_rl.jetstream.request import RunningRequest
-from jax_agent_rl.rollout.protocol import TokenChunk
+from jax_agent_rl.rollout.protocol import BackendMetrics, TokenChunk
 from jax_agent_rl.types import StopReason
+
+Span = tuple[int, int]
+"""(version, index of the first output token it sampled), in rising order."""
 
 
 class LiveRequest:
     """A request and its state.
 
     Attributes:
-        run: ids so far, and when it is over.
-        submitted: set once vLLM knows the request, or never will.
-        collector: vLLM's queue of outputs for it (``RequestOutputCollector``).
+        run: ids so far, and the stop conditions.
+        submitted: set once vLLM has accepted or refused the request.
+        collector: vLLM's queue of its outputs (``RequestOutputCollector``).
         state: vLLM's own record of it (``RequestState``); holds the versions of tokens not yet reported as final.
-        left_engine: vLLM has finished with it.
+        left_engine: vLLM has finished it.
         prompt_ids: the prompt as vLLM reports it.
     """
 
@@ -40,13 +44,14 @@ class LiveRequest:
         return self.run.stop_reason is not None
 
     def take(self, output: Any, spans: Sequence[Span]) -> TokenChunk | None:
-        """What a vLLM ``RequestOutput`` (new tokens only) adds; None if that is nothing.
+        """Return the chunk that a vLLM ``RequestOutput`` adds; None if there is none.
 
         Args:
+            output: with new tokens only.
             spans: versions by index of output token, at least up to the end of this output.
 
         Raises:
-            BackendError: vLLM reports an error or leaves log-probs out.
+            BackendError: vLLM reports an error or omits log-probs.
         """
         run, completion = self.run, output.outputs[0]
         self.left_engine = output.finished
@@ -84,10 +89,72 @@ class LiveRequest:
 
 
 def _log_probs(request_id: str, ids: Sequence[int], reported: Sequence[Any] | None) -> list[float]:
-    """The sampled ids' log-probs; vLLM reports them as one mapping per position."""
+    """Return the sampled ids' log-probs, which vLLM reports as one mapping per position."""
     if not ids:
         return []
     if reported is None or len(reported) != len(ids):
         got = 0 if reported is None else len(reported)
         raise BackendError(f"request {request_id!r}: vLLM returned {len(ids)} ids, but {got} log-probs")
     return [float(position[token].logprob) for token, position in zip(ids, reported, strict=True)]
+
+
+def versions_of(spans: Sequence[Span], start: int, count: int) -> list[int]:
+    """Return the versions of output tokens ``start .. start + count``.
+
+    Args:
+        spans: from vLLM.
+        start: index of the first token.
+        count: number of tokens.
+
+    >>> versions_of([(1, 0), (2, 5)], start=3, count=4)
+    [1, 1, 2, 2]
+
+    Raises:
+        ValueError: a token lies before the first span.
+    """
+    starts = [first for _, first in spans]
+    if count and (not spans or starts[0] > start):
+        raise ValueError(f"tokens {start}..{start + count} lie before the first version span {list(spans[:1])}")
+    return [spans[bisect_right(starts, index) - 1][0] for index in range(start, start + count)]
+
+
+class Usage:
+    """Counts requests as they begin and end.
+
+    vLLM does not report the time it spends on prompts, so ``prefill_seconds`` stays 0; ``busy_seconds`` is the
+    time with at least one request inside.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._inside: dict[int, RunningRequest] = {}
+        self._since = 0.0
+        self._busy = 0.0
+        self._generated = self._prefilled = self._cached = self._finished = 0
+        self.weight_update_seconds = 0.0
+
+    def begin(self, run: RunningRequest) -> None:
+        if not self._inside:
+            self._since = self._clock()
+        self._inside[id(run)] = run
+
+    def end(self, run: RunningRequest) -> None:
+        del self._inside[id(run)]
+        if not self._inside:
+            self._busy += self._clock() - self._since
+        self._generated += len(run.token_ids)
+        if run.stop_reason is not None:
+            self._finished += 1
+            self._cached += run.cached_tokens
+            self._prefilled += len(run.request.prompt_ids) - run.cached_tokens
+
+    def metrics(self) -> BackendMetrics:
+        running = self._clock() - self._since if self._inside else 0.0
+        return BackendMetrics(
+            generated_tokens=self._generated + sum(len(run.token_ids) for run in self._inside.values()),
+            prefill_tokens=self._prefilled,
+            cached_tokens=self._cached,
+            requests_finished=self._finished,
+            busy_seconds=self._busy + running,
+            weight_update_seconds=self.weight_update_seconds,
+        )

@@ -1,9 +1,8 @@
-"""Images and videos in vLLM's words, and the proof that they did not change the ids.
+"""Images and videos for vLLM, and the check that they did not change the ids.
 
-vLLM wants one placeholder per item and writes it out itself. A prompt that has them written out already would be
-changed silently: it would find the first placeholder of a run, put a whole run in its place, and take the rest of the
-run for text, or for the next item's. So runs are folded before vLLM sees them, and what it makes of them is compared
-with what was asked for.
+vLLM expects one placeholder per item and expands it itself. It would silently change a prompt whose placeholders are
+expanded already: replace the first of a run by a whole run, and take the rest for text, or for the next item. So runs
+are folded before vLLM gets them, and the ids that it expands them to are compared with the request's.
 """
 
 from __future__ import annotations
@@ -17,11 +16,12 @@ from jax_agent_rl.utils.media import FRAMES_PER_SECOND, as_frames, as_picture
 
 
 def fold(ids: Sequence[int], counts: Mapping[str, int], placeholders: Mapping[str, int]) -> list[int]:
-    """Ids in which the first runs of a placeholder, as many as there are items, are one id each.
+    """Fold the first runs of a placeholder, as many as there are items, to one id each.
 
-    Later ones are left alone: they are text, sampled by a model that may sample any id.
+    Later ones are kept: they are text, as a model may sample any id.
 
     Args:
+        ids: the prompt.
         counts: number of items by kind.
         placeholders: ids by kind.
 
@@ -43,10 +43,10 @@ def fold(ids: Sequence[int], counts: Mapping[str, int], placeholders: Mapping[st
 
 
 def vllm_media(request: GenerateRequest) -> dict[str, list[Any]]:
-    """``multi_modal_data``: pictures, and frames with their times.
+    """Return ``multi_modal_data``: images, and frames with their times.
 
     Raises:
-        BackendError: an item is no image or video.
+        BackendError: an item is not an image or a video.
     """
     try:
         return {
@@ -69,13 +69,15 @@ def _timed(frames: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def check_conditioned(request: GenerateRequest, ids: Sequence[int], placeholders: Mapping[str, int]) -> None:
-    """Whether vLLM conditions on the request's ids.
+    """Check that vLLM conditions on the request's ids.
 
     Args:
-        ids: the prompt as vLLM has it.
+        request: the request.
+        ids: the prompt as vLLM expanded it.
+        placeholders: ids by kind.
 
     Raises:
-        TokenDriftError: it does not; says how many placeholders each side has.
+        TokenDriftError: it does not; names the number of placeholders on each side.
     """
     if tuple(ids) == request.prompt_ids:
         return
@@ -83,9 +85,11 @@ def check_conditioned(request: GenerateRequest, ids: Sequence[int], placeholders
         kind: (request.prompt_ids.count(placeholders[kind]), list(ids).count(placeholders[kind]))
         for kind in request.multi_modal
     }
-    told = ", ".join(f"{ours} {kind} placeholders where vLLM has {theirs}" for kind, (ours, theirs) in counts.items())
+    numbers = ", ".join(
+        f"{ours} {kind} placeholders where vLLM has {theirs}" for kind, (ours, theirs) in counts.items()
+    )
     raise TokenDriftError(
         f"request {request.request_id!r}: vLLM would condition on {len(ids)} ids, the request has "
-        f"{len(request.prompt_ids)} ({told}); each placeholder must stand as often as the model reads its item "
+        f"{len(request.prompt_ids)} ({numbers}); each placeholder must stand as often as the model reads its item "
         "(ChatCodec.expand_media), with the same model.max_pixels on both sides"
     )

@@ -1,4 +1,4 @@
-"""What a vLLM engine is started with, and its translation into vLLM's own arguments."""
+"""Settings of a vLLM engine, and their translation into vLLM's own arguments."""
 
 from __future__ import annotations
 
@@ -32,24 +32,24 @@ class VllmSettings:
 
     Attributes:
         model: Hugging Face folder: config, initial weights, tokenizer.
-        max_model_len: most ids of prompt + output in one context.
+        max_model_len: maximum ids of prompt + output in one context.
         max_num_seqs: requests decoded at the same time.
         dtype: ``float32``, ``bfloat16``, ``float16``; ``auto`` is float32 on CPUs, else the checkpoint's.
-        tensor_parallel_size: devices one copy of the model is cut over.
+        tensor_parallel_size: devices one copy of the model is sharded over.
         gpu_memory_utilization: share of the device's memory vLLM may take, weights included.
         kv_cache_gib: size of the KV cache in GiB; None: what ``gpu_memory_utilization`` leaves (on CPUs 1 GiB).
         block_size: tokens per KV block: prefixes are reused in whole blocks. None: 32 on CPUs, else vLLM's choice.
         enforce_eager: no compiled graphs; None: on CPUs only.
         seed: of the engine's own randomness, for requests without a seed.
         adapters: LoRA adapter name to PEFT folder.
-        multi_modal: most items per prompt by kind, e.g. ``{"image": 1}``; empty: text only.
-        pixels: (fewest, most) pixels an image or a frame is scaled to; None: as the model's processor files say.
+        multi_modal: maximum items per prompt by kind, e.g. ``{"image": 1}``; empty: text only.
+        pixels: (minimum, maximum) pixels an image or a frame is scaled to; None: as the model's processor files say.
         sleep: reserve memory so that it can be released and restored (CUDA).
-        require_probe: refuse weight updates that do not bring a probe.
+        require_probe: refuse weight updates without a probe.
         max_logprob_difference: largest |learner - engine| log-prob a probe may show; None: 1e-3 in float32, 0.5 else.
-        mean_logprob_difference: and the largest mean of it; None: 1e-4 in float32, 0.05 else.
-        log_file: where vLLM's log goes; None: a temporary file.
-        engine_args: more ``AsyncEngineArgs``, by name, for what has no setting here.
+        mean_logprob_difference: largest mean of it; None: 1e-4 in float32, 0.05 else.
+        log_file: file of vLLM's log; None: a temporary file.
+        engine_args: further ``AsyncEngineArgs``, by name, without a setting here.
     """
 
     model: str
@@ -76,7 +76,7 @@ class VllmSettings:
         return "float32" if self.dtype == "auto" and cpu else self.dtype
 
     def engine_arguments(self, *, cpu: bool, cuda: bool) -> dict[str, Any]:
-        """Keyword arguments of ``AsyncEngineArgs`` on this kind of device."""
+        """Return keyword arguments of ``AsyncEngineArgs`` for this kind of device."""
         kv_cache_gib = self.kv_cache_gib if self.kv_cache_gib is not None or not cpu else 1.0
         block_size = self.block_size or (32 if cpu else None)
         arguments: dict[str, Any] = {
@@ -142,7 +142,7 @@ class VllmSettings:
         return next(rank for rank in ADAPTER_RANKS if rank >= largest)
 
     def tolerances(self, *, cpu: bool) -> tuple[float, float]:
-        """(largest, mean) difference of log-probs a probe may show."""
+        """Return the allowed (largest, mean) difference of log-probs."""
         exact = self.resolved_dtype(cpu=cpu) == "float32"
         largest = self.max_logprob_difference or (1e-3 if exact else 0.5)
         mean = self.mean_logprob_difference or (1e-4 if exact else 0.05)
@@ -150,10 +150,10 @@ class VllmSettings:
 
 
 def check_installation(distributions: Sequence[str] = DISTRIBUTIONS) -> str:
-    """Version of the installed vLLM.
+    """Return the version of the installed vLLM.
 
     Raises:
-        ConfigError: none is installed, or one this backend was not tested with.
+        ConfigError: none is installed, or one that this backend was not tested with.
     """
     found = {}
     for name in distributions:
@@ -183,10 +183,10 @@ def check_engine_args(names: Collection[str]) -> None:
     """
     unknown = sorted(set(names) - known) if names and (known := argument_names()) else []
     if unknown:
-        told = "; ".join(f"{name} {did_you_mean(name, known)}".strip() for name in unknown)
+        suggestions = "; ".join(f"{name} {did_you_mean(name, known)}".strip() for name in unknown)
         raise ConfigError(
-            f"rollout.vllm.engine_args has names that are not fields of vLLM's AsyncEngineArgs: {told}; correct or "
-            "remove them"
+            f"rollout.vllm.engine_args has names that are not fields of vLLM's AsyncEngineArgs: {suggestions}; correct "
+            "or remove them"
         )
 
 
@@ -216,9 +216,10 @@ def _release(version: str) -> tuple[int, int]:
 
 
 def environment(settings: VllmSettings, *, cpus: Sequence[int], log_config: str | None) -> dict[str, str]:
-    """Environment variables vLLM and its worker processes read; a user's own values go first.
+    """Return environment variables of vLLM and its worker processes; a user's own values take precedence.
 
     Args:
+        settings: of the engine.
         cpus: processors this process may run on; the CPU build binds its threads to them.
         log_config: a file from :func:`write_log_config`.
     """
@@ -235,7 +236,7 @@ def environment(settings: VllmSettings, *, cpus: Sequence[int], log_config: str 
 
 
 def _binding(cpus: Sequence[int], ranks: int) -> str:
-    """``0,1|2,3``: processors per tensor-parallel rank, shared when there are too few."""
+    """Return processors per tensor-parallel rank, as in ``0,1|2,3``."""
     if len(cpus) < ranks:
         return "nobind"
     share = len(cpus) // ranks
@@ -243,7 +244,7 @@ def _binding(cpus: Sequence[int], ranks: int) -> str:
 
 
 def write_log_config(log_file: Path, target: Path) -> str:
-    """Writes a logging configuration (``logging.config.dictConfig``, JSON) that sends vLLM's log to a file."""
+    """Write a logging configuration (``logging.config.dictConfig``, JSON) that sends vLLM's log to a file."""
     handler = {"class": "logging.FileHandler", "filename": str(log_file), "mode": "a", "formatter": "line"}
     config = {
         "version": 1,

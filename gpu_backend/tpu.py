@@ -1,11 +1,11 @@
-"""vLLM on TPUs: what its plugin (tpu-inference 0.32) does otherwise, and how new weights get in there.
+"""vLLM on TPUs: what its plugin (tpu-inference 0.32) does differently, and how it takes new weights.
 
 The plugin runs a model in one of two ways. In JAX, the parameters are an ``nnx.State`` that every step takes as its
 first argument, so that a new state is new weights; the model's own loader makes it from Hugging Face tensors. As vLLM's
 torch model, the parameters were fused and laid out when they were loaded, and cannot be replaced. vLLM's own interface
 for weight updates does nothing there (``TPUWorker.update_weights``): trainers are expected to write into the state.
 
-Only plain data and jax: workers import it, and so do tests without vLLM.
+Imports no vLLM: workers import it, and so do tests without vLLM.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ IN_JAX = "Qwen2ForCausalLM, Qwen3ForCausalLM and LlamaForCausalLM"  # of our tab
 
 
 def check_settings(settings: VllmSettings) -> None:
-    """Whether settings mean something on TPUs.
+    """Check that settings have an effect on TPUs.
 
     Raises:
-        ConfigError: one would do nothing, or cannot be proved.
+        ConfigError: one would do nothing, or cannot be verified.
     """
     if settings.kv_cache_gib is not None:
         raise ConfigError(
@@ -46,7 +46,7 @@ def check_settings(settings: VllmSettings) -> None:
 
 
 async def ask_workers(engine: Any) -> str | None:
-    """Why this engine's (``AsyncLLM``) weights cannot be replaced; None if they can."""
+    """Return why this engine's (``AsyncLLM``) weights cannot be replaced; None if they can."""
     reason = next(filter(None, await engine.collective_rpc("why_not_replaceable")), None)
     if reason is not None:
         logger.warning("weights cannot be updated: %s", reason)
@@ -54,7 +54,7 @@ async def ask_workers(engine: Any) -> str | None:
 
 
 def why_not_replaceable(runner: Any) -> str | None:
-    """Why this ``TPUModelRunner``'s weights cannot be replaced; None if they can."""
+    """Return why this ``TPUModelRunner``'s weights cannot be replaced; None if they can."""
     from flax import nnx
 
     if isinstance(runner.state, nnx.State):
@@ -66,15 +66,15 @@ def why_not_replaceable(runner: Any) -> str | None:
 
 
 def replace_weights(runner: Any, tensors: Iterator[tuple[str, Any]]) -> None:
-    """Gives a model that runs in JAX new weights.
+    """Replace the weights of a model that runs in JAX.
 
     Args:
         runner: the worker's ``TPUModelRunner``; nothing may be running.
         tensors: Hugging Face names and torch tensors, all of the model.
 
     Raises:
-        RuntimeError: they did not all arrive, or in another form, for which programs would be compiled again. The model
-            is unusable until a whole update succeeds.
+        RuntimeError: some did not arrive, or have another shape or dtype, for which programs would be recompiled. The
+            model is unusable until a whole update succeeds.
     """
     import jax
     from flax import nnx
@@ -100,7 +100,7 @@ def replace_weights(runner: Any, tensors: Iterator[tuple[str, Any]]) -> None:
 
 
 def _load(runner: Any, model: Any, tensors: Iterator[tuple[str, Any]]) -> None:
-    """Through the model's loader, of which the plugin has two kinds."""
+    """Call the model's loader, of which the plugin has two kinds."""
     if _takes_tensors(model):
         model.load_weights(tensors)
         return
@@ -124,7 +124,7 @@ def _described(x: Any) -> Any:
 
 
 def _forms(state: Any) -> dict[str, tuple[Any, ...]]:
-    """Shape and dtype of every array, by its name."""
+    """Return shape and dtype of every array, by its name."""
     import jax
 
     leaves = jax.tree_util.tree_leaves_with_path(state)

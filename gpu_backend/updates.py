@@ -1,23 +1,24 @@
-"""New weights for a running engine, proved before a token of theirs is served.
+"""New weights for a running engine, verified before any token is served from them.
 
 ::
 
     check files (names, shapes)      wrong: refused, the old weights serve on
-      ─► load in place ─► read back every tensor ─► forget cached prefixes, recompute frozen requests' KV
+      ─► load in place ─► read back every tensor ─► drop cached prefixes, recompute frozen requests' KV
       ─► probe: the learner's log-probs of a few sequences, reproduced by the engine
-                                     wrong from here on: the engine holds weights nobody asked for and must not serve
+                                     wrong after loading: the engine holds wrong weights and must not serve
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from gpu_backend.settings import VllmSettings
-from gpu_backend.transfer import load_from_device
 from gpu_backend.weights import Checkpoint, Shapes, differences, read_update
 from jax_agent_rl.errors import WeightUpdateError
+from jax_agent_rl.models.tensor_samples import TensorSample
 from jax_agent_rl.rollout.protocol import WeightUpdate
 from jax_agent_rl.utils.checksums import check_files
 from jax_agent_rl.utils.weight_probe import LogprobProbe
@@ -28,11 +29,12 @@ _FIRST_IN_QUEUE = -(1 << 30)
 
 
 class WeightUpdater:
-    """Puts weights into one engine.
+    """Loads weights into one engine.
 
     Args:
         engine: ``AsyncLLM``.
-        checkpoint: what its model consists of.
+        checkpoint: tensors of its model.
+        settings: of the engine.
         cpu: it runs on the CPU build.
         cuda: it runs on CUDA.
         tpu: it runs on TPUs, where only the probe shows what arrived.
@@ -65,7 +67,11 @@ class WeightUpdater:
         """(largest, mean) log-prob difference of the last probe."""
 
     def check(self, update: WeightUpdate, *, served: int) -> LogprobProbe | None:
-        """Refuses what can be seen to be wrong before the model is touched; returns the update's probe.
+        """Refuse wrong updates before the model is touched; return the update's probe.
+
+        Args:
+            update: the new weights.
+            served: version of the weights that are served.
 
         Raises:
             WeightUpdateError: refused; nothing has changed.
@@ -97,7 +103,7 @@ class WeightUpdater:
         return probe
 
     async def load(self, update: WeightUpdate) -> None:
-        """Copies the weights in; tokens sampled from now on carry the new version.
+        """Load the weights; tokens sampled from now on carry the new version.
 
         Raises:
             WeightUpdateError: they did not all arrive. The model is unusable until a whole update succeeds.
@@ -110,13 +116,17 @@ class WeightUpdater:
                 _all_landed(await engine.collective_rpc("weights_not_landed", args=(paths, self.placements)))
         else:
             await load_from_device(engine, update.payload)
-        # Frozen requests give up their KV, too: it is recomputed under the new weights when they go on.
+        # Frozen requests lose their KV, too: it is recomputed under the new weights when they continue.
         await engine.reset_prefix_cache(reset_running_requests=True)
         await engine.reset_encoder_cache()
         await engine.update_weight_version(str(update.version))
 
-    async def prove(self, probe: LogprobProbe, name: str) -> None:
-        """Compares the engine's log-probs with the learner's. The engine must be running.
+    async def verify(self, probe: LogprobProbe, name: str) -> None:
+        """Compare the engine's log-probs with the learner's. The engine must be running.
+
+        Args:
+            probe: the learner's.
+            name: prefix of the probe's request ids.
 
         Raises:
             WeightUpdateError: they differ by more than rounding.
@@ -130,6 +140,13 @@ class WeightUpdater:
                 f"allowed are {max_largest:.2g} ({max_mean:.2g}; rollout.vllm.max_logprob_difference and "
                 "mean_logprob_difference). The engine holds a model nobody asked for"
             )
+
+    async def tensor_samples(self) -> Mapping[str, TensorSample]:
+        """Return a sample of every tensor as it is served; empty where tensors cannot be read back whole."""
+        if not self.placements:
+            return {}
+        (sampled,) = await self.engine.collective_rpc("sample_tensors", args=(self.placements,))
+        return {name: TensorSample.from_json(saved) for name, saved in sampled.items()}
 
     async def _measure(self, ids: Sequence[int], request_id: str) -> list[float]:
         from vllm import SamplingParams
@@ -158,3 +175,45 @@ def _all_landed(not_landed_by_worker: Sequence[Sequence[str]]) -> None:
             f"{len(names)} tensors did not arrive in vLLM's model, e.g. {names[:3]}: its loader skipped them or "
             "stores them in a way gpu_backend/weights.py does not describe"
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceWeights:
+    """Payload of a ``WeightUpdate(kind="cuda_ipc")``: weights from device to device, without files.
+
+    Attributes:
+        tensors: Hugging Face names to arrays on this GPU that support DLPack (jax or torch).
+        probe: see :class:`LogprobProbe`.
+    """
+
+    tensors: Mapping[str, Any]
+    probe: LogprobProbe | None = None
+
+
+async def load_from_device(engine: Any, weights: DeviceWeights) -> None:
+    """Load tensors into ``engine`` (``AsyncLLM`` with ``weight_transfer_config={"backend": "ipc"}``).
+
+    torch views the learner's jax arrays (DLPack) and copies them into memory of its own (only that can be exported),
+    which vLLM's workers open by CUDA-IPC handles: learner and engine must share the GPU. Between machines, the same
+    four calls work with ``WeightTransferConfig(backend="nccl")`` and a torch process group that the learner joins.
+    """
+    import torch
+    from torch.multiprocessing.reductions import reduce_tensor
+    from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
+
+    device = torch.cuda.current_device()
+    uuid = str(torch.cuda.get_device_properties(device).uuid)
+    copies = {name: torch.from_dlpack(array).clone() for name, array in weights.tensors.items()}
+    torch.cuda.synchronize(device)
+    info = {
+        "names": list(copies),
+        "dtype_names": [str(t.dtype).removeprefix("torch.") for t in copies.values()],
+        "shapes": [list(t.shape) for t in copies.values()],
+        "ipc_handles": [{uuid: reduce_tensor(t)[1]} for t in copies.values()],
+    }
+    await engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info={"packed": False}))
+    await engine.start_weight_update()
+    await engine.update_weights(WeightTransferUpdateRequest(update_info=info))
+    await engine.finish_weight_update()
+    del copies
+    torch.cuda.ipc_collect()

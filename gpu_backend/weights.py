@@ -1,9 +1,9 @@
-"""Where each Hugging Face tensor lies in vLLM's model, and which updates fit it.
+"""Where each Hugging Face tensor lies in vLLM's model, and which updates fit the model.
 
 vLLM stores some matrices fused (q, k and v as one, stacked along rows) and some transposed. Its own loader does the
-fusing; the table here says where every part must be found *afterwards*, so that a part that was silently left out is
-noticed. Experts are one stack per layer, gate above up; kernels that would shuffle it after loading are not used
-(``worker.py`` on CPUs, ``moe_backend`` elsewhere).
+fusing; the table here says where every part must be found *afterwards*, so that a silently skipped part is noticed.
+Experts are one stack per layer, gate above up; kernels that would shuffle it after loading are not used (``worker.py``
+on CPUs, ``moe_backend`` elsewhere).
 """
 
 from __future__ import annotations
@@ -73,9 +73,7 @@ FAMILIES: Mapping[str, Family] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Where one tensor lies: rows ``first .. first + rows`` of vLLM's ``parameter`` (transposed or not), or of its
-    slice ``expert``.
-    """
+    """Where one tensor lies: rows ``first .. first + rows`` of vLLM's ``parameter``, or of its slice ``expert``."""
 
     parameter: str
     first: int
@@ -88,20 +86,20 @@ class Placement:
             raise ValueError(f"{self.parameter}: {self.rows} rows")
 
     def to_wire(self) -> tuple[str, int, int, bool, int | None]:
-        """Plain values, for a call into another process."""
+        """Return plain values, for a call into another process."""
         return self.parameter, self.first, self.rows, self.transposed, self.expert
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """What the model an engine was started with consists of.
+    """Contents of the checkpoint that an engine was started with.
 
     Attributes:
         family: its layout in vLLM.
         shapes: every tensor of the model, by the names of published checkpoints.
         optional: names an update may leave out (a tied output matrix).
         eos_token_ids: ids that end a generation.
-        placeholders: id that stands for one position of an image or a video, by kind of input the model takes.
+        placeholders: id of one position of an image or a video, by kind of input the model takes.
     """
 
     family: Family
@@ -112,7 +110,7 @@ class Checkpoint:
 
     @classmethod
     def read(cls, folder: Path) -> Checkpoint:
-        """Reads ``config.json`` and the headers of the safetensors files.
+        """Read ``config.json`` and the headers of the safetensors files.
 
         Raises:
             ConfigError: not a model folder, an architecture without a table, or quantised weights.
@@ -148,10 +146,10 @@ class Checkpoint:
         )
 
     def check_media(self, wanted: Collection[str]) -> None:
-        """Whether the model takes these kinds of input.
+        """Check that the model takes these kinds of input.
 
         Raises:
-            ConfigError: it does not; or it takes some and none is wanted, for which vLLM would not load its eyes.
+            ConfigError: it does not; or it takes some and none is wanted, when vLLM would not load its vision tower.
         """
         if unknown := sorted(set(wanted) - self.placeholders.keys()):
             raise ConfigError(f"rollout.vllm.multi_modal names {unknown}, which this model does not take; remove them")
@@ -162,7 +160,7 @@ class Checkpoint:
             )
 
     def check(self, update: Shapes, *, partial: bool) -> None:
-        """Whether these tensors may replace the model's (all of them, or some if ``partial``).
+        """Check that these tensors may replace the model's (all of them, or some if ``partial``).
 
         Raises:
             WeightUpdateError: unknown or missing names, or other shapes.
@@ -187,7 +185,7 @@ class Checkpoint:
             raise WeightUpdateError("the update holds no tensor")
 
     def placements(self) -> dict[str, Placement]:
-        """Where every tensor lies after loading (on one device; tensor-parallel ranks hold slices of it)."""
+        """Return where every tensor lies after loading (on one device; tensor-parallel ranks hold slices of it)."""
         return {n: _place(n, self.shapes, self.family) for n in self.shapes if n not in self.optional}
 
 
@@ -198,7 +196,7 @@ def _placeholder(config: Mapping[str, Any], file: Path, kind: str) -> int:
 
 
 def _eos_ids(folder: Path, config: Mapping[str, Any]) -> frozenset[int]:
-    """From ``generation_config.json`` (which lists all of them) if it says, else from ``config.json``."""
+    """Return those of ``generation_config.json`` (which lists all) if it has any, else of ``config.json``."""
     file = folder / "generation_config.json"
     generation = json.loads(file.read_text()) if file.is_file() else {}
     language = config.get("text_config", config)
@@ -226,7 +224,7 @@ def _place(name: str, shapes: Shapes, family: Family) -> Placement:
 
 
 def _renamed(name: str, prefixes: Mapping[str, str]) -> str:
-    """A name whose beginning is replaced, by the first of ``prefixes`` that fits."""
+    """Replace the beginning of a name by the first of ``prefixes`` that fits."""
     for theirs, ours in prefixes.items():
         if name.startswith(theirs):
             return ours + name.removeprefix(theirs)
@@ -235,14 +233,14 @@ def _renamed(name: str, prefixes: Mapping[str, str]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Header:
-    """What a safetensors file says it holds."""
+    """Header of a safetensors file."""
 
     shapes: Shapes
     metadata: Mapping[str, str]
 
 
 def read_header(file: Path) -> Header:
-    """Reads names and shapes without reading the tensors.
+    """Read names and shapes without reading the tensors.
 
     Raises:
         WeightUpdateError: the file is missing, cut short, or not safetensors.
@@ -264,10 +262,10 @@ def read_header(file: Path) -> Header:
 
 
 def read_update(paths: Sequence[str]) -> tuple[Shapes, LogprobProbe | None]:
-    """Shapes and probe of an update's files.
+    """Return shapes and probe of an update's files.
 
     Raises:
-        WeightUpdateError: a file is damaged, or a tensor stands in two.
+        WeightUpdateError: a file is damaged, or two files hold the same tensor.
     """
     shapes: dict[str, tuple[int, ...]] = {}
     probe = None
@@ -284,7 +282,7 @@ def read_update(paths: Sequence[str]) -> tuple[Shapes, LogprobProbe | None]:
 
 
 def differences(probe: LogprobProbe, measured: Sequence[Sequence[float]]) -> tuple[float, float]:
-    """(largest, mean) |learner - engine| over all probed ids; infinity when a value is not finite."""
+    """Return (largest, mean) |learner - engine| over all probed ids; infinity when a value is not finite."""
     gaps = [
         abs(a - b) if math.isfinite(b) else math.inf
         for expected, got in zip(probe.log_probs, measured, strict=True)

@@ -24,10 +24,10 @@ class WeightExtension:
     """Methods added to vLLM's worker. ``self`` is the worker."""
 
     def load_weight_files(self, paths: Sequence[str]) -> float:
-        """Copies tensors into the served model in place; returns seconds.
+        """Copy tensors into the served model in place; return seconds.
 
-        The model's own loader does the fusing and slicing; a name it does not know raises. ``reload_weights`` would
-        leave a tied output matrix stale and spoil the model when only some tensors are named.
+        The model's own loader fuses and slices; it raises for unknown names. ``reload_weights`` would leave a tied
+        output matrix stale, and break the model when only some tensors are named.
         """
         begin = time.perf_counter()
         worker: Any = self
@@ -40,12 +40,12 @@ class WeightExtension:
         return time.perf_counter() - begin
 
     def why_not_replaceable(self) -> str | None:
-        """Why this TPU worker's weights cannot be replaced; None if they can."""
+        """Return why this TPU worker's weights cannot be replaced; None if they can."""
         worker: Any = self
         return tpu.why_not_replaceable(worker.model_runner)
 
     def weights_not_landed(self, paths: Sequence[str], placements: Mapping[str, Sequence[Any]]) -> list[str]:
-        """Names of tensors whose place in the model does not hold what the files hold.
+        """Return the names of tensors that differ between the model and the files.
 
         Args:
             paths: the files that were loaded.
@@ -60,7 +60,7 @@ class WeightExtension:
         ]
 
     def sample_tensors(self, placements: Mapping[str, Sequence[Any]]) -> dict[str, dict[str, Any]]:
-        """A :class:`~jax_agent_rl.models.tensor_samples.TensorSample` of each tensor as it is served, as JSON.
+        """Return a :class:`~jax_agent_rl.models.tensor_samples.TensorSample` of each served tensor, as JSON.
 
         Args:
             placements: as :meth:`weights_not_landed` takes them.
@@ -78,7 +78,7 @@ class WeightExtension:
 
 
 def _tensors(paths: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and tensor, mapped from the file (shared memory: nothing is read twice)."""
+    """Yield name and tensor, mapped from the file (shared memory: nothing is read twice)."""
     for path in paths:
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118  (not a dict)
@@ -86,7 +86,7 @@ def _tensors(paths: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _plain_names(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The model's parameters; adapters wrap layers and rename them."""
+    """Return the model's parameters by their plain names; adapters wrap layers and rename them."""
     return {name.replace(".base_layer.", "."): tensor for name, tensor in model.named_parameters()}
 
 
@@ -101,10 +101,10 @@ def _holds(parameters: Mapping[str, torch.Tensor], place: Sequence[Any], tensor:
 
 
 def _keep_weights_plain() -> None:
-    """On CPUs vLLM packs matrices for its kernels while loading and drops the originals.
+    """Keep vLLM from packing matrices for its CPU kernels, which drops the originals.
 
-    Nothing could be copied into them afterwards, so layers keep their matrices as they are. It has to happen before
-    the model is built, and only in worker processes: therefore at import, and nowhere else.
+    Nothing could be copied into packed ones. It has to happen before the model is built, and only in worker
+    processes: therefore at import of this module.
     """
     from vllm.model_executor.layers import utils
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
@@ -134,15 +134,17 @@ def _apply_experts(
     topk_ids: torch.Tensor,
     **unused: Any,
 ) -> None:
-    """Each token through its experts, on plain matrices; one product per expert that any token goes to.
+    """Send each token through its experts, on plain matrices; one product per expert in use.
 
     Args:
+        self: vLLM's kernel.
         output: [N, D], written.
         hidden_states: [N, D].
         w1: [E, 2F, D], gate above up.
         w2: [E, D, F].
-        topk_weights, topk_ids: [N, k].
-        unused: what else vLLM hands its kernels; the models in question leave it at its defaults.
+        topk_weights: [N, k].
+        topk_ids: [N, k].
+        unused: other arguments of kernels, which the models in question leave at their defaults.
     """
     output.zero_()
     for expert in topk_ids.unique().tolist():

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from jax_agent_rl.types import DropReason
+from jax_agent_rl.errors import NothingToTrainError
+from jax_agent_rl.types import DropReason, Group
 
 
 class Accounting:
     """Counts trajectories from their start to the optimizer step that used them, or the reason they were dropped.
 
-    A trajectory is *in flight* from its start until somebody says what became of it: also while it waits in a
-    buffer. Each can be resolved once, and only if it was started, so nothing is lost or counted twice unnoticed.
+    A trajectory is *in flight* from its start until it is trained or dropped, also while it waits in a buffer. Each
+    is resolved once, and only if it was started, so nothing is lost or counted twice unnoticed.
 
     Attributes:
         started: trajectories begun.
@@ -30,15 +31,15 @@ class Accounting:
 
     @property
     def in_flight(self) -> frozenset[str]:
-        """Ids of the trajectories whose fate is open."""
+        """Ids of the trajectories in flight."""
         return frozenset(self._in_flight)
 
     def is_open(self, group_id: str) -> bool:
-        """Whether a trajectory of this group (its id, a hyphen and a number) is in flight."""
+        """Return whether a trajectory of this group (its id, a hyphen and a number) is in flight."""
         return group_id in self._of_group
 
     def start(self, trajectory_id: str) -> None:
-        """A trajectory begins.
+        """Record that a trajectory begins.
 
         Raises:
             ValueError: one with this id is in flight.
@@ -50,16 +51,16 @@ class Accounting:
         self.started += 1
 
     def train(self, trajectory_ids: Iterable[str]) -> None:
-        """An optimizer step has used these; ValueError if one is not in flight."""
+        """Record that an optimizer step used these; raise ValueError if one is not in flight."""
         self.trained += self._resolve(trajectory_ids)
 
     def drop(self, trajectory_ids: Iterable[str], reason: DropReason) -> None:
-        """These will not be trained on; ValueError if one is not in flight."""
+        """Record that these will not be trained on; raise ValueError if one is not in flight."""
         if count := self._resolve(trajectory_ids):
             self.dropped[reason] += count
 
     def check(self) -> None:
-        """Raises AssertionError unless the books balance."""
+        """Raise AssertionError unless the counts add up."""
         resolved = self.trained + self.dropped.total()
         if self.started != resolved + len(self._in_flight):
             raise AssertionError(
@@ -68,30 +69,30 @@ class Accounting:
             )
 
     def summary(self) -> dict[str, int]:
-        """Flat counts for metrics: ``started``, ``trained``, ``in_flight``, ``dropped``, ``dropped/<reason>``."""
+        """Return counts for metrics: ``started``, ``trained``, ``in_flight``, ``dropped``, ``dropped/<reason>``."""
         self.check()
         by_reason = {f"dropped/{reason}": count for reason, count in sorted(self.dropped.items())}
         totals = {"started": self.started, "trained": self.trained, "in_flight": len(self._in_flight)}
         return totals | {"dropped": self.dropped.total()} | by_reason
 
     def state(self) -> dict[str, int | dict[str, int]]:
-        """What a checkpoint keeps. Trajectories in flight do not survive a restart: they count as cancelled."""
+        """Return the checkpoint state. Trajectories in flight do not survive a restart: they count as cancelled."""
         dropped = self.dropped + Counter({DropReason.CANCELLED: len(self._in_flight)})
         return {"started": self.started, "trained": self.trained, "dropped": {str(k): v for k, v in dropped.items()}}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Goes on from :meth:`state`; only before anything was started."""
+        """Continue from :meth:`state`; only before anything was started."""
         if self.started:
             raise ValueError(f"{self.started} trajectories were started already")
         self.started, self.trained = state["started"], state["trained"]
         self.dropped = Counter({DropReason(reason): count for reason, count in state["dropped"].items()})
 
     def _resolve(self, trajectory_ids: Iterable[str]) -> int:
-        """Takes them out of flight, all or none; returns how many."""
+        """Take them out of flight, all or none; return how many."""
         ids = list(trajectory_ids)
-        strangers = [i for i in ids if i not in self._in_flight]
-        if strangers or len(set(ids)) != len(ids):
-            raise ValueError(f"not in flight, or named twice: {strangers or ids}")
+        unknown = [i for i in ids if i not in self._in_flight]
+        if unknown or len(set(ids)) != len(ids):
+            raise ValueError(f"not in flight, or named twice: {unknown or ids}")
         self._in_flight.difference_update(ids)
         for group in map(_group, ids):
             self._of_group[group] -= 1
@@ -102,3 +103,45 @@ class Accounting:
 
 def _group(trajectory_id: str) -> str:
     return trajectory_id.rpartition("-")[0]
+
+
+class LostBatchGuard:
+    """Stops a run that loses whole batches in a row: failing or hanging rewards, a dead engine.
+
+    Args:
+        max_failed_batches: the count at which the run stops, >= 1.
+        lost_batches: initial count, of a resumed run.
+
+    Attributes:
+        lost_batches: batches in a row of which no trajectory survived.
+    """
+
+    def __init__(self, max_failed_batches: int, lost_batches: int = 0):
+        self._max_failed_batches = max_failed_batches
+        self.lost_batches = lost_batches
+
+    def check(self, groups: Sequence[Group], latest_losses: Mapping[DropReason, str]) -> None:
+        """Check one collected batch.
+
+        Args:
+            groups: before any filter; a batch without groups does not count.
+            latest_losses: message of the newest loss, by reason.
+
+        Raises:
+            NothingToTrainError: the limit is reached; names the reasons, with an example of the most frequent one.
+        """
+        if not groups:
+            return
+        if any(group.trajectories for group in groups):
+            self.lost_batches = 0
+            return
+        self.lost_batches += 1
+        if self.lost_batches < self._max_failed_batches:
+            return
+        reasons = sum((Counter(group.dropped) for group in groups), Counter())
+        counts = ", ".join(f"{reason} {count}" for reason, count in reasons.most_common())
+        worst = reasons.most_common(1)[0][0]
+        raise NothingToTrainError(
+            f"every trajectory of {self.lost_batches} batches in a row was lost ({counts}). The newest {worst}: "
+            f"{latest_losses.get(worst, 'see the log')}. Repair that, or raise trainer.max_failed_batches"
+        )

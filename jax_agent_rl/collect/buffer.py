@@ -1,9 +1,9 @@
-"""The staleness bound: how many groups may be under way, and which of them the learner may still train on.
+"""The staleness bound: how many groups may be open, and which of them the learner may still train on.
 
 ::
 
     admit ──► running ──complete──► ready ──take──► taken ──finish_step──► trained
-                 │                    │               └─ discard: a filter left it out; its place is free at once
+                 │                    │               └─ discard: a filter rejected it; its slot is free at once
                  └──── too old: dropped, with its reason
 
 *Staleness* of a token is the learner's version when it trains on it (steps finished before) minus the version of the
@@ -14,11 +14,11 @@ weights that sampled it. The bound S holds by three rules, here and nowhere else
     hand-out    with stragglers="wait", a batch leaves only if those left behind can still make their deadlines: for
                 every k, at most k * batch of them have to be trained within the k steps after this one. Else the
                 learner waits for the oldest. With "drop" it takes what is there.
-    expiry      what is older than S when a version begins is given up: with "wait" nothing, unless an engine served
-                older weights than it said.
+    expiry      what is older than S when a version begins is dropped: with "wait" nothing, unless an engine served
+                older weights than it reported.
 
-The version moves and the places of trained groups become free in one call, when the new weights are served. So no
-group is admitted under older weights than it is counted for. Plain and single-threaded;
+One call advances the version and frees the slots of trained groups, when the new weights are served. So no group is
+admitted under older weights than it is counted for. Plain and single-threaded;
 :mod:`jax_agent_rl.collect.stream` gives it coroutines.
 
 References: Fu et al. 2025 (AReaL), arXiv 2505.24298, for the admission rule.
@@ -39,11 +39,11 @@ Stragglers = Literal["wait", "drop"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ticket:
-    """Leave to start one group.
+    """Permission to start one group.
 
     Attributes:
-        number: of the group in the run.
-        version: of the weights served when it was admitted: none of its tokens is older.
+        number: number of the group in the run.
+        version: version of the weights at admission: none of its tokens is older.
     """
 
     number: int
@@ -52,11 +52,11 @@ class Ticket:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Expired:
-    """What a new version makes too old.
+    """Groups that a new version makes too old.
 
     Attributes:
-        running: numbers of groups that still grow; whoever grows them has to stop.
-        ready: groups that were waiting for the learner, by number.
+        running: numbers of running groups; their tasks have to be stopped.
+        ready: complete groups that waited for the learner, by number.
     """
 
     running: tuple[int, ...]
@@ -73,19 +73,19 @@ class RolloutBuffer:
     """Groups between their start and the optimizer step that uses them.
 
     Args:
-        batch: groups one step consumes, >= 1.
+        batch: groups per step, >= 1.
         staleness: the bound S, in versions, >= 0.
         stragglers: ``wait``: the learner waits for groups that would become too old, and none is lost. ``drop``: it
-            takes what is there, and what becomes too old is given up.
-        spare: groups admitted on top of the capacity, with ``drop`` only: as many of the slowest are given up.
-        version: of the weights served.
+            takes what is there, and what becomes too old is dropped.
+        spare: groups admitted beyond the capacity, with ``drop`` only: as many of the slowest are dropped.
+        version: version of the weights served.
 
     Attributes:
-        capacity: most groups that may be open.
-        version: of the weights served, which between two steps is the learner's.
-        started: groups.
-        trained: groups a step consumed (filters may still have left members of them out).
-        dropped: groups given up, by reason.
+        capacity: maximum open groups.
+        version: version of the weights served, which between two steps is the learner's.
+        started: groups admitted.
+        trained: groups a step consumed (filters may have rejected some of their members).
+        dropped: dropped groups, by reason.
     """
 
     def __init__(
@@ -106,17 +106,17 @@ class RolloutBuffer:
 
     @property
     def running(self) -> int:
-        """Groups that still grow."""
+        """Number of groups whose trajectories still run."""
         return len(self._running)
 
     @property
     def ready(self) -> int:
-        """Complete groups that wait for the learner."""
+        """Number of complete groups that wait for the learner."""
         return len(self._ready)
 
     @property
     def taken(self) -> int:
-        """Groups the learner has."""
+        """Number of groups the learner has taken."""
         return len(self._taken)
 
     @property
@@ -126,22 +126,22 @@ class RolloutBuffer:
 
     @property
     def open(self) -> tuple[int, ...]:
-        """Numbers of the groups whose fate is open: running, ready or taken."""
+        """Numbers of the open groups: running, ready or taken."""
         return tuple(sorted(self._running.keys() | self._ready.keys() | self._taken))
 
     @property
     def room(self) -> int:
-        """Groups that may be admitted now."""
+        """Number of groups that may be admitted now."""
         return self.capacity - len(self._running) - len(self._ready) - len(self._taken)
 
     def admit(self, number: int) -> Ticket:
-        """Counts a group in; its first token may be sampled from now on.
+        """Admit a group; its first token may be sampled from now on.
 
         Raises:
             ValueError: there is no room, or a group of this number is open.
         """
         if self.room < 1:
-            raise ValueError(f"group {number}: all {self.capacity} places are taken until a step finishes")
+            raise ValueError(f"group {number}: all {self.capacity} slots are taken until a step finishes")
         if number in self.open:
             raise ValueError(f"group {number} was admitted twice")
         ticket = self._running[number] = Ticket(number=number, version=self.version)
@@ -149,7 +149,11 @@ class RolloutBuffer:
         return ticket
 
     def complete(self, number: int, group: Group) -> bool:
-        """A running group has all its members, or has lost them; even then it is handed out.
+        """Record that a running group has ended; it is handed out even if it has lost all its members.
+
+        Args:
+            number: of the group.
+            group: its surviving members.
 
         Returns:
             False if it is too old already and was dropped.
@@ -166,7 +170,7 @@ class RolloutBuffer:
         return True
 
     def take(self, count: int) -> dict[int, Group] | None:
-        """Hands out the ``count`` oldest complete groups by number, in its order; None: wait for more to complete."""
+        """Return the ``count`` oldest complete groups, ordered by number; None: wait for more to complete."""
         by_age = sorted(self._ready, key=lambda number: (self._ready[number].oldest, number))
         chosen = sorted(by_age[:count])
         if len(chosen) < count or not self._leaves_time(by_age[count:]):
@@ -175,24 +179,28 @@ class RolloutBuffer:
         return {number: self._ready.pop(number).group for number in chosen}
 
     def discard(self, numbers: Collection[int], reason: DropReason) -> None:
-        """Groups that were taken will not be trained on, and others be taken in their place.
+        """Drop groups that were taken and will not be trained on; others may be taken in their place.
 
         Raises:
             ValueError: one of them was not taken.
         """
-        if strangers := set(numbers) - self._taken:
-            raise ValueError(f"groups {sorted(strangers)} were not taken, so they cannot be discarded")
+        if unknown := set(numbers) - self._taken:
+            raise ValueError(f"groups {sorted(unknown)} were not taken, so they cannot be discarded")
         self._taken.difference_update(numbers)
         self.dropped[reason] += len(numbers)
 
     def finish_step(self, version: int) -> Expired:
-        """What was taken has been trained on, and new weights are served.
+        """Record that what was taken has been trained on, and that new weights are served.
 
         Args:
-            version: of those weights, the one after :attr:`version`.
+            version: version of those weights, the successor of :attr:`version`.
+
+        Returns:
+            The groups that are too old now, and were dropped.
 
         Raises:
-            ValueError: it is not, or less than a batch was taken: then others could not be trained in time.
+            ValueError: it is not the successor, or less than a batch was taken, so that others could not be trained
+                in time.
         """
         if len(self._taken) < self.batch:
             raise ValueError(f"a step of {len(self._taken)} groups: it has to consume {self.batch}")
@@ -211,7 +219,7 @@ class RolloutBuffer:
         return Expired(running=running, ready=ready)
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps, as JSON. ``open`` are the groups that a resumed run has to start again."""
+        """Return the state for a checkpoint, as JSON. A resumed run has to start the ``open`` groups again."""
         dropped = {str(reason): count for reason, count in self.dropped.items() if count}
         return {"version": self.version, "started": self.started, "trained": self.trained} | {
             "dropped": dropped,
@@ -219,9 +227,9 @@ class RolloutBuffer:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Goes on from :meth:`state`, before anything was admitted. The open groups count as cancelled.
+        """Continue from :meth:`state`, before anything was admitted. The open groups count as cancelled.
 
-        All places are free: what is admitted now is as new as the weights.
+        All slots are free: what is admitted now is as new as the weights.
         """
         if self.started:
             raise ValueError(f"{self.started} groups were admitted already")
@@ -233,13 +241,13 @@ class RolloutBuffer:
         return oldest < self.version - self.staleness
 
     def _gives_up(self, ticket: Ticket) -> bool:
-        """Of a running group only the age of the ticket is known; it expires where the learner does not wait."""
+        """Return whether to drop a running group, by the age of its ticket; never where the learner waits."""
         return self.stragglers == "drop" and self._expired(ticket.version)
 
     def _leaves_time(self, ready: Collection[int]) -> bool:
-        """Whether all running groups and these ready ones can be trained in time by the steps after this one.
+        """Return whether all running groups and these ready ones can be trained in time by the steps after this one.
 
-        Where nothing runs, waiting would not help.
+        If nothing runs, waiting would not help.
         """
         if self.stragglers == "drop" or not self._running:
             return True
@@ -252,7 +260,7 @@ class RolloutBuffer:
 
 
 def versions(trajectories: Iterable[Trajectory]) -> Iterator[int]:
-    """The version of every sampled token, segments included."""
+    """Yield the version of every sampled token, segments included."""
     for trajectory in trajectories:
         for sequence in (trajectory, *trajectory.segments):
             yield from compress(sequence.policy_versions, sequence.response_mask)

@@ -1,4 +1,4 @@
-"""Runs the trajectories of a step and hands over each group as soon as it is complete.
+"""Runs the trajectories of a step and yields each group as soon as it is complete.
 
 ::
 
@@ -18,17 +18,18 @@
 from __future__ import annotations
 
 import asyncio
+import heapq
+import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, AsyncExitStack
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jax_agent_rl.agents import AgentContext, AgentSelector, derive_seed
 from jax_agent_rl.collect.accounting import Accounting
-from jax_agent_rl.collect.priority_slots import PrioritySemaphore
 from jax_agent_rl.collect.strategies import Chains, Growth, Outcome, Start, Strategy
 from jax_agent_rl.errors import TrajectoryError
 from jax_agent_rl.tracing import NO_SPAN, NoSpan, OpenSpan, Tracer, span
@@ -42,7 +43,7 @@ Score = Callable[[Trajectory], Awaitable[Trajectory]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Plan:
-    """What the trajectories of one group have in common."""
+    """Settings shared by the trajectories of one group."""
 
     group_id: str
     row: Mapping[str, Any]
@@ -53,7 +54,7 @@ class _Plan:
 
 @dataclass(kw_only=True, slots=True)
 class _OpenGroup:
-    """A group while it grows."""
+    """A group while its trajectories run."""
 
     plan: _Plan
     waves: list[list[Outcome]] = field(default_factory=list)
@@ -64,7 +65,7 @@ class _OpenGroup:
         return [outcome for wave in self.waves for outcome in wave]
 
     def living(self, trajectory_id: str) -> Trajectory:
-        """A member that survived."""
+        """Return a surviving member."""
         found = (o.trajectory for o in self.outcomes if o.trajectory_id == trajectory_id and o.trajectory)
         return next(found)
 
@@ -73,17 +74,17 @@ class RolloutCollector:
     """Collects groups of scored trajectories.
 
     Args:
-        context: what the agent loops share.
+        context: shared by the agent loops.
         score: scores one trajectory.
-        max_in_flight: most trajectories that run at the same time.
+        max_in_flight: maximum concurrent trajectories.
         seed: the run's seed. With it, the label, the step and the indices, sampling is reproducible.
-        accounting: where trajectories are counted; a new one if None. Evaluation wants its own.
+        accounting: where trajectories are counted; a new one if None. Evaluation needs its own.
         strategy: which trajectories of a group are started, and from where; None: all from the prompt.
         tracer: traces trajectories; None traces none.
-        validate: traces say that these are evaluations.
+        validate: mark traces as evaluations.
 
     Attributes:
-        latest_losses: for each reason, what the newest loss said.
+        latest_losses: message of the newest loss, by reason.
     """
 
     def __init__(
@@ -111,15 +112,15 @@ class RolloutCollector:
         self._tracer, self._validate = tracer, validate
 
     async def close(self) -> None:
-        """Closes the agent loops; nothing may be running."""
+        """Close the agent loops; nothing may be running."""
         await self._agents.close()
 
     async def preflight(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Checks what the loops of these rows depend on, once before a run; raises ConfigError."""
+        """Check what the loops of these rows depend on, once before a run; raise ConfigError."""
         await self._agents.preflight(rows)
 
     def require_branching(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Checks that the strategy can branch what the loops of these rows make; raises ConfigError."""
+        """Check that the strategy can branch what the loops of these rows make; raise ConfigError."""
         if self._strategy.branches:
             self._agents.require_branching(rows)
 
@@ -132,19 +133,19 @@ class RolloutCollector:
         step: int,
         label: str = "train",
     ) -> AsyncGenerator[Group, None]:
-        """Yields one group per row, in the order in which they are complete; members are in order of their start.
+        """Yield one group per row, in order of completion; members are in order of their start.
 
         A group may have lost members (``Group.dropped``), even all of them. Its trajectories stay in flight in
-        :attr:`accounting` until the caller says what became of them. Leaving the loop early or cancelling it stops
-        everything and counts what was not handed over as ``CANCELLED``; wrap it in :func:`contextlib.aclosing` so
-        that this happens at once.
+        :attr:`accounting` until the caller resolves them. Leaving the loop early or cancelling it stops everything
+        and counts what was not yielded as ``CANCELLED``; wrap it in :func:`contextlib.aclosing` so that this happens
+        at once.
 
         Args:
             rows: one prompt each.
             group_size: trajectories per row, for strategies that leave it open.
             sampling: for every turn; each trajectory gets a seed of its own.
             step: training step, part of the ids and seeds.
-            label: tells apart uses in one step (``train``, ``eval``), part of the ids and seeds.
+            label: distinguishes uses in one step (``train``, ``eval``); part of the ids and seeds.
 
         Raises:
             ValueError: ``group_size`` < 1, or trajectories of this label and step are still in flight.
@@ -153,19 +154,19 @@ class RolloutCollector:
             raise ValueError(f"group_size={group_size}: must be >= 1")
         plans = [self._plan(row, group_size, sampling, (label, step, index)) for index, row in enumerate(rows)]
         self._check_names(label, step, {plan.group_id for plan in plans})
-        undelivered: set[str] = set()
+        unyielded: set[str] = set()
         # In order, so that the members of a group run together and share their prompt in the engine.
-        tasks = [asyncio.create_task(self._grow(plan, undelivered), name=plan.group_id) for plan in plans]
+        tasks = [asyncio.create_task(self._grow(plan, unyielded), name=plan.group_id) for plan in plans]
         try:
             for complete in asyncio.as_completed(tasks):
                 group = await complete
-                undelivered.difference_update(t.trajectory_id for t in group.trajectories)
+                unyielded.difference_update(t.trajectory_id for t in group.trajectories)
                 yield group
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            self.accounting.drop(undelivered & self.accounting.in_flight, DropReason.CANCELLED)
+            self.accounting.drop(unyielded & self.accounting.in_flight, DropReason.CANCELLED)
 
     async def collect_one(
         self,
@@ -178,25 +179,30 @@ class RolloutCollector:
         label: str = "train",
         why_stopped: Callable[[], DropReason] = lambda: DropReason.CANCELLED,
     ) -> Group:
-        """One group of :meth:`collect`, for callers that start them one by one; all share the slots.
+        """Collect one group, as :meth:`collect` does, for callers that start them one by one; all share the slots.
 
         Args:
-            index: takes the place of the row's place among the rows.
-            why_stopped: asked when this is cancelled; what had been started is counted under it.
+            row: the prompt.
+            group_size: see :meth:`collect`.
+            sampling: see :meth:`collect`.
+            step: see :meth:`collect`.
+            index: takes the place of the row's index in :meth:`collect`.
+            label: see :meth:`collect`.
+            why_stopped: called when this is cancelled; returns the reason for dropping what was started.
         """
         plan = self._plan(row, group_size, sampling, (label, step, index))
         self._check_names(label, step, {plan.group_id})
-        undelivered: set[str] = set()
+        unyielded: set[str] = set()
         try:
-            return await self._grow(plan, undelivered)
+            return await self._grow(plan, unyielded)
         except BaseException:
-            self.accounting.drop(undelivered & self.accounting.in_flight, why_stopped())
+            self.accounting.drop(unyielded & self.accounting.in_flight, why_stopped())
             raise
 
     def _plan(
         self, row: Mapping[str, Any], group_size: int, sampling: SamplingParams, name: tuple[str, int, int]
     ) -> _Plan:
-        """``name``: label, step and index."""
+        """Return the settings of a group; ``name`` is its label, step and index."""
         return _Plan(
             group_id="-".join(map(str, name)),
             row=row,
@@ -209,8 +215,8 @@ class RolloutCollector:
         if clash := [group_id for group_id in group_ids if self.accounting.is_open(group_id)]:
             raise ValueError(f"{label} trajectories of step {step} are still in flight: {sorted(clash)[:3]}")
 
-    async def _grow(self, plan: _Plan, undelivered: set[str]) -> Group:
-        """Runs one group, wave after wave, to its end."""
+    async def _grow(self, plan: _Plan, unyielded: set[str]) -> Group:
+        """Run one group, wave after wave, to its end."""
         group = _OpenGroup(plan=plan)
         growth = Growth(group_size=plan.group_size, seed=derive_seed(*plan.seed_parts))
         count = 0
@@ -220,19 +226,19 @@ class RolloutCollector:
                 count += len(starts)
                 async with asyncio.TaskGroup() as wave:
                     tasks = [
-                        wave.create_task(self._run(group, number, start, undelivered))
+                        wave.create_task(self._run(group, number, start, unyielded))
                         for number, start in zip(numbers, starts, strict=True)
                     ]
                 group.waves.append([task.result() for task in tasks])
                 growth = replace(growth, waves=tuple(group.waves))
         finally:
-            if self._strategy.branches:  # until here others might have wanted to go on from any of them
+            if self._strategy.branches:  # until here, others might have branched from any of them
                 for number in range(count):
                     self._client.end_session(f"{plan.group_id}-{number}")
         return self._close(group, self._strategy.select(growth))
 
     def _close(self, group: _OpenGroup, kept: Sequence[Trajectory]) -> Group:
-        """Books what the strategy did not keep."""
+        """Return the complete group; count what the strategy did not keep."""
         kept_ids = {trajectory.trajectory_id for trajectory in kept}
         living = [o.trajectory_id for o in group.outcomes if o.trajectory]
         if surplus := [trajectory_id for trajectory_id in living if trajectory_id not in kept_ids]:
@@ -250,18 +256,18 @@ class RolloutCollector:
             metrics=counts if self._strategy.branches else {},
         )
 
-    async def _run(self, group: _OpenGroup, number: int, start: Start, undelivered: set[str]) -> Outcome:
-        """Runs one trajectory and books its loss, if it is one."""
+    async def _run(self, group: _OpenGroup, number: int, start: Start, unyielded: set[str]) -> Outcome:
+        """Run one trajectory; count it if it is lost."""
         trajectory_id = f"{group.plan.group_id}-{number}"
         with self._traced(group.plan, number) as run:
             async with AsyncExitStack() as slot:
                 with span("wait", "slot"):
                     await slot.enter_async_context(self._slots.take(urgency=len(group.waves)))
                 self.accounting.start(trajectory_id)
-                undelivered.add(trajectory_id)
+                unyielded.add(trajectory_id)
                 result = await self._run_or_reason(group, trajectory_id, number, start)
             if run:
-                run.set(**_seen(result))
+                run.set(**_trace_fields(result))
         if isinstance(result, Trajectory):
             return Outcome(trajectory_id=trajectory_id, start=start, trajectory=result)
         self.accounting.drop([trajectory_id], result)
@@ -285,7 +291,7 @@ class RolloutCollector:
     async def _run_or_reason(
         self, group: _OpenGroup, trajectory_id: str, number: int, start: Start
     ) -> Trajectory | DropReason:
-        """The scored trajectory, or why there is none. Only a cancellation of the task itself passes through."""
+        """Return the scored trajectory, or why there is none. Only a cancellation of the task itself propagates."""
         began = time.perf_counter()
         seed = derive_seed(*group.plan.seed_parts, number)
         try:
@@ -301,7 +307,7 @@ class RolloutCollector:
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
-                raise  # counted by collect, as everything that was not handed over
+                raise  # counted by collect, as everything that was not yielded
             logger.exception("%s dropped: a cancelled future was awaited", trajectory_id)
             return DropReason.AGENT_ERROR
         except Exception as error:
@@ -314,7 +320,7 @@ class RolloutCollector:
         return replace(trajectory, metrics={**trajectory.metrics, "total_seconds": time.perf_counter() - began})
 
     async def _play(self, group: _OpenGroup, trajectory_id: str, start: Start, sampling: SamplingParams) -> Trajectory:
-        """Runs it from the prompt, or from where it leaves its parent."""
+        """Run it from the prompt, or from where it branches off its parent."""
         row, fork = group.plan.row, start.fork
         loop = self._agents.for_row(row)
         if fork is None or fork.at_prompt:
@@ -326,8 +332,8 @@ class RolloutCollector:
         return await loop.branch(group.living(fork.parent_id), fork, trajectory_id=trajectory_id, sampling=sampling)
 
 
-def _seen(result: Trajectory | DropReason) -> dict[str, Any]:
-    """What the trace of a trajectory says about its end."""
+def _trace_fields(result: Trajectory | DropReason) -> dict[str, Any]:
+    """Return what the trace of a trajectory shows of its end."""
     if not isinstance(result, Trajectory):
         return {"dropped": str(result)}
     return {
@@ -341,5 +347,48 @@ def _seen(result: Trajectory | DropReason) -> dict[str, Any]:
 
 
 def _number(trajectory: Trajectory) -> int:
-    """Its number in the group."""
+    """Return its number in the group."""
     return int(trajectory.trajectory_id.rpartition("-")[2])
+
+
+class PrioritySemaphore:
+    """A semaphore with priorities: continuing a started group goes before starting another.
+
+    A branch thus runs while the engine still holds the KV of its parent, and groups complete sooner.
+
+    Args:
+        count: maximum concurrent holders.
+    """
+
+    def __init__(self, count: int):
+        self._free = count
+        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
+        self._arrivals = itertools.count()
+
+    @asynccontextmanager
+    async def take(self, *, urgency: int) -> AsyncIterator[None]:
+        """Hold a slot; the most urgent waiter is next, among equals the first to come."""
+        if self._free:
+            self._free -= 1
+        else:
+            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            heapq.heappush(self._waiting, (-urgency, next(self._arrivals), turn))
+            try:
+                await turn
+            except asyncio.CancelledError:
+                if not turn.cancelled():  # the slot was passed on just before
+                    self._pass_on()
+                raise
+        try:
+            yield
+        finally:
+            self._pass_on()
+
+    def _pass_on(self) -> None:
+        """Pass the slot to the next waiter, or free it."""
+        while self._waiting:
+            *_, turn = heapq.heappop(self._waiting)
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self._free += 1

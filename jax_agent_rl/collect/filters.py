@@ -1,9 +1,9 @@
-"""Which of the collected trajectories are worth a gradient (``algorithm.filters``), each left out with its reason.
+"""Selects the trajectories to train on (``algorithm.filters``), and penalizes their rewards (``algorithm.shaping``).
 
 ::
 
     groups ─► log-probs not finite: drop ─► filters: mask | drop ─► group too small, no baseline, equal rewards: drop
-           ─► Selection: groups to train on, masked members (in the baseline, without a gradient), the dropped
+           ─► Selection: groups to train on, masked members (in the baseline, without a gradient), dropped ones
 """
 
 from __future__ import annotations
@@ -17,13 +17,11 @@ from itertools import compress
 
 import regex
 
-from jax_agent_rl.collect.shaping import repetition, sampled_ids
-from jax_agent_rl.config.algorithm import FILTER_NAMES, AlgorithmConfig
+from jax_agent_rl.config.algorithm import FILTER_NAMES, AlgorithmConfig, ShapingConfig
 from jax_agent_rl.types import DropReason, FinishReason, Group, Trajectory, Turn
 
 logger = logging.getLogger(__name__)
 SEARCH_SECONDS = 1.0
-
 MAX_LOGPROB = 1e-3  # rounding may put a certain token a little above 0
 
 
@@ -43,7 +41,7 @@ class Selection:
 
 
 def select(groups: Sequence[Group], config: AlgorithmConfig) -> Selection:
-    """Applies every filter. Groups without members are left out silently: those were counted when they were lost."""
+    """Apply every filter. Groups without members are skipped: their losses were counted before."""
     kept: list[Group] = []
     masked: dict[str, DropReason] = {}
     dropped: defaultdict[DropReason, list[str]] = defaultdict(list)
@@ -58,7 +56,7 @@ def select(groups: Sequence[Group], config: AlgorithmConfig) -> Selection:
             if action == "mask":
                 masked[trajectory.trajectory_id] = reason
         group = replace(group, trajectories=tuple(members))
-        if members and (reason := _useless(group, config, masked)):
+        if members and (reason := _no_gradient(group, config, masked)):
             dropped[reason] += [t.trajectory_id for t in members if t.trajectory_id not in masked]
             for trajectory in members:
                 if why := masked.pop(trajectory.trajectory_id, None):
@@ -69,8 +67,8 @@ def select(groups: Sequence[Group], config: AlgorithmConfig) -> Selection:
 
 
 def _judge(trajectory: Trajectory, config: AlgorithmConfig) -> tuple[str, DropReason]:
-    """``keep``, ``mask`` or ``drop``, and why. The strictest of the filters that apply."""
-    if not all(map(_logprobs_make_sense, trajectory.sequences)):
+    """Return the strictest action of the filters that apply (``keep``, ``mask`` or ``drop``), and why."""
+    if not all(map(_logprobs_are_valid, trajectory.sequences)):
         return "drop", DropReason.NAN_LOGPROBS
     verdict = ("mask", trajectory.no_loss) if trajectory.no_loss else ("keep", DropReason.VOID_TURN)
     for name in FILTER_NAMES:
@@ -80,13 +78,13 @@ def _judge(trajectory: Trajectory, config: AlgorithmConfig) -> tuple[str, DropRe
     return verdict
 
 
-def _logprobs_make_sense(sequence: Trajectory) -> bool:
+def _logprobs_are_valid(sequence: Trajectory) -> bool:
     sampled = tuple(compress(sequence.rollout_logprobs, sequence.response_mask))
     return math.isfinite(sum(sampled)) and max(sampled, default=0.0) <= MAX_LOGPROB
 
 
-def _useless(group: Group, config: AlgorithmConfig, masked: Mapping[str, DropReason]) -> DropReason | None:
-    """Why a whole group would have no gradient."""
+def _no_gradient(group: Group, config: AlgorithmConfig, masked: Mapping[str, DropReason]) -> DropReason | None:
+    """Return why a whole group would have no gradient, if so."""
     trained = [t for t in group.trajectories if t.trajectory_id not in masked]
     if not trained:
         return masked[group.trajectories[0].trajectory_id]
@@ -100,7 +98,7 @@ def _useless(group: Group, config: AlgorithmConfig, masked: Mapping[str, DropRea
 
 
 def void_turn(trajectory: Trajectory, config: AlgorithmConfig) -> bool:
-    """Some turn has neither a tool call that could be decoded nor a final answer.
+    """Return whether some turn has neither a tool call that could be decoded nor a final answer.
 
     References: Xue et al. 2025, SimpleTIR, arXiv 2509.02479.
     """
@@ -108,23 +106,23 @@ def void_turn(trajectory: Trajectory, config: AlgorithmConfig) -> bool:
 
 
 def void_trajectory(trajectory: Trajectory, config: AlgorithmConfig) -> bool:
-    """No turn has a tool call that could be decoded or a final answer."""
+    """Return whether no turn has a tool call that could be decoded or a final answer."""
     return not any(_turns_with_purpose(trajectory, config))
 
 
 def all_tool_calls_failed(trajectory: Trajectory, config: AlgorithmConfig) -> bool:
-    """There are tool calls, and each ended in an error."""
+    """Return whether there are tool calls, and all ended in errors."""
     calls = trajectory.tool_calls
     return bool(calls) and all(call.error is not None for call in calls)
 
 
 def overlong(trajectory: Trajectory, config: AlgorithmConfig) -> bool:
-    """A limit of tokens or turns cut it off (DAPO's overlong filtering)."""
+    """Return whether a limit of tokens or turns cut it off (DAPO's overlong filtering)."""
     return trajectory.finish_reason.truncated
 
 
 def repetitive(trajectory: Trajectory, config: AlgorithmConfig) -> bool:
-    """More of its n-grams than ``max_repetition`` stood there before."""
+    """Return whether the share of repeated n-grams exceeds ``max_repetition``."""
     share = repetition(sampled_ids(trajectory), config.shaping.repetition_ngram)
     return share > config.filters.max_repetition
 
@@ -139,7 +137,7 @@ def _calls(turn: Turn) -> bool:
 
 
 def _ends_well(trajectory: Trajectory, pattern: str | None) -> bool:
-    """The last turn called a tool that the turn limits kept from running, or is a final answer."""
+    """Return whether the last turn is a final answer, or called a tool that a turn limit kept from running."""
     if trajectory.finish_reason is not FinishReason.ANSWER:
         return not trajectory.finish_reason.out_of_tokens
     text = next((m["content"] for m in reversed(trajectory.messages) if m["role"] == "assistant"), "")
@@ -147,10 +145,10 @@ def _ends_well(trajectory: Trajectory, pattern: str | None) -> bool:
         return True
     try:
         return regex.search(pattern, text, timeout=SEARCH_SECONDS) is not None
-    except TimeoutError:  # it backtracks; what the model wrote must not hold the run up
+    except TimeoutError:  # catastrophic backtracking must not stall the run
         logger.warning(
             "algorithm.filters.final_answer=%s took more than %g s on one answer, which counts as none; write it "
-            "without repetitions of repetitions",
+            "without nested repetitions",
             pattern,
             SEARCH_SECONDS,
         )
@@ -164,3 +162,66 @@ FILTERS: dict[str, Callable[[Trajectory, AlgorithmConfig], bool]] = {
     "overlong": overlong,
     "repetition": repetitive,
 }
+
+
+# --- reward shaping (algorithm.shaping) ------------------------------------------------------------------------------
+
+
+def shape(group: Group, config: ShapingConfig, *, max_response_length: int) -> Group:
+    """Return the group with its rewards reduced; ``reward_parts`` shows the penalties.
+
+    Args:
+        group: scored trajectories.
+        config: the penalties.
+        max_response_length: in ids.
+    """
+    if not config.overlong_buffer and not config.repetition_factor:
+        return group
+    shaped = tuple(_shape(t, config, max_response_length) for t in group.trajectories)
+    return replace(group, trajectories=shaped)
+
+
+def overlong_penalty(length: int, *, limit: int, buffer: int, factor: float) -> float:
+    """Return 0 up to ``limit - buffer`` ids, then fall linearly to ``-factor`` at ``limit``.
+
+    Args:
+        length: of the response, in ids.
+        limit: maximum response length, in ids.
+        buffer: ids over which the penalty grows.
+        factor: the largest penalty.
+
+    References: Yu et al. 2025 (DAPO), arXiv 2503.14476, soft overlong punishment.
+    """
+    return min(-(length - (limit - buffer)) / buffer * factor, 0.0)
+
+
+def repetition(ids: Sequence[int], ngram: int) -> float:
+    """Return the share of n-grams that occur earlier in the text, in [0, 1); 0 if there is only one.
+
+    References: Yeo et al. 2025, Demystifying Long Chain-of-Thought Reasoning, arXiv 2502.03373.
+    """
+    count = len(ids) - ngram + 1
+    if count < 2:
+        return 0.0
+    return 1 - len({tuple(ids[i : i + ngram]) for i in range(count)}) / count
+
+
+def sampled_ids(trajectory: Trajectory) -> list[int]:
+    """Return the ids the policy sampled, without inserted ones."""
+    return [i for i, mask in zip(trajectory.response_ids, trajectory.response_mask, strict=True) if mask]
+
+
+def _shape(trajectory: Trajectory, config: ShapingConfig, limit: int) -> Trajectory:
+    penalties = {}
+    if config.overlong_buffer:
+        penalties["overlong_penalty"] = overlong_penalty(
+            len(trajectory.response_ids), limit=limit, buffer=config.overlong_buffer, factor=config.overlong_factor
+        )
+    if config.repetition_factor:
+        share = repetition(sampled_ids(trajectory), config.repetition_ngram)
+        penalties["repetition_penalty"] = -config.repetition_factor * share
+    return replace(
+        trajectory,
+        reward=trajectory.reward + sum(penalties.values()),
+        reward_parts={**trajectory.reward_parts, **penalties},
+    )

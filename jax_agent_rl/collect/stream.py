@@ -1,4 +1,4 @@
-"""Groups that grow side by side and flow to the learner as they complete: the buffer with coroutines around it.
+"""Groups run concurrently and flow to the learner as they complete: the buffer with coroutines around it.
 
 ::
 
@@ -11,8 +11,8 @@
     take                     consumes: complete groups.  produces: a batch.           waits for: enough of them.
     idle                     consumes, produces: nothing.                             waits for: the last task.
 
-Whatever makes room starts groups at once; no coroutine polls. An error that is not a trajectory's own ends the stream:
-every ``take`` and ``idle`` raises it.
+Whatever makes room starts groups at once; no coroutine polls. An error outside a trajectory ends the stream: every
+``take`` and ``idle`` raises it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from jax_agent_rl.types import DropReason, Group
 
 @dataclass(kw_only=True)
 class _Growing:
-    """A group's task, and why it would be stopped."""
+    """A group's task, and the reason if it is stopped."""
 
     task: asyncio.Task[None] | None = None
     reason: DropReason = DropReason.CANCELLED
@@ -40,14 +40,14 @@ Drop = Callable[[Group, DropReason], None]
 
 
 class GroupStream:
-    """Use it from one event loop.
+    """See the module docstring. Use it from one event loop.
 
     Args:
         buffer: decides what may start and what may leave.
-        draw: the next group's number and row.
-        grow: makes the group of a ticket and a row. Cancelled, it books what it had started under the reason that its
-            third argument then returns.
-        drop: books the members of a group that is given up after it was complete.
+        draw: returns the next group's number and row.
+        grow: runs the group of a ticket and a row. If cancelled, it drops what it had started with the reason that its
+            third argument returns.
+        drop: drops the members of a complete group.
     """
 
     def __init__(self, buffer: RolloutBuffer, *, draw: Draw, grow: Grow, drop: Drop) -> None:
@@ -61,15 +61,15 @@ class GroupStream:
         self._error: Exception | None = None
 
     def want(self, count: int) -> None:
-        """So many more groups will be taken: they start, and the buffer's spare ones, as far as it has room."""
+        """Start ``count`` groups, which will be taken, and the buffer's spare ones, as far as there is room."""
         self._wanted = count
         self._fill()
 
     async def take(self, count: int) -> dict[int, Group]:
-        """The next batch, by number; see :meth:`RolloutBuffer.take`.
+        """Return the next batch, by number; see :meth:`RolloutBuffer.take`.
 
         Raises:
-            RuntimeError: the stream was closed: there will be no batch.
+            RuntimeError: the stream was closed.
         """
         while not self._closed:
             self._check()
@@ -81,21 +81,21 @@ class GroupStream:
         raise RuntimeError("the stream of groups is closed")
 
     async def idle(self) -> None:
-        """Returns when no group grows."""
+        """Wait until no group is running."""
         while self._growing:
             self._check()
             await self._changed.wait()
         self._check()
 
     def discard(self, numbers: Collection[int], reason: DropReason) -> None:
-        """See :meth:`RolloutBuffer.discard`; others start in their place."""
+        """Discard groups (see :meth:`RolloutBuffer.discard`), and start others in their place."""
         self.buffer.discard(numbers, reason)
         self.want(self._wanted + len(numbers))
 
     def finish_step(self, version: int, *, want: int) -> None:
-        """See :meth:`RolloutBuffer.finish_step` and :meth:`want`; stops and books what is too old."""
+        """Finish a step (see :meth:`RolloutBuffer.finish_step`), drop what is too old, and start ``want`` groups."""
         expired = self.buffer.finish_step(version)
-        if self._closed:  # then all are stopped and booked
+        if self._closed:  # all are stopped and dropped
             return
         for group in expired.ready.values():
             self._drop(group, DropReason.STALE)
@@ -104,9 +104,9 @@ class GroupStream:
         self.want(want)
 
     async def close(self) -> None:
-        """Stops everything for good, books it as cancelled and waits until it has stopped.
+        """Stop everything for good, drop it as cancelled, and wait until it has stopped.
 
-        To the buffer these groups stay open, so that its state says what has to be started again.
+        In the buffer these groups stay open, so that its state names what a resumed run has to start again.
         """
         if not self._closed:
             self._closed = True
@@ -130,13 +130,13 @@ class GroupStream:
     async def _run(self, ticket: Ticket, row: Any, growing: _Growing) -> None:
         try:
             group = await self._grow(ticket, row, lambda: growing.reason)
-        except Exception as error:  # no trajectory's own: whoever waits for groups gets it
+        except Exception as error:  # outside a trajectory: raised to whoever waits for groups
             self._error = self._error or error
             self._growing.pop(ticket.number, None)
             self._notify()
             return
         if self._growing.pop(ticket.number, None) is not growing:
-            self._drop(group, growing.reason)  # it was complete in the very moment it was stopped
+            self._drop(group, growing.reason)  # it completed at the moment it was stopped
         elif not self.buffer.complete(ticket.number, group):
             self._drop(group, DropReason.STALE)
             self._fill()

@@ -16,7 +16,7 @@ from typing import Any
 
 from rich.console import Console
 
-from jax_agent_rl.collect.lost_batches import LostBatchGuard
+from jax_agent_rl.collect.accounting import LostBatchGuard
 from jax_agent_rl.config import Config
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.evaluate.scores import scores

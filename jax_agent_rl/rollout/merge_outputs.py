@@ -1,28 +1,34 @@
-"""One output out of several: the parts of a generation that was interrupted, joined so that nobody can tell."""
+"""Joins the parts of an interrupted generation into one output, equal to that of an uninterrupted one.
+
+A stop string may begin in one part and end in the next, where no engine sees it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 from jax_agent_rl.errors import BackendError, TokenDriftError
 from jax_agent_rl.rollout.protocol import GenerateRequest, TokenChunk
-from jax_agent_rl.rollout.stops import DecodeText, straddling_stop
 from jax_agent_rl.types import StopReason, TokenOutput, digest_ids
+
+DecodeText = Callable[[Sequence[int]], str]
+"""Ids to text, special tokens included."""
 
 
 def merge_outputs(
     request: GenerateRequest, before: TokenOutput, rest: TokenOutput, decode_text: DecodeText | None
 ) -> TokenOutput:
-    """Both parts as one, cut where a stop string is complete that began before the interruption.
+    """Return both parts as one, cut where a stop string that began before the interruption is complete.
 
     Args:
-        request: the whole one.
-        decode_text: see :class:`~jax_agent_rl.rollout.client.LLMServerClient`.
+        request: the whole request.
+        before: what was sampled before the interruption.
+        rest: what was sampled after it.
+        decode_text: needed if the request has stop strings.
 
     Raises:
-        TokenDriftError: the later part was conditioned on other ids.
+        TokenDriftError: ``rest`` was conditioned on other ids.
         BackendError: the request has stop strings and ``decode_text`` is None.
     """
     whole, stop = before.then(rest), request.sampling.stop
@@ -33,12 +39,12 @@ def merge_outputs(
             f"request {request.request_id!r} was interrupted, and its stop strings {list(stop)} may stand across "
             "the seam; give LLMServerClient decode_text"
         )
-    found = straddling_stop(before.token_ids, rest.token_ids, stop, decode_text)
+    found = _straddling_stop(before.token_ids, rest.token_ids, stop, decode_text)
     if found is None:
         return whole
     end, match = len(before.token_ids) + found[0], found[1]
     if end == len(whole.token_ids) and whole.stop_reason in (StopReason.EOS, StopReason.STOP):
-        return whole  # the engine's own reason for ending at this id comes first
+        return whole  # the engine's own reason for ending at this id takes precedence
     check_context(replace(request, prompt_ids=request.prompt_ids + before.token_ids), rest)
     return replace(
         whole,
@@ -52,7 +58,7 @@ def merge_outputs(
 
 
 def remaining_request(request: GenerateRequest, so_far: TokenOutput) -> GenerateRequest:
-    """What is still to be sampled: the ids so far belong to the prompt, and count against the budget."""
+    """Return the request for what is still to be sampled: the ids so far extend the prompt and use up the budget."""
     left = request.sampling.max_tokens - len(so_far.token_ids)
     return replace(
         request,
@@ -62,7 +68,7 @@ def remaining_request(request: GenerateRequest, so_far: TokenOutput) -> Generate
 
 
 def check_context(request: GenerateRequest, part: TokenOutput) -> None:
-    """The digest of a part is lost when another is joined to it or it is cut, so it is checked before.
+    """Check a part's digest, which is lost when the part is cut or joined to another.
 
     Raises:
         TokenDriftError: the part was conditioned on other ids than the request's.
@@ -75,9 +81,9 @@ def check_context(request: GenerateRequest, part: TokenOutput) -> None:
 
 
 def from_chunks(request: GenerateRequest, chunks: Sequence[TokenChunk]) -> TokenOutput:
-    """The part of a request whose server was lost in the middle of it, from what it had streamed.
+    """Return the chunks of a request whose server was lost as an aborted output.
 
-    A lost server gives no digest of its context any more: this one is of the ids that it was sent.
+    A lost server cannot report the digest of its context: this one is of the ids that were sent.
     """
     ids = tuple(token for chunk in chunks for token in chunk.token_ids)
     return TokenOutput(
@@ -89,13 +95,18 @@ def from_chunks(request: GenerateRequest, chunks: Sequence[TokenChunk]) -> Token
     )
 
 
-def seen(request: GenerateRequest, output: TokenOutput, decode_text: DecodeText | None) -> dict[str, Any]:
-    """What the trace of a request says."""
-    return ({"text": decode_text(output.token_ids)} if decode_text else {}) | {
-        "request_id": request.request_id,
-        "context_tokens": len(request.prompt_ids),
-        "sampled_tokens": len(output.token_ids),
-        "cached_tokens": output.cached_tokens,
-        "stop_reason": str(output.stop_reason),
-        "policy_versions": sorted(set(output.policy_versions)),
-    }
+def _straddling_stop(
+    before: Sequence[int], after: Sequence[int], stop: Sequence[str], decode_text: DecodeText
+) -> tuple[int, str] | None:
+    """Find a stop string across the seam of two parts, as an uninterrupted engine would have.
+
+    Returns:
+        How many ids of ``after`` are kept (the last one completes the string), and the string; None if there is none.
+    """
+    # A string of n bytes spans at most n ids that add text; a few more are allowed for ids without text.
+    window = max(len(s.encode()) for s in stop) + 8
+    for kept in range(1, min(window, len(after)) + 1):
+        tail = decode_text([*before[-window:], *after[:kept]][-window:])
+        if found := next((s for s in stop if s in tail), None):
+            return kept, found
+    return None

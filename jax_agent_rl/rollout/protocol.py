@@ -1,7 +1,7 @@
-"""The seam between agents and engines: every engine is a :class:`RolloutBackend`.
+"""The interface between agents and engines: every engine is a :class:`RolloutBackend`.
 
 An agent never sees an engine, only ``generate``: ids in; ids, log-probs, versions and a reason out. The engine
-never sees text, tools or messages. A backend says in :class:`Capabilities` what it can do; the conformance suite
+never sees text, tools or messages. A backend declares in :class:`Capabilities` what it can do; the conformance suite
 tests exactly that, and a caller that needs more is refused at start, not in the middle of a run.
 
 Life of a backend::
@@ -26,10 +26,10 @@ from jax_agent_rl.validation import check_flag, check_ids, check_text, check_who
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Capabilities:
-    """What a backend really does. False means: calling it raises ``NotImplementedError``.
+    """What a backend can do. False means: calling it raises ``NotImplementedError``.
 
     Attributes:
-        max_model_len: most ids of prompt + output in one context.
+        max_model_len: maximum ids of prompt + output in one context.
         max_concurrent: requests decoded at the same time (more may be queued).
         logprobs: log-probs are those of the distribution sampled from (after temperature, top-p, top-k).
         any_sampling: any temperature, top_p and top_k. False: only temperature 1 of the whole vocabulary, and 0; other
@@ -79,11 +79,11 @@ class GenerateRequest:
     """One generation to run.
 
     Attributes:
-        request_id: unique while the request lives; names it in ``abort`` and in logs.
-        prompt_ids: the whole context, ids. The engine decides what of it is already in its KV cache.
+        request_id: unique while the request runs; names it in ``abort`` and in logs.
+        prompt_ids: the whole context. The engine decides how much of it is already in its KV cache.
         sampling: how to sample.
-        session_id: requests of one trajectory share it: it keeps them on one server and hints that the
-            KV of this context will be extended by the next turn.
+        session_id: shared by the requests of a trajectory: it keeps them on one server and hints that the next turn
+            will extend the KV of this context.
         session_ends: no further turn of this session is expected; its KV may be reused for others first.
         priority: lower runs first; equal ones in order of arrival.
         multi_modal: images and videos (see :mod:`jax_agent_rl.utils.media`) by kind, in order of their placeholders;
@@ -92,7 +92,7 @@ class GenerateRequest:
         lora: adapter name, only with ``Capabilities.lora``.
 
     Raises:
-        ValueError: a value is of another type, or the prompt is empty.
+        ValueError: a value has the wrong type, or the prompt is empty.
     """
 
     request_id: str
@@ -117,7 +117,7 @@ class GenerateRequest:
         check_flag("session_ends", self.session_ends)
         check_whole("priority", self.priority)
         if not isinstance(self.multi_modal, Mapping):
-            raise ValueError(f"multi_modal={self.multi_modal!r}: must be a mapping of kinds to pictures")
+            raise ValueError(f"multi_modal={self.multi_modal!r}: must be a mapping of kinds to images or videos")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,19 +142,19 @@ class WeightUpdate:
     """New weights for an engine.
 
     Attributes:
-        version: the policy version these weights are; must be greater than the one served.
+        version: policy version of these weights; must be greater than the one served.
         kind: ``"arrays"``: ``payload`` is the learner's parameter pytree (device arrays of this process; the
             engine copies on the device and keeps no reference). ``"safetensors"``: ``payload`` is a list of
             file paths. ``"tensorstore"``: ``payload`` is the address of a version's folder, as
             ``models.stored`` writes it. ``"object_store"``: a
             :class:`~jax_agent_rl.rollout.ray.weights.StoredWeights`. ``"mesh"``: None; every process of the
-            learner has put a copy of this version on its shelf, see ``runtime.host_engines``.
+            learner keeps a copy of this version for its engine.
         payload: see ``kind``. Opaque to everything between the learner and the engine.
         partial: only some parameters are named; the others stay.
-        lasting: the payload stays as it is until the next update is made, so that a server that joins meanwhile can
-            be given it, too. Arrays are not: the learner's next step reuses their memory.
-        digests: of the payload's files by name (``jax_agent_rl.utils.checksums``); compared before an engine takes
-            anything. None given, none compared.
+        lasting: the payload stays valid until the next update is made, so that a server that joins meanwhile can
+            take it, too. Arrays are not lasting: the learner's next step reuses their memory.
+        digests: digests of the payload's files by name (``jax_agent_rl.utils.checksums``), checked before an engine
+            takes anything; files without one are not checked.
     """
 
     version: int
@@ -167,12 +167,15 @@ class WeightUpdate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Health:
-    """A backend's answer to "are you well?": ``ok``, and if not, why and what to do in ``detail``.
+    """State of a backend.
 
     Attributes:
-        policy_version: that it serves.
-        running, waiting: requests.
-        kv_used_share: of the KV cache, kept prefixes included, in [0, 1]; None where the engine does not say.
+        ok: it can serve requests.
+        detail: if not, why, and what to do.
+        policy_version: version of the weights it serves.
+        running: requests that sample.
+        waiting: requests that wait for a slot.
+        kv_used_share: used share of the KV cache, kept prefixes included, in [0, 1]; None if not reported.
     """
 
     ok: bool
@@ -193,11 +196,11 @@ class BackendMetrics:
         cached_tokens: prompt ids reused from the prefix cache.
         requests_finished: by any stop reason.
         busy_seconds: time the engine was computing.
-        prefill_seconds: part of it spent on prompts.
+        prefill_seconds: part of ``busy_seconds`` spent on prompts.
         recompilations: programs compiled since warm-up ended; 0 in a healthy run.
         weight_update_seconds: time spent taking weights.
-        slot_steps: slots of every decode step, idle ones among them, so that ``generated_tokens / slot_steps`` is their
-            occupancy; 0 from an engine that does not count them.
+        slot_steps: slots of every decode step, idle ones included, so that ``generated_tokens / slot_steps`` is the
+            occupancy; 0 if not counted.
     """
 
     generated_tokens: int = 0
@@ -211,14 +214,14 @@ class BackendMetrics:
     slot_steps: int = 0
 
     def since(self, before: BackendMetrics) -> BackendMetrics:
-        """What happened between two readings; ``recompilations`` stays the total."""
+        """Return the differences to an earlier reading; ``recompilations`` stays the total."""
         names = [name for name in self.__dataclass_fields__ if name != "recompilations"]
         return replace(self, **{name: getattr(self, name) - getattr(before, name) for name in names})
 
 
 @runtime_checkable
 class RolloutBackend(Protocol):
-    """What every engine offers. All methods may be called from one asyncio loop, concurrently."""
+    """Interface of every engine. All methods may be called from one asyncio loop, concurrently."""
 
     @property
     def capabilities(self) -> Capabilities: ...
@@ -229,11 +232,11 @@ class RolloutBackend(Protocol):
         ...
 
     async def start(self) -> None:
-        """Loads, warms up (compiles every program it will use), and begins to serve."""
+        """Load, warm up (compile every program it will use), and begin to serve."""
         ...
 
     async def generate(self, request: GenerateRequest) -> TokenOutput:
-        """Runs one request to its end.
+        """Run one request to its end.
 
         Cancelling the awaiting task frees the slot.
 
@@ -246,31 +249,31 @@ class RolloutBackend(Protocol):
         ...
 
     def stream(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
-        """Like :meth:`generate`, in chunks as they are sampled. Closing the iterator frees the slot."""
+        """Run one request like :meth:`generate`, in chunks as they are sampled. Closing the iterator frees the slot."""
         ...
 
     async def abort(self, request_id: str) -> bool:
-        """Ends a request now: it returns its ids so far with ``StopReason.ABORTED``. False if unknown."""
+        """End a request now: it returns its ids so far with ``StopReason.ABORTED``. False if unknown."""
         ...
 
     async def pause(self, mode: PauseMode) -> None:
-        """Stops sampling (see :class:`PauseMode`); new requests queue up until ``resume``.
+        """Stop sampling (see :class:`PauseMode`); new requests queue up until ``resume``.
 
-        The latest mode holds: WAIT after KEEP lets what is frozen finish.
+        The latest mode holds: WAIT after KEEP lets frozen requests finish.
         """
         ...
 
     async def resume(self) -> None:
-        """Ends the pause, also one whose caller was cancelled; a WAIT that has not returned fails, or returns first."""
+        """End the pause, also one whose caller was cancelled; a WAIT that has not returned fails, or returns first."""
         ...
 
     async def update_weights(self, update: WeightUpdate) -> None:
-        """Takes new weights. No token is ever sampled from a mix; the prefix cache is reset with it.
+        """Take new weights. No token is ever sampled from a mix of versions; the prefix cache is reset.
 
         Raises:
-            WeightUpdateError: refused (wrong names, shapes, version or kind); the old weights still serve. An engine
-                that failed when they were gone says so, in ``health`` too, and serves nothing (``EngineDiedError``)
-                until a whole update succeeds.
+            WeightUpdateError: refused (wrong names, shapes, version or kind); the old weights are still served. An
+                engine that failed after they were overwritten says so, in ``health`` too, and serves nothing
+                (``EngineDiedError``) until a whole update succeeds.
         """
         ...
 
@@ -285,5 +288,5 @@ class RolloutBackend(Protocol):
     async def metrics(self) -> BackendMetrics: ...
 
     async def close(self) -> None:
-        """Ends everything the backend started. Idempotent."""
+        """End everything the backend started. Idempotent."""
         ...

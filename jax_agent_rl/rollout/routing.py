@@ -1,43 +1,98 @@
-"""Which server takes a request, and before which others: the one its session is on, else the one with the least in
-flight; first those of sessions that began first.
+"""Routing: which server takes a request, and which requests go first.
 
-A plain class without clocks, locks or asyncio; the client calls it from one event loop.
+Plain classes without clocks, locks or asyncio; the client calls them from one event loop.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
-from jax_agent_rl.rollout.prefix_index import BLOCK, PrefixIndex
+BLOCK = 64
+"""Ids per block of a :class:`PrefixIndex`; a shorter rest does not count."""
 
-WORTH = 1024
-"""Shared ids below which a prompt is computed sooner than an uneven load is made up for."""
+MIN_SHARED_IDS = 1024
+"""Shared ids below which recomputing a prompt costs less than an uneven load."""
 
-BUSIER, MORE = 1.1, 2
-"""A server is clearly busier than another with more than so many times its requests, and so many more. By
-``benchmarks/prefix_routing.py``: with more, requests wait longer for slots than their prompts would have taken."""
+BUSY_RATIO, BUSY_MARGIN = 1.1, 2
+"""A server is clearly busier than another if it exceeds this ratio of the other's requests plus this margin. Chosen
+with ``benchmarks/prefix_routing.py``: with higher values, requests wait longer for slots than prompts would take."""
+
+
+class PrefixIndex:
+    """Remembers which server last computed the beginning of a prompt, by chained hashes of blocks of ids.
+
+    An engine may have evicted the prefix since: the index is a guess, and a wrong one costs a recomputed prompt.
+
+    Args:
+        max_blocks: blocks remembered (about 200 bytes each); the least recently used is evicted.
+    """
+
+    def __init__(self, max_blocks: int = 100_000):
+        self._servers: OrderedDict[int, str] = OrderedDict()
+        self._max_blocks = max_blocks
+
+    def __len__(self) -> int:
+        return len(self._servers)
+
+    @staticmethod
+    def chain(ids: Sequence[int], kind: Hashable = None) -> list[int]:
+        """Return a key per whole block, which stands for all ids up to the block's end; O(ids).
+
+        Args:
+            ids: the prompt.
+            kind: what else the KV of these ids depends on, such as an adapter.
+        """
+        keys, key = [], hash(kind)
+        for end in range(BLOCK, len(ids) + 1, BLOCK):
+            key = hash((key, tuple(ids[end - BLOCK : end])))
+            keys.append(key)
+        return keys
+
+    def find(self, chain: Sequence[int]) -> tuple[str | None, int]:
+        """Return the server that ran the longest prefix of ``chain``, and the prefix's length in ids."""
+        server, shared = None, 0
+        for number, key in enumerate(chain, 1):
+            known = self._servers.get(key)
+            if known is None:
+                break
+            server, shared = known, number * BLOCK
+        return server, shared
+
+    def add(self, chain: Sequence[int], server: str) -> None:
+        """Record that ``server`` runs this prompt now."""
+        for key in reversed(chain):  # so that the end of a prompt is evicted before its beginning
+            self._servers[key] = server
+            self._servers.move_to_end(key)
+        while len(self._servers) > self._max_blocks:
+            self._servers.popitem(last=False)
+
+    def forget(self, server: str) -> None:
+        """Drop all blocks of a lost server."""
+        for key in [key for key, where in self._servers.items() if where == server]:
+            del self._servers[key]
+
+    def clear(self) -> None:
+        """Drop all blocks, as new weights invalidate all KV."""
+        self._servers.clear()
 
 
 class Balancer:
     """Sticky sessions over least-in-flight.
 
-    A session stays on its server because the KV of its context is there; it moves only when that server is gone. Its
-    requests go before those of sessions that began later: by their order of arrival, the next turn of a trajectory
-    that a learner waits for would queue behind the first turns of many that nobody needs yet.
+    A session stays on its server, which has the KV of its context; it moves only when that server is gone or full.
+    (Ids are prefilled many times faster than they are sampled, so an idle slot is worth more than a cache.) Requests of
+    older sessions go first: in order of arrival, the next turn of a trajectory that the learner waits for would queue
+    behind first turns that nobody needs yet.
 
-    A new session goes where the longest part of its prompt was computed lately, unless that server is clearly busier
-    than the least busy one. That pays where long prompts have long beginnings in common, as those of a group do: by
-    load alone, every server computes them all. Where they do not, or where there is one server, it changes nothing.
-
-    A session whose server is full moves to one that has room, if there is one: an idle slot is worth more than a cache,
-    since ids are computed from a prompt many times faster than they are sampled.
+    A new session goes where the longest prefix of its prompt was computed lately, unless that server is clearly busier
+    than the least busy one. This pays off where prompts share long prefixes, as those of a group do.
 
     Args:
-        max_sessions: sessions remembered; beyond it the one used longest ago is forgotten.
-        max_in_flight: most requests of a server; None: any number.
+        max_sessions: sessions remembered; the least recently used is forgotten.
+        max_in_flight: maximum requests per server; None: unlimited.
     """
 
     def __init__(self, max_sessions: int = 100_000, *, max_in_flight: int | None = None):
@@ -55,11 +110,11 @@ class Balancer:
         return tuple(self._in_flight)
 
     def in_flight(self, server: str) -> int:
-        """Requests the server is running or has queued."""
+        """Return the number of requests the server is running or has queued."""
         return self._in_flight[server]
 
     def add(self, server: str) -> None:
-        """Adds a server.
+        """Add a server.
 
         Raises:
             ValueError: the name is in use.
@@ -69,16 +124,17 @@ class Balancer:
         self._in_flight[server] = 0
 
     def remove(self, server: str) -> None:
-        """Removes a server; its sessions go elsewhere with their next request. Unknown names are ignored."""
+        """Remove a server; its sessions move with their next request. Unknown names are ignored."""
         self._in_flight.pop(server, None)
         self._prefixes.forget(server)
         for session in [s for s, where in self._sessions.items() if where == server]:
             del self._sessions[session]
 
     def acquire(self, session: str | None = None, chain: Sequence[int] = ()) -> str | None:
-        """Chooses a server and counts the request there; None if there is no server, or none with room.
+        """Choose a server and count the request there; None if no server has room.
 
         Args:
+            session: the request's session.
             chain: of the prompt, see :meth:`PrefixIndex.chain`; empty where no KV would be found.
         """
         server = self.home(session)
@@ -87,37 +143,45 @@ class Balancer:
             least = min(roomy, key=self._in_flight.__getitem__, default=None)  # ties: the one added first
             server = self._with_prefix(chain, least) or least
         if server is not None:
-            self.take(server, session, chain)
+            self.assign(server, session, chain)
         return server
 
     def _with_prefix(self, chain: Sequence[int], least: str | None) -> str | None:
-        """The server that has most of a prompt, if that is worth more than an even load."""
+        """Return the server with the longest prefix of a prompt, if that is worth an uneven load."""
         server, shared = self._prefixes.find(chain)
-        if server is None or least is None or shared < max(WORTH, len(chain) * BLOCK // 2) or not self.has_room(server):
+        if server is None or least is None or not self.has_room(server):
             return None
-        return server if self._in_flight[server] <= self._in_flight[least] * BUSIER + MORE else None
+        if shared < max(MIN_SHARED_IDS, len(chain) * BLOCK // 2):
+            return None
+        return server if self._in_flight[server] <= self._in_flight[least] * BUSY_RATIO + BUSY_MARGIN else None
 
     def home(self, session: str | None) -> str | None:
-        """The server a session is on."""
+        """Return the server of a session, None for a new one."""
         return self._sessions.get(session) if session is not None else None
 
     def has_room(self, server: str) -> bool:
-        """Whether the server may get another request."""
+        """Return whether the server may get another request."""
         return self._max_in_flight is None or self._in_flight[server] < self._max_in_flight
 
-    def take(self, server: str, session: str | None = None, chain: Sequence[int] = ()) -> None:
-        """Counts a request on this server, where its session and its prompt are from now on."""
+    def assign(self, server: str, session: str | None = None, chain: Sequence[int] = ()) -> None:
+        """Count a request on this server, where its session and its prompt live from now on.
+
+        Args:
+            server: its name.
+            session: the request's session.
+            chain: of the prompt, see :meth:`PrefixIndex.chain`.
+        """
         self._prefixes.add(chain, server)
         if session is not None:
             self._remember(self._sessions, session, server)
         self._in_flight[server] += 1
 
     def release(self, server: str) -> None:
-        """A request that :meth:`acquire` counted has left the server."""
+        """Uncount a request that has left the server."""
         self._in_flight[server] -= 1
 
     def priority(self, session: str | None = None) -> int:
-        """Of a session's next request; lower runs first. A request without a session is one of its own."""
+        """Return the priority of a session's next request; lower runs first. No session: a session of its own."""
         if session is None:
             return next(self._arrivals)
         age = self._ages.get(session)
@@ -127,18 +191,18 @@ class Balancer:
         return age
 
     def forget_prefixes(self) -> None:
-        """No server has KV that is worth anything any more."""
+        """Forget all prefixes, as new weights invalidate all KV."""
         self._prefixes.clear()
 
     def fork_session(self, parent: str, child: str) -> None:
-        """Begins a session where another one is, and as old; does nothing if nobody knows that one."""
+        """Begin a session on the server of ``parent`` and with its age; does nothing if ``parent`` is unknown."""
         if server := self._sessions.get(parent):
             self._remember(self._sessions, child, server)
         if (age := self._ages.get(parent)) is not None:
             self._remember(self._ages, child, age)
 
     def end_session(self, session: str) -> None:
-        """Forgets a session."""
+        """Forget a session."""
         self._sessions.pop(session, None)
         self._ages.pop(session, None)
 

@@ -1,40 +1,21 @@
-"""One engine as the rollout sees it: a :class:`RolloutBackend`, its running requests, and the weight-update dance."""
+"""One engine as the rollout sees it: a :class:`RolloutBackend`, its running requests, and its weight updates."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Protocol, cast
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from typing import cast
 
 from jax_agent_rl.errors import BackendError, EngineDiedError
 from jax_agent_rl.rollout.protocol import GenerateRequest, RolloutBackend, TokenChunk, WeightUpdate
 from jax_agent_rl.types import PauseMode, TokenOutput
 
 OnIds = Callable[[Sequence[int]], None]
-"""Is told newly sampled ids of one request; must be quick and must not raise."""
+"""Called with newly sampled ids of one request; must be quick and must not raise."""
 
 OnChunk = Callable[[TokenChunk], None]
-"""Likewise, with their log-probs and versions."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServingStats:
-    """How the servers of a client fared, since it was made.
-
-    Attributes:
-        servers_up: in rotation now.
-        servers_lost: that died, were cut off, stalled or fell behind.
-        servers_joined: that entered the rotation after the first request.
-        stale_served: tokens older than the weights that were served when their part of a request began; 0, or an
-            engine served what it should have replaced.
-    """
-
-    servers_up: int
-    servers_lost: int
-    servers_joined: int
-    stale_served: int
+"""Called with newly sampled ids, their log-probs and versions, likewise."""
 
 
 class AsyncServer:
@@ -55,7 +36,7 @@ class AsyncServer:
         self._abandoned = ""
         self._updating = False
         self.has_answered = False
-        """Whether it has finished a request: it works, or did."""
+        """Whether it has ever finished a request."""
 
     @property
     def running(self) -> frozenset[str]:
@@ -64,7 +45,7 @@ class AsyncServer:
 
     @property
     def updating(self) -> bool:
-        """Whether it takes weights, so that its requests stand still."""
+        """Whether it is taking weights, so that its requests stand still."""
         return self._updating
 
     async def start(self) -> None:
@@ -74,7 +55,7 @@ class AsyncServer:
         await self.backend.close()
 
     def abandon(self, reason: str) -> None:
-        """What waits for the backend fails at once with ``EngineDiedError``, whatever the backend does; for good."""
+        """Fail every call that waits for the backend, now and later, with ``EngineDiedError``."""
         self._abandoned = reason
         for deadline in self._waits:
             deadline.reschedule(0.0)
@@ -97,14 +78,14 @@ class AsyncServer:
             raise EngineDiedError(self._abandoned) from None
 
     async def generate(self, request: GenerateRequest, *, on_chunk: OnChunk | None = None) -> TokenOutput:
-        """Runs one request.
+        """Run one request.
 
         Args:
             request: what to sample.
-            on_chunk: called with what is sampled, as it is sampled, where the backend streams.
+            on_chunk: called with chunks as they are sampled, if the backend streams.
 
         Raises:
-            BackendError: the backend failed it, or cannot do what it asks for.
+            BackendError: the request failed, or asks for what the backend cannot do.
         """
         if missing := request.multi_modal.keys() - self.backend.capabilities.multi_modal:
             raise BackendError(f"request {request.request_id!r}: {self.name} takes no {sorted(missing)} input")
@@ -137,20 +118,20 @@ class AsyncServer:
         raise BackendError(f"request {request.request_id!r} ended without a result")
 
     async def abort(self, request_id: str) -> bool:
-        """Ends a request with ``StopReason.ABORTED``; False if it is not here."""
+        """End a request with ``StopReason.ABORTED``; False if it is not here."""
         return await self.backend.abort(request_id)
 
     async def evacuate(self) -> None:
-        """Aborts everything, so that the client resumes it on other servers; does nothing if it cannot abort."""
+        """Abort all requests, so that the client resumes them elsewhere; does nothing if the backend cannot abort."""
         if self.backend.capabilities.abort:
             await asyncio.gather(*(self.backend.abort(request_id) for request_id in self.running))
 
     async def drain(self) -> None:
-        """Waits until nothing runs; new requests have to be kept away."""
+        """Wait until nothing runs; the caller keeps new requests away."""
         await self._idle.wait()
 
     async def update_weights(self, update: WeightUpdate, *, mode: PauseMode | None = None) -> None:
-        """Pauses, takes the weights, resumes (also when the weights were refused).
+        """Pause, take the weights, and resume (also if the weights were refused).
 
         Args:
             update: the new weights.
@@ -159,7 +140,7 @@ class AsyncServer:
 
         Raises:
             WeightUpdateError: refused; the old weights still serve.
-            EngineDiedError: the backend died of it, or was abandoned.
+            EngineDiedError: the backend died, or the server was abandoned.
         """
         self._updating = True
         try:
@@ -175,7 +156,7 @@ class AsyncServer:
         try:
             await self.backend.pause(mode)
             await self.backend.update_weights(update)
-        finally:  # a pause that was called off may have taken hold
+        finally:  # a cancelled pause may have taken effect
             if not self._abandoned:  # it might never answer
                 await self.backend.resume()
 
@@ -184,24 +165,3 @@ class AsyncServer:
         if capabilities.in_flight_update and PauseMode.KEEP in capabilities.pause_modes:
             return PauseMode.KEEP
         return next((mode for mode in (PauseMode.ABORT, PauseMode.WAIT) if mode in capabilities.pause_modes), None)
-
-
-class ServerLifecycle(Protocol):
-    """Who looks after a client's servers; see :class:`~jax_agent_rl.rollout.lifecycle.LLMServerManager`."""
-
-    def lost(self, server: AsyncServer, why: str) -> None:
-        """A server is about to leave the rotation."""
-        ...
-
-    async def update_weights(self, update: WeightUpdate, *, mode: PauseMode | None = None) -> None:
-        """Does what :meth:`~jax_agent_rl.rollout.client.LLMServerClient.update_weights` promises."""
-        ...
-
-
-async def take_weights(
-    servers: Iterable[AsyncServer], update: WeightUpdate, *, mode: PauseMode | None = None
-) -> dict[AsyncServer, BaseException | None]:
-    """Updates servers side by side; what each of them said, None where it took the weights."""
-    servers = list(servers)
-    updates = (server.update_weights(update, mode=mode) for server in servers)
-    return dict(zip(servers, await asyncio.gather(*updates, return_exceptions=True), strict=True))

@@ -48,7 +48,7 @@ from jax_agent_rl.learner.state import LearnerState, UpdateResult
 from jax_agent_rl.models import stored
 from jax_agent_rl.models.config import Params
 from jax_agent_rl.models.sharding import gathered
-from jax_agent_rl.rollout.http.images import decode_media, encode_media
+from jax_agent_rl.rollout.http.requests import decode_media, encode_media
 from jax_agent_rl.types import Group, Trajectory, Turn
 
 if TYPE_CHECKING:

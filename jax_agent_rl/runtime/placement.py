@@ -119,9 +119,9 @@ def _actor(config: Config, name: str, options: Mapping[str, Any]) -> RolloutBack
 
 
 def _from_store(make: BackendFactory) -> RolloutBackend:
-    from jax_agent_rl.rollout.ray.store_source import FromStore
+    from jax_agent_rl.rollout.ray.host import ObjectStoreBackend
 
-    return cast(RolloutBackend, FromStore(make()))
+    return cast(RolloutBackend, ObjectStoreBackend(make()))
 
 
 def room_for_learning(

@@ -15,9 +15,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from jax_agent_rl.collect.accounting import LostBatchGuard
 from jax_agent_rl.collect.collector import RolloutCollector
 from jax_agent_rl.collect.filters import Selection, select
-from jax_agent_rl.collect.lost_batches import LostBatchGuard
 from jax_agent_rl.learner.cancellation import StepCancellation
 from jax_agent_rl.learner.losses import peers
 from jax_agent_rl.learner.scored_batch import trained_lengths

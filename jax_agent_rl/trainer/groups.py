@@ -7,7 +7,7 @@ from contextlib import aclosing
 from dataclasses import replace
 
 from jax_agent_rl.collect.collector import RolloutCollector
-from jax_agent_rl.collect.shaping import shape
+from jax_agent_rl.collect.filters import shape
 from jax_agent_rl.config import Config
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.types import Group, SamplingParams, Trajectory

@@ -183,7 +183,7 @@ async def test_the_probe_notices_what_vllms_own_reload_spoils(engine: Engine):
     await engine.backend._engine.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
     await engine.backend.reset_prefix_cache()
     with pytest.raises(WeightUpdateError, match="not the learner's"):
-        await engine.backend._updater.prove(engine.files.probe(small_params(0)), "probe")
+        await engine.backend._updater.verify(engine.files.probe(small_params(0)), "probe")
     await engine.serve(0)
     await assert_serves(engine, 0)
 

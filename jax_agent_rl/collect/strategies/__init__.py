@@ -2,25 +2,19 @@
 
 ::
 
-    base.py        waves, starts, what a strategy is asked
-    chain.py       independent chains
-    tree_grpo.py   chains expanded at turns drawn at random
-    treerl.py      branches at the most uncertain ids
-    arpo.py        branches where a tool result made the policy uncertain
+    base.py    waves, starts, the interface of a strategy, independent chains
+    trees.py   Tree-GRPO: random turns · TreeRL: the most uncertain ids · ARPO: uncertain turns after tool results
 """
 
-from jax_agent_rl.collect.strategies.arpo import Arpo
-from jax_agent_rl.collect.strategies.base import Growth, Outcome, Start, Strategy
-from jax_agent_rl.collect.strategies.chain import Chains
-from jax_agent_rl.collect.strategies.tree_grpo import TreeGrpo
-from jax_agent_rl.collect.strategies.treerl import TreeRL
+from jax_agent_rl.collect.strategies.base import Chains, Growth, Outcome, Start, Strategy
+from jax_agent_rl.collect.strategies.trees import Arpo, TreeGrpo, TreeRL
 from jax_agent_rl.config.strategy import StrategyConfig
 
 __all__ = ["Arpo", "Chains", "Growth", "Outcome", "Start", "Strategy", "TreeGrpo", "TreeRL", "make_strategy"]
 
 
 def make_strategy(config: StrategyConfig) -> Strategy:
-    """The strategy of a run."""
+    """Return the strategy of a run."""
     match config.name:
         case "chain":
             return Chains()

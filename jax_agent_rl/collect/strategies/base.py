@@ -1,15 +1,14 @@
-"""What a rollout strategy decides: which trajectories of a group are started, and from where.
+"""Interface of a rollout strategy, which decides which trajectories of a group are started, and from where.
 
-A group grows in waves. The strategy is asked for one, its trajectories run side by side, and when all of them have
-ended it is asked again, with everything so far, until it wants no more::
+A group grows in waves. The strategy returns one, its trajectories run concurrently, and when all of them have ended,
+the strategy is called again with everything so far, until it returns none::
 
     next_wave(nothing yet)  ─► [prompt, prompt]           wave 0   t0, t1
     next_wave(t0, t1)       ─► [fork of t0, fork of t1]   wave 1   t2, t3
     next_wave(t0 … t3)      ─► []                         select: which leaves are kept
 
-So what is branched from where depends on what was sampled and on the seed, never on which trajectory ended first: a run
-can be repeated. The price is that a group's wave waits for its slowest trajectory; other groups use the engine
-meanwhile.
+Branches thus depend on what was sampled and on the seed, never on which trajectory ended first: runs are reproducible.
+The price is that a wave waits for its slowest trajectory; other groups use the engine meanwhile.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ class Start:
     """One trajectory to start.
 
     Attributes:
-        fork: where it leaves another one; None: a tree of its own, from the prompt.
-        topped_up: it only makes up for branches that did not come about.
+        fork: where it branches off another one; None: a tree of its own, from the prompt.
+        topped_up: it makes up for branches that did not occur.
     """
 
     fork: Fork | None = None
@@ -39,7 +38,7 @@ class Start:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """What became of a start: a scored trajectory, or None if it was lost."""
+    """Result of a start: a scored trajectory, or None if it was lost."""
 
     trajectory_id: str
     start: Start
@@ -56,8 +55,8 @@ class Growth:
 
     Attributes:
         group_size: ``rollout.group_size``.
-        seed: the group's; what a strategy draws is derived from it.
-        waves: outcomes of each wave, in the order in which the strategy asked for them.
+        seed: the group's; random decisions of a strategy derive from it.
+        waves: outcomes of each wave, in the order of their starts.
     """
 
     group_size: int
@@ -70,7 +69,7 @@ class Growth:
 
     @property
     def trees(self) -> Mapping[str, list[Trajectory]]:
-        """Surviving trajectories by tree, in the order in which they were started; every tree is there."""
+        """Surviving trajectories by tree, in order of their start; empty trees included."""
         trees: dict[str, list[Trajectory]] = {}
         for outcome in (outcome for wave in self.waves for outcome in wave):
             members = trees.setdefault(outcome.tree_id, [])
@@ -79,7 +78,7 @@ class Growth:
         return trees
 
     def random(self, *what: int | str) -> random.Random:
-        """Randomness of one decision."""
+        """Return the random generator of one decision."""
         return random.Random(derive_seed(self.seed, *what))
 
 
@@ -87,22 +86,31 @@ class Strategy(ABC):
     """Stateless: one instance serves all groups."""
 
     branches: ClassVar[bool] = True
-    """Trajectories may leave others, so agents must be able to, and engines had better keep what they computed."""
+    """Whether trajectories may branch: agents must support it, and engines should keep the KV of sessions."""
 
     @abstractmethod
     def next_wave(self, growth: Growth) -> Sequence[Start]:
-        """The trajectories to start next; none ends the group. A fork names a surviving trajectory of ``growth``."""
+        """Return the trajectories to start next; none ends the group. A fork names a surviving trajectory."""
 
     def select(self, growth: Growth) -> list[Trajectory]:
-        """The trajectories that are kept, of a group that has ended; the default keeps all that survived."""
+        """Return the trajectories to keep of a group that has ended; by default all that survived."""
         return [trajectory for tree in growth.trees.values() for trajectory in tree]
 
 
+class Chains(Strategy):
+    """``group_size`` independent chains from the prompt."""
+
+    branches = False
+
+    def next_wave(self, growth: Growth) -> Sequence[Start]:
+        return [] if growth.waves else [Start()] * growth.group_size
+
+
 def at_prompt(tree_id: str) -> Fork:
-    """A new chain that counts as part of a tree."""
+    """Return the fork of a new chain that counts as part of a tree."""
     return Fork(tree_id=tree_id, parent_id=tree_id, turns=0)
 
 
 def at_turn(parent: Trajectory, turn: int, tokens: int = 0) -> Fork:
-    """Before turn ``turn`` of a trajectory, or after its first ``tokens`` ids."""
+    """Return the fork before turn ``turn`` of a trajectory, or after the turn's first ``tokens`` ids."""
     return Fork(tree_id=parent.tree_id, parent_id=parent.trajectory_id, turns=turn, tokens=tokens)

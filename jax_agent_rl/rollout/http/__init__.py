@@ -1,4 +1,4 @@
-"""A rollout backend on another machine: any backend served over HTTP, and the client that is a backend itself.
+"""A rollout backend on another machine: any backend served over HTTP, and a client that is a backend itself.
 
 ::
 
@@ -6,6 +6,6 @@
         ▲                                      │
         └── lines of JSON: chunks, or nothing but heartbeats; the last one is the result or the error
 
-``wire`` types to JSON and back · ``pictures`` images and videos as PNG · ``server`` · ``uploads`` weight files on their
-way in · ``client``.
+``wire`` types to JSON and back · ``requests`` generate requests, with images and videos · ``client`` · ``server`` ·
+``shared_dir`` weight files that a client names by path · ``uploads`` weight files that it sends.
 """

@@ -1,6 +1,6 @@
 """A rollout server as a :class:`~jax_agent_rl.rollout.protocol.RolloutBackend`.
 
-A server that cannot be reached, closes the connection, says nothing for ``silence_seconds`` or was restarted is gone:
+A server that cannot be reached, closes the connection, sends nothing for ``silence_seconds`` or was restarted is lost:
 its requests fail with ``EngineDiedError``, and :class:`~jax_agent_rl.rollout.client.LLMServerClient` sends them on.
 """
 
@@ -20,37 +20,38 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from jax_agent_rl.errors import BackendClosedError, BackendError, ConfigError, EngineDiedError, WeightUpdateError
-from jax_agent_rl.rollout.http import images, wire
+from jax_agent_rl.rollout.http import wire
+from jax_agent_rl.rollout.http.requests import encode_request
 from jax_agent_rl.rollout.protocol import (
     BackendMetrics,
-    Capabilities,
     GenerateRequest,
     Health,
     TokenChunk,
     WeightUpdate,
 )
-from jax_agent_rl.types import PauseMode, TokenOutput
+from jax_agent_rl.rollout.proxy import ProxyBackend
+from jax_agent_rl.types import TokenOutput
 from jax_agent_rl.utils.network import is_loopback
 
 T = TypeVar("T")
 _RETRY_SECONDS = 0.5
-_GATEWAY = frozenset({502, 503, 504})  # what a proxy says in place of a server it does not reach
-_GONE = (aiohttp.ClientError, ConnectionError, TimeoutError)
+_GATEWAY = frozenset({502, 503, 504})  # what a proxy answers for a server that it cannot reach
+_LOST = (aiohttp.ClientError, ConnectionError, TimeoutError)
 
 
-class RemoteBackend:
-    """One server.
+class RemoteBackend(ProxyBackend):
+    """Connection to one server.
 
     Args:
         url: ``http://host:port``.
-        token: if the server asks for one.
-        shares_disk: whether the server may see the paths of weight files. Then it is asked, and files that it does not
-            read are uploaded. None: a server on loopback may, others not.
+        token: bearer token, if the server requires one.
+        shares_disk: whether the server may see the paths of weight files. If so it is asked, and files that it cannot
+            read are uploaded. None: only a server on loopback may.
         start_seconds: how long ``start`` waits for a server that does not listen yet (it loads and compiles).
-        silence_seconds: a server that owes an answer and sends nothing for so long is gone; it sends heartbeats.
+        silence_seconds: a server that owes an answer and sends nothing, not even heartbeats, for so long is lost.
 
     Raises:
-        ConfigError: the address is not an http one.
+        ConfigError: the address is not an HTTP URL.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class RemoteBackend:
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(f"rollout.urls: {url!r} is not an address like http://10.0.0.5:8100")
         self.url = url.rstrip("/")
+        super().__init__(self.url)
         self._headers = {wire.PROTOCOL_HEADER: str(wire.PROTOCOL_VERSION)}
         if token:
             self._headers["Authorization"] = f"Bearer {token}"
@@ -74,20 +76,7 @@ class RemoteBackend:
         self._start_seconds = start_seconds
         self._silence_seconds = silence_seconds
         self._session: aiohttp.ClientSession | None = None
-        self._capabilities: Capabilities | None = None
-        self._version = 0
-        self._closed = False
         self._waits: set[asyncio.Timeout] = set()
-
-    @property
-    def capabilities(self) -> Capabilities:
-        if self._capabilities is None:
-            raise BackendError(f"the capabilities of {self.url} are known after start()")
-        return self._capabilities
-
-    @property
-    def policy_version(self) -> int:
-        return self._version
 
     # --- life -------------------------------------------------------------------------------------------------
 
@@ -111,7 +100,7 @@ class RemoteBackend:
         self._version = greeting["policy_version"]
 
     async def close(self) -> None:
-        """Leaves the server, which goes on; requests in flight fail and are aborted there."""
+        """Disconnect; requests in flight fail and are aborted on the server, which keeps running."""
         self._closed = True
         for deadline in self._waits:
             deadline.reschedule(0.0)
@@ -143,23 +132,14 @@ class RemoteBackend:
                 yield wire.decode_chunk(message)
 
     async def _body(self, request: GenerateRequest) -> dict[str, Any]:
-        """The request as JSON; what the server cannot take is not sent to it first."""
+        """Return the request as JSON; raise BackendError for media that the server does not take."""
         if unknown := sorted(request.multi_modal.keys() - self.capabilities.multi_modal):
             raise BackendError(f"request {request.request_id!r}: the server at {self.url} takes no {unknown} input")
-        if request.multi_modal:  # pictures take time to pack
-            return await asyncio.to_thread(images.encode_request, request)
-        return wire.encode_request(request)
+        if request.multi_modal:  # images take time to encode
+            return await asyncio.to_thread(encode_request, request)
+        return encode_request(request)
 
-    async def abort(self, request_id: str) -> bool:
-        return await self._call("abort", request_id=request_id)
-
-    # --- pausing and weights ----------------------------------------------------------------------------------
-
-    async def pause(self, mode: PauseMode) -> None:
-        await self._call("pause", mode=mode)
-
-    async def resume(self) -> None:
-        await self._call("resume")
+    # --- weights ----------------------------------------------------------------------------------------------
 
     async def update_weights(self, update: WeightUpdate) -> None:
         if update.kind not in wire.REMOTE_PAYLOADS:
@@ -187,26 +167,17 @@ class RemoteBackend:
         else:
             await self._call("update_weights", **body, upload=await self._upload(files))
 
-    async def reset_prefix_cache(self) -> None:
-        await self._call("reset_prefix_cache")
-
-    async def sleep(self) -> None:
-        await self._call("sleep")
-
-    async def wake(self) -> None:
-        await self._call("wake")
-
     async def _server_sees(self, files: list[Path]) -> bool:
         if not (self._is_local if self._shares_disk is None else self._shares_disk):
             return False
         return await self._call("sees_files", files=[{"path": str(f), "size": f.stat().st_size} for f in files])
 
     async def _upload(self, files: list[Path]) -> str:
-        """Sends the bytes, file by file; returns the name of the upload."""
+        """Send the bytes, file by file; return the name of the upload."""
         upload = secrets.token_hex(16)
         for file in files:
             headers = {wire.DIGEST_HEADER: await asyncio.to_thread(_sha256, file)}
-            with file.open("rb") as stream, self._gone_is_an_error():
+            with file.open("rb") as stream, self._loss_is_an_error():
                 url = f"{self.url}/v1/uploads/{upload}/{file.name}"
                 async with self._client().put(url, data=stream, headers=headers) as response:
                     await self._check(response)
@@ -215,21 +186,21 @@ class RemoteBackend:
     # --- state ------------------------------------------------------------------------------------------------
 
     async def health(self) -> Health:
-        """Never raises: a server that cannot be asked is not well."""
+        """Never raise: a server that cannot be reached is not ok."""
         try:
-            health = wire.decode_plain(Health, await self._get("health"))
+            health = Health(**await self._get("health"))
         except BackendError as error:
             return Health(ok=False, detail=str(error), policy_version=self._version)
         self._version = max(self._version, health.policy_version)
         return health
 
     async def metrics(self) -> BackendMetrics:
-        return wire.decode_plain(BackendMetrics, await self._get("metrics"))
+        return BackendMetrics(**await self._get("metrics"))
 
     # --- HTTP -------------------------------------------------------------------------------------------------
 
     async def _get(self, path: str) -> Any:
-        with self._gone_is_an_error():
+        with self._loss_is_an_error():
             async with self._client().get(f"{self.url}/v1/{path}") as response:
                 await self._check(response)
                 try:
@@ -237,20 +208,20 @@ class RemoteBackend:
                 except ValueError as error:
                     raise aiohttp.ClientPayloadError(f"its answer is no JSON ({error})") from error
 
-    async def _call(self, method: str, **body: Any) -> Any:
-        async with contextlib.aclosing(self._lines(method, body)) as lines:
+    async def _call(self, method: str, **arguments: Any) -> Any:
+        async with contextlib.aclosing(self._lines(method, arguments)) as lines:
             async for message in lines:
                 self._version = max(self._version, message["policy_version"])
         return message["result"]
 
     async def _lines(self, method: str, body: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
-        """Messages of one answer. Leaving early drops the connection, which is how the server learns of it.
+        """Yield the messages of one answer. Leaving early drops the connection, which tells the server.
 
         Raises:
             Exception: the error the answer ends with.
-            EngineDiedError: the server is gone.
+            EngineDiedError: the server is lost.
         """
-        with self._gone_is_an_error():
+        with self._loss_is_an_error():
             posting = self._client().post(f"{self.url}/v1/{method}", data=wire.line(body), headers=_JSON)
             async with await self._until_closed(posting) as response:
                 await self._check(response)
@@ -268,7 +239,7 @@ class RemoteBackend:
                     raise aiohttp.ClientPayloadError("the answer ended early")
 
     async def _until_closed(self, waiting: Awaitable[T]) -> T:
-        """Awaits, but not past :meth:`close`: aiohttp does not wake those who read from a session that is closed."""
+        """Await, but not past :meth:`close`: aiohttp does not wake readers of a session that is closed."""
         deadline = asyncio.timeout(None)
         async with deadline:
             self._waits.add(deadline)
@@ -278,7 +249,7 @@ class RemoteBackend:
                 self._waits.discard(deadline)
 
     async def _check(self, response: aiohttp.ClientResponse) -> None:
-        """Turns a refusal into its error."""
+        """Raise the error of a refusal."""
         if response.status == 200:
             return
         try:
@@ -301,15 +272,15 @@ class RemoteBackend:
         return self._session
 
     @contextlib.contextmanager
-    def _gone_is_an_error(self) -> Iterator[None]:
+    def _loss_is_an_error(self) -> Iterator[None]:
         try:
             yield
-        except _GONE as error:
+        except _LOST as error:
             if self._closed:
                 raise BackendClosedError(f"the connection to {self.url} was closed") from error
             reason = str(error) or f"silent for {self._silence_seconds:g} s"
             raise EngineDiedError(f"the rollout server at {self.url} is gone: {reason}") from error
-        except RuntimeError as error:  # what aiohttp raises where close() meets a connection that is being made
+        except RuntimeError as error:  # aiohttp raises it where close() meets a connection that is being made
             if not self._closed:
                 raise
             raise BackendClosedError(f"the connection to {self.url} was closed") from error

@@ -26,7 +26,8 @@ from aiohttp import web
 
 from jax_agent_rl.errors import BackendError, JaxAgentRLError, WeightUpdateError
 from jax_agent_rl.rollout.engine_metrics import engine_families
-from jax_agent_rl.rollout.http import images, wire
+from jax_agent_rl.rollout.http import wire
+from jax_agent_rl.rollout.http.requests import decode_request
 from jax_agent_rl.rollout.http.shared_dir import SharedFolder
 from jax_agent_rl.rollout.http.uploads import Uploads
 from jax_agent_rl.rollout.protocol import Health, RolloutBackend, WeightUpdate
@@ -38,24 +39,25 @@ logger = logging.getLogger(__name__)
 Body = dict[str, Any]
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _METRICS = "/metrics"
-_KEEP_ALIVE_SECONDS = 600.0  # longer than the client's, so that it is never the server who closes an idle connection
+_KEEP_ALIVE_SECONDS = 600.0  # longer than the client's, so that the server never closes an idle connection first
 
 
 class RolloutServer:
-    """One backend behind one address.
+    """One backend at one address.
 
     Args:
         backend: started; the server does not close it.
         host: address to listen on. Anything but loopback needs a token.
-        port: 0 takes a free one.
-        token: that clients must send; None for none.
-        weight_dir: ``rollout.weight_dir``: weights are read below it alone, see :class:`SharedFolder`.
-        max_request_bytes: of a JSON body.
-        max_upload_bytes, upload_folder: see :class:`Uploads`.
+        port: 0 picks a free one.
+        token: bearer token of clients; None for none.
+        weight_dir: ``rollout.weight_dir``: weights are only read below it, see :class:`SharedFolder`.
+        max_request_bytes: limit of a JSON body.
+        max_upload_bytes: see :class:`Uploads`.
+        upload_folder: see :class:`Uploads`.
         heartbeat_seconds: see :data:`wire.HEARTBEAT_SECONDS`.
 
     Raises:
-        ConfigError: an address that others can reach, without a token.
+        ConfigError: other machines can reach the address, and there is no token.
     """
 
     def __init__(
@@ -94,16 +96,16 @@ class RolloutServer:
 
     @property
     def url(self) -> str:
-        """Where it listens; for a wildcard address, as this machine sees it."""
+        """Its URL; for a wildcard address, the one on this machine."""
         return self._http.url
 
     @property
     def app(self) -> web.Application:
-        """Its routes."""
+        """The aiohttp application with its routes."""
         return self._http.app
 
     async def start(self) -> None:
-        """Listens.
+        """Start to listen.
 
         Raises:
             ConfigError: the port is in use, or the address is not this machine's.
@@ -116,7 +118,7 @@ class RolloutServer:
         self._sweeping = asyncio.create_task(self._uploads.sweep(), name="forgotten-uploads")
 
     async def close(self) -> None:
-        """Ends running requests and stops listening; the backend goes on."""
+        """End running requests and stop listening; the backend keeps running."""
         if self._sweeping is not None:
             self._sweeping.cancel()
             await asyncio.gather(self._sweeping, return_exceptions=True)
@@ -150,10 +152,8 @@ class RolloutServer:
             ),
         ]
 
-    # --- who may ask ------------------------------------------------------------------------------------------
-
     def _in_protocol(self, handler: Handler) -> Handler:
-        """The handler, for clients that speak this version to this instance."""
+        """Wrap a handler to refuse clients of another protocol version or server instance."""
 
         async def checked(request: web.Request) -> web.StreamResponse:
             spoken = request.headers.get(wire.PROTOCOL_HEADER)
@@ -190,7 +190,7 @@ class RolloutServer:
         return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE})
 
     async def _health(self) -> Health:
-        """The backend's; while it takes weights, which may keep it from answering, what is known without it."""
+        """Return the backend's health; while it takes weights, it may not answer, so assume that it is ok."""
         if self._updating:
             return Health(ok=True, detail="taking weights", policy_version=self._backend.policy_version)
         return await self._backend.health()
@@ -205,7 +205,7 @@ class RolloutServer:
         return handler
 
     def _call(self, call: Callable[[Body], Awaitable[Any]]) -> Callable:
-        """A handler that answers with one line, after as many empty ones as it takes."""
+        """Return a handler that answers with one line, after as many heartbeats as it takes."""
 
         async def handler(request: web.Request) -> web.StreamResponse:
             body = await _body(request)
@@ -222,10 +222,10 @@ class RolloutServer:
         chunked = body.pop("chunks", False)
 
         async def lines() -> AsyncGenerator[Body, None]:
-            if body.get("multi_modal"):  # pictures take time to unpack
-                wanted = await asyncio.to_thread(images.decode_request, body)
+            if body.get("multi_modal"):  # images take time to decode
+                wanted = await asyncio.to_thread(decode_request, body)
             else:
-                wanted = wire.decode_request(body)
+                wanted = decode_request(body)
             if not chunked:
                 yield {"final": wire.encode_output(await self._backend.generate(wanted))}
                 return
@@ -236,7 +236,7 @@ class RolloutServer:
         return await self._send(request, lines())
 
     async def _send(self, request: web.Request, lines: AsyncGenerator[Body, None]) -> web.StreamResponse:
-        """Writes lines as they come, heartbeats in between, and an error as the last line."""
+        """Write lines as they come, heartbeats in between, and an error as the last line."""
         response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
         await response.prepare(request)
         upcoming: asyncio.Future | None = None
@@ -248,7 +248,7 @@ class RolloutServer:
                 await response.write(wire.line(upcoming.result()))
         except StopAsyncIteration:
             pass
-        except (asyncio.CancelledError, ConnectionError):  # the client is gone, nobody reads on
+        except (asyncio.CancelledError, ConnectionError):  # the client is gone
             raise
         except Exception as error:
             if not isinstance(error, (JaxAgentRLError, NotImplementedError, ValueError, KeyError)):
@@ -301,7 +301,7 @@ class RolloutServer:
                 self._uploads.drop(upload)
 
     async def _sees_files(self, body: Body) -> bool:
-        """Whether files of these paths and sizes can be read here, too."""
+        """Return whether files of these paths and sizes can be read here, too."""
         return await self._shared.sees({str(file["path"]): file["size"] for file in body["files"]})
 
 

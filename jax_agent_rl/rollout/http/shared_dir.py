@@ -1,7 +1,7 @@
-"""Weight files that a client names by path: read below ``rollout.weight_dir`` alone, and only regular files.
+"""Weight files that a client names by path: only regular files below ``rollout.weight_dir`` are read.
 
-Whoever may update weights may not thereby open any file, device or URL of the server's machine. The folder's own
-files are the learner's: who can write there can replace the weights anyway.
+Permission to update weights must not open any other file, device or URL of the server's machine. Whoever can write to
+the folder can replace the weights anyway.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from jax_agent_rl.errors import WeightUpdateError
 
 _MEMORY = Path("/dev/shm")
 _PUBLISHED = re.compile(r"jax_agent_rl-weights-[A-Za-z0-9_]+")
-"""Folders that a learner on this machine makes in memory, see ``learner.export``."""
+"""Folders that a learner on this machine makes in shared memory, see ``learner.export``."""
 _BELOW = re.compile(r"[A-Za-z0-9_./=-]*")
-"""What follows the configured address: nothing that an address gives a meaning to."""
+"""What may follow the configured address: no character with a meaning in URLs."""
 _SUFFIX = ".safetensors"
 
 
@@ -28,8 +28,8 @@ class SharedFolder:
     """See the module docstring.
 
     Args:
-        folder: ``rollout.weight_dir``, a folder or a bucket's address; None: memory of this machine, and there
-            what a learner of the same user wrote.
+        folder: ``rollout.weight_dir``, a folder or a bucket's address; None: shared memory of this machine, and there
+            only what a learner of the same user wrote.
     """
 
     def __init__(self, folder: str | None) -> None:
@@ -39,21 +39,21 @@ class SharedFolder:
 
     @property
     def is_configured(self) -> bool:
-        """Whether it is a folder or bucket that the configuration names."""
+        """Whether the configuration names a folder or bucket."""
         return self._folder is not None
 
     async def files(self, paths: Any) -> list[str]:
-        """The paths of weight files that were checked.
+        """Return the paths of weight files, checked.
 
         Raises:
-            WeightUpdateError: one is elsewhere, not a regular file, or reached through a link.
+            WeightUpdateError: one is outside the folder, not a regular file, or reached through a link.
         """
         if not isinstance(paths, list) or not paths:
             raise WeightUpdateError(f"paths={paths!r}: must be a list of weight files")
         return await asyncio.to_thread(lambda: [str(self._checked(str(path))[0]) for path in paths])
 
     async def sees(self, sizes: Mapping[str, Any]) -> bool:
-        """Whether weight files of these paths and sizes can be read; nothing is said of others."""
+        """Return whether weight files of these paths and sizes can be read; reveals nothing about other files."""
 
         def look() -> bool:
             try:
@@ -64,7 +64,7 @@ class SharedFolder:
         return await asyncio.to_thread(look)
 
     async def address(self, folder: Any) -> str:
-        """The address of a version's folder that was checked.
+        """Return the address of a version's folder, checked.
 
         Raises:
             WeightUpdateError: it is not below the configured folder or bucket.
@@ -80,7 +80,7 @@ class SharedFolder:
         return str(folder)
 
     def _checked(self, path: str) -> tuple[Path, int]:
-        """A file's path and size. It is opened to be looked at, without following links or waiting for anything."""
+        """Return a file's path and size. It is opened without following links or blocking."""
         inner = PurePosixPath(path)
         if self._is_bucket or not inner.is_relative_to(self._root) or inner.suffix != _SUFFIX:
             raise self._elsewhere(path)
@@ -104,7 +104,7 @@ class SharedFolder:
         return Path(inner), found.st_size
 
     def _walk(self, folders: Sequence[str], path: str) -> int:
-        """A descriptor of the folder below the root, no component of which is a link."""
+        """Return a descriptor of a folder below the root, no component of which is a link."""
         if ".." in folders:
             raise self._elsewhere(path)
         try:

@@ -1,4 +1,4 @@
-"""Weight files on their way in: streamed to a folder of the server's own, checked, used once, deleted."""
+"""Uploaded weight files: streamed to a folder of the server's own, checked, used once, deleted."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\.safetensors")
 _BLOCK = 4 << 20
 _MEMORY = Path("/dev/shm")
 FORGOTTEN_SECONDS = 900.0
-"""After which an upload that nobody used is deleted: its client died."""
+"""Age at which an unused upload is deleted: its client died."""
 SILENT_SECONDS = 60.0
-"""In which the next bytes of a file have to come."""
-MOST_UPLOADS = 4
-"""At a time: a learner sends one after the other."""
-MOST_FILES = 4096
-"""Of one upload."""
+"""Timeout for the next bytes of a file."""
+MAX_UPLOADS = 4
+"""Maximum uploads at a time; a learner sends one after the other."""
+MAX_FILES = 4096
+"""Maximum files of one upload."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -41,9 +41,9 @@ class Uploads:
     """The uploads of one server.
 
     Args:
-        max_bytes: most bytes of all uploads together; None: half of what is free where they go.
-        folder: where to put them; None: memory of this machine where it has ``/dev/shm``, else the temporary folder.
-        clock: seconds.
+        max_bytes: maximum bytes of all uploads together; None: half of the free space.
+        folder: where to put them; None: ``/dev/shm`` if there is one, else the temporary folder.
+        clock: returns seconds.
     """
 
     def __init__(
@@ -56,10 +56,16 @@ class Uploads:
         self._clock = clock
 
     async def receive(self, upload: str, name: str, digest: str, blocks: AsyncIterator[bytes]) -> int:
-        """Writes one file; returns its size in bytes.
+        """Write one file; return its size in bytes.
+
+        Args:
+            upload: name of the upload, hexadecimal.
+            name: of the file.
+            digest: SHA-256 that the sender announced, hexadecimal.
+            blocks: the bytes.
 
         Raises:
-            WeightUpdateError: a name is not allowed, there is too much, or its SHA-256 is another. Nothing is kept.
+            WeightUpdateError: a name is not allowed, there are too many bytes, or the SHA-256 differs. Nothing is kept.
             TimeoutError: its sender fell silent. Nothing is kept.
         """
         if not (_ID.fullmatch(upload) and _NAME.fullmatch(name)):
@@ -72,7 +78,7 @@ class Uploads:
             size, found = await self._write(kept, name, blocks)
             if found != digest:
                 raise WeightUpdateError(f"{name}: its SHA-256 is {found}, the sender said {digest}; send it again")
-        except BaseException:  # a broken connection, too: half a file must not stay
+        except BaseException:  # includes broken connections: half a file must not stay
             self.drop(upload)
             raise
         finally:
@@ -81,7 +87,7 @@ class Uploads:
         return size
 
     def files(self, upload: str) -> list[str]:
-        """Paths of an upload.
+        """Return the paths of an upload.
 
         Raises:
             WeightUpdateError: there is no such upload.
@@ -91,46 +97,42 @@ class Uploads:
         return [str(file) for file in sorted(self._uploads[upload].folder.iterdir())]
 
     def drop(self, upload: str) -> None:
-        """Deletes an upload."""
+        """Delete an upload."""
         if (kept := self._uploads.pop(upload, None)) is not None:
             shutil.rmtree(kept.folder, ignore_errors=True)
 
     def close(self) -> None:
-        """Deletes everything."""
+        """Delete everything."""
         tempdirs.remove_folder(self._root)
 
     async def sweep(self, every: float = FORGOTTEN_SECONDS / 10) -> None:
-        """Deletes what is forgotten, for ever: without it, the upload of a client that died would stay.
-
-        Args:
-            every: seconds between looks.
-        """
+        """Call :meth:`drop_forgotten` every ``every`` seconds, until cancelled."""
         while True:
             await asyncio.sleep(every)
             self.drop_forgotten()
 
     def drop_forgotten(self) -> None:
-        """Deletes uploads to which nothing was added for long."""
+        """Delete uploads of clients that died: nothing was added for ``FORGOTTEN_SECONDS``."""
         now = self._clock()
         for name, kept in list(self._uploads.items()):
             if not kept.arriving and now - kept.touched > FORGOTTEN_SECONDS:
                 self.drop(name)
 
     def _open(self, upload: str) -> _Upload:
-        """The upload a file belongs to, made if there is a place for it."""
+        """Return the upload a file belongs to; make it if there is room."""
         kept = self._uploads.get(upload)
         if kept is None:
-            if len(self._uploads) >= MOST_UPLOADS:
+            if len(self._uploads) >= MAX_UPLOADS:
                 raise WeightUpdateError(f"{len(self._uploads)} uploads wait to be used, the most; use them first")
             kept = _Upload(folder=self._root / upload, touched=self._clock())
             kept.folder.mkdir()
             self._uploads[upload] = kept
-        if kept.files >= MOST_FILES:
-            raise WeightUpdateError(f"the upload has {MOST_FILES} files, the most; put more weights into one")
+        if kept.files >= MAX_FILES:
+            raise WeightUpdateError(f"the upload has {MAX_FILES} files, the most; put more weights into one")
         return kept
 
     async def _write(self, kept: _Upload, name: str, blocks: AsyncIterator[bytes]) -> tuple[int, str]:
-        """Streams to the file in large writes on a thread; returns size and SHA-256."""
+        """Stream to the file in large writes on a thread; return size and SHA-256."""
         digest, size, pending = hashlib.sha256(), 0, bytearray()
         with (kept.folder / name).open("xb") as out:
 
@@ -144,7 +146,7 @@ class Uploads:
                 if not block:
                     break
                 size += len(block)
-                kept.size += len(block)  # of all files of it that arrive side by side
+                kept.size += len(block)  # of all files that arrive concurrently
                 if (total := sum(each.size for each in self._uploads.values())) > self._max_bytes:
                     raise WeightUpdateError(
                         f"{name}: the uploads have {total} bytes, more than the server's limit of {self._max_bytes}; "

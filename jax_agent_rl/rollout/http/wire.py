@@ -1,15 +1,16 @@
-"""The protocol on the wire: JSON, one object a line, ids as numbers, floats exact (shortest form that reads back).
+"""The wire protocol: JSON, one object per line, ids as numbers, floats exact (shortest form that reads back).
 
 A request carries the protocol version and, after the handshake, the server's instance: a server that was restarted
-has forgotten its weights and is refused instead of served from silently.
+has lost its weights, so its requests fail instead of sampling from the initial ones.
+Free of heavy imports: the launcher uses it before anything is installed. Requests are in ``requests``.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, fields
-from typing import Any, TypeVar
+from dataclasses import asdict
+from typing import Any
 
 from jax_agent_rl.errors import (
     BackendClosedError,
@@ -19,9 +20,8 @@ from jax_agent_rl.errors import (
     TokenDriftError,
     WeightUpdateError,
 )
-from jax_agent_rl.rollout.protocol import Capabilities, GenerateRequest, TokenChunk
-from jax_agent_rl.sampling_params import MOST_IDS
-from jax_agent_rl.types import PauseMode, SamplingParams, StopReason, TokenOutput
+from jax_agent_rl.rollout.protocol import Capabilities, TokenChunk
+from jax_agent_rl.types import PauseMode, StopReason, TokenOutput
 
 PROTOCOL_VERSION = 1
 PROTOCOL_HEADER = "X-Rollout-Protocol"
@@ -43,16 +43,15 @@ _ERRORS: dict[str, type[Exception]] = {
     )
 }
 REMOTE_PAYLOADS = frozenset({"safetensors", "tensorstore", "mesh"})
-T = TypeVar("T")
 
 
 def line(message: Mapping[str, Any]) -> bytes:
-    """One message as a line."""
+    """Encode one message as a line."""
     return json.dumps(message, separators=(",", ":")).encode() + b"\n"
 
 
 def encode_error(error: BaseException) -> dict[str, str]:
-    """Type and message; a subclass is sent as the nearest type the other side knows."""
+    """Return type and message; a subclass is sent as the nearest type the other side knows."""
     for kind in type(error).__mro__:
         if kind.__name__ in _ERRORS:
             return {"type": kind.__name__, "message": str(error)}
@@ -60,49 +59,29 @@ def encode_error(error: BaseException) -> dict[str, str]:
 
 
 def decode_error(data: Mapping[str, Any]) -> Exception:
+    """Return the error that was encoded."""
     return _ERRORS.get(data["type"], BackendError)(data["message"])
 
 
-def encode_request(request: GenerateRequest) -> dict[str, Any]:
-    """Everything but pictures, which :mod:`~jax_agent_rl.rollout.http.images` adds."""
-    data = {f.name: getattr(request, f.name) for f in fields(request) if f.name != "multi_modal"}
-    return data | {"sampling": asdict(request.sampling)}
-
-
-def decode_request(data: Mapping[str, Any]) -> GenerateRequest:
-    """Checks names and the types of ids; the dataclasses check the rest.
-
-    Raises:
-        BackendError: it is not a request.
-    """
-    try:
-        raw: dict[str, Any] = dict(data["sampling"])
-        raw |= {name: tuple(raw[name]) for name in ("stop", "stop_token_ids") if isinstance(raw.get(name), list)}
-        ids = tuple(data["prompt_ids"])
-        if not all(type(i) is int for i in ids):
-            raise TypeError("prompt_ids must be whole numbers")
-        if ids and not 0 <= min(ids) <= max(ids) < MOST_IDS:
-            raise ValueError(f"prompt_ids must be from 0 to {MOST_IDS - 1}, got {min(ids)} to {max(ids)}")
-        return GenerateRequest(**{**data, "prompt_ids": ids, "sampling": SamplingParams(**raw)})
-    except (KeyError, TypeError, ValueError) as error:
-        raise BackendError(f"not a generate request: {type(error).__name__}: {error}") from None
-
-
 def encode_output(output: TokenOutput) -> dict[str, Any]:
+    """Return an output as JSON."""
     return asdict(output)
 
 
 def decode_output(data: Mapping[str, Any]) -> TokenOutput:
+    """Return the output that was encoded."""
     sequences = {name: tuple(data[name]) for name in ("token_ids", "log_probs", "policy_versions")}
     return TokenOutput(**{**data, **sequences, "stop_reason": StopReason(data["stop_reason"])})
 
 
 def encode_chunk(chunk: TokenChunk) -> dict[str, Any]:
+    """Return a chunk as JSON."""
     final = encode_output(chunk.final) if chunk.final else None
     return {"ids": chunk.token_ids, "log_probs": chunk.log_probs, "versions": chunk.policy_versions, "final": final}
 
 
 def decode_chunk(data: Mapping[str, Any]) -> TokenChunk:
+    """Return the chunk that was encoded."""
     return TokenChunk(
         token_ids=tuple(data["ids"]),
         log_probs=tuple(data["log_probs"]),
@@ -112,10 +91,11 @@ def decode_chunk(data: Mapping[str, Any]) -> TokenChunk:
 
 
 def encode_capabilities(capabilities: Capabilities, *, has_folder: bool) -> dict[str, Any]:
-    """What holds from afar: weights only as files, or where the server has them itself.
+    """Return the capabilities of a remote backend, which takes weights as files only, or has them itself.
 
     Args:
-        has_folder: the server also takes what is in a folder.
+        capabilities: of the backend.
+        has_folder: the server also takes the address of a folder.
     """
     data = asdict(capabilities)
     data["multi_modal"] = sorted(capabilities.multi_modal)
@@ -127,14 +107,10 @@ def encode_capabilities(capabilities: Capabilities, *, has_folder: bool) -> dict
 
 
 def decode_capabilities(data: Mapping[str, Any]) -> Capabilities:
+    """Return the capabilities that were encoded."""
     sets = {
         "multi_modal": frozenset(data["multi_modal"]),
         "pause_modes": frozenset(PauseMode(mode) for mode in data["pause_modes"]),
         "weight_payloads": frozenset(data["weight_payloads"]),
     }
     return Capabilities(**{**data, **sets})
-
-
-def decode_plain(kind: type[T], data: Mapping[str, Any]) -> T:
-    """A dataclass of numbers, texts and booleans (``Health``, ``BackendMetrics``)."""
-    return kind(**data)

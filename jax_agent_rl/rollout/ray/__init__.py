@@ -4,9 +4,9 @@
 
     RayBackend ──Ray calls──► EngineHost ──► any RolloutBackend
         │                        ▲
-        └─ update_weights ───────┤ a reference; the tensors stand once per node in Ray's object store,
-           (StoredWeights)       └ are read where they stand, checked, and then given to the engine
+        └─ update_weights ───────┤ a reference; Ray's object store holds the tensors once per node;
+           (StoredWeights)       └ they are read there without copies, checked, and given to the engine
 
-``weights`` a policy's weights in the object store · ``host`` the plain class inside the actor · ``backend`` the side of
-the caller. Nothing of them but ``backend`` knows Ray.
+``weights`` a policy's weights in the object store · ``host`` the plain class inside the actor, and a backend of this
+process that reads the same store · ``backend`` the caller's side. Only ``backend`` imports Ray.
 """

@@ -1,6 +1,6 @@
 """An engine in a Ray actor as a :class:`~jax_agent_rl.rollout.protocol.RolloutBackend`.
 
-An actor that died, or that Ray cannot reach, is gone: its requests fail with ``EngineDiedError``, and
+An actor that died, or that Ray cannot reach, is lost: its requests fail with ``EngineDiedError``, and
 :class:`~jax_agent_rl.rollout.client.LLMServerClient` sends them on.
 """
 
@@ -16,56 +16,43 @@ from jax_agent_rl.errors import BackendClosedError, BackendError, EngineDiedErro
 from jax_agent_rl.rollout.http import wire
 from jax_agent_rl.rollout.protocol import (
     BackendMetrics,
-    Capabilities,
     GenerateRequest,
     Health,
     RolloutBackend,
     TokenChunk,
     WeightUpdate,
 )
+from jax_agent_rl.rollout.proxy import ProxyBackend
 from jax_agent_rl.rollout.ray.host import Answer, EngineHost
 from jax_agent_rl.rollout.ray.weights import KIND
-from jax_agent_rl.types import PauseMode, TokenOutput
+from jax_agent_rl.types import TokenOutput
 
-_MOST_CALLS = 1 << 14
-"""Calls inside an actor at the same time: control must never wait behind requests, however many there are."""
+_MAX_CALLS = 1 << 14
+"""Concurrent calls of an actor: control calls must never queue behind requests."""
 _CLOSE_SECONDS = 30.0
 
 
-class RayBackend:
-    """One actor, which begins with :meth:`start` and ends with :meth:`close`. Ray must have been initialised.
+class RayBackend(ProxyBackend):
+    """One actor, from :meth:`start` to :meth:`close`. Ray must be initialised.
 
     Args:
         make: builds the backend, inside the actor; it is sent there.
-        name: for messages.
-        options: Ray's options of the actor: its resources, placement and environment.
+        name: shown in messages.
+        options: Ray options of the actor: resources, placement and environment.
     """
 
     def __init__(
         self, make: Callable[[], RolloutBackend], *, name: str = "engine", options: Mapping[str, Any] | None = None
     ) -> None:
-        self.name = name
+        super().__init__(name)
         self._make = make
         self._options = {"num_cpus": 0, **(options or {})}
         self._actor: Any = None
-        self._capabilities: Capabilities | None = None
-        self._version = 0
-        self._closed = False
-
-    @property
-    def capabilities(self) -> Capabilities:
-        if self._capabilities is None:
-            raise BackendError(f"the capabilities of {self.name} are known after start()")
-        return self._capabilities
-
-    @property
-    def policy_version(self) -> int:
-        return self._version
 
     # --- life -------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Starts the actor and the engine in it.
+        """Start the actor and the engine in it.
 
         Raises:
             BackendError: the engine could not start (``EngineDiedError``: its process ended).
@@ -76,7 +63,7 @@ class RayBackend:
             raise BackendError("the backend was already started")
         if self._closed:
             raise BackendClosedError(f"{self.name} is closed")
-        kind = ray.remote(EngineHost).options(max_concurrency=_MOST_CALLS, max_restarts=0, **self._options)
+        kind = ray.remote(EngineHost).options(max_concurrency=_MAX_CALLS, max_restarts=0, **self._options)
         self._actor = kind.remote(self._make)
         try:
             answer = await self._ask(self._actor.start)
@@ -88,7 +75,7 @@ class RayBackend:
         self._capabilities = replace(capabilities, weight_payloads=frozenset({KIND}))
 
     async def close(self) -> None:
-        """Ends the engine, then the actor, also if it does not answer for 30 s or never started."""
+        """End the engine, then the actor, also if it does not answer for 30 s or never started."""
         if self._closed:
             return
         self._closed = True
@@ -100,14 +87,14 @@ class RayBackend:
             if self._capabilities is not None:
                 with contextlib.suppress(BackendError, TimeoutError):
                     async with asyncio.timeout(_CLOSE_SECONDS):
-                        await self._call(self._actor.call, "close")
+                        self._value(await self._ask(self._actor.call, "close"))
         finally:
             ray.kill(self._actor, no_restart=True)
 
     # --- requests ---------------------------------------------------------------------------------------------
 
     async def generate(self, request: GenerateRequest) -> TokenOutput:
-        return await self._call(self._open().call, "generate", request)
+        return await self._call("generate", request=request)
 
     async def stream(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
         import ray
@@ -115,7 +102,7 @@ class RayBackend:
         answers = self._open().stream.options(num_returns="streaming").remote(request)
         finished = False
         try:
-            with self._losses_are_errors():
+            with self._loss_is_an_error():
                 async for reference in answers:
                     chunk = self._value(await reference)
                     finished = chunk.final is not None
@@ -124,53 +111,33 @@ class RayBackend:
             if not finished:
                 ray.cancel(answers)
 
-    async def abort(self, request_id: str) -> bool:
-        return await self._call(self._open().call, "abort", request_id)
-
-    # --- pausing and weights ----------------------------------------------------------------------------------
-
-    async def pause(self, mode: PauseMode) -> None:
-        await self._call(self._open().call, "pause", mode)
-
-    async def resume(self) -> None:
-        await self._call(self._open().call, "resume")
+    # --- weights and state ------------------------------------------------------------------------------------
 
     async def update_weights(self, update: WeightUpdate) -> None:
-        """Sends the reference; the actor reads the weights from its node's object store, and checks them first."""
-        await self._call(self._open().call, "update_weights", update)
-
-    async def reset_prefix_cache(self) -> None:
-        await self._call(self._open().call, "reset_prefix_cache")
-
-    async def sleep(self) -> None:
-        await self._call(self._open().call, "sleep")
-
-    async def wake(self) -> None:
-        await self._call(self._open().call, "wake")
-
-    # --- state ------------------------------------------------------------------------------------------------
+        """Send the reference; the actor reads the weights from its node's object store and checks them."""
+        await self._call("update_weights", update=update)
 
     async def health(self) -> Health:
-        """Never raises: an engine that cannot be asked is not well."""
+        """Never raise: an engine that cannot be reached is not ok."""
         try:
-            return await self._call(self._open().call, "health")
+            return await self._call("health")
         except BackendError as error:
             return Health(ok=False, detail=str(error), policy_version=self._version)
 
     async def metrics(self) -> BackendMetrics:
-        return await self._call(self._open().call, "metrics")
+        return await self._call("metrics")
 
     # --- Ray --------------------------------------------------------------------------------------------------
 
-    async def _call(self, method: Any, *arguments: Any) -> Any:
-        return self._value(await self._ask(method, *arguments))
+    async def _call(self, method: str, **arguments: Any) -> Any:
+        return self._value(await self._ask(self._open().call, method, *arguments.values()))
 
     async def _ask(self, method: Any, *arguments: Any) -> Answer:
-        """Calls a method of the actor; cancelling the caller cancels it there, too."""
+        """Call a method of the actor; cancelling the caller cancels it there, too."""
         import ray
 
         reference = method.remote(*arguments)
-        with self._losses_are_errors():
+        with self._loss_is_an_error():
             try:
                 return await reference
             except asyncio.CancelledError:
@@ -189,8 +156,8 @@ class RayBackend:
         return self._actor
 
     @contextlib.contextmanager
-    def _losses_are_errors(self) -> Iterator[None]:
-        """What Ray raises is about the actor: what the engine raised comes as an answer."""
+    def _loss_is_an_error(self) -> Iterator[None]:
+        """Translate errors of Ray, which concern the actor; errors of the engine come as answers."""
         from ray.exceptions import RayError
 
         try:
@@ -198,8 +165,6 @@ class RayBackend:
         except RayError as error:
             if self._closed:
                 raise BackendClosedError(f"{self.name} was closed") from error
-            raise EngineDiedError(f"{self.name}: its Ray actor is gone: {_first_line(error)}") from error
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), "") or type(error).__name__
+            raise EngineDiedError(
+                f"{self.name}: its Ray actor is gone: {next(iter(str(error).splitlines()), '') or type(error).__name__}"
+            ) from error

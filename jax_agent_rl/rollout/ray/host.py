@@ -1,7 +1,7 @@
-"""What runs inside the actor: a backend, and answers that say of errors what they are.
+"""The engine inside an actor: a backend whose errors are returned as values.
 
-A plain class, so that it is tested without Ray. Ray would wrap an exception in one of its own; here errors come back as
-values (:mod:`~jax_agent_rl.rollout.http.wire`), and an exception means that the actor itself is lost.
+Plain classes, tested without Ray. Ray would wrap an exception in one of its own; here errors come back as values
+(:mod:`~jax_agent_rl.rollout.http.wire`), and an exception means that the actor itself is lost.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import contextlib
 import logging
 import os
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jax_agent_rl.errors import BackendClosedError, JaxAgentRLError
 from jax_agent_rl.rollout.http import wire
 from jax_agent_rl.rollout.protocol import Capabilities, GenerateRequest, RolloutBackend, WeightUpdate
-from jax_agent_rl.rollout.ray.weights import Fetch, fetched
+from jax_agent_rl.rollout.ray.weights import KIND, Fetch, fetched
 
 logger = logging.getLogger(__name__)
 _EXPECTED = (JaxAgentRLError, NotImplementedError, ValueError, KeyError)
@@ -25,12 +25,12 @@ _EXPECTED = (JaxAgentRLError, NotImplementedError, ValueError, KeyError)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """What a call gave.
+    """Result of a call.
 
     Attributes:
-        value: its result.
+        value: what it returned.
         error: what it raised instead, encoded.
-        policy_version: the engine's, after the call.
+        policy_version: of the engine after the call.
     """
 
     value: Any = None
@@ -39,16 +39,16 @@ class Answer:
 
 
 async def await_reference(reference: Any) -> Any:
-    """Fetches from Ray's object store: its references can be awaited."""
+    """Fetch an object from Ray's object store, whose references can be awaited."""
     return await reference
 
 
 class EngineHost:
-    """One backend, driven by name from afar.
+    """One backend, whose methods are called by name from another process.
 
     Args:
-        make: builds the backend, which may load files for minutes.
-        fetch: brings stored weights by their reference.
+        make: builds the backend; may load files for minutes.
+        fetch: returns stored weights by their reference.
     """
 
     def __init__(self, make: Callable[[], RolloutBackend], fetch: Fetch = await_reference) -> None:
@@ -58,21 +58,21 @@ class EngineHost:
         self._backend: RolloutBackend | None = None
 
     async def start(self) -> Answer:
-        """Builds and starts the backend; the answer's value is its capabilities."""
+        """Build and start the backend; the answer's value is its capabilities."""
         return await self._answer(self._start)
 
     async def call(self, method: str, *arguments: Any) -> Answer:
-        """Any method of the protocol but ``start`` and ``stream``."""
+        """Call any method of the protocol but ``start`` and ``stream``."""
         if method == "update_weights":
             return await self._answer(self._update_weights, *arguments)
         return await self._answer(lambda: getattr(self._serving(), method)(*arguments))
 
     async def stream(self, request: GenerateRequest) -> AsyncIterator[Answer]:
-        """Chunks, or an error at the end."""
+        """Yield chunks; an error comes last."""
         try:
             async with contextlib.aclosing(self._serving().stream(request)) as chunks:  # type: ignore[type-var]
                 async for chunk in chunks:
-                    yield self._says(value=chunk)
+                    yield self._result(value=chunk)
         except Exception as error:
             yield self._failed("stream", error)
 
@@ -89,7 +89,7 @@ class EngineHost:
 
     async def _answer(self, call: Callable[..., Any], *arguments: Any) -> Answer:
         try:
-            return self._says(value=await call(*arguments))
+            return self._result(value=await call(*arguments))
         except Exception as error:
             return self._failed(getattr(call, "__name__", "call"), error)
 
@@ -98,11 +98,30 @@ class EngineHost:
             raise BackendClosedError("the engine of this actor was not started")
         return self._backend
 
-    def _says(self, **fields: Any) -> Answer:
+    def _result(self, **fields: Any) -> Answer:
         version = self._backend.policy_version if self._backend is not None else 0
         return Answer(policy_version=version, **fields)
 
     def _failed(self, method: str, error: Exception) -> Answer:
         if not isinstance(error, _EXPECTED):
             logger.error("%s failed", method, exc_info=error)
-        return self._says(error=wire.encode_error(error))
+        return self._result(error=wire.encode_error(error))
+
+
+class ObjectStoreBackend:
+    """A backend of this process, beside others in actors, that takes its weights from the same object store."""
+
+    def __init__(self, backend: RolloutBackend, fetch: Fetch = await_reference) -> None:
+        self._backend = backend
+        self._fetch = fetch
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return replace(self._backend.capabilities, weight_payloads=frozenset({KIND}))
+
+    async def update_weights(self, update: WeightUpdate) -> None:
+        async with fetched(update, self._fetch) as given:
+            await self._backend.update_weights(given)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)

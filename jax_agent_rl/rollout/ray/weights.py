@@ -1,12 +1,12 @@
-"""A policy's weights in a store that processes share: written once, read without copies, checked before use.
+"""A policy's weights in a shared object store: written once, read without copies, checked before use.
 
 ::
 
     learner   store(tree) ──► put ──► StoredWeights (reference, checksum) ──► WeightUpdate of kind "object_store"
     engine    fetch(reference) ──► checksum ──► "arrays" or "safetensors", as the engine takes them
 
-Tensors travel as plain bytes beside their type and shape: Ray gives those back as views of shared memory, while arrays
-of types that NumPy does not know itself (bfloat16) would be copied.
+Tensors are stored as plain bytes with their type and shape: Ray returns those as views of shared memory, while it would
+copy arrays of types that NumPy itself does not know (bfloat16).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from jax_agent_rl.rollout.protocol import WeightUpdate
 from jax_agent_rl.utils import tempdirs
 
 KIND = "object_store"
-"""Of a :class:`WeightUpdate` whose payload is a :class:`StoredWeights`."""
+"""Kind of a :class:`WeightUpdate` whose payload is a :class:`StoredWeights`."""
 
 _MEMORY = Path("/dev/shm")
 Form = Literal["arrays", "safetensors"]
@@ -36,12 +36,12 @@ Fetch = Callable[[Any], Awaitable[Any]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tensor:
-    """One array as it is stored.
+    """One stored array.
 
     Attributes:
         data: uint8 [bytes], in C order.
         dtype: name of the type.
-        shape: of the array.
+        shape: shape of the array.
     """
 
     data: np.ndarray
@@ -50,12 +50,12 @@ class Tensor:
 
     @classmethod
     def of(cls, array: Any) -> Tensor:
-        """Of a NumPy or device array; copies only what is not in C order on the host already."""
+        """Store a NumPy or device array; copies only if it is not in C order on the host already."""
         host = np.ascontiguousarray(array)
         return cls(data=host.reshape(-1).view(np.uint8), dtype=host.dtype.name, shape=tuple(np.shape(array)))
 
     def array(self) -> np.ndarray:
-        """A view."""
+        """Return the array, a view of the data."""
         return self.data.view(np.dtype(self.dtype)).reshape(self.shape)
 
 
@@ -64,9 +64,9 @@ class StoredWeights:
     """The payload of an update of kind :data:`KIND`.
 
     Attributes:
-        form: the payload inside: a nested dict of arrays, or safetensors files by name.
-        reference: where the store has it (``ray.ObjectRef``).
-        checksum: of names, types, shapes and bytes; see :func:`checksum`.
+        form: form of the stored object: a nested dict of arrays, or safetensors files by name.
+        reference: reference of the stored object (``ray.ObjectRef``).
+        checksum: checksum of names, types, shapes and bytes; see :func:`checksum`.
     """
 
     form: Form
@@ -75,11 +75,11 @@ class StoredWeights:
 
 
 def store(update: WeightUpdate, put: Callable[[Any], Any]) -> WeightUpdate:
-    """Writes the weights of an update, and returns one that refers to them.
+    """Write the weights of an update to the store; return an update that refers to them.
 
     Args:
         update: of kind ``arrays`` (nested dicts) or ``safetensors`` (paths).
-        put: writes an object to the store; returns its reference. What it refers to lasts as long as that is kept.
+        put: writes an object to the store; returns its reference. The object lives as long as the reference.
     """
     if update.kind == "safetensors":
         form, tree = "safetensors", {Path(p).name: Tensor.of(np.memmap(p, np.uint8, mode="r")) for p in update.payload}
@@ -91,14 +91,14 @@ def store(update: WeightUpdate, put: Callable[[Any], Any]) -> WeightUpdate:
 
 @asynccontextmanager
 async def fetched(update: WeightUpdate, fetch: Fetch) -> AsyncIterator[WeightUpdate]:
-    """The update as an engine takes it, while the context lasts: views of the store, or files of this machine's memory.
+    """Yield the update as an engine takes it: views of the store, or files in shared memory, valid within the context.
 
     Args:
         update: of kind :data:`KIND`.
-        fetch: brings an object by its reference.
+        fetch: returns an object by its reference.
 
     Raises:
-        WeightUpdateError: it is of another kind, or the store gives other bytes than were written.
+        WeightUpdateError: it is of another kind, or the store returns other bytes than were written.
     """
     stored = update.payload
     if update.kind != KIND or not isinstance(stored, StoredWeights):
@@ -122,7 +122,7 @@ async def fetched(update: WeightUpdate, fetch: Fetch) -> AsyncIterator[WeightUpd
 
 
 def checksum(tree: Mapping[str, Any]) -> str:
-    """XXH3 (128 bits, hexadecimal) over every tensor's name, type, shape and bytes, in order of names."""
+    """Return the XXH3-128 digest (hexadecimal) of every tensor's name, type, shape and bytes, in order of names."""
     digest = xxhash.xxh3_128()
     for name, tensor in _leaves(tree):
         digest.update(f"{name} {tensor.dtype} {tensor.shape}".encode())

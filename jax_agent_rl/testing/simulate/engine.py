@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
 from jax_agent_rl.errors import BackendClosedError, BackendError
-from jax_agent_rl.rollout.prefix_index import PrefixIndex
+from jax_agent_rl.rollout.routing import PrefixIndex
 from jax_agent_rl.rollout.protocol import (
     BackendMetrics,
     Capabilities,

@@ -66,7 +66,7 @@ class Training(RuleBasedStateMachine):
     @precondition(lambda self: not self.buffer.room)
     @rule()
     def nothing_is_admitted_without_room(self):
-        with pytest.raises(ValueError, match="places are taken"):
+        with pytest.raises(ValueError, match="slots are taken"):
             self.buffer.admit(self.next)
 
     @precondition(lambda self: self.born)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jax_agent_rl.collect.shaping import overlong_penalty, repetition, shape
+from jax_agent_rl.collect.filters import overlong_penalty, repetition, shape
 from jax_agent_rl.config.algorithm import ShapingConfig
 from tests.trajectories import group_of, trajectory
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from jax_agent_rl import environments
-from jax_agent_rl.collect.lost_batches import LostBatchGuard
+from jax_agent_rl.collect.accounting import LostBatchGuard
 from jax_agent_rl.environments import Environment, EnvironmentPool, EnvironmentPools, Observation
 from jax_agent_rl.environments import registry as environment_registry
 from jax_agent_rl.errors import (

@@ -13,8 +13,8 @@ from gpu_backend import launch
 from gpu_backend import settings as settings_module
 from gpu_backend.backend import VllmBackend
 from gpu_backend.launch import Log, StartedEngine, explain, root_cause, start_engine
+from gpu_backend.live import Usage
 from gpu_backend.settings import GIB, VllmSettings, check_installation, environment, write_log_config
-from gpu_backend.usage import Usage
 from jax_agent_rl.config import Config, build
 from jax_agent_rl.config.loading import valid_keys
 from jax_agent_rl.config.rollout import VLLM_ARGUMENTS_SET
@@ -143,7 +143,7 @@ def test_what_an_earlier_engine_died_of_is_not_what_this_one_did(tmp_path, monke
     started = start_engine(replace(SETTINGS, log_file=str(tmp_path / "vllm.log")))
     backend = VllmBackend(SETTINGS)
     backend._started = started
-    assert "ended without a word" in backend._death()
+    assert "ended without a message" in backend._death()
     with started.log.file.open("a") as file:
         file.write("2026 ERROR 9 vllm.core: RuntimeError: NCCL is gone\n")
     assert "died: RuntimeError: NCCL is gone; start a new one" in backend._death()

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from gpu_backend import tpu
-from gpu_backend.sampling import vllm_sampling
+from gpu_backend.requests import vllm_sampling
 from gpu_backend.settings import VllmSettings
 from gpu_backend.updates import WeightUpdater
 from gpu_backend.weights import Checkpoint

@@ -4,11 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from gpu_backend.admission import RequestAdmission
-from gpu_backend.live import LiveRequest
-from gpu_backend.sampling import vllm_sampling
+from gpu_backend.live import LiveRequest, versions_of
+from gpu_backend.requests import RequestAdmission, vllm_sampling
 from gpu_backend.settings import VllmSettings
-from gpu_backend.versions import versions_of
 from jax_agent_rl.errors import BackendError, PromptTooLongError
 from jax_agent_rl.rollout.protocol import GenerateRequest
 from jax_agent_rl.types import SamplingParams, StopReason, digest_ids

@@ -250,6 +250,17 @@ async def test_a_server_that_dies_of_an_update_leaves_the_others():
         await fleet.client.update_weights(WeightUpdate(version=2, kind="arrays", payload=None))
 
 
+async def test_a_server_that_refuses_what_another_took_is_lost():
+    async def refuse(update):
+        raise WeightUpdateError("refused")
+
+    fleet = Fleet(2)
+    fleet.backends[0].update_weights = refuse
+    await fleet.client.update_weights(WeightUpdate(version=1, kind="arrays", payload=None))
+    assert [s.name for s in fleet.client.servers] == ["s1"]
+    assert fleet.client.policy_version == 1 and fleet.client.stats().servers_lost == 1
+
+
 def reading_fleet(count=1, **more):
     """A fleet whose client can read text."""
     fleet = Fleet(count, **more)

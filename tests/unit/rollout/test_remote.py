@@ -26,8 +26,9 @@ from jax_agent_rl.errors import (
     WeightUpdateError,
 )
 from jax_agent_rl.rollout.client import LLMServerClient
-from jax_agent_rl.rollout.http import images, wire
+from jax_agent_rl.rollout.http import wire
 from jax_agent_rl.rollout.http.client import RemoteBackend
+from jax_agent_rl.rollout.http.requests import decode_request, encode_request
 from jax_agent_rl.rollout.http.server import RolloutServer
 from jax_agent_rl.rollout.http.uploads import Uploads
 from jax_agent_rl.rollout.protocol import GenerateRequest, RolloutBackend, WeightUpdate
@@ -146,7 +147,7 @@ def test_requests_and_outputs_travel_unchanged():
     asked = GenerateRequest(
         **{f: getattr(asked, f) for f in asked.__dataclass_fields__} | {"sampling": sampling, "lora": "a"}
     )
-    assert wire.decode_request(json.loads(wire.line(wire.encode_request(asked)))) == asked
+    assert decode_request(json.loads(wire.line(encode_request(asked)))) == asked
     output = TokenOutput(
         token_ids=(1, 2),
         log_probs=(-0.1, -math.pi),
@@ -176,7 +177,7 @@ def test_requests_and_outputs_travel_unchanged():
 )
 def test_what_is_no_request_is_refused_before_an_engine_sees_it(wrong: dict, message: str):
     with pytest.raises(BackendError, match=f"not a generate request: .*{message}"):
-        wire.decode_request(wire.encode_request(request()) | wrong)
+        decode_request(encode_request(request()) | wrong)
 
 
 @pytest.mark.parametrize("kind", [PromptTooLongError, BackendError, EngineDiedError, WeightUpdateError])
@@ -240,17 +241,17 @@ async def test_pictures_arrive_pixel_by_pixel():
     ],
 )
 def test_damaged_pictures_are_refused(media, message):
-    data = wire.encode_request(request()) | {"multi_modal": media}
+    data = encode_request(request()) | {"multi_modal": media}
     with pytest.raises(BackendError, match=f"not a generate request: .*{message}"):
-        images.decode_request(data)
+        decode_request(data)
 
 
 def test_a_small_file_that_claims_to_be_a_huge_picture_is_not_unpacked():
     stream = io.BytesIO()
     Image.new("1", (9000, 8000)).save(stream, format="PNG")
-    data = wire.encode_request(request()) | {"multi_modal": {"image": [base64.b64encode(stream.getvalue()).decode()]}}
+    data = encode_request(request()) | {"multi_modal": {"image": [base64.b64encode(stream.getvalue()).decode()]}}
     with pytest.raises(BackendError, match="9000 x 8000 are more than"):
-        images.decode_request(data)
+        decode_request(data)
 
 
 def test_pictures_of_one_request_have_a_limit_together_and_none_is_unpacked(monkeypatch):
@@ -258,14 +259,14 @@ def test_pictures_of_one_request_have_a_limit_together_and_none_is_unpacked(monk
     Image.new("1", (8000, 8000)).save(stream, format="PNG")
     monkeypatch.setattr(PngImagePlugin.PngImageFile, "load", None)
     encoded = base64.b64encode(stream.getvalue()).decode()
-    data = wire.encode_request(request()) | {"multi_modal": {"image": [encoded], "video": [[encoded, encoded]]}}
+    data = encode_request(request()) | {"multi_modal": {"image": [encoded], "video": [[encoded, encoded]]}}
     with pytest.raises(BackendError, match=f"more than 4096 images and frames, or {1 << 27} pixels, in one request"):
-        images.decode_request(data)
+        decode_request(data)
 
 
 def test_what_is_no_picture_is_not_sent():
     with pytest.raises(BackendError, match="request 'r': an image must be a PIL image or an array, got str"):
-        images.encode_request(request(multi_modal={"image": ["cat.png"]}))
+        encode_request(request(multi_modal={"image": ["cat.png"]}))
 
 
 # --- when one side goes away ----------------------------------------------------------------------------------

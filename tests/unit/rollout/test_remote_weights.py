@@ -15,7 +15,7 @@ from jax_agent_rl.rollout.http import uploads as uploads_module
 from jax_agent_rl.rollout.http.client import RemoteBackend
 from jax_agent_rl.rollout.http.server import RolloutServer
 from jax_agent_rl.rollout.http.shared_dir import SharedFolder
-from jax_agent_rl.rollout.http.uploads import FORGOTTEN_SECONDS, MOST_UPLOADS, Uploads
+from jax_agent_rl.rollout.http.uploads import FORGOTTEN_SECONDS, MAX_UPLOADS, Uploads
 from jax_agent_rl.rollout.protocol import Health, WeightUpdate
 from jax_agent_rl.utils import tempdirs
 from tests.toy_backend import ToyBackend
@@ -193,8 +193,8 @@ DIGEST = "2d711642b726b04401627ca9fbac32f5c8530fb1903cc4db02258717921a4881"  # o
 
 
 async def test_all_uploads_together_have_a_limit_in_bytes_and_number(tmp_path: Path):
-    uploads = Uploads(max_bytes=MOST_UPLOADS, folder=tmp_path)
-    for number in range(MOST_UPLOADS):
+    uploads = Uploads(max_bytes=MAX_UPLOADS, folder=tmp_path)
+    for number in range(MAX_UPLOADS):
         assert await uploads.receive(f"{number:016x}", "w.safetensors", DIGEST, blocks(b"x")) == 1
     with pytest.raises(WeightUpdateError, match="4 uploads wait to be used, the most"):
         await uploads.receive("f" * 16, "w.safetensors", DIGEST, blocks(b"x"))

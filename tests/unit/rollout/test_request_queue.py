@@ -2,8 +2,8 @@
 
 import asyncio
 
-from jax_agent_rl.rollout.admission import RequestQueue
 from jax_agent_rl.rollout.protocol import GenerateRequest
+from jax_agent_rl.rollout.request_queue import RequestQueue
 from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.types import SamplingParams, StopReason
 from tests.fleet import EngineSpeed, in_virtual_time, now
@@ -89,30 +89,30 @@ def test_a_waiting_request_can_be_aborted_and_cancelled():
 
 def test_room_given_to_a_request_in_the_moment_it_is_cancelled_goes_to_the_next():
     async def main(fleet):
-        admission = RequestQueue(max_in_flight=1, wait_seconds=0.0)
-        admission.add(AsyncServer(fleet.make("a")()))
+        queue = RequestQueue(max_in_flight=1, wait_seconds=0.0)
+        queue.add(AsyncServer(fleet.make("a")()))
 
         def enter(name):
             request = GenerateRequest(request_id=name, prompt_ids=(1,), sampling=SamplingParams(max_tokens=1))
-            return asyncio.ensure_future(admission.enter(request))
+            return asyncio.ensure_future(queue.acquire(request))
 
         server, waiting, last = await enter("first"), enter("waiting"), enter("last")
         await asyncio.sleep(0)
-        admission.leave(server)  # it is the turn of the one that waits, which does not know it yet
+        queue.release(server)  # it is the turn of the one that waits, which does not know it yet
         waiting.cancel()
-        assert await last is server and waiting.cancelled() and not admission.waiting
+        assert await last is server and waiting.cancelled() and not queue.waiting
 
     in_virtual_time(main)
 
 
 def test_one_that_is_cancelled_in_the_moment_all_hope_is_lost_is_cancelled():
     async def main(fleet):
-        admission = RequestQueue(max_in_flight=1, wait_seconds=10.0)
-        admission.expect("a")
+        queue = RequestQueue(max_in_flight=1, wait_seconds=10.0)
+        queue.expect("a")
         request = GenerateRequest(request_id="r", prompt_ids=(1,), sampling=SamplingParams(max_tokens=1))
-        waiting = asyncio.ensure_future(admission.enter(request))
+        waiting = asyncio.ensure_future(queue.acquire(request))
         await asyncio.sleep(0)
-        admission.expect_no_more("a")
+        queue.stop_expecting("a")
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
         assert waiting.cancelled()

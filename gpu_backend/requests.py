@@ -1,4 +1,4 @@
-"""Which requests an engine takes, and what they become."""
+"""Requests on their way in: which ones an engine takes, and their translation for vLLM."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class RequestAdmission:
 
     Args:
         settings: of the engine.
-        vocabulary: number of ids the model knows.
+        vocabulary: size of the model's vocabulary.
         eos_ids: ids that end a generation.
         decode_text: ids to text; without it requests with stop strings are refused.
-        placeholders: id that stands for one position of an image or a video, by kind.
+        placeholders: id of one position of an image or a video, by kind.
     """
 
     def __init__(
@@ -40,10 +40,11 @@ class RequestAdmission:
         self._placeholders = placeholders or {}
 
     def admit(self, request: GenerateRequest, living: Container[str]) -> RunningRequest:
-        """The request as it begins.
+        """Check a request, and return its initial state.
 
         Args:
-            living: ids of requests that run already.
+            request: the request.
+            living: ids of the running requests.
 
         Raises:
             PromptTooLongError: no room for one sampled id.
@@ -79,7 +80,7 @@ class RequestAdmission:
         )
 
     def prompt(self, request: GenerateRequest) -> dict[str, Any]:
-        """VLLM's form of the context."""
+        """Return the prompt for vLLM."""
         if not request.multi_modal:
             return {"prompt_token_ids": list(request.prompt_ids)}
         counts = {kind: len(items) for kind, items in request.multi_modal.items()}
@@ -87,15 +88,45 @@ class RequestAdmission:
         return {"prompt_token_ids": folded, "multi_modal_data": vllm_media(request)}
 
     def check_conditioned(self, request: GenerateRequest, ids: Sequence[int]) -> None:
-        """See :func:`gpu_backend.media.check_conditioned`; text reaches vLLM unchanged, and the digest proves it."""
+        """Check the ids of multi-modal prompts, see :func:`gpu_backend.media.check_conditioned`.
+
+        Text reaches vLLM unchanged, which the digest of the context proves.
+        """
         if request.multi_modal:
             check_conditioned(request, ids, self._placeholders)
 
     def adapter(self, request: GenerateRequest) -> Any:
-        """VLLM's ``LoRARequest``, None for the plain model. An adapter's number is its place in the order of names."""
+        """Return vLLM's ``LoRARequest``, None for the plain model. Adapters are numbered in order of their names."""
         if request.lora is None:
             return None
         from vllm.lora.request import LoRARequest
 
         number = 1 + list(self._settings.adapters).index(request.lora)
         return LoRARequest(request.lora, number, str(Path(self._settings.adapters[request.lora]).expanduser()))
+
+
+def vllm_sampling(run: RunningRequest, *, tpu: bool = False) -> dict[str, Any]:
+    """Return keyword arguments of ``vllm.SamplingParams``.
+
+    vLLM gets every stopping id as a plain stop id, and neither EOS nor stop strings: :class:`RunningRequest` decides,
+    for every engine alike, which of them ended the generation, and which ids are kept.
+
+    Args:
+        run: the request.
+        tpu: for the TPU plugin, which refuses seeds of requests, and reports no log-probs unless one more than the
+            sampled id's is requested.
+    """
+    sampling = run.request.sampling
+    greedy = sampling.temperature == 0
+    return {
+        "max_tokens": run.max_tokens,
+        "temperature": sampling.temperature,
+        # A greedy request that shares a batch with random ones would get log-probs of its truncated distribution.
+        "top_p": 1.0 if greedy else sampling.top_p,
+        "top_k": 0 if greedy else sampling.top_k,
+        "seed": None if tpu else sampling.seed,
+        "stop_token_ids": run.stop_ids,
+        "ignore_eos": True,
+        "logprobs": 1 if tpu else 0,
+        "detokenize": False,
+    }

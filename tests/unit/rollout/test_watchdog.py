@@ -2,20 +2,20 @@
 
 import pytest
 
-from jax_agent_rl.rollout.stalls import StallWatch
+from jax_agent_rl.rollout.watchdog import StallDetector
 
 
 class Server:
     """Something to look at."""
 
 
-WORKING = {"inside": True, "updating": False}
+WORKING = {"busy": True, "updating": False}
 
 
 def looks(*readings, stall=10.0):
     """What the watch says at each look; readings are (seconds, counters, and what the engine is doing)."""
-    watch, server = StallWatch(stall), Server()
-    return [watch.look(server, done, now=now, **state) for now, done, state in readings]
+    watch, server = StallDetector(stall), Server()
+    return [watch.check(server, done, now=now, **state) for now, done, state in readings]
 
 
 def test_counters_that_stand_still_with_requests_inside_are_a_stall():
@@ -27,7 +27,7 @@ def test_any_counter_that_moves_is_work():
 
 
 def test_an_idle_engine_has_not_stalled_and_its_time_begins_with_the_first_request():
-    idle = {"inside": False, "updating": False}
+    idle = {"busy": False, "updating": False}
     seen = looks((0, (5,), WORKING), (8, (5,), idle), (30, (5,), idle), (39, (5,), WORKING), (41, (5,), WORKING))
     assert seen == [False, False, False, False, True]
 
@@ -38,15 +38,15 @@ def test_one_that_does_not_even_tell_its_counters_stalls_as_well():
 
 @pytest.mark.parametrize(
     ("done", "state", "times"),
-    [((0,), WORKING, 3), (None, WORKING, 3), ((5,), {"inside": False, "updating": True}, 10)],
+    [((0,), WORKING, 3), (None, WORKING, 3), ((5,), {"busy": False, "updating": True}, 10)],
 )
 def test_compiling_and_taking_weights_may_take_longer(done, state, times):
     assert looks((0, done, state), (10 * times, done, state), (10 * times + 1, done, state)) == [False, False, True]
 
 
 def test_servers_are_watched_apart():
-    watch, one, other = StallWatch(10.0), Server(), Server()
+    watch, one, other = StallDetector(10.0), Server(), Server()
     for server in (one, other):
-        watch.look(server, (5,), now=0, **WORKING)
-    assert watch.look(one, (5,), now=11, **WORKING)
-    assert not watch.look(other, (6,), now=11, **WORKING)
+        watch.check(server, (5,), now=0, **WORKING)
+    assert watch.check(one, (5,), now=11, **WORKING)
+    assert not watch.check(other, (6,), now=11, **WORKING)

@@ -1,0 +1,56 @@
+"""Base of backends whose engine lives in another process."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+from jax_agent_rl.errors import BackendError
+from jax_agent_rl.rollout.protocol import Capabilities
+from jax_agent_rl.types import PauseMode
+
+
+class ProxyBackend(ABC):
+    """Forwards the calls of a backend.
+
+    Args:
+        name: of the engine, for messages.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._capabilities: Capabilities | None = None
+        self._version = 0
+        self._closed = False
+
+    @property
+    def capabilities(self) -> Capabilities:
+        if self._capabilities is None:
+            raise BackendError(f"the capabilities of {self.name} are known after start()")
+        return self._capabilities
+
+    @property
+    def policy_version(self) -> int:
+        return self._version
+
+    @abstractmethod
+    async def _call(self, method: str, **arguments: Any) -> Any:
+        """Call a method of the engine, and note the policy version it reports."""
+
+    async def abort(self, request_id: str) -> bool:
+        return await self._call("abort", request_id=request_id)
+
+    async def pause(self, mode: PauseMode) -> None:
+        await self._call("pause", mode=mode)
+
+    async def resume(self) -> None:
+        await self._call("resume")
+
+    async def reset_prefix_cache(self) -> None:
+        await self._call("reset_prefix_cache")
+
+    async def sleep(self) -> None:
+        await self._call("sleep")
+
+    async def wake(self) -> None:
+        await self._call("wake")
