@@ -51,8 +51,8 @@ def explain_key(
     """Say what a key does, what it takes and its default; of a section, its keys; of nothing, the sections."""
     from rich.console import Console
 
-    from jax_agent_rl.config.explain import explain, find, print_section
     from jax_agent_rl.config.keys import keys_of
+    from jax_agent_rl.config.reference import explain, find, print_section
 
     keys, console = keys_of(_model(tool_server)), Console()
     if key is None:
@@ -81,7 +81,7 @@ def schema(tool_server: OfToolServer = False) -> None:
     """Print the JSON Schema by which editors complete and check YAML files."""
     import json
 
-    from jax_agent_rl.config.schema import editor_schema
+    from jax_agent_rl.config.reference import editor_schema
 
     title = "jax-agent-rl tool-server" if tool_server else "jax-agent-rl train"
     print(json.dumps(editor_schema(_model(tool_server), title=title), indent=1, ensure_ascii=False))
