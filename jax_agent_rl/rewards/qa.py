@@ -14,7 +14,7 @@ from typing import Any
 
 from jax_agent_rl.errors import RewardError
 from jax_agent_rl.rewards.registry import register_reward
-from jax_agent_rl.rewards.text import MAX_CHARS, tagged
+from jax_agent_rl.rewards.rules import MAX_CHARS, tagged
 
 DATA_SETS = ("nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle")
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
