@@ -343,8 +343,7 @@ def chaos(
 def main() -> None:
     """Entry point: errors a user can fix are one message, not a traceback."""
     from jax_agent_rl.errors import JaxAgentRLError
-    from jax_agent_rl.utils.quiet_logging import quiet_logging
-    from jax_agent_rl.utils.startup import ignore_absent_tpus
+    from jax_agent_rl.utils.startup import ignore_absent_tpus, quiet_logging
 
     quiet_logging()
     ignore_absent_tpus()

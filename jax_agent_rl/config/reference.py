@@ -18,7 +18,7 @@ from rich.table import Table
 from jax_agent_rl.config.conditions import SCHEMA_KEY
 from jax_agent_rl.config.keys import KeyInfo, keys_of
 from jax_agent_rl.errors import ConfigError
-from jax_agent_rl.utils.suggest import nearest
+from jax_agent_rl.utils.text import nearest
 
 _HEAD = """\
 # Configuration keys

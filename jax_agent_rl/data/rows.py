@@ -16,7 +16,7 @@ from typing import Any
 
 from jax_agent_rl.errors import DataError
 from jax_agent_rl.utils.files import write_atomically
-from jax_agent_rl.utils.suggest import did_you_mean
+from jax_agent_rl.utils.text import did_you_mean
 
 Row = dict[str, Any]
 _TOOLS_KWARGS = ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs")

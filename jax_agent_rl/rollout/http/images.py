@@ -15,7 +15,7 @@ from typing import Any
 from jax_agent_rl.errors import BackendError
 from jax_agent_rl.rollout.http import wire
 from jax_agent_rl.rollout.protocol import GenerateRequest
-from jax_agent_rl.utils.media import as_frames, as_picture
+from jax_agent_rl.utils.media import as_frames, as_image
 
 MAX_PIXELS = 1 << 26
 """Of one image: 64 million are more than any model looks at, and a small file can claim any number."""
@@ -98,7 +98,7 @@ def decode_media(media: Mapping[str, Sequence[Any]]) -> dict[str, tuple[Any, ...
 
 def _png(item: Any) -> str:
     stream = io.BytesIO()
-    as_picture(item).save(stream, format="PNG", compress_level=1)
+    as_image(item).save(stream, format="PNG", compress_level=1)
     return base64.b64encode(stream.getvalue()).decode()
 
 

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_agent_rl.config import AlgorithmConfig, LearnerConfig
-from jax_agent_rl.config import LoraConfig
+from jax_agent_rl.config import AlgorithmConfig, LearnerConfig, LoraConfig
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.learner.checkpoint import Checkpointer
 from jax_agent_rl.learner.learner import Learner
