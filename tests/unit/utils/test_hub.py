@@ -137,7 +137,8 @@ def test_what_the_hub_refuses_is_said_with_the_fix(hub, tmp_path, name, says):
 def test_without_the_hub_a_folder_is_asked_for(hub, tmp_path):
     done = load(hub, tmp_path / "cache", "some/model", HF_HUB_OFFLINE="1")
     assert (
-        "'some/model' could not be downloaded from the Hub" in done.stderr and "set model.path to a folder" in done.stderr
+        "'some/model' could not be downloaded from the Hub" in done.stderr
+        and "set model.path to a folder" in done.stderr
     )
     assert "Traceback" not in done.stderr
 
