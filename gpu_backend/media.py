@@ -12,7 +12,7 @@ from typing import Any
 
 from jax_agent_rl.errors import BackendError, TokenDriftError
 from jax_agent_rl.rollout.protocol import GenerateRequest
-from jax_agent_rl.utils.media import FRAMES_PER_SECOND, as_frames, as_picture
+from jax_agent_rl.utils.media import FRAMES_PER_SECOND, as_frames, as_image
 
 
 def fold(ids: Sequence[int], counts: Mapping[str, int], placeholders: Mapping[str, int]) -> list[int]:
@@ -50,7 +50,7 @@ def vllm_media(request: GenerateRequest) -> dict[str, list[Any]]:
     """
     try:
         return {
-            kind: [_timed(as_frames(item)) if kind == "video" else as_picture(item) for item in items]
+            kind: [_timed(as_frames(item)) if kind == "video" else as_image(item) for item in items]
             for kind, items in request.multi_modal.items()
         }
     except ValueError as error:

@@ -16,10 +16,10 @@
     │   ├── InteractionError        a simulated user failed
     │   ├── EnvironmentFailedError  an environment failed
     │   │   └── EnvironmentTimeoutError  it ran past its limit
-    │   ├── AbortedError            somebody ended one of its generations for good
+    │   ├── AbortedError            one of its generations was aborted for good
     │   ├── AgentTimeoutError       the user's agent ran past its limit
-    │   ├── HistoryEditedError      an agent changed what it had been told, which the config forbids
-    │   ├── ReplayError             a branch's tools cannot be brought to where its parent's stood
+    │   ├── HistoryEditedError      an agent edited its history, which the config forbids
+    │   ├── ReplayError             a branch's tools cannot replay its parent's calls
     │   └── BackendError            the engine failed this request
     │       ├── EngineDiedError     the engine itself is gone (infrastructure: retry elsewhere)
     │       └── BackendClosedError  the engine was shut down
@@ -35,8 +35,8 @@
     ├── CompilerError               a planned program cannot be compiled, for a fault of the compiler
     ├── WorkerDiedError             a worker of the tool server went away -> it is started again, its calls fail
     ├── LaunchError                 a host, GPU, port or process of a launch -> fix it there, the message names it
-    │   ├── LaunchTargetError       what was asked of the cloud is not there
-    │   └── LaunchUnansweredError   the cloud could not be asked, which may pass
+    │   ├── LaunchTargetError       the requested cloud resource does not exist
+    │   └── LaunchUnansweredError   the cloud could not be reached, which may pass
     ├── NothingToTrainError         every trajectory of several batches in a row was lost
     ├── DisagreementError           engine and learner disagree about the same weights -> do what the diagnosis says
     └── NonFiniteError              too many non-finite gradient steps in a row
@@ -111,7 +111,7 @@ class RewardTimeoutError(RewardError):
 
 
 class ToolServerError(TrajectoryError):
-    """The tool server is out of reach, refuses, or its answer cannot be used; names its URL and the key to change."""
+    """The tool server is unreachable, refuses, or gives an unusable answer; names its URL and the key to change."""
 
     drop_reason = DropReason.TOOL_SERVER_ERROR
 
@@ -135,7 +135,7 @@ class EnvironmentTimeoutError(EnvironmentFailedError):
 
 
 class AbortedError(TrajectoryError):
-    """A generation of this trajectory was aborted by somebody who did not want it resumed."""
+    """A generation of this trajectory was aborted and not to be resumed."""
 
     drop_reason = DropReason.CANCELLED
 
@@ -217,7 +217,7 @@ class StorageError(JaxAgentRLError):
 
 
 class CompilerError(JaxAgentRLError):
-    """A planned program was not compiled, and not for want of a chip's memory: the compiler failed, or its process."""
+    """A planned program was not compiled because the compiler failed, not for lack of a chip's memory."""
 
 
 class WorkerDiedError(JaxAgentRLError):
@@ -229,15 +229,15 @@ class LaunchError(JaxAgentRLError):
 
 
 class LaunchTargetError(LaunchError):
-    """What a launch asked the cloud for is not there: no slice of that name, say."""
+    """A cloud resource of a launch does not exist: no slice of that name, say."""
 
 
 class LaunchUnansweredError(LaunchError):
-    """The cloud could not be asked, or could not answer: that may pass, and says nothing of what is there."""
+    """The cloud could not be reached or did not answer, which may pass."""
 
 
 class NothingToTrainError(JaxAgentRLError):
-    """Batch after batch lost every trajectory, so the run would go on for ever without learning anything."""
+    """Several batches in a row lost every trajectory, so the run would learn nothing."""
 
 
 class NonFiniteError(JaxAgentRLError):
@@ -245,4 +245,4 @@ class NonFiniteError(JaxAgentRLError):
 
 
 class DisagreementError(JaxAgentRLError):
-    """Engine and learner give the same tokens of the same weights other log-probs than rounding explains."""
+    """Engine and learner log-probs of the same tokens and weights differ by more than rounding explains."""

@@ -1,7 +1,4 @@
-"""The reasons for which things end: generations, trajectories, and trajectories' chances to be trained on.
-
-:mod:`jax_agent_rl.types` has them too; import them from there.
-"""
+"""Reasons why generations and trajectories end or are dropped; import them from :mod:`jax_agent_rl.types`."""
 
 from __future__ import annotations
 
@@ -39,18 +36,19 @@ class FinishReason(StrEnum):
     USER_DONE = "user_done"
     """The simulated user ended the conversation."""
     ENVIRONMENT_DONE = "environment_done"
-    """The environment said that its episode is over."""
+    """The environment ended its episode."""
 
     @property
     def truncated(self) -> bool:
-        """A limit of the run cut the trajectory off. Otherwise it ended naturally: the policy answered, or the tool
-        server, the user or the environment ended it, and nothing would follow.
+        """Whether a limit of the run truncated the trajectory.
+
+        Otherwise the policy answered, or the tool server, the user or the environment ended it.
         """
         return self in _TURN_LIMITS or self.out_of_tokens
 
     @property
     def out_of_tokens(self) -> bool:
-        """The limit was one of tokens, so the last turn may be a fragment; a turn limit leaves whole turns."""
+        """Whether a token limit ended it, so that the last turn may be a fragment; a turn limit leaves whole turns."""
         return self in _TOKEN_LIMITS
 
 
@@ -64,22 +62,22 @@ class DropReason(StrEnum):
     ZERO_VARIANCE = "zero_variance"
     """All rewards of its group are equal, so every advantage (and the gradient) is zero."""
     SINGLE_MEMBER = "single_member"
-    """The others of its group were lost, and a group of one has nothing to compare with."""
+    """The others of its group were lost, so there is nothing to compare with."""
     NO_BASELINE = "no_baseline"
-    """The greedy rollout it was to be compared with was lost."""
+    """Its greedy baseline rollout was lost."""
     GREEDY = "greedy"
     """A greedy rollout: its reward is a baseline (ReMax), its tokens are never trained on."""
     NAN_LOGPROBS = "nan_logprobs"
     """The engine reported a log-prob that is not a finite number <= 0."""
     REJECTED = "rejected"
-    """Every token of it was rejected, being too far from the learner's policy (``rollout_correction.rollout_rs``)."""
+    """Every token was rejected as too far from the learner's policy (``rollout_correction.rollout_rs``)."""
     VOID_TURN = "void_turn"
     VOID_TRAJECTORY = "void_trajectory"
     ALL_TOOL_CALLS_FAILED = "all_tool_calls_failed"
     OVERLONG = "overlong"
     REPETITION = "repetition"
-    """The last five: filters of the configuration (``algorithm.filters``), as is ZERO_VARIANCE. VOID_TRAJECTORY and
-    OVERLONG are also what ``agent.mask_void_traj`` and ``agent.mask_overlong_loss`` keep out of the loss."""
+    """The last five, like ZERO_VARIANCE, are filters (``algorithm.filters``). ``agent.mask_void_traj`` and
+    ``agent.mask_overlong_loss`` also use VOID_TRAJECTORY and OVERLONG."""
     PROMPT_TOO_LONG = "prompt_too_long"
     TOKEN_DRIFT = "token_drift"
     TEMPLATE_ERROR = "template_error"
@@ -97,7 +95,7 @@ class DropReason(StrEnum):
     REPLAY_MISMATCH = "replay_mismatch"
     """A branch's stateful tool did not answer as it had answered its parent."""
     NOT_SELECTED = "not_selected"
-    """A leaf more than the rollout strategy keeps of its tree."""
+    """A leaf that the rollout strategy does not keep."""
     TOOL_SERVER_ERROR = "tool_server_error"
     """The tool server could not be reached, or its answer could not be used."""
     INTERACTION_ERROR = "interaction_error"
@@ -114,7 +112,7 @@ class PauseMode(StrEnum):
     """What :meth:`RolloutBackend.pause` does with requests that are running."""
 
     KEEP = "keep"
-    """Freeze them where they are; they continue after ``resume`` (possibly under new weights)."""
+    """Freeze them; they continue after ``resume`` (possibly under new weights)."""
     WAIT = "wait"
     """Let them finish, admit no new ones, return when the engine is idle."""
     ABORT = "abort"

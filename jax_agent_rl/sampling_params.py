@@ -1,7 +1,4 @@
-"""How to sample one generation.
-
-:mod:`jax_agent_rl.types` has it too; import it from there.
-"""
+"""Parameters of one generation; import them from :mod:`jax_agent_rl.types`."""
 
 from __future__ import annotations
 
@@ -10,12 +7,12 @@ from dataclasses import dataclass
 from jax_agent_rl.validation import check_finite, check_flag, check_several, check_text, check_whole
 
 MOST_IDS = 2**31
-"""Ids and counts of them are less than this: engines keep them as int32."""
+"""Exclusive bound of ids and counts: engines store them as int32."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
-    """How to sample one generation.
+    """Parameters of one generation.
 
     Attributes:
         max_tokens: most ids to sample, >= 1.
@@ -26,7 +23,7 @@ class SamplingParams:
         stop: end when one of these strings appears in the decoded output. The ids up to and including the
             one that completes it are kept.
         stop_token_ids: end when one of these ids is sampled (kept), besides the model's EOS ids.
-        ignore_eos: go on past EOS (benchmarks).
+        ignore_eos: whether to continue past EOS (benchmarks).
 
     Raises:
         ValueError: a value is of another type, or out of range.

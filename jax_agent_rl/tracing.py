@@ -1,4 +1,4 @@
-"""Spans of a trajectory: what it did when. Costs nothing where nobody traces: no allocation, one look-up.
+"""Spans of a trajectory. Without tracing they cost one look-up and no allocation.
 
 ::
 
@@ -8,9 +8,9 @@
             if traced:                                                    ├─ generate
                 traced.set(stop_reason="eos")                             └─ reward
 
-A span belongs to the one around it, also across tasks and threads: the open one is in a context variable. Where no
-trajectory is traced, :func:`span` returns :data:`NO_SPAN`, which is false and does nothing. A trace is handed over when
-its trajectory is over; spans that end later (a thread that was given up) are left out.
+A context variable holds the open span, the parent of new ones, also across tasks and threads. Without a traced
+trajectory, :func:`span` returns :data:`NO_SPAN`, which is false and does nothing. A trace is emitted when its
+trajectory ends; spans that end later (in an abandoned thread) are left out.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from typing import Any, Literal
 
 SpanName = Literal["run", "generate", "tool", "reward", "wait"]
 SHORTEST_WAIT_NS = 1_000_000
-"""A shorter wait is none and is left out."""
+"""Shorter waits are left out."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Span:
-    """Something a trajectory did.
+    """One operation of a trajectory.
 
     Attributes:
-        name: what kind.
-        about: of what: the tool's name, what was waited for, the reward's data source; may be empty.
-        parent: number of the span around it; -1 of the first one.
-        start_ns, end_ns: since the epoch.
-        attributes: more about it; JSON values.
+        name: its kind.
+        about: its object: the tool's name, what was waited for, the reward's data source; may be empty.
+        parent: number of the parent span; -1 for the first one.
+        start_ns, end_ns: nanoseconds since the epoch.
+        attributes: further JSON values.
         error: None, or why it failed.
     """
 
@@ -56,11 +56,11 @@ class Trace:
     """The spans of one trajectory.
 
     Attributes:
-        trajectory_id, group_id: whose.
+        trajectory_id, group_id: of the trajectory.
         step: training step (of asynchronous trainers: the one its row was drawn for).
         sample: number of the row within the step.
         rollout: number of the trajectory within its group.
-        validate: it is an evaluation.
+        validate: whether it is an evaluation.
         spans: in order of their start; the first one is ``run``, which holds all others.
     """
 
@@ -74,7 +74,7 @@ class Trace:
 
 
 class OpenSpan:
-    """A span that has begun; a context manager. Make it with :func:`span` or :meth:`Tracer.trajectory`."""
+    """A started span, used as a context manager. Make it with :func:`span` or :meth:`Tracer.trajectory`."""
 
     __slots__ = ("name", "about", "_record", "_parent", "_number", "_start", "_attributes", "_token")
 
@@ -85,11 +85,11 @@ class OpenSpan:
         self._number, self._start = record.begin()
 
     def set(self, **attributes: Any) -> None:
-        """Adds attributes, also after the span has ended."""
+        """Add attributes, also after the span has ended."""
         self._attributes.update(attributes)
 
     def child(self, name: SpanName, about: str) -> OpenSpan:
-        """A span within this one."""
+        """Start a span within this one."""
         return OpenSpan(self._record, name, about, self._number)
 
     def __enter__(self) -> OpenSpan:
@@ -115,7 +115,7 @@ class OpenSpan:
 
 
 class NoSpan:
-    """Stands in for a span where nothing is traced: false, and does nothing."""
+    """Placeholder for a span where nothing is traced: false, and does nothing."""
 
     __slots__ = ()
 
@@ -123,7 +123,7 @@ class NoSpan:
         return False
 
     def set(self, **attributes: Any) -> None:
-        """Does nothing."""
+        """Do nothing."""
 
     def __enter__(self) -> NoSpan:
         return self
@@ -137,19 +137,19 @@ _OPEN: ContextVar[OpenSpan | None] = ContextVar("open_span", default=None)
 
 
 def span(name: SpanName, about: str = "") -> OpenSpan | NoSpan:
-    """Around something the traced trajectory does; :data:`NO_SPAN` if there is none."""
+    """Start a span of the traced trajectory; return :data:`NO_SPAN` if there is none."""
     around = _OPEN.get()
     return NO_SPAN if around is None else around.child(name, about)
 
 
 def current() -> OpenSpan | None:
-    """The open span, for :func:`under`."""
+    """Return the open span, for :func:`under`."""
     return _OPEN.get()
 
 
 @contextlib.contextmanager
 def under(around: OpenSpan | None) -> Iterator[None]:
-    """Spans belong to ``around``: for work done on behalf of a trajectory by a task that is not one of its own."""
+    """Make ``around`` the parent of spans: for work on behalf of a trajectory in a task that is not its own."""
     token = _OPEN.set(around)
     try:
         yield
@@ -158,13 +158,12 @@ def under(around: OpenSpan | None) -> Iterator[None]:
 
 
 class Tracer:
-    """Chooses the trajectories that are traced and hands over their traces.
+    """Selection of the trajectories to trace, and emission of their traces.
 
     Args:
-        emit: takes a trace when its trajectory is over; must be quick and must not raise.
-        most_per_step: trajectories traced of a step, and as many of an evaluation: of the groups that start first
-            (rows are shuffled, so no kind of row is preferred) as many whole ones as that holds; where it holds none,
-            the first members of one.
+        emit: receives a trace when its trajectory ends; must be quick and must not raise.
+        most_per_step: most trajectories traced per step and per evaluation: whole groups in order of their start (rows
+            are shuffled, so this is unbiased); of a larger group, its first members.
         clock: nanoseconds, monotonic.
         wall: nanoseconds since the epoch.
     """
@@ -193,7 +192,7 @@ class Tracer:
         rollout: int,
         validate: bool,
     ) -> Iterator[OpenSpan | NoSpan]:
-        """Around one trajectory, see :class:`Trace`; its span is ``run``. Its group has ``group_size`` members."""
+        """Trace one trajectory of a group of ``group_size``, see :class:`Trace`; its span is ``run``."""
         if rollout >= self._members(group_id, group_size, self._chosen[validate, step]):
             yield NO_SPAN
             return
@@ -215,7 +214,7 @@ class Tracer:
             )
 
     def _members(self, group_id: str, group_size: int, chosen: dict[str, int]) -> int:
-        """How many members of a group are traced; chooses it if there is room among those chosen of its step."""
+        """Return how many members of a group are traced; choose the group if its step has room."""
         if group_id not in chosen:
             room = self._most - sum(chosen.values())
             if group_size > room and chosen:
@@ -226,7 +225,7 @@ class Tracer:
 
 @dataclass(kw_only=True, slots=True)
 class _Record:
-    """The spans of a trace while it grows."""
+    """Spans of an unfinished trace."""
 
     clock: Callable[[], int]
     epoch: int
@@ -234,11 +233,11 @@ class _Record:
     begun: int = 0
 
     def now(self) -> int:
-        """Nanoseconds since the epoch, monotonic within a trace."""
+        """Return nanoseconds since the epoch, monotonic within a trace."""
         return self.epoch + self.clock()
 
     def begin(self) -> tuple[int, int]:
-        """Number and start of a new span."""
+        """Return the number and start of a new span."""
         self.begun += 1
         return self.begun - 1, self.now()
 
@@ -247,11 +246,7 @@ class _Record:
             self.ended[number] = span
 
     def close(self) -> tuple[Span, ...]:
-        """What has ended, numbered anew; children of spans that have not are the first span's."""
+        """Return the ended spans, renumbered; children of unfinished spans become the first span's."""
         ended = sorted(self.ended.items())
         numbers = {number: place for place, (number, _) in enumerate(ended)} | {-1: -1}
-        return tuple(_moved(span, numbers.get(span.parent, 0)) for _, span in ended)
-
-
-def _moved(span: Span, parent: int) -> Span:
-    return span if span.parent == parent else replace(span, parent=parent)
+        return tuple(replace(span, parent=numbers.get(span.parent, 0)) for _, span in ended)

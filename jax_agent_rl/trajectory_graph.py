@@ -1,7 +1,7 @@
-"""The trajectories of a group as one graph, in which what they have in common stands once.
+"""The trajectories of a group as one graph with shared prefixes.
 
-A node is a turn, as sampled: two trajectories share it iff they are equal, id by id, up to its end. Where a branch left
-its parent in the middle of a turn (``Fork.tokens``), that turn is two nodes. A worked example, ids as letters::
+A node is a sampled turn: two trajectories share it iff their ids are equal up to its end. Where a branch left its
+parent in the middle of a turn (``Fork.tokens``), that turn is two nodes. A worked example, ids as letters::
 
     t0 = a b c               t1: fork of t0, turns 1          t2: fork of t0, turns 1, tokens 1 (b = b' b")
     t1 = a d
@@ -59,7 +59,7 @@ class TrajectoryGraph:
 
     @classmethod
     def of(cls, trajectories: Sequence[Trajectory]) -> TrajectoryGraph:
-        """The graph of trajectories of one group (a sequence may be empty)."""
+        """Build the graph of one group's trajectories (possibly none)."""
         cuts = {context for t in trajectories if (context := _fork_context(t))}
         numbers: dict[tuple[int, ...], int] = {}
         found: list[_Piece] = []
@@ -97,7 +97,7 @@ class _Piece:
 
 
 def _fork_context(trajectory: Trajectory) -> tuple[int, ...]:
-    """Everything a branch took over, where it left its parent within a turn; else nothing."""
+    """Return all inherited ids of a branch that left its parent within a turn; else nothing."""
     fork = trajectory.fork
     if fork is None or not fork.tokens:
         return ()

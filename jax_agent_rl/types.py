@@ -1,4 +1,4 @@
-"""The data that flows through the system: frozen, keyword-only, checked when built.
+"""Data types of rollouts: frozen, keyword-only, validated at construction.
 
 A worked example, two turns (ids invented, one id per word)::
 
@@ -31,17 +31,17 @@ from jax_agent_rl.sampling_params import SamplingParams as SamplingParams
 
 
 def digest_ids(ids: Sequence[int]) -> str:
-    """A short fingerprint of a list of token ids, equal iff the lists are (BLAKE2b, 64 bits).
+    """Return a short digest of a list of token ids (BLAKE2b, 64 bits).
 
-    The engine fingerprints the context it really conditioned on, the agent loop the ids it will hand to the
-    learner: comparing the two proves, per generation, that no token drifted.
+    The engine digests the context it conditioned on, the agent loop the ids it will pass to the learner: equality
+    proves, per generation, that no token drifted.
     """
     return hashlib.blake2b(array("i", ids).tobytes(), digest_size=8).hexdigest()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenOutput:
-    """What one generation returned: ids, never text.
+    """Result of one generation: ids, never text.
 
     Attributes:
         token_ids: sampled ids, the stop token included.
@@ -71,7 +71,7 @@ class TokenOutput:
             )
 
     def then(self, rest: TokenOutput) -> TokenOutput:
-        """This (aborted) output followed by its resumption: one output with per-token versions kept.
+        """Return this (aborted) output joined with its resumption, per-token versions kept.
 
         >>> a = TokenOutput(token_ids=(5,), log_probs=(-1.0,), policy_versions=(1,),
         ...                 stop_reason=StopReason.ABORTED, context_digest="x")
@@ -90,7 +90,7 @@ class TokenOutput:
         )
 
     def without_last(self) -> TokenOutput:
-        """This output without its last id, for a stop token that what follows takes the place of."""
+        """Return this output without its last id, a stop token that is replaced by what follows."""
         return replace(
             self,
             token_ids=self.token_ids[:-1],
@@ -102,7 +102,7 @@ class TokenOutput:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToolCallRecord:
-    """One tool call of a turn, for rewards, metrics and people.
+    """One tool call of a turn, for rewards, metrics and display.
 
     Attributes:
         name: tool name the model wrote ("" when the call could not be decoded).
@@ -112,7 +112,7 @@ class ToolCallRecord:
             ``raised``, ``over_parallel_limit``, ``invalid_action`` (no tool of the tool server took it).
         reward: reward the tool itself gave.
         seconds: wall time of the call.
-        call_id: what the model itself called the call, in formats that write an id.
+        call_id: the id the model gave the call, in formats that have one.
         media: images and videos it returned, by kind: ``{"image": (…,)}``.
     """
 
@@ -127,7 +127,7 @@ class ToolCallRecord:
 
 
 def join_media(parts: Iterable[Mapping[str, tuple[Any, ...]]]) -> dict[str, tuple[Any, ...]]:
-    """Images and videos of several places as one mapping by kind, in order.
+    """Join images and videos from several mappings into one by kind, in order.
 
     >>> join_media([{"image": ("a",)}, {}, {"image": ("b",), "video": ("c",)}])
     {'image': ('a', 'b'), 'video': ('c',)}
@@ -141,7 +141,7 @@ def join_media(parts: Iterable[Mapping[str, tuple[Any, ...]]]) -> dict[str, tupl
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Turn:
-    """One assistant turn and what the world appended after it.
+    """One assistant turn and what was appended after it.
 
     Attributes:
         output: the generation.
@@ -162,7 +162,9 @@ class Turn:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fork:
-    """Where a trajectory left another one of its tree. What it took over is equal id by id, never sampled again::
+    """Where a trajectory branched off another one of its tree.
+
+    The inherited ids are equal one by one and never sampled again::
 
         parent  = [20 21 2] [30 31 32] [40 41 2]
         fork    = turns 1, tokens 1
@@ -170,9 +172,9 @@ class Fork:
 
     Attributes:
         tree_id: the first trajectory of the tree.
-        parent_id: the trajectory it left.
-        turns: whole turns taken over, with what was appended to them.
-        tokens: ids taken over of the turn after those.
+        parent_id: the trajectory it branched off.
+        turns: number of whole inherited turns, with what was appended to them.
+        tokens: number of inherited ids of the turn after those.
     """
 
     tree_id: str
@@ -182,7 +184,7 @@ class Fork:
 
     @property
     def at_prompt(self) -> bool:
-        """It took over the prompt alone: a new chain that counts as part of the tree."""
+        """Whether it inherits the prompt alone: a new chain that counts as part of the tree."""
         return self.turns == self.tokens == 0
 
 
@@ -238,7 +240,7 @@ class Trajectory:
 
     @classmethod
     def from_turns(cls, *, prompt_ids: Sequence[int], turns: Sequence[Turn], **fields: Any) -> Trajectory:
-        """Lays the turns out as flat response arrays.
+        """Build a trajectory, its turns laid out as flat response arrays.
 
         Raises:
             ValueError: no prompt, or no sampled id at all.
@@ -267,10 +269,10 @@ class Trajectory:
 
     @property
     def sequences(self) -> tuple[Trajectory, ...]:
-        """Everything to train on: the contexts it left, then its last one.
+        """All sequences to train on: the segments, then the last context.
 
         With a history window, turn k is sampled after the prompt and the ``window`` turns before it. So one sequence
-        holds the turns that saw all before them, and every later turn is a sequence of its own::
+        holds the turns that saw all earlier ones, and every later turn is a sequence of its own::
 
             window 1, turns a b c d      prompt | a b      prompt b | c      prompt c | d
         """
@@ -298,31 +300,31 @@ class Trajectory:
 
     @property
     def num_turns(self) -> int:
-        """Assistant turns."""
+        """Number of assistant turns."""
         return len(self.turns)
 
     @property
     def num_sampled(self) -> int:
-        """Ids sampled by the policy."""
+        """Number of ids sampled by the policy."""
         return sum(self.response_mask)
 
     @property
     def tree_id(self) -> str:
-        """The first trajectory of its tree: itself, if it is no branch."""
+        """Id of the first trajectory of its tree: its own, if it is no branch."""
         return self.fork.tree_id if self.fork else self.trajectory_id
 
     @property
     def num_inherited(self) -> int:
-        """Sampled ids that it took over from its parent."""
+        """Number of sampled ids inherited from its parent."""
         if self.fork is None:
             return 0
         return sum(len(turn.output.token_ids) for turn in self.turns[: self.fork.turns]) + self.fork.tokens
 
     @property
     def loss_mask(self) -> tuple[int, ...]:
-        """1 for each response id the loss reads: those sampled, and what was appended with ``learn_appended``.
+        """1 for each response id in the loss: sampled ids, and appended ids with ``learn_appended``.
 
-        An appended id has no rollout log-prob: it was not sampled from any policy.
+        An appended id has no rollout log-prob, since it was not sampled.
         """
         mask: list[int] = []
         for turn in self.turns:
@@ -331,7 +333,7 @@ class Trajectory:
 
     @property
     def turn_scores(self) -> tuple[float, ...]:
-        """What a simulated user or an environment gave, in order of the turns it scored."""
+        """Scores by a simulated user or an environment, in order of the scored turns."""
         return tuple(turn.score for turn in self.turns if turn.score is not None)
 
     @property
@@ -341,7 +343,7 @@ class Trajectory:
 
     @property
     def multi_modal(self) -> dict[str, tuple[Any, ...]]:
-        """Images and videos the ids show, by kind, in order of their placeholders; unprocessed, as tools made them."""
+        """Unprocessed images and videos the ids show, by kind, in order of their placeholders."""
         return join_media([self.prompt_media, *(turn.appended_media for turn in self.turns)])
 
 
@@ -349,8 +351,8 @@ class Trajectory:
 class Group:
     """The surviving trajectories of one prompt, with the reward statistics advantages need.
 
-    ``dropped`` counts its members that were lost on the way, by reason. ``greedy_reward`` is that of the greedy rollout
-    of the same prompt, where one was made (ReMax). ``metrics`` count how the group came about, e.g. ``branches``.
+    ``dropped`` counts its lost members by reason. ``greedy_reward`` is that of the prompt's greedy rollout, if any
+    (ReMax). ``metrics`` describe how the group was collected, e.g. ``branches``.
     """
 
     group_id: str

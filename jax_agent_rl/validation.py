@@ -1,7 +1,6 @@
-"""Checks of values that come from outside (JSON, a user's arithmetic), which no type checker has seen.
+"""Checks of values from outside (JSON, user code) that no type checker has seen.
 
-Each raises a ``ValueError`` that names the field, its value and what to give instead. Whole and real numbers may be
-numpy's, too.
+Each raises a ``ValueError`` that names the field, its value and the expected kind. Numbers may be numpy's.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Any
 
 
 def check_whole(name: str, value: Any, *, least: int | None = None, below: int | None = None) -> None:
-    """A whole number of at least ``least``, and less than ``below``."""
+    """Require a whole number >= ``least`` and < ``below``."""
     if not isinstance(value, Integral):
         raise ValueError(f"{name}={value!r}: must be a whole number")
     number = int(value)
@@ -24,7 +23,7 @@ def check_whole(name: str, value: Any, *, least: int | None = None, below: int |
 
 
 def check_finite(name: str, value: Any) -> None:
-    """A number that a float holds, neither infinite nor NaN."""
+    """Require a number that a float can hold, neither infinite nor NaN."""
     try:
         finite = isinstance(value, Real) and math.isfinite(value)
     except OverflowError:  # an integer no float holds
@@ -34,25 +33,25 @@ def check_finite(name: str, value: Any) -> None:
 
 
 def check_text(name: str, value: Any) -> None:
-    """A string."""
+    """Require a string."""
     if not isinstance(value, str):
         raise ValueError(f"{name}={value!r}: must be a string")
 
 
 def check_flag(name: str, value: Any) -> None:
-    """True or False: a text, even "false", would be taken for true."""
+    """Require True or False: any text, even "false", would count as true."""
     if not isinstance(value, bool):
         raise ValueError(f"{name}={value!r}: must be True or False")
 
 
 def check_several(name: str, value: Any, of: str) -> None:
-    """A collection, and not one string, which would be taken for one of single characters."""
+    """Require a collection, and not a string, which would count as one of characters."""
     if isinstance(value, str) or not isinstance(value, Collection):
         raise ValueError(f"{name}={value!r}: must be a tuple of {of}")
 
 
 def check_ids(name: str, ids: tuple[Any, ...]) -> None:
-    """Whole numbers; looked at type by type, since a context has many thousands."""
+    """Require whole numbers; checked once per type, since a context has many thousands."""
     for kind in set(map(type, ids)):
         if not issubclass(kind, Integral):
             wrong = next(i for i in ids if type(i) is kind)

@@ -13,7 +13,7 @@ import hypothesis
 import pytest
 
 from jax_agent_rl.runtime.ray_cluster import secure_own_cluster
-from jax_agent_rl.utils.cache import cache_root
+from jax_agent_rl.utils.files import cache_root
 from tests.simulated import COMPILE_QUICKLY
 from tests.slow import is_slow
 

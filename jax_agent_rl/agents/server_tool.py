@@ -45,7 +45,7 @@ from jax_agent_rl.utils.json_service import JsonService, ServiceSettings, bearer
 
 @register_agent("server_tool_agent")
 class ServerToolAgent(AgentLoop):
-    """The settings are those of :class:`~jax_agent_rl.config.agents.ServerToolConfig`.
+    """The settings are those of :class:`~jax_agent_rl.config.ServerToolConfig`.
 
     Raises:
         ConfigError: there is no tool server to ask, or nothing would ever ask it.

@@ -117,8 +117,7 @@ def tool_server(
     run_server(run(load_settings(config, settings or []), say=print))
 
 
-commands = (register_rollout, register_eval, register_servers, register_doctor, register_config)
-for register in commands:
+for register in (register_rollout, register_eval, register_servers, register_doctor, register_config):
     register(app)
 
 
@@ -331,7 +330,7 @@ def chaos(
     from jax_agent_rl.testing.chaos.command import run_command
     from jax_agent_rl.utils.interrupt import EXIT_CODE
 
-    logging.getLogger("jax_agent_rl").setLevel(logging.CRITICAL)  # lost servers and calls are what it is about
+    logging.getLogger("jax_agent_rl").setLevel(logging.CRITICAL)  # lost servers and calls are expected
     try:
         held = run_command(seconds, seed, only or [], soak=soak, console=Console())
     except (asyncio.CancelledError, KeyboardInterrupt):
@@ -341,10 +340,9 @@ def chaos(
 
 
 def main() -> None:
-    """Entry point: errors a user can fix are one message, not a traceback."""
+    """Run the command line; print errors a user can fix as one message, not a traceback."""
     from jax_agent_rl.errors import JaxAgentRLError
-    from jax_agent_rl.utils.quiet_logging import quiet_logging
-    from jax_agent_rl.utils.startup import ignore_absent_tpus
+    from jax_agent_rl.utils.startup import ignore_absent_tpus, quiet_logging
 
     quiet_logging()
     ignore_absent_tpus()

@@ -1,4 +1,4 @@
-"""``jax-agent-rl config``: what can be set, and what is."""
+"""``jax-agent-rl config``: keys explained, and resolved configurations."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OfToolServer = Annotated[bool, typer.Option("--tool-server", help="The settings 
 
 
 def register(parent: typer.Typer) -> None:
-    """Adds the commands of this module, as ``config``."""
+    """Add the commands of this module, as ``config``."""
     add_group(
         parent,
         app,
@@ -33,7 +33,7 @@ def register(parent: typer.Typer) -> None:
 
 
 def complete_path(context: typer.Context, incomplete: str) -> list[tuple[str, str]]:
-    """Completes the keys and sections of the tree that is asked about."""
+    """Complete the keys and sections of the chosen tree."""
     from jax_agent_rl.config.keys import keys_of
 
     keys = keys_of(_model(bool(context.params.get("tool_server"))))
@@ -48,11 +48,11 @@ def explain_key(
     ] = None,
     tool_server: OfToolServer = False,
 ) -> None:
-    """Say what a key does, what it takes and its default; of a section, its keys; of nothing, the sections."""
+    """Explain a key: what it does, accepted values, default. For a section, list its keys; by default, all sections."""
     from rich.console import Console
 
-    from jax_agent_rl.config.explain import explain, find, print_section
     from jax_agent_rl.config.keys import keys_of
+    from jax_agent_rl.config.reference import explain, find, print_section
 
     keys, console = keys_of(_model(tool_server)), Console()
     if key is None:
@@ -81,7 +81,7 @@ def schema(tool_server: OfToolServer = False) -> None:
     """Print the JSON Schema by which editors complete and check YAML files."""
     import json
 
-    from jax_agent_rl.config.schema import editor_schema
+    from jax_agent_rl.config.reference import editor_schema
 
     title = "jax-agent-rl tool-server" if tool_server else "jax-agent-rl train"
     print(json.dumps(editor_schema(_model(tool_server), title=title), indent=1, ensure_ascii=False))

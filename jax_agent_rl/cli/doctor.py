@@ -1,4 +1,4 @@
-"""``jax-agent-rl doctor``: its command line and what it prints."""
+"""``jax-agent-rl doctor``: command line and output."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 
 def register(app: typer.Typer) -> None:
-    """Adds the command."""
+    """Add the command."""
     command(
         app,
         Panel.CHECK,
@@ -64,7 +64,7 @@ def doctor(config: OptionalConfig = None, overrides: Overrides = None, json: Jso
 
 
 async def _show(config: Config | None, console: Console) -> list[Finding]:
-    """Prints each finding as it comes, and how many of each kind there are."""
+    """Print each finding as it comes, and their counts by status."""
     from collections import Counter
 
     from rich.text import Text

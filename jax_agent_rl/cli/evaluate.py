@@ -1,4 +1,4 @@
-"""``jax-agent-rl eval``: its command line and what it prints."""
+"""``jax-agent-rl eval``: command line and output."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def register(app: typer.Typer) -> None:
-    """Adds the command."""
+    """Add the command."""
     command(
         app,
         Panel.LOOK,
@@ -108,7 +108,7 @@ def evaluate(
 
 
 def parse_ks(text: str | None, samples: int) -> tuple[int, ...]:
-    """``"1,4,8"`` as numbers, ascending; by default 1, 4, 16, … below ``samples``, and ``samples``.
+    """Parse ``"1,4,8"`` into ascending numbers; by default 1, 4, 16, … below ``samples``, and ``samples``.
 
     Raises:
         ConfigError: not numbers.
@@ -125,7 +125,7 @@ def parse_ks(text: str | None, samples: int) -> tuple[int, ...]:
 
 
 def headline(summary: Mapping[str, Any]) -> str:
-    """What was measured, in one line."""
+    """Describe the evaluation in one line."""
     return (
         f"{summary['policy']} on {summary['data']}: {summary['samples_per_prompt']} samples per prompt, "
         f"temperature {summary['temperature']:g}, seed {summary['seed']}"
@@ -133,7 +133,7 @@ def headline(summary: Mapping[str, Any]) -> str:
 
 
 def table(scores: Mapping[str, Mapping[str, Any]]) -> Table:
-    """A line per data source; each mean with its 95 % interval, if it has one."""
+    """Return a table with a row per data source; each mean with its 95 % interval, if any."""
     from rich.markup import escape
     from rich.table import Table
 

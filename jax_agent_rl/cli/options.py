@@ -1,7 +1,7 @@
-"""What the commands share: how they are registered and explained, their arguments, an orderly end.
+"""What commands share: registration, help, completion, arguments, orderly exit.
 
-A command is a function with a typer signature in a module that imports nothing heavy at its top, so that ``--help``
-and completion are quick; what it needs is imported when it runs.
+A command is a function with a typer signature that imports what it needs when it runs, so that ``--help`` and
+completion are quick.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class Panel(StrEnum):
-    """Under which ``--help`` lists a command."""
+    """Heading under which ``--help`` lists a command."""
 
     TRAIN = "Train"
     LOOK = "Look"
@@ -35,10 +35,12 @@ class Panel(StrEnum):
 def command(
     app: typer.Typer, panel: Panel, *examples: str, name: str | None = None
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Registers a function as a command whose ``--help`` ends with examples.
+    """Return a decorator that registers a function as a command whose ``--help`` ends with examples.
 
     Args:
-        examples: command lines, without ``jax-agent-rl``.
+        app: application or group of the command.
+        panel: heading of the command in ``--help``.
+        *examples: command lines, without ``jax-agent-rl``.
         name: default the function's, with hyphens.
     """
 
@@ -52,7 +54,7 @@ def command(
 
 
 def add_group(app: typer.Typer, group: typer.Typer, panel: Panel, *examples: str, name: str) -> None:
-    """Registers several commands under one name; examples as for :func:`command`."""
+    """Register several commands under one name; examples as for :func:`command`."""
     app.add_typer(group, name=name, rich_help_panel=panel.value, epilog=_shown(examples))
 
 
@@ -62,17 +64,17 @@ def _shown(examples: Iterable[str]) -> str:
 
 
 Completer = Callable[[typer.Context, str], list[tuple[str, str]]]
-"""From the command line so far and the word that is being typed to the words it may become, each with its help."""
+"""Maps the command line so far and an incomplete word to its completions, each with its help."""
 _SETTINGS = ("config", "settings", "overrides")  # parameters that take key=value
 
 
 def key_completer(models: Callable[[], Mapping[str, type[BaseModel]]]) -> Completer:
-    """Completes keys that begin so, as ``key=``, each with what it says; after the ``=``, the values it may have.
+    """Return a completer of keys as ``key=``, each with its description, and of values after the ``=``.
 
-    bash cuts words at ``=``: what is then completed is the ``=`` or the value alone, and the key is a word before.
+    bash splits words at ``=``: the incomplete word is then the ``=`` or the value, and the key is a word before.
 
     Args:
-        models: by what stands before their keys, usually nothing; called when somebody completes.
+        models: returns the trees by the prefix of their keys, usually empty; called at completion.
     """
 
     def complete(context: typer.Context, incomplete: str) -> list[tuple[str, str]]:
@@ -93,7 +95,7 @@ def key_completer(models: Callable[[], Mapping[str, type[BaseModel]]]) -> Comple
 
 
 def _words(context: typer.Context) -> list[str]:
-    """What stands before the word that is completed, where settings may stand."""
+    """Return the words before the incomplete one where settings may stand."""
     given = (context.params.get(name) or () for name in _SETTINGS)
     return [str(word) for value in given for word in (value if isinstance(value, list | tuple) else [value])]
 
@@ -105,16 +107,16 @@ def _run_config() -> Mapping[str, type[BaseModel]]:
 
 
 complete_key = key_completer(_run_config)
-"""Completes keys of a run's configuration."""
+"""Completer of the keys of a run's configuration."""
 
 
 def complete_config(context: typer.Context, incomplete: str) -> list[tuple[str, str]]:
-    """Completes a key where a file may stand, too: of nothing typed, and of what is no key, shells make file names."""
+    """Complete a key where a file may stand, too; without matches, shells complete file names."""
     return complete_key(context, incomplete) if incomplete else []
 
 
 def _values(model: Any, path: list[str]) -> list[str]:
-    """The values a key can have, where those are few."""
+    """Return the values of a key, if they are few."""
     info = getattr(model, "model_fields", {}).get(path[0])
     if info is None:
         return []
@@ -152,7 +154,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object 
 
 
 def config_or_key(config: str | None, overrides: Iterable[str] | None) -> tuple[Path | None, list[str]]:
-    """Tells a file from a ``key=value`` that stands in its place, where the file may be left out.
+    """Distinguish a file from a ``key=value`` in its place, where the file is optional.
 
     >>> config_or_key("seed=1", ["trainer.steps=5"])
     (None, ['seed=1', 'trainer.steps=5'])
@@ -166,7 +168,7 @@ def config_or_key(config: str | None, overrides: Iterable[str] | None) -> tuple[
 
 
 def run_to_end(main: Coroutine[Any, Any, T]) -> T:
-    """Runs it on an event loop; Ctrl-C and SIGTERM cancel it, and it has a moment to close what it opened.
+    """Run a coroutine on an event loop; Ctrl-C and SIGTERM cancel it, with a moment to clean up.
 
     Raises:
         typer.Exit: it was interrupted.

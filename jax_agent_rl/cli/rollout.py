@@ -1,4 +1,4 @@
-"""``jax-agent-rl rollout``: its command line and what it prints."""
+"""``jax-agent-rl rollout``: command line and output."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from jax_agent_rl.observe.lines import say
 
 
 def register(app: typer.Typer) -> None:
-    """Adds the command."""
+    """Add the command."""
     command(
         app,
         Panel.TRAIN,

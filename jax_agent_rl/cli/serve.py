@@ -1,4 +1,4 @@
-"""``jax-agent-rl serve``, ``rollout-server`` and ``diagnose``: their command lines."""
+"""``jax-agent-rl serve``, ``rollout-server`` and ``diagnose``: command lines."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def register(app: typer.Typer) -> None:
-    """Adds the commands."""
+    """Add the commands."""
     command(
         app,
         Panel.SERVE,
@@ -89,7 +89,7 @@ def serve(
 
 
 def _serve(choice: PolicyChoice, serving: Callable[..., Coroutine[Any, Any, None]]) -> None:
-    """Runs a server of the chosen model until it is told to stop."""
+    """Run a server of the chosen model until it is stopped."""
     from rich.console import Console
 
     from jax_agent_rl.runtime.compilation_cache import use_compilation_cache

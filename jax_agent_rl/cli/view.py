@@ -1,4 +1,4 @@
-"""``jax-agent-rl view`` and ``report``: what a run has done."""
+"""``jax-agent-rl view`` and ``report``: the results of a run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jax_agent_rl.reasons import FinishReason, StopReason
 
 
 def register(app: typer.Typer) -> None:
-    """Adds the commands."""
+    """Add the commands."""
     command(
         app,
         Panel.LOOK,

@@ -1,7 +1,6 @@
 """The ``algorithm`` and ``critic`` sections: the objective, and which of its keys go together.
 
-Keys that only some methods read say so by a condition (:mod:`jax_agent_rl.config.conditions`); combinations that cannot
-work are refused here. Names are those of the field (verl's, where it has the same thing).
+Conditions mark keys that only some methods read; combinations that cannot work are refused here. Names follow verl.
 """
 
 from __future__ import annotations
@@ -34,9 +33,12 @@ RejectionRule = Literal[
 FilterAction = Literal["off", "mask", "drop"]
 Bounds = tuple[float, float]
 
+ADV_ESTIMATORS: tuple[str, ...] = get_args(AdvEstimator)
+LOSS_MODES: tuple[str, ...] = get_args(LossMode)
+FILTER_NAMES: tuple[str, ...] = ("void_turn", "void_trajectory", "all_tool_calls_failed", "overlong", "repetition")
+
 WITHOUT_GROUP_BASELINE: frozenset[str] = frozenset({"gae", "reinforce_plus_plus", "remax"})
 """Estimators for which a group of one, or one of equal rewards, still has advantages."""
-
 
 _CLIPPED = WhenKey(
     "algorithm.policy_loss.loss_mode",
@@ -53,32 +55,32 @@ class GigpoConfig(Section):
     gamma: float = Field(default=0.95, gt=0, le=1, description="Discount from turn to turn.")
     step_advantage_w: float = Field(default=1.0, ge=0, description="Weight of the step advantage beside the episode's.")
     mode: Literal["mean_norm", "mean_std_norm"] = Field(
-        default="mean_norm", description="Subtract the group's mean only, or divide by its standard deviation too."
+        default="mean_norm", description="Subtract the group's mean, or also divide by its standard deviation."
     )
     similarity: float = Field(
-        default=1.0, gt=0, le=1, description="Observations at least this similar are one anchor; 1: equal ids only."
+        default=1.0, gt=0, le=1, description="Observations at least this similar share an anchor; 1: equal ids only."
     )
 
 
 class GdpoConfig(Section):
-    """GDPO (adv_estimator: gdpo): each named part of the reward is normalized by itself."""
+    """GDPO (adv_estimator: gdpo): each named part of the reward is normalized separately."""
 
     reward_keys: tuple[str, ...] = Field(default=(), description="Keys of the reward function's dict.")
     reward_weights: tuple[float, ...] = Field(default=(), description="One weight per key; empty: all 1.")
 
 
 class PolicyLossConfig(Section):
-    """Which loss, and the keys that only some losses read."""
+    """The policy loss, and the keys that only some losses read."""
 
     loss_mode: LossMode = Field(default="vanilla", description="Policy loss; vanilla is PPO's clipped surrogate.")
     behav_imp_weight_cap: Annotated[float, WhenKey("algorithm.policy_loss.loss_mode", "decoupled")] = Field(
-        default=5.0, gt=0, description="decoupled: tokens whose proximal/behaviour ratio is above this are left out."
+        default=5.0, gt=0, description="decoupled: tokens with a larger proximal/behaviour ratio are left out."
     )
     tau_pos: Annotated[float, WhenKey("algorithm.policy_loss.loss_mode", "sapo")] = Field(
         default=1.0, gt=0, description="sapo: temperature of the gate for positive advantages."
     )
     tau_neg: Annotated[float, WhenKey("algorithm.policy_loss.loss_mode", "sapo")] = Field(
-        default=1.05, gt=0, description="sapo: temperature of the gate for the others."
+        default=1.05, gt=0, description="sapo: temperature of the gate for other advantages."
     )
     clip_cov_ratio: Annotated[float, WhenKey("algorithm.policy_loss.loss_mode", "clip_cov")] = Field(
         default=2e-4, gt=0, le=1, description="clip_cov: share of the tokens left out."
@@ -108,43 +110,44 @@ class KLConfig(Section):
 
     where: Literal["none", "reward", "loss"] = Field(
         default="none",
-        description="none; off every token's reward; or a term of the loss. Both need a second copy of the model.",
+        description="none; subtracted from every token's reward; or a term of the loss. Both need a second copy of the "
+        "model.",
     )
     estimator: Annotated[KLEstimator, _WITH_KL] = Field(
         default="k3", description="Estimator per token; with + the gradient is that of k2."
     )
     coef: Annotated[float, _WITH_KL] = Field(
-        default=0.001, gt=0, description="Weight; where the adaptive controller starts."
+        default=0.001, gt=0, description="Weight; the adaptive controller's initial value."
     )
     controller: Annotated[Literal["fixed", "adaptive"], _WITH_KL] = Field(
         default="fixed", description="adaptive steers the KL towards `target`."
     )
-    target: Annotated[float, _ADAPTIVE] = Field(default=0.1, gt=0, description="adaptive: wanted KL per token, nats.")
+    target: Annotated[float, _ADAPTIVE] = Field(default=0.1, gt=0, description="adaptive: target KL per token, nats.")
     horizon: Annotated[Positive, _ADAPTIVE] = Field(
         default=10_000, description="adaptive: trajectories over which the coefficient may change by 20%."
     )
 
 
 class RolloutCorrectionConfig(Section):
-    """For rollouts whose log-probs are not the learner's: another engine, or older weights."""
+    """Correction for rollouts whose log-probs differ from the learner's: another engine, or older weights."""
 
     rollout_is: Literal["none", "token", "sequence"] = Field(
         default="none", description="Importance weights and their level."
     )
     rollout_is_threshold: Annotated[float | Bounds, _WEIGHTED] = Field(
         default=2.0,
-        description="One number: larger weights become it (TIS). [low, high]: weights outside become 0 (IcePop).",
+        description="One number: weights are truncated to it (TIS). [low, high]: weights outside become 0 (IcePop).",
     )
     rollout_is_batch_normalize: Annotated[bool, _WEIGHTED] = Field(
         default=False, description="Divide the weights by their mean."
     )
-    rollout_rs: tuple[RejectionRule, ...] = Field(default=(), description="Leave out what fails any of these rules.")
+    rollout_rs: tuple[RejectionRule, ...] = Field(default=(), description="Reject what fails any of these rules.")
     rollout_rs_threshold: tuple[float | Bounds, ...] = Field(
         default=(),
         description="One per rule, or one for all: an upper bound; for k1 rules of the ratio, or [low, high].",
     )
     bypass_mode: bool = Field(
-        default=False, description="Old log-probs are the rollout's: saves the learner's scoring pass."
+        default=False, description="Use the rollout's log-probs as old log-probs, without the learner's scoring pass."
     )
 
 
@@ -158,7 +161,7 @@ class FiltersConfig(Section):
     all_tool_calls_failed: FilterAction = Field(
         default="off", description="There are tool calls and each ended in an error."
     )
-    overlong: FilterAction = Field(default="off", description="A limit of tokens or turns cut it off (DAPO).")
+    overlong: FilterAction = Field(default="off", description="A limit of tokens or turns truncated it (DAPO).")
     repetition: FilterAction = Field(default="off", description="It repeats itself more than `max_repetition`.")
     max_repetition: Annotated[float, Unless("algorithm.filters.repetition", "off")] = Field(
         default=0.5, ge=0, lt=1, description="repetition: largest share of repeated n-grams."
@@ -181,7 +184,7 @@ class FiltersConfig(Section):
 
 
 class ShapingConfig(Section):
-    """What is taken off a trajectory's reward before advantages are computed."""
+    """Penalties on a trajectory's reward before advantages are computed."""
 
     overlong_buffer: NonNegative = Field(
         default=0,
@@ -190,7 +193,7 @@ class ShapingConfig(Section):
     overlong_factor: Annotated[float, WhenKey("algorithm.shaping.overlong_buffer")] = Field(
         default=1.0, gt=0, description="Largest overlong penalty."
     )
-    repetition_factor: float = Field(default=0.0, ge=0, description="Penalty for a response of nothing but repetition.")
+    repetition_factor: float = Field(default=0.0, ge=0, description="Penalty of a response that only repeats itself.")
     repetition_ngram: Annotated[
         Positive, WhenKey("algorithm.shaping.repetition_factor") | Unless("algorithm.filters.repetition", "off")
     ] = Field(default=20, description="Tokens of an n-gram, for the penalty and the filter.")
@@ -229,11 +232,13 @@ class AlgorithmConfig(Section):
     clip_ratio_low: Annotated[float, _CLIPPED] = Field(
         default=0.2,
         gt=0,
-        description="Clip below 1; from 1 on, no lower bound (geo_mean: of the log; dppo: divergence).",
+        description="Clip range below 1; at 1 or more, no lower bound (geo_mean: of the log; dppo: divergence).",
     )
-    clip_ratio_high: Annotated[float, _CLIPPED] = Field(default=0.28, gt=0, description="Clip above 1 (clip-higher).")
+    clip_ratio_high: Annotated[float, _CLIPPED] = Field(
+        default=0.28, gt=0, description="Clip range above 1 (clip-higher)."
+    )
     clip_ratio_c: Annotated[float | None, WhenKey("algorithm.policy_loss.loss_mode", "vanilla", "decoupled")] = Field(
-        default=3.0, gt=1, description="Dual clip: a negative advantage counts at most so many times; null: no bound."
+        default=3.0, gt=1, description="Dual clip: bound on the ratio of negative advantages; null: no bound."
     )
     loss_agg_mode: LossAggMode = Field(
         default="token-mean", description="How token losses are averaged, over the whole batch however it is split."
@@ -249,23 +254,23 @@ class AlgorithmConfig(Section):
     rollout_correction: RolloutCorrectionConfig = Field(default_factory=RolloutCorrectionConfig)
     filter_zero_variance: bool | None = Field(
         default=None,
-        description="Leave out groups of equal rewards. Unset: where the estimator gives them no advantage.",
+        description="Leave out groups of equal rewards. null: where the estimator gives them no advantage.",
     )
     max_resample_rounds: NonNegative = Field(
         default=0,
-        description="Rounds of new prompts that replace groups which were left out (DAPO's dynamic sampling).",
+        description="Most rounds of new prompts that replace filtered groups (DAPO's dynamic sampling).",
     )
     filters: FiltersConfig = Field(default_factory=FiltersConfig)
     shaping: ShapingConfig = Field(default_factory=ShapingConfig)
 
     @property
     def needs_group(self) -> bool:
-        """The estimator compares within a group, so a group of one teaches nothing."""
+        """Whether the estimator compares within a group, so that a group of one has no advantages."""
         return self.adv_estimator not in WITHOUT_GROUP_BASELINE
 
     @property
     def filters_zero_variance(self) -> bool:
-        """``filter_zero_variance``, resolved: equal totals may hide parts or turns that differ."""
+        """Resolved ``filter_zero_variance``; off by default where equal totals may hide parts or turns that differ."""
         if self.filter_zero_variance is not None:
             return self.filter_zero_variance
         return self.needs_group and self.adv_estimator not in ("gdpo", "gigpo", "mt_grpo")
@@ -276,16 +281,14 @@ class CriticConfig(OptimizerSection):
 
     learning_rate: float = Field(default=1e-5, gt=0, description="Peak learning rate of the critic's AdamW.")
     path: str | None = Field(
-        default=None, description="Weights to start from (Hugging Face folder); unset: the policy's."
+        default=None, description="Weights to start from (Hugging Face folder); null: the policy's."
     )
     critic_warmup: NonNegative = Field(default=0, description="First steps in which only the critic learns.")
-    cliprange_value: float = Field(
-        default=0.5, gt=0, description="A value may move this far from its old one in a step."
-    )
+    cliprange_value: float = Field(default=0.5, gt=0, description="Clip range of a value around its old one.")
 
 
 def algorithm_problems(algorithm: AlgorithmConfig, *, max_response_length: int) -> Iterator[str]:
-    """Every inconsistency of the section, each with its fix."""
+    """Yield every inconsistency of the section, each with its fix."""
     yield from _advantage_problems(algorithm)
     yield from _loss_problems(algorithm)
     yield from _correction_problems(algorithm)
@@ -307,24 +310,14 @@ def _advantage_problems(algorithm: AlgorithmConfig) -> Iterator[str]:
         )
     if algorithm.adv_estimator == "mt_grpo" and algorithm.turn_reward == "none":
         yield "algorithm.adv_estimator=mt_grpo compares turns; set algorithm.turn_reward=tool_reward or tool_success"
-    if algorithm.max_resample_rounds and not (
-        algorithm.filters_zero_variance or algorithm.needs_group or _drops(algorithm)
-    ):
+    drops = "drop" in (getattr(algorithm.filters, name) for name in FILTER_NAMES)
+    if algorithm.max_resample_rounds and not (algorithm.filters_zero_variance or algorithm.needs_group or drops):
         yield (
-            f"algorithm.max_resample_rounds={algorithm.max_resample_rounds}, but nothing is left out that could be "
-            f"refilled; set "
-            "algorithm.filter_zero_variance=true, or max_resample_rounds=0"
+            f"algorithm.max_resample_rounds={algorithm.max_resample_rounds}, but no group is filtered that could be "
+            "replaced; set algorithm.filter_zero_variance=true, or max_resample_rounds=0"
         )
     if algorithm.kl.where == "reward" and algorithm.adv_estimator == "gdpo":
         yield "algorithm.kl.where=reward would not reach gdpo, which reads the reward's parts; use kl.where=loss"
-
-
-def _drops(algorithm: AlgorithmConfig) -> bool:
-    filters = algorithm.filters
-    return "drop" in (getattr(filters, name) for name in FILTER_NAMES)
-
-
-FILTER_NAMES: tuple[str, ...] = ("void_turn", "void_trajectory", "all_tool_calls_failed", "overlong", "repetition")
 
 
 def _loss_problems(algorithm: AlgorithmConfig) -> Iterator[str]:
@@ -384,7 +377,3 @@ def _bound_problems(rule: str, bound: float | Bounds) -> Iterator[str]:
             yield f"{place}: must be [low, high] ratios, 0 < low < high"
     elif bound <= (1 if rule.endswith("k1") else 0):
         yield f"{place}: must be above {1 if rule.endswith('k1') else 0}"
-
-
-ADV_ESTIMATORS: tuple[str, ...] = get_args(AdvEstimator)
-LOSS_MODES: tuple[str, ...] = get_args(LossMode)

@@ -1,13 +1,24 @@
-"""What the sections of the configuration are made of."""
+"""The base class and the value types of all configuration sections, and the keys of both optimizers."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
+_Items = TypeVar("_Items", bound=tuple[Any, ...])
+
+
+def _distinct(value: _Items) -> _Items:
+    if len(set(value)) < len(value):
+        raise ValueError(f"names an item twice: {list(value)}; name each once")
+    return value
+
+
+Distinct = AfterValidator(_distinct)
+"""Annotates a tuple that must not repeat an item."""
 
 
 class Section(BaseModel):
@@ -18,7 +29,7 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _true_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuses true and false where a number is due: pydantic, as Python, takes them for 1 and 0."""
+        """Refuse booleans where a number is expected: pydantic, like Python, takes them for 1 and 0."""
         assert info.field_name is not None
         annotation = cls.model_fields[info.field_name].annotation
         if _holds_bool(value) and _mentions(annotation, (int, float)) and not _mentions(annotation, (bool, Any)):
@@ -26,7 +37,7 @@ class Section(BaseModel):
         return value
 
     def changed(self, key: str) -> bool:
-        """Whether a key has another value than its default."""
+        """Return whether a key differs from its default."""
         return getattr(self, key) != type(self).model_fields[key].get_default(call_default_factory=True)
 
 
@@ -57,29 +68,3 @@ class OptimizerSection(Section):
     adam_b1: float = Field(default=0.9, ge=0, lt=1, description="AdamW first-moment decay.")
     adam_b2: float = Field(default=0.95, ge=0, lt=1, description="AdamW second-moment decay.")
     max_grad_norm: float = Field(default=1.0, gt=0, description="Global gradient-norm clip.")
-
-
-LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-
-
-class LoraConfig(Section):
-    """Low-rank adapters in place of full training; see PEFT's ``LoraConfig`` for the fields' meaning."""
-
-    rank: Positive = Field(default=16, description="r: inner size of the adapters.")
-    alpha: float = Field(default=32.0, gt=0, description="Adapters are scaled by alpha / rank.")
-    targets: tuple[LoraTarget, ...] = Field(
-        default=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
-        min_length=1,
-        description="Linear layers that get adapters, by their Hugging Face names.",
-    )
-    quantize: Literal["none", "int8", "nf4"] = Field(
-        default="none", description="How the targets' frozen weights are kept (QLoRA); needs the extra `qlora`."
-    )
-    seed: NonNegative = Field(default=0, description="Draws the adapters' first values.")
-
-    @field_validator("targets")
-    @classmethod
-    def _each_once(cls, value: tuple[LoraTarget, ...]) -> tuple[LoraTarget, ...]:
-        if len(set(value)) != len(value):
-            raise ValueError(f"names a layer twice: {list(value)}")
-        return value

@@ -1,14 +1,14 @@
-"""When a configuration key is used: conditions that stand beside the keys, as data, and the one check of them all.
+"""Conditions that say when a configuration key is used, and the one check of all of them.
 
-A condition annotates a field, and holds for every key of a section that it annotates::
+A condition annotates a field; on a section it holds for each of its keys::
 
-    lam: Annotated[float, Key("algorithm.adv_estimator", "gae")] = Field(default=1.0, ...)
-    max_turns: Annotated[int, Agents("server_tool_agent")] = Field(default=5, ...)
-    critic: Annotated[CriticConfig, Key("algorithm.adv_estimator", "gae")] = Field(...)
+    lam: Annotated[float, WhenKey("algorithm.adv_estimator", "gae")] = Field(default=1.0, ...)
+    max_turns: Annotated[int, UsedByAgents("server_tool_agent")] = Field(default=5, ...)
+    critic: Annotated[CriticConfig, WhenKey("algorithm.adv_estimator", "gae")] = Field(...)
 
-A key with another value than its default is refused while its condition does not hold: it would do nothing. What a
-condition asks may not be known yet (which agents rows select, what the model is); nothing is refused then.
-``config explain``, ``docs/config.md`` and the editor's schema show the conditions in words.
+A key that differs from its default is refused while its condition does not hold, since it would do nothing. While the
+answer is not known yet (which agents the rows select, which model it is), nothing is refused. ``config explain``,
+``docs/config.md`` and the editor's schema show conditions in words.
 """
 
 from __future__ import annotations
@@ -21,42 +21,37 @@ from typing import Any
 from jax_agent_rl.config.base import Section
 
 SCHEMA_KEY = "x-used-only"
-"""Where the JSON Schema of a key has its condition in words."""
+"""Field of a key's JSON Schema that holds its condition in words."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What is known of a run besides its configuration.
+    """Facts about a run besides its configuration.
 
     Attributes:
-        agents: names of the agent loops that rows can select, with those they derive from. None: rows are not read
-            yet, or loops of the user's own are among them, which may read any key.
-        sees: whether the model reads pictures; None: it is not read yet.
+        agents: names of the agent loops that rows can select, and of their base classes. None: not known yet, or the
+            user's own loops are among them, which may read any key.
+        has_vision: whether the model reads images; None: not known yet.
     """
 
     agents: frozenset[str] | None = None
-    sees: bool | None = None
+    has_vision: bool | None = None
 
 
 class Condition(ABC):
-    """Whether a key is used."""
+    """Condition under which a key is used."""
 
     @abstractmethod
     def holds(self, config: Section, facts: Facts) -> bool | None:
-        """Whether ``config`` uses the key; None: it cannot be told yet.
-
-        Args:
-            config: the whole tree.
-            facts: what else is known of the run.
-        """
+        """Return whether the condition holds for the whole tree ``config``; None if that is not known yet."""
 
     @abstractmethod
     def words(self) -> str:
-        """Complete "is used only …"."""
+        """Return the end of "is used only …"."""
 
     @abstractmethod
     def instead(self, config: Section, facts: Facts) -> str:
-        """Say what is the case where the condition does not hold."""
+        """Return what is the case where the condition does not hold."""
 
     def __or__(self, other: Condition) -> Condition:
         return Either(self, other)
@@ -65,18 +60,18 @@ class Condition(ABC):
         return Both(self, other)
 
     def __get_pydantic_json_schema__(self, core_schema: Any, handler: Any) -> dict[str, Any]:
-        """Show the condition beside the key's type."""
+        """Add the condition to the key's JSON Schema."""
         schema = handler(core_schema)
         words = f"{schema[SCHEMA_KEY]} and {self.words()}" if SCHEMA_KEY in schema else self.words()
         return {**schema, SCHEMA_KEY: words}
 
 
 class WhenKey(Condition):
-    """Another key has one of some values, or contains one if it is a list.
+    """Another key has one of the values, or contains one if it is a list.
 
     Args:
-        path: of the other key, from the top of the tree.
-        values: any of which will do; none: it is set, that is not null, false, 0 or empty.
+        path: path of the other key, from the root.
+        values: accepted values; none: the key is set, that is not null, false, 0 or empty.
     """
 
     def __init__(self, path: str, *values: Any) -> None:
@@ -96,7 +91,7 @@ class WhenKey(Condition):
 
 
 class Unless(WhenKey):
-    """Another key has none of some values; with no values: it is not set."""
+    """Another key has none of the values; without values: it is not set."""
 
     def holds(self, config: Section, facts: Facts) -> bool:
         return not super().holds(config, facts)
@@ -106,7 +101,7 @@ class Unless(WhenKey):
 
 
 class SwitchedOff(WhenKey):
-    """A switch is off: what it switches may stay in the configuration, unused. Says nothing of itself."""
+    """A switch is off: keys it disables may stay in the configuration. It adds no words of its own."""
 
     def __init__(self, path: str) -> None:
         super().__init__(path, False)
@@ -119,7 +114,7 @@ class SwitchedOff(WhenKey):
 
 
 class UsedByAgents(Condition):
-    """A row selects one of these agent loops, or one that derives from them."""
+    """A row selects one of these agent loops, or a subclass of one."""
 
     def __init__(self, *names: str) -> None:
         self.names = names
@@ -135,20 +130,20 @@ class UsedByAgents(Condition):
 
 
 class WhenModelHasVision(Condition):
-    """The model reads pictures."""
+    """The model reads images."""
 
     def holds(self, config: Section, facts: Facts) -> bool | None:
-        return facts.sees
+        return facts.has_vision
 
     def words(self) -> str:
-        return "by models that read pictures"
+        return "by vision models"
 
     def instead(self, config: Section, facts: Facts) -> str:
-        return "the one at model.path does not"
+        return "the one at model.path has no vision"
 
 
 class WhenCommand(Condition):
-    """A command uses the key, whatever a run does: a configuration may be written for it, so this always holds."""
+    """A command uses the key. Always holds: a configuration may be written for that command."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -201,17 +196,12 @@ class Both(Condition):
 
 
 def unused(config: Section, facts: Facts = Facts()) -> Iterator[str]:
-    """Yield a line for each key that is set although nothing uses it.
-
-    Args:
-        config: the whole tree.
-        facts: what else is known of the run.
-    """
+    """Yield a line for each key of the whole tree that is set although nothing uses it."""
     yield from _unused(config, config, facts, "", ())
 
 
 def conditions(section: type[Section]) -> Mapping[str, tuple[Condition, ...]]:
-    """The conditions of each field of a section."""
+    """Return the conditions of each field of a section."""
     return {
         name: tuple(item for item in info.metadata if isinstance(item, Condition))
         for name, info in section.model_fields.items()
@@ -219,7 +209,7 @@ def conditions(section: type[Section]) -> Mapping[str, tuple[Condition, ...]]:
 
 
 def value_at(config: Section, path: str) -> Any:
-    """The value of a key; None where its section is null."""
+    """Return the value of a key, or None where its section is null."""
     value: Any = config
     for name in path.split("."):
         value = None if value is None else getattr(value, name)
@@ -245,7 +235,7 @@ def _unused(
 
 
 def _is_optional(section: Section, name: str) -> bool:
-    """Whether null stands for no section, so that any section there is a value of its own."""
+    """Return whether the section may be null, so that giving it is a choice in itself."""
     return type(section).model_fields[name].default is None
 
 
@@ -254,7 +244,7 @@ def _listed(names: tuple[str, ...]) -> str:
 
 
 def _yaml(value: Any) -> str:
-    """A value as YAML writes it."""
+    """Format a value as YAML."""
     if value is None:
         return "null"
     if isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""The agent of rows that name none, and what is configured although no row will use it."""
+"""The agent of rows that name none, and configured tools that no row will use."""
 
 from __future__ import annotations
 
@@ -8,15 +8,11 @@ from typing import Any
 from jax_agent_rl.config import AgentConfig, Config, ToolClientConfig
 
 PLAIN_AGENT = "single_turn_agent"
-"""Generates once, and calls nothing."""
+"""The agent that generates once and calls no tools."""
 
 
 def default_agent(agent: AgentConfig, tool_config: ToolClientConfig) -> str:
-    """Return the loop of rows without ``agent_name``.
-
-    It is named outright, or else the first of search, text tools and a tool server that is switched on; without any,
-    plain generation.
-    """
+    """Return the agent loop of rows without ``agent_name``: the named default, or what the enabled tools imply."""
     if agent.default_agent:
         return agent.default_agent
     if agent.enable_search:
@@ -27,13 +23,12 @@ def default_agent(agent: AgentConfig, tool_config: ToolClientConfig) -> str:
 
 
 def report_idle_tools(config: Config, rows: Sequence[Mapping[str, Any]]) -> tuple[str, str] | None:
-    """Report rows that run as plain generation though the configuration, or they themselves, ask for more.
+    """Report rows that run as plain generation although the configuration or the rows ask for tools.
 
-    A run whose default is named outright (``agent.default_agent``), or switched off (``agent.enable_agent=false`` with
-    a tool server), is as it was meant.
+    With ``agent.default_agent`` set, plain generation is taken as intended.
 
     Returns:
-        What is seen and what to do about it; None if nothing is wrong.
+        The observation and its fix; None if nothing is wrong.
     """
     unnamed = [row for row in rows if not row.get("agent_name")]
     if not unnamed or config.agent.default_agent or default_agent(config.agent, config.tool_config) != PLAIN_AGENT:
@@ -50,7 +45,7 @@ def report_idle_tools(config: Config, rows: Sequence[Mapping[str, Any]]) -> tupl
 
 
 def _configured(config: Config) -> Iterator[tuple[str, str]]:
-    """Keys that only agents other than the plain one read, each with what makes such an agent the default."""
+    """Yield set keys that only other agents than the plain one read, each with the override that selects one."""
     tools = config.tools
     settings = (
         ("tools.function_tool_path", tools.function_tool_path, "agent.default_agent=tool_agent"),
@@ -68,7 +63,7 @@ def _configured(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def _asked_for(rows: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
-    """What rows say that only agents other than the plain one read, likewise."""
+    """Yield fields of rows that only other agents than the plain one read, likewise."""
     agents = {
         "tools_kwargs": "tool_agent",
         "tool_selection": "tool_agent",

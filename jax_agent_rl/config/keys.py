@@ -1,8 +1,8 @@
-"""Every key of a configuration tree with its type in words, its default and its description.
+"""Every key of a configuration tree with its type in words, its default and its description, from its JSON Schema.
 
-The source is the models' JSON Schema, which pydantic derives from the annotations::
+For example::
 
-    {"anyOf": [{"type": "integer", "minimum": 1}, {"type": "null"}], "default": null}   ->   integer >= 1, or null
+{"anyOf": [{"type": "integer", "minimum": 1}, {"type": "null"}], "default": null}   ->   integer >= 1, or null
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class KeyInfo:
 
     Attributes:
         path: e.g. ``rollout.group_size``.
-        type: what may be written there, in words; ``section`` for a section.
-        default: as YAML writes it; None: it must be given (a section: its keys have defaults of their own).
+        type: accepted values, in words; ``section`` for a section.
+        default: as YAML; None: required (a section: its keys have their own defaults).
         description: what it does.
-        used_only: when it is used, in words that complete "used only …"; empty: always.
-        is_section: it has keys of its own.
+        used_only: when it is used, as the end of "used only …"; empty: always.
+        is_section: whether it has keys.
     """
 
     path: str
@@ -43,18 +43,18 @@ class KeyInfo:
 
     @property
     def section(self) -> str:
-        """The path of the section it stands in; empty at the top."""
+        """Path of its section; empty at the root."""
         return self.path.rpartition(".")[0]
 
 
 def keys_of(model: type[BaseModel]) -> dict[str, KeyInfo]:
-    """Every key and section of a tree by path, in the order of the code, each section before its keys."""
+    """Return every key and section of a tree by path, in the order of the code, sections before their keys."""
     schema = model.model_json_schema()
     return {key.path: key for key in _walk(schema, schema.get("$defs", {}), "")}
 
 
 def in_words(schema: Schema) -> str:
-    """What a part of a JSON Schema allows: ``integer >= 1, or null``; ``a | b`` for a choice."""
+    """Describe what a JSON Schema allows: ``integer >= 1, or null``; ``a | b`` for a choice."""
     choices = schema.get("enum") or ([schema["const"]] if "const" in schema else [])
     if choices:
         return " | ".join(map(str, choices))
@@ -110,7 +110,7 @@ def _walk(schema: Schema, definitions: Mapping[str, Schema], prefix: str) -> Ite
 
 
 def _section_of(field: Schema, definitions: Mapping[str, Schema]) -> tuple[Schema | None, bool]:
-    """The section a field holds, if it is one, and whether it may be left out (null)."""
+    """Return the section a field holds, if any, and whether it may be null."""
     options = field.get("anyOf", [field])
     named = [option["$ref"] for option in options if "$ref" in option]
     if not named:
@@ -119,5 +119,5 @@ def _section_of(field: Schema, definitions: Mapping[str, Schema]) -> tuple[Schem
 
 
 def _one_paragraph(text: str) -> str:
-    """A docstring as running text, its literals in single backquotes."""
+    """Join the lines of a docstring, its literals in single backquotes."""
     return " ".join(text.split()).replace("``", "`")

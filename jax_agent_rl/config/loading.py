@@ -1,4 +1,4 @@
-"""Configuration trees: YAML files over their bases, ``a.b=c`` overrides, messages with the path and the fix."""
+"""Configuration trees from YAML files, their bases and ``a.b=c`` overrides; errors name the path and the fix."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import difflib
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from jax_agent_rl.config.keys import keys_of
 from jax_agent_rl.errors import ConfigError
 
 Tree = TypeVar("Tree", bound=BaseModel)
 
 
 def read_tree(path: Path) -> dict[str, Any]:
-    """The nested mapping a YAML file holds. With a key ``base``, the path of another file (from its own folder), it
-    says only what differs from that.
+    """Read the nested mapping in a YAML file, over that of the file its key ``base`` names (relative to its folder).
 
     Raises:
         ConfigError: the file is missing or no mapping, or ``base`` leads in a circle.
@@ -27,7 +27,7 @@ def read_tree(path: Path) -> dict[str, Any]:
 
 
 def build_tree(model: type[Tree], tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> Tree:
-    """Validates a nested mapping plus ``key.path=value`` overrides, values in YAML.
+    """Validate a nested mapping plus ``key.path=value`` overrides, values in YAML.
 
     Raises:
         ConfigError: with all problems at once.
@@ -43,22 +43,13 @@ def build_tree(model: type[Tree], tree: Mapping[str, Any], overrides: Sequence[s
     return made
 
 
-def valid_keys(model: type[BaseModel], prefix: str = "") -> dict[str, str]:
-    """Every key path of the tree with its description."""
-    keys: dict[str, str] = {}
-    for name, info in model.model_fields.items():
-        path = f"{prefix}{name}"
-        candidates = (info.annotation, *get_args(info.annotation))  # an optional section is `Section | None`
-        sections = [t for t in candidates if isinstance(t, type) and issubclass(t, BaseModel)]
-        for section in sections:
-            keys |= valid_keys(section, path + ".")
-        if info.annotation not in sections:
-            keys[path] = info.description or ""
-    return keys
+def valid_keys(model: type[BaseModel]) -> dict[str, str]:
+    """Return every path that takes a value, with its description; a section that may be null is one of them."""
+    return {key.path: key.description for key in keys_of(model).values() if not key.is_section or key.default}
 
 
 def _read(path: Path, readers: tuple[Path, ...]) -> dict[str, Any]:
-    """The file's tree over that of its ``base``; ``readers`` are the files that led here."""
+    """Read a file's tree over that of its ``base``; ``readers`` are the files that led here."""
     if not path.is_file():
         raise ConfigError(f"config file {str(path)!r} does not exist (configs/quickstart.yaml is a good start)")
     if path in readers:
@@ -76,7 +67,7 @@ def _read(path: Path, readers: tuple[Path, ...]) -> dict[str, Any]:
 
 
 def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """``over`` wins, section by section."""
+    """Merge two trees section by section; ``over`` wins."""
     merged = dict(base)
     for key, value in over.items():
         below = merged.get(key)
@@ -99,7 +90,7 @@ def _copy(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _apply_override(tree: dict[str, Any], item: str) -> str | None:
-    """Sets one ``a.b=c`` in place; returns the problem, if any."""
+    """Set one ``a.b=c`` in place; return the problem, if any."""
     key, equals, text = item.partition("=")
     parts = key.strip().split(".")
     if not equals or not all(parts):
@@ -119,7 +110,7 @@ def _apply_override(tree: dict[str, Any], item: str) -> str | None:
 
 
 def _explain(error: Mapping[str, Any], model: type[BaseModel]) -> list[str]:
-    """One pydantic error as lines of our own: path, what is wrong, the value, the fix."""
+    """Translate a pydantic error into lines with the path, the problem, the value and the fix."""
     path = ".".join(str(p) for p in error["loc"])
     if error["type"] == "extra_forbidden":
         guess = _nearest(path, model)
@@ -135,7 +126,7 @@ def _explain(error: Mapping[str, Any], model: type[BaseModel]) -> list[str]:
 
 
 def _nearest(path: str, model: type[BaseModel]) -> str | None:
-    """The valid key a user most likely meant: the one it is the end of, a near name in place, a near leaf elsewhere."""
+    """Return the key most likely meant: one that ends in ``path``, a similar path, or a similar leaf elsewhere."""
     keys = list(valid_keys(model))
     by_leaf = {key.rpartition(".")[2]: key for key in reversed(keys)}  # the first of several sections wins
     if path in by_leaf:

@@ -1,4 +1,4 @@
-"""What learner and engine run on: meshes of devices, and the processes that hold them."""
+"""Device meshes of the learner and the engine, and the learner's processes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from jax_agent_rl.config.base import NonNegative, Positive, Section
 
 
 class MeshConfig(Section):
-    """Learner mesh. The product is at most the number of devices, and over several processes just that."""
+    """Learner mesh. Its size is at most the number of devices, and exactly that with several processes."""
 
     data: Positive = Field(default=1, description="Data-parallel replicas.")
     fsdp: Positive = Field(default=1, description="Shards of every parameter (and of the batch).")
@@ -18,7 +18,7 @@ class MeshConfig(Section):
 
     @property
     def devices(self) -> int:
-        """How many it takes."""
+        """Number of devices."""
         return self.data * self.fsdp * self.expert * self.context * self.tensor
 
 
@@ -34,27 +34,28 @@ class EngineMeshConfig(Section):
 
     @property
     def devices(self) -> int:
-        """How many it takes."""
+        """Number of devices."""
         return self.expert * self.tensor
 
 
 class MultihostConfig(Section):
-    """Several processes (hosts) with one learner; every one is started with the same config but its ``process_id``."""
+    """Several processes (hosts) with one learner, all started with the same config except for ``process_id``."""
 
     coordinator: str | None = Field(
         default=None,
         description="host:port of process 0; auto: as jax finds it (Cloud TPU, Slurm, Kubernetes). Default: "
         "$JAX_COORDINATOR_ADDRESS, and without that one process.",
     )
-    num_processes: Positive | None = Field(default=None, description="How many; not needed where jax finds it.")
+    num_processes: Positive | None = Field(
+        default=None, description="Number of processes; not needed where jax finds it."
+    )
     process_id: NonNegative | None = Field(
-        default=None, description="Which one this is; 0 leads: agents and tools run there."
+        default=None, description="Number of this process; 0 leads: agents and tools run there."
     )
     timeout: Positive = Field(default=300, description="Seconds the processes wait for each other at the start.")
 
     @model_validator(mode="after")
-    def _numbered(self) -> MultihostConfig:
-        """Otherwise the others would wait for a process that never comes."""
+    def _process_id_in_range(self) -> MultihostConfig:
         number, count = self.process_id, self.num_processes
         if number is not None and count is not None and number >= count:
             raise ValueError(

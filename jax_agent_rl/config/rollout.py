@@ -1,4 +1,4 @@
-"""How trajectories are sampled: the engines and what they share."""
+"""The ``rollout`` section: how trajectories are collected, by which engines, and where those run."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pydantic import Field, field_validator
 from jax_agent_rl.config.base import NonNegative, Positive, Section
 from jax_agent_rl.config.conditions import Unless, WhenCommand, WhenKey, WhenModelHasVision
 from jax_agent_rl.config.mesh import EngineMeshConfig
-from jax_agent_rl.config.placement import PlacementSection
 from jax_agent_rl.config.strategy import StrategyConfig
 
+_IN_ACTORS = WhenKey("rollout.placement", "separate", "hybrid")
 _BUILT_IN = Unless("rollout.jetstream.engine_factory")
 
 
@@ -25,40 +25,41 @@ class JetStreamConfig(Section):
         "package.module:function or file.py:function; null: the built-in one. See third_party/jetstream.md.",
     )
     dtype: Literal["float32", "bfloat16"] = Field(
-        default="float32", description="Of the engine's weights, activations and KV cache; the learner has its own."
+        default="float32",
+        description="Precision of the engine's weights, activations and KV cache; the learner has its own.",
     )
     kv_dtype: Annotated[Literal["auto", "int8", "fp8"], _BUILT_IN] = Field(
         default="auto",
-        description="Of the KV cache. auto: dtype. int8, fp8: 8 bits and a scale per token and head, half the memory "
-        "of bfloat16. Engine and learner then differ, see algorithm.rollout_correction.",
+        description="Precision of the KV cache. auto: dtype. int8, fp8: 8 bits and a scale per token and head, half "
+        "the memory of bfloat16. Engine and learner then differ; see algorithm.rollout_correction.",
     )
     quantize: Annotated[Literal["none", "int8", "fp8"], _BUILT_IN] = Field(
         default="none",
-        description="The matrices of layers in 8 bits with a scale per output; activations, embeddings, head and "
-        "router stay in dtype. Every update's weights are rounded again as the engine takes them.",
+        description="The layers' matrices in 8 bits with a scale per output; activations, embeddings, head and router "
+        "stay in dtype. The weights of every update are quantized again.",
     )
-    max_concurrent_decodes: Positive = Field(default=64, description="Contexts decoded together at most.")
+    max_concurrent_decodes: Positive = Field(default=64, description="Most contexts decoded together.")
     kv_cache_tokens: Positive | None = Field(
         default=None,
-        description="Positions the KV cache holds, at least rollout.max_model_len. Shared prefixes count once; when it "
-        "is full, KV that waits for its next turn goes, then requests that run wait and are prefilled again. null: "
-        "max_model_len for each of max_concurrent_decodes, and half of it for every other trajectory in flight.",
+        description="Tokens the KV cache holds, at least rollout.max_model_len. Shared prefixes count once. When it is "
+        "full, the KV of idle trajectories is evicted, then running requests are preempted. null: max_model_len for "
+        "each of max_concurrent_decodes, and half of it for every other trajectory in flight.",
     )
     decode_steps: Positive = Field(default=16, description="Most decode steps per device dispatch.")
     prefill_buckets: tuple[Positive, ...] | None = Field(
         default=None,
-        description="Padded prompt-chunk lengths, in tokens; longer prompts go in several chunks. null: 32, 128, 512 "
-        "and agent.max_prompt_length, as far as that goes, at most 2048.",
+        description="Padded lengths of prompt chunks, in tokens; longer prompts take several chunks. null: 32, 128, "
+        "512 and agent.max_prompt_length, none above that or 2048.",
     )
     mesh: EngineMeshConfig = Field(default_factory=EngineMeshConfig)
     device_offset: Annotated[NonNegative, WhenKey("rollout.placement", "colocated")] = Field(
         default=0,
-        description="Number of the first device the engine takes; the learner's begin with 0. From the product of "
-        "learner.mesh on, the engine samples beside the learner instead of in turn with it.",
+        description="Index of the engine's first device; the learner's begin at 0. From the size of learner.mesh on, "
+        "the engine samples beside the learner instead of in turn with it.",
     )
     patch_buckets: Annotated[tuple[Positive, ...], WhenModelHasVision()] = Field(
         default=(256, 1024, 4096),
-        description="Padded numbers of patches a model that sees looks at together; a picture must fit in the largest.",
+        description="Padded numbers of patches a vision model encodes together; an image must fit in the largest.",
     )
 
     @field_validator("prefill_buckets", "patch_buckets")
@@ -97,17 +98,18 @@ VLLM_ARGUMENTS_SET: Mapping[str, str] = {
         "",
     ),
 }
-"""Arguments of vLLM's engine that something else decides: another key, or (empty) what the backend depends on."""
+"""Arguments of vLLM's engine that are decided elsewhere: by another key, or (empty) by the backend."""
 
 
 class VllmConfig(Section):
     """The vLLM engine (rollout.backend: vllm), on CUDA, CPU or TPU."""
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        default="auto", description="Of weights and activations; auto: float32 on CPUs, else the checkpoint's."
+        default="auto",
+        description="Precision of weights and activations; auto: float32 on CPUs, else the checkpoint's.",
     )
     max_num_seqs: Positive = Field(default=64, description="Requests decoded at the same time.")
-    tensor_parallel_size: Positive = Field(default=1, description="Devices one copy of the model is cut over.")
+    tensor_parallel_size: Positive = Field(default=1, description="Devices one copy of the model is sharded over.")
     gpu_memory_utilization: float = Field(
         default=0.5,
         gt=0,
@@ -124,19 +126,19 @@ class VllmConfig(Section):
     engine_args: dict[str, Any] = Field(
         default_factory=dict,
         description="Further arguments of vLLM's engine by their names there (`AsyncEngineArgs`), such as "
-        "`{max_num_batched_tokens: 4096}`; names that another key decides are refused, and those vLLM does not know.",
+        "`{max_num_batched_tokens: 4096}`; names that another key decides or vLLM does not know are refused.",
         json_schema_extra={
             "additionalProperties": {"type": ["boolean", "number", "string", "array", "object", "null"]}
         },
     )
     require_probe: bool = Field(
-        default=True, description="Refuse weights that do not bring log-probs to check them by."
+        default=True, description="Refuse weights that come without log-probs to check them by."
     )
     max_logprob_difference: float | None = Field(
         default=None, gt=0, description="Largest log-prob difference the check allows; null: 1e-3 in float32, else 0.5."
     )
     mean_logprob_difference: float | None = Field(
-        default=None, gt=0, description="Largest mean of it; null: 1e-4 in float32, else 0.05."
+        default=None, gt=0, description="Largest mean log-prob difference; null: 1e-4 in float32, else 0.05."
     )
 
     @field_validator("engine_args")
@@ -148,14 +150,36 @@ class VllmConfig(Section):
             if name in VLLM_ARGUMENTS_SET
         }
         if taken:
-            told = "; ".join(f"{name}: {way}" for name, way in taken.items())
-            raise ValueError(f"names arguments that are decided elsewhere ({told}); remove {', '.join(taken)}")
+            fixes = "; ".join(f"{name}: {fix}" for name, fix in taken.items())
+            raise ValueError(f"names arguments that are decided elsewhere ({fixes}); remove {', '.join(taken)}")
         return value
 
 
-class RolloutConfig(PlacementSection):
+class RolloutConfig(Section):
     """How trajectories are collected."""
 
+    placement: Literal["colocated", "separate", "hybrid"] = Field(
+        default="colocated",
+        description="colocated: one engine on the learner's devices, in each of its processes (hosts). separate: "
+        "engines in Ray actors on resources of their own. hybrid: those, and the colocated one while the learner is "
+        "idle.",
+    )
+    num_engines: Annotated[Positive, _IN_ACTORS] = Field(
+        default=1, description="Engines in Ray actors (placement separate and hybrid)."
+    )
+    gpus_per_engine: Annotated[NonNegative, _IN_ACTORS] = Field(
+        default=0, description="GPUs of each of them; 0 runs them on CPUs."
+    )
+    ray_address: Annotated[str | None, _IN_ACTORS] = Field(
+        default=None,
+        description="Address of their Ray cluster; null: RAY_ADDRESS, and without that a local one, which ends with "
+        "the run.",
+    )
+    sleep_during_update: bool = Field(
+        default=False,
+        description="The colocated engine gives its memory (KV cache, weights) back while the learner updates; with "
+        "placement colocated in trainer.mode=sync only.",
+    )
     backend: Literal["jetstream", "vllm", "remote"] = Field(default="jetstream", description="The engine that samples.")
     urls: tuple[str, ...] = Field(
         default=(), description="Rollout servers, for backend: remote; e.g. http://10.0.0.5:8100."
@@ -167,11 +191,9 @@ class RolloutConfig(PlacementSection):
     weight_dir: Annotated[str | None, WhenKey("rollout.backend", "vllm", "remote") | WhenCommand("rollout-server")] = (
         Field(
             default=None,
-            description="Folder through which weights pass to vllm and remote engines; they must see it, too, and "
-            "rollout "
-            "servers read weights nowhere else. null: memory of this machine, uploaded to rollout servers that do not "
-            "see "
-            "it. For weight_transport: tensorstore also a bucket, as gs://bucket/path.",
+            description="Folder through which weights pass to vllm and remote engines; they must see it, and rollout "
+            "servers read weights nowhere else. null: memory of this machine, uploaded to rollout servers that cannot "
+            "see it. With weight_transport: tensorstore also a bucket, gs://bucket/path.",
         )
     )
     weight_transport: Annotated[Literal["files", "tensorstore"], WhenKey("rollout.backend", "remote")] = Field(
@@ -186,14 +208,14 @@ class RolloutConfig(PlacementSection):
     max_in_flight: Positive = Field(default=64, description="Trajectories that run at the same time.")
     max_in_flight_per_server: Positive | None = Field(
         default=None,
-        description="Requests a server gets at the same time; others wait, those of older trajectories first, so that "
-        "a server that joins late has work at once. null: all go at once.",
+        description="Most requests a server runs at the same time; others wait, those of older trajectories first, so "
+        "that a server that joins late has work at once. null: no limit.",
     )
     recovery_seconds: float = Field(
         default=600.0,
         ge=0,
-        description="How long a lost engine or rollout server is started or reached again; 0: never. The one jetstream "
-        "engine of a run in one process lives and dies with it.",
+        description="How long to restart or reconnect a lost engine or rollout server; 0: never. The embedded "
+        "jetstream engine of a one-process run lives and dies with it.",
     )
     wait_for_server_seconds: float = Field(
         default=300.0, ge=0, description="How long requests wait when all servers are lost and one is being recovered."
@@ -201,12 +223,14 @@ class RolloutConfig(PlacementSection):
     stall_seconds: float | None = Field(
         default=300.0,
         gt=0,
-        description="A server that has requests and does nothing for so long is lost (3 times as long before its first "
-        "token: it may compile; 10 times while it takes weights); null: never.",
+        description="A server that has requests and makes no progress for so long counts as lost (3 times as long "
+        "before its first token, when it may compile; 10 times while it loads weights); null: never.",
     )
     max_model_len: Positive = Field(default=1024, description="Most ids of prompt + response in one context.")
     temperature: float = Field(
-        default=1.0, gt=0, description="Sampling temperature in training, from all ids; log-probs are of it."
+        default=1.0,
+        gt=0,
+        description="Sampling temperature in training, over the whole vocabulary; log-probs are at this temperature.",
     )
     eval_temperature: float = Field(default=0.0, ge=0, description="Temperature for held-out evaluation; 0 is greedy.")
     adapters: Annotated[dict[str, str], Unless("rollout.backend", "remote")] = Field(
@@ -217,8 +241,8 @@ class RolloutConfig(PlacementSection):
     )
     deterministic: bool = Field(
         default=False,
-        description="Prompts, decoding and the learner's old log-probs by one program (jetstream): the same to the bit "
-        "in any batch, and several times slower.",
+        description="Prefill, decoding and the learner's old log-probs in one program (jetstream): bit-identical in "
+        "any batch, and several times slower.",
     )
     jetstream: Annotated[JetStreamConfig, WhenKey("rollout.backend", "jetstream", "remote")] = Field(
         default_factory=JetStreamConfig
@@ -227,8 +251,12 @@ class RolloutConfig(PlacementSection):
 
 
 def rollout_problems(rollout: RolloutConfig) -> Iterator[str]:
-    """What does not go together."""
-    yield from _adapter_problems(rollout)
+    """Yield every inconsistency of the section, each with its fix."""
+    if rollout.adapters and rollout.backend == "jetstream":
+        custom_engine = rollout.jetstream.engine_factory is not None
+        if rollout.deterministic or custom_engine:
+            key = "rollout.deterministic" if rollout.deterministic else "rollout.jetstream.engine_factory"
+            yield f"rollout.adapters cannot be served with {key}; remove one of them"
     if (rollout.backend == "remote") != bool(rollout.urls):
         yield (
             f"rollout.backend={rollout.backend} and rollout.urls={list(rollout.urls)}: backend remote needs "
@@ -259,16 +287,8 @@ def rollout_problems(rollout: RolloutConfig) -> Iterator[str]:
         )
 
 
-def _adapter_problems(rollout: RolloutConfig) -> Iterator[str]:
-    if not rollout.adapters:
-        return
-    if rollout.backend == "jetstream" and (rollout.deterministic or rollout.jetstream.engine_factory is not None):
-        key = "rollout.deterministic" if rollout.deterministic else "rollout.jetstream.engine_factory"
-        yield f"rollout.adapters cannot be served with {key}; remove one of them"
-
-
 def _engine_problems(rollout: RolloutConfig) -> Iterator[str]:
-    """What an engine that a user brings cannot do."""
+    """Yield what an engine from ``engine_factory`` cannot do."""
     where = f"rollout.jetstream.engine_factory={rollout.jetstream.engine_factory}"
     if rollout.temperature != 1 or rollout.eval_temperature not in (0, 1):
         yield (
@@ -277,3 +297,31 @@ def _engine_problems(rollout: RolloutConfig) -> Iterator[str]:
         )
     if rollout.deterministic:
         yield f"{where} is not the learner's program; remove it, or set rollout.deterministic=false"
+
+
+def placement_problems(rollout: RolloutConfig, *, mode: str) -> Iterator[str]:
+    """Yield every inconsistency of the engines' placement with the backend and ``trainer.mode``, each with its fix."""
+    where, backend = rollout.placement, rollout.backend
+    devices = rollout.vllm.tensor_parallel_size if backend == "vllm" else rollout.jetstream.mesh.devices
+    if where == "colocated":
+        if rollout.sleep_during_update and mode != "sync":
+            yield (
+                f"rollout.sleep_during_update: with rollout.placement=colocated and trainer.mode={mode} the engine "
+                "samples while the learner updates; set trainer.mode=sync, rollout.placement=hybrid, or "
+                "rollout.sleep_during_update=false"
+            )
+    elif backend == "remote":
+        yield (
+            f"rollout.placement={where} places engines that the run starts, but rollout.backend=remote runs where its "
+            "servers are; remove rollout.placement, or set rollout.backend=jetstream or vllm"
+        )
+    elif rollout.deterministic:
+        yield (
+            f"rollout.deterministic shares one program with the learner, but rollout.placement={where} runs engines in "
+            "other processes; set rollout.placement=colocated, or rollout.deterministic=false"
+        )
+    if rollout.sleep_during_update and (where == "separate" or backend == "remote"):
+        yield "rollout.sleep_during_update: no engine shares the learner's devices; remove it"
+    if rollout.gpus_per_engine not in (0, devices):
+        key = "rollout.vllm.tensor_parallel_size" if backend == "vllm" else "rollout.jetstream.mesh"
+        yield f"rollout.gpus_per_engine={rollout.gpus_per_engine}: set {devices}, which {key} needs, or 0 for CPUs"

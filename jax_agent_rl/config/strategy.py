@@ -1,4 +1,4 @@
-"""The ``rollout.strategy`` section. Part of :mod:`jax_agent_rl.config`; letters are those of the papers."""
+"""The ``rollout.strategy`` section: tree-structured rollouts, in the notation of their papers."""
 
 from __future__ import annotations
 
@@ -15,18 +15,16 @@ class TreeGrpoConfig(Section):
     """`tree_grpo`, arXiv 2509.21240. A group has m * k trajectories."""
 
     m: Positive = Field(default=2, description="Trees of a group: first chains.")
-    n: Positive = Field(
-        default=2, description="Nodes of each tree that are drawn in one round; each is continued once."
-    )
+    n: Positive = Field(default=2, description="Nodes of each tree drawn per round; each is continued once.")
     l: Positive = Field(default=1, description="Rounds of expansion.")  # noqa: E741
-    k: Positive = Field(default=3, description="Leaves of each tree that are kept, of 1 + l * n.")
+    k: Positive = Field(default=3, description="Leaves kept of each tree's 1 + l * n.")
 
 
 class TreerlConfig(Section):
     """`treerl`, arXiv 2506.11902. A group has m * (1 + l * n * t) trajectories."""
 
     m: Positive = Field(default=6, description="Trees of a group: first chains.")
-    n: Positive = Field(default=2, description="Most uncertain tokens of each tree that are forked in one round.")
+    n: Positive = Field(default=2, description="Most uncertain tokens of each tree forked per round.")
     l: Positive = Field(default=1, description="Rounds of forking.")  # noqa: E741
     t: Positive = Field(default=2, description="Branches of each forked token.")
 
@@ -34,15 +32,13 @@ class TreerlConfig(Section):
 class ArpoConfig(Section):
     """`arpo`, arXiv 2507.19849. A group has rollout.group_size trajectories."""
 
-    initial_rollouts: Positive = Field(
-        default=4, description="First chains of a group; the rest of it is for branches."
-    )
-    beam_size: int = Field(default=2, ge=2, description="One turn goes on in at most this many ways, its own included.")
+    initial_rollouts: Positive = Field(default=4, description="First chains of a group; the rest are branches.")
+    beam_size: int = Field(default=2, ge=2, description="Most continuations of one turn, its own included.")
     branch_probability: float = Field(
-        default=0.5, ge=0, le=1, description="Chance to branch where the entropy stays the same."
+        default=0.5, ge=0, le=1, description="Probability of branching where the entropy stays the same."
     )
     entropy_weight: float = Field(
-        default=0.2, ge=0, description="How much a rise of the entropy, in nats per token, adds to it."
+        default=0.2, ge=0, description="Weight of a rise of the entropy, in nats per token, on that probability."
     )
     entropy_tokens: Positive = Field(
         default=20, description="First tokens of a turn over which its entropy is estimated."
@@ -50,12 +46,12 @@ class ArpoConfig(Section):
 
 
 class StrategyConfig(Section):
-    """Which trajectories of a group are started, and from where."""
+    """Which trajectories of a group start, and from where."""
 
     name: Literal["chain", "tree_grpo", "treerl", "arpo"] = Field(
         default="chain",
-        description="chain: all from the prompt. The others branch: at turns drawn at random, at the most uncertain "
-        "tokens, after tool results that raise the entropy.",
+        description="chain: all from the prompt. tree_grpo branches at random turns, treerl at the most uncertain "
+        "tokens, arpo after tool results that raise the entropy.",
     )
     tree_grpo: Annotated[TreeGrpoConfig, WhenKey("rollout.strategy.name", "tree_grpo")] = Field(
         default_factory=TreeGrpoConfig
@@ -65,7 +61,7 @@ class StrategyConfig(Section):
 
 
 def strategy_problems(strategy: StrategyConfig, *, group_size: int, adv_estimator: str) -> Iterator[str]:
-    """Every inconsistency of the section, each with its fix."""
+    """Yield every inconsistency of the section, each with its fix."""
     if strategy.name == "chain":
         if adv_estimator in ("tree_grpo", "treerl", "arpo"):
             yield (
@@ -85,7 +81,7 @@ def _size_problems(strategy: StrategyConfig, group_size: int) -> Iterator[str]:
     grpo, rl, arpo = strategy.tree_grpo, strategy.treerl, strategy.arpo
     if strategy.name == "tree_grpo" and grpo.k > 1 + grpo.l * grpo.n:
         yield (
-            f"rollout.strategy.tree_grpo.k={grpo.k} leaves of each tree are to be kept, but it has only 1 + l * n = "
+            f"rollout.strategy.tree_grpo.k={grpo.k} leaves are to be kept of each tree, but it has only 1 + l * n = "
             f"{1 + grpo.l * grpo.n}; lower k, or raise n or l"
         )
     if strategy.name == "tree_grpo" and group_size != grpo.m * grpo.k:
@@ -102,5 +98,5 @@ def _size_problems(strategy: StrategyConfig, group_size: int) -> Iterator[str]:
     if strategy.name == "arpo" and arpo.initial_rollouts >= group_size:
         yield (
             f"rollout.strategy.arpo.initial_rollouts={arpo.initial_rollouts} leaves nothing of "
-            f"rollout.group_size={group_size} to branch; lower it, half is usual"
+            f"rollout.group_size={group_size} to branch; lower it (half is usual)"
         )

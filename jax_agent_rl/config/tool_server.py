@@ -1,4 +1,4 @@
-"""Settings of the tool server: one frozen tree, from YAML and ``a.b=c`` overrides, all problems reported at once."""
+"""Settings of the tool server: one frozen tree, from YAML and ``a.b=c`` overrides."""
 
 from __future__ import annotations
 
@@ -17,14 +17,18 @@ Seconds = Annotated[float, Field(gt=0)]
 
 
 class LimitSettings(Section):
-    """What one program a model wrote may use."""
+    """Resource limits of one model-written program."""
 
-    wall_seconds: Seconds = Field(default=10.0, description="Of one run, or of one command in a session.")
-    cpu_seconds: Positive = Field(default=10, description="Of each process of a run.")
-    session_cpu_seconds: Positive = Field(default=300, description="Of each process of a session, over its whole life.")
-    memory_mb: Positive = Field(default=1024, description="Of all processes of a program together, and of each one.")
-    processes: Positive = Field(default=64, description="Processes and threads at the same time.")
-    disk_mb: Positive = Field(default=64, description="Of each writable folder (they are in memory).")
+    wall_seconds: Seconds = Field(default=10.0, description="Wall time of one run, or of one command in a session.")
+    cpu_seconds: Positive = Field(default=10, description="CPU time of each process of a run.")
+    session_cpu_seconds: Positive = Field(
+        default=300, description="CPU time of each process of a session, over its whole life."
+    )
+    memory_mb: Positive = Field(
+        default=1024, description="Memory of all processes of a program together, and of each one."
+    )
+    processes: Positive = Field(default=64, description="Most processes and threads at the same time.")
+    disk_mb: Positive = Field(default=64, description="Size of each writable folder (they are in memory).")
     output_kb: Positive = Field(default=256, description="Output of one run or command; more ends the program.")
 
 
@@ -47,7 +51,7 @@ class SearchSettings(Section):
         default=None,
         description="Folder of the index, made if missing; default CORPUS.bm25s, with an encoder CORPUS.dense.",
     )
-    topk: Positive = Field(default=3, description="Passages an answer has.")
+    topk: Positive = Field(default=3, description="Passages per answer.")
 
 
 class SqlSettings(Section):
@@ -56,7 +60,7 @@ class SqlSettings(Section):
     databases: str | None = Field(
         default=None, description="Folder of SQLite files; extra_fields.db_id names one of them."
     )
-    max_rows: Positive = Field(default=50, description="Rows an answer shows.")
+    max_rows: Positive = Field(default=50, description="Most rows in an answer.")
 
 
 class PageSettings(Section):
@@ -72,7 +76,7 @@ class ImageSettings(Section):
     """The image zoom tool."""
 
     root: str | None = Field(default=None, description="Folder from which extra_fields.images may name files.")
-    max_pixels: Positive = Field(default=16_000_000, description="Of an image that is opened.")
+    max_pixels: Positive = Field(default=16_000_000, description="Most pixels of an image that is opened.")
     max_side: Positive = Field(default=1024, description="Longest side of an image that is returned.")
 
 
@@ -83,7 +87,7 @@ class JudgeSettings(Section):
 
 
 class McpSettings(Section):
-    """The MCP gateway. Servers run beside this server, outside the sandbox: they are yours, not the model's."""
+    """The MCP gateway. Its servers run outside the sandbox: they are trusted."""
 
     servers: dict[str, str | list[str]] = Field(
         default_factory=dict, description="Name -> URL of a streamable HTTP server, or the command of a stdio one."
@@ -92,7 +96,7 @@ class McpSettings(Section):
 
 
 def _of_tool(name: str) -> Condition:
-    """A tool is served, or tools of the user's own, which may read any setting."""
+    """Return the condition that a tool is served, or custom tools, which may read any setting."""
     return WhenKey("tools", name) | WhenKey("tool_path")
 
 
@@ -106,16 +110,16 @@ class ToolServerSettings(Section):
     token_env: str | None = Field(
         default=None, description="Environment variable that holds the token clients must send."
     )
-    workers: Positive = Field(default=1, description="Worker processes; a trajectory stays with one of them.")
+    workers: Positive = Field(default=1, description="Worker processes; a trajectory stays with one.")
     tools: tuple[str, ...] = Field(
-        default=("python",), description="Tools in order: the first that accepts an action acts."
+        default=("python",), description="Tools in order: the first that accepts an action runs it."
     )
     tool_path: str | None = Field(default=None, description="Python file or module with further ServerTool classes.")
     done_if_invalid: bool = Field(default=False, description="An action that no tool accepts ends its trajectory.")
     sandbox: Literal["bubblewrap", "unsafe_local"] = Field(
         default="bubblewrap", description="unsafe_local: models' programs run with this user's rights, unprotected."
     )
-    python: str | None = Field(default=None, description="Interpreter that programs get; default: the server's own.")
+    python: str | None = Field(default=None, description="Python interpreter for programs; default: the server's own.")
     max_running: Positive = Field(default=16, description="Programs at the same time, per worker; more wait.")
     max_environments: Positive = Field(default=1024, description="Open environments per worker; more are refused.")
     idle_seconds: Seconds = Field(default=1800.0, description="An environment unused for this long is closed.")
@@ -125,9 +129,9 @@ class ToolServerSettings(Section):
     max_batch: Positive = Field(default=1024, description="Actions in one request.")
     max_request_mb: Positive = Field(default=64, description="Size of a request.")
     stuck_seconds: Seconds = Field(
-        default=20.0, description="A worker that answers nothing for this long is killed, and another takes its place."
+        default=20.0, description="A worker that does not respond for this long is killed and replaced."
     )
-    max_action_chars: Positive = Field(default=262_144, description="Longer actions are invalid, and not parsed.")
+    max_action_chars: Positive = Field(default=262_144, description="Longer actions are invalid and not parsed.")
     max_observation_chars: Positive = Field(default=20_000, description="Longer observations lose their middle.")
     limits: LimitSettings = Field(default_factory=LimitSettings)
     search: Annotated[SearchSettings, _of_tool("search")] = Field(default_factory=SearchSettings)
@@ -169,7 +173,7 @@ class ToolServerSettings(Section):
 
     @property
     def token(self) -> str | None:
-        """The token clients must send.
+        """Token that clients must send.
 
         Raises:
             ConfigError: the environment variable is not set.
@@ -178,5 +182,5 @@ class ToolServerSettings(Section):
 
 
 def load_settings(path: Path | None, overrides: Sequence[str]) -> ToolServerSettings:
-    """Reads a YAML file, if any, and applies overrides; raises :class:`ConfigError` with all problems."""
+    """Read a YAML file, if any, and apply overrides; raise :class:`ConfigError` with all problems."""
     return build_tree(ToolServerSettings, read_tree(path) if path else {}, overrides)

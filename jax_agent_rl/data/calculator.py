@@ -1,8 +1,8 @@
-"""The quickstart's task: arithmetic that is too large to do in one's head, with a calculator to call.
+"""The calculator task: arithmetic that is too large for mental calculation, with a calculator tool.
 
 The prompt shows two worked additions, each with its tool call, result and answer. The questions ask for sums,
-differences and products of larger numbers: the policy has to carry the call over to operations it was not shown, and
-to do so reliably when it samples.
+differences and products of larger numbers: the policy has to generalize the call to other operations, and to make it
+reliably when sampling.
 """
 
 from __future__ import annotations
@@ -31,10 +31,14 @@ OPERATIONS: tuple[Operation, ...] = (
 def prepare_calculator(
     out: Path, *, train: int = 2000, heldout: int = 200, seed: int = 0, agent_name: str = "tool_agent"
 ) -> tuple[Path, Path]:
-    """Writes ``train.jsonl`` and ``heldout.jsonl`` (no question is in both) and returns their paths.
+    """Write ``train.jsonl`` and ``heldout.jsonl`` (disjoint questions) and return their paths.
 
     Args:
-        agent_name: the loop that the rows ask for.
+        out: folder to write to.
+        train: number of training rows.
+        heldout: number of held-out rows.
+        seed: seeds the questions.
+        agent_name: agent loop of the rows.
     """
     out.mkdir(parents=True, exist_ok=True)
     questions = _questions(random.Random(seed))
@@ -46,7 +50,7 @@ def prepare_calculator(
 
 
 def _questions(rng: random.Random) -> Iterator[tuple[str, int]]:
-    """Different questions without end, operations in turn."""
+    """Yield distinct questions without end, operations in turn."""
     seen = set()
     while True:
         for phrasings, first, second, compute in OPERATIONS:
@@ -73,7 +77,7 @@ def _row(question: str, answer: int, agent_name: str) -> dict[str, Any]:
 
 
 def _worked(question: str, expression: str, result: int) -> list[dict[str, str]]:
-    """A question answered with the tool, as the policy is to do it."""
+    """Return a question answered with the tool, as the policy should."""
     call = json.dumps({"name": "calculator", "arguments": {"expression": expression}})
     return [
         {"role": "user", "content": question},

@@ -1,4 +1,4 @@
-"""The order in which training rows are used: shuffled anew each epoch, resumable exactly."""
+"""Order of training rows: reshuffled each epoch, exactly resumable."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class DataCursor(Generic[T]):
     >>> sorted(first[:3]), cursor.state()
     (['a', 'b', 'c'], {'epoch': 1, 'position': 1, 'rows': 3, 'again': []})
 
-    Every draw has a number, by which it can be given out again after a restart.
+    Every draw has a number, by which it can be repeated after a restart.
 
     >>> resumed = DataCursor(["a", "b", "c"], seed=0)
     >>> resumed.restore(cursor.state(again=[2]))
@@ -38,15 +38,15 @@ class DataCursor(Generic[T]):
 
     @property
     def rows(self) -> Sequence[T]:
-        """All of them, in the data's order."""
+        """All rows, in the data's order."""
         return self._rows
 
     def next_rows(self, count: int) -> list[T]:
-        """The next ``count`` rows, over the end of an epoch if need be."""
+        """Return the next ``count`` rows, across the end of an epoch if need be."""
         return [self.draw()[1] for _ in range(count)]
 
     def draw(self) -> tuple[int, T]:
-        """The number of the next draw and its row."""
+        """Return the number of the next draw and its row."""
         if self._again:
             number = self._again.pop(0)
             return number, self._row(*divmod(number, len(self._rows)))
@@ -60,11 +60,7 @@ class DataCursor(Generic[T]):
         return self._rows[self._order[1][position]]
 
     def state(self, *, again: Iterable[int] = ()) -> dict[str, Any]:
-        """What :meth:`restore` needs, as JSON.
-
-        Args:
-            again: numbers of draws that came to nothing yet; the restored cursor gives them out first.
-        """
+        """Return the state for :meth:`restore`, as JSON; ``again`` are numbers of draws to repeat first."""
         return {
             "epoch": self._epoch,
             "position": self._position,
@@ -73,10 +69,10 @@ class DataCursor(Generic[T]):
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Goes on where a cursor over the same rows with the same seed stood.
+        """Continue where a cursor over the same rows with the same seed stood.
 
         Raises:
-            CheckpointError: the data set has another number of rows now.
+            CheckpointError: the data set has a different number of rows now.
         """
         if state["rows"] != len(self._rows):
             raise CheckpointError(

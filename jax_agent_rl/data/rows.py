@@ -16,7 +16,7 @@ from typing import Any
 
 from jax_agent_rl.errors import DataError
 from jax_agent_rl.utils.files import write_atomically
-from jax_agent_rl.utils.suggest import did_you_mean
+from jax_agent_rl.utils.text import did_you_mean
 
 Row = dict[str, Any]
 _TOOLS_KWARGS = ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs")
@@ -29,16 +29,17 @@ def load_rows(
     tools: Collection[str] | None = None,
     adapters: Collection[str] | None = None,
 ) -> list[Row]:
-    """All rows of a ``.jsonl`` or ``.parquet`` file.
+    """Read all rows of a ``.jsonl`` or ``.parquet`` file.
 
     Args:
-        agents: names a row's ``agent_name`` may have; None does not check.
-        tools: names its ``extra_info.tool_selection`` and ``extra_info.tools_kwargs`` may have; None does not check.
-        adapters: names its ``adapter`` may have; None does not check.
+        path: the file.
+        agents: allowed values of ``agent_name``; None: any.
+        tools: allowed names in ``extra_info.tool_selection`` and ``extra_info.tools_kwargs``; None: any.
+        adapters: allowed values of ``adapter``; None: any.
 
     Raises:
-        DataError: the file is missing, unreadable or empty, or a row lacks a field, has one of a wrong kind or names
-            what there is not; says which line or row and what to do.
+        DataError: the file is missing, unreadable or empty, or a row lacks a field or has an invalid one; names the
+            line or row and the fix.
     """
     file = Path(path).expanduser()
     if not file.is_file():
@@ -118,7 +119,7 @@ def _checked(
 
 
 def _has_environment(row: Mapping[str, Any]) -> bool:
-    """Whether an environment provides (the rest of) the prompt."""
+    """Return whether an environment provides (the rest of) the prompt."""
     extra_info = row.get("extra_info")
     return isinstance(extra_info, Mapping) and bool(extra_info.get("environment_kwargs"))
 

@@ -1,4 +1,4 @@
-"""The quickstart's task: questions about a small shop that take one tool call, or two of which one needs the other.
+"""The quickstart's task: questions about a small shop that take one tool call, or two dependent ones.
 
 ==========  =====================================  =======================================
 kind        question                               calls
@@ -33,20 +33,24 @@ TABLES = {"price": PRICES, "weight": WEIGHTS}
 SHOWN = ("mug", "fan")
 """The items of the prompt's worked questions."""
 HELDOUT_SHARE = 0.25
-"""Of the other items: those that only held-out questions name."""
+"""Share of the other items that only held-out questions name."""
 
 Question = tuple[str, str, tuple[int, ...]]
-"""Kind, text, what its calls return; the last result is the answer."""
+"""Kind, text, results of its calls; the last result is the answer."""
 Message = dict[str, str]
 
 
 def prepare_shop(
     out: Path, *, train: int = 2000, heldout: int = 200, seed: int = 0, agent_name: str = "tool_agent"
 ) -> tuple[Path, Path]:
-    """Write ``train.jsonl`` and ``heldout.jsonl`` (no question is in both) and returns their paths.
+    """Write ``train.jsonl`` and ``heldout.jsonl`` (disjoint questions) and return their paths.
 
     Args:
-        agent_name: the loop that the rows ask for.
+        out: folder to write to.
+        train: number of training rows.
+        heldout: number of held-out rows.
+        seed: seeds the questions.
+        agent_name: agent loop of the rows.
     """
     out.mkdir(parents=True, exist_ok=True)
     rng = random.Random(seed)
@@ -63,7 +67,7 @@ def prepare_shop(
 
 
 def _questions(rng: random.Random, items: Sequence[str], seen: set[str]) -> Iterator[Question]:
-    """Different questions without end: one of every four is a sum or a difference, then one of each other kind."""
+    """Yield distinct questions without end: a sum or a difference, then one of each other kind."""
     while True:
         for kind in (rng.choice(("sum", "difference")), "product", "price", "weight"):
             while (question := _question(rng, kind, items))[1] in seen:
@@ -115,7 +119,7 @@ def _worked_lookup(kind: str, count: int, item: str) -> list[Message]:
 
 
 def _worked(question: str, *calls: tuple[str, int]) -> list[Message]:
-    """A question answered with calls, each with its result, as the policy is to do it."""
+    """Return a question answered with calls, each with its result, as the policy should."""
     messages = [{"role": "user", "content": question}]
     for call, result in calls:
         messages += [{"role": "assistant", "content": call}, {"role": "tool", "content": str(result)}]
@@ -123,5 +127,5 @@ def _worked(question: str, *calls: tuple[str, int]) -> list[Message]:
 
 
 def _call(name: str, **argument: str) -> str:
-    """A call in agent.tool_format ``pythonic``."""
+    """Format a call in agent.tool_format ``pythonic``."""
     return f"[{name}({', '.join(f'{key}={json.dumps(value)}' for key, value in argument.items())})]"

@@ -20,7 +20,7 @@ from jax_agent_rl.environments.base import Environment, Observation
 from jax_agent_rl.environments.registry import get_environment
 from jax_agent_rl.errors import EnvironmentFailedError, EnvironmentTimeoutError, TrajectoryError
 from jax_agent_rl.types import FinishReason
-from jax_agent_rl.utils.timeouts import in_time
+from jax_agent_rl.utils.threads import in_time
 
 if TYPE_CHECKING:
     from jax_agent_rl.chat.formats.types import Reply

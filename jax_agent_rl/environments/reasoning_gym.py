@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from jax_agent_rl.environments.base import Environment, Observation, in_thread
 from jax_agent_rl.environments.registry import register_environment
 from jax_agent_rl.errors import EnvironmentFailedError
-from jax_agent_rl.rewards.text import tagged
+from jax_agent_rl.rewards.rules import tagged
 
 if TYPE_CHECKING:
     from jax_agent_rl.chat.formats.types import Reply

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from jax_agent_rl.environments.base import Environment
 from jax_agent_rl.errors import ConfigError, DataError
 from jax_agent_rl.utils.plugins import load_user_module
-from jax_agent_rl.utils.suggest import did_you_mean
+from jax_agent_rl.utils.text import did_you_mean
 
 _ENVIRONMENTS: dict[str, type[Environment]] = {}
 _Class = TypeVar("_Class", bound=type[Environment])

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_agent_rl.config.base import LoraConfig
+from jax_agent_rl.config import LoraConfig
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.learner.precision import compute_params
 from jax_agent_rl.models.config import DecoderConfig, Params

@@ -14,7 +14,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from jax_agent_rl.config.base import LoraConfig
+from jax_agent_rl.config import LoraConfig
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.hf import tensor_names

@@ -1,6 +1,6 @@
-"""What a reward function may ask for: it names its parameters, and each is filled from the trajectory or its row.
+"""Arguments of reward functions, filled by parameter name from the trajectory, its row and the run's services.
 
-Looked up in this order, the first that has the name wins:
+Names are looked up in this order:
 
 1. ``data_source, solution_str, ground_truth, extra_info`` (the classic four);
 2. the trajectory: ``trajectory, messages, finish_reason, num_turns, tool_rewards, tool_scores, turn_scores``;
@@ -31,8 +31,8 @@ class Parameters:
     Attributes:
         required: names without a default.
         optional: names with one; left out when nothing has the name.
-        positional: it takes ``*args``.
-        open: it takes ``**kwargs``, and so gets all of the classic four.
+        positional: whether it takes ``*args``.
+        open: whether it takes ``**kwargs``, and so gets all of the classic four.
     """
 
     required: tuple[str, ...]
@@ -42,7 +42,7 @@ class Parameters:
 
     @classmethod
     def of(cls, function: Callable[..., Any]) -> Parameters:
-        """Reads a signature; ``ValueError`` or ``TypeError`` if it has none (some built-ins)."""
+        """Read a signature; raise ``ValueError`` or ``TypeError`` if there is none (some built-ins)."""
         parameters = inspect.signature(function).parameters.values()
         kinds = {p.kind for p in parameters}
         named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
@@ -54,7 +54,7 @@ class Parameters:
         )
 
     def bind(self, available: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Positional and keyword arguments of one call.
+        """Return the positional and keyword arguments of one call.
 
         Raises:
             KeyError: ``available`` lacks a required name.
@@ -67,7 +67,7 @@ class Parameters:
         return (), {name: available[name] for name in wanted}
 
     def missing_in(self, row: Mapping[str, Any], services: Collection[str]) -> list[str]:
-        """Required names that neither a trajectory of this row nor the run will have."""
+        """Return the required names that neither a trajectory of this row nor the run will have."""
         if self.positional:
             return []
         known = {*CLASSIC, *FROM_TRAJECTORY, *services, *row_fields(row)}
@@ -75,19 +75,13 @@ class Parameters:
 
 
 def row_fields(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Fields of a row by name: its own, then those of ``extra_info``, then those of ``reward_model``."""
+    """Return the fields of a row by name: its own, then those of ``extra_info``, then those of ``reward_model``."""
     sections = (row.get("extra_info") or {}, row.get("reward_model") or {})
     return ChainMap(*({key: value for key, value in part.items() if value is not None} for part in (row, *sections)))
 
 
 def available_arguments(trajectory: Trajectory, *, solution_str: str, services: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Everything a reward function of this trajectory may name.
-
-    Args:
-        trajectory: not scored yet.
-        solution_str: the text it reads.
-        services: of the run, by name.
-    """
+    """Return everything that the reward function of an unscored trajectory may name."""
     row = trajectory.row
     about = {
         "finish_reason": trajectory.finish_reason,

@@ -1,13 +1,13 @@
-"""Programs scored by tests, run in the sandbox.
+r"""Programs scored by tests in the sandbox.
 
-The last fenced block of the solution is the program. The truth is a mapping (or its JSON text) of one of three kinds::
+The program is the last fenced block of the solution. The truth is a mapping (or its JSON text) of one of three kinds::
 
-    {"inputs": ["1 2\\n", …], "outputs": ["3\\n", …]}                      stdin -> stdout, one run each
+    {"inputs": ["1 2\n", …], "outputs": ["3\n", …]}                        stdin -> stdout, one run each
     {"inputs": [[1, 2], …], "outputs": [3, …], "fn_name": "add"}          a function (or method of Solution), one run
     {"tests": "assert add(1, 2) == 3"}                                    asserts (a text or a list), one run
 
-What is expected never enters the process that runs the program: outputs are compared here, and asserts run in a
-sandboxed process of their own, which calls the program's functions and gets plain data back
+Expected results never enter the process that runs the program: outputs are compared here, and asserts run in their own
+sandboxed process, which calls the program's functions and gets plain data back
 (:mod:`jax_agent_rl.tool_server.sandbox.assertions`).
 """
 
@@ -27,19 +27,19 @@ _FENCED = re.compile(r"```[ \t]*+(?:(?:python3|python|py)[ \t]*+)?\r?\n(.*?)```"
 
 
 class RunResult(Protocol):
-    """How a program ended."""
+    """Result of a program's run."""
 
     @property
     def stdout(self) -> str: ...
 
     @property
     def ok(self) -> bool:
-        """It ended by itself, with exit code 0."""
+        """Whether it ended by itself, with exit code 0."""
         ...
 
 
 class CodeSandbox(Protocol):
-    """What is needed of a sandbox. ``python`` is its interpreter."""
+    """The part of a sandbox that scoring needs; ``python`` is its interpreter."""
 
     @property
     def python(self) -> str: ...
@@ -47,11 +47,11 @@ class CodeSandbox(Protocol):
     async def run(
         self, argv: Sequence[str], *, stdin: bytes = b"", files: Mapping[str, Any] | None = None
     ) -> RunResult:
-        """Runs a program with ``files`` in its working folder, in bounded time."""
+        """Run a program with ``files`` in its working folder, in bounded time."""
         ...
 
     async def run_tests(self, program: str, tests: str) -> RunResult:
-        """Runs tests of a program in another process than the program, in bounded time; ``ok`` if they all hold."""
+        """Run a program's tests in another process than the program, in bounded time; ``ok`` if all pass."""
         ...
 
 
@@ -59,7 +59,7 @@ class CodeSandbox(Protocol):
 async def code_tests(
     data_source: str, solution_str: str, ground_truth: Any, sandbox: CodeSandbox, partial_credit: bool = False
 ) -> dict[str, float]:
-    """1 if the program passes all tests, else 0; with the row field ``partial_credit``, the share it passes.
+    """Score 1 if the program passes all tests, else 0; with the row field ``partial_credit``, the share it passes.
 
     ``pass_rate`` and ``has_code`` are parts.
 
@@ -81,17 +81,17 @@ async def code_tests(
 
 
 def extract_program(text: str) -> str | None:
-    """The last fenced Python block, or None.
+    r"""Return the last fenced Python block, or None.
 
-    >>> extract_program("So:\\n```python\\nprint(1)\\n```")
-    'print(1)\\n'
+    >>> extract_program("So:\n```python\nprint(1)\n```")
+    'print(1)\n'
     """
     blocks = _FENCED.findall(text)
     return blocks[-1] if blocks else None
 
 
 def same_output(got: str, expected: str) -> bool:
-    """Equal line by line, white space at the ends of lines and of the text aside."""
+    """Compare line by line, ignoring white space at the ends of lines and of the text."""
 
     def lines(text: str) -> list[str]:
         return [line.rstrip() for line in text.strip().splitlines()]
@@ -147,14 +147,14 @@ for arguments in calls["inputs"]:
 
 
 async def _run_function(program: str, truth: Mapping[str, Any], sandbox: CodeSandbox) -> list[bool]:
-    mark = secrets.token_hex(16)  # tells results from what the program prints
+    mark = secrets.token_hex(16)  # distinguishes results from the program's own output
     calls = {"fn_name": truth["fn_name"], "inputs": list(truth["inputs"]), "mark": mark}
     files = {"solution.py": program.encode(), "driver.py": _CALL_DRIVER.encode()}
     result = await sandbox.run([sandbox.python, "driver.py"], stdin=json.dumps(calls).encode(), files=files)
     answers = [_json_or_none(line[len(mark) :]) for line in result.stdout.splitlines() if line.startswith(mark)]
     answers += [None] * (len(truth["outputs"]) - len(answers))  # it ended before the last call
     return [
-        isinstance(answer, Mapping) and "value" in answer and answer["value"] == _as_json(expected)
+        isinstance(answer, Mapping) and "value" in answer and answer["value"] == json.loads(json.dumps(expected))
         for answer, expected in zip(answers, truth["outputs"], strict=False)
     ]
 
@@ -169,8 +169,3 @@ def _json_or_none(text: str) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError):  # the program may have written the line itself
         return None
-
-
-def _as_json(value: Any) -> Any:
-    """What the value looks like after a way through JSON: tuples are lists."""
-    return json.loads(json.dumps(value))

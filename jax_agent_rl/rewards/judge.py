@@ -1,12 +1,12 @@
-"""Another model's opinion as a reward: any engine behind an ``LLMServerClient`` can be the judge.
+"""A model as judge: any engine behind an ``LLMServerClient``.
 
-A reward function asks for it by name::
+A reward function requests it by name::
 
     @register_reward("essays")
     async def compute_score(messages, solution_str, judge):
         return await judge.grade(question=messages[-2]["content"], answer=solution_str)
 
-``reward.judge.model`` in the config says which model it is.
+``reward.judge.model`` names the model.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _BEST_GRADE = 10.0
 
 
 class JudgeClient(Protocol):
-    """What is needed of an ``LLMServerClient``."""
+    """The part of an ``LLMServerClient`` that a judge needs."""
 
     async def generate(
         self, request_id: str, *, prompt_ids: Sequence[int], sampling_params: SamplingParams
@@ -50,14 +50,14 @@ class JudgeClient(Protocol):
 
 
 class ModelJudge:
-    """Asks a model and reads its grade. Use it from one event loop.
+    """Judge that grades answers with a model. Use it from one event loop.
 
     Args:
         client: generates tokens.
-        codec: of the judge's own tokenizer and chat template.
-        sampling: temperature 0 gives the same grade every time.
-        max_in_flight: questions at the same time; more wait.
-        prompt: has the fields ``{question}``, ``{answer}`` and ``{reference}``.
+        codec: codec of the judge's own tokenizer and chat template.
+        sampling: temperature 0 makes grades deterministic.
+        max_in_flight: most concurrent requests; more wait.
+        prompt: template with the fields ``{question}``, ``{answer}`` and ``{reference}``.
     """
 
     def __init__(
@@ -77,12 +77,7 @@ class ModelJudge:
         self._numbers = itertools.count()
 
     async def grade(self, *, question: str, answer: str, truth: str | None = None) -> float:
-        """The judge's grade, brought to [0, 1].
-
-        Args:
-            question: what was asked.
-            answer: what the policy said.
-            truth: a reference answer to compare with.
+        """Grade the policy's answer to a question in [0, 1], by comparison with a reference answer if given.
 
         Raises:
             RewardError: the judge gave no grade between 0 and 10.
@@ -99,7 +94,7 @@ class ModelJudge:
         return float(grades[-1]) / _BEST_GRADE
 
     async def reply(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """The judge's answer to a conversation of your own."""
+        """Return the judge's reply to a conversation."""
         prompt_ids = self._codec.encode_prompt(messages)
         async with self._slots:
             output = await self._client.generate(
@@ -112,7 +107,7 @@ class ModelJudge:
 async def model_judge(
     solution_str: str, ground_truth: Any, messages: Sequence[Mapping[str, Any]], judge: ModelJudge
 ) -> float:
-    """The judge's grade of the last turn, as an answer to the last user message; ``ground_truth`` is the reference."""
+    """Grade the last turn as an answer to the last user message, with ``ground_truth`` as the reference."""
     question = next((str(m["content"]) for m in reversed(messages) if m["role"] == "user"), "")
     truth = None if ground_truth is None else str(ground_truth)
     return await judge.grade(question=question, answer=solution_str, truth=truth)

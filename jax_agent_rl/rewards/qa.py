@@ -1,7 +1,7 @@
-"""Open-domain question answering: exact match and F1 under SQuAD's normalisation.
+"""Open-domain question answering: exact match and F1 with SQuAD's normalisation.
 
-The answer is what stands in the last ``<answer>…</answer>``. The truth is a string, a list of acceptable strings, or
-``{"target": …}`` with one of these, as search-agent data sets write it.
+The answer is the content of the last ``<answer>…</answer>``. The truth is a string, a list of accepted strings, or
+``{"target": …}`` with one of these, as in search-agent data sets.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from jax_agent_rl.errors import RewardError
 from jax_agent_rl.rewards.registry import register_reward
-from jax_agent_rl.rewards.text import MAX_CHARS, tagged
+from jax_agent_rl.rewards.rules import MAX_CHARS, tagged
 
 DATA_SETS = ("nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle")
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
@@ -22,7 +22,7 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def normalize_answer(text: str) -> str:
-    """Lower case, without ASCII punctuation, articles and superfluous white space.
+    """Convert to lower case without ASCII punctuation, articles and superfluous white space.
 
     >>> normalize_answer("The  Eiffel-Tower!")
     'eiffeltower'
@@ -34,12 +34,12 @@ def normalize_answer(text: str) -> str:
 
 
 def exact_match(prediction: str, truths: Sequence[str]) -> float:
-    """1 if the prediction is one of the truths after normalisation, else 0."""
+    """Score 1 if the prediction equals one of the truths after normalisation, else 0."""
     return float(normalize_answer(prediction) in {normalize_answer(truth) for truth in truths})
 
 
 def f1(prediction: str, truths: Sequence[str]) -> float:
-    """The best harmonic mean of word precision and recall over the truths, in [0, 1]."""
+    """Return the best harmonic mean of word precision and recall over the truths, in [0, 1]."""
     words = normalize_answer(prediction).split()
     return max((_f1(words, normalize_answer(truth).split()) for truth in truths), default=0.0)
 
@@ -62,13 +62,13 @@ def _answer_and_truths(solution_str: str, ground_truth: Any, data_source: str) -
 
 @register_reward("qa_em", *DATA_SETS, *(f"searchR1_{name}" for name in DATA_SETS))
 def qa_exact_match(data_source: str, solution_str: str, ground_truth: Any) -> dict[str, float]:
-    """Exact match; F1 and whether there was an answer at all are parts."""
+    """Score the exact match; F1 and whether there is an answer are parts."""
     answer, truths = _answer_and_truths(solution_str, ground_truth, data_source)
     return {"score": exact_match(answer, truths), "f1": f1(answer, truths), "answered": float(bool(answer))}
 
 
 @register_reward("qa_f1")
 def qa_f1(data_source: str, solution_str: str, ground_truth: Any) -> dict[str, float]:
-    """F1; exact match and whether there was an answer at all are parts."""
+    """Score F1; the exact match and whether there is an answer are parts."""
     answer, truths = _answer_and_truths(solution_str, ground_truth, data_source)
     return {"score": f1(answer, truths), "exact_match": exact_match(answer, truths), "answered": float(bool(answer))}

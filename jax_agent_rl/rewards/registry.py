@@ -6,8 +6,8 @@
     def compute_score(data_source, solution_str, ground_truth, extra_info):
         return float(ground_truth in solution_str)          # or {"score": 1.0, "format": 0.5}; or async def
 
-A function is called by the names of its parameters, so it may also ask for any field of the row, for the trajectory
-and for services of the run: see :mod:`jax_agent_rl.rewards.arguments`.
+Arguments are passed by parameter name, so a function may also request any field of the row, the trajectory and services
+of the run: see :mod:`jax_agent_rl.rewards.arguments`.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from jax_agent_rl.utils.plugins import load_user_module
 Score = float | Mapping[str, Any]
 ComputeScore = Callable[..., Score | Awaitable[Score]]
 Solution = Literal["last_turn", "assistant", "conversation"]
-"""Text a reward function reads: the last assistant turn, all assistant turns, or tool results as well."""
+"""Text that a reward function reads: the last assistant turn, all assistant turns, or tool results too."""
 
 _Function = TypeVar("_Function", bound=ComputeScore)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RewardFunction:
-    """A registered function, what it asks for, the text it wants to read, and the ``reward.path`` it came from."""
+    """A registered function, its parameters, the text it reads, and the ``reward.path`` it came from."""
 
     compute_score: ComputeScore
     parameters: Parameters
@@ -46,20 +46,20 @@ _REWARDS: dict[str, RewardFunction] = {}
 def register_reward(
     *data_sources: str, solution: Solution = "last_turn", override: bool = False
 ) -> Callable[[_Function], _Function]:
-    """Registers a reward function for rows of these sources.
+    """Register a reward function for rows of these sources.
 
     It may be async, and returns a number or a dict with ``"score"``; other numbers of the dict become
     ``Trajectory.reward_parts`` and metrics of the run. A synchronous function may block: those of ``reward.path`` run
     in worker processes (``reward.workers``), others in threads.
 
     Args:
-        data_sources: values of the row field ``data_source``; ``aime*`` stands for all that begin so and have no
+        *data_sources: values of the row field ``data_source``; a pattern such as ``aime*`` matches those without a
             function of their own.
         solution: see :data:`Solution`.
-        override: take the place of functions that are registered already, e.g. built-in ones.
+        override: replace registered functions, e.g. built-in ones.
 
     Raises:
-        ConfigError: a data source has a function already, and ``override`` is not set.
+        ConfigError: a data source already has a function, and ``override`` is not set.
     """
 
     def register(function: _Function) -> _Function:
@@ -78,7 +78,7 @@ def register_reward(
 
 
 def find_reward(data_source: str) -> RewardFunction | None:
-    """The function of a data source: by its name, else by the first pattern that matches it."""
+    """Return the function of a data source: by name, else by the first matching pattern."""
     if exact := _REWARDS.get(data_source):
         return exact
     return next((entry for pattern, entry in _REWARDS.items() if fnmatchcase(data_source, pattern)), None)
@@ -90,7 +90,7 @@ def known_data_sources() -> list[str]:
 
 
 def load_rewards(path: str | None) -> None:
-    """Imports ``reward.path``, a Python file or module that registers more functions; None does nothing.
+    """Import ``reward.path``, a Python file or module that registers more functions; None does nothing.
 
     Raises:
         ConfigError: it cannot be imported or registers a data source twice.
@@ -105,14 +105,10 @@ def load_rewards(path: str | None) -> None:
 
 
 def require_rewards(rows: Iterable[Mapping[str, Any]], *, services: Collection[str] = ()) -> None:
-    """Refuses a data set with rows that nothing could score; call it before a run.
-
-    Args:
-        rows: the rows.
-        services: names the run provides besides the rows' fields, e.g. ``judge``.
+    """Check before a run that every row can be scored, given the names of the run's services (``judge``).
 
     Raises:
-        ConfigError: naming all unknown data sources, and all fields that their functions ask for in vain.
+        ConfigError: names all unknown data sources, and all missing fields that their functions request.
     """
     unknown: set[str] = set()
     lacking: set[tuple[str, str]] = set()

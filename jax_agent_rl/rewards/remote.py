@@ -1,4 +1,4 @@
-"""A reward server over HTTP, asked politely: bounded concurrency, bounded rate, retries with growing pauses.
+"""Client of a reward server: bounded concurrency and rate, retries with exponential backoff.
 
 Request and answer are JSON::
 
@@ -24,17 +24,17 @@ _LONGEST_PAUSE = 30.0
 
 
 class RemoteReward:
-    """A reward function that asks a server. Use one object from one event loop.
+    """Reward function that asks a server. Use one object from one event loop.
 
     Args:
         url: where to POST.
-        timeout: seconds of one attempt.
-        max_retries: further attempts after connection errors, timeouts and statuses such as 429 and 503.
-        retry_delay: seconds before the first of them, doubled each time; the server's ``Retry-After`` comes first.
-        max_concurrency: requests at the same time.
-        requests_per_second: most requests started in a second, evenly spaced; None is no limit.
-        headers: of every request, e.g. an authorization.
-        transport: of httpx, for tests.
+        timeout: seconds per attempt.
+        max_retries: retries after connection errors, timeouts and statuses such as 429 and 503.
+        retry_delay: seconds before the first retry, doubled each time; the server's ``Retry-After`` takes precedence.
+        max_concurrency: most concurrent requests.
+        requests_per_second: most requests started per second, evenly spaced; None: no limit.
+        headers: headers of every request, e.g. an authorization.
+        transport: httpx transport, for tests.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class RemoteReward:
     async def __call__(
         self, data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any]
     ) -> Score:
-        """The server's score.
+        """Return the server's score.
 
         Raises:
             RewardError: no usable answer after all attempts; the message names the URL.
@@ -82,13 +82,13 @@ class RemoteReward:
             raise RewardError(f"the reward server {self.url} answered no JSON: {response.text[:200]!r}") from None
 
     async def close(self) -> None:
-        """Closes its connections."""
+        """Close the connections."""
         if self._client is not None:
             await self._client.aclose()
             self._client = None
 
     async def _post(self, question: Mapping[str, Any]) -> httpx.Response:
-        """A successful response."""
+        """Return a successful response."""
         import httpx
 
         client = self._client = self._client or httpx.AsyncClient(
@@ -99,7 +99,7 @@ class RemoteReward:
             await self._wait_for_turn()
             wanted_pause: float | None = None
             try:
-                async with asyncio.timeout(self._timeout):  # httpx's own is one of each phase, and so has no end
+                async with asyncio.timeout(self._timeout):  # httpx's own limits each phase, not the whole
                     response = await client.post(self.url, json=question)
                 if response.is_success:
                     return response
@@ -121,7 +121,7 @@ class RemoteReward:
             attempt += 1
 
     async def _wait_for_turn(self) -> None:
-        """Starts are at least ``interval`` apart, in the order in which they were asked for."""
+        """Wait so that requests start at least ``interval`` apart, first come first served."""
         now = time.monotonic()
         start = max(now, self._next_start)
         self._next_start = start + self._interval
@@ -129,6 +129,6 @@ class RemoteReward:
 
 
 def _retry_after(response: httpx.Response) -> float | None:
-    """Seconds the server asks to wait; None if it does not say so in seconds."""
+    """Return the seconds in ``Retry-After``, or None."""
     value = response.headers.get("Retry-After", "")
     return float(value) if value.isdecimal() else None

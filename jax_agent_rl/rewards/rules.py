@@ -1,7 +1,12 @@
-"""Rewards by rule: exact final answers, and for ``shop/*`` part of the reward for the way there."""
+r"""Rule-based rewards: answers extracted from text and compared as numbers or as mathematics; environment returns.
+
+Mathematical answers are compared by value with math-verify (extra ``math``): ``0.5``, ``1/2`` and ``\frac12`` are
+equal. That runs in worker processes (:mod:`jax_agent_rl.rewards.workers`), in bounded time whatever the expression.
+"""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
@@ -9,9 +14,13 @@ from typing import Any
 
 from jax_agent_rl.errors import RewardError
 from jax_agent_rl.rewards.registry import register_reward
-from jax_agent_rl.rewards.text import MAX_CHARS
+from jax_agent_rl.rewards.workers import WorkerPool
 from jax_agent_rl.types import FinishReason, Trajectory
 
+MAX_CHARS = 1 << 18
+"""Characters of a solution that a rule reads, from its end: bounds its time."""
+
+_BRACE = re.compile(r"[{}]")
 # "1,234.50": commas only where they separate thousands, so "3, 4" is two numbers. A minus right after a word or a
 # closing parenthesis is a subtraction or a hyphen ("10-3"), not a sign.
 _NUMBER = re.compile(
@@ -19,12 +28,53 @@ _NUMBER = re.compile(
     r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
     r"(?:[eE][-+]?\d{1,3}(?!\d))?"
 )
-# What a + follows is never given back: two stretches of white space side by side would share them out in every way.
+# Possessive quantifiers: adjacent runs of white space would otherwise backtrack in quadratic time.
 _MARKED = re.compile(r"####\s*+(-?)\$?\s*+((?:\d[\d,]*)?\.?\d+)")
 
 
+def tagged(text: str, tag: str = "answer") -> str | None:
+    """Return the stripped content of the last ``<tag>…</tag>``, or None.
+
+    >>> tagged("<answer> 3 </answer> no: <answer>4</answer>")
+    '4'
+    """
+    end = text.rfind(f"</{tag}>")
+    opening = text.rfind(f"<{tag}>", 0, max(end, 0))
+    return None if opening < 0 else text[opening + len(tag) + 2 : end].strip()
+
+
+def boxed(text: str) -> str | None:
+    r"""Return the content of the last ``\boxed{…}``, braces balanced; None if there is none or it does not close.
+
+    >>> boxed(r"so \boxed{\frac{1}{2}}")
+    '\\frac{1}{2}'
+    """
+    start = text.rfind("\\boxed{")
+    if start < 0:
+        return None
+    begin = start + len("\\boxed{")
+    depth = 1
+    for brace in _BRACE.finditer(text, begin, begin + MAX_CHARS):
+        depth += 1 if brace[0] == "{" else -1
+        if depth == 0:
+            return text[begin : brace.start()]
+    return None
+
+
+def has_format(text: str, tags: Sequence[str] = ("think", "answer")) -> bool:
+    """Return whether the text is one block of each tag, in this order, with only white space around them.
+
+    >>> has_format("<think>2 + 2</think> <answer>4</answer>"), has_format("4 <answer>4</answer>")
+    (True, False)
+    """
+    if any(text.count(f"<{tag}>") != 1 or text.count(f"</{tag}>") != 1 for tag in tags):
+        return False
+    blocks = r"\s*".join(f"<{re.escape(tag)}>.*</{re.escape(tag)}>" for tag in tags)
+    return re.fullmatch(rf"\s*{blocks}\s*", text, re.DOTALL) is not None
+
+
 def last_number(text: str) -> Decimal | None:
-    """The last number of a text, thousands separators removed; None if it has none.
+    """Return the last number of a text, without thousands separators, or None.
 
     >>> last_number("12 x 100 is 1,200.0")
     Decimal('1200.0')
@@ -34,7 +84,7 @@ def last_number(text: str) -> Decimal | None:
 
 
 def marked_number(text: str) -> Decimal | None:
-    """The number after the last ``####``, GSM8K's answer marker; None if there is none.
+    """Return the number after the last ``####``, GSM8K's answer marker, or None.
 
     >>> marked_number("9 + 9 = 18 eggs. #### 18")
     Decimal('18')
@@ -49,14 +99,14 @@ def _decimal(text: str) -> Decimal:
 
 @register_reward("calculator")
 def calculator(data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any]) -> float:
-    """1 if the last number of the final answer equals the truth; 0 for a trajectory that never answered."""
+    """Score 1 if the last number of the final answer equals the truth, else 0; 0 without a final answer."""
     if extra_info.get("finish_reason", FinishReason.ANSWER) != FinishReason.ANSWER:
         return 0.0
     return float(last_number(solution_str) == _truth(ground_truth, data_source))
 
 
 SHOP_CALLS = 0.5
-"""Reward of a shop trajectory that made all its calls and then answered wrongly."""
+"""Reward of a shop trajectory that made all its calls but answered wrongly."""
 
 
 @register_reward("shop/*")
@@ -68,11 +118,9 @@ def shop(
     trajectory: Trajectory,
     results: Sequence[str],
 ) -> dict[str, float]:
-    """1 for the right answer; else a share of :data:`SHOP_CALLS` for the calls that led towards it.
+    """Score 1 for the right answer, else a share of :data:`SHOP_CALLS` for the calls towards it.
 
-    Args:
-        results: what the calls that the question takes return, in their order. A call counts if it returned the next
-            of them.
+    ``results`` are the expected results of the question's calls, in order; a call counts if it returned the next one.
 
     Returns:
         ``score``, and ``accuracy``: whether the answer is right.
@@ -86,10 +134,9 @@ def shop(
 
 @register_reward("gsm8k", "openai/gsm8k")
 def gsm8k(data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any]) -> float:
-    """1 if the number after ``####`` equals the truth.
+    """Score 1 if the number after ``####`` equals the truth, else 0.
 
-    ``extra_info["answer_format"]`` ``"flexible"`` takes the last number of the answer where no ``####`` is written;
-    the default ``"strict"`` does not.
+    Without ``####``, ``extra_info["answer_format"] = "flexible"`` takes the last number; the default is ``"strict"``.
     """
     answer = marked_number(solution_str)
     if answer is None and extra_info.get("answer_format", "strict") == "flexible":
@@ -104,7 +151,35 @@ def _truth(ground_truth: Any, data_source: str) -> Decimal:
     return number
 
 
+SECONDS = 5
+"""Time limit of each of: parsing the truth, parsing the answer, comparing them."""
+
+POOL = WorkerPool("jax_agent_rl.rewards.worker", size=max(1, min(4, (os.cpu_count() or 1) // 2)), purpose="math-verify")
+
+
+@register_reward(
+    "math",
+    "math_dapo",
+    "lighteval/MATH",
+    "DigitalLearningGmbH/MATH-lighteval",
+    "HuggingFaceH4/MATH-500",
+    "numina_*",
+    "aime*",
+)
+def math_equal(solution_str: str, ground_truth: Any) -> dict[str, float]:
+    r"""Score 1 if the answer (``\boxed{…}`` first, else the last formula or number) equals the truth in LaTeX.
+
+    The part ``answered`` says whether the answer holds any mathematics.
+    """
+    answer_only = boxed(solution_str)  # the last of several boxes counts; math-verify would take all
+    solution = solution_str if answer_only is None else f"\\boxed{{{answer_only}}}"
+    question = {"solution": solution, "truth": str(ground_truth), "seconds": SECONDS}
+    # Twice the three time limits: the wall time includes waiting for a free worker and for its start.
+    answer = POOL.ask(question, timeout=6.0 * SECONDS)
+    return {"score": answer["score"], "answered": float(bool(answer["extracted"]))}
+
+
 @register_reward("environment")
 def environment(turn_scores: Sequence[float]) -> float:
-    """The return of the episode: everything the environment gave, turn by turn."""
+    """Return the sum of the rewards that the environment gave per turn."""
     return float(sum(turn_scores))

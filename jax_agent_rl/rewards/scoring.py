@@ -1,16 +1,16 @@
-"""Scores one trajectory: finds its function, calls it in bounded time, and checks what it says.
+"""Scoring of a trajectory: find its function, call it in bounded time, check its result.
 
 ``solution_str`` is the text of the last assistant turn unless the function was registered with another ``solution``:
-tool results never reach it, so an answer that only a tool wrote earns nothing. Three kinds of reward stay apart: what
-tools gave (``tool_rewards``, one per call; ``tool_scores``, one per tool, of the whole trajectory), what the world gave
-per turn (``turn_scores``), and what the function returns, the final reward; a function that wants to mix them asks for
-them by name. A function that runs past ``reward.timeout`` loses its trajectory, not the run.
+it excludes tool results, so an answer that only a tool wrote earns nothing. Three kinds of reward stay separate: those
+of tools (``tool_rewards`` per call, ``tool_scores`` per tool for the whole trajectory), of the environment per turn
+(``turn_scores``), and the function's result, the final reward; a function may request the others by name to combine
+them. A function that exceeds ``reward.timeout`` loses its trajectory, not the run.
 
 ::
 
     async def ──► awaited here                       (user code that blocks in it blocks the run)
-    def ──► of reward.path, asks for no service ──► a worker process, killed when it is late
-        ──► any other ──► a thread, left behind when it is late: the rules of this package take linear time
+    def ──► of reward.path, requests no service ──► a worker process, killed on timeout
+        ──► any other ──► a thread, abandoned on timeout: the rules of this package take linear time
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ from jax_agent_rl.rewards.arguments import available_arguments
 from jax_agent_rl.rewards.registry import RewardFunction, Score, Solution, find_reward, known_data_sources
 from jax_agent_rl.rewards.workers import FunctionWorkers
 from jax_agent_rl.types import Trajectory
-from jax_agent_rl.utils.threads import DaemonThreads
-from jax_agent_rl.utils.timeouts import in_time
+from jax_agent_rl.utils.threads import DaemonThreads, in_time
 
 _THREADS = DaemonThreads(kind="reward", error=RewardError)
 _NO_SERVICES: Mapping[str, Any] = MappingProxyType({})
@@ -42,19 +41,20 @@ async def score(
     services: Mapping[str, Any] = _NO_SERVICES,
     workers: FunctionWorkers | None = None,
 ) -> Trajectory:
-    """Returns the trajectory with its ``reward``, ``reward_parts`` and metrics.
+    """Return the trajectory with its ``reward``, ``reward_parts`` and metrics.
 
     ``metrics`` gains ``reward_seconds``, ``tool_reward`` and ``turn_score`` (sums over the trajectory).
 
     Args:
-        timeout: seconds the function may take, ``reward.timeout``. A thread that has not returned by then is
-            abandoned, see :mod:`jax_agent_rl.utils.threads`.
-        services: what functions may ask for by name besides the trajectory and the row, e.g. ``judge``.
-        workers: run the synchronous functions of ``reward.path``; None: threads do.
+        trajectory: not scored yet.
+        timeout: seconds the function may take, ``reward.timeout``; then its thread is abandoned, see
+            :mod:`jax_agent_rl.utils.threads`.
+        services: what functions may request besides the trajectory and the row, e.g. ``judge``.
+        workers: runs the synchronous functions of ``reward.path``; None: threads do.
 
     Raises:
-        RewardError: no function for its data source, the row lacks a field it asks for, it raised, or its score is
-            not a finite number.
+        RewardError: its data source has no function, the row lacks a requested field, the function raised, or its
+            score is not a finite number.
         RewardTimeoutError: the function took longer than ``timeout``.
     """
     began = time.perf_counter()
@@ -98,11 +98,11 @@ async def score(
 
 
 def solution_text(trajectory: Trajectory, which: Solution = "last_turn") -> str:
-    """The text a reward function reads; turns are joined by blank lines."""
+    """Return the text a reward function reads, turns joined by blank lines."""
     turns = trajectory.num_turns
     wanted = ("assistant",) if which != "conversation" else ("assistant", "tool", "user")
     texts: list[str] = []
-    for message in reversed(trajectory.messages):  # the prompt may hold assistant messages too: stop before it
+    for message in reversed(trajectory.messages):  # stop before the prompt, which may hold assistant messages
         if message["role"] in wanted:
             texts.append(message["content"])
         turns -= message["role"] == "assistant"
@@ -140,7 +140,7 @@ async def _call(reward: RewardFunction, data_source: str, args: tuple[Any, ...],
 
 
 def checked(result: Any, data_source: str) -> tuple[float, dict[str, float]]:
-    """Splits what a reward function returned into its score and its named parts.
+    """Split the result of a reward function into its score and its named parts.
 
     Raises:
         RewardError: there is no score, or it is not a finite number.
@@ -155,7 +155,7 @@ def checked(result: Any, data_source: str) -> tuple[float, dict[str, float]]:
 
 
 def _is_finite(value: Any) -> bool:
-    """True for bools, ints, floats and numpy scalars that are finite."""
+    """Return whether a bool, int, float or numpy scalar is finite."""
     try:
         return not isinstance(value, str | bytes) and math.isfinite(value)
     except (TypeError, OverflowError):

@@ -1,14 +1,14 @@
-"""A few helper processes that answer one question at a time, and are killed when they take too long.
+"""Pools of worker processes that answer one question at a time and are killed on timeout.
 
-Some code cannot run in this process: it sets signal handlers (``SIGALRM``), or may spin for ever without letting go of
-the interpreter, as a regular expression can that backtracks. A worker is ``python -m MODULE``, which reads one JSON
-object a line from its standard input and writes one a line to its standard output (:func:`answer_questions`)::
+Some code cannot run in this process: it sets signal handlers (``SIGALRM``), or may never release the interpreter, like
+a backtracking regular expression. A worker is ``python -m MODULE``, which reads one JSON object per line from standard
+input and writes one per line to standard output (:mod:`jax_agent_rl.rewards.worker`)::
 
     ask({"solution": …})  ──► a free worker (started when first needed)  ──► {"score": 1.0}
-                              no answer within the timeout: killed, its successor starts with the next question
+                              no answer within the timeout: killed, the next question starts another
 
-Workers end by themselves when their standard input does, so none outlives this process. What comes from them is JSON,
-and the caller's ``__main__`` is not imported again, as it would be by :mod:`multiprocessing`.
+Workers end with their standard input, so none outlives this process. Unlike :mod:`multiprocessing`, this reads only
+JSON from them and does not import the caller's ``__main__`` again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from jax_agent_rl.errors import RewardError, RewardTimeoutError
@@ -33,13 +33,13 @@ _START_SECONDS = 120.0  # a user's file may import a lot
 
 
 class WorkerPool:
-    """Blocking; call it from threads.
+    """Pool of worker processes. Its calls block, so call it from threads.
 
     Args:
-        module: what to run, as ``python -m`` wants it.
-        size: most workers, and so most questions at a time, >= 1.
+        module: module to run with ``python -m``.
+        size: most workers, and so most concurrent questions, >= 1.
         purpose: what they do, for messages.
-        hello: the first question to each worker, which answers when it is ready; a question's time begins after that.
+        hello: first question to each worker, answered when it is ready; other questions are timed from then on.
     """
 
     def __init__(self, module: str, *, size: int, purpose: str, hello: Mapping[str, Any] | None = None):
@@ -54,10 +54,10 @@ class WorkerPool:
         self._busy: set[_Worker] = set()
 
     def ask(self, question: Mapping[str, Any], *, timeout: float) -> dict[str, Any]:
-        """One answer; ``timeout`` seconds include waiting for a free worker.
+        """Return the answer to one question; ``timeout`` seconds include waiting for a free worker.
 
         Raises:
-            RewardTimeoutError: there was none in time. The worker is killed.
+            RewardTimeoutError: no answer in time; the worker is killed.
             RewardError: the worker ended, or answered ``{"error": …}``.
         """
         deadline = time.monotonic() + timeout
@@ -86,11 +86,11 @@ class WorkerPool:
         return answer
 
     def close(self) -> None:
-        """Ends the workers; those that are asked something fail, and later questions start new ones."""
+        """End the workers; running questions fail, later ones start new workers."""
         with self._lock:
             idle, self._idle = self._idle, []
             for worker in self._busy:
-                worker.end()
+                worker.process.kill()  # whoever talks to it notices and cleans up
         for worker in idle:
             worker.kill()
 
@@ -115,20 +115,20 @@ class WorkerPool:
 
 
 class _Worker:
-    """One process and its two pipes, non-blocking so that no write or read outlasts the deadline."""
+    """One process and its two pipes, non-blocking so that no I/O outlasts the deadline."""
 
     def __init__(self, module: str):
         command = [sys.executable, "-m", module]
         pipe = subprocess.PIPE
-        # A group of its own: Ctrl-C reaches the parent's, also while this one still imports; the parent decides.
-        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, bufsize=0, process_group=0)
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._stdin, self._stdout = self._process.stdin, self._process.stdout
+        # Its own process group: Ctrl-C reaches only the parent, which decides.
+        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, bufsize=0, process_group=0)
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self._stdin, self._stdout = self.process.stdin, self.process.stdout
         for pipe in (self._stdin, self._stdout):
             os.set_blocking(pipe.fileno(), False)
 
     def exchange(self, line: bytes, deadline: float) -> bytes:
-        """Sends a line and reads one; TimeoutError past the deadline, EOFError when the process is gone."""
+        """Send a line and return one; TimeoutError past the deadline, EOFError when the process is gone."""
         unsent = memoryview(line)
         while unsent:
             self._wait(self._stdin, selectors.EVENT_WRITE, deadline)
@@ -142,16 +142,12 @@ class _Worker:
             received += piece
         return received
 
-    def end(self) -> None:
-        """Ends the process; who talks to it notices, and does the rest."""
-        self._process.kill()
-
     def kill(self) -> int:
-        """Ends the process, and returns its exit code."""
-        self._process.kill()
+        """End the process and return its exit code."""
+        self.process.kill()
         self._stdin.close()
         self._stdout.close()
-        return self._process.wait()
+        return self.process.wait()
 
     @staticmethod
     def _wait(pipe: Any, event: int, deadline: float) -> None:
@@ -162,16 +158,16 @@ class _Worker:
 
 
 class FunctionWorkers:
-    """Runs synchronous functions of ``reward.path`` where they can be killed.
+    """Synchronous functions of ``reward.path`` in processes that can be killed.
 
     Args:
-        path: ``reward.path``; every worker imports it.
-        size: most of them, and so most functions at a time; more wait, which is not part of their time.
+        path: ``reward.path``, imported by every worker.
+        size: most workers, and so most concurrent calls; waiting for one does not count as their time.
     """
 
     def __init__(self, path: str, *, size: int):
         hello = {"path": path, "sys_path": sys.path}
-        module = "jax_agent_rl.rewards.function_worker"
+        module = "jax_agent_rl.rewards.worker"
         self._pool = WorkerPool(module, size=size, purpose=f"reward.path={path!r}", hello=hello)
         self._threads = DaemonThreads(kind="reward", error=RewardError)
         self._slots = asyncio.Semaphore(size)
@@ -179,12 +175,13 @@ class FunctionWorkers:
     async def score(
         self, data_source: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, timeout: float
     ) -> tuple[float, dict[str, float]]:
-        """The score and its named parts.
+        """Call the function of a data source and return its score and named parts.
 
         Args:
-            data_source: whose function is called.
-            args, kwargs: the call's, which pickle can write.
-            timeout: seconds it may take; the worker is killed then.
+            data_source: whose function to call.
+            args: positional arguments, picklable.
+            kwargs: keyword arguments, picklable.
+            timeout: seconds after which the worker is killed.
 
         Raises:
             RewardTimeoutError: it took longer.
@@ -207,23 +204,5 @@ class FunctionWorkers:
         return answer["score"], answer["parts"]
 
     def close(self) -> None:
-        """Ends the workers, busy ones too."""
+        """End the workers, busy ones too."""
         self._pool.close()
-
-
-def answer_questions(answer: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> None:
-    """A worker's side: answers until standard input ends. An exception becomes the answer ``{"error": …}``.
-
-    What the code prints, or a program that it starts, goes to standard error: it must not look like an answer.
-    """
-    questions = os.fdopen(os.dup(0), encoding="utf-8")
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(2, 1)
-    for line in questions:
-        try:
-            reply = answer(json.loads(line))
-        except BaseException as error:
-            reply = {"error": f"{type(error).__name__}: {error}"}
-        answers.write(json.dumps(reply) + "\n")
-        answers.flush()

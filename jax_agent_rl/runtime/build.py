@@ -35,7 +35,7 @@ def require_used(config: Config, rows: Sequence[Mapping[str, Any]]) -> None:
         ConfigError: names each of them; or an agent is not known.
         ModelError: the model's ``config.json`` is missing or of another family.
     """
-    facts = Facts(agents=select_agents(config, rows), sees=load_config(config.model.path).vision is not None)
+    facts = Facts(agents=select_agents(config, rows), has_vision=load_config(config.model.path).vision is not None)
     if problems := list(unused(config, facts)):
         raise ConfigError(problems)
 

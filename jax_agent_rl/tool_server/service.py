@@ -19,7 +19,7 @@ from jax_agent_rl.tool_server.environments import CloseReason, Environments, Too
 from jax_agent_rl.tool_server.plugin import ServerTool, ToolAction, ToolObservation
 from jax_agent_rl.tool_server.telemetry import Telemetry
 from jax_agent_rl.tool_server.wire import Failure, ObservationStep, ToolReply, encode_observation, failed
-from jax_agent_rl.utils.unicode import without_halves
+from jax_agent_rl.utils.text import replace_lone_surrogates
 
 logger = logging.getLogger(__name__)
 FINISH = "finish"
@@ -209,4 +209,4 @@ def shorten(text: str, limit: int) -> str:
     if len(text) > limit:
         keep = max(0, limit - len(_MARKER))
         text = text[: keep - keep // 2] + _MARKER + text[len(text) - keep // 2 :]
-    return without_halves(text)
+    return replace_lone_surrogates(text)

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from jax_agent_rl.errors import ConfigError, ToolError, ToolTimeoutError
 from jax_agent_rl.tools.base import BaseTool, ToolResponse, ToolResult
-from jax_agent_rl.utils.media import FORMATS, MOST_PIXELS
+from jax_agent_rl.utils.media import FORMATS, MAX_PIXELS
 
 if TYPE_CHECKING:
     from mcp import Client
@@ -284,8 +284,8 @@ def _image(data: str) -> Any:
 
     try:
         image = Image.open(io.BytesIO(base64.b64decode(data, validate=True)), formats=FORMATS)
-        if image.width * image.height > MOST_PIXELS:
-            raise ValueError(f"it has {image.width} x {image.height} pixels, more than {MOST_PIXELS}")
+        if image.width * image.height > MAX_PIXELS:
+            raise ValueError(f"it has {image.width} x {image.height} pixels, more than {MAX_PIXELS}")
         image.load()
     except (binascii.Error, UnidentifiedImageError, OSError, ValueError, Image.DecompressionBombError) as error:
         raise ToolError(f"the server sent an image that cannot be read: {error}") from None

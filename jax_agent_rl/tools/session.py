@@ -27,7 +27,7 @@ from jax_agent_rl.tools.truncate import Decode, Encode, Side, truncate_text
 from jax_agent_rl.tracing import span
 from jax_agent_rl.types import ToolCallRecord
 from jax_agent_rl.utils.media import check_media
-from jax_agent_rl.utils.timeouts import in_time
+from jax_agent_rl.utils.threads import in_time
 
 logger = logging.getLogger(__name__)
 

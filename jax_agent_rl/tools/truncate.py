@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from jax_agent_rl.utils.unicode import without_halves
+from jax_agent_rl.utils.text import replace_lone_surrogates
 
 Side = Literal["left", "middle", "right"]
 Encode = Callable[[str], list[int]]
@@ -28,7 +28,7 @@ def truncate_text(text: str, limit: int, side: Side, *, encode: Encode, decode: 
         encode: text to ids, without special tokens added.
         decode: ids to text.
     """
-    text = without_halves(text)
+    text = replace_lone_surrogates(text)
     short = _keep(text, limit * CHARS_PER_TOKEN, side) if len(text) > limit * CHARS_PER_TOKEN else text
     ids = encode(short)
     if len(ids) <= limit and short is text:

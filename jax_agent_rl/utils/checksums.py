@@ -1,7 +1,7 @@
-"""Digests of weights that travel: whoever takes them compares the bytes it got with those that were sent.
+"""XXH3-128 digests of transferred weights, compared by the receiver.
 
-XXH3 in 128 bits, which reads about as fast as memory does. It finds damage and mistaken files; against somebody who
-forges both bytes and digest there are tokens and TLS (``rollout.token_env``).
+They cost about as much as reading memory, and find damage and mistaken files; against forgery of both bytes and digest
+there are tokens and TLS (``rollout.token_env``).
 """
 
 from __future__ import annotations
@@ -16,24 +16,21 @@ from jax_agent_rl.errors import WeightUpdateError
 
 
 def digest(data: bytes | memoryview) -> str:
-    """Of bytes."""
+    """Return the XXH3-128 digest of ``data``."""
     return f"xxh3_128:{xxhash.xxh3_128(data).hexdigest()}"
 
 
 def file_digest(file: str | Path) -> str:
-    """Of a file, read in blocks."""
+    """Return the XXH3-128 digest of a file."""
     with open(file, "rb") as stream:
         return f"xxh3_128:{hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest()}"
 
 
 def check_files(paths: Sequence[str], digests: Mapping[str, str]) -> None:
-    """Whether files are those that were sent.
-
-    Args:
-        digests: by file name; none checks nothing.
+    """Check files against digests by file name; without digests, do nothing.
 
     Raises:
-        WeightUpdateError: a file is missing, damaged, cut short or another, or one has no digest.
+        WeightUpdateError: a file is missing, damaged, truncated or another, or has no digest.
     """
     if not digests:
         return
@@ -49,13 +46,13 @@ def check_files(paths: Sequence[str], digests: Mapping[str, str]) -> None:
 
 
 def check(name: str, found: str, sent: str) -> None:
-    """Whether two digests are equal.
+    """Compare two digests.
 
     Raises:
-        WeightUpdateError: they are not.
+        WeightUpdateError: they differ.
     """
     if found != sent:
         raise WeightUpdateError(
             f"{name} is not what the learner wrote: its digest is {found}, that of the update {sent}; it was damaged, "
-            "cut short or replaced by another version's"
+            "truncated or replaced by another version's"
         )

@@ -1,4 +1,4 @@
-"""Writing files so that a crash or a full disk leaves something whole."""
+"""The cache folder, and file writes that survive a crash or a full disk."""
 
 from __future__ import annotations
 
@@ -15,14 +15,19 @@ _NO_ROOM = (
 )
 
 
-def write_atomically(file: Path, text: str, *, message: str = _NO_ROOM) -> None:
-    """Replaces a file in one move, so a crash leaves the old or the new one.
+def cache_root() -> Path:
+    """Return the folder of downloads, converted models and compiled programs.
 
-    Args:
-        message: as :func:`writing` takes it.
+    It is ``$JAX_AGENT_RL_CACHE``, or ``~/.cache/jax_agent_rl``.
+    """
+    return Path(os.environ.get("JAX_AGENT_RL_CACHE", "~/.cache/jax_agent_rl")).expanduser()
+
+
+def write_atomically(file: Path, text: str, *, message: str = _NO_ROOM) -> None:
+    """Replace a file in one move, so that a crash leaves the old or the new one; ``message`` as in :func:`writing`.
 
     Raises:
-        StorageError: it could not be written; the old one is there.
+        StorageError: it could not be written; the old one is intact.
     """
     temporary = file.with_name(file.name + ".tmp")
     try:
@@ -36,10 +41,9 @@ def write_atomically(file: Path, text: str, *, message: str = _NO_ROOM) -> None:
 
 @contextlib.contextmanager
 def writing(file: Path, *, message: str = _NO_ROOM) -> Iterator[None]:
-    """Around writing a file, by default one of a run; StorageError says which one failed, and what to do.
+    """Turn an OSError while a file is written into a StorageError that names the file and the fix.
 
-    Args:
-        message: of the error; ``{file}`` and ``{reason}`` are filled in.
+    ``message`` is a template with ``{file}`` and ``{reason}``; the default suits files of a run.
     """
     try:
         yield

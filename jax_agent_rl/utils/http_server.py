@@ -1,4 +1,4 @@
-"""The HTTP server that every service of this package listens with: who may ask, what a body may be, an end in time.
+"""HTTP server of all services of this package: access control, limits of bodies and connections, prompt shutdown.
 
 ::
 
@@ -6,9 +6,9 @@
                     closed            closed            403 another Host or Origin                 400, 413, 408
                                                         401 no token, 415 content type
 
-A page in a browser of this machine is a stranger like any other: it may reach a server under a name that resolves here
-(DNS rebinding, told by ``Host``), or post to it unasked (CSRF, told by ``Origin``, ``Sec-Fetch-Site`` and the content
-type). The guard stands before every route, also before those that do not exist.
+Pages in a local browser are untrusted: they may reach a server under a name that resolves here (DNS rebinding, seen by
+``Host``) or send it requests (CSRF, seen by ``Origin``, ``Sec-Fetch-Site`` and the content type). The guard runs before
+every route, even one that does not exist.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ if TYPE_CHECKING:
 
 MOST_CONNECTIONS = 4096
 SPARE_DESCRIPTORS = 256
-"""Left for everything but connections, where descriptors are few."""
+"""File descriptors left for everything but connections."""
 HEAD_SECONDS = 10.0
-"""In which a new connection has to bring the head of its first request."""
+"""Time limit of a new connection for the head of its first request."""
 BODY_SECONDS = 60.0
-"""In which a JSON body has to be there."""
+"""Time limit of a JSON body."""
 MOST_NESTED = 100
-"""Levels of arrays and objects in a body; what walks a body by recursion can do several times as many."""
+"""Most levels of arrays and objects in a body; recursive code can handle several times as many."""
 CLOSING_SECONDS = 1.0
-"""That running requests get at the end."""
+"""Time for running requests at shutdown."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Refuse = Callable[[int, str], web.Response]
-"""From a status and a message to the service's own form of an error."""
+"""Converts a status and a message to the service's error format."""
 CONTENT_TYPES = {"POST": "application/json", "PUT": "application/octet-stream"}
-"""Neither can be sent by a page of another origin without asking first."""
+"""Content types that a page of another origin cannot send without a preflight."""
 _ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 class Refused(Exception):
-    """A request that is not carried out: a status and a message for the client."""
+    """Refusal of a request: a status and a message for the client."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -59,25 +59,25 @@ class Refused(Exception):
 
 
 class HttpServer:
-    """Serves routes in the running event loop, from :meth:`start` to :meth:`close`.
+    """Server of routes in the running event loop, from :meth:`start` to :meth:`close`.
 
     Args:
-        routes: what is served.
-        refuse: the service's form of an error.
-        host: an address to listen on. Anything but loopback needs a token.
+        routes: the routes to serve.
+        refuse: converts a refusal to the service's error format.
+        host: address to listen on; anything but loopback needs a token.
         port: 0 takes a free one.
-        token: that requests must bring; None asks for none.
-        token_key: the setting that names the token's variable, for messages.
-        open_paths: that ask for no token.
-        max_body_bytes: of a JSON body.
-        body_key: the setting of it, for messages.
+        token: token that requests must send, or None.
+        token_key: setting that names the token's variable, for messages.
+        open_paths: paths that need no token.
+        max_body_bytes: limit of a JSON body.
+        body_key: setting of that limit, for messages.
         keep_alive: seconds an idle connection stays open.
         around: middlewares that see every request, refused ones too.
-        most_connections: open at once; further ones are closed. Fewer where the process may not open so many.
+        most_connections: most open connections; further ones are closed. The process's limit may lower it.
         head_seconds: see :data:`HEAD_SECONDS`.
 
     Raises:
-        ConfigError: an address that others can reach, without a token.
+        ConfigError: the address is reachable from other machines, without a token.
     """
 
     def __init__(
@@ -118,12 +118,12 @@ class HttpServer:
 
     @property
     def url(self) -> str:
-        """Where it listens; for a wildcard address, as this machine sees it."""
+        """URL of the server; for a wildcard address, as seen from this machine."""
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self._host, self._host)
         return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
 
     def listen(self) -> None:
-        """Takes the address; whoever connects waits until :meth:`start`.
+        """Bind the address; clients that connect wait until :meth:`start`.
 
         Raises:
             ConfigError: the port is in use, or the address is not this machine's.
@@ -142,7 +142,7 @@ class HttpServer:
         self._socket, self.port = listener, listener.getsockname()[1]
 
     async def start(self) -> None:
-        """Serves.
+        """Start serving.
 
         Raises:
             ConfigError: see :meth:`listen`.
@@ -160,7 +160,7 @@ class HttpServer:
         await _Site(self._runner, self._socket, self._most_connections, self._head_seconds).start()
 
     async def close(self) -> None:
-        """Stops listening and ends running requests. Idempotent."""
+        """Stop listening and end running requests; idempotent."""
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
@@ -175,7 +175,7 @@ class HttpServer:
         except Refused as refused:
             response = self._refuse(refused.status, str(refused))
             if refused.status in (401, 403):
-                response.force_close()  # a stranger keeps no connection
+                response.force_close()  # an unauthorized client keeps no connection
             return response
         except web.HTTPRequestEntityTooLarge:
             return self._refuse(413, f"{request.method} {request.path}: the request is larger than {self._body_key}")
@@ -184,10 +184,10 @@ class HttpServer:
         except ConnectionResetError:
             if request.transport is not None and not request.transport.is_closing():
                 raise
-            return web.Response(status=499)  # for the counts: the client is gone, and nobody reads an answer
+            return web.Response(status=499)  # for the counts: the client is gone
 
     def _check(self, request: web.Request) -> None:
-        """Raises Refused unless the client may ask."""
+        """Raise Refused unless the client has access."""
         hosts = request.headers.getall("Host", [])
         named = hosts[0] if len(hosts) == 1 else ""
         if self._token is None and not names_this_machine(named, listening_on=self._host):
@@ -207,7 +207,7 @@ class HttpServer:
 
 
 def counted(requests: RequestCounts) -> Any:
-    """A middleware that counts every request by route and status."""
+    """Return a middleware that counts every request by route and status."""
 
     @web.middleware
     async def count(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -221,14 +221,15 @@ def counted(requests: RequestCounts) -> Any:
 
 
 async def read_json(request: web.Request, *, lone_surrogates: bool = False, seconds: float = BODY_SECONDS) -> Any:
-    """Reads and decodes a request's body.
+    """Read and decode a request's body.
 
     Args:
-        lone_surrogates: accept text that holds half a character, which no tokenizer and no file takes.
-        seconds: in which the body has to be there.
+        request: its body is JSON in UTF-8.
+        lone_surrogates: whether to accept lone surrogates, which no tokenizer and no file takes.
+        seconds: time limit of the body.
 
     Raises:
-        Refused: 400: not JSON in UTF-8, nested too deep, or half a character; 408: too slow; web.HTTPException: 413.
+        Refused: 400: not JSON in UTF-8, nested too deep, or a lone surrogate; 408: too slow; web.HTTPException: 413.
     """
     if (length := request.content_length or 0) > request.client_max_size:
         raise web.HTTPRequestEntityTooLarge(max_size=request.client_max_size, actual_size=length)
@@ -254,7 +255,7 @@ _TOO_DEEP = f"the body is nested more than {MOST_NESTED} levels deep; send a fla
 
 
 def _deeper_than(most: int, value: Any) -> bool:
-    """Whether containers are nested deeper; looked at level by level, as recursion could not."""
+    """Return whether containers are nested deeper, level by level, as recursion would overflow."""
     level = [value]
     for _ in range(most):
         inner = [item.values() if isinstance(item, dict) else item for item in level if isinstance(item, dict | list)]
@@ -265,7 +266,7 @@ def _deeper_than(most: int, value: Any) -> bool:
 
 
 def _is_text(value: Any) -> bool:
-    """Whether every string in it can be encoded."""
+    """Return whether every string in it can be encoded."""
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
@@ -274,7 +275,7 @@ def _is_text(value: Any) -> bool:
 
 
 class _Site(web.BaseSite):
-    """A listening socket whose connections are bounded in number, and in time until they ask for something."""
+    """A listening socket that bounds the number of connections, and their time to the first request."""
 
     def __init__(self, runner: web.AppRunner, listener: socket.socket, most: int, head_seconds: float) -> None:
         super().__init__(runner)
@@ -302,7 +303,7 @@ class _Site(web.BaseSite):
 
 
 class _Connection(asyncio.Protocol):
-    """Passes a connection on to aiohttp, which waits for the head of a first request for ever."""
+    """A connection to aiohttp, which by itself would wait for the first request's head without limit."""
 
     def __init__(self, inner: Any, places: set[_Connection], most: int, head_seconds: float) -> None:
         self._inner = inner

@@ -1,8 +1,8 @@
-"""Where a model's files lie: a folder of this machine, or a repository of the Hugging Face Hub, brought here once.
+"""A model's files: a local folder, or a repository of the Hugging Face Hub, downloaded once.
 
-``model.path: Qwen/Qwen3-8B`` names a repository, ``Qwen/Qwen3-8B@REVISION`` a branch, tag or commit of it, as long as
-no folder here has that name. The Hub's own cache (``HF_HOME``) keeps what was brought; ``HF_TOKEN`` opens what is gated
-and ``HF_HUB_OFFLINE=1`` asks nobody.
+``model.path: Qwen/Qwen3-8B`` names a repository, ``Qwen/Qwen3-8B@REVISION`` its branch, tag or commit, unless a local
+folder has that name. Downloads are kept in the Hub's cache (``HF_HOME``); ``HF_TOKEN`` opens gated repositories, and
+``HF_HUB_OFFLINE=1`` uses the cache alone.
 """
 
 from __future__ import annotations
@@ -21,14 +21,11 @@ _HUB_SECONDS = 5
 
 
 def model_folder(path: str | os.PathLike[str], *, weights: bool = False) -> Path:
-    """The folder of a model; what is named on the Hub is downloaded, unless it is here.
+    """Return the folder of a model, downloaded from the Hub if need be; its files are not checked.
 
     Args:
-        path: a folder (``~`` is known), or ``owner/name[@revision]`` on the Hub.
-        weights: the safetensors files are needed, too.
-
-    Returns:
-        the folder; whoever reads it says what is missing in it.
+        path: a folder (``~`` is expanded), or ``owner/name[@revision]`` on the Hub.
+        weights: whether the safetensors files are needed, too.
 
     Raises:
         ModelError: there is no such repository or revision, it is closed to this user, or it cannot be reached.
@@ -42,9 +39,9 @@ def model_folder(path: str | os.PathLike[str], *, weights: bool = False) -> Path
     repository, revision = named
     neither = f"there is no folder {str(folder)!r} here, and "
     try:
-        described = _brought(repository, revision, _DESCRIBING)
-        # Of the same commit, should the branch have moved on meanwhile: a snapshot's folder has its name.
-        return _brought(repository, described.name, _WEIGHTS) if weights else described
+        described = _download(repository, revision, _DESCRIBING)
+        # A snapshot's folder is named by its commit: take the same one even if the branch has moved on.
+        return _download(repository, described.name, _WEIGHTS) if weights else described
     except GatedRepoError:
         problem = f"{repository} is gated: accept its licence on the Hub and set HF_TOKEN"
     except RepositoryNotFoundError:
@@ -52,28 +49,28 @@ def model_folder(path: str | os.PathLike[str], *, weights: bool = False) -> Path
     except RevisionNotFoundError:
         problem = f"{repository} has no revision {revision!r}; leave @{revision} out of model.path, or correct it"
     except (HfHubHTTPError, OSError) as error:  # OSError: no connection, and a full disk
-        said = [*filter(None, [_silence()]), *str(error).strip().splitlines(), type(error).__name__]
-        problem = f"{repository!r} could not be brought from the Hub ({said[0]}); set model.path to a folder"
+        said = [*filter(None, [_unreachable()]), *str(error).strip().splitlines(), type(error).__name__]
+        problem = f"{repository!r} could not be downloaded from the Hub ({said[0]}); set model.path to a folder"
     raise ModelError(neither + problem)
 
 
 @functools.cache
-def _brought(repository: str, revision: str | None, patterns: tuple[str, ...]) -> Path:
-    """Asks the Hub once in a process; where that does not answer, only its cache here."""
+def _download(repository: str, revision: str | None, patterns: tuple[str, ...]) -> Path:
+    """Ask the Hub once per process; if it does not answer, use its local cache alone."""
     from huggingface_hub import snapshot_download
 
     return Path(
         snapshot_download(
-            repository, revision=revision, allow_patterns=list(patterns), local_files_only=_silence() is not None
+            repository, revision=revision, allow_patterns=list(patterns), local_files_only=_unreachable() is not None
         )
     )
 
 
 @functools.cache
-def _silence() -> str | None:
-    """Say that the Hub does not answer; None if it does, or nobody is to be asked.
+def _unreachable() -> str | None:
+    """Return why the Hub does not answer; None if it does, or is not to be asked.
 
-    Without this, its client would repeat every request for most of a minute.
+    Without this, its client would retry every request for most of a minute.
     """
     import httpx
     from huggingface_hub import constants
@@ -88,7 +85,7 @@ def _silence() -> str | None:
 
 
 def hub_name(path: str | os.PathLike[str]) -> tuple[str, str | None] | None:
-    """Repository and revision; None if ``path`` is a folder here, or nothing the Hub could have.
+    """Return repository and revision; None if ``path`` is a local folder or no Hub name.
 
     >>> hub_name("Qwen/Qwen3-8B@main"), hub_name("./Qwen/Qwen3-8B"), hub_name("/models/qwen")
     (('Qwen/Qwen3-8B', 'main'), None, None)
@@ -100,5 +97,5 @@ def hub_name(path: str | os.PathLike[str]) -> tuple[str, str | None] | None:
 
 
 def placeless(path: str) -> str:
-    """``path`` as a process in another working directory has to be told it."""
+    """Return ``path`` in a form that does not depend on the working directory."""
     return path if hub_name(path) else str(Path(path).expanduser().absolute())

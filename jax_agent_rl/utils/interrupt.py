@@ -1,12 +1,12 @@
-"""Ctrl-C and SIGTERM: the first one asks the run to save and end, the second ends the process at once.
+"""Ctrl-C and SIGTERM: the first lets the run save and end, the second ends the process at once.
 
 ::
 
     signal ─► wakeup descriptor ─► watching thread ─┬─► cancel the run's task: it saves, then closes everything
                                                     └─► second signal, or closing takes too long: clean up, exit
 
-A thread watches, for the main thread may be inside a compiler or a loader that returns in minutes; a handler of Python
-would have to wait for it.
+A thread watches, since the main thread may be inside a compiler or loader for minutes, which would delay Python's own
+signal handlers.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from jax_agent_rl.utils import tempdirs
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 PROMISED_SECONDS = 4.5  # from the signal to the end of the process; a save may take longer
-CLOSING_SECONDS = (0.5, 2.0)  # that an orderly shutdown gets: in any case, and at most
-FAREWELL_SECONDS = 60.0  # where other processes have to be told first: without their leader they would crash
+CLOSING_SECONDS = (0.5, 2.0)  # of an orderly shutdown: least and most
+FAREWELL_SECONDS = 60.0  # where other processes must be told first: without their leader they would crash
 ENDING_SECONDS = 10.0  # from the end of a server to the end of its process
 EXIT_CODE = 130
 
@@ -36,28 +36,28 @@ Leave = Callable[[float], None]
 
 
 class InterruptStage(Enum):
-    """Of a run, to an interruption."""
+    """Stage of a run, and the message if it is interrupted there."""
 
     STARTING = "interrupted before training; nothing has changed"
     TRAINING = "interrupted: saving the last finished step (once more: leave at once)"
     CLOSING = "interrupted while closing; everything is saved"
     SAMPLING = "interrupted: what is complete is kept"
-    """Of a command that trains nothing."""
+    """A command that trains nothing."""
     SERVING = "stopping (once more: leave at once)"
-    """Of a server."""
+    """A server."""
 
 
 _LEAVING_AT_ONCE = {InterruptStage.SERVING: "leaving at once"}
 
 
 class Interruption:
-    """Inside, the first signal cancels the current task. Use it in the main thread.
+    """Context in which the first signal cancels the current task. Use it in the main thread.
 
     Args:
-        say: takes a line for the user; called from another thread.
-        leave: sees to it that the process ends within so many seconds; called when everything worth it is on disk.
-        leads: other processes of the run depend on this one.
-        stage: in which it begins.
+        say: prints a line for the user; called from another thread.
+        leave: ends the process within the given seconds; called when everything worth keeping is on disk.
+        leads: whether other processes of the run depend on this one.
+        stage: initial stage.
     """
 
     def __init__(
@@ -94,18 +94,18 @@ class Interruption:
         self._outbox.close()
 
     def training_begins(self) -> None:
-        """From here on there is something to save before the process may go."""
+        """Enter the stage in which there is something to save before the process may end."""
         self._enter_stage(InterruptStage.TRAINING)
 
     def training_ended(self) -> None:
-        """Everything is on disk: what comes is not worth waiting for."""
+        """Enter the stage in which everything is on disk, so that nothing is worth waiting for."""
         self._enter_stage(InterruptStage.CLOSING)
         if self._began is not None:  # the signal came while the last step was saved
             self._say(InterruptStage.CLOSING.value)
             self._leave_in_time()
 
     def saved(self, step: int) -> None:
-        """The state after ``step`` is on disk."""
+        """Report that the state after ``step`` is on disk, and leave in time."""
         self._say(f"interrupted; a checkpoint of step {step} is saved. Go on with --resume")
         self._leave_in_time()
 
@@ -131,10 +131,7 @@ class Interruption:
             stage = self._stage
         self._say(stage.value)
         self._loop.call_soon_threadsafe(self._task.cancel)
-        if stage not in (
-            InterruptStage.TRAINING,
-            InterruptStage.SERVING,
-        ):  # these close in order, however long it takes
+        if stage not in (InterruptStage.TRAINING, InterruptStage.SERVING):  # these may take their time to close
             self._leave_in_time()
 
     def _leave_in_time(self) -> None:
@@ -151,9 +148,7 @@ _last_acts: list[Callable[[], None]] = []
 
 @contextlib.contextmanager
 def at_leaving(last: Callable[[], None]) -> Iterator[None]:
-    """Inside, ``last`` is called where the process leaves without an orderly end, in another thread: to end children
-    that might hang, too.
-    """
+    """Context in which ``last`` is called, in another thread, if the process leaves abruptly: to end its children."""
     _last_acts.append(last)
     try:
         yield
@@ -162,7 +157,7 @@ def at_leaving(last: Callable[[], None]) -> Iterator[None]:
 
 
 def leave_within(say: Callable[[str], None], seconds: float) -> None:
-    """Gives an orderly shutdown a moment, then ends the process: a thread inside a compiler cannot be stopped."""
+    """Give an orderly shutdown some seconds, then end the process: a thread inside a compiler cannot be stopped."""
 
     def leave() -> None:
         if seconds:
@@ -180,11 +175,11 @@ def leave_within(say: Callable[[str], None], seconds: float) -> None:
 
 
 def run_server(main: Coroutine[Any, Any, None], *, say: Callable[[str], None] = print) -> None:
-    """Runs a server on an event loop until SIGINT or SIGTERM cancels it; the second signal ends the process at once.
+    """Run a server on an event loop until SIGINT or SIGTERM cancels it; the second signal ends the process at once.
 
     Args:
-        main: starts, serves until it is cancelled, and closes what it opened.
-        say: takes a line for the user; called from another thread.
+        main: starts, serves until cancelled, and closes what it opened.
+        say: prints a line for the user; called from another thread.
     """
 
     async def stoppable() -> None:
@@ -193,7 +188,7 @@ def run_server(main: Coroutine[Any, Any, None], *, say: Callable[[str], None] = 
             try:
                 await main
             except asyncio.CancelledError:
-                stack.pop_all()  # signals are heard while the interpreter ends, too
-                leave_within(say, ENDING_SECONDS)  # it waits for threads, also for one that nobody can stop
+                stack.pop_all()  # keep handling signals while the interpreter ends
+                leave_within(say, ENDING_SECONDS)  # which waits even for threads that cannot be stopped
 
     asyncio.run(stoppable())

@@ -1,7 +1,7 @@
-"""JSON over HTTP to a service that a configuration names: bounded in time, size and repetitions.
+"""JSON over HTTP to a configured service: bounded in time, size and retries.
 
-What goes wrong is one exception with the service's URL and the key to change. A request is repeated only where that
-cannot do harm: it did not reach the service, the service was too busy to take it, or the caller says it may run twice.
+Every failure is one exception with the service's URL and the key to change. A request is retried only where that is
+safe: it did not reach the service, the service was too busy to accept it, or the caller declares it idempotent.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import httpx
 
 MAX_ANSWER_BYTES = 64 * 2**20
-"""Longer answers are refused: nothing a model reads is that long."""
+"""Limit of an answer: no model reads more."""
 
 _NOT_TAKEN = frozenset({429, 502, 503, 504})
 _HINTS = {
@@ -33,17 +33,17 @@ _HINTS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServiceSettings:
-    """Where a service is and how patient to be with it.
+    """Address, time limits and retries of a service.
 
     Attributes:
         url: http or https.
-        url_key, timeout_key: the config keys of ``url`` and ``timeout``, for messages.
-        timeout: seconds one request may take, from connecting to the last byte; a repetition has as many.
-        max_retries: repetitions of a request that was not taken, or may run twice and failed.
-        retry_delay: seconds before each repetition.
+        url_key, timeout_key: config keys of ``url`` and ``timeout``, for messages.
+        timeout: seconds per attempt, from connecting to the last byte.
+        max_retries: retries of a request that was not accepted, or is repeatable and failed.
+        retry_delay: seconds before each retry.
         headers: sent with every request.
         token_hint: what to do about a missing token, for messages.
-        trust_env: use the proxies that the environment names.
+        trust_env: whether to use the environment's proxies.
     """
 
     url: str
@@ -58,18 +58,18 @@ class ServiceSettings:
 
 
 class JsonService:
-    """A client of one service. Use it from one event loop; close it in the end.
+    """Client of one service. Use it from one event loop, and close it.
 
     Args:
-        settings: where the service is.
-        error: what its failures raise.
-        sleep: waits between repetitions.
+        settings: the service.
+        error: makes the error to raise.
+        sleep: waits between attempts.
 
     Attributes:
-        retries: requests repeated so far.
+        retries: number of retries so far.
 
     Raises:
-        ConfigError: the URL is not one.
+        ConfigError: the URL is invalid.
     """
 
     def __init__(
@@ -94,16 +94,16 @@ class JsonService:
         self._client: httpx.AsyncClient | None = None
 
     async def post(self, payload: Any, *, repeatable: bool = False) -> Any:
-        """Sends ``payload`` and returns the decoded answer. Invalid UTF-8 in it becomes U+FFFD.
+        """Send ``payload`` and return the decoded answer; invalid UTF-8 becomes U+FFFD.
 
         Args:
             payload: anything JSON can hold.
-            repeatable: the service may run this request twice, so it is also repeated when its answer was lost, came
-                too late or was a server error.
+            repeatable: whether the service may run the request twice, so that it is also retried when its answer was
+                lost, late or a server error.
 
         Raises:
-            TimeoutError: it took longer than ``settings.timeout``, each time.
-            JaxAgentRLError: ``error``: everything else that can go wrong.
+            TimeoutError: every attempt took longer than ``settings.timeout``.
+            JaxAgentRLError: made by ``error``: any other failure.
         """
         try:
             body = json.dumps(payload, allow_nan=False).encode()
@@ -112,17 +112,16 @@ class JsonService:
         return _decode(await self._persist("POST", self.settings.url, body, repeatable), self._error, self.settings.url)
 
     async def ping(self, url: str) -> None:
-        """A GET, whatever its answer holds; raises as :meth:`post` if it is refused or there is none."""
+        """Send a GET and ignore the answer's content; raise as :meth:`post`."""
         await self._persist("GET", url, b"", True)
 
     async def close(self) -> None:
-        """Closes the connections."""
+        """Close the connections."""
         if self._client is not None:
             await self._client.aclose()
             self._client = None
 
     async def _persist(self, method: str, url: str, body: bytes, repeatable: bool) -> bytes:
-        """Repeats what may be repeated."""
         for attempt in range(self.settings.max_retries + 1):
             last, times = attempt == self.settings.max_retries, f" ({attempt + 1} times)" if attempt else ""
             try:
@@ -179,7 +178,7 @@ class JsonService:
         import httpx
 
         if self._client is None:
-            # Idle connections are dropped before servers (uvicorn: after 5 s) do so, or a request could be lost.
+            # Drop idle connections before servers do (uvicorn: after 5 s), or a request could be lost.
             limits = httpx.Limits(max_connections=None, keepalive_expiry=2.0)
             settings = self.settings
             headers = {"content-type": "application/json", **(settings.headers or {})}
@@ -188,7 +187,7 @@ class JsonService:
 
 
 class _Failed(Exception):
-    """One attempt failed. ``not_taken``: the service did not act on it; ``may_pass``: another one may succeed."""
+    """Failed attempt. ``not_taken``: the service did not act on it; ``may_pass``: a retry may succeed."""
 
     def __init__(self, message: str, *, not_taken: bool = False, may_pass: bool = True):
         super().__init__(message)
@@ -216,7 +215,7 @@ def _decode(content: bytes, error: Callable[[str], JaxAgentRLError], url: str) -
 
 
 def bearer(variable: str | None, *, key: str) -> dict[str, str]:
-    """The Authorization header with the secret an environment variable holds; none for None.
+    """Return the Authorization header with the secret in an environment variable; empty for None.
 
     Raises:
         ConfigError: the variable is not set.

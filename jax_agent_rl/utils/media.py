@@ -1,7 +1,7 @@
-"""Images and videos in the one form that everything here agrees on, whatever a tool made of them.
+"""Images and videos in one normal form, whatever a tool returned.
 
-An image is an upright RGB picture; a video is RGB frames of one size. Engines, the wire and the count of ids all start
-from these, so that none of them sees a picture that another does not.
+An image is upright and RGB; a video is RGB frames of one size. Engines, the wire format and the count of ids all start
+from these, so that they agree.
 """
 
 from __future__ import annotations
@@ -16,22 +16,19 @@ if TYPE_CHECKING:
 
 KINDS = ("image", "video")
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
-"""Of image files that come over HTTP, as OpenAI's API takes them. Others (EPS, PDF) run programs to be read."""
-MOST_PIXELS = 16_000_000
-"""Of an image that came over HTTP."""
-MOST_PICTURES = 64
-"""That come with one answer,"""
-MOST_PIXELS_TOGETHER = 32_000_000
-"""and of all of them: a small file can hold many pixels of one colour."""
+"""Formats of image files accepted over HTTP, as in OpenAI's API. Others (EPS, PDF) would start programs."""
+MAX_PIXELS = 16_000_000
+"""Limit of one image that came over HTTP."""
+MAX_IMAGES = 64
+"""Limit of images in one answer."""
+MAX_TOTAL_PIXELS = 32_000_000
+"""Limit of all images in one answer: a small file can hold many pixels of one colour."""
 FRAMES_PER_SECOND = 2.0
-"""At which videos are shown: tools give frames without times, and this is what Qwen's models were trained on."""
+"""Frame rate of videos: tools return frames without times, and Qwen's models were trained at this rate."""
 
 
-def as_picture(item: Any) -> Image:
-    """An image upright, in RGB, what is transparent on white.
-
-    Args:
-        item: a PIL image, or uint8 [H, W, 3].
+def as_image(item: Any) -> Image:
+    """Convert a PIL image, or uint8 [H, W, 3], to upright RGB, transparency on white.
 
     Raises:
         ValueError: it is neither, or has no pixels.
@@ -52,33 +49,33 @@ def as_picture(item: Any) -> Image:
         return item
     if not item.has_transparency_data:
         return item.convert("RGB")
-    picture = item.convert("RGBA")
-    white = Image.new("RGBA", picture.size, "white")
-    return Image.alpha_composite(white, picture).convert("RGB")
+    item = item.convert("RGBA")
+    white = Image.new("RGBA", item.size, "white")
+    return Image.alpha_composite(white, item).convert("RGB")
 
 
-def read_pictures(texts: Sequence[str]) -> tuple[Image, ...]:
-    """Image files from ``data:`` URLs, or from base64 alone; their sender need not be trusted.
+def read_images(texts: Sequence[str]) -> tuple[Image, ...]:
+    """Read images from untrusted ``data:`` URLs or base64.
 
     Raises:
-        ValueError: one is no image that can be read, or they have more than ``MOST_PIXELS`` pixels each or
-            ``MOST_PIXELS_TOGETHER``; none is unpacked then.
+        ValueError: one cannot be read, or they exceed ``MAX_PIXELS`` each or ``MAX_TOTAL_PIXELS``; none is
+            unpacked then.
     """
-    if len(texts) > MOST_PICTURES:
-        raise ValueError(f"{len(texts)} images are more than {MOST_PICTURES}")
+    if len(texts) > MAX_IMAGES:
+        raise ValueError(f"{len(texts)} images are more than {MAX_IMAGES}")
     with _damage():
-        opened = [_open_picture(text) for text in texts]
+        opened = [_open_image(text) for text in texts]
     together = sum(image.width * image.height for image in opened)
-    if together > MOST_PIXELS_TOGETHER:
-        raise ValueError(f"the images have {together} pixels together, more than {MOST_PIXELS_TOGETHER}")
+    if together > MAX_TOTAL_PIXELS:
+        raise ValueError(f"the images have {together} pixels together, more than {MAX_TOTAL_PIXELS}")
     with _damage():
         for image in opened:
             image.load()
-    return tuple(map(as_picture, opened))
+    return tuple(map(as_image, opened))
 
 
-def _open_picture(text: str) -> Image:
-    """The image with its head read, and not its pixels."""
+def _open_image(text: str) -> Image:
+    """Open an image without reading its pixels."""
     import base64
     import io
 
@@ -86,14 +83,14 @@ def _open_picture(text: str) -> Image:
 
     encoded = text.partition(",")[2] if text.startswith("data:") else text
     image = Image.open(io.BytesIO(base64.b64decode(encoded, validate=True)), formats=FORMATS)
-    if image.width * image.height > MOST_PIXELS:
-        raise ValueError(f"it has {image.width} x {image.height} pixels, more than {MOST_PIXELS}")
+    if image.width * image.height > MAX_PIXELS:
+        raise ValueError(f"it has {image.width} x {image.height} pixels, more than {MAX_PIXELS}")
     return image
 
 
 @contextmanager
 def _damage() -> Iterator[None]:
-    """Whatever Pillow's readers raise for damaged files, as one error."""
+    """Turn whatever Pillow raises for damaged files into ValueError."""
     from PIL import Image, UnidentifiedImageError
 
     try:
@@ -105,10 +102,10 @@ def _damage() -> Iterator[None]:
 
 
 def as_frames(item: Any) -> np.ndarray:
-    """A video as uint8 [T, H, W, 3].
+    """Convert a video to uint8 [T, H, W, 3].
 
     Args:
-        item: frames as :func:`as_picture` takes them, all of one size, or an array [T, H, W, 3].
+        item: frames as :func:`as_image` takes them, all of one size, or an array [T, H, W, 3].
 
     Raises:
         ValueError: it is something else, or has no frames.
@@ -117,7 +114,7 @@ def as_frames(item: Any) -> np.ndarray:
 
     if not isinstance(item, Sequence | np.ndarray) or isinstance(item, str | bytes):
         raise ValueError(f"a video must be a sequence of frames, got {type(item).__name__}")
-    frames = [np.asarray(as_picture(frame)) for frame in item]
+    frames = [np.asarray(as_image(frame)) for frame in item]
     sizes = sorted({frame.shape for frame in frames})
     if len(sizes) != 1:
         raise ValueError(f"a video must have frames, all of one size, got {len(frames)} of sizes {sizes}")
@@ -125,14 +122,14 @@ def as_frames(item: Any) -> np.ndarray:
 
 
 def check_media(media: Mapping[str, Sequence[Any]]) -> None:
-    """Whether every item of kinds ``image`` and ``video`` is one.
+    """Check that every item of kinds ``image`` and ``video`` is one.
 
     Raises:
-        ValueError: one is not; says which and why.
+        ValueError: names the first that is not, and why.
     """
     for kind, items in media.items():
         for number, item in enumerate(items):
             try:
-                as_frames(item) if kind == "video" else as_picture(item)
+                as_frames(item) if kind == "video" else as_image(item)
             except ValueError as error:
                 raise ValueError(f"{kind} {number + 1} of {len(items)}: {error}") from None

@@ -1,4 +1,4 @@
-"""What servers and clients share: secrets from the environment, and which addresses are this machine."""
+"""Secrets from the environment, and addresses of this machine."""
 
 from __future__ import annotations
 
@@ -10,13 +10,10 @@ from jax_agent_rl.errors import ConfigError
 
 
 def token_from(variable: str | None, *, key: str) -> str | None:
-    """The secret in an environment variable; None if none is named.
-
-    Args:
-        key: the setting that names the variable, for the message.
+    """Return the secret in an environment variable that the setting ``key`` names, or None without a name.
 
     Raises:
-        ConfigError: it is named and not set.
+        ConfigError: the variable is not set.
     """
     if variable is None:
         return None
@@ -26,7 +23,7 @@ def token_from(variable: str | None, *, key: str) -> str | None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only programs of the same machine can reach this address."""
+    """Return whether only programs on this machine can reach the address."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -34,10 +31,9 @@ def is_loopback(host: str) -> bool:
 
 
 def names_this_machine(host_header: str, *, listening_on: str) -> bool:
-    """Whether a request's ``Host`` is this machine, or the address that is listened on.
+    """Return whether a request's ``Host`` is this machine, or the address listened on.
 
-    A page in a local browser comes under another name, which was made to resolve here (DNS rebinding): servers that ask
-    for no token refuse it.
+    Servers without a token refuse other names: DNS rebinding lets a page in a local browser reach them.
     """
     try:
         host = urlsplit(f"//{host_header}").hostname or ""

@@ -1,4 +1,4 @@
-"""Imports a user's own code (tools, reward functions), given as a Python file or a module name."""
+"""Import of a user's code (tools, reward functions) from a Python file or a module."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from jax_agent_rl.errors import ConfigError, JaxAgentRLError
 
 
 def load_user_module(where: str, *, key: str) -> ModuleType:
-    """Imports ``my_tools.py``, ``path/to/my_tools.py`` or ``package.my_tools``, once per process.
+    """Import ``my_tools.py``, ``path/to/my_tools.py`` or ``package.my_tools``, once per process.
 
     Args:
         where: a path (ends with ``.py`` or has a path separator) or a dotted module name.
-        key: the config key that named it, for error messages.
+        key: the config key that names it, for error messages.
 
     Raises:
-        ConfigError: there is no such file or module, or its code raised while it was imported. Errors that the
-            package raises on purpose (a wrongly declared tool, say) pass through: their message is better.
+        ConfigError: there is no such file or module, or importing it raised. This package's own errors (a wrongly
+            declared tool, say) pass through.
     """
     is_path = where.endswith(".py") or os.sep in where
     try:
@@ -48,7 +48,7 @@ def _import_file(path: Path) -> ModuleType:
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} is not a Python source file")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # before exec: dataclasses and type hints look their own module up
+    sys.modules[name] = module  # before exec: dataclasses and type hints look up their own module
     try:
         spec.loader.exec_module(module)
     except BaseException:

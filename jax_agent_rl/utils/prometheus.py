@@ -1,8 +1,8 @@
 """Metrics in Prometheus's text format 0.0.4, and counts of a server's requests.
 
-Names begin with ``jax_agent_rl_``: ``engine_…`` is what an engine counts since it started
-(:mod:`jax_agent_rl.rollout.engine_metrics`), ``server_requests`` what asked for it, ``train_…`` the newest line of a
-run's ``metrics.jsonl`` (:mod:`jax_agent_rl.observe.prometheus`). Counters end in ``_total``.
+Names begin with ``jax_agent_rl_``: ``engine_…`` are an engine's counts since it started
+(:mod:`jax_agent_rl.rollout.engine_metrics`), ``server_requests`` its requests, ``train_…`` the newest line of a run's
+``metrics.jsonl`` (:mod:`jax_agent_rl.observe.prometheus`). Counters end in ``_total``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class RequestCounts:
-    """Requests by path and status, and those being answered. One event loop."""
+    """Counts of finished requests by path and status, and of running ones. Use it from one event loop."""
 
     def __init__(self) -> None:
         self._ended: Counter[tuple[str, int]] = Counter()
@@ -28,10 +28,9 @@ class RequestCounts:
 
     @contextmanager
     def request(self, path: str) -> Iterator[list[int]]:
-        """Around one request; put its status into the list. Without one it counts as 499: the client went away.
+        """Count one request, whose status the caller appends to the list; without it, 499: the client left.
 
-        Args:
-            path: of the route, without ids, or every id would be a series of its own.
+        ``path`` is the route's, without ids: every id would be a series of its own.
         """
         status: list[int] = []
         self._running += 1
@@ -42,11 +41,11 @@ class RequestCounts:
             self.count(path, status[-1] if status else 499)
 
     def count(self, path: str, status: int) -> None:
-        """One request that ended."""
+        """Count one request that ended."""
         self._ended[path, status] += 1
 
     def families(self) -> Iterator[Metric]:
-        """``server_requests_total{path,status}`` and ``server_requests_running``."""
+        """Yield ``server_requests_total{path,status}`` and ``server_requests_running``."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         ended = CounterMetricFamily(PREFIX + "server_requests", "Requests answered.", labels=["path", "status"])
@@ -57,7 +56,7 @@ class RequestCounts:
 
 
 def gauges(values: Mapping[str, float]) -> Iterator[Metric]:
-    """Plain values by name, without :data:`PREFIX`."""
+    """Yield gauges from values by name, without :data:`PREFIX`."""
     from prometheus_client.core import GaugeMetricFamily
 
     for name, value in values.items():
@@ -65,7 +64,7 @@ def gauges(values: Mapping[str, float]) -> Iterator[Metric]:
 
 
 def text_of(families: Iterable[Metric]) -> bytes:
-    """The body of ``GET /metrics``; families of one name (of several engines) are put together."""
+    """Return the body of ``GET /metrics``; families of one name (of several engines) are merged."""
     from prometheus_client import generate_latest
 
     merged: dict[str, Metric] = {}

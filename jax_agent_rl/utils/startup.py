@@ -1,18 +1,43 @@
-"""libtpu also compiles for TPUs that are not there (``jax-agent-rl plan``); where it is installed for that, JAX is kept
-from looking for them in every command: it would complain that there are none.
-"""
+"""Process startup: logging, and JAX on machines without accelerators."""
 
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
+import sys
 from pathlib import Path
+from typing import TextIO
+
+
+class _StderrHandler(logging.StreamHandler[TextIO]):
+    """Handler that writes to the current ``sys.stderr``.
+
+    A live display replaces it to print above itself. If the real standard error is no terminal, that one is used.
+    """
+
+    def emit(self, record: logging.LogRecord) -> None:
+        behind = getattr(sys.stderr, "rich_proxied_file", sys.stderr)
+        self.setStream(sys.stderr if behind.isatty() else behind)
+        super().emit(record)
+
+
+def quiet_logging() -> None:
+    """Show this package's warnings on the screen, and silence other libraries."""
+    form = "%(levelname)s %(name)s: %(message)s"
+    logging.basicConfig(level=logging.WARNING, format=form, handlers=[_StderrHandler()])
+    for noisy in ("jax", "orbax"):
+        logging.getLogger(noisy).setLevel(logging.ERROR)
+    logging.getLogger("absl").setLevel(logging.CRITICAL)  # this package reports Orbax's failures itself
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it misses PyTorch, which nothing here needs
 
 
 def ignore_absent_tpus(devices: Path = Path("/dev")) -> None:
-    """Sets ``JAX_PLATFORMS=cpu`` where libtpu is installed, the machine has neither TPU nor GPU, and nobody has set it.
+    """Set ``JAX_PLATFORMS=cpu`` if it is unset, libtpu is installed, and the machine has neither TPU nor GPU.
 
-    Call it before JAX is imported.
+    libtpu may be installed only to compile for absent TPUs (``jax-agent-rl plan``); JAX would look for them and
+    complain in every command. Call this before JAX is imported.
     """
     if "JAX_PLATFORMS" in os.environ or importlib.util.find_spec("libtpu") is None:
         return

@@ -1,7 +1,7 @@
 """Temporary folders that do not outlive their process, however it ends.
 
-Removed by whoever made them in the end; by :func:`remove_all` where a process leaves without an orderly end; and after
-``kill -9`` by the next process that makes one of the same kind in the same place: a lock says whether the owner lives.
+Their maker removes them, or :func:`remove_all` where a process leaves abruptly; after ``kill -9``, the next process
+that makes one with the same prefix and parent. A lock shows whether the owner lives.
 """
 
 from __future__ import annotations
@@ -13,31 +13,26 @@ import tempfile
 import threading
 from pathlib import Path
 
-_mine: dict[Path, int] = {}  # the descriptor that holds the lock, which is on the folder itself
+_mine: dict[Path, int] = {}  # descriptor of the locked folder
 _guard = threading.Lock()
 
 
 def make_folder(prefix: str, parent: Path | None = None) -> Path:
-    """A new folder; those of the same prefix in the same place whose owners have died are removed.
-
-    Args:
-        prefix: of its name.
-        parent: where; None is the temporary folder.
-    """
+    """Make a folder in ``parent`` (None: the system's), and remove those of the same prefix whose owners died."""
     parent = Path(tempfile.gettempdir()) if parent is None else parent
     for folder in parent.glob(f"{prefix}*"):
         _remove_if_dead(folder)
     unlocked = Path(tempfile.mkdtemp(prefix=f".{prefix}", dir=parent))
     lock = os.open(unlocked, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     fcntl.flock(lock, fcntl.LOCK_EX)
-    folder = unlocked.rename(parent / unlocked.name[1:])  # nobody ever sees it under this name without its lock
+    folder = unlocked.rename(parent / unlocked.name[1:])  # under this name it is always locked
     with _guard:
         _mine[folder] = lock
     return folder
 
 
 def remove_folder(folder: Path) -> None:
-    """Removes what :func:`make_folder` returned; once more does nothing."""
+    """Remove a folder from :func:`make_folder`; idempotent."""
     with _guard:
         lock = _mine.pop(folder, None)
     shutil.rmtree(folder, ignore_errors=True)
@@ -46,7 +41,7 @@ def remove_folder(folder: Path) -> None:
 
 
 def remove_all() -> None:
-    """Removes all folders of this process."""
+    """Remove all folders of this process."""
     for folder in list(_mine):
         remove_folder(folder)
 

@@ -1,9 +1,8 @@
-"""Runs blocking functions in daemon threads, and gives up on those that never return.
+"""Bounded calls of user code: blocking functions in daemon threads, awaitables with a timeout.
 
-A worker thread of a pool that hangs is lost for good and keeps the process from exiting. So every call gets its
-own daemon thread (starting one takes tens of microseconds); when the caller stops waiting, the thread is
-*abandoned*: counted, left alone, and forgotten when it ends. When too many are abandoned, further calls are
-refused rather than leaking threads without bound.
+A hanging thread of a pool is lost for good and keeps the process from exiting. So every call gets its own daemon
+thread (starting one takes tens of microseconds). When the caller stops waiting, the thread is *abandoned*: counted,
+left alone, and forgotten when it ends. With too many abandoned threads, further calls are refused.
 """
 
 from __future__ import annotations
@@ -11,19 +10,21 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import threading
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
 
 from jax_agent_rl.errors import JaxAgentRLError, ToolError
 
+T = TypeVar("T")
+
 
 class DaemonThreads:
-    """Starts one daemon thread per call.
+    """One daemon thread per call.
 
     Args:
-        max_abandoned: calls nobody waits for any more that may exist at the same time.
+        max_abandoned: most abandoned calls at the same time.
         kind: what is called, for messages.
-        error: what a refused call raises, and one that tried to exit.
+        error: error of a refused call, and of one that tried to exit.
     """
 
     def __init__(
@@ -37,16 +38,16 @@ class DaemonThreads:
 
     @property
     def abandoned(self) -> int:
-        """Calls that still run though nobody waits for them."""
+        """Number of calls that still run though nobody waits for them."""
         return self._abandoned
 
     async def run(self, function: Callable[[], Any], *, name: str) -> Any:
-        """Calls ``function()`` in a daemon thread, in a copy of the caller's context.
+        """Call ``function()`` in a daemon thread, in a copy of the caller's context.
 
         Cancelling the caller abandons the thread.
 
         Raises:
-            JaxAgentRLError: ``error``: too many abandoned calls, or the function raised ``SystemExit`` and the like.
+            JaxAgentRLError: made by ``error``: too many abandoned calls, or the function raised ``SystemExit``, say.
         """
         if self._abandoned >= self._max_abandoned:
             raise self._error(
@@ -71,7 +72,7 @@ class DaemonThreads:
 
 
 class _Call:
-    """One function call on its way through a thread and back into the event loop."""
+    """One function call in a thread, whose result returns to the event loop."""
 
     def __init__(self, function: Callable[[], Any], name: str, error: Callable[[str], JaxAgentRLError]):
         self.name = name
@@ -106,3 +107,34 @@ class _Call:
             self.result.set_exception(RuntimeError(f"StopIteration: {error}"))
         else:
             self.result.set_exception(error)
+
+
+async def in_time(
+    work: Awaitable[T], timeout: float, *, late: Callable[[], JaxAgentRLError], error: Callable[[str], JaxAgentRLError]
+) -> T:
+    """Await user code in its own task, which is abandoned if it ignores its cancellation.
+
+    Args:
+        work: a tool, a reward function, an environment.
+        timeout: seconds.
+        late: makes the error to raise on timeout.
+        error: makes the error to raise if ``work`` cancelled itself or tried to exit, which must neither look like a
+            cancellation of the caller nor end the run.
+    """
+    task = asyncio.ensure_future(_no_exit(work, error))
+    try:
+        done, _ = await asyncio.wait({task}, timeout=timeout)
+    finally:
+        task.cancel()
+    if not done:
+        raise late()
+    if task.cancelled():
+        raise error("cancelled itself")
+    return task.result()
+
+
+async def _no_exit(work: Awaitable[T], error: Callable[[str], JaxAgentRLError]) -> T:
+    try:
+        return await work
+    except SystemExit as left:
+        raise error(f"tried to exit with {left.code!r}") from None

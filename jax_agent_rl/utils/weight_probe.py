@@ -1,7 +1,7 @@
-"""A proof that goes with new weights: log-probs the learner computed with them, which the engine must reproduce.
+"""Probe sent with new weights: log-probs the learner computed with them, which the engine must reproduce.
 
-An engine in another process can take weights wrongly without an error: a tied matrix stays old, a fused matrix is
-filled in part, a cached copy is not rebuilt. Each of them changes log-probs, so a few sequences tell.
+An engine in another process can load weights wrongly without an error: a tied matrix stays old, a fused matrix is
+partly filled, a cached copy is not rebuilt. Each changes log-probs, so a few sequences suffice.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 METADATA_KEY = "logprob_probe"
-"""Key of the probe in the metadata of a safetensors file."""
+"""Key of the probe in a safetensors file's metadata."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LogprobProbe:
-    """Sequences and what the learner says of them.
+    """Sequences and the learner's log-probs of them.
 
     Attributes:
         ids: sequences of token ids, each at least two long.
@@ -33,15 +33,15 @@ class LogprobProbe:
             raise ValueError(f"a probe needs sequences of n >= 2 ids with n - 1 log-probs each, got {lengths}")
 
     def to_metadata(self) -> dict[str, str]:
-        """Metadata for a safetensors file (strings only)."""
+        """Return metadata for a safetensors file (strings only)."""
         return {METADATA_KEY: json.dumps({"ids": self.ids, "log_probs": self.log_probs})}
 
     @classmethod
     def from_metadata(cls, metadata: Mapping[str, str]) -> LogprobProbe | None:
-        """The probe of a file, None if it has none.
+        """Return the probe in a file's metadata, or None.
 
         Raises:
-            ValueError: there is one, but it is damaged.
+            ValueError: the probe is damaged.
         """
         if METADATA_KEY not in metadata:
             return None

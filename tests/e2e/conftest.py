@@ -12,7 +12,7 @@ from jax_agent_rl.data.calculator import prepare_calculator
 from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.models.decoder import Decoder, model_params
 from jax_agent_rl.models.hf import save_hf
-from jax_agent_rl.utils.cache import cache_root
+from jax_agent_rl.utils.files import cache_root
 
 CALCULATOR = Path(__file__).parents[2] / "examples" / "calculator" / "config.yaml"
 REAL_MODEL = cache_root() / "models" / "smollm2-135m-instruct"

@@ -24,7 +24,7 @@ from jax_agent_rl.models.decoder import Decoder, model_params
 from jax_agent_rl.models.hf import save_hf
 from jax_agent_rl.rollout.protocol import GenerateRequest, WeightUpdate
 from jax_agent_rl.types import SamplingParams
-from jax_agent_rl.utils.cache import cache_root
+from jax_agent_rl.utils.files import cache_root
 from tests.tiny import tiny_params
 
 CALCULATOR = Path(__file__).parents[2] / "examples" / "calculator" / "config.yaml"

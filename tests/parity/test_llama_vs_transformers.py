@@ -13,7 +13,7 @@ from jax_agent_rl.errors import ModelError
 from jax_agent_rl.models.config import DecoderConfig, Llama3Scaling, Rope
 from jax_agent_rl.models.decoder import Decoder, hidden_states, logits, model_params
 from jax_agent_rl.models.hf import load_hf, save_hf
-from jax_agent_rl.utils.cache import cache_root
+from jax_agent_rl.utils.files import cache_root
 
 torch = pytest.importorskip("torch")
 

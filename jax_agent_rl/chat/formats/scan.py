@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from jax_agent_rl.chat.formats.types import Reply, ToolCall
 from jax_agent_rl.chat.thinking import ALL_THINK_TAGS, THINK_TAGS
-from jax_agent_rl.utils.unicode import has_half
+from jax_agent_rl.utils.text import has_lone_surrogate
 
 MAX_CALLS = 64
 """Calls (decodable or not) read in one turn; a turn of more is a degenerate one, and the rest of it is not read."""
@@ -139,7 +139,7 @@ def json_at(text: str, at: int) -> tuple[Any, int, str | None]:
     at = skip_space(text, at)
     try:
         value, end = _DECODER.raw_decode(text, at)
-        if _SURROGATE.search(text, at, end) and has_half(json.dumps(value, ensure_ascii=False)):
+        if _SURROGATE.search(text, at, end) and has_lone_surrogate(json.dumps(value, ensure_ascii=False)):
             return None, at, "not valid JSON: half a surrogate pair in a string"
     except RecursionError:
         return None, at, "not valid JSON: nested too deeply"

@@ -192,7 +192,7 @@ async def rows(known: Known, say: Say, *, name: str, source: Source) -> Iterable
 async def keys(known: Known, say: Say) -> Iterable[Finding]:
     """Keys that neither the rows' agents nor the model use."""
     sees = None if known.model is None else known.model.vision is not None
-    facts = Facts(agents=select_agents(known.config, known.all_rows), sees=sees)
+    facts = Facts(agents=select_agents(known.config, known.all_rows), has_vision=sees)
     return [say.fail(problem) for problem in unused(known.config, facts)] or [say.ok("all that are set are used")]
 
 

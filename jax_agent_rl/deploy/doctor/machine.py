@@ -15,7 +15,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from jax_agent_rl.deploy.doctor.findings import Finding, Say
-from jax_agent_rl.utils.cache import cache_root
+from jax_agent_rl.utils.files import cache_root
 
 DISTRIBUTION = "jax_agent_rl"
 MIN_PYTHON = (3, 11)

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import IO, Any
 
 from jax_agent_rl.errors import CompilerError, ConfigError, ModelError
-from jax_agent_rl.utils.quiet_logging import quiet_logging
+from jax_agent_rl.utils.startup import quiet_logging
 
 PLANNER = (sys.executable, "-m", "jax_agent_rl.deploy.plan.compile_subprocess")
 # What keeps libtpu from where it fails, by a function on its stack. Seen on v5p with libtpu 0.0.42.1: gradients of a

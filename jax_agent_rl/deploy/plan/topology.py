@@ -12,7 +12,7 @@ from typing import Any
 from jax_agent_rl.deploy.plan.chips import CHIPS, Chip
 from jax_agent_rl.deploy.tpu_shapes import SHAPES
 from jax_agent_rl.errors import ConfigError
-from jax_agent_rl.utils.suggest import did_you_mean
+from jax_agent_rl.utils.text import did_you_mean
 
 _QUIET = {
     "TPU_SKIP_MDS_QUERY": "1",  # or it asks a metadata server that only a cloud has

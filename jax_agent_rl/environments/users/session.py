@@ -11,7 +11,7 @@ from typing import Any
 
 from jax_agent_rl.environments.users.base import BaseInteraction, UserReply
 from jax_agent_rl.errors import InteractionError, TrajectoryError
-from jax_agent_rl.utils.timeouts import in_time
+from jax_agent_rl.utils.threads import in_time
 
 logger = logging.getLogger(__name__)
 

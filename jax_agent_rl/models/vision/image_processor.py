@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jax_agent_rl.errors import ModelError
-from jax_agent_rl.utils.media import as_frames, as_picture
+from jax_agent_rl.utils.media import as_frames, as_image
 
 if TYPE_CHECKING:
     import numpy as np
@@ -95,7 +95,7 @@ class ImageProcessor:
             frames, height, width, _ = as_frames(item).shape
             groups = -(-frames // processor.temporal_patch_size)
         else:
-            width, height = as_picture(item).size
+            width, height = as_image(item).size
             groups = 1
         return groups * processor.get_number_of_image_patches(height, width, {}) // processor.merge_size**2
 
@@ -108,7 +108,7 @@ class ImageProcessor:
         import numpy as np
 
         processor = self._processors[kind]
-        multimodal = list(as_frames(item)) if kind == "video" else [np.asarray(as_picture(item))]
+        multimodal = list(as_frames(item)) if kind == "video" else [np.asarray(as_image(item))]
         # Said, because a picture of three rows would be taken for one of three channels.
         cut = processor(images=multimodal, input_data_format="channels_last", return_tensors="np")
         _, rows, columns = cut["image_grid_thw"][0].tolist()

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from importlib.resources import files
 from typing import Any
 
-from jax_agent_rl.utils.unicode import without_halves
+from jax_agent_rl.utils.text import replace_lone_surrogates
 
 SCRIPTS = ("dom.js", "charts.js", "timeline.js", "tokens.js", "tree.js", "browser.js", "main.js")
 """In order; each relies only on those before it."""
@@ -29,7 +29,7 @@ def to_json(value: Any) -> str:
     '{"a":"\\\\u003c/script\\\\u003e"}'
     """
     text = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-    return without_halves(text).translate(_ESCAPES)
+    return replace_lone_surrogates(text).translate(_ESCAPES)
 
 
 def page(*, title: str, index: Mapping[str, Any], trajectories: Iterable[Mapping[str, Any]]) -> str:

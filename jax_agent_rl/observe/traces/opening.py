@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from jax_agent_rl.config.trace import TraceConfig
+from jax_agent_rl.config import TraceConfig
 from jax_agent_rl.observe.metrics import RunFolder
 from jax_agent_rl.observe.traces.sinks import open_sinks
 from jax_agent_rl.observe.traces.writer import TraceWriter

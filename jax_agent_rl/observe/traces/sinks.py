@@ -8,7 +8,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from jax_agent_rl.config.trace import TraceConfig
+from jax_agent_rl.config import TraceConfig
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.observe.metrics import RunFolder, append_records
 from jax_agent_rl.observe.traces.records import (

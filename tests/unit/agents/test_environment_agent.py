@@ -14,7 +14,7 @@ from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.tracing import Span, Tracer
 from jax_agent_rl.types import FinishReason, SamplingParams, StopReason, ToolCallRecord
-from jax_agent_rl.utils.cache import cache_root
+from jax_agent_rl.utils.files import cache_root
 from tests.fakes import FakeCodec, ScriptedBackend
 from tests.unit.agents.test_tool_agent import assert_token_exact
 

@@ -10,7 +10,7 @@ from jax_agent_rl.config import AgentConfig
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.types import SamplingParams, StopReason
-from jax_agent_rl.utils.cache import cache_root
+from jax_agent_rl.utils.files import cache_root
 from tests.agent_testbed import ROW, STOP, assert_token_exact
 from tests.fakes import ScriptedBackend
 from tests.http_service import ToolServer

@@ -16,7 +16,7 @@ from jax_agent_rl.config import AgentConfig
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.types import SamplingParams
-from jax_agent_rl.utils.cache import cache_root
+from jax_agent_rl.utils.files import cache_root
 from tests.fakes import ScriptedBackend
 from tests.unit.chat.test_template_families import codec_of
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from jax_agent_rl.chat.codec import ChatCodec
-from jax_agent_rl.utils.cache import cache_root
+from jax_agent_rl.utils.files import cache_root
 
 CONVERSATIONS = 150  # per family and kind of turn
 

@@ -48,7 +48,7 @@ def about(path: str, config, facts: Facts) -> list[str]:
 @pytest.mark.parametrize(("path", "field"), CONDITIONAL)
 def test_each_conditional_key_is_refused_where_a_condition_does_not_hold_and_taken_where_all_do(path: str, field):
     config = replaced(build(MINIMAL), path, other_value(field))
-    nobody, everybody = Facts(agents=frozenset(), sees=False), Facts(agents=EVERY_AGENT, sees=True)
+    nobody, everybody = Facts(agents=frozenset(), has_vision=False), Facts(agents=EVERY_AGENT, has_vision=True)
     fulfilled = config
     for condition in all_conditions(Config, path):
         broken = with_condition(condition, config, nobody, holding=False)
@@ -157,7 +157,7 @@ def test_what_the_environment_says_of_tools_is_for_any_run(monkeypatch):
     ],
 )
 def test_a_shipped_recipe_sets_no_key_that_its_agent_does_not_use(file: Path, agent: str):
-    assert list(unused(load(file), Facts(agents=frozenset({agent}), sees=False))) == []
+    assert list(unused(load(file), Facts(agents=frozenset({agent}), has_vision=False))) == []
 
 
 def test_a_default_that_is_written_out_is_no_use():
@@ -179,4 +179,4 @@ def test_a_run_refuses_what_neither_its_rows_agents_nor_its_model_use():
             runtime_build.require_used(config, [row("tool_agent")])
     found = [problem.partition("=")[0] for problem in caught.value.problems]
     assert sorted(found) == sorted(key.partition("=")[0] for key in keys)
-    assert any("by models that read pictures; the one at model.path does not" in p for p in caught.value.problems)
+    assert any("by vision models; the one at model.path has no vision" in p for p in caught.value.problems)

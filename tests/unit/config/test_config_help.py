@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 
 from jax_agent_rl.cli.config import app
 from jax_agent_rl.config import Config, load
-from jax_agent_rl.config.explain import find
 from jax_agent_rl.config.keys import in_words, keys_of
 from jax_agent_rl.config.loading import read_tree, valid_keys
+from jax_agent_rl.config.reference import find
 from jax_agent_rl.config.tool_server import ToolServerSettings
 from jax_agent_rl.errors import ConfigError
 

@@ -19,7 +19,7 @@ KEYS = {path: (section, name) for path, section, name in keys(Config)}
 
 READ_OTHERWISE = {
     # Another name of rollout.group_size, resolved when a configuration is made.
-    "agent.n": "jax_agent_rl/config/__init__.py",
+    "agent.n": "jax_agent_rl/config/run.py",
     **dict.fromkeys(
         (f"algorithm.filters.{name}" for name in
          ("void_turn", "void_trajectory", "all_tool_calls_failed", "overlong", "repetition")),

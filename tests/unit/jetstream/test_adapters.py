@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jax_agent_rl.config.base import LoraConfig
+from jax_agent_rl.config import LoraConfig
 from jax_agent_rl.errors import BackendError, ConfigError
 from jax_agent_rl.jetstream.backend import JetStreamBackend
 from jax_agent_rl.jetstream.engine import EngineShapes

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_agent_rl.config import AlgorithmConfig, LearnerConfig
-from jax_agent_rl.config.base import LoraConfig
+from jax_agent_rl.config import AlgorithmConfig, LearnerConfig, LoraConfig
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.learner.checkpoint import Checkpointer
 from jax_agent_rl.learner.learner import Learner
@@ -155,7 +154,7 @@ def test_bad_settings_are_refused_with_the_fix():
     pytest.importorskip("qwix")
     with pytest.raises(ConfigError, match="tiles of 32; set learner.lora.quantize=none"):
         learner({"quantize": "int8", "targets": ("down_proj",)})  # 48 inputs
-    with pytest.raises(ValueError, match="names a layer twice"):
+    with pytest.raises(ValueError, match="names an item twice"):
         LoraConfig(targets=("q_proj", "q_proj"))
     experts = Experts(count=4, per_token=2, intermediate_size=16, normalize=True)
     mixture = DecoderConfig(**{**vars(TINY), "family": "qwen3_moe", "experts": experts})

@@ -129,7 +129,7 @@ def test_a_missing_package_is_named_with_its_extra_before_anything_starts(monkey
     ("override", "message"),
     [
         ("trainer.logger=[console, wandb]", "leave 'console' out"),
-        ("trainer.logger=[wandb, wandb]", "names one twice"),
+        ("trainer.logger=[wandb, wandb]", "names an item twice"),
         ("trainer.logger=swanlab", "'tensorboard', 'wandb' or 'trackio'"),
         ("trainer.project_name=mine", "is used only with trainer.logger=wandb or trackio"),
     ],

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from jax_agent_rl.config.trace import TraceConfig
+from jax_agent_rl.config import TraceConfig
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.observe.metrics import RunFolder, read_records
 from jax_agent_rl.observe.traces import sinks

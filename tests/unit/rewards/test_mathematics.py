@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from jax_agent_rl.errors import RewardError, RewardTimeoutError
-from jax_agent_rl.rewards.mathematics import POOL, math_equal
+from jax_agent_rl.rewards.rules import POOL, math_equal
 from jax_agent_rl.rewards.workers import WorkerPool
 
 ECHO = "import sys, json\nfor line in sys.stdin:\n    print(line, end='', flush=True)\n"
@@ -131,8 +131,8 @@ def test_an_error_of_the_worker_reaches_the_caller(worker):
 
 
 def test_a_worker_without_the_library_says_how_to_get_it(monkeypatch):
-    from jax_agent_rl.rewards import math_worker
+    from jax_agent_rl.rewards import worker
 
     monkeypatch.setitem(sys.modules, "math_verify", None)
     with pytest.raises(ImportError):
-        math_worker.verify_answer({"solution": "1", "truth": "1", "seconds": 1})
+        worker.verify_answer({"solution": "1", "truth": "1", "seconds": 1})

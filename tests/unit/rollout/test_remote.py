@@ -34,7 +34,7 @@ from jax_agent_rl.rollout.http.uploads import Uploads
 from jax_agent_rl.rollout.protocol import GenerateRequest, RolloutBackend, WeightUpdate
 from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.types import SamplingParams, StopReason, TokenOutput
-from jax_agent_rl.utils.media import as_frames, as_picture
+from jax_agent_rl.utils.media import as_frames, as_image
 from jax_agent_rl.utils.network import is_loopback
 from tests.toy_backend import ToyBackend
 
@@ -226,7 +226,7 @@ async def test_pictures_arrive_pixel_by_pixel():
         await remote.generate(request(multi_modal=PICTURES))
     (got,) = seen
     for sent, arrived in zip(PICTURES["image"], got["image"], strict=True):
-        np.testing.assert_array_equal(np.asarray(as_picture(sent)), np.asarray(arrived))
+        np.testing.assert_array_equal(np.asarray(as_image(sent)), np.asarray(arrived))
     np.testing.assert_array_equal(as_frames(PICTURES["video"][0]), as_frames(got["video"][0]))
 
 

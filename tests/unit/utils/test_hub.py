@@ -137,7 +137,8 @@ def test_what_the_hub_refuses_is_said_with_the_fix(hub, tmp_path, name, says):
 def test_without_the_hub_a_folder_is_asked_for(hub, tmp_path):
     done = load(hub, tmp_path / "cache", "some/model", HF_HUB_OFFLINE="1")
     assert (
-        "'some/model' could not be brought from the Hub" in done.stderr and "set model.path to a folder" in done.stderr
+        "'some/model' could not be downloaded from the Hub" in done.stderr
+        and "set model.path to a folder" in done.stderr
     )
     assert "Traceback" not in done.stderr
 
@@ -150,7 +151,7 @@ def test_a_hub_that_does_not_answer_is_not_waited_for_and_what_is_cached_is_used
         cached = load(hub, cache, "some/model", HF_ENDPOINT=endpoint)
         other = load(hub, cache, "some/other", HF_ENDPOINT=endpoint)
     assert cached.stdout == "2 True\n", cached.stderr
-    assert f"'some/other' could not be brought from the Hub ({endpoint} did not answer: timed out)" in other.stderr
+    assert f"'some/other' could not be downloaded from the Hub ({endpoint} did not answer: timed out)" in other.stderr
 
 
 def test_folders_are_never_looked_up(tmp_path, monkeypatch):

@@ -7,34 +7,34 @@ import numpy as np
 import pytest
 from PIL import EpsImagePlugin, Image, ImageFile
 
-from jax_agent_rl.utils.media import FORMATS, as_frames, as_picture, check_media, read_pictures
+from jax_agent_rl.utils.media import FORMATS, as_frames, as_image, check_media, read_images
 
 
 def test_what_is_transparent_stands_on_white():
     clear = Image.new("RGBA", (1, 1), (255, 0, 0, 0))
-    assert as_picture(clear).getpixel((0, 0)) == (255, 255, 255)
+    assert as_image(clear).getpixel((0, 0)) == (255, 255, 255)
     palette = Image.new("P", (1, 1), 0)
     palette.putpalette([9, 8, 7])
-    assert as_picture(palette).getpixel((0, 0)) == (9, 8, 7)
+    assert as_image(palette).getpixel((0, 0)) == (9, 8, 7)
     palette.info["transparency"] = 0
-    assert as_picture(palette).getpixel((0, 0)) == (255, 255, 255)
+    assert as_image(palette).getpixel((0, 0)) == (255, 255, 255)
 
 
 @pytest.mark.parametrize("mode", ["L", "1", "CMYK", "YCbCr", "I;16", "LA"])
 def test_every_mode_becomes_rgb(mode: str):
-    assert as_picture(Image.new(mode, (3, 2))).mode == "RGB"
+    assert as_image(Image.new(mode, (3, 2))).mode == "RGB"
 
 
 def test_a_photograph_is_turned_upright():
     """Orientation 6 of EXIF: the camera was held on its side."""
     photograph = Image.new("RGB", (3, 2))
     photograph.getexif()[0x0112] = 6
-    assert as_picture(photograph).size == (2, 3)
+    assert as_image(photograph).size == (2, 3)
 
 
 def test_arrays_are_pictures_too():
     pixels = np.arange(24, dtype=np.uint8).reshape(2, 4, 3)
-    np.testing.assert_array_equal(np.asarray(as_picture(pixels)), pixels)
+    np.testing.assert_array_equal(np.asarray(as_image(pixels)), pixels)
     video = np.stack([pixels, pixels[::-1]])
     np.testing.assert_array_equal(as_frames(video), video)
     np.testing.assert_array_equal(as_frames([Image.fromarray(frame) for frame in video]), video)
@@ -43,10 +43,10 @@ def test_arrays_are_pictures_too():
 @pytest.mark.parametrize(
     ("convert", "item", "message"),
     [
-        (as_picture, "cat.png", "PIL image or an array, got str"),
-        (as_picture, np.zeros((2, 2), np.uint8), r"uint8 \[height, width, 3\], got uint8 \[2, 2\]"),
-        (as_picture, np.zeros((2, 2, 3)), "got float64"),
-        (as_picture, Image.new("RGB", (0, 4)), "0 x 4"),
+        (as_image, "cat.png", "PIL image or an array, got str"),
+        (as_image, np.zeros((2, 2), np.uint8), r"uint8 \[height, width, 3\], got uint8 \[2, 2\]"),
+        (as_image, np.zeros((2, 2, 3)), "got float64"),
+        (as_image, Image.new("RGB", (0, 4)), "0 x 4"),
         (as_frames, "clip.mp4", "sequence of frames, got str"),
         (as_frames, [], "got 0 of sizes"),
         (as_frames, [Image.new("RGB", (2, 2)), Image.new("RGB", (2, 3))], "all of one size, got 2"),
@@ -75,7 +75,7 @@ def file_of(picture: Image.Image, kind: str) -> str:
 
 @pytest.mark.parametrize("kind", FORMATS)
 def test_files_of_the_listed_formats_are_read(kind: str):
-    (picture,) = read_pictures([f"data:image/x;base64,{file_of(Image.new('RGB', (4, 3), 'red'), kind)}"])
+    (picture,) = read_images([f"data:image/x;base64,{file_of(Image.new('RGB', (4, 3), 'red'), kind)}"])
     assert picture.size == (4, 3) and picture.mode == "RGB"
 
 
@@ -84,7 +84,7 @@ def test_files_of_other_formats_reach_no_reader(kind: str, monkeypatch):
     text = file_of(Image.new("RGB", (4, 3)), kind)
     monkeypatch.setattr(EpsImagePlugin, "Ghostscript", None)
     with pytest.raises(ValueError, match="none of PNG, JPEG, WEBP, GIF"):
-        read_pictures([text])
+        read_images([text])
 
 
 def test_small_files_with_many_pixels_are_refused_before_any_is_unpacked(monkeypatch):
@@ -92,20 +92,20 @@ def test_small_files_with_many_pixels_are_refused_before_any_is_unpacked(monkeyp
     assert len(one) < 10_000
     monkeypatch.setattr(ImageFile.ImageFile, "load", None)
     with pytest.raises(ValueError, match="48000000 pixels together, more than 32000000"):
-        read_pictures([one] * 3)
+        read_images([one] * 3)
     with pytest.raises(ValueError, match="9000 x 2000 pixels, more than 16000000"):
-        read_pictures([file_of(Image.new("1", (9000, 2000)), "PNG")])
+        read_images([file_of(Image.new("1", (9000, 2000)), "PNG")])
     with pytest.raises(ValueError, match="65 images are more than 64"):
-        read_pictures([""] * 65)
+        read_images([""] * 65)
 
 
 @pytest.mark.parametrize("text", ["no base64!", base64.b64encode(b"no image").decode(), ""])
 def test_what_is_no_image_file_is_one_error(text: str):
     with pytest.raises(ValueError, match="an image cannot be read"):
-        read_pictures([text])
+        read_images([text])
 
 
 def test_an_image_file_cut_short_is_one_error():
     whole = base64.b64decode(file_of(Image.effect_noise((64, 64), 90), "PNG"))
     with pytest.raises(ValueError, match="an image cannot be read"):
-        read_pictures([base64.b64encode(whole[: len(whole) // 2]).decode()])
+        read_images([base64.b64encode(whole[: len(whole) // 2]).decode()])

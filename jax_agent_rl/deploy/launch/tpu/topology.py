@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from jax_agent_rl.deploy.tpu_shapes import SHAPES
 from jax_agent_rl.errors import LaunchError
-from jax_agent_rl.utils.suggest import did_you_mean
+from jax_agent_rl.utils.text import did_you_mean
 
 _CHIPS_PER_HOST = 4
 _LARGEST_SINGLE_HOST = 8

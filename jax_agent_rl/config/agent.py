@@ -1,27 +1,42 @@
-"""Settings of the agents that reach tools over HTTP, and of simulated users. Part of :mod:`jax_agent_rl.config`.
+"""The ``agent`` section: the limits of agent loops, `server_tool_agent`, and the OpenAI-compatible endpoint.
 
-The names are those of verl-tool's ``AgentActorConfig`` (``server_tool_agent``) and of the ToolClient
-(``text_tool_agent``), so that command lines carry over.
+The keys of `server_tool_agent` are named as in verl-tool's ``AgentActorConfig``, so that command lines carry over.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from jax_agent_rl.config.base import NonNegative, Positive, Section
-from jax_agent_rl.config.conditions import SwitchedOff, Unless, UsedByAgents, WhenKey
+from jax_agent_rl.config.conditions import SwitchedOff, Unless, UsedByAgents, WhenCommand, WhenKey
+
+ToolFormatName = Literal[
+    "auto",
+    "deepseek_v3",
+    "deepseek_v31",
+    "gemma",
+    "gemma4",
+    "glm",
+    "harmony",
+    "hermes",
+    "kimi",
+    "llama3_json",
+    "minimax",
+    "mistral",
+    "pythonic",
+    "qwen3_coder",
+    "seed",
+    "text_tag",
+]
+
 
 Side = Literal["left", "middle", "right"]
 
 _SERVER_TOOL = UsedByAgents("server_tool_agent")
 _WITH_TOOLS = _SERVER_TOOL | SwitchedOff("agent.enable_agent")
-_TEXT_TOOL = UsedByAgents("text_tool_agent")
-_ENVIRONMENT = {"enabled": "ENABLE_TOOLS", "server_url": "TOOL_SERVER_URL", "max_tool_turns": "MAX_TOOL_TURNS"}
 
 
 class ServerToolConfig(Section):
@@ -124,7 +139,7 @@ class ServerToolConfig(Section):
     @field_validator("action_stop_tokens", mode="before")
     @classmethod
     def _split(cls, value: Any) -> Any:
-        """Commas separate the tokens of a text, and of a file that the text names."""
+        """Split a text, or the file it names, at commas."""
         if not isinstance(value, str):
             return value
         path = Path(value).expanduser()
@@ -133,20 +148,19 @@ class ServerToolConfig(Section):
 
     @field_validator("mtrl_sep")
     @classmethod
-    def _one_place(cls, value: str | None) -> str | None:
+    def _one_placeholder(cls, value: str | None) -> str | None:
         if value is not None and value.count("{obs}") != 1:
             raise ValueError("must hold {obs} exactly once")
         return value
 
     @model_validator(mode="after")
     def _turns(self) -> Self:
-        """Settings that contradict each other."""
         if self.min_turns > self.max_turns:
             raise ValueError(f"min_turns={self.min_turns} is more than max_turns={self.max_turns}; raise the latter")
         return self
 
     def for_validation(self) -> Self:
-        """These settings as evaluations use them."""
+        """Return these settings with the overrides for evaluations applied."""
         named = {"max_turns": self.val_max_turns, "max_response_length": self.val_max_response_length}
         changed = {key: value for key, value in named.items() if value is not None}
         if "max_turns" in changed:
@@ -154,69 +168,99 @@ class ServerToolConfig(Section):
         return self.model_copy(update=changed)
 
 
-class ToolClientConfig(Section):
-    """`tool_config`: the ToolClient of `text_tool_agent`, in which text between <tool> and </tool> is code.
+class EndpointConfig(Section):
+    """The OpenAI-compatible endpoint, in training and under `jax-agent-rl serve`."""
 
-    The environment variables ENABLE_TOOLS, TOOL_SERVER_URL and MAX_TOOL_TURNS give ``enabled``, ``server_url`` and
-    ``max_tool_turns`` where the configuration does not.
-    """
-
-    enabled: Annotated[bool, Unless("agent.default_agent") & Unless("agent.enable_search")] = Field(
-        default=False, description="Rows without agent_name run as text_tool_agent."
+    request_timeout: float = Field(
+        default=300.0, gt=0, description="Seconds one request may take, its queueing included."
     )
-    server_url: Annotated[str | None, _TEXT_TOOL] = Field(
-        default=None, description="Address of the tool server, e.g. http://localhost:5000."
+    max_body_bytes: Positive = Field(
+        default=8_000_000, description="Largest request body; larger ones are answered 413."
     )
-    token_env: Annotated[str | None, _TEXT_TOOL] = Field(
-        default=None, description="Environment variable with the secret the server asks for."
+    max_concurrent_requests: Positive = Field(
+        default=1024, description="Requests served at once; more are answered 429."
     )
-    max_tool_turns: Annotated[NonNegative, _TEXT_TOOL] = Field(
-        default=3, description="Most tool calls of one trajectory."
+    max_choices: Positive = Field(default=16, description="Largest `n` of a request.")
+    max_sessions: Positive = Field(default=4096, description="Sessions kept at once; more are answered 429.")
+    max_session_tokens: Annotated[Positive, WhenCommand("serve")] = Field(
+        default=4_000_000,
+        description="Ids that one session of `serve` records, every context counted in full; then it is refused more.",
     )
-    max_retries: Annotated[NonNegative, _TEXT_TOOL] = Field(
-        default=3, description="Repetitions of a request that failed or timed out."
-    )
-    retry_delay: Annotated[float, _TEXT_TOOL] = Field(default=1.0, ge=0, description="Seconds before each repetition.")
-    timeout: Annotated[float, _TEXT_TOOL] = Field(
-        default=30.0, gt=0, description="Seconds one request may take; a repetition has as many."
-    )
-    max_workers: Annotated[Positive, _TEXT_TOOL] = Field(default=10, description="Requests at the same time.")
-    request_interval: Annotated[float, _TEXT_TOOL] = Field(
-        default=0.1,
-        ge=0,
-        description="Least seconds between the starts of two requests: 0.1 is at most ten a second. 0 for a server of "
-        "one's own.",
+    session_ttl: Annotated[float, WhenCommand("serve")] = Field(
+        default=3600.0, gt=0, description="Seconds after which an idle session of `serve` is forgotten."
     )
 
-    @model_validator(mode="before")
-    @classmethod
-    def _from_environment(cls, tree: Any) -> Any:
-        if not isinstance(tree, Mapping):
-            return tree
-        return {key: os.environ[name] for key, name in _ENVIRONMENT.items() if os.environ.get(name)} | dict(tree)
 
-    def changed(self, key: str) -> bool:
-        """Whether a key has another value than its default, and than the environment's, which is for any run."""
-        given = os.environ.get(_ENVIRONMENT.get(key, ""), "")
-        return super().changed(key) and str(getattr(self, key)).lower() != given.lower()
+class AgentConfig(ServerToolConfig):
+    """Limits of the agent loop. Budgets are counted in tokens, here and nowhere else."""
 
-
-class SearchConfig(Section):
-    """`search`: the retrieval server of `search_agent`, in which text between <search> and </search> is a query."""
-
-    server_url: str | None = Field(default=None, description="Address that takes {queries, topk, return_scores}.")
-    token_env: str | None = Field(default=None, description="Environment variable with the secret the server asks for.")
-    topk: Positive = Field(default=3, description="Passages per query.")
-    max_turns: NonNegative = Field(default=3, description="Most queries of one trajectory.")
-    timeout: float = Field(default=30.0, gt=0, description="Seconds one request may take; a repetition has as many.")
-    max_retries: NonNegative = Field(default=3, description="Repetitions of a request that failed or timed out.")
-    retry_delay: float = Field(default=1.0, ge=0, description="Seconds before each repetition.")
-
-
-class InteractionsConfig(Section):
-    """`interactions`: the simulated users of `interaction_agent`."""
-
-    interaction_config_path: str | None = Field(
-        default=None, description="YAML file: interaction: [{name, class_name, config}]."
+    default_agent: str | None = Field(
+        default=None,
+        description="Loop for rows without `agent_name`; null: search_agent with enable_search, else text_tool_agent "
+        "with tool_config.enabled, else server_tool_agent with enable_agent and tool_server_url, else "
+        "single_turn_agent.",
     )
-    timeout: float = Field(default=60.0, gt=0, description="Seconds a simulated user may take for one reply.")
+    enable_search: Annotated[bool, Unless("agent.default_agent")] = Field(
+        default=False, description="Rows without `agent_name` run as search_agent."
+    )
+    tool_format: ToolFormatName = Field(
+        default="auto",
+        description="How the model writes tool calls; auto: as its chat template says (hermes if it knows none).",
+    )
+    tool_prompt: Annotated[
+        Literal["template", "none"],
+        UsedByAgents("tool_agent", "environment_agent", "react_agent", "openai_agent") | WhenCommand("serve"),
+    ] = Field(
+        default="template",
+        description="template: tool schemas go into the prompt (by the chat template, or as a system section when "
+        "it has none). none: the rows' own prompts explain the tools.",
+    )
+    max_prompt_length: Positive = Field(
+        default=512, description="A longer prompt drops the trajectory, with its reason."
+    )
+    max_response_length: Positive = Field(default=512, description="Sampled plus inserted ids after the prompt.")
+    max_assistant_turns: Annotated[
+        Positive, UsedByAgents("tool_agent", "environment_agent", "react_agent", "openai_agent")
+    ] = Field(default=8, description="Most generations in one trajectory.")
+    max_user_turns: Annotated[
+        NonNegative, UsedByAgents("tool_agent", "environment_agent", "react_agent", "openai_agent")
+    ] = Field(default=8, description="Most turns of tool results or a simulated user.")
+    history_window: Annotated[
+        Positive | None,
+        UsedByAgents("tool_agent", "environment_agent", "server_tool_agent", "text_tool_agent", "search_agent"),
+    ] = Field(
+        default=None,
+        description="Earlier turns a turn is sampled after, besides the prompt; null: all. Each turn that no longer "
+        "sees all is trained on as a sample of its own. Loops that hold messages (LangGraph, OpenAI clients) manage "
+        "their history themselves.",
+    )
+    max_parallel_calls: Annotated[Positive, UsedByAgents("tool_agent", "react_agent")] = Field(
+        default=1, description="Calls run per turn; further ones answer with an error."
+    )
+    max_tool_response_length: Annotated[
+        Positive, UsedByAgents("tool_agent", "react_agent", "environment_agent", "text_tool_agent", "search_agent")
+    ] = Field(default=256, description="Most tokens of one tool result.")
+    tool_response_truncate_side: Annotated[
+        Literal["left", "middle", "right"],
+        UsedByAgents("tool_agent", "react_agent", "environment_agent", "text_tool_agent", "search_agent"),
+    ] = Field(default="middle", description="The side that is cut when a tool result is too long.")
+    tool_timeout: Annotated[float, UsedByAgents("tool_agent", "react_agent")] = Field(
+        default=10.0, gt=0, description="Seconds one tool call may take."
+    )
+    module: str | None = Field(default=None, description="Python file or module that registers more agents.")
+    adapter: str | None = Field(
+        default=None,
+        description="Name in rollout.adapters of the LoRA adapter to sample with; a row's `adapter` takes precedence. "
+        "null: the plain model.",
+    )
+    run_timeout: Annotated[float, UsedByAgents("react_agent", "openai_agent")] = Field(
+        default=600.0, gt=0, description="Seconds a LangGraph or OpenAI-client agent may take; then it is dropped."
+    )
+    edited_history: Annotated[Literal["segment", "drop"], UsedByAgents("react_agent", "openai_agent")] = Field(
+        default="segment",
+        description="When a LangGraph or OpenAI-client agent asks for a turn that does not extend its last one: "
+        "segment trains on both contexts, drop loses the trajectory with its reason.",
+    )
+    endpoint: Annotated[EndpointConfig, UsedByAgents("openai_agent") | WhenCommand("serve")] = Field(
+        default_factory=EndpointConfig
+    )

@@ -1,0 +1,220 @@
+"""A whole run: the root of the configuration tree, the checks between its sections, and loading."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field, model_validator
+
+from jax_agent_rl.config.agent import AgentConfig
+from jax_agent_rl.config.algorithm import AlgorithmConfig, CriticConfig, algorithm_problems
+from jax_agent_rl.config.base import NonNegative, Section
+from jax_agent_rl.config.conditions import UsedByAgents, WhenKey, unused
+from jax_agent_rl.config.learner import LearnerConfig
+from jax_agent_rl.config.loading import build_tree, read_tree
+from jax_agent_rl.config.mesh import MeshConfig
+from jax_agent_rl.config.model import DataConfig, ModelConfig
+from jax_agent_rl.config.reward import RewardConfig
+from jax_agent_rl.config.rollout import RolloutConfig, placement_problems, rollout_problems
+from jax_agent_rl.config.strategy import strategy_problems
+from jax_agent_rl.config.tools import (
+    EnvironmentsConfig,
+    InteractionsConfig,
+    SearchConfig,
+    ToolClientConfig,
+    ToolsConfig,
+)
+from jax_agent_rl.config.trainer import TraceConfig, TrainerConfig, trainer_problems, with_correction
+
+
+class Config(Section):
+    """A whole run."""
+
+    seed: NonNegative = Field(default=0, description="Seeds the data order, sampling and everything else.")
+    run_dir: str = Field(description="Folder of the run: config, metrics, trajectories, checkpoints.")
+    model: ModelConfig
+    data: DataConfig
+    rollout: RolloutConfig = Field(default_factory=RolloutConfig)
+    agent: AgentConfig = Field(default_factory=AgentConfig)
+    tools: ToolsConfig = Field(default_factory=ToolsConfig)
+    tool_config: ToolClientConfig = Field(default_factory=ToolClientConfig)
+    search: Annotated[SearchConfig, UsedByAgents("search_agent")] = Field(default_factory=SearchConfig)
+    interactions: Annotated[InteractionsConfig, UsedByAgents("interaction_agent")] = Field(
+        default_factory=InteractionsConfig
+    )
+    reward: RewardConfig = Field(default_factory=RewardConfig)
+    environments: Annotated[EnvironmentsConfig, UsedByAgents("environment_agent")] = Field(
+        default_factory=EnvironmentsConfig
+    )
+    algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
+    learner: LearnerConfig = Field(default_factory=LearnerConfig)
+    critic: Annotated[CriticConfig, WhenKey("algorithm.adv_estimator", "gae")] = Field(default_factory=CriticConfig)
+    trainer: TrainerConfig = Field(default_factory=TrainerConfig)
+    trace: TraceConfig = Field(default_factory=TraceConfig)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in(cls, tree: Any) -> Any:
+        """Take ``rollout.group_size`` from ``agent.n`` where that is not set; add correction for stale tokens."""
+        if not isinstance(tree, Mapping):
+            return tree
+        tree = with_correction(tree)
+        sections = {"tool_config": {}, **tree}  # validated even if not given: the environment may hold some of it
+        agent, rollout = sections.get("agent"), sections.get("rollout") or {}
+        n = agent.get("n") if isinstance(agent, Mapping) else None
+        if n is None or not isinstance(rollout, Mapping):
+            return sections
+        return {**sections, "rollout": {"group_size": n, **rollout}}
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Config:
+        """Refuse inconsistencies, all at once."""
+        if found := list(problems(self)):
+            raise ValueError("\n".join(found))
+        return self
+
+
+def load(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Config:
+    """Read a YAML file, apply ``a.b=c`` overrides and validate.
+
+    Args:
+        path: the YAML file. With a key ``base``, the path of another (from its folder), it says only what differs.
+        overrides: ``key.path=value``; the value is parsed as YAML (``true``, ``1e-5``, ``[1, 2]``, ``null``).
+
+    Raises:
+        ConfigError: with all problems at once.
+    """
+    return build(read_tree(Path(path)), overrides)
+
+
+def build(tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
+    """Validate a nested mapping plus overrides into a :class:`Config`; raise :class:`ConfigError`."""
+    return build_tree(Config, tree, overrides)
+
+
+def problems(config: Config) -> Iterator[str]:
+    """Yield every inconsistency, within sections and between them, each with its fix."""
+    rollout, algorithm = config.rollout, config.algorithm
+    yield from unused(config)
+    yield from algorithm_problems(algorithm, max_response_length=config.agent.max_response_length)
+    yield from strategy_problems(rollout.strategy, group_size=rollout.group_size, adv_estimator=algorithm.adv_estimator)
+    yield from trainer_problems(config.trainer)
+    yield from placement_problems(rollout, mode=config.trainer.mode)
+    yield from rollout_problems(rollout)
+    yield from _group_problems(config)
+    yield from _schedule_problems(config)
+    yield from _length_problems(config)
+    yield from _logprob_problems(config)
+    yield from _adapter_problems(config)
+    if rollout.deterministic:
+        yield from _deterministic_problems(config)
+
+
+def _group_problems(config: Config) -> Iterator[str]:
+    rollout, agent, algorithm, learner = config.rollout, config.agent, config.algorithm, config.learner
+    if agent.history_window is not None and rollout.strategy.name == "treerl":
+        yield (
+            "agent.history_window does not go with rollout.strategy.name=treerl, which finds its forks within a "
+            "turn in the whole history; leave it out, or set rollout.strategy.name=tree_grpo or arpo"
+        )
+    if rollout.group_size == 1 and algorithm.needs_group:
+        yield (
+            f"rollout.group_size=1 gives zero {algorithm.adv_estimator} advantages; set rollout.group_size >= 2, "
+            "or algorithm.adv_estimator=reinforce_plus_plus, remax or gae"
+        )
+    if agent.n not in (None, rollout.group_size):
+        yield f"agent.n={agent.n} is another name of rollout.group_size={rollout.group_size}; set one"
+    if learner.num_minibatches > rollout.prompts_per_step:
+        yield (
+            f"learner.num_minibatches={learner.num_minibatches} cuts the batch finer than its "
+            f"rollout.prompts_per_step={rollout.prompts_per_step} groups; lower it"
+        )
+
+
+def _schedule_problems(config: Config) -> Iterator[str]:
+    steps = config.trainer.steps
+    policy_steps = steps - config.critic.critic_warmup
+    for name, optimizer, total in (("learner", config.learner, policy_steps), ("critic", config.critic, steps)):
+        kind, warm_up = optimizer.lr_scheduler_type, optimizer.lr_warmup_steps
+        if kind == "constant" and optimizer.changed("min_lr_ratio"):
+            yield (
+                f"{name}.min_lr_ratio is read only with {name}.lr_scheduler_type linear or cosine, which is "
+                f"{kind!r}; remove it or change that"
+            )
+        if kind != "constant" and warm_up >= total:
+            yield (
+                f"{name}.lr_scheduler_type={kind} has no steps left: {name}.lr_warmup_steps={warm_up} of {total} "
+                "(trainer.steps, for the policy less critic.critic_warmup); lower it, or raise trainer.steps"
+            )
+
+
+def _length_problems(config: Config) -> Iterator[str]:
+    agent, longest = config.agent, config.rollout.max_model_len
+    if agent.max_model_len is not None and agent.max_model_len > longest:
+        yield (
+            f"agent.max_model_len={agent.max_model_len} is more than the engine's rollout.max_model_len={longest}; "
+            "raise the latter"
+        )
+    if (evaluated := agent.max_prompt_length + (agent.val_max_response_length or 0)) > longest:
+        yield (
+            f"agent.max_prompt_length + agent.val_max_response_length = {evaluated} does not fit "
+            f"rollout.max_model_len={longest}; raise the latter or lower the former"
+        )
+    need = agent.max_prompt_length + agent.max_response_length
+    if agent.history_window is not None:  # a response may be longer than any of its contexts
+        need = min(need, longest)
+    if need > longest:
+        yield (
+            f"agent.max_prompt_length + agent.max_response_length = {need} does not fit "
+            f"rollout.max_model_len={longest}; raise the latter or lower the former"
+        )
+    if need > config.learner.pack_length:
+        yield (
+            f"agent.max_prompt_length + agent.max_response_length = {need} does not fit one packed row; "
+            f"set learner.pack_length >= {need}"
+        )
+
+
+def _logprob_problems(config: Config) -> Iterator[str]:
+    rollout, learner = config.rollout, config.learner
+    if not config.agent.mask_observations and config.algorithm.rollout_correction.bypass_mode:
+        yield (
+            "agent.mask_observations=false trains on observations, of which the engine has no log-probs: set "
+            "algorithm.rollout_correction.bypass_mode=false"
+        )
+    if learner.lora and learner.lora.quantize != "none" and rollout.backend != "jetstream":
+        yield (
+            f"learner.lora.quantize={learner.lora.quantize} trains on quantized weights, which rollout.backend="
+            f"{rollout.backend} would not start from; set rollout.backend=jetstream, or quantize=none"
+        )
+
+
+def _adapter_problems(config: Config) -> Iterator[str]:
+    adapter, known = config.agent.adapter, config.rollout.adapters
+    if adapter is not None and config.rollout.backend != "remote" and adapter not in known:
+        yield f"agent.adapter={adapter!r} is not in rollout.adapters, which has {sorted(known)}; add its folder there"
+
+
+def _deterministic_problems(config: Config) -> Iterator[str]:
+    rollout, engine = config.rollout, config.rollout.jetstream
+    if rollout.backend != "jetstream":
+        yield (
+            f"rollout.deterministic needs the learner and the engine in one program, but rollout.backend is "
+            f"{rollout.backend!r}; set it to jetstream, or rollout.deterministic=false"
+        )
+    if engine.kv_dtype != "auto" or engine.quantize != "none":
+        yield (
+            f"rollout.deterministic has engine and learner compute alike, but rollout.jetstream.kv_dtype="
+            f"{engine.kv_dtype} and quantize={engine.quantize} round what the learner does not; set kv_dtype=auto "
+            "and quantize=none, or rollout.deterministic=false"
+        )
+    spread = config.learner.mesh != MeshConfig() or engine.mesh.devices > 1 or engine.device_offset > 0
+    if spread or config.algorithm.rollout_correction.bypass_mode:
+        yield (
+            "rollout.deterministic runs on one device and compares the learner's own log-probs: remove "
+            "learner.mesh, rollout.jetstream.mesh and device_offset, and "
+            "algorithm.rollout_correction.bypass_mode, or set rollout.deterministic=false"
+        )
