@@ -17,7 +17,7 @@ from jax_agent_rl.errors import BackendError
 from jax_agent_rl.rollout.protocol import GenerateRequest
 from jax_agent_rl.sampling_params import MOST_IDS
 from jax_agent_rl.types import SamplingParams
-from jax_agent_rl.utils.media import as_frames, as_picture
+from jax_agent_rl.utils.media import as_frames, as_image
 
 MAX_PIXELS = 1 << 26
 """Maximum pixels of one image: more than any model reads, while a small file can claim any number."""
@@ -107,7 +107,7 @@ def decode_media(media: Mapping[str, Sequence[Any]]) -> dict[str, tuple[Any, ...
 
 def _png(item: Any) -> str:
     stream = io.BytesIO()
-    as_picture(item).save(stream, format="PNG", compress_level=1)
+    as_image(item).save(stream, format="PNG", compress_level=1)
     return base64.b64encode(stream.getvalue()).decode()
 
 

@@ -15,7 +15,6 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
 from jax_agent_rl.errors import BackendClosedError, BackendError
-from jax_agent_rl.rollout.routing import PrefixIndex
 from jax_agent_rl.rollout.protocol import (
     BackendMetrics,
     Capabilities,
@@ -24,6 +23,7 @@ from jax_agent_rl.rollout.protocol import (
     TokenChunk,
     WeightUpdate,
 )
+from jax_agent_rl.rollout.routing import PrefixIndex
 from jax_agent_rl.types import PauseMode, StopReason, TokenOutput, digest_ids
 
 ID = 1  # what every position of a simulated context holds, after its prompt
