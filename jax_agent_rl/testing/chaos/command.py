@@ -13,9 +13,9 @@ from rich.console import Console
 
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.testing.chaos.faults import NAMES
-from jax_agent_rl.testing.chaos.footprint import growth
 from jax_agent_rl.testing.chaos.run import CALM_SECONDS, ChaosPlan, ChaosResult, run_chaos
 from jax_agent_rl.testing.chaos.testbed import TOOL_RETRIES
+from jax_agent_rl.testing.leaks import growth
 
 UNDISTURBED_SHARE = 0.25
 """Of the time: enough to know the throughput."""

@@ -20,10 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from jax_agent_rl.testing.chaos.faults import Injection, all_injections
-from jax_agent_rl.testing.chaos.footprint import ResourceUsage
-from jax_agent_rl.testing.chaos.leak_check import Leaks, find_leaks
 from jax_agent_rl.testing.chaos.ledger import TRAINED
 from jax_agent_rl.testing.chaos.testbed import Testbed, open_testbed
+from jax_agent_rl.testing.leaks import Leaks, ResourceUsage, find_leaks
 
 CALM_SECONDS = 5.0
 _STOP_SECONDS = 30.0

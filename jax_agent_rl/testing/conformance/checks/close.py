@@ -1,4 +1,4 @@
-"""The end of a backend."""
+"""Closing a backend."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SETTLE_SECONDS = 10.0
 
 @check("close-ends-everything", last=True)
 async def close(probe: Probe) -> None:
-    """Close fails what runs, refuses what comes, may be called twice, and leaves no thread or process."""
+    """After close, running requests have failed, new ones are refused, and no thread or process is left."""
     running = (await probe.started(probe.prompt(6, seed=70), max_tokens=probe.room - 16)).task
     crowd = [
         probe.begin(probe.prompt(6, seed=71 + i), max_tokens=probe.room - 16)

@@ -8,7 +8,7 @@ import pytest
 
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.testing.conformance import CHECKS, run_suite
-from jax_agent_rl.testing.conformance.check import CheckFailed
+from jax_agent_rl.testing.conformance.probe import CheckFailed
 from jax_agent_rl.types import PauseMode, StopReason, digest_ids
 from tests.toy_backend import EOS, IMAGE, MODELS, ToyBackend, ToyModel, toy_subject
 
