@@ -11,19 +11,13 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jax_agent_rl.errors import BackendClosedError, EngineDiedError, WeightUpdateError
-from jax_agent_rl.rollout.protocol import (
-    BackendMetrics,
-    Capabilities,
-    GenerateRequest,
-    Health,
-    TokenChunk,
-    WeightUpdate,
-)
+from jax_agent_rl.errors import EngineDiedError
+from jax_agent_rl.rollout.protocol import BackendMetrics, Capabilities, GenerateRequest, Health, WeightUpdate
+from jax_agent_rl.testing.fake_engine import FakeBackend
 from jax_agent_rl.types import PauseMode, SamplingParams, StopReason, TokenOutput, digest_ids
 
 EOS = 2
@@ -129,7 +123,7 @@ class FakeCodec:
 Script = Callable[[GenerateRequest], Sequence[int]]
 
 
-class ScriptedBackend:
+class ScriptedBackend(FakeBackend):
     """Says what it is told to, one id per turn of the event loop; honest about everything else.
 
     Args:
@@ -149,6 +143,14 @@ class ScriptedBackend:
     def __init__(
         self, codec: FakeCodec, script: Sequence[str] | Script, *, capabilities: Capabilities | None = None
     ) -> None:
+        declared = Capabilities(
+            max_model_len=4096,
+            max_concurrent=64,
+            pause_modes=frozenset(PauseMode),
+            in_flight_update=True,
+            weight_payloads=frozenset({"arrays"}),
+        )
+        super().__init__(capabilities or declared)
         self.codec = codec
         self.requests: list[GenerateRequest] = []
         self.gate = asyncio.Event()
@@ -162,23 +164,8 @@ class ScriptedBackend:
         self._running: set[str] = set()
         self._aborted: set[str] = set()
         self._dead: EngineDiedError | None = None
-        self._closed = False
-        self._version = 0
-        self._capabilities = capabilities or Capabilities(
-            max_model_len=4096,
-            max_concurrent=64,
-            pause_modes=frozenset(PauseMode),
-            in_flight_update=True,
-            weight_payloads=frozenset({"arrays"}),
-        )
 
-    @property
-    def capabilities(self) -> Capabilities:
-        return self._capabilities
-
-    @property
-    def policy_version(self) -> int:
-        return self._version
+    name = "scripted backend"
 
     async def start(self) -> None:
         self._closed = False
@@ -257,8 +244,7 @@ class ScriptedBackend:
     def _check_alive(self) -> None:
         if self._dead:
             raise self._dead
-        if self._closed:
-            raise BackendClosedError("the scripted backend is closed")
+        self.require_open()
 
     def share_plans(self, other: ScriptedBackend) -> None:
         """Makes ``other`` the same model: it continues what this engine began."""
@@ -267,15 +253,6 @@ class ScriptedBackend:
     def die(self) -> None:
         """Every running and future request fails."""
         self._dead = EngineDiedError("the scripted engine died")
-
-    async def stream(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
-        output = await self.generate(request)
-        yield TokenChunk(
-            token_ids=output.token_ids,
-            log_probs=output.log_probs,
-            policy_versions=output.policy_versions,
-            final=output,
-        )
 
     async def abort(self, request_id: str) -> bool:
         if request_id not in self._running:
@@ -296,18 +273,8 @@ class ScriptedBackend:
 
     async def update_weights(self, update: WeightUpdate) -> None:
         self._check_alive()
-        if update.version <= self._version:
-            raise WeightUpdateError(f"version {update.version} is not newer than {self._version}")
+        self.require_newer(update)
         self._version = update.version
-
-    async def reset_prefix_cache(self) -> None:
-        return None
-
-    async def sleep(self) -> None:
-        raise NotImplementedError("the scripted backend does not sleep")
-
-    async def wake(self) -> None:
-        raise NotImplementedError("the scripted backend does not sleep")
 
     async def health(self) -> Health:
         return Health(ok=not self._dead and not self._closed, policy_version=self._version, running=len(self._running))

@@ -43,13 +43,9 @@ class FakeBackend(ABC):
     name = "fake engine"
 
     def __init__(self, capabilities: Capabilities, *, version: int = 0) -> None:
-        self._capabilities = capabilities
+        self.capabilities = capabilities
         self._version = version
         self._closed = False
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return self._capabilities
 
     @property
     def policy_version(self) -> int:

@@ -39,9 +39,10 @@ from jax_agent_rl.rollout.lifecycle import LLMServerManager
 from jax_agent_rl.runtime.fleet import FleetMetrics
 from jax_agent_rl.testing.chaos.children import Child, free_port
 from jax_agent_rl.testing.chaos.faults import Victims
-from jax_agent_rl.testing.chaos.learner import NoCheckpoints, PolicyPublisher, ProvingLearner
+from jax_agent_rl.testing.chaos.learner import PolicyPublisher, ProvingLearner
 from jax_agent_rl.testing.chaos.ledger import Ledger, WatchedAccounting, WatchedClient
 from jax_agent_rl.testing.chaos.proxy import FaultProxy
+from jax_agent_rl.testing.fake_learner import NoCheckpoints
 from jax_agent_rl.testing.leaks import MARK
 from jax_agent_rl.trainer.base import Collected
 from jax_agent_rl.trainer.components import RunComponents

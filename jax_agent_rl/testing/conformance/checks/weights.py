@@ -38,7 +38,7 @@ async def take_effect(probe: Probe) -> None:
 
 @check("weights-round-trip", needs=["weight_payloads"])
 async def round_trip(probe: Probe) -> None:
-    """Updating to other weights and back restores the first output."""
+    """Other weights and back again restore the first output."""
     prompt = probe.prompt(20, seed=61)
     for kind in sorted(probe.capabilities.weight_payloads):
         await probe.serve(BASE, kind=kind)
