@@ -1,4 +1,4 @@
-"""Fakes shared by the tests: a word-level codec and a scripted engine that obeys the backend protocol.
+"""Fakes shared by the tests: a word-level codec and a scripted engine that follows the backend protocol.
 
 ::
 
@@ -109,7 +109,7 @@ class FakeCodec:
         return self.encode_text(text)
 
     def reply_ids(self, text: str) -> list[int]:
-        """What a model would sample to say ``text``: its ids and the end of turn."""
+        """Return the ids that a model would sample to say ``text``, with the end of turn."""
         return [*self.encode_text(text), EOS]
 
     def _render(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
@@ -124,20 +124,19 @@ Script = Callable[[GenerateRequest], Sequence[int]]
 
 
 class ScriptedBackend(FakeBackend):
-    """Says what it is told to, one id per turn of the event loop; honest about everything else.
+    """Samples scripted replies, one id per turn of the event loop; everything else is as in a real engine.
 
     Args:
-        codec: only to turn scripted texts into ids.
-        script: the texts to say, by turn of each session (the last one is repeated); or a function from the
-            request to ids. A resumed request is recognized by its id and goes on where it was interrupted.
-        capabilities: what it can do; the default can do everything a text-only engine can.
+        codec: encodes scripted texts.
+        script: the replies, by turn of each session (the last one is repeated), or a function from the request to
+            ids. A resumed request is recognized by its id and continues where it was interrupted.
+        capabilities: declared capabilities; by default those of a text-only engine.
 
     Attributes:
-        requests: everything it was asked, in order.
-        gate: cleared, no id is sampled; tests use it to hold requests in the middle.
-        most_running: the most requests that ran at the same time.
-        hold: whether a request has to wait before its next id, given how many it has; tests set it to let something
-            else happen first.
+        requests: all requests, in order.
+        gate: while cleared, no id is sampled.
+        most_running: largest number of concurrent requests.
+        hold: whether a request must wait before its next id, given how many it has.
     """
 
     def __init__(
@@ -213,14 +212,14 @@ class ScriptedBackend(FakeBackend):
         )
 
     def _stop_match(self, ids: Sequence[int], sampling: SamplingParams) -> str | None:
-        """The stop id or stop string that the last id completes."""
+        """Return the stop id or stop string that the last id completes."""
         if ids[-1] in sampling.stop_token_ids:
             return str(ids[-1])
         text = self.codec.decode(ids, skip_special_tokens=False)
         return next((stop for stop in sampling.stop if stop in text), None)
 
     def digest(self, ids: Sequence[int]) -> str:
-        """Overridden by tests that want a drifting engine."""
+        """Return the context digest; overridden by tests of drifting engines."""
         return digest_ids(ids)
 
     def _plan(self, request: GenerateRequest) -> tuple[list[int], int]:
@@ -247,11 +246,11 @@ class ScriptedBackend(FakeBackend):
         self.require_open()
 
     def share_plans(self, other: ScriptedBackend) -> None:
-        """Makes ``other`` the same model: it continues what this engine began."""
+        """Make ``other`` the same model, which continues what this engine began."""
         other._plans, other._turns = self._plans, self._turns
 
     def die(self) -> None:
-        """Every running and future request fails."""
+        """Fail every running and future request."""
         self._dead = EngineDiedError("the scripted engine died")
 
     async def abort(self, request_id: str) -> bool:

@@ -30,7 +30,7 @@ _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 class ToyModel:
-    """Scores the next id from the last two. ``which`` seeds the tables."""
+    """Scores the next id from the last two; ``which`` seeds the tables."""
 
     def __init__(self, which: str) -> None:
         rng = np.random.default_rng([1, len(which)])
@@ -38,13 +38,13 @@ class ToyModel:
         self.before = rng.standard_normal((VOCAB, VOCAB))
 
     def logits(self, ids: Sequence[int]) -> np.ndarray:
-        """float64 [T, V]."""
+        """Return logits, float64 [T, V]."""
         now = np.asarray(ids)
         return self.last[now] + self.before[np.concatenate([[0], now[:-1]])]
 
 
 def mixture(base: ToyModel) -> ToyModel:
-    """``base`` with one of ``OTHER``'s two tables."""
+    """Return ``base`` with one of ``OTHER``'s two tables."""
     mixed = ToyModel(OTHER)
     mixed.before = base.before
     return mixed
@@ -60,12 +60,12 @@ class ToyReference:
 
 
 def to_text(ids: Sequence[int]) -> str:
-    """One letter per id."""
+    """Decode each id as one letter."""
     return "".join(_LETTERS[i % 26] for i in ids)
 
 
 class ToyMedia:
-    """An image takes two ids."""
+    """Media of which an image takes two ids."""
 
     placeholders = {"image": IMAGE}
 
@@ -74,7 +74,7 @@ class ToyMedia:
 
 
 def toy_subject(make: Callable[[], RolloutBackend], **fields: Any) -> BackendUnderTest:
-    """A subject over the toy model; the payload of an update names the weight set."""
+    """Build a subject over the toy model; the payload of an update names the weight set."""
     standard = {
         "name": "toy",
         "make": make,
@@ -95,9 +95,9 @@ class ToyBackend(BatchingEngine):
     """Continuous batching over :class:`ToyModel`.
 
     Args:
-        max_concurrent: requests decoded at once.
-        tick_seconds: pause between steps; 0 only lets the loop turn.
-        capabilities: fields that replace those it declares.
+        max_concurrent: requests decoded concurrently.
+        tick_seconds: pause before each step; 0 only yields to the event loop.
+        capabilities: declared capabilities that differ from the default.
     """
 
     name = "toy backend"
@@ -141,25 +141,22 @@ class ToyBackend(BatchingEngine):
         self.cache.add(self.key(run, len(run.context)))
 
     def key(self, run: Run, count: int) -> tuple:
-        """What the cache knows a context's first ids by."""
+        """Return the cache key of a context's first ids."""
         ids = (*run.request.prompt_ids, *run.ids)[:count]
         return ids + tuple(self.images(run)[: -(-ids.count(IMAGE) // 2)]) + (run.request.lora,)
 
     def weights(self, run: Run) -> ToyModel:
-        """What the request is sampled from; the one adapter is known merged into the first weights only."""
+        """Return the model of a request; the adapter exists merged into the first weights only."""
         return self.model if run.request.lora is None else MODELS[ADAPTED]
 
     def images(self, run: Run) -> list[bytes]:
-        """What the model sees."""
+        """Return the images that the model sees."""
         return [image.tobytes() for image in run.request.multi_modal.get("image", ())]
 
     def distribution(self, run: Run) -> np.ndarray:
-        """Log-probs float64 [V] that the next id is drawn from."""
+        """Return the log-probs, float64 [V], from which the next id is drawn."""
         sampling = run.request.sampling
-        model = self.weights(run)
-        logits = model.logits([*run.request.prompt_ids, *run.ids][-2:])[-1:]
-        if len(run.request.prompt_ids) + len(run.ids) == 1:
-            logits = model.logits(run.request.prompt_ids)
+        logits = self.weights(run).logits(run.context[-2:])[-1:]
         for place, image in enumerate(self.images(run)):
             logits = logits + np.random.default_rng([place, *image[:8]]).standard_normal(VOCAB)
         if sampling.temperature:
@@ -171,8 +168,7 @@ class ToyBackend(BatchingEngine):
         if run.request.sampling.temperature == 0:
             token = int(log_probs.argmax())
         else:
-            position = len(run.request.prompt_ids) + len(run.ids)
-            draw = np.random.default_rng([run.seed, position]).random()
+            draw = np.random.default_rng([run.seed, len(run.context)]).random()
             cdf = np.exp(log_probs).cumsum()
             token = int(np.searchsorted(cdf, draw * cdf[-1], side="right"))
         return token, float(log_probs[token])
@@ -187,7 +183,7 @@ class ToyBackend(BatchingEngine):
         self.model = mixture(self.model) if update.partial else MODELS[which]
 
     def read(self, update: WeightUpdate) -> str:
-        """The weight set an update names: itself, or (kind ``safetensors``) the text of its first file."""
+        """Return the weight set that an update names, for kind ``safetensors`` in the text of its first file."""
         if update.kind != "safetensors":
             return update.payload if isinstance(update.payload, str) else ""
         try:
@@ -204,7 +200,7 @@ def served_toy(**client) -> ServedBackend:
 
 
 def toy_files(folder: Path) -> Callable[[str, str], list[str]]:
-    """Payloads of kind ``safetensors`` for the toy: a file that holds the name of the weight set."""
+    """Make payloads of kind ``safetensors``: a file that holds the name of the weight set."""
 
     def payload(kind: str, which: str) -> list[str]:
         file = folder / f"{which}.safetensors"
