@@ -79,13 +79,13 @@ class LaterApiEngine:
         self, params: Any, state: DecodeState, rng: jax.Array, algorithm: str
     ) -> tuple[DecodeState, LaterResultTokens]:
         slots = len(state.tokens)
-        slots = make_decode_batch(slots, self.inner.shapes.context_pages)
-        slots.pages[:] = [self.inner.pages_of_slot(slot) for slot in range(slots)]
-        slots.tokens[:], slots.positions[:] = state.tokens, state.positions
-        slots.remaining[:] = 1
-        slots.temperature[:] = {"greedy": 0.0, "weighted": 1.0}[algorithm]
-        slots.seed[:] = np.random.default_rng(np.asarray(rng)).integers(2**32, size=slots)
-        cache, ids, log_probs = self.inner.decode(params, state.cache, slots, 1, slots + 1)
+        batch = make_decode_batch(slots, self.inner.shapes.context_pages)
+        batch.pages[:] = [self.inner.pages_of_slot(slot) for slot in range(slots)]
+        batch.tokens[:], batch.positions[:] = state.tokens, state.positions
+        batch.remaining[:] = 1
+        batch.temperature[:] = {"greedy": 0.0, "weighted": 1.0}[algorithm]
+        batch.seed[:] = np.random.default_rng(np.asarray(rng)).integers(2**32, size=slots)
+        cache, ids, log_probs = self.inner.decode(params, state.cache, batch, 1, slots + 1)
         ids = jnp.asarray(ids[0])
         limit = self.inner.shapes.cache_length - self.inner.shapes.decode_steps
         new = DecodeState(
