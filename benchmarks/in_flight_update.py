@@ -38,7 +38,7 @@ from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.protocol import WeightUpdate
 from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.runtime.compilation_cache import use_compilation_cache
-from jax_agent_rl.testing.simulate.draws import Draws
+from jax_agent_rl.testing.simulate.workload import Draws
 from jax_agent_rl.types import PauseMode, SamplingParams, TokenOutput
 
 PROMPT, SLOT_COUNTS, LONGEST = 160, 8, 240

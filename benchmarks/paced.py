@@ -33,7 +33,7 @@ from jax_agent_rl.jetstream.engine import EngineShapes, JaxEngine
 from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.server import AsyncServer
-from jax_agent_rl.testing.simulate.draws import Draws
+from jax_agent_rl.testing.simulate.workload import Draws
 from jax_agent_rl.types import SamplingParams, TokenOutput
 
 OBSERVATION = " ok."

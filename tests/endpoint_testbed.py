@@ -30,7 +30,7 @@ class Stage:
     def __init__(self, script, *, api_key=None, clock=None, limits=None, adapters=(), **agent):
         self.codec = FakeCodec()
         self.backend = ScriptedBackend(self.codec, script)
-        self.backend._capabilities = replace(self.backend.capabilities, lora=bool(adapters))
+        self.backend.capabilities = replace(self.backend.capabilities, lora=bool(adapters))
         self.context = AgentContext(
             client=LLMServerClient([AsyncServer(self.backend)]),
             codec=self.codec,

@@ -21,6 +21,7 @@ from jax_agent_rl.rollout.protocol import Capabilities
 from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.runtime.publishers import ArrayPublisher
 from jax_agent_rl.runtime.train import TRAINERS
+from jax_agent_rl.testing.fake_learner import NoCheckpoints
 from jax_agent_rl.tracing import Tracer
 from jax_agent_rl.trainer.base import Trainer
 from jax_agent_rl.trainer.components import RunComponents
@@ -66,20 +67,6 @@ class IdleLearner:
     def update(self, groups, *, masked, tick, gate, check):
         self.groups += groups
         return UpdateResult(metrics={}, skipped=False, rejected=self.rejected)
-
-
-class NoCheckpoints:
-    def save(self, step, state, record):
-        pass
-
-    def check(self):
-        pass
-
-    def wait(self):
-        pass
-
-    def written(self):
-        return ""
 
 
 async def parity(trajectory):
@@ -157,7 +144,7 @@ def make_trainer(
     )
 
 
-class Notes:
+class Notes(NoCheckpoints):
     """Keeps what a checkpoint would."""
 
     def __init__(self):
@@ -165,15 +152,6 @@ class Notes:
 
     def save(self, step, state, record):
         self.saved.setdefault(step, record)
-
-    def check(self):
-        pass
-
-    def wait(self):
-        pass
-
-    def written(self):
-        return ""
 
 
 class Versions(IdleLearner):

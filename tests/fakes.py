@@ -1,4 +1,4 @@
-"""Fakes shared by the tests: a word-level codec and a scripted engine that obeys the backend protocol.
+"""Fakes shared by the tests: a word-level codec and a scripted engine that follows the backend protocol.
 
 ::
 
@@ -11,19 +11,13 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jax_agent_rl.errors import BackendClosedError, EngineDiedError, WeightUpdateError
-from jax_agent_rl.rollout.protocol import (
-    BackendMetrics,
-    Capabilities,
-    GenerateRequest,
-    Health,
-    TokenChunk,
-    WeightUpdate,
-)
+from jax_agent_rl.errors import EngineDiedError
+from jax_agent_rl.rollout.protocol import BackendMetrics, Capabilities, GenerateRequest, Health, WeightUpdate
+from jax_agent_rl.testing.fake_engine import FakeBackend
 from jax_agent_rl.types import PauseMode, SamplingParams, StopReason, TokenOutput, digest_ids
 
 EOS = 2
@@ -115,7 +109,7 @@ class FakeCodec:
         return self.encode_text(text)
 
     def reply_ids(self, text: str) -> list[int]:
-        """What a model would sample to say ``text``: its ids and the end of turn."""
+        """Return the ids that a model would sample to say ``text``, with the end of turn."""
         return [*self.encode_text(text), EOS]
 
     def _render(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
@@ -129,26 +123,33 @@ class FakeCodec:
 Script = Callable[[GenerateRequest], Sequence[int]]
 
 
-class ScriptedBackend:
-    """Says what it is told to, one id per turn of the event loop; honest about everything else.
+class ScriptedBackend(FakeBackend):
+    """Samples scripted replies, one id per turn of the event loop; everything else is as in a real engine.
 
     Args:
-        codec: only to turn scripted texts into ids.
-        script: the texts to say, by turn of each session (the last one is repeated); or a function from the
-            request to ids. A resumed request is recognized by its id and goes on where it was interrupted.
-        capabilities: what it can do; the default can do everything a text-only engine can.
+        codec: encodes scripted texts.
+        script: the replies, by turn of each session (the last one is repeated), or a function from the request to
+            ids. A resumed request is recognized by its id and continues where it was interrupted.
+        capabilities: declared capabilities; by default those of a text-only engine.
 
     Attributes:
-        requests: everything it was asked, in order.
-        gate: cleared, no id is sampled; tests use it to hold requests in the middle.
-        most_running: the most requests that ran at the same time.
-        hold: whether a request has to wait before its next id, given how many it has; tests set it to let something
-            else happen first.
+        requests: all requests, in order.
+        gate: while cleared, no id is sampled.
+        most_running: largest number of concurrent requests.
+        hold: whether a request must wait before its next id, given how many it has.
     """
 
     def __init__(
         self, codec: FakeCodec, script: Sequence[str] | Script, *, capabilities: Capabilities | None = None
     ) -> None:
+        declared = Capabilities(
+            max_model_len=4096,
+            max_concurrent=64,
+            pause_modes=frozenset(PauseMode),
+            in_flight_update=True,
+            weight_payloads=frozenset({"arrays"}),
+        )
+        super().__init__(capabilities or declared)
         self.codec = codec
         self.requests: list[GenerateRequest] = []
         self.gate = asyncio.Event()
@@ -162,23 +163,8 @@ class ScriptedBackend:
         self._running: set[str] = set()
         self._aborted: set[str] = set()
         self._dead: EngineDiedError | None = None
-        self._closed = False
-        self._version = 0
-        self._capabilities = capabilities or Capabilities(
-            max_model_len=4096,
-            max_concurrent=64,
-            pause_modes=frozenset(PauseMode),
-            in_flight_update=True,
-            weight_payloads=frozenset({"arrays"}),
-        )
 
-    @property
-    def capabilities(self) -> Capabilities:
-        return self._capabilities
-
-    @property
-    def policy_version(self) -> int:
-        return self._version
+    name = "scripted backend"
 
     async def start(self) -> None:
         self._closed = False
@@ -226,14 +212,14 @@ class ScriptedBackend:
         )
 
     def _stop_match(self, ids: Sequence[int], sampling: SamplingParams) -> str | None:
-        """The stop id or stop string that the last id completes."""
+        """Return the stop id or stop string that the last id completes."""
         if ids[-1] in sampling.stop_token_ids:
             return str(ids[-1])
         text = self.codec.decode(ids, skip_special_tokens=False)
         return next((stop for stop in sampling.stop if stop in text), None)
 
     def digest(self, ids: Sequence[int]) -> str:
-        """Overridden by tests that want a drifting engine."""
+        """Return the context digest; overridden by tests of drifting engines."""
         return digest_ids(ids)
 
     def _plan(self, request: GenerateRequest) -> tuple[list[int], int]:
@@ -257,25 +243,15 @@ class ScriptedBackend:
     def _check_alive(self) -> None:
         if self._dead:
             raise self._dead
-        if self._closed:
-            raise BackendClosedError("the scripted backend is closed")
+        self.require_open()
 
     def share_plans(self, other: ScriptedBackend) -> None:
-        """Makes ``other`` the same model: it continues what this engine began."""
+        """Make ``other`` the same model, which continues what this engine began."""
         other._plans, other._turns = self._plans, self._turns
 
     def die(self) -> None:
-        """Every running and future request fails."""
+        """Fail every running and future request."""
         self._dead = EngineDiedError("the scripted engine died")
-
-    async def stream(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
-        output = await self.generate(request)
-        yield TokenChunk(
-            token_ids=output.token_ids,
-            log_probs=output.log_probs,
-            policy_versions=output.policy_versions,
-            final=output,
-        )
 
     async def abort(self, request_id: str) -> bool:
         if request_id not in self._running:
@@ -296,18 +272,8 @@ class ScriptedBackend:
 
     async def update_weights(self, update: WeightUpdate) -> None:
         self._check_alive()
-        if update.version <= self._version:
-            raise WeightUpdateError(f"version {update.version} is not newer than {self._version}")
+        self.require_newer(update)
         self._version = update.version
-
-    async def reset_prefix_cache(self) -> None:
-        return None
-
-    async def sleep(self) -> None:
-        raise NotImplementedError("the scripted backend does not sleep")
-
-    async def wake(self) -> None:
-        raise NotImplementedError("the scripted backend does not sleep")
 
     async def health(self) -> Health:
         return Health(ok=not self._dead and not self._closed, policy_version=self._version, running=len(self._running))

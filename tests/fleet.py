@@ -1,4 +1,4 @@
-"""Servers in virtual time whose engines can die, fall silent and refuse weights, and a manager over them."""
+"""Servers in virtual time whose engines can die, hang and refuse weights, and a manager over them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SPEED = EngineSpeed(slots=64, step_seconds=1.0, prefill_tokens_per_step=10**9, l
 
 
 class FaultyEngine(SimulatedEngine):
-    """Samples an id a second; a successor of its name begins with version 0 again."""
+    """Samples one id per second; a successor of the same name starts at version 0 again."""
 
     def __init__(self, fleet: Fleet, name: str, *, version: int = 0) -> None:
         super().__init__(fleet.speed, max_model_len=4096)
@@ -78,14 +78,14 @@ class FaultyEngine(SimulatedEngine):
             raise EngineDiedError(f"{self.name} died")
 
     def die(self) -> None:
-        """Everything inside and everything asked of it fails."""
+        """Fail all running and future requests."""
         self._dead = True
         for run in [*self._running.values(), *self._waiting]:
             if not run.done.done():
                 run.done.set_exception(EngineDiedError(f"{self.name} died"))
 
     def fall_silent(self) -> None:
-        """Samples nothing any more, and answers nothing that needs the engine."""
+        """Stop sampling and answering."""
         self._advance()
         self._silent = self._paused = True
         self._schedule()
@@ -96,13 +96,13 @@ class FaultyEngine(SimulatedEngine):
 
 
 class Fleet:
-    """A client, its manager, and every engine that was made for them.
+    """A client, its manager, and all engines created for them.
 
     Attributes:
-        engines: by name, all there ever were, the newest last.
+        engines: all engines by name, the newest last.
         starts: name and time of every start.
-        unreachable: names whose engines do not start now.
-        inside: requests that are in some engine.
+        unreachable: names of engines that fail to start.
+        inside: ids of requests that are in some engine.
     """
 
     def __init__(self, *, client: dict[str, Any] | None = None, speed: EngineSpeed = SPEED, **manager: Any) -> None:
@@ -128,7 +128,7 @@ class Fleet:
         await self.manager.start({name: self.make(name) for name in names})
 
     def __getitem__(self, name: str) -> FaultyEngine:
-        """The newest engine of this name."""
+        """Return the newest engine of this name."""
         return self.engines[name][-1]
 
     @property
@@ -146,7 +146,7 @@ class Fleet:
 
 
 def in_virtual_time(main: Callable[..., Awaitable[Any]], **fleet: Any) -> Any:
-    """``main(fleet)``; afterwards the manager is closed, and no task may be left."""
+    """Run ``main(fleet)`` in virtual time, then close the manager and require that no task is left."""
 
     async def whole() -> Any:
         made = Fleet(**fleet)

@@ -9,6 +9,8 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
 import socket
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -16,6 +18,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import uvicorn
+from PIL import Image
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -92,3 +95,10 @@ class ToolServer:
 
     async def _health(self, request: Request) -> Response:
         return Response(status_code=self.health)
+
+
+def data_url(size: tuple[int, int], colour: str = "red") -> str:
+    """A ``data:`` URL of a PNG file of one colour."""
+    data = io.BytesIO()
+    Image.new("RGB", size, colour).save(data, format="PNG")
+    return "data:image/png;base64," + base64.b64encode(data.getvalue()).decode()

@@ -15,8 +15,7 @@ from jax_agent_rl.observe.metrics import RunFolder
 from jax_agent_rl.observe.report.run_data import RunData, read_run
 from jax_agent_rl.observe.traces.sinks import TraceFileSink
 from jax_agent_rl.types import FinishReason, Fork, Trajectory
-from tests.traces import EPOCH, SECOND, a_trace
-from tests.trajectories import call, trajectory
+from tests.trajectories import EPOCH, SECOND, a_trace, call, trajectory
 
 TEXTS: dict[int, str] = {1: "<|im_start|>", 2: "<|im_end|>", 3: "question ", 4: "hello ", 5: "world "}
 """Ids whose text is not ``word<id>``."""

@@ -12,14 +12,12 @@ from safetensors.numpy import load_file, save_file
 
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.testing.conformance import CHECKS, Report, run_suite
-from jax_agent_rl.testing.conformance import checks as _checks  # noqa: F401  (registers them)
+from jax_agent_rl.testing.conformance.backend_under_test import BASE, OTHER
 from jax_agent_rl.testing.conformance.models import prepare_folders
 from jax_agent_rl.testing.conformance.reference import TransformersReference, log_softmax
-from jax_agent_rl.testing.conformance.subject import BASE, OTHER
 from jax_agent_rl.testing.conformance.subjects import SubjectOptions, make_subject
 from tests.gpu_backend.vision import write_model
-from tests.served import served_toy, toy_files
-from tests.toy_backend import ToyBackend, toy_subject
+from tests.toy_backend import ToyBackend, served_toy, toy_files, toy_subject
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ from jax_agent_rl.rewards import register_reward
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.runtime.scoring import open_scorer
-from jax_agent_rl.testing.conformance.footprint import Footprint
+from jax_agent_rl.testing.leaks import Footprint
 from tests.fakes import FakeCodec, ScriptedBackend
 from tests.trajectories import trajectory
 

@@ -24,7 +24,7 @@ from jax_agent_rl.rollout.ray.host import EngineHost
 from jax_agent_rl.rollout.ray.weights import store
 from jax_agent_rl.runtime.ray_cluster import open_ray, reserve
 from jax_agent_rl.runtime.train import train
-from jax_agent_rl.testing.conformance.footprint import Footprint
+from jax_agent_rl.testing.leaks import Footprint
 from jax_agent_rl.types import SamplingParams
 from tests.launching import wait_for_end
 from tests.tiny_run import tiny_recipe

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from jax_agent_rl.testing.chaos.ledger import FREE_TO_LOSE
-from jax_agent_rl.testing.conformance.footprint import Footprint
+from jax_agent_rl.testing.leaks import Footprint
 from jax_agent_rl.utils.interrupt import EXIT_CODE
 
 

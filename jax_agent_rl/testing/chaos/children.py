@@ -1,9 +1,8 @@
-"""Servers as processes that can be killed, frozen and started again at the same port."""
+"""Server processes that can be killed, frozen and restarted on the same port."""
 
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import socket
 from collections.abc import Mapping, Sequence
@@ -11,27 +10,25 @@ from pathlib import Path
 
 from jax_agent_rl.errors import LaunchError
 
-MARK = "JAX_AGENT_RL_CHAOS"
-"""Environment variable by which a run's processes are found, also when their parents are gone."""
 _START_SECONDS = 60.0
 _STOP_SECONDS = 10.0
 _POLL_SECONDS = 0.05
-_SHOWN = 2000
+_MAX_LOG_CHARS = 2000
 
 
 class Child:
-    """One server.
+    """A server process.
 
     Args:
-        name: for messages.
-        command: that starts it.
-        port: on which it listens when it is ready.
-        env: its whole environment.
-        log: file for what it prints.
+        name: name in messages.
+        command: starts the server.
+        port: port on which it listens once it is ready.
+        env: its complete environment.
+        log: file for its output.
 
     Attributes:
-        busy: a fault has it in hand; others leave it alone.
-        starts: how often it was started.
+        busy: whether a fault is in progress on it; other faults then leave it alone.
+        starts: number of starts so far.
     """
 
     def __init__(self, name: str, command: Sequence[str], *, port: int, env: Mapping[str, str], log: Path) -> None:
@@ -42,10 +39,10 @@ class Child:
         self._process: asyncio.subprocess.Process | None = None
 
     async def start(self) -> None:
-        """Returns when it listens.
+        """Start the server and return once it listens.
 
         Raises:
-            LaunchError: it ended, or does not listen for a minute.
+            LaunchError: it exited, or did not listen within a minute.
         """
         with self._log.open("ab") as log:
             # A session of its own: Ctrl-C in the terminal is for the run, which then stops its servers.
@@ -64,22 +61,22 @@ class Child:
             raise LaunchError(f"{self.name} does not listen on port {self.port}: {self._last_words()}") from None
 
     def _last_words(self) -> str:
-        """The end of its log, which goes with the run's folder."""
-        return self._log.read_text(errors="replace")[-_SHOWN:].strip() or "it said nothing"
+        """Return the end of its log, which is deleted with the run's folder."""
+        return self._log.read_text(errors="replace")[-_MAX_LOG_CHARS:].strip() or "it said nothing"
 
     def send(self, number: signal.Signals) -> None:
-        """Sends a signal, if it lives."""
+        """Send a signal, if the process is alive."""
         if self._process is not None and self._process.returncode is None:
             self._process.send_signal(number)
 
     async def kill(self) -> None:
-        """SIGKILL, and waits for its end."""
+        """Send SIGKILL and wait for the process to exit."""
         if self._process is not None:
             self.send(signal.SIGKILL)
             await self._process.wait()
 
     async def stop(self) -> bool:
-        """Asks it to end; kills it after ten seconds. Returns whether it ended as asked."""
+        """Terminate the process, and kill it after ten seconds; return whether it exited by itself."""
         if self._process is None:
             return True
         self.send(signal.SIGCONT)
@@ -93,22 +90,8 @@ class Child:
         return True
 
 
-def marked(mark: str) -> dict[int, str]:
-    """The processes that carry a mark: command by process id. Empty where there is no /proc."""
-    found = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if f"{MARK}={mark}".encode() in (folder / "environ").read_bytes().split(b"\0"):
-                command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-                found[int(folder.name)] = command
-        except OSError:  # it ended meanwhile, or is not ours
-            continue
-    found.pop(os.getpid(), None)
-    return found
-
-
 def free_port() -> int:
-    """A port of loopback that nobody listens on."""
+    """Return a free port of the loopback interface."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

@@ -1,8 +1,8 @@
-"""What goes wrong, and when: every moment and victim is drawn from the run's seed.
+"""Injected faults: every time and target is drawn from the run's seed.
 
 ::
 
-    seed ──► times of each fault ──► at each: hit a server or a proxy that no other fault has in hand ──► mend it
+    seed ──► times of each fault ──► at each: hit an idle server or proxy ──► repair it
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jax_agent_rl.testing.chaos.proxy import Fault, FaultProxy
 
 
 class FaultTarget(Protocol):
-    """What faults do to a server; :class:`~jax_agent_rl.testing.chaos.children.Child`."""
+    """A server that faults can hit; see :class:`~jax_agent_rl.testing.chaos.children.Child`."""
 
     busy: bool
 
@@ -33,7 +33,7 @@ Target = TypeVar("Target", FaultTarget, FaultProxy)
 
 @dataclass(frozen=True, kw_only=True)
 class Victims:
-    """What faults hit: the servers, and the proxies before them."""
+    """Targets of faults: the servers, and the proxies before them."""
 
     engines: Sequence[FaultTarget]
     tools: FaultTarget
@@ -48,10 +48,10 @@ class Injection(ABC, Generic[Target]):
         targets: what it may hit.
 
     Attributes:
-        name: in reports.
-        every: mean seconds from one to the next.
-        strikes: so far.
-        skipped: times when all targets were in the hands of other faults.
+        name: name in reports.
+        every: mean seconds between two strikes.
+        strikes: number of strikes so far.
+        skipped: number of strikes skipped because other faults were in progress on all targets.
     """
 
     name: str
@@ -63,14 +63,14 @@ class Injection(ABC, Generic[Target]):
         self.skipped = 0
 
     def times(self, seed: int, seconds: float, *, rarer: float = 1.0) -> list[float]:
-        """When it strikes, in seconds from the begin; the gaps are 0.6 to 1.4 times :attr:`every`, times ``rarer``."""
+        """Draw the strike times in seconds from the start; gaps are 0.6 to 1.4 times ``rarer * every``."""
         rng, found, now = Random(f"{seed}/{self.name}"), [], 0.0
         while (now := now + rarer * self.every * rng.uniform(0.6, 1.4)) < seconds:
             found.append(now)
         return found
 
     async def run(self, seed: int, seconds: float, *, rarer: float = 1.0) -> None:
-        """Strikes at its :meth:`times`, at the earliest when it has mended what it broke before."""
+        """Strike at the drawn :meth:`times`, but not before the last target is repaired."""
         loop = asyncio.get_running_loop()
         begin = loop.time()
         for number, when in enumerate(self.times(seed, seconds, rarer=rarer)):
@@ -78,7 +78,7 @@ class Injection(ABC, Generic[Target]):
             await self.strike(Random(f"{seed}/{self.name}/{number}"))
 
     async def strike(self, rng: Random) -> None:
-        """Breaks one target and mends it."""
+        """Break one target and repair it."""
         idle = [target for target in self._targets if not target.busy]
         if not idle:
             self.skipped += 1
@@ -93,11 +93,11 @@ class Injection(ABC, Generic[Target]):
 
     @abstractmethod
     async def hit(self, target: Target, rng: Random) -> None:
-        """See :meth:`strike`."""
+        """Break a target and repair it."""
 
 
 class KillEngine(Injection[FaultTarget]):
-    """SIGKILL; the engine is started again at once, with the weights it began with."""
+    """SIGKILL; the engine restarts at once with its initial weights."""
 
     name, every = "kill_engine", 5.0
 
@@ -107,7 +107,7 @@ class KillEngine(Injection[FaultTarget]):
 
 
 class FreezeEngine(Injection[FaultTarget]):
-    """SIGSTOP: the kernel takes its connections and nobody answers. It comes back with the weights it had."""
+    """SIGSTOP: the kernel accepts connections, but nobody answers; the engine continues with the weights it had."""
 
     name, every = "freeze_engine", 9.0
 
@@ -120,7 +120,7 @@ class FreezeEngine(Injection[FaultTarget]):
 
 
 class HangEngine(Injection[FaultTarget]):
-    """It samples nothing more while its server goes on to send heartbeats; then it goes on, or somebody restarts it."""
+    """The engine stops sampling while its server still sends heartbeats; later it continues or is restarted."""
 
     name, every = "hang_engine", 12.0
 
@@ -135,7 +135,7 @@ class HangEngine(Injection[FaultTarget]):
 
 
 class KillToolServer(Injection[FaultTarget]):
-    """SIGKILL; its workers have to notice by themselves. It is started again after a moment."""
+    """SIGKILL; its workers must notice by themselves. The server restarts after a moment."""
 
     name, every = "kill_tool_server", 11.0
 
@@ -146,10 +146,11 @@ class KillToolServer(Injection[FaultTarget]):
 
 
 class BreakNetwork(Injection[FaultProxy]):
-    """For a second or two, some of the requests to one server suffer.
+    """For a second or two, a fault hits some of the requests to one server.
 
     Args:
-        fault: how.
+        targets: the proxies before the servers.
+        fault: what happens to the requests.
     """
 
     every = 6.0
@@ -169,7 +170,7 @@ class BreakNetwork(Injection[FaultProxy]):
 
 
 def all_injections(victims: Victims) -> list[Injection]:
-    """Every kind of fault."""
+    """Return one injection of every kind."""
     proxies = [*victims.engine_proxies, victims.tool_proxy]
     return [
         KillEngine(victims.engines),
@@ -183,4 +184,4 @@ def all_injections(victims: Victims) -> list[Injection]:
 NAMES = tuple(kind.name for kind in (KillEngine, FreezeEngine, HangEngine, KillToolServer)) + tuple(
     f"network_{fault}" for fault in Fault
 )
-"""Of :func:`all_injections`."""
+"""Names of :func:`all_injections`."""

@@ -1,41 +1,75 @@
-"""What must hold, watched while the run goes on: each trajectory has one fate, each token a version that was served."""
+"""Invariants watched during a run: one fate for each trajectory, exact tokens of versions that were served."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+from jax_agent_rl.agents import derive_seed
 from jax_agent_rl.collect.accounting import Accounting
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.protocol import WeightUpdate
-from jax_agent_rl.testing.chaos.verify import problems
+from jax_agent_rl.testing.chaos.policy import context_key, hash_policy
 from jax_agent_rl.types import DropReason, PauseMode, TokenOutput, Trajectory
 
 TRAINED = "trained"
 FREE_TO_LOSE = frozenset({DropReason.CANCELLED, DropReason.TOOL_SERVER_ERROR, DropReason.SINGLE_MEMBER})
-"""What may be lost: what is in flight when the run ends, what a dead tool server knew, the rest of such a group."""
-_SHOWN = 20
-"""Faults of the system that are kept in words; the rest is counted."""
+"""Losses that are no failure: requests in flight at the end, state of a killed tool server, the rest of its group."""
+_MAX_COMPLAINTS = 20
+"""Complaints that are kept as text; all are counted."""
+
+
+def problems(trajectory: Trajectory, *, seed: int) -> Iterator[str]:
+    """Recompute a trajectory from weights, seeds and contexts, and yield a description of every difference.
+
+    Args:
+        trajectory: its id ends with the step, index and number from which the collector seeded it.
+        seed: the run's seed.
+    """
+    name = trajectory.trajectory_id
+    label, *numbers = name.rsplit("-", 3)
+    own_seed = derive_seed(seed, label, *map(int, numbers))
+    key, position = context_key(trajectory.prompt_ids), len(trajectory.prompt_ids)
+    ids: list[int] = []
+    sampled: list[tuple[int, int, float, int]] = []  # place in the response, id, log-prob, version
+    for number, turn in enumerate(trajectory.turns):
+        output, turn_seed = turn.output, derive_seed(own_seed, number)
+        for token, log_prob, version in zip(output.token_ids, output.log_probs, output.policy_versions, strict=True):
+            expected = hash_policy(seed, version).sample(key, seed=turn_seed, position=position + len(ids))
+            if expected != (token, log_prob):
+                yield f"{name}: id {len(ids)} is {token, log_prob}; version {version} gives {expected}"
+            sampled.append((len(ids), token, log_prob, version))
+            ids.append(token)
+            key = context_key([token], key)
+        ids += turn.appended_ids
+        key = context_key(turn.appended_ids, key)
+        acted = max((call.reward for call in turn.tool_calls), default=0.0)
+        if acted > number + 1:
+            yield f"{name}: its tool acted {acted:g} times in {number + 1} turns"
+    columns = (trajectory.response_mask, trajectory.rollout_logprobs, trajectory.policy_versions)
+    flat = enumerate(zip(trajectory.response_ids, *columns, strict=True))
+    if list(trajectory.response_ids) != ids or sampled != [(i, t, lp, v) for i, (t, m, lp, v) in flat if m]:
+        yield f"{name}: what the learner reads is not what its turns hold"
 
 
 class Ledger:
-    """Findings of one run, good and bad.
+    """Findings of one run.
 
     Args:
-        seed: the run's.
+        seed: the run's seed.
 
     Attributes:
-        fates: of every trajectory that was started: None while it is open, ``trained``, or the reason of its loss.
-        duplicated: trajectories that were started or ended twice, or reached the learner twice.
-        inexact: trajectories with a token, mask or tool call that is not what it has to be.
+        fates: fate of every started trajectory: None while in flight, ``trained``, or the reason it was dropped.
+        duplicated: trajectories that were started twice or reached the learner twice.
+        inexact: trajectories with a wrong token, mask or tool call.
         stale_served: tokens of a version that was not served while they were sampled.
-        unbalanced: steps after which the books did not balance.
-        steps: that the learner finished.
+        unbalanced: steps after which the accounting did not balance.
+        steps: steps that the learner finished.
         tokens: sampled ids that were trained on.
-        warm: when the first step was over, by ``time.monotonic``, and how many trajectories it had trained.
-        complaints: the first of all these in words.
+        warm: end of the first step by ``time.monotonic``, and the number of trajectories trained by then.
+        complaints: the first failures, as text.
     """
 
     def __init__(self, seed: int) -> None:
@@ -48,12 +82,12 @@ class Ledger:
         self._learnt: set[str] = set()
 
     def complain(self, text: str) -> None:
-        """Keeps a finding in words."""
-        if len(self.complaints) < _SHOWN:
+        """Keep the description of a failure."""
+        if len(self.complaints) < _MAX_COMPLAINTS:
             self.complaints.append(text)
 
     def learn(self, trajectories: Iterable[Trajectory]) -> None:
-        """The learner got these."""
+        """Verify trajectories that reached the learner."""
         for trajectory in trajectories:
             name = trajectory.trajectory_id
             if name in self._learnt:
@@ -66,7 +100,7 @@ class Ledger:
                 self.complain(wrong)
 
     def finish_step(self, accounting: Accounting) -> None:
-        """A step is over; its books and the fates must agree."""
+        """Record the end of a step, and check that accounting and fates agree."""
         self.steps += 1
         self.warm = self.warm or (time.monotonic(), self.count(TRAINED))
         try:
@@ -80,21 +114,21 @@ class Ledger:
             self.complain(f"after step {self.steps} the trajectories in flight are not those without a fate")
 
     def rate(self, now: float) -> float:
-        """Trajectories trained per second since it was warm; 0 if it never was."""
+        """Return the trajectories trained per second since the first step; 0 before its end."""
         if self.warm is None:
             return 0.0
         since, trained = self.warm
         return (self.count(TRAINED) - trained) / (now - since)
 
     def count(self, fate: str) -> int:
-        """Trajectories with this fate."""
+        """Return the number of trajectories with this fate."""
         return sum(f == fate for f in self.fates.values())
 
     def summary(self) -> dict[str, Any]:
-        """The findings as JSON.
+        """Return the findings as JSON.
 
-        ``lost`` are those whose fate nobody knows, and those dropped for a reason that is not :data:`FREE_TO_LOSE`: an
-        engine's failure, say, may cost time, and no trajectory.
+        ``lost`` counts trajectories without a fate and those dropped for a reason not in :data:`FREE_TO_LOSE`: an
+        engine's failure, for example, may cost time but no trajectory.
         """
         ends = Counter(fate or "unknown" for fate in self.fates.values())
         return {
@@ -112,7 +146,7 @@ class Ledger:
 
 
 class WatchedAccounting(Accounting):
-    """Keeps, beside the counts, the fate of each trajectory by its id."""
+    """Accounting that also records the fate of each trajectory."""
 
     def __init__(self, ledger: Ledger) -> None:
         super().__init__()
@@ -137,10 +171,10 @@ class WatchedAccounting(Accounting):
 
 
 class WatchedClient(LLMServerClient):
-    """Checks each output's versions against what was served while it was sampled.
+    """Client that checks each output's versions against those served while it was sampled.
 
-    That is, every version from the last one all engines had taken when the request was sent to the newest that was on
-    its way when it ended.
+    Those are all versions from the last one that every engine had loaded when the request was sent to the newest one
+    being published when it ended.
     """
 
     def __init__(self, ledger: Ledger, **options: Any) -> None:

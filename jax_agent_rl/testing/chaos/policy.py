@@ -1,8 +1,8 @@
-"""A policy whose every token can be proven: what was sampled follows from weights, context, seed and position alone.
+"""A policy whose tokens can be recomputed: each follows from weights, context, seed and position alone.
 
-The weights are a table of logits. The row for the next id is chosen by a checksum of the whole context, and the draw by
-seed and position, so a token that was sampled from stale or half-written weights, from another context or twice in a
-row does not come out again when it is recomputed (:func:`jax_agent_rl.testing.chaos.verify.problems`).
+The weights are a table of logits. A checksum of the whole context selects the row for the next id; seed and position
+determine the draw. So a token sampled from stale or half-written weights, from another context, or twice in a row
+differs when it is recomputed (:func:`jax_agent_rl.testing.chaos.ledger.problems`).
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import numpy as np
 
 EOS = 2
 FIRST_BYTE = 3
-"""Id of byte 0 in :func:`jax_agent_rl.testing.chaos.text.codec`; the ids before it are special."""
+"""Id of byte 0 in :func:`jax_agent_rl.testing.chaos.testbed.codec`; smaller ids are special."""
 VOCABULARY = FIRST_BYTE + 256
 _ROWS = 64
 _PRINTABLE = range(FIRST_BYTE + ord("a"), FIRST_BYTE + ord("z") + 1)
-_EOS_LOGIT = 1.2  # a turn is 12 ids long on average: interruptions hit it in the middle
+_EOS_LOGIT = 1.2  # turns are 12 ids long on average, so that faults interrupt them
 
 
 class HashPolicy:
@@ -39,7 +39,7 @@ class HashPolicy:
 
     @cached_property
     def _log_probs(self) -> np.ndarray:
-        """float64 [rows, vocabulary]."""
+        """Log-probs, float64 [rows, vocabulary]."""
         shifted = self.logits.astype(np.float64) - self.logits.max(-1, keepdims=True)
         return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
 
@@ -48,12 +48,12 @@ class HashPolicy:
         return np.exp(self._log_probs).cumsum(-1)
 
     def sample(self, key: int, *, seed: int, position: int) -> tuple[int, float]:
-        """The next id and its log-prob.
+        """Sample the next id and return it with its log-prob.
 
         Args:
             key: :func:`context_key` of all ids before it.
-            seed: of the request.
-            position: how many ids are before it.
+            seed: the request's seed.
+            position: number of ids before it.
         """
         row = self._cumulative[key % _ROWS]
         draw = zlib.crc32(f"{seed}/{position}".encode()) / 2**32
@@ -61,14 +61,14 @@ class HashPolicy:
         return token, float(self._log_probs[key % _ROWS, token])
 
     def save(self, file: Path) -> None:
-        """Writes a safetensors file."""
+        """Write the weights as a safetensors file."""
         from safetensors.numpy import save_file
 
         save_file({"logits": self.logits}, file)
 
     @classmethod
     def read(cls, file: Path) -> HashPolicy:
-        """Reads a safetensors file; ValueError or OSError if it is none, or not of a policy."""
+        """Read a safetensors file; raise ValueError or OSError if it does not hold a policy."""
         from safetensors import SafetensorError
         from safetensors.numpy import load_file
 
@@ -80,9 +80,9 @@ class HashPolicy:
 
 @lru_cache(maxsize=64)
 def hash_policy(seed: int, version: int) -> HashPolicy:
-    """The weights of a version in the run of a seed; -1 are those that engines are started with.
+    """Return the weights of a version in the run with this seed; engines start with version -1.
 
-    Letters are likely, an end of turn comes now and then, other bytes hardly ever.
+    Letters are likely, the end of turn is occasional, other bytes are rare.
     """
     rng = np.random.default_rng([seed, version + 1])
     logits = np.full((_ROWS, VOCABULARY), -20.0, np.float32)
@@ -92,7 +92,7 @@ def hash_policy(seed: int, version: int) -> HashPolicy:
 
 
 def context_key(ids: Sequence[int], key: int = 0) -> int:
-    """A checksum of a context, or of one that goes on after another whose ``key`` is given.
+    """Return a checksum of a context, or of the continuation of a context with checksum ``key``.
 
     >>> context_key([5, 6, 7]) == context_key([7], context_key([5, 6]))
     True

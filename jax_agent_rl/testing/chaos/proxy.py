@@ -1,4 +1,4 @@
-"""A half-dead network: a proxy before one HTTP server that answers in its place, or spoils the server's answers.
+"""A faulty network: a proxy before one HTTP server that answers in its place or corrupts its answers.
 
 ::
 
@@ -6,12 +6,12 @@
                                 │
                                 ├─ reset        RST, before the server sees the request or in the middle of the answer
                                 ├─ unavailable  HTTP 503 with a page of HTML, as gateways send
-                                ├─ truncate     the first half of the answer, then a proper end
+                                ├─ truncate     the first half of the answer, then an orderly end
                                 ├─ slow         the answer in small pieces
-                                └─ stall        nothing, for as long as the client cares to wait
+                                └─ stall        nothing, for as long as the client waits
 
-A server that is not there gives HTTP 502. The server is asked by HTTP/1.0, so that its answer is not chunked and half
-of one looks whole.
+An unreachable server gives HTTP 502. Requests are forwarded as HTTP/1.0, so that answers are not chunked and half of
+one looks complete.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _PIECE = 64
 
 
 class Fault(StrEnum):
-    """What may happen to a request; see the module."""
+    """Faults of a request; see the module."""
 
     RESET = "reset"
     UNAVAILABLE = "unavailable"
@@ -41,21 +41,21 @@ class Fault(StrEnum):
 
 
 class FaultProxy:
-    """Listens on loopback and forwards to a port of loopback.
+    """Proxy between two ports of the loopback interface.
 
     Args:
         upstream: the server's port.
         rng: decides which requests a fault hits, and where.
-        piece_seconds: between two pieces of a slow answer.
+        piece_seconds: time between two pieces of a slow answer.
 
     Attributes:
-        port: where it listens, after :meth:`start`.
-        fault: hits requests from now on; None: none.
-        chance: that it hits one.
-        busy: somebody set :attr:`fault`; others leave it alone.
+        port: port on which it listens, after :meth:`start`.
+        fault: the active fault, if any.
+        chance: probability that the fault hits a request.
+        busy: whether a fault is in progress here; other faults then leave it alone.
         hits: requests hit, by fault.
         requests: requests received, by path.
-        attempts: how often each rollout request (by its id) or tool call (by trajectory and step) was sent here.
+        attempts: number of times each rollout request (by id) or tool call (by trajectory and step) was sent.
     """
 
     def __init__(self, upstream: int, *, rng: Random, piece_seconds: float = 0.02) -> None:
@@ -81,7 +81,7 @@ class FaultProxy:
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def close(self) -> None:
-        """Stops listening and breaks off every connection."""
+        """Stop listening and drop every connection."""
         if self._server is not None:
             self._server.close()
         for connection in self._connections:
@@ -96,7 +96,7 @@ class FaultProxy:
         task.add_done_callback(self._connections.discard)
 
     async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One request; ends when it is answered or the client has left."""
+        """Handle one request, until it is answered or the client disconnects."""
         try:
             head = await reader.readuntil(b"\r\n\r\n")
             body = await reader.readexactly(_content_length(head))
@@ -164,7 +164,7 @@ class FaultProxy:
 
 
 def _name(path: str, body: bytes) -> str | None:
-    """What tells a request and its repetitions from others; None where repetitions do not matter."""
+    """Return the identity that a request shares with its repetitions; None where these do not matter."""
     if path == "/v1/generate":
         return json.loads(body)["request_id"]
     if path == "/get_observation":
@@ -186,7 +186,7 @@ async def _say(writer: asyncio.StreamWriter, status: int, reason: str) -> None:
 
 
 def _reset(writer: asyncio.StreamWriter) -> None:
-    """Ends the connection with RST, as a crashed host or a firewall does, not with an orderly FIN."""
+    """End the connection with RST, as a crashed host or a firewall does, not with an orderly FIN."""
     with contextlib.suppress(OSError):  # the client may have left already
         writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     writer.transport.abort()
@@ -198,7 +198,7 @@ def _content_length(head: bytes) -> int:
 
 
 def _plain_head(head: bytes) -> bytes:
-    """The request by HTTP/1.0, on a connection of its own."""
+    """Rewrite a request head as HTTP/1.0 on its own connection."""
     line, _, rest = head.partition(b"\r\n")
     without = _without(b"connection", rest.removesuffix(b"\r\n\r\n"))
     return line.replace(b"HTTP/1.1", b"HTTP/1.0") + b"\r\n" + without + b"\r\nConnection: close\r\n\r\n"

@@ -1,4 +1,4 @@
-"""The system under test, small and whole: the real parts, but for the engines' model and the learner's optimizer.
+"""The system under test: all parts are real except the engines' model and the learner's optimizer.
 
 ::
 
@@ -28,6 +28,7 @@ from rich.console import Console
 import jax_agent_rl.testing.chaos.tool
 from jax_agent_rl import config
 from jax_agent_rl.agents import AgentContext
+from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.collect.collector import RolloutCollector
 from jax_agent_rl.collect.filters import Selection
 from jax_agent_rl.data.cursor import DataCursor
@@ -36,12 +37,13 @@ from jax_agent_rl.observe.progress import Progress
 from jax_agent_rl.rollout.http.client import RemoteBackend
 from jax_agent_rl.rollout.lifecycle import LLMServerManager
 from jax_agent_rl.runtime.fleet import FleetMetrics
-from jax_agent_rl.testing.chaos.children import MARK, Child, free_port
+from jax_agent_rl.testing.chaos.children import Child, free_port
 from jax_agent_rl.testing.chaos.faults import Victims
-from jax_agent_rl.testing.chaos.learner import NoCheckpoints, PolicyPublisher, ProvingLearner
+from jax_agent_rl.testing.chaos.learner import PolicyPublisher, ProvingLearner
 from jax_agent_rl.testing.chaos.ledger import Ledger, WatchedAccounting, WatchedClient
 from jax_agent_rl.testing.chaos.proxy import FaultProxy
-from jax_agent_rl.testing.chaos.text import codec
+from jax_agent_rl.testing.fake_learner import NoCheckpoints
+from jax_agent_rl.testing.leaks import MARK
 from jax_agent_rl.trainer.base import Collected
 from jax_agent_rl.trainer.components import RunComponents
 from jax_agent_rl.trainer.fully_async import FullyAsyncTrainer
@@ -57,12 +59,17 @@ LEARNER_SECONDS = 0.3
 _FOREVER = 10**9
 _ROWS = [{"prompt": [{"role": "user", "content": f"row {i}"}], "agent_name": "server_tool_agent"} for i in range(32)]
 
+_TEMPLATE = (
+    "{% for m in messages %}<|start|>{{ m.role }}:{{ m.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant:{% endif %}"
+)
+
 
 @dataclass(kw_only=True)
 class WatchedTrainer(FullyAsyncTrainer):
-    """Has the books checked after every step; updates weights by turns in both ways.
+    """Trainer that checks the accounting after every step and alternates between two ways of updating weights.
 
-    Running generations are frozen by one update, and aborted and resumed by the next.
+    One update freezes running generations, the next aborts and resumes them.
     """
 
     ledger: Ledger
@@ -78,14 +85,14 @@ class WatchedTrainer(FullyAsyncTrainer):
 
 @dataclass(frozen=True, kw_only=True)
 class Testbed:
-    """What a run consists of.
+    """The parts of a run.
 
     Attributes:
         trainer: not running yet; the engines have its first weights.
-        ledger: watches it.
-        victims: what faults may hit.
-        ports: all that are bound.
-        temporary: the folder for the servers' temporary files.
+        ledger: findings of the run.
+        victims: targets of faults.
+        ports: all ports that are bound.
+        temporary: folder for the servers' temporary files.
     """
 
     trainer: WatchedTrainer
@@ -96,7 +103,7 @@ class Testbed:
 
 
 def settings_of(tool_server: str, folder: Path, seed: int) -> config.Config:
-    """The configuration that the parts are built from."""
+    """Build the configuration of the parts."""
     return config.build(
         {
             "run_dir": str(folder),
@@ -123,12 +130,12 @@ def settings_of(tool_server: str, folder: Path, seed: int) -> config.Config:
 
 @asynccontextmanager
 async def open_testbed(scratch: Path, *, seed: int, mark: str) -> AsyncIterator[Testbed]:
-    """Starts everything, and closes everything in the end.
+    """Start the system, and close it at the end.
 
     Args:
-        scratch: an empty folder; the servers' temporary files are in ``tmp`` under it.
-        seed: of rows, sampling and weights.
-        mark: carried by every process in its environment.
+        scratch: an empty folder; its subfolder ``tmp`` is for the servers' temporary files.
+        seed: seeds rows, sampling and weights.
+        mark: value of :data:`MARK` in the environment of every process.
 
     Raises:
         LaunchError: a server does not start.
@@ -159,6 +166,32 @@ async def open_testbed(scratch: Path, *, seed: int, mark: str) -> AsyncIterator[
         )
 
 
+def codec() -> ChatCodec:
+    """Build a byte tokenizer with a chat template, without a model's files: ids 0 to 2 are special, 2 ends a turn."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    special = ("<|pad|>", "<|start|>", "<|end|>")
+    alphabet = _bytes_in_order()
+    pieces = {piece: i for i, piece in enumerate((*special, *alphabet))}
+    tokenizer = Tokenizer(models.BPE(vocab=pieces, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(special))
+    return ChatCodec(
+        PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|pad|>", chat_template=_TEMPLATE
+        )
+    )
+
+
+def _bytes_in_order() -> list[str]:
+    """Return the character that byte-level tokenizers use for each byte: itself if printable, else one from 256 on."""
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    spare = iter(range(256, 512))
+    return [chr(byte) if byte in printable else chr(next(spare)) for byte in range(256)]
+
+
 def _engine(number: int, seed: int, env: dict[str, str], scratch: Path) -> Child:
     name, port = f"engine-{number}", free_port()
     command = [sys.executable, "-m", "jax_agent_rl.testing.chaos.engine_process", str(port), str(seed)]
@@ -185,7 +218,7 @@ async def _trainer(
         client, recovery_seconds=RECOVERY_SECONDS, stall_seconds=STALL_SECONDS, seed=settings.seed
     )
     stack.push_async_callback(manager.close)
-    # Weights go over the wire, where they can be spoilt.
+    # Weights are sent over HTTP, where faults can corrupt them.
     connect = functools.partial(RemoteBackend, shares_disk=False, silence_seconds=SILENCE_SECONDS)
     await manager.start({f"engine-{number}": functools.partial(connect, url) for number, url in enumerate(urls)})
     context = AgentContext(client=client, codec=text, limits=settings.agent, max_model_len=512)
@@ -222,5 +255,5 @@ async def _trainer(
 
 
 async def _score(trajectory: Trajectory) -> Trajectory:
-    """Any reward that differs within a group."""
+    """Give a reward that varies within a group."""
     return replace(trajectory, reward=float(zlib.crc32(bytes(str(trajectory.response_ids), "ascii")) % 2))

@@ -1,4 +1,4 @@
-"""The tool of the chaos run: takes every action and counts, per trajectory, how often it acted."""
+"""The tool of the chaos run: accepts every action and counts them per trajectory."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _ONE_IN = 8
 
 
 class TallyTool(ServerTool[str, list[str]]):
-    """Stateful, so that a killed server loses something. The reward of an action is its number in its environment.
+    """A stateful tool, so that a killed server loses something.
 
-    One action in eight, by its text, ends the trajectory.
+    The reward of an action is its number within the trajectory. One action in eight, by its text, ends the trajectory.
     """
 
     name = "tally"

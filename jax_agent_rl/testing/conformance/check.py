@@ -1,36 +1,14 @@
-"""What a check is, how it fails, and the list of all of them."""
+"""A check and the registry of all checks."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
 from jax_agent_rl.rollout.protocol import Capabilities
+from jax_agent_rl.testing.conformance.probe import Probe
 
-if TYPE_CHECKING:
-    from jax_agent_rl.testing.conformance.probe import Probe
-
-CheckFunction = Callable[["Probe"], Awaitable[None]]
-
-
-class CheckFailed(AssertionError):
-    """A backend broke a rule.
-
-    Args:
-        what: what was looked at.
-        expected: what the protocol promises.
-        got: what the backend did.
-        cause: the likely cause, for whoever has to fix it.
-    """
-
-    def __init__(self, what: str, *, expected: Any, got: Any, cause: str) -> None:
-        self.what, self.expected, self.got, self.cause = what, expected, got, cause
-        super().__init__(f"{what}\n  expected: {expected}\n  got:      {got}\n  likely:   {cause}")
-
-
-class DoesNotApply(Exception):
-    """The check cannot be made on this backend or model; the text says why."""
+CheckFunction = Callable[[Probe], Awaitable[None]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,11 +16,11 @@ class Check:
     """One rule.
 
     Attributes:
-        name: short, stable, in kebab case; mutation tests and JSON results refer to it.
+        name: short stable name in kebab case, used by mutation tests and JSON results.
         claim: the rule in one sentence.
-        needs: names of :class:`Capabilities` fields that must be truthy; ``pause_modes:keep`` asks for a member.
-        run: does the check; raises :class:`CheckFailed` or :class:`DoesNotApply`.
-        last: it closes the backend, so it comes after all others.
+        needs: :class:`Capabilities` fields that must be truthy; ``pause_modes:keep`` asks for a member.
+        run: the check; raises :class:`CheckFailed` or :class:`DoesNotApply`.
+        last: whether it closes the backend and therefore runs after all others.
     """
 
     name: str
@@ -52,7 +30,7 @@ class Check:
     last: bool = False
 
     def missing(self, capabilities: Capabilities) -> str | None:
-        """The first capability this check needs and the backend does not declare, in words; None if all are there."""
+        """Describe the first required capability that the backend does not declare; None if it declares all."""
         for need in self.needs:
             name, _, member = need.partition(":")
             value = getattr(capabilities, name)
@@ -62,11 +40,11 @@ class Check:
 
 
 CHECKS: dict[str, Check] = {}
-"""All checks by name, in the order in which they run (``last`` ones after the others)."""
+"""All checks by name, in execution order (``last`` ones after the others)."""
 
 
 def check(name: str, *, needs: Sequence[str] = (), last: bool = False) -> Callable[[CheckFunction], CheckFunction]:
-    """Registers a check; its docstring is the claim."""
+    """Register a check whose docstring is the claim."""
 
     def register(function: CheckFunction) -> CheckFunction:
         if name in CHECKS:

@@ -1,4 +1,4 @@
-"""``jax-agent-rl conformance``: the suite for users."""
+"""``jax-agent-rl conformance``: run the suite and print its report."""
 
 from __future__ import annotations
 
@@ -9,12 +9,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
 from jax_agent_rl.errors import ConfigError
+from jax_agent_rl.testing.conformance.check import CHECKS
 from jax_agent_rl.testing.conformance.models import prepare_folders
-from jax_agent_rl.testing.conformance.report import print_report
 from jax_agent_rl.testing.conformance.runner import Report, Result, run_suite
 from jax_agent_rl.testing.conformance.subjects import SubjectOptions, make_subject
+
+_STYLES = {"passed": "green", "failed": "bold red", "skipped": "yellow"}
 
 
 def run_command(
@@ -32,10 +36,24 @@ def run_command(
     as_json: bool,
     console: Console,
 ) -> Report:
-    """Runs the suite on a backend, prints the table and, with ``as_json``, one JSON object as the last line.
+    """Run the suite on a backend and print the report.
+
+    Args:
+        backend: a name in :data:`~jax_agent_rl.testing.conformance.subjects.BACKENDS`, or ``module:function``.
+        model: model folder; None for a tiny random one.
+        url: address of a running rollout server, for ``remote``.
+        token: that server's token.
+        engine: backend behind the server or in the Ray actor that the suite starts.
+        brought: for ``jetstream``, the engine that ``rollout.jetstream.engine_factory`` would name.
+        adapters: whether to serve and test a LoRA adapter.
+        tolerance: largest log-prob error, in nats.
+        max_model_len: context length to serve with.
+        only: names of checks to run; empty for all.
+        as_json: print one JSON object as the last line.
+        console: where the report is printed.
 
     Raises:
-        ConfigError: options that do not go together, or a backend that is not there.
+        ConfigError: the options are incompatible, or the backend is not available.
     """
     if url is not None and (backend != "remote" or model is None):
         raise ConfigError(
@@ -66,3 +84,22 @@ def run_command(
     if as_json:
         print(json.dumps(report.to_json()))
     return report
+
+
+def print_report(report: Report, console: Console) -> None:
+    """Print one row per check, then each failure with what was expected, the result and the likely cause."""
+    table = Table(title=f"conformance of {report.backend}", title_justify="left")
+    table.add_column("check", no_wrap=True)
+    table.add_column("result", no_wrap=True)
+    table.add_column("s", justify="right")
+    table.add_column("rule, or why it was skipped")
+    for result in report.results:
+        note = result.detail if result.outcome == "skipped" else CHECKS[result.check].claim
+        style = _STYLES[result.outcome]
+        table.add_row(result.check, f"[{style}]{result.outcome}[/]", f"{result.seconds:.1f}", escape(note))
+    console.print(table)
+    for result in report.results:
+        if result.outcome == "failed":
+            console.print(f"[bold red]{result.check}[/]: {escape(result.detail)}\n", highlight=False)
+    counts = ", ".join(f"{report.count(outcome)} {outcome}" for outcome in _STYLES)
+    console.print(f"{report.backend}: {counts}", highlight=False)

@@ -1,4 +1,4 @@
-"""Model folders to test with: a tiny random Llama, and any model with every parameter changed."""
+"""Model folders to test with, and weight updates from them: a tiny random Llama, changed copies of any model."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from pathlib import Path
 import numpy as np
 
 from jax_agent_rl.errors import ModelError
+from jax_agent_rl.testing.conformance.reference import Reference, log_softmax
 from jax_agent_rl.utils.hub import model_folder
+from jax_agent_rl.utils.weight_probe import LogprobProbe
 
 _SPECIAL = ("<unk>", "<bos>", "<eos>")
 _ADAPTED = ("self_attn.q_proj.weight", "self_attn.v_proj.weight")
 _LETTERS = [chr(code) for code in range(33, 127)]
+_PROBE_LENGTH = 48
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,10 +27,10 @@ class ModelFolders:
     Attributes:
         base: the model.
         other: differs in every parameter.
-        mixed: has some parameters of each; those of ``other`` stand alone in the files of its subfolder ``partial``.
+        mixed: has some parameters of each; its subfolder ``partial`` holds those of ``other`` alone.
         adapter: a PEFT adapter of ``base``.
-        adapted: ``base`` with it merged in.
-        scratch: for files that the suite writes.
+        adapted: ``base`` with the adapter merged in.
+        scratch: folder for files that the suite writes.
     """
 
     base: Path
@@ -39,10 +42,10 @@ class ModelFolders:
 
 
 def prepare_folders(model: Path | None, scratch: Path) -> ModelFolders:
-    """The user's model (or a tiny random one) and changed copies of it, written under ``scratch``.
+    """Write changed copies of a model (or of a tiny random one) under ``scratch``.
 
     Raises:
-        ModelError: there are no safetensors files in ``model``.
+        ModelError: ``model`` holds no safetensors files.
     """
     base = model_folder(model, weights=True) if model else write_tiny_model(scratch / "base")
     other, mixed, adapted, adapter = (scratch / name for name in ("other", "mixed", "adapted", "adapter"))
@@ -61,7 +64,7 @@ def prepare_folders(model: Path | None, scratch: Path) -> ModelFolders:
 
 
 def write_tiny_model(folder: Path) -> Path:
-    """A random Llama of 97 ids, with far from uniform distributions; ids 3 to 96 are one printable letter each."""
+    """Write a random Llama of 97 ids with far from uniform distributions; ids 3 to 96 are one printable letter each."""
     import jax
 
     from jax_agent_rl.models.config import DecoderConfig
@@ -93,7 +96,7 @@ def write_tiny_model(folder: Path) -> Path:
 
 
 def write_changed(base: Path, folder: Path) -> None:
-    """Weights in which every parameter differs by a few per cent, so that nothing can be left behind unseen."""
+    """Write weights in which every parameter differs by a few per cent, so that a stale one cannot go unnoticed."""
     from safetensors.numpy import load_file, save_file
 
     rng = np.random.default_rng(1)
@@ -103,9 +106,9 @@ def write_changed(base: Path, folder: Path) -> None:
 
 
 def write_mixture(base: Path, other: Path, folder: Path) -> None:
-    """Weights of which every second tensor is ``other``'s; those tensors also stand alone, in ``partial``.
+    """Write weights of which every second tensor is ``other``'s, and those tensors alone in ``partial``.
 
-    Neighbours differ in origin, so matrices that an engine fuses are new in part and old in part.
+    Neighbours differ in origin, so matrices that an engine fuses are partly new and partly old.
     """
     from safetensors.numpy import load_file, save_file
 
@@ -118,13 +121,13 @@ def write_mixture(base: Path, other: Path, folder: Path) -> None:
 
 
 def write_adapter(base: Path, adapter: Path, adapted: Path, *, rank: int = 2) -> None:
-    """Write a random PEFT adapter of every decoder layer's query and value matrix, and the model it makes of ``base``.
+    """Write a random PEFT adapter of the query and value matrices, and ``base`` with it merged in.
 
     Args:
         base: the model.
-        adapter: a folder to make.
-        adapted: a folder that holds all files of ``base`` but its weights, which are written in float32.
-        rank: of the adapter; its alpha is twice that.
+        adapter: folder to create.
+        adapted: folder with all files of ``base`` except its weights, which are written in float32.
+        rank: rank of the adapter; its alpha is twice that.
     """
     from safetensors.numpy import load_file, save_file
 
@@ -149,8 +152,29 @@ def write_adapter(base: Path, adapter: Path, adapted: Path, *, rank: int = 2) ->
 
 
 def weight_files(folder: Path) -> list[str]:
-    """The safetensors files of a folder, in order."""
+    """Return the safetensors files of a folder, sorted."""
     return [str(file) for file in sorted(folder.glob("*.safetensors"))]
+
+
+def with_probe(files: list[str], which: str, *, reference: Reference, vocab_size: int, folder: Path) -> list[str]:
+    """Return the payload of a ``safetensors`` update: weight files and one more with the log-prob probe.
+
+    Args:
+        files: safetensors files of the weights.
+        which: the weight set that the engine holds after the update.
+        reference: computes the probe's log-probs.
+        vocab_size: ids are in [0, vocab_size).
+        folder: where the probe's file is written.
+    """
+    from safetensors.numpy import save_file
+
+    file = folder / f"probe-{which}.safetensors"
+    if not file.is_file():
+        ids = np.random.default_rng(0).integers(0, vocab_size, _PROBE_LENGTH).tolist()
+        scores_TV = log_softmax(reference.logits(ids[:-1], weights=which))
+        log_probs = scores_TV[np.arange(len(ids) - 1), ids[1:]].tolist()
+        save_file({}, file, metadata=LogprobProbe(ids=(tuple(ids),), log_probs=(tuple(log_probs),)).to_metadata())
+    return [*files, str(file)]
 
 
 def _changed(tensor: np.ndarray, rng: np.random.Generator) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""What a check holds in its hands: requests in one line, expectations with causes, and a clean end."""
+"""A check's access to the backend under test: requests, weight updates and expectations that name likely causes."""
 
 from __future__ import annotations
 
@@ -13,18 +13,36 @@ from typing import Any, TypeVar
 import numpy as np
 
 from jax_agent_rl.rollout.protocol import Capabilities, GenerateRequest, RolloutBackend, TokenChunk, WeightUpdate
-from jax_agent_rl.testing.conformance.check import CheckFailed
-from jax_agent_rl.testing.conformance.footprint import Footprint
+from jax_agent_rl.testing.conformance.backend_under_test import BASE, MIXED, BackendUnderTest
 from jax_agent_rl.testing.conformance.reference import expected_logprobs, greedy_gaps, predictions
-from jax_agent_rl.testing.conformance.subject import BASE, MIXED, BackendUnderTest
+from jax_agent_rl.testing.leaks import Footprint
 from jax_agent_rl.types import SamplingParams, TokenOutput
 
 T = TypeVar("T")
 
 
+class CheckFailed(AssertionError):
+    """A rule that the backend broke.
+
+    Args:
+        what: the property that was checked.
+        expected: what the protocol promises.
+        got: what the backend did.
+        cause: the likely cause, for whoever has to fix it.
+    """
+
+    def __init__(self, what: str, *, expected: Any, got: Any, cause: str) -> None:
+        self.what, self.expected, self.got, self.cause = what, expected, got, cause
+        super().__init__(f"{what}\n  expected: {expected}\n  got:      {got}\n  likely:   {cause}")
+
+
+class DoesNotApply(Exception):
+    """A check that cannot run on this backend or model, with the reason."""
+
+
 @dataclass(eq=False)
 class StartedRequest:
-    """A request in progress: its task, and how many ids its stream has brought."""
+    """A request in progress: its task, and the number of ids streamed so far."""
 
     request_id: str
     sampled: int = 0
@@ -34,13 +52,13 @@ class StartedRequest:
 class Probe:
     """One check's access to a started backend.
 
-    Requests are greedy and ignore EOS unless the check says otherwise, so that their length is known.
+    Requests are greedy and ignore EOS unless the check overrides it, so their length is known.
 
     Args:
-        subject: what is tested.
-        backend: started.
-        numbers: numbers request ids; shared by all probes of a run.
-        footprint: threads and processes before the backend was built.
+        subject: the backend under test.
+        backend: its started instance.
+        numbers: counter for request ids, shared by all probes of a run.
+        footprint: threads and processes that existed before the backend was built.
     """
 
     def __init__(
@@ -59,13 +77,13 @@ class Probe:
 
     @property
     def room(self) -> int:
-        """Ids of context the checks use: enough for long generations, whatever the backend's limit is."""
+        """Context length in ids that the checks use: enough for long generations, whatever the backend's limit."""
         return min(self.capabilities.max_model_len, 256)
 
     # --- requests ---------------------------------------------------------------------------------------------
 
     def prompt(self, length: int, seed: int) -> list[int]:
-        """Random ids without EOS and placeholders."""
+        """Return random ids without EOS and placeholders."""
         media = self.subject.media
         special = self.subject.eos_ids.union(media.placeholders.values() if media else ())
         allowed = np.setdiff1d(np.arange(self.subject.vocab_size), sorted(special))
@@ -99,13 +117,13 @@ class Probe:
         return await self.backend.generate(self.request(prompt, **options))
 
     def begin(self, prompt: Sequence[int], **options: Any) -> asyncio.Task[TokenOutput]:
-        """Generates in the background; what still runs when the check ends is cancelled."""
+        """Generate in the background; cancelled if still running when the check ends."""
         task = asyncio.create_task(self.generate(prompt, **options))
         self._tasks.append(task)
         return task
 
     async def gather(self, prompts: Sequence[Sequence[int]], **options: Any) -> list[TokenOutput]:
-        """Generates for all prompts at once."""
+        """Generate for all prompts concurrently."""
         return list(await asyncio.gather(*(self.begin(prompt, **options) for prompt in prompts)))
 
     @contextlib.asynccontextmanager
@@ -114,7 +132,7 @@ class Probe:
             yield chunks
 
     async def started(self, prompt: Sequence[int], **options: Any) -> StartedRequest:
-        """A request that has sampled something, and is still going on if it is long enough."""
+        """Start a request and return it once it has sampled an id; a long one is then still running."""
         request = self.request(prompt, **options)
         live = StartedRequest(request_id=request.request_id)
         live.task = asyncio.create_task(self._follow(request, live))
@@ -146,14 +164,14 @@ class Probe:
     # --- weights ----------------------------------------------------------------------------------------------
 
     def update(self, which: str, *, kind: str | None = None, version: int | None = None) -> WeightUpdate:
-        """The update that brings a weight set under the next version."""
+        """Build the update to a weight set, by default under the next version."""
         kind = kind or sorted(self.capabilities.weight_payloads)[0]
         version = self.backend.policy_version + 1 if version is None else version
         payload = self.subject.payload(kind, which)
         return WeightUpdate(version=version, kind=kind, payload=payload, partial=which == MIXED)
 
     async def serve(self, which: str, *, kind: str | None = None) -> int:
-        """Brings a weight set to the backend; returns its version."""
+        """Update the backend to a weight set and return its version."""
         update = self.update(which, kind=kind)
         await self.backend.update_weights(update)
         self.serving = which
@@ -169,7 +187,7 @@ class Probe:
         self.expect(got == expected, what, expected=expected, got=got, cause=cause)
 
     async def raises(self, kind: type[Exception], action: Awaitable[Any], what: str, *, cause: str) -> Exception:
-        """The action must fail with this class of error; returns it."""
+        """Expect the action to raise this class of error, and return the error."""
         try:
             result = await action
         except kind as error:
@@ -181,7 +199,7 @@ class Probe:
     async def until(
         self, holds: Callable[[], Awaitable[bool]], what: str, *, cause: str, seconds: float = 30.0
     ) -> None:
-        """Waits for a condition."""
+        """Wait for a condition to hold."""
         deadline = time.monotonic() + seconds
         for turn in itertools.count():
             if await holds():
@@ -191,14 +209,14 @@ class Probe:
             await asyncio.sleep(0.002 if turn > 20 else 0)  # a small model ends 200 ids within milliseconds
 
     async def within(self, seconds: float, waiting: Awaitable[T], what: str, *, cause: str) -> T:
-        """The result of something that must come soon."""
+        """Return an awaited result that must arrive in time."""
         try:
             return await asyncio.wait_for(waiting, seconds)
         except TimeoutError:
             raise CheckFailed(what, expected=f"within {seconds:g} s", got="nothing", cause=cause) from None
 
     async def until_idle(self, what: str, *, cause: str) -> None:
-        """Waits until the backend says that nothing runs or waits."""
+        """Wait until the backend reports no running and no waiting requests."""
 
         async def idle() -> bool:
             health = await self.backend.health()
@@ -209,14 +227,14 @@ class Probe:
     def expect_greedy(
         self, prompt: Sequence[int], output: TokenOutput, what: str, *, cause: str, weights: str = BASE
     ) -> None:
-        """Each id is the most likely one by the reference (or within the tolerance of it)."""
+        """Expect each id to be the reference's most likely one, or within tolerance of it."""
         gaps = greedy_gaps(predictions(self.subject.reference, prompt, output.token_ids, weights), output.token_ids)
         self._within(gaps, what, cause=cause, expected="the most likely id at every position")
 
     def expect_logprobs(
         self, prompt: Sequence[int], output: TokenOutput, what: str, *, cause: str, weights: str = BASE, **sampling: Any
     ) -> None:
-        """Log-probs are those of the distribution named by ``sampling`` (temperature, top_p, top_k)."""
+        """Expect the log-probs of the distribution that ``sampling`` (temperature, top_p, top_k) selects."""
         logits = predictions(self.subject.reference, prompt, output.token_ids, weights)
         right = expected_logprobs(logits, output.token_ids, output.log_probs, **sampling)
         at = int(np.argmax(np.abs(np.asarray(output.log_probs) - right)))
@@ -230,7 +248,7 @@ class Probe:
         self.expect(bool(errors[worst] <= tolerance), what, expected=expected, got=got, cause=cause)
 
     async def clean_up(self) -> None:
-        """Ends what the check left running."""
+        """Cancel the requests that the check left running."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

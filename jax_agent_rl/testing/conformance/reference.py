@@ -1,4 +1,4 @@
-"""What the right answer is: full forward passes in float64, without a cache, a batch or an engine.
+"""Correct answers from full forward passes in float64, without a cache, a batch or an engine.
 
 Shapes: T ids of a context, S sampled ids, V vocabulary.
 """
@@ -18,10 +18,10 @@ _EDGE = 1e-4
 
 
 class Reference(Protocol):
-    """A model whose logits are beyond doubt."""
+    """A model whose logits are taken as correct."""
 
     def logits(self, ids: Sequence[int], *, weights: str) -> np.ndarray:
-        """float64 [T, V]; row t scores what follows ``ids[: t + 1]``. ``weights`` names a weight set."""
+        """Return float64 logits [T, V] of a weight set; row t scores what follows ``ids[: t + 1]``."""
         ...
 
 
@@ -65,14 +65,14 @@ class TransformersReference:
 
 
 def predictions(reference: Reference, prompt: Sequence[int], sampled: Sequence[int], weights: str) -> np.ndarray:
-    """Logits float64 [S, V] from which each sampled id was drawn."""
+    """Return the logits, float64 [S, V], from which each sampled id was drawn."""
     if not sampled:
         raise ValueError("no id was sampled: there is nothing to compare")
     return reference.logits([*prompt, *sampled[:-1]], weights=weights)[len(prompt) - 1 :]
 
 
 def greedy_gaps(logits_SV: np.ndarray, sampled: Sequence[int]) -> np.ndarray:
-    """How far below the most likely id each sampled one is, in nats, float64 [S]; 0 is greedy."""
+    """Return how far each sampled id is below the most likely one, in nats, float64 [S]; 0 is greedy."""
     return logits_SV.max(axis=-1) - logits_SV[np.arange(len(sampled)), list(sampled)]
 
 
@@ -85,10 +85,10 @@ def expected_logprobs(
     top_p: float = 1.0,
     top_k: int = 0,
 ) -> np.ndarray:
-    """Log-probs float64 [S] of the sampled ids under the distribution they should have been drawn from.
+    """Return the log-probs, float64 [S], of sampled ids under the distribution they should be drawn from.
 
     With ``top_p`` < 1 the nucleus may differ by the id at its edge, so of the few possible answers the one nearest to
-    ``got`` is taken. An id outside the distribution has -inf.
+    ``got`` is returned. Ids outside the distribution get -inf.
     """
     scaled = logits_SV / (temperature or 1.0)
     rows = np.arange(len(sampled))
@@ -102,7 +102,7 @@ def expected_logprobs(
 
 
 def truncate(scaled_SV: np.ndarray, *, top_p: float, top_k: int) -> np.ndarray:
-    """Logits with those outside top-k, and then outside the nucleus of the rest, at -inf."""
+    """Set logits outside the top-k, and then outside the nucleus of the rest, to -inf."""
     out = scaled_SV.copy()
     if top_k:
         kth = np.sort(out, axis=-1)[:, -min(top_k, out.shape[1])]
@@ -118,6 +118,6 @@ def truncate(scaled_SV: np.ndarray, *, top_p: float, top_k: int) -> np.ndarray:
 
 
 def log_softmax(scores: np.ndarray) -> np.ndarray:
-    """Over the last axis; -inf stays -inf."""
+    """Return log-probs over the last axis; -inf stays -inf."""
     shifted = scores - scores.max(axis=-1, keepdims=True)
     return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))

@@ -1,11 +1,11 @@
-"""Runs the checks one after the other on one backend.
+"""Runs the checks in order on one backend.
 
 ::
 
     make ─► start ─► check … check ─► checks that close it ─► close
                        │
-                       ├─ after each: cancel what it left, resume, put the base weights back
-                       └─ the backend died or hangs: a new one is made, the suite goes on
+                       ├─ after each: cancel its requests, resume, restore the base weights
+                       └─ if the backend died or hangs: make a new one and continue
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from dataclasses import asdict, dataclass, field
 
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.rollout.protocol import RolloutBackend
-from jax_agent_rl.testing.conformance.check import CHECKS, Check, CheckFailed, DoesNotApply
-from jax_agent_rl.testing.conformance.footprint import Footprint
-from jax_agent_rl.testing.conformance.probe import Probe
-from jax_agent_rl.testing.conformance.subject import BASE, SHORTEST_CONTEXT, BackendUnderTest
+from jax_agent_rl.testing.conformance.backend_under_test import BASE, SHORTEST_CONTEXT, BackendUnderTest
+from jax_agent_rl.testing.conformance.check import CHECKS, Check
+from jax_agent_rl.testing.conformance.probe import CheckFailed, DoesNotApply, Probe
+from jax_agent_rl.testing.leaks import Footprint
 
 _CLEAN_UP_SECONDS = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What became of one check.
+    """The result of one check.
 
     Attributes:
-        check: its name.
+        check: the check's name.
         outcome: ``passed``, ``failed`` or ``skipped``.
         detail: why it failed or was skipped.
-        seconds: how long it took.
+        seconds: its duration.
     """
 
     check: str
@@ -59,7 +59,7 @@ class Report:
         return self.count("failed") == 0
 
     def to_json(self) -> dict:
-        """``passed``, ``failed`` and ``skipped`` counts, and every result."""
+        """Return the counts of each outcome and every result."""
         counts = {outcome: self.count(outcome) for outcome in ("passed", "failed", "skipped")}
         return {"backend": self.backend, **counts, "results": [asdict(r) for r in self.results]}
 
@@ -67,28 +67,21 @@ class Report:
 async def run_suite(
     subject: BackendUnderTest, *, only: Sequence[str] = (), say: Callable[[Result], None] | None = None
 ) -> Report:
-    """Runs the suite (or the checks named in ``only``) and closes the backend.
+    """Run the suite and close the backend.
 
     Args:
-        subject: what is tested.
-        only: names of checks; empty for all.
-        say: called with each result as it comes.
+        subject: the backend under test.
+        only: names of checks to run; empty for all.
+        say: called with each result as it arrives.
 
     Raises:
-        ConfigError: ``only`` names no check, or the backend's context is too short for the suite.
-        Exception: whatever the backend's ``start`` raises: without a start there is nothing to test.
+        ConfigError: ``only`` names an unknown check, or the backend's context is too short for the suite.
+        Exception: whatever the backend's ``start`` raises.
     """
-    run = _Run(subject, say)
-    return await run.all(_chosen(only))
-
-
-def _chosen(only: Sequence[str]) -> list[Check]:
-    import jax_agent_rl.testing.conformance.checks  # noqa: F401  (registers them)
-
     if unknown := sorted(set(only) - CHECKS.keys()):
         raise ConfigError(f"there are no checks {unknown}; there are {', '.join(CHECKS)}")
-    wanted = [c for c in CHECKS.values() if not only or c.name in only]
-    return sorted(wanted, key=lambda c: c.last)  # stable: the order of registration otherwise
+    checks = [c for c in CHECKS.values() if not only or c.name in only]
+    return await _Run(subject, say).all(sorted(checks, key=lambda c: c.last))  # stable: in order of registration
 
 
 class _Run:
@@ -124,7 +117,7 @@ class _Run:
         return backend
 
     async def _one(self, check: Check, backend: RolloutBackend) -> tuple[Result, bool]:
-        """The result, and whether the backend can be used further."""
+        """Return the result, and whether the backend is still usable."""
         if missing := check.missing(backend.capabilities):
             return Result(check=check.name, outcome="skipped", detail=missing), True
         probe = Probe(self._subject, backend, numbers=self._numbers, footprint=self._footprint)
@@ -139,13 +132,13 @@ class _Run:
             outcome, detail = "failed", str(error)
         except TimeoutError:
             outcome, detail = "failed", _hang(self._subject.patience)
-        except Exception as error:  # the backend's own: a finding like any other
+        except Exception as error:  # the backend's own error is a failure like any other
             outcome, detail = "failed", _surprise(check, error)
         result = Result(check=check.name, outcome=outcome, detail=detail, seconds=time.monotonic() - begin)
         return result, not check.last and await self._restore(probe)
 
     async def _restore(self, probe: Probe) -> bool:
-        """Brings the backend back to idle, resumed and on the base weights; False if it cannot be."""
+        """Return the backend to idle, resumed and on the base weights; False if that fails."""
         backend = probe.backend
         try:
             async with asyncio.timeout(_CLEAN_UP_SECONDS):
@@ -156,12 +149,12 @@ class _Run:
                     await probe.serve(BASE)
                 health = await backend.health()
                 return health.ok and (health.running, health.waiting) == (0, 0) or await _drains(backend)
-        except Exception:  # whatever it is, a fresh backend is the answer
+        except Exception:  # whatever failed, a fresh backend replaces this one
             return False
 
 
 async def _drains(backend: RolloutBackend, seconds: float = 5.0) -> bool:
-    """Whether cancelled requests leave within a few seconds."""
+    """Whether cancelled requests leave the backend in time."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         health = await backend.health()

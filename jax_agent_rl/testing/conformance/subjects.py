@@ -1,7 +1,7 @@
-"""The backends of this package as subjects of the suite.
+"""The backends of this package, each as a :class:`BackendUnderTest`.
 
-A factory takes :class:`SubjectOptions` and returns a :class:`BackendUnderTest`. ``BACKENDS`` names the built-in ones as
-``module:function``, imported when asked for; a user's own backend is tested with ``my_package.module:function``.
+A factory takes :class:`SubjectOptions` and returns a :class:`BackendUnderTest`. ``BACKENDS`` names the built-in
+factories as ``module:function``, imported on demand; users test their own with ``my_package.module:function``.
 """
 
 from __future__ import annotations
@@ -10,17 +10,21 @@ import functools
 import importlib
 import json
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jax_agent_rl.chat.media import MediaTokens
 from jax_agent_rl.errors import ConfigError
+from jax_agent_rl.rollout.http.client import RemoteBackend
+from jax_agent_rl.rollout.http.server import RolloutServer
 from jax_agent_rl.rollout.protocol import RolloutBackend, WeightUpdate
-from jax_agent_rl.testing.conformance.models import ModelFolders, weight_files
+from jax_agent_rl.rollout.ray.backend import RayBackend
+from jax_agent_rl.runtime.ray_cluster import open_ray
+from jax_agent_rl.testing.conformance.backend_under_test import ADAPTED, ADAPTER, BASE, MIXED, OTHER, BackendUnderTest
+from jax_agent_rl.testing.conformance.models import ModelFolders, weight_files, with_probe
 from jax_agent_rl.testing.conformance.reference import TransformersReference
-from jax_agent_rl.testing.conformance.subject import ADAPTED, ADAPTER, BASE, MIXED, OTHER, BackendUnderTest
-from jax_agent_rl.testing.conformance.updates import with_probe
 
 if TYPE_CHECKING:
     from jax_agent_rl.models.quantized import EightBits
@@ -36,21 +40,22 @@ _ENDING_QUESTIONS = ("What is 2+2?", "Say hello.", "Answer with one word: what i
 
 @dataclass(frozen=True, kw_only=True)
 class SubjectOptions:
-    """What a factory may need.
+    """Options of the factories.
 
     Attributes:
-        folders: the model to serve and its changed copy.
+        folders: the model to serve and changed copies of it.
         max_model_len: context length to serve with.
         max_concurrent: decode slots; few, so that requests wait.
         tolerance: see :class:`BackendUnderTest`.
         patience: see :class:`BackendUnderTest`.
-        url: of a running rollout server, for ``remote``; None: one is started on loopback.
-        token: that the server asks for, or None.
-        engine: the backend, by name, behind the server that is started, or in the Ray actor.
-        brought: for ``jetstream``: the engine that ``rollout.jetstream.engine_factory`` would name; None is the
-        built-in one. quantize: ``rollout.jetstream.quantize`` of ``jetstream``; None: none.
-        kv_dtype: ``rollout.jetstream.kv_dtype`` of ``jetstream``; None: the weights' own.
-        adapters: serve the LoRA adapter ``folders.adapter``, named ``ADAPTER``.
+        url: address of a running rollout server, for ``remote``; None starts one on loopback.
+        token: the server's token, if it needs one.
+        engine: name of the backend behind the server that is started, or in the Ray actor.
+        brought: for ``jetstream``: the engine that ``rollout.jetstream.engine_factory`` would name; None for the
+            built-in one.
+        quantize: ``rollout.jetstream.quantize`` of ``jetstream``.
+        kv_dtype: ``rollout.jetstream.kv_dtype`` of ``jetstream``; None for that of the weights.
+        adapters: whether to serve the LoRA adapter ``folders.adapter`` as ``ADAPTER``.
     """
 
     folders: ModelFolders
@@ -68,10 +73,10 @@ class SubjectOptions:
 
 
 def make_subject(backend: str, options: SubjectOptions) -> BackendUnderTest:
-    """The subject of a backend by name, or by ``module:function``.
+    """Build the subject of a backend given by name or as ``module:function``.
 
     Raises:
-        ConfigError: no such backend, or it is not installed.
+        ConfigError: there is no such backend, or it is not installed.
     """
     where = BACKENDS.get(backend, backend)
     module, colon, function = where.partition(":")
@@ -92,13 +97,13 @@ def describe(
     *,
     payload: Callable[[str, str], Any] | None = None,
 ) -> BackendUnderTest:
-    """A subject over model folders: reference, tokenizer and EOS ids are read from them.
+    """Build a subject whose reference, tokenizer and EOS ids are read from model folders.
 
     Args:
-        name: for the report.
+        name: name in the report.
         make: builds the backend over ``options.folders.base``.
-        options: see :class:`SubjectOptions`.
-        payload: payloads of update kinds other than ``safetensors`` and ``tensorstore``.
+        options: options of the factory.
+        payload: makes payloads of kinds other than ``safetensors`` and ``tensorstore``.
     """
     own = options.folders
     folders = {BASE: own.base, OTHER: own.other, MIXED: own.mixed, ADAPTED: own.adapted}
@@ -134,8 +139,53 @@ def describe(
     )
 
 
+class ServedBackend(RemoteBackend):
+    """A backend behind a rollout server that starts and closes with it.
+
+    Args:
+        make: builds the backend.
+        weight_dir: the server's folder for weights.
+        client: options of :class:`RemoteBackend`.
+    """
+
+    def __init__(self, make: Callable[[], RolloutBackend], *, weight_dir: str | None = None, **client: Any) -> None:
+        super().__init__("http://127.0.0.1:1", **client)  # the server's address is known once it listens
+        self.inner = make()
+        self.server = RolloutServer(self.inner, heartbeat_seconds=0.2, weight_dir=weight_dir)
+
+    async def start(self) -> None:
+        await self.inner.start()
+        await self.server.start()
+        self.url = self.server.url
+        await super().start()
+
+    async def close(self) -> None:
+        await super().close()
+        await self.server.close()
+        await self.inner.close()
+
+
+class ActorBackend(RayBackend):
+    """A backend in a Ray actor, with a GPU if there is one; starts and stops Ray unless it is running."""
+
+    def __init__(self, make: Callable[[], RolloutBackend]) -> None:
+        super().__init__(make)
+        self._ray = AsyncExitStack()
+
+    async def start(self) -> None:
+        await self._ray.enter_async_context(open_ray(None))
+        import ray
+
+        self._options["num_gpus"] = min(1, ray.cluster_resources().get("GPU", 0))
+        await super().start()
+
+    async def close(self) -> None:
+        await super().close()
+        await self._ray.aclose()
+
+
 def _stored(model: Path, folder: Path) -> str:
-    """A model's parameters as a folder of shards; its address."""
+    """Store a model's parameters as a folder of shards and return its address."""
     from jax_agent_rl.models import stored
     from jax_agent_rl.models.hf import load_hf
 
@@ -146,12 +196,12 @@ def _stored(model: Path, folder: Path) -> str:
 
 
 def decoder(tokenizer: Any) -> Callable[[Any], str]:
-    """Ids to text, special ids included, as engines look for stop strings."""
+    """Return a decoder that keeps special tokens, as engines do when they search for stop strings."""
     return lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False)
 
 
 def jetstream(options: SubjectOptions) -> BackendUnderTest:
-    """The embedded JAX engine, or one that is brought."""
+    """Build the subject of the embedded JAX engine, or of an external one."""
     from jax_agent_rl.jetstream.backend import JetStreamBackend
     from jax_agent_rl.jetstream.engine import EngineShapes
     from jax_agent_rl.jetstream.external_engine import load_engine_function
@@ -198,7 +248,7 @@ def jetstream(options: SubjectOptions) -> BackendUnderTest:
 
 
 def vllm(options: SubjectOptions) -> BackendUnderTest:
-    """VLLM on whatever device it was built for."""
+    """Build the subject of vLLM on whatever device it was built for."""
     from gpu_backend.backend import VllmBackend
     from gpu_backend.settings import VllmSettings
 
@@ -216,12 +266,7 @@ def vllm(options: SubjectOptions) -> BackendUnderTest:
 
 
 def remote(options: SubjectOptions) -> BackendUnderTest:
-    """A rollout server: one that runs already and serves ``options.folders.base`` (at the end it does so again), or, if
-    no address is given, one of our own.
-    """
-    from jax_agent_rl.rollout.http.client import RemoteBackend
-    from jax_agent_rl.testing.conformance.served import ServedBackend
-
+    """Build the subject of a rollout server: a running one that serves the base model, or one started here."""
     if (url := options.url) is not None:
         return describe(f"remote {url}", lambda: RemoteBackend(url, token=options.token), options)
     inner = make_subject(options.engine, options)
@@ -230,15 +275,14 @@ def remote(options: SubjectOptions) -> BackendUnderTest:
 
 
 def ray_actor(options: SubjectOptions) -> BackendUnderTest:
-    """An engine in a Ray actor, which takes its weights from the object store."""
+    """Build the subject of an engine in a Ray actor, which takes its weights from the object store."""
     from jax_agent_rl.rollout.ray.weights import store
-    from jax_agent_rl.testing.conformance.served import ActorBackend
 
     inner = make_subject(options.engine, options)
     form = "arrays" if options.engine == "jetstream" else "safetensors"
 
     def payload(kind: str, which: str) -> Any:
-        import ray  # not before it is started, which sets what it reads when it is imported
+        import ray  # not before it is started: it reads variables at import that starting sets
 
         return store(WeightUpdate(version=0, kind=form, payload=inner.payload(form, which)), ray.put).payload
 
@@ -247,7 +291,7 @@ def ray_actor(options: SubjectOptions) -> BackendUnderTest:
 
 
 def _engine(options: SubjectOptions) -> RolloutBackend:
-    """Inside the actor."""
+    """Build the engine inside the actor."""
     return make_subject(options.engine, options).make()
 
 
@@ -260,7 +304,7 @@ def _tokenizer(folder: Path) -> Any:
 
 
 def _eos_ids(folder: Path) -> frozenset[int]:
-    """As engines read them: ``generation_config.json`` first, then ``config.json``."""
+    """Read the EOS ids as engines do: from ``generation_config.json``, else from ``config.json``."""
     for name in ("generation_config.json", "config.json"):
         file = folder / name
         if file.is_file() and (eos := json.loads(file.read_text()).get("eos_token_id")) is not None:
@@ -269,7 +313,7 @@ def _eos_ids(folder: Path) -> frozenset[int]:
 
 
 def _ending_prompts(tokenizer: Any) -> tuple[tuple[int, ...], ...]:
-    """Questions with short answers, for chat models."""
+    """Return questions with short answers, for chat models."""
     if tokenizer is None or not tokenizer.chat_template:
         return ()
     prompts = []

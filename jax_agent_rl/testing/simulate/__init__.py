@@ -1,4 +1,4 @@
-"""A run's real scheduling code on simulated engines, tools and learner, in virtual time: hours of a cluster in seconds.
+"""Simulation of a run in virtual time: real scheduling code on simulated engines, tools and learner.
 
 ::
 

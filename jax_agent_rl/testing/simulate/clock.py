@@ -1,4 +1,4 @@
-"""An asyncio loop in virtual time: when nothing is ready, it is at once the time of the next timer."""
+"""An asyncio loop in virtual time: when nothing is ready, time jumps to the next timer."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 
 
 class SimulationStuckError(RuntimeError):
-    """Nothing is ready and no timer is set: everything waits for something that will never happen."""
+    """A deadlock in the simulation: nothing is ready and no timer is set."""
 
 
 class _Jumping(selectors.DefaultSelector):
-    """Waits for nothing; tells the loop how long it would have waited."""
+    """A selector that never waits, and advances virtual time by the timeout instead."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,15 +25,15 @@ class _Jumping(selectors.DefaultSelector):
         if not ready:
             if timeout is None:
                 raise SimulationStuckError("nothing is left to happen in the simulation, but it has not ended")
-            # Past the timer, however little: asyncio does not fire one whose time it is, only those before.
+            # Just past the timer: asyncio fires only timers that lie before the current time.
             self.now = math.nextafter(self.now + timeout, math.inf)
         return ready
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """Runs coroutines that wait for timers and for each other, not for the world outside.
+    """An event loop for coroutines that wait only for timers and for each other.
 
-    What would run in a thread runs at once, and counts as done after the seconds it says it :meth:`spend` s.
+    Functions that would run in a thread run at once; their results arrive after the time they :meth:`spend`.
     """
 
     def __init__(self) -> None:
@@ -42,15 +42,15 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         super().__init__(self._jumping)
 
     def time(self) -> float:
-        """Virtual seconds since the loop was made."""
+        """Return the virtual seconds since the loop was created."""
         return self._jumping.now
 
     def spend(self, seconds: float) -> None:
-        """Says how long the function takes that runs "in a thread" now."""
+        """Add to the duration of the function that is running "in a thread"."""
         self._spent += seconds
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
-        """The future of a function that has run already, done when its virtual time is over."""
+        """Run a function at once and return a future that is done after its virtual duration."""
         future = self.create_future()
         self._spent = 0.0
         try:
@@ -63,7 +63,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 def _settle(future: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
-    if future.done():  # whoever waited gave up
+    if future.done():  # the waiter was cancelled
         return
     if error is None:
         future.set_result(result)

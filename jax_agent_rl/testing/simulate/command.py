@@ -1,4 +1,4 @@
-"""The ``simulate`` command: reads recipe and assumptions, prints the table a user chooses a trainer by."""
+"""``jax-agent-rl simulate``: compare trainers for a recipe under given assumptions."""
 
 from __future__ import annotations
 
@@ -33,16 +33,17 @@ COLUMNS = {
 def run_command(
     recipe: Path, overrides: Sequence[str], assume: Path | None, *, as_json: bool, console: Console
 ) -> list[SimulationResult]:
-    """Simulates every policy and prints the comparison.
+    """Simulate every policy and print the comparison.
 
     Args:
         recipe: configuration file of a run.
-        overrides: of the configuration, and, after ``assume.``, of the assumptions.
+        overrides: overrides of the configuration and, prefixed with ``assume.``, of the assumptions.
         assume: file of assumptions, if any.
-        as_json: ends with one JSON object.
+        as_json: print one JSON object as the last line.
+        console: where the comparison is printed.
 
     Raises:
-        ConfigError: a file or an override is wrong.
+        ConfigError: a file or an override is invalid.
     """
     config = load(recipe, [item for item in overrides if not item.startswith(ASSUME)])
     assumptions = load_assumptions(assume, [item.removeprefix(ASSUME) for item in overrides if item.startswith(ASSUME)])
@@ -65,7 +66,7 @@ def run_command(
 
 
 def table(outcomes: Sequence[SimulationResult]) -> Table:
-    """What a user needs to choose: how fast each policy is, who waits, and what it costs in staleness and losses."""
+    """Tabulate each policy's throughput, utilization, staleness and losses."""
     made = Table(box=None, padding=(0, 1, 0, 0))
     for heading in COLUMNS:
         made.add_column(heading, justify="left" if heading == "trainer" else "right", no_wrap=True)

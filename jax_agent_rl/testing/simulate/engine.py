@@ -1,8 +1,8 @@
-"""An engine of continuous batching in virtual time: right about when, silent about what.
+"""An engine with continuous batching in virtual time: its timing is realistic, its ids are not.
 
-All slots advance together, one id a step; a step takes ``step_seconds`` plus ``slot_seconds`` for each slot in use.
-So a request is done when the engine has made as many steps as it has ids to sample and prompt chunks to compute, and
-one timer, for the request that is done next, is all there is to simulate.
+All slots advance together, one id per step; a step takes ``step_seconds`` plus ``slot_seconds`` for each slot in use.
+So a request finishes when the engine has made as many steps as the request has ids to sample and prompt chunks to
+compute, and a single timer, for the request that finishes next, drives the simulation.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import asyncio
 import bisect
 import heapq
 import itertools
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from jax_agent_rl.errors import BackendClosedError, BackendError
@@ -20,25 +20,26 @@ from jax_agent_rl.rollout.protocol import (
     Capabilities,
     GenerateRequest,
     Health,
-    TokenChunk,
     WeightUpdate,
 )
 from jax_agent_rl.rollout.routing import PrefixIndex
+from jax_agent_rl.testing.fake_engine import FakeBackend
 from jax_agent_rl.types import PauseMode, StopReason, TokenOutput, digest_ids
 
-ID = 1  # what every position of a simulated context holds, after its prompt
+ID = 1
+"""The id that simulated engines sample and tools return."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSpeed:
-    """What an engine can do.
+    """Speed of an engine.
 
     Attributes:
-        slots: requests decoded at the same time.
-        step_seconds: of one decode step of an empty batch: the time to read the weights.
-        slot_seconds: what each slot in use adds to a step.
-        prefill_tokens_per_step: prompt ids a slot computes in the time of a step.
-        load_seconds: to take new weights.
+        slots: requests decoded concurrently.
+        step_seconds: duration of a decode step of an empty batch: the time to read the weights.
+        slot_seconds: time that each slot in use adds to a step.
+        prefill_tokens_per_step: prompt ids that a slot computes in the time of a step.
+        load_seconds: time to load new weights.
     """
 
     slots: int
@@ -54,26 +55,28 @@ class _Run:
 
     request: GenerateRequest
     done: asyncio.Future[TokenOutput]
-    began: float = 0.0  # steps of the engine when its prompt was computed
-    end: float | None = None  # steps of the engine when its last id is there; None: it waits for a slot
+    began: float = 0.0  # the engine's steps when the prompt was computed
+    end: float | None = None  # the engine's steps at the last id; None while it waits for a slot
     cached: int = 0
     versions: list[int] = field(default_factory=list)
 
     def sampled(self, steps: float) -> int:
-        """Ids sampled when the engine has made so many steps."""
+        """Return the number of ids sampled after so many steps of the engine."""
         return max(0, min(self.request.sampling.max_tokens, int(steps - self.began + 1e-6)))
 
 
-class SimulatedEngine:
-    """A :class:`~jax_agent_rl.rollout.protocol.RolloutBackend` that samples ``max_tokens`` ids of every request.
+class SimulatedEngine(FakeBackend):
+    """An engine that samples ``max_tokens`` ids for every request.
 
     Args:
-        speed: what it can do.
-        max_model_len: most ids of one context.
+        speed: speed of the engine.
+        max_model_len: longest context, in ids.
     """
 
+    name = "simulated engine"
+
     def __init__(self, speed: EngineSpeed, *, max_model_len: int) -> None:
-        self.capabilities = Capabilities(
+        capabilities = Capabilities(
             max_model_len=max_model_len,
             max_concurrent=speed.slots,
             streaming=False,
@@ -83,29 +86,22 @@ class SimulatedEngine:
             priorities=True,
             weight_payloads=frozenset({"arrays"}),
         )
+        super().__init__(capabilities)
         self._speed = speed
         self._loop = asyncio.get_running_loop()
-        self._version = 0
         self._running: dict[str, _Run] = {}
-        self._by_end: list[tuple[float, int, _Run]] = []  # a heap; those that left are skipped
+        self._by_end: list[tuple[float, int, _Run]] = []  # a heap; finished requests are skipped
         self._waiting: list[_Run] = []  # by priority, then arrival
-        self._contexts: dict[str, int] = {}  # ids of each session whose KV is here
+        self._contexts: dict[str, int] = {}  # cached ids by session
         self._prompts = PrefixIndex()
         self._steps = 0.0
         self._at = self._loop.time()
         self._timer: asyncio.TimerHandle | None = None
         self._number = itertools.count()
-        self._paused = self._closed = False
-        self._drains: list[asyncio.Future[None]] = []  # of pauses that wait until nothing runs
+        self._paused = False
+        self._drains: list[asyncio.Future[None]] = []  # one per pause that waits for running requests
         self._sampled = self._prefilled = self._reused = self._finished = 0
         self._busy = self._loading = 0.0
-
-    @property
-    def policy_version(self) -> int:
-        return self._version
-
-    async def start(self) -> None:
-        """There is nothing to warm up."""
 
     async def close(self) -> None:
         self._closed = True
@@ -114,8 +110,7 @@ class SimulatedEngine:
                 run.done.set_exception(BackendClosedError("the simulated engine is closed"))
 
     async def generate(self, request: GenerateRequest) -> TokenOutput:
-        if self._closed:
-            raise BackendClosedError("the simulated engine is closed")
+        self.require_open()
         run = _Run(request=request, done=self._loop.create_future())
         bisect.insort(self._waiting, run, key=lambda run: run.request.priority)
         self._advance()
@@ -124,10 +119,6 @@ class SimulatedEngine:
             return await run.done
         finally:
             self._leave(run)
-
-    async def stream(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
-        raise NotImplementedError("the simulated engine does not stream")
-        yield
 
     async def abort(self, request_id: str) -> bool:
         self._advance()
@@ -152,7 +143,7 @@ class SimulatedEngine:
     async def _drain(self) -> None:
         drained = self._loop.create_future()
         self._drains.append(drained)
-        self._paused = False  # what was frozen finishes, too
+        self._paused = False  # frozen requests finish, too
         self._schedule()
         try:
             await drained
@@ -174,22 +165,15 @@ class SimulatedEngine:
     async def update_weights(self, update: WeightUpdate) -> None:
         await asyncio.sleep(self._speed.load_seconds)
         self._advance()
-        for run in self._running.values():  # what they sampled so far is of the old weights
+        for run in self._running.values():  # ids sampled so far are of the old weights
             run.versions += [self._version] * (run.sampled(self._steps) - len(run.versions))
         self._version = update.version
-        self._contexts.clear()
-        self._prompts.clear()
+        await self.reset_prefix_cache()
         self._loading += self._speed.load_seconds
 
     async def reset_prefix_cache(self) -> None:
         self._contexts.clear()
         self._prompts.clear()
-
-    async def sleep(self) -> None:
-        raise BackendError("the simulated engine never sleeps")
-
-    async def wake(self) -> None:
-        raise BackendError("the simulated engine never sleeps")
 
     async def health(self) -> Health:
         running, waiting = len(self._running), len(self._waiting)
@@ -199,7 +183,7 @@ class SimulatedEngine:
         return self.read()
 
     def read(self) -> BackendMetrics:
-        """The metrics as of now."""
+        """Return the current metrics."""
         self._advance()
         return BackendMetrics(
             generated_tokens=self._sampled + sum(run.sampled(self._steps) for run in self._running.values()),
@@ -214,11 +198,11 @@ class SimulatedEngine:
 
     @property
     def _pace(self) -> float:
-        """Seconds of a step as things are."""
+        """Current duration of a step, in seconds."""
         return self._speed.step_seconds + self._speed.slot_seconds * len(self._running)
 
     def _advance(self) -> None:
-        """Makes the steps that were due since the last event."""
+        """Account for the steps since the last event."""
         now = self._loop.time()
         if self._running and not self._paused:
             self._steps += (now - self._at) / self._pace
@@ -226,7 +210,7 @@ class SimulatedEngine:
         self._at = now
 
     def _admit(self) -> None:
-        """Gives free slots to those that wait; call :meth:`_advance` first."""
+        """Give free slots to waiting requests; call :meth:`_advance` first."""
         while self._waiting and len(self._running) < self._speed.slots and not self._paused and not self._drains:
             run = self._waiting.pop(0)
             length, session = len(run.request.prompt_ids), run.request.session_id
@@ -240,14 +224,14 @@ class SimulatedEngine:
         self._schedule()
 
     def _known(self, prompt_ids: Sequence[int]) -> int:
-        """Ids that this prompt has in common with one before; from now on, it is one of those."""
+        """Return the number of ids this prompt shares with an earlier one, and cache it."""
         chain = PrefixIndex.chain(prompt_ids)
         shared = self._prompts.find(chain)[1]
         self._prompts.add(chain, "here")
         return shared
 
     def _schedule(self) -> None:
-        """Sets the timer for the request that is done next."""
+        """Set the timer for the request that finishes next."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -265,8 +249,8 @@ class SimulatedEngine:
         self._admit()
 
     def _end(self, run: _Run, reason: StopReason) -> None:
-        """Settles a request; its slot is free at once."""
-        if run.done.done():  # its caller is gone
+        """Finish a request and free its slot."""
+        if run.done.done():  # its caller was cancelled
             return
         aborted = reason is StopReason.ABORTED
         count = run.sampled(self._steps) if aborted else run.request.sampling.max_tokens
@@ -305,7 +289,7 @@ class SimulatedEngine:
             self._drains.clear()
 
     def _leave(self, run: _Run) -> None:
-        """A caller is gone, perhaps before its request was done."""
+        """Remove a request whose caller has returned or was cancelled."""
         if run.request.request_id in self._running and self._running[run.request.request_id] is run:
             self._advance()
             run.done.cancel()

@@ -1,4 +1,4 @@
-"""Runs the trainers of a recipe in virtual time, side by side, and compares them."""
+"""Runs a recipe under each trainer in virtual time and compares them."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.runtime.fleet import FleetMetrics
 from jax_agent_rl.runtime.train import TRAINERS
+from jax_agent_rl.testing.fake_learner import NoCheckpoints
 from jax_agent_rl.testing.simulate.clock import VirtualLoop
 from jax_agent_rl.testing.simulate.engine import SimulatedEngine
 from jax_agent_rl.testing.simulate.workload import (
@@ -39,7 +40,7 @@ from jax_agent_rl.types import Trajectory
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedPolicy:
-    """A way to overlap rollout and learner: keys of ``trainer``."""
+    """A way to overlap rollout and learning, as keys of ``trainer``."""
 
     name: str
     trainer: Mapping[str, Any]
@@ -60,18 +61,19 @@ POLICIES = (
 
 @dataclass(frozen=True, kw_only=True)
 class SimulationResult:
-    """What one policy came to, once its pipeline was full and before it ran dry.
+    """The result of one policy, measured while its pipeline was full.
 
     Attributes:
-        policy: its name.
-        samples_per_second: trajectories that were trained on.
-        step_seconds: virtual seconds from one learner step to the next.
+        policy: the policy's name.
+        samples_per_second: trajectories trained on per second.
+        step_seconds: virtual seconds between learner steps.
         engines_busy: mean share of the time in which an engine decoded.
-        slots_used: mean share of the ids that the engines could have sampled with all slots full all the time.
+        slots_used: ids sampled, as a share of those possible with all slots full all the time.
         learner_busy: share of the time in which the learner computed.
-        staleness_mean, staleness_max: versions, of sampled tokens when they were trained on.
-        dropped: trajectories lost, as a share of those that were trained on or lost.
-        share_of_ideal: of the rate that engines or learner, whoever is slower, would reach if they never waited.
+        staleness_mean: mean age of trained tokens, in versions.
+        staleness_max: maximum age of trained tokens, in versions.
+        dropped: dropped trajectories, as a share of those trained on or dropped.
+        share_of_ideal: rate, as a share of what the slower of engines and learner would reach without waiting.
     """
 
     policy: str
@@ -88,7 +90,7 @@ class SimulationResult:
 
 @dataclass(frozen=True, kw_only=True)
 class _Reading:
-    """How far things were when a step was recorded."""
+    """Totals at the time when a step was recorded."""
 
     time: float
     busy_seconds: float
@@ -98,7 +100,7 @@ class _Reading:
 
 
 class _Readings(RunFolder):
-    """Takes a reading where a run writes a line of metrics; writes nothing."""
+    """A run folder that writes nothing and takes a reading for every record of metrics."""
 
     def __init__(self, engines: Sequence[SimulatedEngine], learner: SimulatedLearner) -> None:
         self._engines, self._learner = engines, learner
@@ -119,34 +121,23 @@ class _Readings(RunFolder):
     def add_trajectories(
         self, step: int, split: str, trajectories: Sequence[Trajectory], *, learnt: Learnt | None = None
     ) -> None:
-        """They hold nothing to look at."""
-
-
-class _NoCheckpoints:
-    """Stands in for a :class:`Checkpointer`: there is nothing to save."""
-
-    def save(self, step: int, state: Any, record: Mapping[str, Any]) -> None: ...
-
-    def check(self) -> None: ...
-
-    def wait(self) -> None: ...
-
-    def written(self) -> str:
-        return ""
+        """Ignore them: their content is simulated."""
 
 
 def simulate(recipe: Config, assumptions: Assumptions, policy: SimulatedPolicy) -> SimulationResult:
-    """Runs a recipe under a policy.
+    """Simulate a recipe under a policy.
 
     Args:
-        recipe: its ``rollout`` sizes count; everything a model would be needed for does not.
+        recipe: configuration of a run, of which only the sizes in ``rollout`` matter.
+        assumptions: workload and speeds.
+        policy: how rollout and learning overlap.
     """
     with closing(VirtualLoop()) as loop:
         return loop.run_until_complete(_simulate(_settings(recipe, assumptions, policy), assumptions, policy.name))
 
 
 def _settings(recipe: Config, assumptions: Assumptions, policy: SimulatedPolicy) -> Config:
-    """The recipe's batch under the policy, with nothing that needs a real model, data or rewards."""
+    """Build a configuration with the recipe's batch and the policy that needs no model, data or rewards."""
     rollout, agent = recipe.rollout, assumptions.agent
     return build(
         {
@@ -172,7 +163,7 @@ def _settings(recipe: Config, assumptions: Assumptions, policy: SimulatedPolicy)
 
 
 async def _simulate(config: Config, assumptions: Assumptions, name: str) -> SimulationResult:
-    margin = config.trainer.staleness_bound + 1  # steps to fill the pipeline, and to let it run dry
+    margin = config.trainer.staleness_bound + 1  # steps to fill and to drain the pipeline
     steps = margin + assumptions.steps + margin
     config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"steps": steps})})
     engines = [
@@ -184,7 +175,7 @@ async def _simulate(config: Config, assumptions: Assumptions, name: str) -> Simu
     training = TRAINERS[config.trainer.mode](
         runtime=_runtime(config, assumptions, engines, learner),
         folder=readings,
-        checkpointer=cast(Checkpointer, _NoCheckpoints()),
+        checkpointer=cast(Checkpointer, NoCheckpoints()),
         record=RunRecord(),
         progress=Progress(Console(file=io.StringIO()), total_steps=steps),
         clock=asyncio.get_running_loop().time,
@@ -233,15 +224,15 @@ def _runtime(
 
 
 async def _score(trajectory: Trajectory) -> Trajectory:
-    """Rewards make no difference to when things happen."""
+    """Leave the trajectory without a reward: rewards do not affect timing."""
     return trajectory
 
 
 def _outcome(name: str, config: Config, assumptions: Assumptions, readings: Sequence[_Reading]) -> SimulationResult:
-    """What happened from the first reading to the last."""
+    """Summarize the readings from the first to the last."""
     first, last = readings[0], readings[-1]
     seconds, engines = last.time - first.time, assumptions.engines
-    trained, lost = _booked(last.record) - _booked(first.record)
+    trained, dropped = _totals(last.record) - _totals(first.record)
     rate = trained / seconds
     steps = [reading.record for reading in readings[1:]]
     return SimulationResult(
@@ -253,19 +244,19 @@ def _outcome(name: str, config: Config, assumptions: Assumptions, readings: Sequ
         learner_busy=(last.learner_seconds - first.learner_seconds) / seconds,
         staleness_mean=float(np.mean([step.get("staleness_mean", 0.0) for step in steps])),
         staleness_max=max(step.get("staleness_max", 0) for step in steps),
-        dropped=lost / (trained + lost),
+        dropped=dropped / (trained + dropped),
         share_of_ideal=rate / ideal_samples_per_second(config, assumptions),
     )
 
 
-def _booked(record: Mapping[str, Any]) -> np.ndarray:
-    """Trajectories trained on, and lost, up to this step."""
-    books = record["accounting"]
-    return np.array([books["trained"], books["started"] - books["trained"] - books["in_flight"]])
+def _totals(record: Mapping[str, Any]) -> np.ndarray:
+    """Return the trajectories trained on and dropped up to this step."""
+    counts = record["accounting"]
+    return np.array([counts["trained"], counts["started"] - counts["trained"] - counts["in_flight"]])
 
 
 def ideal_samples_per_second(config: Config, assumptions: Assumptions) -> float:
-    """Trajectories a second that the slower of engines and learner would get done if it never waited for anything."""
+    """Return the trajectories per second that the slower of engines and learner would reach without waiting."""
     agent, rollout = assumptions.agent, config.rollout
     lengths = [
         sum(agent.turn_length(assumptions.seed, number, str(member), turn) for turn in range(agent.turns))

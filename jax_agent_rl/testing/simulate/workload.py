@@ -1,23 +1,23 @@
-"""What a simulation assumes about engines, learner, model and tools, and the agent that behaves like it."""
+"""Assumptions of a simulation about engines, learner, lengths and tools, and the parts that behave accordingly."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field
 
 from jax_agent_rl.agents.loop import AgentLoop, register_agent
+from jax_agent_rl.agents.seeds import derive_seed
 from jax_agent_rl.config.base import NonNegative, Positive, Section
 from jax_agent_rl.config.loading import build_tree, read_tree
-from jax_agent_rl.learner.cancellation import StepCancellation
-from jax_agent_rl.learner.comparison import AgreementCheck
-from jax_agent_rl.learner.state import UpdateResult
 from jax_agent_rl.rollout.protocol import WeightUpdate
+from jax_agent_rl.testing.fake_learner import FakeLearner
 from jax_agent_rl.testing.simulate.clock import VirtualLoop
-from jax_agent_rl.testing.simulate.draws import Draws
 from jax_agent_rl.testing.simulate.engine import ID, EngineSpeed
 from jax_agent_rl.types import FinishReason, Group, SamplingParams, Trajectory
 
@@ -25,8 +25,32 @@ Seconds = Annotated[float, Field(ge=0)]
 AGENT = "simulated_agent"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Draws:
+    """A truncated log-normal distribution: most draws are short, a few are long.
+
+    A draw depends on its key alone, so that all policies that are compared do the same work.
+
+    Attributes:
+        median: median before truncation; 0 makes all draws 0 before truncation.
+        sigma: standard deviation of the logarithm.
+        least: lower bound.
+        most: upper bound.
+    """
+
+    median: float
+    sigma: float = 1.0
+    least: float = 0.0
+    most: float
+
+    def at(self, *key: int | str) -> float:
+        """Return the draw of this key."""
+        scale = random.Random(derive_seed(*key)).lognormvariate(0.0, self.sigma)
+        return min(self.most, max(self.least, self.median * scale))
+
+
 class EngineAssumptions(Section):
-    """Each engine."""
+    """Assumptions about each engine."""
 
     count: Positive = Field(default=4, description="Engines (data-parallel replicas).")
     slots: Positive = Field(default=64, description="Requests one engine decodes at the same time.")
@@ -51,12 +75,12 @@ class EngineAssumptions(Section):
 
     @property
     def tokens_per_second(self) -> float:
-        """Ids all engines sample in a second, every slot in use."""
+        """Ids per second that all engines sample with every slot in use."""
         return self.count * self.slots / (self.speed.step_seconds + self.speed.slot_seconds * self.slots)
 
 
 class LearnerAssumptions(Section):
-    """The learner."""
+    """Assumptions about the learner."""
 
     tokens_per_second: float = Field(
         default=20000.0, gt=0, description="Ids of trajectories it learns from in a second."
@@ -65,7 +89,7 @@ class LearnerAssumptions(Section):
 
 
 class AgentAssumptions(Section):
-    """Trajectories. Lengths and latencies are log-normal: most are short, a few are long."""
+    """Assumptions about trajectories. Lengths and latencies are log-normal: most are short, a few are long."""
 
     turns: Positive = Field(default=3, description="Generations of a trajectory; between two of them a tool is called.")
     prompt_tokens: Positive = Field(default=256, description="Ids of a prompt.")
@@ -79,12 +103,12 @@ class AgentAssumptions(Section):
     tool_seconds_max: Seconds = Field(default=10.0, description="Longer latencies are cut to this.")
 
     def turn_length(self, *key: int | str) -> int:
-        """Ids of the generation of this name."""
+        """Return the length of the generation with this key, in ids."""
         draws = Draws(median=self.turn_tokens, sigma=self.turn_sigma, least=1, most=self.turn_tokens_max)
         return round(draws.at("turn", *key))
 
     def tool_latency(self, *key: int | str) -> float:
-        """Seconds of the tool call of this name."""
+        """Return the latency of the tool call with this key, in seconds."""
         draws = Draws(
             median=self.tool_seconds, sigma=self.tool_sigma, least=self.tool_seconds_min, most=self.tool_seconds_max
         )
@@ -92,12 +116,12 @@ class AgentAssumptions(Section):
 
     @property
     def longest(self) -> int:
-        """Most ids of a context."""
+        """Longest context, in ids."""
         return self.prompt_tokens + self.turns * (self.turn_tokens_max + self.observation_tokens)
 
 
 class Assumptions(Section):
-    """Everything a simulation assumes beside the recipe."""
+    """All assumptions of a simulation beside the recipe."""
 
     engines: EngineAssumptions = Field(default_factory=EngineAssumptions)
     learner: LearnerAssumptions = Field(default_factory=LearnerAssumptions)
@@ -107,12 +131,12 @@ class Assumptions(Section):
 
 
 def load_assumptions(path: Path | None, overrides: Sequence[str]) -> Assumptions:
-    """Reads a YAML file, if any, and applies overrides; raises :class:`ConfigError` with all problems."""
+    """Read a YAML file, if given, and apply overrides; raise :class:`ConfigError` with all problems."""
     return build_tree(Assumptions, read_tree(path) if path else {}, overrides)
 
 
 class SimulatedCodec:
-    """Prompts of the assumed length, which are the row's number throughout; nothing has a text."""
+    """A codec whose prompts repeat the row's number to the assumed length; ids have no text."""
 
     eos_token_ids: tuple[int, ...] = ()
     modalities: frozenset[str] = frozenset()
@@ -132,7 +156,7 @@ class SimulatedCodec:
 
 @register_agent(AGENT)
 class SimulatedAgent(AgentLoop):
-    """Generates and waits as the row's assumptions say, by the row's number and the trajectory's in its group."""
+    """An agent that generates and waits as assumed for its row and its place in the group."""
 
     async def run(
         self, row: Mapping[str, Any], *, trajectory_id: str, group_id: str, sampling: SamplingParams
@@ -148,37 +172,23 @@ class SimulatedAgent(AgentLoop):
         return episode.finish(FinishReason.ANSWER)
 
 
-class SimulatedLearner:
-    """Takes the time of a learner, and learns nothing. Its attributes are those of a ``Learner``."""
-
-    params = None
-    state = None
-    programs_compiled = 0
+class SimulatedLearner(FakeLearner):
+    """Takes the time of a learner, and learns nothing."""
 
     def __init__(self, speed: LearnerAssumptions) -> None:
         self._speed = speed
         self.busy_seconds = 0.0
 
-    def update(
-        self,
-        groups: Sequence[Group],
-        *,
-        masked: Mapping[str, Any],
-        tick: Callable[[int, int], None],
-        gate: StepCancellation,
-        check: AgreementCheck,
-    ) -> UpdateResult:
-        """Runs in the simulation's "thread", see :meth:`VirtualLoop.run_in_executor`."""
+    def learn(self, groups: Sequence[Group]) -> dict[str, float]:
         tokens = sum(len(t.prompt_ids) + len(t.response_ids) for group in groups for t in group.trajectories)
         seconds = tokens / self._speed.tokens_per_second
-        with gate.update():
-            _spend(seconds)
+        _spend(seconds)
         self.busy_seconds += seconds
-        return UpdateResult(metrics={"learner_tokens_per_second": self._speed.tokens_per_second}, skipped=False)
+        return {"learner_tokens_per_second": self._speed.tokens_per_second}
 
 
 class SimulatedPublisher:
-    """Takes the time of an export."""
+    """Takes the time of an export to the engines."""
 
     def __init__(self, speed: LearnerAssumptions) -> None:
         self._speed = speed
@@ -188,7 +198,7 @@ class SimulatedPublisher:
         return WeightUpdate(version=version, kind="arrays", payload=None)
 
     def close(self) -> None:
-        """There is nothing to close."""
+        """Do nothing."""
 
 
 def _spend(seconds: float) -> None:

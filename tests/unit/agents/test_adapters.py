@@ -24,7 +24,7 @@ CONFIG = {"run_dir": "r", "data": {"train": "x"}, "model": {"path": "m"}}
 def scripted(**limits) -> tuple[AgentContext, ScriptedBackend]:
     codec = FakeCodec()
     backend = ScriptedBackend(codec, ["hello there"])
-    backend._capabilities = replace(backend.capabilities, lora=True)
+    backend.capabilities = replace(backend.capabilities, lora=True)
     client = LLMServerClient([AsyncServer(backend)])
     return AgentContext(client=client, codec=codec, limits=AgentConfig(**limits), max_model_len=1000), backend
 

@@ -45,7 +45,7 @@ async def test_top_k_is_the_engines_and_neutral_values_change_nothing():
 
 async def test_sampling_that_an_engine_of_its_own_kind_cannot_do_is_refused():
     async with serving(["hello"]) as stage, stage.client() as client:
-        stage.backend._capabilities = replace(stage.backend.capabilities, any_sampling=False, stop_strings=False)
+        stage.backend.capabilities = replace(stage.backend.capabilities, any_sampling=False, stop_strings=False)
         for param, value in {"temperature": 0.5, "top_p": 0.9, "top_k": 3, "stop": "x"}.items():
             with pytest.raises(openai.BadRequestError, match="not supported by this engine") as caught:
                 await client.chat.completions.create(model="policy", messages=ASK, extra_body={param: value})

@@ -7,8 +7,7 @@ from jax_agent_rl.rollout.protocol import Capabilities
 from tests.agent_testbed import ACT, assert_token_exact
 from tests.agent_testbed import server_tool_stage as stage
 from tests.fakes import FakeCodec
-from tests.http_service import ToolServer
-from tests.images import data_url
+from tests.http_service import ToolServer, data_url
 
 SEES = Capabilities(max_model_len=4096, max_concurrent=8, multi_modal=frozenset({"image"}))
 

@@ -17,7 +17,7 @@ from jax_agent_rl.observe.traces import sinks
 from jax_agent_rl.observe.traces.opening import open_tracer
 from jax_agent_rl.observe.traces.records import shortened
 from jax_agent_rl.observe.traces.writer import MAX_FAILURES, TraceWriter
-from tests.traces import EPOCH, SECOND, a_trace
+from tests.trajectories import EPOCH, SECOND, a_trace
 
 
 class Keeps:

@@ -10,8 +10,7 @@ from starlette.responses import JSONResponse, Response
 from jax_agent_rl.errors import ConfigError, ToolServerError
 from jax_agent_rl.tools.client import NO_TOOL, ServerAction, ToolServerClient, _observations, observation_url
 from jax_agent_rl.utils.json_service import JsonService, ServiceSettings
-from tests.http_service import ToolServer
-from tests.images import data_url
+from tests.http_service import ToolServer, data_url
 from tests.ports import free_port
 
 

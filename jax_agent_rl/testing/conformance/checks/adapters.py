@@ -1,17 +1,17 @@
-"""LoRA adapters that requests name."""
+"""LoRA adapters that requests select by name."""
 
 from __future__ import annotations
 
 import asyncio
 
-from jax_agent_rl.testing.conformance.check import DoesNotApply, check
-from jax_agent_rl.testing.conformance.probe import Probe
-from jax_agent_rl.testing.conformance.subject import ADAPTED, ADAPTER
+from jax_agent_rl.testing.conformance.backend_under_test import ADAPTED, ADAPTER
+from jax_agent_rl.testing.conformance.check import check
+from jax_agent_rl.testing.conformance.probe import DoesNotApply, Probe
 
 
 @check("adapters", needs=["lora"])
 async def adapters(probe: Probe) -> None:
-    """A request that names an adapter samples from the model with it merged in; its neighbours do not."""
+    """Only requests that name an adapter sample from the model with it merged in."""
     prompt, cause = _prompt(probe, seed=60), "the adapter is not applied, or scaled or laid out wrongly"
     plain, adapted = await asyncio.gather(*(probe.begin(prompt, lora=name) for name in (None, ADAPTER)))
     probe.expect_logprobs(prompt, adapted, "log-probs with an adapter", cause=cause, weights=ADAPTED)

@@ -1,4 +1,4 @@
-"""Many requests at once: they must not notice each other, except by their speed."""
+"""Concurrent requests: they affect each other's speed and nothing else."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import asyncio
 import time
 
 from jax_agent_rl.errors import BackendError
-from jax_agent_rl.testing.conformance.check import DoesNotApply, check
-from jax_agent_rl.testing.conformance.probe import Probe
+from jax_agent_rl.testing.conformance.check import check
+from jax_agent_rl.testing.conformance.probe import DoesNotApply, Probe
 from jax_agent_rl.types import PauseMode, digest_ids
 
 _MOST_SLOTS = 128
-"""Filling more slots than this to make requests queue would take too long."""
+"""Most slots that are filled to make requests queue; more would take too long."""
 
 
 @check("seeds-reproduce", needs=["seeds"])
 async def seeds(probe: Probe) -> None:
-    """A seed fixes a request's ids whatever else is in the batch; another seed gives others."""
+    """With a seed, a request's ids are the same whatever else is in the batch; other seeds give others."""
     prompt = probe.prompt(10, seed=30)
     options = {"max_tokens": 24, "temperature": 1.0}
     alone = await probe.generate(prompt, seed=42, **options)
@@ -41,7 +41,7 @@ async def seeds(probe: Probe) -> None:
 
 @check("unseeded-differ")
 async def unseeded(probe: Probe) -> None:
-    """Requests without a seed draw their own: a group of them is not eight times the same."""
+    """Without a seed, requests draw their own: eight samples of a group are not all the same."""
     outputs = await probe.gather([probe.prompt(10, seed=32)] * 8, max_tokens=24, temperature=1.0)
     different = len({output.token_ids for output in outputs})
     probe.expect(
@@ -55,7 +55,7 @@ async def unseeded(probe: Probe) -> None:
 
 @check("concurrency-64")
 async def concurrency(probe: Probe) -> None:
-    """64 requests of different lengths at once each get their own answer."""
+    """64 concurrent requests of different lengths each get their own answer."""
     prompts = [probe.prompt(1 + (11 * i) % 60, seed=200 + i) for i in range(64)]
     lengths = [4 + i % 9 for i in range(64)]
     tasks = [probe.begin(p, max_tokens=n) for p, n in zip(prompts, lengths, strict=True)]
@@ -75,7 +75,7 @@ async def concurrency(probe: Probe) -> None:
 
 @check("prefix-reuse", needs=["prefix_reuse"])
 async def prefix_reuse(probe: Probe) -> None:
-    """The next turn reuses the KV of the last one, says how much, and gets the same ids as without."""
+    """On its next turn, a session reuses and counts cached KV, and gets the same ids as without."""
     prompt = probe.prompt(64, seed=33)
     before = await probe.backend.metrics()
     first = await probe.generate(prompt, session="conformance-prefix", max_tokens=12)
@@ -103,7 +103,7 @@ async def prefix_reuse(probe: Probe) -> None:
 
 @check("priorities", needs=["priorities"])
 async def priorities(probe: Probe) -> None:
-    """Of the requests that wait, the one with the lowest priority value runs first."""
+    """Among waiting requests, the one with the lowest priority value runs first."""
     slots = probe.capabilities.max_concurrent
     if slots > _MOST_SLOTS:
         raise DoesNotApply(f"Capabilities.max_concurrent={slots}: too many slots to fill so that requests wait")
@@ -140,7 +140,7 @@ async def priorities(probe: Probe) -> None:
 
 @check("health-under-load")
 async def health(probe: Probe) -> None:
-    """Under load health is answered at once, counts every request, and returns to zero."""
+    """Under load, health answers at once and counts every request, and then returns to zero."""
     count = min(2 * probe.capabilities.max_concurrent, 64)
     prompts = [probe.prompt(6, seed=300 + i) for i in range(count)]
     tasks = [probe.begin(prompt, max_tokens=probe.room - 8) for prompt in prompts]
@@ -189,7 +189,7 @@ async def metrics(probe: Probe) -> None:
 
 @check("duplicate-id-refused")
 async def duplicate(probe: Probe) -> None:
-    """A request id that is in use is refused; the request that has it goes on."""
+    """While a request runs, a second one with its id is refused, and the first continues."""
     prompt = probe.prompt(8, seed=36)
     live = await probe.started(prompt, max_tokens=probe.room - 16)
     if live.task.done():
@@ -207,7 +207,7 @@ async def duplicate(probe: Probe) -> None:
 
 
 async def _all_arrived(probe: Probe, count: int) -> None:
-    """Waits until the backend knows of requests sent; those that are over count too."""
+    """Wait until the backend has counted so many requests as running, waiting or finished."""
     before = (await probe.backend.metrics()).requests_finished
 
     async def arrived() -> bool:

@@ -1,20 +1,23 @@
-"""Abort, cancel, pause: the ways to stop a request from outside."""
+"""Abort, cancel, pause, sleep and close: control of a backend from outside."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import replace
 
-from jax_agent_rl.testing.conformance.check import CheckFailed, check
-from jax_agent_rl.testing.conformance.probe import Probe
+from jax_agent_rl.errors import BackendClosedError
+from jax_agent_rl.testing.conformance.check import check
+from jax_agent_rl.testing.conformance.probe import CheckFailed, Probe
 from jax_agent_rl.types import PauseMode, StopReason, TokenOutput
 
 _ATTEMPTS = 5
-"""An abort may come after the last id of a fast engine; that often in a row is no accident."""
+"""Attempts to abort: on a fast engine one may come after the last id, but not this often in a row."""
+_SETTLE_SECONDS = 10.0
 
 
 async def aborted_part(probe: Probe, prompt: list[int], max_tokens: int) -> TokenOutput:
-    """The output of a request that was aborted after its first ids."""
+    """Return the output of a request aborted after its first ids."""
     for _ in range(_ATTEMPTS):
         live = await probe.started(prompt, max_tokens=max_tokens)
         found = await probe.backend.abort(live.request_id)
@@ -32,7 +35,7 @@ async def aborted_part(probe: Probe, prompt: list[int], max_tokens: int) -> Toke
 
 @check("abort-returns-partials", needs=["abort"])
 async def abort(probe: Probe) -> None:
-    """Abort ends a request at once with the ids so far; sent on, they continue as if nothing had happened."""
+    """Abort ends a request at once with its ids so far, from which it can be resumed exactly."""
     prompt, count = probe.prompt(8, seed=40), probe.room - 24
     part = await aborted_part(probe, prompt, count)
     probe.expect(
@@ -53,7 +56,7 @@ async def abort(probe: Probe) -> None:
 
 @check("abort-unknown", needs=["abort"])
 async def abort_unknown(probe: Probe) -> None:
-    """Abort of an id that does not run returns False."""
+    """Abort of an unknown request returns False."""
     request_id = probe.new_id()
     await probe.generate(probe.prompt(5, seed=41), request_id=request_id)
     for name, which in (("conformance-nobody", "that never was"), (request_id, "that has ended")):
@@ -64,7 +67,7 @@ async def abort_unknown(probe: Probe) -> None:
 
 @check("abort-waiting", needs=["abort", "pause_modes:keep"])
 async def abort_waiting(probe: Probe) -> None:
-    """A request that waits can be aborted; it returns no ids."""
+    """While a request waits, it can be aborted and returns no ids."""
     await probe.backend.pause(PauseMode.KEEP)
     request_id = probe.new_id()
     task = probe.begin(probe.prompt(5, seed=42), request_id=request_id)
@@ -80,7 +83,7 @@ async def abort_waiting(probe: Probe) -> None:
 
 @check("cancellation-frees-slot")
 async def cancellation(probe: Probe) -> None:
-    """Cancelling the caller, or closing its stream, frees the slot at once."""
+    """When the caller is cancelled or closes its stream, the slot is freed at once."""
     count, each = min(2 * probe.capabilities.max_concurrent, 64), probe.room - 8
     cause = "a request nobody waits for keeps its slot: the engine fills up with ghosts"
     begin = (await probe.backend.metrics()).generated_tokens
@@ -113,7 +116,7 @@ async def cancellation(probe: Probe) -> None:
 
 @check("pause-keep", needs=["pause_modes:keep"])
 async def pause_keep(probe: Probe) -> None:
-    """KEEP freezes what runs and holds what comes; after resume both are as if nothing had happened."""
+    """KEEP freezes running requests and holds new ones; after resume both continue unchanged."""
     prompt, count = probe.prompt(8, seed=44), probe.room - 24
     running = (await probe.started(prompt, max_tokens=count)).task
     await probe.backend.pause(PauseMode.KEEP)
@@ -141,7 +144,7 @@ async def pause_keep(probe: Probe) -> None:
 
 @check("pause-wait", needs=["pause_modes:wait"])
 async def pause_wait(probe: Probe) -> None:
-    """WAIT returns when what runs has ended; new requests are held until resume."""
+    """WAIT returns when running requests have ended; new ones are held until resume."""
     count = probe.room - 24
     for _ in range(_ATTEMPTS):
         running = (await probe.started(probe.prompt(8, seed=46), max_tokens=count)).task
@@ -166,7 +169,7 @@ async def pause_wait(probe: Probe) -> None:
 
 @check("pause-wait-given-up", needs=["pause_modes:wait"])
 async def pause_given_up(probe: Probe) -> None:
-    """A WAIT whose caller gave up holds nothing after resume."""
+    """After resume, a WAIT whose caller gave up no longer holds requests."""
     count = probe.room - 24
     running = (await probe.started(probe.prompt(8, seed=53), max_tokens=count)).task
     pausing = asyncio.create_task(probe.backend.pause(PauseMode.WAIT))
@@ -182,7 +185,7 @@ async def pause_given_up(probe: Probe) -> None:
 
 @check("pause-wait-after-keep", needs=["pause_modes:wait", "pause_modes:keep"])
 async def pause_after_keep(probe: Probe) -> None:
-    """WAIT lets finish what KEEP has frozen."""
+    """WAIT lets requests finish that KEEP has frozen."""
     count = probe.room - 24
     running = (await probe.started(probe.prompt(8, seed=55), max_tokens=count)).task
     await probe.backend.pause(PauseMode.KEEP)
@@ -199,7 +202,7 @@ async def pause_after_keep(probe: Probe) -> None:
 
 @check("pause-abort", needs=["pause_modes:abort"])
 async def pause_abort(probe: Probe) -> None:
-    """ABORT ends what runs with its ids so far; new requests are held until resume."""
+    """ABORT ends running requests with their ids so far; new ones are held until resume."""
     prompt, count = probe.prompt(8, seed=48), probe.room - 24
     for _ in range(_ATTEMPTS):
         running = (await probe.started(prompt, max_tokens=count)).task
@@ -224,7 +227,7 @@ async def pause_abort(probe: Probe) -> None:
 
 @check("sleep-and-wake", needs=["sleep"])
 async def sleep_and_wake(probe: Probe) -> None:
-    """Asleep it holds what comes; awake again it is as before, without what was cached."""
+    """Asleep, a backend holds new requests; awake again, it is as before with an empty cache."""
     prompt = probe.prompt(64, seed=52)
     await probe.generate(prompt)
     await probe.backend.sleep()
@@ -239,7 +242,7 @@ async def sleep_and_wake(probe: Probe) -> None:
 
 @check("undeclared-raises")
 async def undeclared(probe: Probe) -> None:
-    """What Capabilities deny raises: nothing pretends."""
+    """Every operation that Capabilities do not declare raises an error."""
     capabilities, cause = probe.capabilities, "the call is accepted and silently does nothing"
     if not capabilities.sleep:
         await probe.raises(
@@ -267,3 +270,37 @@ async def _waiting(probe: Probe, count: int) -> None:
         return (await probe.backend.health()).waiting >= count
 
     await probe.until(arrived, what=f"health().waiting reaches {count}", cause="held requests are not counted")
+
+
+@check("close-ends-everything", last=True)
+async def close(probe: Probe) -> None:
+    """After close, running requests have failed, new ones are refused, and no thread or process is left."""
+    running = (await probe.started(probe.prompt(6, seed=70), max_tokens=probe.room - 16)).task
+    crowd = [
+        probe.begin(probe.prompt(6, seed=71 + i), max_tokens=probe.room - 16)
+        for i in range(min(2 * probe.capabilities.max_concurrent, 64))
+    ]
+    await asyncio.sleep(0)
+    await probe.within(60, probe.backend.close(), "close under load", cause="it waits for requests, or for a lock")
+    cause = "requests in flight are forgotten at close: their callers hang, or see an undocumented error"
+    everybody = asyncio.gather(running, *crowd, return_exceptions=True)
+    ended = await probe.within(30, everybody, f"the end of {1 + len(crowd)} requests after close", cause=cause)
+    strange = [repr(e) for e in ended if isinstance(e, BaseException) and not isinstance(e, BackendClosedError)]
+    probe.equal(strange[:3], [], "errors other than BackendClosedError of requests that were running", cause=cause)
+    probe.expect(
+        any(isinstance(e, BackendClosedError) for e in ended),
+        f"{len(ended)} requests that were running or waiting at close",
+        expected="BackendClosedError",
+        got="all of them ended normally",
+        cause="close waits for the work instead of ending it",
+    )
+    await probe.raises(BackendClosedError, probe.generate([5, 6]), "generate after close", cause=cause)
+    await probe.within(10, probe.backend.close(), "a second close", cause="it waits for what is gone already")
+    health = await probe.backend.health()
+    probe.expect(
+        not health.ok, "health after close", expected="not ok", got=health, cause="health is not told of close"
+    )
+    deadline = time.monotonic() + _SETTLE_SECONDS
+    while (left := probe.footprint.added()) and time.monotonic() < deadline:
+        await asyncio.sleep(0.05)
+    probe.equal(left, [], "threads and processes left after close", cause="a worker is not joined; it keeps its memory")

@@ -1,4 +1,4 @@
-"""Images: what a context shows counts as much as its ids."""
+"""Images: a context's images condition the model as its ids do."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from jax_agent_rl.testing.conformance.check import DoesNotApply, check
-from jax_agent_rl.testing.conformance.probe import Probe
+from jax_agent_rl.testing.conformance.check import check
+from jax_agent_rl.testing.conformance.probe import DoesNotApply, Probe
 from jax_agent_rl.types import TokenOutput, digest_ids
 
 _SIDE = 56  # pixels of the images
@@ -17,7 +17,7 @@ _BEFORE = 12  # ids before the first image
 
 @check("images-are-seen", needs=["multi_modal:image"])
 async def seen(probe: Probe) -> None:
-    """What follows an image depends on it, on its place, and on nothing else."""
+    """Ids after an image depend on the image and its place, and on nothing else."""
     first, second = _image(1), _image(2)
     prompt = _prompt(probe, 1)
     one = await _shown(probe, prompt, first)
@@ -30,7 +30,7 @@ async def seen(probe: Probe) -> None:
 
 @check("images-and-prefixes", needs=["multi_modal:image", "prefix_reuse"])
 async def prefixes(probe: Probe) -> None:
-    """KV behind an image is reused for that image alone."""
+    """KV after an image is reused for that image only."""
     first, second = _image(3), _image(4)
     prompt = _prompt(probe, 1)
     await probe.backend.reset_prefix_cache()
@@ -50,7 +50,7 @@ async def prefixes(probe: Probe) -> None:
 
 @check("images-miscounted-refused", needs=["multi_modal:image"])
 async def miscounted(probe: Probe) -> None:
-    """A context with fewer placeholders than its image takes is refused: its ids would be silently changed."""
+    """Contexts with fewer placeholders than their image takes are refused."""
     placeholder = _media(probe).placeholders["image"]
     prompt = _prompt(probe, 1)
     prompt.remove(placeholder)
@@ -79,7 +79,7 @@ def _image(seed: int) -> Any:
 
 
 def _prompt(probe: Probe, images: int) -> list[int]:
-    """Text, images of the one size with text behind each."""
+    """Return ids of text and of images of one size, each followed by text."""
     media = _media(probe)
     ids = probe.prompt(_BEFORE, seed=60)
     for number in range(images):
@@ -99,7 +99,7 @@ async def _shown(probe: Probe, prompt: list[int], *images: Any) -> TokenOutput:
 
 
 def _distance(a: TokenOutput, b: TokenOutput) -> float:
-    """Of log-probs of the ids both say first."""
+    """Return the largest log-prob difference over the ids that both outputs begin with."""
     same = next((i for i, (x, y) in enumerate(zip(a.token_ids, b.token_ids, strict=True)) if x != y), len(a.token_ids))
     if not same:
         return float("inf")

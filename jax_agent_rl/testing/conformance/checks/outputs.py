@@ -1,4 +1,4 @@
-"""One request: which ids come out, with which log-probs."""
+"""A single request: its ids and their log-probs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def greedy_logprobs(probe: Probe) -> None:
 
 @check("logprobs-temperature", needs=["logprobs"])
 async def temperature(probe: Probe) -> None:
-    """Log-probs are of the distribution after temperature."""
+    """Log-probs are those of the distribution after temperature."""
     prompt = probe.prompt(20, seed=3)
     for value in (1.0, 0.6, 1.4) if probe.capabilities.any_sampling else (1.0,):
         output = await probe.generate(prompt, max_tokens=24, temperature=value, seed=11)
@@ -51,7 +51,7 @@ async def temperature(probe: Probe) -> None:
 
 @check("logprobs-top-p", needs=["logprobs", "any_sampling"])
 async def top_p(probe: Probe) -> None:
-    """With top-p, ids are of the nucleus and log-probs are normalized over it."""
+    """With top-p, ids are in the nucleus and log-probs are normalized over it."""
     prompt = probe.prompt(20, seed=4)
     for mass, heat in ((0.7, 1.0), (0.9, 1.3)):
         output = await probe.generate(prompt, max_tokens=24, temperature=heat, top_p=mass, seed=12)
@@ -82,7 +82,7 @@ async def top_k(probe: Probe) -> None:
 
 @check("ids-in-ids-out")
 async def ids(probe: Probe) -> None:
-    """The engine conditions on exactly the ids it was given, and returns as many log-probs and versions as ids."""
+    """Exactly the given ids are conditioned on; every sampled id has a log-prob and a version."""
     ids_with_eos = [*probe.prompt(6, seed=6), *sorted(probe.subject.eos_ids)[:1], *probe.prompt(5, seed=7)]
     repeated = [ids_with_eos[0]] * 9  # a detour over text would merge or split these
     for prompt in (ids_with_eos, repeated, probe.prompt(33, seed=8)):
@@ -111,7 +111,7 @@ async def ids(probe: Probe) -> None:
 
 @check("bad-ids-refused")
 async def bad_ids(probe: Probe) -> None:
-    """An id outside the vocabulary is this request's BackendError, and the engine goes on."""
+    """Ids outside the vocabulary raise a BackendError for this request alone."""
     for bad in (probe.subject.vocab_size, -1):
         await probe.raises(
             BackendError,
@@ -127,7 +127,7 @@ async def bad_ids(probe: Probe) -> None:
 
 @check("extremes-harm-nobody")
 async def extremes(probe: Probe) -> None:
-    """The largest values that a request may hold are served or are its own BackendError; others never notice."""
+    """Extreme values in a request are served or raise its own BackendError; other requests are unaffected."""
     count, prompt = probe.room - 24, probe.prompt(8, seed=13)
     beside = (await probe.started(prompt, max_tokens=count)).task
     cause = "values are not checked before they reach the engine's arrays: one request ends those of everybody"
@@ -140,7 +140,7 @@ async def extremes(probe: Probe) -> None:
 
 @check("prompt-too-long")
 async def too_long(probe: Probe) -> None:
-    """A prompt that leaves no room for one id is PromptTooLongError, with its length and the limit."""
+    """Too long a prompt raises PromptTooLongError with its length and the limit."""
     limit = probe.capabilities.max_model_len
     for length in (limit, limit + 7):
         error = await probe.raises(
@@ -160,7 +160,7 @@ async def too_long(probe: Probe) -> None:
 
 @check("context-limit")
 async def context_limit(probe: Probe) -> None:
-    """A generation ends with LENGTH where the context is full."""
+    """When the context is full, a generation ends with LENGTH."""
     limit = probe.capabilities.max_model_len
     output = await probe.generate(probe.prompt(limit - 3, seed=11), max_tokens=50)
     probe.equal(
@@ -173,7 +173,7 @@ async def context_limit(probe: Probe) -> None:
 
 @check("streaming-chunks", needs=["streaming"])
 async def streaming(probe: Probe) -> None:
-    """Chunks put together are the final output, and they come before the end."""
+    """Chunks add up to the final output and arrive before the end."""
     prompt = probe.prompt(12, seed=12)
     async with probe.streaming(probe.request(prompt, max_tokens=60, temperature=1.0, seed=3)) as stream:
         chunks = [chunk async for chunk in stream]

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from jax_agent_rl.testing.conformance.check import DoesNotApply, check
-from jax_agent_rl.testing.conformance.probe import Probe
+from jax_agent_rl.testing.conformance.check import check
+from jax_agent_rl.testing.conformance.probe import DoesNotApply, Probe
 from jax_agent_rl.types import StopReason
 
 _LONGEST_ANSWER = 48
 
 
 async def find_ending(probe: Probe) -> tuple[list[int], tuple[int, ...]]:
-    """A prompt after which a greedy generation reaches EOS, and its ids up to there.
+    """Find a prompt after which a greedy generation reaches EOS, and its ids up to there.
 
     Raises:
         DoesNotApply: none of the prompts tried does.
@@ -50,7 +50,7 @@ async def eos(probe: Probe) -> None:
 
 @check("stop-token-ids")
 async def stop_ids(probe: Probe) -> None:
-    """An extra stop id ends a generation, is kept, and is named in stop_match."""
+    """Extra stop ids end a generation, are kept, and are named in stop_match."""
     prompt = probe.prompt(10, seed=20)
     whole = (await probe.generate(prompt, max_tokens=12)).token_ids
     stop = whole[4]
@@ -71,7 +71,7 @@ async def stop_ids(probe: Probe) -> None:
 
 @check("stop-strings", needs=["stop_strings"])
 async def stop_strings(probe: Probe) -> None:
-    """A stop string ends a generation at the id that completes it; all ids up to that one are kept."""
+    """Stop strings end a generation at the id that completes them; all ids up to that one are kept."""
     decode = probe.subject.decode_text
     if decode is None:
         raise DoesNotApply("the suite was given no tokenizer to decode with")
@@ -96,7 +96,7 @@ async def stop_strings(probe: Probe) -> None:
 
 
 def _across_ids(texts: list[str]) -> str:
-    """A string that begins in the text of one id and ends in that of a later one; ``texts``: of each prefix."""
+    """Find a string that spans the texts of two ids; ``texts`` are those of each prefix."""
     for n in range(3, len(texts) - 1):
         begin = max(0, len(texts[n]) - 1)
         piece = texts[n + 1][begin : len(texts[n]) + 1]

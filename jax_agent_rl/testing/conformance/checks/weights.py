@@ -1,4 +1,4 @@
-"""New weights: all or nothing, under a new version, with nothing cached from before."""
+"""Weight updates: all or nothing, under a new version, with an empty cache."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import numpy as np
 
 from jax_agent_rl.errors import WeightUpdateError
 from jax_agent_rl.rollout.protocol import WeightUpdate
-from jax_agent_rl.testing.conformance.check import DoesNotApply, check
-from jax_agent_rl.testing.conformance.probe import Probe
+from jax_agent_rl.testing.conformance.backend_under_test import BASE, MIXED, OTHER
+from jax_agent_rl.testing.conformance.check import check
+from jax_agent_rl.testing.conformance.probe import DoesNotApply, Probe
 from jax_agent_rl.testing.conformance.reference import expected_logprobs, predictions
-from jax_agent_rl.testing.conformance.subject import BASE, MIXED, OTHER
 from jax_agent_rl.types import PauseMode, TokenOutput
 
 _ATTEMPTS = 5
@@ -17,7 +17,7 @@ _ATTEMPTS = 5
 
 @check("weights-take-effect", needs=["weight_payloads"])
 async def take_effect(probe: Probe) -> None:
-    """After an update every id is of the new weights and version, also where a prefix was cached before."""
+    """After an update, every id is of the new weights and version, even where a prefix was cached."""
     prompt = probe.prompt(64, seed=60)
     for kind in sorted(probe.capabilities.weight_payloads):
         await probe.serve(BASE, kind=kind)
@@ -38,7 +38,7 @@ async def take_effect(probe: Probe) -> None:
 
 @check("weights-round-trip", needs=["weight_payloads"])
 async def round_trip(probe: Probe) -> None:
-    """Other weights and back again give the first output."""
+    """Other weights and back again restore the first output."""
     prompt = probe.prompt(20, seed=61)
     for kind in sorted(probe.capabilities.weight_payloads):
         await probe.serve(BASE, kind=kind)
@@ -82,7 +82,7 @@ async def partial_update(probe: Probe) -> None:
 
 @check("update-in-flight", needs=["in_flight_update", "pause_modes:keep", "weight_payloads"])
 async def in_flight(probe: Probe) -> None:
-    """Weights change in the middle of a generation: ids of before keep the old version, those after have the new."""
+    """During a generation, weights can change: earlier ids keep the old version, later ones have the new."""
     prompt, count = probe.prompt(8, seed=62), probe.room - 24
     output, old, new, before = await _updated_in_flight(probe, prompt, count)
     versions = output.policy_versions
@@ -106,7 +106,7 @@ async def in_flight(probe: Probe) -> None:
 
 
 async def _updated_in_flight(probe: Probe, prompt: list[int], count: int) -> tuple[TokenOutput, int, int, int]:
-    """The output, both versions, and how many ids there were before the pause."""
+    """Return the output, both versions, and the number of ids before the pause."""
     for _ in range(_ATTEMPTS):
         await probe.serve(BASE)
         old = probe.backend.policy_version
@@ -126,7 +126,7 @@ async def _updated_in_flight(probe: Probe, prompt: list[int], count: int) -> tup
 
 
 def _expect_separate(probe: Probe, prompt: list[int], output: TokenOutput, cut: int) -> None:
-    """Old ids fit the old weights exactly; new ones do not (their KV is of both, so nothing more can be said)."""
+    """Expect old ids to fit the old weights and new ones not to; their KV is of both, so no more can be said."""
     logits = predictions(probe.subject.reference, prompt, output.token_ids, BASE)
     errors = np.abs(np.asarray(output.log_probs) - expected_logprobs(logits, output.token_ids, output.log_probs))
     tolerance = probe.subject.tolerance
@@ -148,7 +148,7 @@ def _expect_separate(probe: Probe, prompt: list[int], output: TokenOutput, cut: 
 
 @check("stale-version-refused", needs=["weight_payloads"])
 async def stale(probe: Probe) -> None:
-    """A version that is not newer is refused, and the old weights serve on."""
+    """Unless its version is newer, an update is refused and the old weights stay."""
     version = await probe.serve(BASE)
     for number in (version, version - 1):
         await _refused(
@@ -161,7 +161,7 @@ async def stale(probe: Probe) -> None:
 
 @check("bad-weights-refused", needs=["weight_payloads"])
 async def bad(probe: Probe) -> None:
-    """Weights of a wrong kind, or that do not fit the model, are refused, and the old ones serve on."""
+    """Weights of a wrong kind or that do not fit the model are refused, and the old ones stay."""
     await probe.serve(BASE)
     version, cause = (
         probe.backend.policy_version + 1,
@@ -193,7 +193,7 @@ _STALE = "some tensors keep old values (a tied head, a packed copy), or are read
 
 
 def _runs(versions: tuple[int, ...]) -> str:
-    """``4 x 1, 7 x 2`` for four ids of version 1 and then seven of version 2."""
+    """Format versions as ``4 x 1, 7 x 2``: four ids of version 1, then seven of version 2."""
     runs: list[list[int]] = []
     for version in versions:
         if runs and runs[-1][1] == version:

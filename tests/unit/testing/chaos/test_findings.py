@@ -13,12 +13,11 @@ import pytest
 from jax_agent_rl.errors import LaunchError
 from jax_agent_rl.rollout.protocol import WeightUpdate
 from jax_agent_rl.rollout.server import AsyncServer
-from jax_agent_rl.testing.chaos.children import MARK, Child, free_port, marked
+from jax_agent_rl.testing.chaos.children import Child, free_port
 from jax_agent_rl.testing.chaos.command import failures
-from jax_agent_rl.testing.chaos.footprint import ResourceUsage, growth
-from jax_agent_rl.testing.chaos.leak_check import Leaks, find_leaks
 from jax_agent_rl.testing.chaos.ledger import Ledger, WatchedAccounting, WatchedClient
 from jax_agent_rl.testing.chaos.run import ChaosResult
+from jax_agent_rl.testing.leaks import MARK, Leaks, ResourceUsage, find_leaks, growth, marked
 from jax_agent_rl.types import DropReason, SamplingParams
 from tests.fakes import FakeCodec, ScriptedBackend
 
@@ -102,9 +101,9 @@ def test_a_run_in_which_everything_held_has_no_failures():
     [
         ({"findings": {**GOOD.findings, "lost": 2}}, "lost is 2, must be 0"),
         ({"findings": {**GOOD.findings, "stale_served": 1}}, "stale_served is 1"),
-        ({"leftovers": Leaks(processes=["12: sleep"])}, "left behind: processes .'12: sleep'"),
-        ({"leftovers": Leaks(ports=[80])}, "left behind: ports .80"),
-        ({"leftovers": Leaks(tasks=["t"])}, "left behind: tasks"),
+        ({"leaks": Leaks(processes=["12: sleep"])}, "left behind: processes .'12: sleep'"),
+        ({"leaks": Leaks(ports=[80])}, "left behind: ports .80"),
+        ({"leaks": Leaks(tasks=["t"])}, "left behind: tasks"),
         ({"crashed": "OSError: no"}, "ended early: OSError: no"),
         ({"trained_after": 0}, "nothing was trained after the last fault"),
         ({"most_attempts": 21}, "sent 21 times"),
@@ -123,15 +122,15 @@ def prints(*sizes, descriptors=10, tasks=5):
 def test_memory_that_grows_to_the_end_is_found_and_a_warm_up_or_a_peak_is_not():
     # By hand: of 125 … 199, which follow the warm-up, the medians of the first and the last 18 are 133.5 and 190.5.
     rising = prints(*range(100, 200))
-    assert failures(replace(GOOD, footprints=rising)) == ["memory grew by 42.7%, from [133.5, 190.5] MiB"]
+    assert failures(replace(GOOD, usage=rising)) == ["memory grew by 42.7%, from [133.5, 190.5] MiB"]
     warm = prints(*[50] * 20, *[100] * 40, 900, *[100] * 39)
-    assert growth(warm)["rss_growth"] == 0 and failures(replace(GOOD, footprints=warm)) == []
+    assert growth(warm)["rss_growth"] == 0 and failures(replace(GOOD, usage=warm)) == []
     assert growth(prints(100, 100)) == {}
 
 
 def test_descriptors_and_tasks_that_pile_up_are_found():
     rising = [ResourceUsage(rss_bytes=1 << 20, descriptors=10 + n, tasks=5 + n) for n in range(80)]
-    assert [failure.split()[0] for failure in failures(replace(GOOD, footprints=rising))] == ["descriptors", "tasks"]
+    assert [failure.split()[0] for failure in failures(replace(GOOD, usage=rising))] == ["descriptors", "tasks"]
 
 
 async def test_a_child_is_killed_and_comes_back_at_its_port_and_carries_its_mark(tmp_path):

@@ -13,9 +13,9 @@ from jax_agent_rl.errors import BackendClosedError, BackendError, WeightUpdateEr
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.protocol import GenerateRequest, WeightUpdate
 from jax_agent_rl.rollout.server import AsyncServer
-from jax_agent_rl.testing.chaos.engine import PacedBackend
+from jax_agent_rl.testing.chaos.engine_process import PacedBackend
+from jax_agent_rl.testing.chaos.ledger import problems
 from jax_agent_rl.testing.chaos.policy import EOS, HashPolicy, context_key, hash_policy
-from jax_agent_rl.testing.chaos.verify import problems
 from jax_agent_rl.types import (
     FinishReason,
     PauseMode,

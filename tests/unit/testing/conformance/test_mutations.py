@@ -8,7 +8,7 @@ import pytest
 
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.testing.conformance import CHECKS, run_suite
-from jax_agent_rl.testing.conformance.check import CheckFailed
+from jax_agent_rl.testing.conformance.probe import CheckFailed
 from jax_agent_rl.types import PauseMode, StopReason, digest_ids
 from tests.toy_backend import EOS, IMAGE, MODELS, ToyBackend, ToyModel, toy_subject
 
@@ -316,11 +316,11 @@ CAUGHT_BY = [
 @pytest.fixture(autouse=True)
 def impatience(monkeypatch):
     """Broken backends are waited for as briefly as the honest one passes with."""
-    import jax_agent_rl.testing.conformance.checks.close as life
+    import jax_agent_rl.testing.conformance.checks.control as control
     import jax_agent_rl.testing.conformance.probe as probe
     import jax_agent_rl.testing.conformance.runner as runner
 
-    monkeypatch.setattr(life, "_SETTLE_SECONDS", 0.5)
+    monkeypatch.setattr(control, "_SETTLE_SECONDS", 0.5)
     monkeypatch.setattr(runner, "_CLEAN_UP_SECONDS", 1.0)
     until = probe.Probe.until
     monkeypatch.setattr(probe.Probe, "until", lambda self, *a, **k: until(self, *a, **k | {"seconds": 2.0}))

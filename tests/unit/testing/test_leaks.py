@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from jax_agent_rl.testing.conformance.footprint import Footprint
+from jax_agent_rl.testing.leaks import Footprint
 
 _WAIT = "import sys; print(flush=True); sys.stdin.read()"
 
