@@ -1,8 +1,8 @@
 """Agent loops, chosen per row by ``agent_name``.
 
-``loop`` the interface and the registry · ``context`` what a loop is given ·
-``episode`` the trajectory as it grows · ``single_turn``, ``tool_agent``, ``interaction``, ``environment_agent``,
-``server_tool`` and ``text_tool`` the loops ·
+``loop`` the interface and the registry · ``context`` what a loop is given · ``episode`` the trajectory as it grows ·
+``turn_loop`` the loop of all agents and the one without tools · ``tool_agent`` (with a simulated user, too),
+``environment_agent``, ``server_tool`` and ``text_tool`` the others ·
 ``tool_environment`` and ``observations`` parts of ``server_tool`` · ``seeds``.
 
 Agents of other frameworks: ``recorder`` requests in messages to ids on record · ``conversation`` and ``reply`` what
@@ -13,7 +13,6 @@ frameworks say and read · ``branches`` a session as a trajectory · ``openai_lo
 from jax_agent_rl.agents.context import AgentContext, AgentEvent, TokenClient
 from jax_agent_rl.agents.environment_agent import EnvironmentAgent
 from jax_agent_rl.agents.episode import Episode
-from jax_agent_rl.agents.interaction import InteractionAgent
 from jax_agent_rl.agents.loop import (
     AgentLoop,
     AgentSelector,
@@ -28,9 +27,9 @@ from jax_agent_rl.agents.openai_loop import OpenAIAgentLoop, openai_agent
 from jax_agent_rl.agents.react import ReactAgentLoop
 from jax_agent_rl.agents.seeds import derive_seed
 from jax_agent_rl.agents.server_tool import ServerToolAgent
-from jax_agent_rl.agents.single_turn import SingleTurnAgent
 from jax_agent_rl.agents.text_tool import SearchAgent, TextToolAgent
-from jax_agent_rl.agents.tool_agent import ToolAgent
+from jax_agent_rl.agents.tool_agent import InteractionAgent, ToolAgent
+from jax_agent_rl.agents.turn_loop import SingleTurnAgent
 
 __all__ = [
     "AgentContext",

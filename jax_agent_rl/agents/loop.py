@@ -107,8 +107,9 @@ class AgentLoop(ABC):
         tools: Mapping[str, BaseTool] | None = None,
         opening: Sequence[Mapping[str, Any]] = (),
         tool_schemas: Sequence[Mapping[str, Any]] = (),
+        prefix: Prefix | None = None,
     ) -> Episode:
-        """A new trajectory of this loop; the prompt is the row's and ``opening``, and tells of the tools.
+        """Start a trajectory of this loop; for the arguments see :class:`~jax_agent_rl.agents.episode.Episode`.
 
         Raises:
             DataError, PromptTooLongError, TemplateError: see :class:`~jax_agent_rl.agents.episode.Episode`.
@@ -123,27 +124,7 @@ class AgentLoop(ABC):
             tools=tools or {},
             opening=opening,
             tool_schemas=tool_schemas,
-        )
-
-    def resume(
-        self,
-        parent: Trajectory,
-        fork: Fork,
-        *,
-        trajectory_id: str,
-        sampling: SamplingParams,
-        tools: Mapping[str, BaseTool] | None = None,
-    ) -> Episode:
-        """The trajectory of a branch, as it stands where it left its parent."""
-        return Episode(
-            self.context,
-            parent.row,
-            agent_name=self.name,
-            trajectory_id=trajectory_id,
-            group_id=parent.group_id,
-            sampling=sampling,
-            tools=tools or {},
-            prefix=Prefix.of(parent, fork),
+            prefix=prefix,
         )
 
 
