@@ -1,4 +1,4 @@
-"""What agent loops are given: a client that generates, a codec, tools, limits, and a listener for events."""
+"""What agent loops share: a client that generates, a codec, tools, limits, and a listener for events."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class TokenClient(Protocol):
-    """What a loop needs of :class:`~jax_agent_rl.rollout.client.LLMServerClient`."""
+    """The part of :class:`~jax_agent_rl.rollout.client.LLMServerClient` that a loop needs."""
 
     async def generate(
         self,
@@ -44,10 +44,10 @@ class TokenClient(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AgentEvent:
-    """Something that just ended inside a trajectory.
+    """A generation or tool call that just ended.
 
     Attributes:
-        trajectory_id: whose it is.
+        trajectory_id: the trajectory it belongs to.
         turn: index of the assistant turn.
         seconds: how long it took.
         output: the generation, or None.
@@ -62,12 +62,12 @@ class AgentEvent:
 
 
 def _ignore(event: AgentEvent) -> None:
-    """The default listener."""
+    """Ignore an event."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AgentContext:
-    """What every loop of a run shares.
+    """The objects that all loops of a run share.
 
     Attributes:
         client: generates tokens.
@@ -79,9 +79,8 @@ class AgentContext:
         search: the ``search`` section, for ``search_agent``.
         interactions: the simulated users of the run.
         environments: all environments of the run.
-        keep_sessions: never tell the engine that a trajectory's last turn is its last: others may branch off it, and
-            will want its KV.
-        malformed: tells of tool calls that could not be decoded.
+        keep_sessions: keep the KV of finished trajectories in the engine, as others may branch off them.
+        malformed: reports tool calls that could not be decoded.
         on_event: called after every generation and tool call; must be quick and must not raise.
     """
 
@@ -100,7 +99,7 @@ class AgentContext:
 
     @property
     def longest(self) -> int:
-        """Most ids of one context: what the engine takes, or less by ``agent.max_model_len``."""
+        """Maximum ids of one context: the engine's limit or ``agent.max_model_len``, whichever is less."""
         return min(self.limits.max_model_len or self.max_model_len, self.max_model_len)
 
     @property

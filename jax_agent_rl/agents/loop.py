@@ -1,4 +1,4 @@
-"""Agent loops: what happens between a dataset row and a finished trajectory.
+"""The agent loop interface and registry: from a dataset row to a finished trajectory.
 
 A loop is registered by name and chosen by the row's ``agent_name``::
 
@@ -33,7 +33,7 @@ from jax_agent_rl.utils.suggest import did_you_mean
 
 
 class AgentLoop(ABC):
-    """One kind of agent. Holds no state of a single trajectory, so one instance runs many at once."""
+    """One kind of agent; it holds no state of a trajectory, so one instance runs many at once."""
 
     name: ClassVar[str]
     """The name it is registered under."""
@@ -45,7 +45,7 @@ class AgentLoop(ABC):
     async def run(
         self, row: Mapping[str, Any], *, trajectory_id: str, group_id: str, sampling: SamplingParams
     ) -> Trajectory:
-        """Runs one trajectory to its end.
+        """Run one trajectory to its end.
 
         Args:
             row: ``prompt`` (messages), ``data_source``, ``agent_name``, ``reward_model.ground_truth``,
@@ -62,16 +62,17 @@ class AgentLoop(ABC):
     async def branch(
         self, parent: Trajectory, fork: Fork, *, trajectory_id: str, sampling: SamplingParams
     ) -> Trajectory:
-        """Runs a trajectory that begins as ``parent`` did, up to ``fork``, and goes on by itself.
+        """Run a trajectory that shares ``parent``'s beginning up to ``fork``.
 
         Args:
             parent: a finished trajectory of this loop.
             fork: where to leave it; not at its prompt, that is :meth:`run`.
-            trajectory_id, sampling: of the branch, as in :meth:`run`.
+            trajectory_id: of the branch, as in :meth:`run`.
+            sampling: as in :meth:`run`.
 
         Raises:
-            ConfigError: this loop cannot, see :meth:`can_branch`.
-            ReplayError: its tools cannot be brought to where the parent's stood.
+            ConfigError: this loop cannot branch, see :meth:`can_branch`.
+            ReplayError: the parent's tool calls cannot be replayed.
             TrajectoryError: as :meth:`run`.
         """
         raise ConfigError(
@@ -81,19 +82,19 @@ class AgentLoop(ABC):
 
     @classmethod
     def can_branch(cls) -> bool:
-        """Whether :meth:`branch` continues what :meth:`run` begins: the same class must define both."""
+        """Return whether :meth:`branch` continues what :meth:`run` begins: the same class must define both."""
         run, branch = (next(c for c in cls.__mro__ if name in vars(c)) for name in ("run", "branch"))
         return run is branch
 
     async def close(self) -> None:
-        """Ends what the loop keeps open between trajectories (servers, connections). The default has nothing."""
+        """Close what the loop keeps open between trajectories (servers, connections). The default does nothing."""
         return None
 
     async def preflight(self) -> None:
-        """Checks, before a run, what the loop depends on outside this process. The default depends on nothing.
+        """Check, before a run, what the loop depends on outside this process. The default does nothing.
 
         Raises:
-            ConfigError: it is not there; names the key to change.
+            ConfigError: a dependency is unavailable; names the key to change.
         """
         return None
 
@@ -133,7 +134,7 @@ _Loop = TypeVar("_Loop", bound=type[AgentLoop])
 
 
 def register_agent(name: str) -> Callable[[_Loop], _Loop]:
-    """Registers an :class:`AgentLoop` subclass under the name that rows give in ``agent_name``.
+    """Register an :class:`AgentLoop` subclass under the name that rows give in ``agent_name``.
 
     Raises:
         ConfigError: the name is taken.
@@ -154,10 +155,10 @@ def register_agent(name: str) -> Callable[[_Loop], _Loop]:
 
 
 def get_agent(name: str) -> type[AgentLoop]:
-    """The loop registered as ``name``.
+    """Return the loop registered as ``name``.
 
     Raises:
-        ConfigError: there is none; the message has the nearest name and all there are.
+        ConfigError: there is none; the message lists the nearest name and all names.
     """
     if name not in _AGENTS:
         guess = did_you_mean(name, _AGENTS)
@@ -166,7 +167,7 @@ def get_agent(name: str) -> type[AgentLoop]:
 
 
 def load_agents(path: str | None) -> None:
-    """Imports ``agent.module``, a Python file or module that registers more loops; None does nothing.
+    """Import ``agent.module``, a Python file or module that registers more loops; None does nothing.
 
     Raises:
         ConfigError: it cannot be imported or registers a name twice.
@@ -176,18 +177,19 @@ def load_agents(path: str | None) -> None:
 
 
 def agent_names() -> list[str]:
-    """Names of all registered loops."""
+    """Return the names of all registered loops."""
     return sorted(_AGENTS)
 
 
 def branching_agents() -> list[str]:
-    """Names of the loops that can branch."""
+    """Return the names of the loops that can branch."""
     return [name for name in agent_names() if _AGENTS[name].can_branch()]
 
 
 def select_agents(config: Config, rows: Iterable[Mapping[str, Any]]) -> frozenset[str] | None:
-    """Return the loops that rows can select, the default one included, for
-    :class:`~jax_agent_rl.config.conditions.Facts`.
+    """Return the names of the loops that rows can select, including the default; None if one is the user's own.
+
+    They are a part of :class:`~jax_agent_rl.config.conditions.Facts`.
 
     Raises:
         ConfigError: a name is not registered.
@@ -204,7 +206,7 @@ class AgentSelector:
     """Chooses the loop of each row and keeps one instance of each.
 
     Args:
-        context: handed to every loop.
+        context: passed to every loop.
     """
 
     def __init__(self, context: AgentContext):
@@ -212,7 +214,7 @@ class AgentSelector:
         self._loops: dict[str, AgentLoop] = {}
 
     def for_row(self, row: Mapping[str, Any]) -> AgentLoop:
-        """The loop named by ``row["agent_name"]``, or the configured default.
+        """Return the loop named by ``row["agent_name"]``, or the configured default.
 
         Raises:
             ConfigError: the name is not registered, or the loop's settings are wrong.
@@ -225,7 +227,7 @@ class AgentSelector:
         return self._loops[name]
 
     async def close(self) -> None:
-        """Closes every loop; the first failure is raised after all were tried."""
+        """Close every loop, then raise the first failure."""
         self._context.malformed.sum_up()
         loops = list(self._loops.values())
         self._loops.clear()
@@ -234,19 +236,19 @@ class AgentSelector:
             raise failure
 
     async def preflight(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Checks, before a run, every loop that these rows will use.
+        """Check, before a run, every loop that these rows will use.
 
         Raises:
-            ConfigError: what a user has to fix.
+            ConfigError: a loop cannot run; says what to change.
         """
         for loop in dict.fromkeys(map(self.for_row, rows)):
             await loop.preflight()
 
     def require_branching(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Checks that every loop of these rows can go on from the middle of a trajectory.
+        """Check that every loop of these rows can branch.
 
         Raises:
-            ConfigError: names those that cannot.
+            ConfigError: a loop cannot; lists those.
         """
         cannot = sorted({loop.name for row in rows if not (loop := self.for_row(row)).can_branch()})
         if cannot:

@@ -29,7 +29,7 @@ class Prefix:
 
     @classmethod
     def of(cls, parent: Trajectory, fork: Fork) -> Prefix:
-        """The beginning of ``parent``.
+        """Return the beginning of ``parent`` up to ``fork``.
 
         Raises:
             ValueError: the fork is of another trajectory, does not leave a turn to sample, or the parent edited its
@@ -72,6 +72,6 @@ def _first_ids(output: TokenOutput, count: int) -> TokenOutput:
 
 
 def _messages_before(trajectory: Trajectory, turn: int) -> tuple[Mapping[str, Any], ...]:
-    """What was said before a turn. Counted from the end: the prompt may hold assistant messages too."""
+    """Return the messages before a turn, counted from the end as the prompt may hold assistant messages."""
     spoken = [i for i, message in enumerate(trajectory.messages) if message["role"] == "assistant"]
     return trajectory.messages[: spoken[turn - trajectory.num_turns]]

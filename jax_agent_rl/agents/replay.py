@@ -19,14 +19,13 @@ _NEVER_RAN = frozenset({"malformed", "unknown_tool", "bad_arguments", "over_para
 
 
 async def replay(session: ToolSession, turns: Sequence[Turn]) -> dict[str, float]:
-    """Makes the calls of ``turns`` again.
+    """Repeat the tool calls of ``turns``.
 
     Returns:
-        metrics: ``replayed_calls``, ``replay_seconds``. What the tools reported meanwhile is left out of
-        ``session.metrics``: it is the parent's.
+        The metrics ``replayed_calls`` and ``replay_seconds``. ``session.metrics`` is cleared: those are the parent's.
 
     Raises:
-        ReplayError: an answer, an error or a reward is not what it was; says which.
+        ReplayError: an observation, error or reward differs from the recorded one.
     """
     began, count = time.perf_counter(), 0
     for number, turn in enumerate(turns):

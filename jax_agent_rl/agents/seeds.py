@@ -7,7 +7,7 @@ import json
 
 
 def derive_seed(*parts: int | str) -> int:
-    """A seed in [0, 2**31) from any parts: equal for equal parts, unrelated otherwise.
+    """Return a seed in [0, 2**31) from any parts: equal for equal parts, unrelated otherwise.
 
     >>> derive_seed(0, "train", 3) == derive_seed(0, "train", 3)
     True

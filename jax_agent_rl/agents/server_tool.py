@@ -183,7 +183,7 @@ def _metrics(observation: ServerObservation) -> dict[str, float]:
 
 
 def _alone(server: ToolServerClient) -> Send:
-    """Sends each action as a request of its own."""
+    """Return a sender of single actions."""
 
     async def send(action: ServerAction) -> ServerObservation:
         (result,) = await server.get_observation([action])

@@ -1,4 +1,4 @@
-"""One trajectory's environment on a tool server, and how the requests of many trajectories go out.
+"""One trajectory's environment on a tool server, and the batching of requests in lockstep.
 
 ::
 
@@ -49,7 +49,7 @@ class Lockstep:
         self._batches: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> None:
-        """A trajectory joins; the others wait for it from now on."""
+        """Join; the other members wait for this one from now on."""
         self._members += 1
 
     async def __aexit__(self, *_: object) -> None:
@@ -57,7 +57,7 @@ class Lockstep:
         self._go_if_complete()
 
     async def send(self, action: ServerAction) -> ServerObservation:
-        """A member's action; returns when the whole batch has been answered."""
+        """Send a member's action and return its observation, once the whole batch has been answered."""
         future: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
         self._waiting[future] = action
         self._go_if_complete()
@@ -123,26 +123,26 @@ class ToolEnvironment:
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None):
-        """A second cancellation ends the waiting, not the closing."""
+        """Close the environment; a second cancellation ends the waiting, not the closing."""
         if self._used:
             await asyncio.shield(asyncio.ensure_future(self._close()))
 
     async def step(
         self, text: str, *, name: str, extra_fields: Mapping[str, Any], shorten: Callable[[str], str]
     ) -> tuple[ServerObservation, ToolCallRecord]:
-        """Takes one action.
+        """Take one action.
 
         Args:
             text: the action.
             name: the tool's name on record.
-            extra_fields: for the tool alone.
-            shorten: brings an observation within its limit.
+            extra_fields: passed to the tool only.
+            shorten: cuts an observation to its limit.
 
         Returns:
-            the observation, and its record with the shortened text.
+            The observation, and its record with the shortened text.
 
         Raises:
-            ToolServerError: there is no observation to be had.
+            ToolServerError: the server gave no observation.
         """
         self._used = True  # before sending: the server may know of it although the answer is lost
         began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""One model's chat template: what it can do, and messages in the shape it accepts."""
+"""One model's chat template: its features, and messages in the shape it accepts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PROBE = "PROBE5d2e81"
 
 
 def _in_parts(message: Message) -> Message:
-    """A message in the shape multi-modal templates take."""
+    """Return a message with its content in parts, as multi-modal templates take it."""
     content = message.get("content") or ""
     text = [{"type": "text", "text": content}] if isinstance(content, str) else content
     parts = [*({"type": kind} for kind in message.get("media", ())), *text]
@@ -49,7 +49,7 @@ class ChatTemplate:
         self._has_tool_calls = "tool_calls" in source
 
     def render(self, messages: Sequence[Message], tools: Sequence[Mapping], *, generation_prompt: bool) -> str:
-        """The conversation as text.
+        """Return the conversation as text.
 
         Raises:
             TemplateError: the template refuses it.
@@ -63,7 +63,7 @@ class ChatTemplate:
     def _apply(
         self, messages: Sequence[Message], tools: list[Mapping] | None = None, *, generation_prompt: bool = True
     ) -> str:
-        """What the template writes of messages as they are."""
+        """Apply the template to messages unchanged."""
         import jinja2
 
         try:
@@ -76,7 +76,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def _parts_alone(self) -> bool:
-        """True if the template leaves out content that is plain text.
+        """Whether the template reads content in parts only.
 
         Raises:
             TemplateError: it leaves out content in parts, too.
@@ -94,8 +94,10 @@ class ChatTemplate:
         )
 
     def adapt(self, messages: Sequence[Message]) -> list[Message]:
-        """Tool calls as text where the template shows none; tool results as user messages where it has no ``tool``
-        role; neighbours become one message.
+        """Return messages in the roles and fields the template supports.
+
+        Without tool calls in the template they become text; without a ``tool`` role, adjacent results become one user
+        message.
         """
         if not self._has_tool_calls:
             messages = [self._with_calls_told(m) if m.get("tool_calls") else m for m in messages]
@@ -117,9 +119,9 @@ class ChatTemplate:
         return adapted
 
     def shows(self, kind: str) -> bool:
-        """True if the template can show an ``image`` or a ``video`` in a tool result.
+        """Return whether the template can show an ``image`` or a ``video`` in a tool result.
 
-        Found by trying: it must write a special token for it, and neither drop the text nor print the message's parts.
+        Tested by rendering: it must write a special token for it, keep the text and not print the message's parts.
         """
         question, answer = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
         result = {"role": "tool", "content": _PROBE, "name": "f", "tool_call_id": "0" * 9}

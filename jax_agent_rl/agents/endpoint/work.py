@@ -85,7 +85,7 @@ class _Choice:
             self._tell(Piece(index=self._index, text=text))
 
     def _amend(self, reply: ChatReply) -> ChatReply:
-        """The rest of the text; and the reply as the client will know it."""
+        """Send the rest of the text, and return the reply as the client has it."""
         if self._text is None:
             self._rest = reply.content
             return reply
@@ -96,9 +96,11 @@ class _Choice:
 async def pieces(
     session: Session, request: ChatRequest | CompletionRequest, *, adapter: str | None = None
 ) -> AsyncGenerator[Piece, None]:
-    """Run all choices side by side; the first failure ends the others.
+    """Run all choices concurrently; the first failure ends the others.
 
     Args:
+        session: the client's session.
+        request: the request.
         adapter: LoRA adapter to sample with; None is the session's.
 
     Raises:

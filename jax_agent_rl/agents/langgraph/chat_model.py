@@ -69,7 +69,7 @@ class ChatModel(BaseChatModel):
         return "jax_agent_rl"
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
-        """What traces say of the model."""
+        """Return the model's description for traces."""
         sampling = self._sampling(stop, kwargs.get("max_tokens"))
         params = LangSmithParams(
             ls_provider="jax_agent_rl",
@@ -89,11 +89,13 @@ class ChatModel(BaseChatModel):
         tool_choice: str | None = None,
         **kwargs: Any,
     ) -> Runnable[LanguageModelInput, AIMessage]:
-        """The model, told of these tools.
+        """Return the model with these tools in its prompt.
 
         Args:
-            tool_choice: ``auto`` or ``none``. Others (``any``, a tool's name) are a wish, and a warning says so:
-                nothing forces a policy to call, as that would not be its own sampling.
+            tools: LangChain tools or schemas.
+            tool_choice: ``auto`` or ``none``. Others (``any``, a tool's name) only warn: forcing a call would not be
+                the policy's own sampling.
+            kwargs: further bound arguments.
         """
         if tool_choice not in (None, "auto", "none"):
             logger.warning("tool_choice=%r does not force the policy to call a tool; ask for it in words", tool_choice)
@@ -242,8 +244,9 @@ class ChatModel(BaseChatModel):
 
 
 def _openai_messages(messages: list[BaseMessage]) -> list[dict[str, Any]]:
-    """OpenAI-style dicts. The model's own messages are their text and calls, however their content is laid out, and
-    their reasoning, which tells apart samples that say the same.
+    """Return OpenAI-style dicts.
+
+    The model's own messages become text, calls and reasoning, which tells apart samples of the same text.
     """
     own = (m.model_copy(update={"content": str(m.text)}) if isinstance(m, AIMessage) else m for m in messages)
     converted = to_openai(list(own))
@@ -268,7 +271,7 @@ def _result(turn: RecordedTurn) -> ChatResult:
 
 
 def _chunk(event: Event) -> ChatGenerationChunk:
-    """A piece of a stream; raises what the generation raised."""
+    """Return a piece of a stream, or raise what the generation raised."""
     if isinstance(event, BaseException):
         raise event
     if isinstance(event, str):

@@ -1,4 +1,4 @@
-"""What a simulated user is.
+"""The interface of simulated users.
 
 Life of one conversation (``instance_id`` is the trajectory's id)::
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 
 class UserReply(NamedTuple):
-    """What a user says. A plain ``(terminate, text, score, metadata)`` will do, too.
+    """A user's answer; a plain ``(terminate, text, score, metadata)`` is accepted too.
 
     Attributes:
         terminate: the conversation is over; ``text`` is not shown to the policy any more.
         text: the user's message.
-        score: what the policy's last turn was worth.
+        score: the score of the policy's last turn.
         metadata: numbers among it are added to the trajectory's metrics.
     """
 
@@ -45,25 +45,25 @@ class BaseInteraction(ABC):
         self.config = config
 
     def attach(self, engine: UserModel) -> None:  # noqa: B027 - few users need one
-        """Gets the run's own engine once, before the first conversation."""
+        """Receive the run's own engine, once, before the first conversation."""
 
     async def start_interaction(self, instance_id: str, **kwargs: Any) -> None:  # noqa: B027
-        """Begins a conversation."""
+        """Begin a conversation."""
 
     @abstractmethod
     async def generate_response(
         self, instance_id: str, messages: Sequence[Mapping[str, Any]], **kwargs: Any
     ) -> UserReply | tuple[bool, str, float, Mapping[str, Any]]:
-        """Answers the policy.
+        """Answer the policy.
 
         Args:
             instance_id: id of the trajectory.
             messages: the conversation so far; the last one is the assistant's.
-            kwargs: what the dataset row adds.
+            kwargs: the row's ``interaction_kwargs`` without ``name``.
         """
 
     async def finalize_interaction(self, instance_id: str) -> None:  # noqa: B027
-        """Ends a conversation: frees what was kept for it."""
+        """End a conversation and free its state."""
 
     async def close(self) -> None:  # noqa: B027
-        """Closes what the instance holds open, after the last conversation."""
+        """Close what the instance holds open, after the last conversation."""

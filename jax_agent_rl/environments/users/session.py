@@ -37,7 +37,7 @@ class InteractionSession:
         self._timeout = timeout
 
     async def __aenter__(self) -> InteractionSession:
-        """Raises InteractionError if the user cannot begin; it is finalized then, too."""
+        """Start the user; if that fails, finalize it and raise InteractionError."""
         try:
             await self._in_time(self._user.start_interaction(self._id, **self._kwargs), "start")
         except BaseException:  # __aexit__ will not run
@@ -49,16 +49,16 @@ class InteractionSession:
         await self._finalize_shielded()
 
     async def reply(self, messages: Sequence[Mapping[str, Any]]) -> UserReply:
-        """The user's answer to the assistant's last message.
+        """Return the user's answer to the assistant's last message.
 
         Raises:
-            InteractionError: the user raised, took too long, or answered what is no reply.
+            InteractionError: the user raised, took too long, or returned an invalid reply.
         """
         answer = await self._in_time(self._user.generate_response(self._id, messages, **self._kwargs), "reply")
         return _checked(answer, self._name)
 
     async def _finalize_shielded(self) -> None:
-        """A second cancellation ends the waiting, not the finalizing."""
+        """Finalize; a second cancellation ends the waiting, not the finalizing."""
         await asyncio.shield(asyncio.ensure_future(self._finalize()))
 
     async def _finalize(self) -> None:
@@ -68,7 +68,7 @@ class InteractionSession:
             logger.warning("%s: %s", self._id, error)
 
     async def _in_time(self, work: Awaitable[Any], what: str) -> Any:
-        """Awaits ``work`` in a task of its own, which is left behind if it ignores its cancellation."""
+        """Await ``work`` in a task of its own, which is abandoned if it ignores its cancellation."""
         who = f"interaction {self._name!r}"
         try:
             return await in_time(
