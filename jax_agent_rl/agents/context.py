@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from jax_agent_rl.agents.malformed import MalformedCalls
 from jax_agent_rl.config import AgentConfig, SearchConfig, ToolClientConfig
 from jax_agent_rl.environments.pool import EnvironmentPools
 from jax_agent_rl.environments.users import InteractionRegistry
@@ -15,6 +18,9 @@ from jax_agent_rl.types import SamplingParams, TokenOutput, ToolCallRecord
 
 if TYPE_CHECKING:
     from jax_agent_rl.chat.codec import ChatCodec
+
+
+logger = logging.getLogger(__name__)
 
 
 class TokenClient(Protocol):
@@ -59,6 +65,43 @@ class AgentEvent:
     seconds: float
     output: TokenOutput | None = None
     tool_call: ToolCallRecord | None = None
+
+
+class MalformedCalls:
+    """Logs tool calls that could not be decoded, at most once per ``interval``, and their total at the end.
+
+    Args:
+        interval: seconds.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, *, interval: float = 30.0, clock: Callable[[], float] = time.monotonic):
+        self._interval = interval
+        self._clock = clock
+        self._total = self._unreported = 0
+        self._quiet_until = float("-inf")
+
+    def report(self, text: str) -> None:
+        """Count one, and log what the model wrote unless one was logged recently."""
+        self._total += 1
+        now = self._clock()
+        if now < self._quiet_until:
+            self._unreported += 1
+            return
+        more = f" (and {self._unreported} more since the last report)" if self._unreported else ""
+        self._unreported, self._quiet_until = 0, now + self._interval
+        # Escaped: models also write control characters, which a terminal would obey.
+        logger.warning("Failed to decode tool call: %.200r%s", text, more)
+
+    def report_total(self) -> None:
+        """Log the total, and start again."""
+        if self._total:
+            logger.warning(
+                "Failed to decode %d tool calls in total. If the model writes calls in another format, set "
+                "agent.tool_format",
+                self._total,
+            )
+        self._total = self._unreported = 0
 
 
 def _ignore(event: AgentEvent) -> None:
@@ -107,3 +150,13 @@ class AgentContext:
         """Kinds of media that the chat template can show and the engine takes."""
         taken = self.client.modalities
         return taken & self.codec.modalities if taken else taken
+
+
+def derive_seed(*parts: int | str) -> int:
+    """Return a seed in [0, 2**31) from any parts: equal for equal parts, unrelated otherwise.
+
+    >>> derive_seed(0, "train", 3) == derive_seed(0, "train", 3)
+    True
+    """
+    text = json.dumps(parts)  # keeps apart 1 and "1", and (1, 23) and (12, 3)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "big") >> 1

@@ -1,4 +1,4 @@
-"""Chat messages as agents' frameworks send them, brought into one shape and compared by what they say.
+"""Chat messages of agents' frameworks, normalized and compared by content.
 
 A framework sends the whole conversation with every request, and no two write it alike: ``content`` is None, a string
 or a list of parts, arguments are JSON with other spaces, fields come and go. Two messages are the *same* when role,

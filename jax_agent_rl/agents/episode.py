@@ -16,9 +16,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from jax_agent_rl.agents.context import AgentContext, AgentEvent
-from jax_agent_rl.agents.prefix import Prefix
-from jax_agent_rl.agents.seeds import derive_seed
+from jax_agent_rl.agents.branching import Prefix
+from jax_agent_rl.agents.context import AgentContext, AgentEvent, derive_seed
 from jax_agent_rl.chat.thinking import ALL_THINK_TAGS, outside_thinking
 from jax_agent_rl.errors import AbortedError, BackendError, DataError, PromptTooLongError, TokenDriftError
 from jax_agent_rl.tools.base import BaseTool
@@ -108,19 +107,19 @@ class Episode:
         """Ids that may still be added, sampled or inserted."""
         limits = self._context.limits
         response = len(self._ids) - len(self._prompt_ids)
-        return min(limits.max_response_length - response, self._context.longest - len(self._seen_ids()))
+        return min(limits.max_response_length - response, self._context.longest - len(self._context_ids()))
 
-    def _seen(self) -> list[Turn]:
+    def _turns_in_context(self) -> list[Turn]:
         """Return the turns in the next turn's context: all, or those within ``agent.history_window``."""
         window = self._context.limits.history_window
         return self.turns if window is None else self.turns[-window:]
 
-    def _seen_ids(self) -> list[int]:
+    def _context_ids(self) -> list[int]:
         """Return the ids of the next turn's context."""
-        seen = self._seen()
-        if len(seen) == len(self.turns):
+        turns = self._turns_in_context()
+        if len(turns) == len(self.turns):
             return self._ids
-        return [*self._prompt_ids, *(i for turn in seen for i in turn.output.token_ids + turn.appended_ids)]
+        return [*self._prompt_ids, *(i for turn in turns for i in turn.output.token_ids + turn.appended_ids)]
 
     async def generate(
         self,
@@ -146,8 +145,8 @@ class Episode:
             BackendError: the engine failed, or returned no id or more than asked for.
         """
         begun, self._begun = self._begun, None
-        seen = self._seen_ids()
-        tail = self._context.codec.decode(seen[-_THINK_TAIL:], skip_special_tokens=False)
+        context = self._context_ids()
+        tail = self._context.codec.decode(context[-_THINK_TAIL:], skip_special_tokens=False)
         self._begins_thinking = tail.rstrip().endswith(_THINK_OPENINGS)
         most = min(self.tokens_left, self._sampling.max_tokens, max_tokens or self.tokens_left)
         seed = self._sampling.seed
@@ -159,12 +158,12 @@ class Episode:
             seed=None if seed is None else derive_seed(seed, len(self.turns)),
         )
         began = time.perf_counter()
-        output = await self._sample(seen, begun, sampling, session_ends)
-        while self._stopped_in_thought(output, action_stops):
+        output = await self._sample(context, begun, sampling, session_ends)
+        while self._stopped_while_thinking(output, action_stops):
             if len(output.token_ids) >= most:
                 output = replace(output, stop_reason=StopReason.LENGTH, stop_match=None)
                 break
-            output = await self._sample(seen, output, sampling, session_ends)
+            output = await self._sample(context, output, sampling, session_ends)
         seconds = time.perf_counter() - began
         self._metrics["generate_seconds"] += seconds
         self._ids += output.token_ids
@@ -174,12 +173,12 @@ class Episode:
         return output
 
     async def _sample(
-        self, seen: Sequence[int], begun: TokenOutput | None, sampling: SamplingParams, session_ends: bool
+        self, context: Sequence[int], begun: TokenOutput | None, sampling: SamplingParams, session_ends: bool
     ) -> TokenOutput:
-        """Send one request: the turn after ``seen``, or the rest of one that has ``begun``.
+        """Send one request: the turn after ``context``, or the rest of one that has ``begun``.
 
         Args:
-            seen: ids of the context.
+            context: ids before the turn.
             begun: the part of the turn already sampled, if any.
             sampling: parameters of the whole turn.
             session_ends: see :meth:`generate`.
@@ -188,11 +187,10 @@ class Episode:
             The turn, including ``begun``.
         """
         turn, done = len(self.turns), begun.token_ids if begun else ()
-        context = (*seen, *done)
+        context = (*context, *done)
         sampling = replace(sampling, max_tokens=sampling.max_tokens - len(done))
-        media: dict[str, Any] = {
-            f"{kind}_data": items for kind, items in join_media(t.appended_media for t in self._seen()).items()
-        }
+        shown = join_media(turn.appended_media for turn in self._turns_in_context())
+        media: dict[str, Any] = {f"{kind}_data": items for kind, items in shown.items()}
         output = await self._context.client.generate(
             f"{self._trajectory_id}/{turn}",
             prompt_ids=context,
@@ -207,7 +205,7 @@ class Episode:
         self._metrics["cached_tokens"] += output.cached_tokens
         return replace(begun, cached_tokens=output.cached_tokens).then(output) if begun else output
 
-    def _stopped_in_thought(self, output: TokenOutput, action_stops: Sequence[str]) -> bool:
+    def _stopped_while_thinking(self, output: TokenOutput, action_stops: Sequence[str]) -> bool:
         """Return whether an action stop ended this turn inside a think block."""
         if output.stop_reason is not StopReason.STOP or output.stop_match not in action_stops:
             return False

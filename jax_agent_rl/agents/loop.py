@@ -20,9 +20,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
+from jax_agent_rl.agents.branching import Prefix
 from jax_agent_rl.agents.context import AgentContext
 from jax_agent_rl.agents.episode import Episode
-from jax_agent_rl.agents.prefix import Prefix
 from jax_agent_rl.config import Config
 from jax_agent_rl.config.default_agent import default_agent
 from jax_agent_rl.errors import ConfigError
@@ -228,7 +228,7 @@ class AgentSelector:
 
     async def close(self) -> None:
         """Close every loop, then raise the first failure."""
-        self._context.malformed.sum_up()
+        self._context.malformed.report_total()
         loops = list(self._loops.values())
         self._loops.clear()
         results = await asyncio.gather(*(loop.close() for loop in loops), return_exceptions=True)

@@ -45,7 +45,7 @@ class ObservationCodec:
         """Return ``text`` within ``max_obs_length`` tokens, cut on ``truncate_obs_side``."""
         return self._cut(text, self._limits.max_obs_length, self._limits.truncate_obs_side)
 
-    def before_the_first_turn(self, episode: Episode, text: str) -> None:
+    def add_to_prompt(self, episode: Episode, text: str) -> None:
         """Add an observation to the prompt.
 
         Raises:

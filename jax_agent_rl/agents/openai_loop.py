@@ -22,10 +22,10 @@ import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from jax_agent_rl.agents.branches import to_trajectory
 from jax_agent_rl.agents.context import AgentContext
 from jax_agent_rl.agents.loop import AgentLoop, register_agent
 from jax_agent_rl.agents.recorder import ChatRecorder
+from jax_agent_rl.agents.session_tree import to_trajectory
 from jax_agent_rl.errors import AgentTimeoutError, TrajectoryError
 from jax_agent_rl.types import SamplingParams, Trajectory
 from jax_agent_rl.utils.threads import DaemonThreads

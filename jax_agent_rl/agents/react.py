@@ -20,11 +20,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from jax_agent_rl.agents.branches import to_trajectory
 from jax_agent_rl.agents.episode import prompt_of
 from jax_agent_rl.agents.loop import AgentLoop, register_agent
 from jax_agent_rl.agents.openai_loop import run_user_agent, with_output
 from jax_agent_rl.agents.recorder import ChatRecorder
+from jax_agent_rl.agents.session_tree import to_trajectory
 from jax_agent_rl.agents.tool_agent import tool_session
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.types import SamplingParams, Trajectory

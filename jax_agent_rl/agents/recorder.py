@@ -26,11 +26,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from jax_agent_rl.agents.context import AgentContext, AgentEvent
+from jax_agent_rl.agents.context import AgentContext, AgentEvent, derive_seed
 from jax_agent_rl.agents.conversation import Traces, assistant_message, fingerprint, plain_messages
 from jax_agent_rl.agents.episode import check_output
 from jax_agent_rl.agents.reply import ChatReply, cut_at_stop, read_reply
-from jax_agent_rl.agents.seeds import derive_seed
 from jax_agent_rl.errors import HistoryEditedError, PromptTooLongError, TrajectoryError, TurnRefusedError
 from jax_agent_rl.tracing import current, under
 from jax_agent_rl.types import FinishReason, SamplingParams, TokenOutput, ToolCallRecord, digest_ids
@@ -50,7 +49,7 @@ class RecordedTurn:
         output: the generation.
         prompt_length: ids of its root's prompt.
         context_ids: everything up to and including its own ids.
-        inserted: messages told since the parent, as text.
+        inserted: messages added since the parent, as text.
         reply: what the framework was given.
         text: its ids as text.
         tool_calls: results of its calls, where the agent loop itself ran them.
@@ -142,7 +141,7 @@ class ChatRecorder:
 
         Args:
             messages: the whole conversation, OpenAI-style.
-            tools: schemas in OpenAI's format; told to the model unless ``agent.tool_prompt`` is ``none``.
+            tools: schemas in OpenAI's format; in the prompt unless ``agent.tool_prompt`` is ``none``.
             sampling: ``max_tokens`` caps the turn, besides the budgets. ``seed`` is the session's: what a request
                 samples with is derived from it and from its context, so it does not matter what runs beside it.
             on_ids: receives ids as they are sampled.
@@ -155,13 +154,13 @@ class ChatRecorder:
         """
         with self._remember_failure():
             plain = plain_messages(messages)
-            told = tuple(tools) if self._context.limits.tool_prompt == "template" else ()
-            request = self._resolve_chat(plain, told, [Traces.of(message) for message in messages])
+            schemas = tuple(tools) if self._context.limits.tool_prompt == "template" else ()
+            request = self._resolve_chat(plain, schemas, [Traces.of(message) for message in messages])
             output = await self._sample(request, sampling, on_ids, adapter)
             reply = amend(read_reply(self._context.codec, output, tools=tools, stop=sampling.stop))
             turn = self._record(request, output, reply)
             said = [*plain, assistant_message(reply.content, reply.tool_calls)]
-            self._by_conversation.setdefault(fingerprint(said, told), []).append(turn)
+            self._by_conversation.setdefault(fingerprint(said, schemas), []).append(turn)
             return turn
 
     async def complete(
@@ -197,18 +196,18 @@ class ChatRecorder:
     # --- requests to ids --------------------------------------------------------------------------------------
 
     def _resolve_chat(
-        self, plain: list[dict[str, Any]], told: Sequence[Mapping[str, Any]], traces: Sequence[Traces]
+        self, plain: list[dict[str, Any]], schemas: Sequence[Mapping[str, Any]], traces: Sequence[Traces]
     ) -> _Request:
         codec = self._context.codec
         last = max((i for i, m in enumerate(plain) if m["role"] == "assistant"), default=-1)
         spoken = [traces[i] for i in range(last + 1) if plain[i]["role"] == "assistant"]
-        same = self._by_conversation.get(fingerprint(plain[: last + 1], told), ()) if last >= 0 else ()
+        same = self._by_conversation.get(fingerprint(plain[: last + 1], schemas), ()) if last >= 0 else ()
         parent = max(same, key=lambda turn: (_agreement(turn, spoken), turn.number), default=None)
         new = plain[last + 1 :]
         if parent is None or not new:
-            return _Request(parent=None, ids=tuple(codec.encode_prompt(plain, tools=told)), inserted=tuple(plain))
+            return _Request(parent=None, ids=tuple(codec.encode_prompt(plain, tools=schemas)), inserted=tuple(plain))
         sampled = parent.output.token_ids
-        ids = codec.encode_append(sampled, new, tools=told)
+        ids = codec.encode_append(sampled, new, tools=schemas)
         return _Request(
             parent=parent, ids=tuple(ids), inserted=tuple(new), replaces_end=codec.replaces_end(sampled, ids)
         )

@@ -65,7 +65,7 @@ class ServerResponder(Responder):
         if observation.media:
             raise ToolServerError("images before the first turn (agent.call_tool_first) cannot be shown")
         episode.add_metrics({"tool_seconds": record.seconds, **_metrics(observation)})
-        self.observations.before_the_first_turn(episode, record.observation)
+        self.observations.add_to_prompt(episode, record.observation)
 
     async def respond(self, episode: Episode, output: TokenOutput, limit: FinishReason | None) -> FinishReason | None:
         step = len(episode.turns) - 1
@@ -154,7 +154,7 @@ class ServerToolAgent(TurnLoopAgent):
 
     @asynccontextmanager
     async def _environment(self, server: ToolServerClient, trajectory_id: str) -> AsyncIterator[ToolEnvironment]:
-        send = self._lockstep.send if self._lockstep else _alone(server)
+        send = self._lockstep.send if self._lockstep else _send_single(server)
         modalities = self.context.modalities if self._observations.are_messages else frozenset()
         environment = ToolEnvironment(server, send, trajectory_id, modalities=modalities)
         async with environment, self._lockstep or nullcontext():
@@ -182,7 +182,7 @@ def _metrics(observation: ServerObservation) -> dict[str, float]:
     return {f"tool_server/{key}": value for key, value in observation.metrics.items()}
 
 
-def _alone(server: ToolServerClient) -> Send:
+def _send_single(server: ToolServerClient) -> Send:
     """Return a sender of single actions."""
 
     async def send(action: ServerAction) -> ServerObservation:

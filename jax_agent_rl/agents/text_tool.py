@@ -80,7 +80,7 @@ class MarkerResponder(Responder):
             observation = await self.call(body)
         else:
             observation = ServerObservation(text=f"Error: {closing} without {opening}.", error="malformed")
-            self.context.malformed.tell(before[-100:] + closing)
+            self.context.malformed.report(before[-100:] + closing)
         record = ToolCallRecord(
             name=opening.strip("<>") if opened else "",
             arguments={"text": body} if opened else None,

@@ -20,10 +20,10 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from jax_agent_rl.agents.branching import replay
 from jax_agent_rl.agents.context import AgentContext
 from jax_agent_rl.agents.episode import Episode
 from jax_agent_rl.agents.loop import register_agent
-from jax_agent_rl.agents.replay import replay
 from jax_agent_rl.agents.turn_loop import Responder, StartEpisode, TurnLoopAgent, run_turns
 from jax_agent_rl.environments.users import InteractionSession
 from jax_agent_rl.errors import InteractionError
@@ -94,7 +94,7 @@ class ToolResponder(Responder):
             refused = over_the_limit(session, call.name, call.arguments, limit)
             records.append(replace(refused, call_id=call.id))
         for text in reply.malformed:
-            self.context.malformed.tell(text)
+            self.context.malformed.report(text)
             records.append(_refused(session, f"Error: Failed to decode tool call: {text:.200}", "malformed"))
         return records
 

@@ -54,13 +54,13 @@ class Lockstep:
 
     async def __aexit__(self, *_: object) -> None:
         self._members -= 1
-        self._go_if_complete()
+        self._send_if_complete()
 
     async def send(self, action: ServerAction) -> ServerObservation:
         """Send a member's action and return its observation, once the whole batch has been answered."""
         future: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
         self._waiting[future] = action
-        self._go_if_complete()
+        self._send_if_complete()
         try:
             result = await future
         finally:
@@ -69,7 +69,7 @@ class Lockstep:
             raise result
         return result
 
-    def _go_if_complete(self) -> None:
+    def _send_if_complete(self) -> None:
         if self._waiting and len(self._waiting) == self._members:
             batch, self._waiting = self._waiting, {}
             # A task of its own: a member that is cancelled must not take the others' results with it.
@@ -101,7 +101,7 @@ class ToolEnvironment:
         modalities: kinds of media its agent can show the model; an observation with others becomes an error.
 
     Attributes:
-        close_failures: 1 if the server could not be told to close it, else 0.
+        close_failures: 1 if closing it on the server failed, else 0.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class ToolEnvironment:
         with span("tool", name) as traced:
             if traced:
                 traced.set(arguments={"action": text})
-            observation = self._shown(await self._send(sent))
+            observation = self._check_media(await self._send(sent))
             if traced:
                 traced.set(observation=observation.text, tool_error=observation.error)
         record = ToolCallRecord(
@@ -164,7 +164,7 @@ class ToolEnvironment:
         )
         return observation, record
 
-    def _shown(self, observation: ServerObservation) -> ServerObservation:
+    def _check_media(self, observation: ServerObservation) -> ServerObservation:
         unseen = sorted(observation.media.keys() - self._modalities)
         if not unseen:
             return observation

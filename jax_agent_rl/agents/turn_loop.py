@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
+from jax_agent_rl.agents.branching import Prefix
 from jax_agent_rl.agents.context import AgentContext
 from jax_agent_rl.agents.episode import Episode
 from jax_agent_rl.agents.loop import AgentLoop, register_agent
-from jax_agent_rl.agents.prefix import Prefix
 from jax_agent_rl.config import AgentConfig
 from jax_agent_rl.tools.truncate import truncate_text
 from jax_agent_rl.types import FinishReason, Fork, SamplingParams, StopReason, TokenOutput, Trajectory, Turn

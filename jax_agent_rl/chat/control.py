@@ -126,7 +126,7 @@ class ControlTokens:
         renamed = Tokenizer.from_str(json.dumps(file | {"truncation": None, "padding": None, "post_processor": None}))
         for token, name in names.items():
             if renamed.token_to_id(name) != self.ids[token]:
-                raise ModelError(f"the tokenizer's added token {token!r} cannot be kept apart from text")
+                raise ModelError(f"the tokenizer's added token {token!r} cannot be distinguished from text")
         return names, lambda text: renamed.encode(text, add_special_tokens=False).ids
 
 

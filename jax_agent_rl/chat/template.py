@@ -56,8 +56,8 @@ class ChatTemplate:
         """
         tools = tools if self._tool_prompt == "template" else ()
         if tools and not self._has_tools_section:
-            messages, tools = self._with_tools_told(messages, tools), ()
-        adapted = [_in_parts(m) if self._parts_alone or m.get("media") else m for m in self.adapt(messages)]
+            messages, tools = self._with_tools_as_text(messages, tools), ()
+        adapted = [_in_parts(m) if self._needs_parts or m.get("media") else m for m in self.adapt(messages)]
         return self._apply(adapted, list(tools) or None, generation_prompt=generation_prompt)
 
     def _apply(
@@ -75,7 +75,7 @@ class ChatTemplate:
             raise TemplateError(f"the chat template refuses a conversation of roles {roles}: {error}") from error
 
     @functools.cached_property
-    def _parts_alone(self) -> bool:
+    def _needs_parts(self) -> bool:
         """Whether the template reads content in parts only.
 
         Raises:
@@ -100,7 +100,7 @@ class ChatTemplate:
         message.
         """
         if not self._has_tool_calls:
-            messages = [self._with_calls_told(m) if m.get("tool_calls") else m for m in messages]
+            messages = [self._with_calls_as_text(m) if m.get("tool_calls") else m for m in messages]
         if self._has_tool_role:
             return list(messages)
         adapted: list[Message] = []
@@ -134,7 +134,7 @@ class ChatTemplate:
         more = any(shown.count(token) > plain.count(token) for token in special if token)
         return more and shown.count(_PROBE) == 1 and "'type'" not in shown and '"type"' not in shown
 
-    def _with_calls_told(self, message: Message) -> Message:
+    def _with_calls_as_text(self, message: Message) -> Message:
         if (write := self._format.write) is None:
             raise TemplateError(
                 "the chat template shows no tool calls of earlier turns, and agent.tool_format="
@@ -144,18 +144,18 @@ class ChatTemplate:
         text = "\n".join([message["content"], *calls] if message["content"] else calls)
         return {key: value for key, value in message.items() if key != "tool_calls"} | {"content": text}
 
-    def _with_tools_told(self, messages: Sequence[Message], tools: Sequence[Mapping]) -> list[Message]:
+    def _with_tools_as_text(self, messages: Sequence[Message], tools: Sequence[Mapping]) -> list[Message]:
         section = self._format.system_section(tools)
-        told = list(messages)
-        if told and told[0]["role"] == "system":
-            told[0] = {**told[0], "content": f"{told[0]['content']}\n\n{section}"}
-            return told
-        with_system = [{"role": "system", "content": section}, *told]
+        messages = list(messages)
+        if messages and messages[0]["role"] == "system":
+            messages[0] = {**messages[0], "content": f"{messages[0]['content']}\n\n{section}"}
+            return messages
+        with_system = [{"role": "system", "content": section}, *messages]
         if self._accepts(with_system):
             return with_system
-        first = next(i for i, m in enumerate(told) if m["role"] == "user")
-        told[first] = {**told[first], "content": f"{section}\n\n{told[first]['content']}"}
-        return told
+        first = next(i for i, m in enumerate(messages) if m["role"] == "user")
+        messages[first] = {**messages[first], "content": f"{section}\n\n{messages[first]['content']}"}
+        return messages
 
     def _accepts(self, messages: Sequence[Message]) -> bool:
         try:

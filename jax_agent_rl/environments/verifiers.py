@@ -55,7 +55,7 @@ class VerifiersEnvironment(Environment):
         """
         settings = config if isinstance(config, str) else json.dumps(dict(config or {}), sort_keys=True)
         self._task = await in_thread(lambda: _tasks(taskset, settings)[index], name="taskset")
-        _refuse_what_cannot_run(self._task)
+        _require_supported(self._task)
         self._trace = _new_trace(self._task)
         for hook in _own_hooks(self._task, "setup"):
             await hook(trace=self._trace)
@@ -176,7 +176,7 @@ def _new_trace(task: Any) -> Any:
     return Trace(task=about, agent=AgentInfo(config=AgentConfig()), state=state_cls(type(task))())
 
 
-def _refuse_what_cannot_run(task: Any) -> None:
+def _require_supported(task: Any) -> None:
     """Raise EnvironmentFailedError for a task that cannot run or be scored correctly here."""
     from verifiers.v1 import State
     from verifiers.v1.state import state_cls

@@ -120,7 +120,7 @@ class ChatRequest(_Sampled):
         return min(limits) if limits else None
 
     @property
-    def told_tools(self) -> list[dict[str, Any]]:
+    def prompt_tools(self) -> list[dict[str, Any]]:
         return [] if self.tool_choice == "none" else self.tools or []
 
 

@@ -32,9 +32,9 @@ from langchain_core.runnables import Runnable
 from langchain_core.utils.function_calling import convert_to_openai_tool
 from pydantic import ConfigDict, Field, SkipValidation
 
-from jax_agent_rl.agents.branches import path_arrays
 from jax_agent_rl.agents.recorder import ChatRecorder, OnIds, RecordedTurn
 from jax_agent_rl.agents.reply import ChatReply, TextStream, visible_text
+from jax_agent_rl.agents.session_tree import path_arrays
 from jax_agent_rl.types import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -99,8 +99,8 @@ class ChatModel(BaseChatModel):
         """
         if tool_choice not in (None, "auto", "none"):
             logger.warning("tool_choice=%r does not force the policy to call a tool; ask for it in words", tool_choice)
-        told = [] if tool_choice == "none" else [convert_to_openai_tool(tool) for tool in tools]
-        return self.bind(tools=told, **kwargs)
+        bound = [] if tool_choice == "none" else [convert_to_openai_tool(tool) for tool in tools]
+        return self.bind(tools=bound, **kwargs)
 
     # --- one message ------------------------------------------------------------------------------------------
 
@@ -303,10 +303,10 @@ def _reasoning(turn: RecordedTurn) -> dict[str, Any]:
 
 def _usage(turn: RecordedTurn) -> UsageMetadata:
     sampled = len(turn.output.token_ids)
-    told = len(turn.context_ids) - sampled
+    prompt = len(turn.context_ids) - sampled
     return UsageMetadata(
-        input_tokens=told,
+        input_tokens=prompt,
         output_tokens=sampled,
-        total_tokens=told + sampled,
+        total_tokens=prompt + sampled,
         input_token_details=InputTokenDetails(cache_read=turn.output.cached_tokens),
     )

@@ -54,7 +54,7 @@ class ToolFormat:
 
     Attributes:
         name: value of ``agent.tool_format``.
-        parse: takes an assistant turn (its text with special tokens) and the schemas of the sample's tools apart.
+        parse: parses an assistant turn (its text with special tokens), given the schemas of the sample's tools.
             Never raises, never evaluates anything, and takes time linear in the text.
         example: a call as the model should write it, for templates that have no section for tools.
         markers: a chat template is of this format if its source has every text of one of these groups.

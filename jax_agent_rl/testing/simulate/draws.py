@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from jax_agent_rl.agents.seeds import derive_seed
+from jax_agent_rl.agents.context import derive_seed
 
 
 @dataclass(frozen=True, kw_only=True)
