@@ -1,19 +1,18 @@
 """Agent loops, chosen per row by ``agent_name``.
 
-``loop`` the interface and the registry · ``context`` what a loop is given ·
-``episode`` the trajectory as it grows · ``single_turn``, ``tool_agent``, ``interaction``, ``environment_agent``,
-``server_tool`` and ``text_tool`` the loops ·
-``tool_environment`` and ``observations`` parts of ``server_tool`` · ``seeds``.
+``loop`` the interface and the registry · ``context`` what all loops share · ``episode`` a trajectory as it grows ·
+``branching`` branches of trajectories · ``turn_loop`` the loop of all agents here, and ``single_turn_agent`` ·
+``tool_agent``, ``environment_agent``, ``server_tool`` and ``text_tool`` what answers the policy's turns ·
+``tool_environment`` and ``observations`` parts of ``server_tool``.
 
-Agents of other frameworks: ``recorder`` requests in messages to ids on record · ``conversation`` and ``reply`` what
-frameworks say and read · ``branches`` a session as a trajectory · ``openai_loop`` any OpenAI client, through
+Agents of other frameworks: ``recorder`` records their requests as ids · ``conversation`` and ``reply`` the messages
+they send and read · ``session_tree`` a session as a trajectory · ``openai_loop`` any OpenAI client, through
 ``endpoint`` · ``react`` any LangGraph graph, through ``langgraph``.
 """
 
-from jax_agent_rl.agents.context import AgentContext, AgentEvent, TokenClient
+from jax_agent_rl.agents.context import AgentContext, AgentEvent, TokenClient, derive_seed
 from jax_agent_rl.agents.environment_agent import EnvironmentAgent
 from jax_agent_rl.agents.episode import Episode
-from jax_agent_rl.agents.interaction import InteractionAgent
 from jax_agent_rl.agents.loop import (
     AgentLoop,
     AgentSelector,
@@ -26,11 +25,10 @@ from jax_agent_rl.agents.loop import (
 )
 from jax_agent_rl.agents.openai_loop import OpenAIAgentLoop, openai_agent
 from jax_agent_rl.agents.react import ReactAgentLoop
-from jax_agent_rl.agents.seeds import derive_seed
 from jax_agent_rl.agents.server_tool import ServerToolAgent
-from jax_agent_rl.agents.single_turn import SingleTurnAgent
 from jax_agent_rl.agents.text_tool import SearchAgent, TextToolAgent
-from jax_agent_rl.agents.tool_agent import ToolAgent
+from jax_agent_rl.agents.tool_agent import InteractionAgent, ToolAgent
+from jax_agent_rl.agents.turn_loop import SingleTurnAgent
 
 __all__ = [
     "AgentContext",

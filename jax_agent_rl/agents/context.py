@@ -1,12 +1,15 @@
-"""What agent loops are given: a client that generates, a codec, tools, limits, and a listener for events."""
+"""What agent loops share: a client that generates, a codec, tools, limits, and a listener for events."""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from jax_agent_rl.agents.malformed import MalformedCalls
 from jax_agent_rl.config import AgentConfig, SearchConfig, ToolClientConfig
 from jax_agent_rl.environments.pool import EnvironmentPools
 from jax_agent_rl.environments.users import InteractionRegistry
@@ -17,8 +20,11 @@ if TYPE_CHECKING:
     from jax_agent_rl.chat.codec import ChatCodec
 
 
+logger = logging.getLogger(__name__)
+
+
 class TokenClient(Protocol):
-    """What a loop needs of :class:`~jax_agent_rl.rollout.client.LLMServerClient`."""
+    """The part of :class:`~jax_agent_rl.rollout.client.LLMServerClient` that a loop needs."""
 
     async def generate(
         self,
@@ -44,10 +50,10 @@ class TokenClient(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AgentEvent:
-    """Something that just ended inside a trajectory.
+    """A generation or tool call that just ended.
 
     Attributes:
-        trajectory_id: whose it is.
+        trajectory_id: the trajectory it belongs to.
         turn: index of the assistant turn.
         seconds: how long it took.
         output: the generation, or None.
@@ -61,13 +67,50 @@ class AgentEvent:
     tool_call: ToolCallRecord | None = None
 
 
+class MalformedCalls:
+    """Logs tool calls that could not be decoded, at most once per ``interval``, and their total at the end.
+
+    Args:
+        interval: seconds.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, *, interval: float = 30.0, clock: Callable[[], float] = time.monotonic):
+        self._interval = interval
+        self._clock = clock
+        self._total = self._unreported = 0
+        self._quiet_until = float("-inf")
+
+    def report(self, text: str) -> None:
+        """Count one, and log what the model wrote unless one was logged recently."""
+        self._total += 1
+        now = self._clock()
+        if now < self._quiet_until:
+            self._unreported += 1
+            return
+        more = f" (and {self._unreported} more since the last report)" if self._unreported else ""
+        self._unreported, self._quiet_until = 0, now + self._interval
+        # Escaped: models also write control characters, which a terminal would obey.
+        logger.warning("Failed to decode tool call: %.200r%s", text, more)
+
+    def report_total(self) -> None:
+        """Log the total, and start again."""
+        if self._total:
+            logger.warning(
+                "Failed to decode %d tool calls in total. If the model writes calls in another format, set "
+                "agent.tool_format",
+                self._total,
+            )
+        self._total = self._unreported = 0
+
+
 def _ignore(event: AgentEvent) -> None:
-    """The default listener."""
+    """Ignore an event."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AgentContext:
-    """What every loop of a run shares.
+    """The objects that all loops of a run share.
 
     Attributes:
         client: generates tokens.
@@ -79,9 +122,8 @@ class AgentContext:
         search: the ``search`` section, for ``search_agent``.
         interactions: the simulated users of the run.
         environments: all environments of the run.
-        keep_sessions: never tell the engine that a trajectory's last turn is its last: others may branch off it, and
-            will want its KV.
-        malformed: tells of tool calls that could not be decoded.
+        keep_sessions: keep the KV of finished trajectories in the engine, as others may branch off them.
+        malformed: reports tool calls that could not be decoded.
         on_event: called after every generation and tool call; must be quick and must not raise.
     """
 
@@ -100,7 +142,7 @@ class AgentContext:
 
     @property
     def longest(self) -> int:
-        """Most ids of one context: what the engine takes, or less by ``agent.max_model_len``."""
+        """Maximum ids of one context: the engine's limit or ``agent.max_model_len``, whichever is less."""
         return min(self.limits.max_model_len or self.max_model_len, self.max_model_len)
 
     @property
@@ -108,3 +150,13 @@ class AgentContext:
         """Kinds of media that the chat template can show and the engine takes."""
         taken = self.client.modalities
         return taken & self.codec.modalities if taken else taken
+
+
+def derive_seed(*parts: int | str) -> int:
+    """Return a seed in [0, 2**31) from any parts: equal for equal parts, unrelated otherwise.
+
+    >>> derive_seed(0, "train", 3) == derive_seed(0, "train", 3)
+    True
+    """
+    text = json.dumps(parts)  # keeps apart 1 and "1", and (1, 23) and (12, 3)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "big") >> 1

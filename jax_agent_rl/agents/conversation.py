@@ -1,4 +1,4 @@
-"""Chat messages as agents' frameworks send them, brought into one shape and compared by what they say.
+"""Chat messages of agents' frameworks, normalized and compared by content.
 
 A framework sends the whole conversation with every request, and no two write it alike: ``content`` is None, a string
 or a list of parts, arguments are JSON with other spaces, fields come and go. Two messages are the *same* when role,
@@ -34,8 +34,9 @@ class CallWithId:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Traces:
-    """What a framework's assistant message tells beyond what it says, if the framework sends it back: which of several
-    samples that say the same it is.
+    """Reasoning and call ids of an assistant message, which tell samples of the same text apart.
+
+    Frameworks need not send them back.
 
     Attributes:
         reasoning: the text of its thinking.
@@ -47,7 +48,7 @@ class Traces:
 
     @classmethod
     def of(cls, message: Mapping[str, Any]) -> Traces:
-        """Those of a message that :func:`plain_messages` takes."""
+        """Return the traces of a message that :func:`plain_messages` accepts."""
         fields = (message.get(name) for name in _REASONING_FIELDS)
         reasoning = next((field for field in fields if isinstance(field, str)), None)
         content = message.get("content")
@@ -59,7 +60,7 @@ class Traces:
 
 
 def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """OpenAI-style messages as a chat template takes them: text content, arguments as objects, results named.
+    """Return OpenAI-style messages as a chat template takes them: text content, arguments as objects, named results.
 
     Raises:
         TemplateError: an unknown role, content that is not text, or a tool call that is no call; says which message.
@@ -79,7 +80,7 @@ def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
 
 
 def assistant_message(content: str, calls: Sequence[CallWithId]) -> dict[str, Any]:
-    """A reply in the shape of :func:`plain_messages`."""
+    """Return a reply in the shape of :func:`plain_messages`."""
     message: dict[str, Any] = {"role": "assistant", "content": content}
     if calls:
         message["tool_calls"] = [
@@ -90,7 +91,7 @@ def assistant_message(content: str, calls: Sequence[CallWithId]) -> dict[str, An
 
 
 def fingerprint(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> str:
-    """Equal iff two plain conversations say the same to a model that is told of the same tools."""
+    """Return a digest that is equal iff two plain conversations with the same tools read the same to a model."""
     said = [_said(message) for message in messages]
     return hashlib.blake2b(json.dumps([said, list(tools)], sort_keys=True).encode(), digest_size=16).hexdigest()
 

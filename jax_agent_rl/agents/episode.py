@@ -1,4 +1,4 @@
-"""One trajectory while it grows: ids are appended, never re-rendered; budgets are decided here and nowhere else.
+"""One trajectory as it grows: ids are appended, never re-rendered; all budgets are enforced here.
 
 ::
 
@@ -16,9 +16,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from jax_agent_rl.agents.context import AgentContext, AgentEvent
-from jax_agent_rl.agents.prefix import Prefix
-from jax_agent_rl.agents.seeds import derive_seed
+from jax_agent_rl.agents.branching import Prefix
+from jax_agent_rl.agents.context import AgentContext, AgentEvent, derive_seed
 from jax_agent_rl.chat.thinking import ALL_THINK_TAGS, outside_thinking
 from jax_agent_rl.errors import AbortedError, BackendError, DataError, PromptTooLongError, TokenDriftError
 from jax_agent_rl.tools.base import BaseTool
@@ -46,16 +45,16 @@ class Episode:
     """The trajectory of one run of an agent loop.
 
     Args:
-        context: what all loops share.
+        context: the run's shared objects.
         row: the dataset row.
         agent_name: name of the loop.
         trajectory_id: unique within the run; the session id of its requests.
         group_id: shared by the trajectories of one prompt.
         sampling: ``max_tokens`` caps each turn; turn k samples with a seed derived from ``seed`` and k.
-        tools: tools the prompt tells of (unless ``agent.tool_prompt`` is ``none``).
-        opening: messages that follow the row's prompt: what an environment shows first.
-        tool_schemas: further tools the prompt tells of, in OpenAI's format.
-        prefix: what a branch takes over from another trajectory; its prompt is not rendered anew.
+        tools: tools described in the prompt (unless ``agent.tool_prompt`` is ``none``).
+        opening: messages that follow the row's prompt, e.g. an environment's first observation.
+        tool_schemas: further tools described in the prompt, in OpenAI's format.
+        prefix: what a branch takes over from its parent; the prompt is not rendered again.
 
     Attributes:
         turns: assistant turns so far.
@@ -108,19 +107,19 @@ class Episode:
         """Ids that may still be added, sampled or inserted."""
         limits = self._context.limits
         response = len(self._ids) - len(self._prompt_ids)
-        return min(limits.max_response_length - response, self._context.longest - len(self._seen_ids()))
+        return min(limits.max_response_length - response, self._context.longest - len(self._context_ids()))
 
-    def _seen(self) -> list[Turn]:
-        """The turns that the next one is sampled after: all, or those within ``agent.history_window``."""
+    def _turns_in_context(self) -> list[Turn]:
+        """Return the turns in the next turn's context: all, or those within ``agent.history_window``."""
         window = self._context.limits.history_window
         return self.turns if window is None else self.turns[-window:]
 
-    def _seen_ids(self) -> list[int]:
-        """The context of the next turn."""
-        seen = self._seen()
-        if len(seen) == len(self.turns):
+    def _context_ids(self) -> list[int]:
+        """Return the ids of the next turn's context."""
+        turns = self._turns_in_context()
+        if len(turns) == len(self.turns):
             return self._ids
-        return [*self._prompt_ids, *(i for turn in seen for i in turn.output.token_ids + turn.appended_ids)]
+        return [*self._prompt_ids, *(i for turn in turns for i in turn.output.token_ids + turn.appended_ids)]
 
     async def generate(
         self,
@@ -131,13 +130,14 @@ class Episode:
         action_stops: Sequence[str] = (),
         max_tokens: int | None = None,
     ) -> TokenOutput:
-        """Samples the next assistant turn from the context so far.
+        """Sample the next assistant turn from the context so far.
 
         Args:
-            session_ends: no turn will follow, so the engine need not keep the context's KV.
-            stop, stop_token_ids: end the turn, besides those of the sampling parameters.
-            action_stops: end the turn, too, but not inside a think block: there they are text, and the turn goes on.
-            max_tokens: most ids of this turn, besides the budgets.
+            session_ends: whether this is the last turn, so the engine need not keep the context's KV.
+            stop: strings that end the turn, besides those of the sampling parameters.
+            stop_token_ids: ids that end the turn, likewise.
+            action_stops: strings that end the turn unless they stand inside a think block.
+            max_tokens: maximum ids of this turn, besides the budgets.
 
         Raises:
             TokenDriftError: the engine conditioned on other ids than ours.
@@ -145,8 +145,8 @@ class Episode:
             BackendError: the engine failed, or returned no id or more than asked for.
         """
         begun, self._begun = self._begun, None
-        seen = self._seen_ids()
-        tail = self._context.codec.decode(seen[-_THINK_TAIL:], skip_special_tokens=False)
+        context = self._context_ids()
+        tail = self._context.codec.decode(context[-_THINK_TAIL:], skip_special_tokens=False)
         self._begins_thinking = tail.rstrip().endswith(_THINK_OPENINGS)
         most = min(self.tokens_left, self._sampling.max_tokens, max_tokens or self.tokens_left)
         seed = self._sampling.seed
@@ -158,12 +158,12 @@ class Episode:
             seed=None if seed is None else derive_seed(seed, len(self.turns)),
         )
         began = time.perf_counter()
-        output = await self._sample(seen, begun, sampling, session_ends)
-        while self._stopped_in_thought(output, action_stops):
+        output = await self._sample(context, begun, sampling, session_ends)
+        while self._stopped_while_thinking(output, action_stops):
             if len(output.token_ids) >= most:
                 output = replace(output, stop_reason=StopReason.LENGTH, stop_match=None)
                 break
-            output = await self._sample(seen, output, sampling, session_ends)
+            output = await self._sample(context, output, sampling, session_ends)
         seconds = time.perf_counter() - began
         self._metrics["generate_seconds"] += seconds
         self._ids += output.token_ids
@@ -173,22 +173,24 @@ class Episode:
         return output
 
     async def _sample(
-        self, seen: Sequence[int], begun: TokenOutput | None, sampling: SamplingParams, session_ends: bool
+        self, context: Sequence[int], begun: TokenOutput | None, sampling: SamplingParams, session_ends: bool
     ) -> TokenOutput:
-        """One request: the turn after ``seen``, or the rest of one that has ``begun``.
+        """Send one request: the turn after ``context``, or the rest of one that has ``begun``.
 
         Args:
-            sampling: of the whole turn.
+            context: ids before the turn.
+            begun: the part of the turn already sampled, if any.
+            sampling: parameters of the whole turn.
+            session_ends: see :meth:`generate`.
 
         Returns:
-            The turn, with what had begun.
+            The turn, including ``begun``.
         """
         turn, done = len(self.turns), begun.token_ids if begun else ()
-        context = (*seen, *done)
+        context = (*context, *done)
         sampling = replace(sampling, max_tokens=sampling.max_tokens - len(done))
-        media: dict[str, Any] = {
-            f"{kind}_data": items for kind, items in join_media(t.appended_media for t in self._seen()).items()
-        }
+        shown = join_media(turn.appended_media for turn in self._turns_in_context())
+        media: dict[str, Any] = {f"{kind}_data": items for kind, items in shown.items()}
         output = await self._context.client.generate(
             f"{self._trajectory_id}/{turn}",
             prompt_ids=context,
@@ -203,8 +205,8 @@ class Episode:
         self._metrics["cached_tokens"] += output.cached_tokens
         return replace(begun, cached_tokens=output.cached_tokens).then(output) if begun else output
 
-    def _stopped_in_thought(self, output: TokenOutput, action_stops: Sequence[str]) -> bool:
-        """Whether the end of an action stopped this turn, and stands in a think block."""
+    def _stopped_while_thinking(self, output: TokenOutput, action_stops: Sequence[str]) -> bool:
+        """Return whether an action stop ended this turn inside a think block."""
         if output.stop_reason is not StopReason.STOP or output.stop_match not in action_stops:
             return False
         said = self.outside_thinking(output)
@@ -219,7 +221,7 @@ class Episode:
         return outside_thinking(text, thinking=self._begins_thinking)
 
     def record_calls(self, calls: Sequence[ToolCallRecord], *, seconds: float) -> None:
-        """Attaches the tool calls of the last turn; ``seconds`` is the wall time of all of them together."""
+        """Attach the tool calls of the last turn; ``seconds`` is their total wall time."""
         self.turns[-1] = replace(self.turns[-1], tool_calls=tuple(calls))
         self._metrics["tool_seconds"] += seconds
         for call in calls:
@@ -228,11 +230,11 @@ class Episode:
     def append(
         self, messages: Sequence[Mapping[str, Any]], *, media: Mapping[str, tuple[Any, ...]] | None = None
     ) -> bool:
-        """Inserts messages and the next generation prompt after the last turn.
+        """Insert messages and the next generation prompt after the last turn.
 
         Args:
-            messages: a message that shows images or videos lists their kinds under ``media``, e.g. ``["image"]``.
-            media: these images and videos by kind, in order.
+            messages: one that shows images or videos lists their kinds under ``media``, e.g. ``["image"]``.
+            media: images and videos by kind, in order.
 
         Returns:
             False, and nothing is inserted, if that would leave no room for a sampled id.
@@ -244,7 +246,7 @@ class Episode:
         return self.append_ids(ids, messages, media=media)
 
     def encode_append(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """The ids :meth:`append` would insert."""
+        """Return the ids that :meth:`append` would insert."""
         last = self.turns[-1].output.token_ids
         return self._context.codec.encode_append(last, messages, tools=self._schemas)
 
@@ -256,13 +258,13 @@ class Episode:
         media: Mapping[str, tuple[Any, ...]] | None = None,
         learn: bool = False,
     ) -> bool:
-        """Inserts ids as they are after the last turn; the turn loses a stop token that they replace.
+        """Insert ids unchanged after the last turn; they may replace its stop token.
 
         Args:
-            ids: what the context goes on with.
-            messages: the same for people and reward functions.
+            ids: continue the context.
+            messages: the same content for people and reward functions.
             media: as in :meth:`append`.
-            learn: the ids carry loss.
+            learn: whether the ids carry loss.
 
         Returns:
             False, and nothing is inserted, if that would leave no room for a sampled id.
@@ -282,14 +284,14 @@ class Episode:
         return True
 
     def extend_prompt(self, messages: Sequence[Mapping[str, Any]], ids: Sequence[int] | None = None) -> None:
-        """Adds to the prompt, before the first turn.
+        """Add messages to the prompt, before the first turn.
 
         Args:
-            messages: what is added.
-            ids: the same as ids, which then stand after the generation prompt. None: the prompt is rendered anew.
+            messages: the messages to add.
+            ids: their ids, placed after the generation prompt; None renders the whole prompt again.
 
         Raises:
-            PromptTooLongError: it is now longer than ``agent.max_prompt_length``.
+            PromptTooLongError: the prompt is now longer than ``agent.max_prompt_length``.
             TemplateError: the chat template cannot render it.
         """
         self.messages += messages
@@ -301,11 +303,11 @@ class Episode:
         self._check_prompt_length()
 
     def add_score(self, score: float) -> None:
-        """Adds to the score of the last turn, see ``Turn.score``."""
+        """Add to ``Turn.score`` of the last turn."""
         self.turns[-1] = replace(self.turns[-1], score=(self.turns[-1].score or 0.0) + score)
 
     def add_metrics(self, metrics: Mapping[str, float]) -> None:
-        """Adds numbers to ``Trajectory.metrics``."""
+        """Add numbers to ``Trajectory.metrics``."""
         for key, value in metrics.items():
             self._metrics[key] = self._metrics.get(key, 0.0) + value
 
@@ -316,11 +318,11 @@ class Episode:
         tool_scores: Mapping[str, float] | None = None,
         no_loss: DropReason | None = None,
     ) -> Trajectory:
-        """The trajectory, not scored yet.
+        """Return the trajectory, not scored yet.
 
         Args:
             reason: why it ended.
-            tool_scores: what the tools make of it, :meth:`ToolSession.calc_rewards`.
+            tool_scores: the result of :meth:`ToolSession.calc_rewards`.
             no_loss: why its ids carry no loss, see :class:`~jax_agent_rl.types.Trajectory`.
         """
         calls = [call for turn in self.turns for call in turn.tool_calls]
@@ -361,9 +363,12 @@ class Episode:
 
 
 def check_output(output: TokenOutput, context_ids: Sequence[int], max_tokens: int, *, what: str) -> None:
-    """Proves that a generation continued exactly ``context_ids`` and kept its budget.
+    """Check that a generation continued exactly ``context_ids`` and kept its budget.
 
     Args:
+        output: the generation.
+        context_ids: ids it was to continue.
+        max_tokens: its budget.
         what: the trajectory and turn, for messages.
 
     Raises:
@@ -384,7 +389,7 @@ def check_output(output: TokenOutput, context_ids: Sequence[int], max_tokens: in
 
 
 def prompt_of(row: Mapping[str, Any], opening: Sequence[Mapping[str, Any]] = ()) -> list[Mapping[str, Any]]:
-    """The row's conversation and what follows it; DataError if it is not a list of messages."""
+    """Return the row's conversation and ``opening``; raise DataError if the prompt is not a list of messages."""
     prompt = row.get("prompt")
     messages = [] if prompt is None or isinstance(prompt, str | Mapping) else [*prompt, *opening]
     if not messages or not all(isinstance(m, Mapping) and "role" in m for m in messages):

@@ -1,4 +1,4 @@
-"""Agent loops: what happens between a dataset row and a finished trajectory.
+"""The agent loop interface and registry: from a dataset row to a finished trajectory.
 
 A loop is registered by name and chosen by the row's ``agent_name``::
 
@@ -20,9 +20,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
+from jax_agent_rl.agents.branching import Prefix
 from jax_agent_rl.agents.context import AgentContext
 from jax_agent_rl.agents.episode import Episode
-from jax_agent_rl.agents.prefix import Prefix
 from jax_agent_rl.config import Config
 from jax_agent_rl.config.default_agent import default_agent
 from jax_agent_rl.errors import ConfigError
@@ -33,7 +33,7 @@ from jax_agent_rl.utils.text import did_you_mean
 
 
 class AgentLoop(ABC):
-    """One kind of agent. Holds no state of a single trajectory, so one instance runs many at once."""
+    """One kind of agent; it holds no state of a trajectory, so one instance runs many at once."""
 
     name: ClassVar[str]
     """The name it is registered under."""
@@ -45,7 +45,7 @@ class AgentLoop(ABC):
     async def run(
         self, row: Mapping[str, Any], *, trajectory_id: str, group_id: str, sampling: SamplingParams
     ) -> Trajectory:
-        """Runs one trajectory to its end.
+        """Run one trajectory to its end.
 
         Args:
             row: ``prompt`` (messages), ``data_source``, ``agent_name``, ``reward_model.ground_truth``,
@@ -62,16 +62,17 @@ class AgentLoop(ABC):
     async def branch(
         self, parent: Trajectory, fork: Fork, *, trajectory_id: str, sampling: SamplingParams
     ) -> Trajectory:
-        """Runs a trajectory that begins as ``parent`` did, up to ``fork``, and goes on by itself.
+        """Run a trajectory that shares ``parent``'s beginning up to ``fork``.
 
         Args:
             parent: a finished trajectory of this loop.
             fork: where to leave it; not at its prompt, that is :meth:`run`.
-            trajectory_id, sampling: of the branch, as in :meth:`run`.
+            trajectory_id: of the branch, as in :meth:`run`.
+            sampling: as in :meth:`run`.
 
         Raises:
-            ConfigError: this loop cannot, see :meth:`can_branch`.
-            ReplayError: its tools cannot be brought to where the parent's stood.
+            ConfigError: this loop cannot branch, see :meth:`can_branch`.
+            ReplayError: the parent's tool calls cannot be replayed.
             TrajectoryError: as :meth:`run`.
         """
         raise ConfigError(
@@ -81,19 +82,19 @@ class AgentLoop(ABC):
 
     @classmethod
     def can_branch(cls) -> bool:
-        """Whether :meth:`branch` continues what :meth:`run` begins: the same class must define both."""
+        """Return whether :meth:`branch` continues what :meth:`run` begins: the same class must define both."""
         run, branch = (next(c for c in cls.__mro__ if name in vars(c)) for name in ("run", "branch"))
         return run is branch
 
     async def close(self) -> None:
-        """Ends what the loop keeps open between trajectories (servers, connections). The default has nothing."""
+        """Close what the loop keeps open between trajectories (servers, connections). The default does nothing."""
         return None
 
     async def preflight(self) -> None:
-        """Checks, before a run, what the loop depends on outside this process. The default depends on nothing.
+        """Check, before a run, what the loop depends on outside this process. The default does nothing.
 
         Raises:
-            ConfigError: it is not there; names the key to change.
+            ConfigError: a dependency is unavailable; names the key to change.
         """
         return None
 
@@ -107,8 +108,9 @@ class AgentLoop(ABC):
         tools: Mapping[str, BaseTool] | None = None,
         opening: Sequence[Mapping[str, Any]] = (),
         tool_schemas: Sequence[Mapping[str, Any]] = (),
+        prefix: Prefix | None = None,
     ) -> Episode:
-        """A new trajectory of this loop; the prompt is the row's and ``opening``, and tells of the tools.
+        """Start a trajectory of this loop; for the arguments see :class:`~jax_agent_rl.agents.episode.Episode`.
 
         Raises:
             DataError, PromptTooLongError, TemplateError: see :class:`~jax_agent_rl.agents.episode.Episode`.
@@ -123,27 +125,7 @@ class AgentLoop(ABC):
             tools=tools or {},
             opening=opening,
             tool_schemas=tool_schemas,
-        )
-
-    def resume(
-        self,
-        parent: Trajectory,
-        fork: Fork,
-        *,
-        trajectory_id: str,
-        sampling: SamplingParams,
-        tools: Mapping[str, BaseTool] | None = None,
-    ) -> Episode:
-        """The trajectory of a branch, as it stands where it left its parent."""
-        return Episode(
-            self.context,
-            parent.row,
-            agent_name=self.name,
-            trajectory_id=trajectory_id,
-            group_id=parent.group_id,
-            sampling=sampling,
-            tools=tools or {},
-            prefix=Prefix.of(parent, fork),
+            prefix=prefix,
         )
 
 
@@ -152,7 +134,7 @@ _Loop = TypeVar("_Loop", bound=type[AgentLoop])
 
 
 def register_agent(name: str) -> Callable[[_Loop], _Loop]:
-    """Registers an :class:`AgentLoop` subclass under the name that rows give in ``agent_name``.
+    """Register an :class:`AgentLoop` subclass under the name that rows give in ``agent_name``.
 
     Raises:
         ConfigError: the name is taken.
@@ -173,10 +155,10 @@ def register_agent(name: str) -> Callable[[_Loop], _Loop]:
 
 
 def get_agent(name: str) -> type[AgentLoop]:
-    """The loop registered as ``name``.
+    """Return the loop registered as ``name``.
 
     Raises:
-        ConfigError: there is none; the message has the nearest name and all there are.
+        ConfigError: there is none; the message lists the nearest name and all names.
     """
     if name not in _AGENTS:
         guess = did_you_mean(name, _AGENTS)
@@ -185,7 +167,7 @@ def get_agent(name: str) -> type[AgentLoop]:
 
 
 def load_agents(path: str | None) -> None:
-    """Imports ``agent.module``, a Python file or module that registers more loops; None does nothing.
+    """Import ``agent.module``, a Python file or module that registers more loops; None does nothing.
 
     Raises:
         ConfigError: it cannot be imported or registers a name twice.
@@ -195,18 +177,19 @@ def load_agents(path: str | None) -> None:
 
 
 def agent_names() -> list[str]:
-    """Names of all registered loops."""
+    """Return the names of all registered loops."""
     return sorted(_AGENTS)
 
 
 def branching_agents() -> list[str]:
-    """Names of the loops that can branch."""
+    """Return the names of the loops that can branch."""
     return [name for name in agent_names() if _AGENTS[name].can_branch()]
 
 
 def select_agents(config: Config, rows: Iterable[Mapping[str, Any]]) -> frozenset[str] | None:
-    """Return the loops that rows can select, the default one included, for
-    :class:`~jax_agent_rl.config.conditions.Facts`.
+    """Return the names of the loops that rows can select, including the default; None if one is the user's own.
+
+    They are a part of :class:`~jax_agent_rl.config.conditions.Facts`.
 
     Raises:
         ConfigError: a name is not registered.
@@ -223,7 +206,7 @@ class AgentSelector:
     """Chooses the loop of each row and keeps one instance of each.
 
     Args:
-        context: handed to every loop.
+        context: passed to every loop.
     """
 
     def __init__(self, context: AgentContext):
@@ -231,7 +214,7 @@ class AgentSelector:
         self._loops: dict[str, AgentLoop] = {}
 
     def for_row(self, row: Mapping[str, Any]) -> AgentLoop:
-        """The loop named by ``row["agent_name"]``, or the configured default.
+        """Return the loop named by ``row["agent_name"]``, or the configured default.
 
         Raises:
             ConfigError: the name is not registered, or the loop's settings are wrong.
@@ -244,8 +227,8 @@ class AgentSelector:
         return self._loops[name]
 
     async def close(self) -> None:
-        """Closes every loop; the first failure is raised after all were tried."""
-        self._context.malformed.sum_up()
+        """Close every loop, then raise the first failure."""
+        self._context.malformed.report_total()
         loops = list(self._loops.values())
         self._loops.clear()
         results = await asyncio.gather(*(loop.close() for loop in loops), return_exceptions=True)
@@ -253,19 +236,19 @@ class AgentSelector:
             raise failure
 
     async def preflight(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Checks, before a run, every loop that these rows will use.
+        """Check, before a run, every loop that these rows will use.
 
         Raises:
-            ConfigError: what a user has to fix.
+            ConfigError: a loop cannot run; says what to change.
         """
         for loop in dict.fromkeys(map(self.for_row, rows)):
             await loop.preflight()
 
     def require_branching(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Checks that every loop of these rows can go on from the middle of a trajectory.
+        """Check that every loop of these rows can branch.
 
         Raises:
-            ConfigError: names those that cannot.
+            ConfigError: a loop cannot; lists those.
         """
         cannot = sorted({loop.name for row in rows if not (loop := self.for_row(row)).can_branch()})
         if cannot:

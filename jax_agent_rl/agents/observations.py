@@ -1,4 +1,4 @@
-"""Observations of a tool server as ids: where they stand, how long they may be, whether they are trained on."""
+"""Tool-server observations as ids: their position, length limit and loss mask."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ class ObservationCodec:
 
     @property
     def are_messages(self) -> bool:
-        """Whether the chat template writes them, which alone knows how images are shown."""
+        """Whether observations are chat messages, which the template writes and which may hold images."""
         return self._limits.enable_mtrl and self._limits.mtrl_sep is None
 
     def shorten(self, text: str) -> str:
-        """The text within ``max_obs_length`` tokens, cut on ``truncate_obs_side``."""
+        """Return ``text`` within ``max_obs_length`` tokens, cut on ``truncate_obs_side``."""
         return self._cut(text, self._limits.max_obs_length, self._limits.truncate_obs_side)
 
-    def before_the_first_turn(self, episode: Episode, text: str) -> None:
-        """Makes the observation part of the prompt.
+    def add_to_prompt(self, episode: Episode, text: str) -> None:
+        """Add an observation to the prompt.
 
         Raises:
             PromptTooLongError, TemplateError: see :meth:`Episode.extend_prompt`.
@@ -58,10 +58,12 @@ class ObservationCodec:
             episode.extend_prompt(messages, self._between_separators(text, turn_has_ended=False))
 
     def insert(self, episode: Episode, text: str, media: Media) -> bool:
-        """Appends the observation after the last turn; False if ``truncate_response_side`` leaves it out.
+        """Append an observation after the last turn; return False if ``truncate_response_side`` leaves it out.
 
         Args:
-            media: images that it shows before its text, by kind; for observations that :attr:`are_messages` alone.
+            episode: the trajectory.
+            text: the observation.
+            media: images shown before the text, by kind; only for observations that :attr:`are_messages`.
         """
         ids = self._encode(episode, text, media)
         if self._append(episode, ids, text, media):
@@ -100,13 +102,13 @@ class ObservationCodec:
         return [*codec.encode_markup(end + before), *codec.encode_text(text), *codec.encode_markup(after)]
 
     def _has_ended(self, output: TokenOutput) -> bool:
-        """The model itself wrote the end of its turn."""
+        """Return whether the model wrote the end of its turn itself."""
         return output.stop_reason is StopReason.EOS or (
             output.stop_match is not None and output.stop_match == self._limits.turn_end_token
         )
 
     def _without_second_end(self, output: TokenOutput, ids: list[int]) -> list[int]:
-        """The template's end of turn is left out where the model wrote it as ``turn_end_token``."""
+        """Drop the template's end of turn if the model already wrote it as ``turn_end_token``."""
         if output.stop_reason is StopReason.STOP and self._has_ended(output):
             end = self._codec.encode_markup(self._limits.turn_end_token or "")
             if ids[: len(end)] == end:

@@ -22,10 +22,10 @@ import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from jax_agent_rl.agents.branches import to_trajectory
 from jax_agent_rl.agents.context import AgentContext
 from jax_agent_rl.agents.loop import AgentLoop, register_agent
 from jax_agent_rl.agents.recorder import ChatRecorder
+from jax_agent_rl.agents.session_tree import to_trajectory
 from jax_agent_rl.errors import AgentTimeoutError, TrajectoryError
 from jax_agent_rl.types import SamplingParams, Trajectory
 from jax_agent_rl.utils.threads import DaemonThreads
@@ -39,7 +39,7 @@ RunAgent = Callable[[str, str, Mapping[str, Any]], Any | Awaitable[Any]]
 
 
 def openai_agent(name: str = "openai_agent") -> Callable[[RunAgent], RunAgent]:
-    """Registers a function as the agent loop that rows call ``name``; name its file in ``agent.module``.
+    """Register a function as the agent loop ``name``; put its file in ``agent.module``.
 
     Raises:
         ConfigError: the name is taken.
@@ -54,7 +54,7 @@ def openai_agent(name: str = "openai_agent") -> Callable[[RunAgent], RunAgent]:
 
 
 class OpenAIAgentLoop(AgentLoop):
-    """Gives each trajectory a session, runs :attr:`function`, and collects what the session recorded."""
+    """Runs :attr:`function` in a session per trajectory, and collects what the session recorded."""
 
     name: ClassVar[str] = "openai_agent"
     function: RunAgent
@@ -98,7 +98,7 @@ class OpenAIAgentLoop(AgentLoop):
         )
 
     async def close(self) -> None:
-        """Ends the endpoint and all its sessions."""
+        """Close the endpoint and all its sessions."""
         server, store, self._server, self._store = self._server, self._store, None, None
         if store is not None:
             store.close()
@@ -114,7 +114,7 @@ class OpenAIAgentLoop(AgentLoop):
         return await result if inspect.isawaitable(result) else result
 
     def _serve(self) -> tuple[HttpServer, SessionStore]:
-        """The endpoint; the first trajectory starts it."""
+        """Return the endpoint, started on first use."""
         if self._server is None or self._store is None:
             from jax_agent_rl.agents.endpoint.app import Endpoint
             from jax_agent_rl.agents.endpoint.sessions import SessionStore
@@ -128,13 +128,15 @@ class OpenAIAgentLoop(AgentLoop):
 
 
 async def run_user_agent(work: Awaitable[Any], recorder: ChatRecorder, *, timeout: float) -> Any:
-    """Awaits a user's agent; what it raises becomes the reason of a drop, or the end of a trajectory that stands.
+    """Await a user's agent; an exception drops the trajectory, unless a used-up budget explains it.
 
     Args:
+        work: the agent's run.
+        recorder: records its turns.
         timeout: seconds it may take, ``agent.run_timeout``.
 
     Returns:
-        what it returned; None if it gave up because a budget was used up.
+        The agent's result; None if it gave up because a budget was used up.
 
     Raises:
         AgentTimeoutError: it took longer.
@@ -153,7 +155,7 @@ async def run_user_agent(work: Awaitable[Any], recorder: ChatRecorder, *, timeou
 
 
 def _gave_up(recorder: ChatRecorder, error: Exception) -> None:
-    """A budget that refused a turn explains an exception: the trajectory ends there. Others lose it."""
+    """Return if a refused turn explains the exception, so the trajectory ends there; raise otherwise."""
     if recorder.refused is not None and recorder.turns:
         return
     if isinstance(error, TrajectoryError):
@@ -164,10 +166,10 @@ def _gave_up(recorder: ChatRecorder, error: Exception) -> None:
 
 
 def with_output(row: Mapping[str, Any], output: Any) -> Mapping[str, Any]:
-    """The row with the agent's own result for the reward function, under ``extra_info.agent_output``.
+    """Return the row with the agent's result under ``extra_info.agent_output``, for the reward function.
 
     Raises:
-        TrajectoryError: it is not JSON, so it could not be kept with the trajectory.
+        TrajectoryError: the result is not JSON, so it cannot be saved with the trajectory.
     """
     if output is None:
         return row

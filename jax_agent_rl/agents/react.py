@@ -20,11 +20,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from jax_agent_rl.agents.branches import to_trajectory
 from jax_agent_rl.agents.episode import prompt_of
 from jax_agent_rl.agents.loop import AgentLoop, register_agent
 from jax_agent_rl.agents.openai_loop import run_user_agent, with_output
 from jax_agent_rl.agents.recorder import ChatRecorder
+from jax_agent_rl.agents.session_tree import to_trajectory
 from jax_agent_rl.agents.tool_agent import tool_session
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.types import SamplingParams, Trajectory
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 def graph_messages(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The row's prompt as LangChain reads it: it wants an id with every tool result, also of worked examples.
+    """Return the row's prompt for LangChain, which requires an id with every tool result.
 
     Raises:
         DataError: the prompt is not a list of messages.
@@ -52,7 +52,7 @@ class ReactAgentLoop(AgentLoop):
     """Runs a LangGraph graph over the policy and the run's tools; needs the extra ``langgraph``."""
 
     def build_graph(self, model: ChatModel, tools: Sequence[TrajectoryTool]) -> Runnable:
-        """The graph of one trajectory; its state has ``messages``. The default is ReAct."""
+        """Build the graph of one trajectory; its state has ``messages``. The default is ReAct."""
         from langgraph.graph import START, MessagesState, StateGraph
         from langgraph.prebuilt import ToolNode, tools_condition
 
@@ -70,10 +70,10 @@ class ReactAgentLoop(AgentLoop):
         return graph.compile()
 
     async def run_graph(self, row: Mapping[str, Any], model: ChatModel, tools: Sequence[TrajectoryTool]) -> Any:
-        """Runs the graph on the row's prompt.
+        """Run the graph on the row's prompt.
 
         Returns:
-            what the reward function reads as ``extra_info["agent_output"]`` (JSON); None for nothing.
+            JSON for the reward function's ``extra_info["agent_output"]``, or None.
         """
         steps = 2 * self.context.limits.max_assistant_turns + 5  # the turn limit comes first
         graph = self.build_graph(model, tools)

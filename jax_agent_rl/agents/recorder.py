@@ -21,15 +21,15 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from jax_agent_rl.agents.context import AgentContext, AgentEvent
+from jax_agent_rl.agents.context import AgentContext, AgentEvent, derive_seed
 from jax_agent_rl.agents.conversation import Traces, assistant_message, fingerprint, plain_messages
 from jax_agent_rl.agents.episode import check_output
 from jax_agent_rl.agents.reply import ChatReply, cut_at_stop, read_reply
-from jax_agent_rl.agents.seeds import derive_seed
 from jax_agent_rl.errors import HistoryEditedError, PromptTooLongError, TrajectoryError, TurnRefusedError
 from jax_agent_rl.tracing import current, under
 from jax_agent_rl.types import FinishReason, SamplingParams, TokenOutput, ToolCallRecord, digest_ids
@@ -49,7 +49,7 @@ class RecordedTurn:
         output: the generation.
         prompt_length: ids of its root's prompt.
         context_ids: everything up to and including its own ids.
-        inserted: messages told since the parent, as text.
+        inserted: messages added since the parent, as text.
         reply: what the framework was given.
         text: its ids as text.
         tool_calls: results of its calls, where the agent loop itself ran them.
@@ -68,7 +68,7 @@ class RecordedTurn:
     tool_calls: list[ToolCallRecord] = field(default_factory=list)
 
     def path(self) -> list[RecordedTurn]:
-        """From its root to itself."""
+        """Return the turns from its root to itself."""
         path, turn = [], self
         while turn is not None:
             path.append(turn)
@@ -96,11 +96,10 @@ class _Request:
 
 
 class ChatRecorder:
-    """One session. Requests may run side by side.
+    """One session; its requests may run concurrently.
 
     Args:
-        context: what all loops share; its limits hold for the session: prompt and response lengths for each context,
-            turns for all together.
+        context: the run's shared objects; its length limits hold for each context, its turn limits for the session.
         session_id: id of the trajectory; keeps its requests on one server.
         adapter: LoRA adapter to sample with; None is ``agent.adapter``.
 
@@ -138,30 +137,30 @@ class ChatRecorder:
         amend: Callable[[ChatReply], ChatReply] = lambda reply: reply,
         adapter: str | None = None,
     ) -> RecordedTurn:
-        """Samples the next turn of a conversation.
+        """Sample the next turn of a conversation.
 
         Args:
             messages: the whole conversation, OpenAI-style.
-            tools: schemas in OpenAI's format; told to the model unless ``agent.tool_prompt`` is ``none``.
+            tools: schemas in OpenAI's format; in the prompt unless ``agent.tool_prompt`` is ``none``.
             sampling: ``max_tokens`` caps the turn, besides the budgets. ``seed`` is the session's: what a request
                 samples with is derived from it and from its context, so it does not matter what runs beside it.
-            on_ids: is told ids as they are sampled.
-            amend: what was really sent to the framework, if that differs; it is what will come back.
+            on_ids: receives ids as they are sampled.
+            amend: maps the reply to what was actually sent to the framework, which it will send back.
             adapter: LoRA adapter to sample with; None is the session's.
 
         Raises:
             TurnRefusedError: a budget allows no further turn.
             TrajectoryError: this request failed; ``failure`` keeps it.
         """
-        with _remembered(self):
+        with self._remember_failure():
             plain = plain_messages(messages)
-            told = tuple(tools) if self._context.limits.tool_prompt == "template" else ()
-            request = self._resolve_chat(plain, told, [Traces.of(message) for message in messages])
+            schemas = tuple(tools) if self._context.limits.tool_prompt == "template" else ()
+            request = self._resolve_chat(plain, schemas, [Traces.of(message) for message in messages])
             output = await self._sample(request, sampling, on_ids, adapter)
             reply = amend(read_reply(self._context.codec, output, tools=tools, stop=sampling.stop))
             turn = self._record(request, output, reply)
             said = [*plain, assistant_message(reply.content, reply.tool_calls)]
-            self._by_conversation.setdefault(fingerprint(said, told), []).append(turn)
+            self._by_conversation.setdefault(fingerprint(said, schemas), []).append(turn)
             return turn
 
     async def complete(
@@ -172,35 +171,43 @@ class ChatRecorder:
         on_ids: OnIds | None = None,
         adapter: str | None = None,
     ) -> RecordedTurn:
-        """Continues a raw prompt: text with special tokens recognised, or ids. No template.
+        """Continue a raw prompt, given as text with special tokens or as ids, without a template.
 
         A prompt that begins with a recorded prompt and what was sampled for it extends that turn.
 
         Raises:
             TurnRefusedError, TrajectoryError: as :meth:`chat`.
         """
-        with _remembered(self):
+        with self._remember_failure():
             request = self._resolve_text(prompt) if isinstance(prompt, str) else self._resolve_ids(tuple(prompt))
             output = await self._sample(request, sampling, on_ids, adapter)
             reply = read_reply(self._context.codec, output, tools=(), stop=sampling.stop)
             text = cut_at_stop(self._context.codec.decode(output.token_ids), sampling.stop)
             return self._record(request, output, replace(reply, content=text, reasoning=None))
 
+    @contextmanager
+    def _remember_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except TrajectoryError as error:
+            self.failure = error
+            raise
+
     # --- requests to ids --------------------------------------------------------------------------------------
 
     def _resolve_chat(
-        self, plain: list[dict[str, Any]], told: Sequence[Mapping[str, Any]], traces: Sequence[Traces]
+        self, plain: list[dict[str, Any]], schemas: Sequence[Mapping[str, Any]], traces: Sequence[Traces]
     ) -> _Request:
         codec = self._context.codec
         last = max((i for i, m in enumerate(plain) if m["role"] == "assistant"), default=-1)
         spoken = [traces[i] for i in range(last + 1) if plain[i]["role"] == "assistant"]
-        same = self._by_conversation.get(fingerprint(plain[: last + 1], told), ()) if last >= 0 else ()
+        same = self._by_conversation.get(fingerprint(plain[: last + 1], schemas), ()) if last >= 0 else ()
         parent = max(same, key=lambda turn: (_agreement(turn, spoken), turn.number), default=None)
         new = plain[last + 1 :]
         if parent is None or not new:
-            return _Request(parent=None, ids=tuple(codec.encode_prompt(plain, tools=told)), inserted=tuple(plain))
+            return _Request(parent=None, ids=tuple(codec.encode_prompt(plain, tools=schemas)), inserted=tuple(plain))
         sampled = parent.output.token_ids
-        ids = codec.encode_append(sampled, new, tools=told)
+        ids = codec.encode_append(sampled, new, tools=schemas)
         return _Request(
             parent=parent, ids=tuple(ids), inserted=tuple(new), replaces_end=codec.replaces_end(sampled, ids)
         )
@@ -284,7 +291,7 @@ class ChatRecorder:
         return turn
 
     def _room(self, request: _Request) -> int:
-        """Ids that may be sampled.
+        """Return how many ids may be sampled.
 
         Raises:
             PromptTooLongError: the session's first prompt does not fit.
@@ -326,24 +333,10 @@ class ChatRecorder:
 
 
 def _agreement(turn: RecordedTurn, spoken: Sequence[Traces]) -> int:
-    """How much of what assistant messages tell beyond what they say is true of the turns up to this one."""
+    """Count the traces of assistant messages that agree with the turns up to this one."""
     pairs = zip(reversed(turn.path()), reversed(spoken), strict=False)  # the prompt may hold assistant messages, too
     return sum(
         ((trace.reasoning or "").strip() == (past.reply.reasoning or "").strip())
         + (trace.call_ids == tuple(call.id for call in past.reply.tool_calls))
         for past, trace in pairs
     )
-
-
-class _remembered:
-    """Keeps a request's error as the recorder's ``failure``."""
-
-    def __init__(self, recorder: ChatRecorder) -> None:
-        self._recorder = recorder
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, _: Any, error: BaseException | None, __: Any) -> None:
-        if isinstance(error, TrajectoryError):
-            self._recorder.failure = error

@@ -40,9 +40,11 @@ class ChatReply:
 def read_reply(
     codec: ChatCodec, output: TokenOutput, *, tools: Sequence[Mapping[str, Any]], stop: Sequence[str]
 ) -> ChatReply:
-    """Takes a whole generation apart.
+    """Parse a whole generation.
 
     Args:
+        codec: ids to text and calls.
+        output: the generation.
         tools: schemas of the request's tools; without any, what looks like a call is text.
         stop: the request's stop strings; the text ends before the one that was met.
     """
@@ -69,7 +71,7 @@ def read_reply(
 
 
 def cut_at_stop(text: str, stop: Sequence[str]) -> str:
-    """The text before the first stop string in it."""
+    """Return the text before its first stop string."""
     ends = [at for string in stop if (at := text.find(string)) >= 0]
     return text[: min(ends)] if ends else text
 
@@ -92,7 +94,7 @@ class TextStream:
         self._sent = ""
 
     def add(self, ids: Sequence[int]) -> str:
-        """New text that is certain."""
+        """Return the new text that is certain."""
         self._ids += ids
         text = cut_at_stop(self._read(self._ids), self._stop).rstrip()
         text = _UNFINISHED_TAG.sub("", text.rstrip("\ufffd"))
@@ -104,7 +106,7 @@ class TextStream:
         return new
 
     def finish(self, reply: ChatReply) -> tuple[str, ChatReply]:
-        """The rest of the text, and the reply as the client has it.
+        """Return the rest of the text, and the reply as the client has it.
 
         They differ from ``reply`` only if text that was sent turned out to be reasoning (a template that opens
         ``<think>`` in the prompt): what was sent stays, and what follows it is sent after it.
@@ -120,11 +122,11 @@ class TextStream:
 
 
 def visible_text(codec: ChatCodec, ids: Sequence[int]) -> str:
-    """Text without reasoning; tool-call notation nobody asked for is text."""
+    """Return the text without reasoning; tool calls without tools are text."""
     reply = codec.parse_reply(ids)
     return codec.decode(ids) if reply.tool_calls or reply.malformed else reply.content
 
 
 def _call_id(output: TokenOutput, index: int) -> str:
-    """An id that differs between turns, as it depends on the whole context, and that every template takes."""
+    """Return an id that every template accepts and that depends on the whole context, so turns differ."""
     return digest_ids([*output.context_digest.encode(), index])[:CALL_ID_LENGTH]

@@ -21,132 +21,78 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 from jax_agent_rl.agents.context import AgentContext
 from jax_agent_rl.agents.episode import Episode
-from jax_agent_rl.agents.loop import AgentLoop, register_agent
+from jax_agent_rl.agents.loop import register_agent
 from jax_agent_rl.agents.observations import ObservationCodec
 from jax_agent_rl.agents.tool_environment import Lockstep, Send, ToolEnvironment
+from jax_agent_rl.agents.turn_loop import Responder, StartEpisode, TurnLoopAgent, run_turns
 from jax_agent_rl.config import AgentConfig
 from jax_agent_rl.errors import ConfigError, ToolServerError
 from jax_agent_rl.tools.client import ServerAction, ServerObservation, ToolServerClient, observation_url
-from jax_agent_rl.types import (
-    DropReason,
-    FinishReason,
-    SamplingParams,
-    StopReason,
-    TokenOutput,
-    ToolCallRecord,
-    Trajectory,
-)
+from jax_agent_rl.types import DropReason, FinishReason, StopReason, TokenOutput, ToolCallRecord, Trajectory
 from jax_agent_rl.utils.json_service import JsonService, ServiceSettings, bearer
 
 
-@register_agent("server_tool_agent")
-class ServerToolAgent(AgentLoop):
-    """The settings are those of :class:`~jax_agent_rl.config.ServerToolConfig`.
+@dataclass
+class ServerResponder(Responder):
+    """Sends the action of each turn to the tool server, with the row's ``extra_info``, and inserts the observation."""
 
-    Raises:
-        ConfigError: there is no tool server to ask, or nothing would ever ask it.
-    """
+    observations: ObservationCodec
+    environment: ToolEnvironment
+    row: Mapping[str, Any]
 
-    def __init__(self, context: AgentContext):
-        super().__init__(context)
-        limits = context.limits
-        self._observations = ObservationCodec(limits, context.codec)
-        self._server = _server(limits) if limits.enable_agent else None
-        self._lockstep = Lockstep(self._server.get_observation) if self._server else None
-        most = limits.max_concurrent_trajectories
-        self._slots = nullcontext() if most is None else asyncio.Semaphore(most)
+    def turn_limit(self, turns: int) -> FinishReason | None:
+        return FinishReason.MAX_USER_TURNS if turns >= self.limits.max_turns else None
 
-    async def preflight(self) -> None:
-        if self._server:
-            await self._server.check()
+    def generate_options(self, *, last: bool) -> Mapping[str, Any]:
+        limits = self.limits
+        return {
+            "stop": () if limits.turn_end_token is None else (limits.turn_end_token,),
+            "action_stops": () if last and limits.force_finish_for_last_turn else limits.action_stop_tokens,
+            "stop_token_ids": limits.additional_eos_token_ids,
+            "max_tokens": limits.max_action_length,
+        }
 
-    async def close(self) -> None:
-        if self._server:
-            await self._server.close()
-
-    async def run(
-        self, row: Mapping[str, Any], *, trajectory_id: str, group_id: str, sampling: SamplingParams
-    ) -> Trajectory:
-        async with self._slots:
-            episode = self.start(row, trajectory_id=trajectory_id, group_id=group_id, sampling=sampling)
-            if self._server is None:
-                output = await episode.generate(session_ends=True, max_tokens=self.context.limits.max_action_length)
-                reason = self._ended(episode, output)
-            else:
-                async with self._environment(self._server, trajectory_id) as environment:
-                    reason = await self._act(episode, environment, row)
-                episode.add_metrics({"tool_close_failures": environment.close_failures})
-        return episode.finish(reason, no_loss=self._no_loss(episode, reason))
-
-    @asynccontextmanager
-    async def _environment(self, server: ToolServerClient, trajectory_id: str) -> AsyncIterator[ToolEnvironment]:
-        shown = self.context.modalities if self._observations.are_messages else frozenset()
-        if self.context.limits.rollout_mode == "async" or self._lockstep is None:
-            async with ToolEnvironment(server, _alone(server), trajectory_id, modalities=shown) as environment:
-                yield environment
-        else:
-            environment = ToolEnvironment(server, self._lockstep.send, trajectory_id, modalities=shown)
-            async with environment, self._lockstep:
-                yield environment
-
-    async def _act(self, episode: Episode, environment: ToolEnvironment, row: Mapping[str, Any]) -> FinishReason:
-        limits = self.context.limits
-        if limits.call_tool_first:
-            await self._look_first(episode, environment, row)
-        for step in range(limits.max_turns + 1):
-            last = step == limits.max_turns
-            output = await episode.generate(
-                session_ends=last,
-                stop=() if limits.turn_end_token is None else (limits.turn_end_token,),
-                action_stops=() if last and limits.force_finish_for_last_turn else limits.action_stop_tokens,
-                stop_token_ids=limits.additional_eos_token_ids,
-                max_tokens=limits.max_action_length,
-            )
-            action = self._action(episode, output, step)
-            if action is None:
-                return self._ended(episode, output)
-            if last:
-                break
-            observation, record = await self._step(environment, action, row, step)
-            episode.record_calls([record], seconds=record.seconds)
-            episode.add_metrics({f"tool_server/{key}": value for key, value in observation.metrics.items()})
-            if observation.done:
-                return FinishReason.TOOL_DONE
-            if not self._observations.insert(episode, record.observation, record.media):
-                return FinishReason.RESPONSE_LENGTH
-        return FinishReason.MAX_USER_TURNS
-
-    async def _look_first(self, episode: Episode, environment: ToolEnvironment, row: Mapping[str, Any]) -> None:
-        """An observation of the environment as it is, before the model has done anything."""
-        observation, record = await self._step(environment, "", row, 0)
+    async def look_first(self, episode: Episode) -> None:
+        """Add an observation of the untouched environment to the prompt (``agent.call_tool_first``)."""
+        observation, record = await self._step("", 0)
         if observation.done:
             raise ToolServerError("the tool server ended the trajectory before its first turn (agent.call_tool_first)")
         if observation.media:
             raise ToolServerError("images before the first turn (agent.call_tool_first) cannot be shown")
-        numbers = {f"tool_server/{key}": value for key, value in observation.metrics.items()}
-        episode.add_metrics({"tool_seconds": record.seconds, **numbers})
-        self._observations.before_the_first_turn(episode, record.observation)
+        episode.add_metrics({"tool_seconds": record.seconds, **_metrics(observation)})
+        self.observations.add_to_prompt(episode, record.observation)
 
-    async def _step(
-        self, environment: ToolEnvironment, action: str, row: Mapping[str, Any], step: int
-    ) -> tuple[ServerObservation, ToolCallRecord]:
-        extra_fields = self._extra_fields(row, step)
-        return await environment.step(
-            action, name="tool_server", extra_fields=extra_fields, shorten=self._observations.shorten
+    async def respond(self, episode: Episode, output: TokenOutput, limit: FinishReason | None) -> FinishReason | None:
+        step = len(episode.turns) - 1
+        action = self._action(episode, output, step)
+        if action is None:
+            return _end_of(episode, output, self.limits)
+        if limit is not None:
+            return limit
+        observation, record = await self._step(action, step)
+        episode.record_calls([record], seconds=record.seconds)
+        episode.add_metrics(_metrics(observation))
+        if observation.done:
+            return FinishReason.TOOL_DONE
+        fits = self.observations.insert(episode, record.observation, record.media)
+        return None if fits else FinishReason.RESPONSE_LENGTH
+
+    async def _step(self, action: str, step: int) -> tuple[ServerObservation, ToolCallRecord]:
+        most = self.limits.max_turns
+        turns = {"current_step": step, "max_turns": most, "turns_left": most - step}
+        extra_fields = {**(self.row.get("extra_info") or {}), **turns}
+        return await self.environment.step(
+            action, name="tool_server", extra_fields=extra_fields, shorten=self.observations.shorten
         )
 
-    def _extra_fields(self, row: Mapping[str, Any], step: int) -> dict[str, Any]:
-        most = self.context.limits.max_turns
-        turns = {"current_step": step, "max_turns": most, "turns_left": most - step}
-        return {**(row.get("extra_info") or {}), **turns}
-
     def _action(self, episode: Episode, output: TokenOutput, step: int) -> str | None:
-        """What to send to the tool server, up to the first action stop token; None: the turn is no action."""
-        limits, codec = self.context.limits, self.context.codec
+        """Return the text for the tool server, up to the first action stop token; None if the turn is no action."""
+        limits, codec = self.limits, self.context.codec
         if step == limits.max_turns and limits.force_finish_for_last_turn:
             return None
         text = episode.outside_thinking(output)
@@ -164,11 +110,55 @@ class ServerToolAgent(AgentLoop):
         # The server's tools look for the token that the model left out.
         return said.removesuffix(limits.turn_end_token or "") + "".join(limits.action_stop_tokens[:1])
 
-    def _ended(self, episode: Episode, output: TokenOutput) -> FinishReason:
-        if output.stop_reason is not StopReason.LENGTH:
-            return FinishReason.ANSWER
-        cut_short = len(output.token_ids) == self.context.limits.max_action_length and episode.tokens_left > 0
-        return FinishReason.ACTION_LENGTH if cut_short else FinishReason.RESPONSE_LENGTH
+
+@register_agent("server_tool_agent")
+class ServerToolAgent(TurnLoopAgent):
+    """The settings are those of :class:`~jax_agent_rl.config.ServerToolConfig`.
+
+    Raises:
+        ConfigError: no tool server is configured, or no turn would ever call it.
+    """
+
+    def __init__(self, context: AgentContext):
+        super().__init__(context)
+        limits = context.limits
+        self._observations = ObservationCodec(limits, context.codec)
+        self._server = _server(limits) if limits.enable_agent else None
+        in_step = limits.rollout_mode != "async"
+        self._lockstep = Lockstep(self._server.get_observation) if self._server and in_step else None
+        most = limits.max_concurrent_trajectories
+        self._slots = nullcontext() if most is None else asyncio.Semaphore(most)
+
+    async def preflight(self) -> None:
+        if self._server:
+            await self._server.check()
+
+    async def close(self) -> None:
+        if self._server:
+            await self._server.close()
+
+    async def play(self, start: StartEpisode, row: Mapping[str, Any], trajectory_id: str) -> Trajectory:
+        async with self._slots:
+            episode = start()
+            if self._server is None:
+                output = await episode.generate(session_ends=True, max_tokens=self.context.limits.max_action_length)
+                reason = _end_of(episode, output, self.context.limits)
+            else:
+                async with self._environment(self._server, trajectory_id) as environment:
+                    responder = ServerResponder(self.context, self._observations, environment, row)
+                    if self.context.limits.call_tool_first:
+                        await responder.look_first(episode)
+                    reason = await run_turns(episode, responder)
+                episode.add_metrics({"tool_close_failures": environment.close_failures})
+        return episode.finish(reason, no_loss=self._no_loss(episode, reason))
+
+    @asynccontextmanager
+    async def _environment(self, server: ToolServerClient, trajectory_id: str) -> AsyncIterator[ToolEnvironment]:
+        send = self._lockstep.send if self._lockstep else _send_single(server)
+        modalities = self.context.modalities if self._observations.are_messages else frozenset()
+        environment = ToolEnvironment(server, send, trajectory_id, modalities=modalities)
+        async with environment, self._lockstep or nullcontext():
+            yield environment
 
     def _no_loss(self, episode: Episode, reason: FinishReason) -> DropReason | None:
         limits = self.context.limits
@@ -181,8 +171,19 @@ class ServerToolAgent(AgentLoop):
         return None
 
 
-def _alone(server: ToolServerClient) -> Send:
-    """Sends each action as a request of its own."""
+def _end_of(episode: Episode, output: TokenOutput, limits: AgentConfig) -> FinishReason:
+    if output.stop_reason is not StopReason.LENGTH:
+        return FinishReason.ANSWER
+    cut_short = len(output.token_ids) == limits.max_action_length and episode.tokens_left > 0
+    return FinishReason.ACTION_LENGTH if cut_short else FinishReason.RESPONSE_LENGTH
+
+
+def _metrics(observation: ServerObservation) -> dict[str, float]:
+    return {f"tool_server/{key}": value for key, value in observation.metrics.items()}
+
+
+def _send_single(server: ToolServerClient) -> Send:
+    """Return a sender of single actions."""
 
     async def send(action: ServerAction) -> ServerObservation:
         (result,) = await server.get_observation([action])

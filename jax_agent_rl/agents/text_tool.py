@@ -15,24 +15,22 @@ from __future__ import annotations
 import time
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from jax_agent_rl.agents.context import AgentContext
 from jax_agent_rl.agents.episode import Episode
-from jax_agent_rl.agents.loop import AgentLoop, register_agent
+from jax_agent_rl.agents.loop import register_agent
 from jax_agent_rl.agents.tool_environment import ToolEnvironment
+from jax_agent_rl.agents.turn_loop import Responder, StartEpisode, TurnLoopAgent, end_of, run_turns
 from jax_agent_rl.tools.client import ServerObservation
 from jax_agent_rl.tools.search_client import SearchClient
 from jax_agent_rl.tools.tool_client import ToolClient, tool_action
-from jax_agent_rl.tools.truncate import truncate_text
 from jax_agent_rl.tracing import span
-from jax_agent_rl.types import FinishReason, SamplingParams, StopReason, ToolCallRecord, Trajectory
-
-Call = Callable[[str], Awaitable[ServerObservation]]
-"""Runs what stands between the markers."""
+from jax_agent_rl.types import FinishReason, TokenOutput, ToolCallRecord, Trajectory
 
 
-class MarkerAgent(AgentLoop):
+class MarkerAgent(TurnLoopAgent):
     """A loop whose calls stand between two markers."""
 
     opening: ClassVar[str]
@@ -45,50 +43,53 @@ class MarkerAgent(AgentLoop):
     def max_calls(self) -> int:
         """Most calls of one trajectory."""
 
-    async def _converse(self, episode: Episode, call: Call) -> FinishReason:
-        for made in range(self.max_calls + 1):
-            last = made == self.max_calls
-            output = await episode.generate(session_ends=last, action_stops=[self.closing])
-            before, closed, _ = episode.outside_thinking(output).partition(self.closing)
-            if not closed:
-                cut = output.stop_reason is StopReason.LENGTH
-                return FinishReason.RESPONSE_LENGTH if cut else FinishReason.ANSWER
-            if last:
-                break
-            observation, record = await self._call(before, call)
-            episode.record_calls([record], seconds=record.seconds)
-            if observation.done:
-                return FinishReason.TOOL_DONE
-            shown = self.result.format(record.observation)
-            ids = self.context.codec.encode_text(shown)
-            if not episode.append_ids(ids, [{"role": "tool", "content": record.observation}]):
-                return FinishReason.RESPONSE_LENGTH
-        return FinishReason.MAX_USER_TURNS
 
-    async def _call(self, before: str, call: Call) -> tuple[ServerObservation, ToolCallRecord]:
-        """``before``: the turn up to the closing marker."""
-        _, opened, body = before.rpartition(self.opening)
+@dataclass
+class MarkerResponder(Responder):
+    """Runs the call between an agent's markers and inserts the result as text."""
+
+    agent: MarkerAgent
+    call: Callable[[str], Awaitable[ServerObservation]]
+
+    def turn_limit(self, turns: int) -> FinishReason | None:
+        return FinishReason.MAX_USER_TURNS if turns >= self.agent.max_calls else None
+
+    def generate_options(self, *, last: bool) -> Mapping[str, Any]:
+        return {"action_stops": [self.agent.closing]}
+
+    async def respond(self, episode: Episode, output: TokenOutput, limit: FinishReason | None) -> FinishReason | None:
+        before, closed, _ = episode.outside_thinking(output).partition(self.agent.closing)
+        if not closed:
+            return end_of(output)
+        if limit is not None:
+            return limit
+        observation, record = await self._run(before)
+        episode.record_calls([record], seconds=record.seconds)
+        if observation.done:
+            return FinishReason.TOOL_DONE
+        ids = self.context.codec.encode_text(self.agent.result.format(record.observation))
+        fits = episode.append_ids(ids, [{"role": "tool", "content": record.observation}])
+        return None if fits else FinishReason.RESPONSE_LENGTH
+
+    async def _run(self, before: str) -> tuple[ServerObservation, ToolCallRecord]:
+        """Run the call of a turn, given its text before the closing marker."""
+        opening, closing = self.agent.opening, self.agent.closing
+        _, opened, body = before.rpartition(opening)
         began = time.perf_counter()
         if opened:
-            observation = await call(body)
+            observation = await self.call(body)
         else:
-            text = f"Error: {self.closing} without {self.opening}."
-            observation = ServerObservation(text=text, error="malformed")
-            self.context.malformed.tell(before[-100:] + self.closing)
+            observation = ServerObservation(text=f"Error: {closing} without {opening}.", error="malformed")
+            self.context.malformed.report(before[-100:] + closing)
         record = ToolCallRecord(
-            name=self.opening.strip("<>") if opened else "",
+            name=opening.strip("<>") if opened else "",
             arguments={"text": body} if opened else None,
-            observation=self._shorten(observation.text),
+            observation=self.shorten(observation.text),
             error=observation.error,
             reward=observation.reward,
             seconds=time.perf_counter() - began,
         )
         return observation, record
-
-    def _shorten(self, text: str) -> str:
-        limits, codec = self.context.limits, self.context.codec
-        side = limits.tool_response_truncate_side
-        return truncate_text(text, limits.max_tool_response_length, side, encode=codec.encode_text, decode=codec.decode)
 
 
 @register_agent("text_tool_agent")
@@ -115,10 +116,8 @@ class TextToolAgent(MarkerAgent):
     async def close(self) -> None:
         await self.client.close()
 
-    async def run(
-        self, row: Mapping[str, Any], *, trajectory_id: str, group_id: str, sampling: SamplingParams
-    ) -> Trajectory:
-        episode = self.start(row, trajectory_id=trajectory_id, group_id=group_id, sampling=sampling)
+    async def play(self, start: StartEpisode, row: Mapping[str, Any], trajectory_id: str) -> Trajectory:
+        episode = start()
         async with ToolEnvironment(self.client.server, self.client.execute, trajectory_id) as environment:
             extra = row.get("extra_info") or {}
 
@@ -128,7 +127,7 @@ class TextToolAgent(MarkerAgent):
                 )
                 return observation
 
-            reason = await self._converse(episode, call)
+            reason = await run_turns(episode, MarkerResponder(self.context, self, call))
         episode.add_metrics({"tool_close_failures": environment.close_failures})
         return episode.finish(reason)
 
@@ -137,11 +136,14 @@ class TextToolAgent(MarkerAgent):
 class SearchAgent(MarkerAgent):
     """Text between ``<search>`` and ``</search>`` is a query for a retrieval server; settings: ``search``.
 
+    Searches leave no state behind, so a branch repeats none of them.
+
     Raises:
         ConfigError: ``search.server_url`` is missing or wrong.
     """
 
     opening, closing, result = "<search>", "</search>", "\n<information>\n{}\n</information>\n"
+    replayable = True
 
     def __init__(self, context: AgentContext):
         super().__init__(context)
@@ -157,11 +159,9 @@ class SearchAgent(MarkerAgent):
     async def close(self) -> None:
         await self.client.close()
 
-    async def run(
-        self, row: Mapping[str, Any], *, trajectory_id: str, group_id: str, sampling: SamplingParams
-    ) -> Trajectory:
-        episode = self.start(row, trajectory_id=trajectory_id, group_id=group_id, sampling=sampling)
-        return episode.finish(await self._converse(episode, self._search))
+    async def play(self, start: StartEpisode, row: Mapping[str, Any], trajectory_id: str) -> Trajectory:
+        episode = start()
+        return episode.finish(await run_turns(episode, MarkerResponder(self.context, self, self._search)))
 
     async def _search(self, query: str) -> ServerObservation:
         try:

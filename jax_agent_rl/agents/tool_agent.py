@@ -1,114 +1,89 @@
-"""The model calls tools until it answers, or a limit ends it.
+"""The model calls tools until it answers, or a limit ends it; a simulated user may answer in turn.
 
 ::
 
-      ┌─► generate ──► calls? ──no──────────────────────────► ANSWER
-      │      │           │
-      │      │ cut       │ yes, but a turn limit is reached ─► MAX_ASSISTANT_TURNS, MAX_USER_TURNS
-      │      ▼           ▼
+      ┌─► generate ──► calls? ──no──► ANSWER, or the user replies and scores the turn ──► USER_DONE
+      │      │           │              │ no turn left ───────────────────────────► MAX_ASSISTANT_TURNS, MAX_USER_TURNS
+      │      │ cut       │ yes, but a turn limit is reached ──────────────────────► MAX_ASSISTANT_TURNS, MAX_USER_TURNS
+      │      ▼           ▼              │
       │  RESPONSE_     run them, at most max_parallel_calls at once
-      │  LENGTH          │
-      └─────── append observations, if they fit ──no────────► RESPONSE_LENGTH
+      │  LENGTH          │              │
+      └─────── append the results, or the reply, if they fit ──no────────────────► RESPONSE_LENGTH
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from jax_agent_rl.agents.branching import replay
 from jax_agent_rl.agents.context import AgentContext
 from jax_agent_rl.agents.episode import Episode
-from jax_agent_rl.agents.loop import AgentLoop, register_agent
-from jax_agent_rl.agents.replay import replay
-from jax_agent_rl.tools.base import BaseTool
+from jax_agent_rl.agents.loop import register_agent
+from jax_agent_rl.agents.turn_loop import Responder, StartEpisode, TurnLoopAgent, run_turns
+from jax_agent_rl.environments.users import InteractionSession
+from jax_agent_rl.errors import InteractionError
+from jax_agent_rl.tools.base import BaseTool, is_number
 from jax_agent_rl.tools.registry import schemas_of
 from jax_agent_rl.tools.session import ToolSession
-from jax_agent_rl.types import FinishReason, Fork, SamplingParams, StopReason, ToolCallRecord, Trajectory, join_media
+from jax_agent_rl.tracing import span
+from jax_agent_rl.types import FinishReason, StopReason, TokenOutput, ToolCallRecord, Trajectory, Turn, join_media
 
 if TYPE_CHECKING:
     from jax_agent_rl.chat.codec import Reply
 
-Answered = Callable[[Episode, FinishReason | None], Awaitable[FinishReason | None]]
-"""Called after a turn without calls, with the limit that allows no further one (None: there is none); None goes on."""
 
+@dataclass
+class ToolResponder(Responder):
+    """Runs the calls of a turn; a turn without calls goes to the simulated user, if there is one."""
 
-@register_agent("tool_agent")
-class ToolAgent(AgentLoop):
-    """Multi-turn with tools; the limits are those of :class:`~jax_agent_rl.config.AgentConfig`."""
+    session: ToolSession
+    schemas: Sequence[Mapping[str, Any]]
+    user: InteractionSession | None
 
-    async def run(
-        self, row: Mapping[str, Any], *, trajectory_id: str, group_id: str, sampling: SamplingParams
-    ) -> Trajectory:
-        tools = self._tools_of(row)
-        episode = self.start(row, trajectory_id=trajectory_id, group_id=group_id, sampling=sampling, tools=tools)
-        return await self._play(episode, tools, row, trajectory_id)
+    async def replay(self, turns: Sequence[Turn]) -> Mapping[str, float]:
+        return await replay(self.session, turns)
 
-    async def branch(
-        self, parent: Trajectory, fork: Fork, *, trajectory_id: str, sampling: SamplingParams
-    ) -> Trajectory:
-        tools = self._tools_of(parent.row)
-        episode = self.resume(parent, fork, trajectory_id=trajectory_id, sampling=sampling, tools=tools)
-        return await self._play(episode, tools, parent.row, trajectory_id)
+    async def respond(self, episode: Episode, output: TokenOutput, limit: FinishReason | None) -> FinishReason | None:
+        if output.stop_reason is StopReason.LENGTH:
+            return FinishReason.RESPONSE_LENGTH
+        reply = self.context.codec.parse_reply(output.token_ids, tools=self.schemas)
+        if not reply.tool_calls and not reply.malformed:
+            return await self._ask_user(self.user, episode, limit) if self.user else FinishReason.ANSWER
+        if limit is not None:
+            return limit
+        began = time.perf_counter()
+        calls = await self._run_calls(reply)
+        episode.record_calls(calls, seconds=time.perf_counter() - began)
+        fits = episode.append([_tool_message(call) for call in calls], media=join_media(call.media for call in calls))
+        return None if fits else FinishReason.RESPONSE_LENGTH
 
-    def _tools_of(self, row: Mapping[str, Any]) -> Mapping[str, BaseTool]:
-        return self.context.tools.select((row.get("extra_info") or {}).get("tool_selection"))
+    async def _ask_user(
+        self, user: InteractionSession, episode: Episode, limit: FinishReason | None
+    ) -> FinishReason | None:
+        """Append the user's reply; every turn is scored, also the last one."""
+        with span("tool", "user") as traced:
+            if traced:
+                traced.set(arguments={"reply": episode.messages[-1]["content"]})
+            reply = await user.reply(episode.messages)
+            if traced:
+                traced.set(observation=reply.text)
+        episode.add_score(reply.score)
+        numbers = {f"interaction/{key}": float(value) for key, value in reply.metadata.items() if is_number(value)}
+        episode.add_metrics({**numbers, "interaction_turns": 1})
+        if reply.terminate:
+            return FinishReason.USER_DONE
+        if limit is not None:
+            return limit
+        return None if episode.append([{"role": "user", "content": reply.text}]) else FinishReason.RESPONSE_LENGTH
 
-    async def _play(
-        self, episode: Episode, tools: Mapping[str, BaseTool], row: Mapping[str, Any], trajectory_id: str
-    ) -> Trajectory:
-        """From where the episode stands to its end, in a tool session of its own."""
-        modalities = self.context.modalities
-        async with tool_session(self.context, tools, row, trajectory_id, modalities=modalities) as session:
-            if episode.turns:
-                episode.add_metrics(await replay(session, episode.turns))
-            reason = await self._converse(episode, session, schemas_of(tools))
-            scores = await session.calc_rewards()
-        episode.add_metrics(session.metrics)
-        return episode.finish(reason, tool_scores=scores)
-
-    async def _converse(
-        self,
-        episode: Episode,
-        session: ToolSession,
-        schemas: Sequence[Mapping[str, Any]],
-        answered: Answered | None = None,
-    ) -> FinishReason:
-        """Runs turns until one ends it; ``answered`` says what follows a turn without calls (None: nothing does)."""
-        limits = self.context.limits
-        user_turns = len(episode.turns)  # those of a branch were all answered
-        while True:
-            out_of_user_turns = user_turns >= limits.max_user_turns
-            out_of_turns = len(episode.turns) + 1 >= limits.max_assistant_turns
-            output = await episode.generate(session_ends=out_of_turns or out_of_user_turns)
-            if output.stop_reason is StopReason.LENGTH:
-                return FinishReason.RESPONSE_LENGTH
-            reply = self.context.codec.parse_reply(output.token_ids, tools=schemas)
-            if not reply.tool_calls and not reply.malformed:
-                limit = FinishReason.MAX_USER_TURNS if out_of_user_turns else None
-                limit = FinishReason.MAX_ASSISTANT_TURNS if out_of_turns else limit
-                reason = await answered(episode, limit) if answered else FinishReason.ANSWER
-                if reason is not None:
-                    return reason
-                user_turns += 1
-                continue
-            if out_of_turns:
-                return FinishReason.MAX_ASSISTANT_TURNS
-            if out_of_user_turns:
-                return FinishReason.MAX_USER_TURNS
-            began = time.perf_counter()
-            calls = await self._run_calls(reply, session)
-            episode.record_calls(calls, seconds=time.perf_counter() - began)
-            media = join_media(call.media for call in calls)
-            if not episode.append(_observations(calls), media=media):
-                return FinishReason.RESPONSE_LENGTH
-            user_turns += 1
-
-    async def _run_calls(self, reply: Reply, session: ToolSession) -> list[ToolCallRecord]:
-        """Runs the calls of one turn side by side; those over the limit and the malformed ones answer with an error."""
-        limit = self.context.limits.max_parallel_calls
+    async def _run_calls(self, reply: Reply) -> list[ToolCallRecord]:
+        """Run the calls of one turn concurrently; those over the limit and malformed ones get an error."""
+        limit, session = self.limits.max_parallel_calls, self.session
         async with asyncio.TaskGroup() as group:
             tasks = [
                 group.create_task(session.call(call.name, call.arguments, call_id=call.id))
@@ -119,9 +94,56 @@ class ToolAgent(AgentLoop):
             refused = over_the_limit(session, call.name, call.arguments, limit)
             records.append(replace(refused, call_id=call.id))
         for text in reply.malformed:
-            self.context.malformed.tell(text)
+            self.context.malformed.report(text)
             records.append(_refused(session, f"Error: Failed to decode tool call: {text:.200}", "malformed"))
         return records
+
+
+@register_agent("tool_agent")
+class ToolAgent(TurnLoopAgent):
+    """Multi-turn with tools; the limits are those of :class:`~jax_agent_rl.config.AgentConfig`."""
+
+    replayable = True
+
+    async def play(self, start: StartEpisode, row: Mapping[str, Any], trajectory_id: str) -> Trajectory:
+        context = self.context
+        tools = context.tools.select((row.get("extra_info") or {}).get("tool_selection"))
+        episode = start(tools=tools)
+        async with (
+            self._user(row, trajectory_id) as user,
+            tool_session(context, tools, row, trajectory_id, modalities=context.modalities) as session,
+        ):
+            reason = await run_turns(episode, ToolResponder(context, session, schemas_of(tools), user))
+            scores = await session.calc_rewards()
+        episode.add_metrics(session.metrics)
+        return episode.finish(reason, tool_scores=scores)
+
+    def _user(
+        self, row: Mapping[str, Any], trajectory_id: str
+    ) -> AbstractAsyncContextManager[InteractionSession | None]:
+        return nullcontext()
+
+
+@register_agent("interaction_agent")
+class InteractionAgent(ToolAgent):
+    """A conversation with a simulated user; ``extra_info.interaction_kwargs`` names it and says what it knows."""
+
+    replayable = False
+
+    def _user(self, row: Mapping[str, Any], trajectory_id: str) -> InteractionSession:
+        users = self.context.interactions
+        kwargs = dict((row.get("extra_info") or {}).get("interaction_kwargs") or {})
+        name = kwargs.pop("name", None)
+        if name is None and len(users) == 1:
+            (name,) = users
+        if not isinstance(name, str) or name not in users:
+            raise InteractionError(
+                f"extra_info.interaction_kwargs.name={name!r} is not an interaction; there are {sorted(users)} "
+                "(interactions.interaction_config_path)"
+            )
+        return InteractionSession(
+            users[name], name=name, instance_id=trajectory_id, kwargs=kwargs, timeout=users.timeout
+        )
 
 
 def tool_session(
@@ -132,9 +154,13 @@ def tool_session(
     *,
     modalities: Collection[str] = (),
 ) -> ToolSession:
-    """The tools of one trajectory, under the limits of the ``agent`` section and with the row's own arguments.
+    """Return the tools of one trajectory, under the limits of the ``agent`` section and with the row's arguments.
 
     Args:
+        context: what all loops share.
+        tools: the row's tools, by name.
+        row: the dataset row.
+        trajectory_id: unique within the run.
         modalities: kinds of media the agent can show the model.
     """
     limits, codec = context.limits, context.codec
@@ -152,7 +178,14 @@ def tool_session(
 
 
 def over_the_limit(session: ToolSession, name: str, arguments: Mapping[str, Any] | None, limit: int) -> ToolCallRecord:
-    """The answer to a call that ``agent.max_parallel_calls`` leaves out."""
+    """Return the answer to a call that ``agent.max_parallel_calls`` leaves out.
+
+    Args:
+        session: the trajectory's tools.
+        name: the tool's name.
+        arguments: as the model wrote them.
+        limit: the value of ``agent.max_parallel_calls``.
+    """
     text = f"Error: {name} was not run: at most {limit} tool calls in one turn"
     return replace(_refused(session, text, "over_parallel_limit"), name=name, arguments=arguments)
 
@@ -161,12 +194,8 @@ def _refused(session: ToolSession, text: str, error: str) -> ToolCallRecord:
     return ToolCallRecord(name="", arguments=None, observation=session.shorten(text), error=error)
 
 
-def _observations(calls: Sequence[ToolCallRecord]) -> list[dict[str, Any]]:
-    """One tool message per call, under the id the model gave it; one that could not be decoded has no name to give."""
-    return [_observation(call) for call in calls]
-
-
-def _observation(call: ToolCallRecord) -> dict[str, Any]:
+def _tool_message(call: ToolCallRecord) -> dict[str, Any]:
+    """Return a call's result as a message; a malformed call has no name or id to give."""
     kinds = [kind for kind, items in call.media.items() for _ in items]
     optional = {"name": call.name, "tool_call_id": call.call_id, "media": kinds}
     return {"role": "tool", "content": call.observation} | {key: value for key, value in optional.items() if value}

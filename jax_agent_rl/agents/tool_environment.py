@@ -1,4 +1,4 @@
-"""One trajectory's environment on a tool server, and how the requests of many trajectories go out.
+"""One trajectory's environment on a tool server, and the batching of requests in lockstep.
 
 ::
 
@@ -49,18 +49,18 @@ class Lockstep:
         self._batches: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> None:
-        """A trajectory joins; the others wait for it from now on."""
+        """Join; the other members wait for this one from now on."""
         self._members += 1
 
     async def __aexit__(self, *_: object) -> None:
         self._members -= 1
-        self._go_if_complete()
+        self._send_if_complete()
 
     async def send(self, action: ServerAction) -> ServerObservation:
-        """A member's action; returns when the whole batch has been answered."""
+        """Send a member's action and return its observation, once the whole batch has been answered."""
         future: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
         self._waiting[future] = action
-        self._go_if_complete()
+        self._send_if_complete()
         try:
             result = await future
         finally:
@@ -69,7 +69,7 @@ class Lockstep:
             raise result
         return result
 
-    def _go_if_complete(self) -> None:
+    def _send_if_complete(self) -> None:
         if self._waiting and len(self._waiting) == self._members:
             batch, self._waiting = self._waiting, {}
             # A task of its own: a member that is cancelled must not take the others' results with it.
@@ -101,7 +101,7 @@ class ToolEnvironment:
         modalities: kinds of media its agent can show the model; an observation with others becomes an error.
 
     Attributes:
-        close_failures: 1 if the server could not be told to close it, else 0.
+        close_failures: 1 if closing it on the server failed, else 0.
     """
 
     def __init__(
@@ -123,26 +123,26 @@ class ToolEnvironment:
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None):
-        """A second cancellation ends the waiting, not the closing."""
+        """Close the environment; a second cancellation ends the waiting, not the closing."""
         if self._used:
             await asyncio.shield(asyncio.ensure_future(self._close()))
 
     async def step(
         self, text: str, *, name: str, extra_fields: Mapping[str, Any], shorten: Callable[[str], str]
     ) -> tuple[ServerObservation, ToolCallRecord]:
-        """Takes one action.
+        """Take one action.
 
         Args:
             text: the action.
             name: the tool's name on record.
-            extra_fields: for the tool alone.
-            shorten: brings an observation within its limit.
+            extra_fields: passed to the tool only.
+            shorten: cuts an observation to its limit.
 
         Returns:
-            the observation, and its record with the shortened text.
+            The observation, and its record with the shortened text.
 
         Raises:
-            ToolServerError: there is no observation to be had.
+            ToolServerError: the server gave no observation.
         """
         self._used = True  # before sending: the server may know of it although the answer is lost
         began = time.perf_counter()
@@ -150,7 +150,7 @@ class ToolEnvironment:
         with span("tool", name) as traced:
             if traced:
                 traced.set(arguments={"action": text})
-            observation = self._shown(await self._send(sent))
+            observation = self._check_media(await self._send(sent))
             if traced:
                 traced.set(observation=observation.text, tool_error=observation.error)
         record = ToolCallRecord(
@@ -164,7 +164,7 @@ class ToolEnvironment:
         )
         return observation, record
 
-    def _shown(self, observation: ServerObservation) -> ServerObservation:
+    def _check_media(self, observation: ServerObservation) -> ServerObservation:
         unseen = sorted(observation.media.keys() - self._modalities)
         if not unseen:
             return observation

@@ -1,14 +1,14 @@
-"""What a chat template writes between an assistant turn and the next one.
+r"""The text a chat template writes between an assistant turn and the next one.
 
-It is found on an *anchor*: a short fixed conversation that ends with an assistant turn holding a word that stands
-nowhere else. It is rendered together with the new messages, and everything after the word is the addition::
+It is found with an *anchor*: a short fixed conversation that ends with an assistant turn holding a unique word. The
+anchor is rendered together with the new messages, and everything after the word is the addition::
 
-    user: question   assistant: WORD   tool: 42   ──►   …WORD<|im_end|>\\n<|im_start|>tool\\n42<|im_end|>\\n…
+    user: question   assistant: WORD   tool: 42   ──►   …WORD<|im_end|>\n<|im_start|>tool\n42<|im_end|>\n…
                                                              └─ the addition, from the end of the turn on
 
-However a template rewrites what stands before the word (strips ``<think>``, injects dates), the addition is not touched
-by it. It begins with a control token that either *ends* the turn, as ``<|im_end|>`` does whatever follows, or *opens*
-the next message, as GLM's ``<|user|>`` and ``<|observation|>`` do, which its models also stop at.
+Whatever a template rewrites before the word (strips ``<think>``, injects dates) does not affect the addition. It begins
+with a control token that either *ends* the turn, as ``<|im_end|>`` always does, or *opens* the next message, as GLM's
+``<|user|>`` and ``<|observation|>`` do, which its models also stop at.
 """
 
 from __future__ import annotations
@@ -121,11 +121,13 @@ class TurnBoundary:
     def _end_of(
         self, last: Sequence[Message], followed: Sequence[Message], *, before_another: bool = False
     ) -> int | None:
-        """The control token after :data:`_WORD` in both conversations.
+        """Return the control token after :data:`_WORD` if it is the same in both conversations.
 
         Args:
-            before_another: it counts only if another one follows at once: after a call Gemma 4 opens the result with
-                the same token whether or not there is one yet.
+            last: a conversation that ends with the word.
+            followed: the same conversation, continued.
+            before_another: count it only if another control token follows at once: after a call Gemma 4 opens the
+                result with the same token whether or not there is one yet.
         """
         found = []
         for messages in (last, followed):
@@ -143,7 +145,7 @@ class TurnBoundary:
         return self._control.ids[found[0]] if found[0] == found[1] else None
 
     def _plain_anchor(self, messages: Sequence[Message], tools: Sequence[Mapping], word: str) -> str:
-        """On an assistant turn of text."""
+        """Return the text after an assistant turn without calls."""
         anchor = [_QUESTION, {"role": "assistant", "content": word}]
         before, found, after = self._template.render([*anchor, *messages], tools, generation_prompt=True).rpartition(
             word
@@ -153,7 +155,7 @@ class TurnBoundary:
         return after
 
     def _calling_anchor(self, messages: Sequence[Message], tools: Sequence[Mapping], word: str) -> str:
-        """On an assistant turn that calls tools, for templates that want one before a tool result."""
+        """Return the text after an assistant turn with calls, for templates that require one before a tool result."""
         results = [message for message in messages if message["role"] == "tool"]
         anchor = [_QUESTION, _call_of(results or [_RESULT], word)]
         text = self._template.render([*anchor, *messages], tools, generation_prompt=True)
@@ -163,14 +165,14 @@ class TurnBoundary:
         return rest[end.start() :]
 
     def _after_call(self, rest: str) -> str:
-        """What the template writes to close the call is the model's own business; the turn's end is not."""
+        """Skip the text that closes a call, which the model writes itself, unlike the end of the turn."""
         if (end := self._call_end) and end in rest:
             return rest[rest.index(end) + len(end) :]
         return rest
 
 
 def _call_of(results: Sequence[Message], word: str) -> dict[str, Any]:
-    """An assistant message of the calls that are answered by these results."""
+    """Return an assistant message with the calls that these results answer."""
     calls = [
         {
             "id": result["tool_call_id"],
@@ -183,10 +185,10 @@ def _call_of(results: Sequence[Message], word: str) -> dict[str, Any]:
 
 
 def _check_keeps(anchor: Anchor, messages: Sequence[Message], tools: Sequence[Mapping], word: str) -> None:
-    """Tries with marked contents whether an anchor makes the template write every message.
+    """Check with marked contents that an anchor makes the template write every message.
 
     Raises:
-        TemplateError: it leaves one out, as some do with a tool result that no call comes before.
+        TemplateError: a message is left out, as some templates do with a tool result without a call.
     """
     kept = unused_word("kept", messages, tools)
     marked = [{**message, "content": f"{kept}{index}"} for index, message in enumerate(messages)]

@@ -1,13 +1,13 @@
-"""Messages to ids and back, such that ids, once sampled, never change.
+"""The chat codec: messages to ids and back, such that sampled ids never change.
 
 The first prompt is rendered and tokenized as a whole. After that nothing is ever rendered again::
 
     context = prompt_ids
     context = context + sampled_ids + encode_append(sampled_ids, new messages)
 
-What a turn appends is what the template writes after an assistant turn (``boundary``): the end of the turn unless the
-model wrote one, what the template puts behind it (Qwen's newline), the new messages, the next generation prompt.
-Contents of messages are text, whatever they look like (``control``).
+After an assistant turn comes what the template writes there (``boundary``): the end of the turn unless the model wrote
+it, any text behind it (Qwen's newline), the new messages, the next generation prompt. Contents of messages are text,
+whatever they look like (``control``).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from jax_agent_rl.utils.hub import model_folder
 
 
 class ChatCodec:
-    """See the module docstring.
+    """Encodes messages and decodes replies; see the module docstring.
 
     Args:
         tokenizer: a ``transformers`` fast tokenizer with a chat template.
@@ -78,9 +78,12 @@ class ChatCodec:
         tool_prompt: ToolPrompt = "template",
         pixels: Pixels | None = None,
     ) -> ChatCodec:
-        """The codec of a Hugging Face model folder.
+        """Load the codec of a Hugging Face model folder.
 
         Args:
+            path: the folder, or a model's name on the hub.
+            tool_format: see the class.
+            tool_prompt: see the class.
             pixels: ``model.min_pixels`` and ``max_pixels``; images and frames are counted as scaled to so many.
 
         Raises:
@@ -109,7 +112,7 @@ class ChatCodec:
     # --- messages to ids --------------------------------------------------------------------------------------
 
     def encode_prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
-        """Ids of a conversation up to and including the generation prompt.
+        """Return the ids of a conversation up to and including the generation prompt.
 
         Text of control tokens in messages and tools (``<|im_end|>`` in a user's question) is tokenized as plain text.
 
@@ -126,7 +129,7 @@ class ChatCodec:
         *,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> list[int]:
-        """Ids to insert after a sampled assistant turn: its boundary, new messages, the next generation prompt.
+        """Return the ids to insert after a sampled turn: its boundary, new messages, the next generation prompt.
 
         Text of control tokens in the new messages is tokenized as plain text, as in :meth:`encode_prompt`. An end of
         turn that the model wrote itself is not written again, be it another one than the template's.
@@ -166,33 +169,35 @@ class ChatCodec:
         return sampled_ids[-1] in boundary.openings and appended_ids[0] in boundary.openings | boundary.ends
 
     def expand_media(self, ids: Sequence[int], media: Mapping[str, Sequence[Any]]) -> list[int]:
-        """Ids of :meth:`encode_append` with every placeholder as often as the model reads it for its item.
+        """Repeat each media placeholder as often as the model reads it for its item.
 
         Args:
+            ids: result of :meth:`encode_append`.
             media: images and videos by kind, in order of their placeholders.
 
         Raises:
-            TemplateError: an item cannot be shown, or placeholders and items are not the same in number.
+            TemplateError: an item cannot be shown, or the numbers of placeholders and items differ.
         """
         return self._media.expand(ids, media) if self._media and media else list(ids)
 
     def encode_text(self, text: str) -> list[int]:
-        """Ids of bare text; no template, no control tokens added or recognised."""
+        """Return the ids of plain text; control tokens are neither added nor recognised."""
         return self._control.encode_text(text)
 
     def encode_markup(self, text: str) -> list[int]:
-        """Ids of text in which control tokens count and none is added: separators that a configuration gives, prompts
-        that somebody else rendered; never data.
+        """Return the ids of text whose control tokens are recognised; none is added.
+
+        For configured separators and prompts rendered elsewhere, never for data.
         """
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     def _marked(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
     ) -> tuple[list[Message], list[Mapping[str, Any]], str]:
-        """Messages and tools without whole control tokens, and the mark that breaks those.
+        """Return messages and tools without whole control tokens, and the mark that breaks those.
 
         Raises:
-            ConfigError: the model is told of tools, and how it writes calls is not known.
+            ConfigError: there are tools, but the tool-call format is unknown.
         """
         self._require_format(tools)
         mark = unused_word("mark", messages, tools)
@@ -206,7 +211,7 @@ class ChatCodec:
     # --- ids to text ------------------------------------------------------------------------------------------
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of ids, white space as it is."""
+        """Return the text of ids, with white space unchanged."""
         return self._tokenizer.decode(
             list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
@@ -220,12 +225,12 @@ class ChatCodec:
 
     @functools.cached_property
     def vocab_size(self) -> int:
-        """Ids are less than this."""
+        """One more than the largest id."""
         return 1 + max(self._tokenizer.get_vocab().values())
 
     @functools.cached_property
     def longest_token(self) -> int:
-        """Most characters that one id stands for."""
+        """Length of the longest token, in characters."""
         return max(map(len, self._tokenizer.get_vocab()))
 
     @property
@@ -234,7 +239,7 @@ class ChatCodec:
         return "unknown" if self._no_format else self._format.name
 
     def parse_reply(self, sampled_ids: Sequence[int], tools: Sequence[Mapping[str, Any]] = ()) -> Reply:
-        """A sampled assistant turn taken apart into text, reasoning and calls of ``tools`` (their schemas)."""
+        """Parse a sampled assistant turn into text, reasoning and calls of ``tools`` (their schemas)."""
         self._require_format(tools)
         ids = list(sampled_ids)
         while ids and ids[-1] in self.eos_token_ids:
@@ -249,7 +254,7 @@ class ChatCodec:
 
 
 def _with_call_ids(messages: Sequence[Message], sampled_ids: Sequence[int]) -> list[Message]:
-    """Tool results with ids that differ within a turn and, as they depend on what was sampled, between turns."""
+    """Give tool results ids that differ within a turn and, derived from the sampled ids, between turns."""
     return [
         {"tool_call_id": digest_ids([*sampled_ids, index])[:CALL_ID_LENGTH], **message}
         if message["role"] == "tool"
@@ -259,7 +264,7 @@ def _with_call_ids(messages: Sequence[Message], sampled_ids: Sequence[int]) -> l
 
 
 def _eos_ids(folder: Path, tokenizer: Any) -> list[int]:
-    """EOS ids of the generation config, else the model config, else the tokenizer."""
+    """Return the EOS ids of the generation config, else the model config, else the tokenizer."""
     for name in ("generation_config.json", "config.json"):
         file = folder / name
         try:

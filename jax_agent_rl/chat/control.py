@@ -71,7 +71,8 @@ class ControlTokens:
         """Return a message in which no control token is left whole, but for tags around an assistant's thinking.
 
         Args:
-            mark: a word that stands nowhere in it, see :func:`unused_word`.
+            message: a chat message.
+            mark: a word that does not occur in it, see :func:`unused_word`.
         """
         marked = self.mark(message, mark)
         if message.get("role") == "assistant" and "content" in message:
@@ -125,7 +126,7 @@ class ControlTokens:
         renamed = Tokenizer.from_str(json.dumps(file | {"truncation": None, "padding": None, "post_processor": None}))
         for token, name in names.items():
             if renamed.token_to_id(name) != self.ids[token]:
-                raise ModelError(f"the tokenizer's added token {token!r} cannot be kept apart from text")
+                raise ModelError(f"the tokenizer's added token {token!r} cannot be distinguished from text")
         return names, lambda text: renamed.encode(text, add_special_tokens=False).ids
 
 
@@ -155,7 +156,7 @@ def _any_of(tokens: Iterable[str]) -> str:
 
 
 def _beginning(tokens: Iterable[str]) -> str:
-    """Pattern of a character that may begin a control token.
+    """Return the pattern of a character that may begin a control token.
 
     Alone, so that nothing a template cuts out between it and the rest makes a token of them. Of tokens that begin like
     a word, only whole ones count: their first letters are everywhere.
@@ -168,7 +169,7 @@ def _beginning(tokens: Iterable[str]) -> str:
 
 
 def _rename_vocabulary(model: dict[str, Any], names: Mapping[str, str]) -> None:
-    """Renames tokens in the model of a ``tokenizer.json``, and makes it unable to merge text into one."""
+    """Rename tokens in the model of a ``tokenizer.json``, and remove the merges that would form them."""
     vocabulary = model.get("vocab", {})
     if isinstance(vocabulary, list):  # Unigram: pairs of a piece and its score
         model["vocab"] = [[names.get(piece, piece), score] for piece, score in vocabulary]

@@ -23,23 +23,24 @@ _MODEL_TYPES = ("qwen2_vl", "qwen2_5_vl")  # whose placeholders stand in one run
 
 
 class MediaTokens:
-    """Counts of a Qwen-VL model.
+    """Placeholder counts of a Qwen-VL model.
 
     Args:
         placeholders: id that stands for a patch, by kind.
-        patcher: what cuts its pictures.
+        image_processor: cuts its images into patches.
     """
 
-    def __init__(self, placeholders: Mapping[str, int], patcher: ImageProcessor) -> None:
+    def __init__(self, placeholders: Mapping[str, int], image_processor: ImageProcessor) -> None:
         self.placeholders = placeholders
-        self._patcher = patcher
+        self._image_processor = image_processor
 
     @classmethod
     def read(cls, folder: Path, *, pixels: Pixels | None = None) -> MediaTokens | None:
-        """Those of a Hugging Face folder; None if its model takes no images, or in a way that is not known here.
+        """Load from a Hugging Face folder; return None if its model takes no images or is not supported.
 
         Args:
-            pixels: instead of the processors' own.
+            folder: the model's folder.
+            pixels: overrides the processor's limits.
 
         Raises:
             ModelError: the files that describe its processors are missing or damaged.
@@ -55,9 +56,10 @@ class MediaTokens:
         return cls(placeholders, ImageProcessor.read(folder, pixels=pixels))
 
     def expand(self, ids: Sequence[int], media: Mapping[str, Sequence[Any]]) -> list[int]:
-        """Ids in which each item's one placeholder stands as often as the model reads it.
+        """Return ids with each item's placeholder repeated as often as the model reads it.
 
         Args:
+            ids: ids with one placeholder per item.
             media: items by kind, in order of their placeholders.
 
         Raises:
@@ -82,6 +84,6 @@ class MediaTokens:
     def _counts(self, kind: str, items: Sequence[Any]) -> Iterator[int]:
         for number, item in enumerate(items):
             try:
-                yield self._patcher.count(kind, item)
+                yield self._image_processor.count(kind, item)
             except ValueError as error:
                 raise TemplateError(f"{kind} {number + 1} of {len(items)} cannot be shown: {error}") from None

@@ -1,4 +1,4 @@
-"""One model's chat template: what it can do, and messages in the shape it accepts."""
+"""One model's chat template: its features, and messages in the shape it accepts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PROBE = "PROBE5d2e81"
 
 
 def _in_parts(message: Message) -> Message:
-    """A message in the shape multi-modal templates take."""
+    """Return a message with its content in parts, as multi-modal templates take it."""
     content = message.get("content") or ""
     text = [{"type": "text", "text": content}] if isinstance(content, str) else content
     parts = [*({"type": kind} for kind in message.get("media", ())), *text]
@@ -49,21 +49,21 @@ class ChatTemplate:
         self._has_tool_calls = "tool_calls" in source
 
     def render(self, messages: Sequence[Message], tools: Sequence[Mapping], *, generation_prompt: bool) -> str:
-        """The conversation as text.
+        """Return the conversation as text.
 
         Raises:
             TemplateError: the template refuses it.
         """
         tools = tools if self._tool_prompt == "template" else ()
         if tools and not self._has_tools_section:
-            messages, tools = self._with_tools_told(messages, tools), ()
-        adapted = [_in_parts(m) if self._parts_alone or m.get("media") else m for m in self.adapt(messages)]
+            messages, tools = self._with_tools_as_text(messages, tools), ()
+        adapted = [_in_parts(m) if self._needs_parts or m.get("media") else m for m in self.adapt(messages)]
         return self._apply(adapted, list(tools) or None, generation_prompt=generation_prompt)
 
     def _apply(
         self, messages: Sequence[Message], tools: list[Mapping] | None = None, *, generation_prompt: bool = True
     ) -> str:
-        """What the template writes of messages as they are."""
+        """Apply the template to messages unchanged."""
         import jinja2
 
         try:
@@ -75,8 +75,8 @@ class ChatTemplate:
             raise TemplateError(f"the chat template refuses a conversation of roles {roles}: {error}") from error
 
     @functools.cached_property
-    def _parts_alone(self) -> bool:
-        """True if the template leaves out content that is plain text.
+    def _needs_parts(self) -> bool:
+        """Whether the template reads content in parts only.
 
         Raises:
             TemplateError: it leaves out content in parts, too.
@@ -94,11 +94,13 @@ class ChatTemplate:
         )
 
     def adapt(self, messages: Sequence[Message]) -> list[Message]:
-        """Tool calls as text where the template shows none; tool results as user messages where it has no ``tool``
-        role; neighbours become one message.
+        """Return messages in the roles and fields the template supports.
+
+        Without tool calls in the template they become text; without a ``tool`` role, adjacent results become one user
+        message.
         """
         if not self._has_tool_calls:
-            messages = [self._with_calls_told(m) if m.get("tool_calls") else m for m in messages]
+            messages = [self._with_calls_as_text(m) if m.get("tool_calls") else m for m in messages]
         if self._has_tool_role:
             return list(messages)
         adapted: list[Message] = []
@@ -117,9 +119,9 @@ class ChatTemplate:
         return adapted
 
     def shows(self, kind: str) -> bool:
-        """True if the template can show an ``image`` or a ``video`` in a tool result.
+        """Return whether the template can show an ``image`` or a ``video`` in a tool result.
 
-        Found by trying: it must write a special token for it, and neither drop the text nor print the message's parts.
+        Tested by rendering: it must write a special token for it, keep the text and not print the message's parts.
         """
         question, answer = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
         result = {"role": "tool", "content": _PROBE, "name": "f", "tool_call_id": "0" * 9}
@@ -132,7 +134,7 @@ class ChatTemplate:
         more = any(shown.count(token) > plain.count(token) for token in special if token)
         return more and shown.count(_PROBE) == 1 and "'type'" not in shown and '"type"' not in shown
 
-    def _with_calls_told(self, message: Message) -> Message:
+    def _with_calls_as_text(self, message: Message) -> Message:
         if (write := self._format.write) is None:
             raise TemplateError(
                 "the chat template shows no tool calls of earlier turns, and agent.tool_format="
@@ -142,18 +144,18 @@ class ChatTemplate:
         text = "\n".join([message["content"], *calls] if message["content"] else calls)
         return {key: value for key, value in message.items() if key != "tool_calls"} | {"content": text}
 
-    def _with_tools_told(self, messages: Sequence[Message], tools: Sequence[Mapping]) -> list[Message]:
+    def _with_tools_as_text(self, messages: Sequence[Message], tools: Sequence[Mapping]) -> list[Message]:
         section = self._format.system_section(tools)
-        told = list(messages)
-        if told and told[0]["role"] == "system":
-            told[0] = {**told[0], "content": f"{told[0]['content']}\n\n{section}"}
-            return told
-        with_system = [{"role": "system", "content": section}, *told]
+        messages = list(messages)
+        if messages and messages[0]["role"] == "system":
+            messages[0] = {**messages[0], "content": f"{messages[0]['content']}\n\n{section}"}
+            return messages
+        with_system = [{"role": "system", "content": section}, *messages]
         if self._accepts(with_system):
             return with_system
-        first = next(i for i, m in enumerate(told) if m["role"] == "user")
-        told[first] = {**told[first], "content": f"{section}\n\n{told[first]['content']}"}
-        return told
+        first = next(i for i, m in enumerate(messages) if m["role"] == "user")
+        messages[first] = {**messages[first], "content": f"{section}\n\n{messages[first]['content']}"}
+        return messages
 
     def _accepts(self, messages: Sequence[Message]) -> bool:
         try:

@@ -1,4 +1,4 @@
-"""What an environment is: a world that answers a policy's replies, and says what they were worth.
+"""The environment interface: a world that answers and scores the policy's replies.
 
 Life of an instance in one trajectory::
 
@@ -28,7 +28,7 @@ _THREADS = DaemonThreads(kind="environment", error=EnvironmentFailedError)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Observation:
-    """What an environment shows, and what the reply before it was worth.
+    """An environment's answer to a reply, with its score.
 
     Attributes:
         messages: appended to the conversation; :meth:`say` makes the usual single user message.
@@ -46,7 +46,7 @@ class Observation:
 
     @classmethod
     def say(cls, text: str, **fields: Any) -> Observation:
-        """One user message."""
+        """Return an observation of one user message."""
         return cls(messages=({"role": "user", "content": text},), **fields)
 
 
@@ -63,22 +63,22 @@ class Environment(ABC):
 
     @abstractmethod
     async def reset(self, **environment_kwargs: Any) -> Observation:
-        """Begins an episode; its messages follow the row's prompt. Spell out the arguments that rows may give.
+        """Begin an episode; its messages follow the row's prompt. Subclasses name the arguments rows may give.
 
         Raises:
-            EnvironmentFailedError: there is no such episode. Anything else that is raised counts as that, too.
+            EnvironmentFailedError: there is no such episode. Any other exception counts as this one.
         """
 
     @abstractmethod
     async def step(self, reply: Reply) -> Observation:
-        """Answers a reply. One that was cut off by a length limit never gets here.
+        """Answer a reply; those cut off by a length limit are not passed on.
 
         Args:
-            reply: its text without reasoning and calls, and the decoded tool calls.
+            reply: the text without reasoning and calls, and the decoded tool calls.
         """
 
     async def conclude(self, messages: Sequence[Mapping[str, Any]], reason: FinishReason) -> Mapping[str, float]:
-        """Called once when the trajectory is over, for whatever reason.
+        """Finish the episode; called once when the trajectory is over, for any reason.
 
         Args:
             messages: the whole conversation.
@@ -90,10 +90,10 @@ class Environment(ABC):
         return {}
 
     async def close(self) -> None:
-        """Frees what the instance holds. The default does nothing."""
+        """Free what the instance holds. The default does nothing."""
         return None
 
 
 async def in_thread(function: Callable[[], T], *, name: str) -> T:
-    """Runs blocking code of an environment in a daemon thread of its own."""
+    """Run blocking code of an environment in a daemon thread of its own."""
     return await _THREADS.run(function, name=name)

@@ -1,4 +1,4 @@
-"""Instances of environments: how many there may be, how long a call may take, and what becomes of them.
+"""Pools of environment instances: their number, time limits and reuse.
 
 ::
 
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 class LeasedEnvironment:
-    """An instance while one trajectory has it: every call is bounded, every failure loses this trajectory only."""
+    """An instance leased to one trajectory: every call is bounded, every failure loses this trajectory only."""
 
     def __init__(self, environment: Environment, name: str, timeout: float):
         self._environment = environment
@@ -103,7 +103,7 @@ class EnvironmentPool:
 
     @asynccontextmanager
     async def lease(self) -> AsyncIterator[LeasedEnvironment]:
-        """An instance for one trajectory.
+        """Lease an instance for one trajectory.
 
         Raises:
             EnvironmentFailedError: it cannot be made.
@@ -121,7 +121,7 @@ class EnvironmentPool:
                     await asyncio.shield(asyncio.ensure_future(leased.close()))
 
     async def close(self) -> None:
-        """Closes the idle instances; those on lease are closed when they come back or their trajectory ends."""
+        """Close the idle instances; leased ones are closed when their trajectory ends."""
         idle, self._idle = self._idle, []
         self._scope = "rollout"
         for environment in idle:
@@ -150,12 +150,12 @@ class EnvironmentPools:
         self._pools: dict[str, EnvironmentPool] = {}
 
     def pool(self, name: str) -> EnvironmentPool:
-        """The pool of the environment called ``name``; ConfigError if there is none."""
+        """Return the pool of the environment called ``name``; raise ConfigError if there is none."""
         if name not in self._pools:
             self._pools[name] = EnvironmentPool(get_environment(name), name=name, **self._settings)
         return self._pools[name]
 
     async def close(self) -> None:
-        """Closes all idle instances."""
+        """Close all idle instances."""
         for pool in self._pools.values():
             await pool.close()

@@ -37,15 +37,16 @@ class ReasoningGymEnvironment(Environment):
         config: Mapping[str, Any] | str | None = None,
         partial_credit: bool = False,
     ) -> Observation:
-        """Asks a question.
+        """Ask a question.
 
         Args:
             dataset: name of the task family.
-            index, seed: the question; the same two give the same one. reasoning-gym adds them for most families, so
-                seeds of training and held-out rows must lie further apart than their indices.
+            index: number of the question.
+            seed: of the dataset. reasoning-gym adds it to ``index`` for most families, so seeds of training and
+                held-out rows must lie further apart than their indices.
             config: the family's settings (JSON text where a Parquet file cannot hold a mapping).
-            partial_credit: keep scores between 0 and 1. Off by default: many verifiers give a wrong answer that
-                contains the right one a share for its length, which a policy soon learns to collect.
+            partial_credit: keep scores between 0 and 1. Off by default: many verifiers give partial scores to wrong
+                answers that contain the right one, which a policy soon learns to exploit.
         """
         self._partial_credit = partial_credit
         settings = config if isinstance(config, str) else json.dumps(dict(config or {}), sort_keys=True)
@@ -53,7 +54,7 @@ class ReasoningGymEnvironment(Environment):
         return Observation.say(self._entry["question"])
 
     async def step(self, reply: Reply) -> Observation:
-        """Checks the answer; the episode is over."""
+        """Score the answer and end the episode."""
         answer = tagged(reply.content)
         value = 0.0
         if answer:

@@ -16,7 +16,7 @@ _Class = TypeVar("_Class", bound=type[Environment])
 
 
 def register_environment(name: str) -> Callable[[_Class], _Class]:
-    """Registers an :class:`Environment` class, made without arguments, under the name that rows give.
+    """Register an :class:`Environment` class, constructed without arguments, under the name that rows give.
 
     Raises:
         ConfigError: the name is taken.
@@ -33,10 +33,10 @@ def register_environment(name: str) -> Callable[[_Class], _Class]:
 
 
 def get_environment(name: str) -> type[Environment]:
-    """The class registered as ``name``.
+    """Return the class registered as ``name``.
 
     Raises:
-        ConfigError: there is none; the message has the nearest name and all there are.
+        ConfigError: there is none; the message lists the nearest name and all names.
     """
     if name not in _ENVIRONMENTS:
         guess = did_you_mean(name, _ENVIRONMENTS)
@@ -47,7 +47,7 @@ def get_environment(name: str) -> type[Environment]:
 
 
 def load_environments(path: str | None) -> None:
-    """Imports ``environments.path``, a Python file or module that registers more; None does nothing.
+    """Import ``environments.path``, a Python file or module that registers more; None does nothing.
 
     Raises:
         ConfigError: it cannot be imported or registers a name twice.
@@ -57,12 +57,12 @@ def load_environments(path: str | None) -> None:
 
 
 def environment_of(row: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The name of a row's environment and the arguments of its ``reset``.
+    """Return the name of a row's environment and the arguments of its ``reset``.
 
     Nulls are left out: Parquet writes one wherever another row has the argument.
 
     Raises:
-        DataError: the row does not say.
+        DataError: the row names none.
     """
     given = (row.get("extra_info") or {}).get("environment_kwargs")
     if not isinstance(given, Mapping) or not isinstance(given.get("name"), str):

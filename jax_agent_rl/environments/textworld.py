@@ -49,10 +49,10 @@ class TextWorldEnvironment(Environment):
         self._max_score = 1.0
 
     async def reset(self, *, game: str, show_commands: bool = True) -> Observation:
-        """Starts a game; shows its objective and the first room.
+        """Start a game and show its objective and the first room.
 
         Args:
-            game: a compiled game; its ``.json`` lies beside it.
+            game: path of a compiled game, with its ``.json`` beside it.
             show_commands: list the commands that would do something, after each observation.
         """
         self._show_commands = show_commands
@@ -81,7 +81,7 @@ class TextWorldEnvironment(Environment):
         )
 
     async def close(self) -> None:
-        """Ends the game."""
+        """End the game."""
         if self._game is not None:
             await in_thread(self._close, name="game close")
 
@@ -111,9 +111,9 @@ class TextWorldEnvironment(Environment):
 
 
 def command_of(text: str) -> str:
-    """The command of a reply: one line of lower-case ASCII letters, digits, spaces, hyphens and apostrophes.
+    r"""Return the command of a reply: one line of lower-case ASCII letters, digits, spaces, hyphens and apostrophes.
 
-    >>> command_of("I should leave.\\n> go east")
+    >>> command_of("I should leave.\n> go east")
     'go east'
     """
     lines = [line for line in (tagged(text, "command") or text).splitlines() if line.strip()]
@@ -145,7 +145,7 @@ def _load(path: Path) -> Any:
 
 
 def _clean(text: str | None) -> str:
-    """Without the interpreter's prompt and status line at the end, and without runs of empty lines."""
+    """Remove the interpreter's final prompt and status line, and runs of empty lines."""
     body = (text or "").rsplit("\n>", 1)[0].partition("Would you like to RESTART")[0]
     lines = [line.strip() for line in body.splitlines()]
     kept = [line for at, line in enumerate(lines) if line or (at and lines[at - 1])]

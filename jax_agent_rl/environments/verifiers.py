@@ -46,7 +46,7 @@ class VerifiersEnvironment(Environment):
         return [tool.schema for tool in self._tools.values()]
 
     async def reset(self, *, taskset: str, index: int, config: Mapping[str, Any] | str | None = None) -> Observation:
-        """Begins a task.
+        """Begin a task.
 
         Args:
             taskset: an installed taskset package, by the id verifiers knows it under.
@@ -55,7 +55,7 @@ class VerifiersEnvironment(Environment):
         """
         settings = config if isinstance(config, str) else json.dumps(dict(config or {}), sort_keys=True)
         self._task = await in_thread(lambda: _tasks(taskset, settings)[index], name="taskset")
-        _refuse_what_cannot_run(self._task)
+        _require_supported(self._task)
         self._trace = _new_trace(self._task)
         for hook in _own_hooks(self._task, "setup"):
             await hook(trace=self._trace)
@@ -66,7 +66,7 @@ class VerifiersEnvironment(Environment):
         return Observation(messages=tuple({"role": m.role, "content": _text(m.content)} for m in messages))
 
     async def step(self, reply: Reply) -> Observation:
-        """Runs the reply's tool calls; one without any is the answer."""
+        """Run the reply's tool calls; a reply without calls is the answer."""
         from verifiers.v1 import AssistantMessage, ToolCall, ToolMessage
 
         ids = [f"call_{len(self._trace.nodes)}_{i}" for i in range(len(reply.tool_calls))]
@@ -84,7 +84,7 @@ class VerifiersEnvironment(Environment):
         return Observation(messages=shown, tool_calls=tuple(records), done=not records or await self._stopped())
 
     async def conclude(self, messages: Sequence[Mapping[str, Any]], reason: FinishReason) -> Mapping[str, float]:
-        """The task's rewards, weighted and summed; each reward and metric by its name too."""
+        """Return the weighted sum of the task's rewards, and each reward and metric by name."""
         from verifiers.v1 import AssistantMessage
 
         if reason is FinishReason.RESPONSE_LENGTH and messages[-1]["role"] == "assistant":
@@ -99,14 +99,14 @@ class VerifiersEnvironment(Environment):
         return {"score": self._trace.reward, **{f"verifiers/{name}": value for name, value in parts.items()}}
 
     def _record(self, message: Any, *, sampled: bool = False) -> None:
-        """Adds a message to the trace that rewards read."""
+        """Add a message to the trace that rewards read."""
         from verifiers.v1 import MessageNode
 
         nodes = self._trace.nodes
         nodes.append(MessageNode(parent=len(nodes) - 1 if nodes else None, message=message, sampled=sampled))
 
     async def _call(self, call: ToolCall) -> ToolCallRecord:
-        """One tool call; whatever goes wrong is something the model reads."""
+        """Run one tool call; the model reads any failure."""
         began, error = time.perf_counter(), None
         try:
             text = await self._execute(call)
@@ -142,7 +142,7 @@ _STOP_CONDITIONS = {
 
 
 class _LazyTasks:
-    """Tasks by position, loaded as far as they are asked for: a taskset may be endless."""
+    """Tasks by index, loaded on demand: a taskset may be endless."""
 
     def __init__(self, tasks: Iterator[Any], name: str):
         self._tasks = tasks
@@ -176,8 +176,8 @@ def _new_trace(task: Any) -> Any:
     return Trace(task=about, agent=AgentInfo(config=AgentConfig()), state=state_cls(type(task))())
 
 
-def _refuse_what_cannot_run(task: Any) -> None:
-    """Raises EnvironmentFailedError for a task that would be played or scored wrongly here."""
+def _require_supported(task: Any) -> None:
+    """Raise EnvironmentFailedError for a task that cannot run or be scored correctly here."""
     from verifiers.v1 import State
     from verifiers.v1.state import state_cls
     from verifiers.v1.utils.decorators import discover_decorated
@@ -198,7 +198,7 @@ def _refuse_what_cannot_run(task: Any) -> None:
 
 
 def _own_hooks(task: Any, name: str) -> list[Any]:
-    """The task's ``setup`` or ``finalize``, if it has one of its own."""
+    """Return the task's own ``setup`` or ``finalize``, if any."""
     from verifiers.v1 import Task
 
     return [] if getattr(type(task), name) is getattr(Task, name) else [getattr(task, name)]
@@ -215,7 +215,7 @@ def _reads_trace(predicate: Any) -> bool:
 
 
 async def _start_tools(task: Any) -> dict[str, FunctionTool]:
-    """The tools of the task's toolsets under the names a harness would give them."""
+    """Return the tools of the task's toolsets under the names a harness would give them."""
     from verifiers.v1.utils.decorators import discover_decorated
 
     tools: dict[str, FunctionTool] = {}
@@ -230,7 +230,7 @@ async def _start_tools(task: Any) -> dict[str, FunctionTool]:
 
 
 def _opening(data: Any) -> list[Any]:
-    """System prompt and prompt as verifiers' messages."""
+    """Return system prompt and prompt as verifiers' messages."""
     from verifiers.v1 import SystemMessage, UserMessage
 
     prompt = [UserMessage(content=data.prompt)] if isinstance(data.prompt, str) else list(data.prompt or ())
@@ -240,7 +240,7 @@ def _opening(data: Any) -> list[Any]:
 
 
 def _text(content: Any) -> str:
-    """Message content as text; images cannot be shown here."""
+    """Return message content as text; images are not supported."""
     if isinstance(content, str) or content is None:
         return content or ""
     if strangers := [part.type for part in content if part.type != "text"]:

@@ -140,7 +140,7 @@ async def test_every_fault_becomes_a_counted_observation(faults, call, error, ob
 
 async def test_malformed_calls_are_told_on_the_console(faults, caplog):
     await run(faults, ["<call>fine {oops</call>", "I see"], count=5)
-    (said,) = [record for record in caplog.records if record.name == "jax_agent_rl.agents.malformed"]
+    (said,) = [record for record in caplog.records if record.name == "jax_agent_rl.agents.context"]
     assert said.levelno == logging.WARNING
     assert said.getMessage() == "Failed to decode tool call: 'fine {oops'", "the other four are not told one by one"
 

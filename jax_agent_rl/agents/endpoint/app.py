@@ -27,12 +27,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from aiohttp import web
 from pydantic import ValidationError
 
-from jax_agent_rl.agents.branches import paths_to_train
 from jax_agent_rl.agents.endpoint import wire
 from jax_agent_rl.agents.endpoint.checks import check_prompt, check_sampling
 from jax_agent_rl.agents.endpoint.failures import ApiError, from_failure, from_validation, refuse
 from jax_agent_rl.agents.endpoint.sessions import Session, SessionStore
 from jax_agent_rl.agents.endpoint.work import Piece, pieces, turns
+from jax_agent_rl.agents.session_tree import paths_to_train
 from jax_agent_rl.config import EndpointConfig
 from jax_agent_rl.errors import JaxAgentRLError
 from jax_agent_rl.rollout.protocol import Capabilities
@@ -183,7 +183,7 @@ class Endpoint:
     # --- what routes share ------------------------------------------------------------------------------------
 
     def _known(self, request: web.Request) -> Session | None:
-        """The session that a request names, its key checked; None if it names none, or one that it may open."""
+        """Return the session a request names, after checking its key; None if it names none or one it may open."""
         session_id = request.match_info.get("session_id")
         if session_id is not None:
             return self._store.known(session_id, _key_of(request))
@@ -192,14 +192,14 @@ class Endpoint:
         return None
 
     def _found(self, request: web.Request) -> Session:
-        """The session that a request names; reading one opens none."""
+        """Return the session a request names, without opening one."""
         if (session := self._known(request)) is None:
             name = request.match_info["session_id"]
             raise ApiError(404, f"there is no session {name!r}; it may be over", code="session_not_found")
         return session
 
     async def _read(self, request: web.Request, kind: type[T]) -> tuple[Session, T]:
-        """The request's session and its body; a session is opened for what could be sampled only.
+        """Return the request's session and body; open a session only for a valid request.
 
         Raises:
             ApiError, ValidationError, Refused: too large, no JSON, or wrong.
@@ -237,12 +237,12 @@ class Endpoint:
             raise ApiError(404, message, code="model_not_found", param="model")
 
     def _adapter(self, asked: wire.ChatRequest | wire.CompletionRequest) -> str | None:
-        """The LoRA adapter that a request names as its model."""
+        """Return the LoRA adapter that a request names as its model."""
         return asked.model if asked.model in self._adapters else None
 
     @contextmanager
     def _slot(self, session: Session) -> Iterator[None]:
-        """A place among the requests that run."""
+        """Hold a place among the running requests."""
         most = self._limits.max_concurrent_requests
         session.requests += 1
         self._running += 1
@@ -329,7 +329,7 @@ async def _failures(request: web.Request, handler: Handler) -> web.StreamRespons
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """What a client is told of any failure; the log is told of those that nobody foresaw."""
+    """Convert a failure for the client; log unexpected ones."""
     match error:
         case ApiError():
             return error
@@ -350,7 +350,7 @@ def _key_of(request: web.Request) -> str:
 
 
 async def _with_pings(stream: AsyncGenerator[Piece, None], deadline: float) -> AsyncGenerator[Piece | None, None]:
-    """The stream's pieces, and None for every while of silence; TimeoutError after the deadline."""
+    """Yield the stream's pieces, and None in every pause; raise TimeoutError after the deadline."""
     loop = asyncio.get_running_loop()
     step: asyncio.Future | None = None
     try:
@@ -373,7 +373,7 @@ async def _with_pings(stream: AsyncGenerator[Piece, None], deadline: float) -> A
 
 
 def _chunk(codec: Any, piece: Piece, asked: wire.ChatRequest | wire.CompletionRequest, started: set[int]) -> list[dict]:
-    """The chunks' choices for one piece; a chat choice opens with its role."""
+    """Return the chunks' choices for one piece; a chat choice opens with its role."""
     opened = piece.index in started
     started.add(piece.index)
     if isinstance(asked, wire.CompletionRequest):

@@ -1,4 +1,4 @@
-"""What can be told of a request before anything is tokenized or sampled for it."""
+"""Checks of a request, before anything is tokenized or sampled for it."""
 
 from __future__ import annotations
 

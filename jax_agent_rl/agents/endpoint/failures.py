@@ -53,12 +53,12 @@ _CODES = {401: "invalid_api_key", 404: "unknown_url"}
 
 
 def refuse(status: int, message: str) -> web.Response:
-    """A refusal of the server's own."""
+    """Return an error response of the server itself."""
     return ApiError(status, message, code=_CODES.get(status)).response()
 
 
 def from_validation(error: ValidationError) -> ApiError:
-    """The first thing wrong with a request, and how many more there are."""
+    """Return an error with a request's first problem and the number of others."""
     problems = error.errors(include_url=False)
     first = problems[0]
     param = ".".join(str(part) for part in first["loc"])
@@ -70,7 +70,7 @@ def from_validation(error: ValidationError) -> ApiError:
 
 
 def from_failure(error: JaxAgentRLError) -> ApiError:
-    """What a client is told of a failure of ours."""
+    """Convert a failure of ours for the client."""
     text = str(error)
     match error:
         case PromptTooLongError() | TurnRefusedError(finish_reason=FinishReason.RESPONSE_LENGTH):

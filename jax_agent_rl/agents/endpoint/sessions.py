@@ -44,7 +44,7 @@ class Session:
     last_used: float = 0.0
 
     def check_key(self, given: str) -> None:
-        """Raises ApiError 401 unless the key is right."""
+        """Raise ApiError 401 unless the key is right."""
         if self.api_key is not None and not hmac.compare_digest(self.api_key.encode(), given.encode()):
             raise ApiError(401, "the API key is not that of this session", code="invalid_api_key")
 
@@ -59,7 +59,7 @@ class Session:
         return replace(sampling, **{key: value for key, value in wanted.items() if value is not None})
 
     def close(self) -> None:
-        """Ends its requests and forgets where its KV lives."""
+        """End its requests and forget where its KV lives."""
         for task in self.tasks:
             task.cancel()
         self.recorder.context.client.end_session(self.session_id)
@@ -94,7 +94,7 @@ class SessionStore:
         return len(self._sessions)
 
     def add(self, session: Session) -> None:
-        """Takes a session in.
+        """Add a session.
 
         Raises:
             ApiError: there are too many.
@@ -105,10 +105,10 @@ class SessionStore:
         self._sessions[session.session_id] = session
 
     def known(self, session_id: str, key: str) -> Session | None:
-        """The session of a request; None if there is none and the request may open it.
+        """Return the session of a request; None if there is none and the request may open it.
 
         Raises:
-            ApiError: there is none, or the key is not its.
+            ApiError: there is none, or the key is wrong.
         """
         self._forget_idle()
         session = self._sessions.get(session_id)
@@ -120,7 +120,7 @@ class SessionStore:
         return session
 
     def open(self, session_id: str, key: str) -> Session:
-        """A session that a client opens. From then on it belongs to the key, if that is one.
+        """Open a session for a client; from then on it belongs to ``key`` unless that is empty.
 
         Raises:
             ApiError: the id is not allowed, or there are too many.
@@ -145,7 +145,7 @@ class SessionStore:
         return kept and sum(len(turn.context_ids) for turn in session.recorder.turns) >= most
 
     def used(self, session: Session) -> None:
-        """A request of it has ended. A session is not kept for requests that failed, or for one."""
+        """Note the end of a request; drop the session after a failed or single request."""
         session.last_used = self._clock()
         if session.requests:
             return
@@ -155,7 +155,7 @@ class SessionStore:
             self.end(session.session_id)
 
     def end(self, session_id: str) -> bool:
-        """Ends a session and its requests; False if there is none."""
+        """End a session and its requests; return False if there is none."""
         session = self._sessions.pop(session_id, None)
         if session is None:
             return False
@@ -163,7 +163,7 @@ class SessionStore:
         return True
 
     def close(self) -> None:
-        """Ends all."""
+        """End all sessions."""
         for session_id in list(self._sessions):
             self.end(session_id)
 

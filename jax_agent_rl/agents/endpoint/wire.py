@@ -29,8 +29,10 @@ class _StreamOptions(BaseModel):
 
 
 class _Sampled(BaseModel):
-    """What both kinds of request share. Fields that change nothing about the answer (``user``, ``metadata``, …) are
-    accepted; those that would, and cannot be honoured, have only their neutral value.
+    """The fields both kinds of request share.
+
+    Fields without effect on the answer (``user``, ``metadata``, …) are accepted; unsupported ones only with their
+    neutral value.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -118,7 +120,7 @@ class ChatRequest(_Sampled):
         return min(limits) if limits else None
 
     @property
-    def told_tools(self) -> list[dict[str, Any]]:
+    def prompt_tools(self) -> list[dict[str, Any]]:
         return [] if self.tool_choice == "none" else self.tools or []
 
 
@@ -144,7 +146,7 @@ class CompletionRequest(_Sampled):
 
 
 def head(kind: str, number: str, model: str) -> dict[str, Any]:
-    """The fields every answer and chunk begins with."""
+    """Return the fields every answer and chunk begins with."""
     return {"id": number, "object": kind, "created": int(time.time()), "model": model}
 
 
@@ -183,7 +185,7 @@ def chat_delta(index: int, delta: dict[str, Any], **fields: Any) -> dict[str, An
 def last_chat_delta(
     codec: ChatCodec, index: int, turn: RecordedTurn, rest: str, request: ChatRequest
 ) -> dict[str, Any]:
-    """The choice that ends a stream: text not sent yet, tool calls, log-probs of all tokens."""
+    """Return the choice that ends a stream: text not sent yet, tool calls, log-probs of all tokens."""
     delta: dict[str, Any] = {}
     if rest:
         delta["content"] = rest
@@ -197,7 +199,7 @@ def last_chat_delta(
 
 
 def tool_calls(reply: ChatReply) -> list[dict[str, Any]]:
-    """Calls with their arguments as a string of JSON."""
+    """Return calls with their arguments as a string of JSON."""
     return [
         {
             "id": call.id,

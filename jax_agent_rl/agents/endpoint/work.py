@@ -46,7 +46,7 @@ class _Choice:
         self._request = request
         self._index = index
         self._tell = tell
-        streamed = request.stream and not (isinstance(request, ChatRequest) and request.told_tools)
+        streamed = request.stream and not (isinstance(request, ChatRequest) and request.prompt_tools)
         codec = session.recorder.context.codec
         read = functools.partial(visible_text, codec) if isinstance(request, ChatRequest) else codec.decode
         self._text = TextStream(read, request.stops) if streamed else None
@@ -59,7 +59,7 @@ class _Choice:
     async def _chat(self, request: ChatRequest) -> RecordedTurn:
         return await self._session.recorder.chat(
             request.messages,
-            tools=request.told_tools,
+            tools=request.prompt_tools,
             sampling=self._session.sampling_for(request),
             on_ids=self._on_ids if self._text else None,
             amend=self._amend,
@@ -85,7 +85,7 @@ class _Choice:
             self._tell(Piece(index=self._index, text=text))
 
     def _amend(self, reply: ChatReply) -> ChatReply:
-        """The rest of the text; and the reply as the client will know it."""
+        """Send the rest of the text, and return the reply as the client has it."""
         if self._text is None:
             self._rest = reply.content
             return reply
@@ -96,9 +96,11 @@ class _Choice:
 async def pieces(
     session: Session, request: ChatRequest | CompletionRequest, *, adapter: str | None = None
 ) -> AsyncGenerator[Piece, None]:
-    """Run all choices side by side; the first failure ends the others.
+    """Run all choices concurrently; the first failure ends the others.
 
     Args:
+        session: the client's session.
+        request: the request.
         adapter: LoRA adapter to sample with; None is the session's.
 
     Raises:

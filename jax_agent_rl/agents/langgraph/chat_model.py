@@ -32,9 +32,9 @@ from langchain_core.runnables import Runnable
 from langchain_core.utils.function_calling import convert_to_openai_tool
 from pydantic import ConfigDict, Field, SkipValidation
 
-from jax_agent_rl.agents.branches import path_arrays
 from jax_agent_rl.agents.recorder import ChatRecorder, OnIds, RecordedTurn
 from jax_agent_rl.agents.reply import ChatReply, TextStream, visible_text
+from jax_agent_rl.agents.session_tree import path_arrays
 from jax_agent_rl.types import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ class ChatModel(BaseChatModel):
         return "jax_agent_rl"
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
-        """What traces say of the model."""
+        """Return the model's description for traces."""
         sampling = self._sampling(stop, kwargs.get("max_tokens"))
         params = LangSmithParams(
             ls_provider="jax_agent_rl",
@@ -89,16 +89,18 @@ class ChatModel(BaseChatModel):
         tool_choice: str | None = None,
         **kwargs: Any,
     ) -> Runnable[LanguageModelInput, AIMessage]:
-        """The model, told of these tools.
+        """Return the model with these tools in its prompt.
 
         Args:
-            tool_choice: ``auto`` or ``none``. Others (``any``, a tool's name) are a wish, and a warning says so:
-                nothing forces a policy to call, as that would not be its own sampling.
+            tools: LangChain tools or schemas.
+            tool_choice: ``auto`` or ``none``. Others (``any``, a tool's name) only warn: forcing a call would not be
+                the policy's own sampling.
+            kwargs: further bound arguments.
         """
         if tool_choice not in (None, "auto", "none"):
             logger.warning("tool_choice=%r does not force the policy to call a tool; ask for it in words", tool_choice)
-        told = [] if tool_choice == "none" else [convert_to_openai_tool(tool) for tool in tools]
-        return self.bind(tools=told, **kwargs)
+        bound = [] if tool_choice == "none" else [convert_to_openai_tool(tool) for tool in tools]
+        return self.bind(tools=bound, **kwargs)
 
     # --- one message ------------------------------------------------------------------------------------------
 
@@ -242,8 +244,9 @@ class ChatModel(BaseChatModel):
 
 
 def _openai_messages(messages: list[BaseMessage]) -> list[dict[str, Any]]:
-    """OpenAI-style dicts. The model's own messages are their text and calls, however their content is laid out, and
-    their reasoning, which tells apart samples that say the same.
+    """Return OpenAI-style dicts.
+
+    The model's own messages become text, calls and reasoning, which tells apart samples of the same text.
     """
     own = (m.model_copy(update={"content": str(m.text)}) if isinstance(m, AIMessage) else m for m in messages)
     converted = to_openai(list(own))
@@ -268,7 +271,7 @@ def _result(turn: RecordedTurn) -> ChatResult:
 
 
 def _chunk(event: Event) -> ChatGenerationChunk:
-    """A piece of a stream; raises what the generation raised."""
+    """Return a piece of a stream, or raise what the generation raised."""
     if isinstance(event, BaseException):
         raise event
     if isinstance(event, str):
@@ -300,10 +303,10 @@ def _reasoning(turn: RecordedTurn) -> dict[str, Any]:
 
 def _usage(turn: RecordedTurn) -> UsageMetadata:
     sampled = len(turn.output.token_ids)
-    told = len(turn.context_ids) - sampled
+    prompt = len(turn.context_ids) - sampled
     return UsageMetadata(
-        input_tokens=told,
+        input_tokens=prompt,
         output_tokens=sampled,
-        total_tokens=told + sampled,
+        total_tokens=prompt + sampled,
         input_token_details=InputTokenDetails(cache_read=turn.output.cached_tokens),
     )

@@ -35,7 +35,7 @@ class TrajectoryTool(LangChainTool):
 
     @classmethod
     def wrap(cls, tool: BaseTool, *, session: ToolSession, recorder: ChatRecorder, max_parallel_calls: int):
-        """The LangChain tool of one of ours."""
+        """Return a tool as a LangChain tool."""
         return cls(
             name=tool.name,
             description=tool.description,
@@ -67,7 +67,7 @@ class TrajectoryTool(LangChainTool):
         return record.observation
 
     def _call(self, call_id: str | None) -> tuple[RecordedTurn | None, int]:
-        """The turn that made a call and the call's place in it; a graph may also call a tool by itself."""
+        """Return the turn that made a call and the call's index; None if the graph called the tool itself."""
         for turn in reversed(self.recorder.turns):
             for place, call in enumerate(turn.reply.tool_calls):
                 if call.id == call_id:

@@ -1,12 +1,12 @@
-"""Tool-call formats by name (``agent.tool_format``), and which one a chat template speaks.
+"""Tool-call formats by name (``agent.tool_format``), and which one a chat template uses.
 
-``types`` what a format is · ``scan`` the walk all share · ``literals`` values without evaluation · one module for each
-way of writing: ``hermes``, ``bare_json``, ``tagged``, ``sections``, ``pythonic``, ``gemma``, ``harmony``, ``text_tag``.
+``types`` what a format is · ``scan`` the scanner all share · ``literals`` values without evaluation · one module for
+each kind of notation: ``json_calls``, ``tagged``, ``sections``, ``literal_calls``, ``harmony``.
 """
 
 from __future__ import annotations
 
-from jax_agent_rl.chat.formats import bare_json, gemma, harmony, hermes, pythonic, sections, tagged, text_tag
+from jax_agent_rl.chat.formats import harmony, json_calls, literal_calls, sections, tagged
 from jax_agent_rl.chat.formats.types import Reply, ToolCall, ToolFormat
 from jax_agent_rl.errors import ConfigError
 
@@ -19,13 +19,13 @@ _ORDERED = (
     sections.DEEPSEEK_V3,  # before V3.1, whose tokens it shares
     sections.DEEPSEEK_V31,
     sections.MISTRAL,
-    gemma.GEMMA,
-    gemma.GEMMA4,
+    literal_calls.GEMMA,
+    literal_calls.GEMMA4,
     harmony.FORMAT,
-    hermes.FORMAT,
-    bare_json.FORMAT,
-    pythonic.FORMAT,
-    text_tag.FORMAT,
+    json_calls.HERMES,
+    json_calls.LLAMA3,
+    literal_calls.PYTHONIC,
+    json_calls.TEXT_TAG,
 )
 FORMATS: dict[str, ToolFormat] = {form.name: form for form in _ORDERED}
 
@@ -33,7 +33,7 @@ __all__ = ["FORMATS", "Reply", "ToolCall", "ToolFormat", "detect_format", "get_f
 
 
 def get_format(name: str) -> ToolFormat:
-    """The format called ``name``.
+    """Return the format called ``name``.
 
     Raises:
         ConfigError: unknown name.
@@ -44,12 +44,12 @@ def get_format(name: str) -> ToolFormat:
 
 
 def detect_format(template: str) -> ToolFormat:
-    """The format a chat template (its source) tells its model to write.
+    """Return the format that a chat template, given as source, makes its model write.
 
-    A template that knows no tools is told of them by us, in hermes.
+    For a template without tools it is hermes.
 
     Raises:
-        ConfigError: it has tools, in no format known here.
+        ConfigError: the template has tools in an unknown format.
     """
     for form in _ORDERED:
         if form.is_of(template):

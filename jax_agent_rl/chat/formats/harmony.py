@@ -26,7 +26,7 @@ _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 
 
 def parse(text: str, tools: Sequence[Schema] = ()) -> Reply:
-    """Takes an assistant turn apart."""
+    """Parse an assistant turn."""
     content: list[str] = []
     reasoning: list[str] = []
     items: list[ToolCall | str] = []
@@ -58,7 +58,7 @@ def parse(text: str, tools: Sequence[Schema] = ()) -> Reply:
 
 
 def _headless(rest: str, content: list[str], items: list[ToolCall | str]) -> None:
-    """Text without a message in it: a header that is not followed by one, or plain text."""
+    """Add text without a message: a header that is not followed by one, or plain text."""
     if _RECIPIENT.search(rest) and _CHANNEL.search(rest):
         items.append(f"a header that names a recipient, but no {_MESSAGE}")
     else:
@@ -66,7 +66,7 @@ def _headless(rest: str, content: list[str], items: list[ToolCall | str]) -> Non
 
 
 def _call(text: str, at: int, recipient: str) -> tuple[ToolCall | str, int]:
-    """The call in the message body at ``at``, or what is wrong with it; and where the message ends."""
+    """Return the call in the message body at ``at``, or its problem, and where the message ends."""
     value, end, problem = json_at(text, at)
     arguments = arguments_of(value) if problem is None else problem
     ends = _ENDS.search(text, end)
@@ -80,7 +80,7 @@ def _call(text: str, at: int, recipient: str) -> tuple[ToolCall | str, int]:
 
 
 def _message_end(text: str, at: int) -> int:
-    """Behind the end of a message, at the start of the next or the end of the text."""
+    """Return the start of the next message, or the end of the text."""
     following = text.find("<|start|>", at)
     return following if following >= 0 else len(text)
 

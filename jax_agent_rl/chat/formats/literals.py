@@ -1,4 +1,4 @@
-"""A reader of literals that evaluates nothing: numbers, strings, lists and mappings, to a depth, in linear time.
+"""Parser of literals that evaluates nothing: numbers, strings, lists and mappings, with bounded depth in linear time.
 
 Two notations share it: Python's (``f(a=1, b="x", c=[True, None])``) and Gemma's (``{key:<escape>text<escape>}``).
 """
@@ -31,11 +31,11 @@ class LiteralError(ValueError):
 
 
 class Literals:
-    """A position in a text, moved on by reading.
+    """A cursor in a text.
 
     Args:
-        text: what is read.
-        at: where to begin.
+        text: the text to read.
+        at: where to begin reading.
         quote: the token around strings in Gemma's notation; None: Python's strings.
     """
 
@@ -45,7 +45,7 @@ class Literals:
         self._quote = quote
 
     def accept(self, literal: str) -> bool:
-        """Moves past ``literal`` if it comes next, white space aside."""
+        """Move past ``literal`` if it comes next, ignoring white space."""
         self._skip_space()
         if not self.text.startswith(literal, self.at):
             return False
@@ -53,7 +53,7 @@ class Literals:
         return True
 
     def expect(self, literal: str) -> None:
-        """Moves past ``literal``.
+        """Move past ``literal``.
 
         Raises:
             LiteralError: something else comes next.
@@ -62,7 +62,7 @@ class Literals:
             raise self.error(f"expected {literal!r}")
 
     def word(self, pattern: re.Pattern[str] = _WORD) -> str:
-        """A name."""
+        """Read a name."""
         self._skip_space()
         found = pattern.match(self.text, self.at)
         if found is None:
@@ -71,7 +71,7 @@ class Literals:
         return found.group()
 
     def value(self, depth: int = 0) -> Any:
-        """The value that comes next.
+        """Read the next value.
 
         Raises:
             LiteralError: there is none, or it is nested deeper than :data:`MAX_DEPTH`.
@@ -96,7 +96,7 @@ class Literals:
         return _CONSTANTS[word]
 
     def error(self, message: str) -> LiteralError:
-        """An error at the present position, with what stands there."""
+        """Return an error at the current position, quoting the text there."""
         return LiteralError(f"{message}, got {self.text[self.at : self.at + 20]!r}", self.at)
 
     def _items(self, close: str, read: Any) -> list[Any]:
@@ -122,7 +122,7 @@ class Literals:
         return self._string()
 
     def _string(self) -> str | None:
-        """The string that begins here, or None."""
+        """Read the string that begins here, if any."""
         if self._quote is not None:
             return self._quoted(self._quote)
         found = _PYTHON_STRING.match(self.text, self.at)

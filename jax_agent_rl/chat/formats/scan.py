@@ -1,4 +1,4 @@
-"""The walk through an assistant turn that all formats share: text, reasoning, calls, in one pass.
+"""The scanner all formats share: text, reasoning and calls of an assistant turn, in one pass.
 
 ::
 
@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from jax_agent_rl.chat.formats.types import Reply, ToolCall
+from jax_agent_rl.chat.formats.types import Reply, Schema, ToolCall
 from jax_agent_rl.chat.thinking import ALL_THINK_TAGS, THINK_TAGS
 from jax_agent_rl.utils.text import has_lone_surrogate
 
@@ -28,7 +28,7 @@ _ALL_THINK_TAGS = tuple(tag for tags in ALL_THINK_TAGS for tag in tags)
 
 
 class Read(NamedTuple):
-    """What a reader found: calls and, as text, reasons why something is none; and where it ended."""
+    """Calls, or problems as text, and where they end."""
 
     items: list[ToolCall | str]
     end: int
@@ -58,8 +58,8 @@ class Scanner:
         self._marks = re.compile("|".join(parts), re.DOTALL)
         self._read = read
 
-    def parse(self, text: str) -> Reply:
-        """Takes an assistant turn apart."""
+    def parse(self, text: str, tools: Sequence[Schema] = ()) -> Reply:
+        """Parse an assistant turn; ``tools`` is unused, see :class:`ToolFormat`."""
         content: list[str] = []
         reasoning: list[str] = []
         items: list[ToolCall | str] = []
@@ -99,9 +99,10 @@ class Scanner:
 
 
 def resume_after(text: str, at: int, close: str | None, *marks: str) -> int:
-    """Where to go on after a broken call: behind its closing tag, if that comes before any other mark or thinking tag.
+    """Return where to resume after a malformed call: after its closing tag, or before an earlier mark or thinking tag.
 
     Args:
+        text: the assistant turn.
         at: where the call broke, or where it began if a string of it may have swallowed a mark.
         close: its closing tag, if it has one.
         marks: tags that begin something else.
@@ -114,16 +115,10 @@ def resume_after(text: str, at: int, close: str | None, *marks: str) -> int:
 
 
 def skip_space(text: str, at: int) -> int:
-    """The first place from ``at`` that is not white space."""
+    """Return the first position from ``at`` that is not white space."""
     while at < len(text) and text[at].isspace():
         at += 1
     return at
-
-
-def after(text: str, at: int, literal: str) -> int:
-    """The place behind ``literal`` if it follows, white space aside; else -1."""
-    at = skip_space(text, at)
-    return at + len(literal) if text.startswith(literal, at) else -1
 
 
 def _no_constant(name: str) -> Any:
@@ -135,7 +130,7 @@ _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def json_at(text: str, at: int) -> tuple[Any, int, str | None]:
-    """``(value, end, None)`` of the JSON after white space; or ``(None, beginning, reason)``."""
+    """Return ``(value, end, None)`` of the JSON after white space, or ``(None, start, problem)``."""
     at = skip_space(text, at)
     try:
         value, end = _DECODER.raw_decode(text, at)
@@ -149,7 +144,7 @@ def json_at(text: str, at: int) -> tuple[Any, int, str | None]:
 
 
 def arguments_of(value: Any) -> dict[str, Any] | str:
-    """Arguments as an object, also when written as a string of JSON; or what is wrong with them."""
+    """Return arguments as an object, decoding a string of JSON, or their problem."""
     if isinstance(value, str):
         decoded, end, problem = json_at(value, 0)
         value = decoded if problem is None and skip_space(value, end) == len(value) else value
@@ -159,10 +154,11 @@ def arguments_of(value: Any) -> dict[str, Any] | str:
 
 
 def call_of(value: Any, *, keys: tuple[str, ...] = ("arguments",)) -> ToolCall | str:
-    """A decoded ``{"name": …, "arguments": {…}}`` as a call, or what is wrong with it.
+    """Return a decoded ``{"name": …, "arguments": {…}}`` as a call, or its problem.
 
     Args:
-        keys: names the arguments may have, the first one present counts; none of them: no arguments.
+        value: the decoded JSON.
+        keys: possible keys of the arguments; the first one present counts, and none means no arguments.
     """
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
         return f'expected an object with "name" and "{keys[0]}"'

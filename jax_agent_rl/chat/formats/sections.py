@@ -1,11 +1,11 @@
-"""Formats of special tokens around JSON arguments: Kimi K2, DeepSeek V3 and V3.1, Mistral.
+r"""Formats of special tokens around JSON arguments: Kimi K2, DeepSeek V3 and V3.1, Mistral.
 
 ::
 
     kimi          <|tool_calls_section_begin|><|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>{…}
                   <|tool_call_end|> … <|tool_calls_section_end|>            the text before the arguments is the id;
                                                                             some models write call-NAME-0
-    deepseek_v3   <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\\n```json\\n{…}\\n```
+    deepseek_v3   <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n```json\n{…}\n```
                   <｜tool▁call▁end｜> … <｜tool▁calls▁end｜>
     deepseek_v31  <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{…}<｜tool▁call▁end｜>
                   … <｜tool▁calls▁end｜>
@@ -144,7 +144,7 @@ _MISTRAL_HEAD = re.compile(
 
 
 def _with_id(call: ToolCall | str, call_id: Any) -> ToolCall | str:
-    """The call under the id the model wrote, if a template accepts it."""
+    """Return the call under the id the model wrote, if templates accept it."""
     valid = isinstance(call_id, str) and _MISTRAL_ID.fullmatch(call_id)
     return replace(call, id=call_id) if valid and isinstance(call, ToolCall) else call
 
@@ -166,16 +166,9 @@ def _read_mistral(text: str, opening: re.Match[str]) -> Read:
     return Read([problem], resume_after(text, end, None, _TOOL_CALLS))
 
 
-_MISTRAL_SCANNER = Scanner(re.escape(_TOOL_CALLS), _read_mistral, think=MISTRAL_THINK_TAGS)
-
-
-def _parse_mistral(text: str, tools: Sequence[Schema] = ()) -> Reply:
-    return _MISTRAL_SCANNER.parse(text)
-
-
 MISTRAL = ToolFormat(
     name="mistral",
-    parse=_parse_mistral,
+    parse=Scanner(re.escape(_TOOL_CALLS), _read_mistral, think=MISTRAL_THINK_TAGS).parse,
     example='[TOOL_CALLS][{"name": "NAME", "arguments": {"KEY": VALUE}}]',
     markers=((_TOOL_CALLS,),),
 )

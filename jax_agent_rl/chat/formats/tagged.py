@@ -1,8 +1,8 @@
-"""Formats that write each argument between tags: Qwen3-Coder, Seed-OSS, MiniMax-M2, GLM.
+r"""Formats that write each argument between tags: Qwen3-Coder, Seed-OSS, MiniMax-M2, GLM.
 
 ::
 
-    qwen3_coder  <tool_call><function=NAME><parameter=KEY>\\nVALUE\\n</parameter></function></tool_call>
+    qwen3_coder  <tool_call><function=NAME><parameter=KEY>\nVALUE\n</parameter></function></tool_call>
     seed         <seed:tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></seed:tool_call>
     minimax      <minimax:tool_call><invoke name="NAME"><parameter name="KEY">VALUE</parameter></invoke> …
     glm          <tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>
@@ -14,11 +14,10 @@ closing tag, unless exactly what may follow one follows it.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jax_agent_rl.chat.formats.scan import Read, Scanner, resume_after, skip_space
-from jax_agent_rl.chat.formats.types import Reply, Schema, ToolCall, ToolFormat
+from jax_agent_rl.chat.formats.types import ToolCall, ToolFormat
 from jax_agent_rl.chat.thinking import SEED_THINK_TAGS, THINK_TAGS
 
 
@@ -77,7 +76,7 @@ class TaggedReader:
         return self._broken(text, at, f"{self._tags.open}: expected {self._tags.close}, got {_shown(text, at)}")
 
     def _arguments(self, text: str, at: int) -> tuple[dict[str, str], int, str | None]:
-        """The arguments from ``at``, where they end, and what is wrong with them."""
+        """Return the arguments from ``at``, where they end, and their problem."""
         arguments: dict[str, str] = {}
         while key := self._key.match(text, at):
             name = key[1].strip()
@@ -92,12 +91,12 @@ class TaggedReader:
         return arguments, at, None
 
     def _swallows_a_call(self, value: str) -> bool:
-        """True if reasoning ends and a call begins in it: then this was a half-written call in the reasoning."""
+        """Return whether reasoning ends and a call begins in ``value``: the call before was unfinished reasoning."""
         end = value.find(self._tags.think[1])
         return end >= 0 and self._tags.open in value[end:]
 
     def _broken(self, text: str, at: int, problem: str) -> Read:
-        """Nothing between the outer tags is run when a part of it is broken."""
+        """Reject everything between the outer tags when a part is malformed."""
         return Read([problem], resume_after(text, at, self._tags.close, self._tags.open))
 
 
@@ -112,11 +111,7 @@ def _shown(text: str, at: int) -> str:
 
 
 def _format(name: str, tags: Tags, *, example: str, markers: tuple[tuple[str, ...], ...]) -> ToolFormat:
-    scanner = Scanner(re.escape(tags.open), TaggedReader(tags), think=tags.think)
-
-    def parse(text: str, tools: Sequence[Schema] = ()) -> Reply:
-        return scanner.parse(text)
-
+    parse = Scanner(re.escape(tags.open), TaggedReader(tags), think=tags.think).parse
     return ToolFormat(name=name, parse=parse, example=example, markers=markers, call_end=tags.close)
 
 

@@ -1,4 +1,4 @@
-"""What a tool-call format is, and what it makes of a reply."""
+"""The types of tool-call formats and parsed replies."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ToolCall:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reply:
-    """An assistant turn, taken apart.
+    """A parsed assistant turn.
 
     Attributes:
         content: the text outside reasoning and calls.
@@ -44,7 +44,7 @@ class Reply:
 
 
 def call_json(name: str, arguments: Mapping[str, Any]) -> str:
-    """A call as most formats write it: one JSON object."""
+    """Return a call as most formats write it: one JSON object."""
     return json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
 
 
@@ -54,7 +54,7 @@ class ToolFormat:
 
     Attributes:
         name: value of ``agent.tool_format``.
-        parse: takes an assistant turn (its text with special tokens) and the schemas of the sample's tools apart.
+        parse: parses an assistant turn (its text with special tokens), given the schemas of the sample's tools.
             Never raises, never evaluates anything, and takes time linear in the text.
         example: a call as the model should write it, for templates that have no section for tools.
         markers: a chat template is of this format if its source has every text of one of these groups.
@@ -72,14 +72,14 @@ class ToolFormat:
     result: str = "<tool_response>\n{}\n</tool_response>"
 
     def system_section(self, tools: Sequence[Schema]) -> str:
-        """What to tell a model whose template has no section for tools."""
+        """Return the prompt section on tools for a template that has none."""
         schemas = "\n".join(json.dumps(tool) for tool in tools)
         return f"You can call these tools:\n<tools>\n{schemas}\n</tools>\nTo call one, write {self.example}"
 
     def tool_result(self, text: str) -> str:
-        """A tool result for a template that has no ``tool`` role: part of a user message."""
+        """Return a tool result as part of a user message, for a template without ``tool`` role."""
         return self.result.replace("{}", text, 1)
 
     def is_of(self, template: str) -> bool:
-        """True if a chat template (its source) writes calls in this format."""
+        """Return whether a chat template, given as source, writes calls in this format."""
         return any(all(marker in template for marker in group) for group in self.markers)

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from jax_agent_rl.agents.seeds import derive_seed
+from jax_agent_rl.agents.context import derive_seed
 from jax_agent_rl.types import Fork, Trajectory
 
 

@@ -1,4 +1,4 @@
-"""What a simulated user is.
+"""The interface of simulated users, and one conversation with a user.
 
 Life of one conversation (``instance_id`` is the trajectory's id)::
 
@@ -10,21 +10,31 @@ or is cancelled. ``kwargs`` are the row's ``extra_info.interaction_kwargs`` with
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from jax_agent_rl.errors import InteractionError, TrajectoryError
+from jax_agent_rl.utils.timeouts import in_time
 
 if TYPE_CHECKING:
     from jax_agent_rl.environments.users.chat_model import UserModel
 
 
+logger = logging.getLogger(__name__)
+
+
 class UserReply(NamedTuple):
-    """What a user says. A plain ``(terminate, text, score, metadata)`` will do, too.
+    """A user's answer; a plain ``(terminate, text, score, metadata)`` is accepted too.
 
     Attributes:
         terminate: the conversation is over; ``text`` is not shown to the policy any more.
         text: the user's message.
-        score: what the policy's last turn was worth.
+        score: the score of the policy's last turn.
         metadata: numbers among it are added to the trajectory's metrics.
     """
 
@@ -45,25 +55,103 @@ class BaseInteraction(ABC):
         self.config = config
 
     def attach(self, engine: UserModel) -> None:  # noqa: B027 - few users need one
-        """Gets the run's own engine once, before the first conversation."""
+        """Receive the run's own engine, once, before the first conversation."""
 
     async def start_interaction(self, instance_id: str, **kwargs: Any) -> None:  # noqa: B027
-        """Begins a conversation."""
+        """Begin a conversation."""
 
     @abstractmethod
     async def generate_response(
         self, instance_id: str, messages: Sequence[Mapping[str, Any]], **kwargs: Any
     ) -> UserReply | tuple[bool, str, float, Mapping[str, Any]]:
-        """Answers the policy.
+        """Answer the policy.
 
         Args:
             instance_id: id of the trajectory.
             messages: the conversation so far; the last one is the assistant's.
-            kwargs: what the dataset row adds.
+            kwargs: the row's ``interaction_kwargs`` without ``name``.
         """
 
     async def finalize_interaction(self, instance_id: str) -> None:  # noqa: B027
-        """Ends a conversation: frees what was kept for it."""
+        """End a conversation and free its state."""
 
     async def close(self) -> None:  # noqa: B027
-        """Closes what the instance holds open, after the last conversation."""
+        """Close what the instance holds open, after the last conversation."""
+
+
+class InteractionSession:
+    """One conversation with a user, as an async context manager: started, answered in time, always finalized.
+
+    Args:
+        user: who answers.
+        name: its name, for messages.
+        instance_id: the trajectory's id.
+        kwargs: the row's ``interaction_kwargs``, without ``name``.
+        timeout: seconds each of start, one reply and finalize may take, ``interactions.timeout``.
+    """
+
+    def __init__(
+        self, user: BaseInteraction, *, name: str, instance_id: str, kwargs: Mapping[str, Any], timeout: float
+    ):
+        self._user = user
+        self._name = name
+        self._id = instance_id
+        self._kwargs = kwargs
+        self._timeout = timeout
+
+    async def __aenter__(self) -> InteractionSession:
+        """Start the user; if that fails, finalize it and raise InteractionError."""
+        try:
+            await self._in_time(self._user.start_interaction(self._id, **self._kwargs), "start")
+        except BaseException:  # __aexit__ will not run
+            await self._finalize_shielded()
+            raise
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None):
+        await self._finalize_shielded()
+
+    async def reply(self, messages: Sequence[Mapping[str, Any]]) -> UserReply:
+        """Return the user's answer to the assistant's last message.
+
+        Raises:
+            InteractionError: the user raised, took too long, or returned an invalid reply.
+        """
+        answer = await self._in_time(self._user.generate_response(self._id, messages, **self._kwargs), "reply")
+        return _checked(answer, self._name)
+
+    async def _finalize_shielded(self) -> None:
+        """Finalize; a second cancellation ends the waiting, not the finalizing."""
+        await asyncio.shield(asyncio.ensure_future(self._finalize()))
+
+    async def _finalize(self) -> None:
+        try:
+            await self._in_time(self._user.finalize_interaction(self._id), "finalize")
+        except TrajectoryError as error:
+            logger.warning("%s: %s", self._id, error)
+
+    async def _in_time(self, work: Awaitable[Any], what: str) -> Any:
+        """Await ``work`` in a task of its own, which is abandoned if it ignores its cancellation."""
+        who = f"interaction {self._name!r}"
+        try:
+            return await in_time(
+                work,
+                self._timeout,
+                late=lambda: InteractionError(
+                    f"{who} did not {what} within interactions.timeout={self._timeout:g} seconds"
+                ),
+                error=lambda problem: InteractionError(f"{who} {problem}"),
+            )
+        except TrajectoryError:
+            raise
+        except Exception as error:
+            raise InteractionError(f"{who} raised {type(error).__name__} in {what}: {error}") from error
+
+
+def _checked(answer: Any, name: str) -> UserReply:
+    match answer:
+        case (bool(terminate), str(text), int() | float() as score, Mapping() as metadata) if math.isfinite(score):
+            return UserReply(terminate, text, float(score), metadata)
+    raise InteractionError(
+        f"interaction {name!r} must answer (terminate: bool, text, finite score, metadata), got {answer!r:.200}"
+    )

@@ -66,7 +66,7 @@ class OpenAIChat:
     async def complete(
         self, messages: Sequence[Message], *, request_id: str, max_tokens: int, temperature: float
     ) -> str:
-        """The assistant's next message.
+        """Return the assistant's next message.
 
         Raises:
             InteractionError: the endpoint failed, took too long, or gave no text.
@@ -94,16 +94,16 @@ class OpenAIChat:
         await self._service.close()
 
 
-class _Generates(Protocol):
-    """What is needed of :class:`~jax_agent_rl.rollout.client.LLMServerClient`."""
+class _Client(Protocol):
+    """The part of :class:`~jax_agent_rl.rollout.client.LLMServerClient` used here."""
 
     async def generate(
         self, request_id: str, *, prompt_ids: Sequence[int], sampling_params: SamplingParams
     ) -> TokenOutput: ...
 
 
-class _Codes(Protocol):
-    """What is needed of :class:`~jax_agent_rl.chat.codec.ChatCodec`."""
+class _Codec(Protocol):
+    """The part of :class:`~jax_agent_rl.chat.codec.ChatCodec` used here."""
 
     def encode_prompt(self, messages: Sequence[Message]) -> list[int]: ...
 
@@ -119,7 +119,7 @@ class EngineChat:
         max_model_len: most ids of one context.
     """
 
-    def __init__(self, client: _Generates, codec: _Codes, *, max_model_len: int):
+    def __init__(self, client: _Client, codec: _Codec, *, max_model_len: int):
         self._client = client
         self._codec = codec
         self._max_model_len = max_model_len
@@ -127,7 +127,7 @@ class EngineChat:
     async def complete(
         self, messages: Sequence[Message], *, request_id: str, max_tokens: int, temperature: float
     ) -> str:
-        """The assistant's next message.
+        """Return the assistant's next message.
 
         Raises:
             InteractionError: the conversation fills the engine's context.
@@ -145,4 +145,4 @@ class EngineChat:
         return self._codec.decode(output.token_ids)
 
     async def close(self) -> None:
-        """The engine is not ours to close."""
+        """Do nothing: the run owns the engine."""

@@ -1,9 +1,11 @@
-"""The simulated users of a run, by name, from a YAML file::
+"""The simulated users of a run, by name, from a YAML file.
 
-interaction:
-  - name: gsm8k
-    class_name: jax_agent_rl.environments.users.Gsm8kInteraction
-    config: {answer_format: flexible}
+::
+
+    interaction:
+      - name: gsm8k
+        class_name: jax_agent_rl.environments.users.Gsm8kInteraction
+        config: {answer_format: flexible}
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ class InteractionRegistry(Mapping[str, BaseInteraction]):
 
     @classmethod
     def from_path(cls, path: str | None, *, timeout: float = 60.0) -> InteractionRegistry:
-        """The users of ``interactions.interaction_config_path`` (None: no users).
+        """Load the users of ``interactions.interaction_config_path``; None gives none.
 
         Raises:
             ConfigError: the file is missing or malformed, a class cannot be found or refuses its ``config``, or two
@@ -53,12 +55,12 @@ class InteractionRegistry(Mapping[str, BaseInteraction]):
         return cls(users, timeout=timeout)
 
     def attach(self, engine: UserModel) -> None:
-        """Gives every user the run's own engine."""
+        """Give every user the run's own engine."""
         for user in self._users.values():
             user.attach(engine)
 
     async def close(self) -> None:
-        """Closes all users."""
+        """Close all users."""
         for user in self._users.values():
             await user.close()
 

@@ -3,7 +3,7 @@
 import pytest
 
 from jax_agent_rl.agents import AgentSelector, TextToolAgent, ToolAgent
-from jax_agent_rl.agents.malformed import MalformedCalls
+from jax_agent_rl.agents.context import MalformedCalls
 from jax_agent_rl.config import ToolClientConfig
 from tests.agent_testbed import AgentStage
 
@@ -12,18 +12,18 @@ def test_one_is_told_in_an_interval_with_the_number_of_those_that_were_not(caplo
     now = 0.0
     calls = MalformedCalls(interval=30.0, clock=lambda: now)
     for now in (0.0, 1.0, 29.0, 31.0, 32.0, 61.0, 500.0):
-        calls.tell(f"call at {now:g}")
+        calls.report(f"call at {now:g}")
     assert [record.getMessage() for record in caplog.records] == [
         "Failed to decode tool call: 'call at 0'",
-        "Failed to decode tool call: 'call at 31' (and 2 more since the last one told)",
-        "Failed to decode tool call: 'call at 61' (and 1 more since the last one told)",
+        "Failed to decode tool call: 'call at 31' (and 2 more since the last report)",
+        "Failed to decode tool call: 'call at 61' (and 1 more since the last report)",
         "Failed to decode tool call: 'call at 500'",
     ]
     assert {record.levelname for record in caplog.records} == {"WARNING"}
 
 
 def test_what_a_model_wrote_is_shown_escaped_and_short(caplog):
-    MalformedCalls().tell("\x1b[2J\r" + "x" * 1000)
+    MalformedCalls().report("\x1b[2J\r" + "x" * 1000)
     (record,) = caplog.records
     assert "\x1b" not in record.getMessage() and "\\x1b[2J\\r" in record.getMessage()
     assert len(record.getMessage()) < 300
@@ -42,7 +42,7 @@ async def test_their_number_is_said_once_when_the_agents_are_closed(caplog, agen
     await selector.close()
     await selector.close()
     (record,) = caplog.records
-    assert record.getMessage().startswith("Failed to decode 3 tool calls in all.") and "tool_format" in record.message
+    assert record.getMessage().startswith("Failed to decode 3 tool calls in total.") and "tool_format" in record.message
 
 
 async def test_nothing_is_said_where_every_call_could_be_decoded(caplog):

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import pytest
 
 from jax_agent_rl.agents import AgentContext
-from jax_agent_rl.agents.branches import to_trajectory
 from jax_agent_rl.agents.conversation import Traces
 from jax_agent_rl.agents.recorder import ChatRecorder
+from jax_agent_rl.agents.session_tree import to_trajectory
 from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.config import AgentConfig
 from jax_agent_rl.rollout.client import LLMServerClient

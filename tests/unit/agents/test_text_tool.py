@@ -10,7 +10,7 @@ from starlette.routing import Route
 from jax_agent_rl.agents import SearchAgent, TextToolAgent
 from jax_agent_rl.config import SearchConfig, ToolClientConfig
 from jax_agent_rl.errors import ConfigError, ToolServerError
-from jax_agent_rl.types import FinishReason
+from jax_agent_rl.types import FinishReason, Fork, SamplingParams
 from tests.agent_testbed import ROW, AgentStage, assert_token_exact
 from tests.fakes import FakeCodec
 from tests.http_service import ToolServer, serve
@@ -209,6 +209,25 @@ async def test_finding_nothing_is_said():
 async def test_search_max_turns_bounds_the_queries():
     trajectory, asked, _ = await search({"result": [["x"]]}, script=["<search> a </search>"], max_turns=2)
     assert len(asked) == 2 and trajectory.finish_reason is FinishReason.MAX_USER_TURNS
+
+
+async def test_a_branch_repeats_no_query_and_counts_those_of_its_parent():
+    asked = []
+    async with serve(retriever({"result": [["x"]]}, asked=asked)) as url:
+        config = SearchConfig(server_url=f"{url}/retrieve", retry_delay=0, max_turns=2)
+        it = AgentStage(SearchAgent, ["<search> a </search>"], shared={"search": config})
+        parent = await it.run()
+        assert it.agent.can_branch() and len(asked) == 2
+        it.backend.requests.clear()
+        fork = Fork(tree_id="t", parent_id="t", turns=1, tokens=2)
+        branch = await it.agent.branch(parent, fork, trajectory_id="b", sampling=SamplingParams(max_tokens=1000))
+        await it.agent.close()
+    first, begun = it.backend.requests[0], parent.turns[1].output.token_ids[:2]
+    assert (
+        first.prompt_ids == parent.prompt_ids + parent.turns[0].output.token_ids + parent.turns[0].appended_ids + begun
+    )
+    assert branch.fork == fork and branch.turns[0] == parent.turns[0] and branch.turns[1].output.token_ids[:2] == begun
+    assert len(asked) == 3 and branch.num_turns == 3 and branch.finish_reason is FinishReason.MAX_USER_TURNS
 
 
 @pytest.mark.parametrize("answer", [{}, [], {"result": []}, {"result": [[3]]}, {"result": [[{"document": {}}]]}])

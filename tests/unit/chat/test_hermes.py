@@ -7,8 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jax_agent_rl.chat.formats import ToolCall, get_format
-from jax_agent_rl.chat.formats.hermes import parse
+from jax_agent_rl.chat.formats.json_calls import HERMES
 from jax_agent_rl.errors import ConfigError
+
+parse = HERMES.parse
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),

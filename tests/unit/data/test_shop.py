@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jax_agent_rl.chat.formats import pythonic
+from jax_agent_rl.chat.formats import get_format
 from jax_agent_rl.config import load
 from jax_agent_rl.data.rows import load_rows
 from jax_agent_rl.data.shop import SHOWN, TABLES, prepare_shop
@@ -67,7 +67,7 @@ async def test_the_prompts_calls_are_read_as_written_and_give_the_results_shown(
     ]
     assert len(shown) == 5
     for text, result in shown:
-        (call,) = pythonic.FORMAT.parse(text, ()).tool_calls
+        (call,) = get_format("pythonic").parse(text, ()).tool_calls
         assert await getattr(shop, call.name).execute("", call.arguments) == result
 
 

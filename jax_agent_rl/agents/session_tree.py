@@ -20,11 +20,15 @@ def to_trajectory(
     metrics: Mapping[str, float],
     tool_scores: Mapping[str, float],
 ) -> Trajectory:
-    """What a session recorded, not scored yet.
+    """Return what a session recorded as a trajectory without scores.
 
     Args:
+        recorder: the session's recorder.
+        row: the dataset row.
+        group_id: shared by the trajectories of one prompt.
+        agent_name: name of the loop.
         metrics: numbers to add to the recorder's.
-        tool_scores: what the tools make of it, :meth:`ToolSession.calc_rewards`.
+        tool_scores: the result of :meth:`ToolSession.calc_rewards`.
 
     Raises:
         TrajectoryError: nothing was sampled.
@@ -67,14 +71,14 @@ def paths_to_train(turns: Sequence[RecordedTurn]) -> list[list[RecordedTurn]]:
 
 
 def path_arrays(turn: RecordedTurn) -> dict[str, list[Any]]:
-    """The context that ends with a turn in a trajectory's arrays: ids, mask, log-probs, versions."""
+    """Return the context that ends with ``turn`` as a trajectory's arrays: ids, mask, log-probs, versions."""
     sequence = _sequence(turn.path(), 0, trajectory_id="", group_id="", agent_name="")
     names = ("prompt_ids", "response_ids", "response_mask", "rollout_logprobs", "policy_versions")
     return {name: list(getattr(sequence, name)) for name in names}
 
 
 def _sequence(path: Sequence[RecordedTurn], fresh: int, **fields: Any) -> Trajectory:
-    """A path from its turn ``fresh`` on; what stands before it is prompt, for another sequence trains on it."""
+    """Return a path from its turn ``fresh`` on; earlier turns are prompt, as another sequence trains on them."""
     first = path[fresh]
     prompt = first.context_ids[: len(first.context_ids) - len(first.output.token_ids)]
     following = [*path[fresh + 1 :], None]

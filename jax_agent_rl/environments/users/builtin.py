@@ -1,8 +1,9 @@
-"""A user played by a language model."""
+"""The users that come with the package: one with the answer sheet, and one played by a language model."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from decimal import Decimal
 from typing import Any
 
 from pydantic import Field, ValidationError
@@ -11,6 +12,54 @@ from jax_agent_rl.config.base import NonNegative, Positive, Section
 from jax_agent_rl.environments.users.base import BaseInteraction, UserReply
 from jax_agent_rl.environments.users.chat_model import OpenAIChat, UserModel
 from jax_agent_rl.errors import ConfigError, InteractionError
+from jax_agent_rl.rewards.rules import last_number, marked_number
+
+RIGHT = "Your response is correct!"
+WRONG = "Your response is incorrect! You need to reflect on your answer and try again."
+
+
+class Gsm8kInteraction(BaseInteraction):
+    """Says whether ``#### number`` is right, and asks again if not; scores every turn 1 or 0.
+
+    ``interaction_kwargs``: ``ground_truth``.
+
+    Args:
+        config: ``answer_format``: ``strict`` (the default) wants ``####``, ``flexible`` takes the last number without
+            it; ``right`` and ``wrong``: what to say.
+
+    Raises:
+        ConfigError: ``config`` holds something else.
+    """
+
+    def __init__(self, config: Mapping[str, Any]):
+        super().__init__(config)
+        if unknown := sorted(config.keys() - {"answer_format", "right", "wrong"}):
+            raise ConfigError(f"{unknown[0]}: Gsm8kInteraction takes answer_format, right and wrong")
+        self._flexible = config.get("answer_format", "strict") == "flexible"
+        self._truths: dict[str, Decimal] = {}
+
+    async def start_interaction(self, instance_id: str, **kwargs: Any) -> None:
+        truth = last_number(str(kwargs.get("ground_truth", "")))
+        if truth is None:
+            raise InteractionError(
+                f"interaction_kwargs.ground_truth={kwargs.get('ground_truth')!r} holds no number to compare with"
+            )
+        self._truths[instance_id] = truth
+
+    async def generate_response(
+        self, instance_id: str, messages: Sequence[Mapping[str, Any]], **kwargs: Any
+    ) -> UserReply:
+        text = messages[-1]["content"]
+        answer = marked_number(text)
+        if answer is None and self._flexible:
+            answer = last_number(text)
+        if answer == self._truths[instance_id]:
+            return UserReply(True, self.config.get("right", RIGHT), 1.0)
+        return UserReply(False, self.config.get("wrong", WRONG), 0.0)
+
+    async def finalize_interaction(self, instance_id: str) -> None:
+        self._truths.pop(instance_id, None)
+
 
 PERSONA = (
     "You play a user who talks to an assistant. Stay in that role: you are not the assistant. "
@@ -81,7 +130,7 @@ class ModelUserInteraction(BaseInteraction):
         turn = self._turns[instance_id]
         self._turns[instance_id] += 1
         text = await self._chat.complete(
-            self._seen_by_the_user(messages, kwargs.get("goal")),
+            self._swap_roles(messages, kwargs.get("goal")),
             request_id=f"{instance_id}/user/{turn}",
             max_tokens=settings.max_tokens,
             temperature=settings.temperature,
@@ -96,8 +145,8 @@ class ModelUserInteraction(BaseInteraction):
         if self._chat is not None:
             await self._chat.close()
 
-    def _seen_by_the_user(self, messages: Sequence[Mapping[str, Any]], goal: Any) -> list[dict[str, str]]:
-        """Roles exchanged; system messages and tool results are the assistant's own affair."""
+    def _swap_roles(self, messages: Sequence[Mapping[str, Any]], goal: Any) -> list[dict[str, str]]:
+        """Return the conversation with roles exchanged, without system messages and tool results."""
         persona = self._settings.persona.replace("{done}", self._settings.done_phrase)
         seen = [{"role": "system", "content": f"{persona}\n\nThe user's goal: {goal}" if goal else persona}]
         exchanged = {"user": "assistant", "assistant": "user"}

@@ -1,0 +1,159 @@
+"""The turn loop of all agents: the policy generates a turn, a responder answers it, until a turn ends the trajectory.
+
+::
+
+    replay, on a branch
+      ┌─► generate ──► respond ──► a FinishReason: the trajectory is over
+      │                   │ None: the response was appended
+      └───────────────────┘
+
+What differs between agents is the :class:`Responder`: tools, a tool server, text markers, an environment or a simulated
+user. It decides which part of a turn is an action, answers it, and says when to stop; :meth:`TurnLoopAgent.play` opens
+what it works on and closes it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+from jax_agent_rl.agents.branching import Prefix
+from jax_agent_rl.agents.context import AgentContext
+from jax_agent_rl.agents.episode import Episode
+from jax_agent_rl.agents.loop import AgentLoop, register_agent
+from jax_agent_rl.config import AgentConfig
+from jax_agent_rl.tools.truncate import truncate_text
+from jax_agent_rl.types import FinishReason, Fork, SamplingParams, StopReason, TokenOutput, Trajectory, Turn
+
+
+@dataclass
+class Responder(ABC):
+    """Answers the policy's turns in one trajectory."""
+
+    context: AgentContext
+
+    @property
+    def limits(self) -> AgentConfig:
+        """The ``agent`` section of the config."""
+        return self.context.limits
+
+    def turn_limit(self, turns: int) -> FinishReason | None:
+        """Return the limit that makes the next turn the last one, or None.
+
+        Args:
+            turns: assistant turns so far.
+        """
+        if turns + 1 >= self.limits.max_assistant_turns:
+            return FinishReason.MAX_ASSISTANT_TURNS
+        return FinishReason.MAX_USER_TURNS if turns >= self.limits.max_user_turns else None
+
+    def generate_options(self, *, last: bool) -> Mapping[str, Any]:
+        """Return further arguments of :meth:`Episode.generate`; ``last`` as :meth:`turn_limit` has it."""
+        return {}
+
+    @abstractmethod
+    async def respond(self, episode: Episode, output: TokenOutput, limit: FinishReason | None) -> FinishReason | None:
+        """Answer the turn just generated.
+
+        Args:
+            episode: the trajectory; the response is appended to it.
+            output: the turn.
+            limit: the limit that allows no further turn, or None.
+
+        Returns:
+            Why the trajectory ends, or None if it goes on.
+        """
+
+    async def replay(self, turns: Sequence[Turn]) -> Mapping[str, float]:
+        """Bring a branch's responder to where its parent's stood after ``turns``; return metrics.
+
+        The default suits a responder without state.
+
+        Raises:
+            ReplayError: a turn was not answered as before.
+        """
+        return {}
+
+    def shorten(self, text: str) -> str:
+        """Return ``text`` within ``agent.max_tool_response_length`` tokens."""
+        codec, side = self.context.codec, self.limits.tool_response_truncate_side
+        limit = self.limits.max_tool_response_length
+        return truncate_text(text, limit, side, encode=codec.encode_text, decode=codec.decode)
+
+
+async def run_turns(episode: Episode, responder: Responder) -> FinishReason:
+    """Run turns from where the episode stands until one ends the trajectory, and return why."""
+    if episode.turns:
+        episode.add_metrics(await responder.replay(episode.turns))
+    while True:
+        limit = responder.turn_limit(len(episode.turns))
+        last = limit is not None
+        output = await episode.generate(session_ends=last, **responder.generate_options(last=last))
+        if (reason := await responder.respond(episode, output, limit)) is not None:
+            return reason
+
+
+def end_of(output: TokenOutput) -> FinishReason:
+    """Return how a turn without action ends the trajectory: as an answer, or cut off."""
+    return FinishReason.RESPONSE_LENGTH if output.stop_reason is StopReason.LENGTH else FinishReason.ANSWER
+
+
+StartEpisode = Callable[..., Episode]
+"""Starts the episode of a run or a branch; takes ``tools``, ``opening`` and ``tool_schemas`` of
+:meth:`AgentLoop.start`."""
+
+
+class TurnLoopAgent(AgentLoop):
+    """An agent loop over :func:`run_turns`."""
+
+    replayable: ClassVar[bool] = False
+    """Whether its responder can replay turns, so that trajectories can branch."""
+
+    async def run(
+        self, row: Mapping[str, Any], *, trajectory_id: str, group_id: str, sampling: SamplingParams
+    ) -> Trajectory:
+        start = partial(self.start, row, trajectory_id=trajectory_id, group_id=group_id, sampling=sampling)
+        return await self.play(start, row, trajectory_id)
+
+    async def branch(
+        self, parent: Trajectory, fork: Fork, *, trajectory_id: str, sampling: SamplingParams
+    ) -> Trajectory:
+        if not self.can_branch():
+            return await super().branch(parent, fork, trajectory_id=trajectory_id, sampling=sampling)
+        start = partial(
+            self.start,
+            parent.row,
+            trajectory_id=trajectory_id,
+            group_id=parent.group_id,
+            sampling=sampling,
+            prefix=Prefix.of(parent, fork),
+        )
+        return await self.play(start, parent.row, trajectory_id)
+
+    @classmethod
+    def can_branch(cls) -> bool:
+        return super().can_branch() and (cls.replayable or cls.branch is not TurnLoopAgent.branch)
+
+    @abstractmethod
+    async def play(self, start: StartEpisode, row: Mapping[str, Any], trajectory_id: str) -> Trajectory:
+        """Open what the responder works on, start the episode, run its turns, and finish it.
+
+        Args:
+            start: starts the episode.
+            row: the dataset row.
+            trajectory_id: unique within the run.
+        """
+
+
+@register_agent("single_turn_agent")
+class SingleTurnAgent(TurnLoopAgent):
+    """One prompt, one answer, no tools."""
+
+    replayable = True
+
+    async def play(self, start: StartEpisode, row: Mapping[str, Any], trajectory_id: str) -> Trajectory:
+        episode = start()
+        return episode.finish(end_of(await episode.generate(session_ends=True)))
