@@ -1,4 +1,6 @@
-"""The tool server: tools behind HTTP, decoupled from training. ``jax-agent-rl tool-server tools=[python,search] …``
+"""The tool server: tools behind HTTP, decoupled from training.
+
+Start it with ``jax-agent-rl tool-server tools=[python,search] …``.
 
 ::
 

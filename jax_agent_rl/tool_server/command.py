@@ -12,7 +12,7 @@ from jax_agent_rl.utils.interrupt import at_leaving
 
 
 async def run(settings: ToolServerSettings, say: Callable[[str], None]) -> None:
-    """Serves until it is cancelled.
+    """Serve until cancelled.
 
     Args:
         settings: of the server.

@@ -78,7 +78,7 @@ class ToolServerClient:
     async def get_observation(
         self, actions: Sequence[ServerAction], *, repeatable: bool = False
     ) -> list[ServerObservation | ToolServerError]:
-        """Runs one action of each of several trajectories; an entry that cannot be used is an error of its own.
+        """Run one action of each of several trajectories; an unusable entry becomes an error of its own.
 
         A server that takes too long gives observations with the error ``timeout``, for the model to read.
 
@@ -105,7 +105,7 @@ class ToolServerClient:
         return _observations(answer, len(actions), self._service.settings.url)
 
     async def finish(self, trajectory_id: str) -> None:
-        """Closes the environment of a trajectory.
+        """Close the environment of a trajectory.
 
         Raises:
             ToolServerError: as :meth:`get_observation`, or it took too long.
@@ -118,7 +118,7 @@ class ToolServerClient:
             raise ToolServerError(f"{self._service.settings.url}: closing {trajectory_id} took too long")
 
     async def check(self) -> None:
-        """Asks whether the server is well, by ``GET /health``.
+        """Check the server's ``GET /health``.
 
         Raises:
             ConfigError: it is not, or not there.
@@ -135,7 +135,7 @@ class ToolServerClient:
 
 
 def observation_url(url: str) -> str:
-    """``http://host:5000`` and ``http://host:5000/get_observation`` name the same server.
+    """Complete a server's URL: ``http://host:5000`` stands for ``http://host:5000/get_observation``.
 
     >>> observation_url("http://localhost:5000/")
     'http://localhost:5000/get_observation'

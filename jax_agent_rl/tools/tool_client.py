@@ -115,7 +115,7 @@ class ToolClient:
         self._pace = pace or Pace(max_workers=config.max_workers, interval=config.request_interval)
 
     async def execute(self, action: ServerAction) -> ServerObservation:
-        """Runs one piece of code.
+        """Run one piece of code.
 
         Raises:
             ToolServerError: the server cannot be reached, refuses, or answers what it must not.
@@ -131,7 +131,7 @@ class ToolClient:
 
 
 def tool_action(code: str) -> str:
-    """Code as the tool server's python tools recognize it; a common indentation is taken off.
+    """Wrap dedented code as the tool server's python tools recognize it.
 
     >>> tool_action(" print(1)")
     '<python>print(1)</python>'
@@ -140,9 +140,9 @@ def tool_action(code: str) -> str:
 
 
 def bare_result(text: str) -> str:
-    """What the code printed, without the tags a tool server puts around it.
+    r"""Return what the code printed, without the tags a tool server puts around it.
 
-    >>> bare_result("\\n<result>\\n42\\n</result>\\n")
+    >>> bare_result("\n<result>\n42\n</result>\n")
     '42'
     """
     inner = text.strip()

@@ -31,7 +31,7 @@ class Devices:
 
 
 def hardware(root: Path = Path("/")) -> set[str]:
-    """``gpu`` (NVIDIA) and ``tpu``, where this machine (or container) has any, whatever is installed.
+    """Return which of ``gpu`` (NVIDIA) and ``tpu`` this machine or container has, whatever is installed.
 
     Args:
         root: of the file system that is looked at.
@@ -47,7 +47,7 @@ def hardware(root: Path = Path("/")) -> set[str]:
 
 
 async def seen_by_jax() -> Devices | str:
-    """In a process of its own: a device that another process holds makes jax wait for it, or fail.
+    """Query jax in a process of its own: a device that another process holds makes it wait, or fail.
 
     Returns:
         the devices, or why there are none.
@@ -70,9 +70,10 @@ async def seen_by_jax() -> Devices | str:
 
 
 def judge(say: Say, seen: Devices | str, present: set[str], *, need: int, forced: str) -> Iterable[Finding]:
-    """Compares what jax sees with what there is.
+    """Compare what jax sees with the hardware present.
 
     Args:
+        say: makes the findings.
         seen: of :func:`seen_by_jax`.
         present: of :func:`hardware`.
         need: devices that learner and engine of the configuration take in this process.
@@ -94,5 +95,5 @@ def judge(say: Say, seen: Devices | str, present: set[str], *, need: int, forced
 
 
 async def look(say: Say, *, need: int = 1) -> Iterable[Finding]:
-    """See :func:`judge`."""
+    """Check the accelerators; see :func:`judge`."""
     return list(judge(say, await seen_by_jax(), hardware(), need=need, forced=os.environ.get("JAX_PLATFORMS", "")))

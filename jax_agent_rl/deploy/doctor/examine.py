@@ -22,7 +22,7 @@ TIMEOUT = 120.0
 
 
 async def examine(config: Config | None) -> AsyncIterator[Finding]:
-    """Looks at the machine, and at what a configuration needs, if there is one."""
+    """Check the machine and, if given, what a configuration needs."""
     async with AsyncExitStack() as stack:
         own = _of_config(config, stack) if config else []
         devices = functools.partial(accelerators.look, need=devices_needed(config) if config else 1)
@@ -31,7 +31,7 @@ async def examine(config: Config | None) -> AsyncIterator[Finding]:
 
 
 def devices_needed(config: Config) -> int:
-    """That learner and engine take in one process; several processes share the learner's mesh."""
+    """Return the devices that learner and engine take in one process; several processes share the learner's mesh."""
     if config.learner.multihost.num_processes not in (None, 1):
         return 1
     engine = config.rollout.jetstream

@@ -60,7 +60,7 @@ Look = Callable[[Say], Awaitable[Iterable[Finding]]]
 
 
 async def look_at_all(checks: Iterable[tuple[str, Look]], *, timeout: float) -> AsyncIterator[Finding]:
-    """Findings in the order of the checks.
+    """Yield findings in the order of the checks.
 
     Args:
         checks: each with its name.

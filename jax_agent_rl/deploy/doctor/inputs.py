@@ -64,28 +64,28 @@ class Known:
 
     @property
     def all_rows(self) -> list[Row]:
-        """Of every file; UnmetError if none could be read."""
+        """The rows of every file; UnmetError if none could be read."""
         if not self.rows:
             raise UnmetError("no rows could be read")
         return [row for rows in self.rows.values() for row in rows]
 
     @property
     def tokenizer(self) -> ChatCodec:
-        """UnmetError if it could not be read."""
+        """The codec; UnmetError if it could not be read."""
         if self.codec is None:
             raise UnmetError("the tokenizer could not be read")
         return self.codec
 
     @property
     def parameters(self) -> int:
-        """Of the model; UnmetError if that could not be read."""
+        """The model's parameter count; UnmetError if it could not be read."""
         if self.model is None:
             raise UnmetError("the model could not be read")
         return _count(self.model.parameter_shapes())
 
 
 async def user_code(known: Known, say: Say) -> Iterable[Finding]:
-    """The files that register agents, environments and rewards."""
+    """Import the files that register agents, environments and rewards."""
     config = known.config
     paths = {
         "agent.module": config.agent.module,
@@ -100,13 +100,13 @@ async def user_code(known: Known, say: Say) -> Iterable[Finding]:
 
 
 async def tools(known: Known, say: Say) -> Iterable[Finding]:
-    """Function tools, native tools, tools of MCP servers."""
+    """Open function tools, native tools and tools of MCP servers."""
     known.tools = await known.stack.enter_async_context(open_tools(known.config.tools))
     return [say.ok(f"{len(known.tools)}: {', '.join(known.tools)}" if len(known.tools) else "none is configured")]
 
 
 async def model(known: Known, say: Say) -> Iterable[Finding]:
-    """Files, family, shapes of all tensors, and whether it fits."""
+    """Check the model's files, family, tensor shapes, and whether it fits."""
     path = known.config.model.path
     known.model = check_files(path)
     count = known.parameters
@@ -130,7 +130,7 @@ async def model(known: Known, say: Say) -> Iterable[Finding]:
 
 
 async def further_models(known: Known, say: Say) -> Iterable[Finding]:
-    """Those of critic and judge."""
+    """Check the models of critic and judge."""
     config = known.config
     judge = config.reward.judge.model if config.reward.judge else None
     named = {"critic.path": config.critic.path, "reward.judge.model": judge if judge != POLICY else None}
@@ -142,14 +142,14 @@ async def further_models(known: Known, say: Say) -> Iterable[Finding]:
 
 
 async def run_folder(known: Known, say: Say) -> Iterable[Finding]:
-    """Room for checkpoints and logs."""
+    """Check the space for checkpoints and logs."""
     kept = known.config.trainer.keep_checkpoints + 1  # while the next one is written
     need = known.parameters * _CHECKPOINT_BYTES * kept
     return [disk(say, Path(known.config.run_dir), need=need, key="run_dir")]
 
 
 async def tokenizer(known: Known, say: Say) -> Iterable[Finding]:
-    """Ids and back, turns that append without changing what stands, and how tool calls are written."""
+    """Check text to ids and back, that turns append without changing the prefix, and the tool-call format."""
     known.codec = codec = open_codec(known.config)
     text = "Is 12 × 34 = 408?\n\tYes – naïve café 数."
     ids = codec.encode_text(text)
@@ -168,7 +168,7 @@ async def tokenizer(known: Known, say: Say) -> Iterable[Finding]:
 
 
 async def rows(known: Known, say: Say, *, name: str, source: Source) -> Iterable[Finding]:
-    """A file: every row in shape, every name in it known."""
+    """Load a file: every row well-formed, every name in it known."""
     file, limit = source
     tools = None if known.tools is None else list(known.tools)
     loaded = load_rows(file, agents=agent_names(), tools=tools, adapters=known_adapters(known.config))[:limit]
@@ -190,14 +190,14 @@ async def rows(known: Known, say: Say, *, name: str, source: Source) -> Iterable
 
 
 async def keys(known: Known, say: Say) -> Iterable[Finding]:
-    """Keys that neither the rows' agents nor the model use."""
+    """Check for keys that neither the rows' agents nor the model use."""
     sees = None if known.model is None else known.model.vision is not None
     facts = Facts(agents=select_agents(known.config, known.all_rows), sees=sees)
     return [say.fail(problem) for problem in unused(known.config, facts)] or [say.ok("all that are set are used")]
 
 
 async def prompts(known: Known, say: Say) -> Iterable[Finding]:
-    """How many are too long."""
+    """Count prompts that are too long."""
     codec, rows, most = known.tokenizer, known.all_rows, known.config.agent.max_prompt_length
     spread = rows[:: math.ceil(len(rows) / MOST_PROMPTS)]
     lengths = [len(codec.encode_prompt(row["prompt"], _schemas(known, row))) for row in spread if row["prompt"]]
@@ -212,7 +212,7 @@ async def prompts(known: Known, say: Say) -> Iterable[Finding]:
 
 
 async def reward_functions(known: Known, say: Say) -> Iterable[Finding]:
-    """The function of each data source, called with its first row's ground truth as the answer, in the usual forms."""
+    """Call each data source's function with its first row's ground truth as the answer, in the usual forms."""
     rows, config = known.all_rows, known.config
     needed = needed_services(config, rows)
     services = {"sandbox": await open_sandbox(config.reward.sandbox)} if "sandbox" in needed else {}
@@ -236,7 +236,7 @@ async def reward_functions(known: Known, say: Say) -> Iterable[Finding]:
 
 
 def _earned(say: Say, name: str, answer: str | None, rewards: Mapping[str, float]) -> Finding:
-    """What the forms of an answer earned, until one earned something.
+    """Report what the forms of an answer earned, until one earned something.
 
     That none does is no failure: the function may want a program, tool calls, or a form of its own.
     """
@@ -253,7 +253,7 @@ def _earned(say: Say, name: str, answer: str | None, rewards: Mapping[str, float
 
 
 def _answer_of(row: Row) -> str | None:
-    """What a right answer says, by the row's ground truth; None where that is no answer, or nobody compares it."""
+    """Return a right answer by the row's ground truth; None where that is no answer, or nobody compares it."""
     truth = (row.get("reward_model") or {}).get("ground_truth")
     if isinstance(truth, Mapping):
         truth = truth.get("target")
@@ -265,7 +265,7 @@ def _answer_of(row: Row) -> str | None:
 
 
 def _answered(row: Row, text: str) -> Trajectory:
-    """A trajectory that answers with this."""
+    """Return a trajectory that answers with ``text``."""
     output = TokenOutput(
         token_ids=(0,), log_probs=(0.0,), policy_versions=(0,), stop_reason=StopReason.EOS, context_digest=""
     )
@@ -282,7 +282,7 @@ def _answered(row: Row, text: str) -> Trajectory:
 
 
 def _schemas(known: Known, row: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """Of the tools that the prompt of a ``tool_agent`` tells of."""
+    """Return the tool schemas in the prompt of a ``tool_agent``."""
     name = row.get("agent_name") or known.config.agent.default_agent
     if name != ToolAgent.name or known.tools is None or known.config.agent.tool_prompt == "none":
         return ()
@@ -294,5 +294,5 @@ def _counts(counts: Counter[str]) -> str:
 
 
 def _count(shapes: Any) -> int:
-    """Elements of a tree of shapes."""
+    """Count the elements of a tree of shapes."""
     return sum(map(_count, shapes.values())) if isinstance(shapes, Mapping) else math.prod(shapes)

@@ -27,7 +27,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 async def interpreter(say: Say) -> Iterable[Finding]:
-    """Python and platform."""
+    """Check Python and the platform."""
     version = ".".join(map(str, sys.version_info[:3]))
     text = f"Python {version} on {platform.system()} {platform.machine()}"
     if sys.version_info < MIN_PYTHON:
@@ -38,7 +38,7 @@ async def interpreter(say: Say) -> Iterable[Finding]:
 
 
 async def packages(say: Say) -> Iterable[Finding]:
-    """Everything the package needs, in versions it takes; which extras are complete."""
+    """Check that all requirements are met, and list the complete extras."""
     try:
         requirements = metadata.requires(DISTRIBUTION) or []
     except metadata.PackageNotFoundError:
@@ -58,7 +58,7 @@ async def packages(say: Say) -> Iterable[Finding]:
 
 
 def missing(requirements: Sequence[str], *, extra: str | None) -> Iterator[str]:
-    """What is not installed, or in a version that is not taken.
+    """Yield what is not installed, or installed in an unsupported version.
 
     Args:
         requirements: as a distribution's metadata has them.
@@ -87,9 +87,11 @@ def _applies(requirement: Requirement, extra: str) -> bool:
 
 
 def require_extra(say: Say, extra: str, why: str) -> Finding:
-    """Whether the packages of an extra are there.
+    """Check that the packages of an extra are installed.
 
     Args:
+        say: makes the finding.
+        extra: name of the extra.
         why: the setting that needs it.
     """
     try:
@@ -107,7 +109,7 @@ def require_extra(say: Say, extra: str, why: str) -> Finding:
 
 
 async def processors(say: Say) -> Iterable[Finding]:
-    """Cores and memory that this process may use: of the machine, or of its container."""
+    """Check the cores and memory that this process may use: of the machine, or of its container."""
     cores, memory = usable_cores(), usable_memory()
     text = f"{cores:g} cores, {gib(memory)} of memory"
     if cores < 2:
@@ -116,23 +118,25 @@ async def processors(say: Say) -> Iterable[Finding]:
 
 
 def usable_cores() -> float:
-    """By affinity and the container's quota."""
+    """Return the cores allowed by affinity and the container's quota."""
     cores = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     quota, _, period = _read(_CGROUP / "cpu.max").partition(" ")
     return min(cores, int(quota) / int(period)) if quota.isdigit() and period.isdigit() else cores
 
 
 def usable_memory() -> int:
-    """Bytes."""
+    """Return the bytes of memory of the machine, or of its container."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = _read(_CGROUP / "memory.max")
     return min(memory, int(limit)) if limit.isdigit() else memory
 
 
 def disk(say: Say, folder: Path, *, need: int, key: str) -> Finding:
-    """Whether a folder can be written, and what fits in it.
+    """Check that a folder can be written, and has the space needed.
 
     Args:
+        say: makes the finding.
+        folder: need not exist yet.
         need: bytes a run will write there.
         key: the setting that names it.
     """
@@ -150,12 +154,12 @@ def disk(say: Say, folder: Path, *, need: int, key: str) -> Finding:
 
 
 async def cache_disk(say: Say) -> Iterable[Finding]:
-    """Where models and compiled programs are kept."""
+    """Check the folder of models and compiled programs."""
     return [disk(say, cache_root(), need=MIN_DISK, key="JAX_AGENT_RL_CACHE")]
 
 
 async def limits(say: Say) -> Iterable[Finding]:
-    """What the shell allows a process."""
+    """Check the shell's resource limits."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     processes, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     findings = []
@@ -167,7 +171,7 @@ async def limits(say: Say) -> Iterable[Finding]:
 
 
 async def ports(say: Say) -> Iterable[Finding]:
-    """Whether the servers' usual ports are free."""
+    """Check that the servers' default ports are free."""
     taken = [f"{port} ({name})" for port, name in DEFAULT_PORTS.items() if not is_free("127.0.0.1", port)]
     if taken:
         return [say.warn(f"in use: {', '.join(taken)}; fine if that is one of yours, else give another --port")]
@@ -175,7 +179,7 @@ async def ports(say: Say) -> Iterable[Finding]:
 
 
 def is_free(host: str, port: int) -> bool:
-    """Whether a server could listen there."""
+    """Return whether a server could listen there."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: a closed one may linger
@@ -187,7 +191,7 @@ def is_free(host: str, port: int) -> bool:
 
 
 def gib(size: float) -> str:
-    """Bytes for people."""
+    """Format bytes."""
     return f"{size / (1 << 30):.1f} GiB"
 
 

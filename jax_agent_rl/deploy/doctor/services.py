@@ -24,7 +24,7 @@ _REMOTE_SECONDS = 3.0
 
 
 async def sandbox(say: Say) -> Iterable[Finding]:
-    """Runs a program in it, as a tool server does when it starts."""
+    """Run a program in the sandbox, as a tool server does when it starts."""
     try:
         await open_sandbox("bubblewrap")
     except ConfigError as error:  # not every run needs one; rewards that do say so themselves
@@ -33,7 +33,7 @@ async def sandbox(say: Say) -> Iterable[Finding]:
 
 
 async def agents(known: Known, say: Say) -> Iterable[Finding]:
-    """Every loop the rows name, with the tool server or retrieval server it asks for."""
+    """Check every agent the rows name, with its tool server or retrieval server."""
     made = make_agents(
         known.config,
         client=LLMServerClient(decode_text=known.tokenizer.decode),
@@ -54,7 +54,7 @@ async def agents(known: Known, say: Say) -> Iterable[Finding]:
 
 
 async def engine(known: Known, say: Say) -> Iterable[Finding]:
-    """The backend's packages, or its servers."""
+    """Check the backend's packages, or its servers."""
     rollout = known.config.rollout
     findings = []
     try:
@@ -90,7 +90,7 @@ async def _server(say: Say, url: str, token_env: str | None) -> Finding:
 
 
 async def shared_memory(known: Known, say: Say) -> Iterable[Finding]:
-    """Through which weights pass to engines in other processes."""
+    """Check the shared memory through which weights pass to engines in other processes."""
     rollout = known.config.rollout
     if rollout.weight_dir or (rollout.backend == "jetstream" and rollout.placement == "colocated"):
         return []
@@ -108,7 +108,7 @@ async def shared_memory(known: Known, say: Say) -> Iterable[Finding]:
 
 
 async def coordinator(known: Known, say: Say) -> Iterable[Finding]:
-    """The address at which the learner's processes meet."""
+    """Check the address at which the learner's processes meet."""
     multihost = known.config.learner.multihost
     host, colon, port = (multihost.coordinator or "").rpartition(":")
     if not colon:
@@ -121,5 +121,5 @@ async def coordinator(known: Known, say: Say) -> Iterable[Finding]:
 
 
 async def _nothing_to_score(trajectory: Trajectory) -> Trajectory:
-    """No trajectory is run here."""
+    """Refuse: the doctor runs no trajectory."""
     raise UnmetError(f"{trajectory.trajectory_id} was to be scored, but the doctor runs none")

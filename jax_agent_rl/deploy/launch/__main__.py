@@ -23,7 +23,7 @@ _ASSUMED_GPUS = 8
 
 
 def parser() -> argparse.ArgumentParser:
-    """All options; ``--help`` is their documentation."""
+    """Return the parser; ``--help`` documents all options."""
     result = argparse.ArgumentParser(
         prog="gpu.sh",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -76,7 +76,7 @@ examples:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs a launch; its exit status."""
+    """Run a launch; return its exit status."""
     arguments = parser().parse_intermixed_args(argv)
     try:
         settings.refuse_own_keys(arguments.overrides)
@@ -141,7 +141,7 @@ async def _launch(hosts: Sequence[Host], options: plan.Options, arguments: argpa
 
 
 def _first(indices: dict[Host, list[int]], count: int | None) -> dict[Host, list[int]]:
-    """The first ``count`` GPUs of every host; all if it is None."""
+    """Return the first ``count`` GPUs of every host; all if it is None."""
     for host, present in indices.items():
         if present and count and len(present) < count:
             raise LaunchError(f"{host.name} has {len(present)} usable GPU(s), --gpus-per-host wants {count}")
@@ -173,7 +173,7 @@ def _named(gpus: Sequence[int]) -> str:
 
 
 def _require_free_ports(hosts: Sequence[Host], spread: placement.ServerPlacement, options: plan.Options) -> None:
-    """Of this machine; each Ray actor looks after its own."""
+    """Check the ports of this machine; each Ray actor checks its own."""
     for server in spread.servers:
         if server.host.local:
             require_free_port(server.host.name, server.host.address, server.port, option="--port")

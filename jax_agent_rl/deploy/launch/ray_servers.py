@@ -44,13 +44,13 @@ class ServerEndpoint:
 
     @classmethod
     def parse(cls, text: str) -> ServerEndpoint:
-        """From ``NAME=ADDRESS:PORT``."""
+        """Parse ``NAME=ADDRESS:PORT``."""
         name, _, where = text.partition("=")
         address, _, port = where.rpartition(":")
         return cls(name=name, address=address, port=int(port))
 
     def fill_in(self, command: Sequence[str]) -> list[str]:
-        """The command for this server."""
+        """Return the command for this server."""
         values = {"{name}": self.name, "{address}": self.address, "{port}": str(self.port)}
         for placeholder, value in values.items():
             command = [word.replace(placeholder, value) for word in command]
@@ -65,7 +65,7 @@ class ServerActor:
         self._process: subprocess.Popen[str] | None = None
 
     def run(self, command: Sequence[str], folder: str, token: str) -> Iterator[str | int]:
-        """Runs the server in a folder until it ends; yields its lines, and its exit status last."""
+        """Run the server in a folder until it ends; yield its lines, and its exit status last."""
         where = self._endpoint
         try:
             require_free_port(where.name, where.address, where.port, option="--port")
@@ -95,13 +95,13 @@ class ServerActor:
         yield self._process.wait()
 
     def stop(self) -> None:
-        """Lets the server go; :meth:`run` is done when it has ended."""
+        """Stop the server; :meth:`run` returns when it has ended."""
         if self._process is not None and self._process.stdin is not None:
             self._process.stdin.close()
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs all servers until one ends (its status is the result, at least 1) or SIGTERM comes (0)."""
+    """Run all servers until one ends (its status is returned, at least 1) or SIGTERM comes (0)."""
     parser = argparse.ArgumentParser(prog="ray_servers")
     parser.add_argument("--address", required=True)
     parser.add_argument("--gpus-per-server", type=int, default=0)
@@ -150,7 +150,7 @@ def _serve(
 def _listen(
     ray: Any, endpoint: ServerEndpoint, said: Any, heard: queue.Queue[tuple[ServerEndpoint, str | int]]
 ) -> None:
-    """Passes on what an actor yields."""
+    """Forward what an actor yields."""
     try:
         for reference in said:
             heard.put((endpoint, ray.get(reference)))
@@ -160,7 +160,7 @@ def _listen(
 
 
 def _show(heard: queue.Queue[tuple[ServerEndpoint, str | int]], count: int, *, until: Callable[[], bool]) -> int | None:
-    """Prints lines until so many servers have ended or it is time; the last one's status, if any ended."""
+    """Print lines until ``count`` servers have ended or time is up; return the last one's status, if any ended."""
     status = None
     while count and not until():
         with contextlib.suppress(queue.Empty):
@@ -173,7 +173,7 @@ def _show(heard: queue.Queue[tuple[ServerEndpoint, str | int]], count: int, *, u
 
 
 def _wait_for_nodes(ray: Any, endpoints: Sequence[ServerEndpoint], stop: threading.Event) -> list[str]:
-    """Servers whose node is not in the cluster when time is up."""
+    """Return the servers whose node is not in the cluster when time is up."""
     for _ in range(int(_JOIN_SECONDS / _POLL_SECONDS)):
         offered = ray.cluster_resources()
         missing = [endpoint.name for endpoint in endpoints if endpoint.name not in offered]

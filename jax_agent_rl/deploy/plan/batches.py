@@ -36,9 +36,11 @@ class MicroBatches:
 
 
 def micro_batches(config: Config, model: DecoderConfig, *, rows: int, scored: bool) -> MicroBatches:
-    """Those of a run.
+    """Build the micro-batches of a run.
 
     Args:
+        config: of the run.
+        model: its architecture.
         rows: of a micro-batch, over all shards.
         scored: the run computes old log-probs before it trains.
     """

@@ -16,9 +16,11 @@ from jax_agent_rl.observe.lines import say
 
 
 def run_command(task: Task, console: Console, *, budget: int | None, picture: Path | None, as_json: bool) -> Planned:
-    """Plans a run and prints what came out.
+    """Plan a run and print the result.
 
     Args:
+        task: what to plan.
+        console: where to print.
         budget: search meshes and batches until so many fit; None plans what is configured.
         picture: file to draw the chips' memory to.
         as_json: ends with one JSON object.
@@ -46,10 +48,14 @@ def tell(
     picture: Path | None,
     as_json: bool,
 ) -> None:
-    """Prints a plan, and draws it at the end, when all else is said.
+    """Print a plan, and draw it at the end.
 
     Args:
+        planned: the plan.
         searched: a line of JSON for each layout that was tried.
+        console: where to print.
+        picture: image file to draw to, if any.
+        as_json: prints one JSON object, as the last line.
 
     Raises:
         OSError: the picture cannot be written.
@@ -69,7 +75,7 @@ def _sayer(console: Console) -> Callable[[str], None]:
 
 
 def _searched(task: Task, budget: int, console: Console) -> tuple[Planned, list[dict[str, Any]]]:
-    """The best layout's plan, and a line of JSON for each that was tried."""
+    """Return the best layout's plan, and a JSON object for each layout tried."""
     from jax_agent_rl.config import build
     from jax_agent_rl.config.loading import read_tree
     from jax_agent_rl.deploy.plan.plan import check

@@ -78,14 +78,15 @@ class Planned:
 
     @property
     def seconds(self) -> float:
-        """Of a step, at least."""
+        """Least seconds of a step."""
         return self.made["step"]["seconds"]
 
 
 def plan_apart(task: Task, say: Callable[[str], None], command: Sequence[str] = PLANNER) -> Planned:
-    """Compiles a run's programs, and waits for it.
+    """Compile a run's programs in a process of their own, and wait for it.
 
     Args:
+        task: what to plan.
         say: takes a line of progress.
         command: starts what answers as :func:`main` does.
 
@@ -118,7 +119,7 @@ def plan_apart(task: Task, say: Callable[[str], None], command: Sequence[str] = 
 
 @contextlib.contextmanager
 def _started(command: Sequence[str], task: Task, words: IO[str]) -> Iterator[subprocess.Popen[str]]:
-    """The process, given its task; it does not outlive this, however this ends."""
+    """Start the process with its task; it never outlives this block."""
     process = subprocess.Popen(
         command,
         stdin=subprocess.PIPE,
@@ -148,7 +149,7 @@ def _refusal(kind: str, problems: list[str]) -> ConfigError | ModelError | Compi
 
 
 def _explained(status: int, last: str, said: str) -> str:
-    """Why there is no plan, and what to do.
+    """Explain why there is no plan, and what to do.
 
     Args:
         status: of the process.
@@ -174,7 +175,7 @@ def _explained(status: int, last: str, said: str) -> str:
 
 
 def main() -> None:
-    """Reads a :class:`Task` from a line of standard input, and answers with lines, each a JSON object."""
+    """Read a :class:`Task` from a line of standard input, and answer with lines, each a JSON object."""
     quiet_logging()
     with os.fdopen(os.dup(sys.stdout.fileno()), "w") as answers:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a library prints is no answer
@@ -195,7 +196,7 @@ def main() -> None:
 
 
 def _end_with_input() -> None:
-    """Whoever asked has gone, and compiling takes minutes."""
+    """Exit when the parent has gone, as compiling takes minutes."""
     while os.read(0, 1024):  # not through sys.stdin, whose lock this thread would hold when the interpreter ends
         pass
     os._exit(1)

@@ -59,12 +59,12 @@ class Compiled:
 
     @property
     def exchanges_known(self) -> bool:
-        """Of a program that does not fit there is no text to read them in."""
+        """Whether there was text to read exchanges from: a program that does not fit has none."""
         return self.memory is not None or self.program.mesh.size == 1
 
 
 def compile_program(program: Program) -> Compiled:
-    """Compiles for the chips of the program's mesh.
+    """Compile for the chips of the program's mesh.
 
     Raises:
         CompilerError: the compiler failed in another way than for want of memory.
@@ -92,7 +92,7 @@ def compile_program(program: Program) -> Compiled:
 
 
 def needed(text: str) -> int:
-    """Bytes that a program takes by the compiler's refusal; 0 if it does not say.
+    """Return the bytes a program takes according to the compiler's refusal; 0 if it does not say.
 
     >>> needed("RESOURCE_EXHAUSTED: … required for HLO temporaries (768.00G) exceeds available HBM (15.75G).") >> 30
     768

@@ -37,9 +37,11 @@ class Load:
 
 
 def loads(inventory: Inventory, compiled: Sequence[Compiled], *, capacity: int) -> list[Load]:
-    """One for each program.
+    """Return the load of each program.
 
     Args:
+        inventory: programs and resident arrays.
+        compiled: the inventory's programs.
         capacity: bytes of a chip.
     """
     sizes = padded(inventory.residents, compiled)
@@ -69,7 +71,7 @@ def _load(one: Compiled, residents: Sequence[Resident], sizes: Mapping[str, floa
 
 
 def padded(residents: Sequence[Resident], compiled: Sequence[Compiled]) -> dict[str, float]:
-    """How many times its plain size each resident takes, by name: chips keep arrays in tiles, of 8 x 128 numbers.
+    """Return each resident's padded size over its plain size: chips keep arrays in tiles of 8 x 128 numbers.
 
     Where a program's outputs take the memory of residents, the compiler has said how much that is; where one resident
     among several is not known, it is what is left. 1 where no program says.

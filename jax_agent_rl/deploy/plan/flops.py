@@ -40,18 +40,19 @@ class Flops:
 
 
 def work_of(function: Callable[..., Any], *args: Any, loops: int = 1, **kwargs: Any) -> Flops:
-    """Counts the work of a call; nothing is computed.
+    """Count the work of a call; nothing is computed.
 
     Args:
         function: anything JAX can trace.
-        args, kwargs: arrays or their shapes.
+        *args: arrays or their shapes.
         loops: how often a loop runs whose end is found while it runs (``while``).
+        **kwargs: likewise, by keyword.
     """
     return work_in(jax.make_jaxpr(function)(*args, **kwargs), loops=loops)
 
 
 def work_in(traced: core.ClosedJaxpr, *, loops: int = 1) -> Flops:
-    """The same of a call that was traced."""
+    """Count the work of a traced call."""
     return _of_jaxpr(traced.jaxpr, loops)
 
 
@@ -81,7 +82,7 @@ def _of_equation(equation: core.JaxprEqn, loops: int) -> Flops:
 
 
 def _inner(params: dict[str, Any]) -> Iterator[core.Jaxpr]:
-    """Programs within an equation's parameters: of calls, of custom derivatives, of rematerialized parts."""
+    """Yield programs within an equation's parameters: calls, custom derivatives, rematerialized parts."""
     for value in params.values():
         if isinstance(value, core.ClosedJaxpr):
             yield value.jaxpr
@@ -90,7 +91,7 @@ def _inner(params: dict[str, Any]) -> Iterator[core.Jaxpr]:
 
 
 def _array(variable: Any) -> ShapedArray:
-    """What it holds: nothing but arrays in these programs."""
+    """Return the abstract array of a variable; these programs have no others."""
     return cast(ShapedArray, variable.aval)
 
 
@@ -106,7 +107,7 @@ def _dot_flops(equation: core.JaxprEqn) -> float:
 
 
 def _contraction_flops(equation: core.JaxprEqn) -> float:
-    """Every number of the result takes as many products as a kernel has numbers per output feature."""
+    """Count, for each number of the result, the kernel's numbers per output feature."""
     kernel, name = _array(equation.invars[1]), equation.primitive.name
     if name == "conv_general_dilated":
         features = kernel.shape[equation.params["dimension_numbers"].rhs_spec[0]]

@@ -33,13 +33,13 @@ class Places:
 
     @property
     def apart(self) -> bool:
-        """No chip is shared."""
+        """Whether learner and engines share no chip."""
         learner = set(self.learner.devices.flat)
         return not any(learner & set(mesh.devices.flat) for mesh in self.engines)
 
 
 def places(config: Config, devices: Sequence[Device]) -> Places:
-    """As a run on these devices would choose them.
+    """Return the devices as a run would choose them.
 
     Raises:
         ConfigError: a mesh does not fit the devices, or two do not go together.
@@ -61,7 +61,7 @@ def places(config: Config, devices: Sequence[Device]) -> Places:
 
 
 def _separate(config: Config, devices: Sequence[Device]) -> Places:
-    """The learner's devices first, then each engine's."""
+    """Place the learner on the first devices, then each engine."""
     first, each, count = config.learner.mesh.devices, config.rollout.jetstream.mesh.devices, config.rollout.num_engines
     if first + each * count > len(devices):
         raise ConfigError(
@@ -75,7 +75,7 @@ def _separate(config: Config, devices: Sequence[Device]) -> Places:
 
 
 def inventory(config: Config, model: DecoderConfig, where: Places) -> Inventory:
-    """Programs and arrays of a run.
+    """Return programs and arrays of a run.
 
     Raises:
         ConfigError: a mesh does not divide the model, or the configuration does not go with it.

@@ -62,7 +62,7 @@ class Resident:
 
     @functools.cached_property
     def bytes(self) -> Mapping[Device, int]:
-        """On each device that holds some, without padding."""
+        """Bytes on each device that holds some, without padding."""
         sums: dict[Device, int] = {}
         for x in jax.tree.leaves(self.arrays):
             size = math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
@@ -79,7 +79,7 @@ class Inventory:
     residents: list[Resident] = field(default_factory=list)
 
     def keep(self, name: str, arrays: Any, *, absent: frozenset[Half] = frozenset()) -> frozenset[str]:
-        """Notes arrays that stay, if there are any; returns their name for :attr:`Program.holds`."""
+        """Record resident arrays, if there are any; return their name for :attr:`Program.holds`."""
         if not jax.tree.leaves(arrays):
             return frozenset()
         self.residents.append(Resident(name=name, arrays=arrays, absent=absent))

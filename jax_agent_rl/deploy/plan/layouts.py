@@ -24,7 +24,7 @@ Choice = Mapping[str, int | str]
 
 
 def learner_meshes(config: Config, model: DecoderConfig, slice: Slice) -> Iterator[Choice]:
-    """Every mesh of all chips that the learner may take, one copy on each slice."""
+    """Yield every mesh of all chips that the learner may take, one copy on each slice."""
     engines = config.rollout.num_engines * config.rollout.jetstream.mesh.devices
     separate = config.rollout.placement == "separate"
     count = (slice.chips - engines * separate) // slice.count
@@ -35,7 +35,7 @@ def learner_meshes(config: Config, model: DecoderConfig, slice: Slice) -> Iterat
 
 
 def engine_meshes(config: Config) -> Iterator[Choice]:
-    """Every mesh of an engine that shares chips with the learner; what is configured where it does not."""
+    """Yield every mesh of an engine that shares chips with the learner; else the configured one."""
     if config.rollout.backend != "jetstream" or config.rollout.placement == "separate":
         yield {}
         return
@@ -44,7 +44,7 @@ def engine_meshes(config: Config) -> Iterator[Choice]:
 
 
 def batch_sizes(config: Config) -> Iterator[Choice]:
-    """Every size of what runs at once: a micro-batch, what is kept of it, and the contexts that an engine decodes."""
+    """Yield every batch size: micro-batch rows, rematerialization, and contexts that an engine decodes."""
     slots: list[int] = []
     if config.rollout.backend == "jetstream":
         most, now = config.rollout.max_in_flight, engine_shapes(config).max_concurrent_decodes
@@ -59,22 +59,22 @@ def batch_sizes(config: Config) -> Iterator[Choice]:
 
 
 def overrides(choice: Choice) -> tuple[str, ...]:
-    """As a command takes them."""
+    """Return a choice as command-line overrides."""
     return tuple(f"{key}={value}" for key, value in choice.items())
 
 
 def changes(config: Config, choice: Choice) -> tuple[str, ...]:
-    """Of the overrides, those that say something else than a configuration."""
+    """Return the overrides that differ from a configuration."""
     return overrides({key: value for key, value in choice.items() if value != said(config, key)})
 
 
 def said(config: Config, key: str) -> int | str:
-    """The value of a key."""
+    """Return the value of a key."""
     return functools.reduce(getattr, key.split("."), config)  # type: ignore[return-value]
 
 
 def laid_out(config: Config, model: DecoderConfig, devices: Sequence[Device]) -> Places:
-    """Where a run on these devices would put each half.
+    """Return the devices of each half, checked against the model.
 
     Raises:
         ConfigError: a mesh does not go with the devices, or does not divide the model.
@@ -87,7 +87,7 @@ def laid_out(config: Config, model: DecoderConfig, devices: Sequence[Device]) ->
 
 
 def _factors(number: int, count: int) -> Iterator[tuple[int, ...]]:
-    """Every way to write a number as a product of ``count`` in order."""
+    """Yield every way to write a number as an ordered product of ``count`` factors."""
     if count == 1:
         yield (number,)
         return

@@ -39,7 +39,7 @@ class LearnerHalf:
 
 
 def learner_half(config: Config, model: DecoderConfig, mesh: Mesh) -> LearnerHalf:
-    """The learner of a configuration on a mesh.
+    """Trace the learner of a configuration on a mesh.
 
     Raises:
         ConfigError: the mesh does not divide the model, or the configuration does not go with it.
@@ -80,7 +80,7 @@ def learner_half(config: Config, model: DecoderConfig, mesh: Mesh) -> LearnerHal
 
 
 def described(shapes: Any, shardings: Any, *, dtype: str = "float32") -> Any:
-    """An array for every shape of a tree, where its sharding says."""
+    """Return a described array for every shape of a tree, with its sharding."""
     return jax.tree.map(
         lambda shape, sharding: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=sharding),
         shapes,
@@ -90,7 +90,7 @@ def described(shapes: Any, shardings: Any, *, dtype: str = "float32") -> Any:
 
 
 def processes(mesh: Mesh) -> int:
-    """That hold the devices of a mesh."""
+    """Return the number of processes that hold the devices of a mesh."""
     return len({device.process_index for device in mesh.devices.flat})
 
 
@@ -106,7 +106,7 @@ class _Half:
     def update(
         self, name: str, programs: UpdatePrograms, params: Params, frozen: Params, batch: Mapping[str, np.ndarray]
     ) -> tuple[TrainState, frozenset[str]]:
-        """A model's gradient and update; its state, and the names of what passes over it hold."""
+        """Add a model's gradient and update; return its state, and the names of what passes over it hold."""
         state = jax.tree.map(place, jax.eval_shape(programs.init, params), programs.places)
         holds = self.inventory.keep(f"{name} parameters", state.params)
         optimizer = self.inventory.keep(f"{name} optimizer", state.opt_state)
@@ -129,13 +129,14 @@ class _Half:
         holds: frozenset[str],
         calls: int = 1,
     ) -> None:
-        """A pass that changes nothing."""
+        """Add a pass that changes nothing."""
         traced = program.trace(*weights, batch=self._laid_out(batch))
         self._add(name, traced, holds, tokens=self.tokens, of="trained", calls=calls)
 
     def published(self, policy: Parameterization, state: TrainState, *, merged: bool) -> tuple[Params, bool]:
-        """Parameters as an engine of this process takes them (``Learner.params``, ``LeadingLearner.params``), and
-        whether they are the learner's own arrays.
+        """Return the parameters an engine of this process takes, and whether they are the learner's own arrays.
+
+        They are ``Learner.params``, or ``LeadingLearner.params`` with several processes.
         """
         if merged:
             merge = policy.whole.trace(state.params, policy.frozen)
@@ -153,7 +154,7 @@ class _Half:
         self.inventory.programs.append(program)
 
     def _laid_out(self, batch: Mapping[str, np.ndarray]) -> dict[str, jax.ShapeDtypeStruct]:
-        """As ``Learner`` places micro-batches: rows are split, numbers of the whole update are everywhere."""
+        """Describe micro-batches as ``Learner`` places them: rows sharded, scalars of the update replicated."""
         rows, everywhere = row_sharding(self.mesh), replicated(self.mesh)
         return {
             name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows if x.ndim > 1 else everywhere)

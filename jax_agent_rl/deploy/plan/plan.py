@@ -51,7 +51,7 @@ class ResourcePlan:
 
 
 def check(config: Config) -> DecoderConfig:
-    """The model of a configuration that can be planned.
+    """Return the model of a configuration that can be planned.
 
     Raises:
         ConfigError: it cannot.
@@ -76,9 +76,12 @@ def make_plan(
     devices: Sequence[Any],
     say: Callable[[str], None] = lambda text: None,
 ) -> ResourcePlan:
-    """Compiles everything.
+    """Compile all programs of a run.
 
     Args:
+        config: of the run.
+        model: its architecture.
+        slice: to plan for.
         utilization: share of the roofline that programs are supposed to reach.
         devices: of the slice.
         say: takes a line of progress.

@@ -14,7 +14,7 @@ from jax_agent_rl.errors import ConfigError
 
 
 def check_file(file: Path) -> None:
-    """Before anything is compiled for a picture that could not be written.
+    """Check that an image can be written, before anything is compiled.
 
     Raises:
         ConfigError: its name ends in no format, or its folder is not there.
@@ -29,7 +29,7 @@ def check_file(file: Path) -> None:
 
 
 def draw(made: Mapping[str, Any], file: Path) -> None:
-    """Writes a picture; its format is that of the file's name.
+    """Draw a plan; the file's suffix names the format.
 
     Args:
         made: a plan, see :func:`~jax_agent_rl.deploy.plan.report.as_json`.

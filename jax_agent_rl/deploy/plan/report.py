@@ -36,9 +36,11 @@ _WRAPPED = ("program", "exchanges in", "kinds")
 
 
 def show(plan: ResourcePlan, console: Console, *, price: float | None = None) -> None:
-    """Prints the plan.
+    """Print the plan.
 
     Args:
+        plan: what to print.
+        console: where to print.
         price: of a chip for an hour.
     """
     for made in (programs_table(plan), exchanges_table(plan), *memory_tables(plan, width=console.width)):
@@ -52,7 +54,7 @@ def show(plan: ResourcePlan, console: Console, *, price: float | None = None) ->
 
 
 def programs_table(plan: ResourcePlan) -> Table:
-    """A line for each program."""
+    """Return a table with a row for each program."""
     made = _table({name: "left" if name in ("program", "bound") else "right" for name in COLUMNS})
     for one, load in zip(plan.compiled, plan.loads, strict=True):
         seconds, known = seconds_of(one, plan.slice.chip), one.exchanges_known
@@ -72,7 +74,7 @@ def programs_table(plan: ResourcePlan) -> Table:
 
 
 def exchanges_table(plan: ResourcePlan) -> Table:
-    """What chips send in each program, by axes of the mesh."""
+    """Return a table of what chips send in each program, by axes of the mesh."""
     made = _table({"exchanges in": "left", "over": "left", "sent": "right", "kinds": "left"})
     for one in plan.compiled:
         for axes, size in exchanged(one).items():
@@ -82,9 +84,10 @@ def exchanges_table(plan: ResourcePlan) -> Table:
 
 
 def memory_tables(plan: ResourcePlan, *, width: int) -> Iterator[Table]:
-    """What is on the fullest chip of each program, by kind; all in one unit, to be compared.
+    """Yield tables of the memory on each program's fullest chip, by kind, all in one unit.
 
     Args:
+        plan: what to show.
         width: of the screen, in letters: what has no place beside the others goes into a table below.
     """
     power = _power(plan.fullest.total)
@@ -114,12 +117,12 @@ def _table(columns: dict[str, Any]) -> Table:
 
 
 def amount(size: float) -> str:
-    """Bytes, in the unit people would say."""
+    """Format bytes in a readable unit."""
     return f"{size / 1024 ** _power(size):.3g} {_UNITS[_power(size)]}"
 
 
 def _power(size: float) -> int:
-    """Of 1024, of that unit."""
+    """Return the power of 1024 of that unit."""
     return next((power for power in range(len(_UNITS) - 1) if size < 1000 * 1024**power), len(_UNITS) - 1)
 
 
@@ -128,7 +131,7 @@ def _time(seconds: float) -> str:
 
 
 def exchanged(one: Compiled) -> dict[str, float]:
-    """Bytes that each chip sends, by axes."""
+    """Return the bytes that each chip sends, by axes."""
     sums: dict[str, float] = {}
     for exchange in one.exchanges:
         sums[_axes(exchange.axes)] = sums.get(_axes(exchange.axes), 0.0) + exchange.bytes
@@ -154,7 +157,7 @@ def _verdict(plan: ResourcePlan) -> Iterator[str]:
 
 
 def _by_advice(plan: ResourcePlan, full: Sequence[Load]) -> dict[tuple[str, ...], list[Load]]:
-    """Programs that do not fit, by what to change."""
+    """Group programs that do not fit by what to change."""
     found: dict[tuple[str, ...], list[Load]] = {}
     for load in full:
         found.setdefault(tuple(_adviser(plan).advice(load)), []).append(load)
@@ -194,12 +197,12 @@ def _speed(plan: ResourcePlan, price: float | None) -> Iterator[str]:
 
 
 def cost(plan: ResourcePlan, price: float) -> float:
-    """Of a step, if a chip costs ``price`` an hour; of its learner alone, where engines are none of the slice's."""
+    """Return the cost of a step at ``price`` a chip-hour; of the learner alone if engines run elsewhere."""
     return plan.step.seconds / 3600 * price * plan.slice.chips
 
 
 def as_json(plan: ResourcePlan, *, price: float | None = None) -> dict[str, Any]:
-    """Everything a plan says; in bytes, seconds and floating point operations."""
+    """Return the whole plan, in bytes, seconds and floating point operations."""
     return {
         "topology": plan.slice.name,
         "chips": plan.slice.chips,

@@ -48,7 +48,7 @@ class NotingTable(ProgramTable):
         out: Any,
         soon: Callable[[], Soon] | None = None,
     ) -> Any:
-        """As :meth:`ProgramTable.call`; ``soon`` is not asked."""
+        """Record a program; see :meth:`ProgramTable.call`, but ``soon`` is never called."""
         program = self.noted[key] = traced(function, donate, *args, place=place, out=out)
         return jax.tree.map(
             lambda sharding, part: jax.tree.map(functools.partial(_answer, sharding), part), out, program.out_info
@@ -66,9 +66,12 @@ def rollout_half(
     published: Params,
     holds: frozenset[str],
 ) -> Inventory:
-    """One engine of a configuration on a mesh: its largest programs.
+    """Trace the largest programs of one engine on a mesh.
 
     Args:
+        config: of the run.
+        model: its architecture.
+        mesh: of the engine.
         published: the parameters it is given.
         holds: names of the residents that these are.
 
@@ -100,7 +103,7 @@ def rollout_half(
 def _programs(
     key: tuple, program: jax.stages.Traced, mesh: Mesh, published: Params, holds: frozenset[str], steps: int
 ) -> Iterator[Program]:
-    """What a key of the engine's table stands for; nothing for what only makes room."""
+    """Yield the program of a key of the engine's table; nothing for what only allocates."""
 
     def rollout(half: Half = "rollout", mesh: Mesh = mesh, **more: Any) -> Program:
         return Program(half=half, mesh=mesh, traced=program, **more)

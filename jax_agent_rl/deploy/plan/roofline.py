@@ -33,19 +33,19 @@ class Seconds:
 
     @property
     def bound(self) -> str:
-        """What takes longest."""
+        """The part that takes longest."""
         return max(("products", "memory", "links"), key=lambda part: getattr(self, part))
 
 
 def moved(one: Compiled) -> float:
-    """Bytes that pass through the memory of all chips together in a call, at the least."""
+    """Return the least bytes that pass through all chips' memory in a call."""
     if not one.work.flops and one.memory:  # a program without products passes over all that it is given
         return (one.memory.arguments + one.memory.outputs) * one.program.mesh.size
     return one.work.bytes
 
 
 def seconds_of(one: Compiled, chip: Chip) -> Seconds:
-    """The least a call takes; without what chips exchange where that is not known."""
+    """Return the least time of a call; without exchanges where these are unknown."""
     chips = one.program.mesh.size
     links = sum(
         e.bytes / (chip.dcn_bandwidth if e.between_slices else RING * chip.link_bandwidth) for e in one.exchanges
@@ -94,9 +94,12 @@ class StepTime:
 def step_of(
     config: Config, compiled: Sequence[Compiled], chip: Chip, *, engines: int, apart: bool, utilization: float
 ) -> StepTime:
-    """What the programs of a run come to.
+    """Sum the programs of a run up to a step.
 
     Args:
+        config: of the run.
+        compiled: its programs.
+        chip: of the slice.
         engines: of the slice; 0 where they are elsewhere: then only the learner counts.
         apart: learner and engines share no chip.
         utilization: share of the bound that is reached.

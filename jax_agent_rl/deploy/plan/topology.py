@@ -40,7 +40,7 @@ class Slice:
 
     @classmethod
     def parse(cls, text: str) -> Slice:
-        """From its name.
+        """Parse a slice's name.
 
         Raises:
             ConfigError: no such generation, or no such shape.
@@ -75,11 +75,11 @@ class Slice:
 
     @property
     def chips(self) -> int:
-        """Of all slices."""
+        """Chips of all slices."""
         return math.prod(self.shape) * self.count
 
     def devices(self) -> list[Any]:
-        """Described devices, one a chip, by slice and coordinates: programs can be compiled for them, not run.
+        """Return described devices, one a chip, by slice and coordinates: programs compile for them, but cannot run.
 
         Raises:
             ConfigError: ``libtpu`` is not installed, or knows no such slice.

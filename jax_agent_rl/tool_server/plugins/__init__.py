@@ -30,7 +30,7 @@ FINISH = "finish"  # always there, whether named or not
 
 
 def tool_classes(settings: ToolServerSettings) -> list[type[ServerTool]]:
-    """The classes that ``settings.tools`` names, in order.
+    """Return the classes named by ``settings.tools``, in order.
 
     Raises:
         ConfigError: a name is unknown, or a library that the tool needs is not installed.

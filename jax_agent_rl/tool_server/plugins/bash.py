@@ -14,7 +14,7 @@ from jax_agent_rl.tool_server.sandbox.limits import session_limits
 
 
 def encode_shell(commands: str, mark: str) -> bytes:
-    """One line that no quote or syntax error in the commands can break, and from which they cannot read on."""
+    """Encode commands as one line that no quote or syntax error can break, and from which they cannot read on."""
     encoded = base64.b64encode(commands.replace("\0", "").encode("utf-8", "replace")).decode()
     decode = f'"$(printf %s {encoded} | base64 -d)"'
     return f"eval {decode} </dev/null; printf '{mark} %d\\n' \"$?\"\n".encode()

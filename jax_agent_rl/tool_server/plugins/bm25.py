@@ -21,7 +21,7 @@ class BM25Index:
 
     @classmethod
     def open(cls, settings: SearchSettings) -> BM25Index:
-        """Reads the index, after making it where it is missing or old; raises ConfigError if there is no corpus."""
+        """Load the index, building it if missing or stale; raise ConfigError if there is no corpus."""
         corpus = Path(settings.corpus or "")
         folder = Path(settings.index) if settings.index else corpus.with_name(corpus.name + ".bm25s")
         index_folder(corpus, folder, made_by={"bm25s": bm25s.__version__}, make=_make)
@@ -30,7 +30,7 @@ class BM25Index:
         return cls(retriever, size=int(retriever.scores["num_docs"]))
 
     def search(self, queries: list[str], topk: int) -> list[list[dict[str, Any]]]:
-        """The best passages for each query, best first: ``{"document": {"id", "contents"}, "score"}``.
+        """Return the best passages for each query, best first: ``{"document": {"id", "contents"}, "score"}``.
 
         Passages that share no word with the query are left out.
         """

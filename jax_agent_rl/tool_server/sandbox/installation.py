@@ -66,7 +66,7 @@ def install(python: Path) -> Installation:
 
 
 def _prefixes(python: Path) -> tuple[Path, Path]:
-    """The environment's folder, and that of the installation it was made from."""
+    """Return the folders of the environment and of the installation it was made from."""
     if python == Path(sys.executable):
         return Path(sys.prefix), Path(sys.base_prefix)
     asked = subprocess.run([python, "-I", "-c", _PROGRAM], capture_output=True, text=True, check=True, timeout=60)
@@ -79,7 +79,7 @@ def _folder(path: Path) -> list[str]:
 
 
 def _environment_file(prefix: Path, *, home: Path) -> bytes:
-    """``pyvenv.cfg`` with the paths of the sandbox."""
+    """Return ``pyvenv.cfg`` with the paths of the sandbox."""
     kept = ("include-system-site-packages", "version")
     lines = (prefix / "pyvenv.cfg").read_text().splitlines()
     return "\n".join([f"home = {home}", *(line for line in lines if line.split("=")[0].strip() in kept), ""]).encode()

@@ -21,7 +21,7 @@ _DEAD, _STOPPED = "ZX", "TtZX"  # states in /proc; a dead process is there until
 
 
 async def pause(pid: int, wrappers: int) -> bool:
-    """Stops a program and ends everything it started.
+    """Stop a program and kill everything it started.
 
     Args:
         pid: of the process that was started.
@@ -47,14 +47,14 @@ async def pause(pid: int, wrappers: int) -> bool:
 
 
 def resume(pid: int, wrappers: int) -> None:
-    """Lets a program go on."""
+    """Continue a paused program."""
     program, _ = _split(pid, wrappers)
     if program is not None:
         _send(program, signal.SIGCONT)
 
 
 def _split(pid: int, wrappers: int) -> tuple[int | None, list[int]]:
-    """The program's first process, None when it is gone, and all others it started."""
+    """Return the program's first process (None when it is gone) and all others it started."""
     pids = tree(pid)[
         wrappers:
     ]  # the program is the oldest child of its namespace's first process, hence the first here

@@ -71,7 +71,7 @@ def supported(machine: str) -> bool:
 
 
 def program(machine: str) -> bytes:
-    """The filter.
+    """Return the filter.
 
     Args:
         machine: ``x86_64`` or ``aarch64``.
@@ -116,7 +116,7 @@ def program(machine: str) -> bytes:
 
 
 def _op(code: int, value: int, *, then: int = 0, otherwise: int = 0) -> bytes:
-    """One instruction; ``then`` and ``otherwise`` are how many instructions a jump skips."""
+    """Encode an instruction; ``then`` and ``otherwise`` are how many instructions a jump skips."""
     return struct.pack("<HBBI", code, then, otherwise, value)
 
 

@@ -16,7 +16,7 @@ _OVERHEAD = 2  # bytes of memory for one of payload, about
 
 
 def socket_memory(pid: int) -> int:
-    """Bytes that the sockets of a process's network namespace may hold; 0 if that is this process's own."""
+    """Return the bytes that sockets of a process's network namespace may hold; 0 if it is this process's own."""
     try:
         if os.stat(f"/proc/{pid}/ns/net").st_ino == os.stat("/proc/self/ns/net").st_ino:
             return 0
@@ -30,7 +30,7 @@ def socket_memory(pid: int) -> int:
 
 
 def _counts(sockstat: str) -> dict[str, int]:
-    """Sockets in use by protocol, and ``sockets``, all of them."""
+    """Count sockets in use by protocol, and ``sockets``, all of them."""
     counts = {"TCP6": 0}
     for line in sockstat.splitlines():
         protocol, _, numbers = line.partition(": ")

@@ -19,7 +19,7 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 async def watch(pid: int, limits: SandboxLimits) -> StopCause:
-    """Returns once the processes under ``pid`` together go over a limit; runs until cancelled if they never do."""
+    """Return the limit that the processes under ``pid`` exceed together, once they do; poll until then."""
     while True:
         await asyncio.sleep(_INTERVAL)
         if stopped := exceeded(pid, limits):
@@ -27,7 +27,7 @@ async def watch(pid: int, limits: SandboxLimits) -> StopCause:
 
 
 def exceeded(pid: int, limits: SandboxLimits) -> StopCause | None:
-    """The limit that the processes under ``pid`` are together over, if any."""
+    """Return the limit that the processes under ``pid`` exceed together, if any."""
     pids = tree(pid)
     if _over_memory(pids, limits.memory_bytes - socket_memory(pids[-1])):
         return StopCause.MEMORY
@@ -37,7 +37,7 @@ def exceeded(pid: int, limits: SandboxLimits) -> StopCause | None:
 
 
 def tree(pid: int) -> list[int]:
-    """``pid`` and its descendants, parents first."""
+    """Return ``pid`` and its descendants, parents first."""
     pids = [pid]
     for parent in pids:  # grows while it is walked
         try:
@@ -50,7 +50,7 @@ def tree(pid: int) -> list[int]:
 
 
 def _over_memory(pids: list[int], limit: int) -> bool:
-    """Resident memory first, which is cheap to read but counts shared pages for each; then proportional shares."""
+    """Check resident memory, cheap but counting shared pages for each, and only then proportional shares."""
     return sum(map(_resident, pids)) > limit and sum(map(_proportional, pids)) > limit
 
 
@@ -74,7 +74,7 @@ def _proportional(pid: int) -> int:
 
 
 def _files(pids: list[int]) -> int:
-    """Inodes in use in the sandbox's own writable folders; 0 where it has none, or not yet."""
+    """Count inodes in use in the sandbox's own writable folders; 0 where it has none, or not yet."""
     return sum(_inodes(f"/proc/{pids[-1]}/root", folder) for folder in WRITABLE)
 
 

@@ -30,7 +30,7 @@ _SERVERS_NAME = re.compile(r".*-rollout-\d+")
 
 
 def parser() -> argparse.ArgumentParser:
-    """All options; ``--help`` is their documentation."""
+    """Return the parser; ``--help`` documents all options."""
     result = argparse.ArgumentParser(
         prog="tpu_pod.sh",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -87,7 +87,7 @@ examples:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs a launch; its exit status."""
+    """Run a launch; return its exit status."""
     arguments = parser().parse_intermixed_args(argv)
     try:
         request, task = _request(arguments), _job(arguments)
@@ -160,7 +160,7 @@ def _job(arguments: argparse.Namespace) -> Job:
 
 
 def _variables(arguments: argparse.Namespace) -> dict[str, str | None]:
-    """Those of ``--env``; None is left where nothing is launched."""
+    """Return the variables of ``--env``; values may stay None where nothing is launched."""
     result = dict(arguments.env)
     if job.TOKEN in result:
         raise LaunchError(f"--env {job.TOKEN}: tpu_pod.sh sets it itself; leave it out")

@@ -13,7 +13,7 @@ from jax_agent_rl.errors import LaunchError, LaunchTargetError, LaunchUnanswered
 
 
 async def delete_by_name(name: str, cloud: Gcloud, *, say: Callable[[str], None]) -> list[str]:
-    """Deletes them all; their names.
+    """Delete all resources with a run's name; return their names.
 
     Raises:
         LaunchError: some are left.
@@ -46,7 +46,7 @@ async def _delete(cloud: Gcloud, call: tuple[str, ...]) -> None:
 
 
 async def to_the_end(deletions: Mapping[str, Awaitable[Any]]) -> None:
-    """Side by side, each to its end, whatever becomes of the others.
+    """Run deletions concurrently, each to its end, whatever becomes of the others.
 
     Raises:
         LaunchError: with the names of those that failed, and why; it is a :class:`LaunchUnansweredError` if none was

@@ -35,7 +35,7 @@ class Fleet:
         return any(group.there for group in self._groups)
 
     async def look(self) -> Seen:
-        """The state of the one that is worst off; the hosts of all."""
+        """Return the state of the request that is worst off, and the hosts of all."""
         seen = await _all(group.look() for group in self._groups)
         worst = min(seen, key=lambda one: _WORST_FIRST.index(one.state))
         hosts = tuple(slice for one in seen for slice in one.hosts) if worst.state is State.READY else ()
@@ -46,7 +46,7 @@ class Fleet:
         return (await self._groups[0].look()).state is State.READY
 
     async def ensure(self) -> Addresses:
-        """See :meth:`Slices.ensure`: all at the same time.
+        """Ensure all concurrently; see :meth:`Slices.ensure`.
 
         Raises:
             LaunchError: one of them cannot be had; those that were made stay.
@@ -56,13 +56,13 @@ class Fleet:
         return tuple(slice for hosts in found for slice in hosts)
 
     async def delete_lost(self) -> None:
-        """Those that were taken back; the others are used again."""
+        """Delete preempted slices; the others are used again."""
         for group in self._groups:
             if (await group.look()).state in (State.LOST, State.FAILED):
                 await group.delete()
 
     async def delete(self) -> None:
-        """All.
+        """Delete all slices.
 
         Raises:
             LaunchError: some are left.
@@ -71,7 +71,7 @@ class Fleet:
 
 
 async def _all(work: Iterable[Awaitable[T]]) -> list[T]:
-    """Side by side; the first that fails ends the others."""
+    """Await all concurrently; the first failure cancels the others."""
     tasks = [asyncio.ensure_future(one) for one in work]
     try:
         return await asyncio.gather(*tasks)

@@ -25,22 +25,22 @@ class Logs:
         self._found = False
 
     def new_run(self) -> None:
-        """The lines of the hosts' next run are numbered from 1 again."""
+        """Expect the hosts' next run, whose lines are numbered from 1 again."""
         self._seen.clear()
         self._found = False
 
     def found_run(self) -> None:
-        """Another launcher has started the run: its lines, which come from the first, may be in the files already."""
+        """Expect a run of another launcher, all of whose lines come; the files may have some already."""
         self._seen.clear()
         self._found = True
 
     def reader(self, host: str) -> Reader:
-        """For the lines of one connection to a host."""
+        """Return a reader of one connection's lines."""
         self.folder.mkdir(parents=True, exist_ok=True)
         return Reader(self, host)
 
     def take(self, host: str, number: int, text: str) -> None:
-        """A line of a host's run; not again if it came over an earlier connection."""
+        """Print and log a line of a host's run, unless an earlier connection brought it."""
         if number <= self._seen.get(host, 0):
             return
         mode = "w" if self._found and host not in self._seen else "a"
@@ -50,7 +50,7 @@ class Logs:
         self._say(f"[{host}] {text}")
 
     def show(self, line: str) -> None:
-        """A line that is not the run's, but gcloud's."""
+        """Print a line that is gcloud's, not the run's."""
         self._say(line)
 
 

@@ -14,7 +14,7 @@ _LONGEST = 16
 
 
 def pauses(poll: float, tries: int = _TRIES) -> Iterator[float]:
-    """Seconds before each next try, longer and longer: an hour and more in all for a ``poll`` of 15 s."""
+    """Yield the growing seconds before each retry: an hour and more in all for a ``poll`` of 15 s."""
     for number in range(tries):
         yield poll * min(2**number, _LONGEST)
 
@@ -26,10 +26,12 @@ async def patiently(
     say: Callable[[str], None],
     sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
 ) -> T:
-    """Does what outlasts failures of the network, and of gcloud: nobody may be there to begin again.
+    """Retry through failures of the network and of gcloud, as nobody may be there to start again.
 
     Args:
         act: may be done twice.
+        poll: seconds before the first retry; later ones wait longer.
+        say: prints a line.
         sleep: between two tries.
 
     Raises:

@@ -80,11 +80,11 @@ class Slices:
 
     @property
     def name(self) -> str:
-        """gcloud's, of the slice or of the queued resource."""
+        """Gcloud's name of the slice or the queued resource."""
         return self._request.name
 
     async def look(self) -> Seen:
-        """Asks for the state once.
+        """Query the state once.
 
         Raises:
             LaunchError: something of this name is there, but it is not what was asked for.
@@ -123,7 +123,7 @@ class Slices:
         return Seen(state=worst, word=word, hosts=hosts)
 
     async def ensure(self) -> Addresses:
-        """Makes the slices, or takes those that are there, and waits until they are ready.
+        """Create the slices, or take existing ones, and wait until they are ready.
 
         Returns:
             the hosts of each slice.
@@ -158,7 +158,7 @@ class Slices:
         self.created = True
 
     async def _require_kind(self) -> None:
-        """Raises :class:`LaunchError` if the zone has no such chips."""
+        """Raise :class:`LaunchError` if the zone has no such chips."""
         wanted = self._request.topology.accelerator_type
         listed = await self._cloud.read_json(gcloud.accelerator_types())
         found = {entry.get("type") or entry["name"].rpartition("/")[2] for entry in listed}
@@ -196,7 +196,7 @@ class Slices:
         return seen.hosts
 
     async def delete(self) -> bool:
-        """Gives the slices back; False if there are none."""
+        """Delete the slices; return False if there are none."""
         self._say(f"deleting {self._request.name}")
         try:
             work = self._cloud.read(gcloud.delete(self._request))

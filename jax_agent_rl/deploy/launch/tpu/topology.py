@@ -96,7 +96,7 @@ class Topology:
 
 
 def parse(name: str) -> Topology:
-    """The topology ``v5e:4x4`` names.
+    """Parse a topology such as ``v5e:4x4``.
 
     Raises:
         LaunchError: it names none, or none that a Cloud TPU VM can have.
