@@ -21,9 +21,8 @@ from jax_agent_rl.agents.context import AgentContext
 from jax_agent_rl.agents.episode import Episode
 from jax_agent_rl.agents.loop import AgentLoop, register_agent
 from jax_agent_rl.agents.tool_environment import ToolEnvironment
-from jax_agent_rl.tools.client import ServerObservation
+from jax_agent_rl.tools.client import ServerObservation, ToolClient, tool_action
 from jax_agent_rl.tools.search_client import SearchClient
-from jax_agent_rl.tools.tool_client import ToolClient, tool_action
 from jax_agent_rl.tools.truncate import truncate_text
 from jax_agent_rl.tracing import span
 from jax_agent_rl.types import FinishReason, SamplingParams, StopReason, ToolCallRecord, Trajectory

@@ -27,8 +27,10 @@ from jax_agent_rl.errors import WorkerDiedError
 from jax_agent_rl.tool_server import telemetry
 from jax_agent_rl.tool_server.pool import Worker, worker_of
 from jax_agent_rl.tool_server.wire import ObservationRequest, ToolReply, encode_replies, explain
+from jax_agent_rl.tool_server.worker import allow_many_descriptors
 from jax_agent_rl.utils import tempdirs
 from jax_agent_rl.utils.http_server import HttpServer, Refused, read_json
+from jax_agent_rl.utils.interrupt import at_leaving
 from jax_agent_rl.utils.prometheus import CONTENT_TYPE
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -249,3 +251,20 @@ class ToolServer:
 
 def _refuse(status: int, text: str) -> web.Response:
     return web.json_response({"detail": text}, status=status)
+
+
+async def run(settings: ToolServerSettings, say: Callable[[str], None]) -> None:
+    """Serve until cancelled.
+
+    Args:
+        settings: of the server.
+        say: prints a line.
+    """
+    allow_many_descriptors()
+    server = ToolServer(settings)
+    with at_leaving(server.kill):
+        async with server:
+            say(f"tool server on {server.url}: {', '.join(settings.tools)} ({settings.workers} workers)")
+            if settings.sandbox == "unsafe_local":
+                say("sandbox=unsafe_local: what models write runs with your rights, without protection")
+            await asyncio.Event().wait()

@@ -128,7 +128,7 @@ def _serve(
         return 1
     if stop.is_set():
         return 0
-    heard: queue.Queue[tuple[ServerEndpoint, str | int]] = queue.Queue()
+    received: queue.Queue[tuple[ServerEndpoint, str | int]] = queue.Queue()
     actors = []
     for endpoint in endpoints:
         # Two threads: stop() while run() waits.
@@ -137,34 +137,36 @@ def _serve(
         said = actor.run.options(num_returns="streaming").remote(
             endpoint.fill_in(command), os.getcwd(), os.environ[TOKEN]
         )
-        threading.Thread(target=_listen, args=(ray, endpoint, said, heard), daemon=True).start()
+        threading.Thread(target=_listen, args=(ray, endpoint, said, received), daemon=True).start()
         actors.append(actor)
-    status = _show(heard, 1, until=stop.is_set)
+    status = _show(received, 1, until=stop.is_set)
     for actor in actors:
         actor.stop.remote()
     deadline = time.monotonic() + SERVER_GRACE
-    _show(heard, len(endpoints) - (status is not None), until=lambda: time.monotonic() > deadline)
+    _show(received, len(endpoints) - (status is not None), until=lambda: time.monotonic() > deadline)
     return 0 if status is None else max(status, 1)
 
 
 def _listen(
-    ray: Any, endpoint: ServerEndpoint, said: Any, heard: queue.Queue[tuple[ServerEndpoint, str | int]]
+    ray: Any, endpoint: ServerEndpoint, said: Any, received: queue.Queue[tuple[ServerEndpoint, str | int]]
 ) -> None:
     """Forward what an actor yields."""
     try:
         for reference in said:
-            heard.put((endpoint, ray.get(reference)))
+            received.put((endpoint, ray.get(reference)))
     except ray.exceptions.RayError as error:  # its node is gone, say
-        heard.put((endpoint, str(error).strip().splitlines()[0]))
-        heard.put((endpoint, 1))
+        received.put((endpoint, str(error).strip().splitlines()[0]))
+        received.put((endpoint, 1))
 
 
-def _show(heard: queue.Queue[tuple[ServerEndpoint, str | int]], count: int, *, until: Callable[[], bool]) -> int | None:
+def _show(
+    received: queue.Queue[tuple[ServerEndpoint, str | int]], count: int, *, until: Callable[[], bool]
+) -> int | None:
     """Print lines until ``count`` servers have ended or time is up; return the last one's status, if any ended."""
     status = None
     while count and not until():
         with contextlib.suppress(queue.Empty):
-            endpoint, item = heard.get(timeout=_POLL_SECONDS)
+            endpoint, item = received.get(timeout=_POLL_SECONDS)
             if isinstance(item, int):
                 count, status = count - 1, item
                 item = f"ended on {endpoint.address} (exit status {status})"

@@ -36,7 +36,7 @@ class Interrupted(Exception):
     """Ctrl-C or SIGTERM."""
 
 
-def heard_by(event: asyncio.Event) -> None:
+def set_on_signal(event: asyncio.Event) -> None:
     """Make SIGINT, SIGTERM and SIGHUP (the terminal is gone) set this event only."""
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -127,7 +127,7 @@ class Runner:
     @contextlib.asynccontextmanager
     async def until_interrupted(self) -> AsyncIterator[None]:
         """End what runs inside on SIGINT, SIGTERM and SIGHUP; on leaving, no process is left."""
-        heard_by(self._interrupt)
+        set_on_signal(self._interrupt)
         try:
             yield
         finally:

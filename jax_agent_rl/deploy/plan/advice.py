@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from jax_agent_rl.config import Config, build
+from jax_agent_rl.deploy.plan.engine_programs import CACHE, WEIGHTS
 from jax_agent_rl.deploy.plan.estimate import estimate
-from jax_agent_rl.deploy.plan.fit import BATCH, TEMPORARIES, Load
 from jax_agent_rl.deploy.plan.layouts import changes, laid_out, learner_meshes
-from jax_agent_rl.deploy.plan.rollout_half import CACHE, WEIGHTS
+from jax_agent_rl.deploy.plan.plan import BATCH, TEMPORARIES, Load
 from jax_agent_rl.deploy.plan.topology import Slice
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.models.config import DecoderConfig
@@ -46,10 +46,10 @@ class Adviser:
 
     def _hints(self, load: Load, part: str) -> Iterator[str]:
         config, engine = self.config, part in (WEIGHTS, CACHE)
-        if engine and load.program.half == "learner" and config.rollout.placement == "colocated":
+        if engine and load.program.phase == "learner" and config.rollout.placement == "colocated":
             if config.trainer.mode == "sync" and not config.rollout.sleep_during_update:
                 yield "rollout.sleep_during_update=true"
-        if part == CACHE or (part in (BATCH, TEMPORARIES) and load.program.half == "rollout"):
+        if part == CACHE or (part in (BATCH, TEMPORARIES) and load.program.phase == "rollout"):
             yield from self._of_cache()
         elif part == WEIGHTS:
             yield from self._of_engine()

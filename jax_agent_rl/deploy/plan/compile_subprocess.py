@@ -82,7 +82,7 @@ class Planned:
         return self.made["step"]["seconds"]
 
 
-def plan_apart(task: Task, say: Callable[[str], None], command: Sequence[str] = PLANNER) -> Planned:
+def plan_in_subprocess(task: Task, say: Callable[[str], None], command: Sequence[str] = PLANNER) -> Planned:
     """Compile a run's programs in a process of their own, and wait for it.
 
     Args:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import jax
 
 from jax_agent_rl.config import Config
-from jax_agent_rl.deploy.plan.chips import Chip
 from jax_agent_rl.deploy.plan.roofline import RING
+from jax_agent_rl.deploy.plan.topology import Chip
 from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.runtime.engines import engine_shapes
 

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from jax_agent_rl.models.mesh import Device
 
-Half = Literal["learner", "weights", "rollout"]
+Phase = Literal["learner", "weights", "rollout"]
 Tokens = Literal["prompts", "sampled", "trained"]
 
 
@@ -23,7 +23,7 @@ class Program:
 
     Attributes:
         name: for people.
-        half: of a step, in which it runs.
+        phase: of a step, in which it runs.
         traced: to be compiled.
         mesh: what it runs on; a compiler numbers its devices in this order.
         holds: names of the :class:`Resident` arrays that are among its arguments.
@@ -35,7 +35,7 @@ class Program:
     """
 
     name: str
-    half: Half
+    phase: Phase
     traced: jax.stages.Traced
     mesh: Mesh
     holds: frozenset[str] = frozenset()
@@ -53,12 +53,12 @@ class Resident:
     Attributes:
         name: for people.
         arrays: a tree of described arrays.
-        absent: halves of a step in which they are not there.
+        absent: phases of a step in which they are not there.
     """
 
     name: str
     arrays: Any
-    absent: frozenset[Half] = frozenset()
+    absent: frozenset[Phase] = frozenset()
 
     @functools.cached_property
     def bytes(self) -> Mapping[Device, int]:
@@ -73,12 +73,12 @@ class Resident:
 
 @dataclass(kw_only=True)
 class Inventory:
-    """Everything of a run, or of a half of it."""
+    """Everything of a run, or of a phase of it."""
 
     programs: list[Program] = field(default_factory=list)
     residents: list[Resident] = field(default_factory=list)
 
-    def keep(self, name: str, arrays: Any, *, absent: frozenset[Half] = frozenset()) -> frozenset[str]:
+    def keep(self, name: str, arrays: Any, *, absent: frozenset[Phase] = frozenset()) -> frozenset[str]:
         """Record resident arrays, if there are any; return their name for :attr:`Program.holds`."""
         if not jax.tree.leaves(arrays):
             return frozenset()

@@ -12,9 +12,8 @@ from rich.table import Table
 
 from jax_agent_rl.deploy.plan.advice import Adviser
 from jax_agent_rl.deploy.plan.compiled import Compiled
-from jax_agent_rl.deploy.plan.fit import Load
-from jax_agent_rl.deploy.plan.inventory import Half
-from jax_agent_rl.deploy.plan.plan import ResourcePlan
+from jax_agent_rl.deploy.plan.inventory import Phase
+from jax_agent_rl.deploy.plan.plan import Load, ResourcePlan
 from jax_agent_rl.deploy.plan.roofline import RING, moved, seconds_of
 from jax_agent_rl.observe.progress import duration
 
@@ -151,7 +150,7 @@ def _verdict(plan: ResourcePlan) -> Iterator[str]:
         names, over = ", ".join(load.program.name for load in those), max(load.total - load.capacity for load in those)
         verb, most = ("does not fit", "") if len(those) == 1 else ("do not fit", "up to ")
         yield f"[red]{names} {verb}[/red]: {most}{amount(max(0, over))} too much on a chip; try {' or '.join(keys)}."
-    used = set(plan.places.learner.devices.flat).union(*(mesh.devices.flat for mesh in plan.places.engines))
+    used = set(plan.placement.learner.devices.flat).union(*(mesh.devices.flat for mesh in plan.placement.engines))
     if unused := plan.slice.chips - len(used):
         yield f"[yellow]{unused} of {plan.slice.chips} chips do nothing[/yellow]: raise learner.mesh, or add --search."
 
@@ -170,16 +169,16 @@ def _adviser(plan: ResourcePlan) -> Adviser:
 
 def _speed(plan: ResourcePlan, price: float | None) -> Iterator[str]:
     step = plan.step
-    halves: tuple[tuple[Half, int, float], ...] = (
+    phases: tuple[tuple[Phase, int, float], ...] = (
         ("rollout", step.sampled, step.rollout),
         ("learner", step.trained, step.learner),
     )
-    for name, tokens, seconds in halves:
+    for name, tokens, seconds in phases:
         if seconds:
             least, most = ("at least ", "at most ") if name in step.bounds else ("", "")
             yield f"{name}: {tokens:,} tokens in {least}{_time(seconds)}, {most}{tokens / seconds:,.0f} a second"
     least = "at least " if step.bounds else ""
-    if plan.places.engines:
+    if plan.placement.engines:
         who, share = step.waits
         yield f"step: {least}{_time(step.seconds)}; who waits: {who}, {share:.0%} of it"
     else:
@@ -187,7 +186,7 @@ def _speed(plan: ResourcePlan, price: float | None) -> Iterator[str]:
     if (brought := plan.config.rollout.jetstream.engine_factory) is not None:
         yield f"rollout.jetstream.engine_factory={brought}: planned as if it were the built-in engine"
     if price is not None:
-        of = "cost" if plan.places.engines else "cost of the learner"
+        of = "cost" if plan.placement.engines else "cost of the learner"
         yield f"{of}: {least}{cost(plan, price):.3g} a step, {plan.slice.chips} chips at {price:g} an hour"
     yield (
         f"Assumed: {plan.utilization:.0%} of what chips can do at most (--utilization); products, memory and links at "
@@ -209,13 +208,13 @@ def as_json(plan: ResourcePlan, *, price: float | None = None) -> dict[str, Any]
         "capacity": plan.slice.chip.hbm_bytes,
         "fits": plan.fits,
         "meshes": {
-            "learner": _shape(plan.places.learner),
-            "engines": [_shape(mesh) for mesh in plan.places.engines],
+            "learner": _shape(plan.placement.learner),
+            "engines": [_shape(mesh) for mesh in plan.placement.engines],
         },
         "programs": [
             {
                 "name": one.program.name,
-                "half": one.program.half,
+                "half": one.program.phase,
                 "chips": one.program.mesh.size,
                 "memory": dict(load.parts),
                 "total": load.total,
@@ -233,7 +232,7 @@ def as_json(plan: ResourcePlan, *, price: float | None = None) -> dict[str, Any]
         "step": {**vars(plan.step), "seconds": plan.step.seconds, "waits": plan.step.waits},
         "utilization": plan.utilization,
         "cost": None if price is None else cost(plan, price),
-        "cost_of": "step" if plan.places.engines else "learner",
+        "cost_of": "step" if plan.placement.engines else "learner",
     }
 
 

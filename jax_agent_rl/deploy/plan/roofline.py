@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jax_agent_rl.config import Config
-from jax_agent_rl.deploy.plan.chips import Chip
 from jax_agent_rl.deploy.plan.compiled import Compiled
-from jax_agent_rl.deploy.plan.inventory import Half, Tokens
+from jax_agent_rl.deploy.plan.inventory import Phase, Tokens
+from jax_agent_rl.deploy.plan.topology import Chip
 
 RING = 2
 """Directions of a ring of links, used at the same time."""
@@ -75,7 +75,7 @@ class StepTime:
     learner: float
     weights: float
     overlapped: bool
-    bounds: tuple[Half, ...] = ()
+    bounds: tuple[Phase, ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -92,7 +92,7 @@ class StepTime:
 
 
 def step_of(
-    config: Config, compiled: Sequence[Compiled], chip: Chip, *, engines: int, apart: bool, utilization: float
+    config: Config, compiled: Sequence[Compiled], chip: Chip, *, engines: int, disjoint: bool, utilization: float
 ) -> StepTime:
     """Sum the programs of a run up to a step.
 
@@ -101,7 +101,7 @@ def step_of(
         compiled: its programs.
         chip: of the slice.
         engines: of the slice; 0 where they are elsewhere: then only the learner counts.
-        apart: learner and engines share no chip.
+        disjoint: learner and engines share no chip.
         utilization: share of the bound that is reached.
     """
     groups, members = config.rollout.prompts_per_step, config.rollout.group_size
@@ -112,17 +112,17 @@ def step_of(
         "sampled": groups * members * response,
         "trained": groups * (copies * prompt + members * response),
     }
-    halves: dict[Half, float] = dict.fromkeys(("learner", "weights", "rollout"), 0.0)
+    phases: dict[Phase, float] = dict.fromkeys(("learner", "weights", "rollout"), 0.0)
     for one in compiled:
         program = one.program
         calls = math.ceil(tokens[program.of] / program.tokens) if program.of else 1
-        halves[program.half] += calls * program.calls * seconds_of(one, chip).total / utilization
+        phases[program.phase] += calls * program.calls * seconds_of(one, chip).total / utilization
     return StepTime(
         sampled=tokens["sampled"],
         trained=tokens["trained"],
-        rollout=halves["rollout"] / max(engines, 1),
-        learner=halves["learner"],
-        weights=halves["weights"],
-        overlapped=apart and config.trainer.mode != "sync",
-        bounds=tuple(sorted({one.program.half for one in compiled if one.program.calls and not one.exchanges_known})),
+        rollout=phases["rollout"] / max(engines, 1),
+        learner=phases["learner"],
+        weights=phases["weights"],
+        overlapped=disjoint and config.trainer.mode != "sync",
+        bounds=tuple(sorted({one.program.phase for one in compiled if one.program.calls and not one.exchanges_known})),
     )

@@ -20,8 +20,7 @@ from PIL import Image
 from jax_agent_rl.config.tool_server import ImageSettings
 from jax_agent_rl.errors import ToolError
 from jax_agent_rl.tool_server.plugin import ServerTool, ToolAction, ToolObservation
-from jax_agent_rl.tool_server.plugins.files import file_below
-from jax_agent_rl.tool_server.plugins.markup import tool_call
+from jax_agent_rl.tool_server.plugins.markup import file_below, tool_call
 from jax_agent_rl.utils.media import FORMATS
 
 _NAMES = ("zoom_in", "image_zoom_in_tool", "crop_image", "crop_image_normalized")

@@ -1,4 +1,4 @@
-"""How models write actions: tags, fenced code, tool calls; and how results are written back.
+"""What models write: tags, fenced code, tool calls, file names; and how results are written back.
 
 Whatever a model wrote is read in one pass: each search begins where the one before it ended, and none is repeated once
 it found nothing.
@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 _FENCE = "```"
@@ -124,3 +125,16 @@ def result_block(action: str, text: str) -> str:
 
 def _fenced_result(text: str) -> str:
     return f"{_FENCE}result\n{text}\n{_FENCE}\n"
+
+
+NO_PATH = (OSError, ValueError, RuntimeError)
+"""What paths raise that are too long, have a NUL or half of a surrogate pair in them, or lead in a circle."""
+
+
+def file_below(root: Path, name: str) -> Path | None:
+    """Resolve a file name below a resolved folder, following links; None if it is no file or lies elsewhere."""
+    try:
+        path = (root / name).resolve()
+        return path if path.is_relative_to(root) and path.is_file() else None
+    except NO_PATH:
+        return None

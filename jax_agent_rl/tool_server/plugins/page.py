@@ -18,8 +18,7 @@ from bs4 import BeautifulSoup
 
 from jax_agent_rl.errors import ConfigError, ToolError
 from jax_agent_rl.tool_server.plugin import ServerTool, ToolAction, ToolObservation
-from jax_agent_rl.tool_server.plugins.files import NO_PATH, file_below
-from jax_agent_rl.tool_server.plugins.markup import tagged
+from jax_agent_rl.tool_server.plugins.markup import NO_PATH, file_below, tagged
 
 _SUFFIXES = (".html", ".htm", ".md", ".txt")
 _MAX_BYTES = 10 << 20

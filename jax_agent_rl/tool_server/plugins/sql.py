@@ -12,8 +12,7 @@ from pathlib import Path
 
 from jax_agent_rl.errors import ConfigError, ToolError
 from jax_agent_rl.tool_server.plugin import ServerTool, ToolAction, ToolObservation
-from jax_agent_rl.tool_server.plugins.files import file_below
-from jax_agent_rl.tool_server.plugins.markup import tagged
+from jax_agent_rl.tool_server.plugins.markup import file_below, tagged
 from jax_agent_rl.tool_server.plugins.python import describe
 
 

@@ -20,8 +20,7 @@ from collections.abc import Awaitable, Sequence
 from jax_agent_rl.errors import ToolError
 from jax_agent_rl.tool_server.sandbox.isolation import Files, Isolation, Launch
 from jax_agent_rl.tool_server.sandbox.limits import SandboxLimits, SandboxResult, StopCause
-from jax_agent_rl.tool_server.sandbox.pause import pause, resume
-from jax_agent_rl.tool_server.sandbox.watch import exceeded, watch
+from jax_agent_rl.tool_server.sandbox.process_tree import exceeded, pause, resume, watch
 
 logger = logging.getLogger(__name__)
 _CHUNK = 64 << 10

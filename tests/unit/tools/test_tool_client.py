@@ -7,8 +7,7 @@ from starlette.responses import JSONResponse, Response
 
 from jax_agent_rl.config import ToolClientConfig, build
 from jax_agent_rl.errors import ConfigError, ToolServerError
-from jax_agent_rl.tools.client import ServerAction
-from jax_agent_rl.tools.tool_client import Pace, ToolClient, bare_result
+from jax_agent_rl.tools.client import Pace, ServerAction, ToolClient, bare_result
 from tests.http_service import ToolServer
 from tests.ports import free_port
 

@@ -28,7 +28,7 @@ from secrets import token_hex
 from typing import TypeVar
 
 from jax_agent_rl.deploy.launch.hosts import Command
-from jax_agent_rl.deploy.launch.runner import Interrupted, heard_by
+from jax_agent_rl.deploy.launch.runner import Interrupted, set_on_signal
 from jax_agent_rl.deploy.launch.tpu import archive, job, remote
 from jax_agent_rl.deploy.launch.tpu.fleet import Fleet
 from jax_agent_rl.deploy.launch.tpu.gcloud import Gcloud
@@ -85,7 +85,7 @@ class Campaign:
     @contextlib.asynccontextmanager
     async def until_interrupted(self) -> AsyncIterator[None]:
         """Handle Ctrl-C and SIGTERM inside; on leaving, no process is left on this machine."""
-        heard_by(self._interrupt)
+        set_on_signal(self._interrupt)
         try:
             yield
         finally:
@@ -300,7 +300,7 @@ class Campaign:
             await self._connections.run(job.follow(self._cloud, worker, self._job), reader)
             if reader.status is not None:
                 return reader.status
-            if reader.heard:
+            if reader.received:
                 left = pauses(self._policy.poll)
             if (pause := next(left, None)) is None:
                 raise LaunchError(
@@ -337,7 +337,7 @@ class Campaign:
         await self._interrupt.wait()
         self._say("interrupted: the run saves a checkpoint and ends (once more: leave it running)")
         again = asyncio.Event()
-        heard_by(again)
+        set_on_signal(again)
         telling = asyncio.ensure_future(self._tell_to_end(workers[0]))
         try:
             await again.wait()
@@ -379,7 +379,7 @@ class Campaign:
             self._say(f"the slice stays ({why}) and costs until you give --delete")
         else:
             self._interrupt = asyncio.Event()  # what came before was for the run
-            heard_by(self._interrupt)
+            set_on_signal(self._interrupt)
             between_tries = lambda seconds: self._watch(asyncio.sleep(seconds))  # noqa: E731
             await self._patiently(self._slices.delete, sleep=between_tries)
             self._say(f"the run is in {self._job.kept}")

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TypeVar
 
 from jax_agent_rl.deploy.launch.tpu.cleanup import to_the_end
-from jax_agent_rl.deploy.launch.tpu.slices import Addresses, Seen, Slices, State
+from jax_agent_rl.deploy.launch.tpu.slices import Addresses, Slices, SliceStatus, State
 
 T = TypeVar("T")
 _WORST_FIRST = (State.LOST, State.ABSENT, State.FAILED, State.WAITING, State.READY)
@@ -34,12 +34,12 @@ class Fleet:
         """Whether there may be slices that cost, as far as this launcher knows."""
         return any(group.there for group in self._groups)
 
-    async def look(self) -> Seen:
+    async def look(self) -> SliceStatus:
         """Return the state of the request that is worst off, and the hosts of all."""
         seen = await _all(group.look() for group in self._groups)
         worst = min(seen, key=lambda one: _WORST_FIRST.index(one.state))
         hosts = tuple(slice for one in seen for slice in one.hosts) if worst.state is State.READY else ()
-        return Seen(state=worst.state, word=worst.word, why=worst.why, hosts=hosts)
+        return SliceStatus(state=worst.state, word=worst.word, why=worst.why, hosts=hosts)
 
     async def learner_lives(self) -> bool:
         """Whether the learner's own slices are ready."""

@@ -58,18 +58,18 @@ class Reader:
     """Takes the lines of one connection to a host: those of ``remote.follow``, and others from gcloud itself.
 
     Attributes:
-        heard: the run's log has come through it.
+        received: the run's log has come through it.
         status: the run's exit status, once that has come; without it, the connection broke.
     """
 
     def __init__(self, logs: Logs, host: str) -> None:
         self._logs, self._host = logs, host
-        self.heard = False
+        self.received = False
         self.status: int | None = None
 
     def __call__(self, line: str) -> None:
         if match := _NUMBERED.fullmatch(line):
-            self.heard = True
+            self.received = True
             self._logs.take(self._host, int(match["number"]), match["text"])
         elif match := _END.fullmatch(line):
             self.status = int(match["status"])

@@ -49,7 +49,7 @@ _QUEUE_STATES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seen:
+class SliceStatus:
     """One look at the slices.
 
     Attributes:
@@ -83,7 +83,7 @@ class Slices:
         """Gcloud's name of the slice or the queued resource."""
         return self._request.name
 
-    async def look(self) -> Seen:
+    async def look(self) -> SliceStatus:
         """Query the state once.
 
         Raises:
@@ -94,20 +94,20 @@ class Slices:
         try:
             answer = await self._cloud.read_json(first)
         except LaunchTargetError:
-            return Seen(state=State.ABSENT, word="NOT_FOUND")
+            return SliceStatus(state=State.ABSENT, word="NOT_FOUND")
         if not request.by_queue:
             return self._seen_nodes([answer])
         word = answer.get("state", {}).get("state", "STATE_UNSPECIFIED")
         state = _QUEUE_STATES.get(word, State.WAITING)
         if state is not State.READY:
-            return Seen(state=state, word=word, why=_why(answer))
+            return SliceStatus(state=state, word=word, why=_why(answer))
         try:
             nodes = [await self._cloud.read_json(question) for question in of_nodes]
         except LaunchTargetError:
-            return Seen(state=State.LOST, word="NOT_FOUND")
+            return SliceStatus(state=State.LOST, word="NOT_FOUND")
         return self._seen_nodes(nodes)
 
-    def _seen_nodes(self, nodes: list[dict[str, Any]]) -> Seen:
+    def _seen_nodes(self, nodes: list[dict[str, Any]]) -> SliceStatus:
         wanted = self._request.topology.accelerator_type
         for node in nodes:
             if node.get("acceleratorType", wanted) != wanted:
@@ -120,7 +120,7 @@ class Slices:
         worst = next((s for s in (State.LOST, State.WAITING) if s in states), State.READY)
         word = words[states.index(worst)]
         hosts = tuple(map(_addresses, nodes)) if worst is State.READY else ()
-        return Seen(state=worst, word=word, hosts=hosts)
+        return SliceStatus(state=worst, word=word, hosts=hosts)
 
     async def ensure(self) -> Addresses:
         """Create the slices, or take existing ones, and wait until they are ready.
@@ -137,7 +137,7 @@ class Slices:
         if seen.state in (State.LOST, State.FAILED):
             self._say(f"{request.name} is {seen.word}: {seen.state.value}")
             await self.delete()
-            seen = Seen(state=State.ABSENT, word="NOT_FOUND")
+            seen = SliceStatus(state=State.ABSENT, word="NOT_FOUND")
         if seen.state is State.ABSENT:
             await self._require_kind()
             self._say(f"creating {request.name}: {request}")

@@ -7,10 +7,16 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from jax_agent_rl.deploy.tpu_shapes import SHAPES
 from jax_agent_rl.errors import LaunchError
 from jax_agent_rl.utils.suggest import did_you_mean
 
+_FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
+_CUBIC = (
+    *("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8"),
+    *("8x8x16", "8x16x16", "16x16x16"),
+)
+SHAPES: Mapping[str, tuple[str, ...]] = {"v4": _CUBIC[:-1], "v5e": _FLAT, "v5p": _CUBIC, "v6e": _FLAT}
+"""Slices of Google Cloud by generation, from the smallest on: those an accelerator type stands for."""
 _CHIPS_PER_HOST = 4
 _LARGEST_SINGLE_HOST = 8
 _SEVERAL = re.compile(r"(?P<slices>\d+)\*(?P<name>.+)")
