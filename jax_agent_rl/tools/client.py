@@ -190,13 +190,13 @@ def _observation(content: Any, done: bool, valid: bool, url: str) -> ServerObser
     # Ending a trajectory with an answer is no valid action to verl-tool's tools, and no mistake either.
     answered = done and content == ""
     text, kind = without_halves(detailed.obs), None if valid or answered else "invalid_action"
-    pictures = [detailed.image] if isinstance(detailed.image, str) else detailed.image or []
+    images = [detailed.image] if isinstance(detailed.image, str) else detailed.image or []
     media: dict[str, tuple[Any, ...]] = {}
     try:
         if detailed.audio:
             raise ValueError("the tool returned audio, which cannot be shown here")
-        if pictures:
-            media = {"image": read_pictures(pictures)}
+        if images:
+            media = {"image": read_pictures(images)}
     except ValueError as error:
         text, kind = f"Error: {error}.", "raised"
     if kind == "invalid_action" and not text:

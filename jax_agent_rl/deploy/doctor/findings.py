@@ -1,4 +1,4 @@
-"""What checks say, and how they are run: one that fails, raises or hangs is a line of its own."""
+"""Findings of checks, and how checks run: one that fails, raises or hangs is a line of its own."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ class Reporter:
 
 
 class UnmetError(Exception):
-    """A check needs what an earlier one did not find; says what."""
+    """A check lacks what an earlier one should have found."""
 
 
 Check = Callable[[Reporter], Awaitable[Iterable[Finding]]]
-"""A check: looks, and says what it found. Whatever it raises is a finding, too."""
+"""A check returns its findings; whatever it raises is a finding, too."""
 
 
 async def run_checks(checks: Iterable[tuple[str, Check]], *, timeout: float) -> AsyncIterator[Finding]:

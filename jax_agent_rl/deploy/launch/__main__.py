@@ -12,9 +12,8 @@ from pathlib import Path
 
 from jax_agent_rl.deploy.launch import placement, plan, settings
 from jax_agent_rl.deploy.launch.arguments import port, positive
-from jax_agent_rl.deploy.launch.clock import Clock
 from jax_agent_rl.deploy.launch.hosts import Host, inspect, make_hosts, require_free_port
-from jax_agent_rl.deploy.launch.runner import Interrupted, Runner, secrets_of
+from jax_agent_rl.deploy.launch.runner import Interrupted, Runner, TimedPrinter, secrets_of
 from jax_agent_rl.errors import LaunchError
 from jax_agent_rl.utils.interrupt import EXIT_CODE
 
@@ -123,7 +122,7 @@ def _print_dry_run(hosts: Sequence[Host], options: plan.Options, arguments: argp
 
 
 async def _launch(hosts: Sequence[Host], options: plan.Options, arguments: argparse.Namespace) -> int:
-    say = Clock()
+    say = TimedPrinter()
     runner = Runner(root=options.root, say=say, secrets=secrets_of(secrets.token_hex(32), secrets.token_hex(32)))
     async with runner.until_interrupted():
         gpus = await asyncio.to_thread(inspect, hosts, options.device, options.root)
@@ -162,7 +161,7 @@ def _place(
     )
 
 
-def _describe(spread: placement.ServerPlacement, say: Clock) -> None:
+def _describe(spread: placement.ServerPlacement, say: TimedPrinter) -> None:
     for server in spread.servers:
         say(f"{server.name}: {server.host.name}, port {server.port}, {_named(server.gpus)}")
     say(f"learner: this machine, {_named(spread.learner_gpus)}")

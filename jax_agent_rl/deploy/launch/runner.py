@@ -20,6 +20,19 @@ from jax_agent_rl.deploy.launch.plan import LONGEST_GRACE, RAY_TOKEN, TOKEN, Lau
 from jax_agent_rl.errors import LaunchError
 from jax_agent_rl.rollout.http import wire
 
+
+class TimedPrinter:
+    """Prints lines of the launcher's own with the seconds since it began; lines of processes as they are."""
+
+    def __init__(self) -> None:
+        self._begin = time.monotonic()
+
+    def __call__(self, line: str) -> None:
+        own = "" if line.startswith("[") else f"[{time.monotonic() - self._begin:3.0f}s] "
+        with contextlib.suppress(BrokenPipeError):  # nobody reads on: end in order all the same
+            print(own + line, flush=True)
+
+
 Say = Callable[[str], None]
 T = TypeVar("T")
 _POLL_SECONDS = 0.5

@@ -175,7 +175,7 @@ _SAMPLED = (5, 6)
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatches:
-    """One of each kind, the largest: of models that see, with pictures.
+    """The largest micro-batch of each kind; with images for a vision model.
 
     Attributes:
         policy: for the policy's gradient.

@@ -11,12 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jax_agent_rl.deploy.launch.arguments import count, duration, port, positive, seconds, variable
-from jax_agent_rl.deploy.launch.clock import Clock
-from jax_agent_rl.deploy.launch.runner import Interrupted
+from jax_agent_rl.deploy.launch.runner import Interrupted, TimedPrinter
 from jax_agent_rl.deploy.launch.tpu import dry_run, job, render, topology
-from jax_agent_rl.deploy.launch.tpu.cleanup import delete_by_name
 from jax_agent_rl.deploy.launch.tpu.controller import Campaign, RecoveryPolicy
-from jax_agent_rl.deploy.launch.tpu.fleet import Fleet
+from jax_agent_rl.deploy.launch.tpu.fleet import Fleet, delete_by_name
 from jax_agent_rl.deploy.launch.tpu.gcloud import Gcloud, SliceRequest
 from jax_agent_rl.deploy.launch.tpu.job import Job
 from jax_agent_rl.deploy.launch.tpu.logs import Logs
@@ -179,7 +177,7 @@ def _rendered(request: SliceRequest, servers: Sequence[SliceRequest], task: Job,
 async def _act(
     request: SliceRequest, servers: Sequence[SliceRequest], task: Job, cloud: Gcloud, arguments: argparse.Namespace
 ) -> int:
-    say = Clock()
+    say = TimedPrinter()
     await cloud.require_login()
     groups = [Slices(each, cloud, say=say, poll=arguments.poll) for each in (request, *servers)]
     slices = Fleet(groups, say=say)

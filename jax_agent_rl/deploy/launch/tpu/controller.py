@@ -34,8 +34,7 @@ from jax_agent_rl.deploy.launch.tpu.fleet import Fleet
 from jax_agent_rl.deploy.launch.tpu.gcloud import Gcloud
 from jax_agent_rl.deploy.launch.tpu.job import HostWorker, Job
 from jax_agent_rl.deploy.launch.tpu.logs import Logs
-from jax_agent_rl.deploy.launch.tpu.retry import patiently, pauses
-from jax_agent_rl.deploy.launch.tpu.slices import Addresses, Preempted, State
+from jax_agent_rl.deploy.launch.tpu.slices import Addresses, Preempted, State, patiently, pauses
 from jax_agent_rl.deploy.launch.tpu.ssh import Connections
 from jax_agent_rl.errors import LaunchError
 
