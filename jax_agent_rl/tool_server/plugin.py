@@ -1,4 +1,4 @@
-"""What a tool of the tool server is.
+"""The interface of the tool server's tools.
 
 Other than :class:`jax_agent_rl.tools.BaseTool`, whose calls are already taken apart, a server tool reads the text a
 model wrote (``parse_action``), as verl-tool's do. The server asks its tools in order; the first that accepts acts.
@@ -26,7 +26,7 @@ Environment = TypeVar("Environment")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToolObservation:
-    """What an action brought about.
+    """Result of an action.
 
     Attributes:
         text: what the model reads.
@@ -56,7 +56,7 @@ class ToolObservation:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToolContext:
-    """What tools are made from.
+    """Resources that tools are built with.
 
     Attributes:
         settings: of the server.

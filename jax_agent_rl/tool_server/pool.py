@@ -1,4 +1,4 @@
-"""The worker processes: started, spoken to, started again when they die.
+"""The worker processes: started, called, and restarted when they die.
 
 A trajectory belongs to one worker, by a hash of its id, so that its environments are always where its actions go. When
 a worker dies its environments are gone (the kernel ends their programs with it): they are counted, and the

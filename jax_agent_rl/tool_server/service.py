@@ -28,7 +28,7 @@ _ERROR_CHARS = 1000
 
 
 class ToolService:
-    """See the module.
+    """Executor of actions; see the module.
 
     Args:
         tools: in the order in which they are asked.

@@ -13,7 +13,7 @@ _STEP_SECONDS = (0.001, 0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 
 
 
 class Telemetry:
-    """Metrics; ``worker`` names the process, so that what a dead one left open can be told.
+    """Metrics; ``worker`` labels the process, so that environments a dead one left open can be counted.
 
     Args:
         registry: where they are registered.

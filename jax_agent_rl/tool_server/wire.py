@@ -48,7 +48,7 @@ class Failure(StrEnum):
 
 
 class ObservationRequest(BaseModel):
-    """The body. Optional lists have one entry for each trajectory id."""
+    """Body of a request. Optional lists have one entry for each trajectory id."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

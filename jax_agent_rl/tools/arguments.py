@@ -1,4 +1,4 @@
-"""Checks the arguments a model wrote against a tool's schema, forgiving about quotes only.
+"""Validation of the arguments a model wrote against a tool's schema, forgiving about quotes only.
 
 A literal in quotes where the schema wants another type (``"3"``, ``"true"``, ``"[1, 2]"``) is taken for what it
 spells, and ``3.0`` for an integer is 3. ``"null"`` and ``"None"`` are null where null is allowed and text is not

@@ -1,4 +1,4 @@
-"""What a tool is: a name, a schema the model reads, and ``create / execute / release``.
+"""The interface of a tool: a name, a schema the model reads, and ``create / execute / release``.
 
 Life of a tool in one trajectory (``instance_id`` is the trajectory's id)::
 
@@ -26,7 +26,7 @@ from jax_agent_rl.errors import ToolDefinitionError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToolResponse:
-    """What a tool call returned.
+    """Result of a tool call.
 
     Attributes:
         text: what the model reads.

@@ -1,4 +1,4 @@
-"""The client side of a tool server: ``POST /get_observation``.
+"""Clients of a tool server: ``POST /get_observation``.
 
 ::
 
@@ -33,7 +33,7 @@ NO_TOOL = "Error: no tool accepted this action; check its format."
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerAction:
-    """What one trajectory sends.
+    """Action of one trajectory.
 
     Attributes:
         trajectory_id: whose environment it is for.
@@ -52,7 +52,7 @@ class ServerAction:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerObservation:
-    """What came back.
+    """Observation of one trajectory.
 
     Attributes:
         text: what the model reads.
@@ -72,7 +72,7 @@ class ServerObservation:
 
 
 class ToolServerClient:
-    """Speaks to one tool server.
+    """Client of one tool server.
 
     Args:
         service: its ``url`` ends with :data:`PATH`, see :func:`observation_url`.
@@ -151,7 +151,7 @@ def observation_url(url: str) -> str:
 
 
 class _Answer(BaseModel):
-    """The frame of an answer; observations are checked one by one."""
+    """Envelope of an answer; observations are validated one by one."""
 
     observations: list[Any]
     dones: list[bool]
@@ -218,8 +218,8 @@ _JUDGED_AFTER = 50
 """Requests after which it can be said whether they wait for their start more than for the server."""
 
 
-class Pace:
-    """Admits at most ``max_workers`` at a time, and starts no two within ``interval`` seconds.
+class RateLimiter:
+    """Rate limiter: at most ``max_workers`` at a time, and no two starts within ``interval`` seconds.
 
     Once requests have waited longer for their start than they took, it says so: the interval is then what bounds the
     rollout.
@@ -282,7 +282,7 @@ class Pace:
 
 
 class ToolClient:
-    """See the module docstring.
+    """Runs pieces of code on a tool server, concurrently and without flooding it.
 
     Args:
         config: the ``tool_config`` section.
@@ -292,7 +292,7 @@ class ToolClient:
         ConfigError: ``tool_config.server_url`` is not set or not a URL.
     """
 
-    def __init__(self, config: ToolClientConfig, *, pace: Pace | None = None):
+    def __init__(self, config: ToolClientConfig, *, pace: RateLimiter | None = None):
         if config.server_url is None:
             raise ConfigError(
                 "text_tool_agent needs a tool server; set tool_config.server_url (or TOOL_SERVER_URL), e.g. "
@@ -309,7 +309,7 @@ class ToolClient:
             token_hint="set tool_config.token_env to the environment variable that holds it",
         )
         self.server = ToolServerClient(JsonService(settings, error=ToolServerError))
-        self._pace = pace or Pace(max_workers=config.max_workers, interval=config.request_interval)
+        self._pace = pace or RateLimiter(max_workers=config.max_workers, interval=config.request_interval)
 
     async def execute(self, action: ServerAction) -> ServerObservation:
         """Run one piece of code.

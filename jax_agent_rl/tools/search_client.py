@@ -13,7 +13,7 @@ from jax_agent_rl.utils.json_service import JsonService, ServiceSettings, bearer
 
 
 class SearchClient:
-    """See the module docstring.
+    """Client of a retrieval server; see the module.
 
     Raises:
         ConfigError: ``search.server_url`` is not set or not a URL.

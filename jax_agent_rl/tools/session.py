@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 class ToolSession:
-    """An async context manager; see the module's drawing.
+    """Tools of one trajectory, as an async context manager; see the module's drawing.
 
     Args:
         tools: the tools of this sample, by name.

@@ -1,4 +1,4 @@
-"""Accelerators as jax sees them, and as the machine has them."""
+"""Accelerators: those jax uses, and those the machine has."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PATIENCE_SECONDS = 90.0
 
 @dataclass(frozen=True, kw_only=True)
 class Devices:
-    """What jax computes on: ``cpu``, ``gpu`` or ``tpu``, the model of it, and how many."""
+    """Devices that jax computes on: platform (``cpu``, ``gpu`` or ``tpu``), model and count."""
 
     platform: str
     kind: str

@@ -1,4 +1,4 @@
-"""Which checks there are, in the order in which they are shown.
+"""The checks, in the order in which they are shown.
 
 What fails early in a chain (tools, tokenizer, rows) is told once; checks that build on it say what they lack.
 """

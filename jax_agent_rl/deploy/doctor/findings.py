@@ -11,7 +11,7 @@ from jax_agent_rl.errors import ConfigError, JaxAgentRLError
 
 
 class Status(StrEnum):
-    """How bad it is."""
+    """Severity of a finding."""
 
     OK = "ok"
     WARN = "warn"
@@ -22,7 +22,7 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One line.
+    """Result of a check.
 
     Attributes:
         check: what was looked at.
@@ -37,7 +37,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Reporter:
-    """Makes the findings of one check."""
+    """Factory of one check's findings."""
 
     check: str
 

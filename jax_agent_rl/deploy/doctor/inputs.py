@@ -1,4 +1,4 @@
-"""What a configuration names: user code, tools, model, tokenizer, rows, reward functions."""
+"""Checks of what a configuration names: user code, tools, model, tokenizer, rows, reward functions."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _LEARNER_BYTES = 16  # and the gradient
 
 @dataclass(kw_only=True)
 class CheckContext:
-    """What checks have found, for those that come after them.
+    """State shared by the checks: what earlier ones found for later ones.
 
     Attributes:
         config: under examination.

@@ -1,4 +1,4 @@
-"""The machine: interpreter, packages, cores, memory, disk, limits, ports."""
+"""Checks of the machine: interpreter, packages, cores, memory, disk, limits, ports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run speaks to, or starts: sandbox, tool servers, engines, the processes of its learner."""
+"""Checks of what a run connects to or starts: sandbox, tool servers, engines, learner processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values of the launchers' options: a wrong one is refused with the form it has to have."""
+"""Types of the launchers' options: a wrong value is refused with the required form."""
 
 from __future__ import annotations
 

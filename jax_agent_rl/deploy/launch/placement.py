@@ -39,7 +39,7 @@ class Server:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerPlacement:
-    """Who gets what.
+    """GPUs of the learner and of each server.
 
     Attributes:
         learner_gpus: indices on the first host; empty on CPUs.

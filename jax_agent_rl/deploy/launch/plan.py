@@ -1,4 +1,4 @@
-"""The commands of a launch, as data: the dry run prints them, the runner runs them. Nothing here does anything."""
+"""The commands of a launch, as data: the dry run prints them, the runner runs them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _SERVER_ENV = {"JAX_PLATFORMS": "cpu"}
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What the user asked for.
+    """Options of the command line.
 
     Attributes:
         device: what everything runs on.
@@ -65,7 +65,7 @@ class Options:
 
 @dataclass(frozen=True, kw_only=True)
 class Preparation:
-    """What happens before anything stays running.
+    """Commands that run to their end before anything stays running.
 
     Attributes:
         checks: one command per host; all at the same time.
@@ -80,7 +80,7 @@ class Preparation:
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchPlan:
-    """What runs at the same time, in the order of starting.
+    """Long-running commands, in the order of starting.
 
     Attributes:
         cluster: Ray: the head first, then a command per further host.

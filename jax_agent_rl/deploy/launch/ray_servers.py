@@ -36,7 +36,7 @@ _POLL_SECONDS = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class ServerEndpoint:
-    """Where a server listens."""
+    """Name and address of a server."""
 
     name: str
     address: str

@@ -1,4 +1,4 @@
-"""Runs a plan: starts its processes in order, shows what they say, and ends all of them whatever happens."""
+"""Runs a plan: starts its processes in order, prints their output, and ends all of them whatever happens."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _SSH_SECONDS = 10.0
 
 
 class Interrupted(Exception):
-    """Ctrl-C or SIGTERM."""
+    """The launch was interrupted by Ctrl-C or SIGTERM."""
 
 
 def set_on_signal(event: asyncio.Event) -> None:
@@ -124,7 +124,7 @@ class Process:
 
 
 class Runner:
-    """Processes that live and die together.
+    """Supervisor of processes that live and die together.
 
     Args:
         root: folder that local commands run in.

@@ -1,4 +1,4 @@
-"""What of a configuration decides where things run.
+"""Settings of a configuration that decide where things run.
 
 A configuration is YAML, checked by pydantic, and the launcher has neither: ``read`` asks the environment's Python, for
 which this module is a program that prints the answer as JSON.
@@ -25,7 +25,7 @@ _PLACING = ("mesh", "tensor_parallel_size", "gpu_memory_utilization", "run_dir")
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The keys of a configuration that matter here.
+    """Values that placement needs.
 
     Attributes:
         run_dir: ``run_dir``.

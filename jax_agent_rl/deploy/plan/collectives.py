@@ -1,4 +1,4 @@
-"""What devices exchange in a compiled program, read from its text.
+"""Exchanges between devices in a compiled program, parsed from its text.
 
 The text is a list of computations; one calls another in fusions, loops, branches and asynchronous steps. A loop's body
 counts as often as its condition says: ``compare(counter, constant), direction=LT``; where the end is found while it

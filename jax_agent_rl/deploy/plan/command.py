@@ -12,7 +12,7 @@ from typing import Any
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from jax_agent_rl.deploy.plan.compile_subprocess import Planned, Task, plan_in_subprocess
+from jax_agent_rl.deploy.plan.compile_subprocess import PlanResult, Task, plan_in_subprocess
 from jax_agent_rl.deploy.plan.topology import GIB
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.observe.lines import say
@@ -60,7 +60,7 @@ def draw(made: Mapping[str, Any], file: Path) -> None:
     figure.savefig(file)
 
 
-def run_command(task: Task, console: Console, *, budget: int | None, picture: Path | None, as_json: bool) -> Planned:
+def run_command(task: Task, console: Console, *, budget: int | None, picture: Path | None, as_json: bool) -> PlanResult:
     """Plan a run and print the result.
 
     Args:
@@ -86,7 +86,7 @@ def run_command(task: Task, console: Console, *, budget: int | None, picture: Pa
 
 
 def print_plan(
-    planned: Planned,
+    planned: PlanResult,
     searched: Sequence[Mapping[str, Any]],
     console: Console,
     *,
@@ -119,7 +119,7 @@ def _sayer(console: Console) -> Callable[[str], None]:
     return lambda text: say(console, f"  {text}")
 
 
-def _searched(task: Task, budget: int, console: Console) -> tuple[Planned, list[dict[str, Any]]]:
+def _searched(task: Task, budget: int, console: Console) -> tuple[PlanResult, list[dict[str, Any]]]:
     """Return the best layout's plan, and a JSON object for each layout tried."""
     from jax_agent_rl.config import build
     from jax_agent_rl.config.loading import read_tree
@@ -127,7 +127,7 @@ def _searched(task: Task, budget: int, console: Console) -> tuple[Planned, list[
     from jax_agent_rl.deploy.plan.search import TRIES, Candidate, candidates, search, table, verdict
     from jax_agent_rl.deploy.plan.topology import Slice
 
-    def compiled(one: Candidate) -> Planned:
+    def compiled(one: Candidate) -> PlanResult:
         say(console, f"layout: {' '.join(one.changes) or 'as it is configured'}")
         return plan_in_subprocess(replace(task, overrides=[*task.overrides, *one.changes]), _sayer(console))
 

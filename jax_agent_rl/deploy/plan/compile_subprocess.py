@@ -1,4 +1,4 @@
-"""A plan, made in a process of its own: libtpu ends it when it finds a fault in itself, and memory may run out.
+"""Planning in a process of its own: libtpu may abort it on an internal fault, and memory may run out.
 
 ::
 
@@ -56,8 +56,8 @@ class Task:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Planned:
-    """What was found.
+class PlanResult:
+    """Result of planning.
 
     Attributes:
         report: the plan as people read it.
@@ -82,7 +82,7 @@ class Planned:
         return self.made["step"]["seconds"]
 
 
-def plan_in_subprocess(task: Task, say: Callable[[str], None], command: Sequence[str] = PLANNER) -> Planned:
+def plan_in_subprocess(task: Task, say: Callable[[str], None], command: Sequence[str] = PLANNER) -> PlanResult:
     """Compile a run's programs in a process of their own, and wait for it.
 
     Args:
@@ -105,7 +105,7 @@ def plan_in_subprocess(task: Task, say: Callable[[str], None], command: Sequence
                 case {"say": str(last)}:
                     say(last)
                 case {"report": report, "made": made}:
-                    planned = Planned(report=report, made=made)
+                    planned = PlanResult(report=report, made=made)
                 case {"refused": kind, "problems": problems}:
                     raise _refusal(kind, problems)
         status = process.wait()
@@ -202,7 +202,7 @@ def _end_with_input() -> None:
     os._exit(1)
 
 
-def _plan(task: Task, say: Callable[[str], None]) -> Planned:
+def _plan(task: Task, say: Callable[[str], None]) -> PlanResult:
     # Only here: who asks need not load JAX.
     from rich.console import Console
 
@@ -218,7 +218,7 @@ def _plan(task: Task, say: Callable[[str], None]) -> Planned:
     console = Console(file=io.StringIO(), width=task.width, force_terminal=task.colours)
     show(plan, console, price=task.price)
     assert isinstance(console.file, io.StringIO)
-    return Planned(report=console.file.getvalue(), made=as_json(plan, price=task.price))
+    return PlanResult(report=console.file.getvalue(), made=as_json(plan, price=task.price))
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ PLATFORM = "tpu"
 
 @dataclass(frozen=True, kw_only=True)
 class Flops:
-    """Of all devices together.
+    """Work of all devices together.
 
     Attributes:
         flops: of matrix products and convolutions; a multiplication and an addition are two.

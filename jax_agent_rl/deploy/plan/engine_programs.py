@@ -1,4 +1,4 @@
-"""The engine's programs and arrays: the engine itself, over a table that notes what it is asked to run."""
+"""The engine's programs and arrays: the engine itself, over a table that records what it is asked to run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _WEIGHTS, _CACHE, _BOTH = frozenset({WEIGHTS}), frozenset({CACHE}), frozenset({W
 
 
 class RecordingTable(ProgramTable):
-    """A table that runs nothing: it notes programs, and answers with descriptions of their results.
+    """A table that runs nothing: it records programs, and returns descriptions of their results.
 
     Ids, which the engine reads on the host, are zeros.
 

@@ -1,4 +1,4 @@
-"""What can be said of a configuration without a compiler: enough to know which ones are worth compiling."""
+"""Estimates of a configuration without a compiler, to choose which ones to compile."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PRODUCTS = {"none": 6, "dots": 6, "full": 8}
 
 @dataclass(frozen=True, kw_only=True)
 class PlanEstimate:
-    """Of one configuration.
+    """Estimated memory and time of one configuration.
 
     Attributes:
         stays: bytes that stay on the fullest chip, at the least.

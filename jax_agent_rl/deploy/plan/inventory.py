@@ -1,4 +1,4 @@
-"""What a run has on its devices: programs, and arrays that stay between them."""
+"""The inventory of a run's devices: programs, and arrays resident between them."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Resident:
 
 @dataclass(kw_only=True)
 class Inventory:
-    """Everything of a run, or of a phase of it."""
+    """Programs and resident arrays of a run, or of a phase of it."""
 
     programs: list[Program] = field(default_factory=list)
     residents: list[Resident] = field(default_factory=list)

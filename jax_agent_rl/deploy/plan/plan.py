@@ -50,7 +50,7 @@ class Load:
 
 @dataclass(frozen=True, kw_only=True)
 class ResourcePlan:
-    """Of one configuration on one slice.
+    """Plan of one configuration on one slice.
 
     Attributes:
         devices: of the slice.

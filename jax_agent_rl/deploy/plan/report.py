@@ -1,4 +1,4 @@
-"""A plan for people: tables, and what follows from them. And for programs: one JSON object."""
+"""Reports of a plan: tables and conclusions for people, one JSON object for programs."""
 
 from __future__ import annotations
 

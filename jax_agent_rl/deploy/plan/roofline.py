@@ -21,7 +21,7 @@ RING = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Seconds:
-    """Of one call of a program, by what takes them."""
+    """Seconds of one call of a program, by resource."""
 
     products: float
     memory: float
@@ -84,7 +84,7 @@ class StepTime:
 
     @property
     def waits(self) -> tuple[str, float]:
-        """Who waits, and for which share of the step."""
+        """Which side waits, and for which share of the step."""
         if not self.overlapped:
             return "both, in turn", 1.0
         who = "learner" if self.rollout > self.learner else "engines"

@@ -17,7 +17,7 @@ from typing import Any
 from rich.table import Table
 
 from jax_agent_rl.config import Config
-from jax_agent_rl.deploy.plan.compile_subprocess import Planned
+from jax_agent_rl.deploy.plan.compile_subprocess import PlanResult
 from jax_agent_rl.deploy.plan.estimate import PlanEstimate, estimate
 from jax_agent_rl.deploy.plan.layouts import (
     REMAT,
@@ -52,7 +52,7 @@ class Candidate:
     changes: tuple[str, ...]
     config: Config
     estimate: PlanEstimate
-    plan: Planned | None = None
+    plan: PlanResult | None = None
     problem: str | None = None
 
     @property
@@ -142,7 +142,7 @@ def _order(one: Candidate, capacity: int, correction: float = 1.0) -> tuple[bool
 
 
 def search(
-    found: Sequence[Candidate], plan: Callable[[Candidate], Planned], *, capacity: int, budget: int
+    found: Sequence[Candidate], plan: Callable[[Candidate], PlanResult], *, capacity: int, budget: int
 ) -> list[Candidate]:
     """Compile the best until some fit; return those that fit first, by step time, then the others by memory.
 

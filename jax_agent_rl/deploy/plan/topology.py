@@ -136,7 +136,7 @@ class Slice:
 
     @property
     def name(self) -> str:
-        """As :meth:`parse` takes it."""
+        """The name that :meth:`parse` takes."""
         one = f"{self.chip.name}:{'x'.join(map(str, self.shape))}"
         return one if self.count == 1 else f"{self.count}*{one}"
 

@@ -29,7 +29,7 @@ def _server(target: str | list[str]) -> MCPServerConfig:
 
 
 class McpTool(ServerTool[tuple[str, Mapping[str, Any]], None]):
-    """See the module."""
+    """Gateway to tools of MCP servers; see the module."""
 
     name = "mcp"
     usage = '<tool_call>{"name": …, "arguments": {…}}</tool_call>'

@@ -26,7 +26,7 @@ _MAX_BYTES = 10 << 20
 
 @dataclass(kw_only=True, slots=True)
 class Browser:
-    """What a trajectory looks at: a page's text and links, and where in it; pages before it, last last."""
+    """A trajectory's current page: text, links, position, and the history, latest last."""
 
     name: str = ""
     text: str = ""

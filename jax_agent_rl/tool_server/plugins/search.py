@@ -48,10 +48,8 @@ class SearchTool(ServerTool[tuple[str, str], None]):
     usage = "<search>query</search> to look something up, <answer>text</answer> to answer."
 
     async def start(self) -> None:
-        self._index = await self.context.threads.run(self._open, name=self.name)
-
-    def _open(self) -> Index:
-        return open_index(self.context.settings.search)
+        settings = self.context.settings.search
+        self._index = await self.context.threads.run(lambda: open_index(settings), name=self.name)
 
     def parse_action(self, action: str) -> tuple[str, str] | None:
         for kind in ("search", "answer"):

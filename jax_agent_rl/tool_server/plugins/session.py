@@ -24,7 +24,7 @@ def encode_json(code: str, mark: str) -> bytes:
 
 
 class ProgramSession:
-    """See the module.
+    """Session of a long-lived program; see the module.
 
     Args:
         sandbox: where it runs.

@@ -118,7 +118,7 @@ _PROCESSES = 2  # of bubblewrap itself: one outside, and the first one of the pr
 
 
 class Bubblewrap(Isolation):
-    """See the module.
+    """Isolation by bubblewrap; see the module.
 
     Args:
         bwrap: the ``bwrap`` program.

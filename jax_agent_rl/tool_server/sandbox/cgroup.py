@@ -20,7 +20,7 @@ _ENTER = 'echo $$ > "$0/cgroup.procs" && exec "$@"'
 
 
 class Cgroups:
-    """Makes cgroups below one.
+    """Factory of cgroups below a parent.
 
     Args:
         parent: a cgroup whose children have a memory controller.

@@ -25,7 +25,7 @@ Files = Mapping[str, bytes | Path]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
-    """What to execute.
+    """Command to execute.
 
     Attributes:
         argv: the command.

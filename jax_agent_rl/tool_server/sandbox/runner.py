@@ -1,4 +1,4 @@
-"""The public face: a sandbox that was tried out before it is trusted."""
+"""The public interface: a sandbox that is tested before it is trusted."""
 
 from __future__ import annotations
 

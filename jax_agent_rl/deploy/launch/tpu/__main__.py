@@ -13,7 +13,7 @@ from pathlib import Path
 from jax_agent_rl.deploy.launch.arguments import count, duration, port, positive, seconds, variable
 from jax_agent_rl.deploy.launch.runner import Interrupted, TimedPrinter
 from jax_agent_rl.deploy.launch.tpu import dry_run, job, render, topology
-from jax_agent_rl.deploy.launch.tpu.controller import Campaign, RecoveryPolicy
+from jax_agent_rl.deploy.launch.tpu.controller import RecoveryPolicy, RunController
 from jax_agent_rl.deploy.launch.tpu.fleet import Fleet, delete_by_name
 from jax_agent_rl.deploy.launch.tpu.gcloud import Gcloud, SliceRequest
 from jax_agent_rl.deploy.launch.tpu.job import Job
@@ -187,7 +187,7 @@ async def _act(
         return 0
     logs = Logs(arguments.logs_dir or ROOT / "runs" / f"{request.name}.logs", say=say)
     policy = RecoveryPolicy(keep=arguments.keep, max_preemptions=arguments.max_preemptions, poll=arguments.poll)
-    campaign = Campaign(task, slices, cloud, policy, root=ROOT, logs=logs, say=say)
+    campaign = RunController(task, slices, cloud, policy, root=ROOT, logs=logs, say=say)
     async with campaign.until_interrupted():
         if arguments.logs:
             seen = await slices.look()

@@ -1,4 +1,4 @@
-"""A run on slices that may be taken back, from nothing to its exit status.
+"""A run on preemptible slices, from creating them to its exit status.
 
 ::
 
@@ -49,7 +49,7 @@ _OTHERS_SECONDS = 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class RecoveryPolicy:
-    """How far the launcher goes.
+    """Limits of recovery from failures and preemptions.
 
     Attributes:
         keep: leave the slices when the run has ended.
@@ -62,7 +62,7 @@ class RecoveryPolicy:
     poll: float
 
 
-class Campaign:
+class RunController:
     """Runs a job on slices.
 
     Args:

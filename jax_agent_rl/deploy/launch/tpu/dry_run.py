@@ -1,4 +1,4 @@
-"""What a launch would do, as text: ``#`` says what for, ``+`` begins a command."""
+"""What a launch would do, as text: ``#`` explains, ``+`` begins a command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All slices of a run as one: those that learn and, with ``--rollout-hosts``, those that only sample."""
+"""All slices of a run as one: the learner's and, with ``--rollout-hosts``, those that only sample."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _WORST_FIRST = (State.LOST, State.ABSENT, State.FAILED, State.WAITING, State.REA
 
 
 class Fleet:
-    """Several requests, made, watched and given back together.
+    """Several slice requests, created, watched and deleted together.
 
     Args:
         groups: the learner's first.

@@ -1,4 +1,4 @@
-"""gcloud: what is said to it, in one place, and what its errors mean.
+"""Calls of gcloud, in one place, and the meaning of its errors.
 
 The functions that return tuples say what to call; :class:`Gcloud` alone calls it. Flags are those of the general
 release track: no ``alpha`` component is needed.
@@ -203,7 +203,7 @@ def _error(arguments: Sequence[str], message: str) -> LaunchError:
 
 
 class Gcloud:
-    """Calls gcloud.
+    """Client of the gcloud program.
 
     Args:
         project: None: the one gcloud is set to.

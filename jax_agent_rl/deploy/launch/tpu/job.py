@@ -1,4 +1,4 @@
-"""What is run on the hosts, as data: the dry run prints it, the campaign runs it. Nothing here does anything."""
+"""Commands on the hosts, as data: the dry run prints them, the controller runs them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _BUCKET = re.compile(r"gs://[a-z0-9][-a-z0-9._]*(/.*)?")
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What to train, and how it is kept.
+    """What to train, and where it is kept.
 
     Attributes:
         name: of the run, in the bucket and on the hosts.

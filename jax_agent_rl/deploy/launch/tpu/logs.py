@@ -1,4 +1,4 @@
-"""What the hosts say: every line once, on the screen under the host's name and in a file of its own."""
+"""The hosts' output: every line once, on the screen under the host's name and in a file per host."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Logs:
 
 
 class Reader:
-    """Takes the lines of one connection to a host: those of ``remote.follow``, and others from gcloud itself.
+    """Reader of one connection to a host: lines of ``remote.follow``, and others of gcloud itself.
 
     Attributes:
         received: the run's log has come through it.

@@ -43,7 +43,7 @@ _SELF = ("-m", "jax_agent_rl.deploy.launch.tpu.remote")
 
 @dataclass(frozen=True, kw_only=True)
 class Files:
-    """What a run leaves in its folder."""
+    """Files of a run in its folder."""
 
     folder: Path
 
@@ -85,7 +85,7 @@ def _lives(pid: int) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Keeping:
-    """What of a run goes to a bucket, where it outlives the host.
+    """Copies of a run's files in a bucket, where they outlive the host.
 
     Attributes:
         bucket: ``gs://…`` of the run; None: nothing goes anywhere.

@@ -1,4 +1,4 @@
-"""The life of the slices: made or found, waited for, looked after, given back."""
+"""The life of the slices: created or found, awaited, watched, deleted."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ Addresses = tuple[tuple[str, ...], ...]
 
 
 class Preempted(Exception):
-    """The slices were taken back."""
+    """The slices were preempted."""
 
 
 class State(Enum):
@@ -89,7 +89,7 @@ _QUEUE_STATES = {
 
 @dataclass(frozen=True, kw_only=True)
 class SliceStatus:
-    """One look at the slices.
+    """Result of one poll of the slices.
 
     Attributes:
         state: what it means; with several slices, of the worst.

@@ -1,4 +1,4 @@
-"""Commands on hosts, many at a time: each is a process of this machine, and none is left behind."""
+"""Concurrent commands on hosts: each is a process of this machine, and none is left behind."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _AT_ONCE = 16
 
 
 class Connections:
-    """What is under way.
+    """Commands under way on hosts.
 
     Args:
         root: the project's folder.

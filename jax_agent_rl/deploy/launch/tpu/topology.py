@@ -1,4 +1,4 @@
-"""Slices by name: ``v5e:4x4`` is a generation and how its chips are laid out; here is what gcloud calls it."""
+"""Slices by name: ``v5e:4x4`` is a generation and the layout of its chips; here in gcloud's terms."""
 
 from __future__ import annotations
 
@@ -71,12 +71,12 @@ class Topology:
 
     @property
     def name(self) -> str:
-        """As the user writes it."""
+        """The name as the user writes it."""
         return f"{self.generation}:{self.shape}"
 
     @property
     def kind(self) -> Generation:
-        """What its generation has in common."""
+        """The generation's properties."""
         return GENERATIONS[self.generation]
 
     @property

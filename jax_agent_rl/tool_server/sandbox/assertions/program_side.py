@@ -18,7 +18,7 @@ _TRACE_CHARS = 4000
 
 
 class ProgramSide(Peer):
-    """Serves requests of the tests."""
+    """The program's end of the connection, which serves requests of the tests."""
 
     def __init__(self, incoming, outgoing, namespace):
         super().__init__(incoming, outgoing)

@@ -31,7 +31,7 @@ class RemoteError(Exception):
 
 
 class TestsSide(Peer):
-    """Asks the program."""
+    """The tests' end of the connection."""
 
     def __init__(self, incoming, outgoing):
         super().__init__(incoming, outgoing)

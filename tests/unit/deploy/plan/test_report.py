@@ -10,7 +10,7 @@ from rich.console import Console
 
 from jax_agent_rl.config import load
 from jax_agent_rl.deploy.plan.command import print_plan
-from jax_agent_rl.deploy.plan.compile_subprocess import Planned
+from jax_agent_rl.deploy.plan.compile_subprocess import PlanResult
 from jax_agent_rl.deploy.plan.compiled import Flops
 from jax_agent_rl.deploy.plan.layouts import DevicePlacement
 from jax_agent_rl.deploy.plan.plan import ResourcePlan, loads
@@ -124,7 +124,7 @@ def test_programs_that_ask_for_the_same_change_are_named_together(plan):
 
 
 def test_what_a_plan_says_is_printed_even_if_its_picture_cannot_be_drawn(plan, tmp_path, capsys):
-    planned = Planned(report="it fits\n", made=as_json(plan([gradient(), *rollouts()])))
+    planned = PlanResult(report="it fits\n", made=as_json(plan([gradient(), *rollouts()])))
     with pytest.raises(OSError, match="nowhere"):
         print_plan(planned, [], Console(), picture=tmp_path / "nowhere" / "memory.png", as_json=True)
     *lines, last = capsys.readouterr().out.splitlines()
