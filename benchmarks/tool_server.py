@@ -25,7 +25,7 @@ import aiohttp
 
 from jax_agent_rl.config.tool_server import ToolServerSettings
 from jax_agent_rl.tool_server.front import ToolServer
-from jax_agent_rl.tool_server.sandbox.watch import tree
+from jax_agent_rl.tool_server.sandbox.process_tree import tree
 
 PYTHON, BASH = "<python>{}</python>", "<bash>{}</bash>"
 ACTIONS = [

@@ -22,7 +22,7 @@ from jax_agent_rl.tool_server.plugins.bash import BashTool
 from jax_agent_rl.tool_server.plugins.python import parse_python
 from jax_agent_rl.tool_server.plugins.search import SearchTool
 from jax_agent_rl.tool_server.plugins.sql import SqlTool
-from jax_agent_rl.tools.tool_client import bare_result
+from jax_agent_rl.tools.client import bare_result
 
 LENGTH = 100_000
 

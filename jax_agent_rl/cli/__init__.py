@@ -111,7 +111,7 @@ def tool_server(
 ) -> None:
     """Serve tools over HTTP (POST /get_observation) to agents. Programs that models write run in a sandbox."""
     from jax_agent_rl.config.tool_server import load_settings
-    from jax_agent_rl.tool_server.command import run
+    from jax_agent_rl.tool_server.front import run
     from jax_agent_rl.utils.interrupt import run_server
 
     run_server(run(load_settings(config, settings or []), say=print))

@@ -1,4 +1,6 @@
-"""The tool server: tools behind HTTP, decoupled from training. ``jax-agent-rl tool-server tools=[python,search] …``
+"""The tool server: tools behind HTTP, decoupled from training.
+
+Start it with ``jax-agent-rl tool-server tools=[python,search] …``.
 
 ::
 
@@ -6,7 +8,7 @@
                                         │                        │
                               metrics, health            environments of its trajectories
 
-``settings`` · ``wire`` requests and answers · ``front`` the process clients speak to · ``pool`` and ``worker`` the
+``wire`` requests and answers · ``front`` the process clients speak to · ``pool`` and ``worker`` the
 others · ``service`` one action after another · ``environments`` opened when needed, closed exactly once ·
-``telemetry`` · ``plugin`` what a tool is · ``plugins`` the tools · ``command`` the command line's part.
+``telemetry`` · ``plugin`` what a tool is · ``plugins`` the tools · ``sandbox``.
 """

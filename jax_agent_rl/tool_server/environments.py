@@ -94,7 +94,7 @@ class Environments:
 
     @asynccontextmanager
     async def enter(self, trajectory_id: str) -> AsyncIterator[ToolTrajectory]:
-        """The trajectory, for one action: no other is carried out there meanwhile."""
+        """Lock a trajectory for one action."""
         trajectory = self._trajectories.get(trajectory_id)
         if trajectory is None:
             trajectory = self._trajectories[trajectory_id] = ToolTrajectory(trajectory_id, self._clock())
@@ -109,7 +109,7 @@ class Environments:
                 del self._trajectories[trajectory_id]
 
     async def of(self, trajectory: ToolTrajectory, tool: ServerTool, extra: Mapping[str, Any]) -> Any:
-        """The tool's environment there, opened if need be; None for a tool without state.
+        """Return the tool's environment in this trajectory, opening it if need be; None for a stateless tool.
 
         Raises:
             ToolError: too many are open.
@@ -132,7 +132,7 @@ class Environments:
         return trajectory.open[tool.name]
 
     async def close(self, trajectory: ToolTrajectory, reason: CloseReason) -> None:
-        """Closes what is open there. Failures are counted and logged, and never keep other environments open.
+        """Close the trajectory's environments; failures are counted and logged, and never keep others open.
 
         Who waits for it may be cancelled; the closing goes on.
         """
@@ -161,12 +161,12 @@ class Environments:
             self._count -= 1
 
     def gone(self, trajectory_id: str) -> str | None:
-        """Why a trajectory has lost its environments, told once; None if it has not."""
+        """Return, once, why a trajectory has lost its environments; None if it has not."""
         reason = self._gone.pop(trajectory_id, None)
         return None if reason is None else _SURPRISING[reason]
 
     async def close_idle(self) -> None:
-        """Closes environments that were not used for too long."""
+        """Close environments that were unused for too long."""
         now = self._clock()
         for trajectory in list(self._trajectories.values()):
             if not trajectory.users and now - trajectory.last_used >= self._idle_seconds:
@@ -174,7 +174,7 @@ class Environments:
                     await self.close(trajectory, CloseReason.IDLE)
 
     async def close_all(self) -> None:
-        """Closes everything, all at once; waits for actions and closings under way."""
+        """Close all environments concurrently, and wait for actions and closings under way."""
 
         async def close(trajectory_id: str) -> None:
             async with self.enter(trajectory_id) as trajectory:

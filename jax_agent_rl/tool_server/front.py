@@ -27,8 +27,10 @@ from jax_agent_rl.errors import WorkerDiedError
 from jax_agent_rl.tool_server import telemetry
 from jax_agent_rl.tool_server.pool import Worker, worker_of
 from jax_agent_rl.tool_server.wire import ObservationRequest, ToolReply, encode_replies, explain
+from jax_agent_rl.tool_server.worker import allow_many_descriptors
 from jax_agent_rl.utils import tempdirs
 from jax_agent_rl.utils.http_server import HttpServer, Refused, read_json
+from jax_agent_rl.utils.interrupt import at_leaving
 from jax_agent_rl.utils.prometheus import CONTENT_TYPE
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -88,17 +90,17 @@ class ToolServer:
 
     @property
     def url(self) -> str:
-        """Where it listens; for a wildcard address, as this machine sees it."""
+        """The server's URL; for a wildcard address, as this machine sees it."""
         return self._http.url
 
     @property
     def port(self) -> int:
-        """The one it listens on."""
+        """The listening port."""
         return self._http.port
 
     @property
     def app(self) -> web.Application:
-        """Its routes."""
+        """The application with its routes."""
         return self._http.app
 
     @property
@@ -107,7 +109,7 @@ class ToolServer:
         return [worker.pid for worker in self._workers]
 
     async def start(self) -> None:
-        """Starts the workers, then listens.
+        """Start the workers, then listen.
 
         Raises:
             ConfigError: a tool cannot be started, there is no sandbox, or the port is in use.
@@ -122,13 +124,13 @@ class ToolServer:
             raise
 
     async def close(self) -> None:
-        """Ends requests under way, closes every environment, stops the workers."""
+        """End requests under way, close every environment and stop the workers."""
         await self._http.close()
         await asyncio.gather(*(worker.stop() for worker in self._workers))
         tempdirs.remove_folder(self._folder)
 
     def kill(self) -> None:
-        """Ends the workers at once, so that :meth:`close` has nothing to wait for."""
+        """Kill the workers, so that :meth:`close` has nothing to wait for."""
         for worker in self._workers:
             worker.kill()
 
@@ -156,7 +158,7 @@ class ToolServer:
             self._requests.labels(path, status).inc()
 
     async def _body(self, request: web.Request, model: type[BaseModel]) -> Any:
-        """The request's body, checked.
+        """Return the validated request body.
 
         Raises:
             Refused, web.HTTPException: 400, 413 or 422.
@@ -177,7 +179,7 @@ class ToolServer:
         return web.json_response(encode_replies(replies, 1000 * (time.perf_counter() - began)))
 
     async def _steps(self, body: ObservationRequest) -> list[ToolReply]:
-        """Has each worker carry out its part."""
+        """Distribute the steps over the workers, and collect replies in order."""
         steps = body.steps()
         parts: dict[int, list[int]] = defaultdict(list)
         for index, step in enumerate(steps):
@@ -228,7 +230,7 @@ class ToolServer:
         return registry
 
     def _died(self, worker: str, pid: int) -> None:
-        """Counts a worker's end and the environments it took along."""
+        """Count a worker's end and the environments lost with it."""
         self._restarts.inc()
         for tool, count in self._open_in(worker).items():
             already = self._lost_before.get((worker, tool), 0.0)
@@ -237,7 +239,7 @@ class ToolServer:
         mark_process_dead(pid, path=str(self._folder / "metrics"))
 
     def _open_in(self, worker: str) -> dict[str, float]:
-        """Environments a worker opened and did not close, over all its processes so far, by tool."""
+        """Return the environments that a worker's processes so far opened and did not close, by tool."""
         open_in: dict[str, float] = defaultdict(float)
         for metric in self._of_workers().collect():
             sign = {telemetry.OPENED: 1, telemetry.CLOSED: -1}.get(metric.name, 0)
@@ -249,3 +251,20 @@ class ToolServer:
 
 def _refuse(status: int, text: str) -> web.Response:
     return web.json_response({"detail": text}, status=status)
+
+
+async def run(settings: ToolServerSettings, say: Callable[[str], None]) -> None:
+    """Serve until cancelled.
+
+    Args:
+        settings: of the server.
+        say: prints a line.
+    """
+    allow_many_descriptors()
+    server = ToolServer(settings)
+    with at_leaving(server.kill):
+        async with server:
+            say(f"tool server on {server.url}: {', '.join(settings.tools)} ({settings.workers} workers)")
+            if settings.sandbox == "unsafe_local":
+                say("sandbox=unsafe_local: what models write runs with your rights, without protection")
+            await asyncio.Event().wait()

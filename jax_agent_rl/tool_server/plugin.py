@@ -1,4 +1,4 @@
-"""What a tool of the tool server is.
+"""The interface of the tool server's tools.
 
 Other than :class:`jax_agent_rl.tools.BaseTool`, whose calls are already taken apart, a server tool reads the text a
 model wrote (``parse_action``), as verl-tool's do. The server asks its tools in order; the first that accepts acts.
@@ -26,7 +26,7 @@ Environment = TypeVar("Environment")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToolObservation:
-    """What an action brought about.
+    """Result of an action.
 
     Attributes:
         text: what the model reads.
@@ -56,7 +56,7 @@ class ToolObservation:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToolContext:
-    """What tools are made from.
+    """Resources that tools are built with.
 
     Attributes:
         settings: of the server.
@@ -69,7 +69,7 @@ class ToolContext:
 
     @property
     def sandbox(self) -> Sandbox:
-        """For programs a model wrote.
+        """The sandbox for programs a model wrote.
 
         Raises:
             ConfigError: the tool's class does not say ``needs_sandbox``, so that none was opened.
@@ -110,30 +110,30 @@ class ServerTool(ABC, Generic[Parsed, Environment]):
         self.context = context
 
     async def start(self) -> None:
-        """Makes ready for the first action. Raises ``ConfigError`` when that cannot be."""
+        """Prepare for the first action; raise ``ConfigError`` if that is impossible."""
 
     async def stop(self) -> None:
-        """Called once, after every environment was closed."""
+        """Release what ``start`` acquired; called once, after every environment was closed."""
 
     @abstractmethod
     def parse_action(self, action: str) -> Parsed | None:
-        """Takes an action apart; None leaves it to the next tool.
+        """Parse an action; None leaves it to the next tool.
 
         Must be quick, whatever the text (a worker that is busy for ``stuck_seconds`` is killed), and have no effects.
         """
 
     @abstractmethod
     async def act(self, action: ToolAction[Parsed, Environment]) -> ToolObservation:
-        """Carries an action out.
+        """Carry an action out.
 
         Raises:
             ToolError: it failed; the message is what the model reads.
         """
 
     async def open(self, trajectory_id: str, extra: Mapping[str, Any]) -> Environment:
-        """Makes a trajectory's environment; only called when ``stateful``."""
+        """Create a trajectory's environment; called only if ``stateful``."""
         raise NotImplementedError(f"{self.name} is stateful and has no open()")
 
     async def close(self, environment: Environment) -> None:
-        """Takes an environment down; only called when ``stateful``, once for each that ``open`` returned."""
+        """Close an environment; called only if ``stateful``, once for each that ``open`` returned."""
         raise NotImplementedError(f"{self.name} is stateful and has no close()")

@@ -1,4 +1,4 @@
-"""The worker processes: started, spoken to, started again when they die.
+"""The worker processes: started, called, and restarted when they die.
 
 A trajectory belongs to one worker, by a hash of its id, so that its environments are always where its actions go. When
 a worker dies its environments are gone (the kernel ends their programs with it): they are counted, and the
@@ -56,7 +56,7 @@ class Worker:
 
     @property
     def running(self) -> bool:
-        """Whether it can be spoken to."""
+        """Whether it accepts requests."""
         return self._session is not None
 
     @property
@@ -65,7 +65,7 @@ class Worker:
         return None if self._process is None else self._process.pid
 
     async def start(self) -> None:
-        """Starts it, and keeps it started.
+        """Start the worker, and restart it whenever it ends.
 
         Raises:
             ConfigError: it says that the settings cannot be.
@@ -74,7 +74,7 @@ class Worker:
         self._keeper = asyncio.create_task(self._keep(process))
 
     async def stop(self) -> None:
-        """Lets it close its environments and ends it; at once, if it is stuck."""
+        """Let it close its environments and end; kill it if it is stuck."""
         if self._keeper is not None:
             self._keeper.cancel()
             await asyncio.gather(self._keeper, return_exceptions=True)
@@ -97,12 +97,12 @@ class Worker:
             await process.wait()
 
     def kill(self) -> None:
-        """Ends it at once; its environments are not closed."""
+        """Kill the worker without closing its environments."""
         if self._process is not None and self._process.returncode is None:
             self._process.kill()
 
     async def steps(self, steps: Sequence[ObservationStep]) -> list[ToolReply]:
-        """Has actions carried out. Never raises for a dead worker: its replies say so."""
+        """Carry out actions; never raise for a dead worker, whose replies say so."""
         replies: dict[int, ToolReply] = {}
         for index, step in enumerate(steps):
             if step.trajectory_id in self._lost:
@@ -121,11 +121,11 @@ class Worker:
         return [replies[index] for index in range(len(steps))]
 
     async def retrieve(self, queries: list[str], topk: int) -> list[list[dict[str, Any]]]:
-        """Searches the corpus; raises :class:`WorkerDiedError`."""
+        """Search the corpus; raise :class:`WorkerDiedError` if the worker is gone."""
         return await self._post("/retrieve", {"queries": queries, "topk": topk})
 
     async def environments(self, *, within: float = _PING_SECONDS) -> int:
-        """How many are open; raises :class:`WorkerDiedError`, also if it takes longer than ``within`` seconds."""
+        """Count open environments; raise :class:`WorkerDiedError` without an answer ``within`` seconds."""
         try:
             async with asyncio.timeout(within):
                 return (await self._ask("GET", "/health"))["environments"]
@@ -148,7 +148,7 @@ class Worker:
     # --- its process ------------------------------------------------------------------------------------------
 
     async def _keep(self, process: asyncio.subprocess.Process) -> None:
-        """Starts the worker again whenever it ends."""
+        """Restart the worker whenever it ends."""
         while True:
             watch = asyncio.create_task(self._watch(process))
             try:
@@ -163,7 +163,7 @@ class Worker:
             process = await self._launch_again()
 
     async def _watch(self, process: asyncio.subprocess.Process) -> None:
-        """Kills a worker that is stuck."""
+        """Kill the worker when it is stuck."""
         seconds = self._settings.stuck_seconds
         try:
             while True:
@@ -210,7 +210,7 @@ class Worker:
         return process
 
     async def _greet(self, process: asyncio.subprocess.Process) -> None:
-        """Tells it what to do and waits until it is ready."""
+        """Send the settings and wait until it is ready."""
         assert process.stdin is not None and process.stdout is not None
         settings = self._settings.model_dump(mode="json")
         hello = {"settings": settings, "socket": str(self._socket), "name": self.name}
@@ -231,7 +231,7 @@ class Worker:
 
 
 def _lost(step: ObservationStep) -> ToolReply:
-    """The reply of a dead worker."""
+    """Return the reply of a dead worker."""
     if step.finish:
         return ToolReply(observation="", done=True, valid=True, tool="finish", error=None, open=False)
     text = "Error: the process that held this trajectory's tools ended"
@@ -239,5 +239,5 @@ def _lost(step: ObservationStep) -> ToolReply:
 
 
 def worker_of(trajectory_id: str, workers: int) -> int:
-    """The number of the worker a trajectory belongs to."""
+    """Return the number of the worker that owns a trajectory."""
     return zlib.crc32(trajectory_id.encode("utf-8", "surrogatepass")) % workers

@@ -28,7 +28,7 @@ _ERROR_CHARS = 1000
 
 
 class ToolService:
-    """See the module.
+    """Executor of actions; see the module.
 
     Args:
         tools: in the order in which they are asked.
@@ -70,13 +70,13 @@ class ToolService:
         self._sweeping: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Starts the tools and the sweep of idle environments."""
+        """Start the tools and the sweep of idle environments."""
         for tool in self._tools:
             await tool.start()
         self._sweeping = asyncio.create_task(self._sweep())
 
     async def close(self) -> None:
-        """Closes every environment and stops the tools."""
+        """Close every environment and stop the tools."""
         if self._sweeping is not None:
             self._sweeping.cancel()
             await asyncio.gather(self._sweeping, return_exceptions=True)
@@ -88,7 +88,7 @@ class ToolService:
                 logger.warning("tool %s did not stop cleanly", tool.name, exc_info=True)
 
     async def steps(self, steps: Sequence[ObservationStep]) -> list[ToolReply]:
-        """Carries actions out, those of different trajectories at the same time; replies in the same order."""
+        """Carry actions out, those of different trajectories concurrently; return replies in the same order."""
         tasks = [asyncio.ensure_future(self.step(step)) for step in steps]
         try:
             return list(await asyncio.gather(*tasks))
@@ -98,7 +98,7 @@ class ToolService:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def step(self, step: ObservationStep) -> ToolReply:
-        """Carries one action out. Never raises for what a model or a tool does wrong."""
+        """Carry one action out; never raise for what a model or a tool does wrong."""
         began = time.perf_counter()
         tool, outcome = FINISH if step.finish else "none", "cancelled"
         self._telemetry.step_began()
@@ -130,7 +130,7 @@ class ToolService:
         )
 
     async def _act(self, trajectory: ToolTrajectory, step: ObservationStep) -> tuple[ToolReply, CloseReason | None]:
-        """Returns the reply, and why the trajectory's environments are to be closed now, if so."""
+        """Return the reply, and why to close the trajectory's environments now, if so."""
         last = CloseReason.LAST_STEP if step.is_last_step else None
         try:
             matched = self._match(step.action)
@@ -161,7 +161,7 @@ class ToolService:
             return self._failure(Failure.CRASH, tool, f"{tool.name} raised {type(error).__name__}: {error}"), last
 
     def _match(self, action: str) -> tuple[ServerTool, Any] | None:
-        """The first tool that accepts an action, and what it made of it."""
+        """Return the first tool that accepts an action, and what it parsed."""
         if len(action) > self._max_action_chars:
             return None
         for tool in self._tools:
@@ -205,7 +205,7 @@ class _Crash(Exception):
 
 
 def shorten(text: str, limit: int) -> str:
-    """At most ``limit`` characters, the middle left out. Cut text has no half of a character's surrogate pair."""
+    """Cut the middle of a text beyond ``limit`` characters, leaving no half of a surrogate pair."""
     if len(text) > limit:
         keep = max(0, limit - len(_MARKER))
         text = text[: keep - keep // 2] + _MARKER + text[len(text) - keep // 2 :]

@@ -13,7 +13,7 @@ _STEP_SECONDS = (0.001, 0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 
 
 
 class Telemetry:
-    """Metrics; ``worker`` names the process, so that what a dead one left open can be told.
+    """Metrics; ``worker`` labels the process, so that environments a dead one left open can be counted.
 
     Args:
         registry: where they are registered.
@@ -40,23 +40,23 @@ class Telemetry:
         )
 
     def step_began(self) -> None:
-        """An action begins."""
+        """Count an action as under way."""
         self._running.labels(self._worker).inc()
 
     def step_ended(self, tool: str, outcome: str, seconds: float) -> None:
-        """An action ended; ``outcome`` is ``ok`` or the name of a failure."""
+        """Record the end of an action; ``outcome`` is ``ok`` or the name of a failure."""
         self._running.labels(self._worker).dec()
         self._steps.labels(tool, outcome).inc()
         self._seconds.labels(tool).observe(seconds)
 
     def opened(self, tool: str) -> None:
-        """A tool's environment exists."""
+        """Count an opened environment."""
         self._opened.labels(self._worker, tool).inc()
 
     def closed(self, tool: str, reason: str) -> None:
-        """A tool's environment is being taken down."""
+        """Count a closed environment."""
         self._closed.labels(self._worker, tool, reason).inc()
 
     def close_failed(self, tool: str) -> None:
-        """Taking it down raised an error, or took too long."""
+        """Count a closing that raised or took too long."""
         self._close_failures.labels(tool).inc()

@@ -1,11 +1,11 @@
-"""What goes over HTTP: the request of ``POST /get_observation``, and its answer.
+r"""What goes over HTTP: the request of ``POST /get_observation``, and its answer.
 
 ::
 
     {"trajectory_ids": ["t-1", "t-2"], "actions": ["<python>print(1)</python>", ""],
      "extra_fields": [{"turns_left": 2}, {}], "finish": [false, true], "is_last_step": [false, true]}
     ──►
-    {"observations": ["1\\n", ""], "dones": [false, true], "valids": [true, true],
+    {"observations": ["1\n", ""], "dones": [false, true], "valids": [true, true],
      "tools": ["python", "finish"], "errors": [null, null], "processing_time_ms": 41.7}
 
 An observation is a string, or ``{"obs", "reward"?, "image"?, "audio"?, "metrics"?, …}`` when there is more to say.
@@ -48,7 +48,7 @@ class Failure(StrEnum):
 
 
 class ObservationRequest(BaseModel):
-    """The body. Optional lists have one entry for each trajectory id."""
+    """Body of a request. Optional lists have one entry for each trajectory id."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -68,7 +68,7 @@ class ObservationRequest(BaseModel):
         return self
 
     def steps(self) -> list[ObservationStep]:
-        """One step for each trajectory id, in order."""
+        """Return one step for each trajectory id, in order."""
         count = len(self.trajectory_ids)
         columns = zip(
             self.trajectory_ids,
@@ -116,7 +116,7 @@ class ToolReply:
 
 
 def encode_observation(observation: ToolObservation, text: str) -> str | dict[str, Any]:
-    """A string when there is only text."""
+    """Encode an observation: a string if there is only text."""
     more: dict[str, Any] = {}
     if observation.reward is not None:
         more["reward"] = observation.reward
@@ -130,13 +130,13 @@ def encode_observation(observation: ToolObservation, text: str) -> str | dict[st
 
 
 def failed(failure: Failure, text: str, *, done: bool, tool: str | None = None, **more: Any) -> ToolReply:
-    """The reply to an action that failed. Its observation says so to the model, and by name to the agent loop."""
+    """Return the reply to a failed action; its observation tells the model in words and the agent loop by name."""
     observation = {"obs": text, "invalid_reason": failure.value, **more}
     return ToolReply(observation=observation, done=done, valid=False, tool=tool, error=failure, open=False)
 
 
 def encode_replies(replies: Sequence[ToolReply], milliseconds: float) -> dict[str, Any]:
-    """The answer's body."""
+    """Return the body of the answer."""
     return {
         "observations": [reply.observation for reply in replies],
         "dones": [reply.done for reply in replies],
@@ -148,7 +148,7 @@ def encode_replies(replies: Sequence[ToolReply], milliseconds: float) -> dict[st
 
 
 def explain(error: ValidationError) -> str:
-    """What is wrong with a body, in a line."""
+    """Describe a body's validation errors in one line."""
     lines = []
     for item in error.errors(include_url=False)[:5]:
         where = ".".join(map(str, item["loc"]))

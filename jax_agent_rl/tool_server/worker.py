@@ -30,7 +30,7 @@ from jax_agent_rl.utils.threads import DaemonThreads
 
 
 async def make_tools(settings: ToolServerSettings) -> list[ServerTool]:
-    """The tools that the settings name, and a sandbox for them if one needs it.
+    """Create the tools that the settings name, and a sandbox if one of them needs it.
 
     Raises:
         ConfigError: a tool is unknown, or there is no sandbox.
@@ -49,7 +49,7 @@ async def make_tools(settings: ToolServerSettings) -> list[ServerTool]:
 
 
 def make_service(settings: ToolServerSettings, tools: list[ServerTool], telemetry: Telemetry) -> ToolService:
-    """The service of one worker, not started."""
+    """Create the service of one worker, not started."""
     return ToolService(
         tools,
         telemetry,
@@ -63,7 +63,7 @@ def make_service(settings: ToolServerSettings, tools: list[ServerTool], telemetr
 
 
 def make_app(service: ToolService, tools: list[ServerTool]) -> web.Application:
-    """The worker's routes. Bodies come from the front, which has checked them."""
+    """Create the worker's routes. Bodies come from the front, which has validated them."""
 
     async def steps(request: web.Request) -> web.Response:
         body = json.loads(await request.read())
@@ -87,7 +87,7 @@ def make_app(service: ToolService, tools: list[ServerTool]) -> web.Application:
 
 
 async def serve(hello: dict[str, Any]) -> None:
-    """Serves until stdin ends."""
+    """Serve until stdin ends."""
     settings = ToolServerSettings.model_validate(hello["settings"])
     tools = await make_tools(settings)
     telemetry = Telemetry(CollectorRegistry(), worker=hello["name"])
@@ -116,14 +116,14 @@ def _say(message: dict[str, Any]) -> None:
 
 
 def allow_many_descriptors() -> None:
-    """Raises the soft limit of open descriptors to the hard one: a session needs a handful, and many are open."""
+    """Raise the soft limit of open descriptors to the hard one: each of many sessions needs a handful."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = 1 << 20 if hard == resource.RLIM_INFINITY else hard
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def main() -> None:
-    """See the module."""
+    """Serve as a worker, as the module says."""
     allow_many_descriptors()
     hello = json.loads(sys.stdin.readline())
     try:

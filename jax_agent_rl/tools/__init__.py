@@ -2,7 +2,7 @@
 
 ``base`` the interface · ``function_tool`` and ``signature`` tools from functions · ``registry`` the tools of a run,
 ``loading`` where they come from, ``mcp`` those of MCP servers · ``session`` the tools of one trajectory (``arguments``
-and ``truncate`` are its parts) · ``builtin``.
+and ``truncate`` are its parts) · ``client`` and ``search_client`` of tool and retrieval servers · ``builtin``.
 """
 
 from jax_agent_rl.tools.base import BaseTool, ToolResponse

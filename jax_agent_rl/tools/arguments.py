@@ -1,4 +1,4 @@
-"""Checks the arguments a model wrote against a tool's schema, forgiving about quotes only.
+"""Validation of the arguments a model wrote against a tool's schema, forgiving about quotes only.
 
 A literal in quotes where the schema wants another type (``"3"``, ``"true"``, ``"[1, 2]"``) is taken for what it
 spells, and ``3.0`` for an integer is 3. ``"null"`` and ``"None"`` are null where null is allowed and text is not
@@ -18,7 +18,7 @@ _SHOWN_CHARS = 200
 
 
 def check_arguments(parameters: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arguments, coerced.
+    """Validate and coerce arguments.
 
     Args:
         parameters: the tool's object schema. Names it does not list are refused unless it sets
@@ -54,7 +54,7 @@ _SUBSCHEMA_LISTS = ("anyOf", "oneOf", "allOf")
 
 
 def _nullable_to_null(schema: Any) -> Any:
-    """OpenAPI's ``nullable`` (what models are shown) as JSON Schema's ``anyOf … null`` (what validators know)."""
+    """Convert OpenAPI's ``nullable`` (in prompts) to JSON Schema's ``anyOf … null`` (for validators)."""
     if not isinstance(schema, Mapping):
         return schema
     plain = {key: value for key, value in schema.items() if key != "nullable"}
@@ -70,7 +70,7 @@ def _nullable_to_null(schema: Any) -> Any:
 
 
 def _coerce(schema: Any, value: Any) -> Any:
-    """Applies the forgiving rules wherever the schema names exactly one non-string type."""
+    """Coerce values wherever the schema names exactly one non-string type."""
     if not isinstance(schema, Mapping):
         return value
     if len(options := schema.get("anyOf", ())) == 2 and {"type": "null"} in options:
@@ -101,7 +101,7 @@ _SPELLED: dict[str, tuple[type, ...]] = {
 
 
 def _unquote(text: str, kind: str) -> Any:
-    """The JSON value ``text`` spells if it is of that kind, else ``text``."""
+    """Parse the JSON value that ``text`` spells if it is of that kind, else return ``text``."""
     try:
         value = json.loads(text.strip().lower() if kind == "boolean" else text)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""What a tool is: a name, a schema the model reads, and ``create / execute / release``.
+"""The interface of a tool: a name, a schema the model reads, and ``create / execute / release``.
 
 Life of a tool in one trajectory (``instance_id`` is the trajectory's id)::
 
@@ -26,7 +26,7 @@ from jax_agent_rl.errors import ToolDefinitionError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToolResponse:
-    """What a tool call returned.
+    """Result of a tool call.
 
     Attributes:
         text: what the model reads.
@@ -46,7 +46,7 @@ class ToolResponse:
 
     @property
     def media(self) -> dict[str, tuple[Any, ...]]:
-        """Its images and videos by kind; empty kinds left out."""
+        """Images and videos by kind, without empty kinds."""
         return {kind: tuple(items) for kind, items in (("image", self.image), ("video", self.video)) if items}
 
     def __post_init__(self) -> None:
@@ -84,7 +84,7 @@ def as_float(value: object, what: str) -> float:
 
 
 def is_number(value: object) -> bool:
-    """True for a finite real number, also NumPy's; a bool is none."""
+    """Return whether a value is a finite real number, NumPy's included; a bool is none."""
     return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
@@ -168,13 +168,13 @@ class BaseTool(ABC):
         return {"type": "function", "function": function}
 
     async def create(self, instance_id: str, **create_kwargs: Any) -> None:
-        """Prepares the tool for one trajectory. The default takes no arguments and does nothing."""
+        """Prepare the tool for one trajectory. The default takes no arguments and does nothing."""
         if create_kwargs:
             raise TypeError(f"tool {self.name!r} takes no create_kwargs, got {sorted(create_kwargs)}")
 
     @abstractmethod
     async def execute(self, instance_id: str, arguments: Mapping[str, Any], **execute_kwargs: Any) -> ToolResult:
-        """Runs one call.
+        """Run one call.
 
         Args:
             instance_id: id of the trajectory.
@@ -187,7 +187,7 @@ class BaseTool(ABC):
         """
 
     async def calc_reward(self, instance_id: str, **calc_reward_kwargs: Any) -> float | None:
-        """Scores the whole trajectory once it is over, from the state the tool kept of it.
+        """Score the whole trajectory once it is over, from the state the tool kept of it.
 
         Returns:
             A finite number, which reaches the reward function as ``extra_info["tool_scores"][name]``; None (the
@@ -199,7 +199,7 @@ class BaseTool(ABC):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], schema: Mapping[str, Any] | None) -> BaseTool:
-        """Builds the tool of an entry of ``tools.tool_config_path``.
+        """Build the tool of an entry of ``tools.tool_config_path``.
 
         Args:
             config: the entry's ``config``: keyword arguments of the constructor.
@@ -209,7 +209,7 @@ class BaseTool(ABC):
         return cls(**config, **(schema or {}))
 
     async def release(self, instance_id: str, **release_kwargs: Any) -> None:
-        """Frees what ``create`` and ``execute`` made. The default takes no arguments and does nothing."""
+        """Free what ``create`` and ``execute`` made. The default takes no arguments and does nothing."""
         if release_kwargs:
             raise TypeError(f"tool {self.name!r} takes no release_kwargs, got {sorted(release_kwargs)}")
 
@@ -231,7 +231,7 @@ def function_of(schema: object, where: str) -> Mapping[str, Any]:
 
 
 def check_parameters(parameters: Mapping[str, Any], what: str) -> None:
-    """Refuse a schema that no arguments could be checked against.
+    """Refuse an invalid schema.
 
     Args:
         parameters: JSON Schema of a tool's arguments.

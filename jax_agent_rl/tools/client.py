@@ -1,4 +1,4 @@
-"""The client side of a tool server: ``POST /get_observation``.
+"""Clients of a tool server: ``POST /get_observation``.
 
 ::
 
@@ -9,16 +9,22 @@ one entry per trajectory in each list. An observation is text, or ``{obs, reward
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import asyncio
+import logging
+import textwrap
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, FiniteFloat, ValidationError
 
+from jax_agent_rl.config import ToolClientConfig
 from jax_agent_rl.errors import ConfigError, ToolServerError
-from jax_agent_rl.utils.json_service import JsonService
-from jax_agent_rl.utils.media import read_images
-from jax_agent_rl.utils.text import replace_lone_surrogates
+from jax_agent_rl.utils.json_service import JsonService, ServiceSettings, bearer
+from jax_agent_rl.utils.media import read_pictures
+from jax_agent_rl.utils.unicode import without_halves
 
 PATH = "/get_observation"
 NO_TOOL = "Error: no tool accepted this action; check its format."
@@ -27,7 +33,7 @@ NO_TOOL = "Error: no tool accepted this action; check its format."
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerAction:
-    """What one trajectory sends.
+    """Action of one trajectory.
 
     Attributes:
         trajectory_id: whose environment it is for.
@@ -46,7 +52,7 @@ class ServerAction:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerObservation:
-    """What came back.
+    """Observation of one trajectory.
 
     Attributes:
         text: what the model reads.
@@ -66,7 +72,7 @@ class ServerObservation:
 
 
 class ToolServerClient:
-    """Speaks to one tool server.
+    """Client of one tool server.
 
     Args:
         service: its ``url`` ends with :data:`PATH`, see :func:`observation_url`.
@@ -78,7 +84,7 @@ class ToolServerClient:
     async def get_observation(
         self, actions: Sequence[ServerAction], *, repeatable: bool = False
     ) -> list[ServerObservation | ToolServerError]:
-        """Runs one action of each of several trajectories; an entry that cannot be used is an error of its own.
+        """Run one action of each of several trajectories; an unusable entry becomes an error of its own.
 
         A server that takes too long gives observations with the error ``timeout``, for the model to read.
 
@@ -105,7 +111,7 @@ class ToolServerClient:
         return _observations(answer, len(actions), self._service.settings.url)
 
     async def finish(self, trajectory_id: str) -> None:
-        """Closes the environment of a trajectory.
+        """Close the environment of a trajectory.
 
         Raises:
             ToolServerError: as :meth:`get_observation`, or it took too long.
@@ -118,7 +124,7 @@ class ToolServerClient:
             raise ToolServerError(f"{self._service.settings.url}: closing {trajectory_id} took too long")
 
     async def check(self) -> None:
-        """Asks whether the server is well, by ``GET /health``.
+        """Check the server's ``GET /health``.
 
         Raises:
             ConfigError: it is not, or not there.
@@ -135,7 +141,7 @@ class ToolServerClient:
 
 
 def observation_url(url: str) -> str:
-    """``http://host:5000`` and ``http://host:5000/get_observation`` name the same server.
+    """Complete a server's URL: ``http://host:5000`` stands for ``http://host:5000/get_observation``.
 
     >>> observation_url("http://localhost:5000/")
     'http://localhost:5000/get_observation'
@@ -145,7 +151,7 @@ def observation_url(url: str) -> str:
 
 
 class _Answer(BaseModel):
-    """The frame of an answer; observations are checked one by one."""
+    """Envelope of an answer; observations are validated one by one."""
 
     observations: list[Any]
     dones: list[bool]
@@ -183,14 +189,14 @@ def _observation(content: Any, done: bool, valid: bool, url: str) -> ServerObser
         return ToolServerError(f"{url} gave a wrong observation: {_first(error)}")
     # Ending a trajectory with an answer is no valid action to verl-tool's tools, and no mistake either.
     answered = done and content == ""
-    text, kind = replace_lone_surrogates(detailed.obs), None if valid or answered else "invalid_action"
-    pictures = [detailed.image] if isinstance(detailed.image, str) else detailed.image or []
+    text, kind = without_halves(detailed.obs), None if valid or answered else "invalid_action"
+    images = [detailed.image] if isinstance(detailed.image, str) else detailed.image or []
     media: dict[str, tuple[Any, ...]] = {}
     try:
         if detailed.audio:
             raise ValueError("the tool returned audio, which cannot be shown here")
-        if pictures:
-            media = {"image": read_images(pictures)}
+        if images:
+            media = {"image": read_pictures(images)}
     except ValueError as error:
         text, kind = f"Error: {error}.", "raised"
     if kind == "invalid_action" and not text:
@@ -204,3 +210,139 @@ def _first(error: ValidationError) -> str:
     problem = error.errors()[0]
     place = ".".join(map(str, problem["loc"])) or "the answer"
     return f"{place}: {problem['msg']}, got {problem['input']!r:.200}"
+
+
+logger = logging.getLogger(__name__)
+
+_JUDGED_AFTER = 50
+"""Requests after which it can be said whether they wait for their start more than for the server."""
+
+
+class RateLimiter:
+    """Rate limiter: at most ``max_workers`` at a time, and no two starts within ``interval`` seconds.
+
+    Once requests have waited longer for their start than they took, it says so: the interval is then what bounds the
+    rollout.
+
+    Args:
+        max_workers: ``tool_config.max_workers``.
+        interval: ``tool_config.request_interval``.
+        clock: seconds, monotonic.
+        sleep: waits.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_workers: int,
+        interval: float,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ):
+        self._workers = asyncio.Semaphore(max_workers)
+        self._interval = interval
+        self._clock = clock
+        self._sleep = sleep
+        self._next_start = float("-inf")
+        self._requests, self._waited, self._ran = 0, 0.0, 0.0
+        self._warned = False
+
+    @asynccontextmanager
+    async def slot(self) -> AsyncIterator[None]:
+        """Wait for one's turn, and keep a worker for as long as the block lasts."""
+        async with self._workers:
+            arrived = self._clock()
+            start = max(arrived, self._next_start)
+            self._next_start = start + self._interval  # taken before waiting, so that others queue behind it
+            if start > arrived:
+                await self._sleep(start - arrived)
+            began = self._clock()
+            try:
+                yield
+            finally:
+                self._judge(waited=began - arrived, ran=self._clock() - began)
+
+    def _judge(self, *, waited: float, ran: float) -> None:
+        self._requests += 1
+        self._waited += waited
+        self._ran += ran
+        if self._warned or not self._interval or self._requests < _JUDGED_AFTER or self._waited <= self._ran:
+            return
+        self._warned = True
+        logger.warning(
+            "tool_config.request_interval=%g is the bottleneck of tool calls: %d requests waited %.1f s to start "
+            "and took %.1f s; no more than %.3g start in a second. Set tool_config.request_interval=0 if the tool "
+            "server is yours alone, or lower it",
+            self._interval,
+            self._requests,
+            self._waited,
+            self._ran,
+            1 / self._interval,
+        )
+
+
+class ToolClient:
+    """Runs pieces of code on a tool server, concurrently and without flooding it.
+
+    Args:
+        config: the ``tool_config`` section.
+        pace: how requests are spread; None: as the section says.
+
+    Raises:
+        ConfigError: ``tool_config.server_url`` is not set or not a URL.
+    """
+
+    def __init__(self, config: ToolClientConfig, *, pace: RateLimiter | None = None):
+        if config.server_url is None:
+            raise ConfigError(
+                "text_tool_agent needs a tool server; set tool_config.server_url (or TOOL_SERVER_URL), e.g. "
+                "http://localhost:5000, or tool_config.enabled=false"
+            )
+        settings = ServiceSettings(
+            url=observation_url(config.server_url),
+            url_key="tool_config.server_url",
+            timeout=config.timeout,
+            timeout_key="tool_config.timeout",
+            max_retries=config.max_retries,
+            retry_delay=config.retry_delay,
+            headers=bearer(config.token_env, key="tool_config.token_env"),
+            token_hint="set tool_config.token_env to the environment variable that holds it",
+        )
+        self.server = ToolServerClient(JsonService(settings, error=ToolServerError))
+        self._pace = pace or RateLimiter(max_workers=config.max_workers, interval=config.request_interval)
+
+    async def execute(self, action: ServerAction) -> ServerObservation:
+        """Run one piece of code.
+
+        Raises:
+            ToolServerError: the server cannot be reached, refuses, or answers what it must not.
+        """
+        async with self._pace.slot():
+            (result,) = await self.server.get_observation([action], repeatable=True)
+        if isinstance(result, ToolServerError):
+            raise result
+        return replace(result, text=bare_result(result.text))
+
+    async def close(self) -> None:
+        await self.server.close()
+
+
+def tool_action(code: str) -> str:
+    """Wrap dedented code as the tool server's python tools recognize it.
+
+    >>> tool_action(" print(1)")
+    '<python>print(1)</python>'
+    """
+    return f"<python>{textwrap.dedent(code)}</python>"
+
+
+def bare_result(text: str) -> str:
+    r"""Return what the code printed, without the tags a tool server puts around it.
+
+    >>> bare_result("\n<result>\n42\n</result>\n")
+    '42'
+    """
+    inner = text.strip()
+    if inner.startswith("<result>") and inner.endswith("</result>"):
+        return inner.removeprefix("<result>").removesuffix("</result>").strip("\n")
+    return text

@@ -1,21 +1,21 @@
-"""``@function_tool``: a tool from a plain or async Python function.
+'''``@function_tool``: a tool from a plain or async Python function.
 
 ::
 
     @function_tool
     def lookup(word: str, language: Literal["en", "fr"] = "en") -> str:
-        \"""Looks a word up.
+        """Look a word up.
 
-Args:
+        Args:
             word: The word.
             language: Language of the answer.
-        \"""
+        """
 
 The schema comes from the annotations (see :mod:`jax_agent_rl.tools.signature`) and the Google-style docstring. A
 parameter without a default is required. ``@function_tool("name")`` renames the tool; ``@function_tool(schema={…})``
 gives a schema in OpenAI's format to a function whose signature cannot say it. An async function runs on the event
 loop (it must not block); a plain one runs in a thread of its own, so it may.
-"""
+'''  # noqa: D214
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def function_tool(
 
 
 def _given(schema: Mapping[str, Any] | BaseModel, function: Callable[..., Any], name: str | None) -> Mapping[str, Any]:
-    """The ``function`` of a schema that was given, checked against the function it is for."""
+    """Return the ``function`` of an explicit schema, checked against the function it describes."""
     where = _where(function)
     given = schema.model_dump(exclude_none=True) if isinstance(schema, BaseModel) else schema
     told = function_of(given, f"{where}: schema")
@@ -146,7 +146,7 @@ def _given(schema: Mapping[str, Any] | BaseModel, function: Callable[..., Any], 
 
 
 def _annotations(function: Callable[..., Any]) -> dict[str, Any]:
-    """Resolved annotations of the parameters."""
+    """Return the resolved annotations of the parameters."""
     try:
         hints = typing.get_type_hints(function, include_extras=True)
     except NameError as error:
@@ -158,7 +158,7 @@ def _annotations(function: Callable[..., Any]) -> dict[str, Any]:
 def _parameters(
     function: Callable[..., Any], annotations: Mapping[str, Any], documented: Mapping[str, str]
 ) -> dict[str, Any]:
-    """The ``parameters`` schema of a function."""
+    """Build the ``parameters`` schema of a function."""
     properties: dict[str, Any] = {}
     required = []
     for name, parameter in inspect.signature(function).parameters.items():
@@ -191,7 +191,7 @@ _ENTRY = re.compile(r"^(\w+)\s*(?:\([^)]*\))?:\s*(.*)$")
 
 
 def _parse_docstring(text: str) -> tuple[str, dict[str, str]]:
-    """Splits a cleaned Google-style docstring into its free text and the ``Args:`` descriptions by name."""
+    """Split a cleaned Google-style docstring into its free text and the ``Args:`` descriptions by name."""
     summary: list[str] = []
     described: dict[str, list[str]] = {}
     section, indent, current = "", 0, ""

@@ -39,7 +39,7 @@ _MCP_TIMEOUT = 30.0
 
 @asynccontextmanager
 async def open_tools(config: ToolsConfig) -> AsyncIterator[ToolRegistry]:
-    """All tools of a run; connections to MCP servers are closed in the end.
+    """Open all tools of a run; connections to MCP servers are closed in the end.
 
     Raises:
         ConfigError: a file is missing or no YAML / JSON of the right shape, a class cannot be imported, or an MCP
@@ -60,7 +60,7 @@ async def open_tools(config: ToolsConfig) -> AsyncIterator[ToolRegistry]:
 
 
 def _entries(path: Path) -> list[Any]:
-    """The entries of the file's ``tools``."""
+    """Read the entries of the file's ``tools``."""
     if not path.is_file():
         raise ConfigError(f"{_KEY}={str(path)!r}: no such file (relative to {Path.cwd()})")
     try:
@@ -74,7 +74,7 @@ def _entries(path: Path) -> list[Any]:
 
 
 def _is_mcp(entry: Any, place: str) -> bool:
-    """Checks an entry's keys; True if it names MCP servers."""
+    """Validate an entry's keys; return whether it names MCP servers."""
     if not isinstance(entry, Mapping):
         raise ConfigError(f"{place} must be a mapping, got {entry!r:.100}")
     if unknown := sorted(entry.keys() - _ENTRY_KEYS):
@@ -109,7 +109,7 @@ def _native_tool(entry: Mapping[str, Any], place: str) -> BaseTool:
 
 
 def _class_of(name: Any, place: str) -> type[BaseTool]:
-    """``package.module.Class`` or ``file.py:Class``."""
+    """Import ``package.module.Class`` or ``file.py:Class``."""
     if not isinstance(name, str) or not name:
         raise ConfigError(f"{place} needs a class_name (package.module.Class or file.py:Class), got {name!r}")
     where, _, leaf = name.rpartition(":" if ".py:" in name else ".")
@@ -125,7 +125,7 @@ def _class_of(name: Any, place: str) -> type[BaseTool]:
 async def _add_servers(
     registry: ToolRegistry, entry: Mapping[str, Any], path: Path, place: str, stack: AsyncExitStack
 ) -> None:
-    """Connects to the servers of an entry and adds their tools."""
+    """Connect to the servers of an entry and add their tools."""
     mcp = entry["mcp"]
     if unknown := sorted(mcp.keys() - _MCP_KEYS):
         raise ConfigError(f"{place}: mcp has unknown keys {unknown}; there are {sorted(_MCP_KEYS)}")
@@ -147,7 +147,7 @@ async def _add_servers(
 
 
 def _servers(mcp: Mapping[str, Any], path: Path, place: str) -> Mapping[str, Any]:
-    """The servers by name, from the entry itself or from a JSON file with ``mcpServers``."""
+    """Return the servers by name, from the entry itself or from a JSON file with ``mcpServers``."""
     servers = mcp.get("servers")
     if (file_name := mcp.get("mcp_servers_config_path")) is not None:
         file = Path(file_name).expanduser()

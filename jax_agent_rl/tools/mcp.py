@@ -53,7 +53,7 @@ class MCPServerConfig:
 
     @classmethod
     def from_mapping(cls, settings: Any, *, where: str) -> MCPServerConfig:
-        """From an entry of ``mcpServers``; verl's ``auth_token`` becomes a bearer header.
+        """Build from an entry of ``mcpServers``; verl's ``auth_token`` becomes a bearer header.
 
         Raises:
             ConfigError: unknown keys, or not exactly one of ``url`` and ``command``.
@@ -112,7 +112,7 @@ class MCPConnection:
         await self._close()
 
     async def tools(self) -> list[MCPTool]:
-        """All tools the server offers."""
+        """List all tools the server offers."""
         client = await self._connected()
         tools: list[MCPTool] = []
         cursor = None
@@ -124,7 +124,7 @@ class MCPConnection:
                 return tools
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> CallToolResult:
-        """Runs one call.
+        """Run one call.
 
         Raises:
             ToolTimeoutError: no answer in time.
@@ -149,7 +149,7 @@ class MCPConnection:
             raise ToolError(f"{name}: the server {self.name} is gone ({type(error).__name__}: {error})") from None
 
     async def _connected(self) -> Client:
-        """The session, a new one if there is none; one task at a time connects."""
+        """Return the session, connecting if there is none; one task at a time connects."""
         async with self._opening:
             if self._client is None or self._owner is None or self._owner.done():
                 await self._close()
@@ -180,7 +180,7 @@ class MCPConnection:
             ) from None
 
     async def _own(self, ready: asyncio.Future[Client], stop: asyncio.Event) -> None:
-        """The life of one session, in one task."""
+        """Own one session, from connecting to closing, in one task."""
         try:
             async with AsyncExitStack() as stack:
                 client = await stack.enter_async_context(await self._make_client(stack))
@@ -217,13 +217,13 @@ class MCPConnection:
         return Client(streamable_http_client(server.url, http_client=http))
 
     def _forget(self, client: Client) -> None:
-        """Gives a lost session up; the next call connects anew."""
+        """Drop a lost session; the next call reconnects."""
         if self._client is client:
             self._client = None
             self._stop.set()
 
     async def _close(self) -> None:
-        """Ends the owner task; cuts it off if it does not end by itself."""
+        """End the owner task; cancel it if it does not end by itself."""
         owner, self._owner, self._client = self._owner, None, None
         if owner is None:
             return
@@ -255,7 +255,7 @@ class MCPTool(BaseTool):
 
 
 def as_tool_response(result: CallToolResult) -> ToolResponse:
-    """A call's result as text and images; of other content only its kind is told.
+    """Convert a call's result to text and images; of other content only its kind is reported.
 
     Raises:
         ToolError: the server reports an error, or an image cannot be decoded.
@@ -279,7 +279,7 @@ def as_tool_response(result: CallToolResult) -> ToolResponse:
 
 
 def _image(data: str) -> Any:
-    """A PIL image from base64."""
+    """Decode a PIL image from base64."""
     from PIL import Image, UnidentifiedImageError
 
     try:
@@ -293,14 +293,14 @@ def _image(data: str) -> Any:
 
 
 def _innermost(error: BaseException) -> BaseException:
-    """The first cause inside exception groups."""
+    """Return the first cause inside exception groups."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
 
 
 def _is_lost(error: Any) -> bool:
-    """True if the connection itself is closed, not merely one request refused."""
+    """Return whether the connection itself is closed, not merely one request refused."""
     from mcp.types import CONNECTION_CLOSED
 
     return error.error.code == CONNECTION_CLOSED

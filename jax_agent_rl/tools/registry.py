@@ -26,14 +26,14 @@ class ToolRegistry:
 
     @classmethod
     def from_path(cls, path: str | None) -> ToolRegistry:
-        """The tools of ``tools.function_tool_path`` (None: no tools); see :meth:`load`."""
+        """Load the tools of ``tools.function_tool_path`` (None: no tools); see :meth:`load`."""
         registry = cls()
         if path is not None:
             registry.load(path)
         return registry
 
     def add(self, tool: BaseTool, *, place: str) -> None:
-        """Adds a tool; adding the same object again changes nothing.
+        """Add a tool; adding the same object again changes nothing.
 
         Args:
             tool: the tool.
@@ -50,7 +50,7 @@ class ToolRegistry:
         self._places.setdefault(tool.name, place)
 
     def load(self, path: str) -> None:
-        """Adds every tool object at the top level of a Python file or module, imported ones included.
+        """Add every tool object at the top level of a Python file or module, imported ones included.
 
         Raises:
             ConfigError: it cannot be imported.
@@ -64,7 +64,7 @@ class ToolRegistry:
             self.add(tool, place=path)
 
     def select(self, names: Sequence[str] | None = None) -> Mapping[str, BaseTool]:
-        """The tools of one sample.
+        """Return the tools of one sample.
 
         Args:
             names: the row's ``extra_info.tool_selection``; None selects all.
@@ -86,5 +86,5 @@ class ToolRegistry:
 
 
 def schemas_of(tools: Mapping[str, BaseTool]) -> tuple[dict[str, Any], ...]:
-    """The tools in OpenAI's format, for the prompt."""
+    """Return the tools in OpenAI's format, for the prompt."""
     return tuple(tool.schema for tool in tools.values())

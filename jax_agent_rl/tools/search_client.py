@@ -13,7 +13,7 @@ from jax_agent_rl.utils.json_service import JsonService, ServiceSettings, bearer
 
 
 class SearchClient:
-    """See the module docstring.
+    """Client of a retrieval server; see the module.
 
     Raises:
         ConfigError: ``search.server_url`` is not set or not a URL.
@@ -39,7 +39,7 @@ class SearchClient:
         self._topk = config.topk
 
     async def search(self, query: str) -> list[str]:
-        """The passages found for a query, best first.
+        """Return the passages found for a query, best first.
 
         Raises:
             ToolServerError: the server cannot be reached, refuses, or answers what it must not.
@@ -57,7 +57,7 @@ class SearchClient:
             ) from None
 
     async def check(self) -> None:
-        """Asks a question, as Search-R1's servers know no other request.
+        """Send a query, as Search-R1's servers know no other request.
 
         Raises:
             ConfigError: the server is not there, or does not answer as it should.
@@ -74,7 +74,7 @@ class SearchClient:
 
 
 def _contents(passage: Any) -> str:
-    """The text of one passage; KeyError or TypeError if it has none."""
+    """Return the text of one passage; raise KeyError or TypeError if it has none."""
     if isinstance(passage, dict):
         return _contents(passage["document"] if "document" in passage else passage["contents"])
     if not isinstance(passage, str):

@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 class ToolSession:
-    """An async context manager; see the module's drawing.
+    """Tools of one trajectory, as an async context manager; see the module's drawing.
 
     Args:
         tools: the tools of this sample, by name.
@@ -88,7 +88,7 @@ class ToolSession:
         await self._release_all_shielded()
 
     async def call(self, name: str, arguments: Any, *, call_id: str | None = None) -> ToolCallRecord:
-        """Runs one call. Never raises for what the tool or the model did wrong.
+        """Run one call; never raise for what the tool or the model did wrong.
 
         Args:
             name: the tool.
@@ -127,7 +127,7 @@ class ToolSession:
         return name in self._tools and self._tools[name].stateful
 
     async def calc_rewards(self) -> dict[str, float]:
-        """What each tool makes of the whole trajectory, by name; call it once, when the conversation is over.
+        """Return each tool's score of the whole trajectory, by name; call it once, when the conversation is over.
 
         A tool that fails at it has no score; the failure is logged and counted as ``tool/<name>/calc_reward_errors``.
         """
@@ -146,7 +146,7 @@ class ToolSession:
         return scores
 
     def shorten(self, text: str) -> str:
-        """An observation within the token limit."""
+        """Truncate an observation to the token limit."""
         return truncate_text(text, self._limit, self._side, encode=self._encode, decode=self._decode)
 
     async def _execute(self, name: str, arguments: Any) -> ToolResponse:
@@ -189,11 +189,11 @@ class ToolSession:
             self._broken[name] = str(error)
 
     async def _release_all_shielded(self) -> None:
-        """A second cancellation ends the waiting, not the releasing."""
+        """Release all tools; a second cancellation ends the waiting, not the releasing."""
         await asyncio.shield(asyncio.ensure_future(self._release_all()))
 
     async def _release_all(self) -> None:
-        """Releases what was created, last first; a failure of one does not keep the others."""
+        """Release what was created, last first; a failure of one does not keep the others."""
         while self._created:
             name = self._created.pop()
             try:
@@ -206,7 +206,7 @@ class ToolSession:
         return (self._kwargs.get(name) or {}).get(kind) or {}
 
     async def _in_time(self, work: Awaitable[Any], what: str) -> Any:
-        """Awaits ``work`` in a task of its own, which is left behind if it ignores its cancellation.
+        """Await ``work`` in a task of its own, which is abandoned if it ignores its cancellation.
 
         Raises:
             ToolTimeoutError: it took longer than the timeout.

@@ -28,7 +28,7 @@ _SUPPORTED = "str, int, float, bool, list[T], dict[str, T], Optional, Union, Lit
 
 
 def schema_of(annotation: Any) -> Schema:
-    """JSON Schema of one annotation (already resolved, not a string).
+    """Return the JSON Schema of one annotation (already resolved, not a string).
 
     Raises:
         TypeError: the annotation has no JSON form.
@@ -63,7 +63,7 @@ def _object(arguments: tuple[Any, ...]) -> Schema:
 
 
 def _choices(values: Iterable[Any]) -> Schema:
-    """An ``enum`` with the type(s) of its values; None among them makes it nullable."""
+    """Return an ``enum`` with the type(s) of its values; None among them makes it nullable."""
     values = list(values)
     strangers = [v for v in values if v is not None and type(v) not in _PLAIN]
     if strangers:
@@ -85,7 +85,7 @@ def _union(arguments: tuple[Any, ...]) -> Schema:
 
 
 def converter_of(annotation: Any) -> Callable[[Any], Any] | None:
-    """A function from a valid JSON value to what ``annotation`` says, or None when they are the same.
+    """Return a function from a valid JSON value to what ``annotation`` says, or None if they are the same.
 
     Only enums (values to members) and floats (JSON writes ``3`` for ``3.0``) differ.
     """
@@ -106,7 +106,7 @@ def converter_of(annotation: Any) -> Callable[[Any], Any] | None:
 
 
 def _union_converter(options: list[Any]) -> Callable[[Any], Any] | None:
-    """Converts by the first option whose schema the value has."""
+    """Return a converter by the first option whose schema the value has."""
     try:
         converters = [(schema_of(option), converter_of(option)) for option in options]
     except TypeError:  # the tool has a schema of its own, because its annotations say no JSON

@@ -17,7 +17,7 @@ CHARS_PER_TOKEN = 64
 
 
 def truncate_text(text: str, limit: int, side: Side, *, encode: Encode, decode: Decode) -> str:
-    """Returns ``text`` itself if it has at most ``limit`` tokens, else as much of it as fits with a marker.
+    """Return ``text`` itself if it has at most ``limit`` tokens, else as much of it as fits with a marker.
 
     Halves of surrogate pairs, which no tokenizer takes, become question marks.
 
@@ -48,7 +48,7 @@ def truncate_text(text: str, limit: int, side: Side, *, encode: Encode, decode: 
 
 
 def _split(keep: int, side: Side) -> tuple[int, int]:
-    """How many of ``keep`` stay at the beginning and at the end."""
+    """Return how many of ``keep`` stay at the beginning and at the end."""
     if side == "left":
         return 0, keep
     if side == "right":

@@ -1,6 +1,6 @@
-"""``jax-agent-rl doctor``: what would stop or spoil a run, told before it begins, each with what to do.
+"""``jax-agent-rl doctor``: checks for what would stop or spoil a run, each with what to do about it.
 
-``findings`` what a check says, and how one that fails is kept from hiding others · ``machine``, ``accelerators`` what
+``findings`` what a check reports, and how a failing one hides no other · ``machine``, ``accelerators`` what
 needs no configuration · ``inputs`` model and rows · ``services`` what a run speaks to · ``examine`` which checks there
-are · ``command`` the command line. The checks call what a run itself calls at its start.
+are. The checks call what a run itself calls at its start.
 """

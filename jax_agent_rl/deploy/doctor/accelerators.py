@@ -1,4 +1,4 @@
-"""Accelerators as jax sees them, and as the machine has them."""
+"""Accelerators: those jax uses, and those the machine has."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from jax_agent_rl.deploy.doctor.findings import Finding, Say
+from jax_agent_rl.deploy.doctor.findings import Finding, Reporter
 
 _PROBE = (
     "import json, jax; d = jax.devices(); "
@@ -23,7 +23,7 @@ PATIENCE_SECONDS = 90.0
 
 @dataclass(frozen=True, kw_only=True)
 class Devices:
-    """What jax computes on: ``cpu``, ``gpu`` or ``tpu``, the model of it, and how many."""
+    """Devices that jax computes on: platform (``cpu``, ``gpu`` or ``tpu``), model and count."""
 
     platform: str
     kind: str
@@ -31,7 +31,7 @@ class Devices:
 
 
 def hardware(root: Path = Path("/")) -> set[str]:
-    """``gpu`` (NVIDIA) and ``tpu``, where this machine (or container) has any, whatever is installed.
+    """Return which of ``gpu`` (NVIDIA) and ``tpu`` this machine or container has, whatever is installed.
 
     Args:
         root: of the file system that is looked at.
@@ -46,8 +46,8 @@ def hardware(root: Path = Path("/")) -> set[str]:
     return found
 
 
-async def seen_by_jax() -> Devices | str:
-    """In a process of its own: a device that another process holds makes jax wait for it, or fail.
+async def jax_devices() -> Devices | str:
+    """Query jax in a process of its own: a device that another process holds makes it wait, or fail.
 
     Returns:
         the devices, or why there are none.
@@ -69,30 +69,31 @@ async def seen_by_jax() -> Devices | str:
     return Devices(**json.loads(out.decode().splitlines()[-1]))
 
 
-def judge(say: Say, seen: Devices | str, present: set[str], *, need: int, forced: str) -> Iterable[Finding]:
-    """Compares what jax sees with what there is.
+def judge(report: Reporter, seen: Devices | str, present: set[str], *, need: int, forced: str) -> Iterable[Finding]:
+    """Compare what jax sees with the hardware present.
 
     Args:
-        seen: of :func:`seen_by_jax`.
+        report: makes the findings.
+        seen: of :func:`jax_devices`.
         present: of :func:`hardware`.
         need: devices that learner and engine of the configuration take in this process.
         forced: the variable JAX_PLATFORMS.
     """
     if isinstance(seen, str):
-        yield say.fail(seen)
+        yield report.fail(seen)
         return
-    yield say.ok(f"jax computes on {seen.count} x {seen.kind} ({seen.platform})")
+    yield report.ok(f"jax computes on {seen.count} x {seen.kind} ({seen.platform})")
     for kind in sorted(present - {seen.platform}):
         extra = "cuda13" if kind == "gpu" else "tpu"
         remedy = f"unset JAX_PLATFORMS (it is {forced!r})" if forced else f"install it: pip install -U 'jax[{extra}]'"
-        yield say.warn(f"this machine has a {kind.upper()}, which jax does not use: {remedy}")
+        yield report.warn(f"this machine has a {kind.upper()}, which jax does not use: {remedy}")
     if seen.count < need:
-        yield say.fail(
+        yield report.fail(
             f"learner.mesh and rollout.jetstream need {need} devices, there are {seen.count}; make the meshes smaller"
             + (f", or set XLA_FLAGS=--xla_force_host_platform_device_count={need}" if seen.platform == "cpu" else "")
         )
 
 
-async def look(say: Say, *, need: int = 1) -> Iterable[Finding]:
-    """See :func:`judge`."""
-    return list(judge(say, await seen_by_jax(), hardware(), need=need, forced=os.environ.get("JAX_PLATFORMS", "")))
+async def check(report: Reporter, *, need: int = 1) -> Iterable[Finding]:
+    """Check the accelerators; see :func:`judge`."""
+    return list(judge(report, await jax_devices(), hardware(), need=need, forced=os.environ.get("JAX_PLATFORMS", "")))

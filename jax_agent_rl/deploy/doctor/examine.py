@@ -1,4 +1,4 @@
-"""Which checks there are, in the order in which they are shown.
+"""The checks, in the order in which they are shown.
 
 What fails early in a chain (tools, tokenizer, rows) is told once; checks that build on it say what they lack.
 """
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from jax_agent_rl.config import Config
 from jax_agent_rl.deploy.doctor import accelerators, machine
-from jax_agent_rl.deploy.doctor.findings import Finding, Look, Say, look_at_all
+from jax_agent_rl.deploy.doctor.findings import Check, Finding, Reporter, run_checks
 
 if TYPE_CHECKING:
     from jax_agent_rl.runtime.sampling import Source
@@ -22,16 +22,16 @@ TIMEOUT = 120.0
 
 
 async def examine(config: Config | None) -> AsyncIterator[Finding]:
-    """Looks at the machine, and at what a configuration needs, if there is one."""
+    """Check the machine and, if given, what a configuration needs."""
     async with AsyncExitStack() as stack:
         own = _of_config(config, stack) if config else []
-        devices = functools.partial(accelerators.look, need=devices_needed(config) if config else 1)
-        async for finding in look_at_all([*_of_machine(devices), *own], timeout=TIMEOUT):
+        devices = functools.partial(accelerators.check, need=devices_needed(config) if config else 1)
+        async for finding in run_checks([*_of_machine(devices), *own], timeout=TIMEOUT):
             yield finding
 
 
 def devices_needed(config: Config) -> int:
-    """That learner and engine take in one process; several processes share the learner's mesh."""
+    """Return the devices that learner and engine take in one process; several processes share the learner's mesh."""
     if config.learner.multihost.num_processes not in (None, 1):
         return 1
     engine = config.rollout.jetstream
@@ -39,11 +39,11 @@ def devices_needed(config: Config) -> int:
     return max(config.learner.mesh.devices, engine.device_offset + engine.mesh.devices if here else 1)
 
 
-def _of_machine(devices: Look) -> list[tuple[str, Look]]:
-    async def sandbox(say: Say) -> Iterable[Finding]:
+def _of_machine(devices: Check) -> list[tuple[str, Check]]:
+    async def sandbox(report: Reporter) -> Iterable[Finding]:
         from jax_agent_rl.deploy.doctor import services
 
-        return await services.sandbox(say)
+        return await services.sandbox(report)
 
     return [
         ("python", machine.interpreter),
@@ -57,10 +57,10 @@ def _of_machine(devices: Look) -> list[tuple[str, Look]]:
     ]
 
 
-def _of_config(config: Config, stack: AsyncExitStack) -> list[tuple[str, Look]]:
+def _of_config(config: Config, stack: AsyncExitStack) -> list[tuple[str, Check]]:
     from jax_agent_rl.deploy.doctor import inputs, services
 
-    known = inputs.Known(config=config, stack=stack)
+    context = inputs.CheckContext(config=config, stack=stack)
     data: dict[str, Source] = {"train": (config.data.train, None)}
     if config.data.eval:
         data["eval"] = (config.data.eval, config.data.eval_limit)
@@ -80,4 +80,4 @@ def _of_config(config: Config, stack: AsyncExitStack) -> list[tuple[str, Look]]:
         "shared memory": services.shared_memory,
         "learner processes": services.coordinator,
     }
-    return [(name, functools.partial(check, known)) for name, check in checks.items()]
+    return [(name, functools.partial(check, context)) for name, check in checks.items()]

@@ -1,4 +1,4 @@
-"""What checks say, and how they are run: one that fails, raises or hangs is a line of its own."""
+"""Findings of checks, and how checks run: one that fails, raises or hangs is a line of its own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jax_agent_rl.errors import ConfigError, JaxAgentRLError
 
 
 class Status(StrEnum):
-    """How bad it is."""
+    """Severity of a finding."""
 
     OK = "ok"
     WARN = "warn"
@@ -22,7 +22,7 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One line.
+    """Result of a check.
 
     Attributes:
         check: what was looked at.
@@ -36,8 +36,8 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Say:
-    """Makes the findings of one check."""
+class Reporter:
+    """Factory of one check's findings."""
 
     check: str
 
@@ -52,34 +52,34 @@ class Say:
 
 
 class UnmetError(Exception):
-    """A check needs what an earlier one did not find; says what."""
+    """A check lacks what an earlier one should have found."""
 
 
-Look = Callable[[Say], Awaitable[Iterable[Finding]]]
-"""A check: looks, and says what it found. Whatever it raises is a finding, too."""
+Check = Callable[[Reporter], Awaitable[Iterable[Finding]]]
+"""A check returns its findings; whatever it raises is a finding, too."""
 
 
-async def look_at_all(checks: Iterable[tuple[str, Look]], *, timeout: float) -> AsyncIterator[Finding]:
-    """Findings in the order of the checks.
+async def run_checks(checks: Iterable[tuple[str, Check]], *, timeout: float) -> AsyncIterator[Finding]:
+    """Yield findings in the order of the checks.
 
     Args:
         checks: each with its name.
         timeout: seconds one may take.
     """
-    for name, look in checks:
-        say = Say(name)
+    for name, check in checks:
+        report = Reporter(name)
         try:
             async with asyncio.timeout(timeout):
-                findings = list(await look(say))
+                findings = list(await check(report))
         except UnmetError as error:
-            findings = [say.warn(f"not checked: {error}")]
+            findings = [report.warn(f"not checked: {error}")]
         except ConfigError as error:
-            findings = [say.fail(problem) for problem in error.problems]
+            findings = [report.fail(problem) for problem in error.problems]
         except JaxAgentRLError as error:
-            findings = [say.fail(str(error))]
+            findings = [report.fail(str(error))]
         except TimeoutError:
-            findings = [say.fail(f"no answer within {timeout:g} s")]
+            findings = [report.fail(f"no answer within {timeout:g} s")]
         except Exception as error:  # of the user's code, or of the machine: told, and the other checks go on
-            findings = [say.fail(f"{type(error).__name__}: {error}")]
+            findings = [report.fail(f"{type(error).__name__}: {error}")]
         for finding in findings:
             yield finding

@@ -1,4 +1,4 @@
-"""What a configuration names: user code, tools, model, tokenizer, rows, reward functions."""
+"""Checks of what a configuration names: user code, tools, model, tokenizer, rows, reward functions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from jax_agent_rl.config import Config
 from jax_agent_rl.config.conditions import Facts, unused
 from jax_agent_rl.config.default_agent import default_agent, report_idle_tools
 from jax_agent_rl.data.rows import Row, load_rows
-from jax_agent_rl.deploy.doctor.findings import Finding, Say, UnmetError
+from jax_agent_rl.deploy.doctor.findings import Finding, Reporter, UnmetError
 from jax_agent_rl.deploy.doctor.machine import disk, gib, usable_memory
 from jax_agent_rl.environments import load_environments, require_environments
 from jax_agent_rl.models.config import DecoderConfig
@@ -45,8 +45,8 @@ _LEARNER_BYTES = 16  # and the gradient
 
 
 @dataclass(kw_only=True)
-class Known:
-    """What checks have found, for those that come after them.
+class CheckContext:
+    """State shared by the checks: what earlier ones found for later ones.
 
     Attributes:
         config: under examination.
@@ -64,29 +64,29 @@ class Known:
 
     @property
     def all_rows(self) -> list[Row]:
-        """Of every file; UnmetError if none could be read."""
+        """The rows of every file; UnmetError if none could be read."""
         if not self.rows:
             raise UnmetError("no rows could be read")
         return [row for rows in self.rows.values() for row in rows]
 
     @property
     def tokenizer(self) -> ChatCodec:
-        """UnmetError if it could not be read."""
+        """The codec; UnmetError if it could not be read."""
         if self.codec is None:
             raise UnmetError("the tokenizer could not be read")
         return self.codec
 
     @property
     def parameters(self) -> int:
-        """Of the model; UnmetError if that could not be read."""
+        """The model's parameter count; UnmetError if it could not be read."""
         if self.model is None:
             raise UnmetError("the model could not be read")
         return _count(self.model.parameter_shapes())
 
 
-async def user_code(known: Known, say: Say) -> Iterable[Finding]:
-    """The files that register agents, environments and rewards."""
-    config = known.config
+async def user_code(context: CheckContext, report: Reporter) -> Iterable[Finding]:
+    """Import the files that register agents, environments and rewards."""
+    config = context.config
     paths = {
         "agent.module": config.agent.module,
         "environments.path": config.environments.path,
@@ -94,126 +94,132 @@ async def user_code(known: Known, say: Say) -> Iterable[Finding]:
     }
     load_agents(config.agent.module)
     load_environments(config.environments.path)
-    await known.stack.enter_async_context(reward_server(config))
+    await context.stack.enter_async_context(reward_server(config))
     named = [f"{key}={path}" for key, path in paths.items() if path]
-    return [say.ok(f"imported: {', '.join(named) or 'none is named'}")]
+    return [report.ok(f"imported: {', '.join(named) or 'none is named'}")]
 
 
-async def tools(known: Known, say: Say) -> Iterable[Finding]:
-    """Function tools, native tools, tools of MCP servers."""
-    known.tools = await known.stack.enter_async_context(open_tools(known.config.tools))
-    return [say.ok(f"{len(known.tools)}: {', '.join(known.tools)}" if len(known.tools) else "none is configured")]
+async def tools(context: CheckContext, report: Reporter) -> Iterable[Finding]:
+    """Open function tools, native tools and tools of MCP servers."""
+    context.tools = await context.stack.enter_async_context(open_tools(context.config.tools))
+    return [
+        report.ok(f"{len(context.tools)}: {', '.join(context.tools)}" if len(context.tools) else "none is configured")
+    ]
 
 
-async def model(known: Known, say: Say) -> Iterable[Finding]:
-    """Files, family, shapes of all tensors, and whether it fits."""
-    path = known.config.model.path
-    known.model = check_files(path)
-    count = known.parameters
-    engine = 2 if known.config.rollout.jetstream.dtype == "bfloat16" else 4
+async def model(context: CheckContext, report: Reporter) -> Iterable[Finding]:
+    """Check the model's files, family, tensor shapes, and whether it fits."""
+    path = context.config.model.path
+    context.model = check_files(path)
+    count = context.parameters
+    engine = 2 if context.config.rollout.jetstream.dtype == "bfloat16" else 4
     need, memory = count * (_LEARNER_BYTES + engine), usable_memory()
     size = f"{count / 1e6:.1f} M parameters"
-    findings = [say.ok(f"{path}: {known.model.family}, {size}, {known.model.num_layers} layers, files complete")]
-    if known.config.learner.lora is None and need > memory:
+    findings = [report.ok(f"{path}: {context.model.family}, {size}, {context.model.num_layers} layers, files complete")]
+    if context.config.learner.lora is None and need > memory:
         findings.append(
-            say.warn(
+            report.warn(
                 f"{size} with gradients and optimizer are about {gib(need)}; the {gib(memory)} of this machine do not "
                 "hold them if jax computes on the CPU (jax-agent-rl plan looks at accelerators)"
             )
         )
-    longest = known.model.max_position_embeddings
-    if known.config.rollout.max_model_len > longest:
+    longest = context.model.max_position_embeddings
+    if context.config.rollout.max_model_len > longest:
         findings.append(
-            say.warn(f"rollout.max_model_len={known.config.rollout.max_model_len}, the model was made for {longest}")
+            report.warn(
+                f"rollout.max_model_len={context.config.rollout.max_model_len}, the model was made for {longest}"
+            )
         )
     return findings
 
 
-async def further_models(known: Known, say: Say) -> Iterable[Finding]:
-    """Those of critic and judge."""
-    config = known.config
+async def further_models(context: CheckContext, report: Reporter) -> Iterable[Finding]:
+    """Check the models of critic and judge."""
+    config = context.config
     judge = config.reward.judge.model if config.reward.judge else None
     named = {"critic.path": config.critic.path, "reward.judge.model": judge if judge != POLICY else None}
     return [
-        say.ok(f"{key}={path}: {(load_config(path) if key == 'critic.path' else check_files(path)).family}")
+        report.ok(f"{key}={path}: {(load_config(path) if key == 'critic.path' else check_files(path)).family}")
         for key, path in named.items()
         if path
     ]
 
 
-async def run_folder(known: Known, say: Say) -> Iterable[Finding]:
-    """Room for checkpoints and logs."""
-    kept = known.config.trainer.keep_checkpoints + 1  # while the next one is written
-    need = known.parameters * _CHECKPOINT_BYTES * kept
-    return [disk(say, Path(known.config.run_dir), need=need, key="run_dir")]
+async def run_folder(context: CheckContext, report: Reporter) -> Iterable[Finding]:
+    """Check the space for checkpoints and logs."""
+    kept = context.config.trainer.keep_checkpoints + 1  # while the next one is written
+    need = context.parameters * _CHECKPOINT_BYTES * kept
+    return [disk(report, Path(context.config.run_dir), need=need, key="run_dir")]
 
 
-async def tokenizer(known: Known, say: Say) -> Iterable[Finding]:
-    """Ids and back, turns that append without changing what stands, and how tool calls are written."""
-    known.codec = codec = open_codec(known.config)
+async def tokenizer(context: CheckContext, report: Reporter) -> Iterable[Finding]:
+    """Check text to ids and back, that turns append without changing the prefix, and the tool-call format."""
+    context.codec = codec = open_codec(context.config)
     text = "Is 12 × 34 = 408?\n\tYes – naïve café 数."
     ids = codec.encode_text(text)
     if codec.decode(ids) != text:
-        return [say.fail(f"text changes on its way to ids and back: {text!r} becomes {codec.decode(ids)!r}")]
+        return [report.fail(f"text changes on its way to ids and back: {text!r} becomes {codec.decode(ids)!r}")]
     messages = [{"role": "user", "content": text}]
     prompt = codec.encode_prompt(messages)
     appended = codec.encode_append([*ids, codec.eos_token_ids[0]], [{"role": "tool", "content": "408", "name": "f"}])
     if "408" not in codec.decode(appended):
-        return [say.fail("the chat template leaves out tool results; choose another agent.tool_format or model")]
-    read_model(known.config, codec, [*prompt, *appended])
-    call = codec.tool_format if known.config.agent.tool_format == "auto" else f"{codec.tool_format} (as configured)"
+        return [report.fail("the chat template leaves out tool results; choose another agent.tool_format or model")]
+    read_model(context.config, codec, [*prompt, *appended])
+    call = codec.tool_format if context.config.agent.tool_format == "auto" else f"{codec.tool_format} (as configured)"
     return [
-        say.ok(f"text and turns come back as they were; tool calls: {call}; a turn ends with {codec.eos_token_ids}")
+        report.ok(f"text and turns come back as they were; tool calls: {call}; a turn ends with {codec.eos_token_ids}")
     ]
 
 
-async def rows(known: Known, say: Say, *, name: str, source: Source) -> Iterable[Finding]:
-    """A file: every row in shape, every name in it known."""
+async def rows(context: CheckContext, report: Reporter, *, name: str, source: Source) -> Iterable[Finding]:
+    """Load a file: every row well-formed, every name in it known."""
     file, limit = source
-    tools = None if known.tools is None else list(known.tools)
-    loaded = load_rows(file, agents=agent_names(), tools=tools, adapters=known_adapters(known.config))[:limit]
-    config = known.config.agent
+    tools = None if context.tools is None else list(context.tools)
+    loaded = load_rows(file, agents=agent_names(), tools=tools, adapters=known_adapters(context.config))[:limit]
+    config = context.config.agent
     require_environments(
         [row for row in loaded if (row.get("agent_name") or config.default_agent) == EnvironmentAgent.name]
     )
-    known.rows[name] = loaded
-    default = default_agent(config, known.config.tool_config)
+    context.rows[name] = loaded
+    default = default_agent(config, context.config.tool_config)
     agents = Counter(row.get("agent_name") or f"{default} (the default)" for row in loaded)
     sources = Counter(str(row["data_source"]) for row in loaded)
-    findings = [say.ok(f"{file}: {len(loaded)} rows; agents {_counts(agents)}; data sources {_counts(sources)}")]
+    findings = [report.ok(f"{file}: {len(loaded)} rows; agents {_counts(agents)}; data sources {_counts(sources)}")]
     untrue = sum((row.get("reward_model") or {}).get("ground_truth") is None for row in loaded)
     if untrue:
-        findings.append(say.warn(f"{untrue} of {len(loaded)} rows have no reward_model.ground_truth"))
-    if idle := report_idle_tools(known.config, loaded):
-        findings.append(say.warn("; ".join(idle)))
+        findings.append(report.warn(f"{untrue} of {len(loaded)} rows have no reward_model.ground_truth"))
+    if idle := report_idle_tools(context.config, loaded):
+        findings.append(report.warn("; ".join(idle)))
     return findings
 
 
-async def keys(known: Known, say: Say) -> Iterable[Finding]:
-    """Keys that neither the rows' agents nor the model use."""
-    sees = None if known.model is None else known.model.vision is not None
-    facts = Facts(agents=select_agents(known.config, known.all_rows), has_vision=sees)
-    return [say.fail(problem) for problem in unused(known.config, facts)] or [say.ok("all that are set are used")]
+async def keys(context: CheckContext, report: Reporter) -> Iterable[Finding]:
+    """Check for keys that neither the rows' agents nor the model use."""
+    sees = None if context.model is None else context.model.vision is not None
+    facts = Facts(agents=select_agents(context.config, context.all_rows), has_vision=sees)
+    return [report.fail(problem) for problem in unused(context.config, facts)] or [
+        report.ok("all that are set are used")
+    ]
 
 
-async def prompts(known: Known, say: Say) -> Iterable[Finding]:
-    """How many are too long."""
-    codec, rows, most = known.tokenizer, known.all_rows, known.config.agent.max_prompt_length
+async def prompts(context: CheckContext, report: Reporter) -> Iterable[Finding]:
+    """Count prompts that are too long."""
+    codec, rows, most = context.tokenizer, context.all_rows, context.config.agent.max_prompt_length
     spread = rows[:: math.ceil(len(rows) / MOST_PROMPTS)]
-    lengths = [len(codec.encode_prompt(row["prompt"], _schemas(known, row))) for row in spread if row["prompt"]]
+    lengths = [len(codec.encode_prompt(row["prompt"], _schemas(context, row))) for row in spread if row["prompt"]]
     if not lengths:
-        return [say.ok("environments write them")]
+        return [report.ok("environments write them")]
     share = sum(length > most for length in lengths) / len(lengths)
     text = f"{len(lengths)} counted, the longest has {max(lengths)} ids; agent.max_prompt_length={most}"
     if share == 0:
-        return [say.ok(text)]
-    tell = say.fail if share > 0.5 else say.warn
+        return [report.ok(text)]
+    tell = report.fail if share > 0.5 else report.warn
     return [tell(f"{text}: {share:.1%} are longer and would be dropped; raise it to {max(lengths)}, or leave them out")]
 
 
-async def reward_functions(known: Known, say: Say) -> Iterable[Finding]:
-    """The function of each data source, called with its first row's ground truth as the answer, in the usual forms."""
-    rows, config = known.all_rows, known.config
+async def reward_functions(context: CheckContext, report: Reporter) -> Iterable[Finding]:
+    """Call each data source's function with its first row's ground truth as the answer, in the usual forms."""
+    rows, config = context.all_rows, context.config
     needed = needed_services(config, rows)
     services = {"sandbox": await open_sandbox(config.reward.sandbox)} if "sandbox" in needed else {}
     first: dict[str, Row] = {}
@@ -222,7 +228,7 @@ async def reward_functions(known: Known, say: Say) -> Iterable[Finding]:
     findings = []
     for name, row in sorted(first.items()):
         if "judge" in needed_services(config, [row]):
-            findings.append(say.ok(f"{name}: asks for the judge, which starts with the run; not tried"))
+            findings.append(report.ok(f"{name}: asks for the judge, which starts with the run; not tried"))
             continue
         answer = _answer_of(row)
         rewards: dict[str, float] = {}
@@ -231,21 +237,21 @@ async def reward_functions(known: Known, say: Say) -> Iterable[Finding]:
             rewards[form] = (await score(answered, timeout=config.reward.timeout, services=services)).reward
             if rewards[form] > 0:
                 break
-        findings.append(_earned(say, name, answer, rewards))
+        findings.append(_earned(report, name, answer, rewards))
     return findings
 
 
-def _earned(say: Say, name: str, answer: str | None, rewards: Mapping[str, float]) -> Finding:
-    """What the forms of an answer earned, until one earned something.
+def _earned(report: Reporter, name: str, answer: str | None, rewards: Mapping[str, float]) -> Finding:
+    """Report what the forms of an answer earned, until one earned something.
 
     That none does is no failure: the function may want a program, tool calls, or a form of its own.
     """
     form, reward = list(rewards.items())[-1]
     if answer is None:
-        return say.ok(f"{name}: called; its first row holds no answer to try it with")
+        return report.ok(f"{name}: called; its first row holds no answer to try it with")
     if reward > 0:
-        return say.ok(f"{name}: its first row's ground truth earns {reward:g} as {form.format(answer)[:60]!r}")
-    return say.warn(
+        return report.ok(f"{name}: its first row's ground truth earns {reward:g} as {form.format(answer)[:60]!r}")
+    return report.warn(
         f"{name}: its first row's ground truth {answer[:60]!r} earns nothing, neither bare nor as "
         f"{', '.join(form.format('…') for form in _FORMS[1:])}. Unless answers have another form here, check that "
         "data_source names the reward function you mean, and that reward_model.ground_truth is what it compares with"
@@ -253,7 +259,7 @@ def _earned(say: Say, name: str, answer: str | None, rewards: Mapping[str, float
 
 
 def _answer_of(row: Row) -> str | None:
-    """What a right answer says, by the row's ground truth; None where that is no answer, or nobody compares it."""
+    """Return a right answer by the row's ground truth; None where that is no answer, or nobody compares it."""
     truth = (row.get("reward_model") or {}).get("ground_truth")
     if isinstance(truth, Mapping):
         truth = truth.get("target")
@@ -265,7 +271,7 @@ def _answer_of(row: Row) -> str | None:
 
 
 def _answered(row: Row, text: str) -> Trajectory:
-    """A trajectory that answers with this."""
+    """Return a trajectory that answers with ``text``."""
     output = TokenOutput(
         token_ids=(0,), log_probs=(0.0,), policy_versions=(0,), stop_reason=StopReason.EOS, context_digest=""
     )
@@ -281,12 +287,12 @@ def _answered(row: Row, text: str) -> Trajectory:
     )
 
 
-def _schemas(known: Known, row: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """Of the tools that the prompt of a ``tool_agent`` tells of."""
-    name = row.get("agent_name") or known.config.agent.default_agent
-    if name != ToolAgent.name or known.tools is None or known.config.agent.tool_prompt == "none":
+def _schemas(context: CheckContext, row: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    """Return the tool schemas in the prompt of a ``tool_agent``."""
+    name = row.get("agent_name") or context.config.agent.default_agent
+    if name != ToolAgent.name or context.tools is None or context.config.agent.tool_prompt == "none":
         return ()
-    return schemas_of(known.tools.select((row.get("extra_info") or {}).get("tool_selection")))
+    return schemas_of(context.tools.select((row.get("extra_info") or {}).get("tool_selection")))
 
 
 def _counts(counts: Counter[str]) -> str:
@@ -294,5 +300,5 @@ def _counts(counts: Counter[str]) -> str:
 
 
 def _count(shapes: Any) -> int:
-    """Elements of a tree of shapes."""
+    """Count the elements of a tree of shapes."""
     return sum(map(_count, shapes.values())) if isinstance(shapes, Mapping) else math.prod(shapes)

@@ -7,8 +7,8 @@
                  any process that ends early, or Ctrl-C ──► everything is ended, last started first ◄────┘
 
 Reading order: ``__main__`` (the command line, and the diagram above), ``hosts`` (GPUs and drivers, ssh), ``settings``
-(what of a configuration decides where things run), ``placement`` (which GPUs are whose), ``plan`` (the commands),
-``runner`` (runs them), ``tether`` (why nothing is left behind), ``ray_servers`` (servers as Ray actors).
+(what decides where things run), ``placement`` (which GPUs are whose), ``plan`` (the commands),
+``runner`` (runs them), ``watchdog`` (why nothing is left behind), ``ray_servers`` (servers as Ray actors).
 
 The launcher starts before the project's environment exists: it imports the standard library only, and asks the
 environment's own Python where it needs more.

@@ -12,9 +12,8 @@ from pathlib import Path
 
 from jax_agent_rl.deploy.launch import placement, plan, settings
 from jax_agent_rl.deploy.launch.arguments import port, positive
-from jax_agent_rl.deploy.launch.clock import Clock
 from jax_agent_rl.deploy.launch.hosts import Host, inspect, make_hosts, require_free_port
-from jax_agent_rl.deploy.launch.runner import Interrupted, Runner, secrets_of
+from jax_agent_rl.deploy.launch.runner import Interrupted, Runner, TimedPrinter, secrets_of
 from jax_agent_rl.errors import LaunchError
 from jax_agent_rl.utils.interrupt import EXIT_CODE
 
@@ -23,7 +22,7 @@ _ASSUMED_GPUS = 8
 
 
 def parser() -> argparse.ArgumentParser:
-    """All options; ``--help`` is their documentation."""
+    """Return the parser; ``--help`` documents all options."""
     result = argparse.ArgumentParser(
         prog="gpu.sh",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -76,7 +75,7 @@ examples:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs a launch; its exit status."""
+    """Run a launch; return its exit status."""
     arguments = parser().parse_intermixed_args(argv)
     try:
         settings.refuse_own_keys(arguments.overrides)
@@ -123,7 +122,7 @@ def _print_dry_run(hosts: Sequence[Host], options: plan.Options, arguments: argp
 
 
 async def _launch(hosts: Sequence[Host], options: plan.Options, arguments: argparse.Namespace) -> int:
-    say = Clock()
+    say = TimedPrinter()
     runner = Runner(root=options.root, say=say, secrets=secrets_of(secrets.token_hex(32), secrets.token_hex(32)))
     async with runner.until_interrupted():
         gpus = await asyncio.to_thread(inspect, hosts, options.device, options.root)
@@ -141,7 +140,7 @@ async def _launch(hosts: Sequence[Host], options: plan.Options, arguments: argpa
 
 
 def _first(indices: dict[Host, list[int]], count: int | None) -> dict[Host, list[int]]:
-    """The first ``count`` GPUs of every host; all if it is None."""
+    """Return the first ``count`` GPUs of every host; all if it is None."""
     for host, present in indices.items():
         if present and count and len(present) < count:
             raise LaunchError(f"{host.name} has {len(present)} usable GPU(s), --gpus-per-host wants {count}")
@@ -162,7 +161,7 @@ def _place(
     )
 
 
-def _describe(spread: placement.ServerPlacement, say: Clock) -> None:
+def _describe(spread: placement.ServerPlacement, say: TimedPrinter) -> None:
     for server in spread.servers:
         say(f"{server.name}: {server.host.name}, port {server.port}, {_named(server.gpus)}")
     say(f"learner: this machine, {_named(spread.learner_gpus)}")
@@ -173,7 +172,7 @@ def _named(gpus: Sequence[int]) -> str:
 
 
 def _require_free_ports(hosts: Sequence[Host], spread: placement.ServerPlacement, options: plan.Options) -> None:
-    """Of this machine; each Ray actor looks after its own."""
+    """Check the ports of this machine; each Ray actor checks its own."""
     for server in spread.servers:
         if server.host.local:
             require_free_port(server.host.name, server.host.address, server.port, option="--port")

@@ -1,4 +1,4 @@
-"""Values of the launchers' options: a wrong one is refused with the form it has to have."""
+"""Types of the launchers' options: a wrong value is refused with the required form."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ T = TypeVar("T")
 
 
 def positive(text: str) -> int:
-    """A number of things of which there has to be one."""
+    """Parse a positive whole number."""
     return _checked(text, int, lambda value: value >= 1, "a whole number, 1 or more")
 
 
 def count(text: str) -> int:
-    """A number of things."""
+    """Parse a whole number, 0 or more."""
     return _checked(text, int, lambda value: value >= 0, "a whole number, 0 or more")
 
 
 def port(text: str) -> int:
-    """Of TCP."""
+    """Parse a TCP port."""
     return _checked(text, int, lambda value: 0 < value < 65536, "a port, 1 to 65535")
 
 
 def seconds(text: str) -> float:
-    """A time that is not nothing."""
+    """Parse a positive duration."""
     return _checked(text, float, lambda value: 0 < value < math.inf, "seconds, more than 0")
 
 
 def duration(text: str) -> str:
-    """As gcloud writes it."""
+    """Parse a duration in gcloud's notation."""
     return _checked(text, str, re.compile(r"(\d+[dhms])+").fullmatch, "a time such as 6h, 30m or 1d12h")
 
 
 def variable(text: str) -> tuple[str, str | None]:
-    """An environment variable: ``NAME=VALUE``, or ``NAME`` for its value here, which is None."""
+    """Parse an environment variable: ``NAME=VALUE``, or ``NAME`` for its value here (None)."""
     name, given, value = text.partition("=")
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
         raise argparse.ArgumentTypeError(f"{text!r} is no environment variable: write NAME, or NAME=VALUE")

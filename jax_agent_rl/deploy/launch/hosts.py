@@ -69,7 +69,7 @@ class Command:
     env: Mapping[str, str] = field(default_factory=dict)
 
     def local_argv(self, root: Path) -> list[str]:
-        """What the launcher starts on its own machine: the command itself, or ssh to its host."""
+        """Return what the launcher starts on its own machine: the command itself, or ssh to its host."""
         if self.host.local:
             return [*self._variables(), *self.argv]
         there = (
@@ -82,9 +82,10 @@ class Command:
 
 
 def make_hosts(names: Sequence[str], *, resolve: bool = True) -> list[Host]:
-    """The hosts of ``--hosts``, this machine first; this machine alone if there are none.
+    """Return the hosts of ``--hosts``, this machine first; this machine alone if none are named.
 
     Args:
+        names: addresses or host names.
         resolve: look addresses up; without, a name stands for its address.
 
     Raises:
@@ -122,7 +123,7 @@ def _address(name: str) -> str:
 
 
 def _misleads(name: str, address: str) -> bool:
-    """Debian gives a machine's own name the address 127.0.1.1."""
+    """Return whether a name resolves to loopback: Debian gives a machine's own name the address 127.0.1.1."""
     return name.rpartition("@")[2] != address and ipaddress.ip_address(address).is_loopback
 
 
@@ -136,7 +137,7 @@ def _is_mine(address: str) -> bool:
 
 
 def require_free_port(host: str, address: str, port: int, *, option: str) -> None:
-    """Raises :class:`LaunchError` if something on this machine listens there, or the address is not this machine's."""
+    """Raise :class:`LaunchError` if the port is taken on this machine, or the address is not this machine's."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -148,12 +149,12 @@ def require_free_port(host: str, address: str, port: int, *, option: str) -> Non
 
 
 def check_command(host: Host, device: str) -> Command:
-    """What tells whether a host can take part; on CUDA it lists the GPUs."""
+    """Return the command that tells whether a host can take part; on CUDA it lists the GPUs."""
     return Command(name=host.name, host=host, argv=LIST_GPUS if device == "cuda" else ("true",))
 
 
 def inspect(hosts: Sequence[Host], device: str, root: Path) -> dict[Host, list[Gpu]]:
-    """GPUs of every host; hosts are asked at the same time.
+    """Return the GPUs of every host; hosts are queried concurrently.
 
     Raises:
         LaunchError: with what is wrong on each host that cannot be used.
@@ -199,9 +200,11 @@ def _missing(program: str) -> str:
 
 
 def usable_gpus(host: Host, listing: str, visible: str | None = None) -> list[Gpu]:
-    """The GPUs in the output of :data:`LIST_GPUS`.
+    """Parse the GPUs in the output of :data:`LIST_GPUS`.
 
     Args:
+        host: for messages.
+        listing: output of the command.
         visible: ``CUDA_VISIBLE_DEVICES`` (indices or UUIDs), if it is set: other GPUs are left alone.
 
     Raises:

@@ -39,7 +39,7 @@ class Server:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerPlacement:
-    """Who gets what.
+    """GPUs of the learner and of each server.
 
     Attributes:
         learner_gpus: indices on the first host; empty on CPUs.
@@ -55,7 +55,7 @@ class ServerPlacement:
 
 
 def place_on_cpus(hosts: Sequence[Host], *, port: int) -> ServerPlacement:
-    """One server per host."""
+    """Place one server on each host."""
     servers = [Server(name=f"server-{i}", host=host, gpus=(), port=port) for i, host in enumerate(hosts)]
     return ServerPlacement(learner_gpus=(), servers=tuple(servers))
 
@@ -68,10 +68,11 @@ def place(
     learner_gpus: Sequence[int] | None = None,
     server_gpus: Sequence[int] | None = None,
 ) -> ServerPlacement:
-    """Applies the rule.
+    """Apply the rule.
 
     Args:
         gpus: usable GPU indices of every host, the first host first.
+        settings: of the configuration.
         port: of the first server of each host; the next ones count up.
         learner_gpus: indices on the first host, instead of step 1.
         server_gpus: indices on the first host, instead of steps 2 and 3; may be empty.
@@ -115,7 +116,7 @@ def _groups(indices: Sequence[int], size: int) -> list[tuple[int, ...]]:
 
 
 def _memory(settings: Settings, *, shared: bool) -> tuple[float, float | None]:
-    """(vLLM's utilization, the learner's memory fraction)."""
+    """Return vLLM's utilization and the learner's memory fraction."""
     chosen = settings.gpu_memory_utilization
     if not shared:
         return chosen or OWN_UTILIZATION, None

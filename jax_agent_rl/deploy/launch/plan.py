@@ -1,4 +1,4 @@
-"""The commands of a launch, as data: the dry run prints them, the runner runs them. Nothing here does anything."""
+"""The commands of a launch, as data: the dry run prints them, the runner runs them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _SERVER_ENV = {"JAX_PLATFORMS": "cpu"}
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What the user asked for.
+    """Options of the command line.
 
     Attributes:
         device: what everything runs on.
@@ -59,13 +59,13 @@ class Options:
         return self.config or self.root / "configs" / "quickstart.yaml"
 
     def program(self, name: str) -> str:
-        """A program of the environment."""
+        """Return the path of a program of the environment."""
         return str(self.venv / "bin" / name)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Preparation:
-    """What happens before anything stays running.
+    """Commands that run to their end before anything stays running.
 
     Attributes:
         checks: one command per host; all at the same time.
@@ -80,7 +80,7 @@ class Preparation:
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchPlan:
-    """What runs at the same time, in the order of starting.
+    """Long-running commands, in the order of starting.
 
     Attributes:
         cluster: Ray: the head first, then a command per further host.
@@ -96,7 +96,7 @@ class LaunchPlan:
 
 
 def prepare(hosts: Sequence[Host], options: Options) -> Preparation:
-    """Checks, environments, and the quickstart's model and data."""
+    """Return the commands that check, make environments, and fetch the quickstart's model and data."""
     script = str(options.root / "launch" / "gpu_environment.sh")
     setup = (script, options.device)
     variables = {"JAX_AGENT_RL_VENV": str(options.venv)}
@@ -113,7 +113,7 @@ def prepare(hosts: Sequence[Host], options: Options) -> Preparation:
 
 
 def make_plan(hosts: Sequence[Host], placement: ServerPlacement, settings: Settings, options: Options) -> LaunchPlan:
-    """Servers and learner; on several hosts a Ray cluster under the servers."""
+    """Plan servers and learner; on several hosts a Ray cluster runs the servers."""
     urls = {server.name: f"http://{server.host.address}:{server.port}" for server in placement.servers}
     if len(hosts) == 1:
         servers = tuple(_server(server, placement, settings, options) for server in placement.servers)
@@ -165,7 +165,7 @@ def _visible(gpus: Sequence[int], options: Options) -> dict[str, str]:
 
 
 def _cluster(hosts: Sequence[Host], placement: ServerPlacement, options: Options) -> tuple[Command, ...]:
-    """A Ray node per host, in the foreground (``--block``): its end is noticed, and it ends with its tether.
+    """Start a Ray node per host, in the foreground (``--block``), so that its end is noticed and the tether ends it.
 
     Servers inherit the variables of their node.
     """
@@ -210,14 +210,14 @@ def _learner(head: Host, placement: ServerPlacement, urls: Mapping[str, str], op
 
 
 def lines_of_preparation(preparation: Preparation, options: Options) -> list[str]:
-    """The preparation as text: ``#`` says what for, ``+`` begins a command."""
+    """Render the preparation: ``#`` explains, ``+`` begins a command."""
     lines = _section("check every host", preparation.checks, options)
     lines += _section("make the environment on every host", preparation.environment, options)
     return lines + _section("bring model and data", preparation.data, options)
 
 
 def lines_of_plan(plan: LaunchPlan, options: Options) -> list[str]:
-    """The rest as text."""
+    """Render the rest."""
     lines = [f"# {TOKEN} and {RAY_TOKEN}, made anew, go to each of the following on standard input"]
     lines += _section("start a Ray cluster", plan.cluster, options)
     lines += _section("start the rollout servers", plan.servers, options)

@@ -36,7 +36,7 @@ _POLL_SECONDS = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class ServerEndpoint:
-    """Where a server listens."""
+    """Name and address of a server."""
 
     name: str
     address: str
@@ -44,13 +44,13 @@ class ServerEndpoint:
 
     @classmethod
     def parse(cls, text: str) -> ServerEndpoint:
-        """From ``NAME=ADDRESS:PORT``."""
+        """Parse ``NAME=ADDRESS:PORT``."""
         name, _, where = text.partition("=")
         address, _, port = where.rpartition(":")
         return cls(name=name, address=address, port=int(port))
 
     def fill_in(self, command: Sequence[str]) -> list[str]:
-        """The command for this server."""
+        """Return the command for this server."""
         values = {"{name}": self.name, "{address}": self.address, "{port}": str(self.port)}
         for placeholder, value in values.items():
             command = [word.replace(placeholder, value) for word in command]
@@ -65,7 +65,7 @@ class ServerActor:
         self._process: subprocess.Popen[str] | None = None
 
     def run(self, command: Sequence[str], folder: str, token: str) -> Iterator[str | int]:
-        """Runs the server in a folder until it ends; yields its lines, and its exit status last."""
+        """Run the server in a folder until it ends; yield its lines, and its exit status last."""
         where = self._endpoint
         try:
             require_free_port(where.name, where.address, where.port, option="--port")
@@ -95,13 +95,13 @@ class ServerActor:
         yield self._process.wait()
 
     def stop(self) -> None:
-        """Lets the server go; :meth:`run` is done when it has ended."""
+        """Stop the server; :meth:`run` returns when it has ended."""
         if self._process is not None and self._process.stdin is not None:
             self._process.stdin.close()
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs all servers until one ends (its status is the result, at least 1) or SIGTERM comes (0)."""
+    """Run all servers until one ends (its status is returned, at least 1) or SIGTERM comes (0)."""
     parser = argparse.ArgumentParser(prog="ray_servers")
     parser.add_argument("--address", required=True)
     parser.add_argument("--gpus-per-server", type=int, default=0)
@@ -128,7 +128,7 @@ def _serve(
         return 1
     if stop.is_set():
         return 0
-    heard: queue.Queue[tuple[ServerEndpoint, str | int]] = queue.Queue()
+    received: queue.Queue[tuple[ServerEndpoint, str | int]] = queue.Queue()
     actors = []
     for endpoint in endpoints:
         # Two threads: stop() while run() waits.
@@ -137,34 +137,36 @@ def _serve(
         said = actor.run.options(num_returns="streaming").remote(
             endpoint.fill_in(command), os.getcwd(), os.environ[TOKEN]
         )
-        threading.Thread(target=_listen, args=(ray, endpoint, said, heard), daemon=True).start()
+        threading.Thread(target=_listen, args=(ray, endpoint, said, received), daemon=True).start()
         actors.append(actor)
-    status = _show(heard, 1, until=stop.is_set)
+    status = _show(received, 1, until=stop.is_set)
     for actor in actors:
         actor.stop.remote()
     deadline = time.monotonic() + SERVER_GRACE
-    _show(heard, len(endpoints) - (status is not None), until=lambda: time.monotonic() > deadline)
+    _show(received, len(endpoints) - (status is not None), until=lambda: time.monotonic() > deadline)
     return 0 if status is None else max(status, 1)
 
 
 def _listen(
-    ray: Any, endpoint: ServerEndpoint, said: Any, heard: queue.Queue[tuple[ServerEndpoint, str | int]]
+    ray: Any, endpoint: ServerEndpoint, said: Any, received: queue.Queue[tuple[ServerEndpoint, str | int]]
 ) -> None:
-    """Passes on what an actor yields."""
+    """Forward what an actor yields."""
     try:
         for reference in said:
-            heard.put((endpoint, ray.get(reference)))
+            received.put((endpoint, ray.get(reference)))
     except ray.exceptions.RayError as error:  # its node is gone, say
-        heard.put((endpoint, str(error).strip().splitlines()[0]))
-        heard.put((endpoint, 1))
+        received.put((endpoint, str(error).strip().splitlines()[0]))
+        received.put((endpoint, 1))
 
 
-def _show(heard: queue.Queue[tuple[ServerEndpoint, str | int]], count: int, *, until: Callable[[], bool]) -> int | None:
-    """Prints lines until so many servers have ended or it is time; the last one's status, if any ended."""
+def _show(
+    received: queue.Queue[tuple[ServerEndpoint, str | int]], count: int, *, until: Callable[[], bool]
+) -> int | None:
+    """Print lines until ``count`` servers have ended or time is up; return the last one's status, if any ended."""
     status = None
     while count and not until():
         with contextlib.suppress(queue.Empty):
-            endpoint, item = heard.get(timeout=_POLL_SECONDS)
+            endpoint, item = received.get(timeout=_POLL_SECONDS)
             if isinstance(item, int):
                 count, status = count - 1, item
                 item = f"ended on {endpoint.address} (exit status {status})"
@@ -173,7 +175,7 @@ def _show(heard: queue.Queue[tuple[ServerEndpoint, str | int]], count: int, *, u
 
 
 def _wait_for_nodes(ray: Any, endpoints: Sequence[ServerEndpoint], stop: threading.Event) -> list[str]:
-    """Servers whose node is not in the cluster when time is up."""
+    """Return the servers whose node is not in the cluster when time is up."""
     for _ in range(int(_JOIN_SECONDS / _POLL_SECONDS)):
         offered = ray.cluster_resources()
         missing = [endpoint.name for endpoint in endpoints if endpoint.name not in offered]

@@ -1,4 +1,4 @@
-"""Runs a plan: starts its processes in order, shows what they say, and ends all of them whatever happens."""
+"""Runs a plan: starts its processes in order, prints their output, and ends all of them whatever happens."""
 
 from __future__ import annotations
 
@@ -20,6 +20,19 @@ from jax_agent_rl.deploy.launch.plan import LONGEST_GRACE, RAY_TOKEN, TOKEN, Lau
 from jax_agent_rl.errors import LaunchError
 from jax_agent_rl.rollout.http import wire
 
+
+class TimedPrinter:
+    """Prints lines of the launcher's own with the seconds since it began; lines of processes as they are."""
+
+    def __init__(self) -> None:
+        self._begin = time.monotonic()
+
+    def __call__(self, line: str) -> None:
+        own = "" if line.startswith("[") else f"[{time.monotonic() - self._begin:3.0f}s] "
+        with contextlib.suppress(BrokenPipeError):  # nobody reads on: end in order all the same
+            print(own + line, flush=True)
+
+
 Say = Callable[[str], None]
 T = TypeVar("T")
 _POLL_SECONDS = 0.5
@@ -33,11 +46,11 @@ _SSH_SECONDS = 10.0
 
 
 class Interrupted(Exception):
-    """Ctrl-C or SIGTERM."""
+    """The launch was interrupted by Ctrl-C or SIGTERM."""
 
 
-def heard_by(event: asyncio.Event) -> None:
-    """From here on SIGINT, SIGTERM and SIGHUP (the terminal is gone) set the event, and no other one."""
+def set_on_signal(event: asyncio.Event) -> None:
+    """Make SIGINT, SIGTERM and SIGHUP (the terminal is gone) set this event only."""
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         loop.add_signal_handler(number, event.set)
@@ -53,11 +66,14 @@ class Process:
 
     @classmethod
     async def start(cls, command: Command, *, root: Path, secrets: Mapping[str, str] | None, say: Say) -> Process:
-        """Starts a command.
+        """Start a command.
 
         Args:
+            command: what to run.
+            root: the project's folder.
             secrets: variables for a tethered command, through its standard input; None: it is not tethered and has
                 no input.
+            say: prints a line.
 
         Raises:
             LaunchError: the program does not exist.
@@ -78,7 +94,7 @@ class Process:
         return cls(command, process, say)
 
     async def _follow(self, say: Say) -> int:
-        """Shows the output line by line; the exit status."""
+        """Print the output line by line; return the exit status."""
         assert self._process.stdout is not None
         rest = b""
         while block := await self._process.stdout.read(1 << 16):
@@ -90,13 +106,13 @@ class Process:
         return await self._process.wait()
 
     def interrupt(self, number: int = signal.SIGINT) -> None:
-        """What Ctrl-C in its terminal would do: a signal to the whole process group."""
+        """Signal the whole process group, as Ctrl-C in its terminal would."""
         if not self.ended.done():
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, number)
 
     async def stop(self) -> None:
-        """Lets go of the tether and waits until everything behind it has ended."""
+        """Release the tether and wait until everything behind it has ended."""
         if self._process.stdin is not None:
             self._process.stdin.close()
         else:
@@ -108,7 +124,7 @@ class Process:
 
 
 class Runner:
-    """Processes that live and die together.
+    """Supervisor of processes that live and die together.
 
     Args:
         root: folder that local commands run in.
@@ -123,8 +139,8 @@ class Runner:
 
     @contextlib.asynccontextmanager
     async def until_interrupted(self) -> AsyncIterator[None]:
-        """SIGINT, SIGTERM and SIGHUP end what runs inside; on leaving nothing is left."""
-        heard_by(self._interrupt)
+        """End what runs inside on SIGINT, SIGTERM and SIGHUP; on leaving, no process is left."""
+        set_on_signal(self._interrupt)
         try:
             yield
         finally:
@@ -135,7 +151,7 @@ class Runner:
                 await asyncio.gather(*(process.stop() for process in stage))
 
     async def prepare(self, preparation: Preparation) -> None:
-        """Environments, all hosts at once; then model and data.
+        """Make the environments, all hosts concurrently; then fetch model and data.
 
         Raises:
             LaunchError: a command failed; its output is on the screen.
@@ -155,9 +171,10 @@ class Runner:
             raise LaunchError("\n".join(f"{c.host.name}: {' '.join(c.argv)} failed, see above" for c in failed))
 
     async def run(self, plan: LaunchPlan, *, start_seconds: float) -> int:
-        """Starts everything and waits for the learner.
+        """Start everything and wait for the learner.
 
         Args:
+            plan: the commands.
             start_seconds: most time the rollout servers may take until all are healthy.
 
         Returns:
@@ -209,7 +226,7 @@ class Runner:
         return stage
 
     async def _watch(self, wanted: Awaitable[T], processes: Sequence[Process]) -> T:
-        """Awaits, but not past an interruption or the end of one of the processes."""
+        """Await work, but not past an interruption or the end of one of the processes."""
         work = asyncio.ensure_future(wanted)
         interrupt = asyncio.ensure_future(self._interrupt.wait())
         try:
@@ -270,5 +287,5 @@ def _death(process: Process) -> LaunchError:
 
 
 def secrets_of(token: str, ray_token: str) -> dict[str, str]:
-    """What tethered commands get on standard input."""
+    """Return what tethered commands get on standard input."""
     return {TOKEN: token, RAY_TOKEN: ray_token}

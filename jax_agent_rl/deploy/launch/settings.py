@@ -1,4 +1,4 @@
-"""What of a configuration decides where things run.
+"""Settings of a configuration that decide where things run.
 
 A configuration is YAML, checked by pydantic, and the launcher has neither: ``read`` asks the environment's Python, for
 which this module is a program that prints the answer as JSON.
@@ -25,7 +25,7 @@ _PLACING = ("mesh", "tensor_parallel_size", "gpu_memory_utilization", "run_dir")
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The keys of a configuration that matter here.
+    """Values that placement needs.
 
     Attributes:
         run_dir: ``run_dir``.
@@ -41,10 +41,13 @@ class Settings:
 
 
 def read(python: Path, config: Path, overrides: Sequence[str], *, root: Path) -> Settings:
-    """The settings of a configuration, which is checked as a whole.
+    """Read the settings of a configuration, which is validated as a whole.
 
     Args:
-        python: of the project's environment.
+        python: the environment's interpreter.
+        config: configuration file.
+        overrides: ``key.path=value``, later ones win.
+        root: the project's folder.
 
     Raises:
         LaunchError: the configuration is wrong; the message lists every problem.
@@ -57,7 +60,7 @@ def read(python: Path, config: Path, overrides: Sequence[str], *, root: Path) ->
 
 
 def assume(config: Path, overrides: Sequence[str]) -> Settings:
-    """The settings of a configuration that leaves placing to the defaults: for a dry run before the installation.
+    """Return the settings of a configuration that leaves placement at the defaults: for a dry run before installing.
 
     Raises:
         LaunchError: it does not, or cannot be read.
@@ -81,7 +84,7 @@ def assume(config: Path, overrides: Sequence[str]) -> Settings:
 
 
 def refuse_own_keys(overrides: Sequence[str]) -> None:
-    """Raises :class:`LaunchError` for an override that would come to nothing."""
+    """Raise :class:`LaunchError` for an override that would have no effect."""
     for item in overrides:
         if item.partition("=")[0].strip() in OWN_KEYS:
             raise LaunchError(f"{item}: gpu.sh sets {', '.join(OWN_KEYS)} itself; leave it out")

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs ``argv[1:]``, with ``argv[0]`` seconds to stop; its exit status.
+    """Run ``argv[1:]``, with ``argv[0]`` seconds to stop; return its exit status.
 
     That is 128 + n if signal n ended it, and 127 if it cannot be run.
     """

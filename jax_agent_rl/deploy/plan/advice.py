@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from jax_agent_rl.config import Config, build
+from jax_agent_rl.deploy.plan.engine_programs import CACHE, WEIGHTS
 from jax_agent_rl.deploy.plan.estimate import estimate
-from jax_agent_rl.deploy.plan.fit import BATCH, TEMPORARIES, Load
 from jax_agent_rl.deploy.plan.layouts import changes, laid_out, learner_meshes
-from jax_agent_rl.deploy.plan.rollout_half import CACHE, WEIGHTS
+from jax_agent_rl.deploy.plan.plan import BATCH, TEMPORARIES, Load
 from jax_agent_rl.deploy.plan.topology import Slice
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.models.config import DecoderConfig
@@ -33,7 +33,7 @@ class Adviser:
     devices: Sequence[Device]
 
     def advice(self, load: Load) -> list[str]:
-        """Keys with the values to try, those first that act on most of the chip's memory.
+        """Return overrides to try, those first that act on most of the chip's memory.
 
         Args:
             load: of a program that does not fit.
@@ -46,10 +46,10 @@ class Adviser:
 
     def _hints(self, load: Load, part: str) -> Iterator[str]:
         config, engine = self.config, part in (WEIGHTS, CACHE)
-        if engine and load.program.half == "learner" and config.rollout.placement == "colocated":
+        if engine and load.program.phase == "learner" and config.rollout.placement == "colocated":
             if config.trainer.mode == "sync" and not config.rollout.sleep_during_update:
                 yield "rollout.sleep_during_update=true"
-        if part == CACHE or (part in (BATCH, TEMPORARIES) and load.program.half == "rollout"):
+        if part == CACHE or (part in (BATCH, TEMPORARIES) and load.program.phase == "rollout"):
             yield from self._of_cache()
         elif part == WEIGHTS:
             yield from self._of_engine()
@@ -59,7 +59,7 @@ class Adviser:
             yield from self._of_parameters()
 
     def _of_cache(self) -> Iterator[str]:
-        """Keys of contexts that an engine keeps."""
+        """Yield overrides of the contexts that an engine keeps."""
         shapes = engine_shapes(self.config)
         if shapes.kv_cache_tokens > shapes.max_model_len:
             half = max(shapes.max_model_len, shapes.kv_cache_tokens // 2)
@@ -94,7 +94,7 @@ class Adviser:
         yield self._larger()
 
     def _of_mesh(self) -> Iterator[str]:
-        """The learner's mesh of the slice that takes least, if it takes less than the configured one."""
+        """Yield the slice's learner mesh that takes least memory, if it takes less than the configured one."""
         least, best = self._estimated(self.config), None
         for choice in learner_meshes(self.config, self.model, self.slice):
             change = changes(self.config, choice)
@@ -116,7 +116,7 @@ class Adviser:
             yield override
 
     def _changed(self, overrides: Sequence[str]) -> Config | None:
-        """The configuration with them; None if it would be refused."""
+        """Return the configuration with these overrides; None if it would be refused."""
         try:
             made = build(self.config.model_dump(mode="json", exclude_unset=True), overrides)
             laid_out(made, self.model, self.devices)

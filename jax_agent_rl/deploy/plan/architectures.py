@@ -94,7 +94,7 @@ ARCHITECTURES: Mapping[str, Fields] = {
     "smollm2-360m": _fields(_SMOLLM2, (960, 2560, 32, 15, 5)),
     "smollm2-1.7b": _fields(_SMOLLM2, (2048, 8192, 24, 32, 32), rope_theta=1.3e5),
 }
-"""Fields of ``config.json`` by name; of Gemma 3 the decoder, without what reads pictures."""
+"""Fields of ``config.json`` by name; of Gemma 3 the decoder, without the vision encoder."""
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""What devices exchange in a compiled program, read from its text.
+"""Exchanges between devices in a compiled program, parsed from its text.
 
 The text is a list of computations; one calls another in fusions, loops, branches and asynchronous steps. A loop's body
 counts as often as its condition says: ``compare(counter, constant), direction=LT``; where the end is found while it
@@ -60,7 +60,7 @@ class _Computation:
 
 
 def collectives(text: str, mesh: Mesh, *, loops: int = 1) -> list[Collective]:
-    """Every exchange of a program.
+    """Return every exchange of a program.
 
     Args:
         text: of the compiled program (``Compiled.as_text``).
@@ -76,7 +76,7 @@ def collectives(text: str, mesh: Mesh, *, loops: int = 1) -> list[Collective]:
 
 
 def _parse(text: str) -> tuple[dict[str, _Computation], str]:
-    """Computations by name, and the name of the one that is run."""
+    """Parse computations by name, and the name of the entry computation."""
     computations: dict[str, _Computation] = {}
     entry, current = "", None
     for line in text.splitlines():
@@ -91,7 +91,7 @@ def _parse(text: str) -> tuple[dict[str, _Computation], str]:
 
 
 def _split_type(text: str) -> tuple[str, str]:
-    """A type, that may be a tuple, and what follows it."""
+    """Split a type, which may be a tuple, from what follows it."""
     depth = 0
     for at, letter in enumerate(text):
         depth += (letter in "([{") - (letter in ")]}")
@@ -101,7 +101,7 @@ def _split_type(text: str) -> tuple[str, str]:
 
 
 def _walk(computations: dict[str, _Computation], entry: str, loops: int) -> Iterator[tuple[str, _Instruction, int]]:
-    """Exchanges with the name of their computation and how often they run."""
+    """Yield exchanges with the name of their computation and how often they run."""
     waiting: list[tuple[str, int, set[str]]] = [(entry, 1, set())]
     while waiting:
         name, times, seen = waiting.pop()
@@ -131,7 +131,7 @@ def _called(instruction: _Instruction, key: str) -> list[str]:
 
 
 def _trips(condition: _Computation, loops: int) -> int:
-    """How often a loop runs that counts from 0."""
+    """Return how often a loop runs that counts from 0."""
     constants = [i for i in condition.instructions if i.kind == "constant" and i.result.startswith("s32[]")]
     last = condition.instructions[-1]
     if last.kind == "compare" and "direction=LT" in last.rest and len(constants) == 1:
@@ -162,7 +162,7 @@ def _collective(computation: str, instruction: _Instruction, mesh: Mesh, times: 
 
 
 def _between_slices(instruction: _Instruction, mesh: Mesh, times: int) -> Collective:
-    """What hosts exchange for their chips. The axes are those along which slices follow each other."""
+    """Return what hosts exchange for their chips; the axes are those along which slices differ."""
     slices = np.vectorize(lambda device: device.slice_index, otypes=[int])(mesh.devices)
     axes = tuple(name for at, name in enumerate(mesh.axis_names) if np.diff(slices, axis=at).any())
     said = re.search(rf'{_BETWEEN_SLICES}="(\w+)"', instruction.rest)
@@ -180,7 +180,7 @@ def _between_slices(instruction: _Instruction, mesh: Mesh, times: int) -> Collec
 
 
 def _bytes(result: str) -> list[float]:
-    """Of every array of a type."""
+    """Return the bytes of every array of a type."""
     return [
         math.prod(map(int, filter(None, sizes.split(",")))) * _bits(name) / 8
         for name, sizes in re.findall(r"\b(?!token)([a-z]+\d*\w*)\[([\d,]*)\]", result)
@@ -193,7 +193,7 @@ def _bits(name: str) -> int:
 
 
 def _axes(groups: Groups, mesh: Mesh) -> tuple[str, ...]:
-    """Axes in which members of a group differ."""
+    """Return the axes in which members of a group differ."""
     varying: set[str] = set()
     for group in groups:
         places = np.unravel_index(np.asarray(group), mesh.devices.shape)
@@ -202,7 +202,7 @@ def _axes(groups: Groups, mesh: Mesh) -> tuple[str, ...]:
 
 
 def _groups(rest: str, devices: int) -> Groups:
-    """Who exchanges with whom; empty if it is written in a way that is not known here."""
+    """Parse who exchanges with whom; empty if the notation is unknown."""
     if "replica_groups={}" in rest:
         return [list(range(devices))]
     if found := re.search(r"source_target_pairs=\{(\{[\d,{} ]*\})\}", rest):
@@ -223,7 +223,7 @@ _IOTA = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"
 
 
 def _iota(sizes: str, order: str | None) -> np.ndarray:
-    """``[2,4]T(1,0)``: 0, 1, 2, … in these sizes, transposed."""
+    """Expand ``[2,4]T(1,0)``: 0, 1, 2, … in these sizes, transposed."""
     ids = np.arange(math.prod(_numbers(sizes))).reshape(_numbers(sizes))
     return ids.transpose(_numbers(order)) if order else ids
 
@@ -237,7 +237,7 @@ def _numbers(text: str | None) -> list[int]:
 
 
 def _along(ids: np.ndarray, sizes: dict[str, str], named: Sequence[str]) -> Groups:
-    """Devices that differ in the named axes only."""
+    """Return groups of devices that differ in the named axes only."""
     ids = ids.reshape([int(size) for size in sizes.values()])
     apart = [at for at, name in enumerate(sizes) if name not in named]
     together = [at for at, name in enumerate(sizes) if name in named]

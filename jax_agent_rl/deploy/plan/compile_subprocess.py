@@ -1,4 +1,4 @@
-"""A plan, made in a process of its own: libtpu ends it when it finds a fault in itself, and memory may run out.
+"""Planning in a process of its own: libtpu may abort it on an internal fault, and memory may run out.
 
 ::
 
@@ -56,8 +56,8 @@ class Task:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Planned:
-    """What was found.
+class PlanResult:
+    """Result of planning.
 
     Attributes:
         report: the plan as people read it.
@@ -78,14 +78,15 @@ class Planned:
 
     @property
     def seconds(self) -> float:
-        """Of a step, at least."""
+        """Least seconds of a step."""
         return self.made["step"]["seconds"]
 
 
-def plan_apart(task: Task, say: Callable[[str], None], command: Sequence[str] = PLANNER) -> Planned:
-    """Compiles a run's programs, and waits for it.
+def plan_in_subprocess(task: Task, say: Callable[[str], None], command: Sequence[str] = PLANNER) -> PlanResult:
+    """Compile a run's programs in a process of their own, and wait for it.
 
     Args:
+        task: what to plan.
         say: takes a line of progress.
         command: starts what answers as :func:`main` does.
 
@@ -104,7 +105,7 @@ def plan_apart(task: Task, say: Callable[[str], None], command: Sequence[str] = 
                 case {"say": str(last)}:
                     say(last)
                 case {"report": report, "made": made}:
-                    planned = Planned(report=report, made=made)
+                    planned = PlanResult(report=report, made=made)
                 case {"refused": kind, "problems": problems}:
                     raise _refusal(kind, problems)
         status = process.wait()
@@ -118,7 +119,7 @@ def plan_apart(task: Task, say: Callable[[str], None], command: Sequence[str] = 
 
 @contextlib.contextmanager
 def _started(command: Sequence[str], task: Task, words: IO[str]) -> Iterator[subprocess.Popen[str]]:
-    """The process, given its task; it does not outlive this, however this ends."""
+    """Start the process with its task; it never outlives this block."""
     process = subprocess.Popen(
         command,
         stdin=subprocess.PIPE,
@@ -148,7 +149,7 @@ def _refusal(kind: str, problems: list[str]) -> ConfigError | ModelError | Compi
 
 
 def _explained(status: int, last: str, said: str) -> str:
-    """Why there is no plan, and what to do.
+    """Explain why there is no plan, and what to do.
 
     Args:
         status: of the process.
@@ -174,7 +175,7 @@ def _explained(status: int, last: str, said: str) -> str:
 
 
 def main() -> None:
-    """Reads a :class:`Task` from a line of standard input, and answers with lines, each a JSON object."""
+    """Read a :class:`Task` from a line of standard input, and answer with lines, each a JSON object."""
     quiet_logging()
     with os.fdopen(os.dup(sys.stdout.fileno()), "w") as answers:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a library prints is no answer
@@ -195,13 +196,13 @@ def main() -> None:
 
 
 def _end_with_input() -> None:
-    """Whoever asked has gone, and compiling takes minutes."""
+    """Exit when the parent has gone, as compiling takes minutes."""
     while os.read(0, 1024):  # not through sys.stdin, whose lock this thread would hold when the interpreter ends
         pass
     os._exit(1)
 
 
-def _plan(task: Task, say: Callable[[str], None]) -> Planned:
+def _plan(task: Task, say: Callable[[str], None]) -> PlanResult:
     # Only here: who asks need not load JAX.
     from rich.console import Console
 
@@ -217,7 +218,7 @@ def _plan(task: Task, say: Callable[[str], None]) -> Planned:
     console = Console(file=io.StringIO(), width=task.width, force_terminal=task.colours)
     show(plan, console, price=task.price)
     assert isinstance(console.file, io.StringIO)
-    return Planned(report=console.file.getvalue(), made=as_json(plan, price=task.price))
+    return PlanResult(report=console.file.getvalue(), made=as_json(plan, price=task.price))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What can be said of a configuration without a compiler: enough to know which ones are worth compiling."""
+"""Estimates of a configuration without a compiler, to choose which ones to compile."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import jax
 
 from jax_agent_rl.config import Config
-from jax_agent_rl.deploy.plan.chips import Chip
 from jax_agent_rl.deploy.plan.roofline import RING
+from jax_agent_rl.deploy.plan.topology import Chip
 from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.runtime.engines import engine_shapes
 
@@ -20,7 +20,7 @@ PRODUCTS = {"none": 6, "dots": 6, "full": 8}
 
 @dataclass(frozen=True, kw_only=True)
 class PlanEstimate:
-    """Of one configuration.
+    """Estimated memory and time of one configuration.
 
     Attributes:
         stays: bytes that stay on the fullest chip, at the least.
@@ -39,9 +39,12 @@ class PlanEstimate:
 
 
 def estimate(config: Config, model: DecoderConfig, chip: Chip, *, engines: int) -> PlanEstimate:
-    """A lower bound of the memory that stays, about what a gradient adds, and a time to compare configurations by.
+    """Estimate memory (resident: a lower bound; a gradient's: roughly) and a time to compare configurations by.
 
     Args:
+        config: of the run.
+        model: its architecture.
+        chip: of the slice.
         engines: that sample side by side.
     """
     learner, engine = config.learner.mesh, config.rollout.jetstream.mesh
@@ -70,7 +73,7 @@ def estimate(config: Config, model: DecoderConfig, chip: Chip, *, engines: int) 
 
 
 def _activations(config: Config, model: DecoderConfig) -> float:
-    """Bytes on a chip that a gradient's forward pass leaves for its backward pass, and what a layer works with.
+    """Estimate a chip's bytes of activations kept for the backward pass, and of a layer's work space.
 
     Counted per token: projections and the gate's products, of which a chip has its share of the axis ``tensor``, and
     hidden states, which it has whole. While a layer's derivatives are computed, all that it makes is there, and as much
@@ -88,7 +91,7 @@ def _activations(config: Config, model: DecoderConfig) -> float:
 
 
 def _gathered(config: Config, model: DecoderConfig) -> float:
-    """Bytes of parameters that a chip has from others for a while: of one layer and the next, and of the vocabulary."""
+    """Estimate a chip's bytes of gathered parameters: of two layers and the vocabulary."""
     mesh = config.learner.mesh
     if mesh.fsdp == 1:
         return 0.0
@@ -98,12 +101,12 @@ def _gathered(config: Config, model: DecoderConfig) -> float:
 
 
 def _width(config: Config) -> int:
-    """Bytes of a number that the learner computes with."""
+    """Return the bytes of a number in the learner's compute dtype."""
     return 2 if config.learner.compute_dtype == "bfloat16" else 4
 
 
 def _learner(config: Config, model: DecoderConfig, chip: Chip, count: int) -> float:
-    """Seconds to train on a step's tokens."""
+    """Estimate the seconds to train on a step's tokens."""
     mesh, rollout = config.learner.mesh, config.rollout
     rows = config.learner.micro_batch_size * mesh.data * mesh.fsdp * mesh.expert
     length = config.learner.pack_length
@@ -122,7 +125,7 @@ def _learner(config: Config, model: DecoderConfig, chip: Chip, count: int) -> fl
 
 
 def _rollout(config: Config, chip: Chip, weights: float, position: float) -> float:
-    """Seconds in which one engine samples a step's tokens.
+    """Estimate the seconds in which one engine samples a step's tokens.
 
     A decode step reads the weights and half of each slot's longest context.
     """

@@ -1,4 +1,4 @@
-"""What a run has on its devices: programs, and arrays that stay between them."""
+"""The inventory of a run's devices: programs, and arrays resident between them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from jax_agent_rl.models.mesh import Device
 
-Half = Literal["learner", "weights", "rollout"]
+Phase = Literal["learner", "weights", "rollout"]
 Tokens = Literal["prompts", "sampled", "trained"]
 
 
@@ -23,7 +23,7 @@ class Program:
 
     Attributes:
         name: for people.
-        half: of a step, in which it runs.
+        phase: of a step, in which it runs.
         traced: to be compiled.
         mesh: what it runs on; a compiler numbers its devices in this order.
         holds: names of the :class:`Resident` arrays that are among its arguments.
@@ -35,7 +35,7 @@ class Program:
     """
 
     name: str
-    half: Half
+    phase: Phase
     traced: jax.stages.Traced
     mesh: Mesh
     holds: frozenset[str] = frozenset()
@@ -53,16 +53,16 @@ class Resident:
     Attributes:
         name: for people.
         arrays: a tree of described arrays.
-        absent: halves of a step in which they are not there.
+        absent: phases of a step in which they are not there.
     """
 
     name: str
     arrays: Any
-    absent: frozenset[Half] = frozenset()
+    absent: frozenset[Phase] = frozenset()
 
     @functools.cached_property
     def bytes(self) -> Mapping[Device, int]:
-        """On each device that holds some, without padding."""
+        """Bytes on each device that holds some, without padding."""
         sums: dict[Device, int] = {}
         for x in jax.tree.leaves(self.arrays):
             size = math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
@@ -73,13 +73,13 @@ class Resident:
 
 @dataclass(kw_only=True)
 class Inventory:
-    """Everything of a run, or of a half of it."""
+    """Programs and resident arrays of a run, or of a phase of it."""
 
     programs: list[Program] = field(default_factory=list)
     residents: list[Resident] = field(default_factory=list)
 
-    def keep(self, name: str, arrays: Any, *, absent: frozenset[Half] = frozenset()) -> frozenset[str]:
-        """Notes arrays that stay, if there are any; returns their name for :attr:`Program.holds`."""
+    def keep(self, name: str, arrays: Any, *, absent: frozenset[Phase] = frozenset()) -> frozenset[str]:
+        """Record resident arrays, if there are any; return their name for :attr:`Program.holds`."""
         if not jax.tree.leaves(arrays):
             return frozenset()
         self.residents.append(Resident(name=name, arrays=arrays, absent=absent))

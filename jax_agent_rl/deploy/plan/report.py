@@ -1,4 +1,4 @@
-"""A plan for people: tables, and what follows from them. And for programs: one JSON object."""
+"""Reports of a plan: tables and conclusions for people, one JSON object for programs."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from rich.table import Table
 
 from jax_agent_rl.deploy.plan.advice import Adviser
 from jax_agent_rl.deploy.plan.compiled import Compiled
-from jax_agent_rl.deploy.plan.fit import Load
-from jax_agent_rl.deploy.plan.inventory import Half
-from jax_agent_rl.deploy.plan.plan import ResourcePlan
+from jax_agent_rl.deploy.plan.inventory import Phase
+from jax_agent_rl.deploy.plan.plan import Load, ResourcePlan
 from jax_agent_rl.deploy.plan.roofline import RING, moved, seconds_of
 from jax_agent_rl.observe.progress import duration
 
@@ -36,9 +35,11 @@ _WRAPPED = ("program", "exchanges in", "kinds")
 
 
 def show(plan: ResourcePlan, console: Console, *, price: float | None = None) -> None:
-    """Prints the plan.
+    """Print the plan.
 
     Args:
+        plan: what to print.
+        console: where to print.
         price: of a chip for an hour.
     """
     for made in (programs_table(plan), exchanges_table(plan), *memory_tables(plan, width=console.width)):
@@ -52,7 +53,7 @@ def show(plan: ResourcePlan, console: Console, *, price: float | None = None) ->
 
 
 def programs_table(plan: ResourcePlan) -> Table:
-    """A line for each program."""
+    """Return a table with a row for each program."""
     made = _table({name: "left" if name in ("program", "bound") else "right" for name in COLUMNS})
     for one, load in zip(plan.compiled, plan.loads, strict=True):
         seconds, known = seconds_of(one, plan.slice.chip), one.exchanges_known
@@ -72,7 +73,7 @@ def programs_table(plan: ResourcePlan) -> Table:
 
 
 def exchanges_table(plan: ResourcePlan) -> Table:
-    """What chips send in each program, by axes of the mesh."""
+    """Return a table of what chips send in each program, by axes of the mesh."""
     made = _table({"exchanges in": "left", "over": "left", "sent": "right", "kinds": "left"})
     for one in plan.compiled:
         for axes, size in exchanged(one).items():
@@ -82,9 +83,10 @@ def exchanges_table(plan: ResourcePlan) -> Table:
 
 
 def memory_tables(plan: ResourcePlan, *, width: int) -> Iterator[Table]:
-    """What is on the fullest chip of each program, by kind; all in one unit, to be compared.
+    """Yield tables of the memory on each program's fullest chip, by kind, all in one unit.
 
     Args:
+        plan: what to show.
         width: of the screen, in letters: what has no place beside the others goes into a table below.
     """
     power = _power(plan.fullest.total)
@@ -114,12 +116,12 @@ def _table(columns: dict[str, Any]) -> Table:
 
 
 def amount(size: float) -> str:
-    """Bytes, in the unit people would say."""
+    """Format bytes in a readable unit."""
     return f"{size / 1024 ** _power(size):.3g} {_UNITS[_power(size)]}"
 
 
 def _power(size: float) -> int:
-    """Of 1024, of that unit."""
+    """Return the power of 1024 of that unit."""
     return next((power for power in range(len(_UNITS) - 1) if size < 1000 * 1024**power), len(_UNITS) - 1)
 
 
@@ -128,7 +130,7 @@ def _time(seconds: float) -> str:
 
 
 def exchanged(one: Compiled) -> dict[str, float]:
-    """Bytes that each chip sends, by axes."""
+    """Return the bytes that each chip sends, by axes."""
     sums: dict[str, float] = {}
     for exchange in one.exchanges:
         sums[_axes(exchange.axes)] = sums.get(_axes(exchange.axes), 0.0) + exchange.bytes
@@ -148,13 +150,13 @@ def _verdict(plan: ResourcePlan) -> Iterator[str]:
         names, over = ", ".join(load.program.name for load in those), max(load.total - load.capacity for load in those)
         verb, most = ("does not fit", "") if len(those) == 1 else ("do not fit", "up to ")
         yield f"[red]{names} {verb}[/red]: {most}{amount(max(0, over))} too much on a chip; try {' or '.join(keys)}."
-    used = set(plan.places.learner.devices.flat).union(*(mesh.devices.flat for mesh in plan.places.engines))
+    used = set(plan.placement.learner.devices.flat).union(*(mesh.devices.flat for mesh in plan.placement.engines))
     if unused := plan.slice.chips - len(used):
         yield f"[yellow]{unused} of {plan.slice.chips} chips do nothing[/yellow]: raise learner.mesh, or add --search."
 
 
 def _by_advice(plan: ResourcePlan, full: Sequence[Load]) -> dict[tuple[str, ...], list[Load]]:
-    """Programs that do not fit, by what to change."""
+    """Group programs that do not fit by what to change."""
     found: dict[tuple[str, ...], list[Load]] = {}
     for load in full:
         found.setdefault(tuple(_adviser(plan).advice(load)), []).append(load)
@@ -167,16 +169,16 @@ def _adviser(plan: ResourcePlan) -> Adviser:
 
 def _speed(plan: ResourcePlan, price: float | None) -> Iterator[str]:
     step = plan.step
-    halves: tuple[tuple[Half, int, float], ...] = (
+    phases: tuple[tuple[Phase, int, float], ...] = (
         ("rollout", step.sampled, step.rollout),
         ("learner", step.trained, step.learner),
     )
-    for name, tokens, seconds in halves:
+    for name, tokens, seconds in phases:
         if seconds:
             least, most = ("at least ", "at most ") if name in step.bounds else ("", "")
             yield f"{name}: {tokens:,} tokens in {least}{_time(seconds)}, {most}{tokens / seconds:,.0f} a second"
     least = "at least " if step.bounds else ""
-    if plan.places.engines:
+    if plan.placement.engines:
         who, share = step.waits
         yield f"step: {least}{_time(step.seconds)}; who waits: {who}, {share:.0%} of it"
     else:
@@ -184,7 +186,7 @@ def _speed(plan: ResourcePlan, price: float | None) -> Iterator[str]:
     if (brought := plan.config.rollout.jetstream.engine_factory) is not None:
         yield f"rollout.jetstream.engine_factory={brought}: planned as if it were the built-in engine"
     if price is not None:
-        of = "cost" if plan.places.engines else "cost of the learner"
+        of = "cost" if plan.placement.engines else "cost of the learner"
         yield f"{of}: {least}{cost(plan, price):.3g} a step, {plan.slice.chips} chips at {price:g} an hour"
     yield (
         f"Assumed: {plan.utilization:.0%} of what chips can do at most (--utilization); products, memory and links at "
@@ -194,25 +196,25 @@ def _speed(plan: ResourcePlan, price: float | None) -> Iterator[str]:
 
 
 def cost(plan: ResourcePlan, price: float) -> float:
-    """Of a step, if a chip costs ``price`` an hour; of its learner alone, where engines are none of the slice's."""
+    """Return the cost of a step at ``price`` a chip-hour; of the learner alone if engines run elsewhere."""
     return plan.step.seconds / 3600 * price * plan.slice.chips
 
 
 def as_json(plan: ResourcePlan, *, price: float | None = None) -> dict[str, Any]:
-    """Everything a plan says; in bytes, seconds and floating point operations."""
+    """Return the whole plan, in bytes, seconds and floating point operations."""
     return {
         "topology": plan.slice.name,
         "chips": plan.slice.chips,
         "capacity": plan.slice.chip.hbm_bytes,
         "fits": plan.fits,
         "meshes": {
-            "learner": _shape(plan.places.learner),
-            "engines": [_shape(mesh) for mesh in plan.places.engines],
+            "learner": _shape(plan.placement.learner),
+            "engines": [_shape(mesh) for mesh in plan.placement.engines],
         },
         "programs": [
             {
                 "name": one.program.name,
-                "half": one.program.half,
+                "half": one.program.phase,
                 "chips": one.program.mesh.size,
                 "memory": dict(load.parts),
                 "total": load.total,
@@ -230,7 +232,7 @@ def as_json(plan: ResourcePlan, *, price: float | None = None) -> dict[str, Any]
         "step": {**vars(plan.step), "seconds": plan.step.seconds, "waits": plan.step.waits},
         "utilization": plan.utilization,
         "cost": None if price is None else cost(plan, price),
-        "cost_of": "step" if plan.places.engines else "learner",
+        "cost_of": "step" if plan.placement.engines else "learner",
     }
 
 

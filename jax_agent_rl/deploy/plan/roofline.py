@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jax_agent_rl.config import Config
-from jax_agent_rl.deploy.plan.chips import Chip
 from jax_agent_rl.deploy.plan.compiled import Compiled
-from jax_agent_rl.deploy.plan.inventory import Half, Tokens
+from jax_agent_rl.deploy.plan.inventory import Phase, Tokens
+from jax_agent_rl.deploy.plan.topology import Chip
 
 RING = 2
 """Directions of a ring of links, used at the same time."""
@@ -21,7 +21,7 @@ RING = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Seconds:
-    """Of one call of a program, by what takes them."""
+    """Seconds of one call of a program, by resource."""
 
     products: float
     memory: float
@@ -33,19 +33,19 @@ class Seconds:
 
     @property
     def bound(self) -> str:
-        """What takes longest."""
+        """The part that takes longest."""
         return max(("products", "memory", "links"), key=lambda part: getattr(self, part))
 
 
 def moved(one: Compiled) -> float:
-    """Bytes that pass through the memory of all chips together in a call, at the least."""
+    """Return the least bytes that pass through all chips' memory in a call."""
     if not one.work.flops and one.memory:  # a program without products passes over all that it is given
         return (one.memory.arguments + one.memory.outputs) * one.program.mesh.size
     return one.work.bytes
 
 
 def seconds_of(one: Compiled, chip: Chip) -> Seconds:
-    """The least a call takes; without what chips exchange where that is not known."""
+    """Return the least time of a call; without exchanges where these are unknown."""
     chips = one.program.mesh.size
     links = sum(
         e.bytes / (chip.dcn_bandwidth if e.between_slices else RING * chip.link_bandwidth) for e in one.exchanges
@@ -75,7 +75,7 @@ class StepTime:
     learner: float
     weights: float
     overlapped: bool
-    bounds: tuple[Half, ...] = ()
+    bounds: tuple[Phase, ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -84,7 +84,7 @@ class StepTime:
 
     @property
     def waits(self) -> tuple[str, float]:
-        """Who waits, and for which share of the step."""
+        """Which side waits, and for which share of the step."""
         if not self.overlapped:
             return "both, in turn", 1.0
         who = "learner" if self.rollout > self.learner else "engines"
@@ -92,13 +92,16 @@ class StepTime:
 
 
 def step_of(
-    config: Config, compiled: Sequence[Compiled], chip: Chip, *, engines: int, apart: bool, utilization: float
+    config: Config, compiled: Sequence[Compiled], chip: Chip, *, engines: int, disjoint: bool, utilization: float
 ) -> StepTime:
-    """What the programs of a run come to.
+    """Sum the programs of a run up to a step.
 
     Args:
+        config: of the run.
+        compiled: its programs.
+        chip: of the slice.
         engines: of the slice; 0 where they are elsewhere: then only the learner counts.
-        apart: learner and engines share no chip.
+        disjoint: learner and engines share no chip.
         utilization: share of the bound that is reached.
     """
     groups, members = config.rollout.prompts_per_step, config.rollout.group_size
@@ -109,17 +112,17 @@ def step_of(
         "sampled": groups * members * response,
         "trained": groups * (copies * prompt + members * response),
     }
-    halves: dict[Half, float] = dict.fromkeys(("learner", "weights", "rollout"), 0.0)
+    phases: dict[Phase, float] = dict.fromkeys(("learner", "weights", "rollout"), 0.0)
     for one in compiled:
         program = one.program
         calls = math.ceil(tokens[program.of] / program.tokens) if program.of else 1
-        halves[program.half] += calls * program.calls * seconds_of(one, chip).total / utilization
+        phases[program.phase] += calls * program.calls * seconds_of(one, chip).total / utilization
     return StepTime(
         sampled=tokens["sampled"],
         trained=tokens["trained"],
-        rollout=halves["rollout"] / max(engines, 1),
-        learner=halves["learner"],
-        weights=halves["weights"],
-        overlapped=apart and config.trainer.mode != "sync",
-        bounds=tuple(sorted({one.program.half for one in compiled if one.program.calls and not one.exchanges_known})),
+        rollout=phases["rollout"] / max(engines, 1),
+        learner=phases["learner"],
+        weights=phases["weights"],
+        overlapped=disjoint and config.trainer.mode != "sync",
+        bounds=tuple(sorted({one.program.phase for one in compiled if one.program.calls and not one.exchanges_known})),
     )

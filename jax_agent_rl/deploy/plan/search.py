@@ -17,7 +17,7 @@ from typing import Any
 from rich.table import Table
 
 from jax_agent_rl.config import Config
-from jax_agent_rl.deploy.plan.compile_subprocess import Planned
+from jax_agent_rl.deploy.plan.compile_subprocess import PlanResult
 from jax_agent_rl.deploy.plan.estimate import PlanEstimate, estimate
 from jax_agent_rl.deploy.plan.layouts import (
     REMAT,
@@ -52,22 +52,22 @@ class Candidate:
     changes: tuple[str, ...]
     config: Config
     estimate: PlanEstimate
-    plan: Planned | None = None
+    plan: PlanResult | None = None
     problem: str | None = None
 
     @property
     def meshes(self) -> tuple[Any, ...]:
-        """Those of learner and engine."""
+        """The meshes of learner and engine."""
         return self.config.learner.mesh, self.config.rollout.jetstream.mesh
 
     def holds_no_less(self, other: Candidate) -> bool:
-        """It has the other's meshes, and at once as much or more on them."""
+        """Return whether it has the other's meshes, and at least as much memory use on them."""
         return self.meshes == other.meshes and all(
             mine >= theirs for mine, theirs in zip(_at_once(self.config), _at_once(other.config), strict=True)
         )
 
     def as_json(self) -> dict[str, Any]:
-        """What compiling it showed."""
+        """Return what compiling it showed, for JSON."""
         found = {"fits": False, "memory": None, "seconds": None, "problem": self.problem}
         if self.plan is not None:
             found |= {"fits": self.plan.fits, "memory": self.plan.memory, "seconds": self.plan.seconds}
@@ -75,7 +75,7 @@ class Candidate:
 
 
 def _at_once(config: Config) -> tuple[int, int, int]:
-    """Sizes with which a chip's memory grows."""
+    """Return the sizes with which a chip's memory grows."""
     learner = config.learner
     kept = len(REMAT) - REMAT.index(learner.remat)
     return learner.micro_batch_size, kept, engine_shapes(config).max_concurrent_decodes
@@ -84,10 +84,13 @@ def _at_once(config: Config) -> tuple[int, int, int]:
 def candidates(
     configured: Callable[[Sequence[str]], Config], model: DecoderConfig, slice: Slice, devices: Sequence[Any]
 ) -> list[Candidate]:
-    """All whose meshes divide the model and whose arrays fit, best first.
+    """Return all layouts whose meshes divide the model and whose arrays fit, best first.
 
     Args:
         configured: a configuration with overrides.
+        model: its architecture.
+        slice: to plan for.
+        devices: of the slice.
 
     Raises:
         ConfigError: there is none.
@@ -133,21 +136,22 @@ def _candidate(
 
 
 def _order(one: Candidate, capacity: int, correction: float = 1.0) -> tuple[bool, float, float]:
-    """Those that should fit come first, by their time; the others by what they take."""
+    """Return a sort key: those that should fit come first, by time; the others by memory."""
     total = one.estimate.total * correction
     return (False, one.estimate.seconds, total) if total <= capacity else (True, total, one.estimate.seconds)
 
 
 def search(
-    found: Sequence[Candidate], plan: Callable[[Candidate], Planned], *, capacity: int, budget: int
+    found: Sequence[Candidate], plan: Callable[[Candidate], PlanResult], *, capacity: int, budget: int
 ) -> list[Candidate]:
-    """Compiles the best until some fit: those that do come first, by the time of a step, the others by what they take.
+    """Compile the best until some fit; return those that fit first, by step time, then the others by memory.
 
     What fits is the best of its meshes by the estimate, so the next are of others. What does not says how far the
     estimate is off for the learner's mesh, and that nothing fuller will do. Where the compiler fails, it does so
     whatever runs at once: others of these meshes are left out.
 
     Args:
+        found: candidates, see :func:`candidates`.
         plan: compiles one.
         capacity: bytes of a chip.
         budget: how many shall fit; :data:`TRIES` times as many are compiled at most.
@@ -184,7 +188,7 @@ def _rank(one: Candidate) -> tuple[int, float]:
 
 
 def table(searched: Sequence[Candidate]) -> Table:
-    """What was tried, best first."""
+    """Tabulate what was tried, best first."""
     made = Table(box=None, padding=(0, 1, 0, 0))
     for heading in ("step", "fullest chip", "change"):
         made.add_column(heading, no_wrap=heading != "change")
@@ -198,7 +202,7 @@ def table(searched: Sequence[Candidate]) -> Table:
 
 
 def verdict(searched: Sequence[Candidate]) -> str:
-    """Which to take."""
+    """Return a sentence on which layout to take."""
     best = searched[0]
     if best.plan is None or not best.plan.fits:
         return f"none of these {len(searched)} fits; what follows is of the one that takes least"

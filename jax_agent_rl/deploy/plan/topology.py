@@ -1,4 +1,7 @@
-"""A slice by its name: the devices a compiler needs to know of, and nothing that has to be there."""
+"""A TPU slice by its name: its chips, and the devices a compiler needs to know of, none of which has to exist.
+
+Chips are as Cloud TPU's documentation states them (docs.cloud.google.com/tpu, 2026).
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,80 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jax_agent_rl.deploy.plan.chips import CHIPS, Chip
-from jax_agent_rl.deploy.tpu_shapes import SHAPES
+from jax_agent_rl.deploy.launch.tpu.topology import SHAPES
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.utils.text import did_you_mean
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chip:
+    """One generation of TPU.
+
+    Attributes:
+        hbm_bytes: memory of a chip that programs get; libtpu, which keeps some, says how much.
+        flops: peak bfloat16 operations per second; a multiplication and an addition count as two.
+        hbm_bandwidth: bytes per second between a chip and its memory.
+        link_bandwidth: bytes per second and direction of one link to a neighbour.
+        dcn_bandwidth: bytes per second and direction of a chip's share of the network between slices.
+        hosts: shapes of slices that are one host; larger ones are of hosts of four chips.
+        config: libtpu's name for how its cores make devices; None where it supposes one device a chip by itself.
+    """
+
+    name: str
+    hbm_bytes: int
+    flops: float
+    hbm_bandwidth: float
+    link_bandwidth: float
+    dcn_bandwidth: float
+    hosts: tuple[tuple[int, ...], ...]
+    config: str | None = None
+
+
+CHIPS = {
+    chip.name: chip
+    for chip in (
+        Chip(
+            name="v4",
+            hbm_bytes=int(30.75 * GIB),
+            flops=275e12,
+            hbm_bandwidth=1200e9,
+            link_bandwidth=50e9,  # of 6 links (Jouppi et al. 2023, arXiv 2304.01433)
+            dcn_bandwidth=1.6e9,  # 81 Tbps between 1536 hosts (Chowdhery et al. 2022, arXiv 2204.02311, section 4)
+            hosts=((2, 2, 1),),
+            config="megacore",  # both cores of a chip are one device, as they are for JAX on a real one
+        ),
+        Chip(
+            name="v5e",
+            hbm_bytes=int(15.75 * GIB),
+            flops=197e12,
+            hbm_bandwidth=819e9,
+            link_bandwidth=50e9,  # 400 GB/s in both directions over 4 links
+            dcn_bandwidth=3.1e9,
+            hosts=((1, 1), (2, 2), (2, 4)),
+        ),
+        Chip(
+            name="v5p",
+            hbm_bytes=int(95.74 * GIB),
+            flops=459e12,
+            hbm_bandwidth=2765e9,
+            link_bandwidth=100e9,  # 1200 GB/s in both directions over 6 links
+            dcn_bandwidth=6.25e9,
+            hosts=((2, 2, 1),),
+        ),
+        Chip(
+            name="v6e",
+            hbm_bytes=int(31.25 * GIB),
+            flops=918e12,
+            hbm_bandwidth=1600e9,
+            link_bandwidth=100e9,  # 3200 Gbps over 4 links
+            dcn_bandwidth=12.5e9,
+            hosts=((1, 1), (2, 2), (2, 4)),
+        ),
+    )
+}
+
 
 _QUIET = {
     "TPU_SKIP_MDS_QUERY": "1",  # or it asks a metadata server that only a cloud has
@@ -40,7 +113,7 @@ class Slice:
 
     @classmethod
     def parse(cls, text: str) -> Slice:
-        """From its name.
+        """Parse a slice's name.
 
         Raises:
             ConfigError: no such generation, or no such shape.
@@ -63,7 +136,7 @@ class Slice:
 
     @property
     def name(self) -> str:
-        """As :meth:`parse` takes it."""
+        """The name that :meth:`parse` takes."""
         one = f"{self.chip.name}:{'x'.join(map(str, self.shape))}"
         return one if self.count == 1 else f"{self.count}*{one}"
 
@@ -75,11 +148,11 @@ class Slice:
 
     @property
     def chips(self) -> int:
-        """Of all slices."""
+        """Chips of all slices."""
         return math.prod(self.shape) * self.count
 
     def devices(self) -> list[Any]:
-        """Described devices, one a chip, by slice and coordinates: programs can be compiled for them, not run.
+        """Return described devices, one a chip, by slice and coordinates: programs compile for them, but cannot run.
 
         Raises:
             ConfigError: ``libtpu`` is not installed, or knows no such slice.

@@ -2,7 +2,7 @@
 
 ``python`` fresh and stateful interpreters · ``bash`` a shell per trajectory · ``judge`` programs against tests ·
 ``search`` passages of a local corpus · ``sql`` SQLite databases · ``page`` local pages as text · ``image`` zooming into
-images · ``mcp_gateway`` tools of MCP servers · ``markup`` and ``files`` what they share.
+images · ``mcp_gateway`` tools of MCP servers · ``markup`` and ``session`` what they share.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FINISH = "finish"  # always there, whether named or not
 
 
 def tool_classes(settings: ToolServerSettings) -> list[type[ServerTool]]:
-    """The classes that ``settings.tools`` names, in order.
+    """Return the classes named by ``settings.tools``, in order.
 
     Raises:
         ConfigError: a name is unknown, or a library that the tool needs is not installed.

@@ -20,8 +20,7 @@ from PIL import Image
 from jax_agent_rl.config.tool_server import ImageSettings
 from jax_agent_rl.errors import ToolError
 from jax_agent_rl.tool_server.plugin import ServerTool, ToolAction, ToolObservation
-from jax_agent_rl.tool_server.plugins.files import file_below
-from jax_agent_rl.tool_server.plugins.markup import tool_call
+from jax_agent_rl.tool_server.plugins.markup import file_below, tool_call
 from jax_agent_rl.utils.media import FORMATS
 
 _NAMES = ("zoom_in", "image_zoom_in_tool", "crop_image", "crop_image_normalized")
@@ -70,7 +69,7 @@ def _index(target: object, count: int) -> int:
 
 
 def _box(value: object, size: tuple[int, int]) -> tuple[int, int, int, int]:
-    """A box in pixels, within the image and at least one pixel wide and high."""
+    """Parse a box in pixels, clipped to the image and at least one pixel wide and high."""
     if not (isinstance(value, list) and len(value) == 4 and all(_is_number(v) for v in value)):
         raise ToolError(f"bbox_2d={str(value)[:100]} must be four numbers [x1, y1, x2, y2]")
     width, height = size
@@ -89,7 +88,7 @@ def _is_number(value: object) -> bool:
 
 
 def _crop(image: Image.Image, box: Sequence[int], side: int) -> tuple[Image.Image, str]:
-    """The crop, no side longer than ``side``, and its ``data:`` URL."""
+    """Return the crop, no side longer than ``side``, and its ``data:`` URL."""
     crop = image.crop((box[0], box[1], box[2], box[3])).convert("RGB")
     crop.thumbnail((side, side))
     data = io.BytesIO()

@@ -60,7 +60,7 @@ class JudgeTool(ServerTool[Code, None]):
         )
 
     async def _run(self, source: str, case: Case) -> tuple[SandboxResult, bool]:
-        """The run of one test, and whether it passed."""
+        """Run one test; return the result and whether it passed."""
         sandbox = self.context.sandbox
         if case.statement is not None:
             result = await sandbox.run_tests(source, case.statement)
@@ -79,7 +79,7 @@ class JudgeTool(ServerTool[Code, None]):
 
 
 def read_cases(extra: Mapping[str, Any]) -> list[Case]:
-    """The tests of a task.
+    """Parse the tests of a task.
 
     Raises:
         ToolError: there are none, or they have another form.

@@ -15,7 +15,7 @@ import types
 
 
 def _run(code: str, namespace: dict, name: str) -> bool:
-    """Runs code like an interactive interpreter: the value of a last expression is printed."""
+    """Run code like an interactive interpreter: the value of a last expression is printed."""
     linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)  # for tracebacks
     try:
         tree = ast.parse(code, name)
@@ -33,7 +33,7 @@ def _run(code: str, namespace: dict, name: str) -> bool:
 
 
 def main() -> None:
-    """Serves requests until stdin ends."""
+    """Serve requests until stdin ends."""
     requests = os.fdopen(os.dup(0), "r", encoding="utf-8", newline="\n")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     kernel = os.getpid()

@@ -1,4 +1,4 @@
-"""How models write actions: tags, fenced code, tool calls; and how results are written back.
+"""What models write: tags, fenced code, tool calls, file names; and how results are written back.
 
 Whatever a model wrote is read in one pass: each search begins where the one before it ended, and none is repeated once
 it found nothing.
@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 _FENCE = "```"
@@ -18,7 +19,7 @@ _RESULTS = ("result", "output")  # what a model may call a result that it opens 
 
 
 def tagged(action: str, tag: str) -> str | None:
-    """The contents of the last ``<tag>…</tag>``, stripped; None if there is none or the last never closes."""
+    """Return the stripped contents of the last ``<tag>…</tag>``; None if there is none or the last never closes."""
     start = action.rfind(f"<{tag}>")
     if start < 0:
         return None
@@ -28,7 +29,7 @@ def tagged(action: str, tag: str) -> str | None:
 
 
 def tag_blocks(action: str, tag: str) -> Iterator[str]:
-    """What stands in each ``<tag>…</tag>``, in order."""
+    """Yield the contents of each ``<tag>…</tag>``, in order."""
     opening, closing, at = f"<{tag}>", f"</{tag}>", 0
     while (start := action.find(opening, at)) >= 0:
         start += len(opening)
@@ -40,7 +41,7 @@ def tag_blocks(action: str, tag: str) -> Iterator[str]:
 
 
 def fenced_blocks(action: str, *languages: str) -> Iterator[str]:
-    """What stands in each fenced block of one of these languages, from right behind the language's name, in order.
+    """Yield the contents of each fenced block in one of these languages, from right behind the language's name.
 
     A block may be a line: ```` ```python print(3)``` ````.
     """
@@ -60,7 +61,7 @@ def _opening_fence(languages: tuple[str, ...]) -> re.Pattern[str]:
 
 
 def code_of(action: str, tag: str, *languages: str) -> str | None:
-    """All code of an action, joined by newlines: from ``<tag>…</tag>``, else from fenced blocks of a language.
+    """Return all code of an action, joined by newlines: of ``<tag>…</tag>``, else of fenced blocks.
 
     Args:
         action: what the model wrote.
@@ -72,7 +73,7 @@ def code_of(action: str, tag: str, *languages: str) -> str | None:
 
 
 def _without_margin(block: str) -> str:
-    """Code as if it stood alone: without the blank behind its opening, or an indentation that all its lines have."""
+    """Dedent code, and strip the blank behind its opening."""
     lines = block.lstrip(" \t").strip("\r\n").split("\n")
     margins = [line[: len(line) - len(line.lstrip(" \t"))] for line in lines if line.strip()]
     margin = len(os.path.commonprefix(margins))
@@ -80,7 +81,7 @@ def _without_margin(block: str) -> str:
 
 
 def tool_call(action: str) -> tuple[str, Mapping[str, Any]] | None:
-    """Name and arguments of the last ``<tool_call>{"name": …, "arguments": {…}}</tool_call>``, if it is one.
+    """Parse the last ``<tool_call>{"name": …, "arguments": {…}}</tool_call>`` into name and arguments.
 
     The arguments may be the JSON text of an object, as OpenAI's are; with ``"server"``, the name is ``SERVER.NAME``.
     """
@@ -104,7 +105,7 @@ def _object(text: str | None) -> dict[str, Any] | None:
 
 
 def result_block(action: str, text: str) -> str:
-    """A result in the manner of the action: fenced after fenced code, in a tag after a tag.
+    """Format a result in the style of the action: fenced after fenced code, in a tag after a tag.
 
     An action may end with what opens its result, which is then only closed.
     """
@@ -124,3 +125,16 @@ def result_block(action: str, text: str) -> str:
 
 def _fenced_result(text: str) -> str:
     return f"{_FENCE}result\n{text}\n{_FENCE}\n"
+
+
+NO_PATH = (OSError, ValueError, RuntimeError)
+"""What paths raise that are too long, have a NUL or half of a surrogate pair in them, or lead in a circle."""
+
+
+def file_below(root: Path, name: str) -> Path | None:
+    """Resolve a file name below a resolved folder, following links; None if it is no file or lies elsewhere."""
+    try:
+        path = (root / name).resolve()
+        return path if path.is_relative_to(root) and path.is_file() else None
+    except NO_PATH:
+        return None

@@ -29,7 +29,7 @@ def _server(target: str | list[str]) -> MCPServerConfig:
 
 
 class McpTool(ServerTool[tuple[str, Mapping[str, Any]], None]):
-    """See the module."""
+    """Gateway to tools of MCP servers; see the module."""
 
     name = "mcp"
     usage = '<tool_call>{"name": …, "arguments": {…}}</tool_call>'
@@ -68,7 +68,7 @@ class McpTool(ServerTool[tuple[str, Mapping[str, Any]], None]):
 
 
 def _observation(result: CallToolResult) -> ToolObservation:
-    """The contents a model can be shown. A result that says it is an error stays a valid action."""
+    """Convert the displayable contents; a result that reports an error stays a valid action."""
     texts, images, audio = [], [], []
     for item in result.content:
         match item.type:

@@ -18,8 +18,7 @@ from bs4 import BeautifulSoup
 
 from jax_agent_rl.errors import ConfigError, ToolError
 from jax_agent_rl.tool_server.plugin import ServerTool, ToolAction, ToolObservation
-from jax_agent_rl.tool_server.plugins.files import NO_PATH, file_below
-from jax_agent_rl.tool_server.plugins.markup import tagged
+from jax_agent_rl.tool_server.plugins.markup import NO_PATH, file_below, tagged
 
 _SUFFIXES = (".html", ".htm", ".md", ".txt")
 _MAX_BYTES = 10 << 20
@@ -27,7 +26,7 @@ _MAX_BYTES = 10 << 20
 
 @dataclass(kw_only=True, slots=True)
 class Browser:
-    """What a trajectory looks at: a page's text and links, and where in it; pages before it, last last."""
+    """A trajectory's current page: text, links, position, and the history, latest last."""
 
     name: str = ""
     text: str = ""
@@ -104,7 +103,7 @@ class PageTool(ServerTool[tuple[str, str], Browser]):
         return path
 
     def _resolve(self, page: Path, link: str) -> str:
-        """A link as a name below the root; links to other places stay as they are, and cannot be opened."""
+        """Return a link as a name below the root; external links stay unchanged and cannot be opened."""
         try:
             parts = urlsplit(link)
             if parts.scheme or parts.netloc:
@@ -129,7 +128,7 @@ def _link(browser: Browser, argument: str) -> str:
 
 
 def _find(browser: Browser, text: str) -> int:
-    """The next place of a text, from the window's second character on, then from the beginning."""
+    """Return the next match, searching from the window's second character on, then from the beginning."""
     hay = browser.text.lower()
     for start in (browser.at + 1, 0):
         if text and (found := hay.find(text.lower(), start)) >= 0:
@@ -138,7 +137,7 @@ def _find(browser: Browser, text: str) -> int:
 
 
 def _render(path: Path) -> tuple[str, list[str]]:
-    """A page's text with its links numbered, and where these lead."""
+    """Return a page's text with its links numbered, and their targets."""
     if path.stat().st_size > _MAX_BYTES:
         raise ToolError(f"{path.name} is larger than {_MAX_BYTES >> 20} MiB")
     source = path.read_bytes()

@@ -11,13 +11,13 @@ from typing import Any
 from jax_agent_rl.tool_server.plugin import ServerTool, ToolAction, ToolObservation
 from jax_agent_rl.tool_server.plugins.markup import code_of, fenced_blocks, result_block, tool_call
 from jax_agent_rl.tool_server.plugins.session import ProgramSession
-from jax_agent_rl.tool_server.sandbox import SandboxResult
+from jax_agent_rl.tool_server.sandbox import SandboxLimits, SandboxResult
 from jax_agent_rl.tool_server.sandbox.limits import session_limits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Code:
-    """What an action holds.
+    """Code of an action.
 
     Attributes:
         source: the program.
@@ -31,7 +31,7 @@ class Code:
 
 
 def parse_python(action: str) -> Code | None:
-    """``<python>…</python>``, fenced ``python`` blocks, or a tool call ``python`` with the argument ``code``."""
+    """Parse ``<python>…</python>``, fenced ``python`` blocks, or a tool call ``python`` with the argument ``code``."""
     source = code_of(action, "python", "python", "py")
     if source is None and (call := tool_call(action)) is not None and call[0] == "python":
         source = call[1].get("code")
@@ -64,12 +64,12 @@ class PythonTool(ServerTool[Code, None]):
 
 
 def failures(ok: bool) -> dict[str, float]:
-    """Metrics of an action: a success has none, so that its observation is plain text."""
+    """Return an action's metrics: a success has none, so that its observation is plain text."""
     return {} if ok else {"failed": 1.0}
 
 
 def describe(result: SandboxResult, limits: Any) -> str:
-    """What a program wrote, then what went wrong."""
+    """Return what a program wrote, then what went wrong."""
     parts = [result.stdout.rstrip("\n"), result.stderr.rstrip("\n")]
     if result.stopped is not None:
         parts.append(f"({result.stopped.describe(limits)})")
@@ -90,13 +90,14 @@ class StatefulPythonTool(ServerTool[Code, ProgramSession]):
         return parse_python(action)
 
     async def open(self, trajectory_id: str, extra: Mapping[str, Any]) -> ProgramSession:
-        sandbox = self.context.sandbox
-        limits = session_limits(self.context.settings.limits)
-        session = ProgramSession(
-            sandbox, [sandbox.python, "kernel.py"], files={"kernel.py": _kernel_source()}, limits=limits
-        )
+        session = self.make_session(session_limits(self.context.settings.limits))
         await session.start()
         return session
+
+    def make_session(self, limits: SandboxLimits) -> ProgramSession:
+        """Return the program that runs a trajectory's code, not started."""
+        sandbox, files = self.context.sandbox, {"kernel.py": _kernel_source()}
+        return ProgramSession(sandbox, [sandbox.python, "kernel.py"], files=files, limits=limits)
 
     async def act(self, action: ToolAction[Code, ProgramSession]) -> ToolObservation:
         text, ok = await action.environment.run(action.parsed.source)

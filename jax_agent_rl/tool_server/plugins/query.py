@@ -7,7 +7,7 @@ import sys
 
 
 def main() -> None:
-    """Reads ``{"query", "max_rows"}`` from stdin."""
+    """Read ``{"query", "max_rows"}`` from stdin, and print the result."""
     request = json.load(sys.stdin)
     connection = sqlite3.connect(f"file:{os.path.abspath('database.sqlite')}?mode=ro&immutable=1", uri=True)
     try:

@@ -1,31 +1,41 @@
-"""Search over a local corpus: by words (BM25), or by meaning with ``search.encoder``."""
+"""Search over a local corpus: by words (BM25), or by meaning with ``search.encoder``.
+
+The corpus is JSON Lines of ``{"id", "contents"}``, as Search-R1's; the first line of ``contents`` is the title. Its
+index is built once, and mapped into memory by every worker.
+"""
 
 from __future__ import annotations
 
+import json
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Protocol
 
+import bm25s
+import numpy as np
+from bm25s.utils.corpus import JsonlCorpus
+
 from jax_agent_rl.config.tool_server import SearchSettings
+from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.tool_server.plugin import ServerTool, ToolAction, ToolObservation
 from jax_agent_rl.tool_server.plugins.markup import tag_blocks
 
 
 class Index(Protocol):
-    """A corpus that can be searched."""
+    """Index of a corpus."""
 
     def search(self, queries: list[str], topk: int) -> list[list[dict[str, Any]]]:
-        """The best passages for each query, best first: ``{"document": {"id", "contents"}, "score"}``."""
+        """Return the best passages for each query, best first: ``{"document": {"id", "contents"}, "score"}``."""
         ...
 
 
 def open_index(settings: SearchSettings) -> Index:
-    """The index that the settings ask for, made if need be; raises ConfigError."""
-    if settings.encoder is None:
-        from jax_agent_rl.tool_server.plugins.bm25 import BM25Index
-
-        return BM25Index.open(settings)
-    from jax_agent_rl.tool_server.plugins.dense import DenseIndex
-
-    return DenseIndex.open(settings)
+    """Open the configured index, building it if need be; raise ConfigError if that fails."""
+    return (BM25Index if settings.encoder is None else DenseIndex).open(settings)
 
 
 class SearchTool(ServerTool[tuple[str, str], None]):
@@ -38,10 +48,8 @@ class SearchTool(ServerTool[tuple[str, str], None]):
     usage = "<search>query</search> to look something up, <answer>text</answer> to answer."
 
     async def start(self) -> None:
-        self._index = await self.context.threads.run(self._open, name=self.name)
-
-    def _open(self) -> Index:
-        return open_index(self.context.settings.search)
+        settings = self.context.settings.search
+        self._index = await self.context.threads.run(lambda: open_index(settings), name=self.name)
 
     def parse_action(self, action: str) -> tuple[str, str] | None:
         for kind in ("search", "answer"):
@@ -59,10 +67,176 @@ class SearchTool(ServerTool[tuple[str, str], None]):
         return ToolObservation(text=f"\n\n<information>{shown}</information>\n\n")
 
     async def retrieve(self, queries: list[str], topk: int) -> list[list[dict[str, Any]]]:
-        """:meth:`Index.search`, beside the event loop."""
+        """Run :meth:`Index.search` off the event loop."""
         return await self.context.threads.run(lambda: self._index.search(queries, topk), name=self.name)
 
 
 def _format(number: int, contents: str) -> str:
     title, _, text = contents.partition("\n")
     return f"Doc {number}(Title: {title}) {text}"
+
+
+_STAMP = "corpus.json"
+
+
+def read_passages(corpus: Path) -> list[dict[str, str]]:
+    """Read all passages, ``{"id", "contents"}`` each.
+
+    Raises:
+        ConfigError: a line is of another form, or there is none.
+    """
+    passages = []
+    with corpus.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            try:
+                row = json.loads(line)
+                passages.append({"id": str(row.get("id", number - 1)), "contents": str(row["contents"])})
+            except (ValueError, KeyError, AttributeError) as error:
+                raise ConfigError(f'{corpus}:{number}: not {{"id", "contents"}} in JSON ({error!r})') from error
+    if not passages:
+        raise ConfigError(f"search.corpus={str(corpus)!r} is empty")
+    return passages
+
+
+def index_folder(
+    corpus: Path,
+    folder: Path,
+    *,
+    made_by: dict[str, Any],
+    make: Callable[[list[dict[str, str]], Path], None],
+) -> Path:
+    """Return the folder of a corpus's index, building it if it is missing or stale.
+
+    Args:
+        corpus: JSON Lines file.
+        folder: where the index belongs.
+        made_by: what the index depends on besides the corpus; JSON.
+        make: writes the index of some passages into a folder. It gets one beside the place, which is moved there when
+            it is complete: a half-made index is never read.
+
+    Raises:
+        ConfigError: the corpus is missing, empty or of another form.
+    """
+    if not corpus.is_file():
+        raise ConfigError(f"search.corpus={str(corpus)!r}: no such file (relative to {os.getcwd()})")
+    status = corpus.stat()
+    stamp = json.dumps({"bytes": status.st_size, "modified": status.st_mtime_ns, **made_by})
+    if (folder / _STAMP).is_file() and (folder / _STAMP).read_text() == stamp:
+        return folder
+    passages = read_passages(corpus)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = Path(tempfile.mkdtemp(prefix=folder.name, dir=folder.parent))
+    try:
+        make(passages, unfinished)
+        (unfinished / _STAMP).write_text(stamp)
+        shutil.rmtree(folder, ignore_errors=True)
+        unfinished.rename(folder)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return folder
+
+
+class BM25Index:
+    """Passages ranked by the words they share with a query: BM25 (the library ``bm25s``)."""
+
+    def __init__(self, retriever: bm25s.BM25, size: int):
+        self._retriever = retriever
+        self._size = size
+
+    @classmethod
+    def open(cls, settings: SearchSettings) -> BM25Index:
+        """Load the index, building it if missing or stale; raise ConfigError if there is no corpus."""
+        corpus = Path(settings.corpus or "")
+        folder = Path(settings.index) if settings.index else corpus.with_name(corpus.name + ".bm25s")
+        index_folder(corpus, folder, made_by={"bm25s": bm25s.__version__}, make=_make)
+        logging.getLogger("bm25s").setLevel(logging.WARNING)  # it reports every query without words
+        retriever = bm25s.BM25.load(folder, mmap=True, load_corpus=True, show_progress=False)
+        return cls(retriever, size=int(retriever.scores["num_docs"]))
+
+    def search(self, queries: list[str], topk: int) -> list[list[dict[str, Any]]]:
+        """Return the best passages for each query, best first: ``{"document": {"id", "contents"}, "score"}``.
+
+        Passages that share no word with the query are left out.
+        """
+        words = bm25s.tokenize(queries, stopwords="en", return_ids=False, show_progress=False)
+        topk = min(topk, self._size)
+        passages, scores = self._retriever.retrieve(words, k=topk, show_progress=False)
+        return [
+            [{"document": p, "score": float(s)} for p, s in zip(row, row_scores, strict=True) if s > 0]
+            for row, row_scores in zip(passages, scores, strict=True)
+        ]
+
+
+def _make(passages: list[dict[str, str]], folder: Path) -> None:
+    retriever = bm25s.BM25(corpus=passages)
+    words = bm25s.tokenize([p["contents"] for p in passages], stopwords="en", show_progress=False)
+    retriever.index(words, show_progress=False)
+    retriever.save(folder, show_progress=False)
+
+
+_EMBEDDINGS, _PASSAGES = "embeddings.npy", "passages.jsonl"
+
+
+class DenseIndex:
+    """Passages ranked by meaning: embeddings of a sentence-transformers model, compared with the whole corpus.
+
+    Embeddings are float32 [N, D] of length 1. A search is one exact matrix product over all of them, fast enough up to
+    some millions of passages; beyond that, name a server with an approximate index in the trainer's
+    ``search.server_url``.
+    """
+
+    def __init__(self, encoder: Any, settings: SearchSettings, folder: Path):
+        self._encoder = encoder
+        self._query_prompt = settings.query_prompt
+        self._embeddings = np.load(folder / _EMBEDDINGS, mmap_mode="r")
+        self._passages = JsonlCorpus(folder / _PASSAGES, show_progress=False, verbosity=0)
+
+    @classmethod
+    def open(cls, settings: SearchSettings) -> DenseIndex:
+        """Load the embeddings, computing them if missing or stale.
+
+        Raises:
+            ConfigError: no corpus, no model in ``search.encoder``, or sentence-transformers is not installed.
+        """
+        corpus, encoder = Path(settings.corpus or ""), _load_encoder(settings.encoder or "")
+        folder = Path(settings.index) if settings.index else corpus.with_name(corpus.name + ".dense")
+
+        def make(passages: list[dict[str, str]], unfinished: Path) -> None:
+            texts = [settings.passage_prompt + passage["contents"] for passage in passages]
+            np.save(unfinished / _EMBEDDINGS, _encode(encoder, texts))
+            lines = (json.dumps(passage) + "\n" for passage in passages)
+            (unfinished / _PASSAGES).write_text("".join(lines), encoding="utf-8")
+
+        made_by = {"encoder": settings.encoder, "passage_prompt": settings.passage_prompt}
+        return cls(encoder, settings, index_folder(corpus, folder, made_by=made_by, make=make))
+
+    def search(self, queries: list[str], topk: int) -> list[list[dict[str, Any]]]:
+        """Return the nearest passages for each query, nearest first: ``{"document": {"id", "contents"}, "score"}``.
+
+        The score is the cosine of the angle between the embeddings.
+        """
+        embedded = _encode(self._encoder, [self._query_prompt + query for query in queries])
+        scores = embedded @ self._embeddings.T
+        best = np.argsort(-scores, axis=1, kind="stable")[:, :topk]
+        return [
+            [{"document": self._passages[int(i)], "score": float(own[i])} for i in row]
+            for row, own in zip(best, scores, strict=True)
+        ]
+
+
+def _encode(encoder: Any, texts: list[str]) -> np.ndarray:
+    """Embed texts: float32 [N, D], each of length 1."""
+    made = encoder.encode(texts, normalize_embeddings=True, convert_to_numpy=True, show_progress_bar=False)
+    return np.asarray(made, np.float32)
+
+
+def _load_encoder(folder: str) -> Any:
+    if not (Path(folder) / "config.json").is_file():
+        raise ConfigError(f"search.encoder={folder!r}: no sentence-transformers model in this folder")
+    try:
+        from sentence_transformers import SentenceTransformer
+    except ImportError as error:
+        raise ConfigError(
+            f"search.encoder needs sentence-transformers ({error}); pip install 'jax_agent_rl[dense-search]'"
+        ) from error
+    return SentenceTransformer(folder, local_files_only=True)

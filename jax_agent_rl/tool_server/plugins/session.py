@@ -19,12 +19,12 @@ Encode = Callable[[str, str], bytes]
 
 
 def encode_json(code: str, mark: str) -> bytes:
-    """A line of JSON."""
+    """Encode code and mark as a line of JSON."""
     return json.dumps({"code": code, "mark": mark}).encode() + b"\n"
 
 
 class ProgramSession:
-    """See the module.
+    """Session of a long-lived program; see the module.
 
     Args:
         sandbox: where it runs.
@@ -51,7 +51,7 @@ class ProgramSession:
         self._process: SandboxProcess | None = None
 
     async def start(self) -> None:
-        """Starts the program, if it does not run.
+        """Start the program unless it is running.
 
         Raises:
             ToolError: the sandbox failed.
@@ -61,7 +61,7 @@ class ProgramSession:
             self._process = await self._sandbox.start(self._argv, files=self._files, limits=self._limits)
 
     async def run(self, code: str) -> tuple[str, bool]:
-        """Runs code; returns what it wrote, notes on what went wrong included, and whether it succeeded."""
+        """Run code; return its output, with notes on what went wrong, and whether it succeeded."""
         await self.start()
         assert self._process is not None
         # Random, so that no program's ordinary output looks like it.
@@ -76,7 +76,7 @@ class ProgramSession:
         return "\n".join(note for note in notes if note), status.strip() == b"0"
 
     async def close(self) -> None:
-        """Ends the program and all it started. Safe to call again."""
+        """End the program and its child processes; idempotent."""
         process, self._process = self._process, None
         if process is not None:
             await process.close()

@@ -12,8 +12,7 @@ from pathlib import Path
 
 from jax_agent_rl.errors import ConfigError, ToolError
 from jax_agent_rl.tool_server.plugin import ServerTool, ToolAction, ToolObservation
-from jax_agent_rl.tool_server.plugins.files import file_below
-from jax_agent_rl.tool_server.plugins.markup import tagged
+from jax_agent_rl.tool_server.plugins.markup import file_below, tagged
 from jax_agent_rl.tool_server.plugins.python import describe
 
 
@@ -47,7 +46,7 @@ class SqlTool(ServerTool[tuple[str, str], None]):
         return ToolObservation(text=f"\n\n<observation>{text}</observation>\n\n")
 
     def _database(self, db_id: object) -> Path:
-        """``ID.sqlite``, ``ID/ID.sqlite`` (as Spider and BIRD lay them out) or ``ID`` itself, inside the folder."""
+        """Resolve ``ID.sqlite``, ``ID/ID.sqlite`` (as Spider and BIRD lay them out) or ``ID`` itself."""
         if not isinstance(db_id, str) or not db_id:
             raise ToolError(f"extra_fields.db_id={db_id!r} must name a database")
         for name in (f"{db_id}.sqlite", f"{db_id}/{db_id}.sqlite", db_id):

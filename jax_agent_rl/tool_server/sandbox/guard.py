@@ -33,13 +33,13 @@ def _limit(limits: dict) -> None:
 
 
 def _allowed(which: int, value: int) -> int:
-    """The limit, or the lower one this process was started with."""
+    """Return the limit, or the lower one this process was started with."""
     hard = resource.getrlimit(which)[1]
     return value if hard == resource.RLIM_INFINITY else min(value, hard)
 
 
 def _become(uid: int) -> None:
-    """From root to a user of nobody else's. The process limit counts by user, and never binds root."""
+    """Switch from root to an unused uid: the process limit counts by user, and never binds root."""
     for fd in (0, 1, 2):
         if stat.S_ISFIFO(os.fstat(fd).st_mode):
             os.fchmod(fd, 0o666)  # else opening /dev/stdout is refused
@@ -59,7 +59,7 @@ def _still_wanted(lifeline: int) -> bool:
 
 
 def main() -> None:
-    """See the module."""
+    """Set limits, drop privileges and execute the program."""
     options, argv = json.loads(sys.argv[1]), sys.argv[2:]
     lifeline = options["lifeline"]
     os.set_inheritable(lifeline, False)

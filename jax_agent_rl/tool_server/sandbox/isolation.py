@@ -25,7 +25,7 @@ Files = Mapping[str, bytes | Path]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
-    """What to execute.
+    """Command to execute.
 
     Attributes:
         argv: the command.
@@ -53,7 +53,7 @@ class Isolation(ABC):
 
     @abstractmethod
     def launch(self, argv: Sequence[str], limits: SandboxLimits, files: Files, *, lifeline: int) -> Launch:
-        """What to execute in order to run a program.
+        """Return what to execute in order to run a program.
 
         Args:
             argv: the program and its arguments.
@@ -92,7 +92,7 @@ class UnsafeLocal(Isolation):
 
 
 def guarded(argv: Sequence[str], limits: SandboxLimits, *, uid: int | None, lifeline: int) -> list[str]:
-    """The arguments of ``python -c`` that run ``argv`` behind the guard, as ``uid`` (None: as who it is)."""
+    """Return arguments of ``python -c`` that run ``argv`` behind the guard, as ``uid`` (None: the current user)."""
     options = {"limits": dataclasses.asdict(limits), "uid": uid, "lifeline": lifeline}
     return [_guard_source(), json.dumps(options), *argv]
 
@@ -103,7 +103,7 @@ def _guard_source() -> str:
 
 
 def program_environment(python: Path, *, home: str) -> dict[str, str]:
-    """Everything a program finds in its environment."""
+    """Return a program's whole environment."""
     return {
         "HOME": home,
         "TMPDIR": home,
@@ -117,7 +117,7 @@ def program_environment(python: Path, *, home: str) -> dict[str, str]:
 
 
 def memory_file(data: bytes) -> int:
-    """A descriptor from which ``data`` can be read."""
+    """Return a descriptor from which ``data`` can be read."""
     fd = os.memfd_create("sandbox")
     try:
         view = memoryview(data)
@@ -131,5 +131,5 @@ def memory_file(data: bytes) -> int:
 
 
 def this_python() -> Path:
-    """The running interpreter, as found in its environment's ``bin``."""
+    """Return the running interpreter, as found in its environment's ``bin``."""
     return Path(sys.executable)

@@ -76,7 +76,7 @@ class StopCause(StrEnum):
     """Processes it left behind at the end of an exchange started others faster than they could be ended."""
 
     def describe(self, limits: SandboxLimits) -> str:
-        """In words for the model."""
+        """Describe the cause to the model."""
         match self:
             case StopCause.WALL:
                 return f"ended: it ran for more than {limits.wall_seconds:g} seconds"

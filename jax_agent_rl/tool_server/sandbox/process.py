@@ -20,8 +20,7 @@ from collections.abc import Awaitable, Sequence
 from jax_agent_rl.errors import ToolError
 from jax_agent_rl.tool_server.sandbox.isolation import Files, Isolation, Launch
 from jax_agent_rl.tool_server.sandbox.limits import SandboxLimits, SandboxResult, StopCause
-from jax_agent_rl.tool_server.sandbox.pause import pause, resume
-from jax_agent_rl.tool_server.sandbox.watch import exceeded, watch
+from jax_agent_rl.tool_server.sandbox.process_tree import exceeded, pause, resume, watch
 
 logger = logging.getLogger(__name__)
 _CHUNK = 64 << 10
@@ -54,7 +53,7 @@ class SandboxProcess:
         join_output: bool = False,
         pass_fds: Sequence[int] = (),
     ) -> SandboxProcess:
-        """Starts a program.
+        """Start a program.
 
         Args:
             isolation: how.
@@ -108,7 +107,7 @@ class SandboxProcess:
         return self._closing is None and self._process.returncode is None
 
     async def finish(self, stdin: bytes = b"") -> SandboxResult:
-        """Gives it its input, waits for its end and returns everything.
+        """Write its input, wait for its end and return the result.
 
         Raises:
             ToolError: the sandbox itself could not be set up.
@@ -133,7 +132,7 @@ class SandboxProcess:
         )
 
     async def exchange(self, request: bytes, mark: bytes) -> tuple[bytes, bytes, StopCause | None]:
-        """Sends a request and reads stdout up to the line that begins with ``mark``.
+        """Send a request and read stdout up to the line that begins with ``mark``.
 
         Afterwards the program stands still until the next request, and what it started in the background is gone.
 
@@ -152,7 +151,7 @@ class SandboxProcess:
         return before, rest.rstrip(b"\n") if found else b"", stopped
 
     async def close(self) -> None:
-        """Ends the program and everything it started, and waits until they are gone. Safe to call again."""
+        """Kill the program and everything it started, and wait until they are gone; idempotent."""
         if self._closing is None:
             self._closing = asyncio.ensure_future(self._close())
         await asyncio.shield(self._closing)  # whoever is cancelled, the rest still happens
@@ -176,7 +175,7 @@ class SandboxProcess:
             self._launch.clean_up()
 
     def _failure(self) -> str | None:
-        """Why the program, which has ended, was never started; "" if the guard was not, either, None if it was."""
+        """Return why the ended program was never started; "" if the guard was not either, None if it was."""
         try:
             said = self._lifeline.recv(_CHUNK, socket.MSG_DONTWAIT).decode("utf-8", "replace")
         except BlockingIOError:
@@ -189,20 +188,20 @@ class SandboxProcess:
         return StopCause.MEMORY if self._launch.out_of_memory() else None
 
     async def _pause(self) -> StopCause | None:
-        """Holds the program still; returns the limit it had gone over unseen, if any."""
+        """Pause the program; return the limit it exceeded unnoticed, if any."""
         if not await pause(self._process.pid, self._launch.wrappers):
             return StopCause.BACKGROUND
         return exceeded(self._process.pid, self._limits)
 
     def kill(self) -> None:
-        """Ends the program and everything it started; :meth:`finish`, or :meth:`close`, then returns soon."""
+        """Kill the program and everything it started; :meth:`finish`, or :meth:`close`, then returns soon."""
         with contextlib.suppress(OSError):  # before the kill, which a program still being set up may survive
             self._lifeline.shutdown(socket.SHUT_WR)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
     async def _drain(self) -> None:
-        """Reads to the end: nobody holds the pipes any more, so nothing is left running."""
+        """Read to the end: nobody holds the pipes any more, so nothing is left running."""
         for stream in (self._process.stdout, self._process.stderr):
             while stream is not None and await stream.read(_CHUNK):
                 pass
@@ -210,7 +209,7 @@ class SandboxProcess:
     # --- limits -----------------------------------------------------------------------------------------------
 
     async def _within_limits(self, work: Awaitable[None]) -> StopCause | None:
-        """Awaits ``work``; returns the limit that was reached first, if any. The program is then still to be closed."""
+        """Await ``work``; return the limit reached first, if any (the program is then still to be closed)."""
         working = asyncio.ensure_future(work)
         watching = asyncio.ensure_future(watch(self._process.pid, self._limits))
         try:
@@ -251,7 +250,7 @@ class SandboxProcess:
                 stdin.close()
 
     async def _read(self, stream: asyncio.StreamReader, buffer: bytearray, until: bytes | None = None) -> None:
-        """Reads to the end of the stream, or to the end of the line that holds ``until``."""
+        """Read to the end of the stream, or to the end of the line that contains ``until``."""
         while chunk := await stream.read(_CHUNK):
             searched = max(0, len(buffer) - len(until or b""))
             buffer += chunk
@@ -281,7 +280,7 @@ async def _execute(launch: Launch, inherited: Sequence[int], *, join_output: boo
 
 
 async def _abandon(starting: asyncio.Future[SandboxProcess]) -> None:
-    """Ends a program that nobody waits for any more, once it has started."""
+    """Close a program that nobody waits for any more, once it has started."""
     try:
         process = await starting
     except ToolError:
@@ -290,7 +289,7 @@ async def _abandon(starting: asyncio.Future[SandboxProcess]) -> None:
 
 
 async def _together(*work: Awaitable[None]) -> None:
-    """Awaits all; the first failure ends the others."""
+    """Await all; the first failure cancels the others."""
     tasks = [asyncio.ensure_future(one) for one in work]
     try:
         await asyncio.gather(*tasks)

@@ -1,4 +1,4 @@
-"""The public face: a sandbox that was tried out before it is trusted."""
+"""The public interface: a sandbox that is tested before it is trusted."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Sandbox:
         files: Files | None = None,
         limits: SandboxLimits | None = None,
     ) -> SandboxResult:
-        """Runs a program to its end.
+        """Run a program to its end.
 
         Args:
             argv: the program and its arguments; ``sandbox.python`` is the interpreter.
@@ -64,14 +64,14 @@ class Sandbox:
             return await process.finish(stdin)
 
     async def run_tests(self, program: str, tests: str) -> SandboxResult:
-        """:func:`assertions.run_tests`, with this sandbox's limits for each of its two processes."""
+        """Run tests of a program, with this sandbox's limits for each of the two processes."""
         async with self._slots:
             return await run_tests(self._isolation, program, tests, self.limits)
 
     async def start(
         self, argv: Sequence[str], *, files: Files | None = None, limits: SandboxLimits | None = None
     ) -> SandboxProcess:
-        """Starts a long-lived program whose stderr goes to its stdout. The caller closes it.
+        """Start a long-lived program whose stderr goes to its stdout; the caller closes it.
 
         Raises:
             ToolError: the sandbox itself failed.
@@ -84,7 +84,7 @@ class Sandbox:
     async def exchange(
         self, process: SandboxProcess, request: bytes, mark: bytes
     ) -> tuple[bytes, bytes, StopCause | None]:
-        """:meth:`SandboxProcess.exchange`, counted as running."""
+        """Run :meth:`SandboxProcess.exchange`, counted as running."""
         async with self._slots:
             return await process.exchange(request, mark)
 
@@ -96,7 +96,7 @@ async def open_sandbox(
     python: Path | None = None,
     max_running: int = 16,
 ) -> Sandbox:
-    """A sandbox that works on this machine.
+    """Return a sandbox that was tested on this machine.
 
     Args:
         mode: ``unsafe_local`` is no sandbox at all and has to be asked for.
@@ -134,7 +134,7 @@ def _bubblewrap(python: Path) -> Bubblewrap:
 
 
 async def _try_out(sandbox: Sandbox) -> None:
-    """Runs a program and looks whether limits and namespaces are really in force."""
+    """Run a program to check that limits and namespaces are really in force."""
     try:
         result = await sandbox.run([sandbox.python, "-I", "-c", _PROBE])
     except ToolError as error:

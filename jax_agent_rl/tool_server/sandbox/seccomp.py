@@ -3,8 +3,9 @@
 Refused are calls that get memory no other limit counts (``memfd_create``, System V and POSIX queues, keyrings,
 ``inotify``), that make namespaces or mounts, that look into other processes, and large, rarely needed parts of the
 kernel (``bpf``, ``io_uring``, ``perf``). Sockets are limited to Unix and IP, which the network namespace cuts off;
-``AF_VSOCK``, say, it does not. Their buffers keep their size, on which :mod:`jax_agent_rl.tool_server.sandbox.sockets`
-counts: a program that sets it is told that this was done.
+``AF_VSOCK``, say, it does not. Their buffers keep their size, on which
+:func:`~jax_agent_rl.tool_server.sandbox.process_tree.socket_memory` relies: a program that sets it is told that this
+was done.
 
 Numbers: the kernel's ``asm/unistd_64.h`` and ``asm-generic/unistd.h``.
 """
@@ -71,7 +72,7 @@ def supported(machine: str) -> bool:
 
 
 def program(machine: str) -> bytes:
-    """The filter.
+    """Return the filter.
 
     Args:
         machine: ``x86_64`` or ``aarch64``.
@@ -116,7 +117,7 @@ def program(machine: str) -> bytes:
 
 
 def _op(code: int, value: int, *, then: int = 0, otherwise: int = 0) -> bytes:
-    """One instruction; ``then`` and ``otherwise`` are how many instructions a jump skips."""
+    """Encode an instruction; ``then`` and ``otherwise`` are how many instructions a jump skips."""
     return struct.pack("<HBBI", code, then, otherwise, value)
 
 

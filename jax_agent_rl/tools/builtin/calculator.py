@@ -34,7 +34,7 @@ _LIMIT = 10**MAX_DIGITS
 
 @function_tool
 def calculator(expression: str) -> str:
-    """Computes an arithmetic expression.
+    """Compute an arithmetic expression.
 
     Args:
         expression: Numbers with + - * / // % ** and parentheses, e.g. "(12 + 7) * 3".
@@ -43,7 +43,7 @@ def calculator(expression: str) -> str:
 
 
 def evaluate(expression: str) -> Fraction:
-    """The value of an expression.
+    """Evaluate an expression.
 
     Raises:
         ToolError: not an expression, a division by zero, or a limit of this module is exceeded.
@@ -58,7 +58,7 @@ def evaluate(expression: str) -> Fraction:
 
 
 def format_number(value: Fraction) -> str:
-    """Integers as integers; else six decimals (six significant digits below 1), trailing zeros dropped."""
+    """Format integers as integers; else six decimals (six significant digits below 1), trailing zeros dropped."""
     if value.denominator == 1:
         return str(value.numerator)
     if abs(value) < 1:
@@ -149,7 +149,7 @@ _PRODUCTS: dict[str, Callable[[Fraction, Fraction], Fraction]] = {
 
 
 def _power(base: Fraction, exponent: Fraction) -> Fraction:
-    """``base ** exponent``; of whole numbers exact, and refused before it is computed when it would be too long."""
+    """Compute ``base ** exponent``: exact for integers, and refused beforehand if the result would be too long."""
     if base.denominator == exponent.denominator == 1 and exponent >= 0:
         if abs(base) >= 2 and exponent * math.log10(abs(base)) >= MAX_DIGITS:
             raise _too_long()

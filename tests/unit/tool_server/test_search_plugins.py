@@ -9,7 +9,7 @@ import pytest
 
 from jax_agent_rl.config.tool_server import SearchSettings
 from jax_agent_rl.errors import ConfigError
-from jax_agent_rl.tool_server.plugins.bm25 import BM25Index
+from jax_agent_rl.tool_server.plugins.search import BM25Index
 from tests.tool_plugins import agent, text_of
 
 PASSAGES = [
@@ -110,7 +110,7 @@ async def test_a_query_in_other_words_finds_its_passage(corpus, encoder):
 
 
 def test_scores_are_cosines_of_the_models_embeddings(corpus, encoder):
-    from jax_agent_rl.tool_server.plugins.dense import DenseIndex
+    from jax_agent_rl.tool_server.plugins.search import DenseIndex
 
     prompts = {"query_prompt": "query: ", "passage_prompt": "passage: "}
     settings = SearchSettings(corpus=str(corpus), encoder=encoder, **prompts)
@@ -125,7 +125,7 @@ def test_scores_are_cosines_of_the_models_embeddings(corpus, encoder):
 
 
 def test_embeddings_are_made_once_and_again_when_the_prompt_of_passages_changes(corpus, encoder):
-    from jax_agent_rl.tool_server.plugins.dense import DenseIndex
+    from jax_agent_rl.tool_server.plugins.search import DenseIndex
 
     settings = SearchSettings(corpus=str(corpus), encoder=encoder)
     stamp = corpus.with_name("corpus.jsonl.dense") / "corpus.json"
@@ -138,7 +138,7 @@ def test_embeddings_are_made_once_and_again_when_the_prompt_of_passages_changes(
 
 
 def test_an_encoder_that_is_not_there_is_named(corpus, tmp_path):
-    from jax_agent_rl.tool_server.plugins.dense import DenseIndex
+    from jax_agent_rl.tool_server.plugins.search import DenseIndex
 
     with pytest.raises(ConfigError, match="search.encoder=.*no sentence-transformers model"):
         DenseIndex.open(SearchSettings(corpus=str(corpus), encoder=str(tmp_path)))

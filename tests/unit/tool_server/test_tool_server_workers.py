@@ -9,7 +9,7 @@ from pathlib import Path
 import aiohttp
 
 from jax_agent_rl.tool_server.pool import worker_of
-from jax_agent_rl.tool_server.sandbox.watch import tree
+from jax_agent_rl.tool_server.sandbox.process_tree import tree
 from jax_agent_rl.utils.interrupt import EXIT_CODE
 from tests.capabilities import needs_bwrap
 from tests.tool_serving import FAKES, serving, total, until_healthy

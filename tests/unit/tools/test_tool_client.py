@@ -7,8 +7,7 @@ from starlette.responses import JSONResponse, Response
 
 from jax_agent_rl.config import ToolClientConfig, build
 from jax_agent_rl.errors import ConfigError, ToolServerError
-from jax_agent_rl.tools.client import ServerAction
-from jax_agent_rl.tools.tool_client import Pace, ToolClient, bare_result
+from jax_agent_rl.tools.client import RateLimiter, ServerAction, ToolClient, bare_result
 from tests.http_service import ToolServer
 from tests.ports import free_port
 
@@ -43,7 +42,7 @@ async def test_request_interval_keeps_starts_apart():
         nonlocal now
         now += seconds
 
-    pace = Pace(max_workers=10, interval=0.5, clock=lambda: now, sleep=sleep)
+    pace = RateLimiter(max_workers=10, interval=0.5, clock=lambda: now, sleep=sleep)
     for _ in range(3):
         async with pace.slot():
             starts.append(now)
@@ -65,7 +64,7 @@ async def test_an_interval_that_bounds_the_rollout_is_told_once(caplog, seconds,
             await asyncio.sleep(0)
             now += 0.001
 
-    pace = Pace(max_workers=10, interval=interval, clock=lambda: now, sleep=sleep)
+    pace = RateLimiter(max_workers=10, interval=interval, clock=lambda: now, sleep=sleep)
 
     async def trajectory():
         for _ in range(20):
@@ -83,7 +82,7 @@ async def test_a_cancelled_wait_gives_its_place_back():
     async def for_ever(seconds):
         await asyncio.Event().wait()
 
-    pace = Pace(max_workers=1, interval=5.0, clock=lambda: 0.0, sleep=for_ever)
+    pace = RateLimiter(max_workers=1, interval=5.0, clock=lambda: 0.0, sleep=for_ever)
     async with pace.slot():
         pass
 

@@ -11,12 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jax_agent_rl.deploy.launch.arguments import count, duration, port, positive, seconds, variable
-from jax_agent_rl.deploy.launch.clock import Clock
-from jax_agent_rl.deploy.launch.runner import Interrupted
+from jax_agent_rl.deploy.launch.runner import Interrupted, TimedPrinter
 from jax_agent_rl.deploy.launch.tpu import dry_run, job, render, topology
-from jax_agent_rl.deploy.launch.tpu.cleanup import delete_by_name
-from jax_agent_rl.deploy.launch.tpu.controller import Campaign, RecoveryPolicy
-from jax_agent_rl.deploy.launch.tpu.fleet import Fleet
+from jax_agent_rl.deploy.launch.tpu.controller import RecoveryPolicy, RunController
+from jax_agent_rl.deploy.launch.tpu.fleet import Fleet, delete_by_name
 from jax_agent_rl.deploy.launch.tpu.gcloud import Gcloud, SliceRequest
 from jax_agent_rl.deploy.launch.tpu.job import Job
 from jax_agent_rl.deploy.launch.tpu.logs import Logs
@@ -30,7 +28,7 @@ _SERVERS_NAME = re.compile(r".*-rollout-\d+")
 
 
 def parser() -> argparse.ArgumentParser:
-    """All options; ``--help`` is their documentation."""
+    """Return the parser; ``--help`` documents all options."""
     result = argparse.ArgumentParser(
         prog="tpu_pod.sh",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -87,7 +85,7 @@ examples:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs a launch; its exit status."""
+    """Run a launch; return its exit status."""
     arguments = parser().parse_intermixed_args(argv)
     try:
         request, task = _request(arguments), _job(arguments)
@@ -160,7 +158,7 @@ def _job(arguments: argparse.Namespace) -> Job:
 
 
 def _variables(arguments: argparse.Namespace) -> dict[str, str | None]:
-    """Those of ``--env``; None is left where nothing is launched."""
+    """Return the variables of ``--env``; values may stay None where nothing is launched."""
     result = dict(arguments.env)
     if job.TOKEN in result:
         raise LaunchError(f"--env {job.TOKEN}: tpu_pod.sh sets it itself; leave it out")
@@ -179,7 +177,7 @@ def _rendered(request: SliceRequest, servers: Sequence[SliceRequest], task: Job,
 async def _act(
     request: SliceRequest, servers: Sequence[SliceRequest], task: Job, cloud: Gcloud, arguments: argparse.Namespace
 ) -> int:
-    say = Clock()
+    say = TimedPrinter()
     await cloud.require_login()
     groups = [Slices(each, cloud, say=say, poll=arguments.poll) for each in (request, *servers)]
     slices = Fleet(groups, say=say)
@@ -189,7 +187,7 @@ async def _act(
         return 0
     logs = Logs(arguments.logs_dir or ROOT / "runs" / f"{request.name}.logs", say=say)
     policy = RecoveryPolicy(keep=arguments.keep, max_preemptions=arguments.max_preemptions, poll=arguments.poll)
-    campaign = Campaign(task, slices, cloud, policy, root=ROOT, logs=logs, say=say)
+    campaign = RunController(task, slices, cloud, policy, root=ROOT, logs=logs, say=say)
     async with campaign.until_interrupted():
         if arguments.logs:
             seen = await slices.look()

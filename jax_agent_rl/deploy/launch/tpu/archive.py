@@ -14,7 +14,7 @@ LARGE = 50_000_000
 
 
 def pack(root: Path, target: Path, *, extra: dict[str, bytes]) -> list[str]:
-    """Writes what git tracks, and what it neither tracks nor ignores, to a ``.tar.gz``.
+    """Write what git tracks, and what it neither tracks nor ignores, to a ``.tar.gz``.
 
     Args:
         root: a git checkout.

@@ -1,4 +1,4 @@
-"""A run on slices that may be taken back, from nothing to its exit status.
+"""A run on preemptible slices, from creating them to its exit status.
 
 ::
 
@@ -28,14 +28,13 @@ from secrets import token_hex
 from typing import TypeVar
 
 from jax_agent_rl.deploy.launch.hosts import Command
-from jax_agent_rl.deploy.launch.runner import Interrupted, heard_by
+from jax_agent_rl.deploy.launch.runner import Interrupted, set_on_signal
 from jax_agent_rl.deploy.launch.tpu import archive, job, remote
 from jax_agent_rl.deploy.launch.tpu.fleet import Fleet
 from jax_agent_rl.deploy.launch.tpu.gcloud import Gcloud
 from jax_agent_rl.deploy.launch.tpu.job import HostWorker, Job
 from jax_agent_rl.deploy.launch.tpu.logs import Logs
-from jax_agent_rl.deploy.launch.tpu.retry import patiently, pauses
-from jax_agent_rl.deploy.launch.tpu.slices import Addresses, Preempted, State
+from jax_agent_rl.deploy.launch.tpu.slices import Addresses, Preempted, State, patiently, pauses
 from jax_agent_rl.deploy.launch.tpu.ssh import Connections
 from jax_agent_rl.errors import LaunchError
 
@@ -50,7 +49,7 @@ _OTHERS_SECONDS = 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class RecoveryPolicy:
-    """How far the launcher goes.
+    """Limits of recovery from failures and preemptions.
 
     Attributes:
         keep: leave the slices when the run has ended.
@@ -63,7 +62,7 @@ class RecoveryPolicy:
     poll: float
 
 
-class Campaign:
+class RunController:
     """Runs a job on slices.
 
     Args:
@@ -84,15 +83,15 @@ class Campaign:
 
     @contextlib.asynccontextmanager
     async def until_interrupted(self) -> AsyncIterator[None]:
-        """Ctrl-C and SIGTERM are heard inside; on leaving, no process of this machine is left."""
-        heard_by(self._interrupt)
+        """Handle Ctrl-C and SIGTERM inside; on leaving, no process is left on this machine."""
+        set_on_signal(self._interrupt)
         try:
             yield
         finally:
             await self._connections.stop()
 
     async def run(self, hosts_of: Callable[[Addresses], list[HostWorker]], *, resume: bool) -> int:
-        """The run, through all preemptions; its exit status.
+        """Carry the run through all preemptions; return its exit status.
 
         Args:
             hosts_of: the workers at these addresses.
@@ -136,7 +135,7 @@ class Campaign:
                 how = "--auto-resume" if self._begun else how
 
     async def follow(self, workers: Sequence[HostWorker]) -> int:
-        """Attaches to a run that is under way, or shows what the last one said; its exit status.
+        """Attach to the run under way, or print the last one's output; return its exit status.
 
         Raises:
             LaunchError: the slices have been taken back.
@@ -206,7 +205,7 @@ class Campaign:
     async def _stage(
         self, commands: Sequence[Command], secrets: Mapping[str, str] | None = None, *, tries: int = 1
     ) -> None:
-        """The same on all hosts; all have to succeed, in so many tries."""
+        """Run a command on all hosts; all have to succeed within so many tries."""
         for pause in (*pauses(self._policy.poll, tries - 1), None):
             statuses = await self._watch(self._connections.run_all(commands, self._say, secrets))
             commands = [command for command, status in zip(commands, statuses, strict=True) if status]
@@ -251,17 +250,17 @@ class Campaign:
         return statuses[0] or max(statuses)
 
     async def _signal(self, workers: Sequence[HostWorker], name: str) -> None:
-        """Sends a signal to runs; to one that has ended it is none."""
+        """Send a signal to runs; one that has ended is skipped."""
         await self._connections.run_all([job.send(self._cloud, w, self._job, name) for w in workers], self._say)
 
     async def _end_servers(self, workers: Sequence[HostWorker], watching: Sequence[asyncio.Future[int]]) -> None:
-        """Nobody asks them any more."""
+        """End the rollout servers, which have no clients any more."""
         if watching:
             await self._signal([worker for worker in workers if worker.serves], "INT")
             await asyncio.wait(watching, timeout=_OTHERS_SECONDS)
 
     async def _save(self, workers: Sequence[HostWorker], leader: asyncio.Future[int]) -> None:
-        """A learner that has lost a slice that only samples has something to save."""
+        """Signal a learner that has lost a sampling slice, so that it saves."""
         if leader.done() or not any(worker.serves for worker in workers):
             return
         with contextlib.suppress(LaunchError):  # gcloud may fail, too: then it goes on from an earlier one
@@ -273,7 +272,7 @@ class Campaign:
     async def _statuses(
         self, watching: Sequence[asyncio.Future[int]], looking: asyncio.Future, interrupt: asyncio.Future
     ) -> list[int]:
-        """Of all that learn. Once one has failed, the others end by themselves or are no longer waited for."""
+        """Return the learners' statuses; once one has failed, the others are waited for only a while."""
         left = set(watching)
         limit: float | None = None
         while left:
@@ -289,7 +288,7 @@ class Campaign:
         return [task.result() if task.done() else remote.LOST for task in watching]
 
     async def _follow_host(self, worker: HostWorker) -> int:
-        """Shows what one host says, over as many connections as it takes; the exit status there.
+        """Print one host's output, over as many connections as needed; return the run's exit status.
 
         Raises:
             LaunchError: many connections in a row brought nothing.
@@ -300,7 +299,7 @@ class Campaign:
             await self._connections.run(job.follow(self._cloud, worker, self._job), reader)
             if reader.status is not None:
                 return reader.status
-            if reader.heard:
+            if reader.received:
                 left = pauses(self._policy.poll)
             if (pause := next(left, None)) is None:
                 raise LaunchError(
@@ -316,7 +315,7 @@ class Campaign:
             await self._raise_if_taken_back(looks=1)
 
     async def _raise_if_taken_back(self, *, looks: int) -> bool:
-        """Looks so often; False if gcloud failed every time, which says nothing of the slices."""
+        """Poll the slices repeatedly; return False if gcloud failed every time, which says nothing of the slices."""
         answered = False
         for look in range(looks):
             with contextlib.suppress(LaunchError):
@@ -329,7 +328,7 @@ class Campaign:
         return answered
 
     async def _stop_when_interrupted(self, workers: Sequence[HostWorker]) -> None:
-        """First Ctrl-C: the run saves and ends. Second: it goes on without this launcher.
+        """Handle Ctrl-C: the first makes the run save and end, the second detaches this launcher.
 
         Raises:
             Interrupted: the second time.
@@ -337,7 +336,7 @@ class Campaign:
         await self._interrupt.wait()
         self._say("interrupted: the run saves a checkpoint and ends (once more: leave it running)")
         again = asyncio.Event()
-        heard_by(again)
+        set_on_signal(again)
         telling = asyncio.ensure_future(self._tell_to_end(workers[0]))
         try:
             await again.wait()
@@ -347,7 +346,7 @@ class Campaign:
         raise Interrupted
 
     async def _tell_to_end(self, leader: HostWorker) -> None:
-        """Sends the signal until it has come through, or there is no run any more."""
+        """Send the signal until it has come through, or no run is left."""
         for pause in pauses(self._policy.poll):
             status = await self._connections.run(job.send(self._cloud, leader, self._job, "INT"), self._say)
             if status in (0, remote.NO_RUN):
@@ -359,7 +358,7 @@ class Campaign:
         return await patiently(act, poll=self._policy.poll, say=self._say, **how)
 
     async def _watch(self, wanted: Awaitable[T]) -> T:
-        """Awaits, but not past an interruption."""
+        """Await work, but not past an interruption."""
         work = asyncio.ensure_future(wanted)
         interrupt = asyncio.ensure_future(self._interrupt.wait())
         try:
@@ -379,7 +378,7 @@ class Campaign:
             self._say(f"the slice stays ({why}) and costs until you give --delete")
         else:
             self._interrupt = asyncio.Event()  # what came before was for the run
-            heard_by(self._interrupt)
+            set_on_signal(self._interrupt)
             between_tries = lambda seconds: self._watch(asyncio.sleep(seconds))  # noqa: E731
             await self._patiently(self._slices.delete, sleep=between_tries)
             self._say(f"the run is in {self._job.kept}")

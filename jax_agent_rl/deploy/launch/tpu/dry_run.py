@@ -1,4 +1,4 @@
-"""What a launch would do, as text: ``#`` says what for, ``+`` begins a command."""
+"""What a launch would do, as text: ``#`` explains, ``+`` begins a command."""
 
 from __future__ import annotations
 
@@ -15,9 +15,14 @@ from jax_agent_rl.deploy.launch.tpu.job import Job
 def lines(
     request: SliceRequest, task: Job, cloud: Gcloud, *, resume: bool, keep: bool, servers: Sequence[SliceRequest] = ()
 ) -> list[str]:
-    """Every command of a launch that meets no trouble, in order; all hosts, or slices, of a stage at the same time.
+    """Return every command of an undisturbed launch, in order; hosts or slices of a stage work concurrently.
 
     Args:
+        request: the learner's slices.
+        task: what to run.
+        cloud: makes the commands.
+        resume: with ``--resume``.
+        keep: with ``--keep``.
         servers: slices that only sample.
     """
     addresses = [("",) * request.topology.hosts] * request.slices + [(f"ADDRESS-OF-{s.name}",) for s in servers]

@@ -1,4 +1,4 @@
-"""gcloud: what is said to it, in one place, and what its errors mean.
+"""Calls of gcloud, in one place, and the meaning of its errors.
 
 The functions that return tuples say what to call; :class:`Gcloud` alone calls it. Flags are those of the general
 release track: no ``alpha`` component is needed.
@@ -62,7 +62,7 @@ class SliceRequest:
 
 
 def create(request: SliceRequest) -> tuple[str, ...]:
-    """Asks for the slices; of a queued resource, only puts it into the queue."""
+    """Return the call that requests the slices, or puts a queued resource into the queue."""
     kind = f"--accelerator-type={request.topology.accelerator_type}"
     spot = ("--spot",) if request.spot else ()
     if not request.by_queue:
@@ -78,60 +78,60 @@ def create(request: SliceRequest) -> tuple[str, ...]:
 
 
 def delete(request: SliceRequest) -> tuple[str, ...]:
-    """Gives the slices back and ends what they cost."""
+    """Return the call that deletes the slices and ends their cost."""
     return delete_queued(request.name) if request.by_queue else delete_node(request.name)
 
 
 def delete_queued(name: str) -> tuple[str, ...]:
-    """Gives a queued resource back with all its slices."""
+    """Return the call that deletes a queued resource with all its slices."""
     return (*_TPUS, "queued-resources", "delete", name, "--force")
 
 
 def delete_node(name: str) -> tuple[str, ...]:
-    """Gives one slice back."""
+    """Return the call that deletes one slice."""
     return (*_TPUS, "tpu-vm", "delete", name)
 
 
 def describe(request: SliceRequest) -> tuple[str, ...]:
-    """The state of the slice, or of the queued resource."""
+    """Return the calls that show the state of the slice, or of the queued resource."""
     if request.by_queue:
         return (*_TPUS, "queued-resources", "describe", request.name, "--format=json")
     return describe_node(request.name)
 
 
 def describe_node(node: str) -> tuple[str, ...]:
-    """State and hosts of one slice."""
+    """Return the call for state and hosts of one slice."""
     return (*_TPUS, "tpu-vm", "describe", node, "--format=json")
 
 
 def list_queued() -> tuple[str, ...]:
-    """All queued resources of the zone."""
+    """Return the call that lists the zone's queued resources."""
     return (*_TPUS, "queued-resources", "list", "--format=json")
 
 
 def list_nodes() -> tuple[str, ...]:
-    """All slices of the zone."""
+    """Return the call that lists the zone's slices."""
     return (*_TPUS, "tpu-vm", "list", "--format=json")
 
 
 def look(request: SliceRequest) -> list[tuple[str, ...]]:
-    """All that a look at the slices asks: of a queued resource that is active, the state of each of its slices, too."""
+    """Return the calls of one poll: for an active queued resource, also the state of each of its slices."""
     nodes = [describe_node(node) for node in request.nodes] if request.by_queue else []
     return [describe(request), *nodes]
 
 
 def accelerator_types() -> tuple[str, ...]:
-    """What the zone has."""
+    """Return the call that lists the zone's accelerator types."""
     return (*_TPUS, "tpu-vm", "accelerator-types", "list", "--format=json")
 
 
 def ssh(node: str, worker: int, command: str) -> tuple[str, ...]:
-    """A shell command on one host. (``--worker=all`` mixes all hosts' lines and needs ssh-agent.)"""
+    """Return the call that runs a shell command on one host (``--worker=all`` mixes lines and needs ssh-agent)."""
     return (*_TPUS, "tpu-vm", "ssh", node, f"--worker={worker}", f"--command={command}")
 
 
 def scp(node: str, worker: int, source: str, target: str) -> tuple[str, ...]:
-    """A file to one host's home folder."""
+    """Return the call that copies a file to one host's home folder."""
     return (*_TPUS, "tpu-vm", "scp", source, f"{node}:{target}", f"--worker={worker}")
 
 
@@ -187,7 +187,7 @@ _FIXES: tuple[tuple[str, str], ...] = (
 
 
 def fix_of(message: str) -> str:
-    """What to do about an error of gcloud's; empty if it is not one of the known ones."""
+    """Return advice on an error of gcloud's; empty if it is not one of the known ones."""
     return next((fix for pattern, fix in _FIXES if re.search(pattern, message, re.IGNORECASE)), "")
 
 
@@ -203,7 +203,7 @@ def _error(arguments: Sequence[str], message: str) -> LaunchError:
 
 
 class Gcloud:
-    """Calls gcloud.
+    """Client of the gcloud program.
 
     Args:
         project: None: the one gcloud is set to.
@@ -215,15 +215,15 @@ class Gcloud:
         self._where = (f"--zone={zone}", *((f"--project={project}",) if project else ()))
 
     def argv(self, arguments: Sequence[str]) -> list[str]:
-        """The whole command; it never asks anything."""
+        """Return the whole command, which never prompts."""
         return ["gcloud", *arguments, *(self._where if arguments[0] == "compute" else ()), "--quiet"]
 
     def command(self, name: str, arguments: Sequence[str]) -> Command:
-        """The same, for what shows its output line by line under a name."""
+        """Return a command whose output is printed line by line under a name."""
         return Command(name=name, host=_HERE, argv=tuple(self.argv(arguments)))
 
     async def read(self, arguments: Sequence[str]) -> str:
-        """Its standard output.
+        """Run a call and return its standard output.
 
         Raises:
             LaunchTargetError: the resource is not there.
@@ -255,7 +255,7 @@ class Gcloud:
         return output.decode(errors="replace")
 
     async def read_json(self, arguments: Sequence[str]) -> Any:
-        """Its standard output as JSON."""
+        """Run a call and return its standard output, parsed as JSON."""
         text = await self.read(arguments)
         try:
             return json.loads(text)
@@ -263,11 +263,11 @@ class Gcloud:
             raise LaunchError(f"gcloud {' '.join(arguments[:4])}: not JSON: {text[:200]!r}") from None
 
     def login(self) -> list[tuple[str, ...]]:
-        """What :meth:`require_login` asks."""
+        """Return the calls that :meth:`require_login` makes."""
         return [_ACCOUNT] if self._project else [_ACCOUNT, _PROJECT]
 
     async def require_login(self) -> None:
-        """Raises :class:`LaunchError` if gcloud is missing, nobody is logged in, or no project is chosen."""
+        """Raise :class:`LaunchError` if gcloud is missing, nobody is logged in, or no project is chosen."""
         missing = {
             _ACCOUNT: "nobody is logged in to gcloud: gcloud auth login",
             _PROJECT: "no Google Cloud project is chosen: give --project, or gcloud config set project PROJECT",

@@ -1,4 +1,4 @@
-"""What is run on the hosts, as data: the dry run prints it, the campaign runs it. Nothing here does anything."""
+"""Commands on the hosts, as data: the dry run prints them, the controller runs them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _BUCKET = re.compile(r"gs://[a-z0-9][-a-z0-9._]*(/.*)?")
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What to train, and how it is kept.
+    """What to train, and where it is kept.
 
     Attributes:
         name: of the run, in the bucket and on the hosts.
@@ -75,11 +75,11 @@ class Job:
 
     @property
     def run_folder(self) -> str:
-        """On host 0, below the project's folder."""
+        """The run folder on host 0, below the project's folder."""
         return f"runs/{self.name}"
 
     def secrets(self, token: str | None = None) -> Mapping[str, str] | None:
-        """What goes to a host through the connection; None if nothing does.
+        """Return what goes to a host through the connection; None if nothing does.
 
         Args:
             token: between learner and rollout servers.
@@ -115,14 +115,15 @@ class HostWorker:
 
     @property
     def name(self) -> str:
-        """What its lines begin with."""
+        """The prefix of its output lines."""
         return f"{'rollout' if self.serves else 'host'}-{self.number}"
 
 
 def workers(request: SliceRequest, addresses: Addresses, servers: Sequence[SliceRequest] = ()) -> list[HostWorker]:
-    """All hosts that learn, slice by slice: the order in which jax numbers processes. Then those that only sample.
+    """Return the learners' hosts, slice by slice (the order of jax's processes), then the sampling ones.
 
     Args:
+        request: the learner's slices.
         addresses: of the hosts of each slice, the servers' last.
         servers: a slice of one host each.
     """
@@ -139,7 +140,7 @@ def workers(request: SliceRequest, addresses: Addresses, servers: Sequence[Slice
 
 
 def servers_of(request: SliceRequest, count: int, topology: Topology) -> list[SliceRequest]:
-    """A slice of one host for each rollout server.
+    """Return a slice of one host for each rollout server.
 
     Raises:
         LaunchError: the topology has more than one host.
@@ -156,7 +157,7 @@ def servers_of(request: SliceRequest, count: int, topology: Topology) -> list[Sl
 
 
 def require_keepable(request: SliceRequest, job: Job) -> None:
-    """Raises :class:`LaunchError` if a run of several hosts, or one that may be taken back, has nowhere to be kept."""
+    """Raise :class:`LaunchError` if a run of several hosts, or a preemptible one, has no bucket."""
     several = request.slices * request.topology.hosts > 1
     if job.bucket is None and (several or request.spot or request.queued):
         why = "several hosts share no disk" if several else "what is taken back takes its disk along"
@@ -164,9 +165,10 @@ def require_keepable(request: SliceRequest, job: Job) -> None:
 
 
 def require_overrides(overrides: Sequence[str], *, split: bool = False) -> None:
-    """Raises :class:`LaunchError` for an override that is none, or would come to nothing.
+    """Raise :class:`LaunchError` for a malformed override, or one that would have no effect.
 
     Args:
+        overrides: of the command line.
         split: with ``--rollout-hosts``.
     """
     own = OWN_KEYS + SPLIT_KEYS * split
@@ -181,12 +183,12 @@ def require_overrides(overrides: Sequence[str], *, split: bool = False) -> None:
 
 
 def copy(cloud: Gcloud, worker: HostWorker, archive: Path) -> Command:
-    """The archive to a host's home folder."""
+    """Return the command that copies the archive to a host's home folder."""
     return cloud.command(worker.name, gcloud.scp(worker.node, worker.index, str(archive), ARCHIVE))
 
 
 def set_up(cloud: Gcloud, worker: HostWorker, job: Job) -> Command:
-    """Code, environment, model and data, in one connection.
+    """Return the command that sets up code, environment, model and data, in one connection.
 
     What the copy before had brought is removed first, so that a file that is gone here is gone there; what has been
     made in the folder since stays. With variables it reads them from its input.
@@ -208,9 +210,12 @@ def set_up(cloud: Gcloud, worker: HostWorker, job: Job) -> Command:
 
 
 def start(cloud: Gcloud, worker: HostWorker, job: Job, *, resume: str | None, urls: Sequence[str] = ()) -> Command:
-    """The run's process of a host: the same command on all that learn, which find each other by themselves.
+    """Return the command that starts the run on a host; learning hosts run the same one and find each other.
 
     Args:
+        cloud: makes the command.
+        worker: the host.
+        job: what to run.
         resume: ``--resume``, ``--auto-resume`` or None.
         urls: of the rollout servers, if there are any; then the command reads the secret from its input, as it does
             with variables.
@@ -236,14 +241,14 @@ def start(cloud: Gcloud, worker: HostWorker, job: Job, *, resume: str | None, ur
 
 
 def serving(config: str, job: Job) -> list[str]:
-    """The command of a rollout server, behind the program's name."""
+    """Return the arguments of a rollout server."""
     listening = ["--host=0.0.0.0", f"--port={job.port}"]
     own = [f"rollout.token_env={TOKEN}", *([f"rollout.weight_dir={job.kept}/weights"] if job.kept else [])]
     return ["rollout-server", "--config", config, *listening, *job.overrides, *own]
 
 
 def asking(job: Job, urls: Sequence[str]) -> list[str]:
-    """Settings of those that learn with rollout servers at ``urls``."""
+    """Return settings of the learners for rollout servers at ``urls``."""
     own = ["rollout.backend=remote", f"rollout.urls=[{','.join(urls)}]", f"rollout.token_env={TOKEN}"]
     if job.kept:
         own += ["rollout.weight_transport=tensorstore", f"rollout.weight_dir={job.kept}/weights"]
@@ -251,12 +256,12 @@ def asking(job: Job, urls: Sequence[str]) -> list[str]:
 
 
 def urls_of(workers: Sequence[HostWorker], job: Job) -> list[str]:
-    """Where the rollout servers among these are reached."""
+    """Return the URLs of the rollout servers among these."""
     return [f"http://{worker.address}:{job.port}" for worker in workers if worker.serves]
 
 
 def until_listening(cloud: Gcloud, worker: HostWorker, job: Job) -> Command:
-    """Ends when the rollout server of a host has loaded and compiled; fails if it has ended."""
+    """Return the command that ends when a host's rollout server listens, and fails if it has ended."""
     return _on(cloud, worker, f"cd {CODE} && {_remote(['listening', _folder(job), f'--port={job.port}'])}")
 
 
@@ -268,18 +273,18 @@ def _own_settings(worker: HostWorker, job: Job, urls: Sequence[str]) -> list[str
 
 
 def follow(cloud: Gcloud, worker: HostWorker, job: Job) -> Command:
-    """What the run says on a host; the last line is its exit status."""
+    """Return the command that prints the run's output on a host; the last line is its exit status."""
     return _on(cloud, worker, f"cd {CODE} && {_remote(['follow', _folder(job)])}")
 
 
 def running(worker: HostWorker, job: Job) -> tuple[str, ...]:
-    """Says ``yes`` if a run is under way on a host, else ``no``; it fails only if the host cannot be asked."""
+    """Return the call that prints ``yes`` if a run is under way on a host, else ``no``."""
     asked = f"cd {CODE} && {_remote(['running', _folder(job)])}"
     return gcloud.ssh(worker.node, worker.index, f"if {asked}; then echo yes; else echo no; fi")
 
 
 def send(cloud: Gcloud, worker: HostWorker, job: Job, name: str) -> Command:
-    """A signal to the run on a host."""
+    """Return the command that signals the run on a host."""
     return _on(cloud, worker, f"cd {CODE} && {_remote(['signal', _folder(job), f'--signal={name}'])}")
 
 
@@ -292,7 +297,7 @@ def _remote(arguments: Sequence[str]) -> str:
 
 
 def _venv() -> str:
-    """As the host's shell sees it."""
+    """Return the environment's folder, as the host's shell sees it."""
     return f"${{JAX_AGENT_RL_VENV:-$HOME/{CODE}/.venv-tpu}}"
 
 

@@ -1,4 +1,4 @@
-"""What the hosts say: every line once, on the screen under the host's name and in a file of its own."""
+"""The hosts' output: every line once, on the screen under the host's name and in a file per host."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ class Logs:
         self._found = False
 
     def new_run(self) -> None:
-        """The lines of the hosts' next run are numbered from 1 again."""
+        """Expect the hosts' next run, whose lines are numbered from 1 again."""
         self._seen.clear()
         self._found = False
 
     def found_run(self) -> None:
-        """Another launcher has started the run: its lines, which come from the first, may be in the files already."""
+        """Expect a run of another launcher, all of whose lines come; the files may have some already."""
         self._seen.clear()
         self._found = True
 
     def reader(self, host: str) -> Reader:
-        """For the lines of one connection to a host."""
+        """Return a reader of one connection's lines."""
         self.folder.mkdir(parents=True, exist_ok=True)
         return Reader(self, host)
 
     def take(self, host: str, number: int, text: str) -> None:
-        """A line of a host's run; not again if it came over an earlier connection."""
+        """Print and log a line of a host's run, unless an earlier connection brought it."""
         if number <= self._seen.get(host, 0):
             return
         mode = "w" if self._found and host not in self._seen else "a"
@@ -50,26 +50,26 @@ class Logs:
         self._say(f"[{host}] {text}")
 
     def show(self, line: str) -> None:
-        """A line that is not the run's, but gcloud's."""
+        """Print a line that is gcloud's, not the run's."""
         self._say(line)
 
 
 class Reader:
-    """Takes the lines of one connection to a host: those of ``remote.follow``, and others from gcloud itself.
+    """Reader of one connection to a host: lines of ``remote.follow``, and others of gcloud itself.
 
     Attributes:
-        heard: the run's log has come through it.
+        received: the run's log has come through it.
         status: the run's exit status, once that has come; without it, the connection broke.
     """
 
     def __init__(self, logs: Logs, host: str) -> None:
         self._logs, self._host = logs, host
-        self.heard = False
+        self.received = False
         self.status: int | None = None
 
     def __call__(self, line: str) -> None:
         if match := _NUMBERED.fullmatch(line):
-            self.heard = True
+            self.received = True
             self._logs.take(self._host, int(match["number"]), match["text"])
         elif match := _END.fullmatch(line):
             self.status = int(match["status"])

@@ -43,27 +43,27 @@ _SELF = ("-m", "jax_agent_rl.deploy.launch.tpu.remote")
 
 @dataclass(frozen=True, kw_only=True)
 class Files:
-    """What a run leaves in its folder."""
+    """Files of a run in its folder."""
 
     folder: Path
 
     @property
     def log(self) -> Path:
-        """Everything it says."""
+        """The file of all its output."""
         return self.folder / "output.log"
 
     @property
     def process(self) -> Path:
-        """Ids of supervisor and command, a line each, the second once it has started."""
+        """The file with the ids of supervisor and command, a line each, the second once it has started."""
         return self.folder / "process"
 
     @property
     def status(self) -> Path:
-        """Exit status, once it has ended."""
+        """The file with the exit status, once it has ended."""
         return self.folder / "status"
 
     def ids(self) -> list[int]:
-        """Those of :attr:`process`; empty if nothing has been started."""
+        """Return the ids of :attr:`process`; empty if nothing was started."""
         try:
             return [int(line) for line in self.process.read_text().splitlines()]
         except FileNotFoundError:
@@ -85,7 +85,7 @@ def _lives(pid: int) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Keeping:
-    """What of a run goes to a bucket, where it outlives the host.
+    """Copies of a run's files in a bucket, where they outlive the host.
 
     Attributes:
         bucket: ``gs://…`` of the run; None: nothing goes anywhere.
@@ -102,13 +102,13 @@ class Keeping:
     every: float
 
     def due(self, files: Files) -> list[Path]:
-        """What goes there; a run folder only once it is there."""
+        """Copy files there; a run folder only once it exists."""
         folder = [Path(self.run_folder)] if self.run_folder and Path(self.run_folder).is_dir() else []
         return [files.log, *folder] if self.bucket else []
 
 
 def supervise(files: Files, keeping: Keeping, command: Sequence[str]) -> int:
-    """Runs the command to its end, its output in the log; the exit status, which is written, too."""
+    """Run the command to its end, its output in the log; write and return the exit status."""
     _write(files.process, f"{os.getpid()}\n")
     stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
     with files.log.open("ab", buffering=0) as log:
@@ -142,7 +142,7 @@ def supervise(files: Files, keeping: Keeping, command: Sequence[str]) -> int:
 
 
 def _restore(keeping: Keeping, log: BinaryIO) -> None:
-    """The run folder as it was last kept; a run that was lost before that has none."""
+    """Restore the run folder as it was last kept; a run that was lost before that has none."""
     source = f"{keeping.bucket}/run"
     if keeping.run_folder and _storage("ls", source, log=None):
         Path(keeping.run_folder).mkdir(parents=True, exist_ok=True)
@@ -150,7 +150,7 @@ def _restore(keeping: Keeping, log: BinaryIO) -> None:
 
 
 def _keep(keeping: Keeping, files: Files, stamp: str, log: BinaryIO) -> bool:
-    """Copies what a bucket should have; False if that failed, which the next time makes good."""
+    """Copy what a bucket should have; return False if that failed, which the next copy makes good."""
     target = f"{keeping.bucket}/logs/{keeping.host}-{stamp}.log"
     done = [
         _storage("rsync", "--recursive", str(place), f"{keeping.bucket}/run", log=log)
@@ -162,7 +162,7 @@ def _keep(keeping: Keeping, files: Files, stamp: str, log: BinaryIO) -> bool:
 
 
 def _signature(places: Sequence[Path]) -> list[tuple[str, int, int]]:
-    """Changes when a file of these is written."""
+    """Return a value that changes when one of these files is written."""
     found = []
     for place in places:
         for file in place.rglob("*") if place.is_dir() else [place]:
@@ -173,7 +173,7 @@ def _signature(places: Sequence[Path]) -> list[tuple[str, int, int]]:
 
 
 def _storage(*arguments: str, log: BinaryIO | None) -> bool:
-    """Calls ``gcloud storage``; False if that failed, with its words in the log."""
+    """Call ``gcloud storage``; return False if that failed, with its words in the log."""
     command = ["gcloud", "storage", *arguments, "--quiet"]
     try:
         result = subprocess.run(
@@ -196,16 +196,18 @@ def _conclude(files: Files, status: int) -> int:
 
 
 def _write(file: Path, text: str) -> None:
-    """Whole or not at all."""
+    """Write a file atomically."""
     beside = file.with_name(f".{file.name}")
     beside.write_text(text)
     beside.replace(file)
 
 
 def start(files: Files, arguments: Sequence[str], secrets: str) -> int:
-    """Starts a supervisor with these arguments, unless one is under way; 0 if it has begun.
+    """Start a supervisor with these arguments, unless one is running; return 0 once it has begun.
 
     Args:
+        files: of the run.
+        arguments: of the supervisor.
         secrets: environment variables of what it runs, as JSON.
     """
     files.folder.mkdir(parents=True, exist_ok=True)
@@ -234,7 +236,7 @@ def start(files: Files, arguments: Sequence[str], secrets: str) -> int:
 
 
 def follow(files: Files) -> int:
-    """Prints the log, each line as ``NUMBER|TEXT``, until the run has ended, then ``end|STATUS``; that status."""
+    """Print the log, each line as ``NUMBER|TEXT``, until the run has ended, then ``end|STATUS``; return that status."""
     status = _show(files)
     print(f"end|{status}", flush=True)
     return status
@@ -261,7 +263,7 @@ def _show(files: Files) -> int:
 
 
 def listening(files: Files, port: int) -> int:
-    """Waits until something of this host listens; 0, or :data:`NO_RUN` once the run has ended."""
+    """Wait until something on this host listens; return 0, or :data:`NO_RUN` once the run has ended."""
     while files.under_way():
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=_POLL_SECONDS):
             return 0
@@ -271,7 +273,7 @@ def listening(files: Files, port: int) -> int:
 
 
 def send(files: Files, number: int) -> int:
-    """Sends a signal to the command and all it has started; 0, or :data:`NO_RUN`.
+    """Signal the command and all it has started; return 0, or :data:`NO_RUN`.
 
     SIGKILL is for making room: then it returns when the run has ended, its log kept.
     """
@@ -288,7 +290,7 @@ def send(files: Files, number: int) -> int:
 
 
 def run_with(secrets: str, command: Sequence[str], folder: Path) -> int:
-    """Runs a command in a folder, with these environment variables, as JSON; its exit status."""
+    """Run a command in a folder, with environment variables given as JSON; return its exit status."""
     if not secrets:
         print("the connection broke before the variables had come", flush=True)
         return NO_RUN
@@ -297,7 +299,7 @@ def run_with(secrets: str, command: Sequence[str], folder: Path) -> int:
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command line; see the module."""
+    """Run the command line; see the module."""
     parser = argparse.ArgumentParser(prog="remote")
     parser.add_argument("action", choices=["start", "supervise", "follow", "signal", "running", "listening", "with"])
     parser.add_argument("folder", type=Path)

@@ -31,10 +31,12 @@ def render(
     restarts: int,
     root: Path,
 ) -> str:
-    """The text of a template in ``launch/templates``.
+    """Render a template of ``launch/templates``.
 
     Args:
         kind: a key of :data:`KINDS`.
+        request: the learner's slices.
+        task: what to run.
         servers: slices of one host each, alike, that only sample.
         image: with the project in ``/app`` and its programs on PATH, for GKE.
         restarts: how often a lost host may start all of them again.
@@ -98,7 +100,7 @@ def _gke(
 
 
 def _pods(topology: Topology, task: Job, program: list[str]) -> Mapping[str, Any]:
-    """What the pods of a slice are."""
+    """Return what the pods of a slice are."""
     command = f"exec {shlex.join(program)}"
     return {
         "hosts": topology.hosts,

@@ -1,18 +1,57 @@
-"""The life of the slices: made or found, waited for, looked after, given back."""
+"""The life of the slices: created or found, awaited, watched, deleted."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, TypeVar
 
 from jax_agent_rl.deploy.launch.tpu import gcloud
 from jax_agent_rl.deploy.launch.tpu.gcloud import Gcloud, SliceRequest
-from jax_agent_rl.deploy.launch.tpu.retry import patiently
 from jax_agent_rl.errors import LaunchError, LaunchTargetError, LaunchUnansweredError
+
+T = TypeVar("T")
+_TRIES = 20
+_LONGEST = 16
+
+
+def pauses(poll: float, tries: int = _TRIES) -> Iterator[float]:
+    """Yield the growing seconds before each retry: an hour and more in all for a ``poll`` of 15 s."""
+    for number in range(tries):
+        yield poll * min(2**number, _LONGEST)
+
+
+async def patiently(
+    act: Callable[[], Awaitable[T]],
+    *,
+    poll: float,
+    say: Callable[[str], None],
+    sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
+) -> T:
+    """Retry through failures of the network and of gcloud, as nobody may be there to start again.
+
+    Args:
+        act: may be done twice.
+        poll: seconds before the first retry; later ones wait longer.
+        say: prints a line.
+        sleep: between two tries.
+
+    Raises:
+        LaunchError: gcloud refuses, or has failed many times in a row.
+    """
+    left = pauses(poll)
+    while True:
+        try:
+            return await act()
+        except LaunchUnansweredError as error:
+            if (pause := next(left, None)) is None:
+                raise
+            say(f"{error}\ntrying again in {pause:.0f} s")
+            await sleep(pause)
+
 
 _PROGRESS_SECONDS = 30.0
 
@@ -22,7 +61,7 @@ Addresses = tuple[tuple[str, ...], ...]
 
 
 class Preempted(Exception):
-    """The slices were taken back."""
+    """The slices were preempted."""
 
 
 class State(Enum):
@@ -49,8 +88,8 @@ _QUEUE_STATES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seen:
-    """One look at the slices.
+class SliceStatus:
+    """Result of one poll of the slices.
 
     Attributes:
         state: what it means; with several slices, of the worst.
@@ -80,11 +119,11 @@ class Slices:
 
     @property
     def name(self) -> str:
-        """gcloud's, of the slice or of the queued resource."""
+        """Gcloud's name of the slice or the queued resource."""
         return self._request.name
 
-    async def look(self) -> Seen:
-        """Asks for the state once.
+    async def look(self) -> SliceStatus:
+        """Query the state once.
 
         Raises:
             LaunchError: something of this name is there, but it is not what was asked for.
@@ -94,20 +133,20 @@ class Slices:
         try:
             answer = await self._cloud.read_json(first)
         except LaunchTargetError:
-            return Seen(state=State.ABSENT, word="NOT_FOUND")
+            return SliceStatus(state=State.ABSENT, word="NOT_FOUND")
         if not request.by_queue:
             return self._seen_nodes([answer])
         word = answer.get("state", {}).get("state", "STATE_UNSPECIFIED")
         state = _QUEUE_STATES.get(word, State.WAITING)
         if state is not State.READY:
-            return Seen(state=state, word=word, why=_why(answer))
+            return SliceStatus(state=state, word=word, why=_why(answer))
         try:
             nodes = [await self._cloud.read_json(question) for question in of_nodes]
         except LaunchTargetError:
-            return Seen(state=State.LOST, word="NOT_FOUND")
+            return SliceStatus(state=State.LOST, word="NOT_FOUND")
         return self._seen_nodes(nodes)
 
-    def _seen_nodes(self, nodes: list[dict[str, Any]]) -> Seen:
+    def _seen_nodes(self, nodes: list[dict[str, Any]]) -> SliceStatus:
         wanted = self._request.topology.accelerator_type
         for node in nodes:
             if node.get("acceleratorType", wanted) != wanted:
@@ -120,10 +159,10 @@ class Slices:
         worst = next((s for s in (State.LOST, State.WAITING) if s in states), State.READY)
         word = words[states.index(worst)]
         hosts = tuple(map(_addresses, nodes)) if worst is State.READY else ()
-        return Seen(state=worst, word=word, hosts=hosts)
+        return SliceStatus(state=worst, word=word, hosts=hosts)
 
     async def ensure(self) -> Addresses:
-        """Makes the slices, or takes those that are there, and waits until they are ready.
+        """Create the slices, or take existing ones, and wait until they are ready.
 
         Returns:
             the hosts of each slice.
@@ -137,7 +176,7 @@ class Slices:
         if seen.state in (State.LOST, State.FAILED):
             self._say(f"{request.name} is {seen.word}: {seen.state.value}")
             await self.delete()
-            seen = Seen(state=State.ABSENT, word="NOT_FOUND")
+            seen = SliceStatus(state=State.ABSENT, word="NOT_FOUND")
         if seen.state is State.ABSENT:
             await self._require_kind()
             self._say(f"creating {request.name}: {request}")
@@ -158,7 +197,7 @@ class Slices:
         self.created = True
 
     async def _require_kind(self) -> None:
-        """Raises :class:`LaunchError` if the zone has no such chips."""
+        """Raise :class:`LaunchError` if the zone has no such chips."""
         wanted = self._request.topology.accelerator_type
         listed = await self._cloud.read_json(gcloud.accelerator_types())
         found = {entry.get("type") or entry["name"].rpartition("/")[2] for entry in listed}
@@ -196,7 +235,7 @@ class Slices:
         return seen.hosts
 
     async def delete(self) -> bool:
-        """Gives the slices back; False if there are none."""
+        """Delete the slices; return False if there are none."""
         self._say(f"deleting {self._request.name}")
         try:
             work = self._cloud.read(gcloud.delete(self._request))

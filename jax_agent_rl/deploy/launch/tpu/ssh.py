@@ -1,4 +1,4 @@
-"""Commands on hosts, many at a time: each is a process of this machine, and none is left behind."""
+"""Concurrent commands on hosts: each is a process of this machine, and none is left behind."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _AT_ONCE = 16
 
 
 class Connections:
-    """What is under way.
+    """Commands under way on hosts.
 
     Args:
         root: the project's folder.
@@ -25,9 +25,10 @@ class Connections:
         self._processes: list[Process] = []
 
     async def run(self, command: Command, say: Callable[[str], None], secrets: Mapping[str, str] | None = None) -> int:
-        """Runs a command to its end; its exit status.
+        """Run a command to its end; return its exit status.
 
         Args:
+            command: what to run, and where.
             say: takes each line of what it says.
             secrets: variables that it reads from its input.
         """
@@ -40,7 +41,7 @@ class Connections:
     async def run_all(
         self, commands: Sequence[Command], say: Callable[[str], None], secrets: Mapping[str, str] | None = None
     ) -> list[int]:
-        """The same on all hosts; their exit statuses."""
+        """Run commands on all hosts; return their exit statuses."""
         places = asyncio.Semaphore(_AT_ONCE)
 
         async def one(command: Command) -> int:
@@ -50,5 +51,5 @@ class Connections:
         return await asyncio.gather(*map(one, commands))
 
     async def stop(self) -> None:
-        """Ends what was left when somebody stopped waiting for it."""
+        """End the processes left over when their caller stopped waiting."""
         await asyncio.gather(*(process.stop() for process in self._processes))

@@ -1,4 +1,4 @@
-"""Slices by name: ``v5e:4x4`` is a generation and how its chips are laid out; here is what gcloud calls it."""
+"""Slices by name: ``v5e:4x4`` is a generation and the layout of its chips; here in gcloud's terms."""
 
 from __future__ import annotations
 
@@ -7,10 +7,16 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from jax_agent_rl.deploy.tpu_shapes import SHAPES
 from jax_agent_rl.errors import LaunchError
 from jax_agent_rl.utils.text import did_you_mean
 
+_FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
+_CUBIC = (
+    *("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8"),
+    *("8x8x16", "8x16x16", "16x16x16"),
+)
+SHAPES: Mapping[str, tuple[str, ...]] = {"v4": _CUBIC[:-1], "v5e": _FLAT, "v5p": _CUBIC, "v6e": _FLAT}
+"""Slices of Google Cloud by generation, from the smallest on: those an accelerator type stands for."""
 _CHIPS_PER_HOST = 4
 _LARGEST_SINGLE_HOST = 8
 _SEVERAL = re.compile(r"(?P<slices>\d+)\*(?P<name>.+)")
@@ -65,12 +71,12 @@ class Topology:
 
     @property
     def name(self) -> str:
-        """As the user writes it."""
+        """The name as the user writes it."""
         return f"{self.generation}:{self.shape}"
 
     @property
     def kind(self) -> Generation:
-        """What its generation has in common."""
+        """The generation's properties."""
         return GENERATIONS[self.generation]
 
     @property
@@ -96,7 +102,7 @@ class Topology:
 
 
 def parse(name: str) -> Topology:
-    """The topology ``v5e:4x4`` names.
+    """Parse a topology such as ``v5e:4x4``.
 
     Raises:
         LaunchError: it names none, or none that a Cloud TPU VM can have.

@@ -24,7 +24,7 @@ from jax_agent_rl.tool_server.sandbox.process import SandboxProcess
 
 
 async def run_tests(isolation: Isolation, program: str, tests: str, limits: SandboxLimits) -> SandboxResult:
-    """Runs tests of a program.
+    """Run tests of a program.
 
     Args:
         isolation: how either side is kept apart.

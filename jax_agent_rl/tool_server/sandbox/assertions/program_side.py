@@ -18,7 +18,7 @@ _TRACE_CHARS = 4000
 
 
 class ProgramSide(Peer):
-    """Serves requests of the tests."""
+    """The program's end of the connection, which serves requests of the tests."""
 
     def __init__(self, incoming, outgoing, namespace):
         super().__init__(incoming, outgoing)
@@ -38,7 +38,7 @@ class ProgramSide(Peer):
         return _Callback(self, reference["callback"])
 
     def call_back(self, number, args, kwargs):
-        """Calls a function of the tests."""
+        """Call a function of the tests."""
         with self._talking:
             self.send({"callback": number, "args": self.encode(list(args)), "kwargs": self.encode(kwargs)})
             reply = self.receive()
@@ -47,7 +47,7 @@ class ProgramSide(Peer):
         return self.decode(reply["value"])
 
     def serve(self):
-        """Answers requests until there are no more."""
+        """Answer requests until there are no more."""
         process = os.getpid()
         while True:
             try:
@@ -112,7 +112,7 @@ _OPERATIONS = {
 
 
 def main():
-    """See the module."""
+    """Run the program, then serve calls of it."""
     incoming, outgoing = map(int, sys.argv[1:])
     program = sys.modules["__main__"] = types.ModuleType("__main__")  # so that pickling what it defines works
     sys.argv = ["main.py"]

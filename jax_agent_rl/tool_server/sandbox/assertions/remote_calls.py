@@ -51,7 +51,7 @@ class Peer:
         self._outgoing = outgoing
 
     def send(self, message):
-        """Sends one message."""
+        """Send one message."""
         view = memoryview(json.dumps(message).encode() + b"\n")
         while view:
             view = view[os.write(self._outgoing, view) :]
@@ -141,7 +141,7 @@ class Peer:
 
 
 def refill(old, new):
-    """Gives a container that was passed the contents it has on the other side after the call."""
+    """Replace the contents of a passed container by those it has on the other side after the call."""
     if isinstance(old, list) and isinstance(new, list):
         old[:] = new
     elif isinstance(old, bytearray) and isinstance(new, bytearray):

@@ -31,7 +31,7 @@ class RemoteError(Exception):
 
 
 class TestsSide(Peer):
-    """Asks the program."""
+    """The tests' end of the connection."""
 
     def __init__(self, incoming, outgoing):
         super().__init__(incoming, outgoing)
@@ -54,11 +54,11 @@ class TestsSide(Peer):
         return self._remotes.setdefault(number, Remote(self, number, str(kind)))
 
     def wait_until_ready(self):
-        """Waits until the program has run to its end."""
+        """Wait until the program has run to its end."""
         self._receive()
 
     def ask(self, what, target, /, *args, **kwargs):
-        """Asks for one operation on an object of the program, and serves the callbacks it makes meanwhile.
+        """Request one operation on an object of the program, serving its callbacks meanwhile.
 
         Raises:
             ProgramEnded: the program is gone, or raised ``SystemExit`` or the like.
@@ -237,7 +237,7 @@ class _Main(types.ModuleType):
 
 
 def main():
-    """See the module."""
+    """Run the tests."""
     side = TestsSide(*map(int, sys.argv[1:]))
     with open("tests.py", encoding="utf-8") as file:
         source = file.read()

@@ -9,7 +9,7 @@ import pytest
 
 from jax_agent_rl.config import load
 from jax_agent_rl.deploy.doctor import examine
-from jax_agent_rl.deploy.doctor.findings import look_at_all
+from jax_agent_rl.deploy.doctor.findings import run_checks
 from tests.ports import free_port
 from tests.tiny_run import tiny_recipe
 
@@ -26,8 +26,8 @@ async def findings(recipe: Path, *overrides: str, of: Collection[str] = ()) -> d
     found: dict[str, list[tuple[str, str]]] = {}
     async with AsyncExitStack() as stack:
         checks = examine._of_config(load(recipe, overrides), stack)
-        wanted = [(name, look) for name, look in checks if not of or name in of]
-        async for finding in look_at_all(wanted, timeout=60):
+        wanted = [(name, check) for name, check in checks if not of or name in of]
+        async for finding in run_checks(wanted, timeout=60):
             found.setdefault(finding.check, []).append((str(finding.status), finding.text))
     return found
 

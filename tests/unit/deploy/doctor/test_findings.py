@@ -2,39 +2,39 @@
 
 import asyncio
 
-from jax_agent_rl.deploy.doctor.findings import Finding, Status, UnmetError, look_at_all
+from jax_agent_rl.deploy.doctor.findings import Finding, Status, UnmetError, run_checks
 from jax_agent_rl.errors import ConfigError, ModelError
 
 
-async def fine(say):
-    return [say.ok("well")]
+async def fine(report):
+    return [report.ok("well")]
 
 
-async def no_model(say):
+async def no_model(report):
     raise ModelError("config.json is missing")
 
 
-async def two_problems(say):
+async def two_problems(report):
     raise ConfigError(["first", "second"])
 
 
-async def has_a_bug(say):
+async def has_a_bug(report):
     raise KeyError("name")
 
 
-async def hangs(say):
+async def hangs(report):
     await asyncio.Event().wait()
     return []
 
 
-async def lacks_rows(say):
+async def lacks_rows(report):
     raise UnmetError("no rows could be read")
 
 
 async def test_every_check_is_told_whatever_the_others_do():
     looks = (no_model, two_problems, has_a_bug, hangs, lacks_rows, fine)
     checks = [(look.__name__, look) for look in looks]
-    found = [(f.check, f.status, f.text) async for f in look_at_all(checks, timeout=0.05)]
+    found = [(f.check, f.status, f.text) async for f in run_checks(checks, timeout=0.05)]
     assert found == [
         ("no_model", Status.FAIL, "config.json is missing"),
         ("two_problems", Status.FAIL, "first"),
@@ -47,8 +47,8 @@ async def test_every_check_is_told_whatever_the_others_do():
 
 
 async def test_a_check_with_nothing_to_say_is_no_line():
-    async def silent(say):
+    async def silent(report):
         return []
 
-    assert [f async for f in look_at_all([("silent", silent)], timeout=1)] == []
+    assert [f async for f in run_checks([("silent", silent)], timeout=1)] == []
     assert Finding(check="x", status=Status.OK, text="") != Finding(check="x", status=Status.FAIL, text="")

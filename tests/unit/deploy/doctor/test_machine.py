@@ -8,9 +8,9 @@ import pytest
 
 from jax_agent_rl.deploy.doctor import machine
 from jax_agent_rl.deploy.doctor.accelerators import Devices, hardware, judge
-from jax_agent_rl.deploy.doctor.findings import Say, Status
+from jax_agent_rl.deploy.doctor.findings import Reporter, Status
 
-SAY = Say("x")
+SAY = Reporter("x")
 PYTEST = metadata.version("pytest")
 
 

@@ -4,9 +4,9 @@ import pytest
 
 from jax_agent_rl.config import load
 from jax_agent_rl.deploy.plan.advice import Adviser
-from jax_agent_rl.deploy.plan.fit import TEMPORARIES, Load
-from jax_agent_rl.deploy.plan.inventory import Half
+from jax_agent_rl.deploy.plan.inventory import Phase
 from jax_agent_rl.deploy.plan.layouts import laid_out
+from jax_agent_rl.deploy.plan.plan import TEMPORARIES, Load
 from jax_agent_rl.deploy.plan.topology import Slice
 from jax_agent_rl.models.hf import load_config
 from tests.unit.deploy.plan.recipe import recipe
@@ -30,13 +30,13 @@ def adviser(tmp_path):
     return run
 
 
-def filled(part: str, half: Half = "learner") -> Load:
+def filled(part: str, phase: Phase = "learner") -> Load:
     """A chip with too much of something."""
-    return Load(program=program(half=half), parts={"code": 1, part: 2}, capacity=0)
+    return Load(program=program(phase=phase), parts={"code": 1, part: 2}, capacity=0)
 
 
 @pytest.mark.parametrize(
-    ("changes", "part", "half", "first"),
+    ("changes", "part", "phase", "first"),
     [
         ([], TEMPORARIES, "learner", "learner.remat=full"),
         (["learner.remat=full", f"{ROWS}=4"], TEMPORARIES, "learner", f"{ROWS}=2"),
@@ -49,8 +49,8 @@ def filled(part: str, half: Half = "learner") -> Load:
         (["rollout.jetstream.dtype=bfloat16"], "engine weights", "rollout", "rollout.jetstream.mesh.tensor=4"),
     ],
 )  # fmt: skip
-def test_the_key_to_change_is_the_one_of_what_takes_most(changes, part, half, first, adviser):
-    assert adviser(changes).advice(filled(part, half))[0] == first
+def test_the_key_to_change_is_the_one_of_what_takes_most(changes, part, phase, first, adviser):
+    assert adviser(changes).advice(filled(part, phase))[0] == first
 
 
 @pytest.mark.parametrize("part", ["policy optimizer", "engine weights", "KV cache", TEMPORARIES])
@@ -58,8 +58,8 @@ def test_the_key_to_change_is_the_one_of_what_takes_most(changes, part, half, fi
 def test_what_is_proposed_can_be_set_on_the_slice(mesh, part, adviser, tmp_path):
     axes = [f"learner.mesh.{axis}={size}" for axis, size in zip(("fsdp", "context", "tensor"), mesh, strict=True)]
     here = adviser([*axes, *SMALLEST, "rollout.jetstream.mesh.tensor=4"])
-    for half in ("learner", "rollout"):
-        proposed = here.advice(filled(part, half))
+    for phase in ("learner", "rollout"):
+        proposed = here.advice(filled(part, phase))
         assert proposed
         for hint in proposed:
             if "=" in hint:

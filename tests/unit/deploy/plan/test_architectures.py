@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from jax_agent_rl import cli
 from jax_agent_rl.deploy.plan.architectures import ARCHITECTURES, architecture_folder
-from jax_agent_rl.deploy.plan.command import Planned
+from jax_agent_rl.deploy.plan.command import PlanResult
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.models.hf import load_config
 
@@ -43,7 +43,7 @@ def test_the_command_plans_it_in_place_of_the_configured_model(monkeypatch, tmp_
     def run(task, console, **options):
         (path,) = [item.removeprefix("model.path=") for item in task.overrides if item.startswith("model.path=")]
         planned.append(load_config(path))
-        return Planned(report="", made={"fits": True})
+        return PlanResult(report="", made={"fits": True})
 
     monkeypatch.setattr("jax_agent_rl.deploy.plan.command.run_command", run)
     arguments = ["plan", "--config", "any.yaml", "--topology", "v5e:2x2", "--architecture", "Qwen3-30B-A3B"]

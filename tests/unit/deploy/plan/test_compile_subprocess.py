@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from jax_agent_rl.deploy.plan.compile_subprocess import Task, plan_apart
+from jax_agent_rl.deploy.plan.compile_subprocess import Task, plan_in_subprocess
 from jax_agent_rl.errors import CompilerError, ConfigError, ModelError
 
 TASK = Task(recipe="no.yaml", overrides=[], topology="v5e:2x2", utilization=0.4, price=None, width=80, colours=False)
@@ -21,7 +21,7 @@ F1122 14:53:29.127482   18457 rotated_pincer_fusion_emitter.cc:1904] Check faile
 def answered(program: str, say=lambda text: None):
     """What comes of a process that runs this instead of compiling."""
     begin = "import json, os, signal, sys\ntask = json.loads(input())\n"
-    return plan_apart(TASK, say, [sys.executable, "-c", begin + program])
+    return plan_in_subprocess(TASK, say, [sys.executable, "-c", begin + program])
 
 
 def test_progress_and_plan_come_from_the_process_that_is_given_the_task():

@@ -8,13 +8,12 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 
 from jax_agent_rl.config import load
-from jax_agent_rl.deploy.plan.chips import CHIPS, GIB
 from jax_agent_rl.deploy.plan.collectives import Collective
-from jax_agent_rl.deploy.plan.compiled import Compiled, Memory, needed
-from jax_agent_rl.deploy.plan.fit import BATCH, CODE, TEMPORARIES, loads
-from jax_agent_rl.deploy.plan.flops import Flops
-from jax_agent_rl.deploy.plan.inventory import Half, Inventory, Program
+from jax_agent_rl.deploy.plan.compiled import Compiled, Flops, Memory, needed
+from jax_agent_rl.deploy.plan.inventory import Inventory, Phase, Program
+from jax_agent_rl.deploy.plan.plan import BATCH, CODE, TEMPORARIES, loads
 from jax_agent_rl.deploy.plan.roofline import moved, seconds_of, step_of
+from jax_agent_rl.deploy.plan.topology import CHIPS, GIB
 from tests.unit.deploy.plan.recipe import recipe
 
 V5E = CHIPS["v5e"]
@@ -27,9 +26,9 @@ def array(count: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((count,), jnp.float32, sharding=HERE)
 
 
-def program(name: str = "p", half: Half = "learner", **fields) -> Program:
+def program(name: str = "p", phase: Phase = "learner", **fields) -> Program:
     holds, donates = (frozenset(fields.pop(key, ())) for key in ("holds", "donates"))
-    return Program(name=name, half=half, traced=NOTHING, mesh=MESH, holds=holds, donates=donates, **fields)
+    return Program(name=name, phase=phase, traced=NOTHING, mesh=MESH, holds=holds, donates=donates, **fields)
 
 
 def compiled(of: Program, *, work: Flops = Flops(), exchanges: tuple = (), **memory: int) -> Compiled:  # noqa: B008
@@ -54,7 +53,7 @@ def test_a_program_is_charged_for_what_stays_beside_it_and_what_it_adds():
 
 
 def test_an_engine_that_sleeps_leaves_its_memory_to_the_learner_only():
-    programs = [compiled(program(half="learner")), compiled(program(half="weights"))]
+    programs = [compiled(program(phase="learner")), compiled(program(phase="weights"))]
     learning, weights = loads(inventory(asleep=10), programs, capacity=100)
     assert "asleep" not in learning.parts and weights.parts["asleep"] == 40
 
@@ -102,9 +101,9 @@ def test_what_a_refused_program_exchanges_is_not_known_and_its_time_a_bound(tmp_
     assert refused.exchanges_known, "one chip has nobody to exchange with"
     wide = dataclasses.replace(refused.program, mesh=AbstractMesh((2,), ("data",)))
     refused = dataclasses.replace(refused, program=wide)
-    step = step_of(config, [known, refused], V5E, engines=1, apart=False, utilization=1)
+    step = step_of(config, [known, refused], V5E, engines=1, disjoint=False, utilization=1)
     assert step.bounds == ("learner",)
-    assert step_of(config, [known], V5E, engines=1, apart=False, utilization=1).bounds == ()
+    assert step_of(config, [known], V5E, engines=1, disjoint=False, utilization=1).bounds == ()
 
 
 def test_bytes_are_counted_of_products_and_else_of_all_that_is_given():
@@ -122,11 +121,11 @@ def test_a_step_counts_every_program_as_often_as_it_runs_and_says_who_waits(tmp_
         compiled(program("take", "weights"), work=second),
     ]
     config = load_recipe(tmp_path, ["trainer.mode=one_step_off"])
-    step = step_of(config, programs, V5E, engines=1, apart=True, utilization=0.5)
+    step = step_of(config, programs, V5E, engines=1, disjoint=True, utilization=0.5)
     # 2 prompts of 64, 2 x 4 responses of 64: 128, 512 and together 640 tokens; half the peak doubles all times.
     assert (step.sampled, step.trained) == (512, 640)
     assert (step.learner, step.rollout, step.weights) == (2 * 3 * 2, 2 * (4 + 1), 2)
     assert step.seconds == 12 + 2
     assert step.waits == ("engines", pytest.approx(2 / 14))
-    in_turn = step_of(config, programs, V5E, engines=1, apart=False, utilization=0.5)
+    in_turn = step_of(config, programs, V5E, engines=1, disjoint=False, utilization=0.5)
     assert in_turn.seconds == 12 + 10 + 2

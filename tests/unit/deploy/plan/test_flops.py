@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType
 
-from jax_agent_rl.deploy.plan.flops import work_of
+from jax_agent_rl.deploy.plan.compiled import work_of
 from jax_agent_rl.models import tree_kernel
 from jax_agent_rl.models.tree_mask import TreeMask
 

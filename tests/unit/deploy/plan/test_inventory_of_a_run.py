@@ -4,8 +4,9 @@ import jax
 import pytest
 
 from jax_agent_rl.config import load
-from jax_agent_rl.deploy.plan.inventories import inventory, places
-from jax_agent_rl.deploy.plan.rollout_half import NotingTable
+from jax_agent_rl.deploy.plan.engine_programs import RecordingTable
+from jax_agent_rl.deploy.plan.layouts import place_devices
+from jax_agent_rl.deploy.plan.plan import inventory
 from jax_agent_rl.jetstream.decode_batch import idle_decode_batch
 from jax_agent_rl.jetstream.engine import JaxEngine
 from jax_agent_rl.jetstream.programs import ProgramTable
@@ -28,10 +29,10 @@ class CountingTable(ProgramTable):
 
     def __init__(self) -> None:
         super().__init__()
-        self.noted = {}
+        self.recorded = {}
 
     def call(self, key, *args, **options):
-        self.noted[key] = True
+        self.recorded[key] = True
         return super().call(key, *args, **options)
 
 
@@ -74,7 +75,7 @@ ALGORITHMS = {
 @pytest.mark.parametrize("trained", ALGORITHMS)
 def test_a_gradient_is_planned_for_the_arrays_a_learner_gives_it(trained, tmp_path, monkeypatch):
     config = load(recipe(tmp_path, **ONE_DEVICE, algorithm=ALGORITHMS[trained]), ["learner.ppo_epochs=2"])
-    made = inventory(config, TINY, places(config, jax.devices()[:1]))
+    made = inventory(config, TINY, place_devices(config, jax.devices()[:1]))
     (program,) = [program for program in made.programs if program.name == f"{trained} gradient"]
     (*_, planned), _ = program.traced.in_avals
     assert shapes(planned) == shapes(first_batch(config, monkeypatch))
@@ -82,16 +83,16 @@ def test_a_gradient_is_planned_for_the_arrays_a_learner_gives_it(trained, tmp_pa
 
 def test_an_engine_is_planned_with_the_programs_it_compiles(tmp_path):
     config = load(recipe(tmp_path, **ONE_DEVICE))
-    (mesh,) = places(config, jax.devices()[:1]).engines
+    (mesh,) = place_devices(config, jax.devices()[:1]).engines
     params = tiny_params()
     described = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params)
     given = []
-    for table, weights in ((CountingTable(), params), (NotingTable(), described)):
+    for table, weights in ((CountingTable(), params), (RecordingTable(), described)):
         engine = JaxEngine(TINY, engine_shapes(config), mesh=mesh, table=table)
         served, cache = engine.load_params(weights), engine.init_cache()
         slots = idle_decode_batch(8, engine.shapes.context_pages, 16)
         given.append((shapes(served), shapes(engine.decode(served, cache, slots, 16, 1))))
-        given[-1] += ([key[0] for key in table.noted],)
+        given[-1] += ([key[0] for key in table.recorded],)
     assert given[0] == given[1]
     assert given[1][2] == ["no weights", "weights", "empty", "decode"]
 
@@ -99,7 +100,7 @@ def test_an_engine_is_planned_with_the_programs_it_compiles(tmp_path):
 def test_arrays_that_stay_are_counted_on_every_chip_that_holds_them(tmp_path):
     config = load(recipe(tmp_path, **ONE_DEVICE))
     device = jax.devices()[0]
-    made = inventory(config, TINY, places(config, [device]))
+    made = inventory(config, TINY, place_devices(config, [device]))
     count = sum(x.size for x in jax.tree.leaves(tiny_params()))
     sizes = {resident.name: resident.bytes[device] for resident in made.residents}
     shapes_ = engine_shapes(config)

@@ -3,8 +3,7 @@
 import pytest
 from rich.console import Console
 
-from jax_agent_rl.deploy.plan.command import run_command
-from jax_agent_rl.deploy.plan.plot import check_file
+from jax_agent_rl.deploy.plan.command import check_file, run_command
 from jax_agent_rl.errors import ConfigError
 from tests.unit.deploy.plan.test_compile_subprocess import TASK
 

@@ -9,16 +9,14 @@ from jax.sharding import AbstractMesh
 from rich.console import Console
 
 from jax_agent_rl.config import load
-from jax_agent_rl.deploy.plan.chips import GIB
-from jax_agent_rl.deploy.plan.command import tell
-from jax_agent_rl.deploy.plan.compile_subprocess import Planned
-from jax_agent_rl.deploy.plan.fit import loads
-from jax_agent_rl.deploy.plan.flops import Flops
-from jax_agent_rl.deploy.plan.inventories import Places
-from jax_agent_rl.deploy.plan.plan import ResourcePlan
+from jax_agent_rl.deploy.plan.command import print_plan
+from jax_agent_rl.deploy.plan.compile_subprocess import PlanResult
+from jax_agent_rl.deploy.plan.compiled import Flops
+from jax_agent_rl.deploy.plan.layouts import DevicePlacement
+from jax_agent_rl.deploy.plan.plan import ResourcePlan, loads
 from jax_agent_rl.deploy.plan.report import as_json, show
 from jax_agent_rl.deploy.plan.roofline import step_of
-from jax_agent_rl.deploy.plan.topology import Slice
+from jax_agent_rl.deploy.plan.topology import GIB, Slice
 from jax_agent_rl.models.hf import load_config
 from tests.unit.deploy.plan.recipe import recipe
 from tests.unit.deploy.plan.slices import devices_of
@@ -56,10 +54,10 @@ def plan(tmp_path):
             model=load_config(config.model.path),
             slice=slice,
             devices=devices_of(slice),
-            places=Places(learner=MESH, engines=engines),
+            placement=DevicePlacement(learner=MESH, engines=engines),
             compiled=tuple(programs),
             loads=tuple(sizes),
-            step=step_of(config, programs, slice.chip, engines=len(engines), apart=False, utilization=0.4),
+            step=step_of(config, programs, slice.chip, engines=len(engines), disjoint=False, utilization=0.4),
             utilization=0.4,
         )
 
@@ -126,8 +124,8 @@ def test_programs_that_ask_for_the_same_change_are_named_together(plan):
 
 
 def test_what_a_plan_says_is_printed_even_if_its_picture_cannot_be_drawn(plan, tmp_path, capsys):
-    planned = Planned(report="it fits\n", made=as_json(plan([gradient(), *rollouts()])))
+    planned = PlanResult(report="it fits\n", made=as_json(plan([gradient(), *rollouts()])))
     with pytest.raises(OSError, match="nowhere"):
-        tell(planned, [], Console(), picture=tmp_path / "nowhere" / "memory.png", as_json=True)
+        print_plan(planned, [], Console(), picture=tmp_path / "nowhere" / "memory.png", as_json=True)
     *lines, last = capsys.readouterr().out.splitlines()
     assert lines[0] == "it fits" and json.loads(last)["fits"]

@@ -6,12 +6,11 @@ import pytest
 
 from jax_agent_rl.config import build
 from jax_agent_rl.config.loading import read_tree
-from jax_agent_rl.deploy.plan.chips import GIB
-from jax_agent_rl.deploy.plan.compile_subprocess import Planned
+from jax_agent_rl.deploy.plan.compile_subprocess import PlanResult
 from jax_agent_rl.deploy.plan.estimate import PlanEstimate
 from jax_agent_rl.deploy.plan.layouts import AXES
 from jax_agent_rl.deploy.plan.search import Candidate, candidates, search, table, verdict
-from jax_agent_rl.deploy.plan.topology import Slice
+from jax_agent_rl.deploy.plan.topology import GIB, Slice
 from jax_agent_rl.errors import CompilerError, ConfigError
 from jax_agent_rl.models.hf import load_config
 from tests.unit.deploy.plan.recipe import recipe
@@ -94,11 +93,11 @@ def test_what_cannot_fit_is_not_compiled_and_if_nothing_fits_it_is_said(found):
         found("v5e:2x2", "rollout.max_in_flight=2000000")
 
 
-def planned(estimate: PlanEstimate, off: float, capacity: float = 10.0) -> Planned:
+def planned(estimate: PlanEstimate, off: float, capacity: float = 10.0) -> PlanResult:
     """As if compiled: a layout takes ``off`` times what is estimated, and seconds as estimated."""
     total = estimate.total * off
     made = {"fits": total <= capacity, "programs": [{"total": total}], "step": {"seconds": estimate.seconds}}
-    return Planned(report="", made=made)
+    return PlanResult(report="", made=made)
 
 
 @pytest.fixture
@@ -115,7 +114,7 @@ def searched(found):
         ]
         tried = []
 
-        def plan(one: Candidate) -> Planned:
+        def plan(one: Candidate) -> PlanResult:
             tried.append(one.config)
             if fails(one.config):
                 raise CompilerError("a fault of the compiler")

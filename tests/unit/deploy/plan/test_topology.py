@@ -2,10 +2,8 @@
 
 import pytest
 
-from jax_agent_rl.deploy.launch.tpu.topology import GENERATIONS, parse
-from jax_agent_rl.deploy.plan.chips import CHIPS
-from jax_agent_rl.deploy.plan.topology import Slice
-from jax_agent_rl.deploy.tpu_shapes import SHAPES
+from jax_agent_rl.deploy.launch.tpu.topology import GENERATIONS, SHAPES, parse
+from jax_agent_rl.deploy.plan.topology import CHIPS, Slice
 from jax_agent_rl.errors import ConfigError
 
 

@@ -17,7 +17,7 @@ from jax_agent_rl.tool_server.sandbox import Sandbox, SandboxLimits, StopCause
 from jax_agent_rl.tool_server.sandbox.assertions.remote_calls import Peer
 from jax_agent_rl.tool_server.sandbox.bubblewrap import Bubblewrap, find_bwrap
 from jax_agent_rl.tool_server.sandbox.isolation import UnsafeLocal, this_python
-from jax_agent_rl.tool_server.sandbox.watch import tree
+from jax_agent_rl.tool_server.sandbox.process_tree import tree
 from tests.capabilities import needs_bwrap
 from tests.unit.tool_server.sandbox.tricks import NO_ANSWERS, SQUARES, TRICKS
 

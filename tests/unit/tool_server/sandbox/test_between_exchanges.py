@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from jax_agent_rl.tool_server.sandbox import SandboxLimits, StopCause, open_sandbox
-from jax_agent_rl.tool_server.sandbox.watch import tree
+from jax_agent_rl.tool_server.sandbox.process_tree import tree
 from tests.capabilities import needs_bwrap
 
 pytestmark = needs_bwrap
@@ -113,7 +113,7 @@ async def test_a_limit_passed_just_before_the_answer_counts(execute, folder):
 
 
 async def test_what_cannot_be_held_is_ended(execute, monkeypatch):
-    monkeypatch.setattr("jax_agent_rl.tool_server.sandbox.pause._LOOKS", 0)
+    monkeypatch.setattr("jax_agent_rl.tool_server.sandbox.process_tree._LOOKS", 0)
     _, stopped, left = await execute("print(1)")
     assert stopped is StopCause.BACKGROUND and not execute.process.alive and not left
     assert stopped.describe(LIMITS) == "ended: the processes it left in the background kept starting others"

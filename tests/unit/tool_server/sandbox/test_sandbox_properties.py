@@ -15,8 +15,8 @@ import pytest
 from jax_agent_rl.errors import ToolError
 from jax_agent_rl.tool_server.sandbox import SandboxLimits, StopCause, open_sandbox
 from jax_agent_rl.tool_server.sandbox.bubblewrap import Bubblewrap, find_bwrap
+from jax_agent_rl.tool_server.sandbox.process_tree import tree
 from jax_agent_rl.tool_server.sandbox.runner import Sandbox
-from jax_agent_rl.tool_server.sandbox.watch import tree
 from tests.capabilities import needs_bwrap
 
 pytestmark = needs_bwrap

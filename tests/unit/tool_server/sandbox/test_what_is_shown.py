@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from jax_agent_rl.tool_server.sandbox import open_sandbox
-from jax_agent_rl.tool_server.sandbox.installation import install
+from jax_agent_rl.tool_server.sandbox.bubblewrap import install
 from tests.capabilities import needs_bwrap
 
 NAMES_OF_THE_HOST = """

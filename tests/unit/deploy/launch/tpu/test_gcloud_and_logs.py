@@ -70,7 +70,7 @@ def test_only_the_runs_own_last_line_says_that_it_has_ended(tmp_path: Path):
     for line in ("ERROR: (gcloud) no network", "1|end|0"):
         read(f"[host-1] {line}")
         assert read.status is None
-    assert read.heard and (tmp_path / "host-1.log").read_text() == "end|0\n"
+    assert read.received and (tmp_path / "host-1.log").read_text() == "end|0\n"
     read("[host-1] end|3")
     assert read.status == 3
 

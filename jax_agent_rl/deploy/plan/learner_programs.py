@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -12,19 +12,24 @@ import numpy as np
 from jax.sharding import Mesh, SingleDeviceSharding
 
 from jax_agent_rl.config import Config, LearnerConfig
-from jax_agent_rl.deploy.plan.batches import micro_batches
 from jax_agent_rl.deploy.plan.inventory import Inventory, Program
+from jax_agent_rl.learner.batch import pack
 from jax_agent_rl.learner.critic import critic_params
+from jax_agent_rl.learner.experience import Scores, build_experience, mini_batch_terms
+from jax_agent_rl.learner.image_packing import ImagePacking, blanks, image_packing
+from jax_agent_rl.learner.losses.covariance import CHOOSE
 from jax_agent_rl.learner.optimized_params import TrainState, UpdatePrograms
 from jax_agent_rl.learner.parameterization import Parameterization
 from jax_agent_rl.learner.programs import LearnerPrograms
 from jax_agent_rl.learner.schedule import learning_rate
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.sharding import parameter_shardings, place, replicated, row_sharding, row_shards
+from jax_agent_rl.models.vision.context import VisionProcessor
+from jax_agent_rl.types import FinishReason, Group, StopReason, TokenOutput, Trajectory, Turn
 
 
 @dataclass(frozen=True, kw_only=True)
-class LearnerHalf:
+class LearnerInventory:
     """What the learner adds to a run.
 
     Attributes:
@@ -38,8 +43,8 @@ class LearnerHalf:
     holds: frozenset[str]
 
 
-def learner_half(config: Config, model: DecoderConfig, mesh: Mesh) -> LearnerHalf:
-    """The learner of a configuration on a mesh.
+def learner_inventory(config: Config, model: DecoderConfig, mesh: Mesh) -> LearnerInventory:
+    """Trace the learner of a configuration on a mesh.
 
     Raises:
         ConfigError: the mesh does not divide the model, or the configuration does not go with it.
@@ -60,7 +65,7 @@ def learner_half(config: Config, model: DecoderConfig, mesh: Mesh) -> LearnerHal
     scores_old = not (programs.objective.on_policy or programs.objective.bypass)
     rows = learner.micro_batch_size * row_shards(mesh)
     batches = micro_batches(config, model, rows=rows, scored=scores_old)
-    made = _Half(Inventory(), mesh, learner, rows * learner.pack_length)
+    made = _InventoryBuilder(Inventory(), mesh, learner, rows * learner.pack_length)
     state, holds = made.update("policy", programs.policy, policy.params, policy.frozen, batches.policy)
     if algorithm.kl.where != "none":
         made.inventory.keep("reference", policy.reference()[0])
@@ -76,11 +81,11 @@ def learner_half(config: Config, model: DecoderConfig, mesh: Mesh) -> LearnerHal
         critic, holds_critic = made.update("critic", own, first, frozen, batches.critic)
         made.read("values", programs.values, (critic.params, frozen), batches.layout, holds_critic)
     published, lasting = made.published(policy, state, merged=learner.lora is not None)
-    return LearnerHalf(inventory=made.inventory, published=published, holds=holds if lasting else frozenset())
+    return LearnerInventory(inventory=made.inventory, published=published, holds=holds if lasting else frozenset())
 
 
 def described(shapes: Any, shardings: Any, *, dtype: str = "float32") -> Any:
-    """An array for every shape of a tree, where its sharding says."""
+    """Return a described array for every shape of a tree, with its sharding."""
     return jax.tree.map(
         lambda shape, sharding: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=sharding),
         shapes,
@@ -90,12 +95,12 @@ def described(shapes: Any, shardings: Any, *, dtype: str = "float32") -> Any:
 
 
 def processes(mesh: Mesh) -> int:
-    """That hold the devices of a mesh."""
+    """Return the number of processes that hold the devices of a mesh."""
     return len({device.process_index for device in mesh.devices.flat})
 
 
 @dataclass(frozen=True)
-class _Half:
+class _InventoryBuilder:
     """Fills an inventory. ``tokens`` are those of a micro-batch."""
 
     inventory: Inventory
@@ -106,7 +111,7 @@ class _Half:
     def update(
         self, name: str, programs: UpdatePrograms, params: Params, frozen: Params, batch: Mapping[str, np.ndarray]
     ) -> tuple[TrainState, frozenset[str]]:
-        """A model's gradient and update; its state, and the names of what passes over it hold."""
+        """Add a model's gradient and update; return its state, and the names of what passes over it hold."""
         state = jax.tree.map(place, jax.eval_shape(programs.init, params), programs.places)
         holds = self.inventory.keep(f"{name} parameters", state.params)
         optimizer = self.inventory.keep(f"{name} optimizer", state.opt_state)
@@ -129,18 +134,21 @@ class _Half:
         holds: frozenset[str],
         calls: int = 1,
     ) -> None:
-        """A pass that changes nothing."""
+        """Add a pass that changes nothing."""
         traced = program.trace(*weights, batch=self._laid_out(batch))
         self._add(name, traced, holds, tokens=self.tokens, of="trained", calls=calls)
 
     def published(self, policy: Parameterization, state: TrainState, *, merged: bool) -> tuple[Params, bool]:
-        """Parameters as an engine of this process takes them (``Learner.params``, ``LeadingLearner.params``), and
-        whether they are the learner's own arrays.
+        """Return the parameters an engine of this process takes, and whether they are the learner's own arrays.
+
+        They are ``Learner.params``, or ``LeadingLearner.params`` with several processes.
         """
         if merged:
             merge = policy.whole.trace(state.params, policy.frozen)
             whole = jax.tree.map(place, merge.out_info, merge.lower().compile().output_shardings)
-            self.inventory.programs.append(Program(name="merge adapters", half="weights", traced=merge, mesh=self.mesh))
+            self.inventory.programs.append(
+                Program(name="merge adapters", phase="weights", traced=merge, mesh=self.mesh)
+            )
         else:
             whole = policy.whole(state.params, policy.frozen)
         if processes(self.mesh) == 1:
@@ -149,13 +157,103 @@ class _Half:
         return jax.tree.map(lambda x: place(x, first), whole), False
 
     def _add(self, name: str, traced: jax.stages.Traced, holds: frozenset[str], **more: Any) -> None:
-        program = Program(name=name, half="learner", traced=traced, mesh=self.mesh, holds=holds, **more)
+        program = Program(name=name, phase="learner", traced=traced, mesh=self.mesh, holds=holds, **more)
         self.inventory.programs.append(program)
 
     def _laid_out(self, batch: Mapping[str, np.ndarray]) -> dict[str, jax.ShapeDtypeStruct]:
-        """As ``Learner`` places micro-batches: rows are split, numbers of the whole update are everywhere."""
+        """Describe micro-batches as ``Learner`` places them: rows sharded, scalars of the update replicated."""
         rows, everywhere = row_sharding(self.mesh), replicated(self.mesh)
         return {
             name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows if x.ndim > 1 else everywhere)
             for name, x in batch.items()
         }
+
+
+Arrays = Mapping[str, np.ndarray]
+_SAMPLED = (5, 6)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatches:
+    """The largest micro-batch of each kind; with images for a vision model.
+
+    Attributes:
+        policy: for the policy's gradient.
+        critic: for the critic's; None without one.
+        layout: for passes that score.
+    """
+
+    policy: Arrays
+    critic: Arrays | None
+    layout: Arrays
+
+
+def micro_batches(config: Config, model: DecoderConfig, *, rows: int, scored: bool) -> MicroBatches:
+    """Build the micro-batches of a run.
+
+    Args:
+        config: of the run.
+        model: its architecture.
+        rows: of a micro-batch, over all shards.
+        scored: the run computes old log-probs before it trains.
+    """
+    images = image_packing(VisionProcessor.of(model, config.model.path, pixels=config.model.pixels), config.learner)
+    trajectories = [_trajectory(number) for number in range(2)]
+    learner, algorithm = config.learner, config.algorithm
+    batch, _ = pack(
+        trajectories, pack_length=learner.pack_length, share_prefixes=learner.share_prefixes, vision_processor=images
+    )
+    with_critic = algorithm.adv_estimator == "gae"
+    if not with_critic:  # others may ask for tool calls, branches or reward parts, and all give the same terms
+        algorithm = algorithm.model_copy(update={"adv_estimator": "grpo"})
+    per_term, per_state = ([np.zeros(len(_SAMPLED) + n) for _ in trajectories] for n in (0, 1))
+    scores = Scores(
+        old=per_term if scored else None,
+        ref=per_term if algorithm.kl.where != "none" else None,
+        values=per_state if with_critic else None,
+    )
+    made = build_experience(
+        [Group(group_id="g", trajectories=tuple(trajectories))], algorithm, scores, kl_coef=0.0, masked=()
+    )
+    policy, critic = mini_batch_terms(made, slice(None), algorithm, kl_coef=0.0)
+    if algorithm.policy_loss.loss_mode in CHOOSE:
+        policy["chosen"] = per_term
+    first = {
+        name: _largest(next(replace(batch, terms={}).with_terms(**terms).micro_batches(rows)), images)
+        for name, terms in (("policy", policy), ("critic", critic), ("layout", {}))
+    }
+    return MicroBatches(
+        policy=first["policy"] | _balance(model, learner.router_aux_loss_coef),
+        critic=first["critic"] if with_critic else None,
+        layout=first["layout"],
+    )
+
+
+def _largest(arrays: Arrays, images: ImagePacking | None) -> dict[str, np.ndarray]:
+    return dict(arrays) if images is None else list(blanks(arrays, images))[-1]
+
+
+def _balance(model: DecoderConfig, coefficient: float) -> dict[str, np.ndarray]:
+    if not coefficient or model.experts is None:
+        return {}
+    return {"router_share": np.zeros(model.experts.count, np.float32), "router_tokens": np.zeros((), np.float32)}
+
+
+def _trajectory(number: int) -> Trajectory:
+    count = len(_SAMPLED)
+    output = TokenOutput(
+        token_ids=_SAMPLED,
+        log_probs=(-1.0,) * count,
+        policy_versions=(0,) * count,
+        stop_reason=StopReason.EOS,
+        context_digest="",
+    )
+    return Trajectory.from_turns(
+        prompt_ids=(3, 4),
+        turns=[Turn(output=output)],
+        trajectory_id=f"g-{number}",
+        group_id="g",
+        agent_name="plan",
+        finish_reason=FinishReason.ANSWER,
+        reward=float(number),
+    )

@@ -1,4 +1,4 @@
-"""The engine's programs and arrays: the engine itself, over a table that notes what it is asked to run."""
+"""The engine's programs and arrays: the engine itself, over a table that records what it is asked to run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jax_agent_rl.config import Config
-from jax_agent_rl.deploy.plan.inventory import Half, Inventory, Program
+from jax_agent_rl.deploy.plan.inventory import Inventory, Phase, Program
 from jax_agent_rl.jetstream.decode_batch import idle_decode_batch
 from jax_agent_rl.jetstream.engine import PREFILL_ROWS, Extension, JaxEngine
 from jax_agent_rl.jetstream.programs import ProgramTable, Soon, traced
@@ -25,8 +25,8 @@ WEIGHTS, CACHE = "engine weights", "KV cache"
 _WEIGHTS, _CACHE, _BOTH = frozenset({WEIGHTS}), frozenset({CACHE}), frozenset({WEIGHTS, CACHE})
 
 
-class NotingTable(ProgramTable):
-    """A table that runs nothing: it notes programs, and answers with descriptions of their results.
+class RecordingTable(ProgramTable):
+    """A table that runs nothing: it records programs, and returns descriptions of their results.
 
     Ids, which the engine reads on the host, are zeros.
 
@@ -36,7 +36,7 @@ class NotingTable(ProgramTable):
 
     def __init__(self) -> None:
         super().__init__()
-        self.noted: dict[tuple, jax.stages.Traced] = {}
+        self.recorded: dict[tuple, jax.stages.Traced] = {}
 
     def call(
         self,
@@ -48,8 +48,8 @@ class NotingTable(ProgramTable):
         out: Any,
         soon: Callable[[], Soon] | None = None,
     ) -> Any:
-        """As :meth:`ProgramTable.call`; ``soon`` is not asked."""
-        program = self.noted[key] = traced(function, donate, *args, place=place, out=out)
+        """Record a program; see :meth:`ProgramTable.call`, but ``soon`` is never called."""
+        program = self.recorded[key] = traced(function, donate, *args, place=place, out=out)
         return jax.tree.map(
             lambda sharding, part: jax.tree.map(functools.partial(_answer, sharding), part), out, program.out_info
         )
@@ -59,16 +59,19 @@ def _answer(sharding: NamedSharding, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeS
     return np.broadcast_to(np.zeros((), x.dtype), x.shape) if x.dtype == jnp.int32 else x.update(sharding=sharding)
 
 
-def rollout_half(
+def engine_inventory(
     config: Config,
     model: DecoderConfig,
     mesh: Mesh,
     published: Params,
     holds: frozenset[str],
 ) -> Inventory:
-    """One engine of a configuration on a mesh: its largest programs.
+    """Trace the largest programs of one engine on a mesh.
 
     Args:
+        config: of the run.
+        model: its architecture.
+        mesh: of the engine.
         published: the parameters it is given.
         holds: names of the residents that these are.
 
@@ -76,7 +79,7 @@ def rollout_half(
         ConfigError: the devices cannot share the model evenly.
     """
     shapes = engine_shapes(config)
-    table, kind = NotingTable(), JaxEngine if model.vision is None else VisionEngine
+    table, kind = RecordingTable(), JaxEngine if model.vision is None else VisionEngine
     precision: dict[str, Any] = engine_precision(config)
     precision["dtype"] = jnp.dtype(precision["dtype"])
     engine = kind(model, shapes, **precision, mesh=mesh, table=table)
@@ -89,10 +92,10 @@ def rollout_half(
     engine.extend(weights, cache, [chunk] * PREFILL_ROWS)
     engine.copy_page(cache, 0, 0)
     made = Inventory()
-    absent: frozenset[Half] = frozenset({"learner"}) if config.rollout.sleep_during_update else frozenset()
+    absent: frozenset[Phase] = frozenset({"learner"}) if config.rollout.sleep_during_update else frozenset()
     for name, arrays in ((WEIGHTS, weights), (CACHE, cache)):
         made.keep(name, arrays, absent=absent)
-    for key, program in table.noted.items():
+    for key, program in table.recorded.items():
         made.programs += _programs(key, program, mesh, published, holds, shapes.decode_steps)
     return made
 
@@ -100,10 +103,10 @@ def rollout_half(
 def _programs(
     key: tuple, program: jax.stages.Traced, mesh: Mesh, published: Params, holds: frozenset[str], steps: int
 ) -> Iterator[Program]:
-    """What a key of the engine's table stands for; nothing for what only makes room."""
+    """Yield the program of a key of the engine's table; nothing for what only allocates."""
 
-    def rollout(half: Half = "rollout", mesh: Mesh = mesh, **more: Any) -> Program:
-        return Program(half=half, mesh=mesh, traced=program, **more)
+    def rollout(phase: Phase = "rollout", mesh: Mesh = mesh, **more: Any) -> Program:
+        return Program(phase=phase, mesh=mesh, traced=program, **more)
 
     match key:
         case ("decode", _, width, span):
@@ -117,8 +120,8 @@ def _programs(
         case ("copy", _):
             yield rollout(name="copy a page", holds=_CACHE, donates=_CACHE, calls=0)
         case ("weights", _):
-            yield rollout(name="take weights", half="weights", holds=holds | _WEIGHTS, donates=_WEIGHTS)
+            yield rollout(name="take weights", phase="weights", holds=holds | _WEIGHTS, donates=_WEIGHTS)
         case ("staged weights", _):
             embed = published["embed"]
             stage = staging_mesh(mesh, tuple(embed.sharding.devices_indices_map(embed.shape)))
-            yield rollout(name="arrange weights", half="weights", mesh=stage, holds=holds)
+            yield rollout(name="arrange weights", phase="weights", mesh=stage, holds=holds)

@@ -1,0 +1,191 @@
+"""A sandboxed tree of processes: what it uses, read from ``/proc``, and how it is paused.
+
+Limits of single processes do not add up: sixty-four processes of half a gigabyte each are within theirs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from functools import cache
+from pathlib import Path
+
+from jax_agent_rl.tool_server.sandbox.limits import SandboxLimits, StopCause
+
+_INTERVAL = 0.1  # seconds; a program that fills memory at 5 GB/s is half a gigabyte over its limit by then
+WRITABLE = ("/tmp", "/dev/shm")
+"""The folders a sandboxed program can write to."""
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+async def watch(pid: int, limits: SandboxLimits) -> StopCause:
+    """Return the limit that the processes under ``pid`` exceed together, once they do; poll until then."""
+    while True:
+        await asyncio.sleep(_INTERVAL)
+        if stopped := exceeded(pid, limits):
+            return stopped
+
+
+def exceeded(pid: int, limits: SandboxLimits) -> StopCause | None:
+    """Return the limit that the processes under ``pid`` exceed together, if any."""
+    pids = tree(pid)
+    if _over_memory(pids, limits.memory_bytes - socket_memory(pids[-1])):
+        return StopCause.MEMORY
+    if _files(pids) > limits.files:
+        return StopCause.FILES
+    return None
+
+
+def tree(pid: int) -> list[int]:
+    """Return ``pid`` and its descendants, parents first."""
+    pids = [pid]
+    for parent in pids:  # grows while it is walked
+        try:
+            tasks = os.listdir(f"/proc/{parent}/task")
+            for task in tasks:
+                pids += map(int, Path(f"/proc/{parent}/task/{task}/children").read_text().split())
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # it ended meanwhile
+    return pids
+
+
+def _over_memory(pids: list[int], limit: int) -> bool:
+    """Check resident memory, cheap but counting shared pages for each, and only then proportional shares."""
+    return sum(map(_resident, pids)) > limit and sum(map(_proportional, pids)) > limit
+
+
+def _resident(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+
+
+def _proportional(pid: int) -> int:
+    try:
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss:"):
+                return int(line.split()[1]) * 1024
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    except PermissionError:  # bubblewrap's own processes
+        return _resident(pid)
+    return 0
+
+
+def _files(pids: list[int]) -> int:
+    """Count inodes in use in the sandbox's own writable folders; 0 where it has none, or not yet."""
+    return sum(_inodes(f"/proc/{pids[-1]}/root", folder) for folder in WRITABLE)
+
+
+def _inodes(root: str, folder: str) -> int:
+    try:
+        if os.path.exists(folder) and os.stat(root + folder).st_dev == os.stat(folder).st_dev:
+            return 0
+        usage = os.statvfs(root + folder)
+    except OSError:
+        return 0
+    return usage.f_files - usage.f_ffree
+
+
+_BUFFERS = ("rmem_default", "wmem_default")
+_OVERHEAD = 2  # bytes of memory for one of payload, about
+
+
+def socket_memory(pid: int) -> int:
+    """Return the bytes that sockets of a process's network namespace may hold; 0 if it is this process's own."""
+    try:
+        if os.stat(f"/proc/{pid}/ns/net").st_ino == os.stat("/proc/self/ns/net").st_ino:
+            return 0
+        counts = _counts(Path(f"/proc/{pid}/net/sockstat").read_text())
+        held = counts["sockets"] * _default_buffers()
+        if counts["TCP"] or counts["TCP6"]:
+            held += _OVERHEAD * sum(_queued(Path(f"/proc/{pid}/net/{table}")) for table in ("tcp", "tcp6"))
+    except (OSError, KeyError):
+        return 0
+    return held
+
+
+def _counts(sockstat: str) -> dict[str, int]:
+    """Count sockets in use by protocol, and ``sockets``, all of them."""
+    counts = {"TCP6": 0}
+    for line in sockstat.splitlines():
+        protocol, _, numbers = line.partition(": ")
+        name, _, rest = numbers.partition(" ")
+        if name in ("used", "inuse"):
+            counts[protocol] = int(rest.split()[0])
+    return counts
+
+
+def _queued(table: Path) -> int:
+    queues = (line.split()[4].split(":") for line in table.read_text().splitlines()[1:])
+    return sum(int(queue, 16) for pair in queues for queue in pair)
+
+
+@cache
+def _default_buffers() -> int:
+    return sum(int(Path(f"/proc/sys/net/core/{name}").read_text()) for name in _BUFFERS)
+
+
+_LOOKS = 500
+_BETWEEN_SECONDS = 0.001
+_DEAD, _STOPPED = "ZX", "TtZX"  # states in /proc; a dead process is there until its parent has asked for it
+
+
+async def pause(pid: int, wrappers: int) -> bool:
+    """Stop a program and kill everything it started.
+
+    Args:
+        pid: of the process that was started.
+        wrappers: processes down from there that are not the program's: bubblewrap's.
+
+    Returns:
+        whether nothing runs any more. If not, all of it has to be ended.
+    """
+    quiet = 0
+    for _ in range(_LOOKS):
+        program, others = _split(pid, wrappers)
+        if program is None:
+            return True
+        _send(program, signal.SIGSTOP)
+        running = [other for other in others if not _all_in(other, _DEAD)]
+        for other in running:
+            _send(other, signal.SIGKILL)
+        quiet = quiet + 1 if not running and _all_in(program, _STOPPED) else 0
+        if quiet == 2:
+            return True
+        await asyncio.sleep(0 if quiet else _BETWEEN_SECONDS)
+    return False
+
+
+def resume(pid: int, wrappers: int) -> None:
+    """Continue a paused program."""
+    program, _ = _split(pid, wrappers)
+    if program is not None:
+        _send(program, signal.SIGCONT)
+
+
+def _split(pid: int, wrappers: int) -> tuple[int | None, list[int]]:
+    """Return the program's first process (None when it is gone) and all others it started."""
+    pids = tree(pid)[
+        wrappers:
+    ]  # the program is the oldest child of its namespace's first process, hence the first here
+    return (pids[0], pids[1:]) if pids else (None, [])
+
+
+def _send(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def _all_in(pid: int, states: str) -> bool:
+    """Whether every thread of a process is in one of the states; the first may be dead while others run."""
+    try:
+        for task in os.listdir(f"/proc/{pid}/task"):
+            if Path(f"/proc/{pid}/task/{task}/stat").read_text().rpartition(")")[2].split()[0] not in states:
+                return False
+    except (FileNotFoundError, ProcessLookupError):
+        return False  # changing: the next look tells
+    return True
