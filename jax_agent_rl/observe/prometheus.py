@@ -26,7 +26,7 @@ class TrainerMetrics:
 
     def __call__(self, record: Mapping[str, Any]) -> None:
         """Takes a line of ``metrics.jsonl``."""
-        from jax_agent_rl.observe.sinks.base import scalars
+        from jax_agent_rl.observe.sinks.metrics import scalars
 
         step = "step" if record["kind"] == "step" else f"{record['kind']}/step"
         with self._lock:

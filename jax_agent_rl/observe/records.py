@@ -71,7 +71,7 @@ def trajectories_of(file: Path) -> Records:
 
 
 def traces_of(file: Path) -> Records:
-    """Those of ``traces.jsonl``, see :func:`jax_agent_rl.observe.traces.records.trace_record`."""
+    """Those of ``traces.jsonl``, see :func:`jax_agent_rl.observe.sinks.traces.trace_record`."""
     return Records(file=file, is_whole=_is_trace)
 
 

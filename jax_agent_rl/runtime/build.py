@@ -16,7 +16,7 @@ from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.models.hf import load_config
 from jax_agent_rl.models.sharding import make_mesh
 from jax_agent_rl.observe.metrics import RunFolder
-from jax_agent_rl.observe.traces.opening import open_tracer
+from jax_agent_rl.observe.sinks.traces import open_tracer
 from jax_agent_rl.runtime.engines import backend_factories, check_turns, engine_mesh, one_program, read_model
 from jax_agent_rl.runtime.fleet import FleetMetrics
 from jax_agent_rl.runtime.learners import make_learner

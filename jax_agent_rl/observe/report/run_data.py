@@ -26,7 +26,7 @@ class RunData:
         metrics: records of ``metrics.jsonl``.
         trajectories: records of ``trajectories.jsonl``, a sample of them if there are many.
         total: how many trajectories the file has.
-        traces: records of ``traces.jsonl``; see :mod:`jax_agent_rl.observe.traces`.
+        traces: records of ``traces.jsonl``; see :mod:`jax_agent_rl.observe.sinks.traces`.
         summary: of a run that came to its end.
         notes: what is missing or could not be read, for the reader of the page.
     """
