@@ -19,7 +19,7 @@ from jax_agent_rl.cli.options import (
     config_or_key,
     run_to_end,
 )
-from jax_agent_rl.observe.lines import say
+from jax_agent_rl.observe.progress import say
 
 
 def register(app: typer.Typer) -> None:

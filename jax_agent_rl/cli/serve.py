@@ -19,7 +19,7 @@ from jax_agent_rl.cli.options import (
     command,
     config_or_key,
 )
-from jax_agent_rl.observe.lines import say
+from jax_agent_rl.observe.progress import say
 
 if TYPE_CHECKING:
     from jax_agent_rl.runtime.subject import PolicyChoice
@@ -119,7 +119,7 @@ def diagnose(
     from rich.console import Console
 
     from jax_agent_rl.agreement.report import as_json, breach_line, table
-    from jax_agent_rl.observe.lines import say
+    from jax_agent_rl.observe.progress import say
     from jax_agent_rl.runtime.diagnosis import diagnose_run
 
     console = Console()

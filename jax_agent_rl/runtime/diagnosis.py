@@ -21,7 +21,7 @@ from jax_agent_rl.learner.checkpoint import Checkpointer, complete_steps
 from jax_agent_rl.learner.comparison import Comparison
 from jax_agent_rl.learner.learner import Learner
 from jax_agent_rl.models.hf import load_config
-from jax_agent_rl.observe.records import Record, trajectories_of
+from jax_agent_rl.observe.metrics import Record, trajectories_of
 from jax_agent_rl.runtime.export import run_config
 from jax_agent_rl.runtime.learners import make_learner
 

@@ -14,11 +14,9 @@ from jax_agent_rl.config import Config
 from jax_agent_rl.errors import CheckpointError, WeightUpdateError
 from jax_agent_rl.learner.checkpoint import complete_steps, cut_off_steps
 from jax_agent_rl.learner.losses import peers
-from jax_agent_rl.observe.lines import say
-from jax_agent_rl.observe.metrics import RunFolder
-from jax_agent_rl.observe.plots import reward_plot
-from jax_agent_rl.observe.progress import Progress, duration
-from jax_agent_rl.observe.records import metrics_of, trajectories_of
+from jax_agent_rl.observe.metrics import RunFolder, metrics_of, trajectories_of
+from jax_agent_rl.observe.progress import Progress, duration, say
+from jax_agent_rl.observe.report.charts import reward_plot
 from jax_agent_rl.observe.report.command import write_report
 from jax_agent_rl.observe.trajectories import best_and_worst, outline
 from jax_agent_rl.runtime.build import build

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from jax_agent_rl.deploy.plan.compile_subprocess import Planned, Task, plan_apart
 from jax_agent_rl.deploy.plan.plot import check_file, draw
-from jax_agent_rl.observe.lines import say
+from jax_agent_rl.observe.progress import say
 
 
 def run_command(task: Task, console: Console, *, budget: int | None, picture: Path | None, as_json: bool) -> Planned:
