@@ -32,7 +32,6 @@ _IMPORTED = (
     "jax_agent_rl.cli",
     "jax_agent_rl.observe.report.charts",
     "jax_agent_rl.runtime.build",
-    "jax_agent_rl.runtime.learners",
     "jax_agent_rl.runtime.train",
     "matplotlib.figure",
     "mpl_toolkits.mplot3d",

@@ -22,8 +22,8 @@ from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.evaluate.scores import scores
 from jax_agent_rl.observe.metrics import RunFolder
 from jax_agent_rl.observe.progress import Progress
+from jax_agent_rl.runtime.policy import ServedPolicy
 from jax_agent_rl.runtime.sampling import Rollouts, Source, open_rollouts
-from jax_agent_rl.runtime.subject import ServedPolicy
 from jax_agent_rl.trainer.groups import all_trajectories, evaluation_sampling, gather
 from jax_agent_rl.trainer.record import evaluation_record
 from jax_agent_rl.types import Group, SamplingParams

@@ -148,7 +148,7 @@ class WeightUpdate:
             file paths. ``"tensorstore"``: ``payload`` is the address of a version's folder, as
             ``models.stored`` writes it. ``"object_store"``: a
             :class:`~jax_agent_rl.rollout.ray.weights.StoredWeights`. ``"mesh"``: None; every process of the
-            learner has put a copy of this version on its shelf, see ``runtime.host_engines``.
+            learner has put a copy of this version into its weight buffer, see ``runtime.multihost_engines``.
         payload: see ``kind``. Opaque to everything between the learner and the engine.
         partial: only some parameters are named; the others stay.
         lasting: the payload stays as it is until the next update is made, so that a server that joins meanwhile can

@@ -25,8 +25,8 @@ from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.evaluate.collection.files import Target, records, write
 from jax_agent_rl.evaluate.collection.journal import Journal, require_same
 from jax_agent_rl.observe.progress import Progress, duration, say
+from jax_agent_rl.runtime.policy import ServedPolicy
 from jax_agent_rl.runtime.sampling import Rollouts, open_rollouts
-from jax_agent_rl.runtime.subject import ServedPolicy
 from jax_agent_rl.trainer.groups import training_sampling
 from jax_agent_rl.types import DropReason, Group, SamplingParams
 from jax_agent_rl.utils.checksums import file_digest
