@@ -32,7 +32,7 @@ from jax_agent_rl.jetstream.engine import EngineShapes
 from jax_agent_rl.models.fetch import fetch_quickstart_model
 from jax_agent_rl.models.hf import load_hf
 from jax_agent_rl.rollout.protocol import GenerateRequest
-from jax_agent_rl.runtime.compilation_cache import use_compilation_cache
+from jax_agent_rl.runtime import use_compilation_cache
 from jax_agent_rl.types import SamplingParams
 
 PROMPT, NEW, REPEATS = 96, 128, 3

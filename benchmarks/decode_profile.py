@@ -39,7 +39,7 @@ from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.models.fetch import fetch_quickstart_model
 from jax_agent_rl.models.hf import load_hf
 from jax_agent_rl.models.quantized import product
-from jax_agent_rl.runtime.compilation_cache import use_compilation_cache
+from jax_agent_rl.runtime import use_compilation_cache
 
 STEPS, REPEATS = 16, 3
 

@@ -25,7 +25,7 @@ from jax_agent_rl.jetstream.programs import ProgramTable
 from jax_agent_rl.models.fetch import fetch_quickstart_model
 from jax_agent_rl.models.hf import load_hf
 from jax_agent_rl.rollout.protocol import GenerateRequest
-from jax_agent_rl.runtime.compilation_cache import use_compilation_cache
+from jax_agent_rl.runtime import use_compilation_cache
 from jax_agent_rl.types import SamplingParams, TokenOutput
 
 PROMPT, NEW = 96, 48

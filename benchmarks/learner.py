@@ -22,7 +22,7 @@ from jax_agent_rl.config import AlgorithmConfig, LearnerConfig
 from jax_agent_rl.learner.learner import Learner
 from jax_agent_rl.models.fetch import fetch_quickstart_model
 from jax_agent_rl.models.hf import load_hf
-from jax_agent_rl.runtime.compilation_cache import use_compilation_cache
+from jax_agent_rl.runtime import use_compilation_cache
 from jax_agent_rl.types import Group
 
 ROWS, LENGTH, REPEATS = 8, 256, 3

@@ -41,7 +41,7 @@ from jax_agent_rl.learner.advantages.outcome import grpo
 from jax_agent_rl.learner.learner import Learner
 from jax_agent_rl.models.fetch import fetch_quickstart_model
 from jax_agent_rl.models.hf import hf_tensors, load_hf
-from jax_agent_rl.runtime.compilation_cache import use_compilation_cache
+from jax_agent_rl.runtime import use_compilation_cache
 from jax_agent_rl.types import Group
 
 PEERS = Path(__file__).parent / "peers"

@@ -39,7 +39,7 @@ from jax_agent_rl.learner.objective import KEPT_LOGITS, TARGETS_PER_CHUNK
 from jax_agent_rl.models.attention import tree_attention
 from jax_agent_rl.models.decoder import hidden_states
 from jax_agent_rl.models.tree_mask import TreeMask
-from jax_agent_rl.runtime.compilation_cache import use_compilation_cache
+from jax_agent_rl.runtime import use_compilation_cache
 from jax_agent_rl.types import Group
 
 MICRO_BATCHES = 2

@@ -14,7 +14,7 @@ from jax_agent_rl.agents.recorder import ChatRecorder
 from jax_agent_rl.config import AgentConfig, EndpointConfig
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.server import AsyncServer
-from jax_agent_rl.runtime.openai_server import read_engines
+from jax_agent_rl.runtime.serve import read_engines
 from jax_agent_rl.types import SamplingParams
 from tests.fakes import FakeCodec, ScriptedBackend
 

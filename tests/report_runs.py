@@ -13,7 +13,7 @@ import pytest
 
 from jax_agent_rl.observe.metrics import RunFolder
 from jax_agent_rl.observe.report.run_data import RunData, read_run
-from jax_agent_rl.observe.traces.sinks import TraceFileSink
+from jax_agent_rl.observe.sinks.traces import TraceFileSink
 from jax_agent_rl.types import FinishReason, Fork, Trajectory
 from tests.trajectories import EPOCH, SECOND, a_trace, call, trajectory
 

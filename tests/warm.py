@@ -30,9 +30,8 @@ from pathlib import Path
 _READ_AT_IMPORT = ("HF_", "JAX_", "MPL", "RAY_", "TPU_", "TRANSFORMERS_", "VIRTUAL_ENV")
 _IMPORTED = (
     "jax_agent_rl.cli",
-    "jax_agent_rl.observe.plots",
+    "jax_agent_rl.observe.report.charts",
     "jax_agent_rl.runtime.build",
-    "jax_agent_rl.runtime.learners",
     "jax_agent_rl.runtime.train",
     "matplotlib.figure",
     "mpl_toolkits.mplot3d",

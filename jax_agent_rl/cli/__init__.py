@@ -66,8 +66,8 @@ def train(
         raise ConfigError("--resume asks for a checkpoint and --auto-resume does without; give one of them")
     settings = load(config, overrides or [])
     console = Console()
-    from jax_agent_rl.runtime.compilation_cache import use_compilation_cache
-    from jax_agent_rl.runtime.learners import follow_run
+    from jax_agent_rl.runtime import use_compilation_cache
+    from jax_agent_rl.runtime.build import follow_run
     from jax_agent_rl.runtime.multihost import initialize
     from jax_agent_rl.runtime.train import train as run
     from jax_agent_rl.utils.interrupt import EXIT_CODE, leave_within
@@ -175,7 +175,7 @@ def export(
     step: Annotated[int | None, typer.Option(help="This step's checkpoint, not the newest.")] = None,
 ) -> None:
     """Write a run's checkpoint as a Hugging Face model folder; LoRA adapters are merged in."""
-    from jax_agent_rl.runtime.export import export_run
+    from jax_agent_rl.runtime.policy import export_run
 
     print(export_run(run, out, step=step, dtype=dtype, adapter=adapter))
 

@@ -20,7 +20,7 @@ from jax_agent_rl.cli.options import (
     config_or_key,
     run_to_end,
 )
-from jax_agent_rl.observe.lines import say
+from jax_agent_rl.observe.progress import say
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -76,8 +76,8 @@ def evaluate(
 
     from jax_agent_rl.evaluate.run import EvaluationRequest, source_of
     from jax_agent_rl.evaluate.run import evaluate as play
-    from jax_agent_rl.runtime.compilation_cache import use_compilation_cache
-    from jax_agent_rl.runtime.subject import PolicyChoice, choose, open_policy
+    from jax_agent_rl.runtime import use_compilation_cache
+    from jax_agent_rl.runtime.policy import PolicyChoice, choose, open_policy
     from jax_agent_rl.runtime.train import free_folder
 
     file, keys = config_or_key(config, overrides)

@@ -19,7 +19,7 @@ from jax_agent_rl.cli.options import (
     config_or_key,
     run_to_end,
 )
-from jax_agent_rl.observe.lines import say
+from jax_agent_rl.observe.progress import say
 
 
 def register(app: typer.Typer) -> None:
@@ -59,8 +59,8 @@ def rollout(
     from rich.console import Console
 
     from jax_agent_rl.evaluate.collection.run import CollectionRequest, collect
-    from jax_agent_rl.runtime.compilation_cache import use_compilation_cache
-    from jax_agent_rl.runtime.subject import PolicyChoice, choose, open_policy
+    from jax_agent_rl.runtime import use_compilation_cache
+    from jax_agent_rl.runtime.policy import PolicyChoice, choose, open_policy
 
     file, keys = config_or_key(config, overrides)
     choice = PolicyChoice(config=file, overrides=keys, model=model, run=run, step=step, data=data)

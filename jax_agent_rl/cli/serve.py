@@ -19,10 +19,10 @@ from jax_agent_rl.cli.options import (
     command,
     config_or_key,
 )
-from jax_agent_rl.observe.lines import say
+from jax_agent_rl.observe.progress import say
 
 if TYPE_CHECKING:
-    from jax_agent_rl.runtime.subject import PolicyChoice
+    from jax_agent_rl.runtime.policy import PolicyChoice
 
 
 def register(app: typer.Typer) -> None:
@@ -56,8 +56,8 @@ def rollout_server(
     port: Annotated[int, typer.Option(help="0 takes a free one.")] = 8100,
 ) -> None:
     """Serve the configured engine over HTTP, for runs with rollout.backend=remote."""
+    from jax_agent_rl.runtime.policy import PolicyChoice
     from jax_agent_rl.runtime.serve import serve_rollouts
-    from jax_agent_rl.runtime.subject import PolicyChoice
 
     choice = PolicyChoice(config=config, overrides=overrides or [], model=model, run=run, step=step)
     _serve(choice, functools.partial(serve_rollouts, host=host, port=port))
@@ -80,8 +80,8 @@ def serve(
     Of the configuration, model, rollout and agent are used. With /sessions/ID/v1 as base_url, its exact ids are
     recorded.
     """
-    from jax_agent_rl.runtime.openai_server import serve_openai
-    from jax_agent_rl.runtime.subject import PolicyChoice
+    from jax_agent_rl.runtime.policy import PolicyChoice
+    from jax_agent_rl.runtime.serve import serve_openai
 
     serving = functools.partial(serve_openai, host=host, port=port, token_env=token_env, model_name=model_name)
     file, keys = config_or_key(config, overrides)
@@ -92,8 +92,8 @@ def _serve(choice: PolicyChoice, serving: Callable[..., Coroutine[Any, Any, None
     """Run a server of the chosen model until it is stopped."""
     from rich.console import Console
 
-    from jax_agent_rl.runtime.compilation_cache import use_compilation_cache
-    from jax_agent_rl.runtime.subject import open_policy
+    from jax_agent_rl.runtime import use_compilation_cache
+    from jax_agent_rl.runtime.policy import open_policy
     from jax_agent_rl.utils.interrupt import run_server
 
     use_compilation_cache()
@@ -119,7 +119,7 @@ def diagnose(
     from rich.console import Console
 
     from jax_agent_rl.agreement.report import as_json, breach_line, table
-    from jax_agent_rl.observe.lines import say
+    from jax_agent_rl.observe.progress import say
     from jax_agent_rl.runtime.diagnosis import diagnose_run
 
     console = Console()

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from jax_agent_rl.cli.options import Panel, command
-from jax_agent_rl.observe.filters import Colour, Sort, Split, TrajectoryFilter
+from jax_agent_rl.observe.selection import Colour, Sort, Split, TrajectoryFilter
 from jax_agent_rl.reasons import FinishReason, StopReason
 
 

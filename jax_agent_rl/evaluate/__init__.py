@@ -1,5 +1,5 @@
-"""``jax-agent-rl eval``: how good a policy is, by the agents, tools and rewards it is trained with.
+"""``jax-agent-rl eval``: how good a policy is, with the agents, tools and rewards of its training.
 
-``estimates`` pass@k and confidence intervals · ``scores`` groups to numbers, by data source · ``run`` sampling to
-summary · ``command`` the command line.
+``scores`` groups to numbers with confidence intervals, by data source · ``run`` from sampling to the summary ·
+``collection`` trajectories without training.
 """

@@ -1,4 +1,4 @@
-"""One evaluation: the policy plays every held-out row n times, as in training, and is scored.
+"""One evaluation: n trajectories per held-out row, sampled as in training, and their scores.
 
 ::
 
@@ -22,8 +22,8 @@ from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.evaluate.scores import scores
 from jax_agent_rl.observe.metrics import RunFolder
 from jax_agent_rl.observe.progress import Progress
+from jax_agent_rl.runtime.policy import ServedPolicy
 from jax_agent_rl.runtime.sampling import Rollouts, Source, open_rollouts
-from jax_agent_rl.runtime.subject import ServedPolicy
 from jax_agent_rl.trainer.groups import all_trajectories, evaluation_sampling, gather
 from jax_agent_rl.trainer.record import evaluation_record
 from jax_agent_rl.types import Group, SamplingParams
@@ -31,16 +31,16 @@ from jax_agent_rl.types import Group, SamplingParams
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationRequest:
-    """What is asked of an evaluation.
+    """The options of an evaluation.
 
     Attributes:
         samples: trajectories per row.
-        ks: of pass@k, ascending.
-        pass_reward: the least reward of a trajectory that passes.
-        temperature: None is :func:`sampling`'s choice.
+        ks: values of k for pass@k, ascending.
+        pass_reward: least reward of a trajectory that passes.
+        temperature: None: chosen by :func:`sampling`.
         top_p, top_k: see :class:`~jax_agent_rl.types.SamplingParams`.
-        data: file of rows in place of ``data.eval``.
-        limit: only the first rows.
+        data: file of rows; replaces ``data.eval``.
+        limit: use only the first rows.
     """
 
     samples: int = 8
@@ -60,13 +60,13 @@ class EvaluationRequest:
 
 
 def sampling(config: Config, request: EvaluationRequest) -> SamplingParams:
-    """As held-out evaluations of a run sample, unless the request says otherwise.
+    """Return the sampling parameters of a run's held-out evaluations, unless the request overrides them.
 
-    Where ``rollout.eval_temperature`` is 0 and several samples are asked for, that of training is taken: greedy samples
-    of a prompt are all the same one.
+    With several samples and ``rollout.eval_temperature`` 0, the training temperature applies: greedy samples of a
+    prompt are all equal.
 
     Raises:
-        ConfigError: a value out of its range.
+        ConfigError: a value is out of range.
     """
     wanted = request.temperature
     if wanted is None:
@@ -79,7 +79,7 @@ def sampling(config: Config, request: EvaluationRequest) -> SamplingParams:
 
 
 def source_of(config: Config, request: EvaluationRequest) -> Source:
-    """The rows to play; ConfigError if nothing names any."""
+    """Return the rows to evaluate; raises ConfigError if none are named."""
     limits = [limit for limit in (request.limit, None if request.data else config.data.eval_limit) if limit]
     file = request.data or config.data.eval
     if file is None:
@@ -88,12 +88,12 @@ def source_of(config: Config, request: EvaluationRequest) -> Source:
 
 
 async def evaluate(subject: ServedPolicy, request: EvaluationRequest, *, out: Path, console: Console) -> dict[str, Any]:
-    """Plays and scores; returns the summary, which is also ``summary.json`` in ``out``.
+    """Sample and score; return the summary, which is also ``summary.json`` in ``out``.
 
-    ``out`` is laid out like a run folder, so that ``view`` shows its trajectories.
+    ``out`` has the layout of a run folder, so ``view`` shows its trajectories.
 
     Raises:
-        ConfigError, DataError, ModelError, ToolDefinitionError: what a user has to fix.
+        ConfigError, DataError, ModelError, ToolDefinitionError: the user has to fix something.
         EngineDiedError, NothingToTrainError: no server is left, or every trajectory was lost.
     """
     config = subject.config.model_copy(update={"run_dir": str(out)})
@@ -104,7 +104,7 @@ async def evaluate(subject: ServedPolicy, request: EvaluationRequest, *, out: Pa
             folder = RunFolder(out)
             recorded = subject.recorded.model_copy(update={"run_dir": str(out)})
             folder.write_json(folder.config, recorded.model_dump(mode="json"))
-            groups = await _play(rollouts, subject, request, chosen, folder, progress)
+            groups = await _sample(rollouts, subject, request, chosen, folder, progress)
             weights = sorted({v for t in all_trajectories(groups) for v in t.policy_versions if v >= 0})
     seconds = time.monotonic() - begin
     folder.add_metrics(evaluation_record(subject.step, groups, seconds=seconds))
@@ -132,7 +132,7 @@ async def evaluate(subject: ServedPolicy, request: EvaluationRequest, *, out: Pa
     return summary
 
 
-async def _play(
+async def _sample(
     rollouts: Rollouts,
     subject: ServedPolicy,
     request: EvaluationRequest,
@@ -140,7 +140,7 @@ async def _play(
     folder: RunFolder,
     progress: Progress,
 ) -> Sequence[Group]:
-    """Every row, with the seeds of the held-out evaluation after this step: its first samples are the same ones."""
+    """Sample for every row, with the seeds of the held-out evaluation after this step, whose samples come first."""
     evaluator, done, rewards = rollouts.agents.evaluator, 0, 0.0
 
     def arrived(group: Group) -> None:

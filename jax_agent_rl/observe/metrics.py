@@ -1,27 +1,34 @@
-"""The run folder: JSON Lines files that only grow, and are cut back to a step when a run resumes there."""
+"""The run folder, written and read: JSON Lines files that only grow, but are cut back when a run resumes."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
-from jax_agent_rl.observe.records import Records, has_step
-from jax_agent_rl.observe.sample import sample
+from jax_agent_rl.observe.selection import sample
+from jax_agent_rl.reasons import FinishReason, StopReason
 from jax_agent_rl.types import Trajectory
 from jax_agent_rl.utils.files import write_atomically, writing
 
 Numbers = Sequence[float] | np.ndarray
 Learnt = Mapping[str, Mapping[str, Numbers]]
-"""By trajectory id named numbers per token with loss."""
+"""By trajectory id, named numbers per token with loss."""
 DISAGREEMENT = "disagreement.json"
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
+_TRAJECTORY_KEYS = {field.name for field in fields(Trajectory)} | {"step", "split"}
+_TURN_KEYS = {"sampled", "appended", "stop_reason", "cached_tokens", "score", "tool_calls"}
+_CALL_KEYS = {"name", "seconds", "error"}
+_FINISH_REASONS, _STOP_REASONS = tuple(FinishReason), tuple(StopReason)
+_SPAN_KEYS = {"name", "about", "start_ns", "end_ns", "attributes", "error"}
+
+Record = dict[str, Any]
 
 
 class RunFolder:
@@ -31,8 +38,8 @@ class RunFolder:
     ``disagreement.json`` if engine and learner disagreed.
 
     Args:
-        path: is made.
-        keep_trajectories: most that are written of a step and split, see :mod:`jax_agent_rl.observe.sample`.
+        path: created if it does not exist.
+        keep_trajectories: most that are written per step and split, see :func:`jax_agent_rl.observe.selection.sample`.
     """
 
     def __init__(self, path: Path, *, keep_trajectories: int | None = None) -> None:
@@ -48,21 +55,21 @@ class RunFolder:
         self.plot = path / "reward.png"
         self.checkpoints = path / "checkpoints"
 
-    # What writes raises StorageError if there is no room. The next resume removes the part of a line that was written.
+    # Writing raises StorageError if the disk is full. The next resume removes a line written in part.
 
     def add_metrics(self, record: Mapping[str, Any]) -> None:
-        """Appends one record of ``metrics.jsonl``."""
+        """Append one record to ``metrics.jsonl``."""
         append_records(self.metrics, [record])
 
     def add_trajectories(
         self, step: int, split: str, trajectories: Sequence[Trajectory], *, learnt: Learnt = _NOTHING
     ) -> None:
-        """Appends trajectories, or a sample of them.
+        """Append trajectories, or a sample of them.
 
         Args:
-            step: they were trained on, or evaluated after.
+            step: the step they were trained in, or evaluated after.
             split: ``train`` or ``heldout``.
-            trajectories: of that step.
+            trajectories: all of that step and split.
             learnt: ``UpdateResult.tokens``.
         """
         kept = sample(
@@ -74,9 +81,9 @@ class RunFolder:
         )
 
     def cut_back(self, step: int, *, evaluated: int) -> None:
-        """Removes what was recorded after ``step``, and evaluations after step ``evaluated``: both are run again.
+        """Remove records after ``step``, and evaluations after step ``evaluated``: both are repeated.
 
-        So is the summary, for the run has not come to its end, and what was found wrong before it was resumed.
+        The summary and a recorded disagreement go, too: they are of a run that has not ended.
         """
 
         def stays(record: Mapping[str, Any]) -> bool:
@@ -92,20 +99,23 @@ class RunFolder:
                 )
 
     def write_json(self, file: Path, content: Mapping[str, Any]) -> None:
-        """Writes a JSON file whole or not at all."""
+        """Write a JSON file atomically."""
         write_atomically(file, json.dumps(content, indent=2) + "\n")
 
 
 def trajectory_record(
     trajectory: Trajectory, *, step: int, split: str, learnt: Mapping[str, Numbers] = _NOTHING
 ) -> dict[str, Any]:
-    """A trajectory as JSON: ids, mask, log-probs, versions, reward, messages. Derived arrays are left out of turns.
+    """Return a trajectory as JSON: ids, mask, log-probs, versions, reward, messages.
 
-    Of images and videos only their number is kept.
+    Turns omit derived arrays; images and videos are only counted.
 
     Args:
+        trajectory: what is recorded.
+        step: its training step.
+        split: ``train`` or ``heldout``.
         learnt: ``advantages`` and ``old_logprobs`` of its tokens with loss; they are laid out along ``response_ids``,
-            0 where there is no loss, null where nobody knows.
+            0 where there is no loss, null where unknown.
     """
     record = {"step": step, "split": split, **asdict(replace(trajectory, turns=(), segments=(), prompt_media={}))}
     record["prompt_media"] = {kind: len(items) for kind, items in trajectory.prompt_media.items()}
@@ -137,19 +147,119 @@ def trajectory_record(
 
 
 def _laid_out(values: Numbers, mask: Sequence[int]) -> list[float | None]:
-    """One number per id of a response, from one per id with loss."""
+    """Spread one number per id with loss to one per response id."""
     rest = iter(values)
     placed = (float(next(rest)) if mine else 0.0 for mine in mask)
     return [round(value, 6) if math.isfinite(value) else None for value in placed]
 
 
 def read_records(file: Path) -> list[dict[str, Any]]:
-    """All records of a step in a JSON Lines file; a line that is none, such as one cut off by a crash, is left out."""
-    return list(Records(file=file, is_whole=has_step))
+    """Return all records of a JSON Lines file that have a step; skip other lines, such as one cut off by a crash."""
+    return list(Records(file=file, is_valid=has_step))
 
 
 def append_records(file: Path, records: Iterable[Mapping[str, Any]]) -> None:
-    """Appends lines of JSON; StorageError if there is no room."""
+    """Append lines of JSON; raises StorageError if the disk is full."""
     with writing(file), file.open("a") as stream:
         for record in records:
             stream.write(json.dumps(record) + "\n")
+
+
+@dataclass(kw_only=True)
+class Records:
+    """The records of a JSON Lines file, as far as they can be read: its run may be going on, cut off or damaged.
+
+    Every iteration reads the file again and holds one record at a time. Lines that are no record of its kind are
+    skipped and counted; :attr:`notes` reports them.
+
+    Attributes:
+        file: need not exist.
+        is_valid: whether an object has the fields of a record.
+        damaged: lines without a JSON object, skipped by the last iteration.
+        invalid: objects it skipped, perhaps written by another version.
+    """
+
+    file: Path
+    is_valid: Callable[[Record], bool]
+    damaged: int = 0
+    invalid: int = 0
+
+    def __iter__(self) -> Iterator[Record]:
+        self.damaged = self.invalid = 0
+        if not self.file.exists():
+            return
+        with self.file.open(encoding="utf-8", errors="replace") as stream:
+            for line in stream:
+                if (record := _object(line)) is None:
+                    self.damaged += 1
+                elif not self.is_valid(record):
+                    self.invalid += 1
+                else:
+                    yield record
+
+    @property
+    def notes(self) -> list[str]:
+        """The lines that the last iteration skipped, as messages."""
+        reasons = {"cut off or damaged": self.damaged, "not as this version writes them": self.invalid}
+        return [f"lines left out of {self.file.name}: {n} ({reason})" for reason, n in reasons.items() if n]
+
+
+def metrics_of(file: Path) -> Records:
+    """Return the records of ``metrics.jsonl``; each has its ``kind`` and ``step``."""
+    return Records(file=file, is_valid=lambda record: isinstance(record.get("kind"), str) and has_step(record))
+
+
+def trajectories_of(file: Path) -> Records:
+    """Return the records of ``trajectories.jsonl``, see :func:`trajectory_record`."""
+    return Records(file=file, is_valid=_is_trajectory)
+
+
+def traces_of(file: Path) -> Records:
+    """Return the records of ``traces.jsonl``, see :func:`jax_agent_rl.observe.sinks.traces.trace_record`."""
+    return Records(file=file, is_valid=_is_trace)
+
+
+def has_step(record: Record) -> bool:
+    """Return whether a record names its step."""
+    return isinstance(record.get("step"), int)
+
+
+def is_number(value: Any) -> bool:
+    """Return whether a value is a finite int or float, but no bool."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _object(line: str) -> Record | None:
+    try:
+        content = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def _is_trajectory(record: Record) -> bool:
+    return (
+        record.keys() >= _TRAJECTORY_KEYS
+        and has_step(record)
+        and is_number(record["reward"])
+        and record["finish_reason"] in _FINISH_REASONS
+        and _all(record["turns"], _is_turn)
+        and _all(record["segments"], _is_trajectory)
+    )
+
+
+def _is_turn(turn: Record) -> bool:
+    return (
+        turn.keys() >= _TURN_KEYS
+        and turn["stop_reason"] in _STOP_REASONS
+        and _all(turn["tool_calls"], lambda call: call.keys() >= _CALL_KEYS)
+    )
+
+
+def _is_trace(record: Record) -> bool:
+    spans = record.get("spans")
+    return "trajectory_id" in record and bool(spans) and _all(spans, lambda span: span.keys() >= _SPAN_KEYS)
+
+
+def _all(items: Any, fits: Callable[[Record], bool]) -> bool:
+    return isinstance(items, list) and all(isinstance(item, dict) and fits(item) for item in items)

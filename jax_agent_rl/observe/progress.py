@@ -1,4 +1,4 @@
-"""The live display of a run: a table of steps that grows, and below it what happens now and how far it is.
+"""The live display of a run: a growing table of steps, and below it what happens now and how far the run is.
 
 ::
 
@@ -32,9 +32,9 @@ HEADER = (  # with its widths in step() within 80 columns
 
 
 class Progress:
-    """Shows a run in a terminal; on a pipe it prints plain lines and a sign of life every 20 seconds.
+    """Live display of a run in a terminal; on a pipe, plain lines and a sign of life every 20 seconds.
 
-    Use as a context manager. ``phase`` says what is going on (with an optional live count); ``step`` adds a line to
+    Use as a context manager. ``phase`` shows what is going on (with an optional live count); ``step`` adds a line to
     the table.
     """
 
@@ -68,23 +68,23 @@ class Progress:
             self._live.stop()
 
     def phase(self, name: str, count: Callable[[], str] = lambda: "") -> None:
-        """Says what happens now; ``count`` is asked for live detail, e.g. finished trajectories."""
+        """Show what happens now; ``count`` returns live detail, such as finished trajectories."""
         with self._lock:
             self._phase, self._count, self._phase_began = name, count, self._clock()
 
     def say(self, text: str) -> None:
-        """A line that stays."""
+        """Print a permanent line."""
         self._spoke = self._clock()
         self._console.print(text, highlight=False, markup=False, soft_wrap=not self._console.is_terminal)
 
     def resumed(self, step: int) -> None:
-        """The run goes on after this step."""
+        """Continue the display after this step."""
         with self._lock:
             self._done_steps = step
         self.say(f"resumed after step {step}")
 
     def step(self, record: Mapping[str, Any], *, seconds_left: float) -> None:
-        """One finished step (a ``metrics.jsonl`` record of kind ``step``)."""
+        """Add a finished step (a ``metrics.jsonl`` record of kind ``step``) to the table."""
         if self._shown % HEADER_EVERY == 0:
             self._console.print(Text(HEADER, style="bold"))
         self._shown += 1
@@ -99,12 +99,12 @@ class Progress:
         )
 
     def warn(self, names: Sequence[str]) -> None:
-        """The warnings that hold now, by name."""
+        """Show the names of the active warnings."""
         with self._lock:
             self._warnings = tuple(names)
 
     def _display(self) -> Group:
-        """What a terminal shows below the table, redrawn several times a second."""
+        """Return what a terminal shows below the table, redrawn several times a second."""
         with self._lock:
             done, ends_at, warnings = self._done_steps, self._ends_at, self._warnings
         left = f", {duration(ends_at - self._clock())} left" if ends_at is not None else ""
@@ -126,8 +126,13 @@ class Progress:
 
 
 def duration(seconds: float) -> str:
-    """``75`` -> ``1m15s``."""
+    """Format seconds: ``75`` -> ``1m15s``."""
     seconds = max(0, round(seconds))
     hours, rest = divmod(seconds, 3600)
     minutes, seconds = divmod(rest, 60)
     return f"{hours}h{minutes:02}m" if hours else f"{minutes}m{seconds:02}s" if minutes else f"{seconds}s"
+
+
+def say(console: Console, text: str) -> None:
+    """Print text with names chosen by users as it is: no markup or colours, and lines broken only by the terminal."""
+    console.print(text, highlight=False, markup=False, soft_wrap=True)

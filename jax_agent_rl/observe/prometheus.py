@@ -1,4 +1,4 @@
-"""The newest metrics of a run, served to Prometheus: ``train_…`` the last line of ``metrics.jsonl``."""
+"""The newest metrics of a run, served to Prometheus as ``train_…``: the last record of ``metrics.jsonl``."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ if TYPE_CHECKING:
 
 
 class TrainerMetrics:
-    """The newest line of a run's metrics of each kind; a collector for ``prometheus_client``, read in its thread."""
+    """The newest metrics record of each kind; a collector for ``prometheus_client``, read in its thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._values: dict[str, float] = {}
 
     def __call__(self, record: Mapping[str, Any]) -> None:
-        """Takes a line of ``metrics.jsonl``."""
-        from jax_agent_rl.observe.sinks.base import scalars
+        """Take a record of ``metrics.jsonl``."""
+        from jax_agent_rl.observe.sinks.metrics import scalars
 
         step = "step" if record["kind"] == "step" else f"{record['kind']}/step"
         with self._lock:
             self._values |= {step: record["step"], **scalars(record)}
 
     def collect(self) -> Iterator[Metric]:
-        """``train_<name>``, with what a name may not hold as ``_``."""
+        """Yield ``train_<name>``, with characters invalid in a name as ``_``."""
         with self._lock:
             values = dict(self._values)
         yield from gauges({"train_" + re.sub(r"\W", "_", name, flags=re.ASCII): values[name] for name in values})
@@ -41,7 +41,7 @@ class TrainerMetrics:
 
 @contextmanager
 def serve_trainer(port: int, *, say: Callable[[str], None]) -> Iterator[TrainerMetrics]:
-    """Serves ``GET /metrics`` to this machine while a run lasts, in a thread: the run's own may be busy for minutes.
+    """Serve ``GET /metrics`` to this machine during a run, in a thread: the event loop may be busy for minutes.
 
     Args:
         port: 0 takes a free one.
@@ -71,7 +71,7 @@ def serve_trainer(port: int, *, say: Callable[[str], None]) -> Iterator[TrainerM
 
 
 def trainer_server(metrics: TrainerMetrics, port: int) -> HttpServer:
-    """The server of a run's metrics, not started."""
+    """Return the server of a run's metrics, not started."""
     from aiohttp import web
 
     async def newest(request: web.Request) -> web.Response:

@@ -1,4 +1,4 @@
-"""Trajectories for people: text with sampled and inserted tokens told apart."""
+"""Trajectories in the terminal: text in which sampled and inserted tokens are distinguished."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.text import Text
 
-from jax_agent_rl.observe.filters import Colour
+from jax_agent_rl.observe.selection import Colour
 
 SAMPLED = "bold green"
 INSERTED = "cyan"
@@ -19,13 +19,15 @@ PROMPT = "dim"
 LEGEND = "legend: [dim]prompt[/] · [bold green]«sampled by the policy»[/] · [cyan]inserted (tool results, template)[/]"
 
 _CONTROLS = (*range(9), *range(11, 32), *range(127, 160))
-_UNSEEN = (0xAD, *range(0x200B, 0x2010), *range(0x2028, 0x202F), *range(0x2060, 0x206A), 0xFEFF)
-"""Without width, or turning the text around them: the page of ``jax-agent-rl report`` spells out the same ones."""
+_INVISIBLE = (0xAD, *range(0x200B, 0x2010), *range(0x2028, 0x202F), *range(0x2060, 0x206A), 0xFEFF)
+"""Zero-width and direction characters; the page of ``jax-agent-rl report`` escapes the same ones."""
 _SURROGATES = range(0xD800, 0xE000)  # no terminal takes them
-_SPELT = {code: f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}" for code in (*_CONTROLS, *_UNSEEN, *_SURROGATES)}
+_ESCAPES = {
+    code: f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}" for code in (*_CONTROLS, *_INVISIBLE, *_SURROGATES)
+}
 
-_OUTLINED = 100
-"""Most characters of a message in :func:`outline`."""
+_OUTLINE_WIDTH = 100
+"""Characters of a message in :func:`outline`."""
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -37,7 +39,7 @@ COLOURS: dict[Colour, Callable[[Mapping[str, Any], int], str]] = {
     "version": lambda record, at: _VERSIONS[record["policy_versions"][at] % len(_VERSIONS)],
     "gap": lambda record, at: _of_gap(record["rollout_logprobs"][at], (record.get("old_logprobs") or {at: None})[at]),
 }
-"""What the style of a sampled token says: a function of the record and of the token's place in the response."""
+"""Styles of a sampled token: functions of the record and of the token's place in the response."""
 
 LEGENDS: dict[Colour, str] = {
     "mask": LEGEND,
@@ -77,14 +79,15 @@ def render(
     whole_prompt: bool = False,
     colour: Colour = "mask",
 ) -> RenderableType:
-    """One trajectory record (a line of ``trajectories.jsonl``) as a panel.
+    """Return one trajectory record (a line of ``trajectories.jsonl``) as a panel.
 
-    Sampled spans stand in «guillemets» as well as in colour, so that they are told apart on paper too.
+    Sampled spans stand in «guillemets» as well as in colour, so that they can be distinguished without colours, too.
 
     Args:
         record: see :func:`jax_agent_rl.observe.metrics.trajectory_record`.
-        decode: ids to text, special tokens kept.
-        whole_prompt: show the whole prompt, not only its end.
+        decode: turns ids into text, special tokens included.
+        title: heading; empty: the trajectory's id.
+        whole_prompt: show the whole prompt instead of its end.
         colour: what the colour of sampled tokens shows, one of :data:`COLOURS`.
     """
     body = Text()
@@ -106,12 +109,7 @@ def render(
 
 
 def outline(record: Mapping[str, Any], *, title: str) -> str:
-    """What a trajectory was asked last in its prompt, and what followed, a line for each message.
-
-    Args:
-        record: see :func:`jax_agent_rl.observe.metrics.trajectory_record`.
-        title: stands before the facts of the first line.
-    """
+    """Return the last request of a trajectory's prompt and what followed, one line per message."""
     messages = record["messages"]
     replies = [at for at, message in enumerate(messages) if message["role"] == "assistant"][-len(record["turns"]) :]
     asked = max(0, replies[0] - 1) if replies else 0
@@ -120,16 +118,18 @@ def outline(record: Mapping[str, Any], *, title: str) -> str:
         text = " ".join(visible(str(message.get("content") or "")).split())
         calls = [call["function"] for call in message.get("tool_calls") or ()]
         text = " ".join([text, *(f"{call['name']}({call['arguments']})" for call in calls)]).strip()
-        lines.append(f"  {message['role']:>9}  {text if len(text) <= _OUTLINED else text[: _OUTLINED - 1] + '…'}")
+        lines.append(
+            f"  {message['role']:>9}  {text if len(text) <= _OUTLINE_WIDTH else text[: _OUTLINE_WIDTH - 1] + '…'}"
+        )
     return "\n".join(lines)
 
 
 def visible(text: str) -> str:
-    """Text whose control characters, direction marks and characters without width are written out.
+    """Escape control characters, direction marks and zero-width characters.
 
-    What models, tools and rows say must not steer the terminal, nor hide or turn what stands beside it.
+    Text of models, tools and rows must not control the terminal, nor hide or reorder its neighbours.
     """
-    return text.translate(_SPELT)
+    return text.translate(_ESCAPES)
 
 
 def _facts(record: Mapping[str, Any]) -> Text:
@@ -147,7 +147,7 @@ def _facts(record: Mapping[str, Any]) -> Text:
 
 
 def best_and_worst(records: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """Highest and lowest reward; among equals the latest best and the latest worst."""
+    """Return the records of highest and lowest reward, the latest of each."""
     best = max(reversed(records), key=lambda r: r["reward"])
     worst = min(reversed(records), key=lambda r: r["reward"])
     return best, worst

@@ -1,4 +1,4 @@
-"""Groups of trajectories as trees of turns, for people: ``jax-agent-rl view RUN --tree``.
+"""Groups of trajectories as trees of turns: in the terminal (``jax-agent-rl view RUN --tree``) and in the report.
 
 ::
 
@@ -22,19 +22,21 @@ from jax_agent_rl.trajectory_graph import TrajectoryGraph
 from jax_agent_rl.types import FinishReason, Fork, StopReason, TokenOutput, Trajectory, Turn
 
 _WIDTH = 60
+SNIPPET = 160
+"""Characters of a turn that a node of the report shows."""
 
 
 def groups_of(records: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
-    """Records of ``trajectories.jsonl`` by group, in their order; a group stands in one piece."""
+    """Split records of ``trajectories.jsonl`` into groups, in their order; members of a group are adjacent."""
     return [list(group) for _, group in groupby(records, key=lambda r: (r["split"], r["step"], r["group_id"]))]
 
 
 def render_group(records: Sequence[Mapping[str, Any]], decode: Decode) -> Tree:
-    """One group as a tree.
+    """Return one group as a tree for the terminal.
 
     Args:
         records: its trajectories, see :func:`jax_agent_rl.observe.metrics.trajectory_record`.
-        decode: ids to text.
+        decode: turns ids into text.
     """
     trajectories = [trajectory_of(record) for record in records]
     graph = TrajectoryGraph.of(trajectories)
@@ -65,7 +67,7 @@ def render_group(records: Sequence[Mapping[str, Any]], decode: Decode) -> Tree:
 
 
 def trajectory_of(record: Mapping[str, Any]) -> Trajectory:
-    """A record read back, as far as its ids, rewards and forks go."""
+    """Restore a trajectory from its record: ids, rewards and forks."""
     return Trajectory.from_turns(
         prompt_ids=record["prompt_ids"],
         turns=list(_turns(record)),
@@ -102,3 +104,37 @@ def _mean(trajectories: Sequence[Trajectory]) -> float:
 def _snippet(text: str) -> str:
     line = visible(" ".join(text.split()))
     return line if len(line) <= _WIDTH else line[: _WIDTH - 2] + " …"
+
+
+def forest(records: Sequence[Mapping[str, Any]], decode: Decode) -> dict[str, list[dict[str, Any]]]:
+    """Return trees, by ``"<split>/<step>/<group id>"``, of groups with at least two trajectories, for the report.
+
+    A node is ``{up: number of its parent or -1, turn, n: sampled tokens, at: its trajectories, ends: those that end
+    there, text}``; trajectories are numbers of records.
+    """
+    groups: dict[str, list[int]] = {}
+    for number, record in enumerate(records):
+        groups.setdefault(f"{record['split']}/{record['step']}/{record['group_id']}", []).append(number)
+    return {
+        name: _nodes([records[n] for n in numbers], numbers, decode)
+        for name, numbers in groups.items()
+        if len(numbers) > 1
+    }
+
+
+def _nodes(records: Sequence[Mapping[str, Any]], numbers: Sequence[int], decode: Decode) -> list[dict[str, Any]]:
+    graph = TrajectoryGraph.of([trajectory_of(record) for record in records])
+    ends: dict[int, list[int]] = {}
+    for number, path in zip(numbers, graph.paths, strict=True):
+        ends.setdefault(path[-1], []).append(number)
+    return [
+        {
+            "up": -1 if node.parent is None else node.parent,
+            "turn": node.turn + 1,
+            "n": len(node.ids),
+            "at": [numbers[member] for member in node.members],
+            "text": decode(node.ids[:SNIPPET])[:SNIPPET],
+        }
+        | ({"ends": ends[place]} if place in ends else {})
+        for place, node in enumerate(graph.nodes)
+    ]

@@ -9,8 +9,8 @@ from typing import get_args
 from rich.console import Console
 
 from jax_agent_rl.errors import ConfigError, DataError
-from jax_agent_rl.observe.filters import Colour, Sort, TrajectoryFilter, tool_errors
 from jax_agent_rl.observe.report.run_data import decoder, read_run
+from jax_agent_rl.observe.selection import Colour, Sort, TrajectoryFilter, tool_errors
 from jax_agent_rl.observe.trajectories import COLOURS, LEGENDS, render, visible
 from jax_agent_rl.observe.trees import groups_of, render_group
 
@@ -25,19 +25,23 @@ def view_run(
     trees: bool = False,
     colour: Colour = "mask",
 ) -> None:
-    """Prints up to ``limit`` trajectories of a run folder, or of its groups as trees.
+    """Print up to ``limit`` trajectories of a run folder, or of its groups as trees.
 
-    What of the folder cannot be read is said on stderr; without the run's tokenizer ids are shown.
+    Unreadable parts of the folder are reported on stderr; without the run's tokenizer, ids are shown.
 
     Args:
+        run: the run folder.
         wanted: which trajectories.
-        limit: at least 1.
+        sort: their order.
+        limit: most trajectories or groups, at least 1.
+        whole_prompt: show prompts whole.
+        trees: show groups as trees of turns.
         colour: what colours show, see :data:`jax_agent_rl.observe.trajectories.COLOURS`.
 
     Raises:
         DataError: not a run folder, or nothing in it matches.
-        ConfigError: an unknown ``sort`` or ``colour``, an error that no tool of the run had, or trees together with
-            what is of no effect on them.
+        ConfigError: an unknown ``sort`` or ``colour``, a tool error that the run does not have, or ``trees`` together
+            with options that do not affect them.
     """
     if colour not in COLOURS:
         raise ConfigError(f"--color {colour!r}: choose one of {', '.join(COLOURS)}")
@@ -69,7 +73,7 @@ def view_run(
 
 
 def _require_defaults(sort: Sort, colour: Colour, whole_prompt: bool) -> None:
-    """Trees show groups in the order of the run, and of every turn a beginning, in one colour."""
+    """Refuse options without effect on trees, which show the start of every turn, in the run's order and one colour."""
     changed = {f"--sort {sort}": sort != "time", f"--color {colour}": colour != "mask", "--whole-prompt": whole_prompt}
     if given := [option for option, is_changed in changed.items() if is_changed]:
         raise ConfigError(f"{', '.join(given)}: of no effect on --tree; leave out one or the other")

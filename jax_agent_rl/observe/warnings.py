@@ -1,34 +1,34 @@
-"""The warnings of a run, as a table: what goes wrong without stopping it, from where on, and what to do about it.
+"""The warnings of a run as a table: what can go wrong without stopping it, from which threshold on, and the remedy.
 
-:mod:`~jax_agent_rl.observe.watch` looks for them. The thresholds, and where they come from:
+:mod:`~jax_agent_rl.observe.watch` evaluates them. The thresholds and their sources:
 
 zero_variance >= 0.5 (ends < 0.3), for estimators that compare within groups
-    Half of the groups have equal rewards, so that half of the rollout has no gradient. Yu et al. 2025 (DAPO, arXiv
-    2503.14476) replace such groups from the start; at one half that costs as many tokens again as it saves.
+    Half of the groups have equal rewards, so half of the rollout has no gradient. Yu et al. 2025 (DAPO, arXiv
+    2503.14476) replace such groups from the start; at one half, that doubles the number of sampled tokens.
 truncated >= 0.2 (ends < 0.1)
-    A reward of 0 for a text that was cut off says nothing about what was in it (DAPO, section 3.4: such samples
-    disturb training). In groups of 8, one in five is nearly two in every group.
+    The reward 0 of a truncated text says nothing about its content (DAPO, section 3.4: such samples disturb
+    training). In groups of 8, one in five is nearly two in every group.
 tool_errors >= 0.3 (ends < 0.15)
-    Argued: a model that is learning to call makes mistakes and unlearns them; at almost one call in three, wrong
+    Reasoned: a model that learns to call tools makes mistakes and unlearns them; at almost one call in three, wrong
     schemas, a missing package or an overloaded server are likelier, and every call has cost a turn.
 clipped >= 0.2; for sequence ratios >= 0.4 (ends at half)
-    Clipped terms have no gradient. Schulman et al. 2017 clip rare outliers; a fifth of all tokens says that the
-    policy moves further per batch than the trust region allows. Ratios of sequences are clipped a hundred times as
-    often when all is well (Zheng et al. 2025, GSPO, arXiv 2507.18071, figure 2: 0.15).
+    Clipped terms have no gradient. Schulman et al. 2017 clip rare outliers; a fifth of all tokens means that the
+    policy moves further per batch than the trust region allows. Sequence ratios are clipped a hundred times as often
+    in healthy runs (Zheng et al. 2025, GSPO, arXiv 2507.18071, figure 2: 0.15).
 logprob_gap >= 0.05 nats on average (ends < 0.03); not while tokens may be stale, whose gap is the policy's progress
     NeMo RL's release tests allow mean exp |gap| < 1.05 between engine and learner, that is 0.05 nats.
 logprob_gap_growing >= 4 times what it was in the first steps, counted from 0.005 nats (ends < 2 times)
-    A gap that grows with training is how runs collapse that ended well with corrected log-probs (Yao et al. 2025,
-    "Your efficient RL framework secretly brings you off-policy RL training"). 0.005: what bfloat16 costs anyway.
+    Runs with a growing gap collapse, and succeed with corrected log-probs (Yao et al. 2025, "Your efficient RL
+    framework secretly brings you off-policy RL training"). 0.005: the gap of bfloat16.
 entropy_collapse >= 0.9 of the first steps' entropy is gone (ends < 0.8)
-    Cui et al. 2025 (arXiv 2505.22617): rewards are bought with entropy; when over nine tenths were spent, so was
-    over nine tenths of what could be gained.
+    Cui et al. 2025 (arXiv 2505.22617): reward is traded for entropy; once over nine tenths of it are spent, so is
+    over nine tenths of the possible gain.
 tools_unused: not one call in a step, though tools are configured
-    Argued: it is what a missing agent_name, a prompt without schemas or the wrong tool format look like.
+    Reasoned: a missing agent_name, a prompt without schemas or the wrong tool format look like this.
 learner_idle >= 0.2 of a step's time that another trainer.mode would save (sync), >= 0.4 that the learner waits (others)
-    Argued in :func:`overlap_gain`: side by side, the shorter of rollout and learning is free.
+    See :func:`overlap_gain`: when both run at the same time, the shorter of rollout and learning is free.
 recompilations >= 1 in a step
-    Every shape is compiled before the first step; one more costs seconds to minutes whenever it is met.
+    Every shape is compiled before the first step; a new one costs seconds to minutes.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ GAP_FLOOR = 0.005
 
 
 def rules(config: Config, rows: Sequence[Mapping[str, Any]] = ()) -> list[Rule]:
-    """The table. Advice names the keys that would help this configuration.
+    """Return the table; its advice names the keys that would help this configuration.
 
     Args:
-        config: of the run.
-        rows: to train on.
+        config: the run's configuration.
+        rows: the training rows.
     """
     sequence = config.algorithm.policy_loss.loss_mode in SEQUENCE_RATIOS
     clipped = 0.4 if sequence else 0.2
@@ -119,9 +119,9 @@ def rules(config: Config, rows: Sequence[Mapping[str, Any]] = ()) -> list[Rule]:
 
 
 def without_agent(config: Config, rows: Sequence[Mapping[str, Any]]) -> Warned | None:
-    """Rows that name no agent and run as plain generation, though tools are configured.
+    """Return a warning if rows name no agent and run as plain generation, though tools are configured.
 
-    It is said when rows are loaded; here it is counted.
+    It is printed when rows are loaded; this is for the summary.
     """
     idle = report_idle_tools(config, rows)
     if idle is None:
@@ -131,11 +131,10 @@ def without_agent(config: Config, rows: Sequence[Mapping[str, Any]]) -> Warned |
 
 
 def overlap_gain(record: Record, *, own_devices: bool) -> float:
-    """The share of a synchronous step's time that one_step_off would save, at best.
+    """Return the share of a synchronous step's time that one_step_off would save at best.
 
-    A step takes rollout + learning, one after the other; side by side it takes the longer of the two, so the shorter
-    one is saved. An engine on the learner's devices computes in turn with it: only while it waits, for tools, is there
-    time for the learner.
+    A step takes rollout + learning in sequence, but only the longer of the two when they overlap. An engine on the
+    learner's devices alternates with it: the learner can compute only while the engine waits, for tools.
 
     >>> overlap_gain({"learner_idle_share": 0.6, "engine_busy_share": 0.9}, own_devices=True)
     0.4
@@ -144,15 +143,15 @@ def overlap_gain(record: Record, *, own_devices: bool) -> float:
 
 
 def _free_share(record: Record, own_devices: bool) -> float:
-    """The share of a step in which the learner could compute and does not."""
+    """Return the share of a step in which the learner could compute and does not."""
     idle = record["learner_idle_share"]
     return idle if own_devices else idle * max(0.0, 1 - record["engine_busy_share"])
 
 
 def _has_tools(config: Config, rows: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether trajectories are expected to call tools: functions are configured, or rows run on a server of tools.
+    """Return whether trajectories are expected to call tools: functions are configured, or rows use a tool server.
 
-    What an environment calls a step need not be a tool call.
+    Environment steps need not be tool calls.
     """
     default = default_agent(config.agent, config.tool_config)
     served = {"text_tool_agent", "search_agent"} | ({"server_tool_agent"} if config.agent.enable_agent else set())
@@ -225,7 +224,7 @@ def _idle_rule(config: Config) -> Rule:
 
 
 def has_own_devices(config: Config) -> bool:
-    """Whether engines compute without taking time from the learner."""
+    """Return whether engines compute without taking time from the learner."""
     rollout = config.rollout
     beside = rollout.backend == "jetstream" and rollout.jetstream.device_offset >= config.learner.mesh.devices
     return rollout.placement != "colocated" or rollout.backend == "remote" or beside

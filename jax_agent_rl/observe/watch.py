@@ -1,11 +1,11 @@
-"""Looks at a run's metrics step by step and says what goes wrong once, when it begins.
+"""Watching a run's metrics step by step: each warning is printed once, when it begins.
 
 ::
 
-    a step's metrics ─► every Rule: value >= begins, `steps` times in a row ─► said, counted from there on
+    a step's metrics ─► every Rule: value >= begins, `steps` times in a row ─► printed; counted from there on
                                     value <  ends,   `steps` times in a row ─► over; it may begin again
 
-What is looked for stands in :mod:`~jax_agent_rl.observe.warnings`.
+The rules are in :mod:`~jax_agent_rl.observe.warnings`.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from typing import Any
 Record = Mapping[str, Any]
 """A line of ``metrics.jsonl``, kind ``step``."""
 Value = Callable[[Record], float | None]
-"""What a rule looks at; None where a step says nothing about it."""
+"""The value a rule compares; None where a step has none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """Something that should not be so for long.
+    """A condition that should not last.
 
     Attributes:
-        name: under which it is counted.
-        value: what is looked at.
-        begins: it is bad from here on.
-        ends: and well again below.
-        message: what is seen, with ``{value}``.
+        name: key of the warning.
+        value: the watched value.
+        begins: the condition holds from this value on.
+        ends: it is over below this value.
+        message: what is observed, with ``{value}``.
         advice: what to do.
-        steps: in a row that it takes to begin, or to end.
+        steps: consecutive steps that it takes to begin, or to end.
     """
 
     name: str
@@ -45,14 +45,14 @@ class Rule:
 
 @dataclass(kw_only=True)
 class Warned:
-    """One warning of a run, as it stands.
+    """The state of one warning of a run.
 
     Attributes:
-        name, message, advice: of the rule, the message with the value at which it last began.
-        first_step: at which it was said; 0: before the first.
-        last_step: until which it held.
-        steps: on which it held.
-        active: it still holds.
+        name, message, advice: from the rule, the message with the value at which it last began.
+        first_step: the step at which it was printed; 0: before the first.
+        last_step: the last step on which it held.
+        steps: number of steps on which it held.
+        active: whether it still holds.
     """
 
     name: str
@@ -71,7 +71,7 @@ class _Watched:
     warned: Warned | None = None
 
     def see(self, step: int, value: float) -> bool:
-        """Takes one value; True if the warning begins with it."""
+        """Take one value; return whether the warning begins with it."""
         warned = self.warned if self.warned and self.warned.active else None
         turns = value < self.rule.ends if warned else value >= self.rule.begins
         self.streak = self.streak + 1 if turns else 0
@@ -88,7 +88,7 @@ class _Watched:
 
     def _begin(self, step: int, value: float) -> None:
         message = self.rule.message.format(value=value)
-        if self.warned:  # not for the first time: one entry, from its first step on
+        if self.warned:  # it began before: one entry, from its first step on
             self.warned.active, self.warned.last_step, self.warned.steps = True, step, self.warned.steps + 1
             self.warned.message = message
             return
@@ -98,10 +98,10 @@ class _Watched:
 
 
 class Watch:
-    """Looks at every step of a run.
+    """Evaluates rules on every step of a run.
 
     Args:
-        rules: what for; their values may remember earlier steps, so each watch has rules of its own.
+        rules: not shared with another watch, because their values may remember earlier steps.
         say: takes a warning that begins.
     """
 
@@ -111,10 +111,11 @@ class Watch:
         self._say = say
 
     def see(self, record: Record, *, aloud: bool = True) -> None:
-        """Takes a line of metrics; only those of steps matter.
+        """Take a metrics record; those of other kinds than ``step`` are ignored.
 
         Args:
-            aloud: False for lines of before a restart: what they warned of was said then.
+            record: a record of ``metrics.jsonl``.
+            aloud: False for records from before a restart, whose warnings were printed then.
         """
         if record.get("kind") != "step":
             return
@@ -124,28 +125,28 @@ class Watch:
                 self._say(_line(watched.warned))
 
     def note(self, warned: Warned) -> None:
-        """Adds what was seen, and said, before the first step."""
+        """Add a warning printed before the first step."""
         self._noted.append(warned)
 
     @property
     def warnings(self) -> list[Warned]:
-        """All there were, in the order of their beginning."""
+        """All warnings so far, in the order of their first steps."""
         begun = [watched.warned for watched in self._watched if watched.warned]
         return self._noted + sorted(begun, key=lambda warned: warned.first_step)
 
     @property
     def active(self) -> list[str]:
-        """Names of those that hold now."""
+        """Names of the warnings that hold now."""
         return [warned.name for warned in self.warnings if warned.active]
 
 
 class SinceStart:
-    """A metric compared with its mean over the first steps in which something was learnt; a :data:`Value`.
+    """A metric compared with its mean over the first steps that trained on tokens; a :data:`Value`.
 
     Args:
-        name: of the metric.
-        compare: value now, mean of the first ones -> what the rule looks at.
-        steps: how many are the first.
+        name: name of the metric.
+        compare: takes the current value and the mean of the first ones; returns the rule's value.
+        steps: number of first steps.
     """
 
     def __init__(self, name: str, compare: Callable[[float, float], float], *, steps: int = 3) -> None:
@@ -163,12 +164,12 @@ class SinceStart:
 
 
 class SinceLast:
-    """What a running total grew by since the step before; a :data:`Value`.
+    """The growth of a running total since the step before; a :data:`Value`.
 
-    A total that is smaller than the one before began anew, with a process that resumed the run.
+    A total smaller than the one before was restarted, by a process that resumed the run.
 
     Args:
-        name: of the metric.
+        name: name of the metric.
     """
 
     def __init__(self, name: str) -> None:

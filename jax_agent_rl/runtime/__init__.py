@@ -1,0 +1,23 @@
+"""How a run is put together: from a configuration to engines, agents and learner, on one or several hosts.
+
+``train`` a whole run · ``build`` its components · ``sampling`` and ``scoring`` the half without a learner · ``engines``
+and ``placement`` which engines sample, and where · ``ray_cluster`` · ``publishers`` how weights reach them ·
+``multihost`` and ``multihost_engines`` several processes · ``policy`` which weights a command uses · ``serve`` ·
+``diagnosis``.
+"""
+
+from __future__ import annotations
+
+import os
+
+from jax_agent_rl.utils.cache import cache_root
+
+
+def use_compilation_cache() -> None:
+    """Cache programs that take half a second or more to compile on disk; JAX's own variables take precedence."""
+    import jax
+
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        jax.config.update("jax_compilation_cache_dir", str(cache_root() / "xla"))
+    if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)

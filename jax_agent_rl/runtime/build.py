@@ -1,4 +1,4 @@
-"""Everything of a run, built in one process: engine and learner on its devices, agents on one asyncio loop."""
+"""The components of a run in one process: engine and learner on its devices, agents on one asyncio loop."""
 
 from __future__ import annotations
 
@@ -13,16 +13,25 @@ from jax_agent_rl.config import Config
 from jax_agent_rl.config.conditions import Facts, unused
 from jax_agent_rl.data.cursor import DataCursor
 from jax_agent_rl.errors import ConfigError
-from jax_agent_rl.models.hf import load_config
-from jax_agent_rl.models.sharding import make_mesh
+from jax_agent_rl.learner.checkpoint import Checkpointer
+from jax_agent_rl.learner.critic import critic_shapes
+from jax_agent_rl.learner.learner import Learner, ScoreContexts
+from jax_agent_rl.models.config import DecoderConfig, Params
+from jax_agent_rl.models.hf import load_config, load_hf
+from jax_agent_rl.models.sharding import make_mesh, parameter_shardings
+from jax_agent_rl.models.vision.context import VisionProcessor
 from jax_agent_rl.observe.metrics import RunFolder
-from jax_agent_rl.observe.traces.opening import open_tracer
+from jax_agent_rl.observe.sinks.traces import open_tracer
 from jax_agent_rl.runtime.engines import backend_factories, check_turns, engine_mesh, one_program, read_model
-from jax_agent_rl.runtime.fleet import FleetMetrics
-from jax_agent_rl.runtime.learners import make_learner
-from jax_agent_rl.runtime.multihost import ControlChannel
-from jax_agent_rl.runtime.multihost_engines import join_hosts, make_host_engine, make_weight_buffer, on_every_host
-from jax_agent_rl.runtime.placement import first_version, open_places, place_engines, room_for_learning
+from jax_agent_rl.runtime.multihost import ControlChannel, LeadingCheckpointer, LeadingLearner, follow
+from jax_agent_rl.runtime.multihost_engines import (
+    host_engine,
+    join_hosts,
+    make_host_engine,
+    make_weight_buffer,
+    on_every_host,
+)
+from jax_agent_rl.runtime.placement import FleetMetrics, first_version, open_places, place_engines, room_for_learning
 from jax_agent_rl.runtime.publishers import make_publisher
 from jax_agent_rl.runtime.sampling import open_agents, open_manager, prepare
 from jax_agent_rl.trainer.components import RunComponents
@@ -32,8 +41,8 @@ def require_used(config: Config, rows: Sequence[Mapping[str, Any]]) -> None:
     """Refuse keys that neither the agents of these rows nor the model use.
 
     Raises:
-        ConfigError: names each of them; or an agent is not known.
-        ModelError: the model's ``config.json`` is missing or of another family.
+        ConfigError: there are such keys, or an agent is unknown.
+        ModelError: the model's ``config.json`` is missing or of an unknown family.
     """
     facts = Facts(agents=select_agents(config, rows), has_vision=load_config(config.model.path).vision is not None)
     if problems := list(unused(config, facts)):
@@ -42,18 +51,19 @@ def require_used(config: Config, rows: Sequence[Mapping[str, Any]]) -> None:
 
 @asynccontextmanager
 async def build(
-    config: Config, *, say: Callable[[str], None], line: ControlChannel | None = None
+    config: Config, *, say: Callable[[str], None], channel: ControlChannel | None = None
 ) -> AsyncIterator[RunComponents]:
-    """Loads, compiles and starts everything; closes it in the end.
+    """Load, compile and start everything; close it in the end.
 
     Cheap checks come first, so that a wrong path is reported before minutes of loading.
 
     Args:
+        config: the resolved configuration.
         say: takes a line of progress.
-        line: to the other processes of the learner, if there are any (``runtime.multihost``).
+        channel: commands the learner's other processes, if any (``runtime.multihost``).
 
     Raises:
-        ConfigError, DataError, ModelError, ToolDefinitionError: what a user has to fix.
+        ConfigError, DataError, ModelError, ToolDefinitionError: the user has to fix something.
     """
     heldout_source = [(config.data.eval, config.data.eval_limit)] if config.data.eval else []
     async with AsyncExitStack() as stack:
@@ -74,24 +84,24 @@ async def build(
         probe_ids = codec.encode_prompt(train[0]["prompt"])
         model = read_model(config, codec, probe_ids)
         shared = one_program(config, model)
-        learner = make_learner(config, model, score_by=shared and shared.score, line=line)
-        shelf = make_weight_buffer(config) if on_every_host(config) else None
-        publisher = make_publisher(config, model, probe_ids=probe_ids, shelf=shelf)
+        learner = make_learner(config, model, score_by=shared and shared.score, channel=channel)
+        weight_buffer = make_weight_buffer(config) if on_every_host(config) else None
+        publisher = make_publisher(config, model, probe_ids=probe_ids, weight_buffer=weight_buffer)
         stack.callback(publisher.close)
         here = backend_factories(
             config,
             codec,
-            weights=lambda: (model, learner.params),  # as the learner keeps them: under adapters rounded, perhaps
+            weights=lambda: (model, learner.params),  # the learner's copy: with adapters it may be quantized
             say=say,
             version=first_version(config),
             table=shared and shared.table,
         )
-        if shelf is not None:
-            here = {"host-0": functools.partial(make_host_engine, config, shelf, say=say)}
+        if weight_buffer is not None:
+            here = {"host-0": functools.partial(make_host_engine, config, weight_buffer, say=say)}
         manager = await stack.enter_async_context(open_manager(config, client))
         say(f"starting the {config.rollout.backend} engine")
         await manager.start(place_engines(config, places, here))
-        beside = [*here, *(await join_hosts(manager) if shelf is not None else [])]
+        beside = [*here, *(await join_hosts(manager) if weight_buffer is not None else [])]
         yield RunComponents(
             config=config,
             codec=codec,
@@ -108,7 +118,7 @@ async def build(
 
 
 def refuse_adapters(config: Config, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse to train on what another policy than the learner's samples.
+    """Refuse to train on samples of other policies than the learner's.
 
     Raises:
         ConfigError: an adapter is configured, or a row names one.
@@ -120,3 +130,73 @@ def refuse_adapters(config: Config, rows: Sequence[Mapping[str, Any]]) -> None:
             f"adapter {named}: the learner trains the model without them; remove them to train, or merge an adapter "
             "into the model. eval, rollout and serve sample with adapters"
         )
+
+
+def make_learner(
+    config: Config,
+    model: DecoderConfig,
+    *,
+    score_by: ScoreContexts | None = None,
+    channel: ControlChannel | None = None,
+) -> Learner | LeadingLearner:
+    """Return the learner of ``model.path``, with a critic if configured.
+
+    Args:
+        config: the resolved configuration.
+        model: the policy's hyperparameters.
+        score_by: computes old log-probs with ``rollout.deterministic``.
+        channel: commands the learner's other processes, see ``runtime.multihost``.
+
+    Raises:
+        ConfigError: the mesh does not divide the model, or the critic has another architecture.
+        ModelError: files are missing or damaged.
+    """
+    learner = Learner(
+        model,
+        _read(config.model.path, model, config),
+        algorithm=config.algorithm,
+        config=config.learner,
+        temperature=config.rollout.temperature,
+        critic=config.critic,
+        critic_init=_critic_init(config, model),
+        score_by=score_by,
+        total_steps=config.trainer.steps,
+        vision_processor=VisionProcessor.of(model, config.model.path, pixels=config.model.pixels),
+    )
+    return learner if channel is None else LeadingLearner(learner, channel)
+
+
+def open_checkpointer(
+    folder: Path | str, *, keep: int, channel: ControlChannel | None
+) -> Checkpointer | LeadingCheckpointer:
+    """Open the checkpoints of all processes, in one folder."""
+    return (
+        Checkpointer(folder, keep=keep) if channel is None else LeadingCheckpointer(folder, keep=keep, channel=channel)
+    )
+
+
+def follow_run(config: Config) -> None:
+    """Execute a whole run on a process other than 0: its learner, and the engine on its devices."""
+    learner = make_learner(config, load_config(config.model.path))
+    assert isinstance(learner, Learner)
+    with host_engine(config) as weight_buffer:
+        follow(learner, weight_buffer)
+
+
+def _critic_init(config: Config, policy: DecoderConfig) -> Params | None:
+    """Return the weights of ``critic.path``; None if the critic starts from the policy's."""
+    if config.critic.path is None:
+        return None
+    model = load_config(config.critic.path)
+    if critic_shapes(model) != critic_shapes(policy):
+        raise ConfigError(
+            f"critic.path={config.critic.path!r} holds a model of other shapes than {config.model.path!r}; give one of "
+            "the same architecture, or leave it out"
+        )
+    return _read(config.critic.path, model, config)
+
+
+def _read(path: str, model: DecoderConfig, config: Config) -> Params:
+    """Return a model's parameters on the learner's mesh; each device's shard is read separately."""
+    mesh = make_mesh(config.learner.mesh)
+    return load_hf(path, shardings=parameter_shardings(mesh, model.parameter_shapes()))[1]

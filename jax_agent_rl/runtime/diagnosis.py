@@ -1,4 +1,4 @@
-"""A diagnosis of a run: of one that goes on, and of what one has left in its folder."""
+"""``jax-agent-rl diagnose``: engine and learner compared in the contexts that a run has recorded."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from jax_agent_rl.learner.checkpoint import Checkpointer, complete_steps
 from jax_agent_rl.learner.comparison import Comparison
 from jax_agent_rl.learner.learner import Learner
 from jax_agent_rl.models.hf import load_config
-from jax_agent_rl.observe.records import Record, trajectories_of
-from jax_agent_rl.runtime.export import run_config
-from jax_agent_rl.runtime.learners import make_learner
+from jax_agent_rl.observe.metrics import Record, trajectories_of
+from jax_agent_rl.runtime.build import make_learner
+from jax_agent_rl.runtime.policy import run_config
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunDiagnosis:
-    """What ``jax-agent-rl diagnose`` found.
+    """The result of ``jax-agent-rl diagnose``.
 
     Attributes:
-        source: where the contexts are from.
-        version: of the weights.
-        contexts: that were compared.
-        comparison: of engine and learner in them.
-        allowed: by the precision of both.
+        source: origin of the contexts.
+        version: version of the weights.
+        contexts: number of compared contexts.
+        comparison: engine against learner in them.
+        allowed: tolerance by the precision of both.
         diagnosis: None if they agree.
-        then: what was said when the run found the breach, as JSON; None if it found none.
+        then: the diagnosis during the run, as JSON; None if the run found no breach.
     """
 
     source: str
@@ -50,14 +50,15 @@ class RunDiagnosis:
 
 
 def diagnose_run(run: Path, *, version: int | None = None) -> RunDiagnosis:
-    """Repeats the diagnosis of a breach, or compares the trajectories that a run has kept.
+    """Repeat the diagnosis of a recorded breach, or compare a run's recorded trajectories.
 
     Args:
-        version: of the weights whose trajectories are looked at; None is that of the breach, or the newest with a
+        run: the run folder.
+        version: version of the weights whose trajectories are compared; None: that of the breach, or the newest with a
             checkpoint.
 
     Raises:
-        CheckpointError: not a run folder, or no trajectories of a version of which there are parameters.
+        CheckpointError: not a run folder, or no version has both trajectories and parameters.
     """
     config = run_config(run)
     place = config.trainer.checkpoint_dir or run / "checkpoints"
@@ -98,7 +99,7 @@ def diagnose_run(run: Path, *, version: int | None = None) -> RunDiagnosis:
 
 
 def _learner_at(config: Config, place: Path | str, version: int, *, saved: bool) -> Learner:
-    """The run's learner on one device, with the parameters and optimizer of a version."""
+    """Return the run's learner on one device, with the parameters and optimizer of a version."""
     alone = config.learner.model_copy(update={"mesh": MeshConfig.model_validate({})})
     config = config.model_copy(update={"learner": alone})
     learner = make_learner(config, load_config(config.model.path))
@@ -113,7 +114,7 @@ def _learner_at(config: Config, place: Path | str, version: int, *, saved: bool)
 
 
 def _precision(config: Config) -> str:
-    """Of the engine, as far as the configuration says."""
+    """Return the engine's precision according to the configuration."""
     engine = config.rollout.jetstream
     if config.rollout.backend != "jetstream":
         return config.rollout.vllm.dtype
@@ -122,7 +123,7 @@ def _precision(config: Config) -> str:
 
 
 def _contexts_of_folder(run: Path) -> dict[int, list[Context]]:
-    """By version the contexts of text in ``trajectories.jsonl``; log-probs are kept there with six digits."""
+    """Return the contexts without media in ``trajectories.jsonl``, by version; log-probs have six digits there."""
     found: dict[int, list[Context]] = {}
     for record in trajectories_of(run / "trajectories.jsonl"):
         if record["split"] == "train" and record["history_window"] is None:
@@ -133,10 +134,10 @@ def _contexts_of_folder(run: Path) -> dict[int, list[Context]]:
 
 
 def _of_record(record: Record) -> Iterator[tuple[int, Context]]:
-    pictures = sum(record["prompt_media"].values()) + sum(
+    media = sum(record["prompt_media"].values()) + sum(
         count for turn in record["turns"] for call in turn["tool_calls"] for count in call.get("media", {}).values()
     )
-    if pictures or not any(record["response_mask"]):
+    if media or not any(record["response_mask"]):
         return
     prompt, versions = record["prompt_ids"], record["policy_versions"]
     by_version: dict[int, list[int]] = {}

@@ -1,12 +1,12 @@
-"""Which engines sample: ``rollout.backend`` to backends, not started. An engine's code is imported when asked for.
+"""The engines of ``rollout.backend``, as factories and unstarted backends. Their code is imported when needed.
 
 ::
 
     jetstream   one engine in this process, on its devices
     vllm        one vLLM engine in child processes of this one
-    remote      a client per rollout server of ``rollout.urls``; what samples there is the server's choice
+    remote      a client per rollout server of ``rollout.urls``, each with an engine of its own
 
-The first two run in other processes just so: :mod:`~jax_agent_rl.runtime.placement`.
+The first two can run in other processes: :mod:`~jax_agent_rl.runtime.placement`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from jax_agent_rl.models.peft import read_peft, read_settings
 from jax_agent_rl.models.vision.context import VisionProcessor
 from jax_agent_rl.rollout.lifecycle import BackendFactory
 from jax_agent_rl.rollout.protocol import RolloutBackend
-from jax_agent_rl.runtime.compilation_cache import use_compilation_cache
+from jax_agent_rl.runtime import use_compilation_cache
 from jax_agent_rl.utils.hub import model_folder
 from jax_agent_rl.utils.network import token_from
 
@@ -52,19 +52,19 @@ Weights = Callable[[], tuple[DecoderConfig, Params]]
 
 
 def check_engine(config: Config) -> None:
-    """What can be known to be missing before minutes of loading.
+    """Check, before minutes of loading, that nothing is missing.
 
     Raises:
-        ConfigError: vLLM is not installed, or does not know the model or one of ``rollout.vllm.engine_args``, a
-            server's token is not set, there is no function of the name in ``rollout.jetstream.engine_factory``, or a
-            folder of ``rollout.adapters`` is no adapter.
+        ConfigError: vLLM is not installed or does not support the model or one of ``rollout.vllm.engine_args``, a
+            server's token is not set, ``rollout.jetstream.engine_factory`` does not exist, or a folder of
+            ``rollout.adapters`` is no adapter.
     """
     for name, folder in config.rollout.adapters.items():
         read_settings(folder, key=f"rollout.adapters.{name}")
     if config.rollout.backend == "remote":
         token_from(config.rollout.token_env, key="rollout.token_env")
     if config.rollout.backend == "jetstream":
-        _brought(config)
+        _engine_factory(config)
     if config.rollout.backend == "vllm":
         try:
             from gpu_backend.settings import check_engine_args, check_installation
@@ -77,14 +77,16 @@ def check_engine(config: Config) -> None:
 
 
 def read_model(config: Config, codec: ChatCodec, prompt_ids: Sequence[int] = ()) -> DecoderConfig:
-    """The model without its weights; the tokenizer names the ids that end a generation if the model's files do not.
+    """Return the model without weights, with the tokenizer's end ids if its own files name none.
 
     Args:
-        prompt_ids: a prompt of the run, by which tokenizer and model are compared. Some tokenizers have more ids than
-            the model has embeddings (of pictures, say), which does no harm while texts do not use them.
+        config: the resolved configuration.
+        codec: the model's tokenizer.
+        prompt_ids: a prompt of the run, checked against the model's vocabulary. Unused ids may exceed it: some
+            tokenizers have more ids (of images, say) than the model has embeddings.
 
     Raises:
-        ModelError: the files are missing, damaged or of another family, or the tokenizer is of another model.
+        ModelError: the files are missing, damaged or of an unknown family, or the tokenizer is another model's.
     """
     model = load_config(config.model.path)
     largest = max((*codec.eos_token_ids, *prompt_ids))
@@ -97,14 +99,16 @@ def read_model(config: Config, codec: ChatCodec, prompt_ids: Sequence[int] = ())
 
 
 def load_model(config: Config, codec: ChatCodec, *, dtype: str = "float32") -> tuple[DecoderConfig, Params]:
-    """The model and its weights, each part on the device of the engine that serves it: for one without a learner.
+    """Return the model and its weights, sharded for an engine without a learner.
 
     Args:
-        dtype: of the weights.
+        config: the resolved configuration.
+        codec: the model's tokenizer.
+        dtype: dtype of the weights.
 
     Raises:
         ConfigError: the engine's mesh does not divide the model.
-        ModelError: the files are missing, damaged or of another family.
+        ModelError: the files are missing, damaged or of an unknown family.
     """
     from jax_agent_rl.jetstream.layout import parameter_places
 
@@ -122,7 +126,7 @@ def make_backends(
     version: int = 0,
     table: ProgramTable | None = None,
 ) -> list[RolloutBackend]:
-    """The engines ``rollout.backend`` names; see :func:`backend_factories`."""
+    """Return the engines of ``rollout.backend``; see :func:`backend_factories`."""
     makes = backend_factories(config, codec, weights=weights, say=say, version=version, table=table)
     return [make() for make in makes.values()]
 
@@ -136,13 +140,15 @@ def backend_factories(
     version: int = 0,
     table: ProgramTable | None = None,
 ) -> dict[str, BackendFactory]:
-    """What makes the engines ``rollout.backend`` names, by their names; :func:`check_engine` for what must be there.
+    """Return the factories of the engines of ``rollout.backend``, by name; :func:`check_engine` comes first.
 
     Args:
-        weights: the model and its initial parameters; called only for an engine that does not read them itself.
+        config: the resolved configuration.
+        codec: the model's codec.
+        weights: returns the model and its initial parameters; called only for engines that do not read them.
         say: takes a line of progress.
         version: policy version of the initial parameters.
-        table: of :func:`one_program`.
+        table: see :func:`one_program`.
     """
     match config.rollout.backend:
         case "remote":
@@ -154,9 +160,7 @@ def backend_factories(
 
 
 def recovery_seconds(config: Config) -> float:
-    """``rollout.recovery_seconds``, where there are engines that can be replaced: the only one of a run, on the
-    learner's devices and in its process, cannot.
-    """
+    """Return ``rollout.recovery_seconds``; 0 if the only engine is in the learner's process and irreplaceable."""
     alone = config.rollout.backend == "jetstream" and config.rollout.placement == "colocated"
     return 0.0 if alone and jax.process_count() == 1 else config.rollout.recovery_seconds
 
@@ -164,12 +168,13 @@ def recovery_seconds(config: Config) -> float:
 def make_engine(
     config: Config, *, version: int, say: Callable[[str], None] = logger.info, dtype: str = "float32"
 ) -> RolloutBackend:
-    """The one engine ``rollout.backend`` names, of the model's files: for a process without a learner.
+    """Return the one engine of ``rollout.backend`` with the model's files, for a process without a learner.
 
     Args:
+        config: the resolved configuration.
         version: policy version of those files.
         say: takes a line of progress.
-        dtype: in which an embedded engine is given parameters, now and later.
+        dtype: dtype of the parameters given to an embedded engine, now and later.
     """
     use_compilation_cache()
     codec = ChatCodec.from_pretrained(config.model.path, tool_format=config.agent.tool_format)
@@ -180,17 +185,17 @@ def make_engine(
 
 @dataclass(frozen=True)
 class OneProgram:
-    """With ``rollout.deterministic``: the program that engine and learner share, and the learner's way to it."""
+    """The program that engine and learner share with ``rollout.deterministic``, and the learner's access to it."""
 
     table: ProgramTable
     score: Callable[[Params, Sequence[Sequence[int]]], list[np.ndarray]]
 
 
 def one_program(config: Config, model: DecoderConfig) -> OneProgram | None:
-    """None unless ``rollout.deterministic``.
+    """Return the shared program with ``rollout.deterministic``, otherwise None.
 
     Raises:
-        ConfigError: this kind of model cannot be run so.
+        ConfigError: the model is not supported.
     """
     if not config.rollout.deterministic:
         return None
@@ -205,7 +210,7 @@ def one_program(config: Config, model: DecoderConfig) -> OneProgram | None:
 
 
 def engine_shapes(config: Config) -> EngineShapes:
-    """What an embedded engine compiles for."""
+    """Return the shapes that an embedded engine compiles."""
     from jax_agent_rl.jetstream.shapes import EngineShapes, kv_cache_tokens, prefill_buckets
 
     engine, longest = config.rollout.jetstream, config.rollout.max_model_len
@@ -221,7 +226,7 @@ def engine_shapes(config: Config) -> EngineShapes:
 
 
 def engine_precision(config: Config) -> dict[str, Any]:
-    """``dtype``, ``kv_dtype`` and ``quantize`` of an embedded engine."""
+    """Return ``dtype``, ``kv_dtype`` and ``quantize`` of an embedded engine."""
     engine = config.rollout.jetstream
     return {
         "dtype": engine.dtype,
@@ -231,10 +236,10 @@ def engine_precision(config: Config) -> dict[str, Any]:
 
 
 def engine_mesh(config: Config) -> Mesh:
-    """The devices of this process that its embedded engine takes.
+    """Return the mesh of this process's embedded engine.
 
     Raises:
-        ConfigError: there are not so many.
+        ConfigError: there are too few devices.
     """
     from jax_agent_rl.jetstream.layout import make_engine_mesh
 
@@ -242,14 +247,18 @@ def engine_mesh(config: Config) -> Mesh:
 
 
 def check_turns(config: Config, learner: Mesh, engine: Mesh) -> None:
-    """Devices that exchange data meet in the order their programs were launched. An engine and a learner that work at
-    the same time launch in no common order: two programs of both would each wait for a device that is in the other.
+    """Refuse a concurrent engine and learner on several common devices, which would deadlock.
+
+    Collectives run in launch order on each device. Programs of engine and learner launched concurrently have no common
+    order, so each could wait for a device that is in the other.
 
     Args:
-        engine: of a colocated engine.
+        config: the resolved configuration.
+        learner: mesh of the learner.
+        engine: mesh of a colocated engine.
 
     Raises:
-        ConfigError: both span several of the same devices, and the trainer does not let them work in turn.
+        ConfigError: both span several of the same devices, and the trainer does not alternate them.
     """
     mode, shared = config.trainer.mode, set(learner.devices.flat) & set(engine.devices.flat)
     if mode == "sync" or config.rollout.placement != "colocated" or len(shared) < 2:
@@ -258,8 +267,7 @@ def check_turns(config: Config, learner: Mesh, engine: Mesh) -> None:
         f"trainer.mode={mode}: engine and learner work at the same time, and both exchange data over the same "
         f"{len(shared)} devices, where they would wait for each other for ever; give the engine devices of its own (a "
         "smaller learner.mesh, and rollout.jetstream.device_offset behind it), let it take one "
-        "(rollout.jetstream.mesh),"
-        " or set trainer.mode=sync or rollout.placement=hybrid"
+        "(rollout.jetstream.mesh), or set trainer.mode=sync or rollout.placement=hybrid"
     )
 
 
@@ -285,7 +293,7 @@ def _jetstream(
         **engine_precision(config),
         mesh=engine_mesh(config),
         deterministic=table,
-        brought=_brought(config),
+        brought=_engine_factory(config),
         adapters={
             name: read_peft(folder, model, key=f"rollout.adapters.{name}")
             for name, folder in config.rollout.adapters.items()
@@ -298,7 +306,7 @@ def _jetstream(
     )
 
 
-def _brought(config: Config) -> MakeEngine | None:
+def _engine_factory(config: Config) -> MakeEngine | None:
     if (where := config.rollout.jetstream.engine_factory) is None:
         return None
     from jax_agent_rl.jetstream.external_engine import load_engine_function

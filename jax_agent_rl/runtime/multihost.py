@@ -5,18 +5,17 @@
     process 0   rollouts, rewards, filters ─► groups ─┬─► Learner.update ─► metrics, weights to the engines
     process 1…                                        └─► Learner.update          (follow)
 
-Data still flow one way. Agents and tools exist on process 0 alone; engines on the learner's devices exist on every
-process (``runtime.host_engines``). What process 0 tells the others is a command and JSON, sent as an array of bytes:
-what the learner reads of the groups (ids, log-probs, rewards, pictures; no pickle), so every process packs the same
-rows and puts those of its own devices on them. Metrics are computed on all devices and come out the same everywhere.
-Each process reads from the model's files what is for its own devices. Checkpoints are written by all, each its own
-shards, into a folder all of them see; what fails on one ends the run on all (``learner.shared_writes``).
+Data flow one way. Agents and tools run on process 0 only, engines on the learner's devices on every process
+(``runtime.multihost_engines``). Process 0 sends a command and JSON as an array of bytes: what the learner reads of the
+groups (ids, log-probs, rewards, images; no pickle). So every process packs the same rows and places its own shards.
+Metrics are computed on all devices and are equal everywhere. Each process reads the model's shards of its own devices
+and writes those of checkpoints, into a shared folder; a failure on one ends the run on all (``learner.shared_writes``).
 
-While agents run, the others' learners wait at a barrier of jax's coordination service, which unlike a collective on
-devices has no short timeout and notices when a process dies: then all others end, too.
+While agents run, the other processes wait at a barrier of jax's coordination service. Unlike a collective on devices it
+has no short timeout and notices when a process dies; then all others end, too.
 
-One command is carried out at a time, by all. What interrupts a run on process 0 (a signal) therefore waits for the
-learner's thread, and whether a step's updates begin is decided by process 0 alone, see :meth:`ControlChannel.gate`.
+All processes execute one command at a time. A signal on process 0 therefore waits for the learner's thread, and process
+0 alone decides whether a step's updates begin, see :meth:`ControlChannel.cancellation`.
 """
 
 from __future__ import annotations
@@ -57,21 +56,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ADDRESS = "JAX_COORDINATOR_ADDRESS"
-PATIENCE = 7 * 86400  # seconds a follower waits for the next command: longer than any rollout
-STOP_PATIENCE = 120  # seconds the leader waits for followers that may be gone
+COMMAND_TIMEOUT = 7 * 86400  # seconds a follower waits for the next command: longer than any rollout
+STOP_TIMEOUT = 120  # seconds the leader waits for followers that may be gone
 COMMANDS = ("update", "params", "weights", "store", "open", "save", "wait", "restore", "close", "stop")
 
 _GROUPS = TypeAdapter(list[Group])
 
 
 def initialize(config: MultihostConfig) -> int:
-    """Joins the other processes, if there are any; call it before anything else uses jax.
-
-    Returns:
-        this process's number; 0 leads.
+    """Join the other processes, if any, and return this process's number; call it before anything else uses jax.
 
     Raises:
-        ConfigError: the numbers do not fit, or the coordinator cannot be reached.
+        ConfigError: the numbers are inconsistent, or the coordinator cannot be reached.
     """
     address = config.coordinator or os.environ.get(ADDRESS)
     if address is None and (config.num_processes or 1) > 1:
@@ -95,28 +91,28 @@ def initialize(config: MultihostConfig) -> int:
             f"({error}); start every process with the same coordinator and num_processes, and its own process_id"
         ) from error
     if jax.process_count() > 1 and jax.default_backend() == "cpu":
-        # Process 0 alone finds its programs there, and on CPUs one that was loaded may exchange arrays in another order
-        # than one just compiled: the processes would wait for each other forever.
+        # Only process 0 finds programs in the cache, and on CPUs a loaded program may exchange arrays in another order
+        # than a compiled one: the processes would deadlock.
         jax.config.update("jax_enable_compilation_cache", False)
     return jax.process_index()
 
 
-# --- what travels -------------------------------------------------------------------------------------------------
+# --- messages -----------------------------------------------------------------------------------------------------
 
 
 def encode_groups(groups: Sequence[Group]) -> list[dict[str, Any]]:
-    """What the learner reads of groups, for JSON; floats keep every bit."""
+    """Return what the learner reads of groups, for JSON; floats are exact."""
     return [asdict(replace(group, trajectories=tuple(map(_lean, group.trajectories)))) for group in groups]
 
 
 def decode_groups(encoded: list[dict[str, Any]]) -> list[Group]:
-    """The inverse of :func:`encode_groups`."""
+    """Invert :func:`encode_groups`."""
     groups = _GROUPS.validate_python(encoded)
-    return [replace(group, trajectories=tuple(map(_with_pictures, group.trajectories))) for group in groups]
+    return [replace(group, trajectories=tuple(map(_with_images, group.trajectories))) for group in groups]
 
 
 def _lean(trajectory: Trajectory) -> Trajectory:
-    """Without the texts and records that only people and rewards read."""
+    """Return a trajectory without texts and records, which only users and rewards read."""
 
     def lean(turn: Turn) -> Turn:
         calls = tuple(replace(c, arguments=None, observation="", media={}) for c in turn.tool_calls)
@@ -124,14 +120,14 @@ def _lean(trajectory: Trajectory) -> Trajectory:
 
     turns = tuple(map(lean, trajectory.turns))
     segments = tuple(map(_lean, trajectory.segments))
-    shown = encode_media(trajectory.prompt_media)
-    return replace(trajectory, turns=turns, segments=segments, row={}, messages=(), metrics={}, prompt_media=shown)
+    media = encode_media(trajectory.prompt_media)
+    return replace(trajectory, turns=turns, segments=segments, row={}, messages=(), metrics={}, prompt_media=media)
 
 
-def _with_pictures(trajectory: Trajectory) -> Trajectory:
-    """With PNG read as pictures."""
+def _with_images(trajectory: Trajectory) -> Trajectory:
+    """Return a trajectory with its PNG decoded."""
     turns = tuple(replace(turn, appended_media=decode_media(turn.appended_media)) for turn in trajectory.turns)
-    segments = tuple(map(_with_pictures, trajectory.segments))
+    segments = tuple(map(_with_images, trajectory.segments))
     return replace(trajectory, turns=turns, segments=segments, prompt_media=decode_media(trajectory.prompt_media))
 
 
@@ -145,64 +141,64 @@ class ControlChannel:
 
     @contextlib.contextmanager
     def command(self, command: str, payload: Any = None) -> Iterator[None]:
-        """Process 0: tells the others what comes next, and does it itself inside, while no other thread commands."""
+        """Process 0: send a command; execute it in the context, while no other thread sends one."""
         with self._lock:
-            self._exchange(COMMANDS.index(command), json.dumps(payload).encode(), PATIENCE)
+            self._exchange(COMMANDS.index(command), json.dumps(payload).encode(), COMMAND_TIMEOUT)
             yield
 
     def stop(self) -> None:
-        """Process 0: tells the others to end; once."""
+        """Process 0: stop the others, once."""
         with self._lock:
             if self._stopped:
                 return
             self._stopped = True
             try:
-                self._exchange(COMMANDS.index("stop"), b"null", STOP_PATIENCE)
-                jax.distributed.shutdown()  # waits for all: from here on each may end in its own way
+                self._exchange(COMMANDS.index("stop"), b"null", STOP_TIMEOUT)
+                jax.distributed.shutdown()  # waits for all; after it, each may end
             except jax.errors.JaxRuntimeError as error:
-                logger.warning("the other processes could not be told to stop, and end by themselves: %s", error)
+                logger.warning("the other processes could not be stopped, and end by themselves: %s", error)
 
-    def gate(self, own: StepCancellation | None = None) -> StepCancellation:
-        """One step's updates on all processes: they begin, or are abandoned, as process 0's ``own`` gate says."""
-        return _SharedGate(self, own or StepCancellation())
+    def cancellation(self, own: StepCancellation | None = None) -> StepCancellation:
+        """Return the cancellation of one step on all processes, which process 0 decides by its ``own``."""
+        return _SharedCancellation(self, own or StepCancellation())
 
     def receive(self) -> tuple[str, Any]:
-        """The others: waits for the next command."""
-        command, payload = self._exchange(-1, b"", PATIENCE)
+        """Other processes: wait for the next command."""
+        command, payload = self._exchange(-1, b"", COMMAND_TIMEOUT)
         return COMMANDS[command], json.loads(payload)
 
-    def meet(self, what: str, patience: int = PATIENCE) -> None:
-        """Returns when all processes are here."""
+    def barrier(self, name: str, timeout: int = COMMAND_TIMEOUT) -> None:
+        """Return when all processes have arrived."""
         self._count += 1
         wait = ocp.multihost.get_barrier_sync_fn(processes=set(range(jax.process_count())))
-        wait(key=f"jax_agent_rl-{what}-{self._count}", timeout_ms=patience * 1000)
+        wait(key=f"jax_agent_rl-{name}-{self._count}", timeout_ms=timeout * 1000)
 
-    def _exchange(self, command: int, payload: bytes, patience: int) -> tuple[int, bytes]:
-        self.meet("command", patience)
+    def _exchange(self, command: int, payload: bytes, timeout: int) -> tuple[int, bytes]:
+        self.barrier("command", timeout)
         command, length = map(int, _from_process_0([command, len(payload)]))
-        # A power of two: few shapes, so few programs.
+        # A power of two bounds the number of shapes, and so of programs.
         block = np.zeros(1 << max(length - 1, 1).bit_length(), np.uint8)
         block[: len(payload)] = np.frombuffer(payload, np.uint8)
         return command, np.asarray(multihost_utils.broadcast_one_to_all(block))[:length].tobytes()
 
 
-class _SharedGate(StepCancellation):
-    def __init__(self, line: ControlChannel, own: StepCancellation) -> None:
+class _SharedCancellation(StepCancellation):
+    def __init__(self, channel: ControlChannel, own: StepCancellation) -> None:
         super().__init__()
-        self._line, self._own = line, own
+        self._channel, self._own = channel, own
 
     @contextlib.contextmanager
     def update(self) -> Iterator[None]:
         with contextlib.ExitStack() as held:
             if not self.passed:  # once passed, it stays open
-                self._line.meet("update")  # not while the gate is held: the others may still compile
+                self._channel.barrier("update")  # before the lock is taken: the others may still compile
                 self._decide(held)
             held.enter_context(super().update())
             yield
 
     def unchanged(self) -> None:
         super().unchanged()
-        if not self.passed:  # then this update passed the own gate, too
+        if not self.passed:  # then this update passed its own, too
             self._own.unchanged()
 
     def _decide(self, held: contextlib.ExitStack) -> None:
@@ -225,12 +221,12 @@ def _from_process_0(numbers: Sequence[int]) -> np.ndarray:
 class LeadingLearner:
     """A :class:`~jax_agent_rl.learner.learner.Learner` whose every call happens on all processes."""
 
-    def __init__(self, learner: Learner, line: ControlChannel) -> None:
-        self._learner, self._line = learner, line
+    def __init__(self, learner: Learner, channel: ControlChannel) -> None:
+        self._learner, self._channel = learner, channel
 
     @property
     def state(self) -> LearnerState:
-        """This process's part; see :attr:`Learner.state`."""
+        """This process's shards; see :attr:`Learner.state`."""
         return self._learner.state
 
     @state.setter
@@ -239,23 +235,23 @@ class LeadingLearner:
 
     @property
     def params(self) -> Params:
-        """The whole parameters, on this process's first device: what an engine of this process takes."""
-        with self._line.command("params"):
-            # One at a time: no device but the first ever holds more than one parameter whole.
+        """The whole parameters on this process's first device, for its engine."""
+        with self._channel.command("params"):
+            # One at a time: no other device ever holds more than one whole parameter.
             return jax.tree.map(lambda x: gathered(x).addressable_data(0), self._learner.params)
 
-    def hand_out(self, version: int, shelf: WeightBuffer) -> None:
-        """Puts a copy of the parameters on every process's shelf; ``shelf`` is that of this one."""
-        with self._line.command("weights", {"version": version}):
-            shelf.put(version, self._learner.params)
+    def fill_weight_buffers(self, version: int, weight_buffer: WeightBuffer) -> None:
+        """Put a copy of the parameters into every process's buffer; ``weight_buffer`` is that of this one."""
+        with self._channel.command("weights", {"version": version}):
+            weight_buffer.put(version, self._learner.params)
 
     def store(self, folder: str) -> str:
         """See :meth:`Learner.store`: every process writes the shards of its own devices."""
-        with self._line.command("store", {"folder": folder}):
+        with self._channel.command("store", {"folder": folder}):
             try:
                 stored.write_part(folder, self._learner.params, part=0)
-            finally:  # the others are on their way there
-                self._line.meet("store")
+            finally:  # the others will arrive there
+                self._channel.barrier("store")
             return stored.publish(folder, parts=jax.process_count())
 
     @property
@@ -275,16 +271,18 @@ class LeadingLearner:
         """See :meth:`Learner.update`."""
         own = gate or StepCancellation()
         payload = {"groups": encode_groups(groups), "masked": sorted(masked), "since": check.since}
-        with self._line.command("update", payload), through_gate(check, own) as checked:
-            return self._learner.update(groups, masked=masked, tick=tick, gate=self._line.gate(own), check=checked)
+        with self._channel.command("update", payload), through_gate(check, own) as checked:
+            return self._learner.update(
+                groups, masked=masked, tick=tick, gate=self._channel.cancellation(own), check=checked
+            )
 
 
 class LeadingCheckpointer:
     """A :class:`~jax_agent_rl.learner.checkpoint.Checkpointer` whose every call happens on all processes."""
 
-    def __init__(self, folder: Path | str, *, keep: int, line: ControlChannel) -> None:
-        self._line = line
-        with line.command("open", {"folder": str(located(folder)), "keep": keep}):
+    def __init__(self, folder: Path | str, *, keep: int, channel: ControlChannel) -> None:
+        self._channel = channel
+        with channel.command("open", {"folder": str(located(folder)), "keep": keep}):
             self._own = Checkpointer(folder, keep=keep)
 
     @property
@@ -299,16 +297,16 @@ class LeadingCheckpointer:
 
     def save(self, step: int, state: Any, progress: dict[str, Any]) -> None:
         """See :meth:`Checkpointer.save`."""
-        with self._line.command("save", {"step": step, "progress": progress}):
+        with self._channel.command("save", {"step": step, "progress": progress}):
             self._own.save(step, state, progress)
 
     def check(self) -> None:
-        """See :meth:`Checkpointer.check`: what failed on another process is known here without asking it."""
+        """See :meth:`Checkpointer.check`: failures on other processes are known here without a command."""
         self._own.check()
 
     def wait(self) -> None:
         """See :meth:`Checkpointer.wait`."""
-        with self._line.command("wait"):
+        with self._channel.command("wait"):
             self._own.wait()
 
     def written(self) -> str:
@@ -316,46 +314,47 @@ class LeadingCheckpointer:
         return self._own.written()
 
     def restore(self, like: Any, *, step: int | None = None) -> tuple[int, Any, dict[str, Any]]:
-        """See :meth:`Checkpointer.restore`; the others take the state they restored."""
-        with self._line.command("restore", {"step": step}):
+        """See :meth:`Checkpointer.restore`; the others use the state they restored."""
+        with self._channel.command("restore", {"step": step}):
             return self._own.restore(like, step=step)
 
     def close(self) -> None:
         """See :meth:`Checkpointer.close`."""
-        with self._line.command("close"):
+        with self._channel.command("close"):
             self._own.close()
 
 
 @contextlib.contextmanager
 def leading() -> Iterator[ControlChannel | None]:
-    """For process 0: the line to the others, who are told to stop in the end. None if there are no others."""
+    """Process 0: yield the channel to the others and stop them in the end; None if there are no others."""
     if jax.process_count() == 1:
         yield None
         return
-    line = ControlChannel()
+    channel = ControlChannel()
     try:
-        yield line
+        yield channel
     finally:
-        line.stop()
+        channel.stop()
 
 
 # --- the others ---------------------------------------------------------------------------------------------------
 
 
-def follow(learner: Learner, shelf: WeightBuffer | None) -> None:
-    """Does what process 0 says until it says stop.
+def follow(learner: Learner, weight_buffer: WeightBuffer | None) -> None:
+    """Execute the commands of process 0 until it sends ``stop``.
+
+    Ctrl-C and SIGTERM are left to process 0, which saves with the help of all, then stops them.
 
     Args:
-        shelf: where the weights of this process's engine are put, if there is one.
-
-    Ctrl-C and SIGTERM are left to process 0: it saves with everybody's help, then stops everybody.
+        learner: this process's learner.
+        weight_buffer: receives the weights of this process's engine, if there is one.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    line = ControlChannel()
+    channel = ControlChannel()
     checkpointer: Checkpointer | None = None
     while True:
-        command, payload = line.receive()
+        command, payload = channel.receive()
         try:
             match command:
                 case "stop":
@@ -364,27 +363,27 @@ def follow(learner: Learner, shelf: WeightBuffer | None) -> None:
                 case "open":
                     checkpointer = Checkpointer(payload["folder"], keep=payload["keep"])
                 case "update":
-                    check = replace(UNCHECKED, since=payload["since"])  # process 0 looks at it for all
+                    check = replace(UNCHECKED, since=payload["since"])  # process 0 checks for all
                     groups, masked = decode_groups(payload["groups"]), payload["masked"]
-                    learner.update(groups, masked=masked, gate=line.gate(), check=check)
+                    learner.update(groups, masked=masked, gate=channel.cancellation(), check=check)
                 case "params":
                     for x in jax.tree.leaves(learner.params):
                         gathered(x)
                 case "weights":
-                    assert shelf is not None  # process 0 has one, too
-                    shelf.put(payload["version"], learner.params)
+                    assert weight_buffer is not None  # process 0 has one, too
+                    weight_buffer.put(payload["version"], learner.params)
                 case "store":
                     try:
                         stored.write_part(payload["folder"], learner.params, part=jax.process_index())
-                    finally:  # what was not written, process 0 will miss
-                        line.meet("store")
+                    finally:  # process 0 notices what is missing
+                        channel.barrier("store")
                 case _:
                     assert checkpointer is not None  # process 0 opens before it uses
                     _follow_checkpoint(learner, checkpointer, command, payload)
         except StepCancelled:
             logger.info("the step was abandoned before its first update")
         except (JaxAgentRLError, ValueError, OSError) as error:
-            # Process 0 has met the same error: it decides whether the run goes on.
+            # Process 0 has the same error, and decides whether the run goes on.
             logger.warning("%s failed on process %d: %s", command, jax.process_index(), error)
 
 

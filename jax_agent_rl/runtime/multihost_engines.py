@@ -1,18 +1,18 @@
-"""An engine on every process (host) of a learner: process 0 leads the agents, all of them sample.
+"""An engine on every process (host) of a learner: process 0 runs the agents, all processes sample.
 
 ::
 
-    process 0    agents ─► LLMServerClient ─┬───────────────────────────► engine ◄─ shelf ◄─┐
-    process 1…                              └─ HTTP, token ─► server ───► engine ◄─ shelf ◄─┤
-                                                                                            │
-    all of them  learner's parameters ── one after the other, by all together, to each ──────┘
+    process 0    agents ─► LLMServerClient ─┬───────────────────────────► engine ◄─ WeightBuffer ◄─┐
+    process 1…                              └─ HTTP, token ─► server ───► engine ◄─ WeightBuffer ◄─┤
+                                                                                                   │
+    all          learner's parameters ── gathered one by one, by all processes together ───────────┘
 
-Requests and answers are those of any rollout server. Weights are not: a published version is copied by all processes
-together (``jetstream.spread``), and lies on each one's shelf when process 0 tells the engines to take it. Only its
-number travels.
+Requests and answers are those of any rollout server. Weights are not: all processes together copy a published version
+(``jetstream.gather_params``) into the buffer of each, before process 0 tells the engines to take it. Only its number is
+sent.
 
-The engines of the others start while process 0 starts its own. How they find each other, the token and the addresses,
-lies in the key-value store of jax's coordination service.
+The other engines start while process 0 starts its own. They find each other by the key-value store of jax's
+coordination service, which holds the token and the addresses.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ logger = logging.getLogger(__name__)
 
 KIND = "mesh"
 _TOKEN, _ENGINES = "jax_agent_rl/token/", "jax_agent_rl/engines/"
-_LOOK_SECONDS = 0.1
+_POLL_SECONDS = 0.1
 
 
 def on_every_host(config: Config) -> bool:
-    """Whether every process of the learner has an engine: jetstream's, on the learner's devices."""
+    """Return whether every process of the learner has an engine: jetstream's, on the learner's devices."""
     return jax.process_count() > 1 and config.rollout.backend == "jetstream" and config.rollout.placement == "colocated"
 
 
@@ -57,26 +57,26 @@ def on_every_host(config: Config) -> bool:
 
 
 class WeightBuffer:
-    """The newest weights of the learner in this process, for the engine of this process.
+    """The learner's newest weights, for the engine of this process.
 
     Args:
-        spread: makes the copy.
+        gather: copies the parameters to the engine's devices.
     """
 
-    def __init__(self, spread: Callable[[Params], Params]) -> None:
-        self._spread = spread
+    def __init__(self, gather: Callable[[Params], Params]) -> None:
+        self._gather = gather
         self._kept: tuple[int, Params] | None = None
 
     def put(self, version: int, params: Params) -> None:
-        """Copies a version, in place of the one before. All processes do it together."""
-        self._kept = None  # its memory is needed
-        self._kept = version, self._spread(params)
+        """Replace the buffered version by a copy; all processes do it together."""
+        self._kept = None  # its memory is needed for the copy
+        self._kept = version, self._gather(params)
 
     def take(self, version: int) -> Params:
-        """That version, which is gone from here.
+        """Remove and return this version.
 
         Raises:
-            WeightUpdateError: another one lies here, or none.
+            WeightUpdateError: the buffer holds another version, or none.
         """
         kept, self._kept = self._kept, None
         if kept is None or kept[0] != version:
@@ -86,11 +86,11 @@ class WeightBuffer:
 
 
 class WeightBufferBackend:
-    """An engine, in everything but where its weights come from."""
+    """An engine that takes its weights from a :class:`WeightBuffer`."""
 
-    def __init__(self, backend: RolloutBackend, shelf: WeightBuffer) -> None:
+    def __init__(self, backend: RolloutBackend, weight_buffer: WeightBuffer) -> None:
         self._backend = backend
-        self._shelf = shelf
+        self._weight_buffer = weight_buffer
 
     @property
     def capabilities(self) -> Capabilities:
@@ -99,33 +99,35 @@ class WeightBufferBackend:
     async def update_weights(self, update: WeightUpdate) -> None:
         if update.kind != KIND:
             raise WeightUpdateError(f"an engine beside the learner takes weights of kind {KIND!r}, got {update.kind!r}")
-        await self._backend.update_weights(replace(update, kind="arrays", payload=self._shelf.take(update.version)))
+        await self._backend.update_weights(
+            replace(update, kind="arrays", payload=self._weight_buffer.take(update.version))
+        )
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._backend, name)
 
 
 def make_weight_buffer(config: Config) -> WeightBuffer:
-    """Where the engine of this process finds its weights, in its own precision."""
-    spread = GatherParams(load_config(config.model.path), engine_mesh(config), dtype=config.rollout.jetstream.dtype)
-    return WeightBuffer(spread)
+    """Return the buffer for this process's engine, in the engine's precision."""
+    gather = GatherParams(load_config(config.model.path), engine_mesh(config), dtype=config.rollout.jetstream.dtype)
+    return WeightBuffer(gather)
 
 
 def make_host_engine(
-    config: Config, shelf: WeightBuffer, *, say: Callable[[str], None] = logger.info
+    config: Config, weight_buffer: WeightBuffer, *, say: Callable[[str], None] = logger.info
 ) -> RolloutBackend:
-    """This process's engine, of the model's files until the first weights are published."""
+    """Return this process's engine, with the model's files until the first weights are published."""
     own = config.model_copy(update={"seed": config.seed + jax.process_index()})
     dtype = config.rollout.jetstream.dtype
     engine = make_engine(own, version=UNTRAINED, say=say, dtype=dtype)
-    return cast(RolloutBackend, WeightBufferBackend(engine, shelf))
+    return cast(RolloutBackend, WeightBufferBackend(engine, weight_buffer))
 
 
-# --- finding each other -------------------------------------------------------------------------------------------
+# --- discovery -----------------------------------------------------------------------------------------------------
 
 
 class Store(Protocol):
-    """What of jax's coordination service is used."""
+    """The part of jax's coordination service used here."""
 
     def key_value_set(self, key: str, value: str) -> None: ...
 
@@ -133,28 +135,28 @@ class Store(Protocol):
 
 
 class HostRegistry:
-    """Where process 0 and the engines of the others find each other."""
+    """Where process 0 and the engines of other processes find each other."""
 
     def __init__(self, store: Store | None = None) -> None:
         self._store: Store = store or ocp.multihost.get_jax_distributed_client()
 
-    def invite(self, token: str) -> None:
-        """Process 0: the secret by which it is known to the others' servers."""
+    def publish_token(self, token: str) -> None:
+        """Process 0: publish the token that the other servers will require."""
         self._store.key_value_set(f"{_TOKEN}0", token)
 
-    async def invitation(self) -> str:
-        """The others: waits for it."""
+    async def token(self) -> str:
+        """Other processes: wait for the token."""
         return (await self._found(_TOKEN, 1))["0"]
 
-    def answer(self, number: int, *, url: str | None = None, error: str | None = None) -> None:
-        """The others: where process ``number`` serves, or why it cannot."""
+    def register(self, number: int, *, url: str | None = None, error: str | None = None) -> None:
+        """Other processes: publish the address of process ``number``, or why it cannot serve."""
         self._store.key_value_set(f"{_ENGINES}{number}", json.dumps({"url": url, "error": error}))
 
-    async def answers(self, count: int) -> dict[int, str]:
-        """Process 0: waits for so many addresses, by number of process.
+    async def addresses(self, count: int) -> dict[int, str]:
+        """Process 0: wait for ``count`` addresses, by process number.
 
         Raises:
-            BackendError: an engine could not start; the first one's reason.
+            BackendError: an engine could not start.
         """
         answers = {int(number): json.loads(text) for number, text in (await self._found(_ENGINES, count)).items()}
         for number, answer in sorted(answers.items()):
@@ -163,20 +165,16 @@ class HostRegistry:
         return {number: answer["url"] for number, answer in sorted(answers.items())}
 
     async def _found(self, folder: str, count: int) -> dict[str, str]:
-        """Looks until there are so many. (What waits inside the service could not be cancelled.)"""
+        """Poll for ``count`` values; a wait inside the service could not be cancelled."""
         while True:
             found = self._store.key_value_dir_get(folder)
             if len(found) >= count:
                 return {key.rpartition("/")[2]: value for key, value in found}
-            await asyncio.sleep(_LOOK_SECONDS)
+            await asyncio.sleep(_POLL_SECONDS)
 
 
 def own_address(coordinator: str | None) -> str:
-    """This host's address, as the other hosts reach it.
-
-    Args:
-        coordinator: ``host:port`` of process 0, if that is known: the network it is reached through is the right one.
-    """
+    """Return this host's address in the network through which it reaches the coordinator (``host:port``), if known."""
     host = coordinator.rpartition(":")[0].strip("[]") if coordinator and ":" in coordinator else ""
     with contextlib.suppress(OSError):  # no such route
         family, kind, protocol, _, address = socket.getaddrinfo(host or "192.0.2.1", 9, type=socket.SOCK_DGRAM)[0]
@@ -190,24 +188,23 @@ def own_address(coordinator: str | None) -> str:
 
 
 async def join_hosts(
-    manager: LLMServerManager, *, meeting: HostRegistry | None = None, others: int | None = None
+    manager: LLMServerManager, *, registry: HostRegistry | None = None, others: int | None = None
 ) -> list[str]:
-    """Brings the engines of all other processes under a manager, once they are up.
+    """Add the engines of all other processes to a manager, once they are up; return the names of their servers.
 
     Args:
-        others: how many there are.
-
-    Returns:
-        the names of their servers.
+        manager: manages the run's engines.
+        registry: where the others register.
+        others: their number; None: all other processes.
 
     Raises:
         BackendError: one could not start, or cannot be reached.
     """
     from jax_agent_rl.rollout.http.client import RemoteBackend
 
-    meeting, token = meeting or HostRegistry(), secrets.token_hex(32)
-    meeting.invite(token)
-    urls = await meeting.answers(jax.process_count() - 1 if others is None else others)
+    registry, token = registry or HostRegistry(), secrets.token_hex(32)
+    registry.publish_token(token)
+    urls = await registry.addresses(jax.process_count() - 1 if others is None else others)
     connect = {f"host-{n}": functools.partial(RemoteBackend, url, token=token) for n, url in urls.items()}
     await asyncio.gather(*(manager.join(name, make) for name, make in connect.items()))
     return list(connect)
@@ -221,17 +218,19 @@ class HostEngine:
 
     Args:
         make: builds the engine; may load files for minutes.
-        host: the address it is reached at.
+        registry: where it registers.
+        number: number of this process.
+        host: address at which others reach it.
     """
 
-    def __init__(self, make: Callable[[], RolloutBackend], meeting: HostRegistry, *, number: int, host: str) -> None:
+    def __init__(self, make: Callable[[], RolloutBackend], registry: HostRegistry, *, number: int, host: str) -> None:
         self._loop = asyncio.new_event_loop()
-        self._life = self._loop.create_task(self._serve(make, meeting, number, host))
+        self._life = self._loop.create_task(self._serve(make, registry, number, host))
         self._thread = threading.Thread(target=self._run, name="host-engine", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Ends it, also while it starts."""
+        """Stop it, even while it starts."""
         self._loop.call_soon_threadsafe(self._life.cancel)
         self._thread.join()
 
@@ -239,7 +238,7 @@ class HostEngine:
         with contextlib.suppress(asyncio.CancelledError), contextlib.closing(self._loop):
             self._loop.run_until_complete(self._life)
 
-    async def _serve(self, make: Callable[[], RolloutBackend], meeting: HostRegistry, number: int, host: str) -> None:
+    async def _serve(self, make: Callable[[], RolloutBackend], registry: HostRegistry, number: int, host: str) -> None:
         from jax_agent_rl.rollout.http.server import RolloutServer
 
         async with contextlib.AsyncExitStack() as stack:
@@ -247,31 +246,31 @@ class HostEngine:
                 backend = await asyncio.to_thread(make)
                 stack.push_async_callback(backend.close)
                 await backend.start()
-                server = RolloutServer(backend, host=host, token=await meeting.invitation())
+                server = RolloutServer(backend, host=host, token=await registry.token())
                 stack.push_async_callback(server.close)
                 await server.start()
-            except Exception as error:  # whatever files, devices and compilers can raise: process 0 has to know
+            except Exception as error:  # files, devices and compilers raise anything; process 0 has to know
                 logger.exception("the engine of process %d could not start", number)
-                meeting.answer(number, error=f"{type(error).__name__}: {error}")
+                registry.register(number, error=f"{type(error).__name__}: {error}")
             else:
-                meeting.answer(number, url=server.url)
+                registry.register(number, url=server.url)
             await asyncio.Event().wait()  # until it is closed
 
 
 @contextlib.contextmanager
 def host_engine(config: Config) -> Iterator[WeightBuffer | None]:
-    """For a process that does not lead: its engine, from now on; yields where its weights are put.
+    """Run the engine of a process other than 0; yield its weight buffer.
 
-    None where engines are not on the learner's devices.
+    Yields None where engines are not on the learner's devices.
     """
     if not on_every_host(config):
         yield None
         return
-    shelf = make_weight_buffer(config)
-    make = functools.partial(make_host_engine, config, shelf)
+    weight_buffer = make_weight_buffer(config)
+    make = functools.partial(make_host_engine, config, weight_buffer)
     host = own_address(config.learner.multihost.coordinator)
     engine = HostEngine(make, HostRegistry(), number=jax.process_index(), host=host)
     try:
-        yield shelf
+        yield weight_buffer
     finally:
         engine.close()

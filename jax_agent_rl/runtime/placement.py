@@ -1,10 +1,10 @@
-"""Where the engines run: ``rollout.placement``.
+"""Where the engines run (``rollout.placement``), and their metrics as one fleet.
 
 ::
 
-    colocated   learner ─── engine              this process; with rollout.sleep_during_update:  [ sample ][ learn,
-    engine asleep ]
-                                                a learner of several: an engine in each, ``runtime.host_engines``
+    colocated   learner ─── engine              this process; with rollout.sleep_during_update the engine sleeps while
+                                                the learner updates; a learner of several processes: an engine in
+                                                each, ``runtime.multihost_engines``
     separate    learner ─┬─ Ray actor: engine   a bundle of a placement group each
                          └─ Ray actor: engine
     hybrid      learner ─┬─ engine              in the rotation while the learner waits:  [ sample ][ learn ][ sample ]
@@ -25,7 +25,7 @@ from jax_agent_rl.config import Config
 from jax_agent_rl.errors import BackendError, ConfigError
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.lifecycle import BackendFactory
-from jax_agent_rl.rollout.protocol import RolloutBackend
+from jax_agent_rl.rollout.protocol import BackendMetrics, RolloutBackend
 from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.runtime.engines import UNTRAINED, make_engine
 from jax_agent_rl.runtime.multihost_engines import on_every_host
@@ -34,28 +34,32 @@ from jax_agent_rl.utils.hub import placeless
 
 logger = logging.getLogger(__name__)
 
+_METRICS_TIMEOUT = 10.0
+"""Seconds that the slowest engine may take to report its metrics."""
+
 
 @asynccontextmanager
 async def open_places(config: Config, *, learner: bool = True) -> AsyncIterator[list[dict[str, Any]]]:
-    """Ray, and a place for each of ``rollout.num_engines``, while the context lasts; none if all is colocated.
+    """Reserve a place in Ray for each of ``rollout.num_engines``; none if all is colocated.
 
-    Open it before anything computes: processes that Ray starts should not be copies of one with threads, and the GPUs
-    the learner may see are known only now.
+    Open it before anything computes: processes that Ray starts should not be forked from one with threads, and only the
+    reservation decides which GPUs the learner sees.
 
     Args:
-        learner: there will be one in this process, which needs the GPUs of its mesh.
+        config: the resolved configuration.
+        learner: whether this process has a learner, which needs the GPUs of its mesh.
 
     Yields:
         Ray's actor options of each engine.
 
     Raises:
-        ConfigError: there is no Ray, no cluster, or not enough in it.
+        ConfigError: Ray, its cluster or enough resources are missing.
     """
     rollout, mesh = config.rollout, config.learner.mesh
     if rollout.placement == "colocated":
         yield []
         return
-    # The processes of a learner that has several are given their devices by whoever starts them.
+    # A learner of several processes gets its devices from the launcher.
     on_gpus = rollout.gpus_per_engine and os.environ.get("JAX_PLATFORMS") != "cpu"
     alone = config.learner.multihost.num_processes in (None, 1)
     async with (
@@ -72,11 +76,12 @@ async def open_places(config: Config, *, learner: bool = True) -> AsyncIterator[
 def place_engines(
     config: Config, places: Sequence[Mapping[str, Any]], colocated: Mapping[str, BackendFactory]
 ) -> dict[str, BackendFactory]:
-    """The engines of ``rollout.placement``, by name.
+    """Return the factories of all engines of ``rollout.placement``, by name.
 
     Args:
-        places: of :func:`open_places`.
-        colocated: what makes the engine of this process, by its name.
+        config: the resolved configuration.
+        places: see :func:`open_places`.
+        colocated: factory of this process's engine, by its name.
     """
     match config.rollout.placement:
         case "colocated":
@@ -90,8 +95,10 @@ def place_engines(
 
 
 def first_version(config: Config) -> int:
-    """The policy version engines start with: those that are not the learner's process alone read the model's files, and
-    a run's first weights are newer than those.
+    """Return the policy version that engines start with.
+
+    Only an engine in the learner's sole process starts with the learner's weights (version 0). Others read the model's
+    files, which are older than a run's first weights.
     """
     alone = config.rollout.placement == "colocated" and not on_every_host(config)
     return 0 if alone and config.rollout.backend != "remote" else UNTRAINED
@@ -100,7 +107,7 @@ def first_version(config: Config) -> int:
 def _in_actors(config: Config, places: Sequence[Mapping[str, Any]]) -> dict[str, BackendFactory]:
     rollout = config.rollout.model_copy(update={"placement": "colocated", "sleep_during_update": False})
     model = config.model.model_copy(update={"path": placeless(config.model.path)})
-    # A learner's GPU platform would fail where Ray shows none, and vLLM's own process needs none for JAX.
+    # The learner's GPU platform would fail where Ray shows no GPU; vLLM needs none for JAX.
     on_cpu = not rollout.gpus_per_engine or rollout.backend == "vllm"
     variables = {"JAX_PLATFORMS": "cpu"} if on_cpu else {}
     factories: dict[str, BackendFactory] = {}
@@ -127,10 +134,12 @@ def _from_store(make: BackendFactory) -> RolloutBackend:
 def room_for_learning(
     config: Config, client: LLMServerClient, names: Sequence[str]
 ) -> Callable[[], AbstractAsyncContextManager]:
-    """A context for the time in which the learner updates.
+    """Return a context for the learner's updates, in which engines on its devices sleep or leave the rotation.
 
     Args:
-        names: of the servers on the learner's devices.
+        config: the resolved configuration.
+        client: the rotation.
+        names: servers on the learner's devices.
 
     Raises:
         ConfigError: they should sleep and one cannot.
@@ -140,19 +149,18 @@ def room_for_learning(
         return nullcontext
     if sleeps and not all(server.backend.capabilities.sleep for server in _find(client, names)):
         raise ConfigError(
-            f"rollout.sleep_during_update: the {config.rollout.backend} engine cannot give its memory back here (vllm "
-            f"does on CUDA); "
-            "set rollout.sleep_during_update=false"
+            f"rollout.sleep_during_update: the {config.rollout.backend} engine cannot release its memory (vllm can "
+            "on CUDA); set rollout.sleep_during_update=false"
         )
     return functools.partial(_room, client, names, leaves=leaves, sleeps=sleeps)
 
 
 @asynccontextmanager
 async def _room(client: LLMServerClient, names: Sequence[str], *, leaves: bool, sleeps: bool) -> AsyncIterator[None]:
-    """The servers leave the rotation, their requests move on, and they sleep; afterwards they are back with the weights
-    they had, so that they take the next ones like all others. If no others are left, they stay.
+    """Take servers out of the rotation, moving their requests, and let them sleep; undo both in the end.
 
-    An engine that fails at it comes back, too: its next request or update says so, and is dealt with there.
+    They return with their old weights and take the next update like all others. Without other servers they stay. An
+    engine that fails to sleep or wake returns, too: its next request or update reports and handles the failure.
     """
     servers = _find(client, names)
     if leaves and len(client.servers) == len(servers):
@@ -182,3 +190,46 @@ async def _try(change: Callable[[], Any], name: str) -> None:
 
 def _find(client: LLMServerClient, names: Sequence[str]) -> list[AsyncServer]:
     return [server for server in client.servers if server.name in names]
+
+
+class FleetMetrics:
+    """The summed metrics of several engines; one that is gone or does not answer keeps its last values.
+
+    An engine that joins later counts from then on: a server that was only out of reach still has its old counters.
+
+    Args:
+        backends: returns the current engines.
+    """
+
+    def __init__(self, backends: Callable[[], Sequence[RolloutBackend]]) -> None:
+        self._backends = backends
+        self._first: dict[RolloutBackend, BackendMetrics] = {b: BackendMetrics() for b in backends()}
+        self._last: dict[RolloutBackend, BackendMetrics] = {}
+        self._gone = BackendMetrics()
+
+    async def read(self) -> BackendMetrics:
+        backends = self._backends()
+        await asyncio.gather(*map(self._read, backends))
+        for backend in self._first.keys() - set(backends):
+            del self._first[backend]
+            self._gone = _sum(self._gone, self._last.pop(backend, BackendMetrics()))
+        return _sum(self._gone, *self._last.values())
+
+    async def _read(self, backend: RolloutBackend) -> None:
+        try:
+            async with asyncio.timeout(_METRICS_TIMEOUT):
+                now = await backend.metrics()
+        except (BackendError, TimeoutError):
+            return
+        first = self._first.setdefault(backend, now)
+        self._last[backend] = _combine(lambda now, first: now - first, now, first)
+
+
+def _sum(*metrics: BackendMetrics) -> BackendMetrics:
+    return _combine(lambda *values: sum(values), *metrics)
+
+
+def _combine(how: Callable[..., Any], *metrics: BackendMetrics) -> BackendMetrics:
+    """Combine each counter separately."""
+    names = BackendMetrics.__dataclass_fields__
+    return BackendMetrics(**{name: how(*(getattr(m, name) for m in metrics)) for name in names})

@@ -1,4 +1,4 @@
-"""The form in which engines take the learner's weights."""
+"""Publishers: the forms in which engines receive the learner's weights."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from jax_agent_rl.runtime.multihost_engines import KIND, WeightBuffer
 from jax_agent_rl.trainer.components import Publisher, WeightSource
 
 PROBE_LENGTH = 96
-"""Ids of the context that proves an update: enough to touch every parameter, and cheap to recompute."""
+"""Length of the context that verifies an update: touches every parameter and is cheap to recompute."""
 
 
 class ArrayPublisher:
-    """For an engine of this process: the arrays themselves."""
+    """Publishes the arrays themselves, to an engine of this process."""
 
     def make(self, learner: WeightSource, version: int) -> WeightUpdate:
         return WeightUpdate(version=version, kind="arrays", payload=learner.params)
@@ -30,13 +30,13 @@ class ArrayPublisher:
 
 
 class FilePublisher:
-    """For engines of other processes and machines: safetensors files that carry a log-prob probe."""
+    """Publishes safetensors files with a log-prob probe, to engines of other processes and machines."""
 
     def __init__(self, files: WeightFiles) -> None:
         self._files = files
 
     def make(self, learner: WeightSource, version: int) -> WeightUpdate:
-        """Writes all parameters; the files of the version before are removed first."""
+        """Write all parameters, after removing the previous version's files."""
         files = self._files.write(learner.params, version)
         return WeightUpdate(
             version=version, kind="safetensors", payload=files, lasting=True, digests=self._files.digests
@@ -47,18 +47,18 @@ class FilePublisher:
 
 
 class MeshPublisher:
-    """For engines beside a learner of several processes: a copy in each, see ``runtime.host_engines``.
+    """Publishes a copy in each process of the learner, to its engine, see ``runtime.multihost_engines``.
 
     Args:
-        shelf: of this process.
+        weight_buffer: the buffer of this process.
     """
 
-    def __init__(self, shelf: WeightBuffer) -> None:
-        self._shelf = shelf
+    def __init__(self, weight_buffer: WeightBuffer) -> None:
+        self._weight_buffer = weight_buffer
 
     def make(self, learner: WeightSource, version: int) -> WeightUpdate:
-        assert isinstance(learner, LeadingLearner)  # one process has no others
-        learner.hand_out(version, self._shelf)
+        assert isinstance(learner, LeadingLearner)  # there are several processes
+        learner.fill_weight_buffers(version, self._weight_buffer)
         return WeightUpdate(version=version, kind=KIND, payload=None)
 
     def close(self) -> None:
@@ -66,10 +66,10 @@ class MeshPublisher:
 
 
 class ObjectStorePublisher:
-    """For engines in Ray actors: what another publisher makes, in Ray's object store, from where all of them read it.
+    """Publishes another publisher's update through Ray's object store, to engines in Ray actors.
 
     Args:
-        inner: makes it in the form in which the engines take it.
+        inner: makes the update in the engines' form.
     """
 
     def __init__(self, inner: Publisher) -> None:
@@ -77,7 +77,7 @@ class ObjectStorePublisher:
         self._newest: WeightUpdate | None = None
 
     def make(self, learner: WeightSource, version: int) -> WeightUpdate:
-        """Writes all parameters once; the store forgets those of the version before when no engine reads them."""
+        """Store all parameters once; the previous version is freed when no engine reads it."""
         import ray
 
         self._newest = store(self._inner.make(learner, version), ray.put)
@@ -89,10 +89,10 @@ class ObjectStorePublisher:
 
 
 class TensorstorePublisher:
-    """For engines that see a folder or bucket: shards from every process of the learner, for every engine's own.
+    """Publishes shards from every process of the learner through a shared folder or bucket.
 
     Args:
-        folder: where; a folder of the run's own is made in it.
+        folder: gets a subfolder for the run.
     """
 
     def __init__(self, folder: str) -> None:
@@ -100,7 +100,7 @@ class TensorstorePublisher:
         self._served: str | None = None
 
     def make(self, learner: WeightSource, version: int) -> WeightUpdate:
-        """Writes a version, makes it visible, and removes the one before.
+        """Write a version, make it visible, and remove the one before.
 
         Raises:
             OSError: a process of the learner could not write.
@@ -119,19 +119,21 @@ class TensorstorePublisher:
 
 
 def make_publisher(
-    config: Config, model: DecoderConfig, *, probe_ids: Sequence[int], shelf: WeightBuffer | None = None
+    config: Config, model: DecoderConfig, *, probe_ids: Sequence[int], weight_buffer: WeightBuffer | None = None
 ) -> Publisher:
-    """What the engines of ``rollout.backend`` and ``rollout.placement`` take weights from.
+    """Return the publisher for the engines of ``rollout.backend`` and ``rollout.placement``.
 
     Args:
-        probe_ids: a typical context, by which weights are checked after they were moved.
-        shelf: of this process, where every process of the learner has an engine.
+        config: the resolved configuration.
+        model: the policy's hyperparameters.
+        probe_ids: a typical context, with which weights are verified after a transfer.
+        weight_buffer: this process's buffer, where every process of the learner has an engine.
 
     Raises:
         ConfigError: ``rollout.weight_dir`` does not exist.
     """
-    if shelf is not None:
-        return MeshPublisher(shelf)
+    if weight_buffer is not None:
+        return MeshPublisher(weight_buffer)
     form = _form(config, model, probe_ids)
     return form if config.rollout.placement == "colocated" else ObjectStorePublisher(form)
 
@@ -140,7 +142,7 @@ def _form(config: Config, model: DecoderConfig, probe_ids: Sequence[int]) -> Pub
     if config.rollout.backend == "jetstream":
         return ArrayPublisher()
     if config.rollout.weight_transport == "tensorstore":
-        assert config.rollout.weight_dir is not None  # by the configuration's own checks
+        assert config.rollout.weight_dir is not None  # checked with the configuration
         return TensorstorePublisher(config.rollout.weight_dir)
     probe = probe_ids[: min(PROBE_LENGTH, config.rollout.max_model_len - 1)]
     return FilePublisher(WeightFiles(model, probe_ids=[probe], folder=config.rollout.weight_dir))

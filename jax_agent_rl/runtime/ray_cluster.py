@@ -1,4 +1,4 @@
-"""Ray for a run: a cluster that is there already, or one of this machine's own, and a place in it for every engine."""
+"""Ray for a run: an existing cluster or one started on this machine, and a place in it for every engine."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from jax_agent_rl.errors import ConfigError
 
 _READY_SECONDS = 60.0
 _LOOPBACK_SWITCH = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
-"""Set to 0 it makes Ray listen on loopback alone, as it does on its own only on Windows and macOS."""
+"""Set to 0, it makes Ray listen on loopback only, which is the default only on Windows and macOS."""
 
 
 @asynccontextmanager
 async def open_ray(address: str | None, *, bundles: int = 1) -> AsyncIterator[None]:
-    """Connects to Ray while the context lasts. What was not started here goes on after it.
+    """Connect to Ray while the context lasts; a cluster not started here keeps running after it.
 
-    Without an address, one is started on this machine: on loopback alone, and for those who have its token, which is
-    made anew. Processes of it see the variables of this one.
+    Without an address, a cluster is started on this machine: on loopback only, with a new token. Its processes inherit
+    the environment variables of this one.
 
     Args:
-        address: of a running cluster, whose token is where Ray looks for it (``RAY_AUTH_TOKEN``); None: that in
-            ``RAY_ADDRESS``, if there is one.
-        bundles: places the own cluster has room for, however few cores there are.
+        address: a running cluster, whose token is where Ray looks for it (``RAY_AUTH_TOKEN``); None: ``RAY_ADDRESS``,
+            if set.
+        bundles: places in a cluster started here, regardless of the number of cores.
 
     Raises:
         ConfigError: Ray is not installed, or there is no cluster at the address.
@@ -59,12 +59,12 @@ async def open_ray(address: str | None, *, bundles: int = 1) -> AsyncIterator[No
 
 
 def secure_own_cluster() -> None:
-    """Sets what Ray reads when it is first imported, for clusters that this process starts: token and loopback.
+    """Set token and loopback for clusters that this process starts; Ray reads both when it is first imported.
 
-    :func:`open_ray` does it. Call it before, where something else (vLLM does) imports Ray first.
+    :func:`open_ray` calls it. Call it earlier where something else, such as vLLM, imports Ray first.
 
     Raises:
-        ConfigError: something else has imported it before.
+        ConfigError: Ray has been imported before.
     """
     variables = {
         "RAY_AUTH_MODE": "token",
@@ -85,17 +85,17 @@ def secure_own_cluster() -> None:
 
 @asynccontextmanager
 async def reserve(engines: int, *, gpus_per_engine: int, learner_gpus: int = 0) -> AsyncIterator[list[dict[str, Any]]]:
-    """A bundle of a placement group for the learner, on this node, and one for every engine.
+    """Reserve a bundle of a placement group for the learner, on this node, and one for every engine.
 
-    Engines with GPUs are packed onto as few nodes as hold them, nearest to the learner; those that compute on CPUs are
-    spread, as on one node they would share its cores. Of the GPUs of its bundle alone this process is told
-    (``CUDA_VISIBLE_DEVICES``): it must not have looked at any before.
+    Engines with GPUs are packed onto as few nodes as possible, nearest to the learner; engines on CPUs are spread,
+    because on one node they would share its cores. This process sees only the GPUs of its bundle
+    (``CUDA_VISIBLE_DEVICES``), and must not have initialized any before.
 
     Yields:
         Ray's actor options of each engine.
 
     Raises:
-        ConfigError: the cluster has not so much, or not within a minute.
+        ConfigError: the cluster lacks the resources, or does not free them within a minute.
     """
     import ray
     from ray.util.placement_group import placement_group, remove_placement_group
@@ -133,8 +133,7 @@ def _check_room(total: Mapping[str, float], engines: int, gpus_per_engine: int, 
         if total.get(name, 0) < count:
             raise ConfigError(
                 f"rollout.num_engines={engines} with rollout.gpus_per_engine={gpus_per_engine} and a learner need "
-                f"{count} "
-                f"{name}s, the Ray cluster has {_plain(total)}; lower them, or add nodes"
+                f"{count} {name}s, the Ray cluster has {_plain(total)}; lower them, or add nodes"
             )
 
 

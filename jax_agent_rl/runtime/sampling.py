@@ -1,5 +1,7 @@
-"""The half of a run that samples: rows, tools, rewards, agents, engines. Training adds a learner to it
-(:mod:`~jax_agent_rl.runtime.build`); evaluation and collection do without one (:func:`open_rollouts`).
+"""The part of a run that samples: rows, tools, rewards, agents, engines.
+
+Training adds a learner (:mod:`~jax_agent_rl.runtime.build`); evaluation and collection need none
+(:func:`open_rollouts`).
 
 ::
 
@@ -11,20 +13,23 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from jax_agent_rl.agents import EnvironmentAgent, agent_names, load_agents
+from jax_agent_rl.agents import AgentContext, EnvironmentAgent, agent_names, get_agent, load_agents
 from jax_agent_rl.chat.codec import ChatCodec
+from jax_agent_rl.collect.collector import RolloutCollector, Score
+from jax_agent_rl.collect.strategies import make_strategy
 from jax_agent_rl.config import Config
 from jax_agent_rl.config.default_agent import report_idle_tools
 from jax_agent_rl.data.rows import Row, load_rows
-from jax_agent_rl.environments import load_environments, require_environments
+from jax_agent_rl.environments import EnvironmentPools, load_environments, require_environments
+from jax_agent_rl.environments.users import EngineChat, InteractionRegistry
+from jax_agent_rl.errors import DataError
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.lifecycle import LLMServerManager
-from jax_agent_rl.runtime.agents import AgentSide, make_agents
 from jax_agent_rl.runtime.engines import backend_factories, check_engine, load_model, read_model, recovery_seconds
 from jax_agent_rl.runtime.placement import open_places, place_engines
 from jax_agent_rl.runtime.scoring import needed_services, open_scorer, reward_server
@@ -35,18 +40,18 @@ from jax_agent_rl.tracing import Tracer
 logger = logging.getLogger(__name__)
 
 Source = tuple[str, int | None]
-"""A file of rows, and how many of its first ones are used (None: all)."""
+"""A file of rows, and how many of them are used from the start (None: all)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """What the cheap checks of a configuration found.
+    """The result of the cheap checks of a configuration.
 
     Attributes:
-        tools: those of the ``tools`` section, open.
-        rows: of each source.
-        services: what the rows' reward functions ask for.
-        codec: messages to ids and back.
+        tools: the open tools of the ``tools`` section.
+        rows: the rows of each source.
+        services: the services that the rows' reward functions need.
+        codec: converts messages to ids and back.
     """
 
     tools: ToolRegistry
@@ -61,10 +66,10 @@ class Rollouts:
 
     Attributes:
         config: the resolved configuration.
-        client: generation over all engines.
+        client: generates with all engines.
         agents: the collectors.
-        codec: ids to text and back.
-        rows: to sample for.
+        codec: converts messages to ids and back.
+        rows: the rows to sample for.
     """
 
     config: Config
@@ -74,12 +79,44 @@ class Rollouts:
     rows: list[Row]
 
 
+@dataclass(frozen=True, kw_only=True)
+class AgentSide:
+    """The collectors of training and held-out rollouts, and what their agents share.
+
+    Attributes:
+        collector: training rollouts, with the run's accounting.
+        evaluator: held-out rollouts with the ``agent.val_`` settings, counted separately.
+        interactions: the simulated users.
+        environments: pools for ``environment_agent``.
+    """
+
+    collector: RolloutCollector
+    evaluator: RolloutCollector
+    interactions: InteractionRegistry
+    environments: EnvironmentPools
+
+    async def preflight(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Check, before a run, what these rows need: simulated users and the servers of their agents.
+
+        Raises:
+            ConfigError: a server or setting is missing or wrong.
+            DataError: a row names an unknown interaction.
+        """
+        _check_interactions(rows, self.interactions)
+        await self.collector.preflight(rows)
+
+    async def close(self) -> None:
+        """Close connections, after the last trajectory."""
+        for part in (self.collector, self.evaluator, self.interactions, self.environments):
+            await part.close()
+
+
 @asynccontextmanager
 async def prepare(config: Config, sources: Sequence[Source]) -> AsyncIterator[Prepared]:
-    """Imports what the configuration names and reads the rows; tools and the reward server are closed in the end.
+    """Import what the configuration names and read the rows; close tools and reward server in the end.
 
     Raises:
-        ConfigError, DataError, ModelError, ToolDefinitionError: what a user has to fix.
+        ConfigError, DataError, ModelError, ToolDefinitionError: the user has to fix something.
     """
     async with open_tools(config.tools) as tools, reward_server(config):
         load_agents(config.agent.module)
@@ -92,7 +129,7 @@ async def prepare(config: Config, sources: Sequence[Source]) -> AsyncIterator[Pr
 
 
 def open_codec(config: Config) -> ChatCodec:
-    """The model's tokenizer and chat template as the run uses them; ModelError if they cannot be read."""
+    """Return the model's tokenizer and chat template as the run uses them; raises ModelError if unreadable."""
     return ChatCodec.from_pretrained(
         config.model.path,
         tool_format=config.agent.tool_format,
@@ -105,9 +142,11 @@ def open_codec(config: Config) -> ChatCodec:
 async def open_agents(
     config: Config, prepared: Prepared, *, tracer: Tracer | None = None
 ) -> AsyncIterator[tuple[LLMServerClient, AgentSide]]:
-    """The client, without engines as yet, and the agents that speak to it; closed in the end.
+    """Yield the client, still without engines, and its agents; close them in the end.
 
     Args:
+        config: the resolved configuration.
+        prepared: see :func:`prepare`.
         tracer: takes the spans of trajectories.
 
     Raises:
@@ -128,9 +167,49 @@ async def open_agents(
             await agents.close()
 
 
+def make_agents(
+    config: Config,
+    *,
+    client: LLMServerClient,
+    codec: ChatCodec,
+    tools: ToolRegistry,
+    score: Score,
+    tracer: Tracer | None = None,
+) -> AgentSide:
+    """Build the collectors; the client's engines may be added later.
+
+    Raises:
+        ConfigError: the default agent or an interaction is missing or wrong.
+    """
+    if config.agent.default_agent:
+        get_agent(config.agent.default_agent)
+    users = config.interactions
+    interactions = InteractionRegistry.from_path(users.interaction_config_path, timeout=users.timeout)
+    interactions.attach(EngineChat(client, codec, max_model_len=config.rollout.max_model_len))
+    environments = EnvironmentPools(**config.environments.model_dump(exclude={"path"}))
+    context = AgentContext(
+        client=client,
+        codec=codec,
+        tools=tools,
+        limits=config.agent,
+        max_model_len=config.rollout.max_model_len,
+        tool_config=config.tool_config,
+        search=config.search,
+        interactions=interactions,
+        environments=environments,
+    )
+    parts = {"score": score, "max_in_flight": config.rollout.max_in_flight, "seed": config.seed, "tracer": tracer}
+    return AgentSide(
+        collector=RolloutCollector(context, strategy=make_strategy(config.rollout.strategy), **parts),
+        evaluator=RolloutCollector(replace(context, limits=config.agent.for_validation()), validate=True, **parts),
+        interactions=interactions,
+        environments=environments,
+    )
+
+
 @asynccontextmanager
 async def open_manager(config: Config, client: LLMServerClient) -> AsyncIterator[LLMServerManager]:
-    """What starts the engines, looks after them and closes them in the end."""
+    """Yield the manager that starts the engines, monitors them, and closes them in the end."""
     manager = LLMServerManager(
         client,
         recovery_seconds=recovery_seconds(config),
@@ -147,15 +226,16 @@ async def open_manager(config: Config, client: LLMServerClient) -> AsyncIterator
 async def open_rollouts(
     config: Config, source: Source, *, version: int, say: Callable[[str], None]
 ) -> AsyncIterator[Rollouts]:
-    """Loads, compiles and starts all that samples from the model's files; closes it in the end.
+    """Load, compile and start everything that samples from the model's files; close it in the end.
 
     Args:
+        config: the resolved configuration.
         source: the rows to sample for.
         version: policy version of the model's files, for an engine in this process.
         say: takes a line of progress.
 
     Raises:
-        ConfigError, DataError, ModelError, ToolDefinitionError: what a user has to fix.
+        ConfigError, DataError, ModelError, ToolDefinitionError: the user has to fix something.
     """
     async with AsyncExitStack() as stack:
         prepared = await stack.enter_async_context(prepare(config, [source]))
@@ -176,12 +256,12 @@ async def open_rollouts(
 
 
 def known_adapters(config: Config) -> list[str] | None:
-    """Names that rows may give; only rollout servers know those that they serve."""
+    """Return the adapters that rows may name; None: only the rollout servers know."""
     return None if config.rollout.backend == "remote" else list(config.rollout.adapters)
 
 
 def _load(config: Config, tools: ToolRegistry, source: Source) -> list[dict[str, Any]]:
-    """Rows of a file, every name in them checked; warns of tools that no row will use."""
+    """Load the rows of a file and check their names; warn of tools that no row will use."""
     file, limit = source
     rows = load_rows(file, agents=agent_names(), tools=list(tools), adapters=known_adapters(config))[:limit]
     names = ((row.get("agent_name") or config.agent.default_agent, row) for row in rows)
@@ -189,3 +269,14 @@ def _load(config: Config, tools: ToolRegistry, source: Source) -> list[dict[str,
     if idle := report_idle_tools(config, rows):
         logger.warning("TOOLS ARE CONFIGURED BUT NOT USED: %s: %s. What to do: %s", file, *idle)
     return rows
+
+
+def _check_interactions(rows: Sequence[Mapping[str, Any]], known: InteractionRegistry) -> None:
+    """Refuse rows that name an unknown simulated user."""
+    for row in rows:
+        name = ((row.get("extra_info") or {}).get("interaction_kwargs") or {}).get("name")
+        if name is not None and name not in known:
+            raise DataError(
+                f"a row's extra_info.interaction_kwargs.name={name!r} is not known; there are {sorted(known)} "
+                "(interactions.interaction_config_path)"
+            )

@@ -1,4 +1,4 @@
-"""What scores the trajectories of a run: the config's reward section, and the services reward functions ask for."""
+"""Scoring of a run's trajectories: the ``reward`` section, and the services that reward functions need."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ from jax_agent_rl.tool_server.sandbox import open_sandbox
 from jax_agent_rl.types import SamplingParams
 
 POLICY = "policy"
-"""The value of ``reward.judge.model`` that means the model being trained."""
+"""Value of ``reward.judge.model`` for the model being trained."""
 
 
 @asynccontextmanager
 async def reward_server(config: Config) -> AsyncIterator[None]:
-    """Registers the user's reward functions and ``reward.remote``, whose connections are closed in the end.
+    """Register the user's reward functions and ``reward.remote``; close its connections in the end.
 
     Raises:
-        ConfigError: ``reward.path`` cannot be imported, or a data source has a function already.
+        ConfigError: ``reward.path`` cannot be imported, or a data source already has a function.
     """
     load_rewards(config.reward.path)
     if config.reward.remote is None:
         yield
         return
     remote = RemoteReward(**config.reward.remote.model_dump(exclude={"data_sources"}))
-    # It may take the place of a built-in rule: the config asks for it by name.
+    # It may replace a built-in rule: the configuration names its data sources.
     register_reward(*config.reward.remote.data_sources, override=True)(remote)
     try:
         yield
@@ -54,10 +54,10 @@ async def reward_server(config: Config) -> AsyncIterator[None]:
 
 
 def needed_services(config: Config, rows: Sequence[Mapping[str, Any]]) -> set[str]:
-    """Services that the rows' reward functions ask for, after checking that everything they ask for exists.
+    """Return the services that the rows' reward functions need, and check that they exist.
 
     Raises:
-        ConfigError: a row has no reward function, or its function asks for what there is not.
+        ConfigError: a row has no reward function, or its function needs a missing service.
     """
     offered = {"sandbox", *(["judge"] if config.reward.judge else [])}
     require_rewards(rows, services=offered)
@@ -68,12 +68,13 @@ def needed_services(config: Config, rows: Sequence[Mapping[str, Any]]) -> set[st
 async def open_scorer(
     config: Config, needed: set[str], *, client: LLMServerClient, codec: ChatCodec
 ) -> AsyncIterator[Score]:
-    """Starts the needed services and yields what scores one trajectory.
+    """Start the needed services and yield the function that scores one trajectory.
 
     Args:
-        config: the run's.
+        config: the run's configuration.
         needed: see :func:`needed_services`.
-        client, codec: the policy's own engine, for ``reward.judge.model: policy``.
+        client: the policy's engines, for ``reward.judge.model: policy``.
+        codec: the policy's codec.
 
     Raises:
         ConfigError: the sandbox does not work on this machine.
@@ -93,7 +94,7 @@ async def open_scorer(
 
 @contextmanager
 def _function_workers(config: RewardConfig) -> Iterator[FunctionWorkers | None]:
-    """What runs the user's own synchronous functions; none starts before it is needed."""
+    """Yield the workers for the user's synchronous functions; they start when first needed."""
     if config.path is None or config.workers == 0:
         yield None
         return
@@ -106,7 +107,7 @@ def _function_workers(config: RewardConfig) -> Iterator[FunctionWorkers | None]:
 
 @asynccontextmanager
 async def _open_judge(config: JudgeConfig, *, client: LLMServerClient, codec: ChatCodec) -> AsyncIterator[ModelJudge]:
-    """The policy as its own judge, or a frozen model in an engine of its own."""
+    """Yield the policy as its own judge, or a frozen model in its own engine."""
     sampling = SamplingParams(max_tokens=config.max_tokens, temperature=config.temperature)
     if config.model == POLICY:
         yield ModelJudge(client, codec, sampling=sampling, max_in_flight=config.max_in_flight)

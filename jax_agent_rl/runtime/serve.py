@@ -1,25 +1,86 @@
-"""A rollout server: the configured engine behind an address, until it is told to stop."""
+"""Serving the configured model: as an OpenAI-compatible endpoint, or as a rollout server for trainers."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import functools
+import uuid
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
 
-from jax_agent_rl.config import Config
+from jax_agent_rl.agents import AgentContext
+from jax_agent_rl.agents.endpoint.app import Endpoint
+from jax_agent_rl.agents.endpoint.sessions import Session, SessionStore
+from jax_agent_rl.agents.recorder import ChatRecorder
+from jax_agent_rl.chat.codec import ChatCodec
+from jax_agent_rl.config import AgentConfig, Config
 from jax_agent_rl.errors import ConfigError
+from jax_agent_rl.rollout.client import LLMServerClient
+from jax_agent_rl.rollout.engine_metrics import engine_families
 from jax_agent_rl.rollout.http.server import RolloutServer
-from jax_agent_rl.runtime.engines import UNTRAINED, check_engine, make_engine
+from jax_agent_rl.rollout.server import AsyncServer
+from jax_agent_rl.runtime.engines import UNTRAINED, check_engine, load_model, make_backends, make_engine
+from jax_agent_rl.types import SamplingParams
+from jax_agent_rl.utils.http_server import HttpServer
 from jax_agent_rl.utils.network import token_from
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
+
+UNLIMITED_TURNS = 1_000_000
+
+
+async def serve_openai(
+    config: Config,
+    *,
+    policy: str,
+    host: str,
+    port: int,
+    token_env: str | None,
+    model_name: str,
+    say: Callable[[str], None],
+) -> None:
+    """Serve the model to OpenAI clients until cancelled (``jax-agent-rl serve``).
+
+    Args:
+        config: the resolved configuration.
+        policy: name of the weights, for messages.
+        host: address to listen on.
+        port: 0 takes a free one.
+        token_env: environment variable with the API key; None: no key, on loopback only.
+        model_name: the name under ``/v1/models``.
+        say: takes a line of progress.
+
+    Raises:
+        ConfigError: the address cannot be used, or a token is missing.
+        ModelError: the model cannot be read.
+    """
+    api_key = token_from(token_env, key="--token-env")
+    say(f"loading {policy}")
+    async with _context(config, say) as (context, servers, start):
+        server = open_endpoint(context, servers, config, host=host, port=port, api_key=api_key, model_name=model_name)
+        try:
+            await start()
+            await server.start()
+            say(f"serving {policy} as {model_name!r}: base_url={server.url}/v1")
+            await asyncio.Event().wait()
+        finally:
+            await server.close()
 
 
 async def serve_rollouts(config: Config, *, policy: str, host: str, port: int, say: Callable[[str], None]) -> None:
-    """Loads, compiles, serves until it is cancelled, and closes everything.
+    """Serve the configured engine to trainers until cancelled (``jax-agent-rl rollout-server``).
 
     Args:
-        policy: what its weights are called, for people.
+        config: the resolved configuration.
+        policy: name of the weights, for messages.
+        host: address to listen on.
+        port: 0 takes a free one.
+        say: takes a line of progress.
 
     Raises:
-        ConfigError: ``rollout.backend`` is remote itself, the token is missing, or the address cannot be used.
+        ConfigError: ``rollout.backend`` is remote, the token is missing, or the address cannot be used.
     """
     if config.rollout.backend == "remote":
         raise ConfigError("a rollout server needs an engine of its own: set rollout.backend=jetstream rollout.urls=[]")
@@ -28,7 +89,7 @@ async def serve_rollouts(config: Config, *, policy: str, host: str, port: int, s
     say(f"loading {policy}")
     backend = make_engine(config, version=UNTRAINED, say=say)
     folder = config.rollout.weight_dir
-    # Before minutes of compiling: it may refuse.
+    # A bad address is refused before minutes of compiling.
     server = RolloutServer(backend, host=host, port=port, token=token, weight_dir=folder)
     try:
         await backend.start()
@@ -38,3 +99,93 @@ async def serve_rollouts(config: Config, *, policy: str, host: str, port: int, s
     finally:
         await server.close()
         await backend.close()
+
+
+def open_endpoint(
+    context: AgentContext,
+    servers: Sequence[AsyncServer],
+    config: Config,
+    *,
+    host: str,
+    port: int,
+    api_key: str | None,
+    model_name: str,
+) -> HttpServer:
+    """Return the endpoint, bound but not started: a bad address is refused before minutes of compiling.
+
+    Requests outside sessions are not recorded beyond their answer.
+
+    Raises:
+        ConfigError: see :class:`~jax_agent_rl.utils.http_server.HttpServer`.
+    """
+    sampling = SamplingParams(max_tokens=config.rollout.max_model_len, temperature=config.rollout.eval_temperature)
+
+    def create(session_id: str, key: str | None = api_key) -> Session:
+        recorder = ChatRecorder(context, session_id=session_id)
+        return Session(session_id=session_id, recorder=recorder, sampling=sampling, api_key=key, free_sampling=True)
+
+    limits = config.agent.endpoint
+    store = SessionStore(max_sessions=limits.max_sessions, ttl=limits.session_ttl, create=create)
+    endpoint = Endpoint(
+        store,
+        model=model_name,
+        adapters=list(config.rollout.adapters),
+        limits=limits,
+        host=host,
+        port=port,
+        api_key=api_key,
+        stateless=lambda: create(f"once-{uuid.uuid4().hex}"),
+        able=lambda: [server.backend.capabilities for server in servers],
+        engines=functools.partial(read_engines, servers),
+    )
+    endpoint.server.listen()
+    return endpoint.server
+
+
+async def read_engines(servers: Sequence[AsyncServer]) -> list[Metric]:
+    """Return the metrics of every engine, for Prometheus."""
+    families: list[Metric] = []
+    for server in servers:
+        backend = server.backend
+        reading = await backend.metrics(), await backend.health(), backend.capabilities
+        families += engine_families(*reading, engine=server.name)
+    return families
+
+
+def serving_limits(agent: AgentConfig, max_model_len: int) -> AgentConfig:
+    """Return limits without training budgets, in which only the context length binds clients.
+
+    The prompt explains a client's tools, whether or not training rows explain theirs.
+    """
+    return agent.model_copy(
+        update={
+            "max_prompt_length": max_model_len,
+            "max_response_length": max_model_len,
+            "max_assistant_turns": UNLIMITED_TURNS,
+            "max_user_turns": UNLIMITED_TURNS,
+            "edited_history": "segment",
+            "tool_prompt": "template",
+        }
+    )
+
+
+@asynccontextmanager
+async def _context(
+    config: Config, say: Callable[[str], None]
+) -> AsyncIterator[tuple[AgentContext, list[AsyncServer], Callable]]:
+    """Yield the loaded engine as agents see it, its servers, and the function that starts them."""
+    length = config.rollout.max_model_len
+    agent = serving_limits(config.agent, length)
+    codec = ChatCodec.from_pretrained(config.model.path, tool_format=agent.tool_format, tool_prompt=agent.tool_prompt)
+    check_engine(config)
+    backends = make_backends(config, codec, weights=functools.partial(load_model, config, codec), say=say)
+    servers = [AsyncServer(backend, name=f"engine-{i}") for i, backend in enumerate(backends)]
+    client = LLMServerClient(servers, decode_text=functools.partial(codec.decode, skip_special_tokens=False))
+
+    async def start() -> None:
+        await asyncio.gather(*(backend.start() for backend in backends))
+
+    try:
+        yield AgentContext(client=client, codec=codec, limits=agent, max_model_len=length), servers, start
+    finally:
+        await asyncio.gather(*(backend.close() for backend in backends))

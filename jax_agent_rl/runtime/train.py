@@ -1,4 +1,4 @@
-"""One training run from configuration to summary: the run folder, resuming, interruptions, the closing report."""
+"""One training run from configuration to summary: run folder, resuming, interruptions, final report."""
 
 from __future__ import annotations
 
@@ -14,15 +14,12 @@ from jax_agent_rl.config import Config
 from jax_agent_rl.errors import CheckpointError, WeightUpdateError
 from jax_agent_rl.learner.checkpoint import complete_steps, cut_off_steps
 from jax_agent_rl.learner.losses import peers
-from jax_agent_rl.observe.lines import say
-from jax_agent_rl.observe.metrics import RunFolder
-from jax_agent_rl.observe.plots import reward_plot
-from jax_agent_rl.observe.progress import Progress, duration
-from jax_agent_rl.observe.records import metrics_of, trajectories_of
+from jax_agent_rl.observe.metrics import RunFolder, metrics_of, trajectories_of
+from jax_agent_rl.observe.progress import Progress, duration, say
+from jax_agent_rl.observe.report.charts import reward_plot
 from jax_agent_rl.observe.report.command import write_report
 from jax_agent_rl.observe.trajectories import best_and_worst, outline
-from jax_agent_rl.runtime.build import build
-from jax_agent_rl.runtime.learners import open_checkpointer
+from jax_agent_rl.runtime.build import build, open_checkpointer
 from jax_agent_rl.runtime.multihost import ControlChannel, leading
 from jax_agent_rl.runtime.placement import first_version
 from jax_agent_rl.trainer.base import Trainer
@@ -51,20 +48,21 @@ async def train(
     from_step: int | None = None,
     leave: Leave = lambda seconds: None,
 ) -> dict[str, Any]:
-    """Runs training to its end and returns the summary (also written to ``summary.json``).
+    """Run training to its end and return the summary, which is also written to ``summary.json``.
 
     Args:
-        config: its ``run_dir`` is taken as it is when resuming; else a number is added if that folder exists.
-        resume: go on from a checkpoint; ``if_any``: or begin, if there is none.
-        from_step: which one; None is the newest. Newer ones are deleted.
-        leave: called once the state of an interrupted run is on disk, before everything is closed, with the seconds
-            that may take; with 0 at the second interruption.
+        config: the configuration; a number is added to its ``run_dir`` if that folder exists, unless resuming.
+        resume: continue from a checkpoint; ``if_any``: start anew if there is none.
+        console: where progress and results are printed.
+        from_step: step of the checkpoint; None: the newest. Newer ones are deleted.
+        leave: called once an interrupted run is saved, before everything is closed, with the seconds that closing may
+            take; with 0 at the second interruption.
 
     Raises:
-        asyncio.CancelledError: interrupted; a checkpoint of the last finished step was left.
+        asyncio.CancelledError: interrupted; a checkpoint of the last finished step exists.
     """
-    with leading() as line, Interruption(console.print, leave, leads=line is not None) as interruption:
-        return await _train(config, resume, from_step, console, interruption, line)
+    with leading() as channel, Interruption(console.print, leave, leads=channel is not None) as interruption:
+        return await _train(config, resume, from_step, console, interruption, channel)
 
 
 async def _train(
@@ -73,7 +71,7 @@ async def _train(
     from_step: int | None,
     console: Console,
     interruption: Interruption,
-    line: ControlChannel | None,
+    channel: ControlChannel | None,
 ) -> dict[str, Any]:
     breakdown = Breakdown()
     check_observers(config)
@@ -83,11 +81,11 @@ async def _train(
     console.print(f"run folder: {path}", highlight=False, markup=False)
     with Progress(console, total_steps=config.trainer.steps) as progress:
         progress.phase("starting")
-        async with build(config, say=lambda text: progress.phase(text), line=line) as runtime:
+        async with build(config, say=lambda text: progress.phase(text), channel=channel) as runtime:
             folder.write_json(folder.config, config.model_dump(mode="json"))
             place = config.trainer.checkpoint_dir or folder.checkpoints
             cut_off = cut_off_steps(place) if resume else []  # before the next save clears them away
-            checkpointer = open_checkpointer(place, keep=config.trainer.keep_checkpoints, line=line)
+            checkpointer = open_checkpointer(place, keep=config.trainer.keep_checkpoints, channel=channel)
             record = _restore(runtime, checkpointer, folder, from_step) if resume else RunRecord()
             record.cursor = record.cursor or runtime.cursor.state()
             trainer = TRAINERS[config.trainer.mode](
@@ -95,8 +93,8 @@ async def _train(
             )
             with contextlib.ExitStack() as last:
                 last.enter_context(breakdown.watching())
-                if line is not None:
-                    last.callback(line.stop)
+                if channel is not None:
+                    last.callback(channel.stop)
                 last.callback(checkpointer.close)
                 observed = last.enter_context(
                     observers(config, folder, step=record.step, rows=runtime.cursor.rows, progress=progress)
@@ -114,8 +112,8 @@ async def _train(
                     breakdown.started()
                     await trainer.run()
                 except asyncio.CancelledError:  # run() has saved
-                    if line is not None:
-                        last.close()  # or the others would lose this process, which leaves in haste
+                    if channel is not None:
+                        last.close()  # or the others would lose this process, which exits at once
                     interruption.saved(record.step)
                     raise
             interruption.training_ended()
@@ -124,10 +122,10 @@ async def _train(
 
 
 def choose_run(config: Config, resume: bool | Literal["if_any"]) -> tuple[Path, bool]:
-    """The run folder, and whether the run goes on from a checkpoint.
+    """Return the run folder, and whether the run continues from a checkpoint.
 
     Raises:
-        CheckpointError: there is none to go on from, or there are some of another run.
+        CheckpointError: there is no checkpoint to resume, or there are some of another run.
     """
     wanted, elsewhere = Path(config.run_dir), config.trainer.checkpoint_dir
     if elsewhere is None:
@@ -150,7 +148,7 @@ def choose_run(config: Config, resume: bool | Literal["if_any"]) -> tuple[Path, 
 
 
 def _run_beside(wanted: Path, checkpoint_dir: str) -> Path:
-    """The latest of ``wanted``, ``wanted-2``, … with checkpoints in that folder; a new one if none is left."""
+    """Return the latest of ``wanted``, ``wanted-2``, … with checkpoints in that folder, or a new one."""
 
     def belongs(run: Path) -> bool:
         file = run / "config.json"
@@ -166,7 +164,7 @@ def _runs(wanted: Path) -> list[Path]:
 
 
 def free_folder(wanted: Path) -> Path:
-    """``wanted``, or ``wanted-2``, ``wanted-3``, … if runs stand there already."""
+    """Return the first of ``wanted``, ``wanted-2``, ``wanted-3``, … without a run."""
     number, path = 1, wanted
     while path.exists() and any(path.iterdir()):
         number += 1
@@ -175,10 +173,10 @@ def free_folder(wanted: Path) -> Path:
 
 
 def newest_run(wanted: Path) -> Path:
-    """The latest of ``wanted``, ``wanted-2``, … that has a checkpoint.
+    """Return the latest of ``wanted``, ``wanted-2``, … with a checkpoint.
 
     Raises:
-        CheckpointError: none has.
+        CheckpointError: none has one.
     """
     runs = [p for p in _runs(wanted) if any(c.name.isdigit() for c in (p / "checkpoints").glob("*"))]
     if not runs:
@@ -191,7 +189,7 @@ def newest_run(wanted: Path) -> Path:
 def _restore(
     runtime: RunComponents, checkpointer: CheckpointStore, folder: RunFolder, from_step: int | None
 ) -> RunRecord:
-    """Puts learner, data order and books back to a checkpoint."""
+    """Restore learner, data order and accounting from a checkpoint."""
     step, runtime.learner.state, saved = checkpointer.restore(runtime.learner.state, step=from_step)
     record = RunRecord.from_json(saved)
     runtime.cursor.restore(record.cursor)
@@ -201,7 +199,7 @@ def _restore(
 
 
 async def _publish_first(trainer: Trainer, version: int) -> None:
-    """The engines start from the learner's weights, wherever those came from.
+    """Publish the learner's first weights to the engines.
 
     Raises:
         WeightUpdateError: a server holds newer ones, of another or a later run.
@@ -220,7 +218,7 @@ def _conclude(
     observed: dict[str, Any],
     console: Console,
 ) -> dict[str, Any]:
-    """Writes the summary, the plot and the report, and prints what a user looks at first."""
+    """Write the summary, the plot and the report, and print the main results."""
     record.accounting = runtime.collector.accounting.state()
     metrics = list(metrics_of(folder.metrics))
     summary: dict[str, Any] = (

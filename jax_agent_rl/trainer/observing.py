@@ -17,7 +17,7 @@ from typing import Any
 from jax_agent_rl.config import Config
 from jax_agent_rl.observe.metrics import RunFolder, read_records
 from jax_agent_rl.observe.progress import Progress
-from jax_agent_rl.observe.sinks import RunFacts, Sinks, check_sinks, open_sinks
+from jax_agent_rl.observe.sinks.metrics import MetricSinks, RunFacts, check_sinks, open_sinks
 from jax_agent_rl.observe.warnings import rules, without_agent
 from jax_agent_rl.observe.watch import Watch
 
@@ -33,7 +33,7 @@ class Observers:
     """
 
     watch: Watch
-    sinks: Sinks
+    sinks: MetricSinks
     each: Sequence[Callable[[Mapping[str, Any]], None]]
 
     def summary(self) -> dict[str, Any]:

@@ -13,8 +13,8 @@ from jax_agent_rl.deploy.doctor.machine import gib, is_free, require_extra
 from jax_agent_rl.errors import ConfigError, JaxAgentRLError
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.http.client import RemoteBackend
-from jax_agent_rl.runtime.agents import make_agents
 from jax_agent_rl.runtime.engines import check_engine
+from jax_agent_rl.runtime.sampling import make_agents
 from jax_agent_rl.tool_server.sandbox import open_sandbox
 from jax_agent_rl.tools.registry import ToolRegistry
 from jax_agent_rl.types import Trajectory

@@ -1,11 +1,16 @@
-"""A finished journal as the file a user asked for: written beside it and moved there, whole or not at all.
+"""A finished journal as the table that the user asked for, written atomically.
 
 ::
 
     FILE.parquet   one table                         FILE.parquet.summary.json
     FILE.jsonl     the same columns, a line a row    FILE.jsonl.summary.json
     FOLDER         data/train-00000-of-00002.parquet, …, README.md with the dataset's configuration, summary.json:
-                   datasets.load_dataset("FOLDER") takes it as it is
+                   datasets.load_dataset("FOLDER") reads it
+
+The table has one row per sequence to train on, exact to the token. Most trajectories are one sequence; those sampled in
+several contexts (an edited history, a history window) are several, numbered by ``sequence``, which repeat the reward
+and everything else about the trajectory. Values of varying shape are JSON text: ``ground_truth``, ``extra_info``,
+``reward_parts``, ``arguments``, ``media``.
 """
 
 from __future__ import annotations
@@ -16,16 +21,19 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from jax_agent_rl.errors import ConfigError
-from jax_agent_rl.evaluate.collection.columns import schema
 from jax_agent_rl.evaluate.collection.journal import Journal
+from jax_agent_rl.types import Group, Trajectory
 from jax_agent_rl.utils.files import write_atomically, writing
 
-SHARD_BYTES = 256 << 20
-"""Of the journal, per file of a dataset folder; and what is in memory at a time."""
+if TYPE_CHECKING:
+    import pyarrow
 
+SHARD_BYTES = 256 << 20
+"""Journal bytes per file of a dataset folder, and in memory at a time."""
+CALL_FIELDS = ("name", "arguments", "observation", "error", "reward", "seconds")
 _CARD = """---
 configs:
 - config_name: default
@@ -41,11 +49,11 @@ Trajectories of `{policy}` on `{data}`, collected by `jax-agent-rl rollout`: {ke
 
 @dataclass(frozen=True)
 class Target:
-    """Where a collection goes.
+    """The output of a collection.
 
     Attributes:
-        path: as the user gave it.
-        kind: by its ending; none is a folder.
+        path: as given by the user.
+        kind: by its suffix; without one, a folder.
     """
 
     path: Path
@@ -53,7 +61,7 @@ class Target:
 
     @classmethod
     def of(cls, path: Path) -> Target:
-        """ConfigError: an ending that means nothing here."""
+        """Return the target of a path; raises ConfigError for an unknown suffix."""
         match path.suffix:
             case ".parquet":
                 return cls(path, "parquet")
@@ -65,17 +73,17 @@ class Target:
 
     @property
     def journal(self) -> Path:
-        """Of a collection that is not finished."""
+        """The journal of an unfinished collection."""
         return self._beside(".partial.jsonl")
 
     @property
     def summary(self) -> Path:
-        """Of a collection that is finished."""
+        """The summary of a finished collection."""
         return self._beside("summary.json")
 
     @property
     def is_taken(self) -> bool:
-        """Something else stands there."""
+        """Whether something else is there."""
         if self.kind == "folder":
             return self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir()))
         return self.path.exists()
@@ -85,10 +93,10 @@ class Target:
 
 
 def write(target: Target, journal: Journal, summary: Mapping[str, Any]) -> None:
-    """Writes everything in the order of the prompts, then the summary; the journal is removed last.
+    """Write everything in the order of the prompts, then the summary; remove the journal last.
 
     Raises:
-        StorageError: there is no room; nothing was replaced, and the journal is there.
+        StorageError: the disk is full; nothing was replaced, and the journal remains.
     """
     numbers = sorted(journal.sizes)
     if target.kind == "folder":
@@ -106,7 +114,7 @@ def _write_folder(folder: Path, journal: Journal, numbers: Sequence[int], summar
     shards = list(_portions(numbers, journal.sizes)) or [[]]
     temporary, final = folder / ".data", folder / "data"
     with writing(folder):
-        shutil.rmtree(temporary, ignore_errors=True)  # of a process that died here
+        shutil.rmtree(temporary, ignore_errors=True)  # left by a process that died here
         temporary.mkdir()
         for index, shard in enumerate(shards):
             _write_parquet(temporary / f"train-{index:05}-of-{len(shards):05}.parquet", journal, shard)
@@ -133,7 +141,7 @@ def _write_lines(file: Path, journal: Journal, numbers: Sequence[int]) -> None:
 
 
 def _portions(numbers: Sequence[int], sizes: Mapping[int, int]) -> Iterator[list[int]]:
-    """Cuts prompts into portions of about :data:`SHARD_BYTES`."""
+    """Split prompts into portions of about :data:`SHARD_BYTES`."""
     portion: list[int] = []
     size = 0
     for number in numbers:
@@ -144,3 +152,98 @@ def _portions(numbers: Sequence[int], sizes: Mapping[int, int]) -> Iterator[list
             portion, size = [], 0
     if portion:
         yield portion
+
+
+def schema() -> pyarrow.Schema:
+    """Return names and types of the columns."""
+    import pyarrow as pa
+
+    ids, bits = pa.list_(pa.int32()), pa.list_(pa.int8())
+    message = pa.struct([("role", pa.string()), ("content", pa.string())])
+    call = pa.struct([(name, pa.float64() if name in ("reward", "seconds") else pa.string()) for name in CALL_FIELDS])
+    return pa.schema(
+        [
+            ("row", pa.int64()),  # number of the prompt in its file, from 0
+            ("data_source", pa.string()),
+            ("agent_name", pa.string()),
+            ("group_id", pa.string()),
+            ("trajectory_id", pa.string()),
+            ("sequence", pa.int32()),
+            ("prompt_ids", ids),
+            ("response_ids", ids),
+            ("response_mask", bits),  # 1: sampled by the policy
+            ("loss_mask", bits),  # 1: carries loss; differs with agent.mask_observations=false
+            ("rollout_logprobs", pa.list_(pa.float32())),  # 0 where not sampled
+            ("policy_versions", ids),  # -1 where not sampled
+            ("num_turns", pa.int32()),
+            ("stop_reasons", pa.list_(pa.string())),  # of each turn's generation
+            ("finish_reason", pa.string()),
+            ("no_loss", pa.string()),  # why none of it carries loss, or null
+            ("reward", pa.float64()),
+            ("reward_parts", pa.string()),
+            ("ground_truth", pa.string()),
+            ("extra_info", pa.string()),
+            ("messages", pa.list_(message)),
+            ("tool_calls", pa.list_(call)),
+            ("media", pa.string()),  # numbers of images and videos in the prompt, by kind
+            ("fork_parent", pa.string()),  # branches of trees: parent, and what they inherited
+            ("fork_turns", pa.int32()),
+            ("fork_tokens", pa.int32()),
+        ]
+    )
+
+
+def records(group: Group, number: int) -> list[dict[str, Any]]:
+    """Return the rows of a group; ``number`` is that of the prompt in its file."""
+    return [
+        {"row": number, "sequence": position, **_of_trajectory(trajectory), **_of_sequence(sequence)}
+        for trajectory in group.trajectories
+        for position, sequence in enumerate(trajectory.sequences)
+    ]
+
+
+def _of_trajectory(trajectory: Trajectory) -> dict[str, Any]:
+    row, fork = trajectory.row, trajectory.fork
+    return {
+        "data_source": str(row.get("data_source")),
+        "agent_name": trajectory.agent_name,
+        "group_id": trajectory.group_id,
+        "trajectory_id": trajectory.trajectory_id,
+        "no_loss": trajectory.no_loss and str(trajectory.no_loss),
+        "reward": trajectory.reward,
+        "reward_parts": _json(trajectory.reward_parts),
+        "ground_truth": _json((row.get("reward_model") or {}).get("ground_truth")),
+        "extra_info": _json(row.get("extra_info") or {}),
+        "messages": [_message(message) for message in trajectory.messages],
+        "tool_calls": [_call(call) for call in trajectory.tool_calls],
+        "fork_parent": fork and fork.parent_id,
+        "fork_turns": fork and fork.turns,
+        "fork_tokens": fork and fork.tokens,
+    }
+
+
+def _of_sequence(sequence: Trajectory) -> dict[str, Any]:
+    return {
+        "prompt_ids": list(sequence.prompt_ids),
+        "response_ids": list(sequence.response_ids),
+        "response_mask": list(sequence.response_mask),
+        "loss_mask": list(sequence.loss_mask),
+        "rollout_logprobs": list(sequence.rollout_logprobs),
+        "policy_versions": list(sequence.policy_versions),
+        "num_turns": sequence.num_turns,
+        "stop_reasons": [str(turn.output.stop_reason) for turn in sequence.turns],
+        "finish_reason": str(sequence.finish_reason),
+        "media": _json({kind: len(items) for kind, items in sequence.prompt_media.items()}),
+    }
+
+
+def _message(message: Mapping[str, Any]) -> dict[str, str]:
+    return {"role": str(message["role"]), "content": str(message.get("content") or "")}
+
+
+def _call(call: Any) -> dict[str, Any]:
+    return {name: _json(call.arguments) if name == "arguments" else getattr(call, name) for name in CALL_FIELDS}
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, default=str)

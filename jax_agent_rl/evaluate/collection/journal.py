@@ -1,13 +1,13 @@
-"""What a collection has so far: a JSON Lines file that only grows. Whoever opens it again goes on from there.
+"""The progress of a collection: a JSON Lines file that only grows, and from which a later process continues.
 
 ::
 
     {"settings": {…}}                                    of the collection; another one may not write here
-    {"row": 3, "records": [{…}, …], "dropped": {…}}      a prompt that is done, in the order they are done
-    {"lost": {"cancelled": 5}}                           what an interrupted process had started and did not write
+    {"row": 3, "records": [{…}, …], "dropped": {…}}      a finished prompt, in order of completion
+    {"lost": {"cancelled": 5}}                           started by an interrupted process, but not written
 
-A last line that a crash cut off is removed. A prompt of which nothing came is tried again; its losses stay counted.
-Halves of surrogate pairs are written as question marks: no file that a journal becomes could hold them.
+A last line cut off by a crash is removed. A prompt without any trajectory is tried again; its losses stay counted.
+Halves of surrogate pairs become question marks, because no output format can hold them.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from jax_agent_rl.utils.text import replace_lone_surrogates
 
 
 class Journal:
-    """Use as a context manager.
+    """The journal of a collection; a context manager.
 
     Args:
-        file: where it is, or will be.
-        settings: everything that what is collected depends on.
+        file: created if it does not exist.
+        settings: everything on which the trajectories depend.
 
     Attributes:
         kept: trajectories in it.
         dropped: trajectories that were started and lost, by reason.
-        sizes: bytes of each prompt that is done, by its number.
+        sizes: bytes of each finished prompt, by its number.
 
     Raises:
-        ConfigError: it is of another collection, or another process writes it.
+        ConfigError: it belongs to another collection, or another process writes it.
     """
 
     def __init__(self, file: Path, settings: Mapping[str, Any]) -> None:
@@ -64,25 +64,25 @@ class Journal:
 
     @property
     def started(self) -> int:
-        """Trajectories begun, in all processes that ended by themselves."""
+        """Trajectories started, in all processes that ended by themselves."""
         return self.kept + self.dropped.total()
 
     def add(self, number: int, records: Sequence[Mapping[str, Any]], dropped: Mapping[DropReason, int]) -> None:
-        """A prompt is done."""
+        """Record a finished prompt."""
         line = {"row": number, "records": records, "dropped": {str(k): v for k, v in dropped.items()}}
         offset = self._stream.seek(0, 2)
         self._append(line)
         self._count(line, offset, self._stream.tell() - offset)
 
     def lose(self, lost: Mapping[DropReason, int]) -> None:
-        """What was started beyond :meth:`add`, and will not come."""
+        """Record trajectories that were started, but will not be added."""
         counts = {str(reason): count for reason, count in lost.items() if count}
         if counts:
             self._append({"lost": counts})
             self.dropped.update(counts)
 
     def lines(self, numbers: Sequence[int]) -> Iterator[list[dict[str, Any]]]:
-        """The records of these prompts."""
+        """Yield the records of each of these prompts."""
         for number in numbers:
             self._stream.seek(self._offsets[number])
             yield json.loads(self._stream.readline())["records"]
@@ -114,7 +114,7 @@ class Journal:
             offset += len(raw)
         if before is not None and self.sizes:
             require_same(settings, before, self.file)
-        elif before != json.loads(json.dumps(settings)):  # nothing came of other settings: they were repaired
+        elif before != json.loads(json.dumps(settings)):  # nothing was collected with the other settings: start over
             offset = 0
             self.dropped.clear()
         self._stream.truncate(offset)
@@ -129,7 +129,7 @@ class Journal:
 
 
 def require_same(settings: Mapping[str, Any], before: Mapping[str, Any], where: Path) -> None:
-    """Compares the settings of two collections, key by key, as JSON has them.
+    """Compare the settings of two collections as JSON, key by key.
 
     Raises:
         ConfigError: they differ; names the keys and both values.

@@ -1,9 +1,9 @@
-"""One collection: rows to groups to a journal to a file.
+"""One collection: from rows to groups, the journal and the file.
 
 ::
 
-    rows not done ──► max_in_flight slots, a group each ──► journal, group by group ──► file, summary
-                                                     └─ interrupted: the next call goes on from the journal
+    unfinished rows ──► max_in_flight slots, a group each ──► journal, group by group ──► file, summary
+                                                       └─ interrupted: the next call continues from the journal
 """
 
 from __future__ import annotations
@@ -22,31 +22,29 @@ from rich.console import Console
 from jax_agent_rl.collect.accounting import LostBatchGuard
 from jax_agent_rl.config import Config
 from jax_agent_rl.errors import ConfigError
-from jax_agent_rl.evaluate.collection.columns import records
-from jax_agent_rl.evaluate.collection.files import Target, write
+from jax_agent_rl.evaluate.collection.files import Target, records, write
 from jax_agent_rl.evaluate.collection.journal import Journal, require_same
-from jax_agent_rl.observe.lines import say
-from jax_agent_rl.observe.progress import Progress, duration
+from jax_agent_rl.observe.progress import Progress, duration, say
+from jax_agent_rl.runtime.policy import ServedPolicy
 from jax_agent_rl.runtime.sampling import Rollouts, open_rollouts
-from jax_agent_rl.runtime.subject import ServedPolicy
 from jax_agent_rl.trainer.groups import training_sampling
 from jax_agent_rl.types import DropReason, Group, SamplingParams
 from jax_agent_rl.utils.checksums import file_digest
 
 _SECTIONS = ("agent", "tools", "tool_config", "search", "interactions", "reward", "environments")
-"""What trajectories depend on, besides the policy, its sampling and the rows."""
+"""Sections on which trajectories depend, besides the policy, its sampling and the rows."""
 _LABEL = "rollout"
 
 
 @dataclass(frozen=True, kw_only=True)
 class CollectionRequest:
-    """What is asked of a collection.
+    """The options of a collection.
 
     Attributes:
-        group_size: trajectories per row; None is ``rollout.group_size``.
-        temperature: None is ``rollout.temperature``.
-        data: file of rows in place of ``data.train``.
-        limit: only the first rows.
+        group_size: trajectories per row; None: ``rollout.group_size``.
+        temperature: None: ``rollout.temperature``.
+        data: file of rows; replaces ``data.train``.
+        limit: use only the first rows.
     """
 
     group_size: int | None = None
@@ -55,7 +53,7 @@ class CollectionRequest:
     limit: int | None = None
 
     def sampling(self, config: Config) -> SamplingParams:
-        """As training samples, but for the temperature; ConfigError if that is none."""
+        """Return the sampling parameters of training, with this temperature; raises ConfigError if it is invalid."""
         chosen = training_sampling(config)
         try:
             return chosen if self.temperature is None else replace(chosen, temperature=self.temperature)
@@ -63,7 +61,7 @@ class CollectionRequest:
             raise ConfigError(f"--temperature: {error}") from None
 
     def file(self, config: Config) -> Path:
-        """The rows; ConfigError if there are none."""
+        """Return the file of rows; raises ConfigError if it does not exist."""
         named = str(self.data or config.data.train)
         if not named or not Path(named).expanduser().is_file():
             raise ConfigError(f"rows {named!r} do not exist; give --data FILE (.jsonl or .parquet), or set data.train")
@@ -72,14 +70,14 @@ class CollectionRequest:
 
 @dataclass(kw_only=True)
 class _Collection:
-    """What the slots share."""
+    """A collection in progress; the state its slots share."""
 
     rollouts: Rollouts
     journal: Journal
     group_size: int
     sampling: SamplingParams
     step: int
-    booked: Counter[DropReason] = field(default_factory=Counter)
+    counted: Counter[DropReason] = field(default_factory=Counter)
     batch: list[Group] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -87,7 +85,7 @@ class _Collection:
         self._guard = LostBatchGuard(self.rollouts.config.trainer.max_failed_batches)
 
     async def run(self) -> None:
-        """Every row that is not done. Whatever ends it, what was started is in the journal, or counted there."""
+        """Collect all unfinished rows; however this ends, the journal holds or counts everything started."""
         pending = (n for n in range(len(self.rollouts.rows)) if n not in self.journal.sizes)
         slots = [asyncio.create_task(self._slot(pending)) for _ in range(self.rollouts.config.rollout.max_in_flight)]
         accounting = self._collector.accounting
@@ -98,10 +96,10 @@ class _Collection:
                 slot.cancel()
             await asyncio.gather(*slots, return_exceptions=True)
             accounting.drop(accounting.in_flight, DropReason.CANCELLED)
-            self.journal.lose(accounting.dropped - self.booked)
+            self.journal.lose(accounting.dropped - self.counted)
 
     async def _slot(self, numbers: Iterator[int]) -> None:
-        for number in numbers:  # shared: each slot takes the next
+        for number in numbers:  # shared: each slot takes the next one
             group = await self._collector.collect_one(
                 self.rollouts.rows[number],
                 group_size=self.group_size,
@@ -110,14 +108,14 @@ class _Collection:
                 index=number,
                 label=_LABEL,
             )
-            self.rollouts.client.require_server()  # else the row would pass for done, and its losses for the policy's
+            self.rollouts.client.require_server()  # or the row would count as finished
             self.journal.add(number, records(group, number), group.dropped)
             self._collector.accounting.train(t.trajectory_id for t in group.trajectories)
-            self.booked.update(group.dropped)
-            self._look_at(group)
+            self.counted.update(group.dropped)
+            self._check_losses(group)
 
-    def _look_at(self, group: Group) -> None:
-        """Stops a collection that loses everything."""
+    def _check_losses(self, group: Group) -> None:
+        """Stop a collection that loses everything."""
         self.batch.append(group)
         if len(self.batch) == self.rollouts.config.rollout.prompts_per_step:
             self._guard.check(self.batch, self._collector.latest_losses)
@@ -125,12 +123,12 @@ class _Collection:
 
 
 async def collect(subject: ServedPolicy, request: CollectionRequest, *, out: Path, console: Console) -> dict[str, Any]:
-    """Collects what is missing and writes the file; returns the summary, which is also written beside it.
+    """Collect what is missing and write the file; return the summary, which is also written beside it.
 
     Raises:
-        ConfigError, DataError, ModelError, ToolDefinitionError: what a user has to fix; ``out`` is taken, perhaps.
-        EngineDiedError, NothingToTrainError: no server is left, or everything is lost; what was collected is kept.
-        asyncio.CancelledError: interrupted, likewise.
+        ConfigError, DataError, ModelError, ToolDefinitionError: the user has to fix something, such as ``out``.
+        EngineDiedError, NothingToTrainError: no server is left, or everything is lost; the journal remains.
+        asyncio.CancelledError: interrupted; the journal remains.
     """
     target, config = Target.of(out), subject.config
     sampling, file = request.sampling(config), request.file(config)
@@ -183,7 +181,7 @@ def _show(progress: Progress, journal: Journal, rows: int) -> None:
 def _settings(
     subject: ServedPolicy, request: CollectionRequest, file: Path, group_size: int, sampling: SamplingParams
 ) -> dict[str, Any]:
-    """By which a collection is known again."""
+    """Return everything by which a later process recognizes the collection."""
     config = subject.config
     return {
         "policy": subject.name,
@@ -199,10 +197,10 @@ def _settings(
 
 
 def _finished(target: Target, settings: dict[str, Any]) -> dict[str, Any] | None:
-    """The summary of this very collection, if it is complete.
+    """Return the summary of this collection if it is complete.
 
     Raises:
-        ConfigError: something else stands where it should go.
+        ConfigError: the target holds something else.
     """
     if target.journal.exists() or not target.is_taken:
         return None

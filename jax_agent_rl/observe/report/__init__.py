@@ -1,9 +1,9 @@
-"""``jax-agent-rl report``: a run folder as one HTML page that needs nothing else.
+"""``jax-agent-rl report``: a run folder as one self-contained HTML page.
 
 ::
 
-    run folder ─► reading, choosing ─┬─► charts      curves of metrics.jsonl         ─┐
-                                     ├─► timeline    when engine and learner worked   ├─► page ─► report.html
-                                     ├─► tokens      ids, texts, numbers of each token│
-                                     └─► forest      groups as trees of turns        ─┘
+    run folder ─► run_data ─┬─► charts          curves of metrics.jsonl          ─┐
+                            ├─► timeline        when engine and learner worked    ├─► command ─► report.html
+                            ├─► tokens          ids, texts, numbers of each token │
+                            └─► observe.trees   groups as trees of turns         ─┘
 """

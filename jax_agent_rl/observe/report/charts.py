@@ -1,4 +1,4 @@
-"""The curves of a run: which metrics stand in which chart, and what a reader looks for there."""
+"""The curves of a run: which chart shows which metrics and what to look for; and ``reward.png``."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
-from jax_agent_rl.observe.records import is_number
+from jax_agent_rl.observe.metrics import is_number
+from jax_agent_rl.utils.files import writing
 
 MOST_POINTS = 600
-"""Of a line; more are drawn by the least and the greatest value of every stretch, so that no spike is lost."""
+"""Most points of a line; longer ones keep the least and greatest value of every stretch, so no spike is lost."""
 MOST_BARS = 300
-"""Of a stack; more are drawn as sums of so many steps each."""
+"""Most bars of a stack; in longer ones, each bar is the sum of several steps."""
 _CHARTED_ELSEWHERE = ("kind", "step", "accounting", "finish_reasons", "tool_errors_by_kind", "staleness_histogram")
 
 
@@ -23,9 +25,9 @@ class ChartLine:
     """One line of a chart.
 
     Attributes:
-        name: in the legend.
-        key: of a record of ``metrics.jsonl``.
-        kind: of the records.
+        name: label in the legend.
+        key: key of a ``metrics.jsonl`` record.
+        kind: kind of the records.
         band: keys of the lower and upper edge of a band around it.
     """
 
@@ -40,10 +42,10 @@ class Chart:
     """A chart over training steps.
 
     Attributes:
-        title, unit: what it shows, in what.
+        title, unit: what it shows, in which unit.
         hint: what to look for.
-        lines: left out where the run has no such metric; a chart without lines is left out.
-        scale: of the values; ``share`` is from 0 to 1, shown in per cent.
+        lines: omitted where the run has no such metric; a chart without lines is omitted.
+        scale: axis of the values; ``share`` is from 0 to 1, shown in per cent.
     """
 
     title: str
@@ -158,11 +160,12 @@ CHARTS = (
 
 
 def charts(metrics: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """All charts of a run as JSON: ``title, hint, unit, scale, kind, lines [{name, x, y, low?, high?, reach?}]``.
+    """Return all charts of a run as JSON.
 
-    ``kind`` is ``lines``, or ``stack`` for counts that add up; its bars stand for ``every`` so many steps. Where not
-    every step is drawn, the value at a step is that of the nearest one that is, at most ``reach`` away. Metrics that no
-    chart names follow as ``more``, one chart each.
+    Keys: ``title, hint, unit, scale, kind, lines [{name, x, y, low?, high?, reach?}]``. ``kind`` is ``lines``, or
+    ``stack`` for counts that add up, whose bars cover ``every`` steps each. Where not every step is drawn, a step has
+    the value of the nearest drawn one, at most ``reach`` away. Metrics that no chart names follow as ``more``, one
+    chart each.
     """
     made = [_lines_of(chart, metrics) for chart in CHARTS]
     made += [
@@ -175,8 +178,9 @@ def charts(metrics: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def thinned(points: Sequence[tuple[float, ...]], most: int = MOST_POINTS) -> list[tuple[float, ...]]:
-    """At most about ``most`` points ``(x, y, …)`` by x: the first, the last, and of every stretch those of the least
-    and the greatest y.
+    """Thin out points ``(x, y, …)``, ordered by x, to about ``most``.
+
+    The first and last point stay, and those with the least and the greatest y of every stretch.
     """
     if len(points) <= most:
         return list(points)
@@ -208,7 +212,7 @@ def _line(line: ChartLine, metrics: Sequence[Mapping[str, Any]]) -> dict[str, An
 
 
 def _stack(title: str, hint: str, counts: Mapping[int, Mapping[str, float]]) -> dict[str, Any]:
-    """Bars per step; reasons in order of their sum."""
+    """Return a stack of bars per step, reasons in order of their sum."""
     sums: Counter[str] = Counter()
     for named in counts.values():
         sums.update(named)
@@ -229,7 +233,7 @@ def _stack(title: str, hint: str, counts: Mapping[int, Mapping[str, float]]) -> 
 
 
 def _reach(steps: Sequence[float], drawn: Sequence[float]) -> dict[str, float]:
-    """How far from its nearest drawn step a step may be, as ``reach``; nothing where all are drawn."""
+    """Return the largest distance of a step to its nearest drawn one as ``reach``; nothing where all are drawn."""
 
     def distance(step: float) -> float:
         place = bisect_left(drawn, step)
@@ -244,7 +248,7 @@ def _counts(metrics: Iterable[Mapping[str, Any]], key: str) -> dict[int, Mapping
 
 
 def _dropped(metrics: Iterable[Mapping[str, Any]]) -> dict[int, Mapping[str, float]]:
-    """Each step's own drops: the books count from the beginning of the run."""
+    """Return each step's own drops: the accounting is cumulative."""
     dropped, before = {}, Counter()
     for step, books in _counts(metrics, "accounting").items():
         now = Counter({key.removeprefix("dropped/"): n for key, n in books.items() if key.startswith("dropped/")})
@@ -253,7 +257,7 @@ def _dropped(metrics: Iterable[Mapping[str, Any]]) -> dict[int, Mapping[str, flo
 
 
 def _further(metrics: Sequence[Mapping[str, Any]]) -> list[Chart]:
-    """A chart for every number that none of :data:`CHARTS` shows."""
+    """Return a chart for every number that none of :data:`CHARTS` shows."""
     shown = {key for chart in CHARTS for line in chart.lines for key in (line.key, *(line.band or ()))}
     keys = dict.fromkeys(key for r in metrics if r["kind"] == "step" for key, v in r.items() if is_number(v))
     left = [key for key in keys if key not in shown and key not in _CHARTED_ELSEWHERE]
@@ -262,3 +266,41 @@ def _further(metrics: Sequence[Mapping[str, Any]]) -> list[Chart]:
 
 def _short(value: float) -> float:
     return float(f"{value:.6g}")
+
+
+def reward_plot(records: Sequence[Mapping[str, Any]], file: Path, *, title: str) -> None:
+    """Draw reward per step and held-out accuracy, from ``metrics.jsonl`` records, to a PNG."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    steps = [r for r in records if r["kind"] == "step"]
+    evaluations = [r for r in records if r["kind"] == "evaluation"]
+    figure = Figure(figsize=(8, 4.5), dpi=120)
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    if steps:
+        x = [r["step"] for r in steps]
+        axes.plot(
+            x, [r["reward_mean"] for r in steps], color="#9bbcd8", marker=".", label="training reward (step mean)"
+        )
+        axes.plot(x, _smooth([r["reward_mean"] for r in steps]), color="#1f6fb2", label="training reward (smoothed)")
+    if evaluations:
+        x = [r["step"] for r in evaluations]
+        y = [r["accuracy"] for r in evaluations]
+        axes.plot(x, y, "o--", color="#d1495b", label="held-out accuracy")
+        for step, accuracy in zip(x, y, strict=True):
+            axes.annotate(f"{accuracy:.0%}", (step, accuracy), textcoords="offset points", xytext=(6, 6))
+    axes.set(xlabel="training step", ylabel="reward / accuracy", ylim=(-0.03, 1.08), title=title)
+    axes.grid(alpha=0.3)
+    axes.legend(loc="lower right")
+    figure.tight_layout()
+    with writing(file):
+        figure.savefig(file)
+
+
+def _smooth(values: Sequence[float], weight: float = 0.6) -> list[float]:
+    """Return the exponential moving average, started at the first value."""
+    out: list[float] = []
+    for value in values:
+        out.append(value if not out else weight * out[-1] + (1 - weight) * value)
+    return out

@@ -1,33 +1,47 @@
-"""``jax-agent-rl report RUN``: see :mod:`jax_agent_rl.observe.report`."""
+"""``jax-agent-rl report RUN``: data, style and scripts in one HTML file that loads nothing.
+
+The output of models and tools is hostile here. It enters the page only as JSON inside script elements, with ``<``,
+``>`` and ``&`` escaped; the scripts show it only as text nodes; and the page's security policy forbids other scripts
+and any loading or sending.
+"""
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import html
+import json
 import time
+from collections.abc import Iterable, Mapping
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from jax_agent_rl.errors import ConfigError
-from jax_agent_rl.observe.records import is_number
+from jax_agent_rl.observe.metrics import is_number
 from jax_agent_rl.observe.report.charts import charts
-from jax_agent_rl.observe.report.forest import forest
-from jax_agent_rl.observe.report.page import page
 from jax_agent_rl.observe.report.run_data import RunData, decoder, read_run, value_at
 from jax_agent_rl.observe.report.timeline import timeline
 from jax_agent_rl.observe.report.tokens import COLUMNS, Prompts, Vocabulary, facts, tokens
+from jax_agent_rl.observe.trees import forest
 from jax_agent_rl.utils.files import write_atomically, writing
+from jax_agent_rl.utils.unicode import without_halves
 
 MOST = 2000
-"""Trajectories on a page, unless it is asked for others."""
+"""Trajectories on a page by default."""
 _NOT_WRITTEN = "{file} could not be written ({reason}); choose another file with --out"
+SCRIPTS = ("dom.js", "charts.js", "timeline.js", "tokens.js", "tree.js", "browser.js", "main.js")
+"""In order; each relies only on those before it."""
+_ESCAPES = {ord(c): f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"}
 
 
 def write_report(run: Path, out: Path | None = None, *, most: int = MOST) -> Path:
-    """Writes the report of a run folder; the run may still be going on, or have ended badly.
+    """Write the report of a run folder, whether the run has finished, is going on or has failed.
 
     Args:
         run: the run folder.
-        out: the file; ``report.html`` in the run folder if None.
-        most: trajectories on the page, fewer where they are long (see :mod:`~jax_agent_rl.observe.report.selection`);
+        out: the file; None: ``report.html`` in the run folder.
+        most: trajectories on the page, fewer where they are long (see :func:`~jax_agent_rl.observe.selection.choose`);
             0: all.
 
     Returns:
@@ -49,7 +63,7 @@ def write_report(run: Path, out: Path | None = None, *, most: int = MOST) -> Pat
 
 
 def render_report(data: RunData) -> str:
-    """The page of a run, as HTML."""
+    """Return the page of a run, as HTML."""
     notes = list(data.notes)
     decode = decoder(data.config, notes)
     vocabulary = Vocabulary(decode)
@@ -71,7 +85,7 @@ def render_report(data: RunData) -> str:
 
 
 def _overview(data: RunData) -> dict[str, Any]:
-    """What the head of the page says."""
+    """Return the data of the page's head."""
     steps = [record for record in data.metrics if record["kind"] == "step"]
     evaluations = [record for record in data.metrics if record["kind"] == "evaluation"]
     rewards = [r["reward_mean"] for r in steps if is_number(r.get("reward_mean"))]
@@ -96,3 +110,40 @@ def _overview(data: RunData) -> dict[str, Any]:
         "books": {key: books[key] for key in ("started", "trained", "dropped", "in_flight") if key in books},
         "total": data.total,
     }
+
+
+def to_json(value: Any) -> str:
+    r"""Return JSON that is safe inside a script element; halves of surrogate pairs become question marks.
+
+    >>> to_json({"a": "</script>"})
+    '{"a":"\\u003c/script\\u003e"}'
+    """
+    text = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    return without_halves(text).translate(_ESCAPES)
+
+
+def page(*, title: str, index: Mapping[str, Any], trajectories: Iterable[Mapping[str, Any]]) -> str:
+    """Return the whole HTML file.
+
+    Args:
+        title: title of the page.
+        index: data read when the page opens.
+        trajectories: data read one by one when looked at; each is a line of a JSON array.
+    """
+    folder = files("jax_agent_rl.observe.report") / "page"
+    script = "\n".join((folder / name).read_text(encoding="utf-8") for name in SCRIPTS)
+    script = f'"use strict";\n(() => {{\n{script}\n}})();\n'
+    parts = {
+        "TITLE": html.escape(title),
+        "SCRIPT_HASH": base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        "STYLE": (folder / "page.css").read_text(encoding="utf-8"),
+        "INDEX": to_json(index),
+        "TRAJECTORIES": "[\n" + ",\n".join(map(to_json, trajectories)) + "\n]",
+        "SCRIPT": script,
+    }
+    first, *rest = (folder / "page.html").read_text(encoding="utf-8").split("{{")
+    pieces = [first]  # no str.replace: a value may contain a placeholder
+    for piece in rest:
+        name, text = piece.split("}}", 1)
+        pieces += [parts[name], text]
+    return "".join(pieces)

@@ -1,4 +1,4 @@
-"""Reads a run folder as it is: finished, running, interrupted or damaged."""
+"""Reading a run folder in any state: finished, running, interrupted or damaged."""
 
 from __future__ import annotations
 
@@ -10,25 +10,24 @@ from typing import Any
 
 from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.errors import DataError, ModelError
-from jax_agent_rl.observe.metrics import RunFolder
-from jax_agent_rl.observe.records import Records, metrics_of, traces_of, trajectories_of
-from jax_agent_rl.observe.report.selection import MOST_TOKENS, Fact, choose
+from jax_agent_rl.observe.metrics import Records, RunFolder, metrics_of, traces_of, trajectories_of
+from jax_agent_rl.observe.selection import MOST_TOKENS, Fact, choose
 from jax_agent_rl.observe.trajectories import Decode
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunData:
-    """What a run folder holds.
+    """The content of a run folder.
 
     Attributes:
-        name: of the folder.
-        config: the resolved configuration; empty if it cannot be read.
+        name: the folder's name.
+        config: the resolved configuration; empty if unreadable.
         metrics: records of ``metrics.jsonl``.
         trajectories: records of ``trajectories.jsonl``, a sample of them if there are many.
-        total: how many trajectories the file has.
-        traces: records of ``traces.jsonl``; see :mod:`jax_agent_rl.observe.traces`.
-        summary: of a run that came to its end.
-        notes: what is missing or could not be read, for the reader of the page.
+        total: number of trajectories in the file.
+        traces: records of ``traces.jsonl``; see :mod:`jax_agent_rl.observe.sinks.traces`.
+        summary: ``summary.json`` of a finished run.
+        notes: messages about missing or unreadable parts.
     """
 
     name: str
@@ -42,14 +41,14 @@ class RunData:
 
 
 def read_run(run: Path, *, most: int) -> RunData:
-    """Reads a run folder.
+    """Read a run folder.
 
     Args:
         run: the folder.
-        most: trajectories to keep, see :func:`~jax_agent_rl.observe.report.selection.choose`; 0 keeps all.
+        most: trajectories to keep, see :func:`~jax_agent_rl.observe.selection.choose`; 0 keeps all.
 
     Raises:
-        DataError: it is no run folder: it holds neither metrics nor trajectories nor a configuration.
+        DataError: the folder holds neither metrics nor trajectories nor a configuration.
     """
     files = [run / name for name in ("config.json", "metrics.jsonl", "trajectories.jsonl")]
     if not any(file.is_file() for file in files):
@@ -74,13 +73,13 @@ def read_run(run: Path, *, most: int) -> RunData:
 
 
 def value_at(config: Mapping[str, Any], section: str, key: str) -> Any:
-    """A value of a configuration; None where it is missing."""
+    """Return a value of a configuration, or None."""
     found = config.get(section)
     return found.get(key) if isinstance(found, Mapping) else None
 
 
 def decoder(config: Mapping[str, Any], notes: list[str]) -> Decode:
-    """Ids to text with the run's tokenizer; where that is gone, ids in brackets, and a note."""
+    """Return the decoder of the run's tokenizer; if that is unreadable, add a note and show ids in brackets."""
     path = value_at(config, "model", "path")
     try:
         if not isinstance(path, str):
@@ -93,7 +92,7 @@ def decoder(config: Mapping[str, Any], notes: list[str]) -> Decode:
 
 
 def _read_trajectories(records: Records, most: int, notes: list[str]) -> tuple[list[dict[str, Any]], int]:
-    """Reads twice where not all are wanted, so that memory holds only those that are."""
+    """Read twice if only some are wanted, so that memory holds only those."""
     facts = [Fact.of(record) for record in records]
     choice = choose(facts, most)
     if len(choice.places) < len(facts):

@@ -1,7 +1,7 @@
 """When engine and learner worked: phases of ``metrics.jsonl`` and traced trajectories, on one time axis.
 
-Times are seconds since the first of them. A pause longer than :data:`LONGEST_PAUSE` in which nothing happened (the run
-was stopped and resumed) is cut out.
+Times are seconds since the first of them. Pauses longer than :data:`LONGEST_PAUSE` (the run was stopped and resumed)
+are cut out.
 """
 
 from __future__ import annotations
@@ -22,46 +22,46 @@ class TimeAxis:
     """Wall-clock time without long pauses.
 
     Attributes:
-        starts: where each stretch begins, seconds since the epoch.
-        taken_off: for each stretch what is taken off its times.
-        cuts: places on the axis where something was cut out.
+        starts: begin of each stretch, seconds since the epoch.
+        offsets: what is subtracted from the times of each stretch.
+        cuts: positions of the cuts on the axis.
     """
 
     starts: tuple[float, ...]
-    taken_off: tuple[float, ...]
+    offsets: tuple[float, ...]
     cuts: tuple[float, ...]
 
     @classmethod
     def of(cls, intervals: Iterable[tuple[float, float]]) -> TimeAxis:
-        """The axis on which intervals ``(begin, end)`` stand."""
+        """Return the axis of intervals ``(begin, end)``."""
         ordered = sorted(intervals)
         if not ordered:
-            return cls(starts=(0.0,), taken_off=(0.0,), cuts=())
+            return cls(starts=(0.0,), offsets=(0.0,), cuts=())
         ends = accumulate((end for _, end in ordered), max)
-        starts, taken_off = [ordered[0][0]], [ordered[0][0]]
+        starts, offsets = [ordered[0][0]], [ordered[0][0]]
         for (begin, _), end in zip(ordered[1:], ends, strict=False):
             if begin - end > LONGEST_PAUSE:
                 starts.append(begin)
-                taken_off.append(taken_off[-1] + begin - end)
-        cuts = tuple(begin - off for begin, off in zip(starts[1:], taken_off[1:], strict=True))
-        return cls(starts=tuple(starts), taken_off=tuple(taken_off), cuts=cuts)
+                offsets.append(offsets[-1] + begin - end)
+        cuts = tuple(begin - off for begin, off in zip(starts[1:], offsets[1:], strict=True))
+        return cls(starts=tuple(starts), offsets=tuple(offsets), cuts=cuts)
 
     def __call__(self, time: float) -> float:
-        """A time as seconds on the axis."""
+        """Convert a time to seconds on the axis."""
         which = max(0, bisect_right(self.starts, time) - 1)
-        return round(time - self.taken_off[which], 3)
+        return round(time - self.offsets[which], 3)
 
 
 def timeline(
     metrics: Sequence[Mapping[str, Any]], traces: Sequence[Mapping[str, Any]], numbers: Mapping[str, int]
 ) -> dict[str, Any]:
-    """The timeline as JSON.
+    """Return the timeline as JSON.
 
     Args:
         metrics: records of ``metrics.jsonl``; their ``phase_seconds`` are ``[name, begin, end]`` since the epoch, and
-            the phase ``engine`` is the time that ``engine_busy_share`` is of.
+            ``engine_busy_share`` is a share of the phase ``engine``.
         traces: records of ``traces.jsonl``.
-        numbers: of the trajectories on the page, by their id.
+        numbers: positions of trajectories on the page, by id.
 
     Returns:
         ``phases [{name, from, to, step}]``, ``engine [{from, to, busy, step}]``, ``updates [time]`` of the weights,
@@ -104,7 +104,7 @@ def _lane(trace: Mapping[str, Any], axis: TimeAxis, numbers: Mapping[str, int]) 
 
 
 def _note(span: Mapping[str, Any]) -> str:
-    """What a span's label adds to its name."""
+    """Return what a span's label adds to its name."""
     about = "" if span["name"] == "run" else span["about"]
     parts = (about, span["attributes"].get("stop_reason"), span["attributes"].get("tool_error"), span["error"])
     return ", ".join(part for part in parts if part)

@@ -1,8 +1,7 @@
 """Trajectories for the page: every token with its text and numbers, in few bytes.
 
 A token is its place in a vocabulary that all trajectories share; masks are lengths of turns; log-probs are thousandths;
-versions are runs of equal ones. A token so takes about 25 bytes; :mod:`jax_agent_rl.observe.report.selection` bounds
-how many there are.
+versions are run-length encoded. A token takes about 25 bytes; ``observe.selection`` limits their number.
 """
 
 from __future__ import annotations
@@ -12,18 +11,18 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from jax_agent_rl.observe.filters import stop_reasons, tool_errors
+from jax_agent_rl.observe.selection import stop_reasons, tool_errors
 from jax_agent_rl.observe.trajectories import Decode
 
 _BROKEN = "\ufffd"
-"""What decoders write for bytes that are no whole character."""
+"""What decoders write for bytes that form no whole character."""
 
 
 class Vocabulary:
     """Ids in order of their first use, each with its text.
 
     Args:
-        decode: ids to text, special tokens kept.
+        decode: turns ids into text, special tokens included.
     """
 
     def __init__(self, decode: Decode) -> None:
@@ -33,12 +32,13 @@ class Vocabulary:
         self.texts: list[str] = []
 
     def places(self, ids: Sequence[int]) -> list[int]:
-        """Places of ids in the vocabulary; new ones are added."""
+        """Return the places of ids in the vocabulary; add new ones."""
         return [self._place(i) for i in ids]
 
     def spanning(self, ids: Sequence[int]) -> dict[int, str]:
-        """Texts of tokens that hold only a part of a character, by position: the first one of a run of such tokens
-        gets the run's whole text, the others none.
+        """Return, by position, texts of tokens that are part of a character.
+
+        The first of a run of such tokens gets the run's whole text, the others none.
         """
         broken = [_BROKEN in self.texts[self._place(i)] for i in ids]
         texts: dict[int, str] = {}
@@ -57,7 +57,7 @@ class Vocabulary:
 
 
 class Prompts:
-    """Prompts, each once: those of a group are equal."""
+    """Distinct prompts; those of a group are equal."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
@@ -65,7 +65,7 @@ class Prompts:
         self.rows: list[dict[str, Any]] = []
 
     def number(self, ids: Sequence[int]) -> int:
-        """Its number in :attr:`rows`."""
+        """Return a prompt's number in :attr:`rows`; add it if new."""
         key = tuple(ids)
         if key not in self._numbers:
             self._numbers[key] = len(self.rows)
@@ -80,7 +80,7 @@ COLUMNS = (
 
 
 def facts(record: Mapping[str, Any]) -> list[Any]:
-    """What the list of trajectories shows and filters by, in order of :data:`COLUMNS`."""
+    """Return what the list of trajectories shows and filters by, in order of :data:`COLUMNS`."""
     sampled = sum(record["response_mask"])
     learnt = [a for a, mine in zip(record.get("advantages") or (), _loss_mask(record), strict=False) if mine]
     fork = record.get("fork")
@@ -103,13 +103,13 @@ def facts(record: Mapping[str, Any]) -> list[Any]:
 
 
 def tokens(record: Mapping[str, Any], vocabulary: Vocabulary, prompts: Prompts) -> dict[str, Any]:
-    """The rest, of one trajectory.
+    """Return the tokens of one trajectory.
 
     Keys: ``p`` number of the prompt; ``t`` places of the response's ids; ``x`` texts by position, of tokens that are
-    part of a character; ``turns`` as in the record; ``l``, ``o`` the engine's and the learner's log-probs of sampled
-    tokens in thousandths of a nat; ``g`` how far the two are apart, in nats; ``v`` their versions as ``[version,
-    count]``; ``a`` advantages of the tokens that were trained on in thousandths, one number if all are equal;
-    ``facts`` for people; ``segments`` the same of each segment.
+    part of a character; ``turns`` as in the record; ``l``, ``o`` log-probs of sampled tokens by engine and learner, in
+    thousandths of a nat; ``g`` the gap between them, in nats; ``v`` versions as ``[version, count]``; ``a`` advantages
+    of trained tokens in thousandths, one number if all are equal; ``facts`` for people; ``segments`` the same for each
+    segment.
     """
     mine = [at for at, mask in enumerate(record["response_mask"]) if mask]
     known = record.get("advantages")
@@ -144,18 +144,18 @@ def _turn(turn: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _loss_mask(record: Mapping[str, Any]) -> list[int]:
-    """:attr:`Trajectory.loss_mask` of a record."""
+    """Return :attr:`Trajectory.loss_mask` of a record."""
     spans = (([1] * turn["sampled"], [int(_learns(turn))] * turn["appended"]) for turn in record["turns"])
     return [mask for sampled, appended in spans for mask in (*sampled, *appended)]
 
 
 def _learns(turn: Mapping[str, Any]) -> bool:
-    """Whether what was appended was trained on, too; runs of earlier versions do not say."""
+    """Return whether appended tokens were trained on, too; records of earlier versions omit it."""
     return turn.get("learn_appended", False)
 
 
 def _facts(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Named values that are worth a look, as far as they are there."""
+    """Return named values worth showing, as far as recorded."""
     row = record.get("row") or {}
     truth = (row.get("reward_model") or {}).get("ground_truth")
     seconds = {k: round(v, 3) for k, v in record["metrics"].items() if k.endswith("seconds")}
@@ -175,12 +175,12 @@ def _milli(value: float | None) -> int | None:
 
 
 def _gap(one: float | None, other: float | None) -> float | None:
-    """Of the values as they were recorded: rounding to thousandths may make a gap, or hide one."""
+    """Return the gap of values as recorded: rounding to thousandths may make or hide one."""
     if one is None or other is None or not math.isfinite(one - other):
         return None
     return float(f"{abs(one - other):.2g}") or 0
 
 
 def _optional(**values: Any) -> dict[str, Any]:
-    """Those that say something: neither None nor empty."""
+    """Return the values that are neither None nor empty."""
     return {key: value for key, value in values.items() if value is not None and value != [] and value != {}}

@@ -1,19 +1,12 @@
-"""Where metrics go besides ``metrics.jsonl``: TensorBoard, Weights & Biases, Trackio (``trainer.logger``).
+"""Where metrics (``trainer.logger``) and traces (``trace.sinks``) go besides the run folder.
 
 ::
 
-    a line of metrics ─► scalars ─► one queue and one thread per sink ─► its library
-                                      fails or hangs: counted, said once; the run goes on
+    metrics.jsonl record ─► scalars ─► MetricSinks ─┬─ queue ─► thread ─► TensorBoard | W&B | Trackio
+    trajectory is over ─► Tracer ─► TraceSinks ─────┴─ queue ─► thread ─► traces.jsonl | MLflow | Trackio | Weave
 
-    thread  consumes: records.  produces: what its library keeps.  waits for: the next record, the library.
+    thread  consumes: items.  produces: what its library stores.  waits for: the next item, the library.
 
-All sinks get the names of ``metrics.jsonl`` and the training step as their axis; evaluations are ``evaluation/…``.
-Nested counts become ``tool_errors_by_kind/timeout``. When a run resumes, each goes on with the run it had.
+``background`` one queue and thread per sink, so that a slow or failing library never holds up the run · ``metrics`` ·
+``traces``.
 """
-
-from __future__ import annotations
-
-from jax_agent_rl.observe.sinks.base import RunFacts, Sink, scalars
-from jax_agent_rl.observe.sinks.opening import Sinks, check_sinks, open_sinks
-
-__all__ = ["RunFacts", "Sink", "Sinks", "check_sinks", "open_sinks", "scalars"]

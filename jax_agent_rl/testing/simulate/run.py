@@ -21,7 +21,7 @@ from jax_agent_rl.observe.metrics import Learnt, RunFolder
 from jax_agent_rl.observe.progress import Progress
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.server import AsyncServer
-from jax_agent_rl.runtime.fleet import FleetMetrics
+from jax_agent_rl.runtime.placement import FleetMetrics
 from jax_agent_rl.runtime.train import TRAINERS
 from jax_agent_rl.testing.fake_learner import NoCheckpoints
 from jax_agent_rl.testing.simulate.clock import VirtualLoop

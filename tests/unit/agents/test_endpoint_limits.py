@@ -10,7 +10,7 @@ import pytest
 openai = pytest.importorskip("openai")
 
 from jax_agent_rl.config import AgentConfig  # noqa: E402
-from jax_agent_rl.runtime.openai_server import serving_limits  # noqa: E402
+from jax_agent_rl.runtime.serve import serving_limits  # noqa: E402
 from tests.endpoint_testbed import ASK, JSON, TOOL, serving  # noqa: E402
 
 # --- what a request may ask for, and what it may cost --------------------------------------------------------------

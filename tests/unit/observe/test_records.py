@@ -5,8 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from jax_agent_rl.observe.metrics import RunFolder, read_records, trajectory_record
-from jax_agent_rl.observe.records import metrics_of, traces_of, trajectories_of
+from jax_agent_rl.observe.metrics import (
+    RunFolder,
+    metrics_of,
+    read_records,
+    traces_of,
+    trajectories_of,
+    trajectory_record,
+)
 from tests.report_runs import make_run
 from tests.trajectories import call, trajectory
 
@@ -30,7 +36,7 @@ def test_a_line_without_an_object_is_left_out_and_counted(tmp_path: Path, line: 
         whole = list(read(file))
         put(file, line, at=1)
         records = read(file)
-        assert list(records) == whole and (records.damaged, records.strange) == (1, 0)
+        assert list(records) == whole and (records.damaged, records.invalid) == (1, 0)
         assert list(records) == whole and records.damaged == 1, "a second reading counts anew"
         assert records.notes == [f"lines left out of {file.name}: 1 (cut off or damaged)"]
 
@@ -62,7 +68,7 @@ def test_a_trajectory_without_what_is_read_of_it_is_left_out_and_counted(tmp_pat
     file = tmp_path / "trajectories.jsonl"
     file.write_text("\n".join(map(json.dumps, [{"a": 1}, whole, whole | broken, missing])))
     records = trajectories_of(file)
-    assert list(records) == [whole] and (records.damaged, records.strange) == (0, 3)
+    assert list(records) == [whole] and (records.damaged, records.invalid) == (0, 3)
     assert records.notes == ["lines left out of trajectories.jsonl: 3 (not as this version writes them)"]
 
 

@@ -11,15 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jax_agent_rl.errors import ConfigError, DataError, StorageError
+from jax_agent_rl.observe import selection
 from jax_agent_rl.observe.metrics import RunFolder, trajectory_record
-from jax_agent_rl.observe.report import command, selection
+from jax_agent_rl.observe.report import command
 from jax_agent_rl.observe.report.charts import MOST_POINTS, charts, thinned
-from jax_agent_rl.observe.report.command import render_report, write_report
-from jax_agent_rl.observe.report.forest import forest
-from jax_agent_rl.observe.report.page import page, to_json
-from jax_agent_rl.observe.report.selection import MOST_TOKENS, Fact, choose
+from jax_agent_rl.observe.report.command import page, render_report, to_json, write_report
 from jax_agent_rl.observe.report.timeline import LONGEST_PAUSE, TimeAxis, timeline
 from jax_agent_rl.observe.report.tokens import COLUMNS, Prompts, Vocabulary, facts, tokens
+from jax_agent_rl.observe.selection import MOST_TOKENS, Fact, choose
+from jax_agent_rl.observe.trees import forest
 from tests.report_runs import HOSTILE, data_of, decode, make_run, members, step_line
 from tests.trajectories import call, trajectory
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from rich.console import Console
 
 from jax_agent_rl.observe.metrics import RunFolder, read_records, trajectory_record
-from jax_agent_rl.observe.plots import reward_plot
 from jax_agent_rl.observe.progress import Progress, duration
+from jax_agent_rl.observe.report.charts import reward_plot
 from jax_agent_rl.observe.report.command import write_report
 from jax_agent_rl.observe.trajectories import best_and_worst, render
 from tests.report_runs import make_run

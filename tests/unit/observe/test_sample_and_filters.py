@@ -13,9 +13,8 @@ from rich.console import Console, RenderableType
 
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.observe import report
-from jax_agent_rl.observe.filters import TrajectoryFilter
 from jax_agent_rl.observe.metrics import RunFolder, read_records, trajectory_record
-from jax_agent_rl.observe.sample import sample
+from jax_agent_rl.observe.selection import TrajectoryFilter, sample
 from jax_agent_rl.observe.trajectories import COLOURS, render, visible
 from jax_agent_rl.trainer.phases import Phases
 from tests.report_runs import decode, members

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from jax_agent_rl.errors import ConfigError
-from jax_agent_rl.observe.sinks import RunFacts, check_sinks, open_sinks
+from jax_agent_rl.observe.sinks.metrics import RunFacts, check_sinks, open_sinks
 
 CONFIG = {"seed": 7, "model": {"path": "m"}}
 

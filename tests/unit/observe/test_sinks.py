@@ -8,8 +8,9 @@ import pytest
 
 from jax_agent_rl.config import build
 from jax_agent_rl.errors import ConfigError
-from jax_agent_rl.observe.sinks import RunFacts, check_sinks, open_sinks, opening, scalars
-from jax_agent_rl.observe.sinks.feeding import SinkThread
+from jax_agent_rl.observe.sinks import metrics
+from jax_agent_rl.observe.sinks.background import SinkThread
+from jax_agent_rl.observe.sinks.metrics import RunFacts, check_sinks, open_sinks, scalars
 
 STEP = {
     "kind": "step",
@@ -38,10 +39,10 @@ class Kept:
             raise OSError("no [route] to host")
         return run.identity or {"id": "first"}
 
-    def log(self, values, *, step: int) -> None:
-        if "bad" in values:
+    def write(self, item) -> None:
+        if "bad" in item.values:
             raise ValueError("odd value")
-        self.got.append((step, dict(values)))
+        self.got.append((item.step, dict(item.values)))
 
     def close(self) -> None:
         self.closed += 1
@@ -55,7 +56,7 @@ def facts(folder: Path, step: int = 0) -> RunFacts:
 def kept(monkeypatch) -> Kept:
     """Stands in for the library behind the name ``wandb``."""
     sink = Kept()
-    monkeypatch.setattr(opening, "_make", lambda name: sink)
+    monkeypatch.setitem(metrics.SINKS, "wandb", lambda: sink)
     return sink
 
 
@@ -108,19 +109,19 @@ def test_a_sink_that_cannot_begin_loses_its_records_and_nothing_else(kept: Kept,
     assert not (tmp_path / "loggers.json").exists()
 
 
-def test_a_sink_that_hangs_is_left_behind_and_that_is_said(tmp_path: Path):
+def test_a_sink_that_hangs_is_left_behind_and_that_is_said():
     release, said, sink = threading.Event(), [], Kept()
-    sink.log = lambda values, step: release.wait()
-    thread = SinkThread("wandb", sink, facts(tmp_path), begun=lambda name, identity: None, say=said.append)
-    thread.log({}, 1)
+    sink.write = lambda item: release.wait()
+    thread = SinkThread("wandb", sink, say=said.append)
+    thread.put({})
     thread.end()
-    thread.wait(0.05)
+    thread.join(0.05)
     release.set()
-    assert len(said) == 1 and "wandb did not finish within 0 s" in said[0] and thread.failures >= 1
+    assert len(said) == 1 and "wandb did not finish in time" in said[0] and thread.lost >= 1
 
 
 def test_a_missing_package_is_named_with_its_extra_before_anything_starts(monkeypatch):
-    monkeypatch.setattr(opening.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(metrics.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'jax_agent_rl\[tensorboard,trackio\]'"):
         check_sinks(["tensorboard", "trackio"])
 

@@ -13,10 +13,8 @@ import pytest
 from jax_agent_rl.config import TraceConfig
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.observe.metrics import RunFolder, read_records
-from jax_agent_rl.observe.traces import sinks
-from jax_agent_rl.observe.traces.opening import open_tracer
-from jax_agent_rl.observe.traces.records import shortened
-from jax_agent_rl.observe.traces.writer import MAX_FAILURES, TraceWriter
+from jax_agent_rl.observe.sinks import traces as sinks
+from jax_agent_rl.observe.sinks.traces import MAX_FAILURES, TraceSinks, open_tracer, shortened
 from tests.trajectories import EPOCH, SECOND, a_trace
 
 
@@ -60,12 +58,12 @@ def test_resuming_cuts_traces_back_too(tmp_path: Path):
 
 def test_every_sink_gets_every_trace_and_is_closed():
     one, other = Keeps(), Keeps()
-    writer = TraceWriter({"one": one, "other": other})
+    threads = TraceSinks({"one": one, "other": other})
     for _ in range(3):
-        writer(a_trace())
-    writer.close()
+        threads.put(a_trace())
+    threads.close()
     assert len(one.taken) == len(other.taken) == 3 and one.closed.is_set() and other.closed.is_set()
-    assert writer.lost == {"one": 0, "other": 0}
+    assert threads.lost() == {}
 
 
 def test_a_sink_works_in_the_context_it_was_opened_in():
@@ -73,20 +71,20 @@ def test_a_sink_works_in_the_context_it_was_opened_in():
     sink = Keeps()
     sink.write = lambda trace: seen.append(setting.get())
     setting.set("changed")
-    writer = TraceWriter({"one": sink})
-    writer(a_trace())
-    writer.close()
+    threads = TraceSinks({"one": sink})
+    threads.put(a_trace())
+    threads.close()
     assert seen == ["changed"]
 
 
 def test_a_sink_that_fails_is_given_up_and_counted_and_the_others_go_on(caplog):
     bad, good = Keeps(fails=True), Keeps()
-    writer = TraceWriter({"bad": bad, "good": good})
+    threads = TraceSinks({"bad": bad, "good": good})
     for _ in range(MAX_FAILURES + 3):
-        writer(a_trace())
-    writer.close()
+        threads.put(a_trace())
+    threads.close()
     assert len(good.taken) == MAX_FAILURES + 3
-    assert bad.tried == MAX_FAILURES and writer.lost["bad"] == MAX_FAILURES + 3
+    assert bad.tried == MAX_FAILURES and threads.lost()["bad"] == MAX_FAILURES + 3
     assert f"{MAX_FAILURES + 3} traces did not reach bad" in caplog.text and "out of reach" in caplog.text
 
 
@@ -98,13 +96,13 @@ def test_a_sink_that_hangs_loses_traces_but_nobody_waits_for_it(caplog):
         go_on.wait(60)
 
     hanging.write = write
-    writer = TraceWriter({"slow": hanging}, room=2)
-    writer(a_trace())
+    threads = TraceSinks({"slow": hanging}, capacity=2)
+    threads.put(a_trace())
     begun.wait(60)
     for _ in range(5):
-        writer(a_trace())
-    assert writer.lost == {"slow": 3}
-    writer.close(patience=0.0)
+        threads.put(a_trace())
+    assert threads.lost() == {"slow": 3}
+    threads.close(seconds=0.0)
     assert "5 traces did not reach slow" in caplog.text
     go_on.set()
     assert hanging.closed.wait(60)

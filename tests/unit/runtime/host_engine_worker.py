@@ -14,7 +14,7 @@ from jax_agent_rl.models.hf import load_config
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.lifecycle import LLMServerManager
 from jax_agent_rl.rollout.protocol import GenerateRequest
-from jax_agent_rl.runtime.learners import follow_run, make_learner
+from jax_agent_rl.runtime.build import follow_run, make_learner
 from jax_agent_rl.runtime.multihost import LeadingLearner, initialize, leading
 from jax_agent_rl.runtime.multihost_engines import join_hosts, make_host_engine, make_weight_buffer
 from jax_agent_rl.runtime.publishers import make_publisher
@@ -28,14 +28,14 @@ GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
 
 async def lead(config: Config) -> None:
     model = load_config(config.model.path)
-    with leading() as line:
-        learner = make_learner(config, model, line=line)
-        shelf = make_weight_buffer(config)
-        publisher = make_publisher(config, model, probe_ids=PROMPT, shelf=shelf)
+    with leading() as channel:
+        learner = make_learner(config, model, channel=channel)
+        weight_buffer = make_weight_buffer(config)
+        publisher = make_publisher(config, model, probe_ids=PROMPT, weight_buffer=weight_buffer)
         client = LLMServerClient(decode_text=str)
         manager = LLMServerManager(client)
         try:
-            await manager.start({"host-0": functools.partial(make_host_engine, config, shelf)})
+            await manager.start({"host-0": functools.partial(make_host_engine, config, weight_buffer)})
             await join_hosts(manager)
             for version in range(2):
                 if version:

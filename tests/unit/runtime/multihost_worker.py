@@ -13,7 +13,7 @@ from jax_agent_rl.learner.cancellation import StepCancellation, StepCancelled
 from jax_agent_rl.learner.learner import Learner
 from jax_agent_rl.models import stored
 from jax_agent_rl.models.config import Experts
-from jax_agent_rl.runtime.learners import open_checkpointer
+from jax_agent_rl.runtime.build import open_checkpointer
 from jax_agent_rl.runtime.multihost import LeadingLearner, follow, initialize, leading
 from jax_agent_rl.types import Group
 from tests.tiny import TINY, tiny_params
@@ -30,16 +30,16 @@ ALGORITHM = {"adv_estimator": "gae", "entropy_coeff": 0.01, "kl": {"where": "los
 
 def lead(made: Learner, job: dict) -> None:
     """Restores, trains, saves, and writes down what came out."""
-    with leading() as line:
-        learner = made if line is None else LeadingLearner(made, line)
+    with leading() as channel:
+        learner = made if channel is None else LeadingLearner(made, channel)
         folder = Path(job["checkpoints"])
-        checkpointer = open_checkpointer(folder, keep=5, line=line)
+        checkpointer = open_checkpointer(folder, keep=5, channel=channel)
         begin = 0
         if job["restore"]:
             begin, learner.state, _ = checkpointer.restore(learner.state)
         metrics = {}
         for step in range(begin, job["steps"]):
-            if line is not None and step:
+            if channel is not None and step:
                 give_up(learner, random_groups(step, vocabulary=96))
             result = learner.update(random_groups(step, vocabulary=96), masked={"g0-1"})
             metrics = result.metrics

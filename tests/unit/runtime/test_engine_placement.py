@@ -107,7 +107,7 @@ async def test_an_engine_that_dies_asleep_comes_back_for_its_death_to_be_seen():
 async def test_sleep_that_an_engine_cannot_do_is_refused_at_start():
     client = await serving(here=ToyBackend())
     with pytest.raises(
-        ConfigError, match="rollout.sleep_during_update: the jetstream engine cannot give its memory back"
+        ConfigError, match="rollout.sleep_during_update: the jetstream engine cannot release its memory"
     ):
         room_for_learning(settings(sleep_during_update=True), client, ["here"])
     await close(client)

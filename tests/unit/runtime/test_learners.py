@@ -11,7 +11,7 @@ from jax_agent_rl.config import build
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.models.config import Experts
 from jax_agent_rl.models.hf import load_config, save_hf
-from jax_agent_rl.runtime.learners import make_learner
+from jax_agent_rl.runtime.build import make_learner
 from tests.ports import free_port
 from tests.simulated import environment_with
 from tests.tiny import TINY, tiny_params
@@ -31,7 +31,7 @@ SCRIPT = """
 import json, sys, jax
 from jax_agent_rl.config import build
 from jax_agent_rl.models import hf
-from jax_agent_rl.runtime.learners import make_learner
+from jax_agent_rl.runtime.build import make_learner
 from jax_agent_rl.runtime.multihost import initialize
 
 def held():

@@ -64,7 +64,7 @@ class Engine(ToyBackend):
         await super().close()
 
 
-def shelf() -> WeightBuffer:
+def weight_buffer() -> WeightBuffer:
     return WeightBuffer(lambda params: {"copy of": params})
 
 
@@ -77,18 +77,18 @@ async def fleet(
     return client, manager
 
 
-async def test_all_engines_take_the_version_that_lies_on_their_own_shelf():
-    store, engines, shelves = Store(), [Engine(), Engine()], [shelf(), shelf()]
+async def test_all_engines_take_the_version_in_their_own_weight_buffer():
+    store, engines, buffers = Store(), [Engine(), Engine()], [weight_buffer(), weight_buffer()]
     other = HostEngine(
-        lambda: WeightBufferBackend(engines[1], shelves[1]),  # type: ignore[arg-type,return-value]
+        lambda: WeightBufferBackend(engines[1], buffers[1]),  # type: ignore[arg-type,return-value]
         HostRegistry(store),
         number=1,
         host="127.0.0.1",
     )
-    client, manager = await fleet(store, engines[0], shelves[0])
+    client, manager = await fleet(store, engines[0], buffers[0])
     try:
-        assert await join_hosts(manager, meeting=HostRegistry(store), others=1) == ["host-1"]
-        for number, kept in enumerate(shelves):
+        assert await join_hosts(manager, registry=HostRegistry(store), others=1) == ["host-1"]
+        for number, kept in enumerate(buffers):
             kept.put(1, f"parameters of process {number}")
         await client.update_weights(WeightUpdate(version=1, kind=KIND, payload=None))
         assert [engine.taken for engine in engines] == [[{"copy of": f"parameters of process {i}"}] for i in (0, 1)]
@@ -104,12 +104,12 @@ async def test_all_engines_take_the_version_that_lies_on_their_own_shelf():
 
 
 async def test_an_engine_that_cannot_start_ends_the_start_with_its_reason():
-    store, kept = Store(), shelf()
+    store, kept = Store(), weight_buffer()
     other = HostEngine(lambda: Engine(broken=True), HostRegistry(store), number=3, host="127.0.0.1")
     _, manager = await fleet(store, Engine(), kept)
     try:
         with pytest.raises(BackendError, match="the engine of process 3 could not start: MemoryError: 2 GB"):
-            await join_hosts(manager, meeting=HostRegistry(store), others=1)
+            await join_hosts(manager, registry=HostRegistry(store), others=1)
     finally:
         await manager.close()
         await asyncio.to_thread(other.close)
@@ -122,8 +122,8 @@ async def test_an_engine_that_is_not_wanted_any_more_ends_before_anybody_has_ask
     assert engine.closed or not engine.taken  # closed, or never made
 
 
-async def test_a_version_that_is_not_on_the_shelf_is_refused():
-    engine, kept = Engine(), shelf()
+async def test_a_version_that_is_not_in_the_weight_buffer_is_refused():
+    engine, kept = Engine(), weight_buffer()
     served = WeightBufferBackend(engine, kept)  # type: ignore[arg-type]
     with pytest.raises(WeightUpdateError, match="version 1 are not in this process, which has none"):
         await served.update_weights(WeightUpdate(version=1, kind=KIND, payload=None))

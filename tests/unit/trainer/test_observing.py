@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from jax_agent_rl.errors import ConfigError
-from jax_agent_rl.observe.sinks import opening
+from jax_agent_rl.observe.sinks import metrics
 from jax_agent_rl.trainer.base import Trainer
 from jax_agent_rl.trainer.observing import check_observers, observers, spoken
 from tests.fake_training import make_trainer
@@ -22,8 +22,8 @@ class Failing:
         assert run.project == "mine" and run.config["model"]["path"] == "none"
         return {}
 
-    def log(self, values, *, step):
-        self.steps.append(step)
+    def write(self, item):
+        self.steps.append(item.step)
         if len(self.steps) == 2:
             raise OSError("full")
 
@@ -83,7 +83,7 @@ async def test_rows_without_an_agent_are_in_the_summary_from_the_start(tmp_path:
 
 async def test_a_sink_that_fails_is_counted_and_the_run_ends_well(tmp_path: Path, monkeypatch):
     sink = Failing()
-    monkeypatch.setattr(opening, "_make", lambda name: sink)
+    monkeypatch.setitem(metrics.SINKS, "trackio", lambda: sink)
     options = {"logger": ["trackio"], "project_name": "mine"}
     summary = await observed(training(tmp_path, 3, trainer=options))
     assert summary["lost_by_logger"] == {"trackio": 1}
@@ -91,6 +91,6 @@ async def test_a_sink_that_fails_is_counted_and_the_run_ends_well(tmp_path: Path
 
 
 def test_what_is_missing_is_said_before_anything_starts(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(opening.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(metrics.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"jax_agent_rl\[tensorboard\]"):
         check_observers(training(tmp_path, 1, trainer={"logger": ["tensorboard"]}).runtime.config)

@@ -9,8 +9,7 @@ import pytest
 
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.evaluate.collection import files
-from jax_agent_rl.evaluate.collection.columns import records, schema
-from jax_agent_rl.evaluate.collection.files import Target, write
+from jax_agent_rl.evaluate.collection.files import Target, records, schema, write
 from jax_agent_rl.evaluate.collection.journal import Journal
 from jax_agent_rl.types import Fork, Group
 from tests.trajectories import call, trajectory

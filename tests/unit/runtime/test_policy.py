@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from jax_agent_rl.errors import CheckpointError, ConfigError
-from jax_agent_rl.runtime.subject import NO_ROWS, PolicyChoice, choose, open_policy
+from jax_agent_rl.runtime.policy import NO_ROWS, PolicyChoice, choose, open_policy
 
 RECIPE = Path(__file__).parents[3] / "configs" / "quickstart.yaml"
 

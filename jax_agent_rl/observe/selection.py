@@ -1,0 +1,226 @@
+"""Which trajectories are shown or kept where not all can be: filters, and samples of the best, the worst and others."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
+
+from jax_agent_rl.errors import ConfigError
+from jax_agent_rl.reasons import FinishReason, StopReason
+
+T = TypeVar("T")
+Split = Literal["train", "heldout"]
+Sort = Literal["time", "best", "worst"]
+Colour = Literal["mask", "logprob", "advantage", "version", "gap"]
+"""What the colour of sampled tokens shows, see :data:`jax_agent_rl.observe.trajectories.COLOURS`."""
+MOST_TOKENS = 1_000_000
+"""Limit of a page that does not show all: about 25 megabytes, which every browser opens and most mail takes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrajectoryFilter:
+    """The trajectories that a user wants to see: every condition that is not None must hold.
+
+    The page of ``jax-agent-rl report`` has the same filters.
+
+    Attributes:
+        split: ``train`` or ``heldout``.
+        step: training step.
+        min_step, max_step: bounds of the step, inclusive.
+        min_reward, max_reward: bounds of the reward, inclusive.
+        tool_error: kind of error of a tool call (``malformed``, ``timeout``, …); ``any``: any kind; ``none``: no error.
+        finish_reason: why the trajectory ended.
+        stop_reason: why one of its generations ended.
+        text: part of the trajectory's id or of its response, in any case.
+
+    Raises:
+        ConfigError: an unknown name.
+    """
+
+    split: str | None = None
+    step: int | None = None
+    min_step: int | None = None
+    max_step: int | None = None
+    min_reward: float | None = None
+    max_reward: float | None = None
+    tool_error: str | None = None
+    finish_reason: str | None = None
+    stop_reason: str | None = None
+    text: str | None = None
+
+    def __post_init__(self) -> None:
+        known = {"split": get_args(Split), "finish_reason": tuple(FinishReason), "stop_reason": tuple(StopReason)}
+        for name, values in known.items():
+            if (given := getattr(self, name)) is not None and given not in values:
+                option = name.replace("_", "-")
+                raise ConfigError(f"--{option} {given!r}: choose one of {', '.join(values)}")
+
+    def __call__(self, record: Mapping[str, Any], decode: Callable[[Sequence[int]], str]) -> bool:
+        """Return whether a record of ``trajectories.jsonl`` matches; ``decode`` turns ids into text."""
+        return (
+            self.split in (None, record["split"])
+            and self.step in (None, record["step"])
+            and _within(self.min_step, record["step"], self.max_step)
+            and _within(self.min_reward, record["reward"], self.max_reward)
+            and self.finish_reason in (None, record["finish_reason"])
+            and (self.stop_reason is None or self.stop_reason in stop_reasons(record))
+            and self._matches_tool_error(tool_errors(record))
+            and (self.text is None or self._matches_text(record, decode))
+        )
+
+    def _matches_text(self, record: Mapping[str, Any], decode: Callable[[Sequence[int]], str]) -> bool:
+        sought = (self.text or "").lower()
+        return sought in record["trajectory_id"].lower() or sought in decode(record["response_ids"]).lower()
+
+    def _matches_tool_error(self, errors: list[str]) -> bool:
+        match self.tool_error:
+            case None:
+                return True
+            case "none":
+                return not errors
+            case "any":
+                return bool(errors)
+            case kind:
+                return kind in errors
+
+    def require_tool_error_among(self, kinds: Iterable[str]) -> None:
+        """Check that the run has errors of the requested kind.
+
+        Raises:
+            ConfigError: it has none; names the kinds it has.
+        """
+        known = ("any", "none", *sorted(set(kinds)))
+        if self.tool_error is not None and self.tool_error not in known:
+            raise ConfigError(f"--tool-error {self.tool_error!r}: no call of the run had it; choose {', '.join(known)}")
+
+    def describe(self) -> str:
+        """Return the conditions, for a message."""
+        given = ((name, getattr(self, name)) for name in self.__slots__)
+        return ", ".join(f"{name}={value}" for name, value in given if value is not None) or "no filter"
+
+
+def _within(least: float | None, value: float, most: float | None) -> bool:
+    return (least is None or value >= least) and (most is None or value <= most)
+
+
+def tool_errors(record: Mapping[str, Any]) -> list[str]:
+    """Return the error kinds of a record's tool calls, in order."""
+    return [call["error"] for turn in record["turns"] for call in turn["tool_calls"] if call["error"]]
+
+
+def stop_reasons(record: Mapping[str, Any]) -> list[str]:
+    """Return why a record's generations ended, each reason once."""
+    return list(dict.fromkeys(turn["stop_reason"] for turn in record["turns"]))
+
+
+def sample(
+    items: Sequence[T], most: int | None, *, reward: Callable[[T], float], group: Callable[[T], str], seed: int
+) -> list[T]:
+    """Return up to ``most`` trajectories of one step, in their order.
+
+    The best and the worst come first, then the rest of their groups (rewards mean something beside each other), then
+    random whole groups.
+
+    Args:
+        items: trajectories or their records.
+        most: None keeps all.
+        reward: returns an item's reward.
+        group: returns an item's group.
+        seed: draws the groups.
+    """
+    if most is None or len(items) <= most:
+        return list(items)
+    places = range(len(items))
+    best = max(places, key=lambda i: reward(items[i]))
+    worst = min(places, key=lambda i: reward(items[i]))
+    others = list(dict.fromkeys(group(item) for item in items))
+    random.Random(seed).shuffle(others)
+    order = [best, worst]
+    for name in (group(items[best]), group(items[worst]), *others):
+        order += [i for i in places if group(items[i]) == name] if len(set(order)) < most else []
+    return [items[i] for i in sorted(list(dict.fromkeys(order))[:most])]
+
+
+class Fact(NamedTuple):
+    """What the choice for the report depends on, for one trajectory.
+
+    Attributes:
+        prompt, tokens: lengths; the page holds the prompt once per group, everything else for each member.
+    """
+
+    split: str
+    step: int
+    group: str
+    reward: float
+    prompt: int
+    tokens: int
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> Fact:
+        """Read them from a record of ``trajectories.jsonl``."""
+        contexts = sum(len(s["prompt_ids"]) + len(s["response_ids"]) for s in record["segments"])
+        return cls(
+            split=record["split"],
+            step=record["step"],
+            group=record["group_id"],
+            reward=record["reward"],
+            prompt=len(record["prompt_ids"]),
+            tokens=len(record["response_ids"]) + contexts,
+        )
+
+
+class TrajectorySelection(NamedTuple):
+    """The trajectories chosen for the report.
+
+    Attributes:
+        places: their positions, from 0.
+        is_full: whether requested trajectories were left out because of :data:`MOST_TOKENS`.
+    """
+
+    places: set[int]
+    is_full: bool
+
+
+def choose(facts: Sequence[Fact], most: int) -> TrajectorySelection:
+    """Choose at most ``most`` trajectories (0: all) of at most :data:`MOST_TOKENS`, but at least one.
+
+    Every step and split has the same share: its best, its worst, and random others. Where that would be fewer than two,
+    only equally spaced steps have any.
+    """
+    if not most:
+        return TrajectorySelection(set(range(len(facts))), is_full=False)
+    asked = fitting = min(most, len(facts))
+    places = _spread(facts, fitting)
+    while fitting > 1 and (size := _tokens([facts[place] for place in places])) > MOST_TOKENS:
+        fitting = max(1, min(fitting - 1, fitting * MOST_TOKENS // size))
+        places = _spread(facts, fitting)
+    return TrajectorySelection(places, is_full=fitting < asked)
+
+
+def _spread(facts: Sequence[Fact], most: int) -> set[int]:
+    if len(facts) <= most:
+        return set(range(len(facts)))
+    parts: dict[tuple[str, int], list[int]] = {}
+    for place, fact in enumerate(facts):
+        parts.setdefault((fact.split, fact.step), []).append(place)
+    names = sorted(parts)
+    kept = min(len(names), max(1, most // 2))
+    chosen: set[int] = set()
+    for name in (names[number * (len(names) - 1) // max(1, kept - 1)] for number in range(kept)):
+        chosen.update(
+            sample(
+                parts[name],
+                most // kept,
+                reward=lambda place: facts[place].reward,
+                group=lambda place: facts[place].group,
+                seed=name[1],
+            )
+        )
+    return chosen
+
+
+def _tokens(facts: Sequence[Fact]) -> int:
+    prompts = {(fact.split, fact.step, fact.group): fact.prompt for fact in facts}
+    return sum(prompts.values()) + sum(fact.tokens for fact in facts)
