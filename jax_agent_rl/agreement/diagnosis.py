@@ -17,12 +17,17 @@ from typing import Any
 import numpy as np
 
 from jax_agent_rl.agreement.causes import ADVICE, Cause
-from jax_agent_rl.agreement.contexts import Context
-from jax_agent_rl.agreement.hypotheses import HYPOTHESES, Attempt, Hypothesis
-from jax_agent_rl.agreement.layers import IDS, first_difference, learner_outputs
-from jax_agent_rl.agreement.subject import DiagnosisSubject, Scores
-from jax_agent_rl.agreement.tensor_search import tensor_search
-from jax_agent_rl.agreement.tensors import Samples, TensorFault, samples_of, tensor_faults
+from jax_agent_rl.agreement.hypotheses import HYPOTHESES, Attempt, Hypothesis, tensor_search
+from jax_agent_rl.agreement.inspection import (
+    IDS,
+    Samples,
+    TensorFault,
+    first_difference,
+    learner_outputs,
+    samples_of,
+    tensor_faults,
+)
+from jax_agent_rl.agreement.subject import Context, DiagnosisSubject, Scores
 from jax_agent_rl.agreement.tolerances import Tolerance
 from jax_agent_rl.learner.comparison import Comparison
 from jax_agent_rl.models.config import Params

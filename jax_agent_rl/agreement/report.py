@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from jax_agent_rl.agreement.contexts import Context
 from jax_agent_rl.agreement.diagnosis import Diagnosis
+from jax_agent_rl.agreement.subject import Context
 from jax_agent_rl.agreement.tolerances import Tolerance
 from jax_agent_rl.errors import CheckpointError
 from jax_agent_rl.learner.comparison import Comparison

@@ -7,9 +7,12 @@ TF32. docs/agreement.md has the table, with what was measured.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+import jax
+
+from jax_agent_rl.config import Config
 from jax_agent_rl.learner.comparison import Comparison
 
 
@@ -70,3 +73,16 @@ def tolerance(precisions: Collection[str], *, jax_engine: bool, platform: str) -
     """
     table = JAX_ENGINE if jax_engine else OTHER_ENGINE
     return table[coarsest([multiplied_in(p, platform) for p in precisions])]
+
+
+def run_tolerance(config: Config, precisions: Sequence[str]) -> Tolerance:
+    """What a run allows.
+
+    Args:
+        precisions: of its engines.
+    """
+    if (own := config.trainer.agreement_tolerance) is not None:
+        return Tolerance(token=own[0], mean=own[1])
+    jax_engine = config.rollout.backend == "jetstream" and config.rollout.jetstream.engine_factory is None
+    both = [*precisions, config.learner.compute_dtype]
+    return tolerance(both, jax_engine=jax_engine, platform=jax.default_backend())

@@ -44,7 +44,8 @@ from jax_agent_rl.learner.cancellation import StepCancellation, StepCancelled
 from jax_agent_rl.learner.checkpoint import Checkpointer, located
 from jax_agent_rl.learner.comparison import UNCHECKED, AgreementCheck, through_gate
 from jax_agent_rl.learner.learner import Learner
-from jax_agent_rl.learner.state import LearnerState, UpdateResult
+from jax_agent_rl.learner.metrics import UpdateResult
+from jax_agent_rl.learner.optimized_params import LearnerState
 from jax_agent_rl.models import stored
 from jax_agent_rl.models.config import Params
 from jax_agent_rl.models.sharding import gathered

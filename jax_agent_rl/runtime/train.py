@@ -13,7 +13,7 @@ from rich.console import Console
 from jax_agent_rl.config import Config
 from jax_agent_rl.errors import CheckpointError, WeightUpdateError
 from jax_agent_rl.learner.checkpoint import complete_steps, cut_off_steps
-from jax_agent_rl.learner.losses import peers
+from jax_agent_rl.learner.losses import aggregation
 from jax_agent_rl.observe.lines import say
 from jax_agent_rl.observe.metrics import RunFolder
 from jax_agent_rl.observe.plots import reward_plot
@@ -26,13 +26,13 @@ from jax_agent_rl.runtime.learners import open_checkpointer
 from jax_agent_rl.runtime.multihost import ControlChannel, leading
 from jax_agent_rl.runtime.placement import first_version
 from jax_agent_rl.trainer.base import Trainer
-from jax_agent_rl.trainer.breakdown import Breakdown, shown
 from jax_agent_rl.trainer.components import CheckpointStore, RunComponents
 from jax_agent_rl.trainer.fully_async import FullyAsyncTrainer
 from jax_agent_rl.trainer.observing import check_observers, observers, spoken
 from jax_agent_rl.trainer.one_step_off import OneStepOffTrainer
 from jax_agent_rl.trainer.record import RunRecord, overlap_summary
 from jax_agent_rl.trainer.sync import SyncTrainer
+from jax_agent_rl.trainer.timing import Breakdown, shown
 from jax_agent_rl.utils.interrupt import Interruption, Leave
 
 TRAINERS: dict[str, type[Trainer]] = {
@@ -109,7 +109,7 @@ async def _train(
                         progress.resumed(record.step)
                         for step in (step for step in cut_off if step > record.step):
                             progress.say(f"the checkpoint of step {step} was cut off while it was written: it is lost")
-                    progress.say(peers.at_start(config))
+                    progress.say(aggregation.describe_aggregation(config))
                     interruption.training_begins()
                     breakdown.started()
                     await trainer.run()

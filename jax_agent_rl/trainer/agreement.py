@@ -16,11 +16,10 @@ import logging
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
-from jax_agent_rl.agreement.contexts import contexts_of
 from jax_agent_rl.agreement.diagnosis import Diagnosis, EngineView, diagnose
 from jax_agent_rl.agreement.report import Evidence, as_json, breach_line, table
-from jax_agent_rl.agreement.run import MOST_CONTEXTS, make_subject, run_tolerance
-from jax_agent_rl.agreement.tolerances import Tolerance
+from jax_agent_rl.agreement.subject import MOST_CONTEXTS, contexts_of, make_subject
+from jax_agent_rl.agreement.tolerances import Tolerance, run_tolerance
 from jax_agent_rl.errors import BackendError, DisagreementError
 from jax_agent_rl.learner.comparison import AgreementCheck, Comparison
 from jax_agent_rl.learner.learner import Learner

@@ -9,7 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from jax_agent_rl.collect.accounting import Accounting
 from jax_agent_rl.collect.buffer import versions
+from jax_agent_rl.collect.filters import Selection
+from jax_agent_rl.learner.metrics import UpdateResult
 from jax_agent_rl.rollout.protocol import BackendMetrics
 from jax_agent_rl.trajectory_graph import TrajectoryGraph
 from jax_agent_rl.types import DropReason, Group, Trajectory
@@ -75,6 +78,19 @@ class RunRecord:
             "trained": self.accounting.get("trained", 0),
             "dropped": dropped,
         }
+
+
+def account(accounting: Accounting, selection: Selection, result: UpdateResult) -> None:
+    """Count every trajectory that was handed to the learner as trained or dropped."""
+    for trajectory_id in (t.trajectory_id for group in selection.groups for t in group.trajectories):
+        if trajectory_id in selection.masked:
+            accounting.drop([trajectory_id], selection.masked[trajectory_id])
+        elif result.skipped:
+            accounting.drop([trajectory_id], DropReason.NON_FINITE)
+        elif trajectory_id in result.rejected:
+            accounting.drop([trajectory_id], DropReason.REJECTED)
+        else:
+            accounting.train([trajectory_id])
 
 
 def step_record(

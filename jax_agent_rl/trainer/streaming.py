@@ -2,7 +2,7 @@
 
 ::
 
-    rows ─► GroupStream: many groups grow ─► take_batch ─► finish (base): filter, learn, hand_over ─► record
+    rows ─► GroupStream: many groups grow ─► take_batch ─► base: filter, learn, publish_weights, record_step
                  ▲    (engine, agents, tools)     │ useless groups are replaced           │
                  │                                ▼ (algorithm.max_resample_rounds)               │
                  └────────────── room ◄───────── RolloutBuffer ◄── version + 1 ───────────┘

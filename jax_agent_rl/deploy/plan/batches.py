@@ -11,7 +11,7 @@ from jax_agent_rl.config import Config
 from jax_agent_rl.learner.batch import pack
 from jax_agent_rl.learner.experience import Scores, build_experience, mini_batch_terms
 from jax_agent_rl.learner.image_packing import ImagePacking, blanks, image_packing
-from jax_agent_rl.learner.losses.covariance import CHOOSE
+from jax_agent_rl.learner.losses.covariance import SELECTORS
 from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.models.vision.context import VisionProcessor
 from jax_agent_rl.types import FinishReason, Group, StopReason, TokenOutput, Trajectory, Turn
@@ -61,7 +61,7 @@ def micro_batches(config: Config, model: DecoderConfig, *, rows: int, scored: bo
         [Group(group_id="g", trajectories=tuple(trajectories))], algorithm, scores, kl_coef=0.0, masked=()
     )
     policy, critic = mini_batch_terms(made, slice(None), algorithm, kl_coef=0.0)
-    if algorithm.policy_loss.loss_mode in CHOOSE:
+    if algorithm.policy_loss.loss_mode in SELECTORS:
         policy["chosen"] = per_term
     first = {
         name: _largest(next(replace(batch, terms={}).with_terms(**terms).micro_batches(rows)), images)

@@ -15,10 +15,10 @@ from jax_agent_rl.config import Config, LearnerConfig
 from jax_agent_rl.deploy.plan.batches import micro_batches
 from jax_agent_rl.deploy.plan.inventory import Inventory, Program
 from jax_agent_rl.learner.critic import critic_params
-from jax_agent_rl.learner.optimized_params import TrainState, UpdatePrograms
+from jax_agent_rl.learner.optimized_params import UpdatePrograms
+from jax_agent_rl.learner.optimizer import TrainState, learning_rate
 from jax_agent_rl.learner.parameterization import Parameterization
 from jax_agent_rl.learner.programs import LearnerPrograms
-from jax_agent_rl.learner.schedule import learning_rate
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.sharding import parameter_shardings, place, replicated, row_sharding, row_shards
 
@@ -138,11 +138,11 @@ class _Half:
         whether they are the learner's own arrays.
         """
         if merged:
-            merge = policy.whole.trace(state.params, policy.frozen)
+            merge = policy.merge.trace(state.params, policy.frozen)
             whole = jax.tree.map(place, merge.out_info, merge.lower().compile().output_shardings)
             self.inventory.programs.append(Program(name="merge adapters", half="weights", traced=merge, mesh=self.mesh))
         else:
-            whole = policy.whole(state.params, policy.frozen)
+            whole = policy.merge(state.params, policy.frozen)
         if processes(self.mesh) == 1:
             return whole, not merged
         first = SingleDeviceSharding(self.mesh.devices.flat[0])

@@ -10,7 +10,7 @@ from typing import Any
 
 from jax_agent_rl.learner.cancellation import StepCancellation
 from jax_agent_rl.learner.comparison import AgreementCheck
-from jax_agent_rl.learner.state import UpdateResult
+from jax_agent_rl.learner.metrics import UpdateResult
 from jax_agent_rl.rollout.protocol import WeightUpdate
 from jax_agent_rl.testing.chaos.ledger import Ledger
 from jax_agent_rl.testing.chaos.policy import hash_policy

@@ -14,7 +14,7 @@ from jax_agent_rl.config.base import NonNegative, Positive, Section
 from jax_agent_rl.config.loading import build_tree, read_tree
 from jax_agent_rl.learner.cancellation import StepCancellation
 from jax_agent_rl.learner.comparison import AgreementCheck
-from jax_agent_rl.learner.state import UpdateResult
+from jax_agent_rl.learner.metrics import UpdateResult
 from jax_agent_rl.rollout.protocol import WeightUpdate
 from jax_agent_rl.testing.simulate.clock import VirtualLoop
 from jax_agent_rl.testing.simulate.draws import Draws

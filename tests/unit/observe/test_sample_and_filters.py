@@ -17,7 +17,7 @@ from jax_agent_rl.observe.filters import TrajectoryFilter
 from jax_agent_rl.observe.metrics import RunFolder, read_records, trajectory_record
 from jax_agent_rl.observe.sample import sample
 from jax_agent_rl.observe.trajectories import COLOURS, render, visible
-from jax_agent_rl.trainer.phases import Phases
+from jax_agent_rl.trainer.timing import Phases
 from tests.report_runs import decode, members
 from tests.trajectories import trajectory
 

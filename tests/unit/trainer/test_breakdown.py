@@ -2,7 +2,7 @@
 
 import pytest
 
-from jax_agent_rl.trainer.breakdown import ENVIRONMENT_SECONDS, Breakdown, shown
+from jax_agent_rl.trainer.timing import ENVIRONMENT_SECONDS, Breakdown, shown
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
 
