@@ -1,4 +1,4 @@
-"""Settings under which the learner's model might say what the engine said. Each attempt is a whole set of log-probs.
+"""Settings under which the learner's model might reproduce the engine's log-probs; each attempt scores all contexts.
 
 A hypothesis is right if one of its attempts leaves nothing unexplained. What differs from context to context (how much
 padding, how long a cached prefix) may be chosen for each; what does not (a temperature) is one number for all.
@@ -57,7 +57,7 @@ class Hypothesis:
 
 
 def token_drift(subject: DiagnosisSubject) -> Attempts:
-    """Ids that tokenizers and templates add or leave out at the beginning of a context."""
+    """Try ids that tokenizers and templates add or omit at the beginning of a context."""
     for count in (1, 2, 3, 4, 8):
         if all(count + 1 < context.prompt for context in subject.contexts):
             rows = [
@@ -74,7 +74,7 @@ def token_drift(subject: DiagnosisSubject) -> Attempts:
 
 
 def padding(subject: DiagnosisSubject) -> Attempts:
-    """Padding on the left; or between prompt and response, where prompts are padded to a bucket."""
+    """Try padding on the left, and between prompt and response for prompts padded to a bucket."""
     for pad in dict.fromkeys((*subject.pad_ids, *subject.model.eos_token_ids[:1])):
         for count in (1, 2, 3, 4, 6, 8, 16, 32, 64):
             rows = [row.with_ids(0, [pad] * count) for row in subject.rows]
@@ -95,13 +95,13 @@ def padding(subject: DiagnosisSubject) -> Attempts:
 
 
 def _missing(context: Context, size: int) -> int:
-    """Ids that fill a prompt up to a whole number of buckets; none where there is no room to try it."""
+    """Return how many ids fill a prompt up to a whole number of buckets; 0 where there is no room to try."""
     missing = -context.prompt % size
     return missing if missing <= ROOM else 0
 
 
 def position(subject: DiagnosisSubject) -> Attempts:
-    """Sampled tokens at other positions than follow the prompt; log-probs returned with another token."""
+    """Try sampled tokens at shifted positions, and log-probs returned with a neighbouring token."""
     for offset in (1, -1, 2, -2, 4, 8, 16, 32, 64):
         for last in (0, 1):  # the prompt's last id is fed like a sampled one by engines that prefill without it
             rows = []
@@ -119,7 +119,7 @@ def position(subject: DiagnosisSubject) -> Attempts:
 
 
 def temperature(subject: DiagnosisSubject) -> Attempts:
-    """Every temperature, first coarsely, then around the best one; and log-probs from before it."""
+    """Try temperatures, first coarsely, then around the best one; and log-probs before temperature."""
     hidden, ids = subject.hidden(), np.concatenate(subject.ids)
     rollout = np.concatenate([c.rollout for c in subject.contexts])
     tried = np.geomspace(0.1, 10, 41) * subject.temperature
@@ -135,7 +135,7 @@ def temperature(subject: DiagnosisSubject) -> Attempts:
 
 
 def truncated_support(subject: DiagnosisSubject) -> Attempts:
-    """Top-k and top-p, each of which only ever makes sampled ids likelier: by the mass of what was kept."""
+    """Try top-k and top-p; each makes sampled ids likelier, by the mass that was kept."""
     hidden = subject.hidden()
     plain = np.concatenate(subject.score())
     rollout = np.concatenate([c.rollout for c in subject.contexts])
@@ -155,13 +155,13 @@ def truncated_support(subject: DiagnosisSubject) -> Attempts:
 
 
 def stale_version(subject: DiagnosisSubject) -> Attempts:
-    """The whole of older weights."""
+    """Try older weights."""
     for name, make in subject.older.items():
         yield Attempt(label=f"serves the weights of {name}", scores=subject.score(params=make()))
 
 
 def stale_prefix(subject: DiagnosisSubject) -> Attempts:
-    """Prompts, or whole pages of them, whose keys and values are of older weights."""
+    """Try prompts, or whole pages of them, with keys and values of older weights."""
     for name, make in subject.older.items():
         older = make()
         for page in (1, 4, 8, 16, 32, 64, 128):
@@ -174,7 +174,7 @@ def stale_prefix(subject: DiagnosisSubject) -> Attempts:
 
 
 def dtype(subject: DiagnosisSubject) -> Attempts:
-    """Weights alone, or all products, in a coarser type."""
+    """Try weights alone, or all products, in a coarser dtype."""
     for name in ("bfloat16", "float16"):
         if name != subject.dtype:
             cast = jax.tree.map(lambda x: x.astype(name).astype(x.dtype), subject.params)  # noqa: B023
@@ -194,7 +194,7 @@ def _eight_bits(params: Params, kind: Any) -> Params:
 
 
 def rotary(subject: DiagnosisSubject) -> Attempts:
-    """Other bases (first those of known models, then what fits best), other scalings, the other layout of pairs."""
+    """Try other bases (of known models, then the best fit), other scalings, the other layout of pairs."""
     model = subject.model
     others = [replace(model.rope, scaling=None), replace(model.rope, theta=10_000.0, scaling=None)]
     others += [replace(model.rope, scaling=LinearScaling(factor=f)) for f in (2.0, 4.0, 8.0)]
@@ -253,7 +253,7 @@ def _rope(rope: Rope) -> str:
 
 
 def _interleaved(model: DecoderConfig, params: Params) -> Params:
-    """Weights with which halves rotate as neighbours did before."""
+    """Return weights with which halves rotate as neighbours did before."""
     order = np.concatenate([np.arange(0, model.head_dim, 2), np.arange(1, model.head_dim, 2)])
 
     def reordered(x: jax.Array) -> jax.Array:
@@ -266,7 +266,7 @@ def _interleaved(model: DecoderConfig, params: Params) -> Params:
 
 
 def window(subject: DiagnosisSubject) -> Attempts:
-    """No window, another one, or other layers that have it."""
+    """Try no window, another one, or the window in other layers."""
     model = subject.model
     count, longest = model.num_layers, max(len(c.token_ids) for c in subject.contexts)
     everywhere = (True,) * count
@@ -287,7 +287,7 @@ def window(subject: DiagnosisSubject) -> Attempts:
 
 
 def experts(subject: DiagnosisSubject) -> Attempts:
-    """Another number of experts for each token, or other weights of theirs."""
+    """Try another number of experts per token, or other expert weights."""
     own = subject.model.experts
     if own is None:
         return
@@ -327,7 +327,11 @@ SHORT = 96
 
 
 def tensor_search(subject: DiagnosisSubject) -> Iterator[tuple[Cause, Attempt]]:
-    """The three changes of each tensor that leave least unexplained of a short context, tried on all contexts."""
+    """Search for one wrong tensor in an engine that cannot be inspected.
+
+    Each tensor is zeroed, exchanged or transposed in the learner's model and scored on a short context; the three best
+    changes are tried on all contexts.
+    """
     first = min(subject.contexts, key=lambda context: int(context.at[0]))
     short = replace(subject, contexts=[first.cut(max(SHORT, int(first.at[0]) + 8))])
     tried = [(short.compare(short.score(params=p)).mean, label) for _, label, p in _changes(subject)]

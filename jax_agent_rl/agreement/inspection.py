@@ -40,7 +40,7 @@ class TensorFault:
 
 
 def samples_of(model: DecoderConfig, params: Params) -> dict[str, TensorSample]:
-    """A sample of every tensor of the learner."""
+    """Sample every tensor of the learner."""
     return {name: TensorSample.of(array) for name, array in hf_tensors(model, params)}
 
 
@@ -52,9 +52,11 @@ def tensor_faults(
     transposed: Callable[[str], TensorSample | None],
     older: Mapping[str, Callable[[], Samples]],
 ) -> list[TensorFault]:
-    """Every tensor of which the engine's sample is not the learner's, and what it is instead.
+    """Return every tensor whose sample differs between engine and learner, and what it is instead.
 
     Args:
+        engine: samples of the engine's tensors, by name.
+        learner: samples of the learner's.
         precision: of the engine's weights, as it is configured.
         transposed: a sample of the transpose of the learner's tensor of that name.
         older: samples of parameters of other versions, by what to call them.
@@ -107,14 +109,14 @@ def _fault(
 
 
 def _tensor_difference(found: TensorSample, wanted: TensorSample) -> float:
-    """As a part of the tensor's size; infinite between shapes."""
+    """Return the RMS difference relative to the tensor's size; infinite between shapes."""
     if found.shape != wanted.shape:
         return float("inf")
     return float(np.sqrt(np.mean((found.values - wanted.values) ** 2)) / max(wanted.rms, 1e-30))
 
 
 def _rounded(engine: Samples, learner: Samples, names: Sequence[str]) -> str | None:
-    """The type that every tensor was rounded to, if it was, and only that."""
+    """Return the dtype that every tensor was rounded to, if rounding is the only difference."""
     for dtype, kind in ROUNDED.items():
         if all(np.array_equal(engine[n].values, learner[n].values.astype(kind).astype(np.float32)) for n in names):
             return dtype
@@ -154,7 +156,7 @@ class LayerFault:
 
     @property
     def detail(self) -> str:
-        """In words."""
+        """The fault in words."""
         if self.layer < 0:
             return f"the embeddings differ already, by {self.apart:.1%} of their size"
         before = "the embeddings agree" if not self.layer else f"the embeddings and layers 0 to {self.layer - 1} agree"
@@ -172,7 +174,7 @@ class LayerFault:
 
 
 def learner_outputs(model: DecoderConfig, params: Params, dtype: str, token_ids: Sequence[int]) -> list[LayerOutput]:
-    """What the learner's layers make of a context."""
+    """Return the outputs of the learner's layers for a context."""
     count = len(token_ids)
     shape = (1, -(-count // 128) * 128)
     ids = np.zeros(shape, np.int32)
@@ -194,10 +196,12 @@ def learner_outputs(model: DecoderConfig, params: Params, dtype: str, token_ids:
 def first_difference(
     engine: Sequence[LayerOutput], learner: Sequence[LayerOutput], *, precision: str
 ) -> LayerFault | None:
-    """The first layer of which the engine's output is not the learner's; None if all are.
+    """Return the first layer whose output differs between engine and learner; None if none does.
 
     Args:
-        precision: the coarser one of both.
+        engine: outputs of the engine's layers, embeddings first.
+        learner: those of the learner's.
+        precision: the coarser of the two.
     """
     slack = ACTIVATION_SLACK.get(precision, 0.1)
     for i, (theirs, own) in enumerate(zip(engine, learner, strict=True)):
@@ -216,7 +220,7 @@ def first_difference(
 
 
 def _unrepeated(x: np.ndarray | None, like: np.ndarray | None) -> np.ndarray | None:
-    """Heads [T, K, h] of an engine that keeps each several times."""
+    """Return heads [T, K, h] without an engine's repetitions."""
     return x if x is None or like is None else x[:, :: x.shape[1] // like.shape[1]]
 
 

@@ -46,7 +46,7 @@ class Context:
     drifted: int = 0
 
     def cut(self, longest: int) -> Context:
-        """Its beginning: what is later has no effect on it."""
+        """Return the first ``longest`` ids; later ones have no effect on them."""
         kept = self.at < longest
         return replace(
             self,
@@ -64,7 +64,7 @@ class Context:
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> Context:
-        """The inverse of :meth:`to_json`."""
+        """Invert :meth:`to_json`."""
         learner = None if saved["learner"] is None else np.asarray(saved["learner"], np.float64)
         return cls(
             name=saved["name"],
@@ -80,9 +80,10 @@ class Context:
 def contexts_of(
     groups: Sequence[Group], since: int, learner: Sequence[np.ndarray] | None = None, *, longest: int = LONGEST
 ) -> list[Context]:
-    """Every context of text in which something can be compared.
+    """Return every text context with comparable tokens.
 
     Args:
+        groups: with their trajectories.
         since: first policy version of the parameters compared with.
         learner: for each trajectory the learner's log-probs of its tokens with loss, float64 [S].
         longest: ids that are kept of each.
@@ -116,7 +117,7 @@ def _of_trajectory(trajectory: Trajectory, since: int, learner: np.ndarray | Non
 
 
 def _drifted(sequence: Trajectory) -> int:
-    """Turns whose context, as the engine saw it, is not the one trained on; engines that report none have none."""
+    """Count turns whose context in the engine is not the one trained on; 0 if the engine reports none."""
     context, drifted = sequence.prompt_ids, 0
     for turn in sequence.turns:
         context += turn.output.token_ids
@@ -157,7 +158,7 @@ class Row:
         return cls(token_ids=ids, at=context.at, positions=np.arange(len(ids), dtype=np.int32))
 
     def with_ids(self, place: int, ids: Sequence[int], *, counted: bool = True) -> Row:
-        """With ids put in before ``place``; ``counted``: the positions of what follows move on."""
+        """Insert ids before ``place``; with ``counted``, later positions move on."""
         after = np.arange(len(self.token_ids)) >= place
         moved = self.positions + len(ids) * (after & counted)
         between = (self.positions[place] if place < len(after) else len(after)) + np.arange(len(ids))
@@ -171,7 +172,7 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class DiagnosisSubject:
-    """See the module's docstring.
+    """A few contexts, and the learner's model to score them.
 
     Attributes:
         model: as the learner runs it.
@@ -179,8 +180,8 @@ class DiagnosisSubject:
         dtype: of the learner's products.
         temperature: the rollout's.
         contexts: to look at.
-        older: what parameters of other versions there are, by what to call them; each is made when it is asked for.
-        pad_ids: ids that stand for nothing.
+        older: makes parameters of other versions, by description.
+        pad_ids: ids used as padding.
     """
 
     model: DecoderConfig
@@ -210,14 +211,14 @@ class DiagnosisSubject:
         dtype: str | None = None,
         prefix: Params | None = None,
     ) -> Scores:
-        """Log-probs of the compared tokens, if.
+        """Score the compared tokens under changed settings.
 
         Args:
-            rows: the contexts, changed.
-            model: other settings.
+            rows: changed contexts.
+            model: other hyperparameters.
             params: other weights.
             dtype: of products.
-            prefix: weights that the rows' stale ids were computed by.
+            prefix: weights of the rows' stale ids.
         """
         weights = compute_params(self.params if params is None else params, dtype or self.dtype)
         hidden = self.hidden(rows, model=model, params=weights, prefix=prefix)
@@ -232,7 +233,7 @@ class DiagnosisSubject:
         params: Params | None = None,
         prefix: Params | None = None,
     ) -> jax.Array:
-        """Hidden states [S, D] that the compared tokens of all contexts are read from; as :meth:`score`."""
+        """Return the hidden states [S, D] before the compared tokens of all contexts; arguments as :meth:`score`."""
         rows, model = self.rows if rows is None else rows, model or self.model
         weights = compute_params(self.params, self.dtype) if params is None else params
         found = []
@@ -248,7 +249,7 @@ class DiagnosisSubject:
         return jnp.concatenate(found)
 
     def inputs(self, rows: Sequence[Row]) -> forward.Inputs:
-        """Rows of one shape, whatever is put into them: few programs are compiled."""
+        """Pad rows to one shape, whatever was inserted: few programs are compiled."""
         longest = max(len(c.token_ids) for c in self.contexts) + ROOM
         shape = min(ROWS, len(self.contexts)), -(-longest // 128) * 128
         ids, positions = np.zeros(shape, np.int32), np.tile(np.arange(shape[1], dtype=np.int32), (shape[0], 1))
@@ -259,15 +260,15 @@ class DiagnosisSubject:
         return forward.Inputs(token_ids=ids, positions=positions, fresh=fresh)
 
     def split(self, values: np.ndarray) -> Scores:
-        """Numbers of all compared tokens, by context."""
+        """Split numbers of all compared tokens by context."""
         return np.split(values, np.cumsum([len(c.at) for c in self.contexts])[:-1])
 
     def gaps(self, scores: Scores) -> Scores:
-        """The engine's log-probs minus these."""
+        """Return the engine's log-probs minus these."""
         return [c.rollout - own for c, own in zip(self.contexts, scores, strict=True)]
 
     def compare(self, scores: Scores) -> Comparison:
-        """How far the engine's log-probs are from these."""
+        """Compare the engine's log-probs with these."""
         return Comparison.of(np.concatenate(self.gaps(scores)))
 
 
@@ -276,7 +277,7 @@ MOST_CONTEXTS = 64
 
 
 def make_subject(learner: Learner, config: Config, contexts: Sequence[Context], *, version: int) -> DiagnosisSubject:
-    """Contexts and a learner whose parameters are of ``version``, with those of versions before it."""
+    """Return the subject of a run: contexts, the learner's parameters of ``version``, and older ones."""
     params = learner.params
     older: dict[str, Callable[[], Params]] = {}
     if (before := learner.params_before()) is not None:
@@ -294,5 +295,5 @@ def make_subject(learner: Learner, config: Config, contexts: Sequence[Context], 
 
 
 def _of_files(config: Config, like: Params) -> Params:
-    """The model's files, laid out like other parameters."""
+    """Load the model's files, sharded like other parameters."""
     return load_hf(config.model.path, shardings=jax.tree.map(lambda x: x.sharding, like))[1]

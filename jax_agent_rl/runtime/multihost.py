@@ -10,7 +10,7 @@ process (``runtime.host_engines``). What process 0 tells the others is a command
 what the learner reads of the groups (ids, log-probs, rewards, pictures; no pickle), so every process packs the same
 rows and puts those of its own devices on them. Metrics are computed on all devices and come out the same everywhere.
 Each process reads from the model's files what is for its own devices. Checkpoints are written by all, each its own
-shards, into a folder all of them see; what fails on one ends the run on all (``learner.shared_writes``).
+shards, into a folder all of them see; what fails on one ends the run on all (``learner.checkpoint``).
 
 While agents run, the others' learners wait at a barrier of jax's coordination service, which unlike a collective on
 devices has no short timeout and notices when a process dies: then all others end, too.

@@ -28,11 +28,11 @@ from jax_agent_rl.runtime.placement import first_version
 from jax_agent_rl.trainer.base import Trainer
 from jax_agent_rl.trainer.components import CheckpointStore, RunComponents
 from jax_agent_rl.trainer.fully_async import FullyAsyncTrainer
-from jax_agent_rl.trainer.observing import check_observers, observers, spoken
+from jax_agent_rl.trainer.observing import check_observers, format_warnings, observers
 from jax_agent_rl.trainer.one_step_off import OneStepOffTrainer
 from jax_agent_rl.trainer.record import RunRecord, overlap_summary
 from jax_agent_rl.trainer.sync import SyncTrainer
-from jax_agent_rl.trainer.timing import Breakdown, shown
+from jax_agent_rl.trainer.timing import Breakdown, format_breakdown
 from jax_agent_rl.utils.interrupt import Interruption, Leave
 
 TRAINERS: dict[str, type[Trainer]] = {
@@ -234,9 +234,12 @@ def _conclude(
     for name, extreme in zip(("best", "worst"), best_and_worst(trained) if trained else (), strict=False):
         say(console, outline(extreme, title=name))
     console.print(_headline(summary), highlight=False)
-    if warnings := spoken(observed["warnings"]):
+    if warnings := format_warnings(observed["warnings"]):
         say(console, warnings)
-    say(console, f"{shown(stages)}\nrun folder:   {folder.path}\nreward plot:  {folder.plot}\nHTML report:  {report}")
+    say(
+        console,
+        f"{format_breakdown(stages)}\nrun folder:   {folder.path}\nreward plot:  {folder.plot}\nHTML report:  {report}",
+    )
     return summary
 
 

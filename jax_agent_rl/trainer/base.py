@@ -67,7 +67,7 @@ class Trainer:
         observers: take each line of metrics once it is recorded; they never fail.
         clock: seconds, monotonic.
         learner_idle_seconds: seconds of this step in which the learner had nothing to do.
-        phases: what it did when.
+        phases: what the trainer did when.
     """
 
     runtime: RunComponents
@@ -115,7 +115,7 @@ class Trainer:
         """Stop the rollouts that still run after the last step or at an interruption. May be called repeatedly."""
 
     async def run(self) -> None:
-        """Runs to the end. Cancelling it (Ctrl-C, SIGTERM) leaves a checkpoint of the last finished step."""
+        """Run to the end. Cancelling it (Ctrl-C, SIGTERM) leaves a checkpoint of the last finished step."""
         begin = self.clock() - self.record.train_seconds
         try:
             if self.record.evaluated < 0:
@@ -139,7 +139,7 @@ class Trainer:
                 accounting.drop(accounting.in_flight, DropReason.CANCELLED)
 
     async def reached_target(self) -> bool:
-        """Evaluates if ``trainer.eval_every`` says so (and it was not done before a restart), and looks at the goal."""
+        """Evaluate if ``trainer.eval_every`` asks for it now; return whether the target accuracy is reached."""
         config, step = self.runtime.config.trainer, self.record.step
         if not step or not config.eval_every or step % config.eval_every or self.record.evaluated == step:
             return False
@@ -218,17 +218,17 @@ class Trainer:
         left = (runtime.config.trainer.steps - step) * record.train_seconds / step
         self.progress.step(line | {"accuracy": record.latest_accuracy}, seconds_left=left)
         record.latest_accuracy = None
-        self._tell(line)
+        self._notify_observers(line)
 
     def filter(self, groups: Sequence[Group]) -> Selection:
-        """What is worth a gradient; the rest is counted as dropped, by reason."""
+        """Select what is worth a gradient; count the rest as dropped, by reason."""
         selection = select(groups, self.runtime.config.algorithm)
         for reason, ids in selection.dropped.items():
             self.runtime.collector.accounting.drop(ids, reason)
         return selection
 
     async def learn(self, selection: Selection, cancellation: StepCancellation) -> UpdateResult:
-        """One learner step in a thread, so that the loop (display, tools) goes on; an empty one if nothing is left."""
+        """Run one learner update in a thread, so that the event loop goes on; an empty one if nothing is left."""
         if not selection.groups:
             return UpdateResult(metrics={}, skipped=False)
         self._describe_aggregation(selection)
@@ -264,10 +264,11 @@ class Trainer:
         self.progress.say(f"  {aggregation.describe_batch(config.algorithm, lengths)}")
 
     async def publish(self, version: int, *, mode: PauseMode | None = None) -> float:
-        """New weights to every engine; version and prefix cache change with them.
+        """Send new weights to every engine; version and prefix cache change with them.
 
         Args:
-            mode: what happens to generations that run; see :meth:`AsyncServer.update_weights`.
+            version: of the weights.
+            mode: of running generations; see :meth:`AsyncServer.update_weights`.
 
         Returns:
             seconds from the learner's parameters to engines that serve them: export, transfer, loading, proof.
@@ -279,7 +280,7 @@ class Trainer:
         return self.clock() - begin
 
     async def evaluate(self) -> float | None:
-        """Mean reward on the held-out rows (None if there are none), recorded as a line of metrics."""
+        """Return the mean reward on the held-out rows (None without rows), and record it."""
         runtime = self.runtime
         if not runtime.heldout:
             self.record.evaluated = self.record.step
@@ -299,15 +300,15 @@ class Trainer:
         self.progress.say(
             f"  held-out accuracy after step {step}: {line['accuracy']:.1%} of {len(groups)} ({line['seconds']:.0f} s)"
         )
-        self._tell(line)
+        self._notify_observers(line)
         return line["accuracy"]
 
-    def _tell(self, line: Mapping[str, Any]) -> None:
+    def _notify_observers(self, line: Mapping[str, Any]) -> None:
         for observer in self.observers:
             observer(line)
 
     def save(self) -> None:
-        """A checkpoint of the last finished step, if there is none yet."""
+        """Save a checkpoint of the last finished step, if there is none yet."""
         self.record.accounting = self.runtime.collector.accounting.state()
         with self.phases.of("save"):
             self.checkpointer.save(self.record.step, self.runtime.learner.state, self.record.to_json())

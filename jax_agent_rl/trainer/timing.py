@@ -15,7 +15,7 @@ from jax_agent_rl.observe.progress import duration
 
 
 class Phases:
-    """Collects what has ended since it was last asked.
+    """Collects the phases that have ended since the last :meth:`take`.
 
     Args:
         clock: seconds, monotonic.
@@ -29,7 +29,7 @@ class Phases:
 
     @contextlib.contextmanager
     def of(self, name: str) -> Iterator[None]:
-        """Around a phase; one that fails or is interrupted counts, too."""
+        """Measure a phase; one that fails or is interrupted counts, too."""
         began = self._clock()
         try:
             yield
@@ -37,12 +37,12 @@ class Phases:
             self.ended(name, self._clock() - began)
 
     def ended(self, name: str, seconds: float) -> None:
-        """A phase of so many seconds ends now."""
+        """Record a phase of so many seconds that ends now."""
         now = self._epoch + self._clock()
         self._ended.append((name, now - seconds, now))
 
     def take(self) -> list[list[str | float]]:
-        """``[name, begin, end]`` of each, in seconds since the epoch."""
+        """Return and forget ``[name, begin, end]`` of each, in seconds since the epoch."""
         taken = [[name, round(begin, 3), round(end, 3)] for name, begin, end in self._ended]
         self._ended.clear()
         return taken
@@ -75,14 +75,14 @@ class Breakdown:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Note every compilation of the process while the context is open."""
-        jax.monitoring.register_event_duration_secs_listener(self.noted)
+        jax.monitoring.register_event_duration_secs_listener(self.on_event)
         try:
             yield
         finally:
-            jax.monitoring.unregister_event_duration_listener(self.noted)
+            jax.monitoring.unregister_event_duration_listener(self.on_event)
 
-    def noted(self, event: str, duration_secs: float, **_: Any) -> None:
-        """Take note of a compilation that ends now; ignore other events."""
+    def on_event(self, event: str, duration_secs: float, **_: Any) -> None:
+        """Record a compilation that ends now; ignore other events."""
         if event in _COMPILED:
             self._compiled.append((self._wall(), duration_secs))
 
@@ -91,7 +91,7 @@ class Breakdown:
         self._started, self._first_phase = self._clock() - self._began, self._wall()
 
     def stages(self, metrics: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-        """Seconds by stage.
+        """Return seconds by stage.
 
         Args:
             metrics: lines of ``metrics.jsonl``; phases from before :meth:`started`, of a run that was resumed, do not
@@ -113,14 +113,14 @@ class Breakdown:
         return {name: round(seconds, 3) for name, seconds in stages.items()} | {"total": round(whole, 3)}
 
 
-def shown(stages: Mapping[str, float]) -> str:
-    """``time: environment 1m36s · compilation 58s · … · 5m40s in all``, without what took no time."""
+def format_breakdown(stages: Mapping[str, float]) -> str:
+    """Return ``time: environment 1m36s · compilation 58s · … · 5m40s in all``, without what took no time."""
     parts = [f"{name} {duration(seconds)}" for name, seconds in stages.items() if name != "total" and seconds >= 0.5]
     return f"time: {' · '.join([*parts, duration(stages['total']) + ' in all'])}"
 
 
 def _environment_seconds() -> float:
-    """What the launch script says; 0 where it says nothing, or no number."""
+    """Return what the launch script reports; 0 without a number."""
     try:
         return max(0.0, float(os.environ.get(ENVIRONMENT_SECONDS, "0")))
     except ValueError:
