@@ -127,7 +127,7 @@ def body_seconds(timed: Callable[..., float], learner: Learner, remat: str) -> d
 
 def optimizer_seconds(learner: Learner, batch: Batch, repeats: int) -> float:
     policy = learner._policy
-    gradients, _ = policy.gradients(learner._place(batch))
+    gradients, _ = policy.gradients(learner._scorer.micro_batches(batch))
     return best_seconds(lambda: policy.apply(gradients, 0), repeats)
 
 
@@ -169,7 +169,7 @@ def profile(learner: Learner, group: Group, repeats: int) -> dict[str, Any]:
     show("rematerialisation", sum(own.values()) - sum(plain.values()))
     minis, made = learner._prepare([group])
     show("packing", best_seconds(lambda: learner._prepare([group]), repeats))
-    show("optimizer", optimizer_seconds(learner, learner._with_terms(minis[0], made).of_policy, repeats))
+    show("optimizer", optimizer_seconds(learner, learner._with_terms(minis[0], made)[0], repeats))
     step = best_seconds(lambda: learner.update([group]), repeats)
     show("other", step - sum(parts.values()))
     milliseconds = {name: round(1000 * seconds, 1) for name, seconds in parts.items()}

@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from jax_agent_rl.agreement.contexts import contexts_of
 from jax_agent_rl.agreement.diagnosis import Diagnosis, EngineView, diagnose
-from jax_agent_rl.agreement.subject import DiagnosisSubject
+from jax_agent_rl.agreement.subject import DiagnosisSubject, contexts_of
 from jax_agent_rl.agreement.tolerances import JAX_ENGINE, Tolerance
 from jax_agent_rl.jetstream.backend import JetStreamBackend
 from jax_agent_rl.jetstream.engine import EngineShapes

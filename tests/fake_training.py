@@ -13,7 +13,7 @@ from jax_agent_rl.collect.buffer import versions
 from jax_agent_rl.collect.collector import RolloutCollector
 from jax_agent_rl.collect.strategies import make_strategy
 from jax_agent_rl.data.cursor import DataCursor
-from jax_agent_rl.learner.state import UpdateResult
+from jax_agent_rl.learner.metrics import UpdateResult
 from jax_agent_rl.observe.metrics import RunFolder, read_records
 from jax_agent_rl.observe.progress import Progress
 from jax_agent_rl.rollout.client import LLMServerClient

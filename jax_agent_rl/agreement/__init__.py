@@ -3,11 +3,11 @@
 ::
 
     tolerances    how far log-probs of the same weights may be apart, by engine and precision
-    contexts      the trajectories a diagnosis looks at
-    forward       the model once more, plainly, under any setting that might explain a gap
-    hypotheses    the settings worth a try, and what each leaves unexplained
-    tensors       the engine's weights beside the learner's, by name
-    layers        the engine's activations beside the learner's, from the embeddings on
+    causes        what can be wrong, with advice
+    subject       the contexts of a diagnosis, and the learner's model to score them
+    forward       the model once more, unpacked, under any setting that might explain a gap
+    hypotheses    settings that might explain it, and the search for one wrong tensor
+    inspection    the engine's weights and activations beside the learner's
     diagnosis     all of it, in order of how much each would say
     report        for people, and for the run folder
 """

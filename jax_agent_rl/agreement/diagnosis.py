@@ -17,12 +17,17 @@ from typing import Any
 import numpy as np
 
 from jax_agent_rl.agreement.causes import ADVICE, Cause
-from jax_agent_rl.agreement.contexts import Context
-from jax_agent_rl.agreement.hypotheses import HYPOTHESES, Attempt, Hypothesis
-from jax_agent_rl.agreement.layers import IDS, first_difference, learner_outputs
-from jax_agent_rl.agreement.subject import DiagnosisSubject, Scores
-from jax_agent_rl.agreement.tensor_search import tensor_search
-from jax_agent_rl.agreement.tensors import Samples, TensorFault, samples_of, tensor_faults
+from jax_agent_rl.agreement.hypotheses import HYPOTHESES, Attempt, Hypothesis, tensor_search
+from jax_agent_rl.agreement.inspection import (
+    IDS,
+    Samples,
+    TensorFault,
+    first_difference,
+    learner_outputs,
+    samples_of,
+    tensor_faults,
+)
+from jax_agent_rl.agreement.subject import Context, DiagnosisSubject, Scores
 from jax_agent_rl.agreement.tolerances import Tolerance
 from jax_agent_rl.learner.comparison import Comparison
 from jax_agent_rl.models.config import Params
@@ -39,12 +44,12 @@ EVERYTHING = 0.01
 
 @dataclass(frozen=True, kw_only=True)
 class EngineView:
-    """What an engine lets a diagnosis see of it; empty where it cannot be looked into.
+    """What a diagnosis can read off an engine; empty if nothing.
 
     Attributes:
-        precision: it says it computes in.
-        tensors: a sample of each of its tensors.
-        layers: given a context, what its layers make of it.
+        precision: the declared compute precision.
+        tensors: a sample of each tensor.
+        layers: returns the layers' outputs for a context.
     """
 
     precision: str = "float32"
@@ -54,13 +59,13 @@ class EngineView:
 
 @dataclass(frozen=True, kw_only=True)
 class HypothesisResult:
-    """What became of one hypothesis.
+    """The result of testing one hypothesis.
 
     Attributes:
-        name: of the cause, or of what was looked at.
+        name: of the cause, or of what was inspected.
         verdict: ``found``, ``explains``, ``ruled out``, ``not tested``.
         detail: evidence in words.
-        left: what the best attempt leaves of the gap; None where nothing was attempted.
+        left: the gap left by the best attempt; None without one.
     """
 
     name: str
@@ -71,7 +76,7 @@ class HypothesisResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
-    """The outcome.
+    """The outcome of a diagnosis.
 
     Attributes:
         gap: between engine and learner on the contexts looked at.
@@ -94,11 +99,12 @@ class Diagnosis:
 
 
 def diagnose(subject: DiagnosisSubject, *, tolerance: Tolerance, engine: EngineView | None = None) -> Diagnosis:
-    """Tests every hypothesis.
+    """Test every hypothesis.
 
     Args:
-        subject: with all contexts in which something can be compared; the worst are looked at.
-        engine: what can be seen of the engine.
+        subject: with all comparable contexts; the worst are examined.
+        tolerance: of the run.
+        engine: what can be read off the engine.
     """
     engine, whole = engine or EngineView(), subject
     subject, plain = worst(subject)
@@ -136,7 +142,7 @@ def diagnose(subject: DiagnosisSubject, *, tolerance: Tolerance, engine: EngineV
 
 
 def worst(subject: DiagnosisSubject, most: int = MOST) -> tuple[DiagnosisSubject, Scores]:
-    """The contexts with the largest mean gaps, and what the plain pass says of them."""
+    """Return the contexts with the largest mean gaps, and their scores by a plain pass."""
     scores = []
     for begin in range(0, len(subject.contexts), MOST):
         part = replace(subject, contexts=subject.contexts[begin : begin + MOST])
@@ -160,7 +166,7 @@ def _ids(subject: DiagnosisSubject) -> HypothesisResult:
 
 
 def _learner(subject: DiagnosisSubject, gap: Comparison) -> HypothesisResult:
-    """For when a plain pass agrees with the engine: is it the learner's own that does not?"""
+    """Test, where a plain pass agrees with the engine, whether the learner's own pass does not."""
     scored = [context for context in subject.contexts if context.learner is not None]
     own = [context.learner - context.rollout for context in scored if context.learner is not None]
     apart = Comparison.of(np.concatenate(own)) if own else None
@@ -257,7 +263,7 @@ def _tried(
 
 
 def _mixed(subject: DiagnosisSubject, attempts: Sequence[Attempt]) -> Attempt:
-    """The best attempt for each context; named by the one that explains most."""
+    """Combine the best attempt for each context, named after the most frequent one."""
     gaps = np.array([[np.abs(g).mean() for g in subject.gaps(attempt.scores)] for attempt in attempts])
     chosen = gaps.argmin(axis=0)
     scores = [attempts[pick].scores[i] for i, pick in enumerate(chosen)]
@@ -277,7 +283,7 @@ def _explains(left: Comparison, gap: Comparison, tolerance: Tolerance) -> bool:
 def _explaining(
     subject: DiagnosisSubject, attempts: Sequence[tuple[Cause, Attempt]], gap: Comparison, tolerance: Tolerance
 ) -> list[tuple[Cause, Attempt]]:
-    """Those that explain the gap, the best first."""
+    """Return the attempts that explain the gap, the best first."""
     found = [(c, a) for c, a in attempts if _explains(subject.compare(a.scores), gap, tolerance)]
     return sorted(found, key=lambda each: _mean(subject, each[1]))
 
@@ -317,8 +323,10 @@ def _verdict(
 
 
 def _rounding(subject: DiagnosisSubject, plain: Scores) -> str | None:
-    """Whether the gap is of the size and the kind that a coarser type makes. Other kernels round elsewhere, so no
-    attempt gives the very same numbers: what agrees is how large the differences are, and in part where they lie.
+    """Describe the gap if it has the size and kind that a coarser dtype makes, else return None.
+
+    Other kernels round elsewhere, so no attempt gives the very same numbers: what agrees is how large the differences
+    are, and in part where they lie.
     """
     gap = np.concatenate(subject.gaps(plain))
     if abs(gap.mean()) > 0.5 * np.abs(gap).mean():

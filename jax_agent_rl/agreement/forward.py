@@ -1,4 +1,4 @@
-"""The model once more, plainly: one context per row, no packing, and everything that might be set wrongly an argument.
+"""The model once more, unpacked: one context per row, and every setting that might be wrong an argument.
 
 Positions, rotary tables, windows and keys and values of other weights are arrays here, so that one compiled program
 serves almost every hypothesis. Its functions are the learner's own (``models.layers``).
@@ -42,7 +42,7 @@ class Inputs:
 
 @dataclass(frozen=True, kw_only=True)
 class Activations:
-    """What layers make of rows: ``hidden`` [L, B, T, D] behind each, its ``keys`` and ``values`` [L, B, K, T, h]."""
+    """Outputs of the layers: ``hidden`` [L, B, T, D] after each, its ``keys`` and ``values`` [L, B, K, T, h]."""
 
     embedded: jax.Array
     hidden: jax.Array
@@ -53,16 +53,19 @@ class Activations:
 def hidden_states(
     config: DecoderConfig, params: Params, inputs: Inputs, old: tuple[jax.Array, jax.Array] | None = None
 ) -> jax.Array:
-    """Final hidden states [B, T, D], after the last norm.
+    """Return the final hidden states [B, T, D], after the last norm.
 
     Args:
+        config: the model's hyperparameters.
+        params: its weights.
+        inputs: rows of ids.
         old: keys and values [L, B, K, T, h] that are seen where ``inputs.fresh`` is false.
     """
     return _run(config, params, inputs, old, keep=False)[0]
 
 
 def activations(config: DecoderConfig, params: Params, inputs: Inputs) -> Activations:
-    """Everything between the layers."""
+    """Return the activations between the layers."""
     _, (hidden, keys, values) = _run(config, params, inputs, None, keep=True)
     return Activations(
         embedded=embed(config, params, jnp.asarray(inputs.token_ids)), hidden=hidden, keys=keys, values=values
@@ -72,17 +75,19 @@ def activations(config: DecoderConfig, params: Params, inputs: Inputs) -> Activa
 def logprobs(
     params: Params, hidden: jax.Array, ids: np.ndarray, temperatures: tuple[float, ...] | np.ndarray
 ) -> np.ndarray:
-    """Log-probs float64 [C, S] of ids int [S], read from hidden states [S, D] at each of C temperatures."""
+    """Return log-probs float64 [C, S] of ids int [S], read from hidden states [S, D] at each of C temperatures."""
     count, head = len(ids), params.get("lm_head", params["embed"])
     parts = (_chunks(hidden), head, _chunks(jnp.asarray(ids, jnp.int32)))
     return np.asarray(_read(*parts, jnp.asarray(temperatures, jnp.float32)), np.float64)[:, :count]
 
 
 def sorted_mass(params: Params, hidden: jax.Array, temperature: float, ks: np.ndarray, mass: np.ndarray) -> np.ndarray:
-    """How much probability the likeliest ids have.
+    """Compute the probability mass of the likeliest ids.
 
     Args:
+        params: of the output head.
         hidden: [S, D].
+        temperature: divides the logits.
         ks: int [C].
         mass: float [S].
 
@@ -160,7 +165,7 @@ def _attention(
     old: tuple[jax.Array, jax.Array] | None,
     fresh: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Mixed [B, T, D], and the layer's own keys and values [B, K, T, h]."""
+    """Return mixed [B, T, D], and the layer's own keys and values [B, K, T, h]."""
     rows, count, _ = x.shape
     cos, sin = cos[:, None], sin[:, None]
 
@@ -182,7 +187,7 @@ def _attention(
 
 
 def _chunks(x: jax.Array) -> jax.Array:
-    """[S, ...] -> [chunks, TOKENS_PER_CHUNK, ...], padded with zeros."""
+    """Reshape [S, ...] to [chunks, TOKENS_PER_CHUNK, ...], padded with zeros."""
     padded = jnp.pad(x, ((0, -len(x) % TOKENS_PER_CHUNK),) + ((0, 0),) * (x.ndim - 1))
     return padded.reshape(-1, TOKENS_PER_CHUNK, *x.shape[1:])
 

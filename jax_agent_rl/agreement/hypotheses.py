@@ -1,4 +1,4 @@
-"""Settings under which the learner's model might say what the engine said. Each attempt is a whole set of log-probs.
+"""Settings under which the learner's model might reproduce the engine's log-probs; each attempt scores all contexts.
 
 A hypothesis is right if one of its attempts leaves nothing unexplained. What differs from context to context (how much
 padding, how long a cached prefix) may be chosen for each; what does not (a temperature) is one number for all.
@@ -6,6 +6,7 @@ padding, how long a cached prefix) may be chosen for each; what does not (a temp
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,9 +17,9 @@ import numpy as np
 
 from jax_agent_rl.agreement import forward
 from jax_agent_rl.agreement.causes import Cause
-from jax_agent_rl.agreement.contexts import Context
-from jax_agent_rl.agreement.subject import ROOM, DiagnosisSubject, Scores
+from jax_agent_rl.agreement.subject import ROOM, Context, DiagnosisSubject, Scores
 from jax_agent_rl.models.config import DecoderConfig, LinearScaling, Llama3Scaling, Params, Rope
+from jax_agent_rl.models.hf import tensor_names
 from jax_agent_rl.models.quantized import DTYPES, Quantized, quantized
 
 MATRICES = frozenset({"q", "k", "v", "o", "gate", "up", "down", "expert_gate", "expert_up", "expert_down"})
@@ -56,7 +57,7 @@ class Hypothesis:
 
 
 def token_drift(subject: DiagnosisSubject) -> Attempts:
-    """Ids that tokenizers and templates add or leave out at the beginning of a context."""
+    """Try ids that tokenizers and templates add or omit at the beginning of a context."""
     for count in (1, 2, 3, 4, 8):
         if all(count + 1 < context.prompt for context in subject.contexts):
             rows = [
@@ -73,7 +74,7 @@ def token_drift(subject: DiagnosisSubject) -> Attempts:
 
 
 def padding(subject: DiagnosisSubject) -> Attempts:
-    """Padding on the left; or between prompt and response, where prompts are padded to a bucket."""
+    """Try padding on the left, and between prompt and response for prompts padded to a bucket."""
     for pad in dict.fromkeys((*subject.pad_ids, *subject.model.eos_token_ids[:1])):
         for count in (1, 2, 3, 4, 6, 8, 16, 32, 64):
             rows = [row.with_ids(0, [pad] * count) for row in subject.rows]
@@ -94,13 +95,13 @@ def padding(subject: DiagnosisSubject) -> Attempts:
 
 
 def _missing(context: Context, size: int) -> int:
-    """Ids that fill a prompt up to a whole number of buckets; none where there is no room to try it."""
+    """Return how many ids fill a prompt up to a whole number of buckets; 0 where there is no room to try."""
     missing = -context.prompt % size
     return missing if missing <= ROOM else 0
 
 
 def position(subject: DiagnosisSubject) -> Attempts:
-    """Sampled tokens at other positions than follow the prompt; log-probs returned with another token."""
+    """Try sampled tokens at shifted positions, and log-probs returned with a neighbouring token."""
     for offset in (1, -1, 2, -2, 4, 8, 16, 32, 64):
         for last in (0, 1):  # the prompt's last id is fed like a sampled one by engines that prefill without it
             rows = []
@@ -118,7 +119,7 @@ def position(subject: DiagnosisSubject) -> Attempts:
 
 
 def temperature(subject: DiagnosisSubject) -> Attempts:
-    """Every temperature, first coarsely, then around the best one; and log-probs from before it."""
+    """Try temperatures, first coarsely, then around the best one; and log-probs before temperature."""
     hidden, ids = subject.hidden(), np.concatenate(subject.ids)
     rollout = np.concatenate([c.rollout for c in subject.contexts])
     tried = np.geomspace(0.1, 10, 41) * subject.temperature
@@ -134,7 +135,7 @@ def temperature(subject: DiagnosisSubject) -> Attempts:
 
 
 def truncated_support(subject: DiagnosisSubject) -> Attempts:
-    """Top-k and top-p, each of which only ever makes sampled ids likelier: by the mass of what was kept."""
+    """Try top-k and top-p; each makes sampled ids likelier, by the mass that was kept."""
     hidden = subject.hidden()
     plain = np.concatenate(subject.score())
     rollout = np.concatenate([c.rollout for c in subject.contexts])
@@ -154,13 +155,13 @@ def truncated_support(subject: DiagnosisSubject) -> Attempts:
 
 
 def stale_version(subject: DiagnosisSubject) -> Attempts:
-    """The whole of older weights."""
+    """Try older weights."""
     for name, make in subject.older.items():
         yield Attempt(label=f"serves the weights of {name}", scores=subject.score(params=make()))
 
 
 def stale_prefix(subject: DiagnosisSubject) -> Attempts:
-    """Prompts, or whole pages of them, whose keys and values are of older weights."""
+    """Try prompts, or whole pages of them, with keys and values of older weights."""
     for name, make in subject.older.items():
         older = make()
         for page in (1, 4, 8, 16, 32, 64, 128):
@@ -173,7 +174,7 @@ def stale_prefix(subject: DiagnosisSubject) -> Attempts:
 
 
 def dtype(subject: DiagnosisSubject) -> Attempts:
-    """Weights alone, or all products, in a coarser type."""
+    """Try weights alone, or all products, in a coarser dtype."""
     for name in ("bfloat16", "float16"):
         if name != subject.dtype:
             cast = jax.tree.map(lambda x: x.astype(name).astype(x.dtype), subject.params)  # noqa: B023
@@ -193,7 +194,7 @@ def _eight_bits(params: Params, kind: Any) -> Params:
 
 
 def rotary(subject: DiagnosisSubject) -> Attempts:
-    """Other bases (first those of known models, then what fits best), other scalings, the other layout of pairs."""
+    """Try other bases (of known models, then the best fit), other scalings, the other layout of pairs."""
     model = subject.model
     others = [replace(model.rope, scaling=None), replace(model.rope, theta=10_000.0, scaling=None)]
     others += [replace(model.rope, scaling=LinearScaling(factor=f)) for f in (2.0, 4.0, 8.0)]
@@ -252,7 +253,7 @@ def _rope(rope: Rope) -> str:
 
 
 def _interleaved(model: DecoderConfig, params: Params) -> Params:
-    """Weights with which halves rotate as neighbours did before."""
+    """Return weights with which halves rotate as neighbours did before."""
     order = np.concatenate([np.arange(0, model.head_dim, 2), np.arange(1, model.head_dim, 2)])
 
     def reordered(x: jax.Array) -> jax.Array:
@@ -265,7 +266,7 @@ def _interleaved(model: DecoderConfig, params: Params) -> Params:
 
 
 def window(subject: DiagnosisSubject) -> Attempts:
-    """No window, another one, or other layers that have it."""
+    """Try no window, another one, or the window in other layers."""
     model = subject.model
     count, longest = model.num_layers, max(len(c.token_ids) for c in subject.contexts)
     everywhere = (True,) * count
@@ -286,7 +287,7 @@ def window(subject: DiagnosisSubject) -> Attempts:
 
 
 def experts(subject: DiagnosisSubject) -> Attempts:
-    """Another number of experts for each token, or other weights of theirs."""
+    """Try another number of experts per token, or other expert weights."""
     own = subject.model.experts
     if own is None:
         return
@@ -319,3 +320,54 @@ HYPOTHESES: Sequence[Hypothesis] = (
     Hypothesis(cause=Cause.DTYPE, attempts=dtype),
 )
 """In the order in which they are tried: what is cheap first."""
+
+
+SHORT = 96
+"""Ids of the one context that all tensors are tried on."""
+
+
+def tensor_search(subject: DiagnosisSubject) -> Iterator[tuple[Cause, Attempt]]:
+    """Search for one wrong tensor in an engine that cannot be inspected.
+
+    Each tensor is zeroed, exchanged or transposed in the learner's model and scored on a short context; the three best
+    changes are tried on all contexts.
+    """
+    first = min(subject.contexts, key=lambda context: int(context.at[0]))
+    short = replace(subject, contexts=[first.cut(max(SHORT, int(first.at[0]) + 8))])
+    tried = [(short.compare(short.score(params=p)).mean, label) for _, label, p in _changes(subject)]
+    best = {label for _, label in sorted(tried)[:3]}
+    for cause, label, params in _changes(subject):
+        if label in best:
+            yield cause, Attempt(label=label, scores=subject.score(params=params))
+
+
+def _changes(subject: DiagnosisSubject) -> Iterator[tuple[Cause, str, Params]]:
+    params, layers = subject.params, subject.params["layers"]
+    names, count = tensor_names(subject.model), subject.model.num_layers
+
+    def changed(key: str, i: int, value: jax.Array) -> Params:
+        return params | {"layers": layers | {key: layers[key].at[i].set(value)}}
+
+    def name(key: str, i: int) -> str:
+        found = names["layers"][key][i]
+        return found if isinstance(found, str) else f"{found[0]} and the other experts'"
+
+    for key, i in itertools.product(layers, range(count)):
+        own = layers[key][i]
+        yield Cause.MISSING_TENSOR, f"has no {name(key, i)}", changed(key, i, own * 0)
+        if own.ndim == 2 and own.shape[0] == own.shape[1]:
+            yield Cause.TRANSPOSED_TENSOR, f"holds {name(key, i)} transposed", changed(key, i, own.T)
+        if i + 1 < count:
+            both = layers | {key: layers[key].at[i].set(layers[key][i + 1]).at[i + 1].set(own)}
+            label = f"holds {name(key, i)} and {name(key, i + 1)} in each other's place"
+            yield Cause.MISNAMED_TENSOR, label, params | {"layers": both}
+    for one, other in itertools.combinations(layers, 2):
+        if layers[one].shape == layers[other].shape:
+            for i in range(count):
+                a, b = layers[one], layers[other]
+                both = layers | {one: a.at[i].set(b[i]), other: b.at[i].set(a[i])}
+                label = f"holds {name(one, i)} and {name(other, i)} in each other's place"
+                yield Cause.MISNAMED_TENSOR, label, params | {"layers": both}
+    if "lm_head" in params:
+        tied = params | {"lm_head": params["embed"]}
+        yield Cause.MISNAMED_TENSOR, "reads logits from the embeddings, not lm_head.weight", tied

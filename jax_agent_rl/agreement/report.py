@@ -1,4 +1,4 @@
-"""A diagnosis for people, and what a run folder keeps of a breach: enough to make the diagnosis again."""
+"""A diagnosis for people, and the evidence of a breach in the run folder: enough to repeat the diagnosis."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from jax_agent_rl.agreement.contexts import Context
 from jax_agent_rl.agreement.diagnosis import Diagnosis
+from jax_agent_rl.agreement.subject import Context
 from jax_agent_rl.agreement.tolerances import Tolerance
 from jax_agent_rl.errors import CheckpointError
 from jax_agent_rl.learner.comparison import Comparison
@@ -18,7 +18,7 @@ from jax_agent_rl.observe.metrics import DISAGREEMENT
 
 
 def breach_line(comparison: Comparison, tolerance: Tolerance, version: int) -> str:
-    """What was measured, and what is allowed."""
+    """Return what was measured and what is allowed, in one line."""
     return (
         f"engine and learner disagree about the weights of version {version}: over {comparison.tokens} tokens "
         f"{comparison.mean:.1e} nats on average (allowed {tolerance.mean:.1e}), {comparison.largest:.1e} at most "
@@ -27,7 +27,7 @@ def breach_line(comparison: Comparison, tolerance: Tolerance, version: int) -> s
 
 
 def table(diagnosis: Diagnosis) -> list[str]:
-    """The findings, a line each, and then the one to act on."""
+    """Return the findings, a line each, then the one to act on."""
     lines = [f"  gap in the contexts looked at: {_nats(diagnosis.gap)}"]
     for finding in diagnosis.findings:
         left = "" if finding.left is None else f" [leaves {_nats(finding.left)}]"
@@ -41,7 +41,7 @@ def _nats(comparison: Comparison) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """What a breach left in the run folder.
+    """The evidence of a breach in the run folder.
 
     Attributes:
         version: of the weights that were compared.
@@ -74,7 +74,7 @@ class Evidence:
 
     @classmethod
     def read(cls, run: Path) -> Evidence | None:
-        """That of a run; None if its engine and learner agreed.
+        """Read the evidence of a run; None if its engine and learner agreed.
 
         Raises:
             CheckpointError: the file is damaged.
@@ -100,7 +100,7 @@ class Evidence:
 
 
 def as_json(diagnosis: Diagnosis) -> dict[str, Any]:
-    """For a file or a program that reads it."""
+    """Return a diagnosis as JSON."""
     findings = [asdict(finding) for finding in diagnosis.findings]
     plain = {"cause": str(diagnosis.cause), "detail": diagnosis.detail, "line": diagnosis.line}
     return {**plain, "gap": asdict(diagnosis.gap), "findings": findings}

@@ -7,9 +7,12 @@ TF32. docs/agreement.md has the table, with what was measured.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+import jax
+
+from jax_agent_rl.config import Config
 from jax_agent_rl.learner.comparison import Comparison
 
 
@@ -40,7 +43,7 @@ OTHER_ENGINE: dict[str, Tolerance] = {**JAX_ENGINE, "float32": Tolerance(token=1
 
 
 def coarsest(precisions: Collection[str]) -> str:
-    """The precision that decides; one that is not known counts as bfloat16, which most models are served in.
+    """Return the coarsest precision; unknown ones count as bfloat16, which most models are served in.
 
     >>> coarsest(["float32", "int8", "bfloat16"])
     'int8'
@@ -50,10 +53,11 @@ def coarsest(precisions: Collection[str]) -> str:
 
 
 def multiplied_in(dtype: str, platform: str) -> str:
-    """What products of a type are really computed in.
+    """Return the precision in which products of a dtype are really computed.
 
     Args:
-        platform: JAX's name of it.
+        dtype: as configured.
+        platform: JAX's name of the platform.
     """
     if dtype != "float32":
         return dtype
@@ -61,12 +65,26 @@ def multiplied_in(dtype: str, platform: str) -> str:
 
 
 def tolerance(precisions: Collection[str], *, jax_engine: bool, platform: str) -> Tolerance:
-    """The tolerance of a run.
+    """Return the tolerance between engines and learner.
 
     Args:
         precisions: of the engines and of the learner.
         jax_engine: the engines are this package's.
-        platform: JAX's name of what the learner runs on.
+        platform: JAX's name of the learner's platform.
     """
     table = JAX_ENGINE if jax_engine else OTHER_ENGINE
     return table[coarsest([multiplied_in(p, platform) for p in precisions])]
+
+
+def run_tolerance(config: Config, precisions: Sequence[str]) -> Tolerance:
+    """Return the tolerance of a run.
+
+    Args:
+        config: of the run.
+        precisions: of its engines.
+    """
+    if (own := config.trainer.agreement_tolerance) is not None:
+        return Tolerance(token=own[0], mean=own[1])
+    jax_engine = config.rollout.backend == "jetstream" and config.rollout.jetstream.engine_factory is None
+    both = [*precisions, config.learner.compute_dtype]
+    return tolerance(both, jax_engine=jax_engine, platform=jax.default_backend())

@@ -1,0 +1,19 @@
+"""The learner, in the order in which data flows through it.
+
+::
+
+    learner            the update, stage by stage; its docstring draws the pipeline
+    scoring            pack groups into mini-batches; forward passes over them
+      batch            packed rows that share prefixes; image_packing: their images
+      scored_batch     trajectories as the advantage estimators see them
+    experience         what each token contributes: advantages/, correction, comparison with the engine
+    losses/            policy losses by name, KL, token weights
+    programs           everything that is compiled, from shapes alone
+      objective        the policy's loss; linear_logprobs: its log-probs; critic: values and their loss
+      parameterization trained and frozen parameters, adapters, mixed precision
+    optimized_params   parameters with their optimizer: gradients and updates
+      optimizer        AdamW, learning-rate schedules, undoing an update
+    cancellation       whether an interrupted step is undone or finished
+    metrics            the result of an update
+    checkpoint, export states on disk; weights as files for engines
+"""

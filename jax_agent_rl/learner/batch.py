@@ -18,7 +18,7 @@ The layout is made once; numbers about terms (advantages, weights, old log-probs
 per-trajectory arrays by :meth:`Batch.with_terms`, :meth:`Batch.of_terms` and :meth:`Batch.of_states`. A trajectory with
 segments is packed as several sequences; its arrays are theirs, one after another.
 
-Where a model sees (``learner.pictures``), ids that show different pictures are different ids until rows are made.
+For models with vision, placeholders of different images count as different ids until rows are made.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Batch:
         terms: float32 [R, K] each, by name, 0 at padding. ``weight`` is what a term weighs in the loss; a term of
             weight 0 is not trained on.
         places: for each trajectory given to :func:`pack`, where its sequences lie.
-        pictures: what the rows show; None where the model sees nothing.
+        images: of the rows; None for a text model.
     """
 
     token_ids: np.ndarray
@@ -78,26 +78,26 @@ class Batch:
     term_sequence: np.ndarray
     terms: Mapping[str, np.ndarray] = field(default_factory=dict)
     places: tuple[tuple[Place, ...], ...]
-    pictures: RowImages | None = None
+    images: RowImages | None = None
 
     @property
     def num_rows(self) -> int:
         return self.token_ids.shape[0]
 
     def with_terms(self, **values: Sequence[np.ndarray]) -> Batch:
-        """With named numbers of the terms: for each trajectory one per sampled token, [S]."""
+        """Add named numbers of the terms: for each trajectory one per sampled token, [S]."""
         made = {name: self._scatter(per_trajectory) for name, per_trajectory in values.items()}
         return replace(self, terms={**self.terms, **made})
 
     def of_terms(self, values: np.ndarray) -> list[np.ndarray]:
-        """Numbers of terms [R, K] as one float64 array [S] per trajectory."""
+        """Gather numbers of terms [R, K] into one float64 array [S] per trajectory."""
         return [
             np.concatenate([values[place.row, place.terms] for place in places]).astype(np.float64)
             for places in self.places
         ]
 
     def of_states(self, values: np.ndarray) -> list[np.ndarray]:
-        """Numbers of nodes [R, T] as one float64 array [L + 1] per trajectory: before every id, and after the last."""
+        """Gather numbers of nodes [R, T] into float64 [L + 1] per trajectory: before every id, after the last."""
         return [
             np.concatenate([*(values[p.row, p.path[:-1]] for p in places), values[last.row, last.path[-1:]]]).astype(
                 np.float64
@@ -107,7 +107,7 @@ class Batch:
         ]
 
     def micro_batches(self, rows: int) -> Iterator[dict[str, np.ndarray]]:
-        """Slices of exactly ``rows`` rows as dicts of arrays, terms by ``term_<name>``; the last one is padded."""
+        """Yield slices of exactly ``rows`` rows as arrays by name (terms: ``term_<name>``); the last is padded."""
         arrays = {name: getattr(self, name) for name in _LAYOUT} | {f"term_{k}": v for k, v in self.terms.items()}
         for begin in range(0, self.num_rows, rows):
             part = {name: value[begin : begin + rows] for name, value in arrays.items()}
@@ -116,7 +116,7 @@ class Batch:
                 empty = _empty_rows(missing, self.token_ids.shape[1])
                 nothing = np.zeros((missing, self.term_target.shape[1]), np.float32)
                 part = {name: np.concatenate([value, empty.get(name, nothing)]) for name, value in part.items()}
-            yield part | (self.pictures.micro_batch(begin, rows) if self.pictures else {})
+            yield part | (self.images.micro_batch(begin, rows) if self.images else {})
 
     def _scatter(self, per_trajectory: Sequence[np.ndarray]) -> np.ndarray:
         values = np.zeros(self.term_target.shape, np.float32)
@@ -144,7 +144,7 @@ _LAYOUT = (
 
 @dataclass(frozen=True, kw_only=True)
 class Sharing:
-    """How much was saved: ``tokens`` if each trajectory were computed alone, ``nodes`` computed, ``rows`` used."""
+    """Savings of prefix sharing: ``tokens`` without it, ``nodes`` computed, ``rows`` used."""
 
     tokens: int
     nodes: int
@@ -158,13 +158,16 @@ def pack(
     share_prefixes: bool = True,
     vision_processor: ImagePacking | None = None,
 ) -> tuple[Batch, Sharing]:
-    """Packs sequences into rows: each goes where most of it already stands, else into the first row with room.
+    """Pack sequences into rows: each goes where it shares the longest prefix, else into the first row with room.
 
     Args:
-        vision_processor: how the model sees; None for a model of text.
+        trajectories: in order.
+        pack_length: tokens of a row.
+        share_prefixes: compute common prefixes once.
+        vision_processor: how rows hold images; None for a text model.
 
     Raises:
-        ValueError: a sequence is longer than a row (nothing is ever truncated), or has pictures of more patches.
+        ValueError: a sequence is longer than a row (nothing is ever truncated), or has images of more patches.
     """
     sequences = [sequence for trajectory in trajectories for sequence in trajectory.sequences]
     for sequence in sequences:
@@ -174,24 +177,24 @@ def pack(
                 f"trajectory {sequence.trajectory_id} has {length} tokens, a row {pack_length}; "
                 f"set learner.pack_length >= {length}"
             )
-    album = ImagePacker(vision_processor, sequences) if vision_processor else None
-    ids = album.keys if album else [np.asarray(s.prompt_ids + s.response_ids, np.int32) for s in sequences]
-    rows = _assign(ids, [sum(s.loss_mask) for s in sequences], pack_length, share_prefixes, album)
+    packer = ImagePacker(vision_processor, sequences) if vision_processor else None
+    ids = packer.keys if packer else [np.asarray(s.prompt_ids + s.response_ids, np.int32) for s in sequences]
+    rows = _assign(ids, [sum(s.loss_mask) for s in sequences], pack_length, share_prefixes, packer)
     arrays = _empty_rows(len(rows), pack_length)
     places: dict[int, Place] = {}
     paths = []
     for index, row in enumerate(rows):
         paths.append(_fill_nodes(arrays, index, row))
         places |= _fill_terms(arrays, index, row, paths[-1], sequences)
-    pictures = None
-    if album:
+    images = None
+    if packer:
         members = [[member.which for member in row] for row in rows]
-        pictures = album.lay_out(arrays["token_ids"], arrays["positions"], members, paths)
-        arrays |= {name: album.ids(arrays[name]) for name in ("token_ids", "target_id")}
+        images = packer.lay_out(arrays["token_ids"], arrays["positions"], members, paths)
+        arrays |= {name: packer.ids(arrays[name]) for name in ("token_ids", "target_id")}
     nodes = sum(member.new for row in rows for member in row)
     in_order = (places[which] for which in range(len(sequences)))
     of_trajectories = tuple(tuple(next(in_order) for _ in trajectory.sequences) for trajectory in trajectories)
-    batch = Batch(**arrays, terms={}, places=of_trajectories, pictures=pictures)
+    batch = Batch(**arrays, terms={}, places=of_trajectories, images=images)
     return batch, Sharing(tokens=sum(map(len, ids)), nodes=nodes, rows=len(rows))
 
 
@@ -248,7 +251,7 @@ def _common(a: np.ndarray, b: np.ndarray) -> int:
 
 
 def _assign(
-    ids: Sequence[np.ndarray], terms: Sequence[int], length: int, share: bool, album: ImagePacker | None
+    ids: Sequence[np.ndarray], terms: Sequence[int], length: int, share: bool, packer: ImagePacker | None
 ) -> list[list[_Member]]:
     """Rows of members; each trajectory joins the row with room that shares most with it, the first of equals."""
     count = len(ids)
@@ -262,16 +265,16 @@ def _assign(
         np.maximum.at(shared, row_of[:which], common)
         has_room = nodes[: len(rows)] + len(sequence) - shared <= length
         has_room &= row_terms[: len(rows)] + terms[which] <= length * TERMS_PER_TOKEN
-        if album:
-            has_room &= album.has_room(which, len(rows))
+        if packer:
+            has_room &= packer.has_room(which, len(rows))
         if has_room.any():
             row = int(np.where(has_room, shared, -1).argmax())
         else:
             row = len(rows)
             rows.append([])
         rows[row].append(_member(which, sequence, rows[row], common))
-        if album:
-            album.add(which, row)
+        if packer:
+            packer.add(which, row)
         row_of[which] = row
         nodes[row] += rows[row][-1].new
         row_terms[row] += terms[which]
@@ -279,7 +282,7 @@ def _assign(
 
 
 def _member(which: int, sequence: np.ndarray, row: list[_Member], common: np.ndarray) -> _Member:
-    """``common`` int64 [which]: prefixes shared with every trajectory before it."""
+    """Return the member; ``common`` int64 [which]: prefixes shared with every sequence before it."""
     shared = common[[member.which for member in row]] if row else np.zeros(1, np.int64)
     # The first of those that share most: what it shares with still earlier ones is shorter, so the node is its own.
     owner = int(shared.argmax())
@@ -300,7 +303,7 @@ def _empty_rows(rows: int, length: int) -> dict[str, np.ndarray]:
 
 
 def _fill_nodes(arrays: dict[str, np.ndarray], index: int, row: Sequence[_Member]) -> list[np.ndarray]:
-    """Writes the nodes of one row, depth first; returns each member's path as node numbers, int64 [n]."""
+    """Write the nodes of one row, depth first; return each member's path as node numbers, int64 [n]."""
     branches: list[list[int]] = [[] for _ in row]
     for k, member in enumerate(row):
         if member.owner >= 0:
@@ -332,7 +335,7 @@ def _subtree_sizes(row: Sequence[_Member]) -> list[int]:
 
 
 def _depth_first(row: Sequence[_Member], branches: Sequence[Sequence[int]]) -> list[int]:
-    """Number of each member's first new node. A chain is followed to its end before its branches, deepest first."""
+    """Return each member's first new node. A chain is followed to its end before its branches, deepest first."""
     starts = [0] * len(row)
     count = 0
     stack = [m for m, member in enumerate(row) if member.owner < 0][::-1]
@@ -351,7 +354,7 @@ def _fill_terms(
     paths: Sequence[np.ndarray],
     sequences: Sequence[Trajectory],
 ) -> dict[int, Place]:
-    """Writes the terms of one row, member by member, and the targets in the order in which terms first name them."""
+    """Write the terms of one row, member by member, and the targets in order of first use."""
     places: dict[int, Place] = {}
     nodes, parents, numbers = [], [], []
     count = 0

@@ -1,4 +1,4 @@
-"""Who goes first when a run is interrupted: a step's optimizer updates, or the save of the state before them."""
+"""Cancellation of a step: whether its optimizer updates or the save of the state before them come first."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Iterator
 
 
 class StepCancelled(Exception):
-    """The step was given up; parameters and optimizer are as they were before it."""
+    """The step was cancelled; parameters and optimizer are as they were before it."""
 
 
 class StepCancellation:
-    """One step's updates pass through it, in the learner's thread; another thread may close it.
+    """A gate that one step's updates pass in the learner's thread, and that another thread may close.
 
-    An update donates the buffers of the state it replaces. Closing the gate guarantees that the learner's state is, and
-    stays, that before the step, even while its thread is still busy with a compilation that nobody can stop. It can be
-    closed before the first update, and up to the last one where the learner keeps the state before the step.
+    An update donates the buffers of the state it replaces. Once the gate is closed, the learner's state is, and stays,
+    that before the step, even while its thread is busy with a compilation that cannot be stopped. It can be closed
+    before the first update, and up to the last one if the learner keeps the state before the step.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class StepCancellation:
 
     @contextlib.contextmanager
     def update(self) -> Iterator[None]:
-        """Around one update; raises :class:`StepCancelled` if the gate was closed."""
+        """Guard one update; raise :class:`StepCancelled` if the gate was closed."""
         with self._lock:
             if self._closed:
                 raise StepCancelled
@@ -35,15 +35,15 @@ class StepCancellation:
             yield
 
     def unchanged(self) -> None:
-        """Inside :meth:`update`: it was not finite, so the state is what it was."""
+        """Report, inside :meth:`update`, that the update was not finite and changed nothing."""
         self._passed -= 1
 
     @contextlib.contextmanager
     def revocable(self) -> Iterator[None]:
-        """Around all updates of a step whose state before is kept.
+        """Guard all updates of a step whose state before is kept.
 
         Raises:
-            StepCancelled: the gate was closed meanwhile, and whoever did so relies on that state.
+            StepCancelled: the gate was closed meanwhile; the caller of :meth:`close` relies on that state.
         """
         with self._lock:
             self._revocable = not self._closed
@@ -58,7 +58,7 @@ class StepCancellation:
         self.check()
 
     def check(self) -> None:
-        """Raises :class:`StepCancelled` if the gate was closed."""
+        """Raise :class:`StepCancelled` if the gate was closed."""
         if self._closed:
             raise StepCancelled
 
@@ -73,7 +73,7 @@ class StepCancellation:
         return self.passed and not self._closed
 
     def close(self) -> bool:
-        """Lets no more update begin; returns False if one has passed for good: then the step must be finished."""
+        """Let no more update begin; return False if one has passed for good: then the step must be finished."""
         with self._lock:
             self._closed = self._closed or self._revocable or not self.passed
             return self._closed

@@ -13,21 +13,26 @@ hardly compress (by a tenth), and compressing would take five times as long as w
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
+import sys
+import threading
 import zlib
 from collections.abc import Callable, Iterable
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
+from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_agent_rl.errors import CheckpointError
-from jax_agent_rl.learner.shared_writes import SharedWrites
 
 _WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 
@@ -72,7 +77,7 @@ class Checkpointer:
         return self._manager.latest_step()
 
     def save(self, step: int, state: Any, progress: dict[str, Any]) -> None:
-        """Starts saving ``state`` (a pytree of arrays) and ``progress`` (JSON); returns once the arrays are copied.
+        """Start saving ``state`` (a pytree of arrays) and ``progress`` (JSON); return once the arrays are copied.
 
         Raises:
             CheckpointError: this or an earlier save could not be written. Complete checkpoints are intact.
@@ -90,7 +95,7 @@ class Checkpointer:
             raise self._write_failed(error) from error
 
     def check(self) -> None:
-        """Raises CheckpointError if a save in the background has failed, on any process; never waits."""
+        """Raise CheckpointError if a save in the background has failed, on any process; never wait."""
         try:
             self._check_others()
             if not self._manager.is_saving_in_progress():
@@ -99,7 +104,7 @@ class Checkpointer:
             raise self._write_failed(error) from error
 
     def wait(self) -> None:
-        """Returns when every started save is on disk.
+        """Wait until every started save is on disk.
 
         Raises:
             CheckpointError: a save failed. Complete checkpoints are intact.
@@ -111,7 +116,7 @@ class Checkpointer:
             raise self._write_failed(error) from error
 
     def written(self) -> str:
-        """For a display: how far the save in the background is, e.g. ``0.9 of 1.6 GB written``; empty if none runs."""
+        """Return the progress of the save in the background, e.g. ``0.9 of 1.6 GB written``; empty if none runs."""
         if not isinstance(self._folder, Path):  # looking into a bucket takes a request for every file
             return f"{self._bytes / 1e9:.1f} GB on their way" if self._manager.is_saving_in_progress() else ""
         unfinished = [p for p in self._folder.glob(f"*{ocp.utils.TMP_DIR_SUFFIX}*") if p.is_dir()]
@@ -121,7 +126,7 @@ class Checkpointer:
         return f"{min(done, self._bytes) / 1e9:.1f} of {self._bytes / 1e9:.1f} GB written"
 
     def restore(self, like: Any, *, step: int | None = None) -> tuple[int, Any, dict[str, Any]]:
-        """A checkpoint: its step, the state placed as ``like`` is, and the progress.
+        """Return a checkpoint: its step, the state placed as ``like`` is, and the progress.
 
         Args:
             like: a state of the same structure; shapes, dtypes and shardings are taken from it. They need not be those
@@ -129,7 +134,7 @@ class Checkpointer:
             step: which one; None is the newest. Newer ones are deleted: the run writes those steps again.
 
         Raises:
-            CheckpointError: none there, it belongs to another model, or it is damaged.
+            CheckpointError: it does not exist, belongs to another model, or is damaged.
         """
         step = self._existing(step)
 
@@ -142,9 +147,10 @@ class Checkpointer:
         return step, restored, progress
 
     def restore_part(self, like: Any, *, step: int | None = None) -> Any:
-        """A part of a checkpoint's state, e.g. ``{"policy": {"params": params}}``, placed as ``like`` is.
+        """Return a part of a checkpoint's state, e.g. ``{"policy": {"params": params}}``, placed as ``like`` is.
 
         Args:
+            like: the part, as for :meth:`restore`.
             step: which one; None is the newest.
 
         Raises:
@@ -167,7 +173,7 @@ class Checkpointer:
         return steps[-1] if step is None else step
 
     def _load(self, step: int, like: Any, load: Callable[[], Any], *, whole: bool) -> tuple[Any, dict[str, Any]]:
-        """Arrays and progress of a checkpoint that fits and whose checksums are right."""
+        """Load arrays and progress; check that they fit and that their checksums are right."""
         try:
             notes = self._manager.restore(step, args=ocp.args.Composite(notes=ocp.args.JsonRestore()))["notes"]
             if notes != _sealed(notes["progress"], notes["arrays"]):
@@ -184,7 +190,7 @@ class Checkpointer:
         return restored, notes["progress"]
 
     def close(self) -> None:
-        """Waits for running saves and frees Orbax's threads."""
+        """Wait for running saves and free Orbax's threads."""
         self.wait()
         self._manager.close()
 
@@ -227,12 +233,12 @@ class Checkpointer:
 
 
 def located(folder: Path | str) -> Path | epath.Path:
-    """A folder of checkpoints, absolute; what has a scheme (``gs://…``) is not of this machine."""
+    """Return the absolute path of a folder of checkpoints; one with a scheme (``gs://…``) is in a bucket."""
     return epath.Path(folder) if "://" in str(folder) else Path(folder).resolve()
 
 
 def complete_steps(folder: Path | str) -> list[int]:
-    """Steps of all complete checkpoints in a folder, ascending; none if it is not there.
+    """Return the steps of all complete checkpoints in a folder, ascending; none if it does not exist.
 
     Raises:
         CheckpointError: a bucket cannot be read.
@@ -248,7 +254,7 @@ def complete_steps(folder: Path | str) -> list[int]:
 
 
 def cut_off_steps(folder: Path | str) -> list[int]:
-    """Steps of checkpoints that were not written to their end, ascending: the process was killed meanwhile."""
+    """Return the steps of incomplete checkpoints, ascending: the process was killed while it wrote them."""
     finals = (unfinished.get_final().name for unfinished in ocp.utils.tmp_checkpoints(located(folder)))
     return sorted({int(name) for name in finals if name.isdigit()})
 
@@ -314,6 +320,73 @@ def _checksum(array: jax.Array) -> jax.Array:
 
 
 def _brief(error: Exception) -> str:
-    """The first and last words of an error; tensorstore's go on for pages and end with the cause."""
+    """Shorten an error to its first and last words; tensorstore's go on for pages and end with the cause."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= 300 else f"{text[:150]} … {text[-150:]}"
+
+
+FAILED = "jax_agent_rl/checkpoint_failed"
+FOREVER = 10**10  # milliseconds
+
+
+class SharedWrites:
+    """Background writes of several processes to one checkpoint: a failure on one fails all, at once.
+
+    Between writing and renaming, Orbax lets the processes wait for each other. One with a full disk never arrives, and
+    the others would wait out a timeout of many minutes. Instead it reports its failure in the key-value store of jax's
+    coordination service, which ends the waiting of all. After a failure nothing more is written: the run ends.
+    """
+
+    def __init__(self) -> None:
+        self._client = ocp.multihost.get_jax_distributed_client()
+        self._meet = ocp.multihost.get_barrier_sync_fn(processes=set(range(jax.process_count())))
+        self._failed: Future[str] = Future()
+        self._caller: int | None = None  # the thread that starts writes
+        threading.Thread(target=self._listen, name="checkpoint-failures", daemon=True).start()
+
+    def check(self) -> None:
+        """Raise OSError if a write has failed on any process; never wait."""
+        if self._failed.done():
+            raise OSError(self._failed.result())
+
+    def agree(self) -> None:
+        """Run :meth:`check` with the same outcome on all processes; each calls it before it starts a write."""
+        self._caller = threading.get_ident()
+        if multihost_utils.process_allgather(np.asarray(self._failed.done())).any():
+            raise OSError(self._failed.result())
+
+    def fail(self, error: BaseException) -> None:
+        """Report a failure to all processes, including this one. The first one counts."""
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # there is one already
+            self._client.key_value_set(FAILED, f"on process {jax.process_index()}, {error}")
+
+    def barrier(self, *, key: str, timeout_ms: int) -> None:
+        """Wait for the other processes; Orbax's background threads call it.
+
+        Raises:
+            OSError: a write has failed on one of them.
+        """
+        # Orbax's own threads come here from a ``finally``, too, when this process's write has just failed. (What the
+        # thread that starts writes is handling, a cancellation perhaps, is its own affair.)
+        if threading.get_ident() != self._caller and (error := sys.exception()) is not None:
+            self.fail(error)
+        met: Future[Any] = Future()
+
+        def meet() -> None:
+            try:
+                self._meet(key=key, timeout_ms=timeout_ms)
+            except BaseException as error:
+                met.set_exception(error)
+            else:
+                met.set_result(None)
+
+        # A thread of its own, for nothing can call it off the barrier; as a daemon it does not keep the process alive.
+        threading.Thread(target=meet, name="checkpoint-barrier", daemon=True).start()
+        wait((met, self._failed), return_when=FIRST_COMPLETED)
+        if not met.done():
+            self.check()
+        met.result()
+
+    def _listen(self) -> None:
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # the coordination service has ended, with the run
+            self._failed.set_result(self._client.blocking_key_value_get(FAILED, FOREVER))

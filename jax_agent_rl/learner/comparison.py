@@ -1,4 +1,4 @@
-"""How far engine and learner are apart, on the tokens where they should not be.
+"""The log-prob gap between engine and learner, on the tokens where both use the same weights.
 
 A token can be compared if the learner scores it with the very weights it was sampled from: its policy version is one
 whose parameters are the learner's now, and so are those of all tokens before it in its turn (a generation that went on
@@ -27,8 +27,8 @@ ReadStatistics = Callable[[Statistics], None]
 """Takes the statistics of a policy update before it is applied."""
 
 
-def unread(statistics: Statistics) -> None:
-    """Takes statistics that nobody asked for."""
+def ignore_statistics(statistics: Statistics) -> None:
+    """Read nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,7 @@ class Comparison:
 
     @classmethod
     def of(cls, gaps: np.ndarray) -> Comparison:
-        """Of differences of any sign; those that are no number are left out, the update itself deals with them."""
+        """Return the comparison of signed differences; NaN is left out, the update itself deals with it."""
         sizes = np.minimum(np.abs(gaps[~np.isnan(gaps)]), INFINITE)
         if not len(sizes):
             return cls(tokens=0, mean=0.0, largest=0.0)
@@ -55,7 +55,7 @@ class Comparison:
 
     @classmethod
     def of_statistics(cls, statistics: Statistics) -> Comparison:
-        """What a policy update's own pass found, see ``learner.objective.policy_loss``."""
+        """Return what a policy update's own pass found, see ``learner.objective.policy_loss``."""
         tokens, total = (float(statistics["sum"][name]) for name in ("compared", "compared_gap"))
         mean = total / tokens if tokens else 0.0
         return cls(tokens=round(tokens), mean=mean, largest=float(statistics["max"]["compared_gap"]))
@@ -63,7 +63,7 @@ class Comparison:
 
 @dataclass(frozen=True, kw_only=True)
 class AgreementCheck:
-    """What a learner is asked to do before its first optimizer update of a step.
+    """A check of the agreement before a step's first optimizer update.
 
     Attributes:
         since: the first policy version whose parameters are those that the update begins with.
@@ -74,14 +74,14 @@ class AgreementCheck:
     inspect: Callable[[Comparison], None]
 
     def before_update(self, comparison: Comparison | None) -> ReadStatistics:
-        """Inspects now if a pass has scored the tokens; else what is returned does, with the first update's own pass.
+        """Inspect now if a pass has scored the tokens; else the returned function does, with the first update's pass.
 
         Args:
             comparison: of the scoring pass; None without one.
         """
         if comparison is not None:
             self.inspect(comparison)
-            return unread
+            return ignore_statistics
         left = [self.inspect]  # later updates are of parameters that the engine does not have
 
         def read(statistics: Statistics) -> None:
@@ -95,16 +95,17 @@ UNCHECKED = AgreementCheck(since=0, inspect=lambda comparison: None)
 
 
 def comparable(trajectory: Trajectory, since: int) -> np.ndarray:
-    """Bool [S], for each token with loss whether it can be compared, see the module's docstring.
+    """Return, for each token with loss, whether it can be compared (see the module), bool [S].
 
     Args:
+        trajectory: of S tokens with loss.
         since: the first policy version of the parameters compared with.
     """
     return np.array([mine for s in trajectory.sequences for turn in s.turns for mine in _of_turn(turn, since)], bool)
 
 
 def compare(old: Iterable[np.ndarray], rollout: Iterable[np.ndarray], tokens: Iterable[np.ndarray]) -> Comparison:
-    """Log-probs [S] of the learner and of the engine, over the tokens that can be compared, per trajectory."""
+    """Compare log-probs [S] per trajectory of the learner and of the engine, over the given tokens."""
     gaps = [(o - r)[mine] for o, r, mine in zip(old, rollout, tokens, strict=True)]
     return Comparison.of(np.concatenate(gaps) if gaps else np.zeros(0))
 
@@ -118,9 +119,9 @@ def _of_turn(turn: Turn, since: int) -> list[bool]:
 
 @contextlib.contextmanager
 def through_gate(check: AgreementCheck, gate: StepCancellation) -> Iterator[AgreementCheck]:
-    """A check that closes a gate where it would raise, and raises when the update has been given up.
+    """Yield a check that closes the gate instead of raising, and raise once the update has been cancelled.
 
-    For processes that update together: the others wait at the gate for one that leaves by itself.
+    For processes that update together: the others wait at the gate for a process that raises by itself.
     """
     refusals: list[JaxAgentRLError] = []
 

@@ -1,4 +1,4 @@
-"""Off-policy correction: what to do where the rollout's log-probs are not the learner's.
+"""Off-policy correction where the rollout's log-probs differ from the learner's.
 
 The engine may compute in another precision or program, or have sampled from older weights. ``delta`` is always
 ``old - rollout``, the log of the learner's probability (before the update) over the engine's. Shapes: per trajectory S
@@ -31,10 +31,12 @@ class Correction:
 def correct(
     config: RolloutCorrectionConfig, old: PerTerm, rollout: PerTerm, active: Sequence[np.ndarray]
 ) -> Correction:
-    """Weights, rejections and metrics of a step.
+    """Compute the weights, rejections and metrics of a step.
 
     Args:
-        old, rollout: log-probs float64 [S] per trajectory.
+        config: which weights and rejections.
+        old: the learner's log-probs, float64 [S] per trajectory.
+        rollout: the engine's.
         active: bool [S], terms not masked by a filter; only they count.
     """
     deltas = [np.clip(o - r, -LIMIT, LIMIT) for o, r in zip(old, rollout, strict=True)]
@@ -56,7 +58,7 @@ def correct(
 
 
 def importance_weights(level: str, deltas: PerTerm, active: Sequence[np.ndarray]) -> PerTerm:
-    """``exp(delta)`` per token, or the exponential of its sum over the trajectory (``sequence``) for all its tokens.
+    """Return ``exp(delta)`` per token, or for all tokens of a trajectory that of its sum (``sequence``).
 
     References: Yao et al. 2025, Your Efficient RL Framework Secretly Brings You Off-Policy RL Training.
     """
@@ -67,7 +69,7 @@ def importance_weights(level: str, deltas: PerTerm, active: Sequence[np.ndarray]
 
 
 def truncate(weights: PerTerm, threshold: float | Bounds) -> PerTerm:
-    """One number: larger weights become it (TIS). Two: weights outside become 0 (IcePop)."""
+    """Truncate weights to one threshold (TIS), or zero those outside of two (IcePop)."""
     if isinstance(threshold, tuple):
         low, high = threshold
         return [np.where((w >= low) & (w <= high), w, 0.0) for w in weights]
@@ -75,7 +77,7 @@ def truncate(weights: PerTerm, threshold: float | Bounds) -> PerTerm:
 
 
 def normalize(level: str, weights: PerTerm, active: Sequence[np.ndarray]) -> PerTerm:
-    """Divides by the mean over active tokens, or for ``sequence`` over trajectories that have any."""
+    """Divide by the mean over active tokens, or for ``sequence`` over trajectories that have any."""
     inside = [w[mask] for w, mask in zip(weights, active, strict=True)]
     values = np.concatenate(inside) if level == "token" else np.array([w[0] for w in inside if len(w)])
     mean = values.mean() if len(values) else 1.0
@@ -85,7 +87,7 @@ def normalize(level: str, weights: PerTerm, active: Sequence[np.ndarray]) -> Per
 def reject(
     rules: Sequence[str], thresholds: Sequence[float | Bounds], deltas: PerTerm, active: Sequence[np.ndarray]
 ) -> list[np.ndarray]:
-    """The active terms that pass every rule, bool [S].
+    """Return the active terms that pass every rule, bool [S].
 
     A rule is ``<level>_<estimator>``: the estimator k1 ``-delta``, k2 ``delta^2 / 2`` or k3 ``exp(delta) - 1 - delta``,
     of each token, or its sum, mean or maximum over the trajectory. A k1 threshold bounds the exponential, from both
@@ -132,7 +134,7 @@ def _over(level: str, values: np.ndarray, mask: np.ndarray) -> np.ndarray | floa
 
 
 def mismatch(old: PerTerm, rollout: PerTerm, active: Sequence[np.ndarray]) -> dict[str, float]:
-    """How far the two policies are apart, over the active tokens.
+    """Measure how far the two policies are apart, over the active tokens.
 
     Both directions of KL by k1 and k3 (``rollout_kl``: from the rollout's policy, whose samples these are, so the
     other, ``reverse_kl``, is weighted by the ratio), the mean ratio of perplexities, and the largest difference.
@@ -153,18 +155,23 @@ def mismatch(old: PerTerm, rollout: PerTerm, active: Sequence[np.ndarray]) -> di
 
 
 def behaviour_weights(cap: float, old: PerTerm, rollout: PerTerm, active: Sequence[np.ndarray]) -> dict[str, float]:
-    """Metrics of the weights that ``policy_loss.loss_mode: decoupled`` brings itself, named as those of ``rollout_is``.
+    """Return metrics of the weights within ``policy_loss.loss_mode: decoupled``, named as those of ``rollout_is``.
 
     Args:
         cap: tokens above it are left out.
+        old: the learner's log-probs, float64 [S] per trajectory.
+        rollout: the engine's.
+        active: bool [S].
     """
     raw = [np.exp(np.clip(o - r, -LIMIT, LIMIT)) for o, r in zip(old, rollout, strict=True)]
     return _weight_metrics(raw, [np.where(weights > cap, 0.0, weights) for weights in raw], active)
 
 
 def _weight_metrics(raw: PerTerm, truncated: PerTerm, active: Sequence[np.ndarray]) -> dict[str, float]:
-    """Statistics over the active terms: extremes of the raw weights; mean, deviation and effective sample size (as a
-    share of the terms; 0 if every weight is 0) of those that multiply the loss.
+    """Return statistics over the active terms.
+
+    Extremes are of the raw weights; mean, deviation and effective sample size (as a share of the terms; 0 if every
+    weight is 0) of those that multiply the loss.
 
     References: Kish 1965, Survey Sampling, for the effective sample size.
     """

@@ -6,15 +6,15 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jax_agent_rl.learner.encode_images import encode_images
-from jax_agent_rl.learner.losses.value import clipped_value
+from jax_agent_rl.learner.image_packing import encode_images
+from jax_agent_rl.learner.losses.terms import changed
 from jax_agent_rl.learner.optimized_params import Arrays, Statistics
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.decoder import hidden_states
 
 
 def critic_params(params: Params) -> Params:
-    """A language model's parameters as a critic's: its output head is replaced by a value head of zeros.
+    """Return a language model's parameters with its output head replaced by a value head of zeros.
 
     With zeros every value is 0 at first, so the first advantages are those of plain returns instead of noise.
     """
@@ -24,7 +24,7 @@ def critic_params(params: Params) -> Params:
 
 
 def critic_shapes(model: DecoderConfig) -> Params:
-    """Shape of every parameter of the critic."""
+    """Return the shape of every parameter of the critic."""
     shapes = {name: shape for name, shape in model.parameter_shapes().items() if name != "lm_head"}
     return shapes | {"value_head": (model.hidden_size,)}
 
@@ -32,7 +32,7 @@ def critic_shapes(model: DecoderConfig) -> Params:
 def state_values(
     model: DecoderConfig, params: Params, batch: Arrays, *, remat: str, mesh: Mesh | None = None
 ) -> jax.Array:
-    """Value of the state after every token, float32 [R, T]."""
+    """Return the value of the state after every token, float32 [R, T]."""
     hidden = hidden_states(
         model,
         params,
@@ -49,7 +49,7 @@ def state_values(
 def value_loss(
     model: DecoderConfig, params: Params, batch: Arrays, *, cliprange: float, remat: str, mesh: Mesh | None = None
 ) -> tuple[jax.Array, Statistics]:
-    """The micro-batch's share of the clipped value loss, and statistics as :class:`Trainable` wants them.
+    """Return the micro-batch's share of the clipped value loss, and statistics for :class:`UpdatePrograms`.
 
     The value of a term is that of the state its token was sampled in, its parent's.
     """
@@ -73,3 +73,16 @@ def value_loss(
         "max": {},
     }
     return total, jax.lax.stop_gradient(statistics)
+
+
+def clipped_value(
+    values: jax.Array, old_values: jax.Array, returns: jax.Array, cliprange: float
+) -> tuple[jax.Array, jax.Array]:
+    """Return ``max((v - R)^2, (clip(v, old - c, old + c) - R)^2) / 2`` per term, and 1.0 where clipping raises it.
+
+    References: PPO's value clipping, as in Engstrom et al. 2020, Implementation Matters, arXiv 2005.12729.
+    """
+    plain = jnp.square(values - returns)
+    clipped = jnp.square(jnp.clip(values, old_values - cliprange, old_values + cliprange) - returns)
+    loss = jnp.maximum(plain, clipped)
+    return loss / 2, changed(loss, plain)

@@ -29,10 +29,11 @@ PerTerm = list[np.ndarray]
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:
-    """What the learner's models say about a step before it is trained on; None where nothing reads it.
+    """Scores of a step before it is trained on; None where nothing reads them.
 
     Attributes:
-        old, ref: log-probs per sampled token, float64 [S] per trajectory.
+        old: log-probs per sampled token before the update, float64 [S] per trajectory.
+        ref: those of the reference.
         values: float64 [L + 1] per trajectory, see :class:`~jax_agent_rl.learner.scored_batch.ScoredBatch`.
     """
 
@@ -60,7 +61,7 @@ class Experience:
     metrics: dict[str, float]
 
     def comparison(self, bypass: bool) -> Comparison | None:
-        """Engine and learner on every token that can be compared; None where no pass has scored them yet.
+        """Compare engine and learner on every comparable token; None if no pass has scored them yet.
 
         Args:
             bypass: the old log-probs are the rollout's.
@@ -70,8 +71,13 @@ class Experience:
         tokens = [mine > 0 for mine in self.terms["comparable"]]
         return compare(self.terms["old_logprob"], self.terms["rollout_logprob"], tokens)
 
+    def inactive(self, groups: Sequence[Group]) -> frozenset[str]:
+        """Return the ids of trajectories without an active token."""
+        trajectories = (t for group in groups for t in group.trajectories)
+        return frozenset(t.trajectory_id for t, mask in zip(trajectories, self.active, strict=True) if not mask.any())
+
     def by_trajectory(self, groups: Sequence[Group]) -> dict[str, dict[str, np.ndarray]]:
-        """What each trajectory's tokens were worth, for the log; see ``UpdateResult.tokens``."""
+        """Return numbers per token of each active trajectory, for the log; see ``UpdateResult.tokens``."""
         named = {"advantages": "advantage", "old_logprobs": "old_logprob"}
         trajectories = (t for group in groups for t in group.trajectories)
         return {
@@ -90,9 +96,12 @@ def build_experience(
     masked: Collection[str],
     since: int = 0,
 ) -> Experience:
-    """Everything the losses need that is not a function of the current parameters.
+    """Compute what the losses need and what does not depend on the current parameters.
 
     Args:
+        groups: of the step.
+        config: estimator, corrections and KL.
+        scores: of the learner's models.
         kl_coef: the controller's current coefficient, for KL in the reward.
         masked: ids of trajectories whose rewards count in baselines and whose tokens are not trained on.
         since: first policy version of the parameters that score; tokens of older ones cannot be compared.
@@ -135,7 +144,7 @@ def build_experience(
 def scores_of_contexts(
     groups: Sequence[Group], score: Callable[[Sequence[Sequence[int]]], list[np.ndarray]]
 ) -> PerTerm:
-    """Log-probs of every trajectory's trained tokens, from a function of whole contexts, see ``Learner.score_by``."""
+    """Return the log-probs of every trajectory's trained tokens, from a function of whole contexts."""
     trajectories = [t for g in groups for t in g.trajectories]
     sequences = [s for t in trajectories for s in t.sequences]
     scored = iter(score([s.prompt_ids + s.response_ids for s in sequences]))
@@ -150,8 +159,9 @@ def scores_of_contexts(
 def _rollout_logprobs(
     trajectories: Sequence[Trajectory], sampled: Sequence[np.ndarray], old: PerTerm | None
 ) -> PerTerm:
-    """What the engine reported. For observations, which nobody sampled, the learner's own (if known, else NaN), so
-    that they are never off-policy.
+    """Return the engine's log-probs.
+
+    Observations were not sampled: they get the learner's own (NaN if unknown), so that they are never off-policy.
     """
     rollout = []
     for number, (trajectory, at) in enumerate(zip(trajectories, sampled, strict=True)):
@@ -162,15 +172,15 @@ def _rollout_logprobs(
 
 
 def mini_batch_terms(
-    made: Experience, which: slice, config: AlgorithmConfig, *, kl_coef: float
+    experience: Experience, members: slice, config: AlgorithmConfig, *, kl_coef: float
 ) -> tuple[dict[str, PerTerm], dict[str, PerTerm]]:
-    """Terms of the policy's and the critic's batch of one optimizer update, over trajectories ``which``."""
-    active = made.active[which]
+    """Return the terms of the policy's and the critic's batch of one optimizer update, over some trajectories."""
+    active = experience.active[members]
     weights = term_weights(config.loss_agg_mode, active, config.loss_scale_factor)
-    policy = {name: values[which] for name, values in made.terms.items()} | {"weight": weights}
+    policy = {name: values[members] for name, values in experience.terms.items()} | {"weight": weights}
     if "ref_logprob" in policy:
         policy["kl_weight"] = [kl_coef * weight for weight in weights]
-    critic = {name: values[which] for name, values in made.value_terms.items()}
+    critic = {name: values[members] for name, values in experience.value_terms.items()}
     if critic:
         critic["weight"] = term_weights("token-mean", active)
     return policy, critic

@@ -1,4 +1,4 @@
-"""The learner's parameters as safetensors files for an engine in another process, with a proof to check them by."""
+"""The learner's parameters as safetensors files for engines in other processes, with log-probs to verify them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class WeightFiles:
 
     Args:
         config: the model.
-        probe_ids: sequences whose log-probs prove that an engine took the weights rightly; any text will do.
+        probe_ids: sequences whose log-probs prove that an engine loaded the weights correctly; any text will do.
         folder: where to make the folder; None: shared memory (``/dev/shm``) where there is some, so that no byte goes
             to a disk, else the temporary folder.
         shard_bytes: most bytes per file: that much host memory is needed besides.
@@ -57,7 +57,7 @@ class WeightFiles:
         self._logprobs = jax.jit(_logprobs, static_argnums=0)
 
     def write(self, params: Params, version: int) -> list[str]:
-        """Writes all parameters; the files of the version before are removed. Returns paths.
+        """Write all parameters, remove the files of the version before, and return the paths.
 
         A file appears under its name when it is whole.
 
@@ -84,7 +84,7 @@ class WeightFiles:
         return paths
 
     def probe(self, params: Params) -> LogprobProbe:
-        """What the learner's own forward pass says of the probe sequences."""
+        """Score the probe sequences by the learner's own forward pass."""
         rows = [
             tuple(np.asarray(self._logprobs(self._config, params, jnp.asarray(ids, jnp.int32))).tolist())
             for ids in self._probe_ids
@@ -92,7 +92,7 @@ class WeightFiles:
         return LogprobProbe(ids=self._probe_ids, log_probs=tuple(rows))
 
     def close(self) -> None:
-        """Removes the folder."""
+        """Remove the folder."""
         tempdirs.remove_folder(self._folder)
 
     def _clear(self) -> None:

@@ -1,9 +1,9 @@
-"""Pictures of packed rows. Shapes: R rows, T tokens, P patches, N features (P / merge_size²), D hidden.
+"""Images of packed rows. Shapes: R rows, T tokens, P patches, N features (P / merge_size²), D hidden.
 
-Trajectories carry pictures as tools made them; here they are cut into what the tower reads, whoever sampled them (in
-verl's words ``return_multi_modal_inputs: false``). A row holds every distinct picture once, however many of its
+Trajectories carry images as tools made them; here they are cut into what the tower reads, whoever sampled them (in
+verl's words ``return_multi_modal_inputs: false``). A row holds every distinct image once, however many of its
 trajectories show it. Its patches lie one after another, padded to one of two sizes, so that there are few programs;
-rows without pictures are those of a model of text.
+rows without images are those of a model of text.
 """
 
 from __future__ import annotations
@@ -14,23 +14,26 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import numpy as np
+from jax.sharding import Mesh
 
 from jax_agent_rl.config import LearnerConfig
 from jax_agent_rl.errors import ConfigError
-from jax_agent_rl.models.config import VisionConfig
+from jax_agent_rl.learner.optimized_params import Arrays
+from jax_agent_rl.models.config import DecoderConfig, Params, VisionConfig
 from jax_agent_rl.models.vision.context import ImageKeys, MultimodalContext, VisionProcessor
 from jax_agent_rl.models.vision.image_processor import ProcessedImage
-from jax_agent_rl.models.vision.layout import Layout, layout
+from jax_agent_rl.models.vision.layout import ImageInputs, Layout, layout
+from jax_agent_rl.models.vision.tower import features
 from jax_agent_rl.types import Trajectory
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ImagePacking:
-    """How a learner's rows see.
+    """How packed rows hold images.
 
     Attributes:
         vision_processor: the model's.
-        row_patches: most patches of a row.
+        row_patches: maximum patches of a row.
     """
 
     vision_processor: VisionProcessor
@@ -38,22 +41,22 @@ class ImagePacking:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """To which patches are padded: a quarter of a row's most, and all, in whole windows."""
+        """Padded numbers of patches: a quarter of a row's most, and all, in whole windows."""
         window = self.vision_processor.vision.window_patches
         return tuple(sorted({-(-self.row_patches // part // window) * window for part in (4, 1)}))
 
 
 def image_packing(vision_processor: VisionProcessor | None, config: LearnerConfig) -> ImagePacking | None:
-    """None for a model of text.
+    """Return how a learner's rows hold images; None for a text model.
 
     Raises:
-        ConfigError: tokens of a row lie on several devices: a picture's must be together.
+        ConfigError: tokens of a row lie on several devices, and those of an image must not.
     """
     if vision_processor is None:
         return None
     if config.mesh.context > 1:
         raise ConfigError(
-            f"learner.mesh.context={config.mesh.context} splits rows within pictures, which this learner cannot do; "
+            f"learner.mesh.context={config.mesh.context} splits rows within images, which this learner cannot do; "
             "set learner.mesh.context=1 and split over fsdp or tensor"
         )
     most = config.pack_length * vision_processor.vision.merge_size**2  # a token for each feature
@@ -62,24 +65,24 @@ def image_packing(vision_processor: VisionProcessor | None, config: LearnerConfi
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RowImages:
-    """The pictures of R rows.
+    """The images of R rows.
 
     Attributes:
-        pictures: of each row.
+        images: of each row.
         feature_index: int32 [R, T], which of its row's features takes a token's place; -1 for text.
         rope_positions: int32 [R, T, 3].
         vision_processor: what they are for.
     """
 
-    pictures: tuple[tuple[ProcessedImage, ...], ...]
+    images: tuple[tuple[ProcessedImage, ...], ...]
     feature_index: np.ndarray
     rope_positions: np.ndarray
     vision_processor: ImagePacking
 
     def micro_batch(self, begin: int, rows: int) -> dict[str, np.ndarray]:
-        """Arrays of ``rows`` rows from ``begin`` on, padded with empty ones; none if they show nothing."""
-        mine = self.pictures[begin : begin + rows]
-        most = max(sum(len(picture.patches) for picture in row) for row in mine)
+        """Return arrays of ``rows`` rows from ``begin`` on, padded with empty ones; none if they hold no image."""
+        mine = self.images[begin : begin + rows]
+        most = max(sum(len(image.patches) for image in row) for row in mine)
         if not most:
             return {}
         size = next(size for size in self.vision_processor.sizes if size >= most)
@@ -93,7 +96,7 @@ class RowImages:
 
 
 def blanks(micro_batch: Mapping[str, np.ndarray], vision_processor: ImagePacking) -> Iterator[dict[str, np.ndarray]]:
-    """A micro-batch without weight and without pictures, in every shape that pictures give to one."""
+    """Yield a weightless micro-batch without images, in every shape that images give it."""
     weightless = {"term_weight": np.zeros_like(micro_batch["term_weight"])} if "term_weight" in micro_batch else {}
     text = {name: value for name, value in micro_batch.items() if name not in _SHOWN} | weightless
     yield text
@@ -114,8 +117,8 @@ _SHOWN = ("patches", "feature_index", "rope_positions", *(f"patch_{name}" for na
 def _arrays(
     vision: VisionConfig, rows: Sequence[Sequence[ProcessedImage]], size: int, **arrays: np.ndarray
 ) -> dict[str, np.ndarray]:
-    """With the rows' patches [R, P, patch_dim] and their layout."""
-    layouts = [layout(vision, [picture.grid for picture in row], size) for row in rows]
+    """Add the rows' patches [R, P, patch_dim] and their layout."""
+    layouts = [layout(vision, [image.grid for image in row], size) for row in rows]
     stacked = Layout(*map(np.stack, zip(*layouts, strict=True)))
     return {
         **arrays,
@@ -125,14 +128,14 @@ def _arrays(
 
 
 class ImagePacker:
-    """The pictures of all sequences of a batch while rows are made of them.
+    """The images of all sequences of a batch while rows are made of them.
 
     Args:
         vision_processor: what they are for.
         sequences: in order.
 
     Raises:
-        ValueError: a picture cannot be shown, or a sequence has more patches than a row may have.
+        ValueError: an image cannot be processed, or a sequence has more patches than a row may have.
     """
 
     def __init__(self, vision_processor: ImagePacking, sequences: Sequence[Trajectory]) -> None:
@@ -141,31 +144,31 @@ class ImagePacker:
             self._shown = list(pool.map(functools.partial(_show, vision_processor.vision_processor), sequences))
         names = ImageKeys()
         self.keys = [names.keys(multimodal) for multimodal in self._shown]
-        """For each sequence its ids, int32 [n], in which pictures have names: see ``ImageKeys.keys``."""
-        distinct = {picture.digest: picture for multimodal in self._shown for picture in multimodal.pictures}
-        self._pictures = list(distinct.values())  # in order of their names
+        """For each sequence its ids, int32 [n], in which images have names: see ``ImageKeys.keys``."""
+        distinct = {image.digest: image for multimodal in self._shown for image in multimodal.pictures}
+        self._images = list(distinct.values())  # in order of their names
         numbers = {digest: number for number, digest in enumerate(distinct)}
         self._members = [np.array(sorted({numbers[p.digest] for p in s.pictures}), np.int64) for s in self._shown]
-        self._sizes = np.array([len(picture.patches) for picture in self._pictures], np.int64)
+        self._sizes = np.array([len(image.patches) for image in self._images], np.int64)
         self._features = self._sizes // vision_processor.vision_processor.vision.merge_size**2
-        self._first = np.cumsum(self._features) - self._features  # name of each picture's first feature
-        self._there = np.zeros((len(sequences), len(self._pictures)), bool)  # [rows, pictures]
+        self._first = np.cumsum(self._features) - self._features  # name of each image's first feature
+        self._there = np.zeros((len(sequences), len(self._images)), bool)  # [rows, images]
         for sequence, members in zip(sequences, self._members, strict=True):
             if (need := int(self._sizes[members].sum())) > vision_processor.row_patches:
                 raise ValueError(
-                    f"trajectory {sequence.trajectory_id} shows pictures of {need} patches, a row takes "
+                    f"trajectory {sequence.trajectory_id} shows images of {need} patches, a row takes "
                     f"{vision_processor.row_patches}; set learner.row_patches >= {need}, or lower model.max_pixels"
                 )
 
     def has_room(self, which: int, rows: int) -> np.ndarray:
-        """Bool [rows]: where a sequence's pictures fit beside those that are there."""
+        """Return bool [rows]: where a sequence's images fit beside those already in the row."""
         members = self._members[which]
         there = self._there[:rows]
         new = ~there[:, members] @ self._sizes[members]
         return there @ self._sizes + new <= self._vision_processor.row_patches
 
     def add(self, which: int, row: int) -> None:
-        """A sequence was put into a row."""
+        """Put a sequence into a row."""
         self._there[row, self._members[which]] = True
 
     def lay_out(
@@ -175,48 +178,48 @@ class ImagePacker:
         members: Sequence[Sequence[int]],
         paths: Sequence[Sequence[np.ndarray]],
     ) -> RowImages:
-        """The pictures of finished rows.
+        """Return the images of finished rows.
 
         Args:
-            keys: int32 [R, T], nodes; names where pictures stand.
+            keys: int32 [R, T], nodes; names where images stand.
             positions: int32 [R, T], as of text.
             members: for each row its sequences.
             paths: for each of those its nodes, int64 [n].
         """
         index = np.full(keys.shape, -1, np.int32)
         rope = np.repeat(positions[..., None], 3, axis=2)
-        pictures = []
+        images = []
         for row, (sequences, nodes) in enumerate(zip(members, paths, strict=True)):
             there = np.flatnonzero(self._there[row])
-            begin = np.zeros(len(self._first), np.int64)  # of each picture's features among the row's
+            begin = np.zeros(len(self._first), np.int64)  # of each image's features among the row's
             begin[there] = np.cumsum(self._features[there]) - self._features[there]
             multimodal = keys[row] < 0
             names = -1 - keys[row, multimodal]
-            picture = self._of(names)
-            index[row, multimodal] = begin[picture] + names - self._first[picture]
+            image = self._of(names)
+            index[row, multimodal] = begin[image] + names - self._first[image]
             for which, path in zip(sequences, nodes, strict=True):
                 rope[row, path] = self._shown[which].positions
-            pictures.append(tuple(self._pictures[number] for number in there))
+            images.append(tuple(self._images[number] for number in there))
         return RowImages(
-            pictures=tuple(pictures), feature_index=index, rope_positions=rope, vision_processor=self._vision_processor
+            images=tuple(images), feature_index=index, rope_positions=rope, vision_processor=self._vision_processor
         )
 
     def ids(self, keys: np.ndarray) -> np.ndarray:
-        """int32: keys as the ids they are, placeholders where pictures stand."""
+        """Return keys as ids, int32, with placeholders where images stand."""
         placeholders = np.array(
-            [self._vision_processor.vision_processor.vision.placeholders[p.kind] for p in self._pictures], np.int32
+            [self._vision_processor.vision_processor.vision.placeholders[p.kind] for p in self._images], np.int32
         )
         ids = keys.copy()
         ids[keys < 0] = placeholders[self._of(-1 - keys[keys < 0])]
         return ids
 
     def _of(self, names: np.ndarray) -> np.ndarray:
-        """Number of the picture that has a feature of this name."""
+        """Return the number of the image that has a feature of this name."""
         return np.searchsorted(self._first, names, side="right") - 1
 
 
 def _show(vision_processor: VisionProcessor, sequence: Trajectory) -> MultimodalContext:
-    """A placeholder that was sampled is text."""
+    """Process the images of a sequence; a sampled placeholder is text."""
     ids = np.asarray(sequence.prompt_ids + sequence.response_ids, np.int32)
     sampled = np.concatenate([np.zeros(len(sequence.prompt_ids), bool), np.asarray(sequence.response_mask, bool)])
     try:
@@ -226,12 +229,24 @@ def _show(vision_processor: VisionProcessor, sequence: Trajectory) -> Multimodal
     return replace(multimodal, ids=ids)
 
 
-def _joined(vision: VisionConfig, pictures: Sequence[ProcessedImage]) -> np.ndarray:
-    """float32 [P, patch_dim]."""
-    return np.concatenate([np.zeros((0, vision.patch_dim), np.float32), *(picture.patches for picture in pictures)])
+def _joined(vision: VisionConfig, images: Sequence[ProcessedImage]) -> np.ndarray:
+    """Concatenate the images' patches, float32 [P, patch_dim]."""
+    return np.concatenate([np.zeros((0, vision.patch_dim), np.float32), *(image.patches for image in images)])
 
 
 def _padded(array: np.ndarray, length: int, value: float) -> np.ndarray:
-    """With ``value`` along the first axis up to ``length``."""
+    """Pad the first axis with ``value`` to ``length``."""
     padding = [(0, length - len(array))] + [(0, 0)] * (array.ndim - 1)
     return np.pad(array, padding, constant_values=value)
+
+
+def encode_images(
+    config: DecoderConfig, params: Params, batch: Arrays, *, remat: str, mesh: Mesh | None
+) -> ImageInputs | None:
+    """Encode a micro-batch's images inside the differentiated program; None if it holds none."""
+    if "patches" not in batch:
+        return None
+    assert config.vision is not None  # a model of text is given no images
+    layout = Layout(*(batch[f"patch_{name}"] for name in Layout._fields))
+    found = features(config.vision, params["vision"], batch["patches"], layout, remat=remat, mesh=mesh)
+    return ImageInputs(batch["rope_positions"], found, batch["feature_index"])

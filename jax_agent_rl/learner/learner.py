@@ -2,12 +2,17 @@
 
 ::
 
-    groups ─► pack ─► score (old, reference, values: only what is read) ─► experience: advantages, weights (numpy)
-           ─► for each epoch and mini-batch (by prompt):  critic: micro-batches, AdamW
-                                                          policy: micro-batches, AdamW
+    groups ─► pack ────► mini-batches of packed rows, whole prompts each                 scoring.Scorer, batch
+           ─► score ───► old and reference log-probs, values (only what is read)         scoring.Scorer
+           ─► build ───► Experience: advantages, corrections, active tokens (numpy)      experience
+           ─► for each epoch and mini-batch, the critic first, then the policy:
+                terms ─────► Batch: what each token contributes to the loss              experience
+                gradients ─► sums over micro-batches of fixed shape                      optimized_params
+                apply ─────► clip, AdamW; a non-finite gradient changes nothing          optimizer
+           ─► UpdateResult                                                               metrics
 
-Gradients are accumulated over micro-batches of fixed shape, so the number of trajectories may vary from step to step
-without a new compilation. Nothing here knows about engines, tools or asyncio.
+``programs`` compiles what the stages run: the losses of ``objective`` and ``critic``, and the scoring passes.
+Micro-batches have a fixed shape, so another number of trajectories compiles nothing.
 """
 
 from __future__ import annotations
@@ -17,18 +22,16 @@ import functools
 import itertools
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import jax
 import numpy as np
 
 from jax_agent_rl.config import AlgorithmConfig, CriticConfig, LearnerConfig
 from jax_agent_rl.errors import NonFiniteError
-from jax_agent_rl.learner.batch import Batch, Sharing, pack
+from jax_agent_rl.learner.batch import Batch
 from jax_agent_rl.learner.cancellation import StepCancellation
-from jax_agent_rl.learner.comparison import UNCHECKED, AgreementCheck, unread
+from jax_agent_rl.learner.comparison import UNCHECKED, AgreementCheck, ignore_statistics
 from jax_agent_rl.learner.critic import critic_params
 from jax_agent_rl.learner.experience import (
     Experience,
@@ -38,57 +41,38 @@ from jax_agent_rl.learner.experience import (
     mini_batch_terms,
     scores_of_contexts,
 )
-from jax_agent_rl.learner.image_packing import blanks, image_packing
-from jax_agent_rl.learner.losses.covariance import CHOOSE
+from jax_agent_rl.learner.image_packing import image_packing
+from jax_agent_rl.learner.losses.covariance import SELECTORS, select_terms
 from jax_agent_rl.learner.losses.kl import AdaptiveKL
-from jax_agent_rl.learner.metrics import Record, step_metrics
-from jax_agent_rl.learner.optimized_params import Arrays, OptimizedParams
+from jax_agent_rl.learner.metrics import UpdateRecord, UpdateResult, step_metrics
+from jax_agent_rl.learner.optimized_params import HostState, LearnerState, OptimizedParams
+from jax_agent_rl.learner.optimizer import learning_rate, undo_update
 from jax_agent_rl.learner.parameterization import Parameterization
 from jax_agent_rl.learner.programs import LearnerPrograms
-from jax_agent_rl.learner.schedule import learning_rate
-from jax_agent_rl.learner.scored_batch import mini_batches
-from jax_agent_rl.learner.state import KeptState, LearnerState, UpdateResult
-from jax_agent_rl.learner.undo import undone
+from jax_agent_rl.learner.scoring import MiniBatch, ScoreContexts, Scorer, Weights
 from jax_agent_rl.models import stored
 from jax_agent_rl.models.config import DecoderConfig, Params
-from jax_agent_rl.models.sharding import make_mesh, place, replicated, row_sharding, row_shards
+from jax_agent_rl.models.sharding import make_mesh, place, replicated
 from jax_agent_rl.models.vision.context import VisionProcessor
 from jax_agent_rl.types import Group
 
 logger = logging.getLogger(__name__)
-ScoreContexts = Callable[[Params, Sequence[Sequence[int]]], list[np.ndarray]]
-"""For each context of n ids float32 [n - 1]: the log-prob of every id but the first."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _MiniBatch:
-    """Trajectories of one optimizer update; ``which`` are their numbers in the step."""
-
-    batch: Batch
-    sharing: Sharing
-    which: slice
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Batches:
-    """The batch of one update with the terms of each model's loss."""
-
-    of_policy: Batch
-    of_critic: Batch
 
 
 class Learner:
-    """Owns the policy, with adv_estimator gae a critic, and with a KL term the reference policy.
+    """The policy and its optimizer; with adv_estimator gae a critic, with a KL term the reference policy.
 
     Args:
         model: the model's hyperparameters.
-        params: initial parameters; copied. They are also the reference's.
+        params: initial parameters of policy and reference; copied.
+        algorithm: advantages, losses and corrections.
+        config: batching, precision and the policy's optimizer.
         temperature: the rollout's sampling temperature.
         critic: the critic's optimizer.
         critic_init: a language model to start the critic from; the policy if None.
-        score_by: what computes old log-probs; the learner's own packed passes if None.
-        vision_processor: how the model sees; None where trajectories show nothing.
-        total_steps: training steps of the run, over which a learning rate decays; None where none does.
+        score_by: computes old log-probs; the learner's own packed passes if None.
+        vision_processor: the model's image processor; None if trajectories hold no images.
+        total_steps: training steps of the run, over which a learning rate decays; None if unknown.
     """
 
     def __init__(
@@ -108,21 +92,14 @@ class Learner:
         self.model = model
         self._algorithm, self._config, self._critic_config = algorithm, config, critic or CriticConfig()
         self._mesh = make_mesh(config.mesh)
-        self._rows = config.micro_batch_size * row_shards(self._mesh)
         self._nonfinite_in_a_row = 0
         self._kl_coef, self._steps = float(np.float32(algorithm.kl.coef)), 0
-        self._score_by, self._vision_processor = score_by, image_packing(vision_processor, config)
-        self._pack = functools.partial(
-            pack,
-            pack_length=config.pack_length,
-            share_prefixes=config.share_prefixes,
-            vision_processor=self._vision_processor,
-        )
-        self._before: KeptState | None = None
-        self._inspect = unread
-        self._compiled: set[Any] = set()  # programs, for every number of patches
-        self._policy_waits = self._critic_config.critic_warmup if algorithm.adv_estimator == "gae" else 0
-        self._rate = learning_rate(config, None if total_steps is None else total_steps - self._policy_waits)
+        self._score_by = score_by
+        self._before: HostState | None = None
+        self._inspect = ignore_statistics
+        self._warmup_steps = self._critic_config.critic_warmup if algorithm.adv_estimator == "gae" else 0
+        self._rate = learning_rate(config, None if total_steps is None else total_steps - self._warmup_steps)
+        images = image_packing(vision_processor, config)
         policy = Parameterization.of(model, params, config, mesh=self._mesh)
         self._programs = LearnerPrograms.of(
             model,
@@ -135,8 +112,9 @@ class Learner:
             scored=score_by is not None,
         )
         self._objective = self._programs.objective
+        self._scorer = Scorer(self._programs, images)
         self._policy = OptimizedParams(policy.params, frozen=policy.frozen, programs=self._programs.policy)
-        self._whole = policy.whole
+        self._merge = policy.merge
         self._reference = policy.reference() if algorithm.kl.where != "none" else None
         self._critic: OptimizedParams | None = None
         if algorithm.adv_estimator == "gae":
@@ -147,9 +125,9 @@ class Learner:
 
     @property
     def state(self) -> LearnerState:
-        """For a checkpoint: after the last :meth:`update` that cannot be undone. The next one donates its buffers."""
+        """The state to checkpoint: after the last :meth:`update` that is final. The next one donates its buffers."""
         if (before := self._before) is not None:
-            return before.placed()
+            return before.on_device()
         numbers = (np.float32(self._kl_coef), np.int32(self._steps), np.int32(self._nonfinite_in_a_row))
         scalars = (place(x, replicated(self._mesh)) for x in numbers)
         return LearnerState(self._policy.state, self._critic and self._critic.state, *scalars)
@@ -164,25 +142,22 @@ class Learner:
 
     @property
     def params(self) -> Params:
-        """The policy's current parameters, on device; adapters are merged into the model.
-
-        Valid until the next :meth:`update`, which donates them.
-        """
-        return self._whole(*self._policy.weights)
+        """The policy's current parameters on device, adapters merged; valid until the next :meth:`update`."""
+        return self._merge(*self._policy.weights)
 
     def params_before(self) -> Params | None:
-        """:attr:`params` as they were before the last optimizer update, to rounding; None if there was none."""
-        rate = float(np.asarray(self._rate(max(self._steps - 1 - self._policy_waits, 0))))
-        before = undone(self._policy.state, self._config, rate=rate)
-        return None if before is None else self._whole(before, self._policy.frozen)
+        """Return :attr:`params` before the last optimizer update, to rounding; None if there was none."""
+        rate = float(np.asarray(self._rate(max(self._steps - 1 - self._warmup_steps, 0))))
+        before = undo_update(self._policy.state, self._config, rate=rate)
+        return None if before is None else self._merge(before, self._policy.frozen)
 
     def logprobs(self, groups: Sequence[Group]) -> PerTerm:
-        """For each trajectory log-probs of its tokens with loss under :attr:`params`, float64 [S]."""
-        batch, _ = self._pack([t for g in groups for t in g.trajectories])
-        return batch.of_terms(self._passes(self._programs.score, self._policy.weights, batch))
+        """Return each trajectory's log-probs of its tokens with loss under :attr:`params`, float64 [S]."""
+        batch = self._scorer.pack_one([t for g in groups for t in g.trajectories])
+        return self._scorer.logprobs(self._policy.weights, batch)
 
     def store(self, folder: str) -> str:
-        """Writes :attr:`params` to a version's folder, see ``models.stored``; returns the digest of its manifest.
+        """Write :attr:`params` to a version's folder (``models.stored``) and return the digest of its manifest.
 
         Raises:
             OSError: they cannot be written.
@@ -193,9 +168,8 @@ class Learner:
     @property
     def programs_compiled(self) -> int:
         """Distinct programs compiled so far; constant once warm."""
-        reading = (self._programs.score, self._programs.values, self._programs.route)
-        own = sum(f._cache_size() for f in reading)
-        return own + self._policy.programs_compiled + (self._critic.programs_compiled if self._critic else 0)
+        models = [model for model in (self._policy, self._critic) if model is not None]
+        return self._scorer.programs_compiled + sum(model.programs_compiled for model in models)
 
     def update(
         self,
@@ -206,57 +180,50 @@ class Learner:
         gate: StepCancellation | None = None,
         check: AgreementCheck = UNCHECKED,
     ) -> UpdateResult:
-        """Trains on groups: ``ppo_epochs`` times ``num_minibatches`` updates, each over an equal share of the prompts.
+        """Train on groups: ``ppo_epochs`` times ``num_minibatches`` updates, each over an equal share of the prompts.
 
         Args:
             groups: each with at least one trajectory.
             masked: ids of trajectories that count in baselines only.
             tick: called with (micro-batches done, total) for a progress display.
-            gate: closed by whoever wants the state before this call.
-            check: takes how engine and learner agree, before the first optimizer update.
+            gate: cancels the step for a caller that wants the state before it.
+            check: inspects the agreement of engine and learner before the first optimizer update.
 
         Raises:
-            UpdateAbandoned: the gate was closed; nothing has changed.
+            StepCancelled: the step was cancelled; nothing has changed.
             NonFiniteError: ``max_nonfinite_steps`` updates in a row were skipped; nothing else has changed.
         """
-        begin, gate = time.perf_counter(), gate or StepCancellation()
-        minis, made = self._prepare(groups, masked=masked, since=check.since)
-        self._inspect = check.before_update(made.comparison(self._objective.bypass))
-        with self._all_or_none(len(minis), gate):
-            policy, critic = self._train_all(minis, made, tick, gate)
+        begin, cancellation = time.perf_counter(), gate or StepCancellation()
+        minis, experience = self._prepare(groups, masked=masked, since=check.since)
+        self._inspect = check.before_update(experience.comparison(self._objective.bypass))
+        with self._all_or_nothing(len(minis), cancellation):
+            policy, critic = self._optimize(minis, experience, tick, cancellation)
         self._steps += 1
         skipped = not all(record.finite for record in (*policy, *critic))
-        self._control_kl(made, skipped)
+        self._control_kl(experience, skipped)
         metrics = step_metrics(policy, critic, [m.sharing for m in minis], seconds=time.perf_counter() - begin)
-        trajectories = (t for g in groups for t in g.trajectories)
-        inactive = {t.trajectory_id for t, mask in zip(trajectories, made.active, strict=True) if not mask.any()}
         return UpdateResult(
-            metrics=metrics | made.metrics | self._kl_metrics(made),
+            metrics=metrics | experience.metrics | self._kl_metrics(experience),
             skipped=skipped,
-            rejected=frozenset(inactive.difference(masked)),
-            tokens=made.by_trajectory(groups),
+            rejected=experience.inactive(groups).difference(masked),
+            tokens=experience.by_trajectory(groups),
         )
 
-    # --- preparation ------------------------------------------------------------------------------------------
+    # --- pack, score, build experience --------------------------------------------------------------------------
 
     def _prepare(
         self, groups: Sequence[Group], *, masked: Collection[str] = (), since: int = 0
-    ) -> tuple[list[_MiniBatch], Experience]:
-        """Packs mini-batches of whole prompts, scores them, and computes what the losses need."""
-        minis, begin = [], 0
-        for part in mini_batches(groups, self._config.num_minibatches):
-            trajectories = [t for group in part for t in group.trajectories]
-            batch, sharing = self._pack(trajectories)
-            which = slice(begin, begin + len(trajectories))
-            minis.append(_MiniBatch(batch=batch, sharing=sharing, which=which))
-            begin = which.stop
-        scores = self._scores(minis, groups)
-        return minis, build_experience(
+    ) -> tuple[list[MiniBatch], Experience]:
+        """Pack mini-batches, score them, and compute what the losses need of the step."""
+        minis = self._scorer.pack(groups)
+        scores = self._score(minis, groups)
+        experience = build_experience(
             groups, self._algorithm, scores, kl_coef=self._kl_coef, masked=masked, since=since
         )
+        return minis, experience
 
-    def _scores(self, minis: Sequence[_MiniBatch], groups: Sequence[Group]) -> Scores:
-        """Only what something will read: each is a forward pass."""
+    def _score(self, minis: Sequence[MiniBatch], groups: Sequence[Group]) -> Scores:
+        """Compute only the scores that something reads: each is a forward pass."""
         old = ref = values = None
         if self._score_by is not None:
             old = scores_of_contexts(groups, functools.partial(self._score_by, self.params))
@@ -265,131 +232,90 @@ class Learner:
         if self._reference is not None:
             ref = self._logprobs(minis, self._reference)
         if self._critic is not None:
-            run = functools.partial(self._passes, self._programs.values, self._critic.weights)
-            values = [v for m in minis for v in m.batch.of_states(run(m.batch))]
+            values = [v for mini in minis for v in self._scorer.values(self._critic.weights, mini.batch)]
         return Scores(old=old, ref=ref, values=values)
 
-    def _logprobs(self, minis: Sequence[_MiniBatch], weights: tuple[Params, Params]) -> PerTerm:
-        return [x for m in minis for x in m.batch.of_terms(self._passes(self._programs.score, weights, m.batch))]
+    def _logprobs(self, minis: Sequence[MiniBatch], weights: Weights) -> PerTerm:
+        return [x for mini in minis for x in self._scorer.logprobs(weights, mini.batch)]
 
-    def _passes(self, program: Callable[..., jax.Array], weights: tuple[Params, Params], batch: Batch) -> np.ndarray:
-        """Runs a program of (trained, frozen) weights over all rows of a batch's layout."""
-        layout = replace(batch, terms={})
-        for arrays in self._blanks(layout, program):
-            program(*weights, batch=arrays)
-        parts = [np.asarray(program(*weights, batch=arrays)) for arrays in self._place(layout)]
-        return np.concatenate(parts)[: batch.num_rows]
-
-    def _place(self, batch: Batch) -> Iterator[Arrays]:
-        for arrays in batch.micro_batches(self._rows):
-            yield self._placed(arrays)
-
-    def _placed(self, arrays: Mapping[str, np.ndarray]) -> Arrays:
-        return {name: place(value, row_sharding(self._mesh)) for name, value in arrays.items()}
-
-    def _blanks(self, batch: Batch, program: Any) -> Iterator[Arrays]:
-        """Micro-batches without weight, for a program that has its first batch: with them it is compiled for every
-        number of patches, and for none later.
-        """
-        if self._vision_processor is not None and program not in self._compiled:
-            self._compiled.add(program)
-            yield from map(self._placed, blanks(next(batch.micro_batches(self._rows)), self._vision_processor))
-
-    # --- optimizer updates -----------------------------------------------------------------------------------
+    # --- terms, gradients, apply --------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _all_or_none(self, minis: int, gate: StepCancellation) -> Iterator[None]:
-        """Around a step's updates. Where there are several, the state before them is kept in host memory."""
+    def _all_or_nothing(self, minis: int, cancellation: StepCancellation) -> Iterator[None]:
+        """Undo a step's updates if one fails; where there are several, host memory keeps the state before them."""
         if (minis * self._config.ppo_epochs == 1 and self._critic is None) or jax.process_count() > 1:
             yield
             return
-        self._before = KeptState.of(self.state)
+        self._before = HostState.of(self.state)
         try:
-            with gate.revocable():
+            with cancellation.revocable():
                 yield
         except BaseException:
-            self.state = self._before.placed()
+            self.state = self._before.on_device()
             raise
         finally:
             self._before = None
 
-    def _train_all(
-        self, minis: Sequence[_MiniBatch], made: Experience, tick: Callable[[int, int], None], gate: StepCancellation
-    ) -> tuple[list[Record], list[Record]]:
-        """All epochs and mini-batches; records of the policy's and of the critic's updates."""
-        warming_up = self._steps < self._policy_waits
+    def _optimize(
+        self,
+        minis: Sequence[MiniBatch],
+        experience: Experience,
+        tick: Callable[[int, int], None],
+        cancellation: StepCancellation,
+    ) -> tuple[list[UpdateRecord], list[UpdateRecord]]:
+        """Run all epochs and mini-batches; return records of the policy's and of the critic's updates."""
+        warming_up = self._steps < self._warmup_steps
         models = int(not warming_up) + int(self._critic is not None)
-        total = sum(-(-m.batch.num_rows // self._rows) for m in minis) * self._config.ppo_epochs * models
+        total = sum(-(-m.batch.num_rows // self._scorer.rows) for m in minis) * self._config.ppo_epochs * models
         done = itertools.count(1)
-        policy: list[Record] = []
-        critic: list[Record] = []
+        policy: list[UpdateRecord] = []
+        critic: list[UpdateRecord] = []
 
         def ticked() -> None:
-            gate.check()
+            cancellation.check()
             tick(next(done), total)
 
         for mini in [*minis] * self._config.ppo_epochs:
-            batches = self._with_terms(mini, made)
+            policy_batch, critic_batch = self._with_terms(mini, experience)
             if self._critic is not None:
-                critic += self._train(self._critic, batches.of_critic, ticked, gate)
+                critic += self._train(self._critic, critic_batch, ticked, cancellation)
             if not warming_up:
-                policy += self._train(self._policy, batches.of_policy, ticked, gate)
+                policy += self._train(self._policy, policy_batch, ticked, cancellation)
         return policy, critic
 
-    def _with_terms(self, mini: _MiniBatch, made: Experience) -> _Batches:
-        policy, critic = mini_batch_terms(made, mini.which, self._algorithm, kl_coef=self._kl_coef)
-        if self._algorithm.policy_loss.loss_mode in CHOOSE:
-            policy["chosen"] = self._choose(mini, made.active[mini.which], policy)
-        return _Batches(of_policy=mini.batch.with_terms(**policy), of_critic=mini.batch.with_terms(**critic))
-
-    def _choose(self, mini: _MiniBatch, active: Sequence[np.ndarray], terms: Mapping[str, PerTerm]) -> PerTerm:
-        """The terms a covariance loss singles out, over the whole mini-batch and under the current policy."""
-        current = self._logprobs([mini], self._policy.weights)
-        logprob, old, advantage = (
-            np.concatenate([v[m] for v, m in zip(values, active, strict=True)])
-            for values in (current, terms.get("old_logprob", current), terms["advantage"])
-        )
-        chosen = [np.zeros(len(mask)) for mask in active]
-        if len(logprob):
-            choose = CHOOSE[self._algorithm.policy_loss.loss_mode]
-            rng = np.random.default_rng(int(self._policy.state.updates))
-            picked = choose(logprob, old, advantage, self._objective.loss, rng)
-            parts = np.split(picked, np.cumsum([mask.sum() for mask in active])[:-1])
-            for own, mask, part in zip(chosen, active, parts, strict=True):
-                own[mask] = part
-        return chosen
+    def _with_terms(self, mini: MiniBatch, experience: Experience) -> tuple[Batch, Batch]:
+        """Return the mini-batch with the terms of the policy's loss, and with those of the critic's."""
+        policy, critic = mini_batch_terms(experience, mini.members, self._algorithm, kl_coef=self._kl_coef)
+        if self._algorithm.policy_loss.loss_mode in SELECTORS:
+            policy["chosen"] = select_terms(
+                self._logprobs([mini], self._policy.weights),
+                policy,
+                experience.active[mini.members],
+                self._objective.loss,
+                seed=int(self._policy.state.updates),
+            )
+        return mini.batch.with_terms(**policy), mini.batch.with_terms(**critic)
 
     def _train(
-        self, model: OptimizedParams, batch: Batch, tick: Callable[[], None], gate: StepCancellation
-    ) -> list[Record]:
-        """One update; none if no token of it is to be trained on (the optimizer's momentum would still move it)."""
+        self, model: OptimizedParams, batch: Batch, tick: Callable[[], None], cancellation: StepCancellation
+    ) -> list[UpdateRecord]:
+        """Run one update; none if no token of it is trained on (the optimizer's momentum would still move it)."""
         if not batch.terms["weight"].any():
             logger.warning("every token of an update was masked or rejected: it was skipped")
             return []
-        balance = self._balance(batch) if model is self._policy else {}
-        for arrays in self._blanks(batch, model):
+        is_policy = model is self._policy
+        balance = self._scorer.router_balance(model.weights, batch) if is_policy else {}
+        for arrays in self._scorer.blanks(batch, model):
             model.gradients([arrays | balance])
-        gradients, statistics = model.gradients((arrays | balance for arrays in self._place(batch)), tick)
-        if model is self._policy:
+        micro_batches = (arrays | balance for arrays in self._scorer.micro_batches(batch))
+        gradients, statistics = model.gradients(micro_batches, tick)
+        if is_policy:
             self._inspect(statistics)
-        waited = self._policy_waits if model is self._policy else 0
-        applied = model.apply(gradients, self._steps - waited, gate)
-        self._guard(applied.finite, applied.norm)
-        return [Record(statistics=statistics, **vars(applied))]
+        applied = model.apply(gradients, self._steps - self._warmup_steps * is_policy, cancellation)
+        self._count_nonfinite(applied.finite, applied.norm)
+        return [UpdateRecord(statistics=statistics, **vars(applied))]
 
-    def _balance(self, batch: Batch) -> Arrays:
-        """How the whole update's tokens are routed: the load-balancing loss is no plain sum over micro-batches."""
-        if not self._objective.router_aux_loss_coef:
-            return {}
-        parts = self._place(replace(batch, terms={}))
-        weights = self._policy.weights
-        chosen = sum(np.asarray(self._programs.route(*weights, batch=arrays), np.float64) for arrays in parts)
-        tokens = self.model.num_layers * batch.copies.sum()
-        numbers = {"router_share": np.float32(chosen / tokens), "router_tokens": np.float32(tokens)}
-        return {name: place(value, replicated(self._mesh)) for name, value in numbers.items()}
-
-    def _guard(self, finite: bool, norm: float) -> None:
-        """Counts updates skipped in a row."""
+    def _count_nonfinite(self, finite: bool, norm: float) -> None:
         if finite:
             self._nonfinite_in_a_row = 0
             return
@@ -402,17 +328,17 @@ class Learner:
                 "Lower learner.learning_rate, or look at the rewards of the last step in trajectories.jsonl"
             )
 
-    # --- distance to the reference ----------------------------------------------------------------------------
+    # --- KL to the reference ------------------------------------------------------------------------------------
 
-    def _control_kl(self, made: Experience, skipped: bool) -> None:
+    def _control_kl(self, experience: Experience, skipped: bool) -> None:
         kl = self._algorithm.kl
-        if kl.controller == "adaptive" and not skipped and np.isfinite(made.kl):
+        if kl.controller == "adaptive" and not skipped and np.isfinite(experience.kl):
             controller = AdaptiveKL(target=kl.target, horizon=kl.horizon)
             # Rounded to what a checkpoint keeps, so that a resumed run goes on with the very same number.
-            self._kl_coef = float(np.float32(controller.next(self._kl_coef, made.kl, len(made.active))))
+            self._kl_coef = float(np.float32(controller.next(self._kl_coef, experience.kl, len(experience.active))))
 
-    def _kl_metrics(self, made: Experience) -> dict[str, float]:
+    def _kl_metrics(self, experience: Experience) -> dict[str, float]:
         if self._reference is None:
             return {}
-        measured = {"kl_reference": made.kl} if np.isfinite(made.kl) else {}
+        measured = {"kl_reference": experience.kl} if np.isfinite(experience.kl) else {}
         return measured | {"kl_coef": self._kl_coef}

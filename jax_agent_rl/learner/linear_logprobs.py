@@ -42,6 +42,7 @@ def linear_logprobs(
         head: [V, D].
         ids: int32 [C, N].
         valid: bool [C, N]; a chunk in which nothing is valid costs nothing and gives zeros.
+        temperature: divides the logits.
         vocab_shards: parts the head's V axis is split into over devices; each then has its part of every block.
         kept_chunks: how many of the first chunks keep their N V logits for the backward pass.
 
@@ -104,7 +105,7 @@ def _backward(
     def of_normalizer(
         hidden: jax.Array, statistics: jax.Array, scores: jax.Array | None, d_blocks: jax.Array
     ) -> Arrays:
-        """Adds a chunk's part to d head [n, B, D]; also d hidden [N, D]. ``statistics`` [4, N]."""
+        """Add a chunk's part to d head [n, B, D]; also return d hidden [N, D]. ``statistics`` [4, N]."""
         d_logprob, d_entropy, entropy, normalizer = statistics[..., None]
 
         def one(d_hidden: jax.Array, part: tuple[Arrays, jax.Array | None, jax.Array]) -> Arrays:
@@ -138,7 +139,7 @@ linear_logprobs.defvjp(_forward, _backward)
 
 
 def _over_chunks(chunk: Callable[..., tuple], parts: tuple, kept_chunks: int) -> tuple[tuple, jax.Array | None]:
-    """``chunk`` of each chunk of the parts: results of all stacked, and the logits of the first, which are kept."""
+    """Map ``chunk`` over the parts' chunks; return all results stacked, and the kept logits of the first."""
     results, kept = [], None
     for which, keep in ((slice(kept_chunks), True), (slice(kept_chunks, None), False)):
         some = tuple(x[which] for x in parts)
@@ -150,7 +151,7 @@ def _over_chunks(chunk: Callable[..., tuple], parts: tuple, kept_chunks: int) ->
 
 
 def _blocks(head: jax.Array, shards: int) -> Arrays:
-    """The head as [n, B, D], padded with zeros, and the ids of its rows [n, B]. A block takes from every shard."""
+    """Return the head [n, B, D], zero-padded, and the ids of its rows [n, B]. A block takes from every shard."""
     count = -(-len(head) // BLOCK)
     padded = jnp.pad(head, ((0, -len(head) % (count * shards)), (0, 0)))
     ids = jnp.arange(len(padded), dtype=jnp.int32)
@@ -162,7 +163,7 @@ def _blocks(head: jax.Array, shards: int) -> Arrays:
 
 
 def _unblock(blocks: jax.Array, shards: int) -> jax.Array:
-    """The inverse of :func:`_blocks`, padding included."""
+    """Invert :func:`_blocks`, padding included."""
     count, _, hidden = blocks.shape
     return blocks.reshape(count, shards, -1, hidden).swapaxes(0, 1).reshape(-1, hidden)
 

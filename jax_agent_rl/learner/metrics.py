@@ -1,9 +1,9 @@
-"""Metrics of a learner step from the statistics of its updates."""
+"""The result of a learner step, with metrics from the statistics of its updates."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -11,7 +11,25 @@ from jax_agent_rl.learner.batch import Sharing
 
 
 @dataclass(frozen=True, kw_only=True)
-class Record:
+class UpdateResult:
+    """The result of one :meth:`Learner.update`.
+
+    Attributes:
+        metrics: named floats for the log.
+        skipped: an update had a non-finite gradient and changed nothing.
+        rejected: ids of trajectories with every token rejected.
+        tokens: by id of each trained trajectory, numbers per token with loss over all its sequences: float64
+            ``advantages`` and, where computed, ``old_logprobs``.
+    """
+
+    metrics: dict[str, float]
+    skipped: bool
+    rejected: frozenset[str] = frozenset()
+    tokens: Mapping[str, Mapping[str, np.ndarray]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateRecord:
     """One optimizer update: summed statistics, the gradient's norm, whether it was finite, and the learning rate."""
 
     statistics: dict
@@ -21,9 +39,9 @@ class Record:
 
 
 def step_metrics(
-    policy: Sequence[Record], critic: Sequence[Record], sharing: Sequence[Sharing], *, seconds: float
+    policy: Sequence[UpdateRecord], critic: Sequence[UpdateRecord], sharing: Sequence[Sharing], *, seconds: float
 ) -> dict[str, float]:
-    """One flat record over all updates of a step; what was not trained has no metrics."""
+    """Return one flat record over all updates of a step; a model that was not trained has no metrics."""
     tokens, nodes = sum(s.tokens for s in sharing), sum(s.nodes for s in sharing)
     shared = {
         "batch_tokens": float(tokens),
@@ -37,7 +55,7 @@ def step_metrics(
     return _policy(policy) | _critic(critic) | shared
 
 
-def _policy(records: Sequence[Record]) -> dict[str, float]:
+def _policy(records: Sequence[UpdateRecord]) -> dict[str, float]:
     if not records:
         return {}
     sums, terms = _sums(records)
@@ -57,7 +75,7 @@ def _policy(records: Sequence[Record]) -> dict[str, float]:
     }
 
 
-def _critic(records: Sequence[Record]) -> dict[str, float]:
+def _critic(records: Sequence[UpdateRecord]) -> dict[str, float]:
     if not records:
         return {}
     sums, terms = _sums(records)
@@ -75,7 +93,7 @@ def _critic(records: Sequence[Record]) -> dict[str, float]:
     }
 
 
-def _sums(records: Sequence[Record]) -> tuple[dict[str, float], float]:
-    """Sums over the records, and the number of terms."""
+def _sums(records: Sequence[UpdateRecord]) -> tuple[dict[str, float], float]:
+    """Return sums over the records, and the number of terms."""
     sums = {name: float(sum(r.statistics["sum"][name] for r in records)) for name in records[0].statistics["sum"]}
     return sums, max(sums["terms"], 1.0)

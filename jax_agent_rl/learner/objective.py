@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from jax_agent_rl.config import AlgorithmConfig, LearnerConfig
 from jax_agent_rl.learner.comparison import INFINITE
-from jax_agent_rl.learner.encode_images import encode_images
+from jax_agent_rl.learner.image_packing import encode_images
 from jax_agent_rl.learner.linear_logprobs import linear_logprobs
 from jax_agent_rl.learner.losses import POLICY_LOSSES, LossConfig, Terms
 from jax_agent_rl.learner.losses.kl import kl_penalty
@@ -27,7 +27,7 @@ KEPT_LOGITS = 2**30  # bytes that a micro-batch may keep on a CPU
 
 @dataclass(frozen=True, kw_only=True)
 class ObjectiveConfig:
-    """What the compiled objective depends on.
+    """Constants of the compiled objective.
 
     Attributes:
         temperature: the rollout's; log-probs are of logits / temperature.
@@ -61,11 +61,15 @@ def objective_config(
     scored: bool = False,
     on_cpu: bool = False,
 ) -> ObjectiveConfig:
-    """What the compiled objective depends on.
+    """Return the constants of the compiled objective.
 
     The old log-probs of a single update are those of its own forward pass, unless something needs them before it.
 
     Args:
+        algorithm: losses, KL and corrections.
+        config: batching and rematerialisation.
+        temperature: the rollout's.
+        mesh: of parameters and batch; None on one device.
         scored: old log-probs come from elsewhere.
         on_cpu: the objective runs on a CPU. There arithmetic is dear and memory is not, so that more is kept for the
             backward pass: logits, and with remat ``dots`` what attention made.
@@ -102,7 +106,7 @@ def objective_config(
 def routed(
     config: DecoderConfig, objective: ObjectiveConfig, params: Params, batch: Arrays
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Hidden states [R, T, D], and where the loss wants it the load of the experts, float32 [2, E]."""
+    """Return hidden states [R, T, D] and, if the loss needs it, the load of the experts, float32 [2, E]."""
     ids, positions, ends = batch["token_ids"], batch["positions"], batch["subtree_end"]
     copies = batch["copies"] if objective.router_aux_loss_coef else None
     return routed_hidden_states(
@@ -119,7 +123,7 @@ def routed(
 
 
 def router_loads(config: DecoderConfig, objective: ObjectiveConfig, params: Params, batch: Arrays) -> jax.Array:
-    """Tokens of the micro-batch (times layers) that chose each expert, float32 [E]."""
+    """Count the micro-batch's tokens (times layers) that chose each expert, float32 [E]."""
     _, load = routed(config, objective, params, batch)
     assert load is not None  # a coefficient is refused without experts
     return load[0]
@@ -128,7 +132,7 @@ def router_loads(config: DecoderConfig, objective: ObjectiveConfig, params: Para
 def target_logprobs(
     config: DecoderConfig, objective: ObjectiveConfig, params: Params, batch: Arrays
 ) -> tuple[jax.Array, jax.Array]:
-    """Log-prob of every target under the model, and the entropy where it was sampled; float32 [R, M]."""
+    """Return every target's log-prob, and the entropy where it was sampled; float32 [R, M]."""
     hidden, _ = routed(config, objective, params, batch)
     return _at_targets(objective, params, batch, hidden)
 
@@ -144,7 +148,7 @@ def _at_targets(
     padding = -count % chunk
 
     def chunks(x: jax.Array) -> jax.Array:
-        """[R, M, ...] -> [M / chunk, R chunk, ...]"""
+        """Reshape [R, M, ...] to [M / chunk, R chunk, ...]."""
         x = jnp.pad(x, ((0, 0), (0, padding)) + ((0, 0),) * (x.ndim - 2))
         x = jnp.moveaxis(x.reshape(rows, -1, chunk, *x.shape[2:]), 1, 0)
         # A chunk's targets, wherever their rows' tokens are, are split over all devices but those of the vocabulary.
@@ -161,7 +165,7 @@ def _at_targets(
 
 
 def term_logprobs(config: DecoderConfig, objective: ObjectiveConfig, params: Params, batch: Arrays) -> jax.Array:
-    """Log-prob of every term's token, float32 [R, K]; at padding it means nothing."""
+    """Return the log-prob of every term's token, float32 [R, K]; undefined at padding."""
     logprob, _ = target_logprobs(config, objective, params, batch)
     return jnp.take_along_axis(logprob, batch["term_target"], axis=1)
 
@@ -169,11 +173,11 @@ def term_logprobs(config: DecoderConfig, objective: ObjectiveConfig, params: Par
 def policy_loss(
     config: DecoderConfig, objective: ObjectiveConfig, params: Params, batch: Arrays
 ) -> tuple[jax.Array, Statistics]:
-    """The micro-batch's share of the loss: policy loss, minus entropy bonus, plus KL to the reference.
+    """Return the micro-batch's share of the loss: policy loss, minus entropy bonus, plus KL to the reference.
 
     Returns:
         scalar loss (a plain sum over terms; their weights make it the mean of the whole update), and statistics as
-        :class:`~jax_agent_rl.learner.optimized_params.OptimizedParams` wants them.
+        :class:`~jax_agent_rl.learner.optimized_params.UpdatePrograms` defines them.
     """
     hidden, load = routed(config, objective, params, batch)
     logprob, entropy = _at_targets(objective, params, batch, hidden)
@@ -233,5 +237,5 @@ def _terms(objective: ObjectiveConfig, batch: Arrays, logprob: jax.Array, active
 
 
 def _learner_logprob(objective: ObjectiveConfig, terms: Terms) -> jax.Array:
-    """What the rollout's log-probs are compared with; in bypass mode the old ones are the rollout's own."""
+    """Return the log-probs to compare the rollout's with; in bypass mode the old ones are the rollout's own."""
     return terms.logprob if objective.bypass else terms.old_logprob

@@ -21,6 +21,7 @@ from jax.sharding import NamedSharding
 
 from jax_agent_rl.config.base import OptimizerSection
 from jax_agent_rl.learner.cancellation import StepCancellation
+from jax_agent_rl.learner.optimizer import TrainState, make_optimizer
 from jax_agent_rl.models.config import Params
 from jax_agent_rl.models.sharding import place
 
@@ -29,16 +30,6 @@ Statistics = dict[str, Arrays]
 Loss = Callable[[Params, Arrays], tuple[jax.Array, Statistics]]
 View = Callable[[Params, Params], Params]
 """From trained and frozen parameters to those the forward pass reads, differentiably."""
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class TrainState:
-    """Everything the optimizer changes: ``params``, ``opt_state``, and ``updates`` (int32, optimizer updates done)."""
-
-    params: Params
-    opt_state: Any
-    updates: jax.Array
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,33 +41,16 @@ class Applied:
     rate: float
 
 
-def make_optimizer(config: OptimizerSection, rate: jax.Array | float) -> optax.GradientTransformation:
-    """Global-norm clip, then AdamW at a learning rate; no weight decay on norms."""
-
-    def decayed(params: Params) -> Any:
-        return jax.tree_util.tree_map_with_path(lambda path, _: "norm" not in path[-1].key, params)
-
-    def clip(gradients: Any, _: Any) -> Any:
-        # One factor for all: optax's own clip divides every element, and XLA keeps a copy of all quotients.
-        norm = optax.tree.norm(gradients)
-        factor = jnp.where(norm < config.max_grad_norm, 1.0, config.max_grad_norm / norm)
-        return jax.tree.map(lambda x: x * factor.astype(x.dtype), gradients)
-
-    return optax.chain(
-        optax.stateless(clip),
-        optax.adamw(rate, b1=config.adam_b1, b2=config.adam_b2, weight_decay=config.weight_decay, mask=decayed),
-    )
-
-
 class UpdatePrograms:
-    """The programs of an update. They hold no array, and can be compiled for devices that are not here.
+    """The programs of an update. They hold no array and can be compiled for devices that are not present.
 
     Args:
         params: initial parameters, or their shapes.
-        view: what the loss is of.
+        view: from trained and frozen parameters to those the loss takes.
         shardings: one per parameter.
         everywhere: sharding of scalars.
-        rate: the learning rate, of the number of finished training steps.
+        optimizer: its configuration.
+        rate: the learning rate, a function of the number of finished training steps.
         loss: a micro-batch's share of the loss, and statistics: ``sum`` adds up over micro-batches, ``max`` takes the
             largest.
 
@@ -108,8 +82,13 @@ class UpdatePrograms:
         init = lambda params: TrainState(params, transformation.init(params), jnp.int32(0))  # noqa: E731
         self.init = jax.jit(init, out_shardings=self.places, donate_argnums=0)
         self.zeros = jax.jit(lambda params: jax.tree.map(jnp.zeros_like, params), out_shardings=shardings)
+
+        def _accumulate(params: Params, frozen: Params, gradients: Params, batch: Arrays) -> tuple[Params, Statistics]:
+            (_, statistics), new = jax.value_and_grad(lambda x: loss(view(x, frozen), batch), has_aux=True)(params)
+            return jax.tree.map(jnp.add, gradients, new), statistics
+
         self.accumulate = jax.jit(
-            functools.partial(_accumulate, loss, view),
+            _accumulate,
             donate_argnums=(2,),
             out_shardings=(shardings, everywhere),
         )
@@ -155,7 +134,7 @@ class OptimizedParams:
     def gradients(
         self, micro_batches: Iterable[Arrays], tick: Callable[[], None] = lambda: None
     ) -> tuple[Params, Statistics]:
-        """The gradient of the whole mini-batch and its statistics; ``tick`` is called after each micro-batch."""
+        """Accumulate a mini-batch's gradient and statistics; ``tick`` is called after each micro-batch."""
         gradients, statistics = self._programs.zeros(self.state.params), None
         for arrays in micro_batches:
             gradients, new = self._programs.accumulate(self.state.params, self.frozen, gradients, arrays)
@@ -166,14 +145,15 @@ class OptimizedParams:
         return gradients, jax.device_get(statistics)
 
     def apply(self, gradients: Params, step: int, gate: StepCancellation | None = None) -> Applied:
-        """One optimizer update. If the gradient is not finite, nothing changes.
+        """Run one optimizer update. A gradient that is not finite changes nothing.
 
         Args:
             gradients: of the whole mini-batch.
             step: training steps that are finished, for the learning rate.
+            gate: cancels the update; None: nothing does.
 
         Raises:
-            UpdateAbandoned: ``gate`` was closed; the state's buffers are intact.
+            StepCancelled: ``gate`` was closed; the state's buffers are intact.
         """
         arguments = (gradients, place(np.int32(step), self._programs.everywhere))
         if self._compiled_apply is None:  # outside the gate, which must never wait for a compiler
@@ -184,13 +164,6 @@ class OptimizedParams:
             if not finite:
                 gate.unchanged()
         return Applied(norm=float(norm), finite=bool(finite), rate=float(rate))
-
-
-def _accumulate(
-    loss: Loss, view: View, params: Params, frozen: Params, gradients: Params, batch: Arrays
-) -> tuple[Params, Statistics]:
-    (_, statistics), new = jax.value_and_grad(lambda x: loss(view(x, frozen), batch), has_aux=True)(params)
-    return jax.tree.map(jnp.add, gradients, new), statistics
 
 
 def _apply(
@@ -208,7 +181,7 @@ def _apply(
 
 
 def _state_shardings(optimizer: optax.GradientTransformation, params: Params, shardings: Any, rest: Any) -> TrainState:
-    """Optimizer moments lie where their parameters do, counters everywhere."""
+    """Return the shardings of a state: moments like their parameters, counters everywhere."""
     abstract = jax.eval_shape(optimizer.init, params)
     opt_state = optax.tree_utils.tree_map_params(
         optimizer, lambda _, sharding: sharding, abstract, shardings, transform_non_params=lambda _: rest
@@ -218,3 +191,45 @@ def _state_shardings(optimizer: optax.GradientTransformation, params: Params, sh
 
 def _merge(a: Statistics, b: Statistics) -> Statistics:
     return {"sum": jax.tree.map(jnp.add, a["sum"], b["sum"]), "max": jax.tree.map(jnp.maximum, a["max"], b["max"])}
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class LearnerState:
+    """Everything a resumed run needs of the learner.
+
+    Attributes:
+        policy: the policy's parameters and optimizer.
+        critic: the critic's, with adv_estimator gae.
+        kl_coef: float32, the KL controller's coefficient.
+        steps: int32, calls of :meth:`Learner.update`.
+        nonfinite: int32, updates skipped in a row.
+    """
+
+    policy: TrainState
+    critic: TrainState | None
+    kl_coef: jax.Array
+    steps: jax.Array
+    nonfinite: jax.Array
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostState:
+    """A copy of the learner's state in host memory, for rollback; its arrays belong to one process.
+
+    Attributes:
+        arrays: numpy arrays.
+        shardings: those of the device arrays.
+    """
+
+    arrays: LearnerState
+    shardings: Any
+
+    @classmethod
+    def of(cls, state: LearnerState) -> HostState:
+        """Copy a state, which may then be donated."""
+        return cls(arrays=jax.tree.map(np.array, state), shardings=jax.tree.map(lambda x: x.sharding, state))
+
+    def on_device(self) -> LearnerState:
+        """Place the state on its devices again."""
+        return jax.tree.map(place, self.arrays, self.shardings)

@@ -1,6 +1,4 @@
-"""Every program of a learner, from shapes alone: a run compiles each at its first call, a plan for machines that are
-not here.
-"""
+"""Every program of a learner, from shapes alone: compiled by a run at first use, by a plan for absent machines."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.learner.critic import critic_shapes, state_values, value_loss
 from jax_agent_rl.learner.objective import ObjectiveConfig, objective_config, policy_loss, router_loads, term_logprobs
 from jax_agent_rl.learner.optimized_params import UpdatePrograms, View
-from jax_agent_rl.learner.parameterization import Parameterization, divided, plain_view
+from jax_agent_rl.learner.parameterization import Parameterization, plain_view, split_trained
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.sharding import parameter_shardings, replicated
 
@@ -57,12 +55,16 @@ class LearnerPrograms:
         rate: optax.Schedule,
         scored: bool = False,
     ) -> LearnerPrograms:
-        """The programs of one configuration.
+        """Return the programs of one configuration.
 
         Args:
+            model: the model's hyperparameters.
             policy: what is trained; arrays or shapes.
-            mesh: of the learner; may be of devices that only a compiler knows.
-            rate: the policy's learning rate, see :mod:`~jax_agent_rl.learner.schedule`.
+            algorithm: losses and corrections.
+            config: batching, precision and the policy's optimizer.
+            temperature: the rollout's.
+            mesh: of the learner; its devices need not be present.
+            rate: the policy's learning rate, see :mod:`~jax_agent_rl.learner.optimizer`.
             scored: old log-probs come from elsewhere.
 
         Raises:
@@ -73,13 +75,13 @@ class LearnerPrograms:
                 f"learner.router_aux_loss_coef={config.router_aux_loss_coef}, but a {model.family} model has no "
                 "experts to balance; leave it out"
             )
-        split = _split(mesh)
+        split = _model_mesh(mesh)
         on_cpu = mesh.devices.flat[0].platform == "cpu"
         objective = objective_config(algorithm, config, temperature, split, scored=scored, on_cpu=on_cpu)
         everywhere = replicated(mesh)
 
         def reading(program: Callable[..., jax.Array], view: View) -> Any:
-            """Of (trained, frozen) weights and a batch; the result whole everywhere: every process reads all of it."""
+            """Jit a program of (trained, frozen) weights and a batch; every process gets the whole result."""
             return jax.jit(lambda *weights, batch: program(view(*weights), batch), out_shardings=everywhere)
 
         values = functools.partial(state_values, model, remat=objective.remat, mesh=split)
@@ -105,21 +107,22 @@ class LearnerPrograms:
     def critic(
         self, params: Params, config: CriticConfig, *, rate: optax.Schedule
     ) -> tuple[UpdatePrograms, Params, Params]:
-        """The critic's update; its trained parameters, and the frozen ones, laid out.
+        """Return the critic's update, its trained parameters, and the frozen ones, placed.
 
         Args:
             params: a critic's (``learner.critic.critic_params``); arrays or shapes.
+            config: the critic's optimizer.
             rate: the critic's learning rate.
         """
         own = self.config
         shardings = parameter_shardings(self.mesh, critic_shapes(self.model))
-        trained, frozen, shardings = divided(params, shardings, freeze_vision=own.freeze_vision)
+        trained, frozen, shardings = split_trained(params, shardings, freeze_vision=own.freeze_vision)
         loss = functools.partial(
             value_loss,
             self.model,
             cliprange=config.cliprange_value,
             remat=self.objective.remat,
-            mesh=_split(self.mesh),
+            mesh=_model_mesh(self.mesh),
         )
         programs = UpdatePrograms(
             trained,
@@ -133,6 +136,6 @@ class LearnerPrograms:
         return programs, trained, frozen
 
 
-def _split(mesh: Mesh) -> Mesh | None:
-    """The mesh as models take it: None on one device."""
+def _model_mesh(mesh: Mesh) -> Mesh | None:
+    """Return the mesh as models take it: None on one device."""
     return mesh if mesh.size > 1 else None

@@ -48,7 +48,7 @@ class ScoredBatch:
         return [np.flatnonzero(self.groups == g) for g in range(int(self.groups.max(initial=-1)) + 1)]
 
     def broadcast(self, per_trajectory: np.ndarray) -> PerToken:
-        """One number per trajectory to all its sampled tokens."""
+        """Spread one number per trajectory over all its sampled tokens."""
         return [value * mask for value, mask in zip(per_trajectory, self.masks, strict=True)]
 
 
@@ -56,6 +56,7 @@ def scored_batch(groups: Sequence[Group], *, turn_reward: str) -> ScoredBatch:
     """Lays out scored groups.
 
     Args:
+        groups: of the step.
         turn_reward: ``algorithm.turn_reward``, what a turn with tool calls earns besides the final reward.
     """
     trajectories = [t for g in groups for t in g.trajectories]
@@ -78,15 +79,17 @@ def scored_batch(groups: Sequence[Group], *, turn_reward: str) -> ScoredBatch:
 
 
 def mini_batches(groups: Sequence[Group], num_minibatches: int) -> list[list[Group]]:
-    """The groups of each optimizer update: whole prompts, in shares that differ by one at most; never an empty one."""
+    """Split groups into optimizer updates: whole prompts, in shares that differ by at most one; none is empty."""
     parts = np.array_split(np.arange(len(groups)), min(num_minibatches, len(groups)))
     return [[groups[i] for i in part] for part in parts]
 
 
 def trained_lengths(groups: Sequence[Group], num_minibatches: int, *, masked: Collection[str]) -> list[list[int]]:
-    """For each optimizer update the trained tokens of each of its trajectories.
+    """Count, for each optimizer update, the trained tokens of each of its trajectories.
 
     Args:
+        groups: of the step.
+        num_minibatches: optimizer updates of an epoch.
         masked: ids of trajectories that have none.
     """
     return [
@@ -101,12 +104,12 @@ def trained_lengths(groups: Sequence[Group], num_minibatches: int, *, masked: Co
 
 
 def turns_of(trajectory: Trajectory) -> list[Turn]:
-    """The turns of all its sequences."""
+    """Return the turns of all sequences of a trajectory."""
     return [turn for sequence in trajectory.sequences for turn in sequence.turns]
 
 
 def turn_spans(trajectory: Trajectory) -> list[slice]:
-    """Where each turn's ids stand in the response: those sampled, and the appended ones if they are trained on."""
+    """Return each turn's span in the response: sampled ids, and appended ones if they are trained on."""
     spans, at = [], 0
     for turn in turns_of(trajectory):
         appended = len(turn.appended_ids)
@@ -117,13 +120,13 @@ def turn_spans(trajectory: Trajectory) -> list[slice]:
 
 
 def turn_ends(trajectory: Trajectory) -> list[int]:
-    """Position of each turn's last sampled id in the response."""
+    """Return the position of each turn's last sampled id in the response."""
     lengths = [len(turn.output.token_ids) for turn in turns_of(trajectory)]
     return [span.start + length - 1 for span, length in zip(turn_spans(trajectory), lengths, strict=True)]
 
 
 def turn_rewards(trajectory: Trajectory, source: str) -> np.ndarray:
-    """Float64, one per turn; 0 for turns without tool calls. See :data:`TURN_REWARDS` for the sources."""
+    """Return one reward per turn, float64; 0 for turns without tool calls. See :data:`TURN_REWARDS` for the sources."""
     rule = TURN_REWARDS[source]
     return np.array([rule(turn.tool_calls) if turn.tool_calls else 0.0 for turn in turns_of(trajectory)], np.float64)
 

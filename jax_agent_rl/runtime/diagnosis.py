@@ -9,11 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from jax_agent_rl.agreement.contexts import LONGEST, Context
 from jax_agent_rl.agreement.diagnosis import Diagnosis, EngineView, diagnose, worst
 from jax_agent_rl.agreement.report import Evidence
-from jax_agent_rl.agreement.run import MOST_CONTEXTS, make_subject, run_tolerance
-from jax_agent_rl.agreement.tolerances import Tolerance
+from jax_agent_rl.agreement.subject import LONGEST, MOST_CONTEXTS, Context, make_subject
+from jax_agent_rl.agreement.tolerances import Tolerance, run_tolerance
 from jax_agent_rl.config import Config
 from jax_agent_rl.config.mesh import MeshConfig
 from jax_agent_rl.errors import CheckpointError

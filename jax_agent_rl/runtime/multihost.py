@@ -9,7 +9,7 @@ Data flow one way. Agents and tools run on process 0 only, engines on the learne
 (``runtime.multihost_engines``). Process 0 sends a command and JSON as an array of bytes: what the learner reads of the
 groups (ids, log-probs, rewards, images; no pickle). So every process packs the same rows and places its own shards.
 Metrics are computed on all devices and are equal everywhere. Each process reads the model's shards of its own devices
-and writes those of checkpoints, into a shared folder; a failure on one ends the run on all (``learner.shared_writes``).
+and writes those of checkpoints, into a shared folder; a failure on one ends the run on all (``learner.checkpoint``).
 
 While agents run, the other processes wait at a barrier of jax's coordination service. Unlike a collective on devices it
 has no short timeout and notices when a process dies; then all others end, too.
@@ -43,7 +43,8 @@ from jax_agent_rl.learner.cancellation import StepCancellation, StepCancelled
 from jax_agent_rl.learner.checkpoint import Checkpointer, located
 from jax_agent_rl.learner.comparison import UNCHECKED, AgreementCheck, through_gate
 from jax_agent_rl.learner.learner import Learner
-from jax_agent_rl.learner.state import LearnerState, UpdateResult
+from jax_agent_rl.learner.metrics import UpdateResult
+from jax_agent_rl.learner.optimized_params import LearnerState
 from jax_agent_rl.models import stored
 from jax_agent_rl.models.config import Params
 from jax_agent_rl.models.sharding import gathered

@@ -166,7 +166,7 @@ def export_run(run: Path, out: Path, *, step: int | None = None, dtype: str = "f
     if adapter and lora is not None:
         save_peft(out, lora, model, trained, base=config.model.path)
         return out
-    params = jax.tree.map(lambda x: x.astype(target), start.whole(trained, start.frozen))
+    params = jax.tree.map(lambda x: x.astype(target), start.merge(trained, start.frozen))
     save_hf(out, model, params, tokenizer_from=config.model.path)
     return out
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from jax_agent_rl.config import Config
 from jax_agent_rl.errors import CheckpointError, WeightUpdateError
 from jax_agent_rl.learner.checkpoint import complete_steps, cut_off_steps
-from jax_agent_rl.learner.losses import peers
+from jax_agent_rl.learner.losses import aggregation
 from jax_agent_rl.observe.metrics import RunFolder, metrics_of, trajectories_of
 from jax_agent_rl.observe.progress import Progress, duration, say
 from jax_agent_rl.observe.report.charts import reward_plot
@@ -23,13 +23,13 @@ from jax_agent_rl.runtime.build import build, open_checkpointer
 from jax_agent_rl.runtime.multihost import ControlChannel, leading
 from jax_agent_rl.runtime.placement import first_version
 from jax_agent_rl.trainer.base import Trainer
-from jax_agent_rl.trainer.breakdown import Breakdown, shown
 from jax_agent_rl.trainer.components import CheckpointStore, RunComponents
 from jax_agent_rl.trainer.fully_async import FullyAsyncTrainer
-from jax_agent_rl.trainer.observing import check_observers, observers, spoken
+from jax_agent_rl.trainer.observing import check_observers, format_warnings, observers
 from jax_agent_rl.trainer.one_step_off import OneStepOffTrainer
 from jax_agent_rl.trainer.record import RunRecord, overlap_summary
 from jax_agent_rl.trainer.sync import SyncTrainer
+from jax_agent_rl.trainer.timing import Breakdown, format_breakdown
 from jax_agent_rl.utils.interrupt import Interruption, Leave
 
 TRAINERS: dict[str, type[Trainer]] = {
@@ -107,7 +107,7 @@ async def _train(
                         progress.resumed(record.step)
                         for step in (step for step in cut_off if step > record.step):
                             progress.say(f"the checkpoint of step {step} was cut off while it was written: it is lost")
-                    progress.say(peers.at_start(config))
+                    progress.say(aggregation.describe_aggregation(config))
                     interruption.training_begins()
                     breakdown.started()
                     await trainer.run()
@@ -232,9 +232,12 @@ def _conclude(
     for name, extreme in zip(("best", "worst"), best_and_worst(trained) if trained else (), strict=False):
         say(console, outline(extreme, title=name))
     console.print(_headline(summary), highlight=False)
-    if warnings := spoken(observed["warnings"]):
+    if warnings := format_warnings(observed["warnings"]):
         say(console, warnings)
-    say(console, f"{shown(stages)}\nrun folder:   {folder.path}\nreward plot:  {folder.plot}\nHTML report:  {report}")
+    say(
+        console,
+        f"{format_breakdown(stages)}\nrun folder:   {folder.path}\nreward plot:  {folder.plot}\nHTML report:  {report}",
+    )
     return summary
 
 

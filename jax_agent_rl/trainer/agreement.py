@@ -16,11 +16,10 @@ import logging
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
-from jax_agent_rl.agreement.contexts import contexts_of
 from jax_agent_rl.agreement.diagnosis import Diagnosis, EngineView, diagnose
 from jax_agent_rl.agreement.report import Evidence, as_json, breach_line, table
-from jax_agent_rl.agreement.run import MOST_CONTEXTS, make_subject, run_tolerance
-from jax_agent_rl.agreement.tolerances import Tolerance
+from jax_agent_rl.agreement.subject import MOST_CONTEXTS, contexts_of, make_subject
+from jax_agent_rl.agreement.tolerances import Tolerance, run_tolerance
 from jax_agent_rl.errors import BackendError, DisagreementError
 from jax_agent_rl.learner.comparison import AgreementCheck, Comparison
 from jax_agent_rl.learner.learner import Learner
@@ -32,11 +31,11 @@ from jax_agent_rl.types import Group
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 NOTHING = Comparison(tokens=0, mean=0.0, largest=0.0)
-LOOK_SECONDS = 120.0  # an engine that does not answer for so long is not looked into
+INSPECTION_SECONDS = 120.0  # an engine that does not answer in time is not inspected
 
 
 class AgreementWatch:
-    """Compares, and deals with a breach.
+    """Compares engine and learner in every step, and diagnoses a breach.
 
     Args:
         runtime: engines and learner.
@@ -54,18 +53,18 @@ class AgreementWatch:
         """Compiled for diagnoses; they are none of the run's."""
 
     def learnt(self, version: int) -> None:
-        """The parameters have changed: from now on only tokens of this version can be compared."""
+        """Note that the parameters have changed: from now on only tokens of this version are comparable."""
         self._since = version
 
     def check(self, groups: Sequence[Group], step: int) -> AgreementCheck:
-        """For the learner's update of a step; call it on the loop that the engines answer on."""
+        """Return the check for the learner's update of a step; call it on the engines' event loop."""
         loop = asyncio.get_running_loop()
         return AgreementCheck(
             since=self._since, inspect=lambda comparison: self._inspect(comparison, groups, step, loop)
         )
 
     def take_metrics(self) -> dict[str, float]:
-        """Of the comparison since they were last taken, for the step's record."""
+        """Return and reset the metrics of the latest comparison."""
         latest, self._latest = self._latest, NOTHING
         return {
             "compared_tokens": float(latest.tokens),
@@ -75,7 +74,7 @@ class AgreementWatch:
 
     @property
     def tolerance(self) -> Tolerance:
-        """Of this run's engines and learner."""
+        """The tolerance between this run's engines and learner."""
         engines = [server.backend for server in self._runtime.client.servers]
         return run_tolerance(self._runtime.config, [engine.capabilities.precision for engine in engines])
 
@@ -84,7 +83,7 @@ class AgreementWatch:
     def _inspect(
         self, comparison: Comparison, groups: Sequence[Group], step: int, loop: asyncio.AbstractEventLoop
     ) -> None:
-        """Raises DisagreementError if there is a breach, and ``trainer.on_disagreement`` says so."""
+        """Raise DisagreementError at a breach, if ``trainer.on_disagreement`` says so."""
         allowed, self._latest = self.tolerance, comparison
         agreed, self._agreed = self._agreed, allowed.holds(comparison)
         if self._agreed:
@@ -108,7 +107,7 @@ class AgreementWatch:
     def _diagnosed(
         self, groups: Sequence[Group], step: int, allowed: Tolerance, loop: asyncio.AbstractEventLoop
     ) -> Diagnosis | None:
-        """Diagnoses and records; None where the learner's parameters are spread over processes."""
+        """Diagnose and record a breach; return None where the learner's parameters span processes."""
         learner, found = self._runtime.learner, None
         engine = self._view(loop)
         contexts = contexts_of(groups, self._since)
@@ -136,7 +135,7 @@ class AgreementWatch:
         return found
 
     def _view(self, loop: asyncio.AbstractEventLoop) -> EngineView:
-        """What the first engine that can be looked into lets be seen."""
+        """Inspect the first engine that allows it."""
         config = self._runtime.config
         engines = [server.backend for server in self._runtime.client.servers]
         precision = engines[0].capabilities.precision if engines else "float32"
@@ -147,7 +146,7 @@ class AgreementWatch:
             return EngineView(precision=precision)
 
         def wait(answer: Coroutine[Any, Any, T]) -> T:
-            return asyncio.run_coroutine_threadsafe(answer, loop).result(LOOK_SECONDS)
+            return asyncio.run_coroutine_threadsafe(answer, loop).result(INSPECTION_SECONDS)
 
         try:
             tensors = wait(looked.tensor_samples())

@@ -1,9 +1,12 @@
-"""What every trainer does around its pipeline: evaluate, learn, publish, record, save, and end in good order.
+"""The training step, the same for every trainer, and the run around it.
 
 ::
 
-    run ─► evaluate ─► repeat: train_step (the trainer's own: where its groups come from)
-                                 └─► finish: filter ─► learn ─► hand_over ─► record ─► checkpoint
+    run ─► evaluate ─► repeat: train_step ─► rollout          groups of trajectories with rewards (the trainer's own)
+                                          ─► filter           drop what is not worth a gradient
+                                          ─► learn            one learner update, in a thread
+                                          ─► publish_weights  new weights to every engine (the trainer's own)
+                                          ─► record_step      metrics, trajectories, progress
         ─► evaluate ─► save
 """
 
@@ -19,20 +22,19 @@ from jax_agent_rl.collect.accounting import LostBatchGuard
 from jax_agent_rl.collect.collector import RolloutCollector
 from jax_agent_rl.collect.filters import Selection, select
 from jax_agent_rl.learner.cancellation import StepCancellation
-from jax_agent_rl.learner.losses import peers
+from jax_agent_rl.learner.losses import aggregation
+from jax_agent_rl.learner.metrics import UpdateResult
 from jax_agent_rl.learner.scored_batch import trained_lengths
-from jax_agent_rl.learner.state import UpdateResult
 from jax_agent_rl.observe.metrics import RunFolder
 from jax_agent_rl.observe.progress import Progress
 from jax_agent_rl.rollout.protocol import BackendMetrics
 from jax_agent_rl.trainer.agreement import AgreementWatch
 from jax_agent_rl.trainer.components import CheckpointStore, RunComponents
 from jax_agent_rl.trainer.groups import all_trajectories, evaluation_sampling, gather
-from jax_agent_rl.trainer.phases import Phases
-from jax_agent_rl.trainer.record import RunRecord, evaluation_record, step_record
+from jax_agent_rl.trainer.interruption import InterruptibleUpdate
+from jax_agent_rl.trainer.record import RunRecord, account, evaluation_record, step_record
+from jax_agent_rl.trainer.timing import Phases
 from jax_agent_rl.types import DropReason, Group, PauseMode, SamplingParams
-
-UNDOING_SECONDS = 2.0  # for an update that was interrupted to stop and put the state back
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +67,7 @@ class Trainer:
         observers: take each line of metrics once it is recorded; they never fail.
         clock: seconds, monotonic.
         learner_idle_seconds: seconds of this step in which the learner had nothing to do.
-        phases: what it did when.
+        phases: what the trainer did when.
     """
 
     runtime: RunComponents
@@ -78,37 +80,42 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self._guard = LostBatchGuard(self.runtime.config.trainer.max_failed_batches, self.record.lost_batches)
-        self._gate = StepCancellation()
-        self._half_done = False
-        self._weighed = False
+        self._partly_updated = False
+        self._aggregation_described = False
         self.agreement = AgreementWatch(self.runtime, self.folder, version=self.record.step, say=self.progress.say)
         self.learner_idle_seconds = 0.0
         self.phases = Phases(self.clock)
 
     async def train_step(self, begin: float) -> None:
-        """One step of the algorithm. Cancelled, it is undone, unless it can no longer be: then it finishes first.
+        """Run one step. Cancelled, it is undone, unless its updates have begun for good: then it finishes first.
 
         Args:
             begin: when training began, on :attr:`clock`.
         """
+        step_began = self.clock()
+        collected = await self.rollout()
+        await self.complete_step(collected, begin, step_began)
+
+    async def rollout(self) -> Collected:
+        """Return the groups of the next step."""
         raise NotImplementedError
 
     async def publish_weights(self, version: int, selection: Selection) -> float:
-        """Lets the engines have what was learnt; returns the seconds it took to publish."""
+        """Publish what was learnt to the engines; return the seconds it took."""
         raise NotImplementedError
 
     def on_step_end(self, version: int) -> None:
-        """The step is finished, and its weights have been handed over unless the run ends."""
+        """React to a finished step, whose weights are published unless the run ends."""
 
     def rollout_status(self) -> str:
-        """For the display: what the rollout does while the learner is busy."""
+        """Return what the rollout does while the learner is busy, for the display."""
         return ""
 
     async def stop_rollouts(self) -> None:
-        """Ends what still runs after the last step, or at an interruption. Called more than once."""
+        """Stop the rollouts that still run after the last step or at an interruption. May be called repeatedly."""
 
     async def run(self) -> None:
-        """Runs to the end. Cancelling it (Ctrl-C, SIGTERM) leaves a checkpoint of the last finished step."""
+        """Run to the end. Cancelling it (Ctrl-C, SIGTERM) leaves a checkpoint of the last finished step."""
         begin = self.clock() - self.record.train_seconds
         try:
             if self.record.evaluated < 0:
@@ -123,7 +130,7 @@ class Trainer:
         finally:
             self.progress.phase(f"saving step {self.record.step}", self.checkpointer.written)
             try:
-                if not self._half_done:  # else the parameters are those of no step: the checkpoint before stands
+                if not self._partly_updated:  # else the parameters are those of no step: the last checkpoint stands
                     self.save()
                 self.checkpointer.wait()
             finally:
@@ -132,7 +139,7 @@ class Trainer:
                 accounting.drop(accounting.in_flight, DropReason.CANCELLED)
 
     async def reached_target(self) -> bool:
-        """Evaluates if ``trainer.eval_every`` says so (and it was not done before a restart), and looks at the goal."""
+        """Evaluate if ``trainer.eval_every`` asks for it now; return whether the target accuracy is reached."""
         config, step = self.runtime.config.trainer, self.record.step
         if not step or not config.eval_every or step % config.eval_every or self.record.evaluated == step:
             return False
@@ -143,46 +150,30 @@ class Trainer:
         return True
 
     async def complete_step(self, collected: Collected, begin: float, step_began: float) -> None:
-        """What follows the rollout: filter, update, publish, record.
+        """Filter, learn, publish and record.
 
-        Interrupted while it learns, the step is undone, if the learner can; what has been learnt is recorded even if
-        the engines do not get it any more: a run publishes when it resumes.
+        Interrupted while it learns, the step is undone if the learner can. What has been learnt is recorded even if
+        the engines no longer get it: a resumed run publishes first.
         """
         self.checkpointer.check()
         self.phases.ended("engine", collected.seconds)
-        step, self._gate = self.record.step + 1, StepCancellation()
-        selection, seconds = self.filter(collected.groups), 0.0
-        learning = asyncio.ensure_future(self.learn(selection))
+        step, seconds = self.record.step + 1, 0.0
+        update = InterruptibleUpdate(self.progress.say, self.stop_rollouts)
+        selection = self.filter(collected.groups)
         try:
-            await self._learnt_or_undone(learning)
+            await update.run(self.learn(selection, update.cancellation))
             seconds = await self.publish_weights(step, selection)
         except BaseException:
             await self.stop_rollouts()
             raise
         finally:
-            if _succeeded(learning):
+            if (result := update.result) is not None:
                 self.on_step_end(step)
-                self.record_step(collected, learning.result(), begin, step_began, weight_update_seconds=seconds)
-            self._half_done = self._gate.half_way and self.record.step < step
+                self.record_step(collected, result, begin, step_began, weight_update_seconds=seconds)
+            self._partly_updated = update.cancellation.half_way and self.record.step < step
         every = self.runtime.config.trainer.checkpoint_every
         if every and step % every == 0:
             self.save()
-
-    async def _learnt_or_undone(self, learning: asyncio.Future[UpdateResult]) -> None:
-        """Waits for the learner's thread, which a cancellation stops where it can."""
-        try:
-            await asyncio.shield(learning)
-        except asyncio.CancelledError:
-            if not self._gate.close():
-                self.progress.say("  its updates have begun: finishing this learner step before saving")
-                await self.stop_rollouts()
-                await asyncio.wait((learning,))
-                raise
-            if self._gate.passed:  # the thread goes back by itself, unless it is inside a compiler
-                await asyncio.wait((learning,), timeout=UNDOING_SECONDS)
-            learning.cancel()
-            await asyncio.gather(learning, return_exceptions=True)
-            raise
 
     def record_step(
         self,
@@ -193,7 +184,7 @@ class Trainer:
         *,
         weight_update_seconds: float,
     ) -> None:
-        """The step is finished: the record, a line of metrics, the trajectories, the display."""
+        """Record a finished step: progress, a line of metrics, the trajectories, the display."""
         runtime, record, step, groups = self.runtime, self.record, self.record.step + 1, collected.groups
         metrics = learnt.metrics
         record.train_seconds = self.clock() - begin
@@ -227,20 +218,20 @@ class Trainer:
         left = (runtime.config.trainer.steps - step) * record.train_seconds / step
         self.progress.step(line | {"accuracy": record.latest_accuracy}, seconds_left=left)
         record.latest_accuracy = None
-        self._tell(line)
+        self._notify_observers(line)
 
     def filter(self, groups: Sequence[Group]) -> Selection:
-        """What is worth a gradient; the rest is counted as dropped, by reason."""
+        """Select what is worth a gradient; count the rest as dropped, by reason."""
         selection = select(groups, self.runtime.config.algorithm)
         for reason, ids in selection.dropped.items():
             self.runtime.collector.accounting.drop(ids, reason)
         return selection
 
-    async def learn(self, selection: Selection) -> UpdateResult:
-        """One learner step in a thread, so that the loop (display, tools) goes on; an empty one if nothing is left."""
+    async def learn(self, selection: Selection, cancellation: StepCancellation) -> UpdateResult:
+        """Run one learner update in a thread, so that the event loop goes on; an empty one if nothing is left."""
         if not selection.groups:
             return UpdateResult(metrics={}, skipped=False)
-        self._say_weights(selection)
+        self._describe_aggregation(selection)
         ticks = [0, 0]
 
         def tick(done: int, total: int) -> None:
@@ -252,31 +243,32 @@ class Trainer:
         )
         update = self.runtime.learner.update
         check = self.agreement.check(selection.groups, self.record.step + 1)
-        arguments = {"masked": selection.masked, "tick": tick, "gate": self._gate, "check": check}
+        arguments = {"masked": selection.masked, "tick": tick, "gate": cancellation, "check": check}
         async with self.runtime.room_for_learning():
             with self.phases.of("learn"):
                 result = await asyncio.to_thread(update, selection.groups, **arguments)
-        self._account(selection, result)
+        account(self.runtime.collector.accounting, selection, result)
         if "loss" in result.metrics:  # not while only a critic learns
             self.agreement.learnt(self.record.step + 1)
         if not self.record.learner_programs and "loss" in result.metrics:  # not while only a critic learns
             self.record.learner_programs = self._learner_programs()
         return result
 
-    def _say_weights(self, selection: Selection) -> None:
-        """What a token weighs in the loss of the first batch, where that depends on its trajectories' lengths."""
-        config, first = self.runtime.config, not self._weighed
-        self._weighed = True
-        if not first or not peers.depends_on_lengths(config.algorithm, config.learner.num_minibatches):
+    def _describe_aggregation(self, selection: Selection) -> None:
+        """Display what a token weighs in the loss of the first batch, where that depends on trajectory lengths."""
+        config, described = self.runtime.config, self._aggregation_described
+        self._aggregation_described = True
+        if described or not aggregation.depends_on_lengths(config.algorithm, config.learner.num_minibatches):
             return
         lengths = trained_lengths(selection.groups, config.learner.num_minibatches, masked=selection.masked)
-        self.progress.say(f"  {peers.of_batch(config.algorithm, lengths)}")
+        self.progress.say(f"  {aggregation.describe_batch(config.algorithm, lengths)}")
 
     async def publish(self, version: int, *, mode: PauseMode | None = None) -> float:
-        """New weights to every engine; version and prefix cache change with them.
+        """Send new weights to every engine; version and prefix cache change with them.
 
         Args:
-            mode: what happens to generations that run; see :meth:`AsyncServer.update_weights`.
+            version: of the weights.
+            mode: of running generations; see :meth:`AsyncServer.update_weights`.
 
         Returns:
             seconds from the learner's parameters to engines that serve them: export, transfer, loading, proof.
@@ -288,7 +280,7 @@ class Trainer:
         return self.clock() - begin
 
     async def evaluate(self) -> float | None:
-        """Mean reward on the held-out rows (None if there are none), recorded as a line of metrics."""
+        """Return the mean reward on the held-out rows (None without rows), and record it."""
         runtime = self.runtime
         if not runtime.heldout:
             self.record.evaluated = self.record.step
@@ -308,32 +300,18 @@ class Trainer:
         self.progress.say(
             f"  held-out accuracy after step {step}: {line['accuracy']:.1%} of {len(groups)} ({line['seconds']:.0f} s)"
         )
-        self._tell(line)
+        self._notify_observers(line)
         return line["accuracy"]
 
-    def _tell(self, line: Mapping[str, Any]) -> None:
+    def _notify_observers(self, line: Mapping[str, Any]) -> None:
         for observer in self.observers:
             observer(line)
 
     def save(self) -> None:
-        """A checkpoint of the last finished step, if there is none yet."""
+        """Save a checkpoint of the last finished step, if there is none yet."""
         self.record.accounting = self.runtime.collector.accounting.state()
         with self.phases.of("save"):
             self.checkpointer.save(self.record.step, self.runtime.learner.state, self.record.to_json())
-
-    def _account(self, selection: Selection, result: UpdateResult) -> None:
-        """Books every trajectory that was handed to the learner."""
-        accounting = self.runtime.collector.accounting
-        for trajectory in all_trajectories(selection.groups):
-            mine = trajectory.trajectory_id
-            if mine in selection.masked:
-                accounting.drop([mine], selection.masked[mine])
-            elif result.skipped:
-                accounting.drop([mine], DropReason.NON_FINITE)
-            elif mine in result.rejected:
-                accounting.drop([mine], DropReason.REJECTED)
-            else:
-                accounting.train([mine])
 
     def _learner_recompilations(self) -> int:
         known = self.record.learner_programs
@@ -371,7 +349,3 @@ class Trainer:
         )
         self._guard.check(groups, collector.latest_losses)
         return groups
-
-
-def _succeeded(future: asyncio.Future[Any]) -> bool:
-    return future.done() and not future.cancelled() and future.exception() is None

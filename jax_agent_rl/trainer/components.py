@@ -1,4 +1,4 @@
-"""What a trainer drives: the parts of a run, and what it needs of those that may be spread over several hosts."""
+"""The parts of a run that a trainer drives, and the interfaces of those that may span several hosts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from jax_agent_rl.config import Config
 from jax_agent_rl.data.cursor import DataCursor
 from jax_agent_rl.learner.cancellation import StepCancellation
 from jax_agent_rl.learner.comparison import UNCHECKED, AgreementCheck
-from jax_agent_rl.learner.state import LearnerState, UpdateResult
+from jax_agent_rl.learner.metrics import UpdateResult
+from jax_agent_rl.learner.optimized_params import LearnerState
 from jax_agent_rl.models.config import Params
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.protocol import BackendMetrics, WeightUpdate
@@ -21,7 +22,7 @@ from jax_agent_rl.types import Group
 
 
 class WeightSource(Protocol):
-    """What of a learner is published: that of one process or of several, or a part of one."""
+    """The parameters of a learner, to be published."""
 
     @property
     def params(self) -> Params:
@@ -29,7 +30,7 @@ class WeightSource(Protocol):
         ...
 
     def store(self, folder: str) -> str:
-        """Writes them as ``models.stored`` does, each process its own shards; returns the manifest's digest."""
+        """Write the parameters as ``models.stored`` does, each process its shards; return the manifest's digest."""
         ...
 
 
@@ -39,7 +40,7 @@ class Publisher(Protocol):
     def make(self, learner: WeightSource, version: int) -> WeightUpdate: ...
 
     def close(self) -> None:
-        """Removes what it left behind."""
+        """Remove temporary files."""
         ...
 
 
@@ -99,7 +100,7 @@ class RunComponents:
         learner: parameters and optimizer.
         cursor: the order of the training rows.
         heldout: rows to evaluate on.
-        room_for_learning: a context for the learner's updates, in which engines on its devices make room.
+        room_for_learning: a context in which engines on the learner's devices make room for its update.
     """
 
     config: Config

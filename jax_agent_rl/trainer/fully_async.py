@@ -6,10 +6,10 @@
                             │ batch 1        ↑ 1  │ batch 2      ↑ 2   │ batch 3       ↑ 3        ↑ weights
               learner       [ learn 1       ]     [ learn 2     ]      [ learn 3      ]
 
-    stream      consumes: rows, room.             produces: complete groups.         waits for: engine, tools, room.
-    train_step  consumes: a batch of groups.      produces: an optimizer step.       waits for: the batch.
-    hand_over   consumes: the learner's weights.  produces: a version in every engine, and room for a batch.
-                                                  waits for: engines to take them (``trainer.in_flight_update``).
+    stream           consumes: rows, room.             produces: complete groups.     waits for: engine, tools, room.
+    rollout          consumes: groups.                 produces: a batch of them.     waits for: the batch.
+    publish_weights  consumes: the learner's weights.  produces: a version in every engine, and room for a batch.
+                                                       waits for: engines to take them (``trainer.in_flight_update``).
 
 Weights change under running generations: one trajectory may hold tokens of several versions, each marked with its own.
 How old a token may be when it is trained on, and so how far the rollout runs ahead, is the buffer's decision
@@ -21,6 +21,7 @@ from __future__ import annotations
 from jax_agent_rl.collect.filters import Selection
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.rollout.protocol import Capabilities
+from jax_agent_rl.trainer.base import Collected
 from jax_agent_rl.trainer.streaming import StreamTrainer
 from jax_agent_rl.types import PauseMode
 
@@ -48,18 +49,16 @@ class FullyAsyncTrainer(StreamTrainer):
                 raise ConfigError(f"trainer.in_flight_update={wanted}: {server.name} can do only {', '.join(can)}")
         self._pause = PAUSES[wanted]
 
-    async def train_step(self, begin: float) -> None:
-        step_began = self.clock()
+    async def rollout(self) -> Collected:
         self.stream.want(self.wanted_after(self.record.step))
-        collected = await self.take_batch()
-        await self.complete_step(collected, begin, step_began)
+        return await self.take_batch()
 
     async def publish_weights(self, version: int, selection: Selection) -> float:
-        """Publishes at once, whatever runs."""
+        """Publish at once, whatever runs."""
         return await self.publish(version, mode=self._pause)
 
     def on_step_end(self, version: int) -> None:
-        """Now there is room for a batch."""
+        """Make room for a batch."""
         self.stream.finish_step(version, want=self.wanted_after(version))
 
 

@@ -14,12 +14,12 @@ from jax_agent_rl.types import Group, SamplingParams, Trajectory
 
 
 def training_sampling(config: Config) -> SamplingParams:
-    """For every turn of a training rollout."""
+    """Return the sampling of every turn of a training rollout."""
     return SamplingParams(max_tokens=config.rollout.max_model_len, temperature=config.rollout.temperature)
 
 
 def evaluation_sampling(config: Config) -> SamplingParams:
-    """For every turn of a held-out rollout."""
+    """Return the sampling of every turn of a held-out rollout."""
     return SamplingParams(max_tokens=config.rollout.max_model_len, temperature=config.rollout.eval_temperature)
 
 
@@ -34,14 +34,20 @@ async def gather(
     label: str,
     arrived: Callable[[Group], None],
 ) -> list[Group]:
-    """One group per row, in the rows' order: groups arrive as they finish, and nothing may depend on that.
+    """Collect one group per row, in the rows' order: groups arrive as they finish, and nothing may depend on that.
 
     Args:
-        step, label: see :meth:`RolloutCollector.collect`.
-        arrived: told of each group as soon as it is complete.
+        collector: runs the rollouts.
+        client: of the engines.
+        rows: of the dataset.
+        group_size: trajectories of each group.
+        sampling: of every turn.
+        step: see :meth:`RolloutCollector.collect`.
+        label: see :meth:`RolloutCollector.collect`.
+        arrived: called with each complete group.
 
     Raises:
-        EngineDiedError: no server is left: what was lost would look like the policy's failure.
+        EngineDiedError: no server is left; lost groups would look like failures of the policy.
     """
     groups = []
     async with aclosing(
@@ -55,15 +61,15 @@ async def gather(
 
 
 def shaped(group: Group, config: Config) -> Group:
-    """With what ``algorithm.shaping`` takes off the rewards."""
+    """Apply ``algorithm.shaping`` to the rewards."""
     return shape(group, config.algorithm.shaping, max_response_length=config.agent.max_response_length)
 
 
 def with_baseline(group: Group, greedy: Group) -> Group:
-    """With the reward of a greedy rollout of the same prompt, if there is one (ReMax)."""
+    """Add the reward of a greedy rollout of the same prompt, if there is one (ReMax)."""
     return replace(group, greedy_reward=greedy.rewards[0] if greedy.rewards else None)
 
 
 def all_trajectories(groups: Sequence[Group]) -> list[Trajectory]:
-    """Members of all groups, in order."""
+    """Return the members of all groups, in order."""
     return [t for g in groups for t in g.trajectories]

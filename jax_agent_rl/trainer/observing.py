@@ -1,4 +1,4 @@
-"""Who looks at a run while it lasts: the warnings, the sinks of ``trainer.logger``, the Prometheus port.
+"""Observers of a run: the warnings, the sinks of ``trainer.logger``, the Prometheus port.
 
 ::
 
@@ -24,7 +24,7 @@ from jax_agent_rl.observe.watch import Watch
 
 @dataclass(frozen=True, kw_only=True)
 class Observers:
-    """Those of one run.
+    """The observers of one run.
 
     Attributes:
         watch: the warnings.
@@ -37,12 +37,12 @@ class Observers:
     each: Sequence[Callable[[Mapping[str, Any]], None]]
 
     def summary(self) -> dict[str, Any]:
-        """For ``summary.json``: every warning of the run, and records that sinks have lost."""
+        """Return the warnings of the run and the records that sinks have lost, for ``summary.json``."""
         return {"warnings": [asdict(warned) for warned in self.watch.warnings], "lost_by_logger": self.sinks.lost()}
 
 
 def check_observers(config: Config) -> None:
-    """Checks, before any work, that what the configuration names can be used; raises ConfigError."""
+    """Check, before any work, that the configured sinks can be used; raise ConfigError if not."""
     check_sinks(config.trainer.logger)
 
 
@@ -50,13 +50,14 @@ def check_observers(config: Config) -> None:
 def observers(
     config: Config, folder: RunFolder, *, step: int, rows: Sequence[Mapping[str, Any]], progress: Progress
 ) -> Iterator[Observers]:
-    """Opens them, and closes them when the training is over.
+    """Open the observers of a run, and close them at its end.
 
     Args:
         config: as it is saved with the run.
-        step: the run goes on from there; the lines of metrics up to it are looked at silently.
+        folder: of the run.
+        step: last finished step; earlier metrics are read silently.
         rows: to train on.
-        progress: where warnings are said.
+        progress: displays warnings.
 
     Raises:
         ConfigError: ``trainer.prometheus_port`` is in use.
@@ -84,8 +85,8 @@ def observers(
         yield Observers(watch=watch, sinks=sinks, each=[look, *each])
 
 
-def spoken(warnings: Sequence[Mapping[str, Any]]) -> str:
-    """The warnings of ``summary.json`` for the end of a run, one a line; empty if there are none."""
+def format_warnings(warnings: Sequence[Mapping[str, Any]]) -> str:
+    """Format the warnings of ``summary.json`` for the end of a run, one a line; empty without any."""
     lines = [
         f"  {warned['name']} ({_when(warned)}): {warned['message']}. What to do: {warned['advice']}"
         for warned in warnings

@@ -1,4 +1,4 @@
-"""What a trainer remembers and writes: progress for resuming, lines for ``metrics.jsonl``, the summary."""
+"""The bookkeeping of a trainer: progress for resuming, lines for ``metrics.jsonl``, the summary."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from jax_agent_rl.collect.accounting import Accounting
 from jax_agent_rl.collect.buffer import versions
+from jax_agent_rl.collect.filters import Selection
+from jax_agent_rl.learner.metrics import UpdateResult
 from jax_agent_rl.rollout.protocol import BackendMetrics
 from jax_agent_rl.trajectory_graph import TrajectoryGraph
 from jax_agent_rl.types import DropReason, Group, Trajectory
@@ -22,7 +25,8 @@ class RunRecord:
     Attributes:
         step: training steps finished.
         train_seconds: wall time of training (evaluations before and after excluded), over all restarts.
-        accuracy_before, accuracy_after: held-out accuracy, before the first step and after the last.
+        accuracy_before: held-out accuracy before the first step.
+        accuracy_after: held-out accuracy after the last.
         latest_accuracy: of the last evaluation, until it has been shown.
         evaluated: the step after which the last evaluation was made; -1: none yet.
         lost_batches: batches in a row of which no trajectory survived.
@@ -61,7 +65,7 @@ class RunRecord:
         return record
 
     def summary(self) -> dict[str, Any]:
-        """The content of ``summary.json``."""
+        """Return the content of ``summary.json``."""
         dropped = dict(self.accounting.get("dropped", {}))
         return {
             "heldout_accuracy_before": self.accuracy_before,
@@ -77,6 +81,19 @@ class RunRecord:
         }
 
 
+def account(accounting: Accounting, selection: Selection, result: UpdateResult) -> None:
+    """Count every trajectory that was handed to the learner as trained or dropped."""
+    for trajectory_id in (t.trajectory_id for group in selection.groups for t in group.trajectories):
+        if trajectory_id in selection.masked:
+            accounting.drop([trajectory_id], selection.masked[trajectory_id])
+        elif result.skipped:
+            accounting.drop([trajectory_id], DropReason.NON_FINITE)
+        elif trajectory_id in result.rejected:
+            accounting.drop([trajectory_id], DropReason.REJECTED)
+        else:
+            accounting.train([trajectory_id])
+
+
 def step_record(
     step: int,
     groups: Sequence[Group],
@@ -90,11 +107,19 @@ def step_record(
     recompilations: int,
     pipeline: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """One ``metrics.jsonl`` line of kind ``step``; learner metrics are 0 where no group was worth a gradient.
+    """Return one ``metrics.jsonl`` line of kind ``step``; learner metrics are 0 where no group was worth a gradient.
 
     Args:
+        step: its number.
+        groups: of the step.
+        learner: metrics of the update.
+        engine: what the engines did for the step.
+        accounting: summary of all trajectories.
         rollout_seconds: over which ``engine`` counts.
-        pipeline: how rollout and learner went together: who waited, how old the tokens were.
+        weight_update_seconds: to publish the weights.
+        step_seconds: of the whole step.
+        recompilations: programs compiled after warm-up.
+        pipeline: overlap of rollout and learner: waiting times, ages of tokens.
     """
     trajectories = [t for g in groups for t in g.trajectories]
     calls = [call for t in trajectories for call in t.tool_calls]
@@ -134,7 +159,7 @@ def step_record(
 
 
 def staleness_record(groups: Sequence[Group], version: int) -> dict[str, Any]:
-    """How old the sampled tokens are that a learner of ``version`` gets, in versions.
+    """Return the age, in versions, of the sampled tokens that a learner of ``version`` gets.
 
     ``staleness_histogram`` counts tokens by age; ``mixed_version_share`` are the trajectories whose weights changed
     while they were sampled.
@@ -152,7 +177,7 @@ def staleness_record(groups: Sequence[Group], version: int) -> dict[str, Any]:
 
 
 def overlap_summary(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """How well rollout and learner overlapped in a run, for ``summary.json``.
+    """Return how well rollout and learner overlapped in a run, for ``summary.json``.
 
     Args:
         lines: ``metrics.jsonl`` of kind ``step``.
@@ -170,7 +195,7 @@ def overlap_summary(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def evaluation_record(step: int, groups: Sequence[Group], *, seconds: float) -> dict[str, Any]:
-    """One ``metrics.jsonl`` line of kind ``evaluation``. A lost trajectory counts as wrong.
+    """Return one ``metrics.jsonl`` line of kind ``evaluation``. A lost trajectory counts as wrong.
 
     ``accuracy`` is the mean of the reward part of this name, of the reward itself where the reward function gives none.
     """
@@ -193,7 +218,7 @@ def _mean_age(ages: Mapping[int, int]) -> float:
 
 
 def _tree_counts(groups: Sequence[Group]) -> dict[str, float]:
-    """``tree/<name>``: how the groups of a strategy that branches came about, summed; nothing for chains.
+    """Return ``tree/<name>``: how the groups of a strategy that branches came about, summed; nothing for chains.
 
     ``branches`` continue a tree, if only from its prompt; ``topped_up`` are chains that replace missing branches;
     ``nodes`` those of the groups' graphs; ``inherited_tokens`` sampled ids that branches took over.
@@ -211,7 +236,7 @@ def _tree_counts(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def _part_means(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """``reward/<part>``: the mean of each named part over the trajectories that have it; tool and turn sums too."""
+    """Return ``reward/<part>``: the mean of each named part, tool and turn sums included, where it exists."""
     values: dict[str, list[float]] = {}
     for trajectory in trajectories:
         sums = {key: trajectory.metrics.get(key, 0.0) for key in ("tool_reward", "turn_score")}
@@ -221,7 +246,7 @@ def _part_means(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def _share(holds: Iterable[bool]) -> float:
-    """How many of these are true, in [0, 1]; 0 of none."""
+    """Return the share of true values; 0 without any."""
     found = list(holds)
     return sum(found) / max(1, len(found))
 

@@ -1,8 +1,8 @@
-"""What the asynchronous trainers share: groups flow out of a stream, and the learner takes them in batches.
+"""The base of the asynchronous trainers: groups flow out of a stream, and the learner takes them in batches.
 
 ::
 
-    rows ─► GroupStream: many groups grow ─► take_batch ─► finish (base): filter, learn, hand_over ─► record
+    rows ─► GroupStream: many groups grow ─► take_batch ─► base: filter, learn, publish_weights, record_step
                  ▲    (engine, agents, tools)     │ useless groups are replaced           │
                  │                                ▼ (algorithm.max_resample_rounds)               │
                  └────────────── room ◄───────── RolloutBuffer ◄── version + 1 ───────────┘
@@ -54,11 +54,11 @@ class StreamTrainer(Trainer):
         self._reading: tuple[BackendMetrics, float] | None = None
 
     def wanted_after(self, step: int) -> int:
-        """Groups the steps after this one will consume."""
+        """Return how many groups the steps after this one will consume."""
         return (self.runtime.config.trainer.steps - step) * self.buffer.batch
 
     async def take_batch(self) -> Collected:
-        """The groups of the next step, and what rollout and engines did since the last one was taken."""
+        """Return the groups of the next step, and what rollout and engines did since the last one was taken."""
         buffer, began = self.buffer, self.clock()
         self.progress.phase(
             f"step {self.record.step + 1}: rollout",
@@ -78,7 +78,7 @@ class StreamTrainer(Trainer):
         return Collected(groups=groups, engine=engine, seconds=seconds, metrics=overlap)
 
     async def _take_useful(self) -> list[Group]:
-        """A batch, and those that were replaced because a filter leaves them out.
+        """Return a batch; groups that a filter leaves out are replaced first.
 
         After ``algorithm.max_resample_rounds`` rounds useless ones stay in the batch.
         """
@@ -103,13 +103,13 @@ class StreamTrainer(Trainer):
         await self.stream.close()
 
     def save(self) -> None:
-        """Beside the learner's state, which groups are open: their rows are drawn first when the run resumes."""
+        """Save the open groups beside the learner's state: a resumed run draws their rows first."""
         self.record.buffer = self.buffer.state()
         self.record.cursor = self.runtime.cursor.state(again=self.buffer.open)
         super().save()
 
     async def _grow(self, ticket: Ticket, row: Any, why_stopped: Callable[[], DropReason]) -> Group:
-        """One group with shaped rewards and, for ReMax, the reward of a greedy rollout."""
+        """Collect one group with shaped rewards and, for ReMax, the reward of a greedy rollout."""
         config, sampling = self.runtime.config, training_sampling(self.runtime.config)
         step, index = divmod(ticket.number, self.buffer.batch)
         collect = functools.partial(
@@ -132,7 +132,7 @@ class StreamTrainer(Trainer):
         self.runtime.collector.accounting.drop([t.trajectory_id for t in all_trajectories([group])], reason)
 
     def _useless(self, groups: Mapping[int, Group]) -> dict[int, DropReason]:
-        """The groups the filters leave out, each with a reason. Their members are booked with the step."""
+        """Return the groups that the filters leave out, each with a reason. The step counts their members."""
         reasons: dict[int, DropReason] = {}
         for number, group in groups.items():
             selection = select([group], self.runtime.config.algorithm)
@@ -141,7 +141,7 @@ class StreamTrainer(Trainer):
         return reasons
 
     async def _engine_since(self, before: BackendMetrics, begin: float) -> tuple[BackendMetrics, float]:
-        """What the engines did since a reading, and the seconds since; this is the next reading."""
+        """Return what the engines did since a reading, and the seconds since; replace the reading."""
         now, end = await self.runtime.metrics(), self.clock()
         self._reading = now, end
         return now.since(before), end - begin

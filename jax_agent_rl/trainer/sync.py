@@ -30,21 +30,19 @@ from jax_agent_rl.types import DropReason, Group
 class SyncTrainer(Trainer):
     """Rolls out, learns, publishes; one after the other."""
 
-    async def train_step(self, begin: float) -> None:
-        step_began = self.clock()
+    async def rollout(self) -> Collected:
+        began = self.clock()
         with self.phases.of("rollout"):
             groups, engine = await self.collect(self.record.step + 1)
-        self.learner_idle_seconds = self.clock() - step_began
-        await self.complete_step(
-            Collected(groups=groups, engine=engine, seconds=self.learner_idle_seconds), begin, step_began
-        )
+        self.learner_idle_seconds = self.clock() - began
+        return Collected(groups=groups, engine=engine, seconds=self.learner_idle_seconds)
 
     async def publish_weights(self, version: int, selection: Selection) -> float:
-        """Publishes, if anything was learnt."""
+        """Publish if anything was learnt."""
         return await self.publish(version) if selection.groups else 0.0
 
     async def collect(self, step: int) -> tuple[list[Group], BackendMetrics]:
-        """``prompts_per_step`` groups of ``group_size`` trajectories, and what the engine did for them.
+        """Collect ``prompts_per_step`` groups; also return what the engines did for them.
 
         With ``algorithm.max_resample_rounds``, new prompts replace groups that the filters will leave out.
         """
@@ -60,7 +58,7 @@ class SyncTrainer(Trainer):
         return groups, (await self.runtime.metrics()).since(before)
 
     async def collect_round(self, rows: Sequence[dict], step: int, label: str) -> list[Group]:
-        """One group per row, with shaped rewards and, for ReMax, the reward of a greedy rollout."""
+        """Collect one group per row, with shaped rewards and, for ReMax, the reward of a greedy rollout."""
         config, collector, phase = self.runtime.config, self.runtime.collector, f"step {step}: rollout"
         sampling = training_sampling(config)
         groups = await self._gather(collector, rows, config.rollout.group_size, sampling, step, label, phase)

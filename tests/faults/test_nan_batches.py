@@ -20,10 +20,10 @@ import dataclasses, math, sys
 import jax
 from jax_agent_rl import cli
 from jax_agent_rl.jetstream.backend import JetStreamBackend
-from jax_agent_rl.learner.optimized_params import Trainable
+from jax_agent_rl.learner.optimized_params import OptimizedParams
 
 every_gradient = sys.argv.pop() == "every gradient"
-generate, gradients, steps = JetStreamBackend.generate, Trainable.gradients, 0
+generate, gradients, steps = JetStreamBackend.generate, OptimizedParams.gradients, 0
 
 async def poisoned_logprobs(self, request):
     output = await generate(self, request)
@@ -40,7 +40,7 @@ def poisoned_gradients(self, *arguments):
     return found, statistics
 
 JetStreamBackend.generate = poisoned_logprobs
-Trainable.gradients = poisoned_gradients
+OptimizedParams.gradients = poisoned_gradients
 cli.main()
 """
 

@@ -17,11 +17,11 @@ from jax_agent_rl.learner.batch import pack
 from jax_agent_rl.learner.critic import critic_params
 from jax_agent_rl.learner.experience import Scores, build_experience, mini_batch_terms
 from jax_agent_rl.learner.image_packing import ImagePacking, blanks, image_packing
-from jax_agent_rl.learner.losses.covariance import CHOOSE
-from jax_agent_rl.learner.optimized_params import TrainState, UpdatePrograms
+from jax_agent_rl.learner.losses.covariance import SELECTORS
+from jax_agent_rl.learner.optimized_params import UpdatePrograms
+from jax_agent_rl.learner.optimizer import TrainState, learning_rate
 from jax_agent_rl.learner.parameterization import Parameterization
 from jax_agent_rl.learner.programs import LearnerPrograms
-from jax_agent_rl.learner.schedule import learning_rate
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.sharding import parameter_shardings, place, replicated, row_sharding, row_shards
 from jax_agent_rl.models.vision.context import VisionProcessor
@@ -144,13 +144,13 @@ class _InventoryBuilder:
         They are ``Learner.params``, or ``LeadingLearner.params`` with several processes.
         """
         if merged:
-            merge = policy.whole.trace(state.params, policy.frozen)
+            merge = policy.merge.trace(state.params, policy.frozen)
             whole = jax.tree.map(place, merge.out_info, merge.lower().compile().output_shardings)
             self.inventory.programs.append(
                 Program(name="merge adapters", phase="weights", traced=merge, mesh=self.mesh)
             )
         else:
-            whole = policy.whole(state.params, policy.frozen)
+            whole = policy.merge(state.params, policy.frozen)
         if processes(self.mesh) == 1:
             return whole, not merged
         first = SingleDeviceSharding(self.mesh.devices.flat[0])
@@ -216,7 +216,7 @@ def micro_batches(config: Config, model: DecoderConfig, *, rows: int, scored: bo
         [Group(group_id="g", trajectories=tuple(trajectories))], algorithm, scores, kl_coef=0.0, masked=()
     )
     policy, critic = mini_batch_terms(made, slice(None), algorithm, kl_coef=0.0)
-    if algorithm.policy_loss.loss_mode in CHOOSE:
+    if algorithm.policy_loss.loss_mode in SELECTORS:
         policy["chosen"] = per_term
     first = {
         name: _largest(next(replace(batch, terms={}).with_terms(**terms).micro_batches(rows)), images)

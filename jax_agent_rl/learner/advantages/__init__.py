@@ -4,7 +4,7 @@
 
     outcome.py   one number per trajectory, within its group     grpo dr_grpo rloo opo grpo_passk
     step.py      compared over the whole step                    gpg gdpo remax reinforce_plus_plus(_baseline)
-    gae.py       with a critic                                   gae
+                 with a critic                                   gae
     turns.py     per turn                                        gigpo mt_grpo
     trees.py     along trees of branches                         tree_grpo treerl arpo
 
@@ -21,7 +21,6 @@ import numpy as np
 
 from jax_agent_rl.config.algorithm import AlgorithmConfig
 from jax_agent_rl.errors import ConfigError
-from jax_agent_rl.learner.advantages import gae as gae_module
 from jax_agent_rl.learner.advantages import step, trees, turns
 from jax_agent_rl.learner.advantages.outcome import OUTCOME_ESTIMATORS
 from jax_agent_rl.learner.scored_batch import PerToken, ScoredBatch, turn_rewards, turn_spans, turns_of
@@ -95,7 +94,7 @@ def _gae(samples: ScoredBatch, config: AlgorithmConfig) -> Advantages:
         bootstraps = config.bootstrap == "truncated" and trajectory.finish_reason.truncated
         value_after = float(samples.values[i][-1]) if bootstraps else 0.0
         arrays = (samples.rewards[i], samples.values[i][:-1], samples.masks[i])
-        pairs.append(gae_module.gae(*arrays, gamma=config.gamma, lam=config.lam, value_after=value_after))
+        pairs.append(step.gae(*arrays, gamma=config.gamma, lam=config.lam, value_after=value_after))
     whitened = step.whiten([advantages for advantages, _ in pairs], samples.masks)
     return Advantages(advantages=whitened, returns=[returns for _, returns in pairs])
 
@@ -119,7 +118,7 @@ def _gigpo(samples: ScoredBatch, config: AlgorithmConfig) -> Advantages:
 
 
 def _observations(trajectory: Trajectory) -> list[tuple[int, ...]]:
-    """What each turn was sampled after: a prompt, or what was appended to the turn before."""
+    """Return what each turn was sampled after: a prompt, or what was appended to the turn before."""
     contexts = (*trajectory.segments, trajectory)  # not its sequences: a history window makes no observation
     return [ids for c in contexts for ids in (c.prompt_ids, *(turn.appended_ids for turn in c.turns[:-1]))]
 
@@ -159,9 +158,7 @@ def _arpo(samples: ScoredBatch, config: AlgorithmConfig) -> Advantages:
 
 
 def _by_nodes(samples: ScoredBatch, one: Callable[[np.ndarray, trees.Paths], list[np.ndarray]]) -> Advantages:
-    """Runs a function of each group that gives a number per node of the group's graph, and lays those out over the
-    nodes' tokens and what was appended after them.
-    """
+    """Spread per-node numbers of each group's graph over the nodes' tokens and what was appended after them."""
     advantages = [np.zeros(len(mask)) for mask in samples.masks]
     for group in samples.members:
         graph = TrajectoryGraph.of([samples.trajectories[i] for i in group])
@@ -174,7 +171,7 @@ def _by_nodes(samples: ScoredBatch, one: Callable[[np.ndarray, trees.Paths], lis
 
 
 def _by_turns(samples: ScoredBatch, one: Callable[[np.ndarray], list[np.ndarray]]) -> Advantages:
-    """Runs a function of each group that gives a number per turn, and lays those out over the turns' tokens."""
+    """Spread per-turn numbers of each group over the turns' tokens."""
     advantages = [np.zeros(len(mask)) for mask in samples.masks]
     for group in samples.members:
         for i, per_turn in zip(group, one(group), strict=True):

@@ -47,6 +47,7 @@ def opo(rewards_G: np.ndarray, lengths_G: np.ndarray) -> np.ndarray:
     """Reward minus its length-weighted mean, the baseline of least variance; a group of one keeps its reward.
 
     Args:
+        rewards_G: float64 [G].
         lengths_G: sampled tokens of each.
 
     References: Hao et al. 2025, On-Policy RL with Optimal Reward Baseline, arXiv 2505.23585.

@@ -1,4 +1,4 @@
-"""Estimators that compare within the whole step, not only within a group."""
+"""Estimators that compare over the whole step or use a critic, not only the group."""
 
 from __future__ import annotations
 
@@ -64,6 +64,8 @@ def remax(rewards: PerToken, masks: Sequence[np.ndarray], greedy: np.ndarray) ->
     """Reward still to come, minus the reward of the greedy rollout of the same prompt.
 
     Args:
+        rewards: float64 [L] each.
+        masks: bool [L] each.
         greedy: float64 [N].
 
     References: Li et al. 2023, ReMax, arXiv 2310.10505.
@@ -97,6 +99,8 @@ def gdpo(
     Args:
         parts: float64 [N] by name.
         weights: by the same names.
+        members: for each group the indices of its trajectories.
+        masks: bool [L] each.
 
     References: Liu et al. 2026, GDPO, arXiv 2601.05242.
     """
@@ -105,3 +109,41 @@ def gdpo(
         for group in members:
             advantages[group] += weights[name] * grpo(values[group])
     return whiten([value * mask for value, mask in zip(advantages, masks, strict=True)], masks)
+
+
+def gae(
+    rewards_L: np.ndarray,
+    values_L: np.ndarray,
+    mask_L: np.ndarray,
+    *,
+    gamma: float,
+    lam: float,
+    value_after: float = 0.0,
+) -> tuple[np.ndarray, np.ndarray]:
+    """``A_t = delta_t + gamma lam A_{t+1}`` with ``delta_t = r_t + gamma V_{t+1} - V_t`` over sampled tokens.
+
+    Inserted ids take no time: the next value and the running advantage are those of the next sampled token, and values
+    at mask 0 never matter. A reward on an inserted id belongs to the sampled token before it.
+
+    Args:
+        rewards_L: float64 [L].
+        values_L: float64 [L]; ``values_L[t]`` is of the state in which id t was sampled.
+        mask_L: bool [L].
+        gamma: discount factor.
+        lam: weight of longer returns.
+        value_after: value of the state after the last id: 0 where the trajectory ended by itself.
+
+    Returns:
+        advantages and returns (``A + V``), float64 [L]; 0 at mask 0.
+
+    References: Schulman et al. 2015, arXiv 1506.02438.
+    """
+    advantages_L, returns_L = np.zeros(len(rewards_L)), np.zeros(len(rewards_L))
+    next_value, running, pending = value_after, 0.0, 0.0
+    for t in reversed(range(len(rewards_L))):
+        pending += rewards_L[t]
+        if mask_L[t]:
+            running = pending + gamma * next_value - values_L[t] + gamma * lam * running
+            next_value, pending = values_L[t], 0.0
+            advantages_L[t], returns_L[t] = running, running + values_L[t]
+    return advantages_L, returns_L

@@ -1,4 +1,4 @@
-"""Estimators that tell the turns of a trajectory apart."""
+"""Estimators with an advantage per turn."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Observation = tuple[int, ...]
 
 
 def anchor_groups(observations: Sequence[Observation], similarity: float) -> np.ndarray:
-    """Numbers steps by what the agent saw before them: equal numbers for the same anchor, int [steps].
+    """Assign numbers to steps by what the agent saw before them: equal numbers for the same anchor, int [steps].
 
     Args:
         observations: ids the world showed before each step (the prompt before the first).
@@ -58,7 +58,12 @@ def gigpo(
 
     Args:
         totals_G: float64 [G].
-        turn_rewards, observations: per trajectory one per turn; the final reward is in the last turn's.
+        turn_rewards: per trajectory one per turn; the last turn's includes the final reward.
+        observations: per trajectory what each turn was sampled after.
+        gamma: discount factor over turns.
+        step_advantage_w: w.
+        divide_by_std: F is the standard deviation, not 1.
+        similarity: see :func:`anchor_groups`.
 
     Returns:
         per trajectory float64 [turns].

@@ -2,20 +2,19 @@
 
 ::
 
-    terms.py        what a policy loss is given and gives back
+    terms.py        input and output of a policy loss
     policy.py       one ratio per token: vanilla decoupled cispo gpg sapo dppo_tv dppo_kl dro
-    sequence.py     one ratio per trajectory: gspo geo_mean
-    covariance.py   tokens chosen over the mini-batch: clip_cov kl_cov
-    kl.py           distance to the reference, and its controller
-    value.py        the critic's loss
-    aggregation.py  what each token weighs
+                    one ratio per trajectory: gspo geo_mean
+    covariance.py   tokens selected over the mini-batch: clip_cov kl_cov
+    kl.py           KL to the reference, and its controller
+    aggregation.py  token weights, compared with those of verl and TRL
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from jax_agent_rl.learner.losses import covariance, policy, sequence
+from jax_agent_rl.learner.losses import covariance, policy
 from jax_agent_rl.learner.losses.terms import LossConfig, TermLoss, Terms
 
 PolicyLoss = Callable[[Terms, LossConfig], TermLoss]
@@ -23,8 +22,8 @@ PolicyLoss = Callable[[Terms, LossConfig], TermLoss]
 POLICY_LOSSES: dict[str, PolicyLoss] = {
     "vanilla": policy.vanilla,
     "decoupled": policy.decoupled,
-    "gspo": sequence.gspo,
-    "geo_mean": sequence.geo_mean,
+    "gspo": policy.gspo,
+    "geo_mean": policy.geo_mean,
     "cispo": policy.cispo,
     "gpg": policy.gpg,
     "sapo": policy.sapo,

@@ -1,4 +1,11 @@
-"""What each token weighs, so that the loss is a plain weighted sum."""
+"""Token weights that make the loss a plain weighted sum, compared with the defaults of verl and TRL.
+
+Both take a mean over tokens, but of different batches: verl's ``loss_agg_mode=token-mean`` divides by the tokens of the
+update (its mini-batch), TRL's ``loss_type=dapo`` by those of the rollout batch (``num_items_in_batch``), even if it is
+cut into several updates. Where the ratio is the same for all tokens, it is the ratio of the gradients.
+
+References: verl ``core_algos.agg_loss`` (commit 1dda039), TRL ``GRPOTrainer._compute_loss`` (commit f2cd577).
+"""
 
 from __future__ import annotations
 
@@ -6,9 +13,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from jax_agent_rl.config import Config
+from jax_agent_rl.config.algorithm import AlgorithmConfig
+
 
 def term_weights(mode: str, active: Sequence[np.ndarray], scale_factor: int | None = None) -> list[np.ndarray]:
-    """Weights of the terms of one optimizer update.
+    """Return the weights of the terms of one optimizer update.
 
     The weights come from the *whole* update (all rows, micro-batches, devices): however the batch is cut, the sum of
     the parts is the same loss and the same gradient. N counts the trajectories with an active term.
@@ -42,3 +52,74 @@ def term_weights(mode: str, active: Sequence[np.ndarray], scale_factor: int | No
         case _:
             raise ValueError(f"unknown loss_agg_mode {mode!r}")
     return [weight * mask for weight, mask in zip(per_token, active, strict=True)]
+
+
+FORMULAS = {
+    "token-mean": "sum(loss) / tokens",
+    "token-sum": "sum(loss)",
+    "seq-mean-token-sum": "sum(loss) / trajectories",
+    "seq-mean-token-mean": "mean of each trajectory's sum(loss) / tokens",
+    "seq-mean-token-sum-norm": "sum(loss) / (trajectories * {scale_factor})",
+}
+PEERS = {"verl": "verl's default (token-mean)", "trl": "TRL's (loss_type=dapo)"}
+
+
+def weight_ratios(
+    mode: str, updates: Sequence[Sequence[int]], scale_factor: int | None
+) -> dict[str, tuple[float, float]]:
+    """Return, by peer, the smallest and largest ratio of a token's weight here to its weight there.
+
+    Args:
+        mode: ``algorithm.loss_agg_mode``.
+        updates: of each optimizer update of a step the lengths of its trajectories, in trained tokens; none is 0.
+        scale_factor: ``algorithm.loss_scale_factor``.
+    """
+    tokens = sum(map(sum, updates))
+    ratios: dict[str, list[float]] = {peer: [] for peer in PEERS}
+    for lengths in updates:
+        weights = term_weights(mode, [np.ones(length, bool) for length in lengths], scale_factor)
+        own = [float(weight[0]) for weight in weights]
+        ratios["verl"] += [weight * sum(lengths) for weight in own]
+        ratios["trl"] += [weight * tokens for weight in own]
+    return {peer: (min(values), max(values)) for peer, values in ratios.items()}
+
+
+def describe_aggregation(config: Config) -> str:
+    """Describe the aggregation in force, with the ratios for trajectories of equal length."""
+    algorithm, rollout, length = config.algorithm, config.rollout, config.agent.max_response_length
+    formula = FORMULAS[algorithm.loss_agg_mode].format(scale_factor=algorithm.loss_scale_factor)
+    prompts = np.array_split(np.arange(rollout.prompts_per_step), config.learner.num_minibatches)
+    updates = [[length] * (len(part) * rollout.group_size) for part in prompts]
+    counts = [len(lengths) for lengths in updates]
+    over = "/".join(map(str, dict.fromkeys(counts)))
+    equal = f", if all have agent.max_response_length={length}" if depends_on_lengths(algorithm, len(updates)) else ""
+    return (
+        f"loss aggregation: {algorithm.loss_agg_mode} = {formula}, over each update's {over} trajectories{equal}: "
+        f"{_describe_ratios(algorithm, updates)}"
+    )
+
+
+def describe_batch(algorithm: AlgorithmConfig, updates: Sequence[Sequence[int]]) -> str:
+    """Describe the ratios for the lengths of a batch, see :func:`weight_ratios`."""
+    lengths = [length for update in updates for length in update]
+    return (
+        f"loss aggregation: {algorithm.loss_agg_mode}, over this batch's {len(lengths)} trajectories of {min(lengths)} "
+        f"to {max(lengths)} trained tokens: {_describe_ratios(algorithm, updates)}"
+    )
+
+
+def depends_on_lengths(algorithm: AlgorithmConfig, updates: int) -> bool:
+    """Return whether the ratios do; a mean over all tokens of one update is the same everywhere."""
+    return algorithm.loss_agg_mode != "token-mean" or updates > 1
+
+
+def _describe_ratios(algorithm: AlgorithmConfig, updates: Sequence[Sequence[int]]) -> str:
+    ratios = weight_ratios(algorithm.loss_agg_mode, updates, algorithm.loss_scale_factor)
+    return "a token's weight is " + ", ".join(
+        f"{_factor(*ratios[peer])} that of {name}" for peer, name in PEERS.items()
+    )
+
+
+def _factor(low: float, high: float) -> str:
+    least, most = f"x{low:.4g}", f"x{high:.4g}"
+    return least if least == most else f"{least} to {most}"

@@ -1,4 +1,4 @@
-"""Losses that treat the tokens apart whose log-prob and advantage vary together the most: they cost entropy.
+"""Losses that single out the tokens whose log-prob and advantage covary most: they cost entropy.
 
 Which tokens those are is a property of the whole mini-batch, so they are chosen before it is cut into micro-batches
 (numpy, on log-probs of the current policy), and the losses only look at ``Terms.chosen``.
@@ -7,6 +7,8 @@ References: Cui et al. 2025, The Entropy Mechanism of RL for Reasoning LMs, arXi
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
 
 import jax.numpy as jnp
 import numpy as np
@@ -23,7 +25,7 @@ def clip_cov(terms: Terms, config: LossConfig) -> TermLoss:
 
 
 def kl_cov(terms: Terms, config: LossConfig) -> TermLoss:
-    """``-A r``, plus ``ppo_kl_coef |log r|`` for the chosen tokens."""
+    """Return ``-A r``, plus ``ppo_kl_coef |log r|`` for the selected tokens."""
     delta = log_ratio(terms)
     ratio = jnp.exp(delta)
     penalty = config.own.ppo_kl_coef * jnp.abs(delta) * terms.chosen
@@ -31,14 +33,14 @@ def kl_cov(terms: Terms, config: LossConfig) -> TermLoss:
 
 
 def covariances(logprobs_T: np.ndarray, advantages_T: np.ndarray) -> np.ndarray:
-    """``(A - mean A)(log pi - mean log pi)`` of each of a mini-batch's T tokens, float64."""
+    """Return ``(A - mean A)(log pi - mean log pi)`` of each of a mini-batch's T tokens, float64."""
     return (advantages_T - advantages_T.mean()) * (logprobs_T - logprobs_T.mean())
 
 
 def choose_clip_cov(
     logprobs_T: np.ndarray, old_T: np.ndarray, advantages_T: np.ndarray, config: LossConfig, rng: np.random.Generator
 ) -> np.ndarray:
-    """A random ``clip_cov_ratio`` of the tokens (at least one) whose covariance is between the bounds; bool [T].
+    """Select a random ``clip_cov_ratio`` of the tokens (at least one) with covariance within the bounds; bool [T].
 
     Tokens that PPO's clip silences anyway are not chosen.
     """
@@ -54,7 +56,7 @@ def choose_clip_cov(
 def choose_kl_cov(
     logprobs_T: np.ndarray, old_T: np.ndarray, advantages_T: np.ndarray, config: LossConfig, rng: np.random.Generator
 ) -> np.ndarray:
-    """The ``kl_cov_ratio`` of the tokens (at least one) with the largest covariance; bool [T]."""
+    """Select the ``kl_cov_ratio`` of the tokens (at least one) with the largest covariance; bool [T]."""
     covariance = covariances(logprobs_T, advantages_T)
     count = max(1, int(config.own.kl_cov_ratio * len(covariance)))
     return _mask(np.argsort(-covariance, kind="stable")[:count], len(covariance))
@@ -66,4 +68,37 @@ def _mask(indices: np.ndarray, length: int) -> np.ndarray:
     return mask
 
 
-CHOOSE = {"clip_cov": choose_clip_cov, "kl_cov": choose_kl_cov}
+SELECTORS = {"clip_cov": choose_clip_cov, "kl_cov": choose_kl_cov}
+
+
+def select_terms(
+    current: Sequence[np.ndarray],
+    terms: Mapping[str, Sequence[np.ndarray]],
+    active: Sequence[np.ndarray],
+    config: LossConfig,
+    *,
+    seed: int,
+) -> list[np.ndarray]:
+    """Select the tokens that a covariance loss treats apart, over the active ones of a whole mini-batch.
+
+    Args:
+        current: per trajectory log-probs [S] under the current policy.
+        terms: the policy's terms by name; ``old_logprob`` defaults to ``current``.
+        active: per trajectory bool [S].
+        config: of the loss; its name selects the rule.
+        seed: of the random choice.
+
+    Returns:
+        per trajectory float64 [S], 1 where selected.
+    """
+    logprob, old, advantage = (
+        np.concatenate([v[m] for v, m in zip(values, active, strict=True)])
+        for values in (current, terms.get("old_logprob", current), terms["advantage"])
+    )
+    chosen = [np.zeros(len(mask)) for mask in active]
+    if len(logprob):
+        picked = SELECTORS[config.own.loss_mode](logprob, old, advantage, config, np.random.default_rng(seed))
+        parts = np.split(picked, np.cumsum([mask.sum() for mask in active])[:-1])
+        for own, mask, part in zip(chosen, active, parts, strict=True):
+            own[mask] = part
+    return chosen

@@ -15,9 +15,12 @@ MAX_STEP = 0.2  # of the adaptive controller
 
 
 def kl_forward(estimator: str, logprob: Any, ref_logprob: Any, xp: ModuleType = np) -> Any:
-    """Value of an estimator: k1 ``d``, abs ``|d|``, k2 ``d^2 / 2``, k3 ``exp(-d) + d - 1`` (d clamped to +-20).
+    """Estimate the KL per token: k1 ``d``, abs ``|d|``, k2 ``d^2 / 2``, k3 ``exp(-d) + d - 1`` (d clamped to +-20).
 
     Args:
+        estimator: its name; a trailing ``+`` is ignored.
+        logprob: of the policy.
+        ref_logprob: of the reference.
         xp: ``numpy`` or ``jax.numpy``, whose arrays are given and returned.
 
     References: Schulman 2020, Approximating KL divergence (joschu.net/blog/kl-approx.html).
@@ -37,7 +40,7 @@ def kl_forward(estimator: str, logprob: Any, ref_logprob: Any, xp: ModuleType = 
 
 
 def kl_penalty(estimator: str, logprob: jax.Array, ref_logprob: jax.Array) -> jax.Array:
-    """An estimator to be differentiated. With ``+`` the value is its own and the gradient is k2's, the unbiased one."""
+    """Return an estimator to differentiate; with ``+`` its gradient is k2's, the unbiased one."""
     value = kl_forward(estimator, logprob, ref_logprob, jnp)
     if not estimator.endswith("+"):
         return value
@@ -60,6 +63,6 @@ class AdaptiveKL:
     horizon: int
 
     def next(self, coef: float, kl: float, trajectories: int) -> float:
-        """The coefficient after a step that measured ``kl``."""
+        """Return the coefficient after a step that measured ``kl``."""
         error = float(np.clip(kl / self.target - 1, -MAX_STEP, MAX_STEP))
         return coef * (1 + error * trajectories / self.horizon)

@@ -1,11 +1,11 @@
-"""Policy losses of single tokens, ``(Terms, LossConfig) -> TermLoss``. A: advantage; r: ratio to the old policy."""
+"""Policy losses, ``(Terms, LossConfig) -> TermLoss``. A: advantage; r: ratio to the old policy."""
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
 
-from jax_agent_rl.learner.losses.terms import LossConfig, TermLoss, Terms, changed, log_ratio
+from jax_agent_rl.learner.losses.terms import LossConfig, TermLoss, Terms, changed, log_ratio, sequence_mean
 
 sg = jax.lax.stop_gradient
 
@@ -48,7 +48,7 @@ def cispo(terms: Terms, config: LossConfig) -> TermLoss:
 
 
 def gpg(terms: Terms, config: LossConfig) -> TermLoss:
-    """``-A log pi``: the plain policy gradient.
+    """Return ``-A log pi``: the plain policy gradient.
 
     References: Chu et al. 2025, GPG, arXiv 2504.02546.
     """
@@ -57,7 +57,7 @@ def gpg(terms: Terms, config: LossConfig) -> TermLoss:
 
 
 def sapo(terms: Terms, config: LossConfig) -> TermLoss:
-    """``-A (4 / tau) sigmoid(tau (r - 1))``: a soft gate, steeper for tokens without a positive advantage.
+    """Return ``-A (4 / tau) sigmoid(tau (r - 1))``: steeper for tokens without a positive advantage.
 
     References: Gao et al. 2025, Soft Adaptive Policy Optimization, arXiv 2511.20347.
     """
@@ -106,3 +106,36 @@ def dro(terms: Terms, config: LossConfig) -> TermLoss:
     delta = log_ratio(terms)
     loss = -(terms.logprob * terms.advantage - config.own.dro_beta / 2 * jnp.square(delta))
     return TermLoss(loss, jnp.exp(delta), jnp.zeros_like(delta))
+
+
+GSPO_LIMIT = 10.0
+
+
+def gspo(terms: Terms, config: LossConfig) -> TermLoss:
+    """Return the clipped surrogate of s, the geometric mean of the trajectory's ratios.
+
+    Stop-gradient form: every token has the value ``sg(s)`` and the gradient of its own log-prob.
+
+    References: Zheng et al. 2025, Group Sequence Policy Optimization, arXiv 2507.18071.
+    """
+    mean = sequence_mean(terms.logprob - terms.old_logprob, terms)
+    log_s = jax.lax.stop_gradient(mean - terms.logprob) + terms.logprob
+    ratio = jnp.exp(jnp.minimum(log_s, GSPO_LIMIT))
+    plain = -terms.advantage * ratio
+    loss = jnp.maximum(plain, -terms.advantage * jnp.clip(ratio, 1 - config.low, 1 + config.high))
+    return TermLoss(loss, ratio, changed(loss, plain))
+
+
+def geo_mean(terms: Terms, config: LossConfig) -> TermLoss:
+    """Return ``-A`` times the geometric mean of the trajectory's ratios, each clipped in the log to [-low, high].
+
+    The clip is one-sided as PPO's is: what lowers the objective passes. Every token has its trajectory's loss, so the
+    mean over tokens, then trajectories, is the paper's loss.
+
+    References: Zhao et al. 2025, Geometric-Mean Policy Optimization, arXiv 2507.20673.
+    """
+    delta, sign = log_ratio(terms), jnp.sign(terms.advantage)
+    clipped = jnp.clip(delta, -config.low, config.high)
+    pessimistic = sign * jnp.minimum(sign * delta, sign * clipped)
+    ratio = jnp.exp(sequence_mean(pessimistic, terms))
+    return TermLoss(-sequence_mean(terms.advantage, terms) * ratio, ratio, changed(pessimistic, delta))

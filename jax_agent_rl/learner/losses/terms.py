@@ -1,4 +1,4 @@
-"""What a policy loss is given and gives back. Shapes: R rows, K loss terms (sampled tokens) a row."""
+"""Input and output of a policy loss. Shapes: R rows, K loss terms (sampled tokens) a row."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ class LossConfig:
     """Constants of the losses.
 
     Attributes:
-        low, high: clip range below and above 1.
+        low: clip range below 1.
+        high: clip range above 1.
         dual: dual clip, bound of the loss for negative advantages in units of them; None without one.
         own: the name of the loss, and keys that single losses read.
     """

@@ -9,7 +9,7 @@ import pytest
 from jax_agent_rl.config import AlgorithmConfig, CriticConfig, LearnerConfig
 from jax_agent_rl.learner.critic import critic_params, state_values
 from jax_agent_rl.learner.learner import Learner
-from jax_agent_rl.learner.state import LearnerState
+from jax_agent_rl.learner.optimized_params import LearnerState
 from tests.tiny import TINY, logprobs_of, tiny_params
 from tests.trajectories import group_of, random_groups, trajectory
 
@@ -35,10 +35,10 @@ def gradients(made: Learner, groups) -> list[np.ndarray]:
     (mini,), experience = made._prepare(groups, masked={groups[0].trajectories[0].trajectory_id})
     experience.terms["old_logprob"] = noise(experience.terms["old_logprob"])
     batch = made._with_terms(mini, experience)
-    result, _ = made._policy.gradients(made._place(batch.of_policy))
+    result, _ = made._policy.gradients(made._scorer.micro_batches(batch[0]))
     leaves = jax.tree.leaves(result)
     if made._critic is not None:
-        leaves += jax.tree.leaves(made._critic.gradients(made._place(batch.of_critic))[0])
+        leaves += jax.tree.leaves(made._critic.gradients(made._scorer.micro_batches(batch[1]))[0])
     return [np.asarray(leaf) for leaf in leaves]
 
 
@@ -74,7 +74,7 @@ def test_values_are_those_of_plain_full_passes():
     )
     groups = random_groups(3)
     minis, _ = made._prepare(groups)
-    got = made._scores(minis, groups).values
+    got = made._score(minis, groups).values
     assert got is not None
     for t, values in zip([t for g in groups for t in g.trajectories], got, strict=True):
         ids = jnp.asarray([t.prompt_ids + t.response_ids])

@@ -48,7 +48,7 @@ def family(*answers: tuple[Image.Image, int]) -> list[Trajectory]:
 def test_equal_pictures_are_one_and_others_are_not():
     same = Image.fromarray(np.asarray(FIRST))  # another object
     batch, sharing = packed(*family((FIRST, 10), (same, 11), (SECOND, 12)))
-    (own,) = batch.pictures.pictures
+    (own,) = batch.images.images
     assert len(own) == 2 and batch.num_rows == 1
     # Prompt, sampled ids and the start of a picture; then twice four placeholders and an end; three last ids.
     assert sharing.nodes == 5 + 2 * 5 + 3
@@ -60,8 +60,8 @@ def test_equal_pictures_are_one_and_others_are_not():
 
 def test_one_picture_in_two_places_is_looked_at_once():
     batch, _ = packed(seeing_trajectory(PROMPT, ([7], {"image": [FIRST, FIRST]}), ([9], {})))
-    (own,) = batch.pictures.pictures
-    index = batch.pictures.feature_index
+    (own,) = batch.images.images
+    index = batch.images.feature_index
     assert len(own) == 1 and index[index >= 0].tolist() == [0, 1, 2, 3] * 2
 
 
@@ -76,12 +76,12 @@ def test_rotary_positions_of_shared_nodes_are_those_of_every_trajectory_through_
         expected = (
             vision_processor().show(t.prompt_ids + t.response_ids, vision_processor().read(t.multi_modal)).positions
         )
-        np.testing.assert_array_equal(batch.pictures.rope_positions[place.row, place.path], expected[1:])
+        np.testing.assert_array_equal(batch.images.rope_positions[place.row, place.path], expected[1:])
 
 
 def test_a_placeholder_that_was_sampled_is_text():
     batch, _ = packed(seeing_trajectory(PROMPT, ([*[IMAGE] * 4, VIDEO], {"image": [FIRST]}), ([IMAGE], {})))
-    index, ids = batch.pictures.feature_index[0], batch.token_ids[0]
+    index, ids = batch.images.feature_index[0], batch.token_ids[0]
     assert np.flatnonzero(index >= 0).tolist() == [8, 9, 10, 11]
     assert ids[2:7].tolist() == [*[IMAGE] * 4, VIDEO] and batch.target_id[0, :6].tolist() == [
         *[IMAGE] * 4,
@@ -93,11 +93,9 @@ def test_a_placeholder_that_was_sampled_is_text():
 def test_rows_take_no_more_patches_than_they_may():
     ts = family((FIRST, 10), (SECOND, 11), (picture(9), 12))
     batch, _ = packed(*ts, row_patches=32)
-    assert [len(row) for row in batch.pictures.pictures] == [2, 1]
+    assert [len(row) for row in batch.images.images] == [2, 1]
     assert {arrays["patches"].shape for arrays in batch.micro_batches(1)} == {(1, 32, 24), (1, 16, 24)}
-    with pytest.raises(
-        ValueError, match=r"g-0 shows pictures of 16 patches, a row takes 8; set learner.row_patches >="
-    ):
+    with pytest.raises(ValueError, match=r"g-0 shows images of 16 patches, a row takes 8; set learner.row_patches >="):
         packed(*ts, row_patches=8)
 
 
@@ -110,7 +108,7 @@ def test_by_default_a_row_takes_all_that_its_tokens_can_show(length: int):
     )
     others = [picture(100 + i) for i in range(len(most))]
     pack([seeing_trajectory([5], ([7], {"image": others}), ([9], {}))], pack_length=length, vision_processor=rows)
-    assert rows.sizes[-1] >= 16 * len(others) and len(batch.pictures.pictures[0]) == 1
+    assert rows.sizes[-1] >= 16 * len(others) and len(batch.images.images[0]) == 1
 
 
 def test_rows_without_pictures_are_those_of_a_model_of_text():
@@ -122,9 +120,9 @@ def test_rows_without_pictures_are_those_of_a_model_of_text():
 def test_a_window_of_history_shows_what_stands_in_it():
     turns = [([7], {"image": [FIRST]}), ([8], {"image": [SECOND]}), ([9], {"image": [WIDE]}), ([10], {})]
     batch, _ = packed(seeing_trajectory(PROMPT, *turns, history_window=1))
-    multimodal = [sum(i >= 0 for i in index) for index in batch.pictures.feature_index]
+    multimodal = [sum(i >= 0 for i in index) for index in batch.images.feature_index]
     # prompt | 7 a 8, prompt a 7... : each context has its own pictures, of 4, 4 and 6 ids
-    assert sum(multimodal) == 4 + 4 + 6 and batch.token_ids[batch.pictures.feature_index >= 0].tolist() == [IMAGE] * 14
+    assert sum(multimodal) == 4 + 4 + 6 and batch.token_ids[batch.images.feature_index >= 0].tolist() == [IMAGE] * 14
 
 
 def learner(**changes) -> Learner:
@@ -155,7 +153,7 @@ def group() -> list[Group]:
 
 def gradient(made: Learner) -> dict:
     (mini,), experience = made._prepare(group())
-    gradients, _ = made._policy.gradients(made._place(made._with_terms(mini, experience).of_policy))
+    gradients, _ = made._policy.gradients(made._scorer.micro_batches(made._with_terms(mini, experience)[0]))
     return gradients
 
 
@@ -204,12 +202,12 @@ def test_a_critic_sees_too_and_its_tower_is_frozen_with_the_policys():
     )
     (mini,), _ = made._prepare(group())
     made._critic.state.params["value_head"] = jax.numpy.ones(TINY_VL.hidden_size)  # zeros see nothing
-    values = [made._passes(made._programs.values, made._critic.weights, mini.batch)]
+    values = [made._scorer.run(made._programs.values, made._critic.weights, mini.batch)]
     black = group()[0].trajectories[0]
     turn = replace(black.turns[0], appended_media={"image": (Image.new("RGB", (8, 8)), WIDE)})
     other = [replace(group()[0], trajectories=(replace(black, turns=(turn, *black.turns[1:])),))]
     (mini,), _ = made._prepare(other)
-    values.append(made._passes(made._programs.values, made._critic.weights, mini.batch))
+    values.append(made._scorer.run(made._programs.values, made._critic.weights, mini.batch))
     place = mini.batch.places[0][0]
     before, after = (v[place.row, place.path] for v in values)
     np.testing.assert_allclose(before[:3], after[:3], atol=1e-5)
@@ -235,7 +233,7 @@ def test_adapters_leave_the_tower_alone():
 
 
 def test_what_a_learner_cannot_do_is_said():
-    with pytest.raises(ConfigError, match="learner.mesh.context=2 splits rows within pictures"):
+    with pytest.raises(ConfigError, match="learner.mesh.context=2 splits rows within images"):
         image_packing(vision_processor(), LearnerConfig(mesh={"context": 2}))
     assert image_packing(None, LearnerConfig(mesh={"context": 2})) is None
     with pytest.raises(ConfigError, match="learner.freeze_vision=true, but a llama model"):

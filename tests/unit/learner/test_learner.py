@@ -27,7 +27,7 @@ def learner(**changes) -> Learner:
 def gradient(made: Learner, groups) -> list[np.ndarray]:
     """The accumulated gradient of one update, before the optimizer."""
     (mini,), experience = made._prepare(groups)
-    grads, _ = made._policy.gradients(made._place(made._with_terms(mini, experience).of_policy))
+    grads, _ = made._policy.gradients(made._scorer.micro_batches(made._with_terms(mini, experience)[0]))
     return [np.asarray(g) for g in jax.tree.leaves(grads)]
 
 

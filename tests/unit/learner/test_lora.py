@@ -13,7 +13,7 @@ from jax_agent_rl.config import AlgorithmConfig, LearnerConfig, LoraConfig
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.learner.checkpoint import Checkpointer
 from jax_agent_rl.learner.learner import Learner
-from jax_agent_rl.learner.lora import joined, merged, new_adapters
+from jax_agent_rl.learner.parameterization import joined, merged, new_adapters
 from jax_agent_rl.models.config import DecoderConfig, Experts, Params
 from jax_agent_rl.models.decoder import hidden_states, logits
 from jax_agent_rl.models.hf import save_hf

@@ -41,9 +41,9 @@ def results(mesh, **changes):
                              made._policy.state.params)
         made._policy.state = replace(made._policy.state, params=moved)
     (mini,), experience = made._prepare(groups)
-    batch = made._with_terms(mini, experience).of_policy
-    balance = made._balance(batch)
-    gradients, statistics = made._policy.gradients(arrays | balance for arrays in made._place(batch))
+    batch = made._with_terms(mini, experience)[0]
+    balance = made._scorer.router_balance(made._policy.weights, batch)
+    gradients, statistics = made._policy.gradients(arrays | balance for arrays in made._scorer.micro_batches(batch))
     read = [gradients, made.params] if settings.lora else [gradients]
     return mini.batch.num_rows, float(statistics["sum"]["loss"]), [np.asarray(x) for x in jax.tree.leaves(read)]
 

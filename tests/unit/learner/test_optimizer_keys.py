@@ -6,8 +6,7 @@ import optax
 import pytest
 
 from jax_agent_rl.config.base import OptimizerSection
-from jax_agent_rl.learner.optimized_params import make_optimizer
-from jax_agent_rl.learner.schedule import learning_rate
+from jax_agent_rl.learner.optimizer import learning_rate, make_optimizer
 
 BASE = {"learning_rate": 0.1, "weight_decay": 0.1, "lr_scheduler_type": "linear"}
 GRADIENTS = ([3.0, -4.0], [0.3, 0.4], [-0.5, 0.2])  # the first is clipped

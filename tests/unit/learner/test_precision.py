@@ -11,7 +11,7 @@ from jax_agent_rl.learner.batch import pack
 from jax_agent_rl.learner.learner import Learner
 from jax_agent_rl.learner.objective import objective_config, target_logprobs
 from jax_agent_rl.learner.optimized_params import OptimizedParams, UpdatePrograms
-from jax_agent_rl.learner.precision import compute_params
+from jax_agent_rl.learner.parameterization import compute_params
 from jax_agent_rl.models.config import Params
 from jax_agent_rl.models.sharding import make_mesh, replicated
 from tests.tiny import TINY, logprobs_of, tiny_params
@@ -25,7 +25,7 @@ def learner(dtype: str, **algorithm) -> Learner:
 
 def gradient(made: Learner) -> Params:
     (mini,), experience = made._prepare(random_groups(0))
-    return made._policy.gradients(made._place(made._with_terms(mini, experience).of_policy))[0]
+    return made._policy.gradients(made._scorer.micro_batches(made._with_terms(mini, experience)[0]))[0]
 
 
 def test_bfloat16_gradients_are_near_those_of_float32_and_are_summed_in_float32():

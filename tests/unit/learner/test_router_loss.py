@@ -26,9 +26,9 @@ def learner(coef: float, **changes) -> Learner:
 def gradient(made: Learner) -> tuple[float, list[np.ndarray]]:
     """The balancing loss of one update, and its accumulated gradient before the optimizer."""
     (mini,), experience = made._prepare(random_groups(0))
-    batch = made._with_terms(mini, experience).of_policy
-    balance = made._balance(batch)
-    gradients, statistics = made._policy.gradients(arrays | balance for arrays in made._place(batch))
+    batch = made._with_terms(mini, experience)[0]
+    balance = made._scorer.router_balance(made._policy.weights, batch)
+    gradients, statistics = made._policy.gradients(arrays | balance for arrays in made._scorer.micro_batches(batch))
     return float(statistics["sum"].get("router_aux", 0.0)), [np.asarray(g) for g in jax.tree.leaves(gradients)]
 
 

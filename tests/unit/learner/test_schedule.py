@@ -9,7 +9,7 @@ from jax_agent_rl.config.base import OptimizerSection
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.learner.learner import Learner
 from jax_agent_rl.learner.optimized_params import OptimizedParams, UpdatePrograms
-from jax_agent_rl.learner.schedule import learning_rate
+from jax_agent_rl.learner.optimizer import learning_rate
 from jax_agent_rl.models.sharding import make_mesh, replicated
 from tests.tiny import TINY, tiny_params
 from tests.trajectories import random_groups

@@ -33,7 +33,7 @@ def test_segments_share_the_advantage_and_the_weight_of_their_trajectory(mode: s
         temperature=1.0,
     )
     (mini,), made = learner._prepare([Group(group_id="g", trajectories=(in_two_pieces(), two))])
-    terms = learner._with_terms(mini, made).of_policy.terms
+    terms = learner._with_terms(mini, made)[0].terms
     used = terms["weight"] > 0
     assert sorted(terms["advantage"][used].tolist()) == [-0.5] * 4 + [0.5] * 5
     expected = {"token-mean": 1 / 9, "seq-mean-token-mean": 1 / 10, "seq-mean-token-sum": 1 / 2}[mode]

@@ -16,7 +16,7 @@ from jax_agent_rl.observe import report
 from jax_agent_rl.observe.metrics import RunFolder, read_records, trajectory_record
 from jax_agent_rl.observe.selection import TrajectoryFilter, sample
 from jax_agent_rl.observe.trajectories import COLOURS, render, visible
-from jax_agent_rl.trainer.phases import Phases
+from jax_agent_rl.trainer.timing import Phases
 from tests.report_runs import decode, members
 from tests.trajectories import trajectory
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from jax_agent_rl.errors import EngineDiedError
-from jax_agent_rl.learner.state import UpdateResult
+from jax_agent_rl.learner.metrics import UpdateResult
 from jax_agent_rl.trainer.record import RunRecord
 from tests.fake_training import (
     IdleLearner,

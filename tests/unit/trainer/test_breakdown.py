@@ -2,7 +2,7 @@
 
 import pytest
 
-from jax_agent_rl.trainer.breakdown import ENVIRONMENT_SECONDS, Breakdown, shown
+from jax_agent_rl.trainer.timing import ENVIRONMENT_SECONDS, Breakdown, format_breakdown
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
 
@@ -44,8 +44,8 @@ def test_what_the_learner_compiles_is_compilation_and_not_learning(clock: Time):
     breakdown = Breakdown(clock, clock)
     breakdown.started()
     clock.now = 112.0
-    breakdown.noted(COMPILED, 8.0)  # from 104 to 112
-    breakdown.noted("/jax/some/other_duration", 5.0)
+    breakdown.on_event(COMPILED, 8.0)  # from 104 to 112
+    breakdown.on_event("/jax/some/other_duration", 5.0)
     clock.now = 120.0
     stages = breakdown.stages([line(("learn", 103.0, 120.0))])
     assert stages["compilation"] == 8.0 and stages["learning"] == 9.0
@@ -55,7 +55,7 @@ def test_what_the_engine_compiles_while_it_samples_counts_once_though_the_learne
     breakdown = Breakdown(clock, clock)
     breakdown.started()
     clock.now = 106.0
-    breakdown.noted(COMPILED, 4.0)
+    breakdown.on_event(COMPILED, 4.0)
     clock.now = 120.0
     stages = breakdown.stages([line(("engine", 100.0, 110.0), ("learn", 105.0, 120.0))])
     assert (stages["compilation"], stages["rollout"], stages["learning"]) == (4.0, 6.0, 15.0)
@@ -89,6 +89,6 @@ def test_an_environment_time_that_is_no_time_counts_as_none(given: str, clock: T
 
 def test_stages_without_time_are_not_shown():
     assert (
-        shown({"environment": 0.0, "compilation": 61.0, "rest": 0.2, "total": 61.2})
+        format_breakdown({"environment": 0.0, "compilation": 61.0, "rest": 0.2, "total": 61.2})
         == "time: compilation 1m01s · 1m01s in all"
     )

@@ -7,7 +7,7 @@ import pytest
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.observe.sinks import metrics
 from jax_agent_rl.trainer.base import Trainer
-from jax_agent_rl.trainer.observing import check_observers, observers, spoken
+from jax_agent_rl.trainer.observing import check_observers, format_warnings, observers
 from tests.fake_training import make_trainer
 
 
@@ -58,8 +58,8 @@ async def test_a_warning_of_the_run_is_in_its_summary_with_what_to_do(tmp_path: 
     assert (warned["first_step"], warned["last_step"], warned["active"]) == (3, 5, True)
     assert "algorithm.max_resample_rounds=3" in warned["advice"]
     assert "zero_variance" not in shown[2] and "zero_variance" in shown[-1]
-    text = spoken(summary["warnings"])
-    assert "zero_variance (step 3 to the end, 3 steps): 100% of the groups" in text and spoken([]) == ""
+    text = format_warnings(summary["warnings"])
+    assert "zero_variance (step 3 to the end, 3 steps): 100% of the groups" in text and format_warnings([]) == ""
 
 
 async def test_a_run_that_resumes_remembers_what_it_was_warned_of_and_does_not_say_it_again(tmp_path: Path):
@@ -78,7 +78,7 @@ async def test_rows_without_an_agent_are_in_the_summary_from_the_start(tmp_path:
     )
     with observers(config, trainer.folder, step=0, rows=[{}], progress=trainer.progress) as found:
         (warned,) = found.summary()["warnings"]
-    assert warned["name"] == "agent_name_missing" and "(from the start)" in spoken([warned])
+    assert warned["name"] == "agent_name_missing" and "(from the start)" in format_warnings([warned])
 
 
 async def test_a_sink_that_fails_is_counted_and_the_run_ends_well(tmp_path: Path, monkeypatch):

@@ -10,7 +10,7 @@ import pytest
 
 from jax_agent_rl.config import build
 from jax_agent_rl.config.algorithm import LossAggMode
-from jax_agent_rl.learner.losses.peers import FORMULAS, at_start, of_batch, weight_ratios
+from jax_agent_rl.learner.losses.aggregation import FORMULAS, describe_aggregation, describe_batch, weight_ratios
 from jax_agent_rl.learner.scored_batch import mini_batches, trained_lengths
 from tests.trajectories import random_groups
 
@@ -37,7 +37,7 @@ def test_the_ratios_are_those_of_the_formulas(mode: str):
 def said(*overrides: str) -> str:
     minimal = {"run_dir": "r", "model": {"path": "m"}, "data": {"train": "t"}}
     sizes = ["rollout.prompts_per_step=6", "rollout.group_size=8", "agent.max_response_length=96"]
-    return at_start(build(minimal, [*sizes, *overrides]))
+    return describe_aggregation(build(minimal, [*sizes, *overrides]))
 
 
 def test_one_update_of_token_mean_is_both_peers_default():
@@ -79,7 +79,7 @@ def test_a_batch_is_weighed_by_its_own_lengths():
         {"run_dir": "r", "model": {"path": "m"}, "data": {"train": "t"}},
         ["algorithm.loss_agg_mode=seq-mean-token-mean"],
     ).algorithm
-    assert of_batch(algorithm, [[2, 6]]) == (
+    assert describe_batch(algorithm, [[2, 6]]) == (
         "loss aggregation: seq-mean-token-mean, over this batch's 2 trajectories of 2 to 6 trained tokens: a token's "
         "weight is x0.6667 to x2 that of verl's default (token-mean), x0.6667 to x2 that of TRL's (loss_type=dapo)"
     )

@@ -1,7 +1,8 @@
-"""Where the time of a run went, for the last lines of ``train``."""
+"""Where the time of a run goes: phases for the timeline of ``jax-agent-rl report``, totals for the end of ``train``."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -11,6 +12,41 @@ from typing import Any
 import jax
 
 from jax_agent_rl.observe.progress import duration
+
+
+class Phases:
+    """Collects the phases that have ended since the last :meth:`take`.
+
+    Args:
+        clock: seconds, monotonic.
+        wall: seconds since the epoch; read once, so that phases never overlap because the system's clock was set.
+    """
+
+    def __init__(self, clock: Callable[[], float], wall: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._epoch = wall() - clock()
+        self._ended: list[tuple[str, float, float]] = []
+
+    @contextlib.contextmanager
+    def of(self, name: str) -> Iterator[None]:
+        """Measure a phase; one that fails or is interrupted counts, too."""
+        began = self._clock()
+        try:
+            yield
+        finally:
+            self.ended(name, self._clock() - began)
+
+    def ended(self, name: str, seconds: float) -> None:
+        """Record a phase of so many seconds that ends now."""
+        now = self._epoch + self._clock()
+        self._ended.append((name, now - seconds, now))
+
+    def take(self) -> list[list[str | float]]:
+        """Return and forget ``[name, begin, end]`` of each, in seconds since the epoch."""
+        taken = [[name, round(begin, 3), round(end, 3)] for name, begin, end in self._ended]
+        self._ended.clear()
+        return taken
+
 
 ENVIRONMENT_SECONDS = "JAX_AGENT_RL_ENVIRONMENT_SECONDS"
 """Environment variable in which a launch script says how long it took before it called ``train``."""
@@ -39,14 +75,14 @@ class Breakdown:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Note every compilation of the process while the context is open."""
-        jax.monitoring.register_event_duration_secs_listener(self.noted)
+        jax.monitoring.register_event_duration_secs_listener(self.on_event)
         try:
             yield
         finally:
-            jax.monitoring.unregister_event_duration_listener(self.noted)
+            jax.monitoring.unregister_event_duration_listener(self.on_event)
 
-    def noted(self, event: str, duration_secs: float, **_: Any) -> None:
-        """Take note of a compilation that ends now; ignore other events."""
+    def on_event(self, event: str, duration_secs: float, **_: Any) -> None:
+        """Record a compilation that ends now; ignore other events."""
         if event in _COMPILED:
             self._compiled.append((self._wall(), duration_secs))
 
@@ -55,7 +91,7 @@ class Breakdown:
         self._started, self._first_phase = self._clock() - self._began, self._wall()
 
     def stages(self, metrics: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-        """Seconds by stage.
+        """Return seconds by stage.
 
         Args:
             metrics: lines of ``metrics.jsonl``; phases from before :meth:`started`, of a run that was resumed, do not
@@ -77,14 +113,14 @@ class Breakdown:
         return {name: round(seconds, 3) for name, seconds in stages.items()} | {"total": round(whole, 3)}
 
 
-def shown(stages: Mapping[str, float]) -> str:
-    """``time: environment 1m36s · compilation 58s · … · 5m40s in all``, without what took no time."""
+def format_breakdown(stages: Mapping[str, float]) -> str:
+    """Return ``time: environment 1m36s · compilation 58s · … · 5m40s in all``, without what took no time."""
     parts = [f"{name} {duration(seconds)}" for name, seconds in stages.items() if name != "total" and seconds >= 0.5]
     return f"time: {' · '.join([*parts, duration(stages['total']) + ' in all'])}"
 
 
 def _environment_seconds() -> float:
-    """What the launch script says; 0 where it says nothing, or no number."""
+    """Return what the launch script reports; 0 without a number."""
     try:
         return max(0.0, float(os.environ.get(ENVIRONMENT_SECONDS, "0")))
     except ValueError:

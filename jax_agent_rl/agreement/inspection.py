@@ -1,0 +1,229 @@
+"""What can be read off an engine, beside the learner's: its weights by published name, and its activations by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from jax_agent_rl.agreement import forward
+from jax_agent_rl.agreement.causes import Cause
+from jax_agent_rl.learner.parameterization import compute_params
+from jax_agent_rl.models.config import DecoderConfig, Params
+from jax_agent_rl.models.hf import hf_tensors
+from jax_agent_rl.models.tensor_samples import LayerOutput, TensorSample
+
+Samples = Mapping[str, TensorSample]
+ROUNDED = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
+LITTLE = 0.05
+"""Of a tensor's size is what training changes at most from one version to another."""
+TENSOR_SLACK = {"int8": 0.05, "fp8": 0.15}
+"""How far a number in 8 bits may be off, as a part of the tensor's size."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorFault:
+    """One tensor that the engine does not hold as it should.
+
+    Attributes:
+        name: as it is published.
+        cause: what is wrong with it.
+        detail: the same in words, as a sentence about it goes on.
+    """
+
+    name: str
+    cause: Cause
+    detail: str
+
+
+def samples_of(model: DecoderConfig, params: Params) -> dict[str, TensorSample]:
+    """Sample every tensor of the learner."""
+    return {name: TensorSample.of(array) for name, array in hf_tensors(model, params)}
+
+
+def tensor_faults(
+    engine: Samples,
+    learner: Samples,
+    *,
+    precision: str,
+    transposed: Callable[[str], TensorSample | None],
+    older: Mapping[str, Callable[[], Samples]],
+) -> list[TensorFault]:
+    """Return every tensor whose sample differs between engine and learner, and what it is instead.
+
+    Args:
+        engine: samples of the engine's tensors, by name.
+        learner: samples of the learner's.
+        precision: of the engine's weights, as it is configured.
+        transposed: a sample of the transpose of the learner's tensor of that name.
+        older: samples of parameters of other versions, by what to call them.
+    """
+    common = [name for name in learner if name in engine]
+    wrong = [name for name in common if not _alike(engine[name], learner[name], precision)]
+    if not wrong:
+        return []
+    if rounded := _rounded(engine, learner, common):
+        return [TensorFault(name=name, cause=Cause.DTYPE, detail=f"is rounded to {rounded}") for name in wrong]
+    before = {name: make() for name, make in older.items()}
+    for called, samples in before.items():
+        if all(_alike(engine[name], samples[name], precision) for name in wrong):
+            whole = len(wrong) > len(common) // 2
+            cause = Cause.STALE_VERSION if whole else Cause.MISSING_TENSOR
+            detail = f"is still that of {called}"
+            return [TensorFault(name=name, cause=cause, detail=detail) for name in wrong]
+    if (
+        len(wrong) > len(common) // 2
+        and (most := max(_tensor_difference(engine[n], learner[n]) for n in wrong)) < LITTLE
+    ):
+        detail = f"differs a little (at most by {most:.1e} of its size), as weights of another version do"
+        return [TensorFault(name=name, cause=Cause.STALE_VERSION, detail=detail) for name in wrong]
+    return [_fault(name, engine[name], learner, precision, transposed) for name in wrong]
+
+
+def _fault(
+    name: str,
+    found: TensorSample,
+    learner: Samples,
+    precision: str,
+    transposed: Callable[[str], TensorSample | None],
+) -> TensorFault:
+    def fault(cause: Cause, detail: str) -> TensorFault:
+        return TensorFault(name=name, cause=cause, detail=detail)
+
+    if found.shape != learner[name].shape:
+        return fault(Cause.WRONG_TENSOR, f"has shape {found.shape}, the learner's {learner[name].shape}")
+    if not found.values.any():
+        return fault(Cause.MISSING_TENSOR, "is all zeros")
+    if len(set(found.values.tolist())) == 1 and len(set(learner[name].values.tolist())) > 1:
+        return fault(Cause.MISSING_TENSOR, f"is {found.values[0]:g} everywhere, as it is made before it is loaded")
+    turned = transposed(name)
+    if turned is not None and _alike(found, turned, precision):
+        return fault(Cause.TRANSPOSED_TENSOR, "is transposed")
+    for other, sample in learner.items():
+        if other != name and sample.shape == found.shape and _alike(found, sample, precision):
+            return fault(Cause.MISNAMED_TENSOR, f"holds the numbers of {other}")
+    return fault(Cause.WRONG_TENSOR, f"differs by {_tensor_difference(found, learner[name]):.1%} of its size")
+
+
+def _tensor_difference(found: TensorSample, wanted: TensorSample) -> float:
+    """Return the RMS difference relative to the tensor's size; infinite between shapes."""
+    if found.shape != wanted.shape:
+        return float("inf")
+    return float(np.sqrt(np.mean((found.values - wanted.values) ** 2)) / max(wanted.rms, 1e-30))
+
+
+def _rounded(engine: Samples, learner: Samples, names: Sequence[str]) -> str | None:
+    """Return the dtype that every tensor was rounded to, if rounding is the only difference."""
+    for dtype, kind in ROUNDED.items():
+        if all(np.array_equal(engine[n].values, learner[n].values.astype(kind).astype(np.float32)) for n in names):
+            return dtype
+    return None
+
+
+def _alike(found: TensorSample, wanted: TensorSample, precision: str) -> bool:
+    if found.shape != wanted.shape:
+        return False
+    kind = ROUNDED.get(precision)
+    expected = wanted.values if kind is None else wanted.values.astype(kind).astype(np.float32)
+    slack = TENSOR_SLACK.get(precision, 1e-6)
+    size = max(wanted.rms, float(np.abs(expected).max(initial=0.0)), 1e-30)
+    same_size = abs(found.rms - wanted.rms) <= max(slack, 1e-2 if kind else 1e-5) * size
+    return same_size and bool(np.all(np.abs(found.values - expected) <= slack * size))
+
+
+IDS = 256
+"""Of a context that both run."""
+ACTIVATION_SLACK = {"float32": 1e-3, "tf32": 0.02, "float16": 0.02}
+"""How far activations may be off, as a part of their size; 0.1 in what is coarser."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerFault:
+    """The first layer that differs.
+
+    Attributes:
+        layer: its number; -1 for the embeddings.
+        parts: of ``keys``, ``values`` and ``hidden`` those that differ.
+        apart: the largest difference, as a part of the activations' size.
+    """
+
+    layer: int
+    parts: tuple[str, ...]
+    apart: float
+
+    @property
+    def detail(self) -> str:
+        """The fault in words."""
+        if self.layer < 0:
+            return f"the embeddings differ already, by {self.apart:.1%} of their size"
+        before = "the embeddings agree" if not self.layer else f"the embeddings and layers 0 to {self.layer - 1} agree"
+        if self.parts == ("keys", "hidden") or self.parts == ("keys",):
+            what = "its keys differ and its values do not: rotary settings, positions, or the keys' weights"
+        elif self.parts == ("hidden",):
+            what = (
+                "its keys and values agree and its output does not: queries, window, output projection, or what follows"
+            )
+        elif self.parts == ("values", "hidden") or self.parts == ("values",):
+            what = "its values differ and its keys do not: the values' weights"
+        else:
+            what = "its keys and values differ: their weights, or the norm before them"
+        return f"{before}; layer {self.layer} is the first that differs, by {self.apart:.1%} of its size: {what}"
+
+
+def learner_outputs(model: DecoderConfig, params: Params, dtype: str, token_ids: Sequence[int]) -> list[LayerOutput]:
+    """Return the outputs of the learner's layers for a context."""
+    count = len(token_ids)
+    shape = (1, -(-count // 128) * 128)
+    ids = np.zeros(shape, np.int32)
+    ids[0, :count] = token_ids
+    inputs = forward.Inputs(
+        token_ids=ids, positions=np.arange(shape[1], dtype=np.int32)[None], fresh=np.ones(shape, bool)
+    )
+    made = forward.activations(model, compute_params(params, dtype), inputs)
+    embedded, hidden, keys, values = (
+        np.asarray(x.astype(jnp.float32)) for x in (made.embedded, made.hidden, made.keys, made.values)
+    )
+    outputs = [LayerOutput(hidden=embedded[0, :count])]
+    for i in range(model.num_layers):
+        own_keys, own_values = (x[i, 0, :, :count].transpose(1, 0, 2) for x in (keys, values))
+        outputs.append(LayerOutput(hidden=hidden[i, 0, :count], keys=own_keys, values=own_values))
+    return outputs
+
+
+def first_difference(
+    engine: Sequence[LayerOutput], learner: Sequence[LayerOutput], *, precision: str
+) -> LayerFault | None:
+    """Return the first layer whose output differs between engine and learner; None if none does.
+
+    Args:
+        engine: outputs of the engine's layers, embeddings first.
+        learner: those of the learner's.
+        precision: the coarser of the two.
+    """
+    slack = ACTIVATION_SLACK.get(precision, 0.1)
+    for i, (theirs, own) in enumerate(zip(engine, learner, strict=True)):
+        pairs = {
+            "keys": (_unrepeated(theirs.keys, own.keys), own.keys),
+            "values": (_unrepeated(theirs.values, own.values), own.values),
+            "hidden": (theirs.hidden, own.hidden),
+        }
+        apart = {
+            name: _activation_difference(a, b) for name, (a, b) in pairs.items() if a is not None and b is not None
+        }
+        parts = tuple(name for name, value in apart.items() if not value <= slack)
+        if parts:
+            return LayerFault(layer=i - 1, parts=parts, apart=max(apart[part] for part in parts))
+    return None
+
+
+def _unrepeated(x: np.ndarray | None, like: np.ndarray | None) -> np.ndarray | None:
+    """Return heads [T, K, h] without an engine's repetitions."""
+    return x if x is None or like is None else x[:, :: x.shape[1] // like.shape[1]]
+
+
+def _activation_difference(a: np.ndarray, b: np.ndarray) -> float:
+    size = float(np.sqrt(np.mean(np.square(b, dtype=np.float64))))
+    return float(np.abs(a - b).max()) / max(size, 1e-30)

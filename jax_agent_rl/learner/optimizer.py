@@ -1,0 +1,127 @@
+"""The optimizer: AdamW with global-norm clipping, its learning rate, and how to undo its last update.
+
+::
+
+    rate ▲      ______________________________ constant
+         │     /‾‾‾--__  cosine, linear
+         │    /        ‾‾--__
+         │   /               ‾‾--____ peak * min_lr_ratio
+         │  /
+         └──┬──────┬─────────────────┬─► training step
+            1   warm-up           total_steps
+
+A training step is one call of ``Learner.update``. All its updates (``num_minibatches`` times ``ppo_epochs``) have one
+rate, so neither those two nor an update that was skipped moves the end of the schedule. A step that loses all of its
+trajectories does not count. A run that resumes with another number of steps goes on along the new schedule.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jax_agent_rl.config.base import OptimizerSection
+from jax_agent_rl.errors import ConfigError
+from jax_agent_rl.models.config import Params
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainState:
+    """What the optimizer changes: ``params``, ``opt_state``, and ``updates`` (int32, optimizer updates done)."""
+
+    params: Params
+    opt_state: Any
+    updates: jax.Array
+
+
+def make_optimizer(config: OptimizerSection, rate: jax.Array | float) -> optax.GradientTransformation:
+    """Return global-norm clipping, then AdamW at a learning rate; no weight decay on norms."""
+
+    def decayed(params: Params) -> Any:
+        return jax.tree_util.tree_map_with_path(lambda path, _: "norm" not in path[-1].key, params)
+
+    def clip(gradients: Any, _: Any) -> Any:
+        # One factor for all: optax's own clip divides every element, and XLA keeps a copy of all quotients.
+        norm = optax.tree.norm(gradients)
+        factor = jnp.where(norm < config.max_grad_norm, 1.0, config.max_grad_norm / norm)
+        return jax.tree.map(lambda x: x * factor.astype(x.dtype), gradients)
+
+    return optax.chain(
+        optax.stateless(clip),
+        optax.adamw(rate, b1=config.adam_b1, b2=config.adam_b2, weight_decay=config.weight_decay, mask=decayed),
+    )
+
+
+def learning_rate(config: OptimizerSection, total_steps: int | None) -> optax.Schedule:
+    """Return a function from the number of finished training steps to the learning rate of the next.
+
+    Args:
+        config: the peak rate, the warm-up and what follows it.
+        total_steps: of the run, where a decay reaches ``min_lr_ratio`` of the peak; None if unknown.
+
+    Raises:
+        ConfigError: a decay needs ``total_steps``.
+    """
+    peak, warm_up = config.learning_rate, config.lr_warmup_steps
+    if config.lr_scheduler_type == "constant":
+        after = optax.constant_schedule(peak)
+    elif total_steps is None:
+        raise ConfigError(
+            f"lr_scheduler_type={config.lr_scheduler_type} decays until the last step, but how many steps there are is "
+            "not known; give the learner total_steps, or set lr_scheduler_type=constant"
+        )
+    elif config.lr_scheduler_type == "linear":
+        after = optax.linear_schedule(peak, peak * config.min_lr_ratio, max(total_steps - warm_up, 1))
+    else:
+        after = optax.cosine_decay_schedule(peak, max(total_steps - warm_up, 1), alpha=config.min_lr_ratio)
+    if not warm_up:
+        return after
+    # From peak / warm_up, not 0: no step is wasted, and the last one of the warm-up has the peak.
+    rise = optax.linear_schedule(peak / warm_up, peak, warm_up - 1) if warm_up > 1 else optax.constant_schedule(peak)
+    return optax.join_schedules([rise, after], [warm_up])
+
+
+EPSILON = 1e-8
+"""Optax's, of AdamW."""
+
+
+def undo_update(state: TrainState, config: OptimizerSection, *, rate: float) -> Params | None:
+    """Return the trained parameters of one update ago, to rounding; None before the first update.
+
+    An update subtracts ``rate * (direction + decay * before)``, and the direction is a function of the moments that
+    the optimizer keeps.
+
+    Args:
+        state: after the update.
+        config: of the optimizer.
+        rate: the update's learning rate.
+    """
+    if not int(state.updates):
+        return None
+    (moments,) = (x for x in jax.tree.leaves(state.opt_state, is_leaf=_is_adam) if _is_adam(x))
+    direction = _direction(moments, config)
+
+    def back(path: Any, x: jax.Array, step: jax.Array) -> jax.Array:
+        return (x + rate * step) / (1 - rate * _decay(path, config.weight_decay))
+
+    return jax.tree_util.tree_map_with_path(back, state.params, direction)
+
+
+def _is_adam(x: Any) -> bool:
+    return isinstance(x, optax.ScaleByAdamState)
+
+
+def _decay(path: Any, weight_decay: float) -> float:
+    """Return a parameter's weight decay; norms have none, see :func:`make_optimizer`."""
+    return 0.0 if "norm" in path[-1].key else weight_decay
+
+
+def _direction(moments: optax.ScaleByAdamState, config: OptimizerSection) -> Any:
+    count = jnp.asarray(moments.count, jnp.float32)
+    first, second = 1 - config.adam_b1**count, 1 - config.adam_b2**count
+    return jax.tree.map(lambda mu, nu: (mu / first) / (jnp.sqrt(nu / second) + EPSILON), moments.mu, moments.nu)

@@ -1,0 +1,116 @@
+"""The stages before any gradient: groups to packed mini-batches, and mini-batches to the scores that losses read."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from jax_agent_rl.learner.batch import Batch, Sharing, pack
+from jax_agent_rl.learner.experience import PerTerm
+from jax_agent_rl.learner.image_packing import ImagePacking, blanks
+from jax_agent_rl.learner.optimized_params import Arrays
+from jax_agent_rl.learner.programs import LearnerPrograms
+from jax_agent_rl.learner.scored_batch import mini_batches
+from jax_agent_rl.models.config import Params
+from jax_agent_rl.models.sharding import place, replicated, row_sharding, row_shards
+from jax_agent_rl.types import Group, Trajectory
+
+Weights = tuple[Params, Params]
+"""Trained and frozen parameters."""
+ScoreContexts = Callable[[Params, Sequence[Sequence[int]]], list[np.ndarray]]
+"""For each context of n ids float32 [n - 1]: the log-prob of every id but the first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MiniBatch:
+    """The packed trajectories of one optimizer update; ``members`` are their indices in the step."""
+
+    batch: Batch
+    sharing: Sharing
+    members: slice
+
+
+class Scorer:
+    """Packs trajectories and runs forward passes over them, one micro-batch of fixed shape at a time.
+
+    Args:
+        programs: compiled functions of the learner.
+        images: how rows hold images; None for a text model.
+    """
+
+    def __init__(self, programs: LearnerPrograms, images: ImagePacking | None) -> None:
+        self._programs, self._mesh, self._images = programs, programs.mesh, images
+        self._compiled: set[Any] = set()  # programs that have seen every number of patches
+        config = programs.config
+        self.rows = config.micro_batch_size * row_shards(self._mesh)
+        """Rows of a micro-batch."""
+        self._pack_rows = functools.partial(
+            pack, pack_length=config.pack_length, share_prefixes=config.share_prefixes, vision_processor=images
+        )
+
+    def pack(self, groups: Sequence[Group]) -> list[MiniBatch]:
+        """Pack the trajectories of each optimizer update: whole prompts, in equal shares."""
+        minis, begin = [], 0
+        for part in mini_batches(groups, self._programs.config.num_minibatches):
+            trajectories = [t for group in part for t in group.trajectories]
+            batch, sharing = self._pack_rows(trajectories)
+            members = slice(begin, begin + len(trajectories))
+            minis.append(MiniBatch(batch=batch, sharing=sharing, members=members))
+            begin = members.stop
+        return minis
+
+    def pack_one(self, trajectories: Sequence[Trajectory]) -> Batch:
+        """Pack trajectories into one batch."""
+        return self._pack_rows(trajectories)[0]
+
+    def micro_batches(self, batch: Batch) -> Iterator[Arrays]:
+        """Yield the batch's micro-batches, placed on the mesh."""
+        return map(self._placed, batch.micro_batches(self.rows))
+
+    def blanks(self, batch: Batch, program: Any) -> Iterator[Arrays]:
+        """Yield weightless micro-batches on the first call with a program that sees images.
+
+        They compile it for every number of patches, so that none is compiled later.
+        """
+        if self._images is not None and program not in self._compiled:
+            self._compiled.add(program)
+            yield from map(self._placed, blanks(next(batch.micro_batches(self.rows)), self._images))
+
+    def run(self, program: Callable[..., jax.Array], weights: Weights, batch: Batch) -> np.ndarray:
+        """Run a program over all rows of a batch's layout and return its stacked results."""
+        layout = replace(batch, terms={})
+        for arrays in self.blanks(layout, program):
+            program(*weights, batch=arrays)
+        parts = [np.asarray(program(*weights, batch=arrays)) for arrays in self.micro_batches(layout)]
+        return np.concatenate(parts)[: batch.num_rows]
+
+    def logprobs(self, weights: Weights, batch: Batch) -> PerTerm:
+        """Return the log-probs of each trajectory's tokens with loss, float64 [S]."""
+        return batch.of_terms(self.run(self._programs.score, weights, batch))
+
+    def values(self, weights: Weights, batch: Batch) -> list[np.ndarray]:
+        """Return the critic's values of each trajectory's states, float64 [L + 1]."""
+        return batch.of_states(self.run(self._programs.values, weights, batch))
+
+    def router_balance(self, weights: Weights, batch: Batch) -> Arrays:
+        """Return how a whole update's tokens are routed, for its load-balancing loss; empty without one."""
+        if not self._programs.objective.router_aux_loss_coef:
+            return {}
+        parts = self.micro_batches(replace(batch, terms={}))
+        chosen = sum(np.asarray(self._programs.route(*weights, batch=arrays), np.float64) for arrays in parts)
+        tokens = self._programs.model.num_layers * batch.copies.sum()
+        numbers = {"router_share": np.float32(chosen / tokens), "router_tokens": np.float32(tokens)}
+        return {name: place(value, replicated(self._mesh)) for name, value in numbers.items()}
+
+    @property
+    def programs_compiled(self) -> int:
+        """Distinct forward programs compiled so far."""
+        return sum(f._cache_size() for f in (self._programs.score, self._programs.values, self._programs.route))
+
+    def _placed(self, arrays: Mapping[str, np.ndarray]) -> Arrays:
+        return {name: place(value, row_sharding(self._mesh)) for name, value in arrays.items()}
