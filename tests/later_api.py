@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_agent_rl.jetstream.decode_batch import make_decode_batch
-from jax_agent_rl.jetstream.engine import DecodeState, EnginePrefix, EngineShapes, JaxEngine
+from jax_agent_rl.jetstream.driver_interface import DecodeState, EnginePrefix
+from jax_agent_rl.jetstream.engine import EngineShapes, JaxEngine
 from jax_agent_rl.jetstream.external_engine import ExternalEngine
 from jax_agent_rl.jetstream.programs import ProgramTable
 from jax_agent_rl.models.config import DecoderConfig
@@ -78,14 +79,14 @@ class LaterApiEngine:
     def _step(
         self, params: Any, state: DecodeState, rng: jax.Array, algorithm: str
     ) -> tuple[DecodeState, LaterResultTokens]:
-        slots = len(state.tokens)
-        slots = make_decode_batch(slots, self.inner.shapes.context_pages)
-        slots.pages[:] = [self.inner.pages_of_slot(slot) for slot in range(slots)]
+        count = len(state.tokens)
+        slots = make_decode_batch(count, self.inner.shapes.context_pages)
+        slots.pages[:] = [self.inner.pages_of_slot(slot) for slot in range(count)]
         slots.tokens[:], slots.positions[:] = state.tokens, state.positions
         slots.remaining[:] = 1
         slots.temperature[:] = {"greedy": 0.0, "weighted": 1.0}[algorithm]
-        slots.seed[:] = np.random.default_rng(np.asarray(rng)).integers(2**32, size=slots)
-        cache, ids, log_probs = self.inner.decode(params, state.cache, slots, 1, slots + 1)
+        slots.seed[:] = np.random.default_rng(np.asarray(rng)).integers(2**32, size=count)
+        cache, ids, log_probs = self.inner.decode(params, state.cache, slots, 1, count + 1)
         ids = jnp.asarray(ids[0])
         limit = self.inner.shapes.cache_length - self.inner.shapes.decode_steps
         new = DecodeState(
@@ -101,10 +102,10 @@ class LaterApiEngine:
 
 def bring(model: DecoderConfig, shapes: EngineShapes) -> ExternalEngine:
     """What a user's function would be."""
-    return brought(LaterApiEngine(model, shapes))
+    return external_engine(LaterApiEngine(model, shapes))
 
 
-def brought(engine: LaterApiEngine, **changes: Any) -> ExternalEngine:
+def external_engine(engine: LaterApiEngine, **changes: Any) -> ExternalEngine:
     """An engine as a user would describe it."""
     settings = {
         "to_params": engine.inner.load_params,

@@ -58,7 +58,7 @@ class Experts:
 
 @dataclass(frozen=True, kw_only=True)
 class VisionConfig:
-    """The tower of Qwen2.5-VL, that turns patches of pictures into features among the decoder's embeddings.
+    """The tower of Qwen2.5-VL, that turns patches of images into features among the decoder's embeddings.
 
     Attributes:
         num_layers: Hugging Face's ``depth``.
@@ -155,7 +155,7 @@ class DecoderConfig:
         windowed_layers: which layers have that window (and ``local_rope``); empty means none.
         local_rope: of windowed layers.
         experts: None means a dense feed-forward network.
-        vision: what reads pictures; None for a model of text.
+        vision: what reads images; None for a model of text.
     """
 
     family: str = "llama"

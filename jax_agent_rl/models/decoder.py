@@ -17,7 +17,7 @@ from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.layers import (
     attention,
     feed_forward,
-    picture_rope_tables,
+    mrope_tables,
     place_features,
     rms_norm,
     rope_tables,
@@ -96,13 +96,13 @@ def hidden_states(
     positions: jax.Array,
     subtree_end: jax.Array,
     *,
-    pictures: ImageInputs | None = None,
+    images: ImageInputs | None = None,
     remat: str = "none",
     mesh: Mesh | None = None,
 ) -> jax.Array:
     """:func:`routed_hidden_states` without the load of experts."""
     return routed_hidden_states(
-        config, params, token_ids, positions, subtree_end, None, pictures=pictures, remat=remat, mesh=mesh
+        config, params, token_ids, positions, subtree_end, None, images=images, remat=remat, mesh=mesh
     )[0]
 
 
@@ -114,7 +114,7 @@ def routed_hidden_states(
     subtree_end: jax.Array,
     copies: jax.Array | None,
     *,
-    pictures: ImageInputs | None = None,
+    images: ImageInputs | None = None,
     remat: str = "none",
     mesh: Mesh | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
@@ -126,7 +126,7 @@ def routed_hidden_states(
         subtree_end: int32 [B, T], index one past the last descendant. Token i attends to j iff
             ``j <= i < subtree_end[j]``: its ancestors and itself. A plain causal row has T everywhere.
         copies: int32 [B, T], how often each token counts in the load of the experts; None where nobody asks for it.
-        pictures: what the rows show; None for text alone, whose rotary positions are ``positions``.
+        images: what the rows show; None for text alone, whose rotary positions are ``positions``.
         remat: what the backward pass recomputes: ``none``; ``dots``, all but matrix products; ``dots_and_attention``,
             all but them and attention; ``full``, each layer.
         mesh: what rows, tokens and experts are split over, see ``models.mesh``; None on one device.
@@ -134,7 +134,7 @@ def routed_hidden_states(
     Returns:
         [B, T, D], and the sum over layers of ``moe.router_load``, float32 [2, E].
     """
-    views = _views(config, positions, subtree_end, pictures)  # computed once, for all layers
+    views = _views(config, positions, subtree_end, images)  # computed once, for all layers
 
     def forward(layer: Params, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         """The feed-forward part [B, T, D], and the load of its experts."""
@@ -159,7 +159,7 @@ def routed_hidden_states(
         body = jax.checkpoint(body, policy=REMAT_POLICIES[remat])
     which = jnp.array([config.is_windowed(i) for i in range(config.num_layers)], jnp.int32)
     x = embed(config, params, token_ids)
-    x = constrain(x if pictures is None else place_features(x, pictures), mesh, ROWS, "context", None)
+    x = constrain(x if images is None else place_features(x, images), mesh, ROWS, "context", None)
     x, loads = jax.lax.scan(body, x, (params["layers"], which))
     return rms_norm(config, x, params["final_norm"]), None if loads is None else jnp.sum(loads, axis=0)
 
@@ -177,13 +177,13 @@ def logits(params: Params, hidden: jax.Array) -> jax.Array:
 
 
 def _views(
-    config: DecoderConfig, positions: jax.Array, subtree_end: jax.Array, pictures: ImageInputs | None
+    config: DecoderConfig, positions: jax.Array, subtree_end: jax.Array, images: ImageInputs | None
 ) -> list[tuple[jax.Array, jax.Array, TreeMask]]:
     """Rotary tables [B, T, h/2] and sight of full layers and, if there are any, of windowed ones."""
-    if pictures is None:
+    if images is None:
         full = rope_tables(config.rope, config.head_dim, positions)
     else:
-        full = picture_rope_tables(config.rope, config.head_dim, pictures.rope_positions)
+        full = mrope_tables(config.rope, config.head_dim, images.rope_positions)
     if config.sliding_window is None or config.local_rope is None:
         return [(*full, TreeMask(subtree_end))]
     local = rope_tables(config.local_rope, config.head_dim, positions)

@@ -40,7 +40,7 @@ def rope_tables(rope: Rope, head_dim: int, positions: jax.Array) -> tuple[jax.Ar
     return jnp.cos(angles), jnp.sin(angles)
 
 
-def picture_rope_tables(rope: Rope, head_dim: int, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+def mrope_tables(rope: Rope, head_dim: int, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
     """:func:`rope_tables` at int32 positions [.., 3] of time, row and column, each of which turns its section of the
     frequencies.
     """
@@ -50,10 +50,10 @@ def picture_rope_tables(rope: Rope, head_dim: int, positions: jax.Array) -> tupl
     return jnp.cos(angles), jnp.sin(angles)
 
 
-def place_features(x: jax.Array, pictures: ImageInputs) -> jax.Array:
-    """Embeddings [B, T, D] with the pictures' features in place of their placeholders'."""
-    multimodal = rows_at(pictures.features, jnp.maximum(pictures.feature_index, 0))
-    return jnp.where(pictures.feature_index[..., None] >= 0, multimodal.astype(x.dtype), x)
+def place_features(x: jax.Array, images: ImageInputs) -> jax.Array:
+    """Embeddings [B, T, D] with the images' features in place of their placeholders'."""
+    multimodal = rows_at(images.features, jnp.maximum(images.feature_index, 0))
+    return jnp.where(images.feature_index[..., None] >= 0, multimodal.astype(x.dtype), x)
 
 
 def rows_at(x: jax.Array, index: jax.Array) -> jax.Array:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax_agent_rl.models.tree_mask import TreeMask
 
 BLOCK = 512
-SLOT_COUNTS = 128
+LANES = 128
 
 
 class Marks(NamedTuple):
@@ -51,7 +51,7 @@ class BlockPlan(NamedTuple):
 def plan_blocks(q: jax.Array, k: jax.Array, v: jax.Array, tree_mask: TreeMask, block: int) -> BlockPlan:
     """Arrays padded to whole blocks of at most ``block`` (a multiple of 128), and what to do with each pair."""
     count, keys = q.shape[2], k.shape[2]
-    q_block, k_block = (min(block, n + -n % SLOT_COUNTS) for n in (count, keys))
+    q_block, k_block = (min(block, n + -n % LANES) for n in (count, keys))
     more, more_keys = -count % q_block, -keys % k_block
     first = jnp.int32(0) if tree_mask.offset is None else tree_mask.offset.astype(jnp.int32)
     window = jnp.int32(0)

@@ -6,7 +6,7 @@ The recurrence is FlashAttention's (Dao et al. 2022, arXiv 2205.14135): a progra
 and the running maximum and sum of each query's softmax. The program does not grow with the row. Three choices are ours:
 
 - Which blocks hold a pair that sees each other is found once, outside; the others are neither computed nor read.
-- Scores lie as [keys, queries]. What belongs to a query (softmax statistics, index, depth) is then a row of slots, as
+- Scores lie as [keys, queries]. What belongs to a query (softmax statistics, index, depth) is then a row of lanes, as
   it lies in memory, and only what belongs to a key (the end of its subtree, its depth) is a column.
 - One grid step serves one query head, so a head's block is a plain matrix; the G heads of one key/value head add up
   their gradients in the same buffer.

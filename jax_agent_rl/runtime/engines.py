@@ -285,7 +285,7 @@ def _jetstream(
         **engine_precision(config),
         mesh=engine_mesh(config),
         deterministic=table,
-        brought=_brought(config),
+        external_engine=_brought(config),
         adapters={
             name: read_peft(folder, model, key=f"rollout.adapters.{name}")
             for name, folder in config.rollout.adapters.items()

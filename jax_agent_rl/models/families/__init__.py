@@ -1,7 +1,7 @@
 """Model families: Hugging Face's ``config.json`` to and from :class:`DecoderConfig`, and tensor names.
 
 A family is a module with ``MODEL_TYPES``, ``read(raw) -> DecoderConfig`` and ``write(config) -> dict``; ``NAMES`` maps
-this package's per-layer names to Hugging Face's, where they differ from the common ones. One that reads pictures also
+this package's per-layer names to Hugging Face's, where they differ from the common ones. One that reads images also
 has ``vision_names(config.vision)``, names in the shape of ``params["vision"]``, and ``PREFIXES``, see there.
 """
 
