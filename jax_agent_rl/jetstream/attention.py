@@ -19,7 +19,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jax_agent_rl.jetstream.decode_kernel import decode_kernel, write_kernel
 from jax_agent_rl.jetstream.kv import LayerKV, restored, stored
 from jax_agent_rl.models import tree_kernel
-from jax_agent_rl.models.by_platform import by_platform
+from jax_agent_rl.models.mesh import by_platform
 from jax_agent_rl.models.tree_mask import MASK_VALUE, TreeMask
 
 DEVICES = ("expert", "tensor")

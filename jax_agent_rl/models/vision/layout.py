@@ -213,5 +213,5 @@ def layout(vision: VisionConfig, grids: Sequence[Grid], patches: int) -> Layout:
 
 
 def _numbers(*parts: np.ndarray) -> np.ndarray:
-    """Number the rows of ``parts`` from zero in sorted order; equal rows share a number."""
+    """Return numbers for the rows of ``parts``, from zero in sorted order; equal rows share one."""
     return np.unique(np.stack(parts, -1), axis=0, return_inverse=True)[1].reshape(-1)
