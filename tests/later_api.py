@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_agent_rl.jetstream.decode_batch import make_decode_batch
-from jax_agent_rl.jetstream.engine import DecodeState, EnginePrefix, EngineShapes, JaxEngine
+from jax_agent_rl.jetstream.driver_interface import DecodeState, EnginePrefix
+from jax_agent_rl.jetstream.engine import EngineShapes, JaxEngine
 from jax_agent_rl.jetstream.external_engine import ExternalEngine
 from jax_agent_rl.jetstream.programs import ProgramTable
 from jax_agent_rl.models.config import DecoderConfig
@@ -101,10 +102,10 @@ class LaterApiEngine:
 
 def bring(model: DecoderConfig, shapes: EngineShapes) -> ExternalEngine:
     """What a user's function would be."""
-    return brought(LaterApiEngine(model, shapes))
+    return external_engine(LaterApiEngine(model, shapes))
 
 
-def brought(engine: LaterApiEngine, **changes: Any) -> ExternalEngine:
+def external_engine(engine: LaterApiEngine, **changes: Any) -> ExternalEngine:
     """An engine as a user would describe it."""
     settings = {
         "to_params": engine.inner.load_params,

@@ -68,7 +68,7 @@ match phase:
         backend.JetStreamBackend.__init__ = functools.partialmethod(
             backend.JetStreamBackend.__init__, compile_ahead=True
         )
-        engine.JaxEngine._extend = blocking(engine.JaxEngine._extend)
+        engine.JaxEngine._prefill_chunks = blocking(engine.JaxEngine._prefill_chunks)
     case "compile the learner":
         programs.policy_loss = blocking(objective.policy_loss)  # called while it is traced
     case "rollout":

@@ -76,7 +76,7 @@ def placeholders(media: Mapping[str, Sequence[Any]]) -> list[int]:
 def seen_logprobs(params: Params, multimodal: MultimodalContext, config: DecoderConfig = TINY_VL) -> np.ndarray:
     """Log-probs float64 [T, V] of one causal pass over a whole context: no cache, no packing."""
     patches = np.zeros((PATCHES, TINY_VISION.patch_dim), np.float32)
-    joined = np.concatenate([patches[:0], *(p.patches for p in multimodal.pictures)])
+    joined = np.concatenate([patches[:0], *(p.patches for p in multimodal.images)])
     patches[: len(joined)] = joined
     starts = np.cumsum([0, *(span.stop - span.start for span in multimodal.spans)])[:-1]
     index = np.full(LONGEST, -1, np.int32)
@@ -85,7 +85,7 @@ def seen_logprobs(params: Params, multimodal: MultimodalContext, config: Decoder
     positions[: len(multimodal.ids)] = multimodal.positions
     ids = np.zeros(LONGEST, np.int32)
     ids[: len(multimodal.ids)] = multimodal.ids
-    plan = layout(TINY_VISION, [p.grid for p in multimodal.pictures], PATCHES)
+    plan = layout(TINY_VISION, [p.grid for p in multimodal.images], PATCHES)
     scores = np.asarray(_logits(config, params, ids, patches, plan, positions, index)).astype(np.float64)
     scores -= scores.max(-1, keepdims=True)
     return (scores - np.log(np.exp(scores).sum(-1, keepdims=True)))[: len(multimodal.ids)]
@@ -94,11 +94,9 @@ def seen_logprobs(params: Params, multimodal: MultimodalContext, config: Decoder
 @functools.partial(jax.jit, static_argnums=0)
 def _logits(config: DecoderConfig, params: Params, ids, patches, plan, positions, index) -> jax.Array:
     found = features(TINY_VISION, params["vision"], patches, plan)
-    pictures = ImageInputs(positions[None], found[None], index[None])
+    images = ImageInputs(positions[None], found[None], index[None])
     ends = jnp.full((1, LONGEST), LONGEST, jnp.int32)
-    return logits(params, hidden_states(config, params, ids[None], jnp.arange(LONGEST)[None], ends, pictures=pictures))[
-        0
-    ]
+    return logits(params, hidden_states(config, params, ids[None], jnp.arange(LONGEST)[None], ends, images=images))[0]
 
 
 def seeing_trajectory(

@@ -1,7 +1,7 @@
-"""LoRA adapters served beside the plain model: every slot of a program names one of them, or none.
+"""LoRA adapters served beside the base model: every slot names one of them, or none.
 
-All adapters lie in the device's memory as stacks. Every slot multiplies with all of them, and a mask keeps its own: for
-the few adapters of low rank that are served together, that is one product of two small matrices and needs no gather.
+All adapters are stacked on the device. Every slot multiplies with all of them and a mask keeps its own: for a few
+adapters of low rank that is one product of two small matrices and needs no gather.
 
 Shapes: N adapters, r their largest rank, D inputs, B slots or tokens; K key/value heads, G query heads of each, h head
 size, F feed-forward units.
@@ -21,7 +21,7 @@ from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.models.peft import PeftAdapter
 
 FUSED = {"qkv": ("q", "k", "v"), "o": ("o",), "gate_up": ("gate", "up"), "down": ("down",)}
-"""The engine's matrices, and those of the parameter tree that each holds."""
+"""The engine's matrices and the parameters fused into each."""
 
 
 @jax.tree_util.register_dataclass
@@ -31,7 +31,7 @@ class LowRank:
 
     Attributes:
         a: [N, p r, D], for each of the p matrices fused into it.
-        b: [N, …, out, p r], laid out as the matrix; zero where a row's matrix is not the column's. Scaled.
+        b: [N, …, out, p r], laid out as the matrix, scaled; zero where a row's matrix is not the column's.
     """
 
     a: Any
@@ -44,7 +44,7 @@ LayerAdapters = dict[str, LowRank]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class AdapterStacks:
-    """All adapters of an engine, layer by layer; a matrix that none of them adapts is left out."""
+    """All adapters of an engine, layer by layer, without the matrices that none adapts."""
 
     layers: tuple[LayerAdapters, ...]
 
@@ -53,12 +53,12 @@ def stack_adapters(config: DecoderConfig, adapters: Sequence[PeftAdapter], *, dt
     """Lay adapters out as the engine's matrices are.
 
     Args:
-        config: with ``num_kv_heads`` as the engine keeps them.
+        config: the model, with the engine's ``num_kv_heads``.
         adapters: of this model; ranks may differ.
         dtype: of the stacks.
 
     Returns:
-        arrays on the host.
+        Arrays on the host.
     """
     rank = max(adapter.rank for adapter in adapters)
     used = {name for adapter in adapters for name in adapter.weights}
@@ -86,7 +86,9 @@ def add_low_rank(out: jax.Array, adapters: LowRank, x: jax.Array, chosen: jax.Ar
     """Add ``b a x`` of each slot's adapter to a product [..., out, B].
 
     Args:
-        x: [D, B], what the matrix was multiplied with.
+        out: the product.
+        adapters: of the matrix.
+        x: [D, B], the matrix's input.
         chosen: [N, B], see :func:`one_hot`.
     """
     low = jnp.einsum("nrd,db->nrb", adapters.a, x) * chosen[:, None]
@@ -105,7 +107,7 @@ def _fused_a(config: DecoderConfig, adapter: PeftAdapter, fused: str, layer: int
 
 
 def _fused_b(config: DecoderConfig, adapter: PeftAdapter, fused: str, layer: int, rank: int) -> np.ndarray:
-    """Return ``b`` of the same, […, out, p r], its rows in the engine's order."""
+    """Return ``b`` of one adapter and one of the engine's matrices, […, out, p r], rows in the engine's order."""
     kv_heads, size = config.num_kv_heads, config.head_dim
     group = config.num_heads // kv_heads
     up = {part: b[layer] for part, (_, b) in adapter.weights.items() if part in FUSED[fused]}

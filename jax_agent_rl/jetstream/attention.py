@@ -1,10 +1,9 @@
-"""What the engine's tokens see of its cache: a program for a TPU takes kernels, any other two plain products.
+"""Attention to the engine's KV cache: Pallas kernels on TPUs, plain JAX elsewhere.
 
-Shapes: B slots, R rows, T chunk tokens, K key/value heads, G queries of each, h head size, S cache positions. Heads
-need nothing of each other, so on a mesh each device computes its own.
+Shapes: B slots, R rows, T chunk tokens, K key/value heads, G queries of each, h head size, S cache positions. On a
+mesh each device computes its own heads.
 
-On a TPU a decode step reads what each slot's pages hold instead of the whole span of rows, and a chunk's scores, which
-would be ``R H T (S + T)`` numbers, stay in blocks.
+On a TPU a decode step reads only the pages each slot uses, and a chunk's ``R H T (S + T)`` scores stay in blocks.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jax_agent_rl.jetstream.decode_kernel import decode_kernel, write_kernel
 from jax_agent_rl.jetstream.kv import LayerKV, restored, stored
 from jax_agent_rl.models import tree_kernel
-from jax_agent_rl.models.by_platform import by_platform
+from jax_agent_rl.models.mesh import by_platform
 from jax_agent_rl.models.tree_mask import MASK_VALUE, TreeMask
 
 DEVICES = ("expert", "tensor")
@@ -39,19 +38,19 @@ def decode_attention(
     window: int | None = None,
     mesh: Mesh | None = None,
 ) -> tuple[jax.Array, LayerKV]:
-    """Attention of one token per slot, which joins the cache.
+    """Write one token per slot to the cache and attend to it.
 
     Args:
         q: [B, K, G, h], already scaled.
-        cached: of B rows, finite behind ``positions``; or pages, which kernels for TPUs read and write where they lie.
+        cached: B rows, finite beyond ``positions``; or pages, which TPU kernels read and write in place.
         new: keys and values [B, K, h] of the tokens.
-        positions: int32 [B], where each token goes; it sees the cache up to there.
-        pages: int32 [B, n], those of each slot.
-        window: how many positions it sees, itself among them; None: all.
-        mesh: the engine's, if it has more than one device.
+        positions: int32 [B], position of each token, which attends to the cache up to there.
+        pages: int32 [B, n], pages of each slot; None if ``cached`` has rows.
+        window: positions a token attends to, itself included; None for all.
+        mesh: the engine's mesh, if it has more than one device.
 
     Returns:
-        [B, K, G, h], and the cache with the tokens in it.
+        [B, K, G, h], and the updated cache.
     """
     run = functools.partial(_plain_decode if pages is None else _decode_by_kernels, window=window)
     specs, out = (_HEADS_SECOND, _HEADS_SECOND, _HEADS_SECOND, _WHOLE, _WHOLE), (_HEADS_SECOND, _HEADS_SECOND)
@@ -67,14 +66,15 @@ def chunk_attention(
     window: int | None = None,
     mesh: Mesh | None = None,
 ) -> jax.Array:
-    """Attention of one chunk of each of R contexts to the cache before it and to itself.
+    """Attend one chunk of each of R contexts to the cache before it and to itself.
 
     Args:
         q: [K, G, h, R, T], already scaled.
-        cached: of R rows, of which a chunk sees what is below its start; what is behind is finite.
-        new: the chunks, as the cache will keep them: what follows sees the same, however a prompt is cut in chunks.
+        cached: R rows; a chunk attends to positions below its start, the others must be finite.
+        new: the chunks as stored in the cache, so results do not depend on how a prompt is cut.
         starts: int32 [R], position of each chunk's first token.
-        window, mesh: as in :func:`decode_attention`.
+        window: as in :func:`decode_attention`.
+        mesh: as in :func:`decode_attention`.
 
     Returns:
         [K, G, h, R, T].
@@ -88,7 +88,7 @@ def chunk_attention(
 def _on_each_device(
     run: Callable[..., Any], mesh: Mesh | None, specs: tuple[PartitionSpec, ...], out: Any
 ) -> Callable[..., Any]:
-    """XLA cannot split a kernel by itself."""
+    """Run per device of a mesh, as XLA cannot split a kernel."""
     return run if mesh is None else jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=out, check_vma=False)
 
 
@@ -133,7 +133,7 @@ def _decode_by_kernels(
 
 
 def _one_position(new: tuple[jax.Array, jax.Array], cached: LayerKV) -> LayerKV:
-    """Keys and values [B, K, h] of one position of each row, as the cache keeps them."""
+    """Return keys and values [B, K, h] of one position per row in the cache's layout."""
     k, v = new
     return stored(k[..., None], v[:, :, None], cached.keys.dtype)
 
@@ -146,7 +146,7 @@ def _plain_chunk(
     *,
     window: int | None,
 ) -> jax.Array:
-    visible = _chunk_sight(starts, new.values.shape[2], cached.values.shape[2], window)
+    visible = _chunk_mask(starts, new.values.shape[2], cached.values.shape[2], window)
     keys, values = _joined(cached, new, q.dtype)
     scores = jnp.einsum("kghrt,rkhs->rkgts", q, keys, preferred_element_type=jnp.float32)
     weights = jax.nn.softmax(jnp.where(visible, scores, MASK_VALUE), axis=-1).astype(values.dtype)
@@ -154,13 +154,13 @@ def _plain_chunk(
 
 
 def _joined(cached: LayerKV, new: LayerKV, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
-    """Keys [R, K, h, S + T] and values [R, K, S + T, h]."""
+    """Return keys [R, K, h, S + T] and values [R, K, S + T, h]."""
     both = cached.by_position(lambda axis, old, own: jnp.concatenate([old, own], axis), new)
     return restored(both, dtype)
 
 
-def _chunk_sight(starts: jax.Array, count: int, length: int, window: int | None) -> jax.Array:
-    """What each position of a chunk sees, bool [R, 1, 1, T, length + T]: the cache below ``starts``, then the chunk."""
+def _chunk_mask(starts: jax.Array, count: int, length: int, window: int | None) -> jax.Array:
+    """Return the mask of each chunk position, bool [R, 1, 1, T, length + T]: cache below ``starts``, then the chunk."""
     query = starts[:, None, None] + jnp.arange(count)[:, None]  # [R, T, 1]
     rows = len(starts)
     cached = jnp.broadcast_to(jnp.arange(length), (rows, 1, length))
@@ -179,15 +179,15 @@ def _chunk_by_kernel(
     *,
     window: int | None,
 ) -> jax.Array:
-    """The cache and the chunk behind it are one row of a learner's, whose queries begin with the chunk.
+    """Run the learner's kernel on rows of the cache followed by the chunk, with the chunk as queries.
 
-    A cached position below the chunk's start is an ancestor of all of it, any other has no descendants.
+    Cached positions below the chunk's start are ancestors of all of it, the others have no descendants.
     """
     kv_heads, group, size, rows, count = q.shape
     length = cached.values.shape[2]
     place = jnp.broadcast_to(jnp.arange(length), (rows, length))
     before = jnp.where(place < starts[:, None], length + count, 0)
-    vision_processor = TreeMask(
+    tree_mask = TreeMask(
         subtree_end=jnp.pad(before, ((0, 0), (0, count)), constant_values=length + count),
         positions=jnp.concatenate([place, starts[:, None] + jnp.arange(count)], axis=1),
         window=None if window is None else jnp.int32(window),
@@ -195,5 +195,5 @@ def _chunk_by_kernel(
     )
     queries = q.transpose(3, 0, 1, 4, 2).reshape(rows, kv_heads * group, count, size)
     keys, values = _joined(cached, new, q.dtype)
-    mixed, _ = tree_kernel.forward(queries, keys.mT, values, vision_processor)
+    mixed, _ = tree_kernel.forward(queries, keys.mT, values, tree_mask)
     return mixed.reshape(rows, kv_heads, group, count, size).transpose(1, 2, 4, 0, 3)

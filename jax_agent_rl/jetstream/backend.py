@@ -3,7 +3,7 @@
 ::
 
     asyncio side                                  the engine's thread (jetstream.thread)
-    generate()/stream() ──submit──►  commands ──► Serving (jetstream.serving), Scheduler.step(): admit, decode
+    generate()/stream() ──submit──►  commands ──► EngineLoop (jetstream.engine_loop) ──► Scheduler.step()
         ▲                                           │
         └────────── events, one loop call a step ◄──┘
 """
@@ -22,16 +22,15 @@ from jax_agent_rl.config.mesh import EngineMeshConfig
 from jax_agent_rl.errors import BackendClosedError, BackendError
 from jax_agent_rl.jetstream import inspection
 from jax_agent_rl.jetstream.deterministic import DeterministicEngine
-from jax_agent_rl.jetstream.engine import EngineShapes, JaxEngine, unheard
+from jax_agent_rl.jetstream.engine import EngineShapes, JaxEngine, silent
 from jax_agent_rl.jetstream.engine_loop import ChunkSink, EngineLoop
 from jax_agent_rl.jetstream.external_engine import ExternalEngineAdapter, MakeEngine
 from jax_agent_rl.jetstream.external_scheduler import ExternalScheduler
-from jax_agent_rl.jetstream.image_reader import ImageReader
 from jax_agent_rl.jetstream.layout import make_engine_mesh
 from jax_agent_rl.jetstream.programs import ProgramTable
 from jax_agent_rl.jetstream.scheduler import Scheduler
 from jax_agent_rl.jetstream.thread import EngineThread
-from jax_agent_rl.jetstream.vision_engine import VisionEngine
+from jax_agent_rl.jetstream.vision_engine import ImageReader, VisionEngine
 from jax_agent_rl.jetstream.weights import FILES, WEIGHT_PAYLOADS, ServedWeights
 from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.models.peft import PeftAdapter
@@ -56,19 +55,19 @@ class JetStreamBackend:
         config: the model.
         params: the learner's parameter tree; copied on the device at ``start``.
         shapes: static shapes to compile for.
-        dtype: of the engine's weights, activations and cache; None is that of ``params``.
-        kv_dtype, quantize: see :class:`~jax_agent_rl.jetstream.engine.JaxEngine`.
+        dtype: of the engine's weights, activations and cache; None takes that of ``params``.
+        kv_dtype: see :class:`~jax_agent_rl.jetstream.engine.JaxEngine`.
+        quantize: see :class:`~jax_agent_rl.jetstream.engine.JaxEngine`.
         mesh: the engine's devices, see ``jetstream.layout``; None is this process's first one.
-        deterministic: where the one program of a :class:`DeterministicEngine` is kept, to score by it; None is the
-            fast engine.
-        brought: makes an engine of JetStream's later API, which samples in place of the built-in one.
-        adapters: LoRA adapters that requests may name; not with a deterministic engine or a brought one.
-        vision_processor: reads images; None takes none, and neither does a deterministic or external engine.
+        deterministic: program table of a :class:`DeterministicEngine`, shared with the scorer; None is the fast engine.
+        external_engine: makes an engine of JetStream's later API that replaces the built-in one.
+        adapters: LoRA adapters that requests may name; not with a deterministic or external engine.
+        vision_processor: processes images; ignored by deterministic and external engines.
         compile_ahead: see :class:`~jax_agent_rl.jetstream.engine.JaxEngine`.
         version: policy version of ``params``.
-        seed: draws the seeds of requests that bring none.
+        seed: for requests without a seed of their own.
         decode_text: ids to text; without it requests with stop strings are refused.
-        say: takes a line of progress while programs compile.
+        say: called with a line of progress while programs compile.
     """
 
     def __init__(
@@ -82,19 +81,19 @@ class JetStreamBackend:
         quantize: EightBits | None = None,
         mesh: jax.sharding.Mesh | None = None,
         deterministic: ProgramTable | None = None,
-        brought: MakeEngine | None = None,
+        external_engine: MakeEngine | None = None,
         adapters: Mapping[str, PeftAdapter] | None = None,
         vision_processor: VisionProcessor | None = None,
         compile_ahead: bool | None = None,
         version: int = 0,
         seed: int = 0,
         decode_text: Callable[[Sequence[int]], str] | None = None,
-        say: Callable[[str], None] = unheard,
+        say: Callable[[str], None] = silent,
     ) -> None:
         self._config = config
         self._shapes = shapes
         self._deterministic = deterministic
-        self._brought = brought
+        self._external_engine = external_engine
         self._adapters = adapters or {}
         self._compile_ahead = compile_ahead
         self._dtype = jnp.dtype(dtype or params["embed"].dtype)
@@ -106,58 +105,58 @@ class JetStreamBackend:
         self._say = say
         self._mesh = mesh or make_engine_mesh(EngineMeshConfig())
         self._weights = ServedWeights(config, params, self._mesh)
-        if deterministic is not None or brought is not None:  # one program for all ids looks at no picture
+        if deterministic is not None or external_engine is not None:  # neither takes images
             vision_processor = None
-        self._pictures = ImageReader(vision_processor, most_patches=max(shapes.patch_buckets, default=0))
+        self._image_reader = ImageReader(vision_processor, most_patches=max(shapes.patch_buckets, default=0))
         self._streams: dict[str, ChunkSink] = {}
         self._thread = EngineThread(self._fail_streams)
-        self._serving = EngineLoop(self._thread, self._make_scheduler, self._weights, version=version)
+        self._loop = EngineLoop(self._thread, self._make_scheduler, self._weights, version=version)
 
     @property
     def capabilities(self) -> Capabilities:
         return Capabilities(
             max_model_len=self._shapes.max_model_len,
             max_concurrent=self._shapes.max_concurrent_decodes,
-            any_sampling=self._brought is None,
-            seeds=self._brought is None,
+            any_sampling=self._external_engine is None,
+            seeds=self._external_engine is None,
             stop_strings=self._decode_text is not None,
             pause_modes=frozenset(PauseMode),
             in_flight_update=True,
-            prefix_reuse=self._brought is None,
+            prefix_reuse=self._external_engine is None,
             priorities=True,
             sleep=True,
             lora=bool(self._adapters),
             precision=self._eight_bits["quantize"] or self._eight_bits["kv_dtype"] or self._dtype.name,
             weight_payloads=WEIGHT_PAYLOADS,
-            multi_modal=self._pictures.kinds,
+            multi_modal=self._image_reader.kinds,
         )
 
     @property
     def policy_version(self) -> int:
-        return self._serving.version
+        return self._loop.version
 
-    # --- life -------------------------------------------------------------------------------------------------
+    # --- start and close ------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        await self._thread.start(self._serving)
+        await self._thread.start(self._loop)
 
     async def close(self) -> None:
         await self._thread.close()
 
     def _make_scheduler(self) -> Scheduler:
-        """Runs in the thread."""
+        """Create the engine and its scheduler, in the engine's thread."""
         engine = self._make_engine()
         assert self._initial_params is not None  # an engine is set up once
         params, self._initial_params = engine.load_params(self._initial_params), None
-        kind = Scheduler if self._brought is None else ExternalScheduler
+        kind = Scheduler if self._external_engine is None else ExternalScheduler
         scheduler = kind(engine, params, version=self._initial_version, seed=self._seed, decode_text=self._decode_text)
         scheduler.cache = engine.warm_up(scheduler.params, scheduler.cache, self._compiling)
         return scheduler
 
     def _make_engine(self) -> JaxEngine | ExternalEngineAdapter:
-        if self._brought is not None:
-            return ExternalEngineAdapter(self._brought(self._config, self._shapes), self._config, self._shapes)
-        plain = VisionEngine if self._pictures.kinds else JaxEngine
+        if self._external_engine is not None:
+            return ExternalEngineAdapter(self._external_engine(self._config, self._shapes), self._config, self._shapes)
+        plain = VisionEngine if self._image_reader.kinds else JaxEngine
         kind: type[JaxEngine] = plain if self._deterministic is None else DeterministicEngine
         options: dict[str, Any] = {"dtype": self._dtype, "mesh": self._mesh, "table": self._deterministic}
         options |= {"adapters": self._adapters, "compile_ahead": self._compile_ahead, **self._eight_bits}
@@ -180,13 +179,13 @@ class JetStreamBackend:
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
         if request.request_id in self._streams:
             raise BackendError(f"request {request.request_id!r} is already running; ids must be unique while they live")
-        outlet = self._streams[request.request_id] = ChunkSink()
+        sink = self._streams[request.request_id] = ChunkSink()
         finished = False
         try:
-            multimodal = await self._pictures.read(request)
-            self._thread.post(lambda: self._serving.submit(request, multimodal, outlet))
+            multimodal = await self._image_reader.read(request)
+            self._thread.post(lambda: self._loop.submit(request, multimodal, sink))
             while not finished:
-                event = await outlet.get()
+                event = await sink.get()
                 if isinstance(event, Exception):
                     finished = True
                     raise event
@@ -195,74 +194,74 @@ class JetStreamBackend:
         finally:
             self._streams.pop(request.request_id, None)
             if not finished:
-                self._take_back(lambda: self._serving.abort(request.request_id))
+                self._post_quietly(lambda: self._loop.abort(request.request_id))
 
     async def abort(self, request_id: str) -> bool:
-        await self._pictures.settled(request_id)
-        return await self._thread.call(lambda: self._serving.abort(request_id))
+        await self._image_reader.wait(request_id)
+        return await self._thread.call(lambda: self._loop.abort(request_id))
 
-    def _take_back(self, command: Callable[[], object]) -> None:
-        """For one whose caller went away; a thread that has ended holds nothing of it."""
+    def _post_quietly(self, command: Callable[[], object]) -> None:
+        """Post a command unless the thread has ended: the caller went away."""
         with contextlib.suppress(BackendError):
             self._thread.post(command)
 
     def _fail_streams(self, error: BackendError) -> None:
-        for outlet in self._streams.values():
-            outlet.put_nowait(error)
+        for sink in self._streams.values():
+            sink.put_nowait(error)
 
     # --- pausing and weights ----------------------------------------------------------------------------------
 
     async def pause(self, mode: PauseMode) -> None:
         if mode is not PauseMode.WAIT:
-            await self._thread.call(lambda: self._serving.pause(mode))
+            await self._thread.call(lambda: self._loop.pause(mode))
             return
         drained: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._thread.post(lambda: self._serving.drain(drained), drained)
+        self._thread.post(lambda: self._loop.drain(drained), drained)
         try:
             await drained
         except asyncio.CancelledError:
-            self._take_back(lambda: self._serving.withdraw(drained))
+            self._post_quietly(lambda: self._loop.cancel_drain(drained))
             raise
 
     async def resume(self) -> None:
-        await self._thread.call(self._serving.resume)
+        await self._thread.call(self._loop.resume)
 
     async def update_weights(self, update: WeightUpdate) -> None:
-        """See the protocol, with one addition.
+        """Serve new weights.
 
         Raises:
-            WeightUpdateError: refused. If it failed after the old weights had made room for the new ones, nothing is
-                served (:meth:`health` says so, requests fail with ``EngineDiedError``) until an update succeeds.
+            WeightUpdateError: the update was refused. If it failed after the old weights were freed, requests fail
+                with ``EngineDiedError`` and :meth:`health` is not ok until an update succeeds.
         """
         if update.kind in FILES:  # decoding goes on while files are read
             update = await asyncio.to_thread(self._weights.read, update)
-        await self._thread.call(lambda: self._serving.take_weights(update))
+        await self._thread.call(lambda: self._loop.take_weights(update))
 
     async def reset_prefix_cache(self) -> None:
-        await self._thread.call(self._serving.reset_prefix_cache)
+        await self._thread.call(self._loop.reset_prefix_cache)
 
     async def sleep(self) -> None:
-        """Moves weights to host memory and drops the KV cache; running requests are aborted, new ones wait."""
-        await self._thread.call(self._serving.sleep)
+        """Move weights to the host and drop the KV cache; running requests are aborted, new ones wait."""
+        await self._thread.call(self._loop.sleep)
 
     async def wake(self) -> None:
-        await self._thread.call(self._serving.wake)
+        await self._thread.call(self._loop.wake)
 
     # --- state ------------------------------------------------------------------------------------------------
 
     async def health(self) -> Health:
         try:
-            return await self._thread.call(self._serving.health)
+            return await self._thread.call(self._loop.health)
         except BackendError as error:
             return Health(ok=False, detail=str(error), policy_version=self.policy_version)
 
     async def metrics(self) -> BackendMetrics:
-        return await self._thread.call(self._serving.metrics)
+        return await self._thread.call(self._loop.metrics)
 
-    # --- for a diagnosis --------------------------------------------------------------------------------------
+    # --- diagnosis --------------------------------------------------------------------------------------
 
     async def tensor_samples(self) -> Mapping[str, TensorSample]:
-        return await self._thread.call(lambda: inspection.tensor_samples(self._config, self._serving.scheduler))
+        return await self._thread.call(lambda: inspection.tensor_samples(self._config, self._loop.scheduler))
 
     async def layer_outputs(self, token_ids: Sequence[int]) -> Sequence[LayerOutput]:
-        return await self._thread.call(lambda: inspection.layer_outputs(self._serving.scheduler, token_ids))
+        return await self._thread.call(lambda: inspection.layer_outputs(self._loop.scheduler, token_ids))

@@ -17,7 +17,7 @@ from jax_agent_rl.errors import ModelError
 
 @functools.cache
 def engine_api() -> types.ModuleType:
-    """The module ``jetstream.engine.engine_api``.
+    """Import ``jetstream.engine.engine_api``.
 
     Raises:
         ModelError: google-jetstream is not installed.
@@ -35,10 +35,10 @@ def engine_api() -> types.ModuleType:
 
 
 def orchestrator() -> types.ModuleType:
-    """The module ``jetstream.core.orchestrator`` (JetStream's own Driver), for interoperability.
+    """Import ``jetstream.core.orchestrator``, JetStream's own Driver.
 
-    It calls ``jax.tree_map``, which newer jax no longer has, so this one module is given a ``jax`` that does. Importing
-    it sets the root logger to DEBUG and adds a handler; that is undone.
+    The module calls ``jax.tree_map``, which jax removed, so it alone gets a ``jax`` that has it. Its import sets the
+    root logger to DEBUG and adds a handler; both are undone.
     """
     import logging
 
@@ -57,7 +57,7 @@ def orchestrator() -> types.ModuleType:
 
 
 class _JaxWithTreeMap:
-    """jax plus ``tree_map``, under the name it had before 0.4.26; seen by JetStream's module alone."""
+    """The jax module plus ``tree_map``, which it had before 0.4.26."""
 
     def __getattr__(self, name: str) -> object:
         import jax
@@ -66,7 +66,7 @@ class _JaxWithTreeMap:
 
 
 def _stand_in_for_seqio() -> None:
-    """Registers empty ``seqio`` modules that offer the two class names JetStream's annotations use."""
+    """Register empty ``seqio`` modules with the two class names that JetStream's annotations use."""
     seqio = types.ModuleType("seqio")
     vocabularies = types.ModuleType("seqio.vocabularies")
     vocabulary = type("Vocabulary", (), {})

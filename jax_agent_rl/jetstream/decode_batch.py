@@ -1,7 +1,8 @@
-"""What one decode dispatch runs: a slot for each context, and padding up to a compiled width."""
+"""Inputs of one dispatch: chunks to prefill, or a slot for each context to decode, padded to a compiled width."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,27 +10,50 @@ import jax
 import numpy as np
 
 from jax_agent_rl.jetstream.block_manager import NULL_PAGE
+from jax_agent_rl.models.vision.context import MultimodalContext
 
 MAX_STOP_IDS = 8
+
+
+@dataclass(frozen=True)
+class Extension:
+    """Ids to prefill into the pages of one context.
+
+    Attributes:
+        pages: numbers of the context's pages.
+        start: position of the first id.
+        ids: int32 [n].
+        multimodal: the whole context, for a vision model.
+        adapter: as in :class:`DecodeBatch`.
+    """
+
+    pages: Sequence[int]
+    start: int
+    ids: np.ndarray
+    multimodal: MultimodalContext | None = None
+    adapter: int = 0
+
+    def after(self, count: int) -> Extension:
+        """Return the rest once the first ``count`` ids are done."""
+        return replace(self, start=self.start + count, ids=self.ids[count:])
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DecodeBatch:
-    """What the W slots of one decode dispatch run; arrays of length W.
+    """The W slots of one decode dispatch; arrays of length W.
 
     Attributes:
-        pages: int32 [W, n], of each slot's context in order, 0 where it has none (yet); all of an unused slot's are.
+        pages: int32 [W, n], pages of each slot's context in order; 0 where there is none.
         tokens: int32, the last id of each context, not yet in the cache.
-        positions: int32, where it goes: the number of ids the cache holds.
-        remaining: int32, ids still allowed; 0 marks a slot that does not run.
+        positions: int32, its position, which is the number of cached ids.
+        remaining: int32, ids still allowed; 0 marks an idle slot.
         temperature, top_p: float32.
         top_k: int32.
         seed: uint32.
         stop_ids: int32 [W, n], ids that end the generation, padded with -1.
-        offsets: int32, what pictures add to rotary positions; None where the model sees nothing.
-        adapter: int32, number of the adapter among the engine's from 1 on, 0 for the plain model; None where it has
-            none.
+        offsets: int32, what images add to rotary positions; None for text models.
+        adapter: int32, index of the LoRA adapter counted from 1, 0 for the base model; None for engines without.
     """
 
     pages: jax.Array
@@ -46,8 +70,8 @@ class DecodeBatch:
 
 
 def make_decode_batch(count: int, pages: int) -> DecodeBatch:
-    """Numpy slots of a given number, with room for ``pages`` each, greedy and not running, to be filled in."""
-    arrays: dict[str, Any] = dict(  # numpy's on the host, which programs take for jax's
+    """Return ``count`` idle greedy slots with room for ``pages`` pages each, as numpy arrays to fill in."""
+    arrays: dict[str, Any] = dict(  # numpy, which jitted programs accept
         pages=np.full((count, pages), NULL_PAGE, np.int32),
         tokens=np.zeros(count, np.int32),
         positions=np.zeros(count, np.int32),
@@ -62,14 +86,14 @@ def make_decode_batch(count: int, pages: int) -> DecodeBatch:
 
 
 def idle_decode_batch(count: int, pages: int, position: int) -> DecodeBatch:
-    """Slots without pages, to compile programs with."""
+    """Return slots without pages, to compile programs with."""
     slots = make_decode_batch(count, pages)
     slots.positions[:] = position
     return slots
 
 
 def pad_decode_batch(slots: DecodeBatch, extra: int) -> DecodeBatch:
-    """With ``extra`` slots that do not run."""
+    """Append ``extra`` idle slots."""
     if not extra:
         return slots
     optional = {name: np.zeros(extra, np.int32) for name in ("offsets", "adapter") if getattr(slots, name) is not None}

@@ -1,12 +1,11 @@
-"""One token per slot written to its page of the cache, and its attention to its pages, as Pallas kernels for TPUs.
+"""Pallas TPU kernels for decoding: write one token per slot to its page, and attend to the slot's pages.
 
 Shapes: B slots of n pages, P pages of S positions in the cache, K key/value heads, G queries of each, h head size.
 
 Each slot's keys and values are read page by page up to its own position (and from its window on), with the running
-softmax of FlashAttention (Dao et al. 2022, arXiv 2205.14135): slots of a dispatch differ in length, and reading is what
-a decode step takes its time for. Which page comes next stands in a table, as in PagedAttention (Kwon et al. 2023, arXiv
-2309.06180). Pages are read as they lie: the paged kernels that come with JAX want another layout, heads 128 wide, and
-mostly no window.
+softmax of FlashAttention (Dao et al. 2022, arXiv 2205.14135): slots differ in length, and decoding is bound by reads.
+A table names the next page, as in PagedAttention (Kwon et al. 2023, arXiv 2309.06180). JAX's own paged kernels want
+another layout, heads 128 wide, and mostly no window.
 """
 
 from __future__ import annotations
@@ -22,30 +21,30 @@ from jax.experimental.pallas import tpu as pltpu
 from jax_agent_rl.jetstream.kv import LayerKV
 from jax_agent_rl.models.tree_mask import MASK_VALUE
 
-SLOT_COUNTS, ROWS = 128, 32
-"""Positions of a page that are written at least: of keys, of values."""
-TOGETHER, TOGETHER_BYTES = 4, 2 << 20
-"""Most pages read in one step of the kernel, and most bytes: a step has a price of its own, and memory holds two."""
+LANES, ROWS = 128, 32
+"""Fewest positions of a page that are written: of keys, of values."""
+PAGES_PER_STEP, STEP_BYTES = 4, 2 << 20
+"""Most pages, and most bytes, read in one grid step: steps have overhead, and VMEM holds two."""
 
 
 def write_kernel(cached: LayerKV, new: LayerKV, pages: jax.Array, positions: jax.Array) -> LayerKV:
-    """The cache with one more position of each slot, in the cache's own memory where XLA lets go of it.
+    """Write one position per slot, in the cache's own memory where XLA donates it.
 
-    A scatter would do, but XLA lays a scatter's operand out with positions first, and would turn the whole cache
-    around for :func:`decode_kernel` at every step.
+    A scatter would do, but XLA lays its operand out with positions first, and would transpose the whole cache for
+    :func:`decode_kernel` at every step.
 
     Args:
-        cached: of P pages.
-        new: of B rows, one position each.
-        pages: int32 [B, n]; where they are 0, nobody's, that is what is written to.
+        cached: P pages.
+        new: B rows of one position each.
+        pages: int32 [B, n]; slots without a page write to the null page 0.
         positions: int32 [B], below n S.
     """
     size = cached.values.shape[2]
     at = jnp.take_along_axis(pages, (positions // size)[:, None], axis=1)[:, 0]
 
     def part(axis: int, x: jax.Array) -> pl.BlockSpec:
-        """Of each slot's page the part its position is in."""
-        width = min(SLOT_COUNTS if axis == 3 else ROWS, size)
+        """Select the part of each slot's page that holds its position."""
+        width = min(LANES if axis == 3 else ROWS, size)
         shape = (None, *x.shape[1:axis], width, *x.shape[axis + 1 :])
         before, after = [0] * (axis - 1), [0] * (x.ndim - axis - 1)
         return pl.BlockSpec(shape, lambda b, at, within: (at[b], *before, jax.lax.div(within[b], width), *after))
@@ -73,7 +72,7 @@ def _write(at: Any, within: Any, cached: LayerKV, new: LayerKV, out: LayerKV) ->
     def write(axis: int, old: Any, one: Any, changed: Any) -> None:
         place = jax.lax.broadcasted_iota(jnp.int32, old.shape, axis - 1)
         here = place == jax.lax.rem(position, old.shape[axis - 1])
-        wide = old.dtype if old.dtype.itemsize > 1 else jnp.float32  # chips do not select among 8 bits
+        wide = old.dtype if old.dtype.itemsize > 1 else jnp.float32  # TPUs cannot select 8-bit values
         changed[...] = jnp.where(here, one[...].astype(wide), old[...].astype(wide)).astype(old.dtype)
 
     cached.by_position(write, new, out)
@@ -82,14 +81,14 @@ def _write(at: Any, within: Any, cached: LayerKV, new: LayerKV, out: LayerKV) ->
 def decode_kernel(
     q: jax.Array, cached: LayerKV, pages: jax.Array, positions: jax.Array, *, window: int | None = None
 ) -> jax.Array:
-    """Attention of one token per slot, already in the cache.
+    """Attend from one token per slot, already in the cache.
 
     Args:
         q: [B, K, G, h], already scaled.
-        cached: of P pages.
-        pages: int32 [B, n], of each slot.
-        positions: int32 [B], where each token is.
-        window: how many positions it sees, itself among them; None: all.
+        cached: P pages.
+        pages: int32 [B, n], pages of each slot.
+        positions: int32 [B], position of each token.
+        window: positions a token attends to, itself included; None for all.
 
     Returns:
         [B, K, G, h].
@@ -97,19 +96,19 @@ def decode_kernel(
     slots, kv_heads, group, width = q.shape
     count, size = pages.shape[1], cached.values.shape[2]
     page_bytes = sum(x[0].size * x.dtype.itemsize for x in jax.tree.leaves(cached))
-    together = max(1, min(TOGETHER, TOGETHER_BYTES // page_bytes, count))
+    per_step = max(1, min(PAGES_PER_STEP, STEP_BYTES // page_bytes, count))
     begins = jnp.zeros_like(positions) if window is None else jnp.maximum(positions + 1 - window, 0)
 
     def slot(b: Any, *_: Any) -> tuple:
         return b, 0, 0, 0
 
     def pages_of_step(i: int) -> LayerKV:
-        """One of those that are read together."""
+        """Return the spec of one of the pages read in a grid step."""
 
         def place(b: Any, j: Any, pages: Any, positions: Any, begins: Any) -> tuple:
-            """A page out of sight is not read: its step keeps the nearest that is in sight."""
+            """Keep the nearest visible page in place of an invisible one, so that it is not read."""
             first, last = jax.lax.div(begins[b], size), jax.lax.div(positions[b], size)
-            return pages[b * count + jnp.clip(j * together + i, first, last)], 0, 0, 0
+            return pages[b * count + jnp.clip(j * per_step + i, first, last)], 0, 0, 0
 
         return cached.by_position(lambda axis, x: pl.BlockSpec((None, *x.shape[1:]), place))
 
@@ -118,10 +117,10 @@ def decode_kernel(
         functools.partial(_attend, size=size),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
-            grid=(slots, -(-count // together)),
+            grid=(slots, -(-count // per_step)),
             in_specs=[
                 pl.BlockSpec((None, *q.shape[1:]), slot),
-                [pages_of_step(i) for i in range(together)],
+                [pages_of_step(i) for i in range(per_step)],
             ],
             out_specs=pl.BlockSpec((None, *q.shape[1:]), slot),
             scratch_shapes=[pltpu.VMEM((kv_heads, group, n), jnp.float32) for n in (width, 1, 1)],
@@ -133,7 +132,7 @@ def decode_kernel(
             transcendentals=slots * kv_heads * group * length,
             bytes_accessed=slots * count * page_bytes,
         ),
-    )(pages.reshape(-1), positions, begins, q, [cached] * together)
+    )(pages.reshape(-1), positions, begins, q, [cached] * per_step)
 
 
 def _attend(
@@ -160,8 +159,8 @@ def _attend(
 
     for i, page in enumerate(cached):
         first = (j * len(cached) + i) * size
-        in_sight = (first <= position) & (begin < first + size)
-        pl.when(in_sight)(functools.partial(_add, q, page, first, position, begin, mixed, peak, total))
+        visible_page = (first <= position) & (begin < first + size)
+        pl.when(visible_page)(functools.partial(_add, q, page, first, position, begin, mixed, peak, total))
 
     @pl.when(j == pl.num_programs(1) - 1)
     def finish() -> None:
@@ -169,7 +168,7 @@ def _attend(
 
 
 def _add(q: Any, page: LayerKV, first: Any, position: Any, begin: Any, mixed: Any, peak: Any, total: Any) -> None:
-    """One page's part of the attention of K heads at once."""
+    """Add one page to the running attention of K heads."""
     queries, scales = q[...], page.scales
     keys, values = page.keys[...].astype(queries.dtype), page.values[...].astype(queries.dtype)
     by_head = ((0,), (0,))
@@ -177,15 +176,15 @@ def _add(q: Any, page: LayerKV, first: Any, position: Any, begin: Any, mixed: An
     if scales is not None:
         scores *= scales[:, :1]
     at = first + jax.lax.broadcasted_iota(jnp.int32, scores.shape, 2)
-    seen = (at <= position) & (at >= begin)
-    scores = jnp.where(seen, scores, MASK_VALUE)
+    visible = (at <= position) & (at >= begin)
+    scores = jnp.where(visible, scores, MASK_VALUE)
     higher = jnp.maximum(peak[...], jnp.max(scores, axis=2, keepdims=True))
     shrink, weights = jnp.exp(peak[...] - higher), jnp.exp(scores - higher)
     peak[...] = higher
     total[...] = total[...] * shrink + jnp.sum(weights, axis=2, keepdims=True)
-    # What a page held before is anything, and no weight of zero takes away a NaN.
+    # Stale values may be NaN, which a weight of zero does not remove.
     if scales is not None:
-        weights = jnp.where(seen, weights * scales[:, 1:], 0)
+        weights = jnp.where(visible, weights * scales[:, 1:], 0)
     place = first + jax.lax.broadcasted_iota(jnp.int32, values.shape, 1)
     values = jnp.where(place <= position, values, 0)
     weights = weights.astype(queries.dtype)

@@ -1,19 +1,18 @@
-"""One program for everything, so that an id's log-prob is the same to the bit whoever asks, and in whatever company.
+"""An engine with one program for everything, so that an id's log-prob is bitwise the same however it is computed.
 
-Floating-point sums depend on the order in which a program adds, and a program's order on the shapes it was compiled
-for. Elsewhere prompts are computed in chunks, slots in buckets, and the learner scores packed rows, each by a program
-of its own: their log-probs differ by rounding, and by how requests happened to arrive. Here a single compiled program,
-steps of ``max_concurrent_decodes`` slots over all pages of the longest context, does all of it::
+Floating-point sums depend on the order of additions, and that on the shapes a program was compiled for. Elsewhere
+prompts are computed in chunks, slots in buckets and the learner's rows packed, each by its own program, so log-probs
+differ by rounding and by how requests arrive. Here one compiled program does all of it, stepping
+``max_concurrent_decodes`` slots over all pages of the longest context::
 
     prompts      fed id by id, the next one forced
     decoding     fed id by id, the next one sampled
     scoring      fed id by id, the next one forced, its log-prob kept        (the learner's old log-probs)
 
-A slot's numbers depend on the ids of its own context alone: products run over [out, in] x [in, slots], which sum over
-``in`` alike for every slot. That is so by construction for what a slot is told of others (nothing), and was tested for
-which slot a context gets. What is given up is speed: prompts take a step per id, and scoring costs about what the
-rollout did (``benchmarks/deterministic.py``). He et al. 2025, "Defeating Nondeterminism in LLM Inference", has the idea
-of batch invariance.
+A slot's numbers depend on its own context alone: products [out, in] x [in, slots] sum over ``in`` in the same order
+for every slot, which tests confirm. The price is speed: prompts take a step per id, and scoring costs about as much as
+the rollout (``benchmarks/deterministic.py``). Batch invariance follows He et al. 2025, "Defeating Nondeterminism in LLM
+Inference".
 """
 
 from __future__ import annotations
@@ -25,10 +24,17 @@ import numpy as np
 
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.jetstream import programs
-from jax_agent_rl.jetstream.decode_batch import DecodeBatch, idle_decode_batch, make_decode_batch, pad_decode_batch
-from jax_agent_rl.jetstream.engine import EngineShapes, Extension, JaxEngine, unheard
+from jax_agent_rl.jetstream.decode_batch import (
+    DecodeBatch,
+    Extension,
+    idle_decode_batch,
+    make_decode_batch,
+    pad_decode_batch,
+)
+from jax_agent_rl.jetstream.engine import JaxEngine, silent
 from jax_agent_rl.jetstream.forward import EngineParams
 from jax_agent_rl.jetstream.kv import KVCache
+from jax_agent_rl.jetstream.shapes import EngineShapes
 from jax_agent_rl.models.config import DecoderConfig, Params
 
 ANY_ID = 0
@@ -38,7 +44,7 @@ class DeterministicEngine(JaxEngine):
     """An engine with one program.
 
     Raises:
-        ConfigError: the model is a mixture of experts: its products group ids of all slots.
+        ConfigError: the model is a mixture of experts, whose products group ids of all slots.
     """
 
     def __init__(self, config: DecoderConfig, shapes: EngineShapes, **options: Any) -> None:
@@ -50,7 +56,7 @@ class DeterministicEngine(JaxEngine):
         super().__init__(config, shapes, **options)
 
     def extend(self, params: EngineParams, cache: KVCache, extensions: Sequence[Extension]) -> KVCache:
-        """Feeds ids into pages, one by one."""
+        """Feed ids into pages, one by one."""
         waiting = [extension for extension in extensions if len(extension.ids)]
         for some in _batches(waiting, self.max_concurrent_decodes):
             cache, _ = self.force(params, cache, some, temperature=1.0)
@@ -59,21 +65,27 @@ class DeterministicEngine(JaxEngine):
     def decode(
         self, params: EngineParams, cache: KVCache, slots: DecodeBatch, steps: int, exit_after: int
     ) -> tuple[KVCache, np.ndarray, np.ndarray]:
-        """As :meth:`JaxEngine.decode`."""
+        """Decode as :meth:`JaxEngine.decode` does."""
         forced = np.full((self.shapes.decode_steps, self.max_concurrent_decodes), -1, np.int32)
         return self._run(params, cache, slots, np.array([steps, exit_after], np.int32), forced)
 
     def width(self, count: int) -> int:
-        """As :meth:`JaxEngine.width`: always all."""
+        """Return ``max_concurrent_decodes``."""
         return self.max_concurrent_decodes
 
     def force(
         self, params: EngineParams, cache: KVCache, extensions: Sequence[Extension], *, temperature: float
     ) -> tuple[KVCache, list[np.ndarray]]:
-        """Feeds ids into pages, at most ``max_concurrent_decodes`` of them.
+        """Feed ids into the pages of at most ``max_concurrent_decodes`` contexts.
+
+        Args:
+            params: weights.
+            cache: donated.
+            extensions: the ids.
+            temperature: of the log-probs.
 
         Returns:
-            the cache, and for each extension of n ids float32 [n - 1]: the log-prob of every id but the first.
+            The cache, and for each extension of n ids float32 [n - 1]: the log-prob of every id but the first.
         """
         scored: list[list[np.ndarray]] = [[] for _ in extensions]
         for done in range(0, max((len(e.ids) for e in extensions), default=0), self.shapes.decode_steps):
@@ -84,19 +96,19 @@ class DeterministicEngine(JaxEngine):
                 own.append(log_probs[ids[:, slot] >= 0, slot])
         return cache, [np.concatenate(own)[: len(e.ids) - 1] for own, e in zip(scored, extensions, strict=True)]
 
-    def warm_up(self, params: EngineParams, cache: KVCache, say: Callable[[str], None] = unheard) -> KVCache:
-        """Compiles (and runs once) the program."""
+    def warm_up(self, params: EngineParams, cache: KVCache, say: Callable[[str], None] = silent) -> KVCache:
+        """Compile and run the one program."""
         say("compiling the one program (1 of 1)")
         slots = idle_decode_batch(self.max_concurrent_decodes, self.shapes.context_pages, 0)
         cache, _, _ = self.decode(params, cache, slots, self.shapes.decode_steps, 1)
-        return self._warm(cache, say)
+        return self._end_warm_up(cache, say)
 
     def _forced_slots(self, rest: Sequence[Extension], temperature: float) -> tuple[DecodeBatch, np.ndarray]:
         steps = self.shapes.decode_steps
         slots = make_decode_batch(len(rest), self.shapes.context_pages)
         forced = np.full((steps, self.max_concurrent_decodes), -1, np.int32)
         for slot, extension in enumerate(rest):
-            following = [*extension.ids[1 : steps + 1], ANY_ID][:steps]  # what follows the last one is not read
+            following = [*extension.ids[1 : steps + 1], ANY_ID][:steps]  # the id after the last one is not read
             forced[: len(following), slot] = following
             slots.pages[slot, : len(extension.pages)] = extension.pages
             slots.tokens[slot] = extension.ids[0] if len(extension.ids) else ANY_ID
@@ -111,17 +123,20 @@ class DeterministicEngine(JaxEngine):
         count = len(slots.tokens)
         program = programs.decode_program(self.config, self.shapes.decode_steps, self.split, self._in_place)
         padded = pad_decode_batch(slots, self.max_concurrent_decodes - count)
-        key, places = ("deterministic", cache.count), (self._by_head, self._everywhere)
+        key, places = ("deterministic", cache.count), (self._cache_sharding, self._replicated)
         cache, out = self._call(key, program, (1,), params, cache, padded, limits, forced, out=places)
         ids, bits = np.asarray(out)[:, :, :count]
         return cache, ids, bits.view(np.float32)
 
 
 class DeterministicScorer:
-    """The learner's side: log-probs of finished contexts, by the very program they were sampled by.
+    """Scores finished contexts for the learner with the very program that sampled them.
 
     Args:
-        model, shapes, dtype, table: those of the run's engine; the table holds the compiled program.
+        model: the model.
+        shapes: the run's engine shapes.
+        dtype: the engine's dtype.
+        table: the engine's, which holds the compiled program.
         temperature: the rollout's.
     """
 
@@ -138,12 +153,12 @@ class DeterministicScorer:
         self._temperature = temperature
 
     def __call__(self, params: Params, contexts: Sequence[Sequence[int]]) -> list[np.ndarray]:
-        """For each context of n ids float32 [n - 1]: the log-prob of every id but the first."""
+        """Return float32 [n - 1] for each context of n ids: the log-prob of every id but the first."""
         weights = self._engine.load_params(params)
-        # Of the engine's size, because the program is compiled for that; gone when this returns.
+        # As large as the engine's, since the program is compiled for that; freed on return.
         cache = self._engine.init_cache()
         scored: list[np.ndarray] = []
-        order = sorted(range(len(contexts)), key=lambda i: len(contexts[i]))  # alike lengths together
+        order = sorted(range(len(contexts)), key=lambda i: len(contexts[i]))  # similar lengths together
         shapes = self._engine.shapes
         for some in _batches(order, min(shapes.max_concurrent_decodes, shapes.pages // shapes.context_pages)):
             fed = [

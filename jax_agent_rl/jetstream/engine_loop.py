@@ -1,13 +1,13 @@
-"""What an engine's thread does: requests in and out, pauses, sleep and weights. Everything here runs in that thread.
+"""The work of an engine's thread: requests, pauses, sleep and weights. Everything here runs in that thread.
 
 ::
 
     serving ──pause(keep)──► frozen ──pause(wait)──┐
        │  ▲                    │                   ▼
-       │  └──────resume────────┴──resume──── draining: what runs goes on, nothing is admitted
-       └──────────pause(wait)──────────────────────┘ │ nothing runs any more
+       │  └──────resume────────┴──resume──── draining: running requests go on, none is admitted
+       └──────────pause(wait)──────────────────────┘ │ none runs any more
                                                      ▼
-                                                  frozen, and whoever waited for it is told
+                                                  frozen, and pause(wait) returns
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from jax_agent_rl.types import PauseMode
 
 logger = logging.getLogger(__name__)
 ChunkSink = asyncio.Queue[TokenChunk | Exception]
-"""Where one submission's output goes. Ids of requests may be used again, so they say nothing about it."""
+"""Output of one submission. Request ids may be reused, so they cannot identify it."""
 
 
 class EngineLoop:
-    """See the module docstring.
+    """The state machine of the module docstring.
 
     Args:
-        thread: that it runs in.
+        thread: the thread it runs in.
         make_scheduler: makes the engine, compiled and with its first weights.
-        weights: what an update must look like.
+        weights: checks weight updates.
         version: policy version of the first weights.
     """
 
@@ -56,10 +56,10 @@ class EngineLoop:
         self._make_scheduler = make_scheduler
         self._weights = weights
         self.version = version
-        self._outlets: dict[RunningRequest, ChunkSink] = {}
-        self._drains: list[asyncio.Future[None]] = []  # of callers who wait until nothing runs
+        self._sinks: dict[RunningRequest, ChunkSink] = {}
+        self._drains: list[asyncio.Future[None]] = []  # callers of pause(wait)
         self._paused = self._asleep = False
-        self._lost: str | None = None  # why there are no weights to serve
+        self._weights_lost: str | None = None  # why there are no weights to serve
 
     def set_up(self) -> None:
         self.scheduler = self._make_scheduler()
@@ -76,17 +76,17 @@ class EngineLoop:
 
     # --- requests ---------------------------------------------------------------------------------------------
 
-    def submit(self, request: GenerateRequest, multimodal: MultimodalContext | None, outlet: ChunkSink) -> None:
+    def submit(self, request: GenerateRequest, multimodal: MultimodalContext | None, sink: ChunkSink) -> None:
         try:
-            if self._lost:
-                raise EngineDiedError(self._lost)
-            self._outlets[self.scheduler.submit(request, multimodal)] = outlet
-        except TrajectoryError as error:  # this request's own fault
-            self._thread.tell(_deliver, [(outlet, error)])
-        except Exception as error:  # whatever is wrong with one request must not end the others
+            if self._weights_lost:
+                raise EngineDiedError(self._weights_lost)
+            self._sinks[self.scheduler.submit(request, multimodal)] = sink
+        except TrajectoryError as error:  # the request is at fault
+            self._thread.tell(_deliver, [(sink, error)])
+        except Exception as error:  # one request must not end the others
             logger.exception("request %r could not be queued", request.request_id)
             refusal = BackendError(f"request {request.request_id!r} cannot be taken: {type(error).__name__}: {error}")
-            self._thread.tell(_deliver, [(outlet, refusal)])
+            self._thread.tell(_deliver, [(sink, refusal)])
 
     def abort(self, request_id: str) -> bool:
         ended = self.scheduler.abort(request_id)
@@ -96,34 +96,34 @@ class EngineLoop:
 
     def _publish(self, progress: Sequence[tuple[RunningRequest, TokenChunk]]) -> None:
         if progress:
-            self._thread.tell(_deliver, [(self._outlet(run, chunk), chunk) for run, chunk in progress])
+            self._thread.tell(_deliver, [(self._sink(run, chunk), chunk) for run, chunk in progress])
 
-    def _outlet(self, run: RunningRequest, chunk: TokenChunk) -> ChunkSink:
-        return self._outlets[run] if chunk.final is None else self._outlets.pop(run)
+    def _sink(self, run: RunningRequest, chunk: TokenChunk) -> ChunkSink:
+        return self._sinks[run] if chunk.final is None else self._sinks.pop(run)
 
     # --- pausing ----------------------------------------------------------------------------------------------
 
     def pause(self, mode: PauseMode) -> None:
-        """KEEP and ABORT; for WAIT see :meth:`drain`."""
+        """Pause with KEEP or ABORT; for WAIT see :meth:`drain`."""
         self._paused = True
         if mode is PauseMode.ABORT:
-            self._abort_begun()
+            self._abort_started()
         elif self.scheduler.running:
-            self._call_off("pause(keep) froze what this pause(wait) waited for; resume(), then pause again")
+            self._fail_drains("pause(keep) froze the requests this pause(wait) waited for; resume(), then pause again")
 
     def drain(self, drained: asyncio.Future[None]) -> None:
-        """Lets what runs finish, what is frozen too; ``drained`` is settled when nothing runs."""
+        """Let running and frozen requests finish, then settle ``drained``."""
         self._drains.append(drained)
         self._end_drains()
 
-    def withdraw(self, drained: asyncio.Future[None]) -> None:
-        """Nobody waits for it any more: without others who do, all is as it was before."""
+    def cancel_drain(self, drained: asyncio.Future[None]) -> None:
+        """Cancel a drain, as its caller went away."""
         if drained in self._drains:
             self._drains.remove(drained)
 
     def resume(self) -> None:
         self._paused = False
-        self._call_off("resume() came before what this pause(wait) waited for had ended")
+        self._fail_drains("resume() came before the requests this pause(wait) waited for had ended")
 
     def _end_drains(self) -> None:
         if self._drains and not self.scheduler.running:
@@ -132,21 +132,21 @@ class EngineLoop:
                 self._thread.settle(drained)
             self._drains.clear()
 
-    def _call_off(self, why: str) -> None:
+    def _fail_drains(self, why: str) -> None:
         for drained in self._drains:
             self._thread.settle(drained, error=BackendError(why))
         self._drains.clear()
 
-    def _abort_begun(self) -> None:
-        for request_id in self.scheduler.begun:
+    def _abort_started(self) -> None:
+        for request_id in self.scheduler.started:
             self.abort(request_id)
 
     # --- memory and weights -----------------------------------------------------------------------------------
 
     def sleep(self) -> None:
-        if self._lost:
-            raise EngineDiedError(self._lost)
-        self._abort_begun()
+        if self._weights_lost:
+            raise EngineDiedError(self._weights_lost)
+        self._abort_started()
         if not self._asleep:
             self.scheduler.sleep()
         self._asleep = True
@@ -160,44 +160,44 @@ class EngineLoop:
         self.scheduler.table.reset()
 
     def take_weights(self, update: WeightUpdate) -> None:
-        """Serves new weights from now on.
+        """Serve new weights from now on.
 
         Raises:
-            WeightUpdateError: they were not taken; says what is served now.
+            WeightUpdateError: they were not loaded; says what is served now.
         """
         self._weights.check(update, self.version)
         begin = time.perf_counter()
         scheduler = self.scheduler
         try:
-            old = None if self._lost else scheduler.params
+            old = None if self._weights_lost else scheduler.params
             params = jax.block_until_ready(scheduler.engine.load_params(update.payload, old))
         except Exception as error:
-            raise self._not_taken(update, error) from error
+            raise self._load_error(update, error) from error
         scheduler.set_weights(params, update.version)
-        self.version, self._lost = update.version, None
+        self.version, self._weights_lost = update.version, None
         scheduler.counters.weight_update_seconds += time.perf_counter() - begin
 
-    def _not_taken(self, update: WeightUpdate, error: Exception) -> WeightUpdateError:
-        """The old weights serve on, unless the new ones had been given their memory: then nothing is served."""
+    def _load_error(self, update: WeightUpdate, error: Exception) -> WeightUpdateError:
+        """Make the error of a failed update; stop serving if the old weights were already freed."""
         what = f"weights of version {update.version} could not be loaded ({type(error).__name__}: {error})"
-        if not _is_gone(self.scheduler.params):
+        if not _is_freed(self.scheduler.params):
             return WeightUpdateError(f"{what}; those of version {self.version} serve on")
-        self._lost = f"{what} after those of version {self.version} had made room for them; send a whole update"
-        logger.error("the engine stops serving: %s", self._lost)
-        self._fail_requests(EngineDiedError(self._lost))
-        return WeightUpdateError(self._lost)
+        self._weights_lost = f"{what} after those of version {self.version} had made room for them; send a whole update"
+        logger.error("the engine stops serving: %s", self._weights_lost)
+        self._fail_requests(EngineDiedError(self._weights_lost))
+        return WeightUpdateError(self._weights_lost)
 
     def _fail_requests(self, error: EngineDiedError) -> None:
-        for run in self._outlets:
+        for run in self._sinks:
             self.scheduler.abort(run.request.request_id)
-        self._thread.tell(_deliver, [(outlet, error) for outlet in self._outlets.values()])
-        self._outlets.clear()
+        self._thread.tell(_deliver, [(sink, error) for sink in self._sinks.values()])
+        self._sinks.clear()
 
     # --- state ------------------------------------------------------------------------------------------------
 
     def health(self) -> Health:
-        if self._lost:
-            return Health(ok=False, detail=self._lost, policy_version=self.version)
+        if self._weights_lost:
+            return Health(ok=False, detail=self._weights_lost, policy_version=self.version)
         return self.scheduler.health(self.version)
 
     def metrics(self) -> BackendMetrics:
@@ -205,11 +205,11 @@ class EngineLoop:
 
 
 def _deliver(events: Sequence[tuple[ChunkSink, TokenChunk | Exception]]) -> None:
-    """On the asyncio side."""
-    for outlet, event in events:
-        outlet.put_nowait(event)
+    """Deliver events, on the asyncio side."""
+    for sink, event in events:
+        sink.put_nowait(event)
 
 
-def _is_gone(params: Any) -> bool:
-    """Whether memory of weights was given up; on the host it never is."""
+def _is_freed(params: Any) -> bool:
+    """Whether the memory of weights was freed; on the host it never is."""
     return any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(params))

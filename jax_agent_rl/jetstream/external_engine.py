@@ -1,8 +1,8 @@
-"""An engine that a user brings: one of JetStream's later API, as MaxText's MaxEngine.
+"""User-supplied engines of JetStream's later API, such as MaxText's MaxEngine.
 
 That API (JetStream 0.3.0) differs from 0.2.2's in what is used here: ``prefill`` also returns the first sampled id, and
-``ResultTokens`` has ``log_prob``. Which id and keyword arguments an engine takes beyond it, the user says in
-:class:`ExternalEngine`; ``third_party/jetstream.md`` has the whole note.
+``ResultTokens`` has ``log_prob``. The user describes the arguments an engine takes beyond it in
+:class:`ExternalEngine`; see ``third_party/jetstream.md``.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ KEY = "rollout.jetstream.engine_factory"
 
 @dataclass(frozen=True, kw_only=True)
 class ExternalEngine:
-    """What the function that ``rollout.jetstream.engine_factory`` names returns.
+    """What the function named by ``rollout.jetstream.engine_factory`` returns.
 
     Attributes:
         engine: an ``Engine`` of JetStream's later API whose ``prefill`` and ``generate`` also take ``rng``, a jax key,
             and whose log-probs are of the raw logits.
-        to_params: the learner's parameter tree to what the engine calls params.
-        max_new_tokens: ids a slot can hold behind its prompt (the engine may overwrite the oldest after that).
-        sampled: further arguments of ``prefill`` and ``generate`` that draw at temperature 1 from the whole vocabulary.
-        greedy: the same for the most likely id; None: the engine cannot.
+        to_params: maps the learner's parameter tree to the engine's params.
+        max_new_tokens: ids a slot can hold after its prompt (the engine may then overwrite the oldest).
+        sampled: further arguments of ``prefill`` and ``generate`` to sample at temperature 1 from all ids.
+        greedy: the same for greedy decoding; None if the engine cannot.
     """
 
     engine: Any
@@ -48,10 +48,10 @@ MakeEngine = Callable[[DecoderConfig, EngineShapes], ExternalEngine]
 
 
 def load_engine_function(where: str) -> MakeEngine:
-    """The function named by ``package.module:function`` or ``file.py:function``.
+    """Load the function named by ``package.module:function`` or ``file.py:function``.
 
     Raises:
-        ConfigError: it is not there.
+        ConfigError: there is no such function.
     """
     module_name, colon, name = where.rpartition(":")
     if not colon:
@@ -63,78 +63,85 @@ def load_engine_function(where: str) -> MakeEngine:
 
 
 class ExternalEngineAdapter:
-    """A brought engine as ``jetstream.slots`` drives it: slots, host arrays, one key per call. Not thread-safe.
+    """An external engine as :class:`ExternalScheduler` drives it: slots, host arrays, a key per call. Not thread-safe.
 
     Args:
+        external: the engine and how to call it.
         config: the model.
         shapes: what the rollout was configured for.
 
     Raises:
-        ConfigError: the engine is smaller than that, or lacks something.
+        ConfigError: the engine is too small, or lacks something.
     """
 
     adapters: tuple[str, ...] = ()
 
-    def __init__(self, brought: ExternalEngine, config: DecoderConfig, shapes: EngineShapes) -> None:
+    def __init__(self, external: ExternalEngine, config: DecoderConfig, shapes: EngineShapes) -> None:
         self.config = config
         self.shapes = shapes
-        self.max_new_tokens = brought.max_new_tokens
-        self._brought = brought
-        self._engine = brought.engine
+        self.max_new_tokens = external.max_new_tokens
+        self._external = external
+        self._engine = external.engine
         self._check()
 
     @property
     def max_concurrent_decodes(self) -> int:
-        """As configured: slots beyond that are computed and never filled."""
+        """As configured; further slots of the engine stay empty."""
         return self.shapes.max_concurrent_decodes
 
     @property
     def can_be_greedy(self) -> bool:
-        return self._brought.greedy is not None
+        return self._external.greedy is not None
 
     def load_params(self, params: Params, old: Any = None) -> Any:
-        """The engine's own copy of the learner's tree.
+        """Copy the learner's tree into the engine's params.
 
         Args:
-            old: weights served so far; they are left alone, so two sets exist for a moment.
+            params: the learner's tree.
+            old: ignored, so two sets of weights exist for a moment.
         """
-        leaves, tree = jax.tree.flatten(self._brought.to_params(params))
+        leaves, tree = jax.tree.flatten(self._external.to_params(params))
         for i, leaf in enumerate(leaves):
-            leaves[i] = jnp.copy(leaf)  # what passes through is the learner's memory, which its next step takes
+            leaves[i] = jnp.copy(leaf)  # leaves may share the learner's memory, which its next step donates
         return jax.tree.unflatten(tree, leaves)
 
     def init_cache(self) -> Any:
-        """The decode state, empty."""
+        """Return an empty decode state."""
         return self._engine.init_decode_state()
 
     def prefill(self, params: Any, ids: np.ndarray, key: jax.Array, *, greedy: bool) -> tuple[Any, Any]:
-        """(prefix, result) of one prompt, int32 [n]; the result holds the first sampled id."""
+        """Prefill one prompt, int32 [n]; return its prefix and a result with the first sampled id."""
         padded = np.zeros(bucket(self._buckets, len(ids)), np.int32)
         padded[: len(ids)] = ids
         return self._engine.prefill(
-            params=params, padded_tokens=jnp.asarray(padded), true_length=len(ids), rng=key, **self._how(greedy)
+            params=params, padded_tokens=jnp.asarray(padded), true_length=len(ids), rng=key, **self._sampling(greedy)
         )
 
     def insert(self, prefix: Any, state: Any, slot: int) -> Any:
-        """The state with a prefilled context in a slot; both arguments are used up."""
+        """Put a prefilled context into a slot; both arguments are donated."""
         return self._engine.insert(prefix, state, slot)
 
     def generate(self, params: Any, state: Any, key: jax.Array, *, greedy: bool) -> tuple[Any, Any]:
-        """(state, result) after one step of every slot, filled or not."""
-        return self._engine.generate(params, state, rng=key, **self._how(greedy))
+        """Step every slot, filled or not; return state and result."""
+        return self._engine.generate(params, state, rng=key, **self._sampling(greedy))
 
     def free(self, slot: int) -> None:
-        """The request in this slot is over."""
+        """Free a slot whose request has ended."""
         self._engine.free_resource(slot)
 
     def warm_up(self, params: Any, state: Any, say: Callable[[str], None]) -> Any:
-        """Runs every program once and looks at what comes back.
+        """Run every program once and check its results.
+
+        Args:
+            params: the engine's.
+            state: the decode state, donated.
+            say: called with a line of progress before each program.
 
         Raises:
-            ConfigError: results bring no log-probs.
+            ConfigError: results have no log-probs.
         """
-        ways = [False, True] if self.can_be_greedy else [False]
-        jobs = [(size, greedy) for greedy in ways for size in self._buckets]
+        modes = [False, True] if self.can_be_greedy else [False]
+        jobs = [(size, greedy) for greedy in modes for size in self._buckets]
         found: list[np.ndarray] = []
         for number, (size, greedy) in enumerate(jobs, 1):
             say(f"compiling prompts of {size}{', greedy' if greedy else ''} ({number} of {len(jobs)})")
@@ -153,14 +160,14 @@ class ExternalEngineAdapter:
 
     @property
     def _buckets(self) -> tuple[int, ...]:
-        """Padded prompt lengths: those configured, up to one that holds any prompt."""
+        """Padded prompt lengths; the last holds any prompt."""
         longest = self.shapes.max_model_len - 1
         return (*(b for b in self.shapes.prefill_buckets if b < longest), self._engine.max_prefill_length)
 
-    def _how(self, greedy: bool) -> Mapping[str, Any]:
-        how = self._brought.greedy if greedy else self._brought.sampled
-        assert how is not None  # such requests are refused at submission
-        return how
+    def _sampling(self, greedy: bool) -> Mapping[str, Any]:
+        arguments = self._external.greedy if greedy else self._external.sampled
+        assert arguments is not None  # such requests are refused at submission
+        return arguments
 
     def _check(self) -> None:
         engine, shapes = self._engine, self.shapes
@@ -188,7 +195,7 @@ class ExternalEngineAdapter:
 
 
 def read_results(results: Sequence[Any]) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Ids int32 [slots] and log-probs float32 [slots] of JetStream's ``ResultTokens``, in one copy to the host.
+    """Copy JetStream's ``ResultTokens`` to the host as ids int32 [slots] and log-probs float32 [slots].
 
     Raises:
         ConfigError: there are no log-probs.

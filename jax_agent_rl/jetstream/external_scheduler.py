@@ -1,15 +1,15 @@
-"""Continuous batching over the slots of an engine that a user brings.
+"""Continuous batching over the slots of an external engine.
 
 ::
 
     submit ──► waiting ──admit──► running ──generate──► finished
                  ▲   prefill (first id), insert in a slot   │  ids, log-probs, versions
-                 └── until a slot is free, and those that   └─ slot freed
-                     run sample the same way
+                 └── until a slot is free and all running   └─ slot freed
+                     requests sample the same way
 
-Such an engine samples all slots alike, so greedy and random requests take turns: the first in the queue of the other
-kind waits until those that run have ended, and nobody overtakes it. It knows neither stop ids nor budgets: the steps of
-a dispatch are as many as the one with least budget has left, and ids behind a stop are cut here.
+The engine samples all slots in the same mode, so greedy and random requests take turns: a request of the other mode
+waits until the running ones end, and none overtakes it. The engine knows neither stop ids nor budgets: a dispatch runs
+as many steps as the smallest remaining budget, and ids after a stop are dropped here.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Progress = list[tuple[RunningRequest, TokenChunk]]
 
 
 class SlotTable:
-    """Which ids each slot holds. Nothing of a context is kept once its request is over.
+    """The ids each slot holds; released slots keep nothing.
 
     >>> table = SlotTable(2)
     >>> table.take(np.array([5, 6])), table.take(np.array([7])), table.take(np.array([8]))
@@ -47,7 +47,7 @@ class SlotTable:
         self._ids: dict[int, list[int]] = {}
 
     def take(self, ids: np.ndarray) -> int | None:
-        """A free slot for a context that begins with these ids; None while there is none."""
+        """Take a free slot for a context that begins with these ids; None while there is none."""
         if not self._free:
             return None
         slot = heapq.heappop(self._free)
@@ -55,30 +55,30 @@ class SlotTable:
         return slot
 
     def append(self, slot: int, ids: Sequence[int]) -> None:
-        """The slot's context grew by these ids."""
+        """Append ids to a slot's context."""
         self._ids[slot] += ids
 
     def ids(self, slot: int) -> np.ndarray:
-        """int32: the context, without the id that is fed next."""
+        """Return the context without the id that is fed next, int32."""
         return np.asarray(self._ids[slot], np.int32)
 
     @property
     def used_share(self) -> float:
-        """Slots that are taken, in [0, 1]: how full each is, the engine knows."""
+        """Share of slots taken, in [0, 1]."""
         return len(self._ids) / self._slots
 
     def release(self, slot: int, *, session_ends: bool) -> None:
-        """The request in this slot is over."""
+        """Free a slot whose request has ended."""
         del self._ids[slot]
         heapq.heappush(self._free, slot)
 
     def reset(self) -> None:
-        """New weights: nothing to forget."""
+        """Do nothing: there is no cached KV."""
 
 
 @dataclass
 class ExternalScheduler(Scheduler):
-    """See the module docstring. The interface is that of :class:`Scheduler`; ``cache`` is the decode state."""
+    """A :class:`Scheduler` over an external engine; ``cache`` is its decode state."""
 
     engine: ExternalEngineAdapter
 
@@ -90,10 +90,10 @@ class ExternalScheduler(Scheduler):
         return SlotTable(self.engine.max_concurrent_decodes)
 
     def submit(self, request: GenerateRequest, multimodal: MultimodalContext | None = None) -> RunningRequest:
-        """See :meth:`Scheduler.submit`.
+        """Queue a request as :meth:`Scheduler.submit` does.
 
         Raises:
-            BackendError: also for sampling whose log-probs the engine cannot report.
+            BackendError: also if the engine cannot report log-probs of such sampling.
         """
         sampling, name = request.sampling, f"request {request.request_id!r}"
         if sampling.temperature not in (0, 1) or (sampling.temperature and (sampling.top_p < 1 or sampling.top_k)):
@@ -102,18 +102,18 @@ class ExternalScheduler(Scheduler):
                 "engine's log-probs are of the raw logits: set temperature to 1 (or 0), top_p to 1 and top_k to 0"
             )
         if sampling.temperature == 0 and not self.engine.can_be_greedy:
-            raise BackendError(f"{name}: temperature=0, but this engine was brought without a way to be greedy")
+            raise BackendError(f"{name}: temperature=0, but this external engine has no greedy mode")
         most = min(sampling.max_tokens, self.engine.shapes.max_model_len - len(request.prompt_ids))
         if most > self.engine.max_new_tokens:
             raise BackendError(
-                f"{name} may sample {most} ids, but a slot holds {self.engine.max_new_tokens} behind its prompt; lower "
+                f"{name} may sample {most} ids, but a slot holds {self.engine.max_new_tokens} after its prompt; lower "
                 "agent.max_response_length, or build the engine for more (MaxText: max_target_length - "
                 "max_prefill_predict_length)"
             )
         return super().submit(request, multimodal)
 
     def step(self, *, admit: bool = True) -> Progress:
-        """Admits (unless told not to), decodes up to ``decode_steps`` ids, and returns the new ids of every request."""
+        """Admit requests if ``admit``, decode up to ``decode_steps`` ids, and return the new ids of every request."""
         begin = time.perf_counter()
         progress = self._admit_slots() if admit else []
         self.counters.prefill_seconds += time.perf_counter() - begin
@@ -123,13 +123,13 @@ class ExternalScheduler(Scheduler):
         return progress
 
     def metrics(self) -> BackendMetrics:
-        """Without recompilations: programs of an engine that is brought are not counted."""
+        """Return metrics without recompilations, which external engines do not count."""
         return BackendMetrics(**vars(self.counters))
 
     # --- admission --------------------------------------------------------------------------------------------
 
     def _admit_slots(self) -> Progress:
-        """Prefills what fits; all of them are dispatched before the first result is read."""
+        """Prefill the requests that fit; all are dispatched before the first result is read."""
         runs: list[RunningRequest] = []
         results = []
         while self._waiting and len(self.running) < self.engine.max_concurrent_decodes:
@@ -145,7 +145,7 @@ class ExternalScheduler(Scheduler):
     def _prefill(self, run: RunningRequest) -> object:
         prompt = np.asarray(run.request.prompt_ids, np.int32)
         slot = cast(SlotTable, self.table).take(prompt[:-1])
-        assert slot is not None  # fewer run than there are slots
+        assert slot is not None  # fewer requests run than there are slots
         run.context = slot
         self.running[run.request.request_id] = run
         prefix, result = self.engine.prefill(self.params, prompt, self._next_key(), greedy=_is_greedy(run))

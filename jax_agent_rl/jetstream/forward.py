@@ -1,15 +1,15 @@
-"""The model as the engine runs it: one prompt chunk, or one token for each of many slots.
+"""The engine's forward pass: one prompt chunk of several contexts, or one token for each of many slots.
 
 Shapes: B slots, T chunk tokens, D hidden, H query heads, K key/value heads (as the engine keeps them), G = H / K, h
-head size, F feed-forward, V vocabulary, S cache positions. The learner's parameters (``models.decoder``) are turned
-once per weight update into :class:`EngineParams`: one set of arrays per layer with q/k/v and gate/up fused, so a step
+head size, F feed-forward, V vocabulary, S cache positions. Each weight update converts the learner's
+parameters (``models.decoder``) into :class:`EngineParams`: arrays per layer with q/k/v and gate/up fused, so a step
 reads each weight once.
 
 Decoding keeps activations feature-major, [D, B], and multiplies as ``W[out, in] @ x[in, B]``: for few slots this is
 two to three times faster on CPUs than ``x @ W`` and costs nothing elsewhere.
 
-On a mesh (``jetstream.layout``) heads, feed-forward units, experts and the vocabulary lie apart, activations are the
-same on every device, and the devices add up twice per layer. No split or reshape below cuts across devices.
+On a mesh (``jetstream.layout``) heads, feed-forward units, experts and the vocabulary are sharded, activations are
+replicated, and devices all-reduce twice per layer. No split or reshape below cuts across devices.
 """
 
 from __future__ import annotations
@@ -27,25 +27,28 @@ from jax_agent_rl.jetstream.attention import DEVICES, chunk_attention, decode_at
 from jax_agent_rl.jetstream.kv import KVCache, LayerKV, stored
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.decoder import embed
-from jax_agent_rl.models.layers import ACTIVATIONS, picture_rope_tables, place_features, rms_norm, rope_tables, rotate
+from jax_agent_rl.models.layers import ACTIVATIONS, mrope_tables, place_features, rms_norm, rope_tables, rotate
 from jax_agent_rl.models.mesh import constrain
 from jax_agent_rl.models.moe import mixture_of_experts, replicated_mixture_of_experts
 from jax_agent_rl.models.quantized import product, quantized
 from jax_agent_rl.models.vision.layout import ImageInputs
 
 QUANTIZED = frozenset({"qkv", "o", "gate_up", "down", "expert_gate", "expert_up", "expert_down"})
-"""A layer's matrices, [..., in], which 8 bits are enough for; a router's choices are not smooth."""
+"""Matrices [..., in] that tolerate 8 bits; a router's choices are not smooth."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class EngineParams:
-    """All weights in the engine's layout. There is no ``head`` when embeddings are tied, and no ``vision`` (the
-    learner's subtree, for ``models.vision``) in a model of text.
+    """All weights in the engine's layout; matrices in ``QUANTIZED`` may be ``models.quantized.Quantized``.
 
-    A layer is a dict of the learner's arrays for that layer, but ``qkv`` [K, (G+2)h, D] (and ``qkv_bias`` [K, (G+2)h])
-    in place of q, k, v: for each key/value head its queries, its keys, its values. ``gate_up`` [2, F, D] is in place of
-    gate and up. Those of ``QUANTIZED`` may be ``models.quantized.Quantized``.
+    Attributes:
+        embed: [V, D].
+        layers: the learner's arrays of each layer, with ``qkv`` [K, (G+2)h, D] and ``qkv_bias`` [K, (G+2)h] in place of
+            q, k, v (queries, keys and values of each key/value head), and ``gate_up`` [2, F, D] in place of gate, up.
+        final_norm: [D].
+        head: [V, D]; None if embeddings are tied.
+        vision: the learner's subtree; None for text models.
     """
 
     embed: jax.Array
@@ -58,12 +61,13 @@ class EngineParams:
 def engine_params(
     config: DecoderConfig, params: Params, *, dtype: jnp.dtype, quantize: jnp.dtype | None = None
 ) -> EngineParams:
-    """The learner's parameter tree in the engine's layout (a pure function: jit it, nothing leaves the device).
+    """Convert the learner's parameter tree to the engine's layout; pure, to be jitted.
 
     Args:
-        config: with ``num_kv_heads`` as the engine keeps them: a multiple of the parameters', which are repeated.
-        dtype: of all that is not quantised.
-        quantize: int8 or float8 for the matrices of layers, a scale for each output; None keeps them in ``dtype``.
+        config: with the engine's ``num_kv_heads``, a multiple of the parameters', which are repeated.
+        params: the learner's tree.
+        dtype: of all weights that are not quantized.
+        quantize: int8 or float8 for the layers' matrices, with a scale per output; None keeps ``dtype``.
     """
     layers = params["layers"]
     rest = jax.tree.map(lambda x: x.astype(dtype), {name: x for name, x in params.items() if name != "layers"})
@@ -96,7 +100,7 @@ def _fuse(config: DecoderConfig, layer: Params) -> Params:
 
 
 def _by_kv_head(config: DecoderConfig, x: jax.Array) -> jax.Array:
-    """[n h, ...] -> [K, m h, ...]: m = n / K query heads each; or of fewer than K key/value heads one, repeated."""
+    """Group [n h, ...] -> [K, m h, ...] with m = n / K heads each; repeat fewer than K key/value heads."""
     heads = len(x) // config.head_dim
     kv_heads = min(heads, config.num_kv_heads)
     return jnp.repeat(x.reshape(kv_heads, -1, *x.shape[1:]), config.num_kv_heads // kv_heads, axis=0)
@@ -114,21 +118,23 @@ def decode_step(
     adapters: AdapterStacks | None = None,
     adapter: jax.Array | None = None,
 ) -> tuple[jax.Array, KVCache]:
-    """Feeds one token per slot and returns the logits of the next.
+    """Feed one token per slot and return the logits of the next.
 
     Args:
+        config: the model, with the engine's ``num_kv_heads``.
+        params: weights.
         cache: one row per slot, or pages; positions below ``positions`` hold the context.
         tokens: int32 [B].
-        positions: int32 [B], where each token goes.
-        rope_offsets: int32 [B], how much further each token stands in rotary positions, for contexts with pictures
-            (``models.pictures.rope_positions``); the token itself is text. None: no further.
-        mesh: the engine's, if it has more than one device.
-        pages: int32 [B, n], those of each slot, in place of rows; for TPUs.
-        adapters: those of the engine, None where it has none.
+        positions: int32 [B], position of each token.
+        rope_offsets: int32 [B], added to rotary positions in contexts with images
+            (``models.vision.layout.rope_positions``); None adds nothing.
+        mesh: the engine's mesh, if it has more than one device.
+        pages: int32 [B, n], pages of each slot, on TPUs; None if ``cache`` has rows.
+        adapters: the engine's LoRA adapters, if any.
         adapter: int32 [B], the adapter of each slot, see ``jetstream.adapters.one_hot``.
 
     Returns:
-        logits float32 [V, B] (whole on every device) and the cache with the tokens' keys and values written.
+        Logits float32 [V, B], replicated, and the cache with the tokens' keys and values.
     """
     x = constrain(embed_tokens(config, params, tokens).T, mesh)  # [D, B]
     tables = _rope(config, positions if rope_offsets is None else positions + rope_offsets)
@@ -150,28 +156,30 @@ def prefill_chunks(
     cache: KVCache,
     tokens: jax.Array,
     starts: jax.Array,
-    pictures: ImageInputs | None = None,
+    images: ImageInputs | None = None,
     mesh: Mesh | None = None,
     adapters: AdapterStacks | None = None,
     adapter: jax.Array | None = None,
 ) -> tuple[LayerKV, ...]:
-    """Keys and values of one chunk of each of R contexts, given the positions before it. No logits: decoding begins
-    with the context's last token, so whoever shares a prompt needs no prefill at all.
+    """Compute keys and values of one chunk of each of R contexts, given the positions before it.
+
+    There are no logits: decoding begins with the context's last token, so contexts that share a prompt need no prefill.
 
     Args:
+        config: the model, with the engine's ``num_kv_heads``.
+        params: weights.
         cache: R rows holding the positions below ``starts``.
-        tokens: int32 [R, T], padded at the end; what padding writes is overwritten before it is ever visible.
+        tokens: int32 [R, T], padded at the end; KV of padding is overwritten before it is visible.
         starts: int32 [R], position of ``tokens[:, 0]``.
-        pictures: what the chunks show, and rotary positions [R, T, 3] of their tokens; None for text whose rotary
-            positions are its cache positions.
-        mesh: the engine's, if it has more than one device.
-        adapters: those of the engine, None where it has none.
+        images: features and rotary positions [R, T, 3]; None for text models.
+        mesh: the engine's mesh, if it has more than one device.
+        adapters: the engine's LoRA adapters, if any.
         adapter: int32 [R], the adapter of each context.
 
     Returns:
-        per layer, as the cache keeps them: keys [R, K, h, T] and values [R, K, T, h].
+        Per layer, in the cache's layout: keys [R, K, h, T] and values [R, K, T, h].
     """
-    layers = chunk_layers(config, params, cache, tokens, starts, pictures, mesh, adapters, adapter)
+    layers = chunk_layers(config, params, cache, tokens, starts, images, mesh, adapters, adapter)
     return tuple(own for _, own in layers)
 
 
@@ -181,21 +189,21 @@ def chunk_layers(
     cache: KVCache,
     tokens: jax.Array,
     starts: jax.Array,
-    pictures: ImageInputs | None = None,
+    images: ImageInputs | None = None,
     mesh: Mesh | None = None,
     adapters: AdapterStacks | None = None,
     adapter: jax.Array | None = None,
 ) -> Iterator[tuple[jax.Array, LayerKV]]:
-    """Compute :func:`prefill_chunks` layer by layer: yield the residual stream [D, R T] behind each, and its KV."""
+    """Compute :func:`prefill_chunks` layer by layer: yield the residual stream [D, R T] after each, and its KV."""
     rows, count = tokens.shape
     x = embed_tokens(config, params, tokens.reshape(-1))
-    if pictures is not None:
-        x = place_features(x.reshape(rows, count, -1), pictures).reshape(rows * count, -1)
+    if images is not None:
+        x = place_features(x.reshape(rows, count, -1), images).reshape(rows * count, -1)
     x = constrain(x.T, mesh)  # [D, R T]
-    if pictures is None:
+    if images is None:
         tables = _rope(config, (starts[:, None] + jnp.arange(count)).reshape(-1))
     else:
-        tables = _picture_rope(config, pictures.rope_positions.reshape(-1, 3))
+        tables = _mrope(config, images.rope_positions.reshape(-1, 3))
     adapter = None if adapter is None else jnp.repeat(adapter, count)
     for i, (layer, cached) in enumerate(zip(_adapted_layers(params, adapters, adapter), cache.layers, strict=True)):
         windowed = config.is_windowed(i)
@@ -206,14 +214,14 @@ def chunk_layers(
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class _AdaptedLayer:
-    """One layer's arrays, its adapters, and which of them each slot has (``adapters.one_hot``)."""
+    """One layer's arrays, its adapters, and each slot's choice of them (``adapters.one_hot``)."""
 
     params: Params
     adapters: LayerAdapters
     chosen: jax.Array | None
 
     def multiply(self, name: str, x: jax.Array) -> jax.Array:
-        """A matrix, by name, times x [in, B] -> [..., out, B]."""
+        """Multiply a matrix, by name, with x [in, B] -> [..., out, B]."""
         out = product(self.params[name], x)
         if self.chosen is None or name not in self.adapters:
             return out
@@ -223,14 +231,14 @@ class _AdaptedLayer:
 def _adapted_layers(
     params: EngineParams, adapters: AdapterStacks | None, adapter: jax.Array | None
 ) -> list[_AdaptedLayer]:
-    """All layers; ``adapter`` is int32 [B]."""
+    """Return all layers; ``adapter`` is int32 [B]."""
     if adapters is None or adapter is None:
         return [_AdaptedLayer(layer, {}, None) for layer in params.layers]
     chosen = one_hot(adapter, adapters, params.embed.dtype)
     return [_AdaptedLayer(layer, own, chosen) for layer, own in zip(params.layers, adapters.layers, strict=True)]
 
 
-# Programs of their own, so that each is traced and lowered once for all layers of a kind; XLA inlines them.
+# Separate jitted functions are traced and lowered once for all layers of a kind; XLA inlines them.
 _one_for_all_layers = functools.partial(jax.jit, static_argnums=(0, 1, 2))
 
 
@@ -246,7 +254,7 @@ def _decode_layer(
     positions: jax.Array,
     pages: jax.Array | None,
 ) -> tuple[jax.Array, LayerKV]:
-    """X [D, B] behind the layer, and its cache with the tokens' keys and values."""
+    """Return x [D, B] after the layer, and its cache with the tokens' keys and values."""
     window = config.sliding_window if windowed else None
     q, k, v = _project(config, layer, x, *table)
     q, new = q.transpose(3, 0, 1, 2), (k.transpose(2, 0, 1), v.transpose(2, 0, 1))
@@ -266,7 +274,7 @@ def _chunk_layer(
     cached: LayerKV,
     starts: jax.Array,
 ) -> tuple[jax.Array, LayerKV]:
-    """X [D, R T] behind the layer, and its keys and values of the chunk."""
+    """Return x [D, R T] after the layer, and its keys and values of the chunk."""
     rows, window = len(starts), config.sliding_window if windowed else None
     q, k, v = _project(config, layer, x, *table)
     q, k, v = (y.reshape(*y.shape[:-1], rows, -1) for y in (q, k, v))
@@ -279,7 +287,7 @@ def _chunk_layer(
 def _project(
     config: DecoderConfig, layer: _AdaptedLayer, x: jax.Array, cos: jax.Array, sin: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Rotated and scaled queries [K, G, h, B], rotated keys and values [K, h, B] of x [D, B]; cos and sin [h/2, B]."""
+    """Return rotated, scaled queries [K, G, h, B] and rotated keys and values [K, h, B]; cos and sin are [h/2, B]."""
     own = layer.params
     qkv = layer.multiply("qkv", rms_norm(config, x, own["input_norm"], axis=0))
     if config.qkv_bias:
@@ -295,7 +303,7 @@ def _project(
 def _finish_layer(
     config: DecoderConfig, layer: _AdaptedLayer, x: jax.Array, mixed: jax.Array, mesh: Mesh | None
 ) -> jax.Array:
-    """Residual, feed-forward, residual on [D, B]."""
+    """Apply residual, feed-forward and residual to [D, B]."""
     own, mixed = layer.params, constrain(mixed, mesh)
     if not config.sandwich_norms:
         x = x + mixed
@@ -308,7 +316,7 @@ def _finish_layer(
 
 
 def _feed_forward(config: DecoderConfig, layer: _AdaptedLayer, x: jax.Array, mesh: Mesh | None) -> jax.Array:
-    """The gated network, or the mixture of experts, on [D, B]."""
+    """Apply the gated network, or the mixture of experts, to [D, B]."""
     activation = ACTIVATIONS[config.activation]
     if config.experts is not None and mesh is not None:
         return replicated_mixture_of_experts(config.experts, layer.params, x.T, activation, mesh).T
@@ -319,18 +327,18 @@ def _feed_forward(config: DecoderConfig, layer: _AdaptedLayer, x: jax.Array, mes
 
 
 def embed_tokens(config: DecoderConfig, params: EngineParams, tokens: jax.Array) -> jax.Array:
-    """Embeddings [B, D] of int32 [B]."""
+    """Return embeddings [B, D] of int32 [B]."""
     return embed(config, {"embed": params.embed}, tokens)
 
 
 def _rope(config: DecoderConfig, positions: jax.Array) -> tuple[tuple[jax.Array, jax.Array], ...]:
-    """Cos and sin [h/2, B] of full layers, and of windowed ones."""
+    """Return cos and sin [h/2, B] of full layers, and of windowed ones."""
     ropes = (config.rope, config.local_rope or config.rope)
     tables = (rope_tables(rope, config.head_dim, positions) for rope in ropes)
     return tuple((cos.T, sin.T) for cos, sin in tables)
 
 
-def _picture_rope(config: DecoderConfig, positions: jax.Array) -> tuple[tuple[jax.Array, jax.Array], ...]:
-    """The same at positions [B, 3]; no model that reads pictures has windowed layers."""
-    cos, sin = picture_rope_tables(config.rope, config.head_dim, positions)
+def _mrope(config: DecoderConfig, positions: jax.Array) -> tuple[tuple[jax.Array, jax.Array], ...]:
+    """Return cos and sin at positions [B, 3]; no vision model has windowed layers."""
+    cos, sin = mrope_tables(config.rope, config.head_dim, positions)
     return ((cos.T, sin.T),)

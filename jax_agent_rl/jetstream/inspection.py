@@ -1,6 +1,6 @@
-"""What the engine really runs, in the learner's terms: its weights by their published names, its layers' outputs.
+"""Diagnosis of a running engine: samples of its weights by published name, and its layers' outputs.
 
-Everything here reads, and its programs are none of the engine's table.
+Nothing here changes the engine, and its programs stay out of the engine's table.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from jax_agent_rl.models.tensor_samples import LayerOutput, TensorSample
 
 
 def tensor_samples(model: DecoderConfig, scheduler: Scheduler) -> Mapping[str, TensorSample]:
-    """A sample of every tensor of the decoder; empty for an engine that keeps its weights in a layout of its own.
+    """Sample every tensor of the decoder; empty for external engines.
 
     Args:
-        model: as the learner has it: with its number of key/value heads.
+        model: with the learner's number of key/value heads.
+        scheduler: holds the weights.
     """
     params = scheduler.params
     if not isinstance(params, EngineParams):
@@ -40,16 +41,16 @@ def tensor_samples(model: DecoderConfig, scheduler: Scheduler) -> Mapping[str, T
 
 
 def layer_outputs(scheduler: Scheduler, token_ids: Sequence[int]) -> Sequence[LayerOutput]:
-    """What the engine's layers make of a context that is prefilled in one chunk; empty for one of another layout."""
+    """Return the layers' outputs for a context prefilled in one chunk; empty for external engines."""
     params, engine = scheduler.params, scheduler.engine
-    if not isinstance(params, EngineParams) or isinstance(params.embed, np.ndarray):  # the latter: it sleeps
+    if not isinstance(params, EngineParams) or isinstance(params.embed, np.ndarray):  # asleep
         return []
     config, mesh = engine.config, engine.split
     ids = jnp.asarray(token_ids, jnp.int32)
 
     @jax.jit
     def run(params: EngineParams) -> tuple[jax.Array, list[tuple[jax.Array, LayerKV]]]:
-        # A page that nothing has been written to: all of the context is in the chunk.
+        # An empty page: all of the context is in the chunk.
         cache: KVCache = empty_cache(config, 1, engine.shapes.page, engine.kv_dtype)
         layers = chunk_layers(config, params, cache, ids[None], jnp.zeros(1, jnp.int32), mesh=mesh)
         return embed_tokens(config, params, ids), list(layers)
@@ -76,7 +77,7 @@ def _named(names: Names, array: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def _split(model: DecoderConfig, layer: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """A layer's arrays as the learner keeps them, on the host: the inverse of what the engine fuses and repeats."""
+    """Undo the engine's fusion and repetition: return a layer's arrays in the learner's layout, on the host."""
     arrays = {name: _whole(x) for name, x in layer.items()}
     for fused, parts in (("qkv", ("q", "k", "v")), ("qkv_bias", ("q_bias", "k_bias", "v_bias"))):
         if fused in arrays:
@@ -91,7 +92,7 @@ def _split(model: DecoderConfig, layer: Mapping[str, Any]) -> dict[str, np.ndarr
 
 
 def _whole(x: Any) -> np.ndarray:
-    """On the host, 8 bits multiplied out."""
+    """Copy to the host, dequantized."""
     if isinstance(x, Quantized):
         return np.asarray(x.numbers, np.float32) * np.asarray(x.scale, np.float32)
     return np.asarray(x)

@@ -1,8 +1,8 @@
-"""Keys and values an engine keeps, in its own precision or in 8 bits.
+"""The KV cache, in the engine's precision or in 8 bits.
 
 Shapes: N pages (or rows of several, where they were gathered), K key/value heads, h head size, S positions of each. In
-8 bits each position's key, and its value, has one scale per head, float32; they lie with positions last, or a TPU would
-pad each to 128.
+8 bits each position's key and value have one float32 scale per head, with positions last: a TPU would pad any other
+axis to 128.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from jax_agent_rl.models.quantized import quantized
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LayerKV:
-    """One layer's, in the layouts its products read in order.
+    """Keys and values of one layer, in the layouts that products read contiguously.
 
     Attributes:
         keys: [N, K, h, S].
         values: [N, K, S, h].
-        scales: float32 [N, K, 2, S], of keys and of values; None where they are not quantised.
+        scales: float32 [N, K, 2, S], of keys and of values; None if not quantized.
     """
 
     keys: Any
@@ -34,7 +34,7 @@ class LayerKV:
     scales: Any = None
 
     def by_position(self, function: Callable[..., Any], *others: LayerKV) -> LayerKV:
-        """``function(axis, array, *others' arrays)`` of each array; ``axis`` is that of positions."""
+        """Map ``function(axis, array, *others' arrays)`` over the arrays; ``axis`` is that of positions."""
         scales = None
         if self.scales is not None:
             scales = function(3, self.scales, *(other.scales for other in others))
@@ -48,13 +48,13 @@ class LayerKV:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class KVCache:
-    """Those of all layers."""
+    """Keys and values of all layers."""
 
     layers: tuple[LayerKV, ...]
 
     @property
     def count(self) -> int:
-        """Pages."""
+        """Number of pages."""
         return self.layers[0].keys.shape[0]
 
     @property
@@ -64,7 +64,7 @@ class KVCache:
 
 
 def empty_cache(config: DecoderConfig, count: int, length: int, dtype: jnp.dtype) -> KVCache:
-    """A cache of ``count`` pages of zeros; int8 or float8 has scales."""
+    """Return a cache of ``count`` pages of zeros, with scales for int8 or float8."""
     heads, size = config.num_kv_heads, config.head_dim
 
     def layer() -> LayerKV:
@@ -83,7 +83,7 @@ def is_quantized(dtype: jnp.dtype) -> bool:
 
 
 def stored(keys: jax.Array, values: jax.Array, dtype: jnp.dtype) -> LayerKV:
-    """Keys [R, K, h, T] and values [R, K, T, h] as a cache of ``dtype`` keeps them."""
+    """Convert keys [R, K, h, T] and values [R, K, T, h] to a cache of ``dtype``."""
     if not is_quantized(dtype):
         return LayerKV(keys.astype(dtype), values.astype(dtype))
     own_keys, own_values = quantized(keys, dtype, axis=2), quantized(values, dtype, axis=3)
@@ -92,7 +92,7 @@ def stored(keys: jax.Array, values: jax.Array, dtype: jnp.dtype) -> LayerKV:
 
 
 def restored(kept: LayerKV, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
-    """Keys and values of what :func:`stored` keeps; in ``dtype`` where they are quantised."""
+    """Invert :func:`stored`: return keys and values, in ``dtype`` if they are quantized."""
     if kept.scales is None:
         return kept.keys, kept.values
     keys = kept.keys.astype(jnp.float32) * kept.scales[:, :, :1]

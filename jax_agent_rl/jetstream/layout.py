@@ -1,4 +1,4 @@
-"""Where an engine's arrays lie on its mesh.
+"""Shardings of an engine's arrays on its mesh.
 
 ::
 
@@ -6,8 +6,7 @@
     feed-forward   hidden units over ``tensor``, experts over ``expert``    ─► down  ─► add up
     vocabulary     embeddings and head over all devices                     ─► logits gathered, sampled everywhere
 
-Key/value heads fewer than devices are repeated, so that each device keeps those its queries read. A tower that sees is
-whole on every device.
+If there are fewer key/value heads than devices, they are repeated. A vision tower is replicated.
 """
 
 from __future__ import annotations
@@ -41,13 +40,15 @@ _FUSED_AXES = {
 def make_engine_mesh(
     config: EngineMeshConfig, *, device_offset: int = 0, devices: Sequence[Device] | None = None
 ) -> Mesh:
-    """A mesh over a process's devices from ``device_offset`` on.
+    """Make a mesh over a process's devices from ``device_offset`` on.
 
     Args:
-        devices: the process's; may be ones that only a compiler knows. None: this process's.
+        config: sizes of the axes.
+        device_offset: number of the first device.
+        devices: of the process, or described ones to compile for; None for this process's.
 
     Raises:
-        ConfigError: there are not so many, or they are no block of a slice.
+        ConfigError: there are too few devices, or they are no block of a slice.
     """
     devices = jax.local_devices() if devices is None else devices
     end = device_offset + config.devices
@@ -62,7 +63,7 @@ def make_engine_mesh(
 
 
 def engine_config(model: DecoderConfig, mesh: Mesh) -> DecoderConfig:
-    """The model as an engine on a mesh computes it: with as many key/value heads as all devices can share.
+    """Return the model as an engine on a mesh computes it, with enough key/value heads for all devices.
 
     Raises:
         ConfigError: the devices cannot share the model evenly.
@@ -82,7 +83,7 @@ def engine_config(model: DecoderConfig, mesh: Mesh) -> DecoderConfig:
 
 
 def parameter_places(model: DecoderConfig, mesh: Mesh) -> Params:
-    """A sharding for every parameter in the *learner's* layout on an engine's mesh: as files are read.
+    """Return a sharding for every parameter in the *learner's* layout on an engine's mesh.
 
     Raises:
         ConfigError: a dimension does not divide.
@@ -94,7 +95,7 @@ def parameter_places(model: DecoderConfig, mesh: Mesh) -> Params:
 
 
 def engine_places(params: EngineParams, mesh: Mesh) -> EngineParams:
-    """A sharding for every array of (the shapes of) an engine's parameters."""
+    """Return a sharding for every array of an engine's parameters, or of their shapes."""
 
     def one(path: tuple, x: jax.Array) -> NamedSharding:
         names = [str(getattr(key, "name", getattr(key, "key", None))) for key in path]
@@ -111,5 +112,5 @@ def engine_places(params: EngineParams, mesh: Mesh) -> EngineParams:
 
 
 def cache_places(mesh: Mesh) -> NamedSharding:
-    """Of every array of keys, values or their scales, [N, K, …]."""
+    """Return the sharding of keys, values and their scales, [N, K, …]."""
     return NamedSharding(mesh, PartitionSpec(None, DEVICES))

@@ -1,10 +1,10 @@
 """Pages of a cache gathered to rows, and rows written back to pages, on the device.
 
-Shapes: P pages of S positions in the cache, K key/value heads, h head size, R rows of n pages. What is said of keys
-[…, K, h, positions] holds of values [K, positions, h] and scales likewise, see :class:`LayerKV`. Page 0 is nobody's:
-it is read where a row has no page, and what a row would write there is dropped.
+Shapes: P pages of S positions in the cache, K key/value heads, h head size, R rows of n pages. Comments on keys
+[…, K, h, positions] apply to values [K, positions, h] and scales too, see :class:`LayerKV`. Page 0 is the null page: it
+is read where a row has no page, and writes to it are dropped.
 
-What is done to each layer is a jitted function: it is traced and lowered once for all of them, and XLA inlines it.
+Work per layer is a jitted function: it is traced and lowered once for all layers, and XLA inlines it.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ from jax_agent_rl.jetstream.kv import KVCache, LayerKV
 
 
 def gathered(cache: KVCache, pages: jax.Array, counts: jax.Array) -> KVCache:
-    """Rows of n S positions: pages int32 [R, n] of a cache.
+    """Gather pages into rows of n S positions.
 
     Args:
-        counts: int32 [R], how many positions of each row hold its context. Behind them are zeros: what a page held
-            before is anything, and no weight of zero takes away a NaN.
+        cache: P pages.
+        pages: int32 [R, n].
+        counts: int32 [R], positions of each row's context. The rest is zeroed: stale values may be NaN, which an
+            attention weight of zero does not remove.
     """
 
     def array(axis: int, x: jax.Array) -> jax.Array:
@@ -35,7 +37,7 @@ def gathered(cache: KVCache, pages: jax.Array, counts: jax.Array) -> KVCache:
 
 
 def written(cache: KVCache, rows: tuple[LayerKV, ...], pages: jax.Array) -> KVCache:
-    """A cache with rows of n S positions in its pages int32 [R, n], no page of which comes twice (but page 0)."""
+    """Write rows of n S positions to pages int32 [R, n], which are distinct except for page 0."""
     pages = jnp.where(pages == NULL_PAGE, cache.count, pages).reshape(-1)
 
     def array(axis: int, x: jax.Array, row: jax.Array) -> jax.Array:
@@ -48,11 +50,13 @@ def written(cache: KVCache, rows: tuple[LayerKV, ...], pages: jax.Array) -> KVCa
 
 
 def write_back(cache: KVCache, rows: KVCache, pages: jax.Array, positions: jax.Array, steps: int) -> KVCache:
-    """A cache with what ``steps`` decode steps may have written to rows gathered from it.
+    """Write the positions that ``steps`` decode steps may have changed from gathered rows back to the cache.
 
     Args:
-        pages: int32 [R, n], of the rows.
-        positions: int32 [R], of the first step. What is at and behind them is in no other row's pages.
+        cache: P pages.
+        rows: gathered from it.
+        pages: int32 [R, n], pages of the rows.
+        positions: int32 [R], of the first step. Pages from there on belong to one row only.
         steps: static.
     """
     size, most = cache.length, pages.shape[1]
@@ -71,14 +75,16 @@ def write_back(cache: KVCache, rows: KVCache, pages: jax.Array, positions: jax.A
 
 
 def aligned(cache: KVCache, chunks: tuple[LayerKV, ...], starts: jax.Array, first: jax.Array) -> tuple[LayerKV, ...]:
-    """Chunks of T positions as whole pages: behind what their first page holds before them.
+    """Align chunks of T positions to whole pages, after what their first page already holds.
 
     Args:
+        cache: P pages.
+        chunks: KV of each layer.
         starts: int32 [R], where the chunks begin.
         first: int32 [R], the pages that hold these positions.
 
     Returns:
-        rows of ``pages_of(T, S)`` pages; behind a chunk is nothing of worth.
+        Rows of ``pages_of(T, S)`` pages; their content after a chunk is undefined.
     """
     size = cache.length
     before = starts % size
@@ -99,7 +105,7 @@ def aligned(cache: KVCache, chunks: tuple[LayerKV, ...], starts: jax.Array, firs
 
 
 def pages_of(count: int, size: int) -> int:
-    """How many pages so many positions touch at most.
+    """Return the most pages that ``count`` consecutive positions touch.
 
     >>> pages_of(1, 32), pages_of(16, 32), pages_of(33, 32), pages_of(34, 32)
     (1, 2, 2, 3)
@@ -108,7 +114,7 @@ def pages_of(count: int, size: int) -> int:
 
 
 def copied(cache: KVCache, place: jax.Array) -> KVCache:
-    """A cache with page ``place[0]`` copied over page ``place[1]``."""
+    """Copy page ``place[0]`` over page ``place[1]``."""
 
     def copy(x: jax.Array) -> jax.Array:
         page = jax.lax.dynamic_index_in_dim(x, place[0], keepdims=True)

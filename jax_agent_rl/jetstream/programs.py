@@ -1,4 +1,4 @@
-"""The engine's device programs, and a table that compiles each shape once and counts what comes late.
+"""The engine's device programs, and a table that compiles each shape once and counts recompilations.
 
 Every program has static shapes taken from a few buckets, donates the cache it changes, and crosses to the host once
 per dispatch.
@@ -43,22 +43,26 @@ def decode(
     forced: jax.Array | None = None,
     adapters: AdapterStacks | None = None,
 ) -> tuple[KVCache, jax.Array]:
-    """Several decode steps for W slots, each in its ``slots.pages`` of the cache.
+    """Run several decode steps for W slots, each in its ``slots.pages`` of the cache.
 
-    On a TPU kernels read and write the pages where they lie. Elsewhere they are gathered into a compact working cache
-    (those that no slot uses cost nothing), the steps run on it, and the pages they may have written are written back.
+    On a TPU, kernels read and write pages in place. Elsewhere the used pages are gathered into a compact working cache,
+    the steps run on it, and the pages they may have changed are written back.
 
     Args:
-        max_steps: static size of the output, >= limits[0]; pages must be there for as many.
-        mesh: the engine's, if it has more than one device.
-        in_place: by kernels for TPUs.
-        limits: int32 [2]: steps to run at most; end early once this many slots have finished.
-        forced: int32 [max_steps, W], ids to take in place of sampled ones, which stop nothing; -1 samples.
-        adapters: those that ``slots.adapter`` names.
+        config: the model, with the engine's ``num_kv_heads``.
+        max_steps: static size of the output, >= limits[0]; slots must have pages for as many.
+        mesh: the engine's mesh, if it has more than one device.
+        in_place: use the TPU kernels.
+        params: weights.
+        cache: all pages.
+        slots: the batch.
+        limits: int32 [2]: most steps to run, and the number of finished slots that ends the loop early.
+        forced: int32 [max_steps, W], ids that replace sampled ones and never stop a slot; -1 samples.
+        adapters: the stacks ``slots.adapter`` indexes.
 
     Returns:
-        the cache, and int32 [2, max_steps, W]: sampled ids (-1 where a slot did not run) and the bits of their
-        float32 log-probs. One array, because one copy to the host is cheaper than two.
+        The cache, and int32 [2, max_steps, W]: sampled ids (-1 where a slot did not run) and the bits of their float32
+        log-probs; one array, because one copy to the host is cheaper than two.
     """
     span = slots.pages.shape[1] * cache.length
     pages, worked = (slots.pages, cache) if in_place else (None, gathered(cache, slots.pages, slots.positions))
@@ -79,7 +83,7 @@ def _steps(
     limits: jax.Array,
     forced: jax.Array | None,
 ) -> tuple[KVCache, jax.Array]:
-    """The loop of :func:`decode`; ``feed`` takes ids and positions [W], and gives logits of what comes next."""
+    """Run the loop of :func:`decode`; ``feed`` maps ids and positions [W] to the logits of the next ids."""
     slot_count = len(slots.tokens)
     started = jnp.sum(slots.remaining > 0)
 
@@ -131,34 +135,38 @@ def compute_chunks(
     starts: jax.Array,
     before: jax.Array,
     into: jax.Array,
-    pictures: ImageInputs | None = None,
+    images: ImageInputs | None = None,
     adapters: AdapterStacks | None = None,
     adapter: jax.Array | None = None,
 ) -> tuple[LayerKV, ...]:
-    """Prefills one chunk of each of R contexts, to be written by :func:`~jax_agent_rl.jetstream.page_ops.written`.
+    """Prefill one chunk of each of R contexts, for :func:`~jax_agent_rl.jetstream.page_ops.written` to write.
 
-    Two programs, because one that both reads and writes a donated cache makes the compiler copy all of it.
+    A program that both reads and writes a donated cache makes the compiler copy all of it, so these are two.
 
     Args:
-        mesh: the engine's, if it has more than one device.
+        config: the model, with the engine's ``num_kv_heads``.
+        mesh: the engine's mesh, if it has more than one device.
+        params: weights.
+        cache: all pages.
         tokens: int32 [R, T], padded.
         starts: int32 [R], where the chunks begin.
-        before: int32 [R, n], the pages of the contexts, at least as far as the chunks begin.
-        into: int32 [R, m], the pages that the chunks touch.
-        pictures: what the chunks show, for models that see.
-        adapters, adapter: see :func:`~jax_agent_rl.jetstream.forward.prefill_chunks`.
+        before: int32 [R, n], pages of the contexts, at least up to ``starts``.
+        into: int32 [R, m], pages the chunks touch.
+        images: the chunks' images, for vision models.
+        adapters: see :func:`~jax_agent_rl.jetstream.forward.prefill_chunks`.
+        adapter: see :func:`~jax_agent_rl.jetstream.forward.prefill_chunks`.
 
     Returns:
-        the pages ``into``.
+        The pages ``into``.
     """
     rows = gathered(cache, before, starts)
-    new = prefill_chunks(config, params, rows, tokens, starts, pictures, mesh, adapters, adapter)
+    new = prefill_chunks(config, params, rows, tokens, starts, images, mesh, adapters, adapter)
     return aligned(cache, new, starts, into[:, 0])
 
 
 @contextlib.contextmanager
 def cache_hits() -> Iterator[list[str]]:
-    """Fills with an event for each program that this thread finds in JAX's compilation cache."""
+    """Yield a list that gains an event for each program this thread finds in JAX's compilation cache."""
     events, thread = [], threading.get_ident()
 
     def listen(event: str, **_: Any) -> None:
@@ -172,12 +180,12 @@ def cache_hits() -> Iterator[list[str]]:
         jax.monitoring.unregister_event_listener(listen)
 
 
-Soon = tuple[tuple, Sequence[Any]] | None
-"""Key and arguments of a program that will be needed."""
+NextCall = tuple[tuple, Sequence[Any]] | None
+"""Key and arguments of the program likely to be needed next."""
 
 
 class ProgramTable:
-    """Compiles programs, one per name and shape, and counts those that come after warm-up."""
+    """Compiles programs, one per key, and counts those compiled after warm-up."""
 
     def __init__(self) -> None:
         self._programs: dict[tuple, Callable[..., Any]] = {}
@@ -188,10 +196,10 @@ class ProgramTable:
         self.cache_hits = 0
 
     def end_warm_up(self, later: Collection[tuple] = ()) -> None:
-        """From here on a new program counts as a recompilation.
+        """Count new programs as recompilations from here on.
 
         Args:
-            later: keys of programs that are compiled when they are first needed, and do not count.
+            later: keys of programs that are compiled at first use and do not count.
         """
         self._warm, self._later = True, frozenset(later)
 
@@ -199,7 +207,7 @@ class ProgramTable:
         return len(self._programs)
 
     def summary(self) -> str:
-        """What compiling took, for people."""
+        """Return a line about what was compiled."""
         taken = f"{len(self)} engine programs in {self.compile_seconds:.1f} s"
         return f"{taken}, {self.cache_hits} of them from the compilation cache"
 
@@ -211,21 +219,24 @@ class ProgramTable:
         *args: Any,
         place: NamedSharding,
         out: Any,
-        soon: Callable[[], Soon] | None = None,
+        next_call: Callable[[], NextCall] | None = None,
     ) -> Any:
-        """Runs ``function(*args)`` through the program named ``key``, compiling it if it is new.
+        """Run ``function(*args)`` through the program named ``key``, compiling it if it is new.
 
         Args:
-            donate: indices of arguments whose memory the result may take.
-            place: where arguments go that are on no devices yet.
+            key: name of the program.
+            function: a function of arrays.
+            donate: indices of donated arguments.
+            *args: its arguments.
+            place: sharding of arguments that are on no device yet.
             out: shardings of the result (a prefix of its tree).
-            soon: tells by what the function will be called next, or None. Asked if this program is new; another new one
-                is compiled beside it, for a compiler uses one core.
+            next_call: returns the program likely to be needed next, which is compiled alongside a new one, as a
+                compiler uses one core.
         """
         if key not in self._programs:
             begin = time.perf_counter()
             compiled = functools.partial(_compiled, function, donate, place=place, out=out)
-            following = soon() if soon is not None else None
+            following = next_call() if next_call is not None else None
             if following is not None and following[0] not in self._programs:
                 with ThreadPoolExecutor(1) as pool:
                     other = pool.submit(compiled, *following[1])
@@ -244,14 +255,14 @@ class ProgramTable:
 
 _shared: dict[tuple, Callable[..., Any]] = {}
 MAX_SHARED = 512
-"""Programs that the next engine of the same shapes in this process takes as they are: one that is started again, that
-of an evaluation. Engines have threads of their own, so each access is one operation; at the limit all are dropped."""
+"""Most programs shared by engines of this process, e.g. a restarted one or an evaluation's; then all are dropped.
+Engines run in threads of their own, so each access is one atomic operation."""
 
 
 def _compiled(
     function: Callable[..., Any], donate: tuple[int, ...], *args: Any, place: NamedSharding, out: Any
 ) -> tuple[Callable[..., Any], bool]:
-    """The program, and whether it was compiled before: by this process, or by one with the same cache."""
+    """Return the program, and whether this process or JAX's compilation cache had it."""
     key: tuple | None = None
     if (identity := _identity(function)) is not None:
         described = [(x.shape, x.dtype, _place_of(x, place)) for x in map(_as_array, jax.tree.leaves(args))]
@@ -269,7 +280,7 @@ def _compiled(
 
 
 def _identity(function: Callable[..., Any]) -> tuple | None:
-    """What tells a function of a module, with static arguments, from others; None for one that is made at run time."""
+    """Identify a module-level function with its static arguments; None for one made at run time."""
     if isinstance(function, functools.partial):
         static = (*function.args, *sorted(function.keywords.items()))
         return (function.func, static) if _identity(function.func) else None
@@ -281,29 +292,29 @@ def _as_array(x: Any) -> Any:
 
 
 def _place_of(x: Any, place: NamedSharding) -> NamedSharding:
-    """Where an argument is, or goes if it is on no device yet."""
+    """Return an argument's sharding, or ``place`` if it is on no device yet."""
     return x.sharding if isinstance(x, jax.ShapeDtypeStruct) or getattr(x, "committed", False) else place
 
 
 def traced(
     function: Callable[..., Any], donate: tuple[int, ...], *args: Any, place: NamedSharding, out: Any
 ) -> jax.stages.Traced:
-    """``function(*args)`` ready to be compiled, see :meth:`ProgramTable.call`; arguments may be described."""
+    """Trace ``function(*args)`` for compilation, see :meth:`ProgramTable.call`; arguments may be shapes."""
     jitted = jax.jit(
         function,
         in_shardings=jax.tree.map(lambda x: _place_of(x, place), args),
         out_shardings=out,
         donate_argnums=donate,
-        keep_unused=True,  # memory may be given by what is not read
+        keep_unused=True,  # unused arguments may be donated
     )
     return jitted.trace(*args)
 
 
 def decode_program(config: DecoderConfig, max_steps: int, mesh: Mesh | None, in_place: bool) -> Callable[..., Any]:
-    """``decode`` with its static arguments bound."""
+    """Bind the static arguments of :func:`decode`."""
     return functools.partial(decode, config, max_steps, mesh, in_place)
 
 
 def chunks_program(config: DecoderConfig, mesh: Mesh | None) -> Callable[..., Any]:
-    """``compute_chunks`` with its static arguments bound."""
+    """Bind the static arguments of :func:`compute_chunks`."""
     return functools.partial(compute_chunks, config, mesh)

@@ -1,4 +1,4 @@
-"""One generation while it runs: its ids so far, and when it is over."""
+"""State of one running generation."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ class RunningRequest:
     """Mutable state of one request inside the engine thread.
 
     Args:
-        request: what was asked.
-        max_tokens: ids it may sample (the request's own limit, or less where the context ends).
+        request: the request.
+        max_tokens: most ids to sample: the request's limit, or less where the context ends.
         eos_ids: ids that end it with ``StopReason.EOS``.
-        seed: uint32 that fixes its draws.
-        decode_text: ids to text; needed only for stop strings.
-        multimodal: the prompt with its pictures, if it has any.
-        order: of all requests: those of least priority and arrival come first.
+        seed: uint32.
+        decode_text: ids to text, for stop strings.
+        multimodal: the prompt with its images, if any.
+        order: (priority, arrival); least first.
     """
 
     def __init__(
@@ -40,9 +40,9 @@ class RunningRequest:
         self.max_tokens = max_tokens
         self.seed = seed
         self.multimodal = multimodal
-        self.offset = multimodal.offset if multimodal else 0  # what pictures add to rotary positions behind them
-        self.keys: np.ndarray | None = None  # of a prompt with pictures, see PictureNames.keys
-        self.context: int | None = None  # while it runs: its number in the table of pages (or of slots)
+        self.offset = multimodal.offset if multimodal else 0  # added to rotary positions after images
+        self.keys: np.ndarray | None = None  # of a prompt with images, see ImageKeys
+        self.context: int | None = None  # number in the block manager (or slot table) while it runs
         self.cached_tokens = 0
         self.num_preempted = 0
         self.token_ids: list[int] = []
@@ -54,17 +54,17 @@ class RunningRequest:
         self._eos_ids = frozenset() if sampling.ignore_eos else eos_ids
         self._stop_ids = frozenset(sampling.stop_token_ids)
         self._decode_text = decode_text
-        # A stop string of n bytes spans at most n ids that add text; ids without text make the window longer.
+        # A stop string of n bytes spans at most n ids with text; the margin is for ids without.
         self._window = max((len(s.encode()) for s in sampling.stop), default=0) + 8
 
     @property
     def stop_ids(self) -> list[int]:
-        """All ids that end it, for the device."""
+        """All ids that end the generation, for the device."""
         return sorted(self._eos_ids | self._stop_ids)
 
     @property
     def last_id(self) -> int:
-        """The newest id of the context: what the next decode step feeds."""
+        """Newest id of the context, which the next decode step feeds."""
         return self.token_ids[-1] if self.token_ids else self.request.prompt_ids[-1]
 
     @property
@@ -77,7 +77,7 @@ class RunningRequest:
         return self.max_tokens - len(self.token_ids)
 
     def accept(self, ids: np.ndarray, log_probs: np.ndarray, version: int) -> int:
-        """Takes freshly sampled ids up to the one that ends the generation; returns how many were taken."""
+        """Append sampled ids up to the one that ends the generation; return how many were appended."""
         taken = 0
         for token, log_prob in zip(ids.tolist(), log_probs.tolist(), strict=True):
             if self.stop_reason is not None:
@@ -105,7 +105,7 @@ class RunningRequest:
         return next((s for s in self.request.sampling.stop if s in tail), None)
 
     def ids_of(self, held: np.ndarray) -> np.ndarray:
-        """int32: the ids of keys that pages hold of this context; names of other pictures stay what they are."""
+        """Map the cached keys of this context to ids, int32; keys of other images stay as they are."""
         if self.keys is None:
             return held
         prompt = held[: len(self.keys)]
@@ -113,7 +113,7 @@ class RunningRequest:
         return np.concatenate([np.where(prompt == self.keys[: len(prompt)], mine, prompt), held[len(prompt) :]])
 
     def output(self, context_ids: Sequence[int]) -> TokenOutput:
-        """The result. ``context_ids``: prompt and output as the cache holds them, fingerprinted for the caller."""
+        """Return the result, with a digest of ``context_ids``: prompt and output as cached."""
         assert self.stop_reason is not None
         return TokenOutput(
             token_ids=tuple(self.token_ids),

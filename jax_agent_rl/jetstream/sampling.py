@@ -27,7 +27,7 @@ def sample(
     position: jax.Array,
     forced: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Draws one id per slot.
+    """Draw one id per slot.
 
     Args:
         logits_VB: [V, B] raw logits.
@@ -35,12 +35,12 @@ def sample(
         top_p: float32 [B] in (0, 1]; 1 is off.
         top_k: int32 [B]; 0 is off. Ids that tie with the k-th are kept.
         seed: uint32 [B].
-        position: int32 [B], index in the context of the id being drawn. With the seed it fixes the draw, so a
-            generation that was interrupted continues with the ids it would have had.
-        forced: int32 [B], ids to take in place of drawn ones, for their log-probs; -1 draws.
+        position: int32 [B], index in the context of the id being drawn. Seed and position fix the draw, so an
+            interrupted generation continues with the same ids.
+        forced: int32 [B], ids that replace drawn ones; -1 draws.
 
     Returns:
-        ids int32 [B], and float32 [B] log-probs under the distribution drawn from (greedy slots: of temperature 1).
+        Ids int32 [B], and log-probs float32 [B] under the sampled distribution (greedy slots: temperature 1).
     """
     logits_VB = logits_VB.astype(jnp.float32)
     greedy = temperature == 0
@@ -55,7 +55,7 @@ def sample(
     peak = jnp.max(scaled, axis=0)
     weights = jnp.exp(scaled - peak)
     drawn, total = _inverse_cdf(weights, _uniform(seed, position))
-    ids = jax.lax.cond(  # an arg max over [V, B] is slow on CPUs: only where someone asks for it
+    ids = jax.lax.cond(  # an arg max over [V, B] is slow on CPUs, so only if needed
         jnp.any(greedy),
         lambda z: jnp.where(greedy, jnp.argmax(z, axis=0).astype(jnp.int32), drawn),
         lambda z: drawn,
@@ -68,7 +68,7 @@ def sample(
 
 
 def _uniform(seed: jax.Array, position: jax.Array) -> jax.Array:
-    """One number in [0, 1) per slot from (seed, position)."""
+    """Return one number in [0, 1) per slot from (seed, position)."""
 
     def one(s: jax.Array, p: jax.Array) -> jax.Array:
         return jax.random.uniform(jax.random.fold_in(jax.random.key(s), p))
@@ -77,7 +77,7 @@ def _uniform(seed: jax.Array, position: jax.Array) -> jax.Array:
 
 
 def _inverse_cdf(weights: jax.Array, uniform: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Ids at which the running sum of ``weights`` [V, B] passes ``uniform`` of its total; and the totals [B]."""
+    """Return the ids where the running sum of ``weights`` [V, B] passes ``uniform`` of its total, and totals [B]."""
     vocab, slots = weights.shape
     blocks = jnp.pad(weights, ((0, -vocab % _BLOCK), (0, 0))).reshape(-1, _BLOCK, slots)
     block_cdf = jnp.cumsum(blocks.sum(axis=1), axis=0)  # [V / _BLOCK, B]
@@ -93,7 +93,7 @@ def _inverse_cdf(weights: jax.Array, uniform: jax.Array) -> tuple[jax.Array, jax
 
 
 def _truncate(scaled: jax.Array, top_p: jax.Array, top_k: jax.Array) -> jax.Array:
-    """Sets logits outside top-k, then outside the nucleus of what is left, to -inf."""
+    """Set logits outside top-k, then outside the nucleus of the rest, to -inf."""
     keys = _ordered(scaled)
     k = jnp.where(top_k > 0, top_k, scaled.shape[0])
     kth = _largest_key(keys, lambda kept: jnp.sum(kept, axis=0) >= k)
@@ -105,13 +105,13 @@ def _truncate(scaled: jax.Array, top_p: jax.Array, top_k: jax.Array) -> jax.Arra
 
 
 def _ordered(x: jax.Array) -> jax.Array:
-    """Maps float32 to int32 so that integers compare as the floats do."""
+    """Map float32 to int32 so that integers compare as the floats do."""
     bits = jax.lax.bitcast_convert_type(x, jnp.int32)
     return jnp.where(bits >= 0, bits, jnp.int32(-(2**31)) - bits)
 
 
 def _largest_key(keys: jax.Array, enough: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    """Largest threshold t [B] for which ``enough(keys >= t)`` holds; ``enough`` is monotone in the set kept."""
+    """Return the largest threshold t [B] for which the monotone ``enough(keys >= t)`` holds."""
     slots = keys.shape[1]
     low = jnp.full((slots,), -(2**31), jnp.int32)
     high = jnp.full((slots,), 2**31 - 1, jnp.int32)

@@ -8,10 +8,10 @@
                  └────── preempt ─────────┘
                     when no page is left
 
-One :meth:`Scheduler.step` admits what fits, runs one decode dispatch for everything that runs, and reports progress.
-While requests wait, a dispatch ends as soon as one slot finishes, so its place is filled at once. Contexts take pages
-as they grow; when none is left, the last of those that run waits again, and is prefilled with what it had sampled.
-What it samples then is what it would have: draws are fixed by seed and position.
+One :meth:`Scheduler.step` admits what fits, runs one decode dispatch for all running requests, and reports progress.
+While requests wait, a dispatch ends as soon as one slot finishes, so that it is refilled at once. Contexts allocate
+pages as they grow; when none is left, the last running request is preempted, and later prefilled with what it had
+sampled. It continues with the same ids, since seed and position fix the draws.
 """
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ import jax
 import numpy as np
 
 from jax_agent_rl.errors import BackendError, PromptTooLongError
-from jax_agent_rl.jetstream.admission import AdmissionPlan
-from jax_agent_rl.jetstream.block_manager import BlockManager
-from jax_agent_rl.jetstream.decode_batch import MAX_STOP_IDS, DecodeBatch, make_decode_batch
+from jax_agent_rl.jetstream.block_manager import Allocation, BlockManager
+from jax_agent_rl.jetstream.decode_batch import MAX_STOP_IDS, DecodeBatch, Extension, make_decode_batch
 from jax_agent_rl.jetstream.engine import JaxEngine
 from jax_agent_rl.jetstream.forward import EngineParams
 from jax_agent_rl.jetstream.kv import KVCache
@@ -38,7 +37,7 @@ from jax_agent_rl.rollout.protocol import BackendMetrics, GenerateRequest, Healt
 from jax_agent_rl.types import StopReason
 
 NO_CACHE = KVCache(layers=())
-MOST_NAMES = 1 << 30  # of pictures' features: keys are int32
+MAX_IMAGE_KEYS = 1 << 30  # keys are int32
 
 
 @dataclass
@@ -57,14 +56,15 @@ class Counters:
 
 @dataclass
 class Scheduler:
-    """See the module docstring.
+    """The scheduler of the module docstring.
 
     Attributes:
         engine: runs the programs.
         params: weights in the engine's layout.
         version: policy version of ``params``.
-        seed: draws the seeds of requests that bring none.
+        seed: for requests without a seed of their own.
         decode_text: ids to text, for stop strings.
+        counters: running totals.
     """
 
     engine: JaxEngine
@@ -82,7 +82,7 @@ class Scheduler:
         self._known: set[str] = set()
         self._arrivals = itertools.count()
         self._rng = np.random.default_rng(self.seed)
-        self._names = ImageKeys()
+        self._image_keys = ImageKeys()
         self._eos = frozenset(self.engine.config.eos_token_ids)
 
     def _make_table(self) -> BlockManager:
@@ -94,19 +94,20 @@ class Scheduler:
         return len(self._waiting)
 
     @property
-    def begun(self) -> list[str]:
-        """Ids of the requests that run, and of those that ran and wait again."""
+    def started(self) -> list[str]:
+        """Ids of running and preempted requests."""
         return [*self.running, *(run.request.request_id for _, run in self._waiting if run.num_preempted)]
 
     def submit(self, request: GenerateRequest, multimodal: MultimodalContext | None = None) -> RunningRequest:
-        """Queues a request; what is returned names it in what :meth:`step` and :meth:`abort` return.
+        """Queue a request; return its handle in the results of :meth:`step` and :meth:`abort`.
 
         Args:
-            multimodal: its prompt with its pictures, if it has any.
+            request: the request.
+            multimodal: its prompt with its images, if any.
 
         Raises:
-            PromptTooLongError: no room for one sampled id.
-            BackendError: a duplicate id, or something this engine cannot do.
+            PromptTooLongError: there is no room for one sampled id.
+            BackendError: the id is taken, or the engine cannot serve the request.
         """
         limit, sampling = self.engine.shapes.max_model_len, request.sampling
         name = f"request {request.request_id!r}"
@@ -142,7 +143,7 @@ class Scheduler:
         return run
 
     def step(self, *, admit: bool = True) -> list[tuple[RunningRequest, TokenChunk]]:
-        """Admits (unless told not to), decodes once, and returns the new ids of every request that got some."""
+        """Admit requests if ``admit``, decode once, and return the new ids of every request that got some."""
         begin = time.perf_counter()
         if admit:
             self._admit()
@@ -152,7 +153,7 @@ class Scheduler:
         return progress
 
     def abort(self, request_id: str) -> tuple[RunningRequest, TokenChunk] | None:
-        """Ends a request now with what it has; None if it is not known."""
+        """End a request with what it has; None if it is unknown."""
         run = self.running.get(request_id)
         if run is None:
             run = next((r for _, r in self._waiting if r.request.request_id == request_id), None)
@@ -164,20 +165,20 @@ class Scheduler:
         return run, self._finish(run, (), ())
 
     def set_weights(self, params: EngineParams, version: int) -> None:
-        """Serves new weights from the next dispatch on; what was cached under the old ones is forgotten."""
+        """Serve new weights from the next dispatch on, and drop KV cached under the old ones."""
         self.params = params
         self.version = version
         self.table.reset()
 
     def sleep(self) -> None:
-        """Releases the device's memory: the cache is dropped, the weights wait on the host. Nothing may be running."""
+        """Free device memory: drop the cache and move the weights to the host. No request may be running."""
         self._places = jax.tree.map(lambda x: x.sharding, self.params)
         self.params = jax.tree.map(np.array, self.params)
         self.cache = NO_CACHE
         self.table.reset()
 
     def wake(self) -> None:
-        """Undoes :meth:`sleep`; shapes and places are those of before, so nothing is compiled again."""
+        """Undo :meth:`sleep`; shapes and shardings are unchanged, so nothing is recompiled."""
         self.params = jax.block_until_ready(jax.device_put(self.params, self._places))
         self.cache = self.engine.init_cache()
 
@@ -185,7 +186,7 @@ class Scheduler:
         return BackendMetrics(**vars(self.counters), recompilations=self.engine.table.recompilations)
 
     def health(self, version: int) -> Health:
-        """How it stands while it serves weights of this version."""
+        """Report health while serving weights of this version."""
         return Health(
             ok=True,
             policy_version=version,
@@ -204,19 +205,19 @@ class Scheduler:
             if run.multimodal is not None:
                 run.keys = self._keys(run.multimodal)
                 keys = np.concatenate([run.keys, context[len(run.keys) :]])
-            placement = self.table.place(keys, run.request.session_id, run.request.lora)
-            if placement is None:
+            allocation = self.table.place(keys, run.request.session_id, run.request.lora)
+            if allocation is None:
                 break
             heapq.heappop(self._waiting)
-            run.context = placement.context
+            run.context = allocation.context
             self.running[run.request.request_id] = run
-            new = context[placement.reused : -1]
-            plan.add(placement, new, run.multimodal, self._adapter_number(run))
-            self.table.append(placement.context, keys[placement.reused : -1])
+            new = context[allocation.reused : -1]
+            plan.add(allocation, new, run.multimodal, self._adapter_number(run))
+            self.table.append(allocation.context, keys[allocation.reused : -1])
             self.counters.prefill_tokens += len(new)
             if not run.num_preempted:
-                run.cached_tokens = placement.reused
-                self.counters.cached_tokens += placement.reused
+                run.cached_tokens = allocation.reused
+                self.counters.cached_tokens += allocation.reused
         for copies, extensions in plan.stages():
             for source, target in copies:
                 self.cache = self.engine.copy_page(self.cache, source, target)
@@ -226,14 +227,14 @@ class Scheduler:
         return 0 if run.request.lora is None else 1 + self.engine.adapters.index(run.request.lora)
 
     def _make_room(self, steps: int) -> None:
-        """Takes pages for what a dispatch may sample, of the first requests first; the last ones may have to wait."""
-        for run in sorted(self.running.values(), key=_order):
+        """Allocate pages for a dispatch, first requests first; preempt the last ones if there are too few."""
+        for run in sorted(self.running.values(), key=lambda run: run.order):
             while run.context is not None and not self.table.grow(run.context, min(steps, run.remaining)):
-                self._preempt(max(self.running.values(), key=_order))
+                self._preempt(max(self.running.values(), key=lambda run: run.order))
 
     def _preempt(self, run: RunningRequest) -> None:
-        """Back to those that wait, with what it has; its KV is kept while nobody needs its pages."""
-        assert run.context is not None  # it runs
+        """Put a request back in the queue; its KV stays cached until evicted."""
+        assert run.context is not None  # running
         self.table.release(run.context, session_ends=False)
         run.context = None
         run.num_preempted += 1
@@ -241,11 +242,11 @@ class Scheduler:
         heapq.heappush(self._waiting, (run.order, run))
 
     def _keys(self, multimodal: MultimodalContext) -> np.ndarray:
-        """Names are given to pictures that are admitted, and never twice while pages may hold one."""
-        if self._names.count > MOST_NAMES:
+        """Return the keys of a prompt with images; a number is never reused while pages may hold it."""
+        if self._image_keys.count > MAX_IMAGE_KEYS:
             self.table.reset()
-            self._names = ImageKeys()
-        return self._names.keys(multimodal)
+            self._image_keys = ImageKeys()
+        return self._image_keys.keys(multimodal)
 
     # --- decoding ---------------------------------------------------------------------------------------------
 
@@ -271,8 +272,10 @@ class Scheduler:
         ]
 
     def _exit_after(self, running: int) -> int:
-        """Return how many slots finish before a dispatch ends early: one where a request waits for a slot, otherwise a
-        quarter, whose agents soon bring their next turn, or as many as leave enough for a program of fewer slots.
+        """Return how many finished slots end a dispatch early.
+
+        One if requests wait; otherwise a quarter, whose agents soon send their next turn, or as many as let the rest
+        run in a program of fewer slots.
         """
         if self._waiting:
             return 1
@@ -293,14 +296,14 @@ class Scheduler:
         slots.stop_ids[slot, : len(run.stop_ids)] = run.stop_ids
 
     def _take(self, run: RunningRequest, ids: np.ndarray, log_probs: np.ndarray) -> TokenChunk | None:
-        """Hands one slot's output to its request; a stop string may end it before the slot did."""
+        """Append one slot's output to its request, which a stop string may end earlier."""
         ran = ids >= 0
         last = run.last_id
         taken = run.accept(ids[ran], log_probs[ran], self.version)
         if not taken:
             return None
         assert run.context is not None  # it ran
-        # The dispatch fed the last known id and all but the newest of the new ones: those have their KV now.
+        # The dispatch fed the last id and all but the newest of the new ones: their KV is cached now.
         self.table.append(run.context, [last, *run.token_ids[-taken:-1]])
         self.counters.generated_tokens += taken
         new_ids, new_log_probs = tuple(run.token_ids[-taken:]), tuple(run.log_probs[-taken:])
@@ -326,5 +329,48 @@ class Scheduler:
         )
 
 
-def _order(run: RunningRequest) -> tuple[int, int]:
-    return run.order
+class AdmissionPlan:
+    """Copies and prefills of one round of admissions, in stages whose prefills run together.
+
+    Within a stage copies come first, in planned order. A page is reused or copied in a stage after the one that fills
+    it, and not written before the stage that copies from it.
+
+    Args:
+        size: positions of a page.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._stages: list[tuple[list[tuple[int, int]], list[Extension]]] = []
+        self._filled: dict[int, int] = {}  # page -> stage that writes it
+        self._read: dict[int, int] = {}  # page -> last stage that copies from it
+
+    def add(
+        self, allocation: Allocation, new: np.ndarray, multimodal: MultimodalContext | None = None, adapter: int = 0
+    ) -> None:
+        """Plan one admission: an optional copy, then a prefill.
+
+        Args:
+            allocation: the context's pages.
+            new: int32, ids after those reused.
+            multimodal: the whole context, if it has images.
+            adapter: see :class:`Extension`.
+        """
+        pages, first = allocation.pages, allocation.reused // self._size
+        source = None if allocation.copy is None else allocation.copy[0]
+        reused = pages[:first] if source is None else (*pages[:first], source)
+        stage = max((self._filled.get(page, -1) + 1 for page in reused), default=0)
+        stage = max([stage, *(self._read.get(page, 0) for page in pages[first:])])
+        if source is not None:
+            self._read[source] = max(stage, self._read.get(source, 0))
+        self._filled |= dict.fromkeys(pages[first:], stage)
+        while len(self._stages) <= stage:
+            self._stages.append(([], []))
+        copies, extensions = self._stages[stage]
+        if allocation.copy is not None:
+            copies.append(allocation.copy)
+        extensions.append(Extension(pages, allocation.reused, new, multimodal, adapter))
+
+    def stages(self) -> list[tuple[list[tuple[int, int]], list[Extension]]]:
+        """Return (source, target) copies and extensions, stage by stage."""
+        return self._stages

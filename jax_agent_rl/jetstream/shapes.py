@@ -1,14 +1,13 @@
-"""The static shapes an engine compiles for: a few sizes of everything, and what comes is padded to the next."""
+"""The static shapes an engine compiles for: a few sizes of everything, to which inputs are padded."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 LONGEST_CHUNK = 2048
-"""Ids of a prompt computed together at most: enough to keep any device busy with one matrix product."""
+"""Most ids of a prompt computed together, enough to keep any device busy."""
 SLOT_COUNTS = (2, 8, 16, 32, 128, 512, 2048)
-"""Every count is a program to compile. They are closest where an agent's groups spend most of their steps, and where on
-CPUs each slot adds to a step's time."""
+"""Each count is a program to compile. They are densest where groups spend most steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,10 +17,10 @@ class EngineShapes:
     Attributes:
         max_model_len: most ids in one context.
         max_concurrent_decodes: most slots of one dispatch.
-        kv_cache_tokens: positions whose KV is kept, of contexts that run or wait for a turn; at least one context fits.
+        kv_cache_tokens: positions of the KV cache; at least one context fits.
         decode_steps: most steps of one dispatch.
         prefill_buckets: padded chunk lengths, ascending.
-        patch_buckets: numbers of patches looked at together, ascending; for models that see.
+        patch_buckets: numbers of image patches encoded together, ascending; for vision models.
     """
 
     max_model_len: int
@@ -53,18 +52,18 @@ class EngineShapes:
 
     @property
     def slot_buckets(self) -> tuple[int, ...]:
-        """Slot counts compiled for, and the maximum."""
+        """Slot counts compiled for, the maximum included."""
         return (*(s for s in SLOT_COUNTS if s < self.max_concurrent_decodes), self.max_concurrent_decodes)
 
     @property
     def span_buckets(self) -> tuple[int, ...]:
-        """Positions of a context compiled for: quarters of the longest where that is at least 64, and all, in pages."""
+        """Context lengths compiled for: quarters of the longest of at least 64, and all, in whole pages."""
         quarters = {whole(-(-self.cache_length * i // 4), self.page) for i in (1, 2, 3, 4)}
         return tuple(sorted(q for q in quarters if q >= min(64, self.cache_length)))
 
     @property
     def prefill_spans(self) -> tuple[int, ...]:
-        """Positions a prompt chunk attends to: none, half of the longest context, all."""
+        """Cached positions a prompt chunk attends to: none, half of the longest context, all."""
         return (0, *self.span_buckets[::-2][::-1])
 
     @property
@@ -75,19 +74,20 @@ class EngineShapes:
 
 
 def whole(count: int, unit: int) -> int:
-    """The least multiple of ``unit`` that is not below ``count``."""
+    """Round ``count`` up to a multiple of ``unit``."""
     return -(-count // unit) * unit
 
 
 def page_size(max_model_len: int) -> int:
-    """32, so that little of a last page is empty; for long contexts 128: a TPU's tile, and fewer to look after."""
+    """Return 32, so that last pages waste little; for long contexts 128, a TPU tile and fewer pages."""
     return 32 if max_model_len < 1024 else 128
 
 
 def kv_cache_tokens(max_model_len: int, slots: int, in_flight: int) -> int:
-    """What a cache keeps where nothing else is said: enough for every slot to run to the end of the longest context, so
-    that nothing is preempted, and half of it for every other trajectory in flight. They are at all stages of their
-    lives, and those of a group share their prompt.
+    """Return the default size of the KV cache, in positions.
+
+    Every slot can reach the longest context without preemption, and every other trajectory in flight has half of it,
+    since they are at all stages and groups share their prompt.
 
     >>> kv_cache_tokens(4096, slots=32, in_flight=256)
     589824
@@ -97,7 +97,7 @@ def kv_cache_tokens(max_model_len: int, slots: int, in_flight: int) -> int:
 
 
 def prefill_buckets(longest: int) -> tuple[int, ...]:
-    """Chunk lengths for prompts up to ``longest``, and for the shorter chunks that later turns bring.
+    """Return chunk lengths for prompts up to ``longest``, and shorter ones for later turns.
 
     >>> prefill_buckets(512), prefill_buckets(1000), prefill_buckets(30000)
     ((32, 128, 512), (32, 128, 512, 1024), (32, 128, 512, 2048))
@@ -107,5 +107,5 @@ def prefill_buckets(longest: int) -> tuple[int, ...]:
 
 
 def bucket(buckets: tuple[int, ...], need: int) -> int:
-    """Smallest bucket >= need; the largest if none is."""
+    """Return the smallest bucket >= need, or the largest."""
     return next((b for b in buckets if b >= need), buckets[-1])

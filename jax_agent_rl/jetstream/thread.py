@@ -1,14 +1,14 @@
-"""The one thread in which an engine runs, and how the asyncio side reaches it.
+"""The thread an engine runs in, and how the asyncio side reaches it.
 
 ::
 
     asyncio side                                      the thread
-    post(command), call(function) ──► commands ──►    each command, then one turn of the work, and again
+    post(command), call(function) ──► commands ──►    each command, then one turn of the work, repeatedly
         ▲                                                │
         └──── futures, one loop call a turn ◄──settle, tell
 
-Commands run between turns, so pausing, aborting and taking weights never meet a half-done step. The thread sleeps on a
-condition while it has neither commands nor work. Whatever ends it, every future that waits for it is told why.
+Commands run between turns, so pauses, aborts and weight updates never interrupt a step. The thread sleeps on a
+condition while it has neither commands nor work. When it ends, every pending future gets the reason.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from jax_agent_rl.errors import BackendClosedError, BackendError, EngineDiedErro
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-BURST_GAP_SECONDS = 0.001  # an idle engine takes up work when no request has come for this long,
+BURST_GAP_SECONDS = 0.001  # an idle engine starts once no request has come for this long,
 BURST_SECONDS = 0.02  # or this long after the first
 
 
 class EngineWork(Protocol):
-    """What the thread does; all of it runs there."""
+    """The work of the thread; all of it runs there."""
 
     def set_up(self) -> None:
-        """Once, before anything else."""
+        """Prepare; called once, first."""
         ...
 
     def has_work(self) -> bool:
-        """Whether a turn would do something though no command came."""
+        """Whether a turn would do something without a command."""
         ...
 
     def turn(self) -> None:
-        """One step, after the commands that came."""
+        """Run one step, after pending commands."""
         ...
 
 
 class EngineThread:
-    """See the module docstring. All but ``settle`` and ``tell`` is for the asyncio side.
+    """The thread of the module docstring. All but ``settle`` and ``tell`` are for the asyncio side.
 
     Args:
         on_end: called on the asyncio side when the thread ends, with the reason.
@@ -70,7 +70,7 @@ class EngineThread:
         return self._thread is not None and self._thread.is_alive()
 
     async def start(self, work: EngineWork) -> None:
-        """Returns when the work is set up; what that raises is raised here."""
+        """Start the thread and wait until the work is set up; raise what that raises."""
         if self._thread is not None:
             raise BackendError("the backend was already started")
         self._loop = asyncio.get_running_loop()
@@ -87,15 +87,17 @@ class EngineThread:
             await asyncio.to_thread(self._thread.join)
 
     def post(self, command: Callable[[], object], promise: asyncio.Future | None = None) -> None:
-        """Queues a command.
+        """Queue a command.
 
         Args:
-            promise: what the command settles, now or later; if the thread ends before, it is told why.
+            command: runs in the thread.
+            promise: a future the command settles, now or later; fails if the thread ends first.
 
         Raises:
-            EngineDiedError, BackendClosedError: there is no thread (any more).
+            EngineDiedError: the engine died.
+            BackendClosedError: the backend is closed, or not started.
         """
-        with self._wake:  # the thread ends under this lock, too: no command comes after its end
+        with self._wake:  # the thread also ends under this lock, so no command comes after its end
             if self._failure:
                 raise EngineDiedError(self._failure)
             if self._closing or self._thread is None:
@@ -109,13 +111,13 @@ class EngineThread:
             self._wake.notify()
 
     async def call(self, function: Callable[[], T]) -> T:
-        """Runs a function on the thread, between turns, and returns its result."""
+        """Run a function on the thread, between turns, and return its result."""
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
 
         def command() -> None:
             try:
                 result = function()
-            except Exception as error:  # handed to the caller, whose mistake or engine it is
+            except Exception as error:  # raised in the caller
                 self.settle(future, error=error)
             else:
                 self.settle(future, result)
@@ -126,11 +128,11 @@ class EngineThread:
     # --- the thread -------------------------------------------------------------------------------------------
 
     def settle(self, future: asyncio.Future, result: Any = None, *, error: Exception | None = None) -> None:
-        """Answers one who waits on the asyncio side."""
+        """Settle a future of the asyncio side."""
         self.tell(_settle, future, result, error)
 
     def tell(self, function: Callable[..., None], *args: Any) -> None:
-        """Calls into the asyncio loop; a loop that is gone has nobody left to tell."""
+        """Call a function in the asyncio loop, unless the loop is closed."""
         try:
             self._loop.call_soon_threadsafe(function, *args)
         except RuntimeError:
@@ -154,7 +156,7 @@ class EngineThread:
             self._end(BackendClosedError("the backend was closed before this ended"))
 
     def _serve_once(self, work: EngineWork) -> bool:
-        """Commands, then one turn; False when it is time to end."""
+        """Run commands, then one turn; return False when closing."""
         with self._wake:
             if not (self._closing or self._commands or work.has_work()):
                 self._wait_for_commands()
@@ -168,8 +170,9 @@ class EngineThread:
         return True
 
     def _wait_for_commands(self) -> None:
-        """Sleeps until there is something to do, then a moment more: requests come in bursts, and the first of one
-        would otherwise decode alone while the others wait for its dispatch to end.
+        """Sleep until a command comes, then until the burst of requests ends.
+
+        Otherwise the first request of a burst would decode alone while the others wait for its dispatch.
         """
         while not (self._closing or self._commands):
             self._wake.wait()
@@ -191,7 +194,7 @@ class EngineThread:
 
 
 def _settle(future: asyncio.Future, result: Any, error: Exception | None) -> None:
-    if future.done():  # its caller went away, or the thread ended first
+    if future.done():  # the caller went away, or the thread ended first
         return
     if error is not None:
         future.set_exception(error)

@@ -1,17 +1,21 @@
-"""An engine for models that see. Shapes: R chunks of T ids, P patches, N features (P / merge_size²), D hidden.
+"""Images in the engine: processed beside its thread, encoded when their placeholder ids are prefilled.
 
 ::
 
-    pictures of all new ids ──tower──► features [N, D] ──lay──► in place of embeddings ──chunks──► keys, values
-                              one program per                one program per chunk
-                              number of patches              and features
+    ImageReader                VisionEngine
+    request ──► patches ──►    new images ──tower──► features [N, D] ──scatter──► placeholder embeddings ──► prefill
+                                        one program per              one program per chunk size
+                                        number of patches            and number of features
 
-A picture is looked at when its ids are prefilled; who continues, forks or repeats that context finds keys and values in
-the cache. What was laid once makes the programs of chunks the same with pictures and without.
+Contexts that continue, fork or repeat find an image's keys and values in the cache. Features are scattered to one slot
+per id of a chunk, so the prefill programs have the same shapes with images as without.
+
+Shapes: R chunks of T ids, P patches, N features (P / merge_size²), D hidden.
 """
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -21,67 +25,134 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_agent_rl.jetstream.decode_batch import DecodeBatch
-from jax_agent_rl.jetstream.engine import PREFILL_ROWS, EngineShapes, Extension, JaxEngine, bucket, unheard
+from jax_agent_rl.errors import BackendError, TokenDriftError
+from jax_agent_rl.jetstream.decode_batch import DecodeBatch, Extension
+from jax_agent_rl.jetstream.engine import PREFILL_ROWS, JaxEngine, silent
 from jax_agent_rl.jetstream.forward import EngineParams
 from jax_agent_rl.jetstream.kv import KVCache
+from jax_agent_rl.jetstream.shapes import EngineShapes, bucket
 from jax_agent_rl.models.config import DecoderConfig
+from jax_agent_rl.models.vision.context import MultimodalContext, VisionProcessor
 from jax_agent_rl.models.vision.image_processor import ProcessedImage
 from jax_agent_rl.models.vision.layout import ImageInputs, layout
 from jax_agent_rl.models.vision.tower import features
+from jax_agent_rl.rollout.protocol import GenerateRequest
+
+
+class ImageReader:
+    """Processes the images of requests in worker threads, as it takes longer than a decode step.
+
+    Args:
+        vision_processor: the model's; None for an engine without images.
+        most_patches: of one image: what the engine's largest program takes.
+    """
+
+    def __init__(self, vision_processor: VisionProcessor | None, *, most_patches: int) -> None:
+        self._vision_processor = vision_processor
+        self._most_patches = most_patches
+        self._reading: dict[str, asyncio.Event] = {}
+
+    @property
+    def kinds(self) -> frozenset[str]:
+        """Kinds of media the engine takes."""
+        return frozenset(self._vision_processor.vision.placeholders if self._vision_processor else ())
+
+    async def read(self, request: GenerateRequest) -> MultimodalContext | None:
+        """Process a request's images; None if it has none.
+
+        Raises:
+            BackendError: an image cannot be processed, exceeds the patch buckets, or is of an unsupported kind.
+            TokenDriftError: the placeholder ids do not match the images.
+        """
+        if not any(request.multi_modal.values()):
+            return None
+        done = self._reading[request.request_id] = asyncio.Event()
+        try:
+            return await asyncio.to_thread(self._read, request)
+        finally:
+            del self._reading[request.request_id]
+            done.set()
+
+    async def wait(self, request_id: str) -> None:
+        """Wait until a request's images are no longer being read."""
+        if done := self._reading.get(request_id):
+            await done.wait()
+
+    def _read(self, request: GenerateRequest) -> MultimodalContext:
+        name = f"request {request.request_id!r}"
+        if self._vision_processor is None or request.multi_modal.keys() - self.kinds:
+            supported = sorted(self.kinds) or "no images"
+            raise BackendError(f"{name} contains {sorted(request.multi_modal)}, but this engine takes {supported}")
+        try:
+            images = self._vision_processor.read(request.multi_modal)
+        except ValueError as error:
+            raise BackendError(f"{name}: {error}") from None
+        try:
+            multimodal = self._vision_processor.make_context(request.prompt_ids, images)
+        except ValueError as error:
+            raise TokenDriftError(f"{name}: {error}") from None
+        largest = max(len(image.patches) for image in multimodal.images)
+        if largest > self._most_patches:
+            raise BackendError(
+                f"{name} contains an image of {largest} patches, the engine takes {self._most_patches}; add "
+                f"{largest} to rollout.jetstream.patch_buckets, or lower model.max_pixels"
+            )
+        if multimodal.spans[-1].stop == len(request.prompt_ids):
+            raise BackendError(f"{name} ends with an image; text must follow it (a generation prompt, say)")
+        return multimodal
 
 
 class VisionEngine(JaxEngine):
-    """An engine whose extensions may show pictures: those of their contexts that stand behind their first id."""
+    """A :class:`JaxEngine` for vision models: extensions may contain images from their first id on."""
 
     def __init__(self, config: DecoderConfig, shapes: EngineShapes, **options: Any) -> None:
         super().__init__(config, shapes, **options)
-        assert config.vision is not None  # by who chose this engine
+        assert config.vision is not None  # the backend checks
         self._vision = config.vision
-        self._looked: dict[bytes, tuple[jax.Array, int]] = {}  # digest: features [N, D], index of the first
+        self._encoded: dict[bytes, tuple[jax.Array, int]] = {}  # digest: features [N, D], index of the first
         self._blank = functools.cache(lambda rows, size: jnp.zeros((rows, size, config.hidden_size), self._dtype))
 
     @property
     def patch_buckets(self) -> tuple[int, ...]:
-        """Numbers of patches compiled for: whole windows."""
+        """Numbers of patches compiled for, in whole windows."""
         window = self._vision.window_patches
         return tuple(sorted({-(-size // window) * window for size in self.shapes.patch_buckets}))
 
     def extend(self, params: EngineParams, cache: KVCache, extensions: Sequence[Extension]) -> KVCache:
-        """As :meth:`JaxEngine.extend`, after a look at the pictures."""
+        """Encode the new images, then prefill as :meth:`JaxEngine.extend` does."""
         new = {
-            picture.digest: picture
+            image.digest: image
             for extension in extensions
             if (multimodal := extension.multimodal) is not None
-            for picture, span in zip(multimodal.pictures, multimodal.spans, strict=True)
+            for image, span in zip(multimodal.images, multimodal.spans, strict=True)
             if span.stop > extension.start
         }
         try:
-            for some in _together(list(new.values()), self.patch_buckets[-1]):
-                self._look(params, some)
+            for images in _batches(list(new.values()), self.patch_buckets[-1]):
+                self._encode(params, images)
             return super().extend(params, cache, extensions)
         finally:
-            self._looked.clear()
+            self._encoded.clear()
 
     def decode(
         self, params: EngineParams, cache: KVCache, slots: DecodeBatch, steps: int, exit_after: int
     ) -> tuple[KVCache, np.ndarray, np.ndarray]:
-        """As :meth:`JaxEngine.decode`; slots without offsets have seen nothing."""
+        """Decode as :meth:`JaxEngine.decode` does; slots without offsets hold no images."""
         if slots.offsets is None:
             slots = replace(slots, offsets=np.zeros(len(slots.tokens), np.int32))
         return super().decode(params, cache, slots, steps, exit_after)
 
-    def warm_up(self, params: EngineParams, cache: KVCache, say: Callable[[str], None] = unheard) -> KVCache:
-        """As :meth:`JaxEngine.warm_up`, and the programs that look."""
-        looks = self._looks() if self._compile_ahead else []
-        for number, (size, rows, chunk) in enumerate(looks, 1):
-            say(f"compiling a look at {size} patches for {rows} x {chunk} ({number} of {len(looks)})")
-            found = self._features(params, [], size)
-            self._lay(self._blank(rows, chunk), found, np.full(chunk, -1, np.int32), 0)
+    def warm_up(self, params: EngineParams, cache: KVCache, say: Callable[[str], None] = silent) -> KVCache:
+        """Warm up as :meth:`JaxEngine.warm_up` does, with the image programs first."""
+        shapes = self._image_program_shapes() if self._compile_ahead else []
+        for number, (size, rows, chunk) in enumerate(shapes, 1):
+            say(f"compiling {size} image patches for {rows} x {chunk} ({number} of {len(shapes)})")
+            encoded = self._features(params, [], size)
+            self._scatter(self._blank(rows, chunk), encoded, np.full(chunk, -1, np.int32), 0)
         return super().warm_up(params, cache, say)
 
-    def _looks(self) -> list[tuple[int, int, int]]:
-        """Numbers of patches, rows and ids that are looked at together."""
+    def _image_program_shapes(self) -> list[tuple[int, int, int]]:
+        """Return (patches, rows, ids) of all programs that scatter features."""
         return [
             (size, rows, chunk)
             for size in self.patch_buckets
@@ -90,77 +161,76 @@ class VisionEngine(JaxEngine):
         ]
 
     def program_keys(self) -> set[tuple]:
-        """As :meth:`JaxEngine.program_keys`, and the programs that look."""
+        """Return the keys of all programs, those for images included."""
         merged = self._vision.merge_size**2
-        lay = {("lay", rows, chunk, size // merged) for size, rows, chunk in self._looks()}
-        return super().program_keys() | lay | {("tower", size) for size in self.patch_buckets}
+        scatter = {("scatter", rows, chunk, size // merged) for size, rows, chunk in self._image_program_shapes()}
+        return super().program_keys() | scatter | {("tower", size) for size in self.patch_buckets}
 
-    def _look(self, params: EngineParams, pictures: Sequence[ProcessedImage]) -> None:
-        """Computes the features of pictures that fit a program together."""
-        count = sum(len(picture.patches) for picture in pictures)
-        found, first = self._features(params, pictures, bucket(self.patch_buckets, count)), 0
-        for picture in pictures:
-            self._looked[picture.digest] = found, first
-            first += len(picture.patches) // self._vision.merge_size**2
+    def _encode(self, params: EngineParams, images: Sequence[ProcessedImage]) -> None:
+        """Compute the features of images that fit one program together."""
+        count = sum(len(image.patches) for image in images)
+        encoded, first = self._features(params, images, bucket(self.patch_buckets, count)), 0
+        for image in images:
+            self._encoded[image.digest] = encoded, first
+            first += len(image.patches) // self._vision.merge_size**2
 
-    def _features(self, params: EngineParams, pictures: Sequence[ProcessedImage], size: int) -> jax.Array:
-        """[N, D] of ``size`` patches."""
+    def _features(self, params: EngineParams, images: Sequence[ProcessedImage], size: int) -> jax.Array:
+        """Return features [N, D] of images padded to ``size`` patches."""
         patches = np.zeros((size, self._vision.patch_dim), np.float32)
-        if pictures:
-            joined = np.concatenate([picture.patches for picture in pictures])
+        if images:
+            joined = np.concatenate([image.patches for image in images])
             patches[: len(joined)] = joined
-        where = layout(self._vision, [picture.grid for picture in pictures], size)
+        where = layout(self._vision, [image.grid for image in images], size)
         program = functools.partial(features, self._vision)
-        return self._call(("tower", size), program, (), params.vision, patches, where, out=self._everywhere)
+        return self._call(("tower", size), program, (), params.vision, patches, where, out=self._replicated)
 
-    def _lay(self, chunks: jax.Array, found: jax.Array, index: np.ndarray, row: int) -> jax.Array:
-        key = ("lay", *chunks.shape[:2], len(found))
-        return self._call(key, _laid, (), chunks, found, index, np.int32(row), out=self._everywhere)
+    def _scatter(self, chunks: jax.Array, encoded: jax.Array, index: np.ndarray, row: int) -> jax.Array:
+        key = ("scatter", *chunks.shape[:2], len(encoded))
+        return self._call(key, _scattered, (), chunks, encoded, index, np.int32(row), out=self._replicated)
 
-    def _pictures(self, some: Sequence[Extension], rows: int, size: int) -> ImageInputs:
-        """Every id of a chunk has a place of its own for a feature."""
+    def _image_inputs(self, extensions: Sequence[Extension], rows: int, size: int) -> ImageInputs:
         positions = np.zeros((rows, size, 3), np.int32)
-        places = np.full((rows, size), -1, np.int32)
+        feature_index = np.full((rows, size), -1, np.int32)
         chunks = self._blank(rows, size)
-        for row, extension in enumerate(some):
+        for row, extension in enumerate(extensions):
             start, context = extension.start, extension.multimodal
             if context is None:
                 positions[row] = start + np.arange(size)[:, None]
                 continue
-            mine = context.positions[start : start + size]
-            positions[row] = (start + context.offset + np.arange(size))[:, None]  # of ids sampled behind it
-            positions[row, : len(mine)] = mine
-            for found, index in self._indices(extension, size):
-                chunks = self._lay(chunks, found, index, row)
-                places[row] = np.where(index >= 0, np.arange(size), places[row])
-        return ImageInputs(positions, chunks, places)
+            own = context.positions[start : start + size]
+            positions[row] = (start + context.offset + np.arange(size))[:, None]  # of ids sampled after the prompt
+            positions[row, : len(own)] = own
+            for encoded, index in self._indices(extension, size):
+                chunks = self._scatter(chunks, encoded, index, row)
+                feature_index[row] = np.where(index >= 0, np.arange(size), feature_index[row])
+        return ImageInputs(positions, chunks, feature_index)
 
     def _indices(self, extension: Extension, size: int) -> Iterator[tuple[jax.Array, np.ndarray]]:
-        """Features that a chunk shows, with int32 [T]: which of them stands at each id, -1 for none."""
+        """Yield a chunk's features with int32 [T]: the feature at each id, -1 for none."""
         context, start = extension.multimodal, extension.start
         assert context is not None
         indices: dict[int, tuple[jax.Array, np.ndarray]] = {}
-        for picture, span in zip(context.pictures, context.spans, strict=True):
+        for image, span in zip(context.images, context.spans, strict=True):
             begin, end = max(span.start, start), min(span.stop, start + size)
             if begin < end:
-                found, first = self._looked[picture.digest]
-                _, index = indices.setdefault(id(found), (found, np.full(size, -1, np.int32)))
+                encoded, first = self._encoded[image.digest]
+                _, index = indices.setdefault(id(encoded), (encoded, np.full(size, -1, np.int32)))
                 index[begin - start : end - start] = first + np.arange(begin - span.start, end - span.start)
         yield from indices.values()
 
 
-def _laid(chunks: jax.Array, found: jax.Array, index: jax.Array, row: jax.Array) -> jax.Array:
-    """Chunks [R, T, D] with features [N, D] in one of them, where ``index`` int32 [T] is not negative."""
-    return chunks.at[row].set(jnp.where(index[:, None] >= 0, found[index].astype(chunks.dtype), chunks[row]))
+def _scattered(chunks: jax.Array, encoded: jax.Array, index: jax.Array, row: jax.Array) -> jax.Array:
+    """Return chunks [R, T, D] with features [N, D] in one row, where ``index`` int32 [T] is not negative."""
+    return chunks.at[row].set(jnp.where(index[:, None] >= 0, encoded[index].astype(chunks.dtype), chunks[row]))
 
 
-def _together(pictures: Sequence[ProcessedImage], most: int) -> Iterator[list[ProcessedImage]]:
-    """Pictures in order, as many together as have at most ``most`` patches."""
-    some: list[ProcessedImage] = []
-    for picture in pictures:
-        if some and sum(len(p.patches) for p in (*some, picture)) > most:
-            yield some
-            some = []
-        some.append(picture)
-    if some:
-        yield some
+def _batches(images: Sequence[ProcessedImage], most: int) -> Iterator[list[ProcessedImage]]:
+    """Yield images in order, as many together as have at most ``most`` patches."""
+    batch: list[ProcessedImage] = []
+    for image in images:
+        if batch and sum(len(i.patches) for i in (*batch, image)) > most:
+            yield batch
+            batch = []
+        batch.append(image)
+    if batch:
+        yield batch

@@ -1,13 +1,14 @@
-"""The learner's parameters into an engine's memory, from device to device.
+"""Transfer of the learner's parameters into an engine's memory, from device to device.
 
 ::
 
     same devices    learner's layout ──one program──► engine's layout and precision, in the old weights' memory
-    other devices   learner's layout ──one program──► the same on the learner's devices, split as far as they go
+    other devices   learner's layout ──one program──► engine's layout, sharded over the learner's devices
                                      ──shard by shard──► engine's devices
+    other hosts     learner's layout ──all-gather per parameter──► all processes ──► each one's engine
 
-No byte passes through the host and no device ever holds more than its part: where the learner has enough devices each
-shard of the engine is made on one of them and crosses by itself, and where it has fewer, a shard is cut there.
+No byte passes through the host and no device holds more than its part: with enough learner devices each shard of the
+engine is made on one of them and transferred by itself; with fewer, a shard is cut there.
 """
 
 from __future__ import annotations
@@ -33,13 +34,14 @@ Devices = tuple[Device, ...]
 
 
 class WeightLoader:
-    """Takes parameters for one engine.
+    """Loads parameters into one engine.
 
     Args:
-        model: the model; ``config`` is it with the engine's key/value heads.
+        model: the model.
+        config: the model with the engine's key/value heads.
         mesh: the engine's.
         dtype: of its weights.
-        quantize: of the matrices of its layers, see ``jetstream.forward.engine_params``.
+        quantize: of its layers' matrices, see ``jetstream.forward.engine_params``.
         call: runs a program, as ``ProgramTable.call``.
     """
 
@@ -58,16 +60,14 @@ class WeightLoader:
         self._arrange = functools.partial(engine_params, config, dtype=dtype, quantize=quantize)
 
     def __call__(self, params: Params, old: EngineParams | None = None) -> EngineParams:
-        """The engine's own copy; no reference to ``params`` is kept.
+        """Copy parameters into the engine's layout; no reference to ``params`` is kept.
 
         Args:
-            params: the learner's tree, on any devices of this process or on the host. If it is only described, so is
-                what comes back.
-            old: weights whose memory may be taken: they are gone afterwards, perhaps even if this fails. None takes
-                new memory.
+            params: the learner's tree, on any devices of this process or on the host. Shapes give shapes.
+            old: weights whose memory is reused: they are freed, perhaps even if this fails. None takes new memory.
         """
         if old is not None and isinstance(old.embed, np.ndarray):
-            old = None  # they wait on the host
+            old = None  # asleep, on the host
         params = jax.tree.map(self._on_devices, params, parameter_places(self._model, self._mesh))
         source = _devices_of(params["embed"])
         shapes = jax.eval_shape(self._arrange, params)
@@ -83,15 +83,13 @@ class WeightLoader:
             ("staged weights", _layouts(params)), self._arrange, (), params,
             place=replicated(stage), out=engine_places(shapes, stage),
         )  # fmt: skip
-        jax.block_until_ready(staged)  # what fails on the learner's devices leaves the old weights as they are
+        jax.block_until_ready(staged)  # a failure on the learner's devices leaves the old weights intact
         for x in jax.tree.leaves(old):
             x.delete()
         return jax.tree.map(moved, staged, places)
 
     def _on_devices(self, x: jax.Array | np.ndarray, sharding: NamedSharding) -> jax.Array:
-        """What comes from the host is laid out; and on a lone device all arrays are named alike, without a copy, so
-        that one program takes them.
-        """
+        """Put host arrays on devices, and give all arrays of a lone device the same sharding, without a copy."""
         if isinstance(x, np.ndarray):
             return jax.device_put(x, sharding)
         at_home = len(self._devices) == 1 and self._devices == _devices_of(x)
@@ -105,7 +103,7 @@ class WeightLoader:
 
 
 def staging_mesh(engine: Mesh, devices: Devices) -> Mesh:
-    """The engine's mesh on other devices: its axes as far as their number goes, copies over what is left."""
+    """Return the engine's mesh on other devices: its axes as far as their number allows, replicated over the rest."""
     expert = math.gcd(engine.shape["expert"], len(devices))
     whole = expert == engine.shape["expert"]  # else shards of both axes would not nest
     tensor = math.gcd(engine.shape["tensor"], len(devices) // expert) if whole else 1
@@ -115,9 +113,9 @@ def staging_mesh(engine: Mesh, devices: Devices) -> Mesh:
 
 
 def moved(x: jax.Array, sharding: NamedSharding) -> jax.Array:
-    """An array on other devices, every shard cut from one that holds it; copies of a shard are read in turn.
+    """Copy an array to other devices, cutting each shard from one that contains it; replicas are read in turn.
 
-    ``jax.device_put`` would gather on the host what is not split alike.
+    ``jax.device_put`` would gather differently sharded arrays on the host.
     """
     if isinstance(x, jax.ShapeDtypeStruct):
         return place(x, sharding)
@@ -137,10 +135,46 @@ def _within(inner: Bounds, outer: Bounds) -> bool:
 
 
 def _devices_of(x: jax.Array) -> Devices:
-    """In the order in which programs run on them."""
+    """Return the devices in the order programs use them."""
     return tuple(x.sharding.devices_indices_map(x.shape))
 
 
 def _layouts(params: Params) -> tuple:
-    """Names a program by where its arguments lie."""
+    """Return dtypes and shardings of arguments, as part of a program's key."""
     return tuple((x.dtype.name, x.sharding) for x in jax.tree.leaves(params))
+
+
+class GatherParams:
+    """Copies parameters from a mesh of all processes to each process's engine.
+
+    All processes must call it, in the same order as their other joint computations. No device holds more than its
+    engine's part of the model and one parameter.
+
+    Args:
+        model: the model.
+        mesh: of this process's engine; the others have the same.
+        dtype: of the copies.
+    """
+
+    def __init__(self, model: DecoderConfig, mesh: Mesh, *, dtype: str) -> None:
+        self._dtype = jnp.dtype(dtype)
+        self._local = parameter_places(model, mesh)
+        self._all_processes = parameter_places(model, on_every_process(mesh))
+
+    def __call__(self, params: Params) -> Params:
+        """Return this process's copy, valid until the learner's next update, as it may share the learner's memory."""
+        return jax.tree.map(self._copy, params, self._all_processes, self._local)
+
+    def _copy(self, x: jax.Array, all_processes: NamedSharding, local: NamedSharding) -> jax.Array:
+        whole = jax.device_put(x.astype(self._dtype), all_processes)
+        copy = moved(whole, local)
+        # One by one, or the next parameters would be gathered before this one is freed.
+        return jax.block_until_ready(copy)
+
+
+def on_every_process(engine: Mesh) -> Mesh:
+    """Return a mesh of all devices of all processes, made of copies of an engine's mesh."""
+    owners = (tuple(jax.local_devices(process_index=number)) for number in range(jax.process_count()))
+    parts = [staging_mesh(engine, devices).devices for devices in owners]
+    devices = np.concatenate(parts, axis=MESH_AXES.index("data"))
+    return Mesh(devices, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))

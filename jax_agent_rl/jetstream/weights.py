@@ -1,4 +1,4 @@
-"""Whether an update's weights are those of the model served, and how files become arrays."""
+"""Validation of weight updates, and reading them from files."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ class ServedWeights:
     """Shapes and types of the parameters an engine serves.
 
     Args:
+        config: the model.
         params: the first ones; not kept.
-        mesh: the engine's: of files each device reads its part.
+        mesh: the engine's; each device reads its part of files.
     """
 
     def __init__(self, config: DecoderConfig, params: Params, mesh: Mesh) -> None:
@@ -35,10 +36,10 @@ class ServedWeights:
         self._structure = jax.tree.map(lambda x: (x.shape, x.dtype), params)
 
     def read(self, update: WeightUpdate) -> WeightUpdate:
-        """Files, or a folder of shards, to arrays in the learner's layout, which an engine then takes like any.
+        """Read files, or a folder of shards, into arrays in the learner's layout.
 
         Raises:
-            WeightUpdateError: they are not those that were sent, or not of this model.
+            WeightUpdateError: they are damaged, or of another model.
         """
         dtype = self._structure["embed"][1]
         if update.kind == "tensorstore":
@@ -57,10 +58,10 @@ class ServedWeights:
         return stored.read(self._config.parameter_shapes(), dtype=dtype, shardings=self._places)
 
     def check(self, update: WeightUpdate, version: int) -> None:
-        """Whether an update can follow ``version``.
+        """Check that an update can follow ``version``.
 
         Raises:
-            WeightUpdateError: it cannot; says why.
+            WeightUpdateError: it cannot.
         """
         if update.kind != "arrays" or update.partial:
             kind = f"kind={update.kind!r}, partial={update.partial}"
@@ -76,7 +77,7 @@ class ServedWeights:
 
 
 def _difference(old: Any, new: Any) -> str:
-    """The first parameter in which two trees of (shape, dtype) differ, in words."""
+    """Describe the first parameter in which two trees of (shape, dtype) differ."""
     is_leaf = lambda x: isinstance(x, tuple)  # noqa: E731
     before = {jax.tree_util.keystr(p): v for p, v in jax.tree_util.tree_leaves_with_path(old, is_leaf=is_leaf)}
     after = {jax.tree_util.keystr(p): v for p, v in jax.tree_util.tree_leaves_with_path(new, is_leaf=is_leaf)}

@@ -39,7 +39,7 @@ def state_values(
         batch["token_ids"],
         batch["positions"],
         batch["subtree_end"],
-        pictures=encode_images(model, params, batch, remat=remat, mesh=mesh),
+        images=encode_images(model, params, batch, remat=remat, mesh=mesh),
         remat=remat,
         mesh=mesh,
     )  # [R, T, D]

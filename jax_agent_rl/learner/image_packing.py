@@ -145,10 +145,10 @@ class ImagePacker:
         names = ImageKeys()
         self.keys = [names.keys(multimodal) for multimodal in self._shown]
         """For each sequence its ids, int32 [n], in which images have names: see ``ImageKeys.keys``."""
-        distinct = {image.digest: image for multimodal in self._shown for image in multimodal.pictures}
+        distinct = {image.digest: image for multimodal in self._shown for image in multimodal.images}
         self._images = list(distinct.values())  # in order of their names
         numbers = {digest: number for number, digest in enumerate(distinct)}
-        self._members = [np.array(sorted({numbers[p.digest] for p in s.pictures}), np.int64) for s in self._shown]
+        self._members = [np.array(sorted({numbers[p.digest] for p in s.images}), np.int64) for s in self._shown]
         self._sizes = np.array([len(image.patches) for image in self._images], np.int64)
         self._features = self._sizes // vision_processor.vision_processor.vision.merge_size**2
         self._first = np.cumsum(self._features) - self._features  # name of each image's first feature
@@ -223,7 +223,9 @@ def _show(vision_processor: VisionProcessor, sequence: Trajectory) -> Multimodal
     ids = np.asarray(sequence.prompt_ids + sequence.response_ids, np.int32)
     sampled = np.concatenate([np.zeros(len(sequence.prompt_ids), bool), np.asarray(sequence.response_mask, bool)])
     try:
-        multimodal = vision_processor.show(np.where(sampled, -1, ids), vision_processor.read(sequence.multi_modal))
+        multimodal = vision_processor.make_context(
+            np.where(sampled, -1, ids), vision_processor.read(sequence.multi_modal)
+        )
     except ValueError as error:
         raise ValueError(f"trajectory {sequence.trajectory_id}: {error}") from None
     return replace(multimodal, ids=ids)

@@ -116,7 +116,7 @@ def routed(
         positions,
         ends,
         copies,
-        pictures=encode_images(config, params, batch, remat=objective.remat, mesh=objective.mesh),
+        images=encode_images(config, params, batch, remat=objective.remat, mesh=objective.mesh),
         remat=objective.remat,
         mesh=objective.mesh,
     )

@@ -4,13 +4,13 @@ Shapes: B rows, T tokens, H query heads, K key/value heads, G = H / K, h head si
 queries at a time and are recomputed in the backward pass (Dao et al. 2022, FlashAttention, arXiv 2205.14135), so memory
 grows with T, not T², and a block's scores stay in cache. Blocks see no key to their right, which halves the work.
 
-A program for a TPU takes ``models.tree_kernel`` instead of the blocks written here, which XLA gets one by one: it
-compiles in seconds whatever the row's length, and leaves out blocks between which nothing is seen.
+TPU programs use ``models.tree_kernel`` instead of the unrolled blocks here: it compiles in seconds whatever the row's
+length, and skips fully masked blocks.
 
 Where the mesh axis ``context`` splits the tokens of a row, each shard gathers the keys and values of the whole row and
-attends with its own queries (as Llama 3 was trained: Grattafiori et al. 2024, arXiv 2407.21783, section 3.3.2). A tree
-mask needs no more than where those queries stand. Per layer that takes ``2 B K T h`` numbers of a shard, which is small
-beside activations: K is far below H, and all else stays split. A ring would hold less and wait at each of its hops.
+attends with its own queries (as Llama 3 was trained: Grattafiori et al. 2024, arXiv 2407.21783, section 3.3.2). The
+tree mask only needs their offset. This takes ``2 B K T h`` numbers per layer and shard, little beside activations, as K
+is far below H. Ring attention would hold less, but wait at each hop.
 """
 
 from __future__ import annotations
@@ -23,19 +23,18 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, PartitionSpec
 
 from jax_agent_rl.models import tree_kernel
-from jax_agent_rl.models.by_platform import by_platform
-from jax_agent_rl.models.mesh import ROWS
+from jax_agent_rl.models.mesh import ROWS, by_platform
 from jax_agent_rl.models.tree_mask import MASK_VALUE, TreeMask
 
 BLOCK = 128
 SAVED = "attention"
-"""Name of what the backward pass takes from the forward one, for a rematerialisation policy to keep it."""
+"""Checkpoint name of what the backward pass reuses, for rematerialization policies."""
 
 
 def sharded_tree_attention(
     q: jax.Array, k: jax.Array, v: jax.Array, tree_mask: TreeMask, mesh: Mesh | None = None
 ) -> jax.Array:
-    """:func:`tree_attention` of arrays split over a mesh: rows, heads, and over the axis ``context`` tokens."""
+    """Run :func:`tree_attention` on a mesh that splits rows, heads and, over ``context``, tokens."""
     if mesh is None:
         return tree_attention(q, k, v, tree_mask)
 
@@ -49,25 +48,27 @@ def sharded_tree_attention(
     copies = _head_copies(q.shape[1], k.shape[1], mesh.shape["tensor"])
     k, v = (jnp.repeat(x, copies or 1, axis=1) for x in (k, v))
     split, whole = PartitionSpec(ROWS, "tensor" if copies else None, "context"), PartitionSpec(ROWS)
-    sights = jax.tree.map(lambda x: whole if x.ndim else PartitionSpec(), tree_mask)
-    run = jax.shard_map(shard, mesh=mesh, in_specs=(split, split, split, sights), out_specs=split, check_vma=False)
+    mask_specs = jax.tree.map(lambda x: whole if x.ndim else PartitionSpec(), tree_mask)
+    run = jax.shard_map(shard, mesh=mesh, in_specs=(split, split, split, mask_specs), out_specs=split, check_vma=False)
     return run(q, k, v, tree_mask)
 
 
 def _head_copies(heads: int, kv_heads: int, shards: int) -> int:
-    """How often each key/value head is repeated so that all heads divide; 0: they never do, and every shard has all."""
+    """Return how often to repeat key/value heads so that all heads divide; 0 if they never do: replicate them."""
     copies = shards // math.gcd(kv_heads, shards)
     return copies if heads % (kv_heads * copies) == 0 else 0
 
 
 @jax.custom_vjp
 def tree_attention(q: jax.Array, k: jax.Array, v: jax.Array, tree_mask: TreeMask) -> jax.Array:
-    """Dot-product attention over trees.
+    """Compute dot-product attention over token trees.
 
     Args:
         q: [B, H, Q, h], already scaled; heads of one key/value head are adjacent. Q is T without
             ``tree_mask.offset``.
-        k, v: [B, K, T, h].
+        k: [B, K, T, h].
+        v: [B, K, T, h].
+        tree_mask: of the B rows.
 
     Returns:
         [B, H, Q, h].
@@ -76,7 +77,7 @@ def tree_attention(q: jax.Array, k: jax.Array, v: jax.Array, tree_mask: TreeMask
 
 
 def _forward(q: jax.Array, k: jax.Array, v: jax.Array, tree_mask: TreeMask) -> tuple[jax.Array, jax.Array]:
-    """The output, and the log of each softmax's normalizer, float32 [B, H, Q]."""
+    """Return the output, and the log of each softmax's normalizer, float32 [B, H, Q]."""
     return by_platform(q, k, v, tree_mask, tpu=tree_kernel.forward, default=_forward_by_blocks)
 
 
@@ -137,14 +138,14 @@ tree_attention.defvjp(_save, _backward)
 
 
 def _blocks(q: jax.Array, k: jax.Array, tree_mask: TreeMask) -> list[tuple[int, int, int]]:
-    """Begin and end of each block of queries, and how many keys it looks at: all, where its place is not static."""
+    """Return begin and end of each block of queries, and its number of keys: all, if the offset is dynamic."""
     length = q.shape[2]
     ends = [(begin, min(begin + BLOCK, length)) for begin in range(0, length, BLOCK)]
     return [(begin, end, end if tree_mask.offset is None else k.shape[2]) for begin, end in ends]
 
 
 def _scores(queries: jax.Array, keys: jax.Array, tree_mask: TreeMask, span: tuple[int, int]) -> jax.Array:
-    """Masked scores float32 [B, K, G·block, S] of the folded queries from ``span[0]`` to ``span[1]``."""
+    """Return masked scores float32 [B, K, G·block, S] of the folded queries from ``span[0]`` to ``span[1]``."""
     batch, kv_heads, folded, _ = queries.shape
     length, block = keys.shape[2], span[1] - span[0]
     bias = jnp.where(_visible(tree_mask, span, length), 0.0, MASK_VALUE)[:, None, None]
@@ -154,7 +155,7 @@ def _scores(queries: jax.Array, keys: jax.Array, tree_mask: TreeMask, span: tupl
 
 
 def _visible(tree_mask: TreeMask, span: tuple[int, int], keys: int) -> jax.Array:
-    """Bool [B, block, keys]: which of the first keys the queries of a block see."""
+    """Return bool [B, block, keys]: which of the first keys the queries of a block attend to."""
     index = jnp.arange(*span) + (0 if tree_mask.offset is None else tree_mask.offset)
     visible = (jnp.arange(keys) <= index[:, None]) & (index[:, None] < tree_mask.subtree_end[:, None, :keys])
     if tree_mask.window is None or tree_mask.positions is None:
@@ -164,12 +165,12 @@ def _visible(tree_mask: TreeMask, span: tuple[int, int], keys: int) -> jax.Array
 
 
 def _fold(x: jax.Array, kv_heads: int) -> jax.Array:
-    """[B, H, n, h] -> [B, K, G·n, h]: one product per key/value head instead of one per query head."""
+    """Fold [B, H, n, h] -> [B, K, G·n, h]: one product per key/value head instead of one per query head."""
     batch, _, _, size = x.shape
     return x.reshape(batch, kv_heads, -1, size)
 
 
 def _unfold(x: jax.Array, heads: int) -> jax.Array:
-    """[B, K, G·n, h] -> [B, H, n, h]"""
+    """Unfold [B, K, G·n, h] -> [B, H, n, h]."""
     batch, _, _, size = x.shape
     return x.reshape(batch, heads, -1, size)

@@ -1,4 +1,4 @@
-"""What a decoder is made of. Families (``models.families``) translate to and from Hugging Face's ``config.json``."""
+"""Model configurations. Families (``models.families``) translate to and from Hugging Face's ``config.json``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class LinearScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class Llama3Scaling:
-    """Llama 3.1's: long wavelengths stretched by ``factor``, short ones kept, a ramp between."""
+    """Llama 3.1's scaling: long wavelengths stretched by ``factor``, short ones kept, a ramp between."""
 
     factor: float
     low_freq_factor: float
@@ -27,11 +27,13 @@ class Llama3Scaling:
 
 @dataclass(frozen=True, kw_only=True)
 class Rope:
-    """Rotary position embedding: base ``theta`` and how long contexts stretch it.
+    """Rotary position embedding.
 
     Attributes:
-        sections: how many frequencies turn with time, row and column of a token; None where all turn with its
-            position (Wang et al. 2024, Qwen2-VL, arXiv 2409.12191, section 2.1).
+        theta: base.
+        scaling: for long contexts.
+        sections: number of frequencies for time, row and column of a token (M-RoPE: Wang et al. 2024, Qwen2-VL, arXiv
+            2409.12191, section 2.1); None if all use its position.
     """
 
     theta: float = 10000.0
@@ -45,9 +47,9 @@ class Experts:
 
     Attributes:
         count: E.
-        per_token: experts a token goes through.
+        per_token: experts per token.
         intermediate_size: F of one expert.
-        normalize: the chosen experts' probabilities are scaled to sum to 1.
+        normalize: scale the chosen experts' probabilities to sum to 1.
     """
 
     count: int
@@ -58,21 +60,21 @@ class Experts:
 
 @dataclass(frozen=True, kw_only=True)
 class VisionConfig:
-    """The tower of Qwen2.5-VL, that turns patches of pictures into features among the decoder's embeddings.
+    """The vision tower of Qwen2.5-VL, which encodes image patches as features among the decoder's embeddings.
 
     Attributes:
         num_layers: Hugging Face's ``depth``.
         out_size: of a feature, the decoder's ``hidden_size``.
         patch_size: pixels of a patch's side.
-        temporal_patch_size: frames of a video in one patch; an image is shown to all of them.
+        temporal_patch_size: frames of a video in one patch; an image is repeated for all.
         merge_size: patches of a square's side that become one feature.
         window_size: pixels of the side of a window; most layers attend within windows.
         full_attention_layers: those that attend within a whole image, or group of frames.
-        tokens_per_second: how far apart a second of video lies in rotary time.
+        tokens_per_second: rotary time steps per second of video.
         image_token_id: placeholder, one for each feature of an image.
         video_token_id: the same for videos.
-        vision_start_token_id: stands before an item's placeholders in chat templates.
-        vision_end_token_id: stands behind them.
+        vision_start_token_id: before an item's placeholders in chat templates.
+        vision_end_token_id: after them.
     """
 
     num_layers: int
@@ -92,7 +94,7 @@ class VisionConfig:
     vision_start_token_id: int
     vision_end_token_id: int
 
-    # What every tower of the family has, under the names that models.layers knows from decoders.
+    # Constants of the family, under the names models.layers expects of decoders.
     rms_norm_eps: ClassVar[float] = 1e-6
     norm_offset: ClassVar[float] = 0.0
 
@@ -107,7 +109,7 @@ class VisionConfig:
 
     @property
     def patch_dim(self) -> int:
-        """Numbers in a patch."""
+        """Values in a patch."""
         return self.in_channels * self.temporal_patch_size * self.patch_size**2
 
     @property
@@ -121,7 +123,7 @@ class VisionConfig:
         return (self.window_side * self.merge_size) ** 2
 
     def parameter_shapes(self) -> Params:
-        """As :meth:`DecoderConfig.parameter_shapes`."""
+        """Return shapes as :meth:`DecoderConfig.parameter_shapes` does."""
         d, f, merged = self.hidden_size, self.intermediate_size, self.hidden_size * self.merge_size**2
         layer = {"qkv": (3 * d, d), "qkv_bias": (3 * d,), "o": (d, d), "o_bias": (d,)}
         layer |= {"gate": (f, d), "up": (f, d), "down": (d, f), "gate_bias": (f,), "up_bias": (f,), "down_bias": (d,)}
@@ -145,9 +147,9 @@ class DecoderConfig:
         family: Hugging Face's ``model_type``.
         rope: of full-attention layers.
         qkv_bias: q, k and v have a bias.
-        qk_norm: q and k are RMS-normed per head.
+        qk_norm: q and k have an RMS norm per head.
         norm_offset: the norms multiply by ``offset + weight`` (Gemma stores weights around 0).
-        sandwich_norms: also what attention and feed-forward give is normed, before it is added.
+        sandwich_norms: outputs of attention and feed-forward are normed, too, before they are added.
         activation: of the gate.
         embed_scale: embeddings are multiplied by it.
         attention_scale: of scores; None means 1/sqrt(head_dim).
@@ -155,7 +157,7 @@ class DecoderConfig:
         windowed_layers: which layers have that window (and ``local_rope``); empty means none.
         local_rope: of windowed layers.
         experts: None means a dense feed-forward network.
-        vision: what reads pictures; None for a model of text.
+        vision: the vision tower; None for text models.
     """
 
     family: str = "llama"
@@ -187,15 +189,15 @@ class DecoderConfig:
 
     @property
     def score_scale(self) -> float:
-        """What attention scores are multiplied by."""
+        """Factor of attention scores."""
         return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
 
     def is_windowed(self, layer: int) -> bool:
-        """Whether a layer sees only ``sliding_window`` positions."""
+        """Whether a layer attends to ``sliding_window`` positions only."""
         return bool(self.windowed_layers) and self.windowed_layers[layer]
 
     def parameter_shapes(self) -> Params:
-        """Shape of every parameter, as the parameter tree is nested; those of layers are stacked, [L, ...]."""
+        """Return the shape of every parameter, nested as the parameter tree; layers are stacked, [L, ...]."""
         shapes: Params = {
             "embed": (self.vocab_size, self.hidden_size),
             "layers": {name: (self.num_layers, *shape) for name, shape in self._layer_shapes().items()},

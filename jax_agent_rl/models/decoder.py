@@ -17,7 +17,7 @@ from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.layers import (
     attention,
     feed_forward,
-    picture_rope_tables,
+    mrope_tables,
     place_features,
     rms_norm,
     rope_tables,
@@ -38,7 +38,7 @@ REMAT_POLICIES = {
 
 
 class Decoder(nnx.Module):
-    """The model as an NNX module: its parameters are the tree every function below takes.
+    """The model as an NNX module, whose parameters are the tree the functions below take.
 
     >>> model = Decoder(config, rngs=nnx.Rngs(0))                    # doctest: +SKIP
     >>> logits = model(token_ids)                                    # doctest: +SKIP
@@ -67,7 +67,7 @@ class Decoder(nnx.Module):
             self.vision = draw_all(shapes["vision"])
 
     def __call__(self, token_ids: jax.Array) -> jax.Array:
-        """Causal logits float32 [B, T, V] of int32 [B, T]."""
+        """Return causal logits float32 [B, T, V] of int32 [B, T]."""
         params = model_params(self)
         rows, count = token_ids.shape
         positions = jnp.broadcast_to(jnp.arange(count), (rows, count))
@@ -76,12 +76,12 @@ class Decoder(nnx.Module):
 
 
 def model_params(model: Decoder) -> Params:
-    """The module's parameters as a plain nested dict of arrays."""
+    """Return the module's parameters as a plain nested dict of arrays."""
     return nnx.to_pure_dict(nnx.state(model, nnx.Param))
 
 
 def with_params(config: DecoderConfig, params: Params) -> Decoder:
-    """The inverse of :func:`model_params`: a module that holds these very arrays."""
+    """Invert :func:`model_params`: return a module that holds these very arrays."""
     model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
     state = nnx.state(model, nnx.Param)
     nnx.replace_by_pure_dict(state, params)
@@ -96,13 +96,13 @@ def hidden_states(
     positions: jax.Array,
     subtree_end: jax.Array,
     *,
-    pictures: ImageInputs | None = None,
+    images: ImageInputs | None = None,
     remat: str = "none",
     mesh: Mesh | None = None,
 ) -> jax.Array:
-    """:func:`routed_hidden_states` without the load of experts."""
+    """Return :func:`routed_hidden_states` without the load of experts."""
     return routed_hidden_states(
-        config, params, token_ids, positions, subtree_end, None, pictures=pictures, remat=remat, mesh=mesh
+        config, params, token_ids, positions, subtree_end, None, images=images, remat=remat, mesh=mesh
     )[0]
 
 
@@ -114,30 +114,32 @@ def routed_hidden_states(
     subtree_end: jax.Array,
     copies: jax.Array | None,
     *,
-    pictures: ImageInputs | None = None,
+    images: ImageInputs | None = None,
     remat: str = "none",
     mesh: Mesh | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Final hidden states (after the last norm) of packed rows of token trees.
+    """Compute final hidden states (after the last norm) of packed rows of token trees.
 
     Args:
+        config: the model.
+        params: its parameters; linear weights may be :class:`~jax_agent_rl.models.lora.Adapted`.
         token_ids: int32 [B, T], each row a forest of tokens in depth-first order.
         positions: int32 [B, T], depth of each token in its tree.
         subtree_end: int32 [B, T], index one past the last descendant. Token i attends to j iff
             ``j <= i < subtree_end[j]``: its ancestors and itself. A plain causal row has T everywhere.
-        copies: int32 [B, T], how often each token counts in the load of the experts; None where nobody asks for it.
-        pictures: what the rows show; None for text alone, whose rotary positions are ``positions``.
+        copies: int32 [B, T], how often each token counts in the load of the experts; None computes none.
+        images: features and rotary positions; None for text alone, whose rotary positions are ``positions``.
         remat: what the backward pass recomputes: ``none``; ``dots``, all but matrix products; ``dots_and_attention``,
             all but them and attention; ``full``, each layer.
-        mesh: what rows, tokens and experts are split over, see ``models.mesh``; None on one device.
+        mesh: splits rows, tokens and experts, see ``models.mesh``; None on one device.
 
     Returns:
-        [B, T, D], and the sum over layers of ``moe.router_load``, float32 [2, E].
+        Hidden states [B, T, D], and the sum over layers of ``moe.router_load``, float32 [2, E].
     """
-    views = _views(config, positions, subtree_end, pictures)  # computed once, for all layers
+    views = _views(config, positions, subtree_end, images)  # computed once, for all layers
 
     def forward(layer: Params, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-        """The feed-forward part [B, T, D], and the load of its experts."""
+        """Return the feed-forward output [B, T, D] and the load of its experts."""
         load = None
         if copies is not None and config.experts is not None:
             load = router_load(config.experts, layer["router"], x, copies)
@@ -159,31 +161,31 @@ def routed_hidden_states(
         body = jax.checkpoint(body, policy=REMAT_POLICIES[remat])
     which = jnp.array([config.is_windowed(i) for i in range(config.num_layers)], jnp.int32)
     x = embed(config, params, token_ids)
-    x = constrain(x if pictures is None else place_features(x, pictures), mesh, ROWS, "context", None)
+    x = constrain(x if images is None else place_features(x, images), mesh, ROWS, "context", None)
     x, loads = jax.lax.scan(body, x, (params["layers"], which))
     return rms_norm(config, x, params["final_norm"]), None if loads is None else jnp.sum(loads, axis=0)
 
 
 def embed(config: DecoderConfig, params: Params, token_ids: jax.Array) -> jax.Array:
-    """Embeddings [.., D] of int32 ids [..]."""
+    """Return embeddings [.., D] of int32 ids [..]."""
     x = params["embed"][token_ids]
     return x * jnp.asarray(config.embed_scale, x.dtype) if config.embed_scale != 1.0 else x
 
 
 def logits(params: Params, hidden: jax.Array) -> jax.Array:
-    """float32 [..., V] of hidden states [..., D]."""
+    """Return logits float32 [..., V] of hidden states [..., D]."""
     head = params.get("lm_head", params["embed"])
     return jnp.einsum("...d,vd->...v", hidden, head, preferred_element_type=jnp.float32)
 
 
 def _views(
-    config: DecoderConfig, positions: jax.Array, subtree_end: jax.Array, pictures: ImageInputs | None
+    config: DecoderConfig, positions: jax.Array, subtree_end: jax.Array, images: ImageInputs | None
 ) -> list[tuple[jax.Array, jax.Array, TreeMask]]:
-    """Rotary tables [B, T, h/2] and sight of full layers and, if there are any, of windowed ones."""
-    if pictures is None:
+    """Return rotary tables [B, T, h/2] and mask of full layers and, if there are any, of windowed ones."""
+    if images is None:
         full = rope_tables(config.rope, config.head_dim, positions)
     else:
-        full = picture_rope_tables(config.rope, config.head_dim, pictures.rope_positions)
+        full = mrope_tables(config.rope, config.head_dim, images.rope_positions)
     if config.sliding_window is None or config.local_rope is None:
         return [(*full, TreeMask(subtree_end))]
     local = rope_tables(config.local_rope, config.head_dim, positions)

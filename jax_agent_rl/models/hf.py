@@ -1,4 +1,4 @@
-"""Hugging Face folders in and out: ``config.json`` and safetensors, one shard or many."""
+"""Reading and writing Hugging Face folders: ``config.json`` and safetensors, one shard or many."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ Tensors = dict[str, Callable[[], Any]]  # by name, what opens a tensor without r
 
 
 def load_config(path: str | Path) -> DecoderConfig:
-    """Reads ``config.json`` (and the EOS ids of ``generation_config.json``) of a model folder.
+    """Read ``config.json`` (and the EOS ids of ``generation_config.json``) of a model folder.
 
     Raises:
-        ModelError: no such folder, a damaged file, or an architecture this package does not have.
+        ModelError: the folder is missing, a file is damaged, or the architecture is not supported.
     """
     folder = model_folder(path)
     file = folder / "config.json"
@@ -70,15 +70,16 @@ def load_config(path: str | Path) -> DecoderConfig:
 def load_hf(
     path: str | Path, *, dtype: jnp.dtype = jnp.float32, shardings: Params | None = None
 ) -> tuple[DecoderConfig, Params]:
-    """Reads a model folder.
+    """Read a model folder.
 
     Args:
-        shardings: a sharding per parameter: each device's part is read from the files by itself, so the host never
-            holds a whole parameter that is split, and reads nothing that is for other hosts' devices. None puts
+        path: the folder, or a Hub name.
+        dtype: of the parameters.
+        shardings: a sharding per parameter: each host reads only its devices' parts, one at a time. None puts
             everything on the default device.
 
     Returns:
-        the config, and the parameter tree.
+        The config, and the parameter tree.
 
     Raises:
         ModelError: files are missing or damaged, or tensors are missing, left over or of a wrong shape.
@@ -89,7 +90,7 @@ def load_hf(
 
 
 def check_files(path: str | Path) -> DecoderConfig:
-    """Reads a model folder without its weights: every tensor is there, readable and of the right shape.
+    """Check a model folder without reading weights: every tensor is present, readable and of the right shape.
 
     Raises:
         ModelError: as :func:`load_hf`.
@@ -119,7 +120,7 @@ def load_params(
     dtype: jnp.dtype = jnp.float32,
     shardings: Params | None = None,
 ) -> Params:
-    """Reads safetensors files of a known model, Hugging Face names; see :func:`load_hf`.
+    """Read safetensors files of a known model, Hugging Face names; see :func:`load_hf`.
 
     Raises:
         ModelError: a file is missing or damaged, or tensors are missing, left over or of a wrong shape.
@@ -144,10 +145,13 @@ def load_params(
 def save_hf(
     path: str | Path, config: DecoderConfig, params: Params, *, tokenizer_from: str | Path | None = None
 ) -> None:
-    """Writes ``config.json``, ``generation_config.json`` and ``model.safetensors``.
+    """Write ``config.json``, ``generation_config.json`` and ``model.safetensors``.
 
     Args:
-        tokenizer_from: a model folder whose tokenizer, chat template and generation settings go with the weights.
+        path: the folder.
+        config: the model.
+        params: its parameters.
+        tokenizer_from: a model folder whose tokenizer, chat template and generation settings are copied.
     """
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
@@ -172,7 +176,7 @@ TOKENIZER_FILES = (
 
 
 def _copy_tokenizer(source: Path, target: Path) -> dict[str, Any]:
-    """Copies what turns text and images into ids and back; returns the source's generation settings."""
+    """Copy tokenizer and processor files; return the source's generation settings."""
     for file in {file for pattern in TOKENIZER_FILES for file in source.glob(pattern)}:
         shutil.copy(file, target)
     settings = source / "generation_config.json"
@@ -180,14 +184,14 @@ def _copy_tokenizer(source: Path, target: Path) -> dict[str, Any]:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    """The object a JSON file holds.
+    """Read the object in a JSON file.
 
     Raises:
-        ModelError: it cannot be read, or holds something else.
+        ModelError: the file cannot be read, or holds something else.
     """
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:  # also bytes that are no text
+    except (OSError, ValueError) as error:  # also undecodable bytes
         raise ModelError(f"{file} is not valid JSON ({error}); download or convert the model again") from None
     if not isinstance(content, dict):
         raise ModelError(f"{file} must hold a JSON object, got {type(content).__name__}; download the model again")
@@ -195,7 +199,7 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def hf_tensors(config: DecoderConfig, params: Params) -> Iterator[tuple[str, np.ndarray]]:
-    """Every parameter on the host under its Hugging Face name, a stacked one layer by layer."""
+    """Yield every parameter on the host under its Hugging Face name, stacked ones layer by layer."""
     for names, value in zip(_leaves(tensor_names(config)), jax.tree.leaves(params), strict=True):
         yield from _unstack(names, np.asarray(value))
 
@@ -209,7 +213,7 @@ def _unstack(names: Names, array: np.ndarray) -> Iterator[tuple[str, np.ndarray]
 
 
 def tensor_names(config: DecoderConfig) -> Params:
-    """Hugging Face tensor names in the shape of the parameter tree; a stacked one has a list (of lists: experts)."""
+    """Return Hugging Face tensor names in the shape of the parameter tree, lists (of lists: experts) if stacked."""
     tree: Params = {
         "embed": TOP["embed"],
         "layers": {key: _layer_names(config, key) for key in config.parameter_shapes()["layers"]},
@@ -241,13 +245,13 @@ def _all_names(config: DecoderConfig) -> set[str]:
 
 
 def _published(config: DecoderConfig, name: str) -> str:
-    """A tensor's name as checkpoints are published, whatever a newer file calls it."""
+    """Return a tensor's published name, whatever a newer file calls it."""
     prefixes = FAMILIES[config.family].PREFIXES if config.vision is not None else {}
     return next((old + name.removeprefix(new) for new, old in prefixes.items() if name.startswith(new)), name)
 
 
 def _tensors(files: Sequence[str | Path], config: DecoderConfig) -> Tensors:
-    """Every tensor of the files, by the name it is published under."""
+    """Open every tensor of the files, by its published name."""
     return {_published(config, name): opened for name, opened in _open_tensors(files).items()}
 
 
@@ -258,7 +262,7 @@ def _require_none_left(tensors: Tensors, config: DecoderConfig, where: str) -> N
 
 
 def _open_tensors(files: Sequence[str | Path]) -> Tensors:
-    """Every tensor of the files."""
+    """Open every tensor of the files."""
     found: Tensors = {}
     for file in files:
         try:
@@ -290,7 +294,7 @@ def _read(
     sharding: jax.sharding.Sharding,
     where: str,
 ) -> jax.Array:
-    """One parameter, part by part: the host holds one at a time, and reads it once for all devices that share it."""
+    """Read one parameter part by part: the host holds one at a time, read once for all devices that share it."""
 
     def part(names: Names, index: tuple[slice, ...], shape: tuple[int, ...]) -> np.ndarray:
         if isinstance(names, str):
@@ -309,10 +313,10 @@ def _read(
 
 
 def _slice(tensors: Tensors, name: str, index: tuple[slice, ...], shape: tuple[int, ...], where: str) -> np.ndarray:
-    """A part of one tensor.
+    """Read a slice of one tensor.
 
     Raises:
-        ModelError: it is missing, unreadable or of another shape.
+        ModelError: the tensor is missing, unreadable or of another shape.
     """
     if name not in tensors:
         raise ModelError(

@@ -1,4 +1,4 @@
-"""What decoders are built of, for packed rows. Shapes as in ``models.decoder``; [..] stands for any leading axes."""
+"""Layers of decoders for packed rows. Shapes as in ``models.decoder``; [..] stands for any leading axes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": lambda x: jax.nn.gelu(x, approx
 
 
 def rope_frequencies(rope: Rope, head_dim: int) -> jax.Array:
-    """Rotary frequencies float32 [h/2], stretched for long contexts where configured."""
+    """Return rotary frequencies float32 [h/2], scaled for long contexts if configured."""
     exponents = jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim
     frequencies = 1.0 / rope.theta**exponents
     match rope.scaling:
@@ -35,41 +35,39 @@ def rope_frequencies(rope: Rope, head_dim: int) -> jax.Array:
 
 
 def rope_tables(rope: Rope, head_dim: int, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Cos and sin float32 [.., h/2] of the rotary angles at int32 positions [..]."""
+    """Return cos and sin float32 [.., h/2] of the rotary angles at int32 positions [..]."""
     angles = positions[..., None].astype(jnp.float32) * rope_frequencies(rope, head_dim)
     return jnp.cos(angles), jnp.sin(angles)
 
 
-def picture_rope_tables(rope: Rope, head_dim: int, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """:func:`rope_tables` at int32 positions [.., 3] of time, row and column, each of which turns its section of the
-    frequencies.
-    """
+def mrope_tables(rope: Rope, head_dim: int, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return M-RoPE tables at int32 positions [.., 3]: time, row and column, each for its section of frequencies."""
     assert rope.sections is not None
     axis_of_frequency = np.repeat(np.arange(3), rope.sections)
     angles = positions[..., axis_of_frequency].astype(jnp.float32) * rope_frequencies(rope, head_dim)
     return jnp.cos(angles), jnp.sin(angles)
 
 
-def place_features(x: jax.Array, pictures: ImageInputs) -> jax.Array:
-    """Embeddings [B, T, D] with the pictures' features in place of their placeholders'."""
-    multimodal = rows_at(pictures.features, jnp.maximum(pictures.feature_index, 0))
-    return jnp.where(pictures.feature_index[..., None] >= 0, multimodal.astype(x.dtype), x)
+def place_features(x: jax.Array, images: ImageInputs) -> jax.Array:
+    """Replace the embeddings of placeholders in [B, T, D] by image features."""
+    features = rows_at(images.features, jnp.maximum(images.feature_index, 0))
+    return jnp.where(images.feature_index[..., None] >= 0, features.astype(x.dtype), x)
 
 
 def rows_at(x: jax.Array, index: jax.Array) -> jax.Array:
-    """``x[b, index[b, i]]``, [B, I, D], of x [B, N, D] and index int32 [B, I]."""
+    """Return ``x[b, index[b, i]]``, [B, I, D], of x [B, N, D] and index int32 [B, I]."""
     return jax.vmap(lambda x, index: x[index])(x, index)
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, *, axis: int = -1) -> jax.Array:
-    """Rotates halves along ``axis`` (Hugging Face's layout); cos and sin broadcast against a half."""
+    """Rotate halves along ``axis`` (Hugging Face's layout); cos and sin broadcast against a half."""
     first, second = jnp.split(x, 2, axis=axis)
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=axis)
     return rotated.astype(x.dtype)
 
 
 def rms_norm(config: DecoderConfig | VisionConfig, x: jax.Array, weight: jax.Array, *, axis: int = -1) -> jax.Array:
-    """RMS norm over ``axis`` in float32, rounded where Hugging Face's models round."""
+    """Apply an RMS norm over ``axis`` in float32, rounded where Hugging Face's models round."""
     shape = [1] * x.ndim
     shape[axis] = -1
     weight = weight.reshape(shape)
@@ -89,12 +87,12 @@ def attention(
     tree_mask: TreeMask,
     mesh: Mesh | None = None,
 ) -> jax.Array:
-    """Self-attention [B, T, D] -> [B, T, D]; cos and sin [B, T, h/2]."""
+    """Apply self-attention [B, T, D] -> [B, T, D]; cos and sin are [B, T, h/2]."""
     rows, count, _ = x.shape
     cos, sin = cos[:, None], sin[:, None]
 
     def heads(name: str) -> jax.Array:
-        """[B, T, D] -> [B, heads, T, h]"""
+        """Project [B, T, D] -> [B, heads, T, h]."""
         projected = linear(x, layer[name], mesh)
         if config.qkv_bias:
             projected = projected + layer[f"{name}_bias"]
@@ -109,7 +107,7 @@ def attention(
 
 
 def feed_forward(config: DecoderConfig, layer: Params, x: jax.Array, mesh: Mesh | None = None) -> jax.Array:
-    """The gated network, or the mixture of experts, [B, T, D] -> [B, T, D]."""
+    """Apply the gated network, or the mixture of experts, [B, T, D] -> [B, T, D]."""
     activation = ACTIVATIONS[config.activation]
     if config.experts is not None and mesh is not None:
         return sharded_mixture_of_experts(config.experts, layer, x, activation, mesh)
@@ -119,12 +117,12 @@ def feed_forward(config: DecoderConfig, layer: Params, x: jax.Array, mesh: Mesh 
 
 
 def linear(x: jax.Array, weight: jax.Array | Adapted, mesh: Mesh | None = None) -> jax.Array:
-    """``x @ weight.T`` for a weight [out, in], with or without an adapter."""
+    """Return ``x @ weight.T`` for a weight [out, in], with or without an adapter."""
 
     def product(x: jax.Array) -> jax.Array:
         return weight.apply(x) if isinstance(weight, Adapted) else jnp.einsum("...d,od->...o", x, weight)
 
     if mesh is not None and mesh.shape["context"] > 1:
-        return product(x)  # flat rows of split tokens would have to be gathered
+        return product(x)  # flattening split tokens would gather them
     # Flat, so that the weight gradient contracts one axis: one plain product on every platform.
     return product(x.reshape(-1, x.shape[-1])).reshape(*x.shape[:-1], -1)

@@ -1,7 +1,6 @@
 """A linear weight with a low-rank adapter, W + scale B A, not multiplied out (Hu et al. 2021, LoRA, arXiv 2106.09685).
 
-The base may be quantised (Dettmers et al. 2023, QLoRA, arXiv 2305.14314); it is then restored layer by layer, where it
-is used.
+The base may be quantized (Dettmers et al. 2023, QLoRA, arXiv 2305.14314) and is then dequantized layer by layer.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ class Adapted:
     """``base + scale * b @ a``; with a leading axis over layers everywhere when stacked.
 
     Attributes:
-        base: [out, in], an array or one that :func:`quantize` made.
+        base: [out, in], an array or the result of :func:`quantize`.
         a: [r, in].
         b: [out, r].
         scale: alpha / r.
@@ -35,19 +34,19 @@ class Adapted:
     scale: float = field(metadata={"static": True})
 
     def apply(self, x: jax.Array) -> jax.Array:
-        """``x @ (base + scale b a).T`` for x [.., in]."""
+        """Return ``x @ (base + scale b a).T`` for x [.., in]."""
         low = jnp.einsum("...d,rd->...r", x, self.a)
         plain = jnp.einsum("...d,od->...o", x, restore(self.base).astype(x.dtype))
         return plain + jnp.einsum("...r,or->...o", low, self.b) * self.scale
 
     def merged(self) -> jax.Array:
-        """float32 [L, out, in] of a stack."""
+        """Return a stack with its adapters merged, float32 [L, out, in]."""
         low_rank = jnp.einsum("lor,lri->loi", self.b, self.a, preferred_element_type=jnp.float32)
         return restore(self.base).astype(jnp.float32) + self.scale * low_rank
 
 
 def quantize(weight: jax.Array, kind: Literal["int8", "nf4"]) -> Any:
-    """A stack [L, out, in] in 8 or 4 bits, a scale for each 32 values along ``in``.
+    """Quantize a stack [L, out, in] to 8 or 4 bits, with a scale per 32 values along ``in``.
 
     Raises:
         ConfigError: qwix is not installed, or ``in`` is not a multiple of 32.
@@ -67,7 +66,7 @@ def quantize(weight: jax.Array, kind: Literal["int8", "nf4"]) -> Any:
 
 
 def restore(weight: Any) -> jax.Array:
-    """The floats of a weight, quantised or not."""
+    """Return a weight in floats, quantized or not."""
     if isinstance(weight, jax.Array):
         return weight
     import qwix

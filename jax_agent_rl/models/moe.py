@@ -4,8 +4,8 @@ On a mesh each shard of the axis ``expert`` holds its own experts::
 
     own tokens ─► all-gather over expert ─► own experts only (others sorted to the end) ─► sum-scatter back
 
-No token is dropped and no capacity is guessed, whatever the router does; a shard holds the tokens of its ``expert``
-neighbours for one layer, [N k X, D] for X shards, of which the product computes those that are its own.
+No token is dropped and there is no capacity factor; a shard holds the tokens of its ``expert`` neighbours for one
+layer, [N k X, D] for X shards, and computes only its own.
 
 Shapes: N tokens, D hidden, E experts, F an expert's hidden size, k experts per token, X shards of the axis ``expert``.
 """
@@ -25,7 +25,7 @@ from jax_agent_rl.models.quantized import grouped_product, split_weight
 
 Activation = Callable[[jax.Array], jax.Array]
 
-WEIGHTS = {  # as ``learner.sharding`` places them, without the axis of layers
+WEIGHTS = {  # as in ``models.sharding``, without the axis of layers
     "router": PartitionSpec(None, "fsdp"),
     "expert_gate": PartitionSpec("expert", "tensor", "fsdp"),
     "expert_up": PartitionSpec("expert", "tensor", "fsdp"),
@@ -34,7 +34,7 @@ WEIGHTS = {  # as ``learner.sharding`` places them, without the axis of layers
 
 
 def route(experts: Experts, router: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The experts of each token: their weights float32 [N, k] and indices int32 [N, k]."""
+    """Choose the experts of each token: weights float32 [N, k] and indices int32 [N, k]."""
     scores = jnp.einsum("nd,ed->ne", x, router)
     weights, chosen = jax.lax.top_k(jax.nn.softmax(scores.astype(jnp.float32), axis=-1), experts.per_token)
     if experts.normalize:
@@ -43,13 +43,16 @@ def route(experts: Experts, router: jax.Array, x: jax.Array) -> tuple[jax.Array,
 
 
 def router_load(experts: Experts, router: jax.Array, x: jax.Array, copies: jax.Array) -> jax.Array:
-    """How much each expert is used: float32 [2, E], tokens that chose it and the sum of its probabilities.
+    """Compute the load of each expert, for :func:`load_balancing_loss`.
 
     Args:
-        x: what the router reads, [B, T, D].
+        experts: the mixture.
+        router: [E, D].
+        x: inputs of the router, [B, T, D].
         copies: int32 [B, T], how often each token counts.
 
-    The counts have no gradient. :func:`load_balancing_loss` makes a loss of the loads of all layers.
+    Returns:
+        float32 [2, E]: tokens that chose an expert (without gradient), and the sum of its probabilities.
     """
     scores = jnp.einsum("btd,ed->bte", x, router)
     probabilities = jax.nn.softmax(scores.astype(jnp.float32), axis=-1)
@@ -60,23 +63,26 @@ def router_load(experts: Experts, router: jax.Array, x: jax.Array, copies: jax.A
 
 
 def load_balancing_loss(probabilities: jax.Array, share: jax.Array, tokens: jax.Array) -> jax.Array:
-    """``E sum_e f_e P_e`` (Fedus et al. 2021, Switch Transformers, arXiv 2101.03961, eq. 4), as transformers has it.
+    """Return ``E sum_e f_e P_e`` (Fedus et al. 2021, Switch Transformers, arXiv 2101.03961, eq. 4).
 
     Args:
         probabilities: float32 [E], each expert's probability summed over some of the tokens and all layers.
-        share: float32 [E], f: the part of *all* tokens (of all layers) that chose an expert.
+        share: float32 [E], f: the fraction of *all* tokens (of all layers) that chose an expert.
         tokens: float32 [], all tokens times layers.
 
     Returns:
-        these tokens' part of the loss, float32 []: the parts of a batch cut in any way add up to that of the batch.
+        These tokens' part of the loss, float32 []; the parts of a batch add up however it is split.
     """
     return len(share) * jnp.sum(share * probabilities) / tokens
 
 
 def mixture_of_experts(experts: Experts, layer: Params, x: jax.Array, activation: Activation) -> jax.Array:
-    """Each token through its experts, weighted, [N, D] -> [N, D].
+    """Apply each token's experts, weighted, [N, D] -> [N, D].
 
     Args:
+        experts: the mixture.
+        x: tokens.
+        activation: of the gate.
         layer: ``router`` [E, D], ``expert_gate`` and ``expert_up`` [E, F, D], ``expert_down`` [E, D, F].
     """
     return _weighted(layer, x, *route(experts, layer["router"], x), activation)
@@ -85,7 +91,7 @@ def mixture_of_experts(experts: Experts, layer: Params, x: jax.Array, activation
 def sharded_mixture_of_experts(
     experts: Experts, layer: Params, x: jax.Array, activation: Activation, mesh: Mesh
 ) -> jax.Array:
-    """:func:`mixture_of_experts` of [B, T, D], rows and tokens split over the mesh and experts over ``expert``."""
+    """Apply :func:`mixture_of_experts` to [B, T, D], with rows and tokens split over the mesh."""
     here = experts.count // mesh.shape["expert"]
 
     def shard(layer: Params, x: jax.Array) -> jax.Array:
@@ -108,8 +114,9 @@ def sharded_mixture_of_experts(
 def replicated_mixture_of_experts(
     experts: Experts, layer: Params, x: jax.Array, activation: Activation, mesh: Mesh
 ) -> jax.Array:
-    """:func:`mixture_of_experts` of [N, D] that is the same on every device, where the experts are spread over
-    ``expert`` and each one's hidden units over ``tensor``: every device adds what its part of them gives.
+    """Apply :func:`mixture_of_experts` to [N, D] that is replicated.
+
+    Experts are split over ``expert`` and their hidden units over ``tensor``; devices all-reduce their parts.
     """
     here = experts.count // mesh.shape["expert"]
 
@@ -125,19 +132,19 @@ def replicated_mixture_of_experts(
 
 
 def _own(chosen: jax.Array, here: int) -> jax.Array:
-    """Indices of experts among the ``here`` of this shard; ``here`` for those of others."""
+    """Return indices among the ``here`` experts of this shard; ``here`` for other shards' experts."""
     chosen = chosen - jax.lax.axis_index("expert") * here
     return jnp.where((chosen >= 0) & (chosen < here), chosen, here)
 
 
 def _weighted(layer: Params, x: jax.Array, weights: jax.Array, chosen: jax.Array, activation: Activation) -> jax.Array:
-    """The weighted outputs [N, D] of the chosen experts [N, k]; an index past the last one adds nothing."""
+    """Return the weighted outputs [N, D] of the chosen experts [N, k]; an index past the last adds nothing."""
     order = jnp.argsort(chosen.reshape(-1), stable=True)  # [N k] places, by expert
     token = order // chosen.shape[1]
     count = layer["expert_gate"].shape[0]
     sizes = jnp.bincount(chosen.reshape(-1), length=count)
     expert = chosen.reshape(-1)[order]
-    # What a grouped product gives for rows past its last group is undefined, forwards and backwards: masked twice.
+    # Rows past the last group of a grouped product are undefined, forward and backward: mask twice.
     present = (expert < count)[:, None]
     grouped = jnp.where(present, x[token], 0)
 

@@ -121,7 +121,10 @@ def save_peft(folder: Path, lora: LoraConfig, model: DecoderConfig, trained: Par
     """Write what ``PeftModel.from_pretrained(base_model, folder)`` loads.
 
     Args:
-        trained: adapters, see :func:`jax_agent_rl.learner.parameterization.new_adapters`.
+        folder: PEFT's folder.
+        lora: the training configuration.
+        model: the base model.
+        trained: adapters, see :func:`jax_agent_rl.learner.lora.new_adapters`.
         base: folder or hub name of the model they were trained over.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -151,7 +154,7 @@ def save_peft(folder: Path, lora: LoraConfig, model: DecoderConfig, trained: Par
 
 
 def _inner(model: DecoderConfig) -> str:
-    """Module of the decoder's layers: one level further in where there is a vision tower beside them."""
+    """Return the prefix of the decoder's modules, one level deeper beside a vision tower."""
     return "model." if model.vision is None else "model.language_model."
 
 

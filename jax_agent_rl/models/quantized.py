@@ -1,6 +1,6 @@
-"""Arrays in 8 bits with a scale for each vector: what an engine keeps of weights, and of keys and values.
+"""Arrays in 8 bits with a scale per vector, for an engine's weights and KV cache.
 
-The largest number of a vector becomes the largest of the type. qwix takes half a step more for int8, so that it falls
+The largest value of a vector maps to the largest of the type. qwix adds half a step for int8, so that the largest falls
 between -127 and -128, and the last bit of a float decides.
 """
 
@@ -36,7 +36,7 @@ class Quantized:
 
 
 def quantized(x: jax.Array, dtype: jnp.dtype, *, axis: int) -> Quantized:
-    """Rounds vectors along ``axis``; the largest number of each becomes the largest of ``dtype``.
+    """Quantize vectors along ``axis``; the largest value of each maps to the largest of ``dtype``.
 
     >>> quantized(jnp.array([[0.5, -2.0]]), jnp.int8, axis=1).numbers
     Array([[  32, -127]], dtype=int8)
@@ -51,7 +51,7 @@ def quantized(x: jax.Array, dtype: jnp.dtype, *, axis: int) -> Quantized:
 
 
 def split_weight(weight: Any, spec: PartitionSpec) -> Any:
-    """How a weight [..., in], quantised along ``in`` or not, lies on a mesh: a scale's axis of 1 is not split.
+    """Return the specs of a weight [..., in], quantized along ``in`` or not; a scale's axis of 1 is not split.
 
     >>> split_weight(jnp.zeros((4, 2)), PartitionSpec(None, "tensor"))
     PartitionSpec(None, 'tensor')
@@ -62,9 +62,7 @@ def split_weight(weight: Any, spec: PartitionSpec) -> Any:
 
 
 def product(weight: Any, x: jax.Array) -> jax.Array:
-    """[..., out, in] x [in, B] -> [..., out, B]. Of a quantised weight the scales come last, so that its 8 bits are all
-    that is read.
-    """
+    """Multiply [..., out, in] x [in, B] -> [..., out, B]; scales apply last, so only 8 bits per weight are read."""
     if isinstance(weight, jax.Array):
         return jnp.einsum("...od,db->...ob", weight, x)
     out = jnp.einsum("...od,db->...ob", weight.numbers.astype(x.dtype), x)
@@ -72,11 +70,13 @@ def product(weight: Any, x: jax.Array) -> jax.Array:
 
 
 def grouped_product(x: jax.Array, weight: Any, sizes: jax.Array, group: jax.Array) -> jax.Array:
-    """Each row of x [N, in] times the matrix of its group in [E, out, in] -> [N, out].
+    """Multiply each row of x [N, in] with the matrix of its group in [E, out, in] -> [N, out].
 
     Args:
-        sizes: int32 [E], rows of each group; they lie together, in the order of groups.
-        group: int32 [N], of each row; rows past the last group get anything.
+        x: rows ordered by group.
+        weight: matrices, quantized or not.
+        sizes: int32 [E], rows of each group.
+        group: int32 [N], group of each row; rows past the last group are undefined.
     """
     if isinstance(weight, jax.Array):
         return jax.lax.ragged_dot(x, weight.swapaxes(1, 2), sizes)

@@ -1,4 +1,4 @@
-"""Where every array of the learner lives: logical axes, and one table from them to mesh axes."""
+"""Shardings of the learner's arrays: logical axes, and one table from them to mesh axes."""
 
 from __future__ import annotations
 
@@ -74,18 +74,19 @@ VISION_AXES: dict[str, tuple[str, ...]] = {
     "merger_out": ("embed", "mlp"),
     "merger_out_bias": ("norm",),
 }
-"""Of vision towers."""
+"""Axes of vision towers."""
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[Device] | None = None) -> Mesh:
-    """A mesh over the first devices, all of ``MESH_AXES``.
+    """Make a mesh of all of ``MESH_AXES`` over the first devices.
 
     Args:
-        devices: those of all processes; may be ones that only a compiler knows. None: those that are here.
+        config: sizes of the axes.
+        devices: of all processes, or described ones to compile for; None for ``jax.devices()``.
 
     Raises:
-        ConfigError: more devices are asked for than there are, or, over several processes, fewer; several slices of
-            TPUs would hold one copy of the model; or the mesh does not go along the links of a slice.
+        ConfigError: the mesh needs more devices than there are or, over several processes, fewer; a copy of the model
+            would span several TPU slices; or the mesh does not follow the links of a slice.
     """
     devices = jax.devices() if devices is None else devices
     processes = len({device.process_index for device in devices})
@@ -117,14 +118,16 @@ def parameter_shardings(
     rules: Mapping[str, str | tuple[str, ...] | None] = RULES,
     key: str = "learner.mesh",
 ) -> dict[str, Any]:
-    """A sharding for every parameter of a tree of shapes.
+    """Return a sharding for every parameter of a tree of shapes.
 
     Args:
+        mesh: the mesh.
+        shapes: nested as the parameter tree.
         rules: from logical to mesh axes.
-        key: of the configuration, that says what the mesh is.
+        key: the mesh's configuration key, for messages.
 
     Raises:
-        ConfigError: a dimension does not divide; names the parameter and the key to change.
+        ConfigError: a dimension does not divide.
     """
 
     def one(path: tuple, shape: tuple[int, ...]) -> NamedSharding:
@@ -142,7 +145,7 @@ def parameter_shardings(
 
 
 def adapter_shardings(mesh: Mesh, adapters: dict[str, Any]) -> dict[str, Any]:
-    """Adapters lie where their weight does; the rank is on every device."""
+    """Shard adapters as their weights; the rank is not split."""
 
     def one(name: str) -> dict[str, NamedSharding]:
         layers, out, inputs = (RULES[axis] for axis in PARAMETER_AXES[name])
@@ -155,25 +158,25 @@ def adapter_shardings(mesh: Mesh, adapters: dict[str, Any]) -> dict[str, Any]:
 
 
 def row_sharding(mesh: Mesh) -> NamedSharding:
-    """Batch arrays [R, T], [R, M], [R, K]: rows over data, fsdp and expert, the other axis over context."""
+    """Return the sharding of batch arrays [R, …]: rows over data, fsdp and expert, the other axis over context."""
     return NamedSharding(mesh, PartitionSpec(RULES["rows"], RULES["tokens"]))
 
 
 def place(x: Any, sharding: Sharding) -> Any:
-    """A copy of an array, laid out. Over several processes, each holds all of it or it is spread already.
+    """Copy an array to a sharding; a shape gets the sharding.
 
-    What is only described is described there.
+    Over several processes, each must hold all of the array unless it is sharded already.
     """
     if isinstance(x, jax.ShapeDtypeStruct):
         return x.update(sharding=sharding)
     if sharding.is_fully_addressable or (isinstance(x, jax.Array) and not x.is_fully_addressable):
-        return jax.device_put(x.copy(), sharding)  # a new buffer even where it lies right
+        return jax.device_put(x.copy(), sharding)  # a new buffer even if the sharding is the same
     host = np.asarray(x)
     return jax.make_array_from_process_local_data(sharding, host, host.shape)
 
 
 def gathered(x: jax.Array) -> jax.Array:
-    """An array of a mesh, whole on each of its devices; every process calls it."""
+    """Replicate an array over its mesh; every process must call it."""
     sharding = x.sharding
     assert isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh)
     return jax.jit(_same, out_shardings=replicated(sharding.mesh))(x)
@@ -184,10 +187,10 @@ def _same(x: jax.Array) -> jax.Array:
 
 
 def row_shards(mesh: Mesh) -> int:
-    """Parts the rows of a batch are split into."""
+    """Return the number of parts the rows of a batch are split into."""
     return int(np.prod([mesh.shape[axis] for axis in ROWS]))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """The same on every device."""
+    """Return the sharding of arrays that are the same on every device."""
     return NamedSharding(mesh, PartitionSpec())

@@ -1,16 +1,16 @@
-"""Parameters in a folder or bucket that many processes write and many read, each only what its devices hold.
+"""Sharded parameters in a folder or bucket: each process writes and reads only what its devices hold.
 
 ::
 
     <folder>/v7/layers.q/…         zarr3 arrays (TensorStore), one chunk per shard of the writers' mesh
     <folder>/v7/part-<n>.json      what process n wrote: a digest per chunk
-    <folder>/v7/manifest.json      last, from all parts: with it the version is there, before it there is nothing
+    <folder>/v7/manifest.json      all parts, written last: it publishes the version
 
-Every process writes the shards of its own devices, and of copies one. A reader fetches the chunks that overlap its
-devices' shards, each once, and compares its digest before it uses a byte. The digest of the manifest goes with the
-weight update, so a manifest of another version is noticed, too.
+Every process writes the shards of its own devices, one replica of each. A reader fetches the chunks that overlap its
+devices' shards, each once, and checks its digest. The weight update carries the manifest's digest, so a manifest of
+another version is noticed, too.
 
-Addresses are those of TensorStore's key-value stores: ``gs://bucket/path/``, ``s3://…``; a plain path is a folder.
+Addresses are TensorStore key-value stores: ``gs://bucket/path/``, ``s3://…``; a plain path is a folder.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ _CONTEXT = {"file_io_sync": False}
 
 
 def address(folder: str) -> str:
-    """A folder or bucket as TensorStore names it, with a slash at the end."""
+    """Return a folder or bucket as a TensorStore address, with a trailing slash."""
     return (folder if "://" in folder else f"file://{Path(folder).absolute()}").rstrip("/") + "/"
 
 
 def version_folder(folder: str, version: int) -> str:
-    """The address of one version."""
+    """Return the address of one version."""
     return f"{address(folder)}v{version}/"
 
 
 def write_part(folder: str, params: Params, *, part: int) -> None:
-    """Writes this process's shards of all parameters into a version's folder, then says so.
+    """Write this process's shards of all parameters into a version's folder, then its part file.
 
     Raises:
         OSError: they cannot be written.
@@ -69,12 +69,12 @@ def write_part(folder: str, params: Params, *, part: int) -> None:
                 future.result()
         store = ts.KvStore.open(folder, context=context).result()
         store.write(f"part-{part}.json", json.dumps(entries).encode()).result()
-    except ValueError as error:  # what TensorStore raises
+    except ValueError as error:  # raised by TensorStore
         raise OSError(f"weights cannot be written to {folder}: {error}") from error
 
 
 def publish(folder: str, *, parts: int) -> str:
-    """Makes a version visible once ``parts`` processes have written theirs. Returns the digest of its manifest.
+    """Publish a version that ``parts`` processes have written; return the digest of its manifest.
 
     Raises:
         OSError: a part is missing, or the manifest cannot be written.
@@ -96,7 +96,7 @@ def publish(folder: str, *, parts: int) -> str:
 
 
 def remove(folder: str) -> None:
-    """Deletes everything below an address; nothing there is no error."""
+    """Delete everything below an address, if there is anything."""
     root, _, last = folder.rstrip("/").rpartition("/")
     store = ts.KvStore.open(f"{root}/").result()
     store.delete_range(ts.KvStore.KeyRange(f"{last}/", f"{last}0")).result()  # "0" follows "/"
@@ -105,7 +105,7 @@ def remove(folder: str) -> None:
 
 
 def _remove_empty(folder: Path) -> None:
-    """Folders that only a file system has."""
+    """Remove empty folders, which only file systems have."""
     for inner in sorted(folder.rglob("*"), reverse=True):
         inner.rmdir()
     if folder.is_dir():
@@ -117,16 +117,16 @@ class StoredParams:
 
     Args:
         folder: its address.
-        manifest_digest: of its manifest, as :func:`publish` gave it; None compares none.
+        manifest_digest: returned by :func:`publish`; None skips the check.
 
     Raises:
-        WeightUpdateError: it is not there, or not that one.
+        WeightUpdateError: the version is missing, or has another digest.
     """
 
     def __init__(self, folder: str, *, manifest_digest: str | None = None) -> None:
         self._folder = address(folder)
         self.bytes_read = 0
-        """Of chunks."""
+        """Bytes of chunks read so far."""
         try:
             found = ts.KvStore.open(self._folder).result().read(MANIFEST).result()
         except ValueError as error:
@@ -141,7 +141,7 @@ class StoredParams:
         self._entries: Mapping[str, Any] = json.loads(found.value)
 
     def read(self, shapes: Params, *, dtype: jnp.dtype, shardings: Params) -> Params:
-        """Parameters laid out as asked; of each process only the chunks that its devices' shards overlap are read.
+        """Read parameters with the given shardings; each process reads only the chunks its devices' shards overlap.
 
         Args:
             shapes: a shape per parameter.
@@ -149,7 +149,7 @@ class StoredParams:
             shardings: a sharding per parameter.
 
         Raises:
-            WeightUpdateError: they are of another model, or a chunk is missing or damaged.
+            WeightUpdateError: the model differs, or a chunk is missing or damaged.
         """
         wanted, places = dict(_named(shapes)), dict(_named(shardings))
         found = {name: tuple(entry["shape"]) for name, entry in self._entries.items()}
@@ -163,7 +163,7 @@ class StoredParams:
         return jax.tree.unflatten(jax.tree.structure(shardings), arrays)
 
     def _read(self, name: str, place: jax.sharding.Sharding, dtype: jnp.dtype) -> jax.Array:
-        """One parameter; its chunks are fetched side by side."""
+        """Read one parameter, its chunks concurrently."""
         shape = tuple(self._entries[name]["shape"])
         shards = local_bounds(place, shape)
         chunks = self._fetch(name, {b for bounds in shards.values() for b in self._overlapping(name, bounds)})
@@ -196,7 +196,7 @@ class StoredParams:
 
 
 def _assembled(bounds: Bounds, chunks: Mapping[Bounds, np.ndarray]) -> np.ndarray:
-    """The part of an array within bounds, of chunks that cover it."""
+    """Assemble the part of an array within bounds from chunks that cover it."""
     if bounds in chunks:
         return chunks[bounds]
     (first, *_) = chunks.values()

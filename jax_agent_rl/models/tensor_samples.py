@@ -1,7 +1,7 @@
-"""A few numbers of each tensor, by which two copies of a model are compared without moving either.
+"""Samples of tensors, to compare two copies of a model without moving either.
 
-Both sides take the elements at the same places, which follow from the tensor's shape alone, so a copy that was
-transposed, put under another name, left at zero, rounded or not updated is told apart from one that is right.
+Both sides sample the same places, which follow from the tensor's shape alone, so that a copy that was transposed,
+misnamed, left at zero, rounded or not updated is noticed.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 ELEMENTS = 128
-"""Of a tensor; one with a 50th of its elements wrong is found with a probability of over nine tenths."""
+"""Elements per tensor; a tensor with 2 % of its elements wrong is found with a probability above 0.9."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorSample:
-    """What is compared of one tensor.
+    """A sample of one tensor.
 
     Attributes:
         shape: as Hugging Face stores it.
@@ -36,7 +36,7 @@ class TensorSample:
 
     @classmethod
     def of(cls, array: Any) -> TensorSample:
-        """Of a whole array of numpy."""
+        """Sample a whole numpy array."""
         wide = np.asarray(array, np.float32)
         values = wide.reshape(-1)[places(wide.shape)]
         rms = float(np.sqrt(np.mean(np.square(wide, dtype=np.float64)))) if wide.size else 0.0
@@ -47,18 +47,19 @@ class TensorSample:
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> TensorSample:
-        """The inverse of :meth:`to_json`."""
+        """Invert :meth:`to_json`."""
         values = np.asarray(saved["values"], np.float32)
         return cls(shape=tuple(saved["shape"]), dtype=saved["dtype"], rms=saved["rms"], values=values)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerOutput:
-    """What one layer makes of a context of T ids. Of the embeddings, which come first, there is ``hidden`` only.
+    """Output of one layer for a context of T ids; embeddings, which come first, have ``hidden`` only.
 
     Attributes:
-        hidden: float32 [T, D], the residual stream behind the layer.
-        keys, values: float32 [T, K, h], as attention reads them: keys are rotated.
+        hidden: float32 [T, D], the residual stream after the layer.
+        keys: float32 [T, K, h], rotated.
+        values: float32 [T, K, h].
     """
 
     hidden: np.ndarray
@@ -67,7 +68,7 @@ class LayerOutput:
 
 
 def places(shape: Sequence[int]) -> np.ndarray:
-    """Flat indices int64 [n] of the elements that are compared of a tensor; all of a small one."""
+    """Return flat indices int64 [n] of the sampled elements; all of a small tensor."""
     size = math.prod(shape)
     if size <= ELEMENTS:
         return np.arange(size)
@@ -77,12 +78,12 @@ def places(shape: Sequence[int]) -> np.ndarray:
 
 @runtime_checkable
 class Inspectable(Protocol):
-    """What a backend may offer besides: a look at the model that it really runs, for a diagnosis."""
+    """A backend that allows inspection of the model it really runs."""
 
     async def tensor_samples(self) -> Mapping[str, TensorSample]:
-        """A sample of every tensor served, by its published name; empty where they cannot be read back."""
+        """Sample every tensor served, by its published name; empty if they cannot be read back."""
         ...
 
     async def layer_outputs(self, token_ids: Sequence[int]) -> Sequence[LayerOutput]:
-        """What the engine's own layers make of a context, from the embeddings on; empty where nobody can look."""
+        """Return the engine's own layer outputs for a context, from the embeddings on; empty if unavailable."""
         ...

@@ -3,11 +3,11 @@
 Shapes: B rows, Q queries, T keys, H query heads, K key/value heads, G = H / K, h head size, n blocks.
 
 The recurrence is FlashAttention's (Dao et al. 2022, arXiv 2205.14135): a program holds one block of scores, in float32,
-and the running maximum and sum of each query's softmax. The program does not grow with the row. Three choices are ours:
+and the running maximum and sum of each query's softmax, so the program does not grow with the row. In addition:
 
-- Which blocks hold a pair that sees each other is found once, outside; the others are neither computed nor read.
-- Scores lie as [keys, queries]. What belongs to a query (softmax statistics, index, depth) is then a row of slots, as
-  it lies in memory, and only what belongs to a key (the end of its subtree, its depth) is a column.
+- Fully masked pairs of blocks are found once, outside, and neither computed nor read.
+- Scores are [keys, queries], so that values per query (softmax statistics, index, depth) are a row of lanes, as in
+  memory, and only values per key (end of its subtree, depth) are a column.
 - One grid step serves one query head, so a head's block is a plain matrix; the G heads of one key/value head add up
   their gradients in the same buffer.
 """
@@ -22,8 +22,16 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from jax_agent_rl.models.tree_blocks import BLOCK, BlockPlan, Marks, fetched_blocks, pad, plan_blocks
-from jax_agent_rl.models.tree_mask import MASK_VALUE, TreeMask
+from jax_agent_rl.models.tree_mask import (
+    BLOCK,
+    MASK_VALUE,
+    BlockPlan,
+    Marks,
+    TreeMask,
+    fetched_blocks,
+    pad,
+    plan_blocks,
+)
 
 _ROWS_BY_ROWS = (((1,), (1,)), ((), ()))  # a @ b.T
 _COLUMNS_BY_COLUMNS = (((0,), (0,)), ((), ()))  # a.T @ b
@@ -32,12 +40,14 @@ _COLUMNS_BY_COLUMNS = (((0,), (0,)), ((), ()))  # a.T @ b
 def forward(
     q: jax.Array, k: jax.Array, v: jax.Array, tree_mask: TreeMask, *, block: int = BLOCK
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention and the log of each softmax's normalizer.
+    """Compute attention and the log of each softmax's normalizer.
 
     Args:
         q: [B, H, Q, h], already scaled; heads of one key/value head are adjacent.
-        k, v: [B, K, T, h].
-        block: at most so many queries, and keys, at a time; a multiple of 128.
+        k: [B, K, T, h].
+        v: [B, K, T, h].
+        tree_mask: of the B rows.
+        block: most queries, and keys, at a time; a multiple of 128.
 
     Returns:
         [B, H, Q, h] and float32 [B, H, Q].
@@ -72,12 +82,12 @@ def backward(
     *,
     block: int = BLOCK,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Gradients of q, k, v, from what :func:`forward` gave and the gradient of its output; shapes are theirs."""
+    """Return gradients of q, k and v from the results of :func:`forward` and the gradient of its output."""
     count, keys, size = q.shape[2], k.shape[2], q.shape[3]
     plan = plan_blocks(q, k, v, tree_mask, block)
     more = plan.q.shape[2] - count
     mean = jnp.sum(output * d_output, axis=-1, dtype=jnp.float32)
-    # A query that only fills the block gets no weight anywhere: exp(score - 1e30) = 0.
+    # Queries that pad a block get no weight: exp(score - 1e30) = 0.
     statistics = (pad(normalizer[:, :, None], 3, more, -MASK_VALUE), pad(mean[:, :, None], 3, more))
     inputs = (plan.q, plan.k, plan.v, plan.marks, pad(d_output, 2, more), *statistics)
     kinds = ("q", "k", "k", _mark_kinds(plan.marks), "q", "statistic", "statistic")
@@ -124,11 +134,16 @@ def _call(
     scratch: tuple[tuple[int, int], ...],
     products: int,
 ) -> Any:
-    """Runs a kernel over pairs of blocks: all keys of one block of queries, or the other way round.
+    """Run a kernel over pairs of blocks: all keys of one block of queries, or vice versa.
 
     Args:
-        by_key: the grid is (B, K, keys' blocks, G, queries' blocks) instead of (B, H, queries' blocks, keys' blocks).
+        kernel: the kernel.
+        plan: padded arrays and live blocks.
+        by_key: the grid is (B, K, key blocks, G, query blocks) instead of (B, H, query blocks, key blocks).
+        inputs: arrays.
         kinds: how each input is cut, in the tree of ``inputs``.
+        outputs: shapes and dtypes.
+        output_kinds: how each output is cut.
         scratch: shapes of float32 buffers that live as long as the outer block.
         products: matrix products per pair of blocks.
     """
@@ -137,7 +152,7 @@ def _call(
     group = heads // kv_heads
 
     def at(step: tuple, fetched: Any) -> tuple[Any, Any, Any, Any, Any]:
-        """Row, query head, key/value head, block of queries, block of keys."""
+        """Return row, query head, key/value head, query block and key block."""
         if by_key:
             row, kv_head, j, member, i = step
             return row, kv_head * group + member, kv_head, fetched[(row * k_blocks + j) * q_blocks + i], j
@@ -190,14 +205,14 @@ def _call(
 
 
 def _scores(place: Any, q: Any, k: Any, marks: Marks, i: Any, j: Any) -> jax.Array:
-    """Masked scores float32 [keys, queries] of the i-th block of queries and the j-th of keys."""
+    """Return masked scores float32 [keys, queries] of query block i and key block j."""
     scores = _product(k[...], q[...], _ROWS_BY_ROWS)
     key = j * scores.shape[0] + jax.lax.broadcasted_iota(jnp.int32, scores.shape, 0)
     query = place[0] + i * scores.shape[1] + jax.lax.broadcasted_iota(jnp.int32, scores.shape, 1)
-    seen = (key <= query) & (query < marks.ends[...])
+    visible = (key <= query) & (query < marks.ends[...])
     if marks.key_depths is not None:
-        seen &= marks.query_depths[...] - marks.key_depths[...] < place[1]
-    return jnp.where(seen, scores, MASK_VALUE)
+        visible &= marks.query_depths[...] - marks.key_depths[...] < place[1]
+    return jnp.where(visible, scores, MASK_VALUE)
 
 
 def _product(a: jax.Array, b: jax.Array, contract: tuple = (((1,), (0,)), ((), ()))) -> jax.Array:
@@ -248,7 +263,7 @@ def _forward_kernel(
 def _weights_and_gradient(
     place: Any, q: Any, k: Any, v: Any, marks: Marks, d_out: Any, normalizer: Any, mean: Any, i: Any, j: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """The softmax's weights and the gradient of its scores, [keys, queries]."""
+    """Return the softmax's weights and the gradient of its scores, [keys, queries]."""
     weights = jnp.exp(_scores(place, q, k, marks, i, j) - normalizer[...])
     d_weights = _product(v[...], d_out[...], _ROWS_BY_ROWS)
     return weights.astype(q.dtype), (weights * (d_weights - mean[...])).astype(q.dtype)

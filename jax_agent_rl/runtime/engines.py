@@ -293,7 +293,7 @@ def _jetstream(
         **engine_precision(config),
         mesh=engine_mesh(config),
         deterministic=table,
-        brought=_engine_factory(config),
+        external_engine=_engine_factory(config),
         adapters={
             name: read_peft(folder, model, key=f"rollout.adapters.{name}")
             for name, folder in config.rollout.adapters.items()

@@ -34,7 +34,7 @@ import orbax.checkpoint as ocp
 
 from jax_agent_rl.config import Config
 from jax_agent_rl.errors import BackendError, WeightUpdateError
-from jax_agent_rl.jetstream.gather_params import GatherParams
+from jax_agent_rl.jetstream.weight_loading import GatherParams
 from jax_agent_rl.models.config import Params
 from jax_agent_rl.models.hf import load_config
 from jax_agent_rl.rollout.lifecycle import LLMServerManager

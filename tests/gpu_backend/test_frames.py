@@ -20,6 +20,6 @@ def test_frames_are_cut_as_transformers_cuts_them(tmp_path: Path, count: int):
     cut = AutoVideoProcessor.from_pretrained(tmp_path)(
         videos=[np.stack([np.asarray(frame) for frame in frames])], do_sample_frames=False, return_tensors="np"
     )
-    ours = ImageProcessor.read(tmp_path).picture("video", frames)
+    ours = ImageProcessor.read(tmp_path).process("video", frames)
     assert list(ours.grid) == cut["video_grid_thw"][0].tolist()
     np.testing.assert_allclose(ours.patches, cut["pixel_values_videos"], atol=1e-6)

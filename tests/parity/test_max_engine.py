@@ -32,7 +32,7 @@ MODELS = {
 async def running(model: DecoderConfig, monkeypatch):
     monkeypatch.setattr(example, "DTYPE", "float32")
     monkeypatch.setattr(example, "MAX_NEW_TOKENS", 32)
-    backend = JetStreamBackend(model, tiny_params(config=model), SHAPES, brought=example.make, version=1)
+    backend = JetStreamBackend(model, tiny_params(config=model), SHAPES, external_engine=example.make, version=1)
     await backend.start()
     try:
         yield backend

@@ -38,7 +38,7 @@ def drawn(kind: str, grid: tuple[int, int, int]) -> ProcessedImage:
     return ProcessedImage(kind=kind, patches=patches, grid=grid)
 
 
-PICTURES = {kind: [drawn(kind, grid) for grid in grids] for kind, grids in GRIDS.items()}
+IMAGES = {kind: [drawn(kind, grid) for grid in grids] for kind, grids in GRIDS.items()}
 
 
 @pytest.fixture(scope="module")
@@ -94,11 +94,11 @@ def peer(tmp_path_factory: pytest.TempPathFactory):
 
 
 def theirs(model) -> torch.Tensor:
-    """transformers' logits [T, V] of the sequence with pictures."""
+    """transformers' logits [T, V] of the sequence with images."""
     media = {
-        "pixel_values": torch.tensor(np.concatenate([p.patches for p in PICTURES["image"]])),
+        "pixel_values": torch.tensor(np.concatenate([p.patches for p in IMAGES["image"]])),
         "image_grid_thw": torch.tensor(GRIDS["image"]),
-        "pixel_values_videos": torch.tensor(PICTURES["video"][0].patches),
+        "pixel_values_videos": torch.tensor(IMAGES["video"][0].patches),
         "video_grid_thw": torch.tensor(GRIDS["video"]),
     }
     kinds = torch.tensor([[{IMAGE: 1, VIDEO: 2}.get(int(i), 0) for i in IDS]])
@@ -108,16 +108,16 @@ def theirs(model) -> torch.Tensor:
 
 @functools.cache
 def multimodal(vision, padding: int = 0):
-    """Patches, layout and the host's part of the sequence with pictures, padded by so many windows."""
+    """Patches, layout and the host's part of the sequence with images, padded by so many windows."""
     spans = locate(vision, IDS, GRIDS)
-    pictures = [PICTURES[span.kind][span.number] for span in spans]
-    total = sum(len(picture.patches) for picture in pictures)
+    images = [IMAGES[span.kind][span.number] for span in spans]
+    total = sum(len(image.patches) for image in images)
     padded = (-(-total // vision.window_patches) + padding) * vision.window_patches
     patches = np.full((padded, vision.patch_dim), 7.0, np.float32)  # padding must not matter, whatever it holds
-    patches[:total] = np.concatenate([picture.patches for picture in pictures])
+    patches[:total] = np.concatenate([image.patches for image in images])
     starts = np.cumsum([0, *(span.stop - span.start for span in spans)])[:-1]
     places, offset = rope_positions(vision, len(IDS), spans)
-    plan = layout(vision, [picture.grid for picture in pictures], padded)
+    plan = layout(vision, [image.grid for image in images], padded)
     return patches, plan, places, feature_index(len(IDS), spans, starts.tolist()), offset
 
 
@@ -127,13 +127,13 @@ def inputs(config, params, *, padding: int = 0) -> ImageInputs:
     return ImageInputs(places[None], seen[None], index[None])
 
 
-@functools.partial(jax.jit, static_argnames=("config", "padding", "pictures"))
-def ours(config, params, ids=IDS[None], *, padding: int = 0, pictures: bool = True) -> jax.Array:
+@functools.partial(jax.jit, static_argnames=("config", "padding", "with_images"))
+def ours(config, params, ids=IDS[None], *, padding: int = 0, with_images: bool = True) -> jax.Array:
     """Logits [B, T, V] of rows."""
     positions = jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
-    multimodal = inputs(config, params, padding=padding) if pictures else None
+    images = inputs(config, params, padding=padding) if with_images else None
     hidden = hidden_states(
-        config, params, jnp.asarray(ids), positions, jnp.full(ids.shape, ids.shape[1]), pictures=multimodal
+        config, params, jnp.asarray(ids), positions, jnp.full(ids.shape, ids.shape[1]), images=images
     )
     return logits(params, hidden)
 
@@ -152,7 +152,7 @@ def test_logits_of_text_are_equal(peer):
     config, params = load_hf(folder)
     with torch.no_grad():
         expected = model(torch.tensor(TEXT_IDS)).logits.numpy()
-    np.testing.assert_allclose(ours(config, params, TEXT_IDS, pictures=False), expected, atol=1e-4)
+    np.testing.assert_allclose(ours(config, params, TEXT_IDS, with_images=False), expected, atol=1e-4)
 
 
 def test_every_gradient_of_tower_and_decoder_is_equal(peer, tmp_path: Path):
@@ -192,7 +192,7 @@ def test_the_engine_continues_in_chunks_and_steps_as_transformers_does_at_once(p
     )[None]
     cache, prompt = empty_cache(config, 1, 64, jnp.float32), len(IDS) - 4
     prefill, decode = jax.jit(prefill_chunks, static_argnums=0), jax.jit(decode_step, static_argnums=0)
-    for start in range(0, prompt, 15):  # chunks that begin and end within pictures
+    for start in range(0, prompt, 15):  # chunks that begin and end within images
         here = slice(start, start + 15)
         chunk = ImageInputs(places[None, here], seen, index[None, here])
         new = prefill(config, weights, cache, jnp.asarray(IDS[None, here]), jnp.array([start]), chunk)

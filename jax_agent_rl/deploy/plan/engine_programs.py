@@ -15,7 +15,7 @@ from jax_agent_rl.config import Config
 from jax_agent_rl.deploy.plan.inventory import Inventory, Phase, Program
 from jax_agent_rl.jetstream.decode_batch import idle_decode_batch
 from jax_agent_rl.jetstream.engine import PREFILL_ROWS, Extension, JaxEngine
-from jax_agent_rl.jetstream.programs import ProgramTable, Soon, traced
+from jax_agent_rl.jetstream.programs import NextCall, ProgramTable, traced
 from jax_agent_rl.jetstream.vision_engine import VisionEngine
 from jax_agent_rl.jetstream.weight_loading import staging_mesh
 from jax_agent_rl.models.config import DecoderConfig, Params
@@ -46,9 +46,9 @@ class RecordingTable(ProgramTable):
         *args: Any,
         place: NamedSharding,
         out: Any,
-        soon: Callable[[], Soon] | None = None,
+        next_call: Callable[[], NextCall] | None = None,
     ) -> Any:
-        """Record a program; see :meth:`ProgramTable.call`, but ``soon`` is never called."""
+        """Record a program; see :meth:`ProgramTable.call`, but ``next_call`` is never called."""
         program = self.recorded[key] = traced(function, donate, *args, place=place, out=out)
         return jax.tree.map(
             lambda sharding, part: jax.tree.map(functools.partial(_answer, sharding), part), out, program.out_info

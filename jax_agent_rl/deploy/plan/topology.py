@@ -170,7 +170,7 @@ class Slice:
         try:
             from jax.experimental import topologies
 
-            from jax_agent_rl.models.by_platform import expect_described_tpus
+            from jax_agent_rl.models.mesh import expect_described_tpus
 
             expect_described_tpus()
             return list(topologies.get_topology_desc(platform="tpu", topology_name=one, **options).devices)

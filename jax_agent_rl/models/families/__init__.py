@@ -1,8 +1,8 @@
 """Model families: Hugging Face's ``config.json`` to and from :class:`DecoderConfig`, and tensor names.
 
 A family is a module with ``MODEL_TYPES``, ``read(raw) -> DecoderConfig`` and ``write(config) -> dict``; ``NAMES`` maps
-this package's per-layer names to Hugging Face's, where they differ from the common ones. One that reads pictures also
-has ``vision_names(config.vision)``, names in the shape of ``params["vision"]``, and ``PREFIXES``, see there.
+this package's per-layer names to Hugging Face's, where they differ from the common ones. Vision families
+also have ``vision_names(config.vision)``, names in the shape of ``params["vision"]``, and ``PREFIXES``, see there.
 """
 
 from __future__ import annotations
@@ -13,19 +13,16 @@ from typing import Any
 
 from jax_agent_rl.errors import ModelError
 from jax_agent_rl.models.config import DecoderConfig
-from jax_agent_rl.models.families import gemma3, llama, qwen, qwen_vl
+from jax_agent_rl.models.families import gemma3, llama, qwen_vl
 
-FAMILIES: dict[str, ModuleType] = {
-    name: module for module in (llama, qwen, qwen_vl, gemma3) for name in module.MODEL_TYPES
-}
+FAMILIES: dict[str, ModuleType] = {name: module for module in (llama, qwen_vl, gemma3) for name in module.MODEL_TYPES}
 
 
 def read_config(raw: Mapping[str, Any]) -> DecoderConfig:
-    """The content of a ``config.json``. A null ``eos_token_id`` gives no EOS id.
+    """Parse the content of a ``config.json``; a null ``eos_token_id`` gives no EOS id.
 
     Raises:
-        ModelError: an unknown family, a field that is missing or of a wrong kind, or one whose value this package does
-            not honour.
+        ModelError: the family is unknown, or a field is missing, of a wrong type, or has an unsupported value.
     """
     name = raw.get("model_type")
     if name not in FAMILIES:
@@ -40,5 +37,5 @@ def read_config(raw: Mapping[str, Any]) -> DecoderConfig:
 
 
 def write_config(config: DecoderConfig) -> dict[str, Any]:
-    """The content of a ``config.json``."""
+    """Return the content of a ``config.json``."""
     return FAMILIES[config.family].write(config)

@@ -1,21 +1,74 @@
-"""Fields that every family's ``config.json`` has."""
+"""Reading Hugging Face's ``config.json``: typed fields with named errors, and the fields all families share."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from jax_agent_rl.errors import ModelError
 from jax_agent_rl.models.config import DecoderConfig, LinearScaling, Llama3Scaling, Rope
-from jax_agent_rl.models.fields import integer, number, section, token_ids
 
 _LLAMA3_FIELDS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
+def integer(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
+    """Read a positive integer; the default if absent or null."""
+    value = config.get(name)
+    value = default if value is None else value
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise bad_field(config, name, "a positive integer")
+    return value
+
+
+def number(config: Mapping[str, Any], name: str, default: float | None = None) -> float:
+    """Read a positive number; the default if absent or null."""
+    value = config.get(name)
+    value = default if value is None else value
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+        raise bad_field(config, name, "a positive number")
+    return float(value)
+
+
+def token_ids(config: Mapping[str, Any], name: str, default: tuple[int, ...]) -> tuple[int, ...]:
+    """Read a token id or a list of them; none if null."""
+    value = config.get(name, default)
+    ids = tuple(value) if isinstance(value, list | tuple) else () if value is None else (value,)
+    if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
+        raise bad_field(config, name, "a token id, a list of them, or null")
+    return ids
+
+
+def section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Read an object; empty if absent or null."""
+    value = config.get(name) or {}
+    if not isinstance(value, Mapping):
+        raise bad_field(config, name, "an object or null")
+    return value
+
+
+def refuse(config: Mapping[str, Any], **expected: Any) -> None:
+    """Refuse fields with values other than the supported ones; absent and null fields pass.
+
+    Raises:
+        ModelError: a field has another value.
+    """
+    for name, value in expected.items():
+        if config.get(name) not in (None, value):
+            raise ModelError(f"config.json: {name}={config[name]!r} is not supported, only {value!r}")
+
+
+def bad_field(config: Mapping[str, Any], name: str, expected: str) -> ModelError:
+    """Make the error for a field that is missing or of a wrong type."""
+    found = f"{name}={config[name]!r}" if name in config else f"{name} is missing"
+    return ModelError(f"config.json: {found}, expected {expected}; correct the file or download the model again")
+
+
 def read_common(raw: Mapping[str, Any], *, eos: tuple[int, ...], tied: bool = False) -> dict[str, Any]:
-    """The arguments of :class:`DecoderConfig` all families share.
+    """Read the arguments of :class:`DecoderConfig` that all families share.
 
     Args:
+        raw: a ``config.json``.
         eos: the family's default where ``eos_token_id`` is absent.
         tied: the family's default of ``tie_word_embeddings``.
     """
@@ -39,7 +92,7 @@ def read_common(raw: Mapping[str, Any], *, eos: tuple[int, ...], tied: bool = Fa
 
 
 def write_common(config: DecoderConfig, architecture: str) -> dict[str, Any]:
-    """The shared fields; ``write`` of a family adds its own."""
+    """Write the shared fields; ``write`` of a family adds its own."""
     eos = list(config.eos_token_ids) if len(config.eos_token_ids) > 1 else next(iter(config.eos_token_ids), None)
     return {
         "architectures": [architecture],
@@ -62,10 +115,10 @@ def write_common(config: DecoderConfig, architecture: str) -> dict[str, Any]:
 
 
 def read_rope(raw: Mapping[str, Any], *, scaling: Mapping[str, Any], theta: float = 10000.0) -> Rope:
-    """Rotary settings from ``rope_theta`` and the ``rope_scaling`` (or newer ``rope_parameters``) of ``scaling``.
+    """Read rotary settings from ``rope_theta`` and the ``rope_scaling`` (or newer ``rope_parameters``) of ``scaling``.
 
     Raises:
-        ModelError: a kind of scaling that is not implemented.
+        ModelError: the kind of scaling is not implemented.
     """
     fields = section(scaling, "rope_scaling") or section(scaling, "rope_parameters")
     kind = fields.get("rope_type", fields.get("type", "default"))
@@ -81,7 +134,7 @@ def read_rope(raw: Mapping[str, Any], *, scaling: Mapping[str, Any], theta: floa
 
 
 def write_scaling(rope: Rope) -> dict[str, Any] | None:
-    """``rope_scaling`` of a config.json."""
+    """Return ``rope_scaling`` of a ``config.json``."""
     match rope.scaling:
         case None:
             return None

@@ -6,8 +6,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from jax_agent_rl.models.config import DecoderConfig
-from jax_agent_rl.models.families.common import read_common, read_rope, write_common
-from jax_agent_rl.models.fields import bad_field, integer, number, refuse, section
+from jax_agent_rl.models.families.common import (
+    bad_field,
+    integer,
+    number,
+    read_common,
+    read_rope,
+    refuse,
+    section,
+    write_common,
+)
 
 MODEL_TYPES = ("gemma3_text",)
 NAMES: Mapping[str, str] = {
@@ -18,6 +26,7 @@ _KINDS = {"sliding_attention": True, "full_attention": False}
 
 
 def read(raw: Mapping[str, Any]) -> DecoderConfig:
+    """Read a ``config.json`` of the family."""
     refuse(raw, attention_bias=False, hidden_activation="gelu_pytorch_tanh", use_bidirectional_attention=False)
     for name in ("final_logit_softcapping", "attn_logit_softcapping"):
         if raw.get(name) is not None:
@@ -44,6 +53,7 @@ def read(raw: Mapping[str, Any]) -> DecoderConfig:
 
 
 def write(config: DecoderConfig) -> dict[str, Any]:
+    """Write a ``config.json`` of the family."""
     assert config.local_rope is not None and config.attention_scale is not None
     kinds = {windowed: kind for kind, windowed in _KINDS.items()}
     return write_common(config, "Gemma3ForCausalLM") | {
@@ -57,7 +67,7 @@ def write(config: DecoderConfig) -> dict[str, Any]:
 
 
 def _windowed(raw: Mapping[str, Any], count: int) -> tuple[bool, ...]:
-    """From ``layer_types``, or the older ``sliding_window_pattern``: every n-th layer is a full one."""
+    """Read ``layer_types``, or the older ``sliding_window_pattern``, where every n-th layer is a full one."""
     kinds = raw.get("layer_types")
     if kinds is None:
         pattern = integer(raw, "sliding_window_pattern", 6)

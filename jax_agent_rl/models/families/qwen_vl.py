@@ -1,9 +1,9 @@
 """Qwen2.5-VL (``qwen2_5_vl``): Qwen2.5 with a tower for images and videos, and rotary positions of three axes.
 
-Files come in several layouts, and all are read: published checkpoints have the decoder's fields at the top of
-``config.json`` and tensors ``visual.…`` and ``model.…``; newer transformers writes a ``text_config`` besides or
-instead, and some of its versions wrote tensors ``model.visual.…`` and ``model.language_model.…``. Written are a
-``text_config`` and the names of published checkpoints, as transformers 5 does.
+Several layouts are read: published checkpoints have the decoder's fields at the top of ``config.json`` and tensors
+``visual.…`` and ``model.…``; newer transformers writes a ``text_config`` besides or instead, and some versions wrote
+tensors ``model.visual.…`` and ``model.language_model.…``. Written are a ``text_config`` and the published tensor names,
+as transformers 5 does.
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ from typing import Any
 
 from jax_agent_rl.errors import ModelError
 from jax_agent_rl.models.config import DecoderConfig, Params, Rope, VisionConfig
-from jax_agent_rl.models.families.common import read_common, write_common
-from jax_agent_rl.models.fields import bad_field, integer, refuse, section
+from jax_agent_rl.models.families.common import bad_field, integer, read_common, refuse, section, write_common
 
 MODEL_TYPES = ("qwen2_5_vl",)
 NAMES: Mapping[str, str] = {}
 PREFIXES: Mapping[str, str] = {"model.language_model.": "model.", "model.visual.": "visual."}
-"""Beginnings of tensor names that newer files have in place of the published ones."""
+"""Tensor name prefixes of newer files, and the published ones."""
 
 _TOP_IDS = ("eos_token_id", "bos_token_id")
 _PLACEHOLDER_IDS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
@@ -41,8 +40,9 @@ _VISION_TOP = {
 
 
 def read(raw: Mapping[str, Any]) -> DecoderConfig:
+    """Read a ``config.json`` of the family."""
     nested = section(raw, "text_config")
-    # What stands at the top holds, as for generation settings; older nested files say only there what is tied.
+    # Top-level fields win, as for generation settings; older nested files have tie_word_embeddings only there.
     top = {name: raw[name] for name in _TOP_IDS if raw.get(name) is not None}
     tied = bool(raw.get("tie_word_embeddings") or nested.get("tie_word_embeddings"))
     text = {**(nested or raw), **top, "tie_word_embeddings": tied, "model_type": raw["model_type"]}
@@ -56,6 +56,7 @@ def read(raw: Mapping[str, Any]) -> DecoderConfig:
 
 
 def write(config: DecoderConfig) -> dict[str, Any]:
+    """Write a ``config.json`` of the family."""
     assert config.vision is not None and config.rope.sections is not None
     text = write_common(config, "Qwen2_5_VLForConditionalGeneration")
     top = {name: text.pop(name) for name in ("architectures", "model_type", "tie_word_embeddings")}
@@ -75,7 +76,7 @@ def write(config: DecoderConfig) -> dict[str, Any]:
 
 
 def vision_names(config: VisionConfig) -> Params:
-    """Tensor names in the shape of ``params["vision"]``."""
+    """Return tensor names in the shape of ``params["vision"]``."""
 
     def name(key: str, names: Mapping[str, str]) -> str:
         module = key.removesuffix("_bias")
@@ -89,7 +90,7 @@ def vision_names(config: VisionConfig) -> Params:
 
 
 def _plain_rope(text: Mapping[str, Any]) -> dict[str, Any]:
-    """The rotary fields without their kind ``mrope``, which is the default kind on three axes."""
+    """Return the rotary fields without their kind ``mrope``, the default kind on three axes."""
     rope = section(text, "rope_scaling") or section(text, "rope_parameters")
     for name in ("type", "rope_type"):
         if rope.get(name) not in (None, "default", "mrope"):

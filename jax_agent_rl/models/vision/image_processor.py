@@ -1,7 +1,7 @@
 """How an image or a video becomes the patches a vision model reads.
 
-One place decides it, for those who count a picture's ids (``chat.media``) and for those who compute on its pixels
-(``models.pictures``): the image processor that transformers has for the model's folder.
+Counting an image's ids (``chat.media``) and computing on its pixels (``models.vision``) share one implementation:
+transformers' image processor of the model's folder.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 Pixels = tuple[int, int]
-"""(fewest, most) pixels a picture is scaled to."""
+"""(fewest, most) pixels an image is scaled to."""
 Grid = tuple[int, int, int]
 """Patches of an item: groups of frames, rows, columns."""
 
@@ -47,7 +47,7 @@ class ProcessedImage:
 
     @cached_property
     def digest(self) -> bytes:
-        """16 bytes that two pictures share only if a model sees the same in them."""
+        """16 bytes that are equal exactly for equal patches."""
         head = f"{self.kind} {self.grid}".encode()
         return hashlib.blake2b(head + self.patches.tobytes(), digest_size=16).digest()
 
@@ -65,13 +65,14 @@ class ImageProcessor:
 
     @classmethod
     def read(cls, folder: Path, *, pixels: Pixels | None = None) -> ImageProcessor:
-        """That of a Hugging Face folder.
+        """Load the processors of a Hugging Face folder.
 
         Args:
-            pixels: instead of the processors' own.
+            folder: with ``preprocessor_config.json``.
+            pixels: overrides the folder's limits.
 
         Raises:
-            ModelError: the files that describe the processors are missing or damaged.
+            ModelError: the processor files are missing or damaged.
         """
         from transformers import AutoImageProcessor
 
@@ -85,7 +86,7 @@ class ImageProcessor:
             raise ModelError(f"the image processor at {folder} cannot be read: {error}") from error
 
     def count(self, kind: str, item: Any) -> int:
-        """Features, and so placeholder ids, of one image or video; looks at its size alone.
+        """Return the features, and so placeholder ids, of one image or video, from its size alone.
 
         Raises:
             ValueError: it is none, or of a shape the model cannot take.
@@ -99,8 +100,8 @@ class ImageProcessor:
             groups = 1
         return groups * processor.get_number_of_image_patches(height, width, {}) // processor.merge_size**2
 
-    def picture(self, kind: str, item: Any) -> ProcessedImage:
-        """The patches of one image or video.
+    def process(self, kind: str, item: Any) -> ProcessedImage:
+        """Cut one image or video into patches.
 
         Raises:
             ValueError: it is none, or of a shape the model cannot take.
@@ -108,22 +109,25 @@ class ImageProcessor:
         import numpy as np
 
         processor = self._processors[kind]
-        multimodal = list(as_frames(item)) if kind == "video" else [np.asarray(as_image(item))]
-        # Said, because a picture of three rows would be taken for one of three channels.
-        cut = processor(images=multimodal, input_data_format="channels_last", return_tensors="np")
+        frames = list(as_frames(item)) if kind == "video" else [np.asarray(as_picture(item))]
+        # Explicit, or an image of three rows would be taken for one of three channels.
+        cut = processor(images=frames, input_data_format="channels_last", return_tensors="np")
         _, rows, columns = cut["image_grid_thw"][0].tolist()
         patches = cut["pixel_values"]
         if kind == "image":
             return ProcessedImage(kind=kind, patches=patches, grid=(1, rows, columns))
-        patches = _grouped(patches, len(multimodal), processor.temporal_patch_size, processor.patch_size**2)
+        patches = _grouped(patches, len(frames), processor.temporal_patch_size, processor.patch_size**2)
         return ProcessedImage(kind=kind, patches=patches, grid=(len(patches) // (rows * columns), rows, columns))
 
 
 def _grouped(patches: np.ndarray, frames: int, group: int, pixels: int) -> np.ndarray:
-    """Patches of still images, in which a frame fills its group, as those of a video; the last frame fills its group.
+    """Turn patches of still images, where one frame fills a group, into patches of a video; repeat the last frame.
 
     Args:
         patches: [frames · M, C · group · pixels].
+        frames: number of frames.
+        group: frames of one patch.
+        pixels: pixels of one frame of a patch.
 
     Returns:
         [groups · M, C · group · pixels].
@@ -137,7 +141,7 @@ def _grouped(patches: np.ndarray, frames: int, group: int, pixels: int) -> np.nd
 
 
 def _size(pixels: Pixels | None, frames: Mapping[str, Any]) -> Mapping[str, int]:
-    """Between how many pixels frames are scaled; a file may say so in either of two ways."""
+    """Return the pixel limits of frames, which files give in one of two ways."""
     if pixels is None and frames.get("size"):
         return frames["size"]
     fewest, most = pixels or (frames.get("min_pixels", _VIDEO_PIXELS[0]), frames.get("max_pixels", _VIDEO_PIXELS[1]))
@@ -145,7 +149,7 @@ def _size(pixels: Pixels | None, frames: Mapping[str, Any]) -> Mapping[str, int]
 
 
 def _video_settings(folder: Path) -> dict[str, Any]:
-    """Where transformers looks for them, in its order."""
+    """Read video settings from where transformers looks for them, in its order."""
     if (whole := _read(folder / "processor_config.json")).get("video_processor"):
         return whole["video_processor"]
     return next((settings for name in _VIDEO_FILES if (settings := _read(folder / name))), {})

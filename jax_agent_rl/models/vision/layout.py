@@ -1,4 +1,4 @@
-"""Where pictures stand in a sequence and what a vision tower must know of their shape: numbers made on the host.
+"""Places of images in a sequence, and the index arrays a vision tower needs; computed on the host.
 
     ids       … <vision_start> <image> <image> <image> <image> <vision_end> …     an image of 1 x 2 x 2 features
     time               7          8       8       8       8        10
@@ -49,14 +49,14 @@ class ImageSpan:
 
 
 class Layout(NamedTuple):
-    """What a tower must know of the patches it is given; see :func:`layout`. Windows first, then their patches.
+    """Index arrays of a tower's patches, see :func:`layout`; patches are ordered by window.
 
     Attributes:
-        order: int32 [.., N], which feature's patches stand at a place of the tower's rows.
-        restore: int32 [.., N], where in the tower's rows a feature stands.
-        windows: int32 [.., P], number of a patch's window; -1 for padding.
-        frames: int32 [.., P], number of a patch's image or group of frames; -1 for padding.
-        places: int32 [.., P, 2], row and column of a patch in its picture.
+        order: int32 [.., N], the feature at each place of the tower's rows.
+        restore: int32 [.., N], the place of each feature.
+        windows: int32 [.., P], window of each patch; -1 for padding.
+        frames: int32 [.., P], image or group of frames of each patch; -1 for padding.
+        places: int32 [.., P, 2], row and column of a patch in its image.
     """
 
     order: Array
@@ -67,12 +67,12 @@ class Layout(NamedTuple):
 
 
 class ImageInputs(NamedTuple):
-    """What a decoder reads in place of its pictures' placeholders, beside the ids of B rows.
+    """Image features for a decoder, beside the ids of B rows.
 
     Attributes:
-        rope_positions: int32 [B, T, 3], time, row and column of every token, that of text too.
+        rope_positions: int32 [B, T, 3], time, row and column of every token, text included.
         features: [B, N, D], from ``models.vision``.
-        feature_index: int32 [B, T], which feature stands at a token's place; -1 for text.
+        feature_index: int32 [B, T], the feature at each token; -1 for text.
     """
 
     rope_positions: Array
@@ -81,19 +81,21 @@ class ImageInputs(NamedTuple):
 
 
 def merged(vision: VisionConfig, grid: Grid) -> Grid:
-    """The grid of features of a grid of patches."""
+    """Return the grid of features of a grid of patches."""
     return grid[0], grid[1] // vision.merge_size, grid[2] // vision.merge_size
 
 
 def locate(
     vision: VisionConfig, ids: Sequence[int] | np.ndarray, grids: Mapping[str, Sequence[Grid]]
 ) -> list[ImageSpan]:
-    """Where each item stands, in order of the ids.
+    """Return the placeholders of each item, in order of the ids.
 
     An item takes the first run of its placeholder that is long enough and not taken yet. A placeholder in a shorter
     run, or behind the last item, is text: a model may sample any id.
 
     Args:
+        vision: the tower.
+        ids: a context.
         grids: of patches, by kind, items in order of their placeholders.
 
     Raises:
@@ -127,18 +129,19 @@ def _spans(vision: VisionConfig, ids: np.ndarray, kind: str, items: Sequence[Gri
 
 
 def rope_positions(vision: VisionConfig, length: int, spans: Sequence[ImageSpan]) -> tuple[np.ndarray, int]:
-    """Rotary positions of a sequence.
+    """Return the rotary positions of a sequence.
 
     Args:
+        vision: the tower.
         length: T.
         spans: its items, from :func:`locate`.
 
     Returns:
-        int32 [T, 3]: time, row, column of each token; and the offset that later text has: a token at index
-        ``i >= T`` stands at ``i + offset`` in all three.
+        int32 [T, 3]: time, row, column of each token; and the offset of later text, whose token at index
+        ``i >= T`` has position ``i + offset`` in all three.
     """
     positions = np.empty((length, 3), np.int32)
-    done, following = 0, 0  # tokens placed so far, and where the next text stands
+    done, following = 0, 0  # tokens placed so far, position of the next text
     for span in spans:
         positions[done : span.start] = following + np.arange(span.start - done)[:, None]
         following += span.start - done
@@ -150,7 +153,7 @@ def rope_positions(vision: VisionConfig, length: int, spans: Sequence[ImageSpan]
 
 
 def _places(vision: VisionConfig, span: ImageSpan) -> np.ndarray:
-    """Int [N, 3] of an item's features, from zero."""
+    """Return positions int [N, 3] of an item's features, from zero."""
     places = np.indices(span.grid).reshape(3, -1).T
     if span.kind == "video":
         step = vision.tokens_per_second * vision.temporal_patch_size / FRAMES_PER_SECOND
@@ -159,7 +162,7 @@ def _places(vision: VisionConfig, span: ImageSpan) -> np.ndarray:
 
 
 def feature_index(length: int, spans: Sequence[ImageSpan], starts: Sequence[int]) -> np.ndarray:
-    """int32 [T]: which feature takes a token's place, -1 for text.
+    """Return int32 [T]: the feature at each token, -1 for text.
 
     Args:
         length: T.
@@ -173,14 +176,15 @@ def feature_index(length: int, spans: Sequence[ImageSpan], starts: Sequence[int]
 
 
 def layout(vision: VisionConfig, grids: Sequence[Grid], patches: int) -> Layout:
-    """The layout of several items' patches one after the other, padded at the end.
+    """Return the layout of several items' patches, concatenated and padded at the end.
 
     Args:
+        vision: the tower.
         grids: of patches, one per item.
         patches: P, a multiple of ``vision.window_patches``.
 
     Raises:
-        ValueError: P is no such multiple, or holds fewer patches than there are.
+        ValueError: P is not such a multiple, or less than the number of patches.
     """
     total = sum(int(np.prod(grid)) for grid in grids)
     if patches % vision.window_patches or patches < total:
@@ -209,5 +213,5 @@ def layout(vision: VisionConfig, grids: Sequence[Grid], patches: int) -> Layout:
 
 
 def _numbers(*parts: np.ndarray) -> np.ndarray:
-    """Equal numbers for equal rows of ``parts``, from zero, in their order."""
+    """Return numbers for the rows of ``parts``, from zero in sorted order; equal rows share one."""
     return np.unique(np.stack(parts, -1), axis=0, return_inverse=True)[1].reshape(-1)

@@ -1,9 +1,9 @@
-"""The vision tower of Qwen2.5-VL: patches of pictures to features that stand among a decoder's embeddings.
+"""The vision tower of Qwen2.5-VL: image patches to features among a decoder's embeddings.
 
 Bai et al. 2025, arXiv 2502.13923, section 2.1.1. Most layers attend within windows, whose patches lie side by side
-(``models.pictures.layout``), some within a whole image or group of frames.
+(``models.vision.layout.layout``), some within a whole image or group of frames.
 
-Shapes: B sets of pictures, P patches, N features, U = P / N patches of a feature, D hidden, H heads, h head size,
+Shapes: B sets of images, P patches, N features, U = P / N patches of a feature, D hidden, H heads, h head size,
 S patches of the largest window.
 """
 
@@ -23,7 +23,7 @@ from jax_agent_rl.models.mesh import ROWS, constrain
 from jax_agent_rl.models.tree_mask import MASK_VALUE
 from jax_agent_rl.models.vision.layout import Layout
 
-_NOWHERE = -2  # number of a window that no patch is in, nor padding
+_NOWHERE = -2  # a window without patches or padding
 
 
 def features(
@@ -35,17 +35,18 @@ def features(
     remat: str = "none",
     mesh: Mesh | None = None,
 ) -> jax.Array:
-    """What the decoder reads in place of placeholders' embeddings.
+    """Encode patches as features that replace the embeddings of placeholders.
 
     Args:
+        config: the tower.
         params: ``params["vision"]`` of a model.
         patches: float [.., P, patch_dim], as transformers' image processor gives them, padded at the end.
-        layout: of the same pictures; its arrays have the same leading axes.
+        layout: of the same images; its arrays have the same leading axes.
         remat: what the backward pass recomputes, see ``models.decoder``.
         mesh: what the leading axis is split over, see ``models.mesh``; None on one device.
 
     Returns:
-        [.., N, out_size] in order of the patches; those of padding mean nothing.
+        [.., N, out_size] in order of the patches; those of padding are undefined.
     """
     leading = patches.shape[:-2]
     patches = patches.reshape(-1, *patches.shape[-2:])
@@ -68,7 +69,7 @@ def features(
 
 
 def _embed(config: VisionConfig, params: Params, patches: jax.Array, order: jax.Array, mesh: Mesh | None) -> jax.Array:
-    """Patches [B, P, patch_dim] as [B, P, D], window by window."""
+    """Embed patches [B, P, patch_dim] as [B, P, D], ordered by window."""
     weight = params["patch_embed"]  # [D, channels, frames, rows, columns], a product with whole patches
     x = linear(patches.astype(weight.dtype), weight.reshape(weight.shape[0], -1), mesh)
     squares = x.reshape(x.shape[0], -1, config.merge_size**2 * config.hidden_size)
@@ -76,7 +77,7 @@ def _embed(config: VisionConfig, params: Params, patches: jax.Array, order: jax.
 
 
 def _rope(config: VisionConfig, places: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Cos and sin float32 [B, P, h/2] of places [B, P, 2]: half of the angles turn with rows, half with columns."""
+    """Return cos and sin float32 [B, P, h/2] of places [B, P, 2]: half of the angles for rows, half for columns."""
     half = config.head_dim // 2
     frequencies = 1.0 / 10000.0 ** (jnp.arange(0, half, 2, dtype=jnp.float32) / half)
     angles = (places[..., None].astype(jnp.float32) * frequencies).reshape(*places.shape[:-1], half)
@@ -93,7 +94,7 @@ def _attention(
     full: jax.Array,
     mesh: Mesh | None,
 ) -> jax.Array:
-    """Attention [B, P, D] -> [B, P, D]; ``full`` (bool []): within frames, otherwise within windows."""
+    """Attend [B, P, D] -> [B, P, D]: within frames if ``full`` (bool []), otherwise within windows."""
     qkv = _affine(layer, "qkv", x, mesh).reshape(*x.shape[:2], 3, config.num_heads, config.head_dim)
     q, k, v = qkv.transpose(2, 0, 3, 1, 4)  # [B, H, P, h] each
     q, k = rotate(q, cos[:, None], sin[:, None]), rotate(k, cos[:, None], sin[:, None])
@@ -107,7 +108,7 @@ def _attention(
 
 
 def _attend_to_frames(q: jax.Array, k: jax.Array, v: jax.Array, frames: jax.Array) -> jax.Array:
-    """Each patch to all of its frame, a block of queries at a time, whose scores the backward pass recomputes."""
+    """Attend within frames, a block of queries at a time; the backward pass recomputes scores."""
     block = math.gcd(BLOCK, q.shape[2])
 
     def attend(start: jax.Array) -> jax.Array:
@@ -120,15 +121,15 @@ def _attend_to_frames(q: jax.Array, k: jax.Array, v: jax.Array, frames: jax.Arra
 
 
 def _attend_to_windows(q: jax.Array, k: jax.Array, v: jax.Array, windows: jax.Array, size: int) -> jax.Array:
-    """Each patch to its window, which lies within its block of ``size`` patches and the two beside it."""
+    """Attend within windows, which lie in a patch's block of ``size`` patches and the two neighbours."""
     rows, heads, count, head_dim = q.shape
 
     def blocks(x: jax.Array) -> jax.Array:
-        """[B, H, P, h] -> [B, H, P / S, S, h]"""
+        """Reshape [B, H, P, h] -> [B, H, P / S, S, h]."""
         return x.reshape(rows, heads, count // size, size, head_dim)
 
     def beside(x: jax.Array, axis: int, edge: int = 0) -> jax.Array:
-        """Each block of ``axis`` with the two beside it, [.., P / S, 3 S, ..]; beyond the ends is ``edge``."""
+        """Join each block of ``axis`` with its neighbours, [.., P / S, 3 S, ..]; ``edge`` pads the ends."""
         widths = [(size, size) if i == axis else (0, 0) for i in range(x.ndim)]
         padded = jnp.pad(x, widths, constant_values=edge)
         parts = [jax.lax.slice_in_dim(padded, i * size, i * size + count, axis=axis) for i in range(3)]
@@ -141,7 +142,7 @@ def _attend_to_windows(q: jax.Array, k: jax.Array, v: jax.Array, windows: jax.Ar
 
 
 def _softmax_attention(q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array) -> jax.Array:
-    """Attention over the last but one axis of keys and values, scores and softmax in float32."""
+    """Attend over the second last axis of keys and values, scores and softmax in float32."""
     scores = jnp.einsum("...qh,...kh->...qk", q, k, preferred_element_type=jnp.float32)
     weights = jax.nn.softmax(jnp.where(visible, scores, MASK_VALUE), axis=-1)
     return jnp.einsum("...qk,...kh->...qh", weights.astype(v.dtype), v)
@@ -153,7 +154,7 @@ def _feed_forward(layer: Params, x: jax.Array, mesh: Mesh | None) -> jax.Array:
 
 
 def _merge(config: VisionConfig, params: Params, x: jax.Array, mesh: Mesh | None) -> jax.Array:
-    """[B, P, D] -> [B, N, out_size]: the patches of a square as one feature."""
+    """Merge the patches of a square into one feature, [B, P, D] -> [B, N, out_size]."""
     x = rms_norm(config, x, params["merger_norm"])
     x = x.reshape(x.shape[0], -1, config.merge_size**2 * config.hidden_size)
     x = jax.nn.gelu(_affine(params, "merger_in", x, mesh), approximate=False)

@@ -231,7 +231,7 @@ def jetstream(options: SubjectOptions) -> BackendUnderTest:
             config,
             params,
             shapes,
-            brought=brought,
+            external_engine=brought,
             vision_processor=vision_processor,
             decode_text=decode,
             quantize=options.quantize,

@@ -180,17 +180,17 @@ class PageMachine(RuleBasedStateMachine):
     def every_page_is_free_or_held_or_idle_and_counted(self) -> None:
         table = self.table
         assert sorted([*table._free, *table._pages]) == list(range(1, self.PAGES + 1))
-        holders = {number: 0 for number in table._pages}
+        ref_counts = {number: 0 for number in table._pages}
         for context in self.contexts:
             for page in table.pages(context):
-                holders[page] += 1
-        assert holders == {number: page.holders for number, page in table._pages.items()}
-        assert table._idle == sum(not count for count in holders.values())
+                ref_counts[page] += 1
+        assert ref_counts == {number: page.ref_count for number, page in table._pages.items()}
+        assert table._idle == sum(not count for count in ref_counts.values())
 
     @invariant()
     def idle_pages_can_all_be_given_up(self) -> None:
-        ends = {page.rank for page in self.table._pages.values() if not page.holders and not page.behind}
-        assert ends <= set(self.table._ends)
+        leaves = {page.rank for page in self.table._pages.values() if not page.ref_count and not page.children}
+        assert leaves <= set(self.table._leaves)
 
     @invariant()
     def the_share_in_use_is_of_all_positions(self) -> None:
@@ -201,11 +201,11 @@ TestPageMachine = PageMachine.TestCase
 TestPageMachine.settings = settings(max_examples=60, stateful_step_count=25)
 
 
-def test_the_heap_of_ends_does_not_grow_with_requests():
+def test_the_heap_of_leaves_does_not_grow_with_requests():
     table = table_of(4)
     for number in range(100):
         table.release(held(table, [number % 3, 5, 6], "s"), session_ends=False)
-    assert len(table._ends) <= 16
+    assert len(table._leaves) <= 16
 
 
 @pytest.mark.parametrize("slots", [1, 3])

@@ -304,7 +304,7 @@ async def test_who_was_preempted_is_ended_with_those_who_run(way: str):
             await started(backend.generate(request(f"r{i}", prompt=range(5 + i, 25 + i), max_tokens=40)))
             for i in range(3)
         ]
-        scheduler = backend._serving.scheduler
+        scheduler = backend._loop.scheduler
         await engine.gate.reached()
         while not any(run.num_preempted for _, run in scheduler._waiting):
             engine.gate.let_one_pass()

@@ -58,13 +58,13 @@ async def outputs(mesh):
         changed = await backend.generate(request("changed", prompts[2]))
         assert changed.cached_tokens == 0 and changed.policy_versions == (1,) * 12
         assert (await backend.metrics()).recompilations == 0
-        params, cache = backend._serving.scheduler.params, backend._serving.scheduler.cache
+        params, cache = backend._loop.scheduler.params, backend._loop.scheduler.cache
         part = {k: x.addressable_shards[0].data.size / x.size
                 for k, x in {"embed": params.embed, "keys": cache.layers[0].keys, **params.layers[0]}.items()
                 for x in jax.tree.leaves(x)[:1] if x.ndim > 1}
     finally:
         await backend.close()
-    return [*first, second, adapted, changed, in_flight(backend._serving.scheduler, prompts[1])], part
+    return [*first, second, adapted, changed, in_flight(backend._loop.scheduler, prompts[1])], part
 
 def in_flight(scheduler, prompt):
     "A generation under whose middle the weights change: by hand, for the engine's thread does not wait."

@@ -13,7 +13,7 @@ from jax_agent_rl.jetstream.engine import EngineShapes
 from jax_agent_rl.jetstream.external_engine import ExternalEngineAdapter, load_engine_function
 from jax_agent_rl.rollout.protocol import GenerateRequest, WeightUpdate
 from jax_agent_rl.types import PauseMode, SamplingParams, StopReason, digest_ids
-from tests.later_api import LaterApiEngine, bring, brought
+from tests.later_api import LaterApiEngine, bring, external_engine
 from tests.tiny import TINY, full_logits, greedy, logprobs_of, tiny_params
 
 SHAPES = EngineShapes(
@@ -24,7 +24,7 @@ PARAMS = tiny_params()
 
 @contextlib.asynccontextmanager
 async def running(make=bring, **options):
-    backend = JetStreamBackend(TINY, tiny_params(), SHAPES, brought=make, version=1, **options)
+    backend = JetStreamBackend(TINY, tiny_params(), SHAPES, external_engine=make, version=1, **options)
     await backend.start()
     try:
         yield backend
@@ -90,7 +90,7 @@ async def test_ids_behind_a_stop_are_never_delivered_and_the_slot_is_given_back(
 
     def make(model, shapes):
         engines.append(LaterApiEngine(model, shapes))
-        return brought(engines[0])
+        return external_engine(engines[0])
 
     async with running(make) as backend:
         stopped = request("r", prompt, temperature=0.0, stop_token_ids=(stop,))
@@ -142,14 +142,16 @@ async def test_weights_change_under_frozen_requests_and_every_id_names_its_versi
 
 def test_arrays_that_to_params_passes_through_are_copied():
     params = tiny_params()
-    engine = ExternalEngineAdapter(brought(LaterApiEngine(TINY, SHAPES), to_params=lambda tree: tree), TINY, SHAPES)
+    engine = ExternalEngineAdapter(
+        external_engine(LaterApiEngine(TINY, SHAPES), to_params=lambda tree: tree), TINY, SHAPES
+    )
     served = engine.load_params(params)
     jax.tree.map(lambda x: x.delete(), params)
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(served))
 
 
 async def test_what_the_engine_cannot_do_is_not_declared_and_refused():
-    async with running(lambda m, s: brought(LaterApiEngine(m, s), greedy=None, max_new_tokens=20)) as backend:
+    async with running(lambda m, s: external_engine(LaterApiEngine(m, s), greedy=None, max_new_tokens=20)) as backend:
         capabilities = backend.capabilities
         assert not (capabilities.seeds or capabilities.prefix_reuse or capabilities.any_sampling)
         prompt = prompt_of(6, 5)
@@ -178,12 +180,12 @@ def test_an_engine_that_does_not_fit_is_refused_before_it_serves(change: dict, w
     engine = LaterApiEngine(TINY, SHAPES)
     vars(engine).update(change)
     with pytest.raises(ConfigError, match=words):
-        ExternalEngineAdapter(brought(engine), TINY, SHAPES)
+        ExternalEngineAdapter(external_engine(engine), TINY, SHAPES)
 
 
 async def test_logprobs_that_are_switched_off_are_noticed_at_start():
     with pytest.raises(ConfigError, match="return_log_prob=true"):
-        async with running(lambda m, s: brought(LaterApiEngine(m, s, return_log_prob=False))):
+        async with running(lambda m, s: external_engine(LaterApiEngine(m, s, return_log_prob=False))):
             pass
 
 

@@ -1,4 +1,4 @@
-"""The JAX engine with pictures, against full forward passes without a cache."""
+"""The JAX engine with images, against full forward passes without a cache."""
 
 from __future__ import annotations
 
@@ -56,22 +56,22 @@ def asking(name: str, prompt: Sequence[int], media: Mapping[str, Sequence[Any]],
 def assert_right(prompt: Sequence[int], media: Mapping[str, Sequence[Any]], output: TokenOutput, seed: int = 0) -> None:
     """Greedy ids, their log-probs and the digest are those of a full pass over prompt and output."""
     ids = [*prompt, *output.token_ids]
-    scores = seen_logprobs(tiny_params(seed, TINY_VL), vision_processor().show(ids, vision_processor().read(media)))[
-        len(prompt) - 1 : -1
-    ]
+    scores = seen_logprobs(
+        tiny_params(seed, TINY_VL), vision_processor().make_context(ids, vision_processor().read(media))
+    )[len(prompt) - 1 : -1]
     assert scores.argmax(-1).tolist() == list(output.token_ids)
     np.testing.assert_allclose(output.log_probs, scores.max(-1), atol=1e-4)
     assert output.context_digest == digest_ids(ids)
 
 
-async def test_pictures_of_every_kind_over_two_turns_and_beside_each_other():
+async def test_images_of_every_kind_over_two_turns_and_beside_each_other():
     """One engine for all, because it compiles for a while."""
     async with running() as backend:
         assert backend.capabilities.multi_modal == {"image", "video"}
         one = {"image": [FIRST]}
         prompt = [5, 6, *placeholders(one), 7]
 
-        # Alone, and beside a request of text; the same ids with another picture share the text before it alone.
+        # Alone, and beside a request of text; the same ids with another image share the text before it alone.
         first, text = await asyncio.gather(
             backend.generate(asking("a", prompt, one)), backend.generate(asking("t", [5, 6, 7, 8], {}))
         )
@@ -82,7 +82,7 @@ async def test_pictures_of_every_kind_over_two_turns_and_beside_each_other():
         assert other.cached_tokens == 3
         assert np.abs(np.subtract(first.log_probs, other.log_probs)).max() > 1e-2
 
-        # The same picture in another object is the same.
+        # The same image in another object is the same.
         again = await backend.generate(asking("c", prompt, {"image": [FIRST.copy()]}))
         assert again.cached_tokens == len(prompt) - 1 and again.token_ids == first.token_ids
         assert_right(prompt, one, again)
@@ -114,20 +114,20 @@ async def _refusals(backend: JetStreamBackend) -> None:
     multimodal = placeholders(media)
     with pytest.raises(TokenDriftError, match="request 'few': image 1 of 1 takes 4 placeholders"):
         await backend.generate(asking("few", [5, IMAGE, 7], media))
-    with pytest.raises(BackendError, match="request 'end' ends with a picture"):
+    with pytest.raises(BackendError, match="request 'end' ends with an image"):
         await backend.generate(asking("end", [5, *multimodal[:-1]], media))
     with pytest.raises(BackendError, match=r"of 64 patches, the engine takes 32; .*rollout.jetstream.patch_buckets"):
         big = {"image": [picture(8, 16, 16)]}
         await backend.generate(asking("big", [5, *placeholders(big), 7], big))
-    with pytest.raises(BackendError, match="request 'none': image 1 of 1 cannot be shown: .*got str"):
+    with pytest.raises(BackendError, match="request 'none': image 1 of 1 cannot be processed: .*got str"):
         await backend.generate(asking("none", [5, *multimodal, 7], {"image": ["cat.png"]}))
     assert not (await backend.generate(asking("after", [5, *multimodal, 7], media))).stop_match
     health = await backend.health()
     assert health.ok and health.running == health.waiting == 0
 
 
-async def test_who_waits_again_for_pages_sees_its_pictures_again():
-    """Two contexts of three pages in a cache of four; the second is computed again from its pictures on."""
+async def test_who_waits_again_for_pages_sees_its_images_again():
+    """Two contexts of three pages in a cache of four; the second is computed again from its images on."""
     backend = JetStreamBackend(
         TINY_VL,
         tiny_params(config=TINY_VL),
@@ -147,7 +147,7 @@ async def test_who_waits_again_for_pages_sees_its_pictures_again():
         await backend.close()
 
 
-async def test_a_request_whose_pictures_are_still_read_can_be_aborted():
+async def test_a_request_whose_images_are_still_read_can_be_aborted():
     async with running() as backend:
         media = {"image": [FIRST]}
         task = asyncio.create_task(backend.generate(asking("r", [5, *placeholders(media), 7], media, max_tokens=60)))
@@ -167,7 +167,7 @@ async def test_a_deterministic_engine_takes_text_alone():
         prompt = [5, 6, 7]
         assert_right(prompt, {}, await backend.generate(asking("t", prompt, {})))
         media = {"image": [FIRST]}
-        with pytest.raises(BackendError, match="this engine takes no pictures"):
+        with pytest.raises(BackendError, match="this engine takes no images"):
             await backend.generate(asking("p", [5, *placeholders(media), 7], media))
     finally:
         await backend.close()

@@ -66,7 +66,7 @@ def test_a_program_the_shapes_do_not_allow_counts_as_a_recompilation(engine: Jax
 def test_a_program_that_will_follow_is_compiled_once_and_gives_its_own_result(place: jax.sharding.NamedSharding):
     table = ProgramTable()
     small, large = np.ones(2, np.float32), np.ones(3, np.float32)
-    first = table.call(("a",), doubled, (), small, place=place, out=place, soon=lambda: (("b",), (large,)))
+    first = table.call(("a",), doubled, (), small, place=place, out=place, next_call=lambda: (("b",), (large,)))
     assert len(table) == 2 and first.tolist() == [2, 2]
-    again = table.call(("b",), doubled, (), large, place=place, out=place, soon=lambda: pytest.fail("it is there"))
+    again = table.call(("b",), doubled, (), large, place=place, out=place, next_call=lambda: pytest.fail("it is there"))
     assert len(table) == 2 and again.tolist() == [2, 2, 2]

@@ -74,7 +74,9 @@ def test_rotary_positions_of_shared_nodes_are_those_of_every_trajectory_through_
     batch, _ = packed(*ts)
     for t, (place,) in zip(ts, batch.places, strict=True):
         expected = (
-            vision_processor().show(t.prompt_ids + t.response_ids, vision_processor().read(t.multi_modal)).positions
+            vision_processor()
+            .make_context(t.prompt_ids + t.response_ids, vision_processor().read(t.multi_modal))
+            .positions
         )
         np.testing.assert_array_equal(batch.images.rope_positions[place.row, place.path], expected[1:])
 
@@ -163,7 +165,7 @@ def test_log_probs_are_those_of_plain_full_passes():
     for t, got in zip(group()[0].trajectories, experience.terms["old_logprob"], strict=True):
         ids = t.prompt_ids + t.response_ids
         scores = seen_logprobs(
-            tiny_params(config=TINY_VL), vision_processor().show(ids, vision_processor().read(t.multi_modal))
+            tiny_params(config=TINY_VL), vision_processor().make_context(ids, vision_processor().read(t.multi_modal))
         )
         expected = scores[np.arange(len(ids) - 1), ids[1:]][len(t.prompt_ids) - 1 :]
         np.testing.assert_allclose(got, expected[np.array(t.loss_mask, bool)], atol=1e-4)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jax_agent_rl.errors import ModelError
-from jax_agent_rl.models.gguf import convert_gguf, unpermute
+from jax_agent_rl.models.convert import convert_gguf, unpermute
 from jax_agent_rl.models.hf import load_hf
 
 HEADS, KV_HEADS, SIZE, HIDDEN, FORWARD, LAYERS = 4, 2, 8, 32, 48, 2

@@ -1,4 +1,4 @@
-"""How pictures become patches, and how many. Frames are checked against transformers' own video processor where it can
+"""How images become patches, and how many. Frames are checked against transformers' own video processor where it can
 be imported (it needs torchvision): ``tests/gpu_backend/test_frames.py``."""
 
 import json
@@ -44,17 +44,17 @@ def patcher(tmp_path: Path) -> ImageProcessor:
         ((70, 50), 4),  # 70 and 50 round to two squares each, 2.5 to the even one
     ],
 )
-def test_a_picture_takes_an_id_for_every_square(patcher: ImageProcessor, size, count: int):
+def test_an_image_takes_an_id_for_every_square(patcher: ImageProcessor, size, count: int):
     assert patcher.count("image", picture(*size)) == count
-    assert len(patcher.picture("image", picture(*size)).patches) == 4 * count
+    assert len(patcher.process("image", picture(*size)).patches) == 4 * count
 
 
 @pytest.mark.parametrize(("frames", "groups"), [(1, 1), (2, 1), (3, 2), (4, 2)])
 def test_two_frames_share_their_ids(patcher: ImageProcessor, frames: int, groups: int):
     video = [picture(84, 56)] * frames
     assert patcher.count("video", video) == groups * patcher.count("video", video[:1])
-    multimodal = patcher.picture("video", video)
-    assert multimodal.grid[0] == groups and len(multimodal.patches) == np.prod(multimodal.grid) == 4 * patcher.count(
+    processed = patcher.process("video", video)
+    assert processed.grid[0] == groups and len(processed.patches) == np.prod(processed.grid) == 4 * patcher.count(
         "video", video
     )
 
@@ -62,25 +62,25 @@ def test_two_frames_share_their_ids(patcher: ImageProcessor, frames: int, groups
 def test_a_group_holds_its_frames_and_the_last_one_fills_it(tmp_path: Path):
     patcher = ImageProcessor.read(folder_of(tmp_path), pixels=(3136, 12544))
     frames = [noise(seed) for seed in range(3)]
-    stills = [patcher.picture("image", frame).patches.reshape(24, 3, 2, 196) for frame in frames]
-    multimodal = patcher.picture("video", frames)
-    assert multimodal.grid == (2, 4, 6)
-    groups = multimodal.patches.reshape(2, 24, 3, 2, 196)
+    stills = [patcher.process("image", frame).patches.reshape(24, 3, 2, 196) for frame in frames]
+    processed = patcher.process("video", frames)
+    assert processed.grid == (2, 4, 6)
+    groups = processed.patches.reshape(2, 24, 3, 2, 196)
     for group, place, still in ((0, 0, 0), (0, 1, 1), (1, 0, 2), (1, 1, 2)):
         np.testing.assert_array_equal(groups[group, :, :, place], stills[still][:, :, place])
 
 
 @pytest.mark.parametrize("size", [(80, 3), (60, 1), (3, 80), (2, 2)])
-def test_the_flattest_pictures_are_cut_into_as_many_patches_as_are_counted(patcher: ImageProcessor, size):
+def test_the_flattest_images_are_cut_into_as_many_patches_as_are_counted(patcher: ImageProcessor, size):
     for kind, item in (("image", picture(*size)), ("video", [picture(*size)])):
-        multimodal = patcher.picture(kind, item)
-        assert len(multimodal.patches) == 4 * patcher.count(kind, item)
-        assert (multimodal.grid[1] < multimodal.grid[2]) == (size[1] < size[0])
+        processed = patcher.process(kind, item)
+        assert len(processed.patches) == 4 * patcher.count(kind, item)
+        assert (processed.grid[1] < processed.grid[2]) == (size[1] < size[0])
 
 
-def test_only_equal_pictures_share_a_digest(patcher: ImageProcessor):
-    one, same, other = (patcher.picture("image", noise(seed)).digest for seed in (0, 0, 1))
-    still = patcher.picture("video", [noise(0)]).digest
+def test_only_equal_images_share_a_digest(patcher: ImageProcessor):
+    one, same, other = (patcher.process("image", noise(seed)).digest for seed in (0, 0, 1))
+    still = patcher.process("video", [noise(0)]).digest
     assert one == same and len({one, other, still}) == 3
 
 

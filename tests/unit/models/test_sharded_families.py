@@ -76,9 +76,9 @@ with tempfile.TemporaryDirectory() as folder:
 jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5, rtol=1e-4), *results)
 assert all(np.abs(x).max() > 1e-3 for x in jax.tree.leaves(results[0][1])), "a part of the tower has no gradient"
 
-# A learner that packs pictures, two rows of them and one of text.
+# A learner that packs images, two rows of them and one of text.
 from jax_agent_rl.types import Group
-from tests.tiny_vision import picture, seeing_trajectory, sight
+from tests.tiny_vision import picture, seeing_trajectory, vision_processor
 
 turns = [([7, 8], {"image": [picture(1)]}), ([9, 11], {"image": [picture(2, 12, 8)]}), ([12], {})]
 members = tuple(seeing_trajectory([5, 6], *turns[-n:], index=n, reward=float(n)) for n in (1, 2, 3))
@@ -86,7 +86,7 @@ results = []
 for shape in ({}, {"fsdp": 2, "tensor": 2}):
     settings = LearnerConfig(learning_rate=1e-3, pack_length=24, row_patches=48, mesh=shape)
     made = Learner(config, tiny_params(config=config), algorithm=AlgorithmConfig(), config=settings, temperature=1.0,
-                   sight=sight())
+                   vision_processor=vision_processor())
     made.update([Group(group_id="g", trajectories=members)])
     gradients = jax.tree.map(lambda m: m / 0.1, optax.tree_utils.tree_get(made.state.policy.opt_state, "mu"))
     results.append((made.params, gradients))

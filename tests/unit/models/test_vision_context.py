@@ -1,4 +1,4 @@
-"""Contexts with pictures: which ids are whose, and that keys are equal where ids and pictures are."""
+"""Contexts with images: which ids are whose, and that keys are equal where ids and images are."""
 
 import numpy as np
 import pytest
@@ -8,28 +8,28 @@ from hypothesis import strategies as st
 from jax_agent_rl.models.vision.context import ImageKeys, MultimodalContext, VisionProcessor
 from tests.tiny_vision import IMAGE, TINY_VISION, VIDEO, drawn
 
-SIGHT = VisionProcessor(vision=TINY_VISION, patcher=None)  # type: ignore[arg-type]  # patches are made here
-PICTURES = [drawn(seed, (1, 4, 4)) for seed in range(2)] + [drawn(2, (1, 2, 4)), drawn(3, (1, 4, 4), "video")]
-pieces = st.lists(st.one_of(st.integers(3, 5), st.sampled_from(range(len(PICTURES))).map(lambda i: -1 - i)), max_size=6)
+PROCESSOR = VisionProcessor(vision=TINY_VISION, patcher=None)  # type: ignore[arg-type]  # patches are made here
+IMAGES = [drawn(seed, (1, 4, 4)) for seed in range(2)] + [drawn(2, (1, 2, 4)), drawn(3, (1, 4, 4), "video")]
+pieces = st.lists(st.one_of(st.integers(3, 5), st.sampled_from(range(len(IMAGES))).map(lambda i: -1 - i)), max_size=6)
 
 
 def multimodal(parts: list[int]) -> MultimodalContext:
-    """A context of ids, and of pictures by their negative numbers."""
+    """A context of ids, and of images by their negative numbers."""
     ids: list[int] = []
     media: dict = {"image": [], "video": []}
     for part in parts:
         if part >= 0:
             ids.append(part)
             continue
-        picture = PICTURES[-1 - part]
-        ids += [TINY_VISION.placeholders[picture.kind]] * (len(picture.patches) // 4)
-        media[picture.kind].append(picture)
-    return SIGHT.show(ids, media)
+        image = IMAGES[-1 - part]
+        ids += [TINY_VISION.placeholders[image.kind]] * (len(image.patches) // 4)
+        media[image.kind].append(image)
+    return PROCESSOR.make_context(ids, media)
 
 
 @given(pieces, pieces)
 @settings(max_examples=200)
-def test_contexts_have_equal_keys_exactly_as_far_as_their_ids_and_pictures_are_equal(a: list[int], b: list[int]):
+def test_contexts_have_equal_keys_exactly_as_far_as_their_ids_and_images_are_equal(a: list[int], b: list[int]):
     names = ImageKeys()
     ours, theirs = names.keys(multimodal(a)), names.keys(multimodal(b))
     alike = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
@@ -39,14 +39,14 @@ def test_contexts_have_equal_keys_exactly_as_far_as_their_ids_and_pictures_are_e
     assert (differ[0] if len(differ) else length) == min(expected, length)
 
 
-def test_keys_of_text_are_its_ids_and_placeholders_without_a_picture_are_text():
-    context = SIGHT.show([5, *[IMAGE] * 4, 6, IMAGE, VIDEO], {"image": PICTURES[:1]})
+def test_keys_of_text_are_its_ids_and_placeholders_without_an_image_are_text():
+    context = PROCESSOR.make_context([5, *[IMAGE] * 4, 6, IMAGE, VIDEO], {"image": IMAGES[:1]})
     keys = ImageKeys().keys(context)
     assert keys.tolist() == [5, -1, -2, -3, -4, 6, IMAGE, VIDEO]
     assert context.ids.tolist() == [5, *[IMAGE] * 4, 6, IMAGE, VIDEO]  # as they were
     assert context.offset == 2 - 4  # two rows and columns of features stand in the place of four ids
 
 
-def test_a_picture_without_its_placeholders_is_refused():
+def test_an_image_without_its_placeholders_is_refused():
     with pytest.raises(ValueError, match="image 1 of 1 takes 4 placeholders"):
-        SIGHT.show([5, IMAGE, IMAGE, 6], {"image": PICTURES[:1]})
+        PROCESSOR.make_context([5, IMAGE, IMAGE, 6], {"image": IMAGES[:1]})

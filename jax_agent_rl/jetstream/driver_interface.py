@@ -1,0 +1,237 @@
+"""JetStream's abstract ``Engine`` interface, which its own Driver calls: one request and one greedy step at a time.
+
+The slots of a decode state have as many pages as the longest context, side by side.
+"""
+
+from __future__ import annotations
+
+import abc
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jax.sharding import Mesh, NamedSharding
+
+from jax_agent_rl.jetstream import compat, programs
+from jax_agent_rl.jetstream.decode_batch import MAX_STOP_IDS, DecodeBatch, Extension
+from jax_agent_rl.jetstream.forward import EngineParams
+from jax_agent_rl.jetstream.kv import KVCache
+from jax_agent_rl.jetstream.shapes import EngineShapes
+from jax_agent_rl.models.config import DecoderConfig
+
+engine_api = compat.engine_api()  # JetStream must be imported through the shim first
+
+from jetstream.engine import tokenizer_api, tokenizer_pb2  # noqa: E402
+
+
+@struct.dataclass
+class EnginePrefix:
+    """The KV of one prefilled context without its last id; ``cache`` has the pages of slot 0."""
+
+    cache: KVCache
+    last_token: jax.Array  # int32 []
+    length: jax.Array  # int32 [], ids in the cache
+
+
+@struct.dataclass
+class DecodeState:
+    """Everything a generation step of the Driver transforms; arrays are [slots]."""
+
+    cache: KVCache
+    tokens: jax.Array
+    positions: jax.Array
+    generated: jax.Array
+
+
+@struct.dataclass
+class ResultTokens(engine_api.ResultTokens):
+    """JetStream's result array with one more column: the bits of each id's float32 log-prob."""
+
+    def convert_to_numpy(self) -> ResultTokens:
+        return self.replace(data=np.array(self.data))
+
+    def log_probs(self) -> np.ndarray:
+        """Return float32 [slots]; call ``convert_to_numpy`` first."""
+        return np.ascontiguousarray(self.data[:, -1]).view(np.float32)
+
+
+class DriverInterface(engine_api.Engine):
+    """The Driver's side of :class:`~jax_agent_rl.jetstream.engine.JaxEngine`."""
+
+    config: DecoderConfig
+    shapes: EngineShapes
+    split: Mesh | None
+    _mesh: Mesh
+    _in_place: bool
+    _replicated: NamedSharding
+    _cache_sharding: NamedSharding
+    _tokenizer: Any
+
+    @abc.abstractmethod
+    def extend(self, params: EngineParams, cache: KVCache, extensions: Sequence[Extension]) -> KVCache:
+        """Prefill ids into pages."""
+
+    @abc.abstractmethod
+    def _empty_cache(self, pages: int) -> KVCache: ...
+
+    def prefill(
+        self,
+        *,
+        params: EngineParams,
+        existing_prefix: EnginePrefix | None = None,
+        padded_tokens: jax.Array,
+        true_length: int,
+    ) -> EnginePrefix:
+        """Prefill a context; with ``existing_prefix`` the tokens continue it."""
+        ids = np.asarray(padded_tokens)[:true_length].astype(np.int32)
+        if existing_prefix is None:
+            start = 0
+            cache = self._empty_cache(self.shapes.context_pages)
+        else:
+            start = int(existing_prefix.length)
+            cache = jax.tree.map(jnp.copy, existing_prefix.cache)
+            ids = np.concatenate([np.asarray(existing_prefix.last_token)[None], ids])
+        if start + len(ids) > self.shapes.max_model_len:
+            raise ValueError(f"{start + len(ids)} ids do not fit max_model_len={self.shapes.max_model_len}")
+        cache = self.extend(params, cache, [Extension(self.pages_of_slot(0), start, ids[:-1])])
+        return EnginePrefix(cache=cache, last_token=jnp.int32(ids[-1]), length=jnp.int32(start + len(ids) - 1))
+
+    def init_decode_state(self) -> DecodeState:
+        """Return a state of ``max_concurrent_decodes`` empty slots."""
+        slots = self.max_concurrent_decodes
+        cache = self._empty_cache(slots * self.shapes.context_pages)
+        tokens, positions, generated = (jnp.zeros(slots, jnp.int32) for _ in range(3))
+        return DecodeState(cache=cache, tokens=tokens, positions=positions, generated=generated)
+
+    def pages_of_slot(self, slot: int) -> range:
+        """Return the pages of a slot in a decode state's cache."""
+        first = 1 + slot * self.shapes.context_pages
+        return range(first, first + self.shapes.context_pages)
+
+    def insert(self, prefix: EnginePrefix, decode_state: DecodeState, slot: int) -> DecodeState:
+        """Put a prefilled context into a slot."""
+        return _insert(prefix, decode_state, jnp.int32(slot))
+
+    def generate(self, params: EngineParams, decode_state: DecodeState) -> tuple[DecodeState, ResultTokens]:
+        """Run one greedy step for every slot; ``ResultTokens`` also carries log-probs."""
+        state, data = self._generate_step(params, decode_state)
+        return state, ResultTokens(
+            data=data, tokens_idx=(0, 1), valid_idx=(1, 2), length_idx=(2, 3), samples_per_slot=1
+        )
+
+    @functools.cached_property
+    def _generate_step(self) -> Any:
+        slots, length = self.max_concurrent_decodes, self.shapes.cache_length
+        step_once = programs.decode_program(self.config, 1, self.split, self._in_place)
+        pages = np.array([self.pages_of_slot(slot) for slot in range(slots)], np.int32)
+
+        def step(params: EngineParams, state: DecodeState) -> tuple[DecodeState, jax.Array]:
+            batch = DecodeBatch(
+                pages=jnp.asarray(pages),
+                tokens=state.tokens,
+                positions=state.positions,
+                remaining=jnp.ones(slots, jnp.int32),
+                temperature=jnp.zeros(slots),
+                top_p=jnp.ones(slots),
+                top_k=jnp.zeros(slots, jnp.int32),
+                seed=jnp.zeros(slots, jnp.uint32),
+                stop_ids=jnp.full((slots, MAX_STOP_IDS), -1, jnp.int32),
+            )
+            limits = jnp.array([1, slots + 1], jnp.int32)
+            cache, out = step_once(params, state.cache, batch, limits)
+            ids, bits = out[0, 0], out[1, 0]
+            # JetStream's Driver keeps stepping idle slots: hold them inside their pages.
+            positions = jnp.minimum(state.positions + 1, length - 1)
+            generated = state.generated + 1
+            data = jnp.stack([ids, jnp.ones_like(ids), generated, bits], axis=1)
+            return DecodeState(cache=cache, tokens=ids, positions=positions, generated=generated), data
+
+        return jax.jit(step, donate_argnums=(1,))
+
+    def get_prefix_destination_sharding(self) -> Any:
+        """Return the shardings of a prefix: those of the engine's cache."""
+        shardings: Any = EnginePrefix  # a tree of shardings in place of arrays
+        return shardings(cache=self._cache_sharding, last_token=self._replicated, length=self._replicated)
+
+    def get_tokenizer(self) -> Any:
+        """Return empty parameters: ``build_tokenizer`` needs none."""
+        return tokenizer_pb2.TokenizerParameters()  # pyright: ignore[reportAttributeAccessIssue]  # made at import
+
+    def build_tokenizer(self, metadata: Any) -> IdTokenizer:
+        """Return the tokenizer of JetStream's Driver."""
+        return IdTokenizer(self.config, self._tokenizer)
+
+    @property
+    def max_concurrent_decodes(self) -> int:
+        return self.shapes.max_concurrent_decodes
+
+    @property
+    def samples_per_slot(self) -> int:
+        return 1
+
+    @property
+    def max_prefill_length(self) -> int:
+        """A power of two, as JetStream pads prompts to those."""
+        return 1 << (self.shapes.max_model_len.bit_length() - 1)
+
+    @property
+    def mesh(self) -> jax.sharding.Mesh:
+        return self._mesh
+
+    @property
+    def colocated_cpus(self) -> list[Any] | None:
+        return None
+
+
+@functools.partial(jax.jit, donate_argnums=(1,))
+def _insert(prefix: EnginePrefix, state: DecodeState, slot: jax.Array) -> DecodeState:
+    first = 1 + slot * (prefix.cache.count - 1)
+    cache = jax.tree.map(
+        lambda pages, own: jax.lax.dynamic_update_slice_in_dim(pages, own[1:], first, axis=0), state.cache, prefix.cache
+    )
+    return DecodeState(
+        cache=cache,
+        tokens=state.tokens.at[slot].set(prefix.last_token),
+        positions=state.positions.at[slot].set(prefix.length),
+        generated=state.generated.at[slot].set(0),
+    )
+
+
+class IdTokenizer(tokenizer_api.Tokenizer):
+    """Stop ids for the Driver; ``encode`` and ``decode`` work if a Hugging Face tokenizer was given."""
+
+    def __init__(self, config: DecoderConfig, tokenizer: Any = None) -> None:
+        self._config = config
+        self._tokenizer = tokenizer
+
+    def encode(self, s: str, **kwargs: Any) -> tuple[np.ndarray, int]:
+        ids = np.array(self._require().encode(s, add_special_tokens=False), np.int32)
+        return ids, len(ids)
+
+    def decode(self, token_ids: list[int], **kwargs: Any) -> str:
+        return self._require().decode(token_ids)
+
+    def _require(self) -> Any:
+        if self._tokenizer is None:
+            raise ValueError("this engine was built without a tokenizer: send token ids, not text")
+        return self._tokenizer
+
+    @property
+    def pad_id(self) -> int:
+        return self.eos_id
+
+    @property
+    def eos_id(self) -> int:
+        return self._config.eos_token_ids[0]
+
+    @property
+    def bos_id(self) -> int:
+        return self._config.bos_token_id if self._config.bos_token_id is not None else self.eos_id
+
+    @property
+    def stop_tokens(self) -> set[int]:
+        return set(self._config.eos_token_ids)
