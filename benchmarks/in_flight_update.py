@@ -37,7 +37,7 @@ from jax_agent_rl.models.hf import load_hf
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.protocol import WeightUpdate
 from jax_agent_rl.rollout.server import AsyncServer
-from jax_agent_rl.runtime.compilation_cache import use_compilation_cache
+from jax_agent_rl.runtime import use_compilation_cache
 from jax_agent_rl.testing.simulate.workload import Draws
 from jax_agent_rl.types import PauseMode, SamplingParams, TokenOutput
 

@@ -23,8 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jax_agent_rl.config import LearnerConfig
-from jax_agent_rl.config.base import LoraConfig
+from jax_agent_rl.config import LearnerConfig, LoraConfig
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.learner.optimized_params import View
 from jax_agent_rl.models.config import DecoderConfig, Params

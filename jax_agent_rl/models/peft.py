@@ -124,7 +124,7 @@ def save_peft(folder: Path, lora: LoraConfig, model: DecoderConfig, trained: Par
         folder: PEFT's folder.
         lora: the training configuration.
         model: the base model.
-        trained: adapters, see :func:`jax_agent_rl.learner.lora.new_adapters`.
+        trained: adapters, see :func:`jax_agent_rl.learner.parameterization.new_adapters`.
         base: folder or hub name of the model they were trained over.
     """
     folder.mkdir(parents=True, exist_ok=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 
-from jax_agent_rl.utils.cache import cache_root
+from jax_agent_rl.utils.files import cache_root
 
 
 def use_compilation_cache() -> None:

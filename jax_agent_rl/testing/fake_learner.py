@@ -8,7 +8,7 @@ from typing import Any
 
 from jax_agent_rl.learner.cancellation import StepCancellation
 from jax_agent_rl.learner.comparison import AgreementCheck
-from jax_agent_rl.learner.state import UpdateResult
+from jax_agent_rl.learner.metrics import UpdateResult
 from jax_agent_rl.types import DropReason, Group
 
 

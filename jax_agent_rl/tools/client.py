@@ -23,8 +23,8 @@ from pydantic import BaseModel, ConfigDict, FiniteFloat, ValidationError
 from jax_agent_rl.config import ToolClientConfig
 from jax_agent_rl.errors import ConfigError, ToolServerError
 from jax_agent_rl.utils.json_service import JsonService, ServiceSettings, bearer
-from jax_agent_rl.utils.media import read_pictures
-from jax_agent_rl.utils.unicode import without_halves
+from jax_agent_rl.utils.media import read_images
+from jax_agent_rl.utils.text import replace_lone_surrogates
 
 PATH = "/get_observation"
 NO_TOOL = "Error: no tool accepted this action; check its format."
@@ -189,14 +189,14 @@ def _observation(content: Any, done: bool, valid: bool, url: str) -> ServerObser
         return ToolServerError(f"{url} gave a wrong observation: {_first(error)}")
     # Ending a trajectory with an answer is no valid action to verl-tool's tools, and no mistake either.
     answered = done and content == ""
-    text, kind = without_halves(detailed.obs), None if valid or answered else "invalid_action"
+    text, kind = replace_lone_surrogates(detailed.obs), None if valid or answered else "invalid_action"
     images = [detailed.image] if isinstance(detailed.image, str) else detailed.image or []
     media: dict[str, tuple[Any, ...]] = {}
     try:
         if detailed.audio:
             raise ValueError("the tool returned audio, which cannot be shown here")
         if images:
-            media = {"image": read_pictures(images)}
+            media = {"image": read_images(images)}
     except ValueError as error:
         text, kind = f"Error: {error}.", "raised"
     if kind == "invalid_action" and not text:

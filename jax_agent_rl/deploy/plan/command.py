@@ -15,7 +15,7 @@ from rich.console import Console
 from jax_agent_rl.deploy.plan.compile_subprocess import PlanResult, Task, plan_in_subprocess
 from jax_agent_rl.deploy.plan.topology import GIB
 from jax_agent_rl.errors import ConfigError
-from jax_agent_rl.observe.lines import say
+from jax_agent_rl.observe.progress import say
 
 
 def check_file(file: Path) -> None:

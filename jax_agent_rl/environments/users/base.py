@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jax_agent_rl.errors import InteractionError, TrajectoryError
-from jax_agent_rl.utils.timeouts import in_time
+from jax_agent_rl.utils.threads import in_time
 
 if TYPE_CHECKING:
     from jax_agent_rl.environments.users.chat_model import UserModel

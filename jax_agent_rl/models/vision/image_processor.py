@@ -109,7 +109,7 @@ class ImageProcessor:
         import numpy as np
 
         processor = self._processors[kind]
-        frames = list(as_frames(item)) if kind == "video" else [np.asarray(as_picture(item))]
+        frames = list(as_frames(item)) if kind == "video" else [np.asarray(as_image(item))]
         # Explicit, or an image of three rows would be taken for one of three channels.
         cut = processor(images=frames, input_data_format="channels_last", return_tensors="np")
         _, rows, columns = cut["image_grid_thw"][0].tolist()

@@ -25,7 +25,7 @@ from jax_agent_rl.observe.report.timeline import timeline
 from jax_agent_rl.observe.report.tokens import COLUMNS, Prompts, Vocabulary, facts, tokens
 from jax_agent_rl.observe.trees import forest
 from jax_agent_rl.utils.files import write_atomically, writing
-from jax_agent_rl.utils.unicode import without_halves
+from jax_agent_rl.utils.text import replace_lone_surrogates
 
 MOST = 2000
 """Trajectories on a page by default."""
@@ -119,7 +119,7 @@ def to_json(value: Any) -> str:
     '{"a":"\\u003c/script\\u003e"}'
     """
     text = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-    return without_halves(text).translate(_ESCAPES)
+    return replace_lone_surrogates(text).translate(_ESCAPES)
 
 
 def page(*, title: str, index: Mapping[str, Any], trajectories: Iterable[Mapping[str, Any]]) -> str:

@@ -36,7 +36,7 @@ from jax_agent_rl.observe.metrics import RunFolder
 from jax_agent_rl.observe.progress import Progress
 from jax_agent_rl.rollout.http.client import RemoteBackend
 from jax_agent_rl.rollout.lifecycle import LLMServerManager
-from jax_agent_rl.runtime.fleet import FleetMetrics
+from jax_agent_rl.runtime.placement import FleetMetrics
 from jax_agent_rl.testing.chaos.children import Child, free_port
 from jax_agent_rl.testing.chaos.faults import Victims
 from jax_agent_rl.testing.chaos.learner import PolicyPublisher, ProvingLearner

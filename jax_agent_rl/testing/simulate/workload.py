@@ -11,8 +11,8 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from jax_agent_rl.agents.context import derive_seed
 from jax_agent_rl.agents.loop import AgentLoop, register_agent
-from jax_agent_rl.agents.seeds import derive_seed
 from jax_agent_rl.config.base import NonNegative, Positive, Section
 from jax_agent_rl.config.loading import build_tree, read_tree
 from jax_agent_rl.rollout.protocol import WeightUpdate
