@@ -14,12 +14,15 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from jax_agent_rl.agents.branching import Prefix
 from jax_agent_rl.agents.context import AgentContext, AgentEvent, derive_seed
 from jax_agent_rl.chat.thinking import ALL_THINK_TAGS, outside_thinking
 from jax_agent_rl.errors import AbortedError, BackendError, DataError, PromptTooLongError, TokenDriftError
+from jax_agent_rl.rollout.merge_outputs import merge_outputs
+from jax_agent_rl.rollout.protocol import GenerateRequest
 from jax_agent_rl.tools.base import BaseTool
 from jax_agent_rl.tools.registry import schemas_of
 from jax_agent_rl.types import (
@@ -175,24 +178,17 @@ class Episode:
     async def _sample(
         self, context: Sequence[int], begun: TokenOutput | None, sampling: SamplingParams, session_ends: bool
     ) -> TokenOutput:
-        """Send one request: the turn after ``context``, or the rest of one that has ``begun``.
-
-        Args:
-            context: ids before the turn.
-            begun: the part of the turn already sampled, if any.
-            sampling: parameters of the whole turn.
-            session_ends: see :meth:`generate`.
-
-        Returns:
-            The turn, including ``begun``.
-        """
+        """Return the turn after ``context``, or with the rest of one that has ``begun``, from one request."""
         turn, done = len(self.turns), begun.token_ids if begun else ()
+        whole = GenerateRequest(
+            request_id=f"{self._trajectory_id}/{turn}", prompt_ids=tuple(context), sampling=sampling
+        )
         context = (*context, *done)
         sampling = replace(sampling, max_tokens=sampling.max_tokens - len(done))
         shown = join_media(turn.appended_media for turn in self._turns_in_context())
         media: dict[str, Any] = {f"{kind}_data": items for kind, items in shown.items()}
         output = await self._context.client.generate(
-            f"{self._trajectory_id}/{turn}",
+            whole.request_id,
             prompt_ids=context,
             sampling_params=sampling,
             session_id=self._trajectory_id,
@@ -203,7 +199,10 @@ class Episode:
         check_output(output, context, sampling.max_tokens, what=f"{self._trajectory_id}: turn {turn}")
         self._metrics["prompt_tokens"] += len(context)
         self._metrics["cached_tokens"] += output.cached_tokens
-        return replace(begun, cached_tokens=output.cached_tokens).then(output) if begun else output
+        if begun is None:
+            return output
+        decode = partial(self._context.codec.decode, skip_special_tokens=False)
+        return merge_outputs(whole, replace(begun, cached_tokens=output.cached_tokens), output, decode)
 
     def _stopped_while_thinking(self, output: TokenOutput, action_stops: Sequence[str]) -> bool:
         """Return whether an action stop ended this turn inside a think block."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -26,7 +26,7 @@ from jax_agent_rl.agents.turn_loop import Responder, StartEpisode, TurnLoopAgent
 from jax_agent_rl.tools.client import ServerObservation, ToolClient, tool_action
 from jax_agent_rl.tools.search_client import SearchClient
 from jax_agent_rl.tracing import span
-from jax_agent_rl.types import FinishReason, TokenOutput, ToolCallRecord, Trajectory
+from jax_agent_rl.types import FinishReason, TokenOutput, ToolCallRecord, Trajectory, Turn
 
 
 class MarkerAgent(TurnLoopAgent):
@@ -69,6 +69,9 @@ class MarkerResponder(Responder):
         ids = self.context.codec.encode_text(self.agent.result.format(record.observation))
         fits = episode.append_ids(ids, [{"role": "tool", "content": record.observation}])
         return None if fits else FinishReason.RESPONSE_LENGTH
+
+    async def replay(self, turns: Sequence[Turn]) -> Mapping[str, float]:
+        return {} if self.agent.replayable else await super().replay(turns)
 
     async def _run(self, before: str) -> tuple[ServerObservation, ToolCallRecord]:
         """Run the call of a turn, given its text before the closing marker."""

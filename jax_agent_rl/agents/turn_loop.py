@@ -25,6 +25,7 @@ from jax_agent_rl.agents.context import AgentContext
 from jax_agent_rl.agents.episode import Episode
 from jax_agent_rl.agents.loop import AgentLoop, register_agent
 from jax_agent_rl.config import AgentConfig
+from jax_agent_rl.errors import ReplayError
 from jax_agent_rl.tools.truncate import truncate_text
 from jax_agent_rl.types import FinishReason, Fork, SamplingParams, StopReason, TokenOutput, Trajectory, Turn
 
@@ -70,12 +71,10 @@ class Responder(ABC):
     async def replay(self, turns: Sequence[Turn]) -> Mapping[str, float]:
         """Bring a branch's responder to where its parent's stood after ``turns``; return metrics.
 
-        The default suits a responder without state.
-
         Raises:
-            ReplayError: a turn was not answered as before.
+            ReplayError: a turn was not answered as before, or this responder cannot replay.
         """
-        return {}
+        raise ReplayError(f"{type(self).__name__} cannot replay turns")
 
     def shorten(self, text: str) -> str:
         """Return ``text`` within ``agent.max_tool_response_length`` tokens."""

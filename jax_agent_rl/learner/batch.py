@@ -156,7 +156,7 @@ def pack(
     *,
     pack_length: int,
     share_prefixes: bool = True,
-    vision_processor: ImagePacking | None = None,
+    image_packing: ImagePacking | None = None,
 ) -> tuple[Batch, Sharing]:
     """Pack sequences into rows: each goes where it shares the longest prefix, else into the first row with room.
 
@@ -164,7 +164,7 @@ def pack(
         trajectories: in order.
         pack_length: tokens of a row.
         share_prefixes: compute common prefixes once.
-        vision_processor: how rows hold images; None for a text model.
+        image_packing: how rows hold images; None for a text model.
 
     Raises:
         ValueError: a sequence is longer than a row (nothing is ever truncated), or has images of more patches.
@@ -177,7 +177,7 @@ def pack(
                 f"trajectory {sequence.trajectory_id} has {length} tokens, a row {pack_length}; "
                 f"set learner.pack_length >= {length}"
             )
-    packer = ImagePacker(vision_processor, sequences) if vision_processor else None
+    packer = ImagePacker(image_packing, sequences) if image_packing else None
     ids = packer.keys if packer else [np.asarray(s.prompt_ids + s.response_ids, np.int32) for s in sequences]
     rows = _assign(ids, [sum(s.loss_mask) for s in sequences], pack_length, share_prefixes, packer)
     arrays = _empty_rows(len(rows), pack_length)

@@ -71,13 +71,13 @@ class RowImages:
         images: of each row.
         feature_index: int32 [R, T], which of its row's features takes a token's place; -1 for text.
         rope_positions: int32 [R, T, 3].
-        vision_processor: what they are for.
+        packing: what they are for.
     """
 
     images: tuple[tuple[ProcessedImage, ...], ...]
     feature_index: np.ndarray
     rope_positions: np.ndarray
-    vision_processor: ImagePacking
+    packing: ImagePacking
 
     def micro_batch(self, begin: int, rows: int) -> dict[str, np.ndarray]:
         """Return arrays of ``rows`` rows from ``begin`` on, padded with empty ones; none if they hold no image."""
@@ -85,9 +85,9 @@ class RowImages:
         most = max(sum(len(image.patches) for image in row) for row in mine)
         if not most:
             return {}
-        size = next(size for size in self.vision_processor.sizes if size >= most)
+        size = next(size for size in self.packing.sizes if size >= most)
         return _arrays(
-            self.vision_processor.vision_processor.vision,
+            self.packing.vision_processor.vision,
             [*mine, *[()] * (rows - len(mine))],
             size,
             feature_index=_padded(self.feature_index[begin : begin + rows], rows, -1),
@@ -95,15 +95,15 @@ class RowImages:
         )
 
 
-def blanks(micro_batch: Mapping[str, np.ndarray], vision_processor: ImagePacking) -> Iterator[dict[str, np.ndarray]]:
+def blanks(micro_batch: Mapping[str, np.ndarray], packing: ImagePacking) -> Iterator[dict[str, np.ndarray]]:
     """Yield a weightless micro-batch without images, in every shape that images give it."""
     weightless = {"term_weight": np.zeros_like(micro_batch["term_weight"])} if "term_weight" in micro_batch else {}
     text = {name: value for name, value in micro_batch.items() if name not in _SHOWN} | weightless
     yield text
     positions = text["positions"]
-    for size in vision_processor.sizes:
+    for size in packing.sizes:
         yield text | _arrays(
-            vision_processor.vision_processor.vision,
+            packing.vision_processor.vision,
             [()] * len(positions),
             size,
             feature_index=np.full_like(positions, -1),
@@ -131,17 +131,17 @@ class ImagePacker:
     """The images of all sequences of a batch while rows are made of them.
 
     Args:
-        vision_processor: what they are for.
+        packing: what they are for.
         sequences: in order.
 
     Raises:
         ValueError: an image cannot be processed, or a sequence has more patches than a row may have.
     """
 
-    def __init__(self, vision_processor: ImagePacking, sequences: Sequence[Trajectory]) -> None:
-        self._vision_processor = vision_processor
+    def __init__(self, packing: ImagePacking, sequences: Sequence[Trajectory]) -> None:
+        self._packing = packing
         with ThreadPoolExecutor() as pool:  # scaling an image lets go of the interpreter
-            self._shown = list(pool.map(functools.partial(_show, vision_processor.vision_processor), sequences))
+            self._shown = list(pool.map(functools.partial(_show, packing.vision_processor), sequences))
         names = ImageKeys()
         self.keys = [names.keys(multimodal) for multimodal in self._shown]
         """For each sequence its ids, int32 [n], in which images have names: see ``ImageKeys.keys``."""
@@ -150,14 +150,14 @@ class ImagePacker:
         numbers = {digest: number for number, digest in enumerate(distinct)}
         self._members = [np.array(sorted({numbers[p.digest] for p in s.images}), np.int64) for s in self._shown]
         self._sizes = np.array([len(image.patches) for image in self._images], np.int64)
-        self._features = self._sizes // vision_processor.vision_processor.vision.merge_size**2
+        self._features = self._sizes // packing.vision_processor.vision.merge_size**2
         self._first = np.cumsum(self._features) - self._features  # name of each image's first feature
         self._there = np.zeros((len(sequences), len(self._images)), bool)  # [rows, images]
         for sequence, members in zip(sequences, self._members, strict=True):
-            if (need := int(self._sizes[members].sum())) > vision_processor.row_patches:
+            if (need := int(self._sizes[members].sum())) > packing.row_patches:
                 raise ValueError(
                     f"trajectory {sequence.trajectory_id} shows images of {need} patches, a row takes "
-                    f"{vision_processor.row_patches}; set learner.row_patches >= {need}, or lower model.max_pixels"
+                    f"{packing.row_patches}; set learner.row_patches >= {need}, or lower model.max_pixels"
                 )
 
     def has_room(self, which: int, rows: int) -> np.ndarray:
@@ -165,7 +165,7 @@ class ImagePacker:
         members = self._members[which]
         there = self._there[:rows]
         new = ~there[:, members] @ self._sizes[members]
-        return there @ self._sizes + new <= self._vision_processor.row_patches
+        return there @ self._sizes + new <= self._packing.row_patches
 
     def add(self, which: int, row: int) -> None:
         """Put a sequence into a row."""
@@ -200,14 +200,12 @@ class ImagePacker:
             for which, path in zip(sequences, nodes, strict=True):
                 rope[row, path] = self._shown[which].positions
             images.append(tuple(self._images[number] for number in there))
-        return RowImages(
-            images=tuple(images), feature_index=index, rope_positions=rope, vision_processor=self._vision_processor
-        )
+        return RowImages(images=tuple(images), feature_index=index, rope_positions=rope, packing=self._packing)
 
     def ids(self, keys: np.ndarray) -> np.ndarray:
         """Return keys as ids, int32, with placeholders where images stand."""
         placeholders = np.array(
-            [self._vision_processor.vision_processor.vision.placeholders[p.kind] for p in self._images], np.int32
+            [self._packing.vision_processor.vision.placeholders[p.kind] for p in self._images], np.int32
         )
         ids = keys.copy()
         ids[keys < 0] = placeholders[self._of(-1 - keys[keys < 0])]

@@ -50,7 +50,7 @@ class Scorer:
         self.rows = config.micro_batch_size * row_shards(self._mesh)
         """Rows of a micro-batch."""
         self._pack_rows = functools.partial(
-            pack, pack_length=config.pack_length, share_prefixes=config.share_prefixes, vision_processor=images
+            pack, pack_length=config.pack_length, share_prefixes=config.share_prefixes, image_packing=images
         )
 
     def pack(self, groups: Sequence[Group]) -> list[MiniBatch]:

@@ -188,7 +188,7 @@ class ServerPool:
     async def update_weights(self, update: WeightUpdate, *, mode: PauseMode | None = None) -> None:
         """Update all servers at once; see :meth:`AsyncServer.update_weights`.
 
-        A server that dies of it, or refuses what another one took, is lost.
+        A server that dies of it, or refuses what another one took, is lost; the caller closes it.
 
         Raises:
             WeightUpdateError: all refused; the old weights are still served.
@@ -197,9 +197,15 @@ class ServerPool:
         if self._lifecycle is not None:
             await self._lifecycle.update_weights(update, mode=mode)
             return
-        self.commit_update(update, await self.send_update(update, mode=mode))
-        if not self.servers:
+        answers = await self.send_update(update, mode=mode)
+        if all(isinstance(error, EngineDiedError | BackendClosedError) for error in answers.values()):
+            for server, error in answers.items():
+                self.mark_lost(server, str(error))
             raise BackendError(f"no server is left to take weights of version {update.version}")
+        self.commit_update(update, answers)
+        for server, error in answers.items():
+            if error is not None and not isinstance(error, EngineDiedError | BackendClosedError):
+                await server.evacuate()  # without a lifecycle nobody else moves its requests
 
     async def send_update(
         self, update: WeightUpdate, *, mode: PauseMode | None = None, outside: Iterable[AsyncServer] = ()

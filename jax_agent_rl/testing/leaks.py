@@ -78,7 +78,7 @@ def marked(mark: str) -> dict[int, str]:
             if f"{MARK}={mark}".encode() in (folder / "environ").read_bytes().split(b"\0"):
                 found[int(folder.name)] = _command(int(folder.name))
     found.pop(os.getpid(), None)
-    return found
+    return {pid: command for pid, command in found.items() if command}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -201,7 +201,7 @@ def micro_batches(config: Config, model: DecoderConfig, *, rows: int, scored: bo
     trajectories = [_trajectory(number) for number in range(2)]
     learner, algorithm = config.learner, config.algorithm
     batch, _ = pack(
-        trajectories, pack_length=learner.pack_length, share_prefixes=learner.share_prefixes, vision_processor=images
+        trajectories, pack_length=learner.pack_length, share_prefixes=learner.share_prefixes, image_packing=images
     )
     with_critic = algorithm.adv_estimator == "gae"
     if not with_critic:  # others may ask for tool calls, branches or reward parts, and all give the same terms

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from contextvars import copy_context
+from contextvars import Context
 from typing import Generic, Protocol, TypeVar
 
 Item = TypeVar("Item")
@@ -25,7 +25,7 @@ class Sink(Protocol[ItemIn]):
 
 
 class SinkThread(Generic[Item]):
-    """Feeds a sink in a thread, in the context of its caller (clients keep settings there). Starts at once.
+    """Feeds a sink in a thread of its own, which starts at once.
 
     Args:
         name: as configured.
@@ -34,6 +34,7 @@ class SinkThread(Generic[Item]):
         start: called first, in the thread; if it fails, every item is lost.
         capacity: items that may wait; further ones are lost. 0: any number.
         max_failures: failures in a row after which the sink gets nothing more; None: it is always tried again.
+        context: runs the thread; a new one if None. Clients keep settings, and their current run, in contexts.
 
     Attributes:
         lost: items that the sink did not store.
@@ -48,6 +49,7 @@ class SinkThread(Generic[Item]):
         start: Callable[[], None] = lambda: None,
         capacity: int = 0,
         max_failures: int | None = None,
+        context: Context | None = None,
     ) -> None:
         self.name = name
         self.lost = 0
@@ -55,7 +57,8 @@ class SinkThread(Generic[Item]):
         self._said = False
         self._items: queue.Queue[Item | None] = queue.Queue(capacity)
         self._ending = threading.Event()
-        self._thread = threading.Thread(target=copy_context().run, args=(self._run,), name=f"sink-{name}", daemon=True)
+        run = (context or Context()).run
+        self._thread = threading.Thread(target=run, args=(self._run,), name=f"sink-{name}", daemon=True)
         self._thread.start()
 
     def put(self, item: Item) -> None:
@@ -88,7 +91,9 @@ class SinkThread(Generic[Item]):
                 continue
             self.lost += 1
             failures += 1
-            works = works and failures != self._max_failures
+            if works and failures == self._max_failures:
+                works = False
+                self._say(f"{self.name} failed {failures} times in a row and gets no more")
         self._try("cannot end", self._sink.close)
 
     def _try(self, what: str, action: Callable[[], None]) -> bool:

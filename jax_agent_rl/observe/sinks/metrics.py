@@ -7,7 +7,7 @@ imported only where they are used.
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -169,7 +169,7 @@ def check_sinks(names: Sequence[str]) -> None:
     Raises:
         ConfigError: a package is missing, with the extra that installs it, or a login is.
     """
-    missing = [name for name in names if importlib.util.find_spec(PACKAGES[name]) is None]
+    missing = [name for name in names if not _imports(PACKAGES[name])]
     if missing:
         extras = ",".join(missing)
         raise ConfigError(
@@ -178,6 +178,14 @@ def check_sinks(names: Sequence[str]) -> None:
         )
     if "wandb" in names:
         _require_wandb_login()
+
+
+def _imports(package: str) -> bool:
+    try:
+        importlib.import_module(package)
+    except ImportError:
+        return False
+    return True
 
 
 def _require_wandb_login() -> None:

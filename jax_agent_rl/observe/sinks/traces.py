@@ -10,6 +10,7 @@ import importlib
 import logging
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from contextvars import copy_context
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -64,7 +65,7 @@ class TraceSinks(SinkThreads[Trace]):
 
     def __init__(self, sinks: Mapping[str, Sink[Trace]], *, capacity: int = CAPACITY) -> None:
         options = {"say": logger.warning, "capacity": capacity, "max_failures": MAX_FAILURES}
-        super().__init__([SinkThread(name, sink, **options) for name, sink in sinks.items()])
+        super().__init__([SinkThread(name, sink, context=copy_context(), **options) for name, sink in sinks.items()])
 
     def close(self, seconds: float = CLOSING_SECONDS) -> None:
         """Let the sinks finish, and log how many traces were lost."""

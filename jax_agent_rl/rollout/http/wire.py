@@ -23,7 +23,7 @@ from jax_agent_rl.errors import (
 from jax_agent_rl.rollout.protocol import Capabilities, TokenChunk
 from jax_agent_rl.types import PauseMode, StopReason, TokenOutput
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 PROTOCOL_HEADER = "X-Rollout-Protocol"
 INSTANCE_HEADER = "X-Rollout-Instance"
 DIGEST_HEADER = "X-Content-SHA256"

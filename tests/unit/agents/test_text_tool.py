@@ -230,6 +230,25 @@ async def test_a_branch_repeats_no_query_and_counts_those_of_its_parent():
     assert len(asked) == 3 and branch.num_turns == 3 and branch.finish_reason is FinishReason.MAX_USER_TURNS
 
 
+async def test_a_branch_stops_at_a_marker_that_began_before_its_fork():
+    """The engine sees only the rest of it."""
+    asked = []
+    async with serve(retriever({"result": [["x"]]}, asked=asked)) as url:
+        config = SearchConfig(server_url=f"{url}/retrieve", retry_delay=0, max_turns=1)
+        begin, middle, end = "<search> a", " </sea", "rch>"
+        it = AgentStage(SearchAgent, lambda request: rest, shared={"search": config})
+        ids = tuple(token for part in (begin, middle, end) for token in it.codec.encode_text(part))
+        rest = [*ids, *it.codec.reply_ids(" and much more")]
+        parent = await it.run()
+        assert parent.turns[0].output.token_ids == ids
+        rest = rest[len(ids) - 1 :]
+        fork = Fork(tree_id="t", parent_id="t", turns=0, tokens=len(ids) - 1)
+        branch = await it.agent.branch(parent, fork, trajectory_id="b", sampling=SamplingParams(max_tokens=1000))
+        await it.agent.close()
+    assert branch.turns[0].output.token_ids == ids
+    assert branch.turns[0].output.stop_match == "</search>"
+
+
 @pytest.mark.parametrize("answer", [{}, [], {"result": []}, {"result": [[3]]}, {"result": [[{"document": {}}]]}])
 async def test_a_wrong_answer_of_the_retriever_is_named(answer):
     with pytest.raises(ToolServerError, match="/retrieve gave a wrong answer"):

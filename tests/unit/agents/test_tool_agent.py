@@ -82,7 +82,7 @@ async def test_the_engine_goes_on_with_others_while_a_tool_runs():
     async def wait() -> str:
         """Ends when every other trajectory has."""
         await others_are_done.wait()
-        return "learner_idle_seconds"
+        return "waited"
 
     def script(request):
         first = request.session_id == "slow" and "tool: waited" not in stage.codec.decode(request.prompt_ids)
@@ -97,7 +97,7 @@ async def test_the_engine_goes_on_with_others_while_a_tool_runs():
     await asyncio.wait_for(asyncio.gather(*others), timeout=10)
     assert not slow.done()
     others_are_done.set()
-    assert (await slow).tool_calls[0].observation == "learner_idle_seconds"
+    assert (await slow).tool_calls[0].observation == "waited"
 
 
 async def test_metrics_and_events_tell_what_happened():

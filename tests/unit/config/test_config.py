@@ -131,3 +131,16 @@ def test_an_engine_that_is_brought_has_a_precision_of_its_own(key: str, value: s
 def test_a_deterministic_rollout_rounds_nothing():
     (problem,) = problems(MINIMAL, "rollout.deterministic=true", "rollout.jetstream.kv_dtype=int8")
     assert "kv_dtype=int8" in problem and "kv_dtype=auto" in problem
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["model.min_pixels=4"], "min_pixels=4, max_pixels=None: set both or neither"),
+        (["model.min_pixels=8", "model.max_pixels=4"], "min_pixels=8 exceeds max_pixels=4"),
+    ],
+)
+def test_bounds_of_pixels_come_in_pairs_and_ascend(overrides: list[str], message: str):
+    with pytest.raises(ConfigError, match=message):
+        build(MINIMAL, overrides)
+    assert build(MINIMAL, ["model.min_pixels=4", "model.max_pixels=8"]).model.pixels == (4, 8)

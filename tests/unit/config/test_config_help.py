@@ -150,6 +150,7 @@ def test_an_unknown_key_is_refused_with_those_that_are_near(typo: str, meant: st
         ("rollout.vllm.gpu_memory_utilization", "number > 0 and <= 1"),
         ("trainer.max_staleness", "integer >= 0, or null"),
         ("model.min_pixels", "integer >= 1, or null"),
+        ("trainer.agreement_tolerance", "[number, number], or null"),
         ("rollout.vllm.multi_modal", "mapping of image | video to integer >= 1"),
         ("data.train", "text"),
         ("reward.remote.data_sources", "list of text, at least 1"),

@@ -45,11 +45,14 @@ EFFECTS = {
     "rollout.strategy.name": "unit/collect/strategies/test_what_is_started.py::test_strategies_are_made_by_name",
     "rollout.max_in_flight": "unit/collect/test_collector.py::test_no_more_than_max_in_flight_run_at_once",
     "rollout.max_in_flight_per_server":
-        "unit/rollout/test_admission.py::test_no_server_gets_more_than_its_limit_and_the_rest_goes_in_the_order_of_sessions",
+        (
+            "unit/rollout/test_request_queue.py::"
+            "test_no_server_gets_more_than_its_limit_and_the_rest_goes_in_the_order_of_sessions"
+        ),
     "rollout.recovery_seconds":
         "unit/rollout/test_lifecycle.py::test_without_recovery_a_loss_is_final_and_told_at_once",
     "rollout.wait_for_server_seconds":
-        "unit/rollout/test_admission.py::test_one_that_is_cancelled_in_the_moment_all_hope_is_lost_is_cancelled",
+        "unit/rollout/test_request_queue.py::test_one_that_is_cancelled_in_the_moment_all_hope_is_lost_is_cancelled",
     "rollout.stall_seconds":
         "unit/rollout/test_lifecycle.py::test_an_engine_that_accepts_and_never_answers_is_lost_and_its_requests_move_on",
     "rollout.max_model_len":

@@ -159,7 +159,7 @@ async def test_what_the_engine_cannot_do_is_not_declared_and_refused():
             "temperature=0.7": request("a", prompt, temperature=0.7),
             "top_p=0.9": request("b", prompt, top_p=0.9),
             "top_k=5": request("c", prompt, top_k=5),
-            "a way to be greedy": request("d", prompt, temperature=0.0),
+            "temperature=0, but this external engine has no greedy mode": request("d", prompt, temperature=0.0),
             "may sample 21 ids, but a slot holds 20": request("e", prompt, max_tokens=21),
         }.items():
             with pytest.raises(BackendError, match=words):

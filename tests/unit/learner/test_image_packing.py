@@ -34,7 +34,7 @@ CLIP = [picture(seed) for seed in range(4, 7)]
 
 def packed(*trajectories: Trajectory, share: bool = True, row_patches: int = 256) -> tuple[Batch, Sharing]:
     rows = ImagePacking(vision_processor=vision_processor(), row_patches=row_patches)
-    return pack(trajectories, pack_length=96, share_prefixes=share, vision_processor=rows)
+    return pack(trajectories, pack_length=96, share_prefixes=share, image_packing=rows)
 
 
 def family(*answers: tuple[Image.Image, int]) -> list[Trajectory]:
@@ -105,11 +105,9 @@ def test_rows_take_no_more_patches_than_they_may():
 def test_by_default_a_row_takes_all_that_its_tokens_can_show(length: int):
     rows = image_packing(vision_processor(), LearnerConfig(pack_length=length))
     most = [FIRST] * ((length - 3) // 6)  # each takes 4 ids between two
-    batch, _ = pack(
-        [seeing_trajectory([5], ([7], {"image": most}), ([9], {}))], pack_length=length, vision_processor=rows
-    )
+    batch, _ = pack([seeing_trajectory([5], ([7], {"image": most}), ([9], {}))], pack_length=length, image_packing=rows)
     others = [picture(100 + i) for i in range(len(most))]
-    pack([seeing_trajectory([5], ([7], {"image": others}), ([9], {}))], pack_length=length, vision_processor=rows)
+    pack([seeing_trajectory([5], ([7], {"image": others}), ([9], {}))], pack_length=length, image_packing=rows)
     assert rows.sizes[-1] >= 16 * len(others) and len(batch.images.images[0]) == 1
 
 

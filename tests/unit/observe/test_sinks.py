@@ -1,6 +1,8 @@
 """Sinks get what the run folder gets, go on with their run when it resumes, and never harm it."""
 
+import contextvars
 import json
+import sys
 import threading
 from pathlib import Path
 
@@ -120,8 +122,20 @@ def test_a_sink_that_hangs_is_left_behind_and_that_is_said():
     assert len(said) == 1 and "wandb did not finish in time" in said[0] and thread.lost >= 1
 
 
+def test_a_sink_runs_in_a_context_of_its_own_unless_it_is_given_one():
+    """A tracker finishes the run that it finds in its caller's context: a trace sink's, say."""
+    variable, found = contextvars.ContextVar("run"), []
+    variable.set("the caller's")
+    for context in (None, contextvars.copy_context()):
+        thread = SinkThread("a", Kept(), say=print, start=lambda: found.append(variable.get(None)), context=context)
+        thread.end()
+        thread.join(10)
+    assert found == [None, "the caller's"]
+
+
 def test_a_missing_package_is_named_with_its_extra_before_anything_starts(monkeypatch):
-    monkeypatch.setattr(metrics.importlib.util, "find_spec", lambda name: None)
+    for name in ("tensorboardX", "trackio"):
+        monkeypatch.setitem(sys.modules, name, None)  # importing it is an ImportError
     with pytest.raises(ConfigError, match=r"pip install 'jax_agent_rl\[tensorboard,trackio\]'"):
         check_sinks(["tensorboard", "trackio"])
 

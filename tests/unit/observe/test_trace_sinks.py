@@ -86,6 +86,7 @@ def test_a_sink_that_fails_is_given_up_and_counted_and_the_others_go_on(caplog):
     assert len(good.taken) == MAX_FAILURES + 3
     assert bad.tried == MAX_FAILURES and threads.lost()["bad"] == MAX_FAILURES + 3
     assert f"{MAX_FAILURES + 3} traces did not reach bad" in caplog.text and "out of reach" in caplog.text
+    assert f"bad failed {MAX_FAILURES} times in a row and gets no more" in caplog.text
 
 
 def test_a_sink_that_hangs_loses_traces_but_nobody_waits_for_it(caplog):

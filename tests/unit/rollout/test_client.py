@@ -248,6 +248,7 @@ async def test_a_server_that_dies_of_an_update_leaves_the_others():
     fleet.backends[1].die()
     with pytest.raises(BackendError, match="no server is left"):
         await fleet.client.update_weights(WeightUpdate(version=2, kind="arrays", payload=None))
+    assert fleet.client.policy_version == 1 and not fleet.client.servers
 
 
 async def test_a_server_that_refuses_what_another_took_is_lost():

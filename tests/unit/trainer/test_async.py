@@ -107,8 +107,8 @@ async def test_generations_go_on_after_every_kind_of_weight_update(tmp_path: Pat
     assert [t.response_ids for t in members] == [ids] * 24
     assert {t.rollout_logprobs for t in members} == {tuple(-0.01 * (i % 7 + 1) for i in ids)}
     assert all(ages <= {0, 1, 2} for ages in learner.ages)
-    learner_idle_seconds = [set(versions([t])) for t in members if t.group_id.endswith("-1")]
-    assert len(learner_idle_seconds) >= 4 and all(len(found) >= 2 for found in learner_idle_seconds)
+    held = [set(versions([t])) for t in members if t.group_id.endswith("-1")]
+    assert len(held) >= 4 and all(len(found) >= 2 for found in held)
     prompt = min(len(r.prompt_ids) for r in engine.requests)
     resumed = [r for r in engine.requests if len(r.prompt_ids) > prompt]
     assert bool(resumed) == (how == "recompute")

@@ -274,7 +274,7 @@ async def _waiting(probe: Probe, count: int) -> None:
 
 @check("close-ends-everything", last=True)
 async def close(probe: Probe) -> None:
-    """After close, running requests have failed, new ones are refused, and no thread or process is left."""
+    """Close fails running requests, refuses new ones, may be called twice, and leaves no thread or process."""
     running = (await probe.started(probe.prompt(6, seed=70), max_tokens=probe.room - 16)).task
     crowd = [
         probe.begin(probe.prompt(6, seed=71 + i), max_tokens=probe.room - 16)
