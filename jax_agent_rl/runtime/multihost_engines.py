@@ -8,8 +8,8 @@
     all          learner's parameters ── gathered one by one, by all processes together ───────────┘
 
 Requests and answers are those of any rollout server. Weights are not: all processes together copy a published version
-(``jetstream.gather_params``) into the buffer of each, before process 0 tells the engines to take it. Only its number is
-sent.
+into the buffer of each (:class:`~jax_agent_rl.jetstream.weight_loading.GatherParams`), before process 0 tells the
+engines to take it. Only its number is sent.
 
 The other engines start while process 0 starts its own. They find each other by the key-value store of jax's
 coordination service, which holds the token and the addresses.

@@ -6,7 +6,7 @@
     every host, at the same time        only on several hosts                                            │
                  any process that ends early, or Ctrl-C ──► everything is ended, last started first ◄────┘
 
-Reading order: ``__main__`` (the command line, and the diagram above), ``hosts`` (GPUs and drivers, ssh), ``settings``
+Reading order: ``__main__`` (the command line), ``hosts`` (GPUs and drivers, ssh), ``settings``
 (what decides where things run), ``placement`` (which GPUs are whose), ``plan`` (the commands),
 ``runner`` (runs them), ``watchdog`` (why nothing is left behind), ``ray_servers`` (servers as Ray actors).
 

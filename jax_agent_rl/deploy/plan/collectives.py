@@ -63,7 +63,7 @@ def collectives(text: str, mesh: Mesh, *, loops: int = 1) -> list[Collective]:
     """Return every exchange of a program.
 
     Args:
-        text: of the compiled program (``Compiled.as_text``).
+        text: of the compiled program (``jax.stages.Compiled.as_text``).
         mesh: its devices are numbered in this order.
         loops: how often a loop runs whose end is found while it runs.
     """
