@@ -24,8 +24,9 @@ while true; do
   shift
 done
 # Side by side, see tests/conftest.py: compiling takes one core at a time, and a third of the time is waiting.
-SIDE_BY_SIDE=(-n 3 --no-loadscope-reorder)
-if [ $# -gt 0 ]; then SELECTED="not vllm" SIDE_BY_SIDE=(); fi
+# Engines of vLLM start several processes each: two files of theirs at a time.
+SIDE_BY_SIDE=(-n 3 --no-loadscope-reorder) VLLM_SIDE_BY_SIDE=(-n 2 --no-loadscope-reorder)
+if [ $# -gt 0 ]; then SELECTED="not vllm" SIDE_BY_SIDE=() VLLM_SIDE_BY_SIDE=(); fi
 
 # Tests that look at a page use Chromium or Chrome, and are skipped where there is neither. Where INSTALL_BROWSER=1
 # allows it, the system's package is installed (Debian, Ubuntu; as root).
@@ -67,7 +68,7 @@ test_main() {
 test_vllm() {
   make_vllm_environment dev
   say "tests on vLLM"
-  run "$VLLM_VENV/bin/python" -m pytest -m vllm --durations=10 "${SIDE_BY_SIDE[@]}" "$@"
+  run "$VLLM_VENV/bin/python" -m pytest -m vllm --durations=10 "${VLLM_SIDE_BY_SIDE[@]}" "$@"
 }
 
 for part in $PARTS; do
