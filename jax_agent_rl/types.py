@@ -89,15 +89,24 @@ class TokenOutput:
             num_preempted=self.num_preempted + rest.num_preempted,
         )
 
-    def without_last(self) -> TokenOutput:
-        """Return this output without its last id, a stop token that is replaced by what follows."""
+    def first(self, count: int, **changes: Any) -> TokenOutput:
+        """Return the first ``count`` ids with their values.
+
+        Args:
+            count: how many ids are kept.
+            changes: other fields that change with that; the digest, unless given, is void.
+        """
         return replace(
             self,
-            token_ids=self.token_ids[:-1],
-            log_probs=self.log_probs[:-1],
-            policy_versions=self.policy_versions[:-1],
-            context_digest="",
+            token_ids=self.token_ids[:count],
+            log_probs=self.log_probs[:count],
+            policy_versions=self.policy_versions[:count],
+            **{"context_digest": "", **changes},
         )
+
+    def without_last(self) -> TokenOutput:
+        """Return this output without its last id, a stop token that is replaced by what follows."""
+        return self.first(len(self.token_ids) - 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

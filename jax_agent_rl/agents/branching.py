@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from jax_agent_rl.errors import ReplayError
@@ -58,7 +58,7 @@ class Prefix:
             fork=fork,
             prompt_ids=parent.prompt_ids,
             turns=parent.turns[: fork.turns],
-            begun=_first_ids(cut, fork.tokens) if fork.tokens else None,
+            begun=cut.first(fork.tokens, stop_reason=StopReason.ABORTED, stop_match=None) if fork.tokens else None,
             messages=_messages_before(parent, fork.turns),
         )
 
@@ -69,18 +69,6 @@ class Prefix:
         for turn in self.turns:
             ids += turn.output.token_ids + turn.appended_ids
         return ids
-
-
-def _first_ids(output: TokenOutput, count: int) -> TokenOutput:
-    return replace(
-        output,
-        token_ids=output.token_ids[:count],
-        log_probs=output.log_probs[:count],
-        policy_versions=output.policy_versions[:count],
-        stop_reason=StopReason.ABORTED,
-        stop_match=None,
-        context_digest="",
-    )
 
 
 def _messages_before(trajectory: Trajectory, turn: int) -> tuple[Mapping[str, Any], ...]:

@@ -46,15 +46,8 @@ def merge_outputs(
     if end == len(whole.token_ids) and whole.stop_reason in (StopReason.EOS, StopReason.STOP):
         return whole  # the engine's own reason for ending at this id takes precedence
     check_context(replace(request, prompt_ids=request.prompt_ids + before.token_ids), rest)
-    return replace(
-        whole,
-        token_ids=whole.token_ids[:end],
-        log_probs=whole.log_probs[:end],
-        policy_versions=whole.policy_versions[:end],
-        stop_reason=StopReason.STOP,
-        stop_match=match,
-        context_digest=digest_ids(request.prompt_ids + whole.token_ids[:end]),
-    )
+    digest = digest_ids(request.prompt_ids + whole.token_ids[:end])
+    return whole.first(end, stop_reason=StopReason.STOP, stop_match=match, context_digest=digest)
 
 
 def remaining_request(request: GenerateRequest, so_far: TokenOutput) -> GenerateRequest:
