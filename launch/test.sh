@@ -23,7 +23,7 @@ while true; do
   esac
   shift
 done
-# Side by side, see tests/conftest.py: compiling takes one core at a time, and a third of the time is waiting.
+# Side by side, see tests/conftest.py: compiling takes one core at a time, and many tests wait.
 # Engines of vLLM start several processes each: two files of theirs at a time.
 SIDE_BY_SIDE=(-n 3 --no-loadscope-reorder) VLLM_SIDE_BY_SIDE=(-n 2 --no-loadscope-reorder)
 if [ $# -gt 0 ]; then SELECTED="not vllm" SIDE_BY_SIDE=() VLLM_SIDE_BY_SIDE=(); fi

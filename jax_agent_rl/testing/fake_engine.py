@@ -58,6 +58,14 @@ class FakeBackend(ABC):
     async def generate(self, request: GenerateRequest) -> TokenOutput: ...
 
     async def stream(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
+        if not self.capabilities.streaming:
+            raise NotImplementedError(f"the {self.name} does not stream")
+        async with contextlib.aclosing(self.chunks(request)) as chunks:  # type: ignore[type-var]
+            async for chunk in chunks:
+                yield chunk
+
+    async def chunks(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
+        """Yield the parts of a generation; a whole one at once."""
         output = await self.generate(request)
         yield TokenChunk(
             token_ids=output.token_ids,
@@ -160,13 +168,13 @@ class BatchingEngine(FakeBackend):
             run.events.put_nowait(BackendClosedError(f"the {self.name} was closed"))
 
     async def generate(self, request: GenerateRequest) -> TokenOutput:
-        async with contextlib.aclosing(self.stream(request)) as chunks:  # type: ignore[type-var]
+        async with contextlib.aclosing(self.chunks(request)) as chunks:  # type: ignore[type-var]
             async for chunk in chunks:
                 if chunk.final:
                     return chunk.final
         raise BackendError("the stream ended early")
 
-    async def stream(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
+    async def chunks(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
         self._check(request)
         seed = request.sampling.seed
         run = Run(request, seed=next(self._arrivals) + 10**6 if seed is None else seed)

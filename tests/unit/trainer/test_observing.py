@@ -1,5 +1,6 @@
 """A trainer's observers: warnings reach the summary, also those of before a restart; sinks are closed and counted."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -91,6 +92,6 @@ async def test_a_sink_that_fails_is_counted_and_the_run_ends_well(tmp_path: Path
 
 
 def test_what_is_missing_is_said_before_anything_starts(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(metrics.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
     with pytest.raises(ConfigError, match=r"jax_agent_rl\[tensorboard\]"):
         check_observers(training(tmp_path, 1, trainer={"logger": ["tensorboard"]}).runtime.config)

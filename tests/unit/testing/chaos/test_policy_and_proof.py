@@ -181,3 +181,10 @@ async def test_what_the_engine_cannot_do_it_refuses_and_closing_ends_requests(en
 
 def test_the_key_of_a_context_depends_on_every_id_and_their_order():
     assert len({context_key(ids) for ids in [(1, 2, 3), (1, 3, 2), (1, 2), (2, 2, 3), ()]}) == 5
+
+
+async def test_an_engine_that_declares_no_streaming_does_not_stream(engine):
+    assert not engine.capabilities.streaming
+    with pytest.raises(NotImplementedError, match="does not stream"):
+        await anext(engine.stream(request()))
+    assert (await engine.generate(request())).token_ids

@@ -152,13 +152,13 @@ class AddsBos(ToyBackend):
 
 
 class ReversesPriorities(ToyBackend):
-    def stream(self, request):
-        return super().stream(replace(request, priority=-request.priority))
+    def chunks(self, request):
+        return super().chunks(replace(request, priority=-request.priority))
 
 
 class TruncatesPrompt(ToyBackend):
-    def stream(self, request):
-        return super().stream(replace(request, prompt_ids=request.prompt_ids[-150:]))
+    def chunks(self, request):
+        return super().chunks(replace(request, prompt_ids=request.prompt_ids[-150:]))
 
 
 class CountsInBytes(ToyBackend):
