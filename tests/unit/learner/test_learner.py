@@ -1,6 +1,5 @@
 """The learner step: the gradient is independent of how the batch is laid out, and bad gradients change nothing."""
 
-import subprocess
 from dataclasses import replace
 
 import jax
@@ -12,10 +11,9 @@ from jax_agent_rl.config import AlgorithmConfig, LearnerConfig
 from jax_agent_rl.errors import ConfigError, NonFiniteError
 from jax_agent_rl.learner.learner import Learner
 from jax_agent_rl.models.sharding import make_mesh, parameter_shardings
-from tests.simulated import environment_with
+from tests.simulated import run_on_devices
 from tests.tiny import TINY, logprobs_of, tiny_params
 from tests.trajectories import random_groups, trajectory
-from tests.warm import python
 
 
 def learner(**changes) -> Learner:
@@ -166,9 +164,7 @@ print("equal on", jax.device_count(), "devices")
 
 
 def test_eight_simulated_devices_train_as_one_does():
-    environment = environment_with(8)
-    result = subprocess.run([*python(), "-c", SHARDED], env=environment, capture_output=True, text=True, timeout=500)
-    assert "equal on 8 devices" in result.stdout, result.stderr[-2000:]
+    assert "equal on 8 devices" in run_on_devices(SHARDED)
 
 
 @pytest.mark.parametrize("updates", [1, 2])

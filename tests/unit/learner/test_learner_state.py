@@ -1,7 +1,6 @@
 """A learner's whole state through a checkpoint: critic, KL controller and counters; other meshes; gates."""
 
 import math
-import subprocess
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -15,10 +14,9 @@ from jax_agent_rl.errors import CheckpointError, NonFiniteError
 from jax_agent_rl.learner.cancellation import StepCancellation, StepCancelled
 from jax_agent_rl.learner.checkpoint import Checkpointer
 from jax_agent_rl.learner.learner import Learner
-from tests.simulated import environment_with
+from tests.simulated import run_on_devices
 from tests.tiny import TINY, tiny_params
 from tests.trajectories import random_groups
-from tests.warm import python
 
 PPO = {
     "adv_estimator": "gae",
@@ -191,7 +189,4 @@ print("the same on", jax.device_count(), "devices")
 
 
 def test_a_checkpoint_restores_onto_other_meshes(tmp_path: Path):
-    environment = environment_with(8)
-    command = [*python(), "-c", MESHES, str(tmp_path / "c")]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
-    assert "the same on 8 devices" in result.stdout, result.stderr[-2000:]
+    assert "the same on 8 devices" in run_on_devices(MESHES, str(tmp_path / "c"))

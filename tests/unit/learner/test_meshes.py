@@ -1,15 +1,13 @@
 """Every mesh of simulated devices gives the losses and gradients of one device."""
 
 import json
-import subprocess
 
 import pytest
 
 from jax_agent_rl.config import LearnerConfig
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.models.sharding import make_mesh, parameter_shardings
-from tests.simulated import environment_with
-from tests.warm import python
+from tests.simulated import run_on_devices
 
 SCRIPT = """
 import sys, json, numpy as np, jax
@@ -130,13 +128,8 @@ WITH_ADAPTERS = [
 def test_a_mesh_gives_the_loss_and_gradient_of_one_device(model: str, cases: list[dict], always: dict):
     if always.get("lora", {}).get("quantize"):
         pytest.importorskip("qwix")
-    environment = environment_with(8)
-    command = [*python(), "-c", SCRIPT, model, json.dumps(cases), json.dumps(always)]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
-    lines = result.stdout.splitlines()
-    assert [line for line in lines if line.startswith("equal")] == [f"equal {case}" for case in cases], result.stderr[
-        -3000:
-    ]
+    lines = run_on_devices(SCRIPT, model, json.dumps(cases), json.dumps(always))
+    assert [line for line in lines if line.startswith("equal")] == [f"equal {case}" for case in cases]
     rows = int(lines[-1].split()[1])
     assert rows % 8, "the test wants rows that do not divide"
 
@@ -145,11 +138,8 @@ def test_a_mesh_splits_work_and_memory():
     # Eight devices, so an eighth each, but for what no axis splits: attention sees no causal half where tokens are
     # split, and a few arrays of a layer are gathered. What XLA cannot split it silently computes everywhere.
     meshes = {"dense": [{"fsdp": 8}, {"context": 8}], "experts": [{"expert": 8}, {"expert": 4, "context": 2}]}
-    environment = environment_with(8, flags="")
-    command = [*python(), "-c", WORK, json.dumps(meshes)]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
-    lines = [json.loads(line) for line in result.stdout.splitlines()]
-    assert [line[:2] for line in lines] == [[k, mesh] for k, v in meshes.items() for mesh in v], result.stderr[-3000:]
+    lines = [json.loads(line) for line in run_on_devices(WORK, json.dumps(meshes), flags="")]
+    assert [line[:2] for line in lines] == [[k, mesh] for k, v in meshes.items() for mesh in v]
     for model, mesh, flops, memory in lines:
         assert flops < 0.2 and memory < 0.25, (model, mesh, flops, memory)
 

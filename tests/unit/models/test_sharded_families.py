@@ -1,9 +1,6 @@
 """Families with experts, biases, windows and eyes: read onto a mesh, and trained there as on one device."""
 
-import subprocess
-
-from tests.simulated import environment_with
-from tests.warm import python
+from tests.simulated import run_on_devices
 
 SCRIPT = """
 import sys, tempfile, numpy as np, jax, optax
@@ -106,7 +103,5 @@ print(config.family, "equal")
 
 
 def test_a_mesh_reads_and_trains_every_family_as_one_device_does():
-    environment = environment_with(8, flags="")  # Adam makes more of what quick compilation rounds otherwise
-    result = subprocess.run([*python(), "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=500)
-    families = ["qwen2", "qwen3_moe", "gemma3_text", "qwen2_5_vl"]
-    assert result.stdout.split("\n")[:4] == [f"{family} equal" for family in families], result.stderr[-2000:]
+    lines = run_on_devices(SCRIPT, flags="")  # Adam makes more of what quick compilation rounds otherwise
+    assert lines == [f"{family} equal" for family in ("qwen2", "qwen3_moe", "gemma3_text", "qwen2_5_vl")]
