@@ -35,7 +35,7 @@ class FakeReply:
     content: str
     tool_calls: tuple[FakeToolCall, ...] = ()
     malformed: tuple[str, ...] = ()
-    reasoning: str = ""
+    reasoning: str | None = None
 
 
 class FakeCodec:
@@ -93,6 +93,8 @@ class FakeCodec:
 
     def parse_reply(self, sampled_ids: Sequence[int], tools: Sequence[Mapping[str, Any]] = ()) -> FakeReply:
         text = self.decode(sampled_ids)
+        thinking = re.match(r"<think>(.*?)(?:</think>|\Z)", text, re.S)
+        text = text[thinking.end() :] if thinking else text
         calls, malformed = [], []
         for body in re.findall(r"<call>(.*?)</call>", text, re.S):
             name, _, arguments = body.strip().partition(" ")
@@ -100,7 +102,8 @@ class FakeCodec:
                 calls.append(FakeToolCall(name=name, arguments=json.loads(arguments)))
             except ValueError:
                 malformed.append(body)
-        return FakeReply(content=text, tool_calls=tuple(calls), malformed=tuple(malformed))
+        reasoning = thinking[1] if thinking else None
+        return FakeReply(content=text, reasoning=reasoning, tool_calls=tuple(calls), malformed=tuple(malformed))
 
     def expand_media(self, ids: Sequence[int], media: Mapping[str, Sequence[Any]]) -> list[int]:
         return list(ids)  # its model reads one id for each

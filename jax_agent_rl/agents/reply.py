@@ -90,13 +90,13 @@ class TextStream:
     def __init__(self, read: Callable[[Sequence[int]], str], stop: Sequence[str]) -> None:
         self._read = read
         self._stop = stop
-        self._ids: list[int] = []
+        self.ids: list[int] = []
         self._sent = ""
 
     def add(self, ids: Sequence[int]) -> str:
         """Return the new text that is certain."""
-        self._ids += ids
-        text = cut_at_stop(self._read(self._ids), self._stop).rstrip()
+        self.ids += ids
+        text = cut_at_stop(self._read(self.ids), self._stop).rstrip()
         text = _UNFINISHED_TAG.sub("", text.rstrip("\ufffd"))
         text = text[: len(text) - self._held_back(text)]
         if not text.startswith(self._sent):

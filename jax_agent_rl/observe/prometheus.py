@@ -79,7 +79,7 @@ def trainer_server(metrics: TrainerMetrics, port: int) -> HttpServer:
 
     return HttpServer(
         [web.get("/metrics", newest)],
-        refuse=lambda status, message: web.Response(status=status, text=message),
+        refuse=lambda request, status, message: web.Response(status=status, text=message),
         port=port,
         token_key="(none: it listens on 127.0.0.1)",
         max_body_bytes=1,

@@ -65,7 +65,7 @@ class ToolServer:
                 web.get("/health", self._health),
                 web.get("/metrics", self._serve_metrics),
             ],
-            refuse=_refuse,
+            refuse=lambda request, status, text: _refuse(status, text),
             host=settings.host,
             port=settings.port,
             token=settings.token,

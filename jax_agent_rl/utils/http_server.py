@@ -43,7 +43,7 @@ CLOSING_SECONDS = 1.0
 """Time for running requests at shutdown."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-Refuse = Callable[[int, str], web.Response]
+Refuse = Callable[[web.Request, int, str], web.Response]
 """Converts a status and a message to the service's error format."""
 CONTENT_TYPES = {"POST": "application/json", "PUT": "application/octet-stream"}
 """Content types that a page of another origin cannot send without a preflight."""
@@ -173,14 +173,16 @@ class HttpServer:
             self._check(request)
             return await handler(request)
         except Refused as refused:
-            response = self._refuse(refused.status, str(refused))
+            response = self._refuse(request, refused.status, str(refused))
             if refused.status in (401, 403):
                 response.force_close()  # an unauthorized client keeps no connection
             return response
         except web.HTTPRequestEntityTooLarge:
-            return self._refuse(413, f"{request.method} {request.path}: the request is larger than {self._body_key}")
+            return self._refuse(
+                request, 413, f"{request.method} {request.path}: the request is larger than {self._body_key}"
+            )
         except web.HTTPException as error:  # no such path, no such method, …
-            return self._refuse(error.status, f"{request.method} {request.path}: {error.reason}")
+            return self._refuse(request, error.status, f"{request.method} {request.path}: {error.reason}")
         except ConnectionResetError:
             if request.transport is not None and not request.transport.is_closing():
                 raise
@@ -198,8 +200,9 @@ class HttpServer:
         if request.headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin"):
             raise Refused(403, "requests of pages from another site are not answered")
         if self._token is not None and request.path not in self._open_paths:
-            given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
-            if not hmac.compare_digest(given, b"Bearer " + self._token.encode()):
+            key = request.headers.get("X-Api-Key")  # as Anthropic's clients send it
+            given = request.headers.get("Authorization", "") if key is None else f"Bearer {key}"
+            if not hmac.compare_digest(given.encode("utf-8", "surrogateescape"), b"Bearer " + self._token.encode()):
                 raise Refused(401, "the token is missing or wrong: send the header 'Authorization: Bearer TOKEN'")
         wanted = CONTENT_TYPES.get(request.method)
         if wanted is not None and request.content_type != wanted:

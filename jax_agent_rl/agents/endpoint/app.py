@@ -5,32 +5,37 @@
     GET    [/sessions/<id>]/v1/models
     POST   [/sessions/<id>]/v1/chat/completions
     POST   [/sessions/<id>]/v1/completions
+    POST   [/sessions/<id>]/v1/responses              OpenAI's Responses API
+    POST   [/sessions/<id>]/v1/messages               Anthropic's Messages API, and …/messages/count_tokens
     GET    /sessions             those of the request's key
     GET    /sessions/<id>        what was recorded, ids and all
     DELETE /sessions/<id>        ends it
     GET    /health
     GET    /metrics              as Prometheus reads it
 
-A session belongs to the key of the request that opened it, which is the first of its generations.
+A session is named by the path, by the header ``X-Session-Id``, or, where it was handed out with a key of its own, by
+that key. It belongs to the key of the request that opened it, which is the first of its generations.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 from pydantic import ValidationError
 
-from jax_agent_rl.agents.endpoint import wire
+from jax_agent_rl.agents.conversation import plain_messages
+from jax_agent_rl.agents.endpoint.answers import Answer, ChatAnswer, CompletionAnswer
 from jax_agent_rl.agents.endpoint.checks import check_prompt, check_sampling
-from jax_agent_rl.agents.endpoint.failures import ApiError, from_failure, from_validation, refuse
-from jax_agent_rl.agents.endpoint.sessions import Session, SessionStore
+from jax_agent_rl.agents.endpoint.failures import ApiError, code_of, from_failure, from_validation
+from jax_agent_rl.agents.endpoint.messages import CountTokensRequest, MessagesAnswer
+from jax_agent_rl.agents.endpoint.responses import ResponsesAnswer
+from jax_agent_rl.agents.endpoint.sessions import Kept, Session, SessionStore
+from jax_agent_rl.agents.endpoint.wire import ChatRequest, CompletionRequest, read_chat
 from jax_agent_rl.agents.endpoint.work import Piece, pieces, turns
 from jax_agent_rl.agents.session_tree import paths_to_train
 from jax_agent_rl.config import EndpointConfig
@@ -43,7 +48,6 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 PING_SECONDS = 15.0
 """Silence in a stream after which a comment is sent, so that nothing between takes it for dead."""
 
@@ -95,8 +99,11 @@ class Endpoint:
         for prefix in ("", "/sessions/{session_id}"):
             routes += [
                 web.get(f"{prefix}/v1/models", self._models),
-                web.post(f"{prefix}/v1/chat/completions", self._chat),
-                web.post(f"{prefix}/v1/completions", self._completions),
+                web.post(f"{prefix}/v1/chat/completions", self._generates(ChatAnswer)),
+                web.post(f"{prefix}/v1/completions", self._generates(CompletionAnswer)),
+                web.post(f"{prefix}/v1/responses", self._generates(ResponsesAnswer)),
+                web.post(f"{prefix}/v1/messages", self._generates(MessagesAnswer)),
+                web.post(f"{prefix}/v1/messages/count_tokens", self._count_tokens),
             ]
         routes += [
             web.get("/sessions", self._list),
@@ -105,7 +112,7 @@ class Endpoint:
         ]
         self.server = HttpServer(
             routes,
-            refuse=refuse,
+            refuse=_refuse,
             host=host,
             port=port,
             token=api_key,
@@ -133,25 +140,27 @@ class Endpoint:
         models = [{"id": self._model, **same}, *({"id": a, "parent": self._model, **same} for a in self._adapters)]
         return web.json_response({"object": "list", "data": models})
 
-    async def _chat(self, request: web.Request) -> web.StreamResponse:
-        session, asked = await self._read(request, wire.ChatRequest)
-        head = wire.head("chat.completion", f"chatcmpl-{uuid.uuid4().hex}", self._adapter(asked) or self._model)
-        if asked.stream:
-            return await self._stream(request, session, asked, head | {"object": "chat.completion.chunk"})
-        codec = session.recorder.context.codec
-        whole = await self._whole(session, asked)
-        choices = [wire.chat_choice(codec, p.index, p.turn, asked) for p in whole if p.turn]
-        return web.json_response(head | {"choices": choices, "usage": _usage(whole, asked)})
+    def _generates(self, kind: Callable[[Any, Kept | None], Answer]) -> Handler:
+        """Return the handler of an API's generations."""
 
-    async def _completions(self, request: web.Request) -> web.StreamResponse:
-        session, asked = await self._read(request, wire.CompletionRequest)
-        head = wire.head("text_completion", f"cmpl-{uuid.uuid4().hex}", self._adapter(asked) or self._model)
-        if asked.stream:
-            return await self._stream(request, session, asked, head)
-        codec = session.recorder.context.codec
-        whole = await self._whole(session, asked)
-        choices = [wire.text_choice(codec, p.index, p.text, p.turn, asked) for p in whole]
-        return web.json_response(head | {"choices": choices, "usage": _usage(whole, asked)})
+        async def generate(request: web.Request) -> web.StreamResponse:
+            session, answer = await self._read(request, kind)
+            if answer.asked.stream:
+                return await self._stream(request, session, answer)
+            choices = await self._whole(session, answer)
+            return web.json_response(answer.whole(session.recorder.context.codec, choices))
+
+        return generate
+
+    async def _count_tokens(self, request: web.Request) -> web.Response:
+        """Count the ids of a Messages request's prompt, without sampling."""
+        session = self._known(request)
+        asked = read_chat(CountTokensRequest.model_validate(await read_json(request)).chat_fields())
+        self._check_counts(request, asked)
+        context = (session or self._open(request)).recorder.context
+        check_prompt(asked, context)
+        ids = context.codec.encode_prompt(plain_messages(asked.messages), tools=tuple(asked.prompt_tools))
+        return web.json_response({"input_tokens": len(ids)})
 
     async def _list(self, request: web.Request) -> web.Response:
         listed = [
@@ -184,9 +193,11 @@ class Endpoint:
 
     def _known(self, request: web.Request) -> Session | None:
         """Return the session a request names, after checking its key; None if it names none or one it may open."""
-        session_id = request.match_info.get("session_id")
+        session_id = _session_id(request)
         if session_id is not None:
             return self._store.known(session_id, _key_of(request))
+        if (handed_out := self._store.with_key(_key_of(request))) is not None:
+            return handed_out
         if self._stateless is None:
             raise ApiError(404, "requests need a session: use the base_url that was handed out", code="no_session")
         return None
@@ -194,20 +205,24 @@ class Endpoint:
     def _found(self, request: web.Request) -> Session:
         """Return the session a request names, without opening one."""
         if (session := self._known(request)) is None:
-            name = request.match_info["session_id"]
+            name = _session_id(request)
             raise ApiError(404, f"there is no session {name!r}; it may be over", code="session_not_found")
         return session
 
-    async def _read(self, request: web.Request, kind: type[T]) -> tuple[Session, T]:
-        """Return the request's session and body; open a session only for a valid request.
+    async def _read(self, request: web.Request, kind: Callable[[Any, Kept | None], Answer]) -> tuple[Session, Answer]:
+        """Return the request's session and what it asks for; open a session only for a valid request.
 
         Raises:
             ApiError, ValidationError, Refused: too large, no JSON, or wrong.
         """
         session = self._known(request)
-        asked = kind.model_validate(await read_json(request))  # pyright: ignore[reportAttributeAccessIssue]
+        recorded = _session_id(request) is not None
+        kept = session.responses if session else {} if recorded else None
+        answer = kind(await read_json(request), kept)
+        asked = answer.asked
         self._check_counts(request, asked)
         opened = session or self._open(request)
+        opened.responses = kept if kept is not None else opened.responses
         try:
             check_prompt(asked, opened.recorder.context)
             check_sampling(opened.sampling_for(asked), self._able())
@@ -217,26 +232,27 @@ class Endpoint:
         except ApiError:
             self._store.used(opened)
             raise
-        return opened, asked
+        return opened, answer
 
     def _open(self, request: web.Request) -> Session:
-        session_id = request.match_info.get("session_id")
+        session_id = _session_id(request)
         if session_id is not None:
             return self._store.open(session_id, _key_of(request))
         assert self._stateless is not None  # by _known
         return self._stateless()
 
-    def _check_counts(self, request: web.Request, asked: wire.ChatRequest | wire.CompletionRequest) -> None:
-        choices = (asked.n or 1) * (len(asked.prompts) if isinstance(asked, wire.CompletionRequest) else 1)
+    def _check_counts(self, request: web.Request, asked: ChatRequest | CompletionRequest) -> None:
+        choices = (asked.n or 1) * (len(asked.prompts) if isinstance(asked, CompletionRequest) else 1)
         if choices > self._limits.max_choices:
             most = self._limits.max_choices
             raise ApiError(400, f"{choices} choices: at most agent.endpoint.max_choices={most}", param="n")
         served = (self._model, *self._adapters)
-        if "session_id" not in request.match_info and asked.model not in served:
+        recorded = _session_id(request) is not None or self._store.with_key(_key_of(request)) is not None
+        if not recorded and asked.model not in served:
             message = f"the model {asked.model!r} does not exist; this server has {', '.join(map(repr, served))}"
             raise ApiError(404, message, code="model_not_found", param="model")
 
-    def _adapter(self, asked: wire.ChatRequest | wire.CompletionRequest) -> str | None:
+    def _adapter(self, asked: ChatRequest | CompletionRequest) -> str | None:
         """Return the LoRA adapter that a request names as its model."""
         return asked.model if asked.model in self._adapters else None
 
@@ -255,24 +271,18 @@ class Endpoint:
             session.requests -= 1
             self._store.used(session)
 
-    async def _whole(self, session: Session, asked: wire.ChatRequest | wire.CompletionRequest) -> list[Piece]:
+    async def _whole(self, session: Session, answer: Answer) -> list[Piece]:
         """All choices; ends after ``request_timeout``, and with the client's connection, which cancels the handler."""
         with self._slot(session):
             try:
                 async with asyncio.timeout(self._limits.request_timeout):
-                    return await turns(session, asked, adapter=self._adapter(asked))
+                    return await turns(session, answer.asked, adapter=self._adapter(answer.asked))
             except TimeoutError:
                 raise self._too_slow() from None
 
-    async def _stream(
-        self,
-        request: web.Request,
-        session: Session,
-        asked: wire.ChatRequest | wire.CompletionRequest,
-        head: dict[str, Any],
-    ) -> web.StreamResponse:
+    async def _stream(self, request: web.Request, session: Session, answer: Answer) -> web.StreamResponse:
         """Server-sent events. What fails before the first one is an answer with its own status."""
-        async with aclosing(self._events(session, asked, head)) as events:
+        async with aclosing(self._events(session, answer)) as events:
             first = await anext(events)
             response = web.StreamResponse(
                 headers={"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
@@ -284,13 +294,10 @@ class Endpoint:
         await response.write_eof()
         return response
 
-    async def _events(
-        self, session: Session, asked: wire.ChatRequest | wire.CompletionRequest, head: dict[str, Any]
-    ) -> AsyncGenerator[str, None]:
+    async def _events(self, session: Session, answer: Answer) -> AsyncGenerator[str, None]:
+        asked, codec = answer.asked, session.recorder.context.codec
         deadline = asyncio.get_running_loop().time() + self._limits.request_timeout
-        started: set[int] = set()
-        whole: list[Piece] = []
-        codec = session.recorder.context.codec
+        choices: list[Piece] = []
         silent = True  # until something is sent, a failure can still be an answer with its own status
         with self._slot(session):
             try:
@@ -298,20 +305,21 @@ class Endpoint:
                     async for piece in _with_pings(stream, deadline):
                         silent = False
                         if piece is None:
-                            yield ": ping\n\n"
+                            yield answer.ping
                             continue
                         if piece.turn is not None:
-                            whole.append(piece)
-                        for choice in _chunk(codec, piece, asked, started):
-                            yield _event(head | {"choices": [choice]})
-                if asked.wants_usage:
-                    yield _event(head | {"choices": [], "usage": _usage(whole, asked)})
-                yield "data: [DONE]\n\n"
+                            choices.append(piece)
+                        for event in answer.chunks(codec, piece):
+                            yield answer.encode(event)
+                for event in answer.closing(codec, choices):
+                    yield answer.encode(event)
+                if answer.end_of_stream:
+                    yield answer.end_of_stream
             except Exception as error:
                 problem = self._too_slow() if isinstance(error, TimeoutError) else as_api_error(error)
                 if silent:
                     raise problem from None
-                yield _event(problem.body)
+                yield answer.encode(answer.failure(problem))
 
     def _too_slow(self) -> ApiError:
         seconds = self._limits.request_timeout
@@ -321,11 +329,27 @@ class Endpoint:
 
 @web.middleware
 async def _failures(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Failures as answers in OpenAI's shape."""
+    """Failures as answers in the shape of the request's API."""
     try:
         return await handler(request)
     except Exception as error:
-        return as_api_error(error).response()
+        return _error_response(request, as_api_error(error))
+
+
+def _error_response(request: web.Request, problem: ApiError) -> web.Response:
+    is_anthropic = request.path.endswith(("/v1/messages", "/v1/messages/count_tokens"))
+    body = MessagesAnswer.failure(problem) if is_anthropic else problem.body
+    retry = {"x-should-retry": "true" if problem.retry else "false"}
+    return web.json_response(body, status=problem.status, headers=retry)
+
+
+def _refuse(request: web.Request, status: int, message: str) -> web.Response:
+    """Return a refusal of the server itself."""
+    return _error_response(request, ApiError(status, message, code=code_of(status)))
+
+
+def _session_id(request: web.Request) -> str | None:
+    return request.match_info.get("session_id") or request.headers.get("X-Session-Id")
 
 
 def as_api_error(error: Exception) -> ApiError:
@@ -346,7 +370,9 @@ def as_api_error(error: Exception) -> ApiError:
 
 
 def _key_of(request: web.Request) -> str:
-    return request.headers.get("authorization", "").removeprefix("Bearer ").strip()
+    """Return the API key: OpenAI's clients send it as a bearer token, Anthropic's in a header of its own."""
+    headers = request.headers
+    return headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer ").strip()
 
 
 async def _with_pings(stream: AsyncGenerator[Piece, None], deadline: float) -> AsyncGenerator[Piece | None, None]:
@@ -370,25 +396,3 @@ async def _with_pings(stream: AsyncGenerator[Piece, None], deadline: float) -> A
         if step is not None:
             step.cancel()
             await asyncio.gather(step, return_exceptions=True)
-
-
-def _chunk(codec: Any, piece: Piece, asked: wire.ChatRequest | wire.CompletionRequest, started: set[int]) -> list[dict]:
-    """Return the chunks' choices for one piece; a chat choice opens with its role."""
-    opened = piece.index in started
-    started.add(piece.index)
-    if isinstance(asked, wire.CompletionRequest):
-        return [wire.text_choice(codec, piece.index, piece.text, piece.turn, asked)]
-    opening = [] if opened else [wire.chat_delta(piece.index, {"role": "assistant", "content": ""})]
-    if piece.turn is not None:
-        return [*opening, wire.last_chat_delta(codec, piece.index, piece.turn, piece.text, asked)]
-    return [*opening, wire.chat_delta(piece.index, {"content": piece.text})]
-
-
-def _usage(whole: list[Piece], asked: wire.ChatRequest | wire.CompletionRequest) -> dict[str, Any]:
-    prompts = len(asked.prompts) if isinstance(asked, wire.CompletionRequest) else 1
-    ordered = sorted(whole, key=lambda piece: piece.index)
-    return wire.usage([piece.turn for piece in ordered if piece.turn], prompts)
-
-
-def _event(content: dict[str, Any]) -> str:
-    return f"data: {json.dumps(content)}\n\n"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from aiohttp import web
 from pydantic import ValidationError
 
 from jax_agent_rl.errors import (
@@ -44,17 +43,10 @@ class ApiError(Exception):
         error = {"message": message, "type": kind.get(status, "server_error"), "param": param, "code": code}
         self.body: dict[str, Any] = {"error": error}
 
-    def response(self) -> web.Response:
-        retry = {"x-should-retry": "true" if self.retry else "false"}
-        return web.json_response(self.body, status=self.status, headers=retry)
 
-
-_CODES = {401: "invalid_api_key", 404: "unknown_url"}
-
-
-def refuse(status: int, message: str) -> web.Response:
-    """Return an error response of the server itself."""
-    return ApiError(status, message, code=_CODES.get(status)).response()
+def code_of(status: int) -> str | None:
+    """Return the error code of a refusal by the server itself."""
+    return {401: "invalid_api_key", 404: "unknown_url"}.get(status)
 
 
 def from_validation(error: ValidationError) -> ApiError:

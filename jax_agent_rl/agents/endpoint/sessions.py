@@ -15,6 +15,9 @@ from jax_agent_rl.agents.endpoint.wire import ChatRequest, CompletionRequest
 from jax_agent_rl.agents.recorder import ChatRecorder
 from jax_agent_rl.types import SamplingParams
 
+Kept = dict[str, list[dict[str, Any]]]
+"""Of the Responses API: the conversation up to each response, by its id."""
+
 _ID = re.compile(r"[A-Za-z0-9._:@+-]{1,128}")
 
 
@@ -32,6 +35,7 @@ class Session:
         tasks: generations that are running; they end with the session.
         requests: that are running.
         last_used: when the last request came or went.
+        responses: conversations that ``previous_response_id`` can continue.
     """
 
     session_id: str
@@ -42,6 +46,7 @@ class Session:
     tasks: set[asyncio.Task] = field(default_factory=set)
     requests: int = 0
     last_used: float = 0.0
+    responses: Kept = field(default_factory=dict)
 
     def check_key(self, given: str) -> None:
         """Raise ApiError 401 unless the key is right."""
@@ -118,6 +123,13 @@ class SessionStore:
         elif self._create is None:
             raise ApiError(404, f"there is no session {session_id!r}; it may be over", code="session_not_found")
         return session
+
+    def with_key(self, key: str) -> Session | None:
+        """Return the session that was handed out with this key; None where clients open sessions."""
+        if self._create is not None or not key:
+            return None
+        keyed = (session for session in self._sessions.values() if session.api_key is not None)
+        return next((s for s in keyed if hmac.compare_digest(s.api_key.encode(), key.encode())), None)
 
     def open(self, session_id: str, key: str) -> Session:
         """Open a session for a client; from then on it belongs to ``key`` unless that is empty.

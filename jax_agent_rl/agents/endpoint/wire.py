@@ -145,9 +145,18 @@ class CompletionRequest(_Sampled):
         return list(self.prompt)  # pyright: ignore[reportReturnType]
 
 
-def head(kind: str, number: str, model: str) -> dict[str, Any]:
+def read_chat(fields: dict[str, Any]) -> ChatRequest:
+    """Return a request of another API, translated to these fields; None is a field that was not given.
+
+    Raises:
+        ValidationError: a field's value is not supported.
+    """
+    return ChatRequest.model_validate({name: value for name, value in fields.items() if value is not None})
+
+
+def head(number: str, model: str) -> dict[str, Any]:
     """Return the fields every answer and chunk begins with."""
-    return {"id": number, "object": kind, "created": int(time.time()), "model": model}
+    return {"id": number, "object": "", "created": int(time.time()), "model": model}
 
 
 def usage(turns: Sequence[RecordedTurn], prompts: int) -> dict[str, Any]:
@@ -189,8 +198,6 @@ def last_chat_delta(
     delta: dict[str, Any] = {}
     if rest:
         delta["content"] = rest
-    if turn.reply.reasoning is not None:
-        delta["reasoning_content"] = turn.reply.reasoning
     if turn.reply.tool_calls:
         delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(tool_calls(turn.reply))]
     logprobs = {"content": _chat_logprobs(codec, turn), "refusal": None} if request.logprobs else None

@@ -24,11 +24,12 @@ from jax_agent_rl.agents.reply import ChatReply, TextStream, visible_text
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Piece:
-    """Something of one choice: new text, and with the last piece the turn."""
+    """Something of one choice: new text, with the last piece the turn, and once the reasoning before the text."""
 
     index: int
     text: str
     turn: RecordedTurn | None = None
+    reasoning: str | None = None
 
 
 class _Choice:
@@ -51,10 +52,12 @@ class _Choice:
         read = functools.partial(visible_text, codec) if isinstance(request, ChatRequest) else codec.decode
         self._text = TextStream(read, request.stops) if streamed else None
         self._rest = ""
+        self._text_begun = self._reasoning_sent = False
 
     async def run(self) -> None:
         turn = await (self._chat(self._request) if isinstance(self._request, ChatRequest) else self._complete())
-        self._tell(Piece(index=self._index, text=self._rest, turn=turn))
+        reasoning = None if self._reasoning_sent else turn.reply.reasoning
+        self._tell(Piece(index=self._index, text=self._rest, turn=turn, reasoning=reasoning))
 
     async def _chat(self, request: ChatRequest) -> RecordedTurn:
         return await self._session.recorder.chat(
@@ -81,8 +84,14 @@ class _Choice:
 
     def _on_ids(self, ids: Sequence[int]) -> None:
         assert self._text is not None
-        if text := self._text.add(ids):
-            self._tell(Piece(index=self._index, text=text))
+        if not (text := self._text.add(ids)):
+            return
+        reasoning = None
+        if not self._text_begun and isinstance(self._request, ChatRequest):  # reasoning ends where text begins
+            self._text_begun = True
+            reasoning = self._session.recorder.context.codec.parse_reply(self._text.ids).reasoning
+            self._reasoning_sent = reasoning is not None
+        self._tell(Piece(index=self._index, text=text, reasoning=reasoning))
 
     def _amend(self, reply: ChatReply) -> ChatReply:
         """Send the rest of the text, and return the reply as the client has it."""

@@ -81,7 +81,7 @@ class RolloutServer:
         self._shared = SharedFolder(weight_dir)
         self._http = HttpServer(
             self._routes(),
-            refuse=lambda status, message: _refuse(status, BackendError(message)),
+            refuse=lambda request, status, message: _refuse(status, BackendError(message)),
             host=host,
             port=port,
             token=token,

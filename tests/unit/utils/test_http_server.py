@@ -169,7 +169,7 @@ async def echo(request: web.Request) -> web.Response:
 async def echoing(*routes: web.RouteDef, **options):
     server = HttpServer(
         [web.post("/", echo), *routes],
-        refuse=lambda status, message: web.Response(status=status, text=message),
+        refuse=lambda request, status, message: web.Response(status=status, text=message),
         token_key="token_env",
         max_body_bytes=1000,
         body_key="max_body=1000",

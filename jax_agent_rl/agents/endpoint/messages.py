@@ -1,0 +1,326 @@
+"""Anthropic's Messages API: its requests as chat requests, its answers, stream events and errors.
+
+::
+
+    system, messages[content blocks], tools[input_schema]   ─► ChatRequest ─► generation
+    text, tool_use, thinking blocks; stop_reason; usage     ◄─ MessagesAnswer
+
+A turn's ``tool_result`` blocks become tool messages before the turn's other content, its ``thinking`` blocks reasoning
+that is not rendered. Reference: the API reference of ``POST /v1/messages``, version 2023-06-01.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from jax_agent_rl.agents.endpoint.failures import ApiError
+from jax_agent_rl.agents.endpoint.sessions import Kept
+from jax_agent_rl.agents.endpoint.wire import read_chat
+from jax_agent_rl.agents.endpoint.work import Piece
+from jax_agent_rl.agents.recorder import RecordedTurn
+from jax_agent_rl.chat.codec import ChatCodec
+
+_ERRORS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+_STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
+_TOOL_CHOICES = {"auto": "auto", "none": "none", "any": "required"}
+
+
+class _ToolChoice(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["auto", "none", "any", "tool"]
+    name: str | None = None
+    disable_parallel_tool_use: Literal[False] | None = None
+
+
+class _Tool(BaseModel):
+    """A client tool; those that Anthropic's servers run have a ``type`` and are refused."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["custom"] | None = None
+    name: str
+    description: str = ""
+    input_schema: dict[str, Any]
+    cache_control: Any = None
+
+
+class _Thinking(BaseModel):
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = None
+    display: str | None = None
+
+
+class CountTokensRequest(BaseModel):
+    """``POST /v1/messages/count_tokens``, and the part of a request that makes up its prompt."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: str
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1, fail_fast=True)]
+    system: str | list[dict[str, Any]] | None = None
+    tools: list[_Tool] | None = None
+    tool_choice: _ToolChoice | None = None
+    thinking: _Thinking | None = None
+    cache_control: Any = None
+
+    @field_validator("messages")
+    @classmethod
+    def _roles(cls, value: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        for message in value:
+            if message.get("role") not in ("user", "assistant"):
+                raise ValueError(f"role {message.get('role')!r} is neither 'user' nor 'assistant'")
+        return value
+
+    def chat_fields(self) -> dict[str, Any]:
+        """Return the fields of the equivalent chat request."""
+        system = [{"role": "system", "content": _text(self.system)}] if self.system else []
+        fields: dict[str, Any] = {
+            "model": self.model,
+            "messages": [*system, *(one for message in self.messages for one in _chat_messages(message))],
+        }
+        if self.tools:
+            fields["tools"] = [_chat_tool(tool) for tool in self.tools]
+        if (choice := self.tool_choice) is not None:
+            named = {"type": "function", "function": {"name": choice.name}}
+            fields["tool_choice"] = named if choice.type == "tool" else _TOOL_CHOICES[choice.type]
+        return fields
+
+
+class MessagesRequest(CountTokensRequest):
+    """``POST /v1/messages``."""
+
+    max_tokens: Annotated[int, Field(ge=1)]
+    temperature: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    stop_sequences: list[str] | None = None
+    stream: bool | None = None
+    metadata: Any = None
+    service_tier: Any = None
+
+    def chat_fields(self) -> dict[str, Any]:
+        return super().chat_fields() | {
+            "max_tokens": self.max_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "stop": self.stop_sequences,
+            "stream": self.stream,
+        }
+
+
+class MessagesAnswer:
+    """The answer to one request.
+
+    Args:
+        body: the request's JSON.
+        kept: not used by this API.
+
+    Attributes:
+        asked: the equivalent chat request.
+
+    Raises:
+        ValidationError: a field is missing, wrong or not supported.
+    """
+
+    def __init__(self, body: Any, kept: Kept | None = None) -> None:
+        self._request = MessagesRequest.model_validate(body)
+        self.asked = read_chat(self._request.chat_fields())
+        self._id = f"msg_{uuid.uuid4().hex}"
+        self._blocks = 0  # content blocks that were opened in the stream
+        self._open: str | None = None
+        self._started = False
+
+    def whole(self, codec: ChatCodec, choices: Sequence[Piece]) -> dict[str, Any]:
+        """Return the ``message`` object."""
+        turn = _only_turn(choices)
+        return self._message(self._content(turn), self._stop(turn), _usage(turn))
+
+    def chunks(self, codec: ChatCodec, piece: Piece) -> Iterator[dict[str, Any]]:
+        """Yield the stream's events for one piece of the generation."""
+        if not self._started:
+            self._started = True
+            nothing = {"stop_reason": None, "stop_sequence": None}
+            yield {"type": "message_start", "message": self._message([], nothing, _NO_USAGE)}
+        if piece.reasoning and self._shows_thinking:
+            yield from self._block({"type": "thinking", "thinking": piece.reasoning, "signature": ""})
+        if piece.text:
+            if self._open is None:
+                yield self._start({"type": "text", "text": ""})
+            yield self._delta({"type": "text_delta", "text": piece.text})
+        if piece.turn is not None:
+            if self._open is not None:
+                yield self._end()
+            for block in _tool_blocks(piece.turn):
+                yield from self._block(block)
+
+    def closing(self, codec: ChatCodec, choices: Sequence[Piece]) -> Iterator[dict[str, Any]]:
+        """Yield the events that end the stream."""
+        turn = _only_turn(choices)
+        yield {"type": "message_delta", "delta": self._stop(turn), "usage": _usage(turn)}
+        yield {"type": "message_stop"}
+
+    @staticmethod
+    def failure(problem: ApiError) -> dict[str, Any]:
+        """Return the body of an error answer or event."""
+        kind = _ERRORS.get(problem.status, "api_error" if problem.status >= 500 else "invalid_request_error")
+        return {"type": "error", "error": {"type": kind, "message": str(problem)}}
+
+    @staticmethod
+    def encode(event: dict[str, Any]) -> str:
+        """Return an event as sent in the stream."""
+        return f"event: {event['type']}\ndata: {json.dumps(event)}\n\n"
+
+    end_of_stream = ""
+    ping = 'event: ping\ndata: {"type": "ping"}\n\n'
+
+    @property
+    def _shows_thinking(self) -> bool:
+        return self._request.thinking is not None and self._request.thinking.type != "disabled"
+
+    def _message(self, content: list[dict[str, Any]], stop: Mapping[str, Any], usage: Any) -> dict[str, Any]:
+        head = {"id": self._id, "type": "message", "role": "assistant", "model": self._request.model}
+        return {**head, "content": content, **stop, "usage": usage}
+
+    def _content(self, turn: RecordedTurn) -> list[dict[str, Any]]:
+        reply, content = turn.reply, []
+        if reply.reasoning and self._shows_thinking:
+            content.append({"type": "thinking", "thinking": reply.reasoning, "signature": ""})
+        if reply.content:
+            content.append({"type": "text", "text": reply.content})
+        return content + _tool_blocks(turn)
+
+    def _stop(self, turn: RecordedTurn) -> dict[str, Any]:
+        matched = turn.output.stop_match if turn.output.stop_match in self.asked.stops else None
+        reason = "stop_sequence" if matched else _STOP_REASONS.get(turn.reply.finish_reason, "end_turn")
+        return {"stop_reason": reason, "stop_sequence": matched}
+
+    def _block(self, block: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Yield the events of a block that is complete."""
+        kind = block["type"]
+        empty = {"thinking": {"thinking": "", "signature": ""}, "tool_use": {"input": {}}}[kind]
+        yield self._start(block | empty)
+        if kind == "thinking":
+            yield self._delta({"type": "thinking_delta", "thinking": block["thinking"]})
+        else:
+            yield self._delta({"type": "input_json_delta", "partial_json": json.dumps(block["input"])})
+        yield self._end()
+
+    def _start(self, block: dict[str, Any]) -> dict[str, Any]:
+        self._open = block["type"]
+        return {"type": "content_block_start", "index": self._blocks, "content_block": block}
+
+    def _delta(self, delta: dict[str, Any]) -> dict[str, Any]:
+        return {"type": "content_block_delta", "index": self._blocks, "delta": delta}
+
+    def _end(self) -> dict[str, Any]:
+        self._open = None
+        self._blocks += 1
+        return {"type": "content_block_stop", "index": self._blocks - 1}
+
+
+_NO_USAGE = {"input_tokens": 0, "output_tokens": 0, "cache_read_input_tokens": 0, "cache_creation_input_tokens": 0}
+
+
+def _usage(turn: RecordedTurn) -> dict[str, int]:
+    sampled, cached = len(turn.output.token_ids), turn.output.cached_tokens
+    prompt = len(turn.context_ids) - sampled
+    return _NO_USAGE | {
+        "input_tokens": prompt - cached,
+        "cache_read_input_tokens": cached,
+        "output_tokens": sampled,
+    }
+
+
+def _only_turn(choices: Sequence[Piece]) -> RecordedTurn:
+    (turn,) = (piece.turn for piece in choices if piece.turn is not None)
+    return turn
+
+
+def _tool_blocks(turn: RecordedTurn) -> list[dict[str, Any]]:
+    return [
+        {"type": "tool_use", "id": call.id, "name": call.name, "input": dict(call.arguments)}
+        for call in turn.reply.tool_calls
+    ]
+
+
+def _chat_tool(tool: _Tool) -> dict[str, Any]:
+    function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
+    return {"type": "function", "function": function}
+
+
+def _chat_messages(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the chat messages of one turn."""
+    content = message.get("content")
+    if isinstance(content, str):
+        yield {"role": message["role"], "content": content}
+        return
+    if not isinstance(content, list) or not all(isinstance(block, dict) for block in content):
+        raise ApiError(400, "messages: content must be text or a list of blocks", param="messages")
+    if message["role"] == "assistant":
+        yield _assistant_message(content)
+        return
+    results = [block for block in content if block.get("type") == "tool_result"]
+    for block in results:
+        yield {
+            "role": "tool",
+            "tool_call_id": str(block.get("tool_use_id", "")),
+            "content": _parts(block.get("content") or ""),
+        }
+    if rest := [block for block in content if block.get("type") != "tool_result"]:
+        yield {"role": "user", "content": _parts(rest)}
+
+
+def _assistant_message(content: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    calls = [
+        {
+            "id": str(block.get("id", "")),
+            "type": "function",
+            "function": {"name": block.get("name"), "arguments": block.get("input") or {}},
+        }
+        for block in content
+        if block.get("type") == "tool_use"
+    ]
+    rest = [block for block in content if block.get("type") not in ("tool_use", "redacted_thinking")]
+    message: dict[str, Any] = {"role": "assistant", "content": _parts(rest)}
+    return message | ({"tool_calls": calls} if calls else {})
+
+
+def _parts(content: str | Sequence[Mapping[str, Any]]) -> str | list[dict[str, Any]]:
+    """Return content blocks as the parts of a chat message."""
+    if isinstance(content, str):
+        return content
+    return [_part(block) for block in content]
+
+
+def _part(block: Mapping[str, Any]) -> dict[str, Any]:
+    kind, source = block.get("type"), block.get("source")
+    if kind == "image" and isinstance(source, Mapping):
+        url = source.get("url")
+        if source.get("type") == "base64":
+            url = f"data:{source.get('media_type')};base64,{source.get('data')}"
+        return {"type": "image_url", "image_url": {"url": url}}
+    return {name: value for name, value in block.items() if name not in ("cache_control", "citations", "signature")}
+
+
+def _text(system: str | Sequence[Mapping[str, Any]]) -> str:
+    if isinstance(system, str):
+        return system
+    if wrong := [block for block in system if not isinstance(block.get("text"), str)]:
+        raise ApiError(400, f"system: a block of type {wrong[0].get('type')!r} is not text", param="system")
+    return "\n".join(block["text"] for block in system)

@@ -1,0 +1,384 @@
+"""OpenAI's Responses API: its requests as chat requests, its answers and stream events.
+
+::
+
+    instructions, input items, previous_response_id ─► ChatRequest ─► generation
+    reasoning, message, function_call items; usage  ◄─ ResponsesAnswer
+
+Input items that belong to one assistant turn (reasoning, message, function calls) become one message, as the model
+wrote them. A session keeps its responses, so that ``previous_response_id`` continues one by its exact ids. Reference:
+the API reference of ``POST /v1/responses``.
+"""
+
+from __future__ import annotations
+
+import bisect
+import json
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from jax_agent_rl.agents.endpoint.failures import ApiError
+from jax_agent_rl.agents.endpoint.sessions import Kept
+from jax_agent_rl.agents.endpoint.wire import read_chat
+from jax_agent_rl.agents.endpoint.work import Piece
+from jax_agent_rl.agents.recorder import RecordedTurn
+from jax_agent_rl.chat.codec import ChatCodec
+
+Message = dict[str, Any]
+_INPUT_TEXT = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
+
+
+class _TextConfig(BaseModel):
+    format: dict[str, Any] | None = None
+    verbosity: Any = None
+
+
+class ResponsesRequest(BaseModel):
+    """``POST /v1/responses``."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: str
+    input: Annotated[str | list[dict[str, Any]], Field(min_length=1)]
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: Literal[True] | None = None
+    text: _TextConfig | None = None
+    stream: bool | None = None
+    store: bool | None = None
+    truncation: Literal["disabled"] | None = None
+    top_logprobs: Literal[0] | None = None
+    background: Literal[False] | None = None
+    include: Any = None
+    metadata: Any = None
+    reasoning: Any = None
+    stream_options: Any = None
+    user: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+
+    @field_validator("tools")
+    @classmethod
+    def _functions(cls, value: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+        for tool in value or ():
+            if tool.get("type") != "function" or not tool.get("name"):
+                raise ValueError(f'needs {{"type": "function", "name": …}}, got {tool!r:.120}')
+        return value
+
+    def chat_fields(self, history: Sequence[Message]) -> dict[str, Any]:
+        """Return the fields of the equivalent chat request, which continues ``history``."""
+        system = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        choice = self.tool_choice
+        if isinstance(choice, dict) and choice.get("type") == "function":
+            choice = {"type": "function", "function": {"name": choice.get("name")}}
+        return {
+            "model": self.model,
+            "messages": [*system, *history, *_chat_messages(self.input)],
+            "tools": [_chat_tool(tool) for tool in self.tools] if self.tools else None,
+            "tool_choice": choice,
+            "max_completion_tokens": self.max_output_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "stream": self.stream,
+            "response_format": self.text.format if self.text else None,
+        }
+
+
+class ResponsesAnswer:
+    """The answer to one request.
+
+    Args:
+        body: the request's JSON.
+        kept: messages of the session's earlier responses by id; it gets this one's, unless ``store`` is false. None
+            outside sessions, where nothing is kept.
+
+    Attributes:
+        asked: the equivalent chat request.
+
+    Raises:
+        ApiError: ``previous_response_id`` is not among them.
+        ValidationError: a field is missing, wrong or not supported.
+    """
+
+    def __init__(self, body: Any, kept: Kept | None) -> None:
+        self._request = request = ResponsesRequest.model_validate(body)
+        self._kept = kept
+        previous = request.previous_response_id
+        if previous is not None and previous not in (kept or ()):
+            where = "in this session" if kept is not None else "outside sessions, where none is kept"
+            raise ApiError(
+                400,
+                f"there is no response {previous!r} {where}; send the conversation as input items",
+                code="previous_response_not_found",
+                param="previous_response_id",
+            )
+        history = (kept or {})[previous] if previous else []
+        self.asked = read_chat(request.chat_fields(history))
+        self._history = [*history, *_chat_messages(request.input)]
+        self._id = f"resp_{uuid.uuid4().hex}"
+        self._created = int(time.time())
+        self._sequence = 0
+        self._items: list[dict[str, Any]] = []  # that the stream has completed
+        self._text: str | None = None  # of the message the stream has opened
+
+    def whole(self, codec: ChatCodec, choices: Sequence[Piece]) -> dict[str, Any]:
+        """Return the ``response`` object, and keep it for the next request."""
+        turn = _only_turn(choices)
+        items = [] if not turn.reply.reasoning else [_reasoning_item(turn.reply.reasoning)]
+        if turn.reply.content or not turn.reply.tool_calls:
+            items.append(_message_item(turn.reply.content))
+        self._keep(turn)
+        return self._response(codec, [*items, *map(_call_item, turn.reply.tool_calls)], turn)
+
+    def chunks(self, codec: ChatCodec, piece: Piece) -> Iterator[dict[str, Any]]:
+        """Yield the stream's events for one piece of the generation."""
+        if not self._sequence:
+            yield self._event("response.created", response=self._response(codec, [], None))
+            yield self._event("response.in_progress", response=self._response(codec, [], None))
+        if piece.reasoning:
+            yield from self._complete_item(_reasoning_item(piece.reasoning))
+        if piece.text or (piece.turn is not None and self._text is None and not piece.turn.reply.tool_calls):
+            yield from self._message_delta(piece.text)
+        if piece.turn is not None:
+            yield from self._message_done()
+            for call in piece.turn.reply.tool_calls:
+                yield from self._call(_call_item(call))
+
+    def closing(self, codec: ChatCodec, choices: Sequence[Piece]) -> Iterator[dict[str, Any]]:
+        """Yield the event that ends the stream, and keep the response for the next request."""
+        turn = _only_turn(choices)
+        self._keep(turn)
+        response = self._response(codec, self._items, turn)
+        yield self._event(f"response.{response['status']}", response=response)
+
+    @staticmethod
+    def failure(problem: ApiError) -> dict[str, Any]:
+        """Return the body of an error answer or event."""
+        return problem.body
+
+    @staticmethod
+    def encode(event: dict[str, Any]) -> str:
+        """Return an event as sent in the stream; an error is one, too."""
+        if "error" in event:
+            error = event["error"]
+            event = {"type": "error", **{name: error[name] for name in ("code", "message", "param")}}
+        return f"event: {event['type']}\ndata: {json.dumps(event)}\n\n"
+
+    end_of_stream = ""
+    ping = ": ping\n\n"
+
+    def _keep(self, turn: RecordedTurn) -> None:
+        if self._kept is None or self._request.store is False:
+            return
+        reply: Message = {"role": "assistant", "content": turn.reply.content}
+        if turn.reply.reasoning:
+            reply["reasoning"] = turn.reply.reasoning
+        if turn.reply.tool_calls:
+            reply["tool_calls"] = [_chat_call(_call_item(call)) for call in turn.reply.tool_calls]
+        self._kept[self._id] = [*self._history, reply]
+
+    def _response(self, codec: ChatCodec, items: list[dict[str, Any]], turn: RecordedTurn | None) -> dict[str, Any]:
+        request = self._request
+        cut = turn is not None and turn.reply.finish_reason == "length"
+        return {
+            "id": self._id,
+            "object": "response",
+            "created_at": self._created,
+            "status": "in_progress" if turn is None else "incomplete" if cut else "completed",
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "instructions": request.instructions,
+            "max_output_tokens": request.max_output_tokens,
+            "metadata": request.metadata or {},
+            "model": request.model,
+            "output": items,
+            "parallel_tool_calls": True,
+            "previous_response_id": request.previous_response_id,
+            "reasoning": {"effort": None, "summary": None},
+            "store": request.store is not False and self._kept is not None,
+            "temperature": request.temperature,
+            "text": {"format": {"type": "text"}},
+            "tool_choice": request.tool_choice or "auto",
+            "tools": request.tools or [],
+            "top_p": request.top_p,
+            "truncation": "disabled",
+            "usage": None if turn is None else _usage(codec, turn),
+        }
+
+    def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
+        self._sequence += 1
+        return {"type": kind, "sequence_number": self._sequence - 1, **fields}
+
+    def _complete_item(self, item: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Yield the events of an item that is complete, without those of its parts."""
+        place = {"output_index": len(self._items)}
+        yield self._event("response.output_item.added", item=item, **place)
+        yield self._event("response.output_item.done", item=item, **place)
+        self._items.append(item)
+
+    def _message_delta(self, text: str) -> Iterator[dict[str, Any]]:
+        if self._text is None:
+            self._text, self._message_id = "", f"msg_{uuid.uuid4().hex}"
+            item = _message_item("", self._message_id) | {"status": "in_progress", "content": []}
+            yield self._event("response.output_item.added", item=item, output_index=len(self._items))
+            yield self._event("response.content_part.added", part=_text_part(""), **self._part_place())
+        if text:
+            self._text += text
+            yield self._event("response.output_text.delta", delta=text, logprobs=[], **self._part_place())
+
+    def _message_done(self) -> Iterator[dict[str, Any]]:
+        if self._text is None:
+            return
+        item = _message_item(self._text, self._message_id)
+        yield self._event("response.output_text.done", text=self._text, logprobs=[], **self._part_place())
+        yield self._event("response.content_part.done", part=item["content"][0], **self._part_place())
+        yield self._event("response.output_item.done", item=item, output_index=len(self._items))
+        self._items.append(item)
+        self._text = None
+
+    def _part_place(self) -> dict[str, Any]:
+        return {"item_id": self._message_id, "output_index": len(self._items), "content_index": 0}
+
+    def _call(self, item: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        place = {"output_index": len(self._items)}
+        arguments = item["arguments"]
+        empty = item | {"arguments": "", "status": "in_progress"}
+        yield self._event("response.output_item.added", item=empty, **place)
+        named = {"item_id": item["id"], **place}
+        yield self._event("response.function_call_arguments.delta", delta=arguments, **named)
+        yield self._event("response.function_call_arguments.done", arguments=arguments, name=item["name"], **named)
+        yield self._event("response.output_item.done", item=item, **place)
+        self._items.append(item)
+
+
+def _only_turn(choices: Sequence[Piece]) -> RecordedTurn:
+    (turn,) = (piece.turn for piece in choices if piece.turn is not None)
+    return turn
+
+
+def _reasoning_tokens(codec: ChatCodec, turn: RecordedTurn) -> int:
+    """Count the ids up to the end of the reasoning text."""
+    ids, reasoning = turn.output.token_ids, turn.reply.reasoning
+    if not reasoning:
+        return 0
+    return bisect.bisect_left(range(len(ids)), True, key=lambda n: reasoning.strip() in codec.decode(ids[:n]))
+
+
+def _usage(codec: ChatCodec, turn: RecordedTurn) -> dict[str, Any]:
+    sampled, total = len(turn.output.token_ids), len(turn.context_ids)
+    return {
+        "input_tokens": total - sampled,
+        "input_tokens_details": {"cached_tokens": turn.output.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": sampled,
+        "output_tokens_details": {"reasoning_tokens": _reasoning_tokens(codec, turn)},
+        "total_tokens": total,
+    }
+
+
+def _text_part(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _message_item(text: str, item_id: str | None = None) -> dict[str, Any]:
+    head = {"id": item_id or f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant", "status": "completed"}
+    return {**head, "content": [_text_part(text)]}
+
+
+def _reasoning_item(text: str) -> dict[str, Any]:
+    content = [{"type": "reasoning_text", "text": text}]
+    return {"id": f"rs_{uuid.uuid4().hex}", "type": "reasoning", "summary": [], "content": content}
+
+
+def _call_item(call: Any) -> dict[str, Any]:
+    return {
+        "id": f"fc_{uuid.uuid4().hex}",
+        "type": "function_call",
+        "call_id": call.id,
+        "name": call.name,
+        "arguments": json.dumps(call.arguments, ensure_ascii=False),
+        "status": "completed",
+    }
+
+
+# --- input items as chat messages ---------------------------------------------------------------------------------
+
+
+def _chat_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "type": "function",
+        "function": {k: v for k, v in tool.items() if k in ("name", "description", "parameters")},
+    }
+
+
+def _chat_call(item: Mapping[str, Any]) -> dict[str, Any]:
+    function = {"name": item.get("name"), "arguments": item.get("arguments") or "{}"}
+    return {"id": str(item.get("call_id", "")), "type": "function", "function": function}
+
+
+def _chat_messages(items: str | Sequence[Mapping[str, Any]]) -> list[Message]:
+    """Return input items as messages; neighbours that one assistant turn produced are joined."""
+    if isinstance(items, str):
+        return [{"role": "user", "content": items}]
+    messages: list[Message] = []
+    joinable = False  # whether the last message is an assistant turn that further items may belong to
+    for number, item in enumerate(items):
+        kind = item.get("type") or "message"
+        if kind == "function_call_output":
+            output = item.get("output")
+            content = output if isinstance(output, str) else _parts(output, number)
+            messages.append({"role": "tool", "tool_call_id": str(item.get("call_id", "")), "content": content})
+            joinable = False
+            continue
+        if kind == "message" and item.get("role") != "assistant":
+            messages.append({"role": item.get("role"), "content": _parts(item.get("content"), number)})
+            joinable = False
+            continue
+        if kind not in ("message", "function_call", "reasoning"):
+            raise ApiError(400, f"input[{number}]: items of type {kind!r} are not supported", param="input")
+        if not joinable or kind == "reasoning" or (kind == "message" and messages[-1]["content"]):
+            messages.append({"role": "assistant", "content": ""})
+            joinable = True
+        turn = messages[-1]
+        if kind == "message":
+            turn["content"] = _joined_text(item.get("content"), number)
+        elif kind == "function_call":
+            turn.setdefault("tool_calls", []).append(_chat_call(item))
+        else:
+            turn["reasoning"] = _joined_text(item.get("content") or item.get("summary") or "", number)
+    return messages
+
+
+def _joined_text(content: Any, number: int) -> str:
+    parts = _parts(content, number)
+    return parts if isinstance(parts, str) else "".join(part.get("text", "") for part in parts)
+
+
+def _parts(content: Any, number: int) -> str | list[dict[str, Any]]:
+    """Return an item's content as the parts of a chat message."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list) or not all(isinstance(part, Mapping) for part in content):
+        raise ApiError(400, f"input[{number}]: content must be text or a list of parts", param="input")
+    return [_part(part) for part in content]
+
+
+def _part(part: Mapping[str, Any]) -> dict[str, Any]:
+    kind = part.get("type")
+    if kind in _INPUT_TEXT:
+        return {"type": "text", "text": part.get("text")}
+    if kind == "refusal":
+        return {"type": "text", "text": part.get("refusal")}
+    if kind == "input_image":
+        return {"type": "image_url", "image_url": {"url": part.get("image_url")}}
+    return dict(part)
