@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from jax_agent_rl.agents.endpoint.failures import ApiError
 from jax_agent_rl.agents.endpoint.sessions import Kept
-from jax_agent_rl.agents.endpoint.wire import read_chat
+from jax_agent_rl.agents.endpoint.wire import ChatRequest, CompletionRequest, read_chat
 from jax_agent_rl.agents.endpoint.work import Piece
 from jax_agent_rl.agents.recorder import RecordedTurn
 from jax_agent_rl.chat.codec import ChatCodec
@@ -140,7 +140,7 @@ class MessagesAnswer:
 
     def __init__(self, body: Any, kept: Kept | None = None) -> None:
         self._request = MessagesRequest.model_validate(body)
-        self.asked = read_chat(self._request.chat_fields())
+        self.asked: ChatRequest | CompletionRequest = read_chat(self._request.chat_fields())
         self._id = f"msg_{uuid.uuid4().hex}"
         self._blocks = 0  # content blocks that were opened in the stream
         self._open: str | None = None

@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from jax_agent_rl.agents.endpoint.failures import ApiError
 from jax_agent_rl.agents.endpoint.sessions import Kept
-from jax_agent_rl.agents.endpoint.wire import read_chat
+from jax_agent_rl.agents.endpoint.wire import ChatRequest, CompletionRequest, read_chat
 from jax_agent_rl.agents.endpoint.work import Piece
 from jax_agent_rl.agents.recorder import RecordedTurn
 from jax_agent_rl.chat.codec import ChatCodec
@@ -124,7 +124,7 @@ class ResponsesAnswer:
                 param="previous_response_id",
             )
         history = (kept or {})[previous] if previous else []
-        self.asked = read_chat(request.chat_fields(history))
+        self.asked: ChatRequest | CompletionRequest = read_chat(request.chat_fields(history))
         self._history = [*history, *_chat_messages(request.input)]
         self._id = f"resp_{uuid.uuid4().hex}"
         self._created = int(time.time())

@@ -128,8 +128,11 @@ class SessionStore:
         """Return the session that was handed out with this key; None where clients open sessions."""
         if self._create is not None or not key:
             return None
-        keyed = (session for session in self._sessions.values() if session.api_key is not None)
-        return next((s for s in keyed if hmac.compare_digest(s.api_key.encode(), key.encode())), None)
+        given = key.encode()
+        for session in self._sessions.values():
+            if session.api_key is not None and hmac.compare_digest(session.api_key.encode(), given):
+                return session
+        return None
 
     def open(self, session_id: str, key: str) -> Session:
         """Open a session for a client; from then on it belongs to ``key`` unless that is empty.
