@@ -1,0 +1,134 @@
+"""Tool-using agents written with other people's clients, unmodified, on a real engine; what they did is trained on."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+openai = pytest.importorskip("openai")
+
+from jax_agent_rl.agents.openai_loop import OpenAIAgentLoop  # noqa: E402
+from jax_agent_rl.config import AlgorithmConfig, LearnerConfig  # noqa: E402
+from jax_agent_rl.learner.learner import Learner  # noqa: E402
+from jax_agent_rl.types import Group, SamplingParams  # noqa: E402
+from tests.tiny_chat import CONFIG, assert_exact, params, tiny_context  # noqa: E402
+
+ROW = {"prompt": [{"role": "user", "content": "what is one plus two"}], "data_source": "sums"}
+QUESTION = ROW["prompt"][0]["content"]
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}, "required": ["a", "b"]}
+
+
+def add(a: int, b: int) -> str:
+    """Adds two numbers."""
+    return str(a + b)
+
+
+async def openai_responses(base_url, api_key):
+    """The Responses API, chained by ``previous_response_id``."""
+    tool = {"type": "function", "name": "add", "parameters": SCHEMA}
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+        fields = {"model": "m", "tools": [tool]}
+        answer = await client.responses.create(input=QUESTION, **fields)
+        while calls := [item for item in answer.output if item.type == "function_call"]:
+            results = [
+                {"type": "function_call_output", "call_id": c.call_id, "output": add(**json.loads(c.arguments))}
+                for c in calls
+            ]
+            answer = await client.responses.create(previous_response_id=answer.id, input=results, **fields)
+
+
+async def anthropic_messages(base_url, api_key):
+    """Anthropic's client; its base URL has no version."""
+    anthropic = pytest.importorskip("anthropic")
+    messages = [{"role": "user", "content": QUESTION}]
+    tool = {"name": "add", "description": "adds", "input_schema": SCHEMA}
+    async with anthropic.AsyncAnthropic(base_url=base_url.removesuffix("/v1"), api_key=api_key) as client:
+        while True:
+            async with client.messages.stream(model="m", max_tokens=99, messages=messages, tools=[tool]) as stream:
+                answer = await stream.get_final_message()
+            messages.append({"role": "assistant", "content": [block.to_dict() for block in answer.content]})
+            uses = [block for block in answer.content if block.type == "tool_use"]
+            if not uses:
+                return
+            results = [{"type": "tool_result", "tool_use_id": use.id, "content": add(**use.input)} for use in uses]
+            messages.append({"role": "user", "content": results})
+
+
+async def openai_agents(base_url, api_key, *, responses: bool = True):
+    """OpenAI's Agents SDK, over the Responses API by default."""
+    agents = pytest.importorskip("agents")
+    agents.set_tracing_disabled(True)
+    client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key)
+    kind = agents.OpenAIResponsesModel if responses else agents.OpenAIChatCompletionsModel
+    model = kind(model="m", openai_client=client)
+    agent = agents.Agent(name="adder", instructions="add", model=model, tools=[agents.function_tool(add)])
+    await agents.Runner.run(agent, QUESTION, max_turns=20)
+
+
+async def openai_agents_chat(base_url, api_key):
+    """OpenAI's Agents SDK over Chat Completions."""
+    await openai_agents(base_url, api_key, responses=False)
+
+
+async def pydantic_ai(base_url, api_key):
+    """Pydantic AI."""
+    module = pytest.importorskip("pydantic_ai")
+    from pydantic_ai.models.openai import OpenAIChatModel
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    model = OpenAIChatModel("m", provider=OpenAIProvider(base_url=base_url, api_key=api_key))
+    await module.Agent(model, tools=[add]).run(QUESTION)
+
+
+async def litellm(base_url, api_key):
+    """LiteLLM's completion function."""
+    module = pytest.importorskip("litellm")
+    messages = [dict(message) for message in ROW["prompt"]]
+    tool = {"type": "function", "function": {"name": "add", "description": "adds", "parameters": SCHEMA}}
+    while True:
+        answer = await module.acompletion(
+            model="openai/m", api_base=base_url, api_key=api_key, messages=messages, tools=[tool]
+        )
+        message = answer.choices[0].message
+        messages.append(message.model_dump(exclude_none=True))
+        if not message.tool_calls:
+            return
+        for call in message.tool_calls:
+            result = add(**json.loads(call.function.arguments))
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+
+
+CLIENTS = [openai_responses, anthropic_messages, openai_agents, openai_agents_chat, pydantic_ai, litellm]
+
+
+@pytest.mark.parametrize("client", CLIENTS, ids=lambda client: client.__name__)
+async def test_an_unmodified_agent_is_one_exact_trajectory_that_is_trained_on(client):
+    async def agent(base_url, api_key, row):
+        await client(base_url, api_key)
+
+    loop_class = type("Loop", (OpenAIAgentLoop,), {"function": staticmethod(agent), "name": "test_agent"})
+    trajectories = []
+    async with tiny_context() as context:
+        loop = loop_class(context)
+        try:
+            for seed in range(4):
+                sampling = SamplingParams(max_tokens=12, seed=seed)
+                made = await loop.run(ROW, trajectory_id=f"t-{seed}", group_id="g", sampling=sampling)
+                trajectories.append(replace(made, reward=float(made.num_turns)))
+        finally:
+            await loop.close()
+        for trajectory in trajectories:
+            assert trajectory.segments == ()
+            assert_exact(trajectory, context.client.servers[0].backend)
+    # A random model's turns are cut, which ends a run of OpenAI's SDK: it takes an incomplete response for an error.
+    assert max(t.num_turns for t in trajectories) >= (2 if client is openai_agents else 3)
+    learner = Learner(
+        CONFIG, params(), algorithm=AlgorithmConfig(), config=LearnerConfig(pack_length=512), temperature=1.0
+    )
+    metrics = learner.update([Group(group_id="g", trajectories=tuple(trajectories))]).metrics
+    assert metrics["logprob_gap_max"] < 1e-3 and metrics["grad_norm"] > 0
+    assert metrics["trained_tokens"] == sum(t.num_sampled for t in trajectories)
+    assert np.isfinite(metrics["loss"])
