@@ -157,7 +157,7 @@ async def run_user_agent(work: Awaitable[Any], recorder: ChatRecorder, *, timeou
 def _gave_up(recorder: ChatRecorder, error: Exception) -> None:
     """Return if a refused or cut turn explains the exception, so the trajectory ends there; raise otherwise."""
     cut = bool(recorder.turns) and recorder.turns[-1].output.stop_reason is StopReason.LENGTH
-    if recorder.turns and (cut or recorder.refused is not None):
+    if recorder.turns and (recorder.refused is not None or (cut and recorder.failure is None)):
         return
     if isinstance(error, TrajectoryError):
         raise error
