@@ -36,8 +36,7 @@ from jax_agent_rl.config.tool_server import ToolServerSettings
 from jax_agent_rl.errors import ConfigError, JaxAgentRLError, WorkerDiedError
 from jax_agent_rl.tool_server.plugin import ServerTool, ToolContext
 from jax_agent_rl.tool_server.plugins import tool_classes
-from jax_agent_rl.tool_server.sandbox import open_sandbox
-from jax_agent_rl.tool_server.sandbox.limits import run_limits
+from jax_agent_rl.tool_server.sandbox import SandboxLimits, open_sandbox
 from jax_agent_rl.tool_server.service import FINISH, Telemetry, ToolService
 from jax_agent_rl.tool_server.wire import Failure, ObservationStep, ToolReply, failed
 from jax_agent_rl.utils.threads import DaemonThreads
@@ -260,7 +259,7 @@ async def make_tools(settings: ToolServerSettings) -> list[ServerTool]:
     if any(tool.needs_sandbox for tool in classes):
         sandbox = await open_sandbox(
             settings.sandbox,
-            limits=run_limits(settings.limits),
+            limits=SandboxLimits.from_settings(settings.limits),
             python=settings.python_path,
             max_running=settings.max_running,
         )

@@ -3,7 +3,7 @@
 ``extra_fields.public_tests`` (or ``tests``) is ``{"inputs": [str], "outputs": [str]}``, stdin against stdout, or a list
 of Python statements that follow the program, such as ``assert add(1, 2) == 3``. Either may be a JSON string of that.
 
-A statement runs in another process than the program (:mod:`jax_agent_rl.tool_server.sandbox.assertions`), so that the
+A statement runs in another process than the program (:mod:`jax_agent_rl.tool_server.sandbox.runner`), so that the
 program can neither read it nor decide whether it holds. An output is compared here.
 """
 

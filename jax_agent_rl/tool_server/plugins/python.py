@@ -12,7 +12,6 @@ from jax_agent_rl.tool_server.plugin import ServerTool, ToolAction, ToolObservat
 from jax_agent_rl.tool_server.plugins.markup import code_of, fenced_blocks, result_block, tool_call
 from jax_agent_rl.tool_server.plugins.session import ProgramSession
 from jax_agent_rl.tool_server.sandbox import SandboxLimits, SandboxResult
-from jax_agent_rl.tool_server.sandbox.limits import session_limits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,7 +89,7 @@ class StatefulPythonTool(ServerTool[Code, ProgramSession]):
         return parse_python(action)
 
     async def open(self, trajectory_id: str, extra: Mapping[str, Any]) -> ProgramSession:
-        session = self.make_session(session_limits(self.context.settings.limits))
+        session = self.make_session(SandboxLimits.from_settings(self.context.settings.limits, session=True))
         await session.start()
         return session
 
