@@ -20,6 +20,8 @@ from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.tool_server.sandbox import Sandbox
 from jax_agent_rl.utils.threads import DaemonThreads
 
+FINISH = "finish"
+"""Name of the tool that every server has: the end of a trajectory."""
 Parsed = TypeVar("Parsed")
 Environment = TypeVar("Environment")
 

@@ -25,7 +25,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from jax_agent_rl.config.tool_server import ToolServerSettings
 from jax_agent_rl.errors import WorkerDiedError
-from jax_agent_rl.tool_server.service import CLOSED, FINISH, OPENED
+from jax_agent_rl.tool_server.plugin import FINISH
+from jax_agent_rl.tool_server.service import CLOSED, OPENED
 from jax_agent_rl.tool_server.wire import ObservationRequest, ToolReply, describe_errors, encode_replies
 from jax_agent_rl.tool_server.worker import WorkerProcess, assign_worker, raise_descriptor_limit
 from jax_agent_rl.utils import tempdirs

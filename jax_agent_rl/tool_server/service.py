@@ -27,12 +27,11 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from jax_agent_rl.config.tool_server import ToolServerSettings
 from jax_agent_rl.errors import ToolError
-from jax_agent_rl.tool_server.plugin import ServerTool, ToolAction
+from jax_agent_rl.tool_server.plugin import FINISH, ServerTool, ToolAction
 from jax_agent_rl.tool_server.wire import Failure, ObservationStep, ToolReply, encode_observation, failed
 from jax_agent_rl.utils.text import replace_lone_surrogates
 
 logger = logging.getLogger(__name__)
-FINISH = "finish"
 OPENED, CLOSED = "toolserver_environments_opened", "toolserver_environments_closed"
 _MARKER = "\n...(truncated)...\n"
 _MAX_ERROR_CHARS = 1000
