@@ -4,6 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from jax_agent_rl.tool_server.sandbox.bubblewrap import find_bwrap
+from jax_agent_rl.tool_server.sandbox.isolation import find_bwrap
 
 needs_bwrap = pytest.mark.skipif(find_bwrap() is None, reason="bubblewrap (bwrap)")

@@ -18,8 +18,7 @@ from jax_agent_rl.rewards.judge import _GRADE
 from jax_agent_rl.rewards.qa import qa_exact_match, qa_f1
 from jax_agent_rl.rewards.rules import last_number, marked_number
 from jax_agent_rl.tool_server.plugins import markup
-from jax_agent_rl.tool_server.plugins.bash import BashTool
-from jax_agent_rl.tool_server.plugins.python import parse_python
+from jax_agent_rl.tool_server.plugins.interpreters import BashTool, parse_python
 from jax_agent_rl.tool_server.plugins.search import SearchTool
 from jax_agent_rl.tool_server.plugins.sql import SqlTool
 from jax_agent_rl.tools.client import bare_result
@@ -41,7 +40,7 @@ READERS: dict[str, tuple[Callable[[str], object], tuple[str, ...]]] = {
     "bash": (lambda text: BashTool.parse_action(_TOOL, text), ("<bash>", "</bash>", "```", "sh", " ", "\n")),
     "search": (lambda text: SearchTool.parse_action(_TOOL, text), ("<search>", "</search>", "<answer>", " ")),
     "sql": (lambda text: SqlTool.parse_action(_TOOL, text), ("<sql>", "</sql>", "<solution>", " ")),
-    "tool_call": (markup.tool_call, ("<tool_call>", "</tool_call>", '{"name": "', "{", "[", '"', "1", "\\")),
+    "tool_call": (markup.parse_tool_call, ("<tool_call>", "</tool_call>", '{"name": "', "{", "[", '"', "1", "\\")),
     "result_block": (lambda text: markup.result_block(text, ""), ("```", "</", "<result>", " ", "\n")),
     "bare_result": (bare_result, ("<result>", "</result>", "\n")),
     "unfinished_tag": (lambda text: _UNFINISHED_TAG.sub("", text), ("<", "a", " ", ">")),

@@ -5,9 +5,9 @@ from contextlib import asynccontextmanager
 from prometheus_client import CollectorRegistry
 
 from jax_agent_rl.config.tool_server import load_settings
-from jax_agent_rl.tool_server.telemetry import Telemetry
+from jax_agent_rl.tool_server.service import Telemetry, ToolService
 from jax_agent_rl.tool_server.wire import ObservationStep
-from jax_agent_rl.tool_server.worker import make_service, make_tools
+from jax_agent_rl.tool_server.worker import make_tools
 
 
 @asynccontextmanager
@@ -15,7 +15,7 @@ async def agent(*overrides, **extra):
     """A function that takes an action of one trajectory and returns the reply."""
     settings = load_settings(None, ["limits.wall_seconds=3", *overrides])
     tools = await make_tools(settings)
-    service = make_service(settings, tools, Telemetry(CollectorRegistry(), worker="0"))
+    service = ToolService(tools, settings, Telemetry(CollectorRegistry(), worker="0"))
     await service.start()
 
     async def act(action, **fields):

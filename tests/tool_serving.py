@@ -8,7 +8,7 @@ from pathlib import Path
 import aiohttp
 
 from jax_agent_rl.config.tool_server import load_settings
-from jax_agent_rl.tool_server.front import ToolServer
+from jax_agent_rl.tool_server.server import ToolServer
 
 FAKES = str(Path(__file__).parent / "unit" / "tool_server" / "fake_tools.py")
 

@@ -111,10 +111,10 @@ def tool_server(
 ) -> None:
     """Serve tools over HTTP (POST /get_observation) to agents. Programs that models write run in a sandbox."""
     from jax_agent_rl.config.tool_server import load_settings
-    from jax_agent_rl.tool_server.front import run
+    from jax_agent_rl.tool_server.server import run
     from jax_agent_rl.utils.interrupt import run_server
 
-    run_server(run(load_settings(config, settings or []), say=print))
+    run_server(run(load_settings(config, settings or []), print_line=print))
 
 
 for register in (register_rollout, register_eval, register_servers, register_doctor, register_config):

@@ -4,11 +4,11 @@ Start it with ``jax-agent-rl tool-server tools=[python,search] …``.
 
 ::
 
-    agents ──POST /get_observation──► front ──by trajectory──► worker ──► service ──► tool ──► sandbox
-                                        │                        │
-                              metrics, health            environments of its trajectories
+    agents ──POST /get_observation──► server ──by trajectory──► worker ──► service ──► tool ──► sandbox
+                                        │                                    │
+                              metrics, health                 environments of its trajectories
 
-``wire`` requests and answers · ``front`` the process clients speak to · ``pool`` and ``worker`` the
-others · ``service`` one action after another · ``environments`` opened when needed, closed exactly once ·
-``telemetry`` · ``plugin`` what a tool is · ``plugins`` the tools · ``sandbox``.
+``wire`` requests and answers · ``server`` the process that clients talk to · ``worker`` the processes it starts ·
+``service`` executes actions, opens and closes environments · ``plugin`` the interface of a tool · ``plugins`` the
+built-in tools · ``sandbox`` runs model-written programs.
 """

@@ -1,10 +1,10 @@
 """The interface of the tool server's tools.
 
-Other than :class:`jax_agent_rl.tools.BaseTool`, whose calls are already taken apart, a server tool reads the text a
-model wrote (``parse_action``), as verl-tool's do. The server asks its tools in order; the first that accepts acts.
+Unlike a :class:`jax_agent_rl.tools.BaseTool`, whose calls are already parsed, a server tool parses the model's text
+(``parse_action``), like verl-tool's. The server offers an action to its tools in order; the first that accepts it acts.
 
-A tool that keeps something per trajectory sets ``stateful``: ``open`` is called before its first action there, and
-``close`` exactly once for each ``open``, whatever happens in between.
+A tool with state per trajectory sets ``stateful``: ``open`` is called before its first action there, and ``close``
+exactly once for each ``open``, whatever happens in between.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.tool_server.sandbox import Sandbox
 from jax_agent_rl.utils.threads import DaemonThreads
 
+FINISH = "finish"
+"""Name of the tool that every server has: the end of a trajectory."""
 Parsed = TypeVar("Parsed")
 Environment = TypeVar("Environment")
 
@@ -30,12 +32,11 @@ class ToolObservation:
 
     Attributes:
         text: what the model reads.
-        done: the trajectory is over.
-        valid: the action was one.
-        reward: that the action earned; None is none, not zero.
-        image: images as ``data:`` URLs.
-        audio: sounds as ``data:`` URLs.
-        metrics: numbers to add up over the trajectory.
+        done: whether the trajectory is over.
+        valid: whether the action was valid.
+        reward: reward of the action; None is none, not zero.
+        image, audio: ``data:`` URLs.
+        metrics: numbers to sum over the trajectory.
     """
 
     text: str = ""
@@ -56,12 +57,7 @@ class ToolObservation:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToolContext:
-    """Resources that tools are built with.
-
-    Attributes:
-        settings: of the server.
-        threads: for work that blocks.
-    """
+    """Resources that tools are built with: the server's settings, and threads for blocking work."""
 
     settings: ToolServerSettings
     threads: DaemonThreads
@@ -69,10 +65,10 @@ class ToolContext:
 
     @property
     def sandbox(self) -> Sandbox:
-        """The sandbox for programs a model wrote.
+        """The sandbox for model-written programs.
 
         Raises:
-            ConfigError: the tool's class does not say ``needs_sandbox``, so that none was opened.
+            ConfigError: no tool's class sets ``needs_sandbox``, so none was opened.
         """
         if self._sandbox is None:
             raise ConfigError("a tool uses the sandbox without needs_sandbox = True in its class")
@@ -84,10 +80,10 @@ class ToolAction(Generic[Parsed, Environment]):
     """One action.
 
     Attributes:
-        parsed: what ``parse_action`` made of it.
-        environment: what ``open`` returned; None for a tool without state.
-        extra: the request's ``extra_fields`` for it: the dataset's fields, ``turns_left`` and the like.
-        trajectory_id: whose it is.
+        parsed: the result of ``parse_action``.
+        environment: the result of ``open``; None for a stateless tool.
+        extra: the request's ``extra_fields``: the dataset's fields, ``turns_left`` and the like.
+        trajectory_id: id of the trajectory.
     """
 
     parsed: Parsed
@@ -100,9 +96,9 @@ class ServerTool(ABC, Generic[Parsed, Environment]):
     """Base class of the server's tools. One instance serves all trajectories of a worker, concurrently."""
 
     name: ClassVar[str]
-    """What ``tools`` calls it."""
+    """Name in the setting ``tools``."""
     usage: ClassVar[str]
-    """One line for models that wrote something no tool accepts."""
+    """One line for a model whose action no tool accepts."""
     stateful: ClassVar[bool] = False
     needs_sandbox: ClassVar[bool] = False
 
@@ -124,10 +120,10 @@ class ServerTool(ABC, Generic[Parsed, Environment]):
 
     @abstractmethod
     async def act(self, action: ToolAction[Parsed, Environment]) -> ToolObservation:
-        """Carry an action out.
+        """Execute an action.
 
         Raises:
-            ToolError: it failed; the message is what the model reads.
+            ToolError: it failed; the model reads the message.
         """
 
     async def open(self, trajectory_id: str, extra: Mapping[str, Any]) -> Environment:

@@ -1,9 +1,13 @@
-"""Carries out actions, in one process: the tool that accepts one acts; every failure becomes a reply.
+"""Executes the actions of a worker's trajectories; every failure becomes a reply.
 
 ::
 
-    step ──► finish? close ──► which tool? ──► its environment ──► act, in time ──► reply ──► done or last? close
-                                 none: invalid     gone: say so      error, crash, timeout: say so
+    step ──► finish? close ──► first tool that accepts ──► its environment ──► act, with a timeout ──► reply
+                                 none: invalid              closed: gone        error, crash, timeout    │
+                                                                       done or last step? close ◄────────┘
+
+An environment is opened by the first action that needs it and closed exactly once: it is removed from its trajectory
+*before* it is closed, in one place only. One lock per trajectory keeps its actions in order.
 """
 
 from __future__ import annotations
@@ -11,62 +15,77 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from enum import StrEnum
+from functools import partial
 from typing import Any
 
-from jax_agent_rl.errors import ConfigError, ToolError
-from jax_agent_rl.tool_server.environments import CloseReason, Environments, ToolTrajectory
-from jax_agent_rl.tool_server.plugin import ServerTool, ToolAction, ToolObservation
-from jax_agent_rl.tool_server.telemetry import Telemetry
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from jax_agent_rl.config.tool_server import ToolServerSettings
+from jax_agent_rl.errors import ToolError
+from jax_agent_rl.tool_server.plugin import FINISH, ServerTool, ToolAction
 from jax_agent_rl.tool_server.wire import Failure, ObservationStep, ToolReply, encode_observation, failed
 from jax_agent_rl.utils.text import replace_lone_surrogates
 
 logger = logging.getLogger(__name__)
-FINISH = "finish"
+OPENED, CLOSED = "toolserver_environments_opened", "toolserver_environments_closed"
 _MARKER = "\n...(truncated)...\n"
-_ERROR_CHARS = 1000
+_MAX_ERROR_CHARS = 1000
+_CLOSE_SECONDS = 15.0
+_MAX_REMEMBERED = 10_000
+_STEP_BUCKETS = (0.001, 0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)  # seconds
+
+
+class Telemetry:
+    """Prometheus metrics of a worker process, which labels those of its environments.
+
+    In a worker the library keeps them in files that outlive the process (its multiprocess mode), so that the server
+    process serves exact sums over all workers, killed ones included.
+    """
+
+    def __init__(self, registry: CollectorRegistry, *, worker: str):
+        self.steps = Counter("toolserver_steps", "Actions.", ["tool", "outcome"], registry=registry)
+        self.seconds = Histogram(
+            "toolserver_step_seconds", "Time of an action.", ["tool"], registry=registry, buckets=_STEP_BUCKETS
+        )
+        self.running = Gauge(
+            "toolserver_steps_running", "Running actions.", ["worker"], registry=registry, multiprocess_mode="livesum"
+        ).labels(worker)
+        self.opened = partial(Counter(OPENED, "Opened.", ["worker", "tool"], registry=registry).labels, worker)
+        self.closed = partial(
+            Counter(CLOSED, "Closed.", ["worker", "tool", "reason"], registry=registry).labels, worker
+        )
+        self.close_failures = Counter(
+            "toolserver_close_failures", "Environments whose close() raised or hung.", ["tool"], registry=registry
+        )
 
 
 class ToolService:
-    """Executor of actions; see the module.
+    """Executor of actions.
 
     Args:
-        tools: in the order in which they are asked.
-        telemetry: where everything is counted.
-        step_seconds: that one action may take.
-        max_action_chars: longer actions are invalid; no tool gets to parse them.
-        max_observation_chars: longer observations lose their middle.
-        done_if_invalid: an action that no tool accepts ends its trajectory.
-        max_environments, idle_seconds: see :class:`Environments`.
-        clock: seconds, monotonic.
+        tools: in the order in which actions are offered to them; names are unique.
+        settings: limits of actions and environments.
+        telemetry: metrics to update.
+        clock: monotonic seconds.
     """
 
     def __init__(
         self,
         tools: Sequence[ServerTool],
+        settings: ToolServerSettings,
         telemetry: Telemetry,
         *,
-        step_seconds: float,
-        max_action_chars: int,
-        max_observation_chars: int,
-        max_environments: int,
-        idle_seconds: float,
-        done_if_invalid: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self._tools = list(tools)
+        self._tools = tools
+        self._settings = settings
         self._telemetry = telemetry
-        self._step_seconds = step_seconds
-        self._max_action_chars = max_action_chars
-        self._max_chars = max_observation_chars
-        self._done_if_invalid = done_if_invalid
-        self._idle_seconds = idle_seconds
-        by_name = {tool.name: tool for tool in tools}
-        if len(by_name) < len(self._tools) or FINISH in by_name:
-            raise ConfigError(f"tools must have different names, none of them {FINISH!r}: {[t.name for t in tools]}")
-        self.environments = Environments(
-            by_name, telemetry, limit=max_environments, idle_seconds=idle_seconds, clock=clock
-        )
+        self.environments = Environments(tools, settings, telemetry, clock)
         self._sweeping: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -88,125 +107,251 @@ class ToolService:
                 logger.warning("tool %s did not stop cleanly", tool.name, exc_info=True)
 
     async def steps(self, steps: Sequence[ObservationStep]) -> list[ToolReply]:
-        """Carry actions out, those of different trajectories concurrently; return replies in the same order."""
+        """Execute actions, those of different trajectories concurrently; return replies in the same order."""
         tasks = [asyncio.ensure_future(self.step(step)) for step in steps]
         try:
             return list(await asyncio.gather(*tasks))
-        finally:  # the client went away: none of them goes on behind its back
+        finally:  # if the client disconnected, none of them continues
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def step(self, step: ObservationStep) -> ToolReply:
-        """Carry one action out; never raise for what a model or a tool does wrong."""
+        """Execute one action; never raise for a mistake of the model or the tool."""
         began = time.perf_counter()
         tool, outcome = FINISH if step.finish else "none", "cancelled"
-        self._telemetry.step_began()
+        self._telemetry.running.inc()
         try:
             async with self.environments.enter(step.trajectory_id) as trajectory:
                 reply = await self._in_turn(trajectory, step)
             tool, outcome = reply.tool or "none", reply.error or "ok"
             return reply
         finally:
-            self._telemetry.step_ended(tool, outcome, time.perf_counter() - began)
+            self._telemetry.running.dec()
+            self._telemetry.steps.labels(tool, outcome).inc()
+            self._telemetry.seconds.labels(tool).observe(time.perf_counter() - began)
 
     async def _in_turn(self, trajectory: ToolTrajectory, step: ObservationStep) -> ToolReply:
-        gone = self.environments.gone(step.trajectory_id)
+        lost = self.environments.pop_lost(step.trajectory_id)
         if step.finish:
             await self.environments.close(trajectory, CloseReason.FINISH)
             return ToolReply(observation="", done=True, valid=True, tool=FINISH, error=None, open=False)
-        if gone is not None:
-            return failed(Failure.GONE, f"Error: the environment was closed: {gone}", done=True)
-        reply, ending = await self._act(trajectory, step)
-        if ending is not None:
-            await self.environments.close(trajectory, ending)
-        return ToolReply(
-            observation=reply.observation,
-            done=reply.done,
-            valid=reply.valid,
-            tool=reply.tool,
-            error=reply.error,
-            open=bool(trajectory.open),
-        )
+        if lost is not None:
+            return failed(Failure.GONE, f"Error: the environment was closed: {lost}", done=True)
+        reply, reason = await self._act(trajectory, step)
+        if reason is not None:
+            await self.environments.close(trajectory, reason)
+        return replace(reply, open=bool(trajectory.open))
 
     async def _act(self, trajectory: ToolTrajectory, step: ObservationStep) -> tuple[ToolReply, CloseReason | None]:
-        """Return the reply, and why to close the trajectory's environments now, if so."""
+        """Return the reply, and the reason to close the trajectory's environments now, if any."""
+        settings, name = self._settings, ""
         last = CloseReason.LAST_STEP if step.is_last_step else None
+        invalid = CloseReason.DONE if settings.done_if_invalid else last
+        if len(step.action) > settings.max_action_chars:
+            limit = f"max_action_chars={settings.max_action_chars}"
+            return self._invalid(f"The action has {len(step.action)} characters, more than {limit}"), invalid
         try:
-            matched = self._match(step.action)
-            if matched is None:
-                return self._invalid(step.action), CloseReason.DONE if self._done_if_invalid else last
-        except _Crash as crash:
-            return self._failure(Failure.CRASH, crash.tool, str(crash)), last
-        tool, parsed = matched
-        try:
-            async with asyncio.timeout(self._step_seconds):
-                environment = await self.environments.of(trajectory, tool, step.extra)
+            for tool in self._tools:
+                name = tool.name
+                if (parsed := tool.parse_action(step.action)) is not None:
+                    break
+            else:
+                return self._invalid("No valid tool found for action"), invalid
+            async with asyncio.timeout(settings.step_seconds):
+                environment = await self.environments.open(trajectory, tool, step.extra)
                 observation = await tool.act(
                     ToolAction(parsed=parsed, environment=environment, extra=step.extra, trajectory_id=trajectory.id)
                 )
-            reply = self._observed(tool, observation)
-            return reply, CloseReason.DONE if reply.done else last
+            wire = encode_observation(observation, shorten(observation.text, settings.max_observation_chars))
+            done = observation.done
+            reply = ToolReply(observation=wire, done=done, valid=observation.valid, tool=name, error=None, open=True)
+            return reply, CloseReason.DONE if done else last
         except asyncio.CancelledError:
             await self.environments.close(trajectory, CloseReason.ABORT)
             raise
         except TimeoutError:
-            text = f"{tool.name} did not answer within {self._step_seconds:g} seconds"
-            # Where state was kept, what is left of it is unknown: the trajectory cannot go on.
-            return self._failure(Failure.TIMEOUT, tool, text, done=bool(trajectory.open)), CloseReason.ABORT
-        except ToolError as error:
-            return self._failure(Failure.TOOL, tool, str(error)), last
-        except Exception as error:
-            logger.warning("tool %s crashed", tool.name, exc_info=True)
-            return self._failure(Failure.CRASH, tool, f"{tool.name} raised {type(error).__name__}: {error}"), last
+            # The state of an interrupted environment is unknown: the trajectory cannot continue.
+            error, done, reason = Failure.TIMEOUT, bool(trajectory.open), CloseReason.ABORT
+            text = f"{name} did not answer within {settings.step_seconds:g} seconds"
+        except ToolError as refusal:
+            error, done, reason, text = Failure.TOOL, False, last, str(refusal)
+        except Exception as crash:
+            logger.warning("tool %s crashed", name, exc_info=True)
+            error, done, reason, text = Failure.CRASH, False, last, f"{name} raised {type(crash).__name__}: {crash}"
+        return failed(error, f"Error: {shorten(text, _MAX_ERROR_CHARS)}", done=done, tool=name), reason
 
-    def _match(self, action: str) -> tuple[ServerTool, Any] | None:
-        """Return the first tool that accepts an action, and what it parsed."""
-        if len(action) > self._max_action_chars:
-            return None
-        for tool in self._tools:
-            try:
-                parsed = tool.parse_action(action)
-            except Exception as error:
-                logger.warning("tool %s crashed while parsing", tool.name, exc_info=True)
-                raise _Crash(tool, f"{tool.name} raised {type(error).__name__}: {error}") from error
-            if parsed is not None:
-                return tool, parsed
-        return None
-
-    def _observed(self, tool: ServerTool, observation: ToolObservation) -> ToolReply:
-        wire = encode_observation(observation, shorten(observation.text, self._max_chars))
-        return ToolReply(
-            observation=wire, done=observation.done, valid=observation.valid, tool=tool.name, error=None, open=True
-        )
-
-    def _invalid(self, action: str) -> ToolReply:
+    def _invalid(self, text: str) -> ToolReply:
         usages = "\n".join(f"{tool.name}: {tool.usage}" for tool in self._tools)
-        text = "No valid tool found for action"
-        if len(action) > self._max_action_chars:
-            text = f"The action has {len(action)} characters, more than max_action_chars={self._max_action_chars}"
-        return failed(Failure.INVALID, text, done=self._done_if_invalid, available_tools=usages)
-
-    def _failure(self, failure: Failure, tool: ServerTool, text: str, *, done: bool = False) -> ToolReply:
-        return failed(failure, f"Error: {shorten(text, _ERROR_CHARS)}", done=done, tool=tool.name)
+        return failed(Failure.INVALID, text, done=self._settings.done_if_invalid, available_tools=usages)
 
     async def _sweep(self) -> None:
         while True:
-            await asyncio.sleep(self._idle_seconds / 4)
+            await asyncio.sleep(self._settings.idle_seconds / 4)
             await self.environments.close_idle()
 
 
-class _Crash(Exception):
-    """A tool's ``parse_action`` raised."""
-
-    def __init__(self, tool: ServerTool, text: str):
-        super().__init__(text)
-        self.tool = tool
-
-
 def shorten(text: str, limit: int) -> str:
-    """Cut the middle of a text beyond ``limit`` characters, leaving no half of a surrogate pair."""
+    """Cut the middle of a text beyond ``limit`` characters, and replace lone surrogates."""
     if len(text) > limit:
         keep = max(0, limit - len(_MARKER))
         text = text[: keep - keep // 2] + _MARKER + text[len(text) - keep // 2 :]
     return replace_lone_surrogates(text)
+
+
+# --- environments -----------------------------------------------------------------------------------------------------
+
+
+class CloseReason(StrEnum):
+    """Reason for closing an environment."""
+
+    FINISH = "finish"
+    """The client ended the trajectory."""
+    LAST_STEP = "last_step"
+    """It was the trajectory's last action."""
+    DONE = "done"
+    """The tool ended the trajectory."""
+    ABORT = "abort"
+    """An action timed out or its client disconnected: the environment's state is unknown."""
+    IDLE = "idle"
+    """It was unused for ``idle_seconds``."""
+    SHUTDOWN = "shutdown"
+    """The server stops."""
+
+
+_UNEXPECTED = {
+    CloseReason.ABORT: "it was interrupted in the middle of an action",
+    CloseReason.IDLE: "it was unused for too long",
+}
+
+
+class ToolTrajectory:
+    """One trajectory's environments, by tool; accessed only inside :meth:`Environments.enter`."""
+
+    def __init__(self, trajectory_id: str, last_used: float):
+        self.id = trajectory_id
+        self.last_used = last_used
+        self.users = 0
+        self.lock = asyncio.Lock()
+        self.open: dict[str, Any] = {}
+
+
+class Environments:
+    """Environments of all trajectories of a worker.
+
+    Args:
+        tools: with unique names.
+        settings: limits of the number of environments and of their idle time.
+        telemetry: counts openings and closings.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        tools: Sequence[ServerTool],
+        settings: ToolServerSettings,
+        telemetry: Telemetry,
+        clock: Callable[[], float],
+    ):
+        self.count = 0
+        """Environments that are open, being opened or being closed."""
+        self._tools = {tool.name: tool for tool in tools}
+        self._settings = settings
+        self._telemetry = telemetry
+        self._clock = clock
+        self._trajectories: dict[str, ToolTrajectory] = {}
+        self._lost: OrderedDict[str, str] = OrderedDict()
+        self._closing: set[asyncio.Task[None]] = set()
+
+    @asynccontextmanager
+    async def enter(self, trajectory_id: str) -> AsyncIterator[ToolTrajectory]:
+        """Lock a trajectory for one action."""
+        trajectory = self._trajectories.get(trajectory_id)
+        if trajectory is None:
+            trajectory = self._trajectories[trajectory_id] = ToolTrajectory(trajectory_id, self._clock())
+        trajectory.users += 1
+        try:
+            async with trajectory.lock:
+                yield trajectory
+        finally:
+            trajectory.users -= 1
+            trajectory.last_used = self._clock()
+            if not trajectory.users and not trajectory.open:
+                del self._trajectories[trajectory_id]
+
+    async def open(self, trajectory: ToolTrajectory, tool: ServerTool, extra: Mapping[str, Any]) -> Any:
+        """Return a tool's environment in a trajectory, opening it if needed; None for a stateless tool.
+
+        Args:
+            trajectory: entered.
+            tool: the tool.
+            extra: the request's ``extra_fields`` of the trajectory.
+
+        Raises:
+            ToolError: too many are open.
+        """
+        if not tool.stateful:
+            return None
+        if tool.name not in trajectory.open:
+            limit = self._settings.max_environments
+            if self.count >= limit:
+                raise ToolError(
+                    f"{self.count} environments are open, the limit (max_environments={limit}); "
+                    "finish trajectories, or raise it"
+                )
+            self.count += 1
+            try:
+                trajectory.open[tool.name] = await tool.open(trajectory.id, extra)
+            except BaseException:
+                self.count -= 1
+                raise
+            self._telemetry.opened(tool.name).inc()
+        return trajectory.open[tool.name]
+
+    async def close(self, trajectory: ToolTrajectory, reason: CloseReason) -> None:
+        """Close a trajectory's environments, even if the caller is cancelled; failures are counted and logged."""
+        if not trajectory.open:
+            return
+        if reason in _UNEXPECTED:
+            self._lost[trajectory.id] = _UNEXPECTED[reason]
+            if len(self._lost) > _MAX_REMEMBERED:
+                self._lost.popitem(last=False)
+        environments, trajectory.open = trajectory.open, {}
+        closing = [asyncio.ensure_future(self._close(*item, reason)) for item in environments.items()]
+        self._closing.update(closing)
+        for task in closing:
+            task.add_done_callback(self._closing.discard)
+        await asyncio.shield(asyncio.gather(*closing))
+
+    async def _close(self, name: str, environment: Any, reason: CloseReason) -> None:
+        self._telemetry.closed(name, reason).inc()
+        try:
+            async with asyncio.timeout(_CLOSE_SECONDS):
+                await self._tools[name].close(environment)
+        except Exception:
+            self._telemetry.close_failures.labels(name).inc()
+            logger.warning("an environment of %s was not closed cleanly", name, exc_info=True)
+        finally:
+            self.count -= 1
+
+    def pop_lost(self, trajectory_id: str) -> str | None:
+        """Return, once, why a trajectory lost its environments; None if it did not."""
+        return self._lost.pop(trajectory_id, None)
+
+    async def close_idle(self) -> None:
+        """Close environments that were unused for too long."""
+        now = self._clock()
+        for trajectory in list(self._trajectories.values()):
+            if not trajectory.users and now - trajectory.last_used >= self._settings.idle_seconds:
+                async with self.enter(trajectory.id):
+                    await self.close(trajectory, CloseReason.IDLE)
+
+    async def close_all(self) -> None:
+        """Close all environments concurrently, and wait for running actions and closings."""
+
+        async def close(trajectory_id: str) -> None:
+            async with self.enter(trajectory_id) as trajectory:
+                await self.close(trajectory, CloseReason.SHUTDOWN)
+
+        await asyncio.gather(*(close(trajectory_id) for trajectory_id in list(self._trajectories)))
+        await asyncio.gather(*self._closing)

@@ -1,4 +1,4 @@
-r"""What goes over HTTP: the request of ``POST /get_observation``, and its answer.
+r"""Request and answer of ``POST /get_observation``.
 
 ::
 
@@ -8,7 +8,7 @@ r"""What goes over HTTP: the request of ``POST /get_observation``, and its answe
     {"observations": ["1\n", ""], "dones": [false, true], "valids": [true, true],
      "tools": ["python", "finish"], "errors": [null, null], "processing_time_ms": 41.7}
 
-An observation is a string, or ``{"obs", "reward"?, "image"?, "audio"?, "metrics"?, …}`` when there is more to say.
+An observation is a string, or ``{"obs", "reward"?, "image"?, "audio"?, "metrics"?, …}`` if it holds more than text.
 """
 
 from __future__ import annotations
@@ -22,33 +22,32 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from jax_agent_rl.tool_server.plugin import ToolObservation
 
-
-def _as_text(value: object) -> object:
-    return str(value) if type(value) is int else value
-
-
-TrajectoryId = Annotated[str, Field(min_length=1, max_length=256), BeforeValidator(_as_text)]
+TrajectoryId = Annotated[
+    str,
+    Field(min_length=1, max_length=256),
+    BeforeValidator(lambda value: str(value) if type(value) is int else value),
+]
 
 
 class Failure(StrEnum):
-    """Why an action has no ordinary observation."""
+    """Reason why an action has no ordinary observation."""
 
     INVALID = "invalid_action"
     """No tool accepts it."""
     TOOL = "tool_error"
-    """The tool says that it failed."""
+    """The tool raised ``ToolError``."""
     CRASH = "tool_crash"
     """The tool raised something else."""
     TIMEOUT = "timeout"
     """It took longer than ``step_seconds``."""
     GONE = "environment_gone"
-    """The trajectory's environment was closed before (unused for too long, or in the middle of an action)."""
+    """The trajectory's environment was closed before: it was idle, or interrupted in the middle of an action."""
     WORKER = "worker_died"
     """The process that held its environment ended."""
 
 
 class ObservationRequest(BaseModel):
-    """Body of a request. Optional lists have one entry for each trajectory id."""
+    """Body of a request; each list has one entry per trajectory id."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -100,11 +99,11 @@ class ToolReply:
     """One trajectory's part of an answer.
 
     Attributes:
-        observation: as it goes over the wire.
+        observation: as sent to the client.
         done, valid: see :class:`ToolObservation`.
-        tool: that acted, ``finish``, or None.
-        error: why there is no ordinary observation.
-        open: whether the trajectory has an environment now.
+        tool: the tool that acted, ``finish``, or None.
+        error: reason why there is no ordinary observation.
+        open: whether the trajectory has an open environment.
     """
 
     observation: str | dict[str, Any]
@@ -116,27 +115,30 @@ class ToolReply:
 
 
 def encode_observation(observation: ToolObservation, text: str) -> str | dict[str, Any]:
-    """Encode an observation: a string if there is only text."""
-    more: dict[str, Any] = {}
+    """Encode an observation with this (shortened) text: a string if there is only text."""
+    media = {"image": list(observation.image), "audio": list(observation.audio), "metrics": dict(observation.metrics)}
+    more: dict[str, Any] = {key: value for key, value in media.items() if value}
     if observation.reward is not None:
         more["reward"] = observation.reward
-    if observation.image:
-        more["image"] = list(observation.image)
-    if observation.audio:
-        more["audio"] = list(observation.audio)
-    if observation.metrics:
-        more["metrics"] = dict(observation.metrics)
     return {"obs": text, **more} if more else text
 
 
 def failed(failure: Failure, text: str, *, done: bool, tool: str | None = None, **more: Any) -> ToolReply:
-    """Return the reply to a failed action; its observation tells the model in words and the agent loop by name."""
+    """Return the reply to a failed action: ``text`` is for the model, ``failure`` for the agent loop.
+
+    Args:
+        failure: the reason.
+        text: what the model reads.
+        done: whether the trajectory is over.
+        tool: the tool that acted, if any.
+        more: further fields of the observation.
+    """
     observation = {"obs": text, "invalid_reason": failure.value, **more}
     return ToolReply(observation=observation, done=done, valid=False, tool=tool, error=failure, open=False)
 
 
 def encode_replies(replies: Sequence[ToolReply], milliseconds: float) -> dict[str, Any]:
-    """Return the body of the answer."""
+    """Return the body of an answer."""
     return {
         "observations": [reply.observation for reply in replies],
         "dones": [reply.done for reply in replies],
@@ -147,7 +149,7 @@ def encode_replies(replies: Sequence[ToolReply], milliseconds: float) -> dict[st
     }
 
 
-def explain(error: ValidationError) -> str:
+def describe_errors(error: ValidationError) -> str:
     """Describe a body's validation errors in one line."""
     lines = []
     for item in error.errors(include_url=False)[:5]:

@@ -1,32 +1,251 @@
-"""A worker process: carries out the actions of its trajectories, behind a Unix socket that only the front reaches.
+"""The worker processes of a tool server: the server's handle of one, and the program it runs.
 
-``python -m jax_agent_rl.tool_server.worker`` reads one line of JSON from stdin, ``{"settings", "socket", "name"}``,
-and answers on stdout with ``{"ready": true}`` or ``{"error": …}``. When stdin ends, also because the front was killed,
-it closes every environment and exits.
+::
+
+    WorkerProcess ──stdin: {"settings", "socket", "name"}──► python -m jax_agent_rl.tool_server.worker
+          ◄──stdout: {"ready"} or {"error"}──
+          ──POST /steps, POST /retrieve, GET /health──► Unix socket in a private folder ──► ToolService
+
+A hash of its id assigns a trajectory to one worker, so its environments are always where its actions go. When a worker
+dies, its environments are lost (the kernel ends their programs with it): they are counted, and the next action of each
+trajectory fails instead of starting silently in a fresh environment. A worker whose event loop is stuck (in a tool's
+parser, say) cannot be interrupted; it is killed after ``stuck_seconds``. When stdin ends, also because the server was
+killed, a worker closes its environments and exits.
 """
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
+import itertools
 import json
+import logging
+import os
 import resource
 import sys
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
+import aiohttp
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 
 from jax_agent_rl.config.tool_server import ToolServerSettings
-from jax_agent_rl.errors import JaxAgentRLError
-from jax_agent_rl.tool_server.plugin import ServerTool, ToolContext
+from jax_agent_rl.errors import ConfigError, JaxAgentRLError, WorkerDiedError
+from jax_agent_rl.tool_server.plugin import FINISH, ServerTool, ToolContext
 from jax_agent_rl.tool_server.plugins import tool_classes
-from jax_agent_rl.tool_server.sandbox import open_sandbox
-from jax_agent_rl.tool_server.sandbox.limits import run_limits
-from jax_agent_rl.tool_server.service import ToolService
-from jax_agent_rl.tool_server.telemetry import Telemetry
-from jax_agent_rl.tool_server.wire import ObservationStep
+from jax_agent_rl.tool_server.sandbox import SandboxLimits, open_sandbox
+from jax_agent_rl.tool_server.service import Telemetry, ToolService
+from jax_agent_rl.tool_server.wire import Failure, ObservationStep, ToolReply, failed
 from jax_agent_rl.utils.threads import DaemonThreads
+
+logger = logging.getLogger(__name__)
+_START_SECONDS = 600.0  # building a search index may take long
+_STOP_SECONDS = 40.0  # longer than a worker needs to give up on environments that do not close
+_PING_SECONDS = 2.0
+_RETRY_SECONDS = (0.1, 1.0, 5.0)  # before the first starts after a death
+_MAX_RETRY_SECONDS = 30.0  # before all others
+
+
+class WorkerProcess:
+    """One worker process, as seen by the server.
+
+    Args:
+        settings: settings of the server.
+        number: index of the worker.
+        folder: private folder for its socket and metrics.
+        died: called with the process id after each unexpected end.
+    """
+
+    def __init__(self, settings: ToolServerSettings, number: int, folder: Path, died: Callable[[int], None]):
+        self.name = str(number)
+        self._settings = settings
+        self._socket = folder / f"worker-{number}.sock"
+        self._metrics = folder / "metrics"
+        self._died = died
+        self._process: asyncio.subprocess.Process | None = None
+        self._session: aiohttp.ClientSession | None = None
+        self._keeper: asyncio.Task[None] | None = None
+        self._open: set[str] = set()  # trajectories with an environment in the process
+        self._lost: set[str] = set()  # trajectories whose environment died with it, not yet reported
+
+    @property
+    def pid(self) -> int | None:
+        """Process id."""
+        return None if self._process is None else self._process.pid
+
+    async def start(self) -> None:
+        """Start the process, and restart it whenever it ends.
+
+        Raises:
+            ConfigError: the worker rejects the settings.
+        """
+        process = await self._launch()
+        self._keeper = asyncio.create_task(self._keep(process))
+
+    async def stop(self) -> None:
+        """Let the process close its environments and end; kill it if it is stuck."""
+        if self._keeper is not None:
+            self._keeper.cancel()
+            await asyncio.gather(self._keeper, return_exceptions=True)
+        try:
+            await self.count_environments()
+        except WorkerDiedError:
+            self.kill()
+        await self._disconnect()
+        process = self._process
+        if process is None or process.returncode is not None:
+            return
+        assert process.stdin is not None
+        process.stdin.close()
+        try:
+            async with asyncio.timeout(_STOP_SECONDS):
+                await process.wait()
+        except TimeoutError:
+            logger.error("worker %s did not stop within %g s and is killed", self.name, _STOP_SECONDS)
+            process.kill()
+            await process.wait()
+
+    def kill(self) -> None:
+        """Kill the process without closing its environments."""
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()
+
+    async def steps(self, steps: Sequence[ObservationStep]) -> list[ToolReply]:
+        """Execute actions; replies, not exceptions, report a dead worker."""
+        replies: dict[int, ToolReply] = {}
+        sent: list[int] = []
+        for index, step in enumerate(steps):
+            if step.trajectory_id in self._lost:
+                self._lost.discard(step.trajectory_id)
+                replies[index] = _worker_died(step)
+            else:
+                sent.append(index)
+        try:
+            body = [asdict(steps[index]) for index in sent]
+            answers = await self._request("POST", "/steps", json=body) if sent else []
+            replies |= {index: ToolReply(**answer) for index, answer in zip(sent, answers, strict=True)}
+        except WorkerDiedError:
+            replies |= {index: _worker_died(steps[index]) for index in sent}
+            self._lost -= {steps[index].trajectory_id for index in sent}
+        for index, step in enumerate(steps):
+            (self._open.add if replies[index].open else self._open.discard)(step.trajectory_id)
+        return [replies[index] for index in range(len(steps))]
+
+    async def retrieve(self, queries: list[str], topk: int) -> list[list[dict[str, Any]]]:
+        """Search the corpus; raise :class:`WorkerDiedError` if the worker is gone."""
+        return await self._request("POST", "/retrieve", json={"queries": queries, "topk": topk})
+
+    async def count_environments(self, *, timeout: float = _PING_SECONDS) -> int:
+        """Count open environments; raise :class:`WorkerDiedError` without an answer within ``timeout`` seconds."""
+        try:
+            async with asyncio.timeout(timeout):
+                return (await self._request("GET", "/health"))["environments"]
+        except TimeoutError:
+            raise WorkerDiedError(f"worker {self.name} did not answer within {timeout:g} s") from None
+
+    async def _request(self, method: str, path: str, **options: Any) -> Any:
+        if self._session is None:
+            raise WorkerDiedError(f"worker {self.name} is not running")
+        try:
+            async with self._session.request(method, f"http://worker{path}", **options) as response:
+                response.raise_for_status()
+                return await response.json()
+        except (aiohttp.ClientError, OSError) as error:
+            raise WorkerDiedError(f"worker {self.name} did not answer: {error!r}") from error
+
+    async def _keep(self, process: asyncio.subprocess.Process) -> None:
+        """Restart the process whenever it ends."""
+        while True:
+            watchdog = asyncio.create_task(self._kill_when_stuck(process))
+            try:
+                code = await process.wait()
+            finally:
+                watchdog.cancel()
+            logger.error("tool worker %s ended with code %s; starting another", self.name, code)
+            await self._disconnect()
+            self._lost |= self._open
+            self._open.clear()
+            self._died(process.pid)
+            for seconds in itertools.chain(_RETRY_SECONDS, itertools.repeat(_MAX_RETRY_SECONDS)):
+                await asyncio.sleep(seconds)
+                try:
+                    process = await self._launch()
+                    break
+                except (JaxAgentRLError, OSError) as error:
+                    logger.error("tool worker %s could not be started: %s", self.name, error)
+
+    async def _kill_when_stuck(self, process: asyncio.subprocess.Process) -> None:
+        seconds = self._settings.stuck_seconds
+        try:
+            while True:
+                await asyncio.sleep(seconds / 4)
+                await self.count_environments(timeout=seconds)
+        except WorkerDiedError as error:
+            if process.returncode is None:
+                logger.error("%s and is killed; an action is stuck in it", error)
+                process.kill()
+
+    async def _launch(self) -> asyncio.subprocess.Process:
+        self._socket.unlink(missing_ok=True)
+        pipe = asyncio.subprocess.PIPE
+        self._process = process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "jax_agent_rl.tool_server.worker",
+            stdin=pipe,
+            stdout=pipe,
+            env={**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(self._metrics)},
+            process_group=0,  # Ctrl-C reaches only the server, which decides; also while a worker still imports
+        )
+        try:
+            async with asyncio.timeout(_START_SECONDS):
+                await self._send_settings(process)
+        except BaseException:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+            raise
+        connector = aiohttp.UnixConnector(path=str(self._socket), limit=0)
+        # Without a timeout of its own: a worker limits every action, and a dead one breaks the connection.
+        self._session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
+        return process
+
+    async def _send_settings(self, process: asyncio.subprocess.Process) -> None:
+        """Send the settings and wait until the worker is ready."""
+        assert process.stdin is not None and process.stdout is not None
+        settings = self._settings.model_dump(mode="json")
+        hello = {"settings": settings, "socket": str(self._socket), "name": self.name}
+        process.stdin.write(json.dumps(hello).encode() + b"\n")
+        line = await process.stdout.readline()
+        try:
+            answer = json.loads(line)
+        except ValueError:
+            code = await process.wait()
+            raise WorkerDiedError(f"it ended with code {code} before it was ready; its messages are above") from None
+        if "error" in answer:
+            raise ConfigError(answer["error"].removeprefix("configuration error:\n  - "))
+
+    async def _disconnect(self) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+
+
+def _worker_died(step: ObservationStep) -> ToolReply:
+    if step.finish:
+        return ToolReply(observation="", done=True, valid=True, tool=FINISH, error=None, open=False)
+    return failed(Failure.WORKER, "Error: the process that held this trajectory's tools ended", done=True)
+
+
+def assign_worker(trajectory_id: str, workers: int) -> int:
+    """Return the index of the worker that owns a trajectory."""
+    return zlib.crc32(trajectory_id.encode("utf-8", "surrogatepass")) % workers
+
+
+# --- in the worker process --------------------------------------------------------------------------------------------
 
 
 async def make_tools(settings: ToolServerSettings) -> list[ServerTool]:
@@ -40,7 +259,7 @@ async def make_tools(settings: ToolServerSettings) -> list[ServerTool]:
     if any(tool.needs_sandbox for tool in classes):
         sandbox = await open_sandbox(
             settings.sandbox,
-            limits=run_limits(settings.limits),
+            limits=SandboxLimits.from_settings(settings.limits),
             python=settings.python_path,
             max_running=settings.max_running,
         )
@@ -48,41 +267,24 @@ async def make_tools(settings: ToolServerSettings) -> list[ServerTool]:
     return [tool(context) for tool in classes]
 
 
-def make_service(settings: ToolServerSettings, tools: list[ServerTool], telemetry: Telemetry) -> ToolService:
-    """Create the service of one worker, not started."""
-    return ToolService(
-        tools,
-        telemetry,
-        step_seconds=settings.step_seconds,
-        max_action_chars=settings.max_action_chars,
-        max_observation_chars=settings.max_observation_chars,
-        max_environments=settings.max_environments,
-        idle_seconds=settings.idle_seconds,
-        done_if_invalid=settings.done_if_invalid,
-    )
-
-
-def make_app(service: ToolService, tools: list[ServerTool]) -> web.Application:
-    """Create the worker's routes. Bodies come from the front, which has validated them."""
+def make_app(service: ToolService, tools: Sequence[ServerTool]) -> web.Application:
+    """Create the worker's routes; request bodies come from the server, which has validated them."""
 
     async def steps(request: web.Request) -> web.Response:
         body = json.loads(await request.read())
         replies = await service.steps([ObservationStep(**step) for step in body])
-        return web.json_response([dataclasses.asdict(reply) for reply in replies])
+        return web.json_response([asdict(reply) for reply in replies])
 
     async def retrieve(request: web.Request) -> web.Response:
         body = json.loads(await request.read())
-        found = await searchers[0].retrieve(body["queries"], body["topk"])
-        return web.json_response(found)
+        search_tool: Any = next(tool for tool in tools if tool.name == "search")
+        return web.json_response(await search_tool.retrieve(body["queries"], body["topk"]))
 
     async def health(request: web.Request) -> web.Response:
         return web.json_response({"environments": service.environments.count})
 
     app = web.Application(client_max_size=1 << 40)
-    app.add_routes([web.post("/steps", steps), web.get("/health", health)])
-    searchers: list[Any] = [tool for tool in tools if hasattr(tool, "retrieve")]
-    if searchers:
-        app.add_routes([web.post("/retrieve", retrieve)])
+    app.add_routes([web.post("/steps", steps), web.post("/retrieve", retrieve), web.get("/health", health)])
     return app
 
 
@@ -90,46 +292,36 @@ async def serve(hello: dict[str, Any]) -> None:
     """Serve until stdin ends."""
     settings = ToolServerSettings.model_validate(hello["settings"])
     tools = await make_tools(settings)
-    telemetry = Telemetry(CollectorRegistry(), worker=hello["name"])
-    service = make_service(settings, tools, telemetry)
+    service = ToolService(tools, settings, Telemetry(CollectorRegistry(), worker=hello["name"]))
     await service.start()
     runner = web.AppRunner(make_app(service, tools), handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
     await runner.setup()
     await web.UnixSite(runner, hello["socket"], backlog=1024).start()
-    _say({"ready": True})
+    print('{"ready": true}', flush=True)
     try:
-        await _end_of_stdin()
+        stdin, loop = asyncio.StreamReader(), asyncio.get_running_loop()
+        await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stdin), sys.stdin.buffer)
+        await stdin.read()
     finally:
         await runner.cleanup()
         await service.close()
 
 
-async def _end_of_stdin() -> None:
-    reader = asyncio.StreamReader()
-    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin.buffer)
-    while await reader.read(4096):
-        pass
-
-
-def _say(message: dict[str, Any]) -> None:
-    print(json.dumps(message), flush=True)
-
-
-def allow_many_descriptors() -> None:
-    """Raise the soft limit of open descriptors to the hard one: each of many sessions needs a handful."""
+def raise_descriptor_limit() -> None:
+    """Raise the soft limit of open descriptors to the hard one: each of many sessions needs several."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = 1 << 20 if hard == resource.RLIM_INFINITY else hard
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    limit = 1 << 20 if hard == resource.RLIM_INFINITY else hard
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
 def main() -> None:
-    """Serve as a worker, as the module says."""
-    allow_many_descriptors()
+    """Run a worker until stdin ends."""
+    raise_descriptor_limit()
     hello = json.loads(sys.stdin.readline())
     try:
         asyncio.run(serve(hello))
     except JaxAgentRLError as error:
-        _say({"error": str(error)})
+        print(json.dumps({"error": str(error)}), flush=True)
         sys.exit(2)
 
 

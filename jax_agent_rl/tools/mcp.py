@@ -2,18 +2,15 @@
 
 ::
 
-    MCPConnection ── one task owns the session: connects, waits, closes (the package wants all three in one task)
-        ▲ call(name, arguments): any number at once; each gives up after ``timeout`` seconds
-        │   the session is gone ──► the call fails with what the model reads; the next call connects anew
+    MCPConnection ── one task owns the session: connects, waits, closes (the package requires one task for all three)
+        ▲ call(name, arguments): any number concurrently, each with a timeout
+        │   the session is lost ──► the call fails with a message for the model; the next call reconnects
     MCPTool … MCPTool       one per tool of the server, shared by all trajectories
 """
 
 from __future__ import annotations
 
 import asyncio
-import base64
-import binascii
-import io
 import json
 import logging
 from collections.abc import Mapping
@@ -24,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from jax_agent_rl.errors import ConfigError, ToolError, ToolTimeoutError
 from jax_agent_rl.tools.base import BaseTool, ToolResponse, ToolResult
-from jax_agent_rl.utils.media import FORMATS, MAX_PIXELS
+from jax_agent_rl.utils.media import read_images
 
 if TYPE_CHECKING:
     from mcp import Client
@@ -40,8 +37,8 @@ class MCPServerConfig:
     Attributes:
         url: of a streamable HTTP endpoint.
         headers: HTTP headers to send, e.g. ``Authorization``.
-        command, args, env, cwd: the program that speaks MCP on its standard input and output. It inherits none of
-            the environment but what finds programs and homes; ``env`` adds to that.
+        command, args, env, cwd: the program that speaks MCP on its standard input and output. Of the environment, it
+            inherits only what locates programs and homes; ``env`` adds to that.
     """
 
     url: str | None = None
@@ -75,13 +72,13 @@ class MCPServerConfig:
 
 
 class MCPConnection:
-    """A session with one server, opened again when it was lost. An async context manager.
+    """Session with one server, reopened when it is lost. An async context manager.
 
     Args:
-        name: of the server, for messages.
+        name: name of the server, for messages.
         server: how to reach it.
-        timeout: seconds that each call may take.
-        connect_timeout: seconds that connecting may take; None: the same.
+        timeout: time limit of a call, in seconds.
+        connect_timeout: time limit of connecting, in seconds; None: the same.
 
     Raises:
         ConfigError: entering: the package ``mcp`` is not installed, or the server cannot be reached.
@@ -189,7 +186,7 @@ class MCPConnection:
         except BaseException as error:
             if not ready.done():
                 ready.set_exception(error if isinstance(error, Exception) else RuntimeError("connecting was cancelled"))
-                ready.exception()  # seen, whether or not anybody still waits for it
+                ready.exception()  # marks it as retrieved, even if nothing awaits it any more
             elif isinstance(error, Exception):
                 logger.warning("the session with the MCP server %s ended: %s", self.name, _innermost(error))
             if not isinstance(error, Exception):
@@ -211,7 +208,7 @@ class MCPConnection:
         import httpx2
         from mcp.client.streamable_http import streamable_http_client
 
-        # Each call has a time limit of its own; a response stream may stay open for long.
+        # Each call has a timeout of its own; a response stream may stay open for long.
         client = httpx2.AsyncClient(headers=dict(server.headers), timeout=httpx2.Timeout(self._timeout, read=None))
         http = await stack.enter_async_context(client)
         return Client(streamable_http_client(server.url, http_client=http))
@@ -235,14 +232,14 @@ class MCPConnection:
 
 
 class MCPTool(BaseTool):
-    """One tool of a server. The server keeps what state there is; trajectories share the session.
+    """One tool of a server. Any state is the server's; trajectories share the session.
 
     Args:
-        connection: to its server.
+        connection: connection to its server.
         name, description, parameters: as the server declares them.
     """
 
-    stateful = False  # not per trajectory: calls made again would happen twice to everyone
+    stateful = False  # not per trajectory: repeated calls would affect all trajectories
 
     def __init__(self, connection: MCPConnection, name: str, description: str, parameters: Mapping[str, Any]) -> None:
         super().__init__(name=name, description=description, parameters=parameters)
@@ -255,19 +252,19 @@ class MCPTool(BaseTool):
 
 
 def as_tool_response(result: CallToolResult) -> ToolResponse:
-    """Convert a call's result to text and images; of other content only its kind is reported.
+    """Convert a call's result to text and images; other content is only mentioned by kind.
 
     Raises:
         ToolError: the server reports an error, or an image cannot be decoded.
     """
     texts: list[str] = []
-    images: list[Any] = []
+    images: list[str] = []
     for block in result.content:
         match block.type:
             case "text":
                 texts.append(block.text)
             case "image":
-                images.append(_image(block.data))
+                images.append(block.data)
             case kind:
                 texts.append(f"[{kind} content, which is not shown]")
     if not texts and not images and result.structured_content is not None:
@@ -275,21 +272,10 @@ def as_tool_response(result: CallToolResult) -> ToolResponse:
     text = "\n".join(texts)
     if result.is_error:
         raise ToolError(text or "the tool failed without saying why")
-    return ToolResponse(text=text, image=tuple(images))
-
-
-def _image(data: str) -> Any:
-    """Decode a PIL image from base64."""
-    from PIL import Image, UnidentifiedImageError
-
     try:
-        image = Image.open(io.BytesIO(base64.b64decode(data, validate=True)), formats=FORMATS)
-        if image.width * image.height > MAX_PIXELS:
-            raise ValueError(f"it has {image.width} x {image.height} pixels, more than {MAX_PIXELS}")
-        image.load()
-    except (binascii.Error, UnidentifiedImageError, OSError, ValueError, Image.DecompressionBombError) as error:
+        return ToolResponse(text=text, image=read_images(images))
+    except ValueError as error:
         raise ToolError(f"the server sent an image that cannot be read: {error}") from None
-    return image
 
 
 def _innermost(error: BaseException) -> BaseException:

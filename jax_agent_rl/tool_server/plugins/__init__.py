@@ -1,8 +1,8 @@
-"""The server's own tools, one module each, and how tools are found by name.
+"""The built-in tools, and the lookup of tools by name.
 
-``python`` fresh and stateful interpreters · ``bash`` a shell per trajectory · ``judge`` programs against tests ·
-``search`` passages of a local corpus · ``sql`` SQLite databases · ``page`` local pages as text · ``image`` zooming into
-images · ``mcp_gateway`` tools of MCP servers · ``markup`` and ``session`` what they share.
+``interpreters`` Python per action, Python and bash per trajectory (``kernel`` runs in the sandbox) · ``judge`` programs
+against tests · ``search`` passages of a local corpus · ``sql`` SQLite databases · ``page`` local pages as text ·
+``image`` zooming into images · ``mcp_gateway`` tools of MCP servers · ``markup`` parsing and formatting.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import inspect
 
 from jax_agent_rl.config.tool_server import ToolServerSettings
 from jax_agent_rl.errors import ConfigError
-from jax_agent_rl.tool_server.plugin import ServerTool
+from jax_agent_rl.tool_server.plugin import FINISH, ServerTool
 from jax_agent_rl.utils.plugins import load_user_module
 
 BUILTIN = {
-    "python": "python:PythonTool",
-    "stateful_python": "python:StatefulPythonTool",
-    "bash": "bash:BashTool",
+    "python": "interpreters:PythonTool",
+    "stateful_python": "interpreters:StatefulPythonTool",
+    "bash": "interpreters:BashTool",
     "judge": "judge:JudgeTool",
     "search": "search:SearchTool",
     "sql": "sql:SqlTool",
@@ -26,7 +26,6 @@ BUILTIN = {
     "image_zoom": "image:ImageZoomTool",
     "mcp": "mcp_gateway:McpTool",
 }
-FINISH = "finish"  # always there, whether named or not
 
 
 def tool_classes(settings: ToolServerSettings) -> list[type[ServerTool]]:
@@ -35,7 +34,7 @@ def tool_classes(settings: ToolServerSettings) -> list[type[ServerTool]]:
     Raises:
         ConfigError: a name is unknown, or a library that the tool needs is not installed.
     """
-    own = _classes_of(settings.tool_path) if settings.tool_path else {}
+    own = _load_classes(settings.tool_path) if settings.tool_path else {}
     if taken := sorted(set(own) & {*BUILTIN, FINISH}):
         raise ConfigError(f"tool_path={settings.tool_path!r} defines {taken}, names of built-in tools; rename them")
     return [_class(name, own) for name in settings.tools if name != FINISH]
@@ -55,7 +54,7 @@ def _class(name: str, own: dict[str, type[ServerTool]]) -> type[ServerTool]:
         ) from error
 
 
-def _classes_of(path: str) -> dict[str, type[ServerTool]]:
+def _load_classes(path: str) -> dict[str, type[ServerTool]]:
     module = load_user_module(path, key="tool_path")
     found = {
         value.name: value

@@ -1,8 +1,8 @@
 """Zooming into the images of a task.
 
 ``<tool_call>{"name": "zoom_in", "arguments": {"bbox_2d": [x1, y1, x2, y2], "target_image": 1}}</tool_call>``, with
-coordinates in pixels, or as fractions when none is above 1. Every returned crop becomes the next image, so that a model
-can zoom into a crop. ``extra_fields.images`` are ``data:`` URLs or, below ``image.root``, files.
+coordinates in pixels, or fractions if none is above 1. Every returned crop becomes the next image, so that a model can
+zoom into a crop. ``extra_fields.images`` are ``data:`` URLs or files below ``image.root``.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from PIL import Image
 from jax_agent_rl.config.tool_server import ImageSettings
 from jax_agent_rl.errors import ToolError
 from jax_agent_rl.tool_server.plugin import ServerTool, ToolAction, ToolObservation
-from jax_agent_rl.tool_server.plugins.markup import file_below, tool_call
+from jax_agent_rl.tool_server.plugins.markup import parse_tool_call, resolve_file
 from jax_agent_rl.utils.media import FORMATS
 
 _NAMES = ("zoom_in", "image_zoom_in_tool", "crop_image", "crop_image_normalized")
 
 
 class ImageZoomTool(ServerTool[Mapping[str, Any], list[Image.Image]]):
-    """See the module; the environment is the list of images."""
+    """Zooms into images; the environment is the list of images, crops included."""
 
     name = "image_zoom"
     usage = '<tool_call>{"name": "zoom_in", "arguments": {"bbox_2d": [x1, y1, x2, y2], "target_image": 1}}</tool_call>'
     stateful = True
 
     def parse_action(self, action: str) -> Mapping[str, Any] | None:
-        call = tool_call(action)
+        call = parse_tool_call(action)
         return call[1] if call is not None and call[0] in _NAMES else None
 
     async def open(self, trajectory_id: str, extra: Mapping[str, Any]) -> list[Image.Image]:
@@ -113,7 +113,7 @@ def _bytes(source: object, settings: ImageSettings) -> bytes:
     if isinstance(source, str) and source.startswith("data:image/"):
         return base64.b64decode(source.partition(",")[2], validate=True)
     if isinstance(source, str) and settings.root is not None:
-        path = file_below(Path(settings.root).resolve(), source)
+        path = resolve_file(Path(settings.root).resolve(), source)
         if path is not None:
             return path.read_bytes()
     raise ToolError(f"extra_fields.images: {str(source)[:60]!r} is neither a data: URL nor a file below image.root")

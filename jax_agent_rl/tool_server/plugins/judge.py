@@ -1,24 +1,24 @@
-"""A judge: runs the model's program against the tests of its task.
+"""Judge that runs the model's program against the tests of its task.
 
 ``extra_fields.public_tests`` (or ``tests``) is ``{"inputs": [str], "outputs": [str]}``, stdin against stdout, or a list
 of Python statements that follow the program, such as ``assert add(1, 2) == 3``. Either may be a JSON string of that.
 
-A statement runs in another process than the program (:mod:`jax_agent_rl.tool_server.sandbox.assertions`), so that the
-program can neither read it nor decide whether it holds. An output is compared here.
+Statements run in another process than the program (:mod:`jax_agent_rl.tool_server.sandbox.runner`), so the program can
+neither read them nor influence the verdict. Outputs are compared here.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from jax_agent_rl.errors import ToolError
 from jax_agent_rl.tool_server.plugin import ServerTool, ToolAction, ToolObservation
+from jax_agent_rl.tool_server.plugins.interpreters import Code, describe_result, parse_python
 from jax_agent_rl.tool_server.plugins.markup import result_block
-from jax_agent_rl.tool_server.plugins.python import Code, describe, parse_python
 from jax_agent_rl.tool_server.sandbox import SandboxResult
 
 _SHOWN_CHARS = 300
@@ -26,7 +26,7 @@ _SHOWN_CHARS = 300
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """One test: either a statement to get past, or an input and the output wanted for it."""
+    """One test: either a statement that must not raise, or an input and its expected output."""
 
     statement: str | None = None
     stdin: str = ""
@@ -53,7 +53,7 @@ class JudgeTool(ServerTool[Code, None]):
             first = passed.index(False)
             lines.append(self._explain(first, cases[first], results[first]))
         return ToolObservation(
-            text=result_block(action.parsed.written, "\n".join(lines)),
+            text=result_block(action.parsed.action, "\n".join(lines)),
             done=all(passed),
             reward=sum(passed) / len(cases),
             metrics={"tests_passed": sum(passed), "tests": len(cases)},
@@ -75,14 +75,14 @@ class JudgeTool(ServerTool[Code, None]):
             lines += [f"Input: {_clip(case.stdin)}", f"Expected: {_clip(case.expected)}"]
         else:
             lines.append(f"Test: {_clip(case.statement)}")
-        return "\n".join([*lines, f"Got: {_clip(describe(result, self.context.sandbox.limits))}"])
+        return "\n".join([*lines, f"Got: {_clip(describe_result(result, self.context.sandbox.limits))}"])
 
 
 def read_cases(extra: Mapping[str, Any]) -> list[Case]:
     """Parse the tests of a task.
 
     Raises:
-        ToolError: there are none, or they have another form.
+        ToolError: there are none, or they have an unknown form.
     """
     tests = extra.get("public_tests", extra.get("tests"))
     if isinstance(tests, str):
@@ -101,12 +101,12 @@ def read_cases(extra: Mapping[str, Any]) -> list[Case]:
 
 
 def same_output(found: str, expected: str) -> bool:
-    """Whether two outputs agree: line by line, but for spaces at the ends of lines and empty lines at the end."""
-    return _lines(found) == _lines(expected)
+    """Compare line by line, ignoring white space at the ends of lines and of the text."""
 
+    def lines(text: str) -> list[str]:
+        return [line.strip() for line in text.strip().splitlines()]
 
-def _lines(text: str) -> Sequence[str]:
-    return [line.strip() for line in text.strip().splitlines()]
+    return lines(found) == lines(expected)
 
 
 def _text(value: Any) -> str:

@@ -1,7 +1,6 @@
-"""What models write: tags, fenced code, tool calls, file names; and how results are written back.
+"""Parsing of model-written text (tags, fenced code, tool calls, file names) and formatting of results.
 
-Whatever a model wrote is read in one pass: each search begins where the one before it ended, and none is repeated once
-it found nothing.
+All parsing takes one pass: each search begins where the previous one ended, and none is repeated once it failed.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 _FENCE = "```"
-_RESULTS = ("result", "output")  # what a model may call a result that it opens itself
+_RESULTS = ("result", "output")  # names of a result block that a model may open itself
 
 
-def tagged(action: str, tag: str) -> str | None:
-    """Return the stripped contents of the last ``<tag>…</tag>``; None if there is none or the last never closes."""
+def last_tag(action: str, tag: str) -> str | None:
+    """Return the stripped contents of the last ``<tag>…</tag>``; None if there is none or it is not closed."""
     start = action.rfind(f"<{tag}>")
     if start < 0:
         return None
@@ -41,9 +40,9 @@ def tag_blocks(action: str, tag: str) -> Iterator[str]:
 
 
 def fenced_blocks(action: str, *languages: str) -> Iterator[str]:
-    """Yield the contents of each fenced block in one of these languages, from right behind the language's name.
+    """Yield the contents of each fenced block in one of these languages, from after the language's name.
 
-    A block may be a line: ```` ```python print(3)``` ````.
+    A block may be a single line: ```` ```python print(3)``` ````.
     """
     opening, at = _opening_fence(languages), 0
     while found := opening.search(action, at):
@@ -60,43 +59,43 @@ def _opening_fence(languages: tuple[str, ...]) -> re.Pattern[str]:
     return re.compile(rf"{_FENCE}[ \t]*(?:{names})(?=\s|{_FENCE})")
 
 
-def code_of(action: str, tag: str, *languages: str) -> str | None:
-    """Return all code of an action, joined by newlines: of ``<tag>…</tag>``, else of fenced blocks.
+def extract_code(action: str, tag: str, *languages: str) -> str | None:
+    """Return all code of an action, joined by newlines: from ``<tag>…</tag>``, else from fenced blocks.
 
     Args:
-        action: what the model wrote.
+        action: the model's text.
         tag: e.g. ``python``.
-        languages: what may stand behind the opening fence, e.g. ``python``, ``py``.
+        languages: allowed after the opening fence, e.g. ``python``, ``py``.
     """
     blocks = list(tag_blocks(action, tag)) or list(fenced_blocks(action, *languages))
-    return "\n".join(map(_without_margin, blocks)) if blocks else None
+    return "\n".join(map(_dedent, blocks)) if blocks else None
 
 
-def _without_margin(block: str) -> str:
-    """Dedent code, and strip the blank behind its opening."""
+def _dedent(block: str) -> str:
+    """Dedent code, and strip the blanks after its opening."""
     lines = block.lstrip(" \t").strip("\r\n").split("\n")
     margins = [line[: len(line) - len(line.lstrip(" \t"))] for line in lines if line.strip()]
     margin = len(os.path.commonprefix(margins))
     return "\n".join(line[margin:] for line in lines)
 
 
-def tool_call(action: str) -> tuple[str, Mapping[str, Any]] | None:
+def parse_tool_call(action: str) -> tuple[str, Mapping[str, Any]] | None:
     """Parse the last ``<tool_call>{"name": …, "arguments": {…}}</tool_call>`` into name and arguments.
 
     The arguments may be the JSON text of an object, as OpenAI's are; with ``"server"``, the name is ``SERVER.NAME``.
     """
-    call = _object(tagged(action, "tool_call"))
+    call = _parse_object(last_tag(action, "tool_call"))
     if call is None or not isinstance(call.get("name"), str):
         return None
     arguments = call.get("arguments")
-    arguments = {} if arguments is None else _object(arguments) if isinstance(arguments, str) else arguments
+    arguments = {} if arguments is None else _parse_object(arguments) if isinstance(arguments, str) else arguments
     if not isinstance(arguments, dict):
         return None
     server = call.get("server")
     return (f"{server}.{call['name']}" if isinstance(server, str) and server else call["name"]), arguments
 
 
-def _object(text: str | None) -> dict[str, Any] | None:
+def _parse_object(text: str | None) -> dict[str, Any] | None:
     try:
         value = None if text is None else json.loads(text)
     except (ValueError, RecursionError):
@@ -107,7 +106,7 @@ def _object(text: str | None) -> dict[str, Any] | None:
 def result_block(action: str, text: str) -> str:
     """Format a result in the style of the action: fenced after fenced code, in a tag after a tag.
 
-    An action may end with what opens its result, which is then only closed.
+    If the action ends by opening a result block, the result only closes it.
     """
     written = action.rstrip()
     for name in _RESULTS:
@@ -128,11 +127,11 @@ def _fenced_result(text: str) -> str:
 
 
 NO_PATH = (OSError, ValueError, RuntimeError)
-"""What paths raise that are too long, have a NUL or half of a surrogate pair in them, or lead in a circle."""
+"""Errors of impossible paths: too long, a link to itself, a NUL or a lone surrogate inside."""
 
 
-def file_below(root: Path, name: str) -> Path | None:
-    """Resolve a file name below a resolved folder, following links; None if it is no file or lies elsewhere."""
+def resolve_file(root: Path, name: str) -> Path | None:
+    """Resolve a file name below a resolved folder, following links; None if it is not a file or lies elsewhere."""
     try:
         path = (root / name).resolve()
         return path if path.is_relative_to(root) and path.is_file() else None

@@ -1,7 +1,7 @@
 """Tools of MCP servers: ``<tool_call>{"name": …, "arguments": {…}}</tool_call>`` goes to the server that has it.
 
-One connection per server and worker, shared by its trajectories, and made again when it breaks. A name that two servers
-have is written ``SERVER.NAME``.
+Each worker has one connection per server, shared by its trajectories and reopened when it breaks. A name that two
+servers have is written ``SERVER.NAME``.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from jax_agent_rl.errors import ConfigError, ToolError
 from jax_agent_rl.tool_server.plugin import ServerTool, ToolAction, ToolObservation
-from jax_agent_rl.tool_server.plugins.markup import tool_call
-from jax_agent_rl.tool_server.plugins.python import failures
+from jax_agent_rl.tool_server.plugins.interpreters import failure_metrics
+from jax_agent_rl.tool_server.plugins.markup import parse_tool_call
 from jax_agent_rl.tools.mcp import MCPConnection, MCPServerConfig
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class McpTool(ServerTool[tuple[str, Mapping[str, Any]], None]):
         await self._stack.aclose()
 
     def parse_action(self, action: str) -> tuple[str, Mapping[str, Any]] | None:
-        return tool_call(action)
+        return parse_tool_call(action)
 
     async def act(self, action: ToolAction[tuple[str, Mapping[str, Any]], None]) -> ToolObservation:
         name, arguments = action.parsed
@@ -68,7 +68,7 @@ class McpTool(ServerTool[tuple[str, Mapping[str, Any]], None]):
 
 
 def _observation(result: CallToolResult) -> ToolObservation:
-    """Convert the displayable contents; a result that reports an error stays a valid action."""
+    """Convert the displayable contents; an action whose result reports an error is still valid."""
     texts, images, audio = [], [], []
     for item in result.content:
         match item.type:
@@ -83,5 +83,5 @@ def _observation(result: CallToolResult) -> ToolObservation:
         text=f"\n<tool_response>\n{text}\n</tool_response>\n",
         image=images,
         audio=audio,
-        metrics=failures(not result.is_error),
+        metrics=failure_metrics(not result.is_error),
     )

@@ -18,7 +18,7 @@ from bs4 import BeautifulSoup
 
 from jax_agent_rl.errors import ConfigError, ToolError
 from jax_agent_rl.tool_server.plugin import ServerTool, ToolAction, ToolObservation
-from jax_agent_rl.tool_server.plugins.markup import NO_PATH, file_below, tagged
+from jax_agent_rl.tool_server.plugins.markup import NO_PATH, last_tag, resolve_file
 
 _SUFFIXES = (".html", ".htm", ".md", ".txt")
 _MAX_BYTES = 10 << 20
@@ -36,7 +36,7 @@ class Browser:
 
 
 class PageTool(ServerTool[tuple[str, str], Browser]):
-    """A text browser. ``extra_fields.page`` is the page a trajectory begins with."""
+    """Text browser. ``extra_fields.page`` is a trajectory's first page."""
 
     name = "page"
     usage = (
@@ -51,7 +51,7 @@ class PageTool(ServerTool[tuple[str, str], Browser]):
         self._root = root.resolve()
 
     def parse_action(self, action: str) -> tuple[str, str] | None:
-        text = tagged(action, "page")
+        text = last_tag(action, "page")
         if text is None:
             return None
         command, _, argument = text.partition(" ")
@@ -89,7 +89,7 @@ class PageTool(ServerTool[tuple[str, str], Browser]):
         path = self._path(name)
         try:
             text, links = await self.context.threads.run(lambda: _render(path), name=self.name)
-        except OSError as error:  # whose own text holds the path on this machine
+        except OSError as error:  # its own text contains the path on this machine
             raise ToolError(f"{name[:200]!r} cannot be read: {error.strerror}") from error
         if forward and browser.name:
             browser.history.append(browser.name)
@@ -97,7 +97,7 @@ class PageTool(ServerTool[tuple[str, str], Browser]):
         browser.text, browser.links, browser.at = text, [self._resolve(path, link) for link in links], 0
 
     def _path(self, name: str) -> Path:
-        path = file_below(self._root, name.lstrip("/"))
+        path = resolve_file(self._root, name.lstrip("/"))
         if path is None or path.suffix not in _SUFFIXES:
             raise ToolError(f"there is no page {name[:200]!r}")
         return path

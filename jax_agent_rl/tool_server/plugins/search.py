@@ -1,6 +1,6 @@
 """Search over a local corpus: by words (BM25), or by meaning with ``search.encoder``.
 
-The corpus is JSON Lines of ``{"id", "contents"}``, as Search-R1's; the first line of ``contents`` is the title. Its
+The corpus is JSON Lines of ``{"id", "contents"}``, like Search-R1's; the first line of ``contents`` is the title. Its
 index is built once, and mapped into memory by every worker.
 """
 
@@ -41,7 +41,7 @@ def open_index(settings: SearchSettings) -> Index:
 class SearchTool(ServerTool[tuple[str, str], None]):
     """``<search>query</search>`` shows the best passages; ``<answer>…</answer>`` ends the trajectory.
 
-    An answer is no valid action: valid actions are counted, and it is none that a tool carried out.
+    An answer is not a valid action: those are counted, and no tool executes an answer.
     """
 
     name = "search"
@@ -83,7 +83,7 @@ def read_passages(corpus: Path) -> list[dict[str, str]]:
     """Read all passages, ``{"id", "contents"}`` each.
 
     Raises:
-        ConfigError: a line is of another form, or there is none.
+        ConfigError: a line is malformed, or there is none.
     """
     passages = []
     with corpus.open(encoding="utf-8") as lines:
@@ -111,11 +111,11 @@ def index_folder(
         corpus: JSON Lines file.
         folder: where the index belongs.
         made_by: what the index depends on besides the corpus; JSON.
-        make: writes the index of some passages into a folder. It gets one beside the place, which is moved there when
-            it is complete: a half-made index is never read.
+        make: writes the index of passages into a temporary folder, which is renamed when complete: an incomplete index
+            is never read.
 
     Raises:
-        ConfigError: the corpus is missing, empty or of another form.
+        ConfigError: the corpus is missing, empty or malformed.
     """
     if not corpus.is_file():
         raise ConfigError(f"search.corpus={str(corpus)!r}: no such file (relative to {os.getcwd()})")
@@ -137,7 +137,7 @@ def index_folder(
 
 
 class BM25Index:
-    """Passages ranked by the words they share with a query: BM25 (the library ``bm25s``)."""
+    """Index that ranks passages by the words they share with a query: BM25 (the library ``bm25s``)."""
 
     def __init__(self, retriever: bm25s.BM25, size: int):
         self._retriever = retriever
@@ -178,11 +178,11 @@ _EMBEDDINGS, _PASSAGES = "embeddings.npy", "passages.jsonl"
 
 
 class DenseIndex:
-    """Passages ranked by meaning: embeddings of a sentence-transformers model, compared with the whole corpus.
+    """Index that ranks passages by meaning: embeddings of a sentence-transformers model.
 
-    Embeddings are float32 [N, D] of length 1. A search is one exact matrix product over all of them, fast enough up to
-    some millions of passages; beyond that, name a server with an approximate index in the trainer's
-    ``search.server_url``.
+    Embeddings are float32 [N, D] of length 1. A search is one exact matrix product over all of them, fast enough for
+    some millions of passages; beyond that, point the trainer's ``search.server_url`` to a server with an
+    approximate index.
     """
 
     def __init__(self, encoder: Any, settings: SearchSettings, folder: Path):

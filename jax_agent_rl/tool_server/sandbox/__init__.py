@@ -1,4 +1,4 @@
-"""Runs programs a model wrote, without trusting them.
+"""Runs model-written programs, without trusting them.
 
 ::
 
@@ -6,11 +6,11 @@
             │                                                                                        │
             └─ process: wall clock · output · memory and files of the whole tree ──► kill ◄──────────┘
 
-``limits`` what a program may use · ``bubblewrap`` and ``seccomp`` what it may see and ask of the kernel · ``guard``
-what runs just before it · ``process_tree`` what its processes use, and how they are paused between two requests ·
-``cgroup`` where the kernel counts it · ``process`` one program from start to end · ``assertions`` tests of a program,
-outside its process · ``runner`` the public interface. Nothing falls back to running unprotected: ``unsafe_local`` has
-to be asked for.
+``runner`` the public interface · ``isolation`` and ``seccomp`` what a program may see and ask of the kernel ·
+``limits`` what it may use · ``process`` one program from start to end · ``process_tree`` what its processes use, and
+how they are paused between two requests. Three files run inside: ``guard`` just before the program; ``program_side``
+and ``tests_side`` run a program and its tests in separate processes. Nothing falls back to running unprotected:
+``unsafe_local`` must be requested.
 """
 
 from jax_agent_rl.tool_server.sandbox.limits import SandboxLimits, SandboxResult, StopCause

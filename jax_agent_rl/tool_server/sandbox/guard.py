@@ -1,8 +1,8 @@
-"""Runs inside the sandbox, just before the program: sets hard limits, gives up every privilege, becomes the program.
+"""Runs inside the sandbox, just before the program: sets hard limits, drops every privilege, executes the program.
 
 Passed to ``python -I -S -c`` as source, so that nothing of the host has to be visible: standard library only. Its
-arguments are a JSON object and then the program's own. On the lifeline, a socket that the program does not get, it says
-that all is ready, and then, if the program still cannot be started, why. (What a program writes proves nothing.)
+arguments are a JSON object and the program's command. On the lifeline, a socket that the program does not get, it
+reports that it is ready and then, if the program still cannot be started, why. (A program's own output proves nothing.)
 """
 
 import json
@@ -27,13 +27,13 @@ def _limit(limits: dict) -> None:
     for which, value in hard.items():
         value = _allowed(which, value)
         resource.setrlimit(which, (value, value))
-    # The soft limit's signal tells CPU time from other kills; the hard one follows for who ignores the signal.
+    # The soft limit's signal distinguishes CPU time from other kills; the hard limit ends whoever ignores it.
     hard_cpu = _allowed(resource.RLIMIT_CPU, limits["cpu_seconds"] + 1)
     resource.setrlimit(resource.RLIMIT_CPU, (min(limits["cpu_seconds"], hard_cpu), hard_cpu))
 
 
 def _allowed(which: int, value: int) -> int:
-    """Return the limit, or the lower one this process was started with."""
+    """Return the limit, or this process's own if that is lower."""
     hard = resource.getrlimit(which)[1]
     return value if hard == resource.RLIM_INFINITY else min(value, hard)
 
@@ -42,16 +42,16 @@ def _become(uid: int) -> None:
     """Switch from root to an unused uid: the process limit counts by user, and never binds root."""
     for fd in (0, 1, 2):
         if stat.S_ISFIFO(os.fstat(fd).st_mode):
-            os.fchmod(fd, 0o666)  # else opening /dev/stdout is refused
+            os.fchmod(fd, 0o666)  # otherwise opening /dev/stdout is refused
     os.setgroups([])
     os.setresgid(uid, uid, uid)
     os.setresuid(uid, uid, uid)
 
 
-def _still_wanted(lifeline: int) -> bool:
-    """Whether whoever started this still holds its end of the lifeline.
+def _has_parent(lifeline: int) -> bool:
+    """Return whether the process that started this one still holds its end of the lifeline.
 
-    The kernel ends this process with its parent only once it was asked to; a parent that died before left no trace.
+    The kernel ends this process with its parent only once that is requested; an earlier death leaves no other trace.
     """
     poll = select.poll()
     poll.register(lifeline, select.POLLRDHUP)
@@ -64,7 +64,7 @@ def main() -> None:
     lifeline = options["lifeline"]
     os.set_inheritable(lifeline, False)
     try:
-        if not _still_wanted(lifeline):
+        if not _has_parent(lifeline):
             return
         _limit(options["limits"])
         if options["uid"] is not None:

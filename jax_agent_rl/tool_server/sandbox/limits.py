@@ -1,10 +1,19 @@
-"""What a program may use, and how its run ended."""
+"""What a program may use, how its run ended, and the cgroup that enforces its limits where there is one.
+
+A cgroup (version 2) per program counts everything it occupies, also inside the kernel: pages, files in memory,
+sockets, pipes, page tables, file locks. Without one, limits of single processes and the number of sockets must suffice.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import secrets
+import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -18,7 +27,7 @@ class SandboxLimits:
     Attributes:
         wall_seconds: of one run, or of one exchange with a long-lived program.
         cpu_seconds: of each process, over its whole life.
-        memory_bytes: address space of each process, and resident memory of all of them together, with what their
+        memory_bytes: address space of each process, and resident memory of all of them together, including what their
             sockets may hold.
         processes: processes and threads at the same time.
         disk_bytes: of each of the two writable folders, ``/tmp`` and ``/dev/shm`` (both are memory).
@@ -41,39 +50,34 @@ class SandboxLimits:
             if not getattr(self, field.name) > 0:
                 raise ValueError(f"sandbox limit {field.name}={getattr(self, field.name)!r} must be positive")
 
-
-def run_limits(settings: LimitSettings) -> SandboxLimits:
-    """Return the limits of a program that runs once."""
-    return SandboxLimits(
-        wall_seconds=settings.wall_seconds,
-        cpu_seconds=settings.cpu_seconds,
-        memory_bytes=settings.memory_mb << 20,
-        processes=settings.processes,
-        disk_bytes=settings.disk_mb << 20,
-        output_bytes=settings.output_kb << 10,
-    )
-
-
-def session_limits(settings: LimitSettings) -> SandboxLimits:
-    """Return the limits of a program that lives as long as its trajectory."""
-    return dataclasses.replace(run_limits(settings), cpu_seconds=settings.session_cpu_seconds)
+    @classmethod
+    def from_settings(cls, settings: LimitSettings, *, session: bool = False) -> SandboxLimits:
+        """Return the limits of a program that runs once, or of a ``session`` that lives as long as its trajectory."""
+        return cls(
+            wall_seconds=settings.wall_seconds,
+            cpu_seconds=settings.session_cpu_seconds if session else settings.cpu_seconds,
+            memory_bytes=settings.memory_mb << 20,
+            processes=settings.processes,
+            disk_bytes=settings.disk_mb << 20,
+            output_bytes=settings.output_kb << 10,
+        )
 
 
 class StopCause(StrEnum):
-    """Why a program was ended before it ended itself."""
+    """Limit or failure that ended a program before it ended itself."""
 
     WALL = "wall"
-    """It ran past ``wall_seconds``."""
+    """It ran longer than ``wall_seconds``."""
     CPU = "cpu"
-    """It computed for more than ``cpu_seconds``."""
+    """It computed for longer than ``cpu_seconds``."""
     MEMORY = "memory"
     """Its processes together held more than ``memory_bytes``. (A single one gets its allocation refused instead.)"""
     FILES = "files"
-    """It made more than ``files`` files. (A full disk is an error the program sees instead.)"""
+    """It created more than ``files`` files. (A full disk is an error the program sees instead.)"""
     OUTPUT = "output"
     """It wrote more than ``output_bytes``."""
     BACKGROUND = "background"
-    """Processes it left behind at the end of an exchange started others faster than they could be ended."""
+    """Processes it left behind at the end of an exchange started others faster than they could be killed."""
 
     def describe(self, limits: SandboxLimits) -> str:
         """Describe the cause to the model."""
@@ -94,11 +98,11 @@ class StopCause(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SandboxResult:
-    """One finished run.
+    """Result of a finished run.
 
     Attributes:
-        stdout, stderr: what was written, up to the limit; bytes that are no UTF-8 are replaced.
-        exit_code: 0 is success, 128 + n ended by signal n; None when it was ended for ``stopped``.
+        stdout, stderr: output up to the limit; invalid UTF-8 is replaced.
+        exit_code: 0 is success, 128 + n killed by signal n; None if ``stopped``.
         stopped: the limit that ended it.
         seconds: from start to end.
     """
@@ -113,3 +117,90 @@ class SandboxResult:
     def ok(self) -> bool:
         """Whether the program ended by itself, with success."""
         return self.exit_code == 0
+
+
+# --- cgroups ----------------------------------------------------------------------------------------------------------
+
+_OWN_BYTES = 16 << 20  # of bubblewrap, and of the program's start
+_OWN_PROCESSES = 4
+_ENTER = 'echo $$ > "$0/cgroup.procs" && exec "$@"'
+
+
+class Cgroups:
+    """Factory of cgroups below a parent whose children have a memory controller."""
+
+    def __init__(self, parent: Path):
+        self._parent = parent
+        self._ended: list[Path] = []
+
+    def work(self) -> bool:
+        """Return whether a process can be put into a new cgroup here."""
+        try:
+            if "memory" not in (self._parent / "cgroup.subtree_control").read_text().split():
+                return False
+            group = self.make(SandboxLimits())
+        except OSError:
+            return False
+        try:
+            return subprocess.run(enter_cgroup(group, ["true"]), capture_output=True, timeout=60).returncode == 0
+        finally:
+            self.remove(group)
+
+    def make(self, limits: SandboxLimits) -> Path:
+        """Return a new cgroup with a program's limits; raise OSError."""
+        self._remove_ended()
+        group = self._parent / f"jax-agent-rl-{secrets.token_hex(8)}"
+        group.mkdir()
+        values = {
+            "memory.max": limits.memory_bytes + 2 * limits.disk_bytes + _OWN_BYTES,
+            "memory.swap.max": 0,
+            "memory.oom.group": 1,
+            "pids.max": limits.processes + _OWN_PROCESSES,
+        }
+        try:
+            for name, value in values.items():
+                # Controllers of swap and of processes are not available everywhere.
+                if name == "memory.max" or (group / name).exists():
+                    (group / name).write_text(str(value))
+        except OSError:
+            self.remove(group)
+            raise
+        return group
+
+    def remove(self, group: Path) -> None:
+        """Remove a cgroup now or, if its last processes are still ending, when the next one is made."""
+        self._ended.append(group)
+        self._remove_ended()
+
+    def _remove_ended(self) -> None:
+        for group in list(self._ended):
+            with contextlib.suppress(OSError):
+                group.rmdir()
+            if not group.exists():
+                self._ended.remove(group)
+
+
+def enter_cgroup(group: Path, command: Sequence[str]) -> list[str]:
+    """Return the command that runs ``command`` in a cgroup."""
+    return ["/bin/sh", "-c", _ENTER, str(group), *command]
+
+
+def ran_out_of_memory(group: Path) -> bool:
+    """Return whether the kernel killed a process of the cgroup because it was full."""
+    try:
+        events = dict(line.split() for line in (group / "memory.events").read_text().splitlines())
+    except OSError:
+        return False
+    return int(events.get("oom_kill", 0)) > 0
+
+
+def find_cgroups(proc: Path = Path("/proc/self")) -> Cgroups | None:
+    """Return where this process may make cgroups that limit memory: the nearest of its own cgroup and those above."""
+    mounts = (line.partition(" - ") for line in (proc / "mountinfo").read_text().splitlines())
+    mount = next((Path(at.split()[4]) for at, _, what in mounts if what.startswith("cgroup2 ")), None)
+    own = next((line[3:] for line in (proc / "cgroup").read_text().splitlines() if line.startswith("0::")), None)
+    if mount is None or own is None:
+        return None
+    place = mount / own.strip("/")
+    candidates = (Cgroups(parent) for parent in [place, *place.parents] if parent.is_relative_to(mount))
+    return next((cgroups for cgroups in candidates if cgroups.work()), None)

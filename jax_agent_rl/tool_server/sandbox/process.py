@@ -1,9 +1,8 @@
 """One sandboxed program, from start to end.
 
-Two ways to use it: ``finish`` gives input once and waits for the end; ``exchange`` sends a request and reads the
-answer up to a mark, any number of times, and between two of them the program is paused. Either ends the program when it
-goes over a limit. When the first process ends, the kernel ends all others: they share a namespace whose first process
-is gone.
+Two ways to use it: ``finish`` writes the input once and waits for the end; ``exchange`` sends a request and reads the
+answer up to a mark, any number of times, with the program paused in between. Both kill the program when it exceeds a
+limit. When the first process ends, the kernel kills all others: they share its process namespace.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ from jax_agent_rl.tool_server.sandbox.process_tree import exceeded, pause, resum
 
 logger = logging.getLogger(__name__)
 _CHUNK = 64 << 10
-_GONE_SECONDS = 10.0  # for the kernel to take down a killed tree
+_KILL_SECONDS = 10.0  # for the kernel to end a killed tree
 _CPU_SIGNALS = (128 + signal.SIGXCPU, -signal.SIGXCPU)
 
 
 class SandboxProcess:
-    """A started program; make one with :meth:`start`, and always :meth:`close` it."""
+    """A started program; create it with :meth:`start`, and always :meth:`close` it."""
 
     def __init__(
         self, process: asyncio.subprocess.Process, launch: Launch, limits: SandboxLimits, *, lifeline: socket.socket
@@ -56,11 +55,11 @@ class SandboxProcess:
         """Start a program.
 
         Args:
-            isolation: how.
+            isolation: how it is isolated.
             argv: the program and its arguments.
-            limits: that hold for it.
+            limits: its limits.
             files: in its working folder, read-only.
-            join_output: stderr goes where stdout goes.
+            join_output: redirect stderr to stdout.
             pass_fds: descriptors it inherits, under the same numbers.
 
         Raises:
@@ -134,11 +133,11 @@ class SandboxProcess:
     async def exchange(self, request: bytes, mark: bytes) -> tuple[bytes, bytes, StopCause | None]:
         """Send a request and read stdout up to the line that begins with ``mark``.
 
-        Afterwards the program stands still until the next request, and what it started in the background is gone.
+        Afterwards the program is paused until the next request, and what it started in the background is killed.
 
         Returns:
-            what came before the mark (all there is when the program ended or was stopped); the rest of the mark's
-            line, empty when it never came; the limit that ended the program.
+            What came before the mark (everything if the program ended or was stopped); the rest of the mark's line,
+            empty if it never came; the limit that ended the program.
         """
         self._out.clear()
         resume(self._process.pid, self._launch.wrappers)
@@ -154,41 +153,43 @@ class SandboxProcess:
         """Kill the program and everything it started, and wait until they are gone; idempotent."""
         if self._closing is None:
             self._closing = asyncio.ensure_future(self._close())
-        await asyncio.shield(self._closing)  # whoever is cancelled, the rest still happens
+        await asyncio.shield(self._closing)  # completes even if the caller is cancelled
 
     async def _close(self) -> None:
         try:
             if self._process.stdin is not None:
                 self._process.stdin.close()
             self.kill()
-            async with asyncio.timeout(_GONE_SECONDS):
-                await self._drain()  # first: a full pipe that nobody reads keeps wait() from returning
+            async with asyncio.timeout(_KILL_SECONDS):
+                for stream in (self._process.stdout, self._process.stderr):  # first: a full pipe keeps wait() waiting
+                    while stream is not None and await stream.read(_CHUNK):
+                        pass
                 await self._process.wait()
                 if self._process.stdin is not None:
                     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                         await self._process.stdin.wait_closed()
-                await asyncio.sleep(0)  # the callbacks in which asyncio lets go of the pipes are queued by now
+                await asyncio.sleep(0)  # runs the callbacks in which asyncio closes the pipes
         except TimeoutError:
-            logger.error("processes of sandbox %d are still there %g s after SIGKILL", self._process.pid, _GONE_SECONDS)
+            logger.error("processes of sandbox %d are still there %g s after SIGKILL", self._process.pid, _KILL_SECONDS)
         finally:
             self._lifeline.close()
             self._launch.clean_up()
 
     def _failure(self) -> str | None:
-        """Return why the ended program was never started; "" if the guard was not either, None if it was."""
+        """Return why the ended program was never started; "" if not even the guard was; None if it was started."""
         try:
-            said = self._lifeline.recv(_CHUNK, socket.MSG_DONTWAIT).decode("utf-8", "replace")
+            message = self._lifeline.recv(_CHUNK, socket.MSG_DONTWAIT).decode("utf-8", "replace")
         except BlockingIOError:
-            said = ""
-        if not said:
+            message = ""
+        if not message:
             return "" if (self._process.returncode or 0) > 0 else None  # below 0, it was killed before
-        return said.partition(": ")[2] or None
+        return message.partition(": ")[2] or None
 
     def _out_of_memory(self) -> StopCause | None:
         return StopCause.MEMORY if self._launch.out_of_memory() else None
 
     async def _pause(self) -> StopCause | None:
-        """Pause the program; return the limit it exceeded unnoticed, if any."""
+        """Pause the program; return a limit it exceeded since the last check, if any."""
         if not await pause(self._process.pid, self._launch.wrappers):
             return StopCause.BACKGROUND
         return exceeded(self._process.pid, self._limits)
@@ -200,16 +201,10 @@ class SandboxProcess:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
-    async def _drain(self) -> None:
-        """Read to the end: nobody holds the pipes any more, so nothing is left running."""
-        for stream in (self._process.stdout, self._process.stderr):
-            while stream is not None and await stream.read(_CHUNK):
-                pass
-
     # --- limits -----------------------------------------------------------------------------------------------
 
     async def _within_limits(self, work: Awaitable[None]) -> StopCause | None:
-        """Await ``work``; return the limit reached first, if any (the program is then still to be closed)."""
+        """Await ``work``; return the limit exceeded first, if any (the caller then closes the program)."""
         working = asyncio.ensure_future(work)
         watching = asyncio.ensure_future(watch(self._process.pid, self._limits))
         try:
@@ -244,7 +239,7 @@ class SandboxProcess:
             stdin.write(data)
             await stdin.drain()
         except (BrokenPipeError, ConnectionResetError):
-            return  # the program does not read its input, which is its own affair
+            return  # a program need not read its input
         finally:
             if close:
                 stdin.close()
@@ -280,7 +275,7 @@ async def _execute(launch: Launch, inherited: Sequence[int], *, join_output: boo
 
 
 async def _abandon(starting: asyncio.Future[SandboxProcess]) -> None:
-    """Close a program that nobody waits for any more, once it has started."""
+    """Close a program whose caller was cancelled, once it has started."""
     try:
         process = await starting
     except ToolError:
@@ -289,7 +284,7 @@ async def _abandon(starting: asyncio.Future[SandboxProcess]) -> None:
 
 
 async def _together(*work: Awaitable[None]) -> None:
-    """Await all; the first failure cancels the others."""
+    """Await all; the first exception, raised as it is, cancels the others."""
     tasks = [asyncio.ensure_future(one) for one in work]
     try:
         await asyncio.gather(*tasks)
@@ -300,4 +295,4 @@ async def _together(*work: Awaitable[None]) -> None:
 
 
 class _TooMuchOutput(Exception):
-    """The program wrote more than it may."""
+    """The program wrote more than ``output_bytes``."""

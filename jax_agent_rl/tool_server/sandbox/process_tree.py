@@ -1,4 +1,4 @@
-"""A sandboxed tree of processes: what it uses, read from ``/proc``, and how it is paused.
+"""Resource usage of a sandboxed process tree, read from ``/proc``, and how it is paused.
 
 Limits of single processes do not add up: sixty-four processes of half a gigabyte each are within theirs.
 """
@@ -21,7 +21,7 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 async def watch(pid: int, limits: SandboxLimits) -> StopCause:
-    """Return the limit that the processes under ``pid`` exceed together, once they do; poll until then."""
+    """Poll until the processes under ``pid`` together exceed a limit, and return it."""
     while True:
         await asyncio.sleep(_INTERVAL)
         if stopped := exceeded(pid, limits):
@@ -41,18 +41,18 @@ def exceeded(pid: int, limits: SandboxLimits) -> StopCause | None:
 def tree(pid: int) -> list[int]:
     """Return ``pid`` and its descendants, parents first."""
     pids = [pid]
-    for parent in pids:  # grows while it is walked
+    for parent in pids:  # grows during iteration
         try:
             tasks = os.listdir(f"/proc/{parent}/task")
             for task in tasks:
                 pids += map(int, Path(f"/proc/{parent}/task/{task}/children").read_text().split())
         except (FileNotFoundError, ProcessLookupError):
-            continue  # it ended meanwhile
+            continue  # it has ended
     return pids
 
 
 def _over_memory(pids: list[int], limit: int) -> bool:
-    """Check resident memory, cheap but counting shared pages for each, and only then proportional shares."""
+    """Check resident memory, cheap but counting shared pages repeatedly, and only then proportional shares."""
     return sum(map(_resident, pids)) > limit and sum(map(_proportional, pids)) > limit
 
 
@@ -129,23 +129,23 @@ def _default_buffers() -> int:
     return sum(int(Path(f"/proc/sys/net/core/{name}").read_text()) for name in _BUFFERS)
 
 
-_LOOKS = 500
-_BETWEEN_SECONDS = 0.001
-_DEAD, _STOPPED = "ZX", "TtZX"  # states in /proc; a dead process is there until its parent has asked for it
+_MAX_CHECKS = 500
+_CHECK_SECONDS = 0.001
+_DEAD, _STOPPED = "ZX", "TtZX"  # states in /proc; a dead process remains until its parent has waited for it
 
 
 async def pause(pid: int, wrappers: int) -> bool:
     """Stop a program and kill everything it started.
 
     Args:
-        pid: of the process that was started.
-        wrappers: processes down from there that are not the program's: bubblewrap's.
+        pid: the process that was started.
+        wrappers: number of processes from there down that are bubblewrap's, not the program's.
 
     Returns:
-        whether nothing runs any more. If not, all of it has to be ended.
+        Whether nothing runs any more; if not, the whole tree must be killed.
     """
     quiet = 0
-    for _ in range(_LOOKS):
+    for _ in range(_MAX_CHECKS):
         program, others = _split(pid, wrappers)
         if program is None:
             return True
@@ -156,7 +156,7 @@ async def pause(pid: int, wrappers: int) -> bool:
         quiet = quiet + 1 if not running and _all_in(program, _STOPPED) else 0
         if quiet == 2:
             return True
-        await asyncio.sleep(0 if quiet else _BETWEEN_SECONDS)
+        await asyncio.sleep(0 if quiet else _CHECK_SECONDS)
     return False
 
 
@@ -168,10 +168,9 @@ def resume(pid: int, wrappers: int) -> None:
 
 
 def _split(pid: int, wrappers: int) -> tuple[int | None, list[int]]:
-    """Return the program's first process (None when it is gone) and all others it started."""
-    pids = tree(pid)[
-        wrappers:
-    ]  # the program is the oldest child of its namespace's first process, hence the first here
+    """Return the program's first process (None if it has ended) and all others it started."""
+    # The program is the oldest child of its namespace's first process, hence the first here.
+    pids = tree(pid)[wrappers:]
     return (pids[0], pids[1:]) if pids else (None, [])
 
 
@@ -181,11 +180,11 @@ def _send(pid: int, number: signal.Signals) -> None:
 
 
 def _all_in(pid: int, states: str) -> bool:
-    """Whether every thread of a process is in one of the states; the first may be dead while others run."""
+    """Return whether every thread of a process is in one of the states; the first may be dead while others run."""
     try:
         for task in os.listdir(f"/proc/{pid}/task"):
             if Path(f"/proc/{pid}/task/{task}/stat").read_text().rpartition(")")[2].split()[0] not in states:
                 return False
     except (FileNotFoundError, ProcessLookupError):
-        return False  # changing: the next look tells
+        return False  # it is changing; the next check decides
     return True

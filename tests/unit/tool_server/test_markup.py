@@ -2,7 +2,7 @@
 
 import pytest
 
-from jax_agent_rl.tool_server.plugins.markup import code_of, result_block, tagged, tool_call
+from jax_agent_rl.tool_server.plugins.markup import extract_code, last_tag, parse_tool_call, result_block
 
 
 @pytest.mark.parametrize(
@@ -28,25 +28,25 @@ from jax_agent_rl.tool_server.plugins.markup import code_of, result_block, tagge
     ],
 )
 def test_code_is_found_in_tags_then_in_fences(action, code):
-    assert code_of(action, "python", "python", "py") == code
+    assert extract_code(action, "python", "python", "py") == code
 
 
 def test_the_last_tag_counts():
-    assert tagged("<sql>a</sql> no: <sql> b </sql>", "sql") == "b"
-    assert tagged("<sql>a</sql> <sql>b", "sql") is None
+    assert last_tag("<sql>a</sql> no: <sql> b </sql>", "sql") == "b"
+    assert last_tag("<sql>a</sql> <sql>b", "sql") is None
 
 
 def test_arguments_may_be_json_text_or_missing_and_a_server_named():
-    assert tool_call('<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>') == ("f", {"a": 1})
-    assert tool_call('<tool_call>{"name": "f", "arguments": null}</tool_call>') == ("f", {})
-    assert tool_call('<tool_call>{"name": "f", "server": "s"}</tool_call>') == ("s.f", {})
+    assert parse_tool_call('<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>') == ("f", {"a": 1})
+    assert parse_tool_call('<tool_call>{"name": "f", "arguments": null}</tool_call>') == ("f", {})
+    assert parse_tool_call('<tool_call>{"name": "f", "server": "s"}</tool_call>') == ("s.f", {})
 
 
 @pytest.mark.parametrize(
     "text", ["", "{", "[]", "1", '{"name": 1}', '{"name": "x", "arguments": []}', "[" * 100_000, '{"arguments": {}}']
 )
 def test_what_is_no_tool_call_is_none(text):
-    assert tool_call(f"<tool_call>{text}</tool_call>") is None
+    assert parse_tool_call(f"<tool_call>{text}</tool_call>") is None
 
 
 def test_results_are_written_as_the_action_was():

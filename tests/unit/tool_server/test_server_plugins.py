@@ -13,6 +13,7 @@ import pytest
 from PIL import Image
 
 from jax_agent_rl.errors import ConfigError
+from jax_agent_rl.tool_server.plugins import sql
 from jax_agent_rl.tool_server.plugins.judge import same_output
 from jax_agent_rl.tool_server.wire import Failure
 from tests.capabilities import needs_bwrap
@@ -398,9 +399,15 @@ async def test_an_mcp_server_that_is_not_there_is_named_with_its_address():
             raise AssertionError("never reached")
 
 
-def test_programs_that_run_inside_the_sandbox_need_no_package():
-    """Their modules import in an isolated interpreter without site packages."""
+def test_programs_that_run_inside_the_sandbox_need_no_package(tmp_path):
+    """They run in an isolated interpreter without site packages."""
+    isolated = [sys.executable, "-I", "-S", "-c"]
     folder = Path(__file__).parents[3] / "jax_agent_rl" / "tool_server"
-    for program in ("plugins/kernel.py", "plugins/query.py", "sandbox/guard.py"):
+    for program in ("plugins/kernel.py", "sandbox/guard.py", "sandbox/program_side.py"):
         check = f"import runpy; runpy.run_path({str(folder / program)!r}, run_name='checked')"
-        subprocess.run([sys.executable, "-I", "-S", "-c", check], check=True)
+        subprocess.run([*isolated, check], check=True)
+    sqlite3.connect(tmp_path / "database.sqlite").close()
+    request = json.dumps({"query": "SELECT 1 AS one", "max_rows": 1})
+    command = [*isolated, sql._query_program().decode()]
+    ran = subprocess.run(command, input=request, cwd=tmp_path, capture_output=True, text=True)
+    assert ran.stdout == "one\n1\n", ran.stderr

@@ -8,8 +8,8 @@ import pytest_asyncio
 
 from jax_agent_rl.config.tool_server import load_settings
 from jax_agent_rl.errors import ConfigError
-from jax_agent_rl.tool_server.front import ToolServer
-from jax_agent_rl.tool_server.pool import worker_of
+from jax_agent_rl.tool_server.server import ToolServer
+from jax_agent_rl.tool_server.worker import assign_worker
 from jax_agent_rl.utils.network import is_loopback
 from tests.tool_serving import serving
 
@@ -28,7 +28,7 @@ async def one_server():
 async def test_a_batch_is_answered_in_its_order_across_workers():
     async with serving("workers=3") as client:
         ids = [f"trajectory-{n}" for n in range(24)]
-        assert {worker_of(name, 3) for name in ids} == {0, 1, 2}
+        assert {assign_worker(name, 3) for name in ids} == {0, 1, 2}
         body = await client.step(*(f"echo {name}" for name in ids), ids=ids)
         assert body["observations"] == ids
         assert body["dones"] == [False] * 24 and body["valids"] == [True] * 24 and body["tools"] == ["echo"] * 24

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import aiohttp
 
-from jax_agent_rl.tool_server.pool import worker_of
 from jax_agent_rl.tool_server.sandbox.process_tree import tree
+from jax_agent_rl.tool_server.worker import assign_worker
 from jax_agent_rl.utils.interrupt import EXIT_CODE
 from tests.capabilities import needs_bwrap
 from tests.tool_serving import FAKES, serving, total, until_healthy
@@ -19,7 +19,7 @@ async def test_a_tool_that_kills_its_worker_costs_only_its_trajectories_and_is_c
     """Both workers hold state; one dies in the middle of an action. Its trajectories are told, the others go on."""
     async with serving("workers=2") as client:
         ids = [f"trajectory-{n}" for n in range(10)]
-        victims = [name for name in ids if worker_of(name, 2) == worker_of("bomber", 2)]
+        victims = [name for name in ids if assign_worker(name, 2) == assign_worker("bomber", 2)]
         assert 0 < len(victims) < 10
         await client.step(*["count"] * 10, ids=ids)
         body = await client.step("fault die", "echo hi", ids=["bomber", next(n for n in ids if n not in victims)])
@@ -42,7 +42,7 @@ async def test_a_tool_that_kills_its_worker_costs_only_its_trajectories_and_is_c
 
 async def test_a_stuck_worker_is_replaced_and_the_other_goes_on_meanwhile():
     async with serving("workers=2", "stuck_seconds=1") as client:
-        other = next(name for name in map(str, range(99)) if worker_of(name, 2) != worker_of("victim", 2))
+        other = next(name for name in map(str, range(99)) if assign_worker(name, 2) != assign_worker("victim", 2))
         await client.step("count", ids=["victim"])
         stuck = asyncio.create_task(client.step("fault stuck", ids=["victim"]))
         while (await client.send("/health", "GET"))[0] != 503:

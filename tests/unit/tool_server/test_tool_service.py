@@ -13,8 +13,7 @@ from jax_agent_rl.config.tool_server import ToolServerSettings
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.tool_server.plugin import ToolContext
 from jax_agent_rl.tool_server.plugins import tool_classes
-from jax_agent_rl.tool_server.service import ToolService, shorten
-from jax_agent_rl.tool_server.telemetry import Telemetry
+from jax_agent_rl.tool_server.service import Telemetry, ToolService, shorten
 from jax_agent_rl.tool_server.wire import Failure, ObservationStep
 from jax_agent_rl.utils.threads import DaemonThreads
 
@@ -35,15 +34,16 @@ class Served:
     """A service with the fake tools, its clock and its metrics."""
 
     def __init__(self, *names, **changes):
-        given = ToolServerSettings(tools=names or ("echo", "counter", "faulty"), tool_path=FAKES)
+        limits = {"step_seconds": 5.0, "max_action_chars": 1000, "max_observation_chars": 200}
+        limits |= {"max_environments": 50, "idle_seconds": 100.0, "limits": {"wall_seconds": 0.001}}
+        given = ToolServerSettings(
+            **{"tools": names or ("echo", "counter", "faulty"), "tool_path": FAKES, **limits, **changes}
+        )
         context = ToolContext(settings=given, threads=DaemonThreads(), _sandbox=None)
         self.tools = {tool.name: tool(context) for tool in tool_classes(given)}
         self.clock, self.registry = Clock(), CollectorRegistry()
-        limits = {"step_seconds": 5.0, "max_action_chars": 1000, "max_observation_chars": 200}
-        limits |= {"max_environments": 50, "idle_seconds": 100.0}
-        self.service = ToolService(
-            list(self.tools.values()), Telemetry(self.registry, worker="0"), clock=self.clock, **(limits | changes)
-        )
+        telemetry = Telemetry(self.registry, worker="0")
+        self.service = ToolService(list(self.tools.values()), given, telemetry, clock=self.clock)
 
     @property
     def diary(self):

@@ -19,7 +19,7 @@ from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.observe.prometheus import TrainerMetrics, trainer_server
 from jax_agent_rl.rollout.http import wire
 from jax_agent_rl.rollout.http.server import RolloutServer
-from jax_agent_rl.tool_server.front import ToolServer
+from jax_agent_rl.tool_server.server import ToolServer
 from jax_agent_rl.utils import tempdirs
 from jax_agent_rl.utils.http_server import MOST_NESTED, HttpServer, read_json
 from tests.toy_backend import ToyBackend
@@ -277,7 +277,7 @@ def test_no_module_listens_by_other_means():
     """A server that is added has to come through here, or be named with its reason."""
     others = {
         "jax_agent_rl/testing/chaos/proxy.py": "breaks the connections of chaos tests",
-        "jax_agent_rl/tool_server/worker.py": "a Unix socket in a folder of the front's own",
+        "jax_agent_rl/tool_server/worker.py": "a Unix socket in a private folder of the server's",
     }
     root = Path(__file__).parents[3]
     words = (

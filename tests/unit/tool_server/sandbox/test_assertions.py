@@ -5,19 +5,20 @@ import dataclasses
 import datetime
 import json
 import os
+import sys
 from collections import deque
 from decimal import Decimal
 from fractions import Fraction
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from jax_agent_rl.tool_server.sandbox import Sandbox, SandboxLimits, StopCause
-from jax_agent_rl.tool_server.sandbox.assertions.remote_calls import Peer
-from jax_agent_rl.tool_server.sandbox.bubblewrap import Bubblewrap, find_bwrap
-from jax_agent_rl.tool_server.sandbox.isolation import UnsafeLocal, this_python
+from jax_agent_rl.tool_server.sandbox.isolation import Bubblewrap, UnsafeLocal, find_bwrap
 from jax_agent_rl.tool_server.sandbox.process_tree import tree
+from jax_agent_rl.tool_server.sandbox.program_side import Peer
 from tests.capabilities import needs_bwrap
 from tests.unit.tool_server.sandbox.tricks import NO_ANSWERS, SQUARES, TRICKS
 
@@ -29,13 +30,13 @@ def sandbox():
     """Not tried out first, unlike that of open_sandbox, which other tests do."""
     bwrap = find_bwrap()
     assert bwrap is not None
-    return Sandbox(Bubblewrap(bwrap, this_python()), LIMITS, max_running=1)
+    return Sandbox(Bubblewrap(bwrap, Path(sys.executable)), LIMITS, max_running=1)
 
 
 @pytest.fixture
 def local():
     """Quicker, and enough where nothing has to be kept in."""
-    return Sandbox(UnsafeLocal(this_python()), LIMITS, max_running=1)
+    return Sandbox(UnsafeLocal(Path(sys.executable)), LIMITS, max_running=1)
 
 
 # --- what does not pass -----------------------------------------------------------------------------------------------
@@ -102,7 +103,7 @@ def f(x): return found[0].decode()
 )
 async def test_a_program_over_its_limits_fails(program, stopped):
     limits = dataclasses.replace(LIMITS, wall_seconds=2 if stopped is StopCause.WALL else 20)
-    result = await Sandbox(UnsafeLocal(this_python()), limits, max_running=1).run_tests(program, SQUARES)
+    result = await Sandbox(UnsafeLocal(Path(sys.executable)), limits, max_running=1).run_tests(program, SQUARES)
     assert not result.ok and result.stopped is stopped, result
 
 

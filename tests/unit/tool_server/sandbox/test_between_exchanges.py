@@ -24,7 +24,7 @@ for line in sys.stdin:
 async def execute(request, monkeypatch):
     """A function that has a long-lived Python execute source, with that program as its attribute."""
     if request.param == "user_namespace":
-        monkeypatch.setattr("jax_agent_rl.tool_server.sandbox.bubblewrap._maps_every_user", lambda: False)
+        monkeypatch.setattr("jax_agent_rl.tool_server.sandbox.isolation._maps_every_user", lambda: False)
     sandbox = await open_sandbox(limits=LIMITS)
     before = set(tree(os.getpid()))
     process = await sandbox.start([sandbox.python, "reader.py"], files={"reader.py": READER.encode()})
@@ -113,7 +113,7 @@ async def test_a_limit_passed_just_before_the_answer_counts(execute, folder):
 
 
 async def test_what_cannot_be_held_is_ended(execute, monkeypatch):
-    monkeypatch.setattr("jax_agent_rl.tool_server.sandbox.process_tree._LOOKS", 0)
+    monkeypatch.setattr("jax_agent_rl.tool_server.sandbox.process_tree._MAX_CHECKS", 0)
     _, stopped, left = await execute("print(1)")
     assert stopped is StopCause.BACKGROUND and not execute.process.alive and not left
     assert stopped.describe(LIMITS) == "ended: the processes it left in the background kept starting others"

@@ -1,13 +1,14 @@
 """Cgroups, in folders that look like theirs; and, where this process may make some, real ones."""
 
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from jax_agent_rl.tool_server.sandbox import SandboxLimits, StopCause, open_sandbox
-from jax_agent_rl.tool_server.sandbox.bubblewrap import Bubblewrap, find_bwrap
-from jax_agent_rl.tool_server.sandbox.cgroup import Cgroups, entering, find_cgroups, ran_out_of_memory
-from jax_agent_rl.tool_server.sandbox.isolation import this_python
+from jax_agent_rl.tool_server.sandbox.isolation import Bubblewrap, find_bwrap
+from jax_agent_rl.tool_server.sandbox.limits import Cgroups, enter_cgroup, find_cgroups, ran_out_of_memory
 from jax_agent_rl.tool_server.sandbox.runner import Sandbox
 from tests.capabilities import needs_bwrap
 
@@ -54,7 +55,7 @@ def test_without_a_memory_controller_there_are_none(hierarchy, controllers):
 
 
 def test_a_cgroup_that_no_process_can_enter_is_passed_over(hierarchy, monkeypatch):
-    monkeypatch.setattr("jax_agent_rl.tool_server.sandbox.cgroup._ENTER", "exit 1")
+    monkeypatch.setattr("jax_agent_rl.tool_server.sandbox.limits._ENTER", "exit 1")
     assert find_cgroups(hierarchy) is None
 
 
@@ -87,7 +88,7 @@ async def test_a_program_runs_in_its_cgroup_and_ends_for_memory_when_that_says_s
     cgroups = FakeCgroups(tmp_path)
     bwrap = find_bwrap()
     assert bwrap is not None
-    sandbox = Sandbox(Bubblewrap(bwrap, this_python(), cgroups), SandboxLimits(), max_running=1)
+    sandbox = Sandbox(Bubblewrap(bwrap, Path(sys.executable), cgroups), SandboxLimits(), max_running=1)
     assert (await sandbox.run(["sh", "-c", "echo $PPID"])).stdout == "1\n"
     assert int((cgroups.made[0] / "cgroup.procs").read_text()) > 1
     process = await sandbox.start(["cat"])
@@ -96,7 +97,7 @@ async def test_a_program_runs_in_its_cgroup_and_ends_for_memory_when_that_says_s
 
 
 def test_a_command_enters_before_it_runs(tmp_path):
-    found = subprocess.run(entering(tmp_path, ["sh", "-c", "echo $$ $0", "a b"]), capture_output=True, text=True)
+    found = subprocess.run(enter_cgroup(tmp_path, ["sh", "-c", "echo $$ $0", "a b"]), capture_output=True, text=True)
     pid, argument = found.stdout.rstrip("\n").split(" ", 1)
     assert argument == "a b" and (tmp_path / "cgroup.procs").read_text().strip() == pid
 

@@ -16,7 +16,7 @@ LIMITS = SandboxLimits(wall_seconds=30, cpu_seconds=20, memory_bytes=128 << 20, 
 @pytest.fixture(params=["as_started", "user_namespace"])
 async def run(request, monkeypatch):
     if request.param == "user_namespace":
-        monkeypatch.setattr("jax_agent_rl.tool_server.sandbox.bubblewrap._maps_every_user", lambda: False)
+        monkeypatch.setattr("jax_agent_rl.tool_server.sandbox.isolation._maps_every_user", lambda: False)
     sandbox = await open_sandbox(limits=LIMITS)
 
     async def run(source):

@@ -79,7 +79,7 @@ def test_limits_must_be_positive(name):
 def test_the_system_call_filter_is_whole_instructions_whose_jumps_stay_inside(machine):
     import struct
 
-    code = list(struct.iter_unpack("<HBBI", seccomp.program(machine)))
+    code = list(struct.iter_unpack("<HBBI", seccomp.build_filter(machine)))
     for index, (operation, then, otherwise, _) in enumerate(code):
         if operation & 0x07 == 0x05:
             assert index + 1 + max(then, otherwise) < len(code)

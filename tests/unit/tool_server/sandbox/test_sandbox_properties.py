@@ -14,7 +14,7 @@ import pytest
 
 from jax_agent_rl.errors import ToolError
 from jax_agent_rl.tool_server.sandbox import SandboxLimits, StopCause, open_sandbox
-from jax_agent_rl.tool_server.sandbox.bubblewrap import Bubblewrap, find_bwrap
+from jax_agent_rl.tool_server.sandbox.isolation import Bubblewrap, find_bwrap
 from jax_agent_rl.tool_server.sandbox.process_tree import tree
 from jax_agent_rl.tool_server.sandbox.runner import Sandbox
 from tests.capabilities import needs_bwrap
@@ -35,7 +35,7 @@ LIMITS = SandboxLimits(
 async def sandbox(request, monkeypatch):
     """Both ways to set a sandbox up; for root the second is what a container without its own users gives."""
     if request.param == "user_namespace":
-        monkeypatch.setattr("jax_agent_rl.tool_server.sandbox.bubblewrap._maps_every_user", lambda: False)
+        monkeypatch.setattr("jax_agent_rl.tool_server.sandbox.isolation._maps_every_user", lambda: False)
     return await open_sandbox(limits=LIMITS)
 
 

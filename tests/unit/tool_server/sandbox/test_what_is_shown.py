@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from jax_agent_rl.tool_server.sandbox import open_sandbox
-from jax_agent_rl.tool_server.sandbox.bubblewrap import install
+from jax_agent_rl.tool_server.sandbox.isolation import install
 from tests.capabilities import needs_bwrap
 
 NAMES_OF_THE_HOST = """
@@ -25,7 +25,7 @@ print("\\n".join(words))
 @pytest.mark.parametrize("user_namespace", [False, True])
 async def test_no_path_of_the_host_is_shown(user_namespace, monkeypatch):
     if user_namespace:
-        monkeypatch.setattr("jax_agent_rl.tool_server.sandbox.bubblewrap._maps_every_user", lambda: False)
+        monkeypatch.setattr("jax_agent_rl.tool_server.sandbox.isolation._maps_every_user", lambda: False)
     sandbox = await open_sandbox()
     result = await sandbox.run([sandbox.python, "main.py"], files={"main.py": NAMES_OF_THE_HOST.encode()})
     assert result.ok, result.stderr

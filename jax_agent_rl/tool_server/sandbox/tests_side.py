@@ -1,18 +1,19 @@
-"""Runs tests of a program that runs in another process: exits with 0 if they all hold, else says why on stderr.
+"""Runs tests of a program that runs in another process: exits with 0 if they pass, else prints why to stderr.
 
 Arguments: the descriptors of the two pipes. Names that the tests do not define are the program's, except for builtins
-and modules of the standard library. A test compares plain data in this process; what is left of the program's own
-objects here are :class:`Remote`, which can be called and looked into but never compared.
+and modules of the standard library. Tests compare plain data in this process; the program's own objects are
+:class:`Remote` here, which can be called and accessed but never compared.
 """
 
 import ast
 import builtins
+import collections
 import importlib
 import sys
 import traceback
 import types
 
-from remote_calls import Peer, refill  # pyright: ignore[reportMissingImports]  # beside it in the working folder
+from program_side import Peer  # pyright: ignore[reportMissingImports]  # beside it in the working folder
 
 _ALIASES = {"np": "numpy", "pd": "pandas"}
 _ERRORS = {
@@ -23,11 +24,11 @@ _ERRORS = {
 
 
 class ProgramEnded(BaseException):
-    """The program exited, or its process is gone: no ``except Exception`` of a test takes that for an error."""
+    """The program exited, or its process is gone; no ``except Exception`` of a test catches it."""
 
 
 class RemoteError(Exception):
-    """The program raised an exception of a class of its own, or answered with something that is no value."""
+    """The program raised an exception of a class of its own, or sent something that is not a value."""
 
 
 class TestsSide(Peer):
@@ -36,7 +37,7 @@ class TestsSide(Peer):
     def __init__(self, incoming, outgoing):
         super().__init__(incoming, outgoing)
         self._functions = []
-        self._remotes = {}  # one for each object, so that ``is`` holds here where it holds there
+        self._remotes = {}  # one per object, so that ``is`` has the same result as in the program
         self.ended = False
 
     def refer(self, value):
@@ -75,7 +76,7 @@ class TestsSide(Peer):
         if error is not None:
             raise error
         for old, new in zip(args, changed, strict=False):
-            refill(old, new)
+            _refill(old, new)
         return value
 
     def _read(self, reply):
@@ -106,6 +107,20 @@ class TestsSide(Peer):
             return {"error": repr(error)}
 
 
+def _refill(old, new):
+    """Replace the contents of a passed container by those it has on the other side after the call."""
+    if isinstance(old, list) and isinstance(new, list):
+        old[:] = new
+    elif isinstance(old, bytearray) and isinstance(new, bytearray):
+        old[:] = new
+    elif (isinstance(old, dict) and isinstance(new, dict)) or (isinstance(old, set) and isinstance(new, set)):
+        old.clear()
+        old.update(new)
+    elif isinstance(old, collections.deque) and isinstance(new, collections.deque):
+        old.clear()
+        old.extend(new)
+
+
 def _error(names, arguments, trace):
     if "Exception" not in names:
         return ProgramEnded(f"the program raised {names[0]}")
@@ -121,7 +136,7 @@ def _error(names, arguments, trace):
 
 
 class Remote:
-    """An object of the program. What it says of itself is plain data; whether it equals something is not its to say."""
+    """An object of the program. It may describe itself with plain data, but not decide what it equals."""
 
     __slots__ = ("_side", "_number", "_kind")
 

@@ -1,0 +1,208 @@
+"""Code in an interpreter: Python started per action, or Python and bash that live as long as their trajectory."""
+
+from __future__ import annotations
+
+import base64
+import json
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from jax_agent_rl.tool_server.plugin import ServerTool, ToolAction, ToolObservation
+from jax_agent_rl.tool_server.plugins.markup import extract_code, fenced_blocks, parse_tool_call, result_block
+from jax_agent_rl.tool_server.sandbox import Sandbox, SandboxLimits, SandboxProcess, SandboxResult
+from jax_agent_rl.tool_server.sandbox.isolation import Files
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Code:
+    """Code of an action.
+
+    Attributes:
+        source: the program.
+        stdin: from an ```` ```input ```` block; None if there is none.
+        action: the whole action, which decides how the result is formatted.
+    """
+
+    source: str
+    stdin: str | None
+    action: str
+
+
+def parse_python(action: str) -> Code | None:
+    """Parse ``<python>…</python>``, fenced ``python`` blocks, or a tool call ``python`` with the argument ``code``."""
+    source = extract_code(action, "python", "python", "py")
+    if source is None and (call := parse_tool_call(action)) is not None and call[0] == "python":
+        source = call[1].get("code")
+    if not isinstance(source, str):
+        return None
+    stdin = next(fenced_blocks(action, "input"), None)
+    return Code(source=source, stdin=stdin and stdin.lstrip(" \t\r").removeprefix("\n"), action=action)
+
+
+class PythonTool(ServerTool[Code, None]):
+    """Runs code in an interpreter of its own; its output is the observation.
+
+    ``extra_fields.stdin`` is its input unless the action contains one.
+    """
+
+    name = "python"
+    usage = "<python>code</python> or a fenced python block; print what you want to see."
+    needs_sandbox = True
+
+    def parse_action(self, action: str) -> Code | None:
+        return parse_python(action)
+
+    async def act(self, action: ToolAction[Code, None]) -> ToolObservation:
+        code, sandbox = action.parsed, self.context.sandbox
+        stdin = code.stdin if code.stdin is not None else str(action.extra.get("stdin") or "")
+        files = {"main.py": code.source.encode("utf-8", "replace")}
+        result = await sandbox.run([sandbox.python, "main.py"], stdin=stdin.encode("utf-8", "replace"), files=files)
+        text = describe_result(result, sandbox.limits)
+        return ToolObservation(text=result_block(code.action, text), metrics=failure_metrics(result.ok))
+
+
+def failure_metrics(ok: bool) -> dict[str, float]:
+    """Return an action's metrics: a success has none, so its observation is plain text."""
+    return {} if ok else {"failed": 1.0}
+
+
+def describe_result(result: SandboxResult, limits: SandboxLimits) -> str:
+    """Return a program's output, then what went wrong."""
+    parts = [result.stdout.rstrip("\n"), result.stderr.rstrip("\n")]
+    if result.stopped is not None:
+        parts.append(f"({result.stopped.describe(limits)})")
+    elif result.exit_code and not result.stderr:
+        parts.append(f"(exit code {result.exit_code})")
+    return "\n".join(part for part in parts if part)
+
+
+# --- sessions ---------------------------------------------------------------------------------------------------------
+
+_RESTARTED = "(the session ended; the next action starts a new one, in which nothing is defined)"
+
+
+class ProgramSession:
+    """Long-lived program in the sandbox that runs one piece of code after another.
+
+    A program that ended (the code exited, or exceeded a limit) is restarted for the next piece; the model reads that
+    all definitions are lost.
+
+    Args:
+        sandbox: the sandbox.
+        argv: the program.
+        files: in its working folder.
+        limits: of the program; ``wall_seconds`` is for each piece of code.
+        encode: converts code and a mark to the program's input; it runs the code, then writes the mark and an exit code
+            on a line.
+    """
+
+    def __init__(
+        self,
+        sandbox: Sandbox,
+        argv: Sequence[str],
+        *,
+        files: Files,
+        limits: SandboxLimits,
+        encode: Callable[[str, str], bytes],
+    ):
+        self._sandbox = sandbox
+        self._argv = argv
+        self._files = files
+        self._limits = limits
+        self._encode = encode
+        self._process: SandboxProcess | None = None
+
+    async def start(self) -> None:
+        """Start the program unless it is running.
+
+        Raises:
+            ToolError: the sandbox failed.
+        """
+        if self._process is None or not self._process.alive:
+            await self.close()
+            self._process = await self._sandbox.start(self._argv, files=self._files, limits=self._limits)
+
+    async def run(self, code: str) -> tuple[str, bool]:
+        """Run code; return its output, with notes on what went wrong, and whether it succeeded."""
+        await self.start()
+        assert self._process is not None
+        mark = f"\x1e{secrets.token_hex(16)}"  # random, so that no program's ordinary output contains it
+        output, status, stopped = await self._sandbox.exchange(self._process, self._encode(code, mark), mark.encode())
+        notes = [output.decode("utf-8", "replace").rstrip("\n")]
+        if stopped is not None:
+            notes.append(f"({stopped.describe(self._limits)})")
+        if not status:
+            await self.close()
+            notes.append(_RESTARTED)
+        return "\n".join(note for note in notes if note), status.strip() == b"0"
+
+    async def close(self) -> None:
+        """End the program and its child processes; idempotent."""
+        process, self._process = self._process, None
+        if process is not None:
+            await process.close()
+
+
+class StatefulPythonTool(ServerTool[Code, ProgramSession]):
+    """Runs code in the trajectory's interpreter: names stay defined, and the value of a last expression is shown."""
+
+    name = "stateful_python"
+    usage = "<python>code</python> or a fenced python block; variables stay defined between actions."
+    stateful = True
+    needs_sandbox = True
+
+    def parse_action(self, action: str) -> Code | None:
+        return parse_python(action)
+
+    async def open(self, trajectory_id: str, extra: Mapping[str, Any]) -> ProgramSession:
+        session = self.make_session(SandboxLimits.from_settings(self.context.settings.limits, session=True))
+        await session.start()
+        return session
+
+    def make_session(self, limits: SandboxLimits) -> ProgramSession:
+        """Return the program that runs a trajectory's code, not started."""
+        sandbox, files = self.context.sandbox, {"kernel.py": _kernel_source()}
+        argv = [sandbox.python, "kernel.py"]
+        return ProgramSession(sandbox, argv, files=files, limits=limits, encode=_encode_json)
+
+    async def act(self, action: ToolAction[Code, ProgramSession]) -> ToolObservation:
+        text, ok = await action.environment.run(action.parsed.source)
+        return ToolObservation(text=result_block(action.parsed.action, text), metrics=failure_metrics(ok))
+
+    async def close(self, environment: ProgramSession) -> None:
+        await environment.close()
+
+
+@cache
+def _kernel_source() -> bytes:
+    return Path(__file__).with_name("kernel.py").read_bytes()
+
+
+def _encode_json(code: str, mark: str) -> bytes:
+    return json.dumps({"code": code, "mark": mark}).encode() + b"\n"
+
+
+class BashTool(StatefulPythonTool):
+    """Runs commands in the trajectory's shell, which keeps its folder, variables and files."""
+
+    name = "bash"
+    usage = "<bash>commands</bash> or a fenced bash block; the shell keeps its folder and variables, not its jobs."
+
+    def parse_action(self, action: str) -> Code | None:
+        commands = extract_code(action, "bash", "bash", "sh", "shell", "terminal")
+        return None if commands is None else Code(source=commands, stdin=None, action=action)
+
+    def make_session(self, limits: SandboxLimits) -> ProgramSession:
+        argv = ["bash", "--noprofile", "--norc"]
+        return ProgramSession(self.context.sandbox, argv, files={}, limits=limits, encode=_encode_shell)
+
+
+def _encode_shell(commands: str, mark: str) -> bytes:
+    """Encode commands as one line that no quote or syntax error can break; they cannot read beyond it."""
+    encoded = base64.b64encode(commands.replace("\0", "").encode("utf-8", "replace")).decode()
+    decode = f'"$(printf %s {encoded} | base64 -d)"'
+    return f"eval {decode} </dev/null; printf '{mark} %d\\n' \"$?\"\n".encode()
