@@ -7,9 +7,10 @@
 
 Agents of other frameworks: ``recorder`` records their requests as ids · ``conversation`` and ``reply`` the messages
 they send and read · ``session_tree`` a session as a trajectory · ``openai_loop`` any OpenAI client, through
-``endpoint`` · ``react`` any LangGraph graph, through ``langgraph``.
+``endpoint`` · ``command`` any program · ``react`` any LangGraph graph, through ``langgraph``.
 """
 
+from jax_agent_rl.agents.command.agent import CommandAgent
 from jax_agent_rl.agents.context import AgentContext, AgentEvent, TokenClient, derive_seed
 from jax_agent_rl.agents.environment_agent import EnvironmentAgent
 from jax_agent_rl.agents.episode import Episode
@@ -35,6 +36,7 @@ __all__ = [
     "AgentEvent",
     "AgentLoop",
     "AgentSelector",
+    "CommandAgent",
     "EnvironmentAgent",
     "Episode",
     "InteractionAgent",

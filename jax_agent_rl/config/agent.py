@@ -191,6 +191,29 @@ class EndpointConfig(Section):
     )
 
 
+class CommandConfig(Section):
+    """The agent `command`: a program that runs in the sandbox once per trajectory, with the endpoint as its model.
+
+    It finds the endpoint in OPENAI_BASE_URL and ANTHROPIC_BASE_URL, and the task in TASK_INSTRUCTION.
+    """
+
+    argv: tuple[str, ...] = Field(
+        default=(),
+        description="Program and arguments, run in the task's working folder; `{instruction}` is the task's text.",
+    )
+    program_dir: str | None = Field(
+        default=None, description="Folder with the program, copied into the sandbox as /tmp/agent."
+    )
+    verifier_timeout: float = Field(
+        default=60.0, gt=0, description="Seconds the tests of a task may take, unless the task says so."
+    )
+    cpu_seconds: Positive = Field(default=120, description="CPU time of each process.")
+    memory_mb: Positive = Field(default=1024, description="Memory of all processes of a program together.")
+    processes: Positive = Field(default=64, description="Most processes and threads at the same time.")
+    disk_mb: Positive = Field(default=64, description="Size of the working folder (it is in memory).")
+    max_running: Positive = Field(default=16, description="Most programs at the same time; further ones wait.")
+
+
 class AgentConfig(ServerToolConfig):
     """Limits of the agent loop. Budgets are counted in tokens, here and nowhere else."""
 
@@ -264,3 +287,4 @@ class AgentConfig(ServerToolConfig):
     endpoint: Annotated[EndpointConfig, UsedByAgents("openai_agent") | WhenCommand("serve")] = Field(
         default_factory=EndpointConfig
     )
+    command: Annotated[CommandConfig, UsedByAgents("command")] = Field(default_factory=CommandConfig)

@@ -179,6 +179,12 @@ def math_equal(solution_str: str, ground_truth: Any) -> dict[str, float]:
     return {"score": answer["score"], "answered": float(bool(answer["extracted"]))}
 
 
+@register_reward("command")
+def command(agent_output: Mapping[str, Any]) -> float:
+    """Return the reward that the task's tests gave (agent ``command``)."""
+    return float(agent_output["reward"])
+
+
 @register_reward("environment")
 def environment(turn_scores: Sequence[float]) -> float:
     """Return the sum of the rewards that the environment gave per turn."""

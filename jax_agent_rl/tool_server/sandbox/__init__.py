@@ -13,8 +13,9 @@ and ``tests_side`` run a program and its tests in separate processes. Nothing fa
 ``unsafe_local`` must be requested.
 """
 
+from jax_agent_rl.tool_server.sandbox.isolation import Link
 from jax_agent_rl.tool_server.sandbox.limits import SandboxLimits, SandboxResult, StopCause
 from jax_agent_rl.tool_server.sandbox.process import SandboxProcess
 from jax_agent_rl.tool_server.sandbox.runner import Sandbox, open_sandbox
 
-__all__ = ["Sandbox", "SandboxLimits", "SandboxProcess", "SandboxResult", "StopCause", "open_sandbox"]
+__all__ = ["Link", "Sandbox", "SandboxLimits", "SandboxProcess", "SandboxResult", "StopCause", "open_sandbox"]

@@ -31,12 +31,21 @@ from functools import cache, cached_property, partial
 from importlib.util import find_spec
 from pathlib import Path
 
+from jax_agent_rl.errors import ToolError
 from jax_agent_rl.tool_server.sandbox import seccomp
 from jax_agent_rl.tool_server.sandbox.limits import Cgroups, SandboxLimits, enter_cgroup, ran_out_of_memory
 from jax_agent_rl.tool_server.sandbox.process_tree import WRITABLE
 
-Files = Mapping[str, bytes | Path]
-"""Name in the program's working folder -> contents, or a file or folder of this machine. All are read-only."""
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A symbolic link to a path below the program's working folder; its own name is absolute."""
+
+    target: str
+
+
+Files = Mapping[str, bytes | Path | Link]
+"""Name in the program's working folder -> contents, a file or folder of this machine (all read-only), or a link."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,6 +97,8 @@ class UnsafeLocal(Isolation):
     def launch(self, argv: Sequence[str], limits: SandboxLimits, files: Files, *, lifeline: int) -> Launch:
         folder = tempfile.mkdtemp(prefix="unsafe-local-")
         for name, source in files.items():
+            if isinstance(source, Link):
+                raise ToolError(f"{name} can only be shown to a program in bubblewrap")
             if isinstance(source, bytes):
                 (Path(folder) / name).write_bytes(source)
             else:
@@ -242,7 +253,9 @@ class Bubblewrap(Isolation):
             users = f"root:x:0:0:root:/root:/bin/sh\nsandbox:x:{ids}:sandbox:{HOME}:/bin/sh\n"
             contents = {"/etc/passwd": users.encode(), **self._masked, **self._installation.contents}
             for name, source in files.items():
-                if isinstance(source, bytes):
+                if isinstance(source, Link):
+                    options += ["--symlink", f"{HOME}/{source.target}", name]
+                elif isinstance(source, bytes):
                     contents[f"{HOME}/{name}"] = source
                 else:
                     options += ["--ro-bind", str(source.resolve()), f"{HOME}/{name}"]
@@ -251,7 +264,9 @@ class Bubblewrap(Isolation):
             for place in ("/proc", "/dev", _TERMINALS, "/"):
                 options += ["--remount-ro", place]
             options += ["--chdir", HOME, "--clearenv"]
-            for name, value in _environment(self.python, home=HOME).items():
+            # Where the interpreter is linked to a libpython by its path on the host, another one could be loaded.
+            variables = _environment(self.python, home=HOME) | {"LD_LIBRARY_PATH": str(_BASE / "lib")}
+            for name, value in variables.items():
                 options += ["--setenv", name, value]
             options += ["--seccomp", data(self._filter)]
             # The options by descriptor: arguments could be read from inside, under /proc/1.

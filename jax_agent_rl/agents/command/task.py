@@ -1,0 +1,201 @@
+"""What a row asks of a program: instruction, files, and the tests that decide the reward.
+
+A row's ``extra_info`` names a task folder (``task``) in Harbor's format::
+
+    task.toml          [agent] timeout_sec, [verifier] timeout_sec
+    instruction.md     what the agent is asked to do
+    environment/       files of the working folder; a Dockerfile that only copies them
+    tests/test.sh      decides: writes /logs/verifier/reward.txt, else its exit status
+
+or holds the parts itself: ``files`` and ``tests`` (name -> text), ``verifier`` (command line of the tests).
+"""
+
+from __future__ import annotations
+
+import shlex
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from jax_agent_rl.errors import DataError
+
+WORKDIR = "/app"
+_NEEDS_NO_BUILD = frozenset({"ARG", "CMD", "COPY", "ENTRYPOINT", "ENV", "FROM", "LABEL", "SHELL", "USER", "WORKDIR"})
+_HARBOR_VERIFIER = ("bash", "/tests/test.sh")
+MAX_FILE_BYTES = 8 << 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CommandTask:
+    """A task for a program.
+
+    Attributes:
+        instruction: what the program is asked to do.
+        files: contents by path in the working folder when the program starts.
+        workdir: the absolute path under which program and tests see the working folder.
+        env: further variables of the program's environment.
+        tests: contents by path below ``/tests``, shown to the verifier alone.
+        verifier: its command line; empty: there is none, the reward is another function's.
+        agent_seconds, verifier_seconds: time limits; None: the configuration's.
+    """
+
+    instruction: str
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    workdir: str = WORKDIR
+    env: Mapping[str, str] = field(default_factory=dict)
+    tests: Mapping[str, bytes] = field(default_factory=dict)
+    verifier: tuple[str, ...] = ()
+    agent_seconds: float | None = None
+    verifier_seconds: float | None = None
+
+
+def task_of_row(row: Mapping[str, Any]) -> CommandTask:
+    """Return a row's task.
+
+    Raises:
+        DataError: the task folder is incomplete or needs Docker, or a part has the wrong type.
+    """
+    extra = row.get("extra_info") or {}
+    instruction = "\n\n".join(str(m["content"]) for m in row["prompt"] if m["role"] == "user")
+    if folder := extra.get("task"):
+        return read_harbor_task(Path(folder).expanduser())
+    try:
+        return CommandTask(
+            instruction=instruction,
+            files=_encoded(extra.get("files") or {}),
+            tests=_encoded(extra.get("tests") or {}),
+            verifier=tuple(shlex.split(extra.get("verifier") or "")),
+        )
+    except (AttributeError, TypeError, ValueError) as error:
+        raise DataError(
+            f"extra_info of a row for agent 'command': files and tests are name -> text, verifier is a command: {error}"
+        ) from None
+
+
+def read_harbor_task(folder: Path) -> CommandTask:
+    """Read a task folder in Harbor's format.
+
+    Raises:
+        DataError: a file is missing or malformed, or the Dockerfile does more than copy files.
+    """
+    try:
+        settings = tomllib.loads((folder / "task.toml").read_text(encoding="utf-8"))
+        instruction = (folder / "instruction.md").read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise DataError(f"task {folder}: {error}; a task has task.toml, instruction.md and tests/test.sh") from None
+    if not (folder / "tests" / "test.sh").is_file():
+        raise DataError(f"task {folder}: tests/test.sh is missing; it decides the reward")
+    environment = folder / "environment"
+    if compose := next(environment.glob("docker-compose*"), None):
+        raise DataError(f"task {folder}: environment/{compose.name} starts containers, which need Docker")
+    dockerfile = environment / "Dockerfile"
+    files, workdir, env = (
+        read_dockerfile(dockerfile) if dockerfile.is_file() else (read_files(environment), WORKDIR, {})
+    )
+    return CommandTask(
+        instruction=instruction,
+        files=files,
+        workdir=workdir,
+        env=env,
+        tests=read_files(folder / "tests"),
+        verifier=_HARBOR_VERIFIER,
+        agent_seconds=_seconds(settings, "agent", folder),
+        verifier_seconds=_seconds(settings, "verifier", folder),
+    )
+
+
+def read_dockerfile(path: Path) -> tuple[dict[str, bytes], str, dict[str, str]]:
+    """Read a Dockerfile that builds nothing: the working folder's files and path, and variables.
+
+    Raises:
+        DataError: an instruction needs Docker, or copies something to elsewhere.
+    """
+    workdir, env, files = WORKDIR, {}, {}
+    for number, line in _instructions(path):
+        name, _, rest = line.partition(" ")
+        name, rest = name.upper(), rest.strip()
+        where = f"{path}, line {number}: {line[:80]!r}"
+        if name not in _NEEDS_NO_BUILD:
+            raise DataError(f"{where} needs Docker, and tasks run in a sandbox without it; choose tasks that only COPY")
+        if name == "WORKDIR":
+            workdir = str(PurePosixPath(workdir) / rest)
+        elif name == "ENV":
+            env |= dict(part.partition("=")[::2] for part in shlex.split(rest))
+        elif name == "COPY":
+            files |= _copied(path.parent, rest, workdir, where)
+    return files, workdir, env
+
+
+def _instructions(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield line number and text of each instruction, continued lines joined."""
+    joined, begun = "", 0
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        if line.lstrip().startswith("#") or not (joined or line.strip()):
+            continue
+        begun = begun if joined else number
+        joined += line.strip().removesuffix("\\")
+        if not line.rstrip().endswith("\\"):
+            yield begun, joined.strip()
+            joined = ""
+
+
+def _copied(folder: Path, rest: str, workdir: str, where: str) -> dict[str, bytes]:
+    *sources, target = (part for part in shlex.split(rest) if not part.startswith("--"))
+    place = PurePosixPath(workdir) / target
+    if not place.is_relative_to(workdir):
+        raise DataError(f"{where} copies to {place}, outside the working folder {workdir}")
+    files: dict[str, bytes] = {}
+    into_folder = target.endswith(("/", ".")) or len(sources) > 1
+    for source in sources:
+        found = sorted(folder.glob(source)) if source not in (".", "./") else [folder]
+        if not found:
+            raise DataError(f"{where}: there is no {source!r} in {folder}")
+        for one in found:
+            if one.is_dir():
+                files |= {str(place / name): data for name, data in read_files(one).items()}
+            else:
+                files[str(place / one.name if into_folder else place)] = _read(one)
+    return {str(PurePosixPath(name).relative_to(workdir)): data for name, data in files.items()}
+
+
+def read_files(folder: Path) -> dict[str, bytes]:
+    """Return the contents of the files below a folder by their paths, without its Dockerfile and hidden files.
+
+    Raises:
+        DataError: a file is too large.
+    """
+
+    def is_wanted(path: Path) -> bool:
+        parts = path.relative_to(folder).parts
+        return (
+            path.is_file()
+            and parts != ("Dockerfile",)
+            and not any(p.startswith(".") or p == "__pycache__" for p in parts)
+        )
+
+    paths = filter(is_wanted, sorted(folder.rglob("*")))
+    return {str(path.relative_to(folder)): _read(path) for path in paths}
+
+
+def _read(path: Path) -> bytes:
+    if path.stat().st_size > MAX_FILE_BYTES:
+        raise DataError(f"{path} has {path.stat().st_size} bytes; a task's file may have {MAX_FILE_BYTES}")
+    return path.read_bytes()
+
+
+def _encoded(files: Mapping[str, str]) -> dict[str, bytes]:
+    return {name: text.encode() for name, text in files.items()}
+
+
+def _seconds(settings: Mapping[str, Any], section: str, folder: Path) -> float | None:
+    value = settings.get(section, {}).get("timeout_sec")
+    if value is not None and not (isinstance(value, int | float) and value > 0):
+        raise DataError(f"task {folder}: [{section}] timeout_sec={value!r} must be a number above 0")
+    return value
+
+
+def expand(argv: Sequence[str], instruction: str) -> list[str]:
+    """Return a command line with ``{instruction}`` replaced by the task's text."""
+    return [part.replace("{instruction}", instruction) for part in argv]

@@ -1,0 +1,166 @@
+"""Programs in the sandbox as agents, on a real engine: they reach the endpoint and nothing else, and are trained on."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("openai")
+
+from jax_agent_rl.agents.command.agent import CommandAgent  # noqa: E402
+from jax_agent_rl.agents.command.task import read_harbor_task, task_of_row  # noqa: E402
+from jax_agent_rl.errors import ConfigError, DataError, TrajectoryError  # noqa: E402
+from jax_agent_rl.rewards import rules  # noqa: E402
+from jax_agent_rl.types import SamplingParams  # noqa: E402
+from tests.capabilities import needs_bwrap  # noqa: E402
+from tests.tiny_chat import assert_exact, tiny_context  # noqa: E402
+
+CHAT = """
+import os, openai
+client = openai.OpenAI()
+messages = [{"role": "user", "content": os.environ["TASK_INSTRUCTION"]}]
+for _ in range(3):
+    answer = client.chat.completions.create(model="m", messages=messages)
+    messages += [answer.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": "more"}]
+open("answer.txt", "w").write(open("number.txt").read() * 2)
+print("done")
+"""
+TESTS = {"check.py": "assert open('/app/answer.txt').read() == '77', open('/app/answer.txt').read()"}
+
+
+def row(**extra):
+    return {"prompt": [{"role": "user", "content": "write it twice"}], "data_source": "command", "extra_info": extra}
+
+
+async def run(program: str, row, tmp_path: Path, *, argv=("python3", "/tmp/agent/main.py"), **settings):
+    (tmp_path / "main.py").write_text(program)
+    command = {"argv": list(argv), "program_dir": str(tmp_path), **settings}
+    async with tiny_context(command=command, run_timeout=30.0) as context:
+        loop = CommandAgent(context)
+        try:
+            await loop.preflight()
+            sampling = SamplingParams(max_tokens=8, seed=1)
+            made = await loop.run(row, trajectory_id="t", group_id="g", sampling=sampling)
+        finally:
+            await loop.close()
+        assert_exact(made, context.client.servers[0].backend)
+    return made, made.row["extra_info"]["agent_output"]
+
+
+@needs_bwrap
+async def test_a_program_is_one_exact_trajectory_whose_tests_give_its_reward(tmp_path: Path):
+    task = row(files={"number.txt": "7"}, tests=TESTS, verifier="python3 /tests/check.py")
+    made, output = await run(CHAT, task, tmp_path)
+    assert made.num_turns == 3 and made.segments == ()
+    assert output["exit_code"] == 0 and output["stdout"] == "done\n"
+    assert rules.command(output) == 1.0
+
+
+@needs_bwrap
+async def test_a_wrong_answer_a_failing_program_and_one_that_hangs_are_scored_by_their_files(tmp_path: Path):
+    ask = "import openai\nchat = openai.OpenAI().chat.completions\n"
+    ask += "chat.create(model='m', messages=[{'role': 'user', 'content': 'x'}])\n"
+    for end, exit_code in (("", 0), ("raise SystemExit(3)", 3), ("import time; time.sleep(60)", None)):
+        task = row(files={"number.txt": "7"}, tests=TESTS, verifier="python3 /tests/check.py")
+        async with tiny_context(command={"argv": ["python3", "-c", ask + end]}, run_timeout=8.0) as context:
+            loop = CommandAgent(context)
+            made = await loop.run(task, trajectory_id="t", group_id="g", sampling=SamplingParams(max_tokens=8, seed=1))
+            await loop.close()
+        output = made.row["extra_info"]["agent_output"]
+        assert output["exit_code"] == exit_code and output["reward"] == 0.0
+        assert "No such file" in output["verifier"]
+
+
+@needs_bwrap
+async def test_a_program_sees_neither_tests_nor_network_nor_other_files(tmp_path: Path):
+    spy = CHAT + textwrap.dedent("""
+        import pathlib, socket
+        assert not list(pathlib.Path("/tests").iterdir())
+        assert not pathlib.Path("/home").exists() and not pathlib.Path("/etc/hostname").exists()
+        for port in (22, 80, 5000):
+            try:
+                socket.create_connection(("127.0.0.1", port), 2)
+                raise SystemExit(f"port {port} is reachable")
+            except OSError:
+                pass
+        try:
+            socket.create_connection(("1.1.1.1", 443), 2)
+            raise SystemExit("the network is reachable")
+        except OSError:
+            pass
+        pathlib.Path("/tests/check.py").write_text("")
+    """)
+    task = row(files={"number.txt": "8"}, tests=TESTS, verifier="python3 /tests/check.py")
+    _, output = await run(spy, task, tmp_path)
+    assert output["exit_code"] == 0, output["stderr"]
+    assert output["reward"] == 0.0  # what it wrote under /tests is not what runs
+
+
+@needs_bwrap
+async def test_a_program_that_asks_nothing_is_lost_with_its_reason(tmp_path: Path):
+    with pytest.raises(TrajectoryError, match="without asking the model"):
+        await run("print(1)", row(), tmp_path)
+
+
+async def test_a_command_that_is_missing_names_its_key():
+    async with tiny_context() as context:
+        with pytest.raises(ConfigError, match=r"agent\.command\.argv"):
+            await CommandAgent(context).preflight()
+
+
+# --- Harbor's task folders ----------------------------------------------------------------------------------------
+
+
+def harbor(folder: Path, dockerfile: str | None = "FROM ubuntu:24.04\nWORKDIR /work\nCOPY data /work/data\n") -> Path:
+    for name, text in {
+        "task.toml": 'version = "1.0"\n[agent]\ntimeout_sec = 20.0\n[verifier]\ntimeout_sec = 15.0\n',
+        "instruction.md": "Write the number twice.",
+        "environment/data/number.txt": "7",
+        "tests/test.sh": "python3 /tests/check.py && echo 0.5 > /logs/verifier/reward.txt\n",
+        "tests/check.py": "assert open('/work/answer.txt').read() == '77'",
+        **({"environment/Dockerfile": dockerfile} if dockerfile is not None else {}),
+    }.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
+
+
+def test_a_task_folder_is_read_unchanged(tmp_path: Path):
+    task = task_of_row(row(task=str(harbor(tmp_path))))
+    assert task.instruction == "Write the number twice." and task.workdir == "/work"
+    assert task.files == {"data/number.txt": b"7"} and sorted(task.tests) == ["check.py", "test.sh"]
+    assert (task.agent_seconds, task.verifier_seconds) == (20.0, 15.0)
+    (tmp_path / "environment" / "Dockerfile").unlink()
+    assert read_harbor_task(tmp_path).files == {"data/number.txt": b"7"}
+
+
+@pytest.mark.parametrize(
+    ("dockerfile", "message"),
+    [
+        ("FROM ubuntu:24.04\nRUN apt-get update && \\\n  apt-get install -y git\n", "line 2.*needs Docker"),
+        ("FROM ubuntu:24.04\nCOPY x /etc/x\n", "outside the working folder"),
+        ("FROM ubuntu:24.04\nCOPY missing .\n", "no 'missing'"),
+    ],
+)
+def test_a_task_that_needs_docker_says_so(dockerfile: str, message: str, tmp_path: Path):
+    with pytest.raises(DataError, match=message):
+        read_harbor_task(harbor(tmp_path, dockerfile))
+
+
+def test_an_incomplete_task_folder_says_what_is_missing(tmp_path: Path):
+    (harbor(tmp_path) / "tests" / "test.sh").unlink()
+    with pytest.raises(DataError, match=r"tests/test\.sh is missing"):
+        read_harbor_task(tmp_path)
+    (tmp_path / "task.toml").unlink()
+    with pytest.raises(DataError, match=r"task\.toml"):
+        read_harbor_task(tmp_path)
+
+
+@needs_bwrap
+async def test_a_harbor_task_runs_with_its_paths_and_its_reward_file(tmp_path: Path):
+    program = CHAT.replace("number.txt", "/work/data/number.txt")
+    folder = harbor(tmp_path / "task")
+    _, output = await run(program, row(task=str(folder)), tmp_path)
+    assert output["reward"] == 0.5, output
