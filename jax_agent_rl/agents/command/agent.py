@@ -26,7 +26,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ValidationError
 
@@ -215,7 +214,8 @@ class CommandAgent(OpenAIAgentLoop):
             if self._relay is None:
                 server, _ = self._serve()
                 await self._starting
-                self._relay = await _UnixRelay.open(urlsplit(server.url).port or 80)
+                self._relay = _UnixRelay(server.port)
+                await self._relay.start()
             return self._relay.path
 
 
@@ -233,17 +233,14 @@ class _JobResult(BaseModel):
 class _UnixRelay:
     """A Unix socket, which can be shown in a sandbox, whose connections are those of a port on loopback."""
 
-    def __init__(self, port: int, folder: tempfile.TemporaryDirectory[str]) -> None:
+    def __init__(self, port: int) -> None:
         self._port = port
-        self._folder = folder
-        self.path = Path(folder.name) / "endpoint.sock"
+        self._folder = tempfile.TemporaryDirectory(prefix="jax-agent-rl-")
+        self.path = Path(self._folder.name) / "endpoint.sock"
 
-    @classmethod
-    async def open(cls, port: int) -> _UnixRelay:
-        relay = cls(port, tempfile.TemporaryDirectory(prefix="jax-agent-rl-"))
-        relay._server = await asyncio.start_unix_server(relay._connect, relay.path)
-        relay.path.chmod(0o666)  # a sandboxed program is another user; the folder keeps out everyone else
-        return relay
+    async def start(self) -> None:
+        self._server = await asyncio.start_unix_server(self._connect, self.path)
+        self.path.chmod(0o666)  # a sandboxed program is another user; the folder keeps out everyone else
 
     async def close(self) -> None:
         self._server.close()

@@ -90,17 +90,15 @@ def main():
     with tarfile.open("job.tar") as archive:
         archive.extractall(HOME, filter="data")
     os.makedirs(job["workdir"], exist_ok=True)
-    result = {"exit_code": None, "read_back": None}
     try:
-        result["exit_code"] = asyncio.run(run(job))
+        exit_code = asyncio.run(run(job))
     except OSError as error:  # no such program
-        result["exit_code"] = 127
+        exit_code = 127
         with open("stderr.txt", "a") as file:
             file.write(f"{error}\n")
-    result |= {"stdout": tail("stdout.txt"), "stderr": tail("stderr.txt"), "workspace": pack(job["workdir"])}
-    if job["read_back"] is not None:
-        result["read_back"] = tail(job["read_back"]) or None
-    print(json.dumps(result))
+    result = {"exit_code": exit_code, "stdout": tail("stdout.txt"), "stderr": tail("stderr.txt")}
+    read_back = tail(job["read_back"]) if job["read_back"] else ""
+    print(json.dumps({**result, "workspace": pack(job["workdir"]), "read_back": read_back or None}))
 
 
 main()

@@ -122,7 +122,7 @@ def read_dockerfile(path: Path) -> tuple[dict[str, bytes], str, dict[str, str]]:
         if name == "WORKDIR":
             workdir = str(PurePosixPath(workdir) / rest)
         elif name == "ENV":
-            env |= dict(part.partition("=")[::2] for part in shlex.split(rest))
+            env |= {name: value for name, _, value in (part.partition("=") for part in shlex.split(rest))}
         elif name == "COPY":
             files |= _copied(path.parent, rest, workdir, where)
     return files, workdir, env
