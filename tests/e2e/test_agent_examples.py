@@ -14,6 +14,7 @@ import yaml
 
 from jax_agent_rl.data.calculator import prepare_calculator
 from jax_agent_rl.observe.metrics import read_records
+from tests.capabilities import needs_bwrap
 from tests.ports import free_port
 from tests.warm import python
 
@@ -51,6 +52,31 @@ def test_an_example_trains_with_every_trajectory_accounted_for(name: str, small_
     assert summary["started"] == summary["trained"] == 8 and summary["dropped"] == {}
     assert summary["token_drift"] == 0 and summary["max_logprob_gap"] <= 1e-3
     assert {r["agent_name"] for r in read_records(tmp_path / "run" / "trajectories.jsonl")} == {agent}
+
+
+@needs_bwrap
+def test_a_program_in_the_sandbox_trains_on_task_folders(small_model: Path, tmp_path: Path):
+    prepare = [
+        *python(),
+        "examples/terminal_tasks/prepare.py",
+        "--out",
+        str(tmp_path),
+        "--train",
+        "6",
+        "--heldout",
+        "2",
+    ]
+    subprocess.run([*prepare, "--heldout", "2"], check=True, timeout=60, cwd=ROOT, env=ENVIRONMENT)
+    places = [f"run_dir={tmp_path / 'run'}", f"model.path={small_model}", f"data.train={tmp_path / 'train.jsonl'}"]
+    command = [*python(), *COMMAND, "train", str(ROOT / "examples" / "terminal_tasks" / "config.yaml"), *places]
+    command += [f"data.eval={tmp_path / 'heldout.jsonl'}", *SMALL, "trainer.steps=1", "agent.max_prompt_length=400"]
+    command += ["rollout.max_model_len=448", "learner.pack_length=512"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=500, cwd=ROOT, env=ENVIRONMENT)
+    assert result.returncode == 0, result.stderr
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["started"] == summary["trained"] == 4 and summary["token_drift"] == 0
+    for record in read_records(tmp_path / "run" / "trajectories.jsonl"):
+        assert "test_state.py" in record["row"]["extra_info"]["agent_output"]["verifier"]
 
 
 def test_serve_answers_an_openai_client_until_it_is_told_to_stop(small_model: Path):
