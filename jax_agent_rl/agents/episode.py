@@ -57,11 +57,12 @@ class Episode:
         tools: tools described in the prompt (unless ``agent.tool_prompt`` is ``none``).
         opening: messages that follow the row's prompt, e.g. an environment's first observation.
         tool_schemas: further tools described in the prompt, in OpenAI's format.
-        prefix: what a branch takes over from its parent; the prompt is not rendered again.
+        prefix: what a branch inherits from its parent; the prompt is not rendered again.
 
     Attributes:
         turns: assistant turns so far.
         messages: the conversation as text: the row's prompt, then what was decoded from ids.
+        prefix: see above; None for a trajectory that starts at its prompt.
 
     Raises:
         DataError: the row's ``prompt`` is not a list of messages.
@@ -93,8 +94,8 @@ class Episode:
         self._sampling = sampling
         self._schemas = (*schemas_of(tools), *tool_schemas) if context.limits.tool_prompt == "template" else ()
         self._metrics: dict[str, float] = {key: 0.0 for key in _METRICS}
-        self._fork = prefix.fork if prefix else None
-        self._begun: TokenOutput | None = None  # the part of the next turn that a branch took over
+        self.prefix = prefix
+        self._begun: TokenOutput | None = None  # the inherited part of the next turn
         self._begins_thinking = False  # the last turn was sampled after the opening of a think block
         if prefix is None:
             self._prompt_ids = tuple(context.codec.encode_prompt(self.messages, tools=self._schemas))
@@ -338,7 +339,7 @@ class Episode:
             row=self._row,
             messages=tuple(self.messages),
             tool_scores=tool_scores or {},
-            fork=self._fork,
+            fork=self.prefix.fork if self.prefix else None,
             history_window=self._context.limits.history_window,
         )
 

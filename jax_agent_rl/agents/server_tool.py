@@ -24,11 +24,12 @@ from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+from jax_agent_rl.agents.branching import Prefix, check_replay, describe_call
 from jax_agent_rl.agents.context import AgentContext
 from jax_agent_rl.agents.episode import Episode
 from jax_agent_rl.agents.loop import register_agent
 from jax_agent_rl.agents.observations import ObservationCodec
-from jax_agent_rl.agents.tool_environment import Lockstep, Send, ToolEnvironment
+from jax_agent_rl.agents.tool_environment import REPLAY_REMEDY, Lockstep, Send, ToolEnvironment
 from jax_agent_rl.agents.turn_loop import Responder, StartEpisode, TurnLoopAgent, run_turns
 from jax_agent_rl.config import AgentConfig
 from jax_agent_rl.errors import ConfigError, ToolServerError
@@ -60,6 +61,10 @@ class ServerResponder(Responder):
     async def look_first(self, episode: Episode) -> None:
         """Add an observation of the untouched environment to the prompt (``agent.call_tool_first``)."""
         observation, record = await self._step("", 0)
+        if episode.prefix is not None:
+            before = episode.prefix.messages_before(0)[-1]["content"]
+            check_replay(0, record.name, before, record.observation, remedy=REPLAY_REMEDY)
+            return
         if observation.done:
             raise ToolServerError("the tool server ended the trajectory before its first turn (agent.call_tool_first)")
         if observation.media:
@@ -81,6 +86,12 @@ class ServerResponder(Responder):
             return FinishReason.TOOL_DONE
         fits = self.observations.insert(episode, record.observation, record.media)
         return None if fits else FinishReason.RESPONSE_LENGTH
+
+    async def replay_turn(self, prefix: Prefix, turn: int) -> int:
+        (before,) = prefix.turns[turn].tool_calls
+        _, now = await self._step((before.arguments or {})["action"], turn)
+        check_replay(turn, before.name, describe_call(before), describe_call(now), remedy=REPLAY_REMEDY)
+        return 1
 
     async def _step(self, action: str, step: int) -> tuple[ServerObservation, ToolCallRecord]:
         most = self.limits.max_turns

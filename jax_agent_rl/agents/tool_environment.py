@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 Send = Callable[[ServerAction], Awaitable[ServerObservation]]
 """Delivers one action; raises ToolServerError."""
 Result = ServerObservation | ToolServerError
+REPLAY_REMEDY = "make the tool server answer the same actions alike (rollout.strategy branches trajectories)"
 
 
 class Lockstep:

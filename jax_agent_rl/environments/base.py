@@ -55,6 +55,9 @@ class Environment(ABC):
 
     name: ClassVar[str]
     """The name it is registered under."""
+    replayable: ClassVar[bool] = True
+    """Whether the same arguments and replies give the same observations again. Trajectories that branch
+    (``rollout.strategy``) need it: a branch gets an instance of its own, which replays the turns it inherits."""
 
     @property
     def tool_schemas(self) -> Sequence[Mapping[str, Any]]:

@@ -35,8 +35,8 @@ class LeasedEnvironment:
     """An instance leased to one trajectory: every call is bounded, every failure loses this trajectory only."""
 
     def __init__(self, environment: Environment, name: str, timeout: float):
+        self.name = name
         self._environment = environment
-        self._name = name
         self._timeout = timeout
 
     @property
@@ -64,7 +64,7 @@ class LeasedEnvironment:
             logger.warning("%s", error)
 
     async def _call(self, what: str, work: Awaitable[T]) -> T:
-        where = f"environment {self._name!r}: {what}"
+        where = f"environment {self.name!r}: {what}"
         try:
             return await in_time(
                 work,

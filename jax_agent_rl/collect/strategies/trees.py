@@ -104,9 +104,10 @@ def _places(trajectory: Trajectory) -> Iterator[tuple[float, Fork]]:
 
 
 class Arpo(Strategy):
-    """ARPO: branches where a tool result made the policy uncertain.
+    """ARPO: branches where an observation made the policy uncertain.
 
-    ``initial_rollouts`` first chains of a total of ``group_size``. For every turn that follows a tool result, and each
+    ``initial_rollouts`` first chains of a total of ``group_size``. For every turn that follows an observation (a tool
+    result, in the paper; here also what an environment or a simulated user answers), and each
     of ``beam_size - 1`` possible branches, a coin is tossed::
 
         dH  = H(first ids of the turn) - H(first ids of the trajectory's first turn)          nats per id
@@ -128,7 +129,7 @@ class Arpo(Strategy):
             return [Start()] * min(self._config.initial_rollouts, growth.group_size)
         budget = growth.group_size - growth.started
         living = [o.trajectory for o in growth.waves[-1] if o.trajectory is not None]
-        turns = sorted((turn, index) for index, t in enumerate(living) for turn in _turns_after_tools(t))
+        turns = sorted((turn, index) for index, t in enumerate(living) for turn in _turns_after_observations(t))
         branches = [
             Start(fork=at_turn(living[index], turn))
             for turn, index in turns
@@ -149,9 +150,7 @@ class Arpo(Strategy):
         return -sum(first) / len(first)
 
 
-def _turns_after_tools(trajectory: Trajectory) -> Iterator[int]:
-    """Yield its own turns that follow a tool result, but the first of a branch, which was decided on before."""
+def _turns_after_observations(trajectory: Trajectory) -> range:
+    """Return its own turns that follow an observation, but the first of a branch, which was decided on before."""
     inherited = trajectory.fork.turns if trajectory.fork else 0
-    for turn in range(inherited + 1, trajectory.num_turns):
-        if trajectory.turns[turn - 1].tool_calls:
-            yield turn
+    return range(inherited + 1, trajectory.num_turns)

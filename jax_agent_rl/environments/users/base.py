@@ -16,7 +16,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from jax_agent_rl.errors import InteractionError, TrajectoryError
 from jax_agent_rl.utils.threads import in_time
@@ -50,6 +50,10 @@ class BaseInteraction(ABC):
     Args:
         config: the ``config`` mapping of its YAML entry.
     """
+
+    stateful: ClassVar[bool] = True
+    """Whether a conversation has state besides ``messages`` and ``kwargs``. Where trajectories branch
+    (``rollout.strategy``), a stateful user answers the inherited turns once more, and has to answer alike."""
 
     def __init__(self, config: Mapping[str, Any]):
         self.config = config
@@ -93,8 +97,9 @@ class InteractionSession:
     def __init__(
         self, user: BaseInteraction, *, name: str, instance_id: str, kwargs: Mapping[str, Any], timeout: float
     ):
+        self.name = name
+        self.stateful = user.stateful
         self._user = user
-        self._name = name
         self._id = instance_id
         self._kwargs = kwargs
         self._timeout = timeout
@@ -118,7 +123,7 @@ class InteractionSession:
             InteractionError: the user raised, took too long, or returned an invalid reply.
         """
         answer = await self._in_time(self._user.generate_response(self._id, messages, **self._kwargs), "reply")
-        return _checked(answer, self._name)
+        return _checked(answer, self.name)
 
     async def _finalize_shielded(self) -> None:
         """Finalize; a second cancellation ends the waiting, not the finalizing."""
@@ -132,7 +137,7 @@ class InteractionSession:
 
     async def _in_time(self, work: Awaitable[Any], what: str) -> Any:
         """Await ``work`` in a task of its own, which is abandoned if it ignores its cancellation."""
-        who = f"interaction {self._name!r}"
+        who = f"interaction {self.name!r}"
         try:
             return await in_time(
                 work,

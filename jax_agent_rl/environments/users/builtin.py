@@ -31,20 +31,16 @@ class Gsm8kInteraction(BaseInteraction):
         ConfigError: ``config`` holds something else.
     """
 
+    stateful = False
+
     def __init__(self, config: Mapping[str, Any]):
         super().__init__(config)
         if unknown := sorted(config.keys() - {"answer_format", "right", "wrong"}):
             raise ConfigError(f"{unknown[0]}: Gsm8kInteraction takes answer_format, right and wrong")
         self._flexible = config.get("answer_format", "strict") == "flexible"
-        self._truths: dict[str, Decimal] = {}
 
     async def start_interaction(self, instance_id: str, **kwargs: Any) -> None:
-        truth = last_number(str(kwargs.get("ground_truth", "")))
-        if truth is None:
-            raise InteractionError(
-                f"interaction_kwargs.ground_truth={kwargs.get('ground_truth')!r} holds no number to compare with"
-            )
-        self._truths[instance_id] = truth
+        _true_answer(kwargs)
 
     async def generate_response(
         self, instance_id: str, messages: Sequence[Mapping[str, Any]], **kwargs: Any
@@ -53,12 +49,18 @@ class Gsm8kInteraction(BaseInteraction):
         answer = marked_number(text)
         if answer is None and self._flexible:
             answer = last_number(text)
-        if answer == self._truths[instance_id]:
+        if answer == _true_answer(kwargs):
             return UserReply(True, self.config.get("right", RIGHT), 1.0)
         return UserReply(False, self.config.get("wrong", WRONG), 0.0)
 
-    async def finalize_interaction(self, instance_id: str) -> None:
-        self._truths.pop(instance_id, None)
+
+def _true_answer(kwargs: Mapping[str, Any]) -> Decimal:
+    answer = last_number(str(kwargs.get("ground_truth", "")))
+    if answer is None:
+        raise InteractionError(
+            f"interaction_kwargs.ground_truth={kwargs.get('ground_truth')!r} holds no number to compare with"
+        )
+    return answer
 
 
 PERSONA = (
@@ -93,6 +95,8 @@ class ModelUserInteraction(BaseInteraction):
         ConfigError: a wrong ``config`` mapping.
     """
 
+    stateful = False
+
     def __init__(self, config: Mapping[str, Any]):
         super().__init__(config)
         try:
@@ -102,7 +106,6 @@ class ModelUserInteraction(BaseInteraction):
                 [f"{'.'.join(map(str, e['loc']))}: {e['msg']}, got {e['input']!r}" for e in error.errors()]
             ) from None
         self._chat: UserModel | None = None
-        self._turns: dict[str, int] = {}
         if self._settings.base_url is not None:
             settings = self._settings
             self._chat = OpenAIChat(
@@ -118,17 +121,13 @@ class ModelUserInteraction(BaseInteraction):
         if self._chat is None:
             self._chat = engine
 
-    async def start_interaction(self, instance_id: str, **kwargs: Any) -> None:
-        self._turns[instance_id] = 0
-
     async def generate_response(
         self, instance_id: str, messages: Sequence[Mapping[str, Any]], **kwargs: Any
     ) -> UserReply:
         if self._chat is None:
             raise InteractionError("the simulated user has no model: give it a base_url")
         settings = self._settings
-        turn = self._turns[instance_id]
-        self._turns[instance_id] += 1
+        turn = sum(message["role"] == "assistant" for message in messages) - 1
         text = await self._chat.complete(
             self._swap_roles(messages, kwargs.get("goal")),
             request_id=f"{instance_id}/user/{turn}",
@@ -137,9 +136,6 @@ class ModelUserInteraction(BaseInteraction):
         )
         done = settings.done_phrase in text
         return UserReply(done, text.replace(settings.done_phrase, "").strip(), float(done))
-
-    async def finalize_interaction(self, instance_id: str) -> None:
-        self._turns.pop(instance_id, None)
 
     async def close(self) -> None:
         if self._chat is not None:
