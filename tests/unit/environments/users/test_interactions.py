@@ -203,10 +203,11 @@ async def test_a_row_that_names_nobody_known_says_who_there_is():
 
 async def test_the_gsm8k_user_asks_again_until_the_answer_is_right():
     user = Gsm8kInteraction({})
+    before = dict(vars(user))
     trajectory = await stage(["#### 17", "#### 18"], {"gsm8k": user}).run(GSM8K)
     assert trajectory.turn_scores == (0.0, 1.0) and trajectory.finish_reason is FinishReason.USER_DONE
     assert "incorrect" in trajectory.messages[2]["content"]
-    assert not user._truths, "nothing is kept of a finished conversation"
+    assert vars(user) == before, "nothing is kept of a finished conversation"
 
 
 @pytest.mark.parametrize(("style", "score"), [("strict", 0.0), ("flexible", 1.0)])
