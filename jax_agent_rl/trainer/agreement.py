@@ -1,4 +1,4 @@
-"""The contract between engine and learner, kept in every step: compared before anything is learnt, diagnosed if broken.
+"""Engine and learner compared in every step, before anything is learned; a disagreement is diagnosed.
 
 ::
 
@@ -52,8 +52,8 @@ class AgreementWatch:
         self.programs = 0
         """Compiled for diagnoses; they are none of the run's."""
 
-    def learnt(self, version: int) -> None:
-        """Note that the parameters have changed: from now on only tokens of this version are comparable."""
+    def learned(self, version: int) -> None:
+        """Record that the parameters have changed: from now on only tokens of this version are comparable."""
         self._since = version
 
     def check(self, groups: Sequence[Group], step: int) -> AgreementCheck:
@@ -100,7 +100,7 @@ class AgreementWatch:
         if stops:
             raise DisagreementError(
                 f"{breach}\n=> {line}\n"
-                f"Nothing was learnt from this step; {self._folder.disagreement} has the evidence. "
+                f"Nothing was learned from this step; {self._folder.disagreement} has the evidence. "
                 "Go on with --resume once it is corrected, or with trainer.on_disagreement=warn as it is"
             )
 

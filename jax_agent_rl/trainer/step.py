@@ -1,18 +1,38 @@
-"""A learner update that an interruption (Ctrl-C, SIGTERM) undoes while it still can, and otherwise lets finish."""
+"""A training step in progress: its batch, and a learner update that an interruption undoes while it still can."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
 
 from jax_agent_rl.learner.cancellation import StepCancellation
 from jax_agent_rl.learner.metrics import UpdateResult
+from jax_agent_rl.rollout.protocol import BackendMetrics
+from jax_agent_rl.types import Group
 
 UNDO_SECONDS = 2.0  # for an interrupted update to stop and put the state back
 
 
+@dataclass(frozen=True, kw_only=True)
+class RolloutBatch:
+    """The groups of one step.
+
+    Attributes:
+        groups: before any filter.
+        engine: what the engines did while they were collected.
+        seconds: over which ``engine`` counts.
+        metrics: more named values for the step's record.
+    """
+
+    groups: list[Group]
+    engine: BackendMetrics
+    seconds: float
+    metrics: Mapping[str, object] = field(default_factory=dict)
+
+
 class InterruptibleUpdate:
-    """One step's learner update.
+    """One step's learner update. Ctrl-C or SIGTERM undoes it while that is possible, and otherwise lets it finish.
 
     Args:
         say: prints a line for people.
@@ -56,3 +76,22 @@ class InterruptibleUpdate:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
             raise
+
+
+@dataclass(kw_only=True)
+class Step:
+    """A training step in progress.
+
+    Attributes:
+        number: from 1.
+        began: on the trainer's clock.
+        learning: the learner's update, which an interruption may undo.
+        batch: what :meth:`Trainer.rollout` returned.
+        publish_seconds: what :meth:`Trainer.publish` returned.
+    """
+
+    number: int
+    began: float
+    learning: InterruptibleUpdate
+    batch: RolloutBatch | None = None
+    publish_seconds: float = 0.0
