@@ -155,7 +155,7 @@ async def open_testbed(scratch: Path, *, seed: int, mark: str) -> AsyncIterator[
             stack.push_async_callback(proxy.close)
         settings = settings_of(proxies[-1].url, scratch / "run", seed)
         trainer = await _trainer(settings, [proxy.url for proxy in proxies[:-1]], weights, ledger, stack)
-        await trainer.publish(0)
+        await trainer.push_weights(0)
         yield Testbed(
             trainer=trainer,
             ledger=ledger,
