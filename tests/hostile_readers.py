@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
-from jax_agent_rl.agents.reply import _UNFINISHED_TAG
+from jax_agent_rl.agents.conversation import _UNFINISHED_TAG
 from jax_agent_rl.environments.textworld import command_of
 from jax_agent_rl.rewards import boxed, has_format, tagged
 from jax_agent_rl.rewards.code import extract_program

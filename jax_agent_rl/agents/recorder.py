@@ -27,9 +27,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jax_agent_rl.agents.context import AgentContext, AgentEvent, derive_seed
-from jax_agent_rl.agents.conversation import Traces, assistant_message, fingerprint, plain_messages
+from jax_agent_rl.agents.conversation import (
+    ChatReply,
+    Traces,
+    assistant_message,
+    cut_at_stop,
+    fingerprint,
+    plain_messages,
+    read_reply,
+)
 from jax_agent_rl.agents.episode import check_output
-from jax_agent_rl.agents.reply import ChatReply, cut_at_stop, read_reply
 from jax_agent_rl.errors import HistoryEditedError, PromptTooLongError, TrajectoryError, TurnRefusedError
 from jax_agent_rl.tracing import current, under
 from jax_agent_rl.types import FinishReason, SamplingParams, TokenOutput, ToolCallRecord, digest_ids

@@ -28,10 +28,9 @@ from aiohttp import web
 from pydantic import ValidationError
 
 from jax_agent_rl.agents.endpoint import wire
-from jax_agent_rl.agents.endpoint.checks import check_prompt, check_sampling
 from jax_agent_rl.agents.endpoint.failures import ApiError, from_failure, from_validation, refuse
-from jax_agent_rl.agents.endpoint.sessions import Session, SessionStore
-from jax_agent_rl.agents.endpoint.work import Piece, pieces, turns
+from jax_agent_rl.agents.endpoint.sessions import Piece, Session, SessionStore, pieces, turns
+from jax_agent_rl.agents.endpoint.wire import check_prompt, check_sampling
 from jax_agent_rl.agents.session_tree import paths_to_train
 from jax_agent_rl.config import EndpointConfig
 from jax_agent_rl.errors import JaxAgentRLError
