@@ -1,21 +1,23 @@
 """Environments: worlds a policy lives in, turn by turn.
 
-``base`` the interface · ``registry`` by name · ``pool`` instances, their limits and their end · ``reasoning_gym``,
-``textworld``, ``verifiers`` adapters; each imports its package when it is first used.
+``base`` the interface, and environments by name · ``pool`` instances, their limits and their end · ``users`` simulated
+users · ``reasoning_gym``, ``textworld``, ``verifiers`` adapters; each imports its package when it is first used.
 """
 
 from jax_agent_rl.environments import reasoning_gym as _reasoning_gym  # these register the adapters
 from jax_agent_rl.environments import textworld as _textworld
 from jax_agent_rl.environments import verifiers as _verifiers
-from jax_agent_rl.environments.base import Environment, Observation, in_thread
-from jax_agent_rl.environments.pool import EnvironmentPool, EnvironmentPools, LeasedEnvironment
-from jax_agent_rl.environments.registry import (
+from jax_agent_rl.environments.base import (
+    Environment,
+    Observation,
     environment_of,
     get_environment,
+    in_thread,
     load_environments,
     register_environment,
     require_environments,
 )
+from jax_agent_rl.environments.pool import EnvironmentPool, EnvironmentPools, LeasedEnvironment
 
 __all__ = [
     "Environment",

@@ -16,8 +16,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from jax_agent_rl.environments.base import Environment, Observation
-from jax_agent_rl.environments.registry import get_environment
+from jax_agent_rl.environments.base import Environment, Observation, get_environment
 from jax_agent_rl.errors import EnvironmentFailedError, EnvironmentTimeoutError, TrajectoryError
 from jax_agent_rl.types import FinishReason
 from jax_agent_rl.utils.threads import in_time

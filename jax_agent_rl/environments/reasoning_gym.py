@@ -15,8 +15,7 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from jax_agent_rl.environments.base import Environment, Observation, in_thread
-from jax_agent_rl.environments.registry import register_environment
+from jax_agent_rl.environments.base import Environment, Observation, in_thread, register_environment
 from jax_agent_rl.errors import EnvironmentFailedError
 from jax_agent_rl.rewards.rules import tagged
 

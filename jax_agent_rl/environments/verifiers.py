@@ -21,8 +21,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from jax_agent_rl.environments.base import Environment, Observation, in_thread
-from jax_agent_rl.environments.registry import register_environment
+from jax_agent_rl.environments.base import Environment, Observation, in_thread, register_environment
 from jax_agent_rl.errors import EnvironmentFailedError, ToolArgumentError, ToolNotFoundError
 from jax_agent_rl.tools.arguments import check_arguments
 from jax_agent_rl.tools.function_tool import FunctionTool

@@ -14,7 +14,7 @@ from jax_agent_rl.agents import (
     TextToolAgent,
 )
 from jax_agent_rl.config import ToolClientConfig
-from jax_agent_rl.environments import Environment, EnvironmentPools, Observation, registry
+from jax_agent_rl.environments import Environment, EnvironmentPools, Observation, base
 from jax_agent_rl.environments.users import BaseInteraction, Gsm8kInteraction, InteractionRegistry
 from jax_agent_rl.errors import ConfigError, ReplayError
 from jax_agent_rl.tools import ToolRegistry
@@ -174,7 +174,7 @@ class Game(Environment):
 
 @pytest.fixture
 def game(monkeypatch):
-    monkeypatch.setattr(registry, "_ENVIRONMENTS", {**registry._ENVIRONMENTS, "counter": Game})
+    monkeypatch.setattr(base, "_ENVIRONMENTS", {**base._ENVIRONMENTS, "counter": Game})
     monkeypatch.setattr(Game, "made", 0)
     return Game
 
