@@ -19,7 +19,7 @@ from typing import Any
 
 from jax_agent_rl.agents.branching import Prefix
 from jax_agent_rl.agents.context import AgentContext, AgentEvent, derive_seed
-from jax_agent_rl.chat.thinking import ALL_THINK_TAGS, outside_thinking
+from jax_agent_rl.chat.formats.base import ALL_THINK_TAGS, outside_thinking
 from jax_agent_rl.errors import AbortedError, BackendError, DataError, PromptTooLongError, TokenDriftError
 from jax_agent_rl.rollout.merge_outputs import merge_outputs
 from jax_agent_rl.rollout.protocol import GenerateRequest

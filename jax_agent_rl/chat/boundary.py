@@ -18,8 +18,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jax_agent_rl.chat.control import ControlTokens, unused_word
+from jax_agent_rl.chat.formats.base import ALL_THINK_TAGS, ends_thinking
 from jax_agent_rl.chat.template import ChatTemplate, Message
-from jax_agent_rl.chat.thinking import ALL_THINK_TAGS, ends_thinking
 from jax_agent_rl.errors import TemplateError
 
 CALL_ID_LENGTH = 9  # of letters and digits, as Mistral's templates demand

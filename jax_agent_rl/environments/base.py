@@ -23,7 +23,7 @@ from jax_agent_rl.utils.text import did_you_mean
 from jax_agent_rl.utils.threads import DaemonThreads
 
 if TYPE_CHECKING:
-    from jax_agent_rl.chat.formats.types import Reply
+    from jax_agent_rl.chat.formats.base import Reply
 
 
 T = TypeVar("T")

@@ -22,7 +22,7 @@ from jax_agent_rl.types import FinishReason
 from jax_agent_rl.utils.threads import in_time
 
 if TYPE_CHECKING:
-    from jax_agent_rl.chat.formats.types import Reply
+    from jax_agent_rl.chat.formats.base import Reply
 
 logger = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ from jax_agent_rl.tools.function_tool import FunctionTool
 from jax_agent_rl.types import FinishReason, ToolCallRecord
 
 if TYPE_CHECKING:
-    from jax_agent_rl.chat.formats.types import Reply, ToolCall
+    from jax_agent_rl.chat.formats.base import Reply, ToolCall
 
 
 @register_environment("verifiers")

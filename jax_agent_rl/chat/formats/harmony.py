@@ -15,8 +15,16 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from jax_agent_rl.chat.formats.scan import MAX_CALLS, arguments_of, json_at, skip_space
-from jax_agent_rl.chat.formats.types import Reply, Schema, ToolCall, ToolFormat
+from jax_agent_rl.chat.formats.base import (
+    MAX_CALLS,
+    Reply,
+    Schema,
+    ToolCall,
+    ToolFormat,
+    arguments_of,
+    json_at,
+    skip_space,
+)
 
 _MESSAGE = "<|message|>"
 _ENDS = re.compile(r"<\|end\|>|<\|call\|>|<\|return\|>|<\|start\|>")

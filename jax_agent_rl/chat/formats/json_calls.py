@@ -18,8 +18,21 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from jax_agent_rl.chat.formats.scan import MAX_CALLS, Read, Reader, Scanner, call_of, json_at, resume_after, skip_space
-from jax_agent_rl.chat.formats.types import Reply, Schema, ToolCall, ToolFormat, call_json
+from jax_agent_rl.chat.formats.base import (
+    MAX_CALLS,
+    Read,
+    Reader,
+    Reply,
+    Scanner,
+    Schema,
+    ToolCall,
+    ToolFormat,
+    call_json,
+    call_of,
+    json_at,
+    resume_after,
+    skip_space,
+)
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 

@@ -20,17 +20,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from jax_agent_rl.chat.formats.scan import (
+from jax_agent_rl.chat.formats.base import (
+    MISTRAL_THINK_TAGS,
     Read,
+    Reply,
     Scanner,
+    Schema,
+    ToolCall,
+    ToolFormat,
     arguments_of,
     call_of,
     json_at,
+    outside_thinking,
     resume_after,
     skip_space,
 )
-from jax_agent_rl.chat.formats.types import Reply, Schema, ToolCall, ToolFormat
-from jax_agent_rl.chat.thinking import MISTRAL_THINK_TAGS, outside_thinking
 
 _MISTRAL_ID = re.compile(r"[a-zA-Z0-9]{9}")
 """What Mistral's templates accept as an id; any other is left to the codec to invent."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jax_agent_rl.chat.formats.types import Reply, ToolCall
+from jax_agent_rl.chat.formats.base import Reply, ToolCall
 from jax_agent_rl.environments import EnvironmentPool, get_environment
 from jax_agent_rl.environments.textworld import command_of
 from jax_agent_rl.errors import EnvironmentFailedError
