@@ -18,7 +18,7 @@ from tests.http_service import ToolServer
 ROW: Mapping[str, Any] = {"prompt": [{"role": "user", "content": "what is 1 + 2 ?"}], "data_source": "calculator"}
 
 
-class AgentStage:
+class AgentHarness:
     """Keeps what tests look at: the codec, the engine, the loop.
 
     Args:
@@ -107,6 +107,6 @@ ACTION = "<py> 1 + 2 </py>"
 STOP = {"action_stop_tokens": ("</py>",)}
 
 
-def server_tool_stage(server: ToolServer, script: Any, **limits: Any) -> AgentStage:
+def server_tool_stage(server: ToolServer, script: Any, **limits: Any) -> AgentHarness:
     """The server_tool agent on a tool server."""
-    return AgentStage(ServerToolAgent, script, **{"tool_server_url": server.url, **STOP, **limits})
+    return AgentHarness(ServerToolAgent, script, **{"tool_server_url": server.url, **STOP, **limits})

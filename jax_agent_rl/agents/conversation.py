@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
 REASONING = ("reasoning", "thinking")
-"""Parts that frameworks send back and no model reads: what it thought is not a part of what it said."""
+"""Parts that frameworks send back and no model reads: reasoning is not part of a reply."""
 
 _REASONING_FIELDS = ("reasoning_content", *REASONING)
 
@@ -41,7 +41,7 @@ class CallWithId:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Traces:
-    """Reasoning and call ids of an assistant message, which tell samples of the same text apart.
+    """Reasoning and call ids of an assistant message, which distinguish samples of the same text.
 
     Frameworks need not send them back.
 
@@ -99,12 +99,12 @@ def assistant_message(content: str, calls: Sequence[CallWithId]) -> dict[str, An
 
 def fingerprint(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> str:
     """Return a digest that is equal iff two plain conversations with the same tools read the same to a model."""
-    said = [_said(message) for message in messages]
+    said = [_content_key(message) for message in messages]
     return hashlib.blake2b(json.dumps([said, list(tools)], sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
-def _said(message: Mapping[str, Any]) -> list[Any]:
-    """Ids of calls are left out: frameworks rename them, and no model sees them twice."""
+def _content_key(message: Mapping[str, Any]) -> list[Any]:
+    """Return what a model reads of a message; without call ids, which frameworks rename."""
     calls = [[call["function"]["name"], call["function"]["arguments"]] for call in message.get("tool_calls", ())]
     return [message["role"], message["content"].strip(), calls]
 
@@ -160,7 +160,7 @@ class ChatReply:
 
     Attributes:
         content: text without reasoning, calls and stop string. A turn with a call that cannot be decoded is shown
-            whole, so that the agent can tell the model.
+            whole, so that the agent can report it to the model.
         reasoning: text inside ``<think>``, or None.
         tool_calls: decoded calls; none unless the request named tools.
         malformed: calls that could not be decoded.
@@ -216,8 +216,8 @@ def cut_at_stop(text: str, stop: Sequence[str]) -> str:
 class TextStream:
     """The text of a growing generation, in pieces that are never taken back.
 
-    What may still turn out to be something else is held back: half a character, half a tag, the beginning of a stop
-    string. Only for requests without tools: whether text is a call shows at its end.
+    Text that may still change is held back: an incomplete character or tag, the beginning of a stop string. Only for
+    requests without tools: whether text is a call shows at its end.
 
     Args:
         read: ids to the text a client sees of them, e.g. :func:`visible_text`.
@@ -253,7 +253,7 @@ class TextStream:
         return reply.content, replace(reply, content=self._sent + reply.content)
 
     def _held_back(self, text: str) -> int:
-        """Length of the longest end of the text that begins a stop string."""
+        """Return the length of the longest end of the text that begins a stop string."""
         lengths = (n for s in self._stop for n in range(min(len(s) - 1, len(text)), 0, -1) if text.endswith(s[:n]))
         return max(lengths, default=0)
 

@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from jax_agent_rl.agents.branching import Prefix, check_replay, describe_call
-from jax_agent_rl.agents.episode import Episode, prompt_of
+from jax_agent_rl.agents.episode import Episode, row_prompt
 from jax_agent_rl.agents.loop import register_agent
 from jax_agent_rl.agents.turn_loop import Responder, StartEpisode, TurnLoopAgent, run_turns
-from jax_agent_rl.environments import LeasedEnvironment, Observation, environment_of, get_environment
+from jax_agent_rl.environments import LeasedEnvironment, Observation, get_environment, row_environment
 from jax_agent_rl.tracing import span
 from jax_agent_rl.types import FinishReason, StopReason, TokenOutput, Trajectory
 
@@ -87,13 +87,13 @@ class EnvironmentAgent(TurnLoopAgent):
     """
 
     def branching_problem(self, row: Mapping[str, Any]) -> str | None:
-        name, _ = environment_of(row)
+        name, _ = row_environment(row)
         if not get_environment(name).replayable:
             return f"environment {name!r} cannot be replayed (its `replayable` is False)"
         return super().branching_problem(row)
 
     async def play(self, start: StartEpisode, row: Mapping[str, Any], trajectory_id: str) -> Trajectory:
-        name, kwargs = environment_of(row)
+        name, kwargs = row_environment(row)
         async with self.context.environments.pool(name).lease() as environment:
             opening = await environment.reset(**kwargs)
             episode = start(opening=opening.messages, tool_schemas=environment.tool_schemas)
@@ -101,7 +101,7 @@ class EnvironmentAgent(TurnLoopAgent):
             if episode.prefix is None:
                 episode.add_metrics(opening.metrics)
             else:
-                responder.check(0, list(episode.prefix.messages_before(0)), prompt_of(row, opening.messages))
+                responder.check(0, list(episode.prefix.messages_before(0)), row_prompt(row, opening.messages))
             reason = await run_turns(episode, responder)
             outcome = await environment.conclude(tuple(episode.messages), reason)
         episode.add_score(outcome.get("score", 0.0))

@@ -85,7 +85,7 @@ class Episode:
         prefix: Prefix | None = None,
     ):
         self.turns: list[Turn] = []
-        self.messages: list[Mapping[str, Any]] = prompt_of(row, opening)
+        self.messages: list[Mapping[str, Any]] = row_prompt(row, opening)
         self._context = context
         self._row = row
         self._agent_name = agent_name
@@ -140,7 +140,7 @@ class Episode:
             session_ends: whether this is the last turn, so the engine need not keep the context's KV.
             stop: strings that end the turn, besides those of the sampling parameters.
             stop_token_ids: ids that end the turn, likewise.
-            action_stops: strings that end the turn unless they stand inside a think block.
+            action_stops: strings that end the turn unless they are inside a think block.
             max_tokens: maximum ids of this turn, besides the budgets.
 
         Raises:
@@ -152,11 +152,11 @@ class Episode:
         context = self._context_ids()
         tail = self._context.codec.decode(context[-_THINK_TAIL:], skip_special_tokens=False)
         self._begins_thinking = tail.rstrip().endswith(_THINK_OPENINGS)
-        most = min(self.tokens_left, self._sampling.max_tokens, max_tokens or self.tokens_left)
+        limit = min(self.tokens_left, self._sampling.max_tokens, max_tokens or self.tokens_left)
         seed = self._sampling.seed
         sampling = replace(
             self._sampling,
-            max_tokens=most,
+            max_tokens=limit,
             stop=(*self._sampling.stop, *stop, *action_stops),
             stop_token_ids=(*self._sampling.stop_token_ids, *stop_token_ids),
             seed=None if seed is None else derive_seed(seed, len(self.turns)),
@@ -164,7 +164,7 @@ class Episode:
         began = time.perf_counter()
         output = await self._sample(context, begun, sampling, session_ends)
         while self._stopped_while_thinking(output, action_stops):
-            if len(output.token_ids) >= most:
+            if len(output.token_ids) >= limit:
                 output = replace(output, stop_reason=StopReason.LENGTH, stop_match=None)
                 break
             output = await self._sample(context, output, sampling, session_ends)
@@ -388,7 +388,7 @@ def check_output(output: TokenOutput, context_ids: Sequence[int], max_tokens: in
         )
 
 
-def prompt_of(row: Mapping[str, Any], opening: Sequence[Mapping[str, Any]] = ()) -> list[Mapping[str, Any]]:
+def row_prompt(row: Mapping[str, Any], opening: Sequence[Mapping[str, Any]] = ()) -> list[Mapping[str, Any]]:
     """Return the row's conversation and ``opening``; raise DataError if the prompt is not a list of messages."""
     prompt = row.get("prompt")
     messages = [] if prompt is None or isinstance(prompt, str | Mapping) else [*prompt, *opening]

@@ -167,8 +167,8 @@ class ChatModel(BaseChatModel):
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
         events: asyncio.Queue[Event] = asyncio.Queue()
-        tell = partial(asyncio.get_running_loop().call_soon_threadsafe, events.put_nowait)
-        pump = asyncio.run_coroutine_threadsafe(self._pump(tell, messages, stop, **kwargs), self.loop)
+        emit = partial(asyncio.get_running_loop().call_soon_threadsafe, events.put_nowait)
+        pump = asyncio.run_coroutine_threadsafe(self._pump(emit, messages, stop, **kwargs), self.loop)
         try:
             while True:
                 event = await events.get()
@@ -204,21 +204,21 @@ class ChatModel(BaseChatModel):
 
     async def _pump(
         self,
-        tell: Callable[[Event], Any],
+        emit: Callable[[Event], Any],
         messages: list[BaseMessage],
         stop: list[str] | None,
         *,
         tools: Sequence[dict[str, Any]] = (),
         **kwargs: Any,
     ) -> None:
-        """Tells text as it is certain, then the turn. With tools, all at the end: a call shows when it is whole."""
+        """Emit text as it is certain, then the turn. With tools, emit all at the end, when calls are complete."""
         strings = self._sampling(stop, None).stop
         text = None if tools else TextStream(partial(visible_text, self.recorder.context.codec), strings)
         rest = ""
 
         def on_ids(ids: Sequence[int]) -> None:
             if text is not None and (new := text.add(ids)):
-                tell(new)
+                emit(new)
 
         def amend(reply: ChatReply) -> ChatReply:
             nonlocal rest
@@ -227,13 +227,13 @@ class ChatModel(BaseChatModel):
 
         try:
             turn = await self._chat(messages, stop, tools=tools, on_ids=on_ids, amend=amend, **kwargs)
-        except BaseException as error:  # whoever reads the stream must not wait for ever
-            tell(error)
+        except BaseException as error:  # the reader of the stream must not wait forever
+            emit(error)
             raise
-        tell((rest, turn))
+        emit((rest, turn))
 
     def _from_thread(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Hands work to the engine's loop.
+        """Run work on the engine's loop.
 
         Raises:
             RuntimeError: this is that loop; it would wait for itself.
@@ -253,14 +253,14 @@ class ChatModel(BaseChatModel):
 def _openai_messages(messages: list[BaseMessage]) -> list[dict[str, Any]]:
     """Return OpenAI-style dicts.
 
-    The model's own messages become text, calls and reasoning, which tells apart samples of the same text.
+    The model's own messages become text, calls and reasoning, which distinguishes samples of the same text.
     """
     own = (m.model_copy(update={"content": str(m.text)}) if isinstance(m, AIMessage) else m for m in messages)
     converted = to_openai(list(own))
     converted: list[dict[str, Any]] = converted if isinstance(converted, list) else [converted]
     thoughts = [m.additional_kwargs.get("reasoning_content") for m in messages if isinstance(m, AIMessage)]
-    spoken = [m for m in converted if m["role"] == "assistant"]
-    for message, thought in zip(spoken, thoughts, strict=False):
+    replies = [m for m in converted if m["role"] == "assistant"]
+    for message, thought in zip(replies, thoughts, strict=False):
         message |= {"reasoning_content": thought} if thought else {}
     return converted
 

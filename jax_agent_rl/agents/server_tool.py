@@ -12,8 +12,8 @@
 
     in the end, however it ends: the environment is closed, once
 
-What stands in a think block is no action: a stop token in there does not end the turn, and the tool server, which looks
-for calls in what it is sent, is not sent it.
+Text in a think block is no action: a stop token in it does not end the turn, and it is not sent to the tool server,
+which looks for calls in what it gets.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class ObservationCodec:
 
     @property
     def are_messages(self) -> bool:
-        """Whether observations are chat messages, which the template writes and which may hold images."""
+        """True if observations are chat messages, which the template writes and which may hold images."""
         return self._limits.enable_mtrl and self._limits.mtrl_sep is None
 
     def shorten(self, text: str) -> str:
@@ -184,7 +184,7 @@ class ServerResponder(Responder):
         step = len(episode.turns) - 1
         action = self._action(episode, output, step)
         if action is None:
-            return _end_of(episode, output, self.limits)
+            return _finish_reason(episode, output, self.limits)
         if limit is not None:
             return limit
         observation, record = await self._step(action, step)
@@ -202,8 +202,8 @@ class ServerResponder(Responder):
         return 1
 
     async def _step(self, action: str, step: int) -> tuple[ServerObservation, ToolCallRecord]:
-        most = self.limits.max_turns
-        turns = {"current_step": step, "max_turns": most, "turns_left": most - step}
+        max_turns = self.limits.max_turns
+        turns = {"current_step": step, "max_turns": max_turns, "turns_left": max_turns - step}
         extra_fields = {**(self.row.get("extra_info") or {}), **turns}
         return await self.environment.step(
             action, name="tool_server", extra_fields=extra_fields, shorten=self.observations.shorten
@@ -245,8 +245,8 @@ class ServerToolAgent(TurnLoopAgent):
         self._server = _server(limits) if limits.enable_agent else None
         in_step = limits.rollout_mode != "async"
         self._lockstep = Lockstep(self._server.get_observation) if self._server and in_step else None
-        most = limits.max_concurrent_trajectories
-        self._slots = nullcontext() if most is None else asyncio.Semaphore(most)
+        limit = limits.max_concurrent_trajectories
+        self._slots = nullcontext() if limit is None else asyncio.Semaphore(limit)
 
     async def preflight(self) -> None:
         if self._server:
@@ -261,7 +261,7 @@ class ServerToolAgent(TurnLoopAgent):
             episode = start()
             if self._server is None:
                 output = await episode.generate(session_ends=True, max_tokens=self.context.limits.max_action_length)
-                reason = _end_of(episode, output, self.context.limits)
+                reason = _finish_reason(episode, output, self.context.limits)
             else:
                 async with self._environment(self._server, trajectory_id) as environment:
                     responder = ServerResponder(self.context, self._observations, environment, row)
@@ -290,7 +290,7 @@ class ServerToolAgent(TurnLoopAgent):
         return None
 
 
-def _end_of(episode: Episode, output: TokenOutput, limits: AgentConfig) -> FinishReason:
+def _finish_reason(episode: Episode, output: TokenOutput, limits: AgentConfig) -> FinishReason:
     if output.stop_reason is not StopReason.LENGTH:
         return FinishReason.ANSWER
     cut_short = len(output.token_ids) == limits.max_action_length and episode.tokens_left > 0

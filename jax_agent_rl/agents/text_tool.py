@@ -23,7 +23,7 @@ from jax_agent_rl.agents.context import AgentContext
 from jax_agent_rl.agents.episode import Episode
 from jax_agent_rl.agents.loop import register_agent
 from jax_agent_rl.agents.tool_environment import REPLAY_REMEDY, ToolEnvironment
-from jax_agent_rl.agents.turn_loop import Responder, StartEpisode, TurnLoopAgent, end_of, run_turns
+from jax_agent_rl.agents.turn_loop import Responder, StartEpisode, TurnLoopAgent, answer_or_cut, run_turns
 from jax_agent_rl.tools.client import ServerObservation, ToolClient, tool_action
 from jax_agent_rl.tools.search_client import SearchClient
 from jax_agent_rl.tracing import span
@@ -31,7 +31,7 @@ from jax_agent_rl.types import FinishReason, TokenOutput, ToolCallRecord, Trajec
 
 
 class MarkerAgent(TurnLoopAgent):
-    """A loop whose calls stand between two markers."""
+    """A loop whose calls are written between two markers."""
 
     opening: ClassVar[str]
     closing: ClassVar[str]
@@ -43,7 +43,7 @@ class MarkerAgent(TurnLoopAgent):
     @property
     @abstractmethod
     def max_calls(self) -> int:
-        """Most calls of one trajectory."""
+        """Maximum calls of one trajectory."""
 
 
 @dataclass
@@ -62,7 +62,7 @@ class MarkerResponder(Responder):
     async def respond(self, episode: Episode, output: TokenOutput, limit: FinishReason | None) -> FinishReason | None:
         before, closed, _ = episode.outside_thinking(output).partition(self.agent.closing)
         if not closed:
-            return end_of(output)
+            return answer_or_cut(output)
         if limit is not None:
             return limit
         observation, record = await self._run(before)

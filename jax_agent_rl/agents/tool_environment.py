@@ -83,7 +83,7 @@ class Lockstep:
             results = await self._send_batch(list(batch.values()))
         except ToolServerError as error:
             results = [ToolServerError(str(error)) for _ in batch]
-        except BaseException as error:  # nobody may wait for ever
+        except BaseException as error:  # no member may wait forever
             results = [ToolServerError(f"the batch was lost: {type(error).__name__}: {error}") for _ in batch]
             raise
         finally:

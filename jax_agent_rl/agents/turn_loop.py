@@ -104,8 +104,8 @@ async def run_turns(episode: Episode, responder: Responder) -> FinishReason:
             return reason
 
 
-def end_of(output: TokenOutput) -> FinishReason:
-    """Return how a turn without action ends the trajectory: as an answer, or cut off."""
+def answer_or_cut(output: TokenOutput) -> FinishReason:
+    """Return how a turn without action ends the trajectory: as an answer, or cut off by the length limit."""
     return FinishReason.RESPONSE_LENGTH if output.stop_reason is StopReason.LENGTH else FinishReason.ANSWER
 
 
@@ -153,4 +153,4 @@ class SingleTurnAgent(TurnLoopAgent):
 
     async def play(self, start: StartEpisode, row: Mapping[str, Any], trajectory_id: str) -> Trajectory:
         episode = start()
-        return episode.finish(end_of(await episode.generate(session_ends=True)))
+        return episode.finish(answer_or_cut(await episode.generate(session_ends=True)))

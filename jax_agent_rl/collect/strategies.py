@@ -172,7 +172,7 @@ class TreeRL(Strategy):
     """TreeRL (EPTree): branches where the policy was least certain, also in the middle of a turn.
 
     ``M`` first chains, each a tree. In each of ``L`` rounds, the ``N`` most uncertain ids of every tree are sampled
-    anew, ``T`` times each, and continued. Uncertainty is the surprisal ``-log p`` of the sampled id, which engines
+    again, ``T`` times each, and continued. Uncertainty is the surprisal ``-log p`` of the sampled id, which engines
     report; it is an unbiased sample of the entropy and what the authors' code uses. M=1 N=1 L=1 T=2::
 
         round 0   t0 = a b c d e                       log p   -.1 -.2 -1.9 -.3 -.1
@@ -203,7 +203,7 @@ class TreeRL(Strategy):
 
 
 def _places(trajectory: Trajectory) -> Iterator[tuple[float, Fork]]:
-    """Yield the surprisal of every id the trajectory sampled itself, and the fork that samples it anew."""
+    """Yield the surprisal of every id the trajectory sampled itself, and the fork that samples it again."""
     inherited = trajectory.num_inherited
     for number, turn in enumerate(trajectory.turns):
         for token, log_prob in enumerate(turn.output.log_probs):
@@ -239,12 +239,12 @@ class Arpo(Strategy):
         if not growth.waves:
             return [Start()] * min(self._config.initial_rollouts, growth.group_size)
         budget = growth.group_size - growth.started
-        living = [o.trajectory for o in growth.waves[-1] if o.trajectory is not None]
-        turns = sorted((turn, index) for index, t in enumerate(living) for turn in _turns_after_observations(t))
+        alive = [o.trajectory for o in growth.waves[-1] if o.trajectory is not None]
+        turns = sorted((turn, index) for index, t in enumerate(alive) for turn in _turns_after_observations(t))
         branches = [
-            Start(fork=at_turn(living[index], turn))
+            Start(fork=at_turn(alive[index], turn))
             for turn, index in turns
-            for _ in range(self._branches(living[index], turn, growth))
+            for _ in range(self._branches(alive[index], turn, growth))
         ]
         return branches[:budget] or [Start(topped_up=True)] * budget
 

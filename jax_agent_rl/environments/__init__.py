@@ -10,12 +10,12 @@ from jax_agent_rl.environments import verifiers as _verifiers
 from jax_agent_rl.environments.base import (
     Environment,
     Observation,
-    environment_of,
     get_environment,
     in_thread,
     load_environments,
     register_environment,
     require_environments,
+    row_environment,
 )
 from jax_agent_rl.environments.pool import EnvironmentPool, EnvironmentPools, LeasedEnvironment
 
@@ -25,7 +25,7 @@ __all__ = [
     "EnvironmentPools",
     "LeasedEnvironment",
     "Observation",
-    "environment_of",
+    "row_environment",
     "get_environment",
     "in_thread",
     "load_environments",

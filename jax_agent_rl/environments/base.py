@@ -151,7 +151,7 @@ def load_environments(path: str | None) -> None:
         load_user_module(path, key="environments.path")
 
 
-def environment_of(row: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+def row_environment(row: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """Return the name of a row's environment and the arguments of its ``reset``.
 
     Nulls are left out: Parquet writes one wherever another row has the argument.
@@ -169,7 +169,7 @@ def environment_of(row: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
 
 
 def require_environments(rows: Iterable[Mapping[str, Any]]) -> None:
-    """Refuses rows whose environment does not exist or does not take their arguments; call it before a run.
+    """Refuse rows whose environment does not exist or does not take their arguments; call it before a run.
 
     Args:
         rows: those whose agent lives in an environment.
@@ -178,7 +178,7 @@ def require_environments(rows: Iterable[Mapping[str, Any]]) -> None:
         ConfigError, DataError: the first problem.
     """
     for row in rows:
-        name, kwargs = environment_of(row)
+        name, kwargs = row_environment(row)
         reset = inspect.signature(get_environment(name).reset)
         try:
             reset.bind(None, **kwargs)

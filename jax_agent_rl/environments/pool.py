@@ -109,12 +109,12 @@ class EnvironmentPool:
         """
         async with self._slots:
             environment = self._idle.pop() if self._idle else self._make()
-            leased, sound = LeasedEnvironment(environment, self._name, self._timeout), False
+            leased, reusable = LeasedEnvironment(environment, self._name, self._timeout), False
             try:
                 yield leased
-                sound = True
+                reusable = True
             finally:
-                if sound and self._scope == "global":
+                if reusable and self._scope == "global":
                     self._idle.append(environment)
                 else:  # a second cancellation ends the waiting, not the closing
                     await asyncio.shield(asyncio.ensure_future(leased.close()))

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @register_environment("reasoning_gym")
 class ReasoningGymEnvironment(Environment):
-    """One question of one of its data sets; the answer is what stands in the last ``<answer>…</answer>``."""
+    """One question of one of its data sets; the answer is the text in the last ``<answer>…</answer>``."""
 
     async def reset(
         self,

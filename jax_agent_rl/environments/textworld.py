@@ -61,11 +61,11 @@ class TextWorldEnvironment(Environment):
         return Observation.say(self._with_commands(f"{state.objective}\n\n{_clean(state.description)}", state))
 
     async def step(self, reply: Reply) -> Observation:
-        """Plays a command: what stands in ``<command>…</command>``, else the last line.
+        """Play a command: the text in ``<command>…</command>``, else the last line.
 
         The score is the share of the game's points that it earned.
         """
-        command = command_of(reply.content)
+        command = parse_command(reply.content)
         if not command or command.split()[0] in _INTERPRETER:
             nothing = f"{command!r} is not a command of this game." if command else "Say what you want to do."
             return Observation.say(nothing, metrics={"textworld/won": 0.0, "textworld/inadmissible": 1.0})
@@ -109,10 +109,10 @@ class TextWorldEnvironment(Environment):
         return f"{text}\n\nYou can: {', '.join(self._admissible)}"
 
 
-def command_of(text: str) -> str:
+def parse_command(text: str) -> str:
     r"""Return the command of a reply: one line of lower-case ASCII letters, digits, spaces, hyphens and apostrophes.
 
-    >>> command_of("I should leave.\n> go east")
+    >>> parse_command("I should leave.\n> go east")
     'go east'
     """
     lines = [line for line in (tagged(text, "command") or text).splitlines() if line.strip()]

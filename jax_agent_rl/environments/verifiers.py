@@ -242,6 +242,6 @@ def _text(content: Any) -> str:
     """Return message content as text; images are not supported."""
     if isinstance(content, str) or content is None:
         return content or ""
-    if strangers := [part.type for part in content if part.type != "text"]:
-        raise EnvironmentFailedError(f"a message of the task holds {strangers[0]}, which cannot be shown here")
+    if others := [part.type for part in content if part.type != "text"]:
+        raise EnvironmentFailedError(f"a message of the task holds {others[0]}, which cannot be shown here")
     return "\n".join(part.text for part in content)

@@ -18,7 +18,7 @@
                                  │ batch 1        ↑ 1  │ batch 2      ↑ 2   │ batch 3       ↑ 3        ↑ weights
                    learner       [ learn 1       ]     [ learn 2     ]      [ learn 3      ]
 
-The subclasses say when groups are wanted and how weights are handed over.
+The subclasses decide when groups are wanted and how weights are handed over.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class StreamTrainer(Trainer):
             batch=config.rollout.prompts_per_step,
             staleness=config.trainer.staleness_bound,
             stragglers=config.trainer.stragglers,
-            spare=config.trainer.oversample_prompts,
+            oversample=config.trainer.oversample_prompts,
             version=self.record.step,
         )
         if self.record.buffer.get("version") == self.record.step:  # else the steps since were synchronous ones
@@ -75,7 +75,7 @@ class StreamTrainer(Trainer):
             lambda: f"{buffer.ready}/{buffer.batch} groups ready, {buffer.running} running",
         )
         self._reading = self._reading or (await self.runtime.metrics(), began)
-        with self.phases.of("wait"):
+        with self.phases.measure("wait"):
             groups = await self._take_useful()
         self.learner_idle_seconds += self.clock() - began
         # From one batch to the next: rollout and learner (and an evaluation, if there was one) share that time.
@@ -173,7 +173,7 @@ class OneStepOffTrainer(StreamTrainer):
         """Publish once the next batch is complete."""
         began = self.clock()
         self.progress.phase(f"step {version}: learner waits for the next rollout", self.rollout_status)
-        with self.phases.of("wait"):
+        with self.phases.measure("wait"):
             await self.stream.idle()
         self.learner_idle_seconds += self.clock() - began
         return await self.push_weights(version)

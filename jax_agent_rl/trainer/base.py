@@ -37,7 +37,7 @@ from jax_agent_rl.types import DropReason, Group, PauseMode, SamplingParams
 
 @dataclass(kw_only=True)
 class Trainer:
-    """Trains until ``trainer.steps`` (or ``trainer.target_accuracy``), from wherever ``record`` stands.
+    """Trains until ``trainer.steps`` (or ``trainer.target_accuracy``), from the step of ``record`` on.
 
     Attributes:
         runtime: engine, agents, learner.
@@ -62,7 +62,9 @@ class Trainer:
         self._guard = LostBatchGuard(self.runtime.config.trainer.max_failed_batches, self.record.lost_batches)
         self._partly_updated = False
         self._began = self.clock() - self.record.train_seconds  # of training, as if it had never been interrupted
-        self.agreement = AgreementWatch(self.runtime, self.folder, version=self.record.step, say=self.progress.say)
+        self.agreement = AgreementWatch(
+            self.runtime, self.folder, version=self.record.step, print_line=self.progress.say
+        )
         self.learner_idle_seconds = 0.0
         self.phases = Phases(self.clock)
         self.reporter = RunReporter(self.runtime, self.folder, self.record, self.progress, self.phases, self.clock)
@@ -200,7 +202,7 @@ class Trainer:
         tick = self.reporter.show_learning(selection, self.rollout_status)
         check = self.agreement.check(selection.groups, step)
         async with self.runtime.room_for_learning():
-            with self.phases.of("learn"):
+            with self.phases.measure("learn"):
                 result = await asyncio.to_thread(
                     self.runtime.learner.update,
                     selection.groups,
@@ -226,7 +228,7 @@ class Trainer:
             seconds from the learner's parameters to engines that serve them: export, transfer, loading, proof.
         """
         begin, runtime = self.clock(), self.runtime
-        with self.phases.of("publish"):
+        with self.phases.measure("publish"):
             update = await asyncio.to_thread(runtime.publisher.make, runtime.learner, version)
             await runtime.client.update_weights(update, mode=mode)
         return self.clock() - begin
@@ -239,7 +241,7 @@ class Trainer:
             return None
         begin = self.clock()
         label = f"held-out evaluation after step {step}"
-        with self.phases.of("evaluate"):
+        with self.phases.measure("evaluate"):
             groups = await self._gather(
                 runtime.evaluator, runtime.heldout, 1, evaluation_sampling(runtime.config), step, "heldout", label
             )
@@ -249,7 +251,7 @@ class Trainer:
     def save(self) -> None:
         """Save a checkpoint of the last finished step, if there is none yet."""
         self.record.accounting = self.runtime.collector.accounting.state()
-        with self.phases.of("save"):
+        with self.phases.measure("save"):
             self.checkpointer.save(self.record.step, self.runtime.learner.state, self.record.to_json())
 
     def _learner_recompilations(self) -> int:

@@ -35,21 +35,21 @@ class InterruptibleUpdate:
     """One step's learner update. Ctrl-C or SIGTERM undoes it while that is possible, and otherwise lets it finish.
 
     Args:
-        say: prints a line for people.
+        print_line: prints a line for people.
         stop_rollouts: stops what the engines do meanwhile.
 
     Attributes:
         cancellation: to be given to the learner.
     """
 
-    def __init__(self, say: Callable[[str], None], stop_rollouts: Callable[[], Awaitable[None]]) -> None:
-        self._say, self._stop_rollouts = say, stop_rollouts
+    def __init__(self, print_line: Callable[[str], None], stop_rollouts: Callable[[], Awaitable[None]]) -> None:
+        self._print_line, self._stop_rollouts = print_line, stop_rollouts
         self._task: asyncio.Future[UpdateResult] | None = None
         self.cancellation = StepCancellation()
 
     @property
     def result(self) -> UpdateResult | None:
-        """The result once the update has succeeded, even if the caller was cancelled meanwhile."""
+        """The result, once the update has succeeded, even if the caller was cancelled meanwhile."""
         task = self._task
         if task is None or not task.done() or task.cancelled() or task.exception() is not None:
             return None
@@ -67,7 +67,7 @@ class InterruptibleUpdate:
             await asyncio.shield(self._task)
         except asyncio.CancelledError:
             if not self.cancellation.close():
-                self._say("  its updates have begun: finishing this learner step before saving")
+                self._print_line("  its updates have begun: finishing this learner step before saving")
                 await self._stop_rollouts()
                 await asyncio.wait((self._task,))
                 raise

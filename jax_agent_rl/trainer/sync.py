@@ -33,7 +33,7 @@ class SyncTrainer(Trainer):
 
     async def rollout(self) -> RolloutBatch:
         began = self.clock()
-        with self.phases.of("rollout"):
+        with self.phases.measure("rollout"):
             groups, engine = await self.collect(self.record.step + 1)
         self.learner_idle_seconds = self.clock() - began
         self.phases.ended("engine", self.learner_idle_seconds)

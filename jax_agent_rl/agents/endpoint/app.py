@@ -155,7 +155,7 @@ class Endpoint:
     async def _list(self, request: web.Request) -> web.Response:
         listed = [
             {"session_id": session.session_id, "turns": len(session.recorder.turns), "running": session.requests}
-            for session in self._store.of(_key_of(request))
+            for session in self._store.visible_to(_key_of(request))
         ]
         return web.json_response({"sessions": listed})
 
@@ -211,8 +211,8 @@ class Endpoint:
             check_prompt(asked, opened.recorder.context)
             check_sampling(opened.sampling_for(asked), self._able())
             if self._store.full(opened, self._limits.max_session_tokens):
-                most = f"agent.endpoint.max_session_tokens={self._limits.max_session_tokens}"
-                raise ApiError(400, f"the session is full ({most} ids); open another", code="session_full")
+                limit = f"agent.endpoint.max_session_tokens={self._limits.max_session_tokens}"
+                raise ApiError(400, f"the session is full ({limit} ids); open another", code="session_full")
         except ApiError:
             self._store.used(opened)
             raise
@@ -228,8 +228,8 @@ class Endpoint:
     def _check_counts(self, request: web.Request, asked: wire.ChatRequest | wire.CompletionRequest) -> None:
         choices = (asked.n or 1) * (len(asked.prompts) if isinstance(asked, wire.CompletionRequest) else 1)
         if choices > self._limits.max_choices:
-            most = self._limits.max_choices
-            raise ApiError(400, f"{choices} choices: at most agent.endpoint.max_choices={most}", param="n")
+            limit = self._limits.max_choices
+            raise ApiError(400, f"{choices} choices: at most agent.endpoint.max_choices={limit}", param="n")
         served = (self._model, *self._adapters)
         if "session_id" not in request.match_info and asked.model not in served:
             message = f"the model {asked.model!r} does not exist; this server has {', '.join(map(repr, served))}"
@@ -242,12 +242,12 @@ class Endpoint:
     @contextmanager
     def _slot(self, session: Session) -> Iterator[None]:
         """Hold a place among the running requests."""
-        most = self._limits.max_concurrent_requests
+        limit = self._limits.max_concurrent_requests
         session.requests += 1
         self._running += 1
         try:
-            if self._running > most:
-                raise ApiError(429, f"{most} requests are running, the most; try again", code="busy", retry=True)
+            if self._running > limit:
+                raise ApiError(429, f"{limit} requests are running, the maximum; try again", code="busy", retry=True)
             yield
         finally:
             self._running -= 1
@@ -255,7 +255,7 @@ class Endpoint:
             self._store.used(session)
 
     async def _whole(self, session: Session, asked: wire.ChatRequest | wire.CompletionRequest) -> list[Piece]:
-        """All choices; ends after ``request_timeout``, and with the client's connection, which cancels the handler."""
+        """Return all choices; end after ``request_timeout``, or when the client disconnects and the handler is cancelled."""
         with self._slot(session):
             try:
                 async with asyncio.timeout(self._limits.request_timeout):
@@ -270,7 +270,7 @@ class Endpoint:
         asked: wire.ChatRequest | wire.CompletionRequest,
         head: dict[str, Any],
     ) -> web.StreamResponse:
-        """Server-sent events. What fails before the first one is an answer with its own status."""
+        """Answer with server-sent events. A failure before the first one is an answer with its own status."""
         async with aclosing(self._events(session, asked, head)) as events:
             first = await anext(events)
             response = web.StreamResponse(
@@ -320,7 +320,7 @@ class Endpoint:
 
 @web.middleware
 async def _failures(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Failures as answers in OpenAI's shape."""
+    """Return failures as answers in OpenAI's shape."""
     try:
         return await handler(request)
     except Exception as error:
@@ -339,7 +339,7 @@ def as_api_error(error: Exception) -> ApiError:
         case RecursionError():
             return ApiError(400, "the request is nested too deep (arguments of a tool call?); send a flatter one")
         case UnicodeEncodeError():
-            return ApiError(400, f"the request holds half a character, which is no text: {error.reason}")
+            return ApiError(400, f"the request holds a lone surrogate, which is not text: {error.reason}")
     logger.error("a request failed", exc_info=error)
     return ApiError(500, f"{type(error).__name__}: {error}", code="internal_error")
 

@@ -33,7 +33,7 @@ class Session:
     """One agent's conversations.
 
     Attributes:
-        session_id: stands in the path of its requests.
+        session_id: part of the path of its requests.
         recorder: where they go.
         api_key: what its client must send; None asks for nothing.
         sampling: how the policy samples.
@@ -59,7 +59,7 @@ class Session:
             raise ApiError(401, "the API key is not that of this session", code="invalid_api_key")
 
     def sampling_for(self, request: ChatRequest | CompletionRequest) -> SamplingParams:
-        """How to sample one request; the recorder derives each choice's seed."""
+        """Return how to sample one request; the recorder derives each choice's seed."""
         limit = self.sampling.max_tokens if request.limit is None else min(request.limit, self.sampling.max_tokens)
         sampling = replace(self.sampling, max_tokens=limit, stop=request.stops)
         if not self.free_sampling:
@@ -79,7 +79,7 @@ class SessionStore:
     """Sessions by id.
 
     Args:
-        max_sessions: most at a time.
+        max_sessions: maximum open sessions.
         ttl: seconds after which an idle session that a client opened is forgotten.
         create: makes the session of an id that a client names first, for its key; None knows only what :meth:`add`
             was given.
@@ -110,7 +110,7 @@ class SessionStore:
             ApiError: there are too many.
         """
         if len(self._sessions) >= self._max:
-            raise ApiError(429, f"there are {len(self._sessions)} sessions, the most; end some", retry=True)
+            raise ApiError(429, f"there are {len(self._sessions)} sessions, the maximum; end some", retry=True)
         session.last_used = self._clock()
         self._sessions[session.session_id] = session
 
@@ -144,18 +144,18 @@ class SessionStore:
         self.add(session)
         return session
 
-    def of(self, key: str) -> list[Session]:
-        """Sessions that a key may see."""
+    def visible_to(self, key: str) -> list[Session]:
+        """Return the sessions that a key may see."""
         self._forget_idle()
         return [session for session in self._sessions.values() if session.api_key in (None, key)]
 
-    def full(self, session: Session, most: int) -> bool:
-        """Whether a session that is kept has recorded so many ids, each context counted in full, as it is kept."""
+    def full(self, session: Session, max_ids: int) -> bool:
+        """Return whether a kept session has recorded ``max_ids`` ids, each context counted in full."""
         kept = session.session_id in self._sessions and self._create is not None
-        return kept and sum(len(turn.context_ids) for turn in session.recorder.turns) >= most
+        return kept and sum(len(turn.context_ids) for turn in session.recorder.turns) >= max_ids
 
     def used(self, session: Session) -> None:
-        """Note the end of a request; drop the session after a failed or single request."""
+        """Record the end of a request; drop the session after a failed or single request."""
         session.last_used = self._clock()
         if session.requests:
             return
@@ -178,7 +178,7 @@ class SessionStore:
             self.end(session_id)
 
     def _forget_idle(self) -> None:
-        """Only what clients opened: a session of an agent loop ends with its trajectory."""
+        """End idle sessions that clients opened; those of agent loops end with their trajectory."""
         if self._create is None:
             return
         now = self._clock()
@@ -197,20 +197,20 @@ class Piece:
 
 
 class _Choice:
-    """One generation; tells its pieces as they come."""
+    """One generation; emits its pieces as they come."""
 
     def __init__(
         self,
         session: Session,
         request: ChatRequest | CompletionRequest,
         index: int,
-        tell: Callable,
+        emit: Callable,
         adapter: str | None,
     ) -> None:
         self._session, self._adapter = session, adapter
         self._request = request
         self._index = index
-        self._tell = tell
+        self._emit = emit
         streamed = request.stream and not (isinstance(request, ChatRequest) and request.prompt_tools)
         codec = session.recorder.context.codec
         read = functools.partial(visible_text, codec) if isinstance(request, ChatRequest) else codec.decode
@@ -219,7 +219,7 @@ class _Choice:
 
     async def run(self) -> None:
         turn = await (self._chat(self._request) if isinstance(self._request, ChatRequest) else self._complete())
-        self._tell(Piece(index=self._index, text=self._rest, turn=turn))
+        self._emit(Piece(index=self._index, text=self._rest, turn=turn))
 
     async def _chat(self, request: ChatRequest) -> RecordedTurn:
         return await self._session.recorder.chat(
@@ -247,7 +247,7 @@ class _Choice:
     def _on_ids(self, ids: Sequence[int]) -> None:
         assert self._text is not None
         if text := self._text.add(ids):
-            self._tell(Piece(index=self._index, text=text))
+            self._emit(Piece(index=self._index, text=text))
 
     def _amend(self, reply: ChatReply) -> ChatReply:
         """Send the rest of the text, and return the reply as the client has it."""
@@ -299,7 +299,7 @@ async def pieces(
 async def turns(
     session: Session, request: ChatRequest | CompletionRequest, *, adapter: str | None = None
 ) -> list[Piece]:
-    """All choices when they are whole, in order."""
+    """Return all choices, complete and in order."""
     async with aclosing(pieces(session, request, adapter=adapter)) as stream:
         whole = [piece async for piece in stream if piece.turn is not None]
     return sorted(whole, key=lambda piece: piece.index)

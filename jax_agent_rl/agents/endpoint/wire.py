@@ -85,7 +85,7 @@ class _Sampled(BaseModel):
 
     @property
     def wants_usage(self) -> bool:
-        """In a stream; a whole answer always has it."""
+        """Whether the end of a stream reports usage; a whole answer always does."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
 
@@ -155,7 +155,7 @@ def head(kind: str, number: str, model: str) -> dict[str, Any]:
 
 
 def usage(turns: Sequence[RecordedTurn], prompts: int) -> dict[str, Any]:
-    """Tokens of all choices; a prompt with several choices is counted once, as OpenAI does."""
+    """Return the tokens of all choices; a prompt with several choices is counted once, as OpenAI does."""
     per_prompt = len(turns) // prompts
     prompt = sum(_prompt_tokens(turn) for turn in turns[::per_prompt])
     completion = sum(len(turn.output.token_ids) for turn in turns)
@@ -168,7 +168,7 @@ def usage(turns: Sequence[RecordedTurn], prompts: int) -> dict[str, Any]:
 
 
 def chat_choice(codec: ChatCodec, index: int, turn: RecordedTurn, request: ChatRequest) -> dict[str, Any]:
-    """One whole choice of a chat answer."""
+    """Return one choice of a chat answer."""
     message: dict[str, Any] = {"role": "assistant", "content": turn.reply.content or None, "refusal": None}
     if turn.reply.reasoning is not None:
         message["reasoning_content"] = turn.reply.reasoning
@@ -182,7 +182,7 @@ def chat_choice(codec: ChatCodec, index: int, turn: RecordedTurn, request: ChatR
 
 
 def chat_delta(index: int, delta: dict[str, Any], **fields: Any) -> dict[str, Any]:
-    """One choice of a chat chunk."""
+    """Return one choice of a chat chunk."""
     return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **fields}
 
 
@@ -217,7 +217,7 @@ def tool_calls(reply: ChatReply) -> list[dict[str, Any]]:
 def text_choice(
     codec: ChatCodec, index: int, text: str, turn: RecordedTurn | None, request: CompletionRequest
 ) -> dict[str, Any]:
-    """One choice of a text answer or chunk; ``turn`` is None while it is being sampled."""
+    """Return one choice of a text answer or chunk; ``turn`` is None while it is being sampled."""
     choice: dict[str, Any] = {"index": index, "text": text, "logprobs": None, "finish_reason": None}
     if turn is None:
         return choice
@@ -266,21 +266,21 @@ def _text_logprobs(codec: ChatCodec, turn: RecordedTurn) -> dict[str, Any]:
 
 
 def check_prompt(asked: ChatRequest | CompletionRequest, context: AgentContext) -> None:
-    """Refuses what cannot fit, whatever the tokenizer makes of it: an id stands for a bounded number of characters.
+    """Refuse a prompt that cannot fit, before it is tokenized: an id stands for a bounded number of characters.
 
     Raises:
         ApiError: the prompt is too long, empty, or has ids that the tokenizer does not know.
     """
-    most = context.longest * context.codec.longest_token
+    max_characters = context.longest * context.codec.longest_token
     if isinstance(asked, ChatRequest):
         # A message takes an id at least.
-        if len(asked.messages) > context.longest or sum(map(_characters, asked.messages)) > most:
+        if len(asked.messages) > context.longest or sum(map(_characters, asked.messages)) > max_characters:
             raise _too_long("messages", context)
         return
     for prompt in asked.prompts:
         if not prompt:
             raise ApiError(400, "prompt is empty", param="prompt")
-        if len(prompt) > (most if isinstance(prompt, str) else context.longest):
+        if len(prompt) > (max_characters if isinstance(prompt, str) else context.longest):
             raise _too_long("prompt", context)
         if isinstance(prompt, list) and not all(0 <= token < context.codec.vocab_size for token in prompt):
             wrong = next(token for token in prompt if not 0 <= token < context.codec.vocab_size)
@@ -289,7 +289,7 @@ def check_prompt(asked: ChatRequest | CompletionRequest, context: AgentContext) 
 
 
 def check_sampling(sampling: SamplingParams, engines: Iterable[Capabilities]) -> None:
-    """Refuses what one of the engines cannot do.
+    """Refuse sampling that one of the engines cannot do.
 
     Raises:
         ApiError: it cannot.
@@ -307,7 +307,7 @@ def check_sampling(sampling: SamplingParams, engines: Iterable[Capabilities]) ->
 
 
 def _characters(message: Mapping[str, Any]) -> int:
-    """Of a message's text; what is no text is refused later."""
+    """Return the length of a message's text; other content is refused later."""
     content = message.get("content")
     if isinstance(content, str):
         return len(content)

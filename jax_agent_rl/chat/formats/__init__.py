@@ -52,7 +52,7 @@ def detect_format(template: str) -> ToolFormat:
         ConfigError: the template has tools in an unknown format.
     """
     for form in _ORDERED:
-        if form.is_of(template):
+        if form.matches(template):
             return form
     if "tools" not in template:
         return FORMATS["hermes"]

@@ -54,7 +54,7 @@ def ends_thinking(text: str, *, thinking: bool = False) -> bool:
 
 
 def _blocks(text: str, thinking: bool) -> tuple[list[tuple[int, int]], bool]:
-    """Where blocks begin and end, and whether the last one is still open."""
+    """Return where blocks begin and end, and whether the last one is still open."""
     blocks: list[tuple[int, int]] = []
     start = 0 if thinking else None
     close = None  # of a block that was opened before the text: any closing tag
@@ -145,7 +145,7 @@ class ToolFormat:
         """Return a tool result as part of a user message, for a template without ``tool`` role."""
         return self.result.replace("{}", text, 1)
 
-    def is_of(self, template: str) -> bool:
+    def matches(self, template: str) -> bool:
         """Return whether a chat template, given as source, writes calls in this format."""
         return any(all(marker in template for marker in group) for group in self.markers)
 
@@ -264,7 +264,7 @@ def json_at(text: str, at: int) -> tuple[Any, int, str | None]:
     try:
         value, end = _DECODER.raw_decode(text, at)
         if _SURROGATE.search(text, at, end) and has_lone_surrogate(json.dumps(value, ensure_ascii=False)):
-            return None, at, "not valid JSON: half a surrogate pair in a string"
+            return None, at, "not valid JSON: a lone surrogate in a string"
     except RecursionError:
         return None, at, "not valid JSON: nested too deeply"
     except ValueError as error:
@@ -272,7 +272,7 @@ def json_at(text: str, at: int) -> tuple[Any, int, str | None]:
     return value, end, None
 
 
-def arguments_of(value: Any) -> dict[str, Any] | str:
+def to_arguments(value: Any) -> dict[str, Any] | str:
     """Return arguments as an object, decoding a string of JSON, or their problem."""
     if isinstance(value, str):
         decoded, end, problem = json_at(value, 0)
@@ -282,7 +282,7 @@ def arguments_of(value: Any) -> dict[str, Any] | str:
     return value
 
 
-def call_of(value: Any, *, keys: tuple[str, ...] = ("arguments",)) -> ToolCall | str:
+def to_call(value: Any, *, keys: tuple[str, ...] = ("arguments",)) -> ToolCall | str:
     """Return a decoded ``{"name": …, "arguments": {…}}`` as a call, or its problem.
 
     Args:
@@ -291,7 +291,7 @@ def call_of(value: Any, *, keys: tuple[str, ...] = ("arguments",)) -> ToolCall |
     """
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
         return f'expected an object with "name" and "{keys[0]}"'
-    arguments = arguments_of(next((value[key] for key in keys if key in value), {}))
+    arguments = to_arguments(next((value[key] for key in keys if key in value), {}))
     if isinstance(arguments, str):
         return arguments
     return ToolCall(name=value["name"], arguments=arguments)

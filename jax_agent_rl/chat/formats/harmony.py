@@ -21,9 +21,9 @@ from jax_agent_rl.chat.formats.base import (
     Schema,
     ToolCall,
     ToolFormat,
-    arguments_of,
     json_at,
     skip_space,
+    to_arguments,
 )
 
 _MESSAGE = "<|message|>"
@@ -76,7 +76,7 @@ def _headless(rest: str, content: list[str], items: list[ToolCall | str]) -> Non
 def _call(text: str, at: int, recipient: str) -> tuple[ToolCall | str, int]:
     """Return the call in the message body at ``at``, or its problem, and where the message ends."""
     value, end, problem = json_at(text, at)
-    arguments = arguments_of(value) if problem is None else problem
+    arguments = to_arguments(value) if problem is None else problem
     ends = _ENDS.search(text, end)
     stop = ends.start() if ends else len(text)
     if isinstance(arguments, str):

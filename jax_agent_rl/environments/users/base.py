@@ -253,11 +253,11 @@ def _build(entry: Any, where: str) -> tuple[str, BaseInteraction]:
         user = cls(config)
     except ConfigError as error:
         raise ConfigError([f"{where}.config.{problem}" for problem in error.problems]) from None
-    return str(entry.get("name") or _name_of(cls)), user
+    return str(entry.get("name") or _default_name(cls)), user
 
 
 def _find_class(path: str, where: str) -> type[BaseInteraction]:
-    """``package.module.Class`` or ``file.py:Class``."""
+    """Return the class that ``package.module.Class`` or ``file.py:Class`` names."""
     module, _, name = path.rpartition(":") if ".py:" in path else path.rpartition(".")
     if not module:
         raise ConfigError(f"{where}: class_name={path!r} must be package.module.Class or file.py:Class")
@@ -267,6 +267,6 @@ def _find_class(path: str, where: str) -> type[BaseInteraction]:
     return found
 
 
-def _name_of(cls: type[BaseInteraction]) -> str:
-    """``Gsm8kInteraction`` is called ``gsm8k``."""
+def _default_name(cls: type[BaseInteraction]) -> str:
+    """Return the name of a class: ``gsm8k`` of ``Gsm8kInteraction``."""
     return cls.__name__.removesuffix("Interaction").lower() or cls.__name__

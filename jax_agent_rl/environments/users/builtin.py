@@ -125,7 +125,7 @@ class EngineChat:
     Args:
         client: generates tokens.
         codec: messages to ids and back.
-        max_model_len: most ids of one context.
+        max_model_len: maximum ids of one context.
     """
 
     def __init__(self, client: _Client, codec: _Codec, *, max_model_len: int):
@@ -222,7 +222,7 @@ class ModelUserConfig(Section):
     done_phrase: str = Field(
         default="###DONE###", min_length=1, description="A reply that holds it ends the conversation."
     )
-    max_tokens: Positive = Field(default=256, description="Most tokens of one reply.")
+    max_tokens: Positive = Field(default=256, description="Maximum tokens of one reply.")
     temperature: float = Field(default=0.7, ge=0, description="Sampling temperature of the user.")
     timeout: float = Field(default=60.0, gt=0, description="Seconds one reply may take.")
     max_retries: NonNegative = Field(default=3, description="Repetitions of a request that failed.")

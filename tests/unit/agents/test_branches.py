@@ -19,7 +19,7 @@ from jax_agent_rl.environments.users import BaseInteraction, Gsm8kInteraction, I
 from jax_agent_rl.errors import ConfigError, ReplayError
 from jax_agent_rl.tools import ToolRegistry
 from jax_agent_rl.types import Fork, SamplingParams, ToolCallRecord, Trajectory
-from tests.agent_testbed import ACT, ROW, STOP, AgentStage, assert_forks_are_exact
+from tests.agent_testbed import ACT, ROW, STOP, AgentHarness, assert_forks_are_exact
 from tests.http_service import JSONResponse, ToolServer
 from tests.unit.collect.test_branching import Counting
 
@@ -31,7 +31,7 @@ class Branching:
 
     def __init__(self, agent: type[AgentLoop], replies: list[str], **settings):
         self.replies, self.kept = replies, {}
-        self.it = AgentStage(agent, self._say, **settings)
+        self.it = AgentHarness(agent, self._say, **settings)
 
     def _say(self, request):
         turn = int(request.request_id.rpartition("/")[2])

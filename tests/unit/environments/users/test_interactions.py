@@ -19,7 +19,7 @@ from jax_agent_rl.errors import ConfigError, InteractionError
 from jax_agent_rl.tools import ToolRegistry, function_tool
 from jax_agent_rl.tracing import Tracer
 from jax_agent_rl.types import DropReason, FinishReason
-from tests.agent_testbed import ROW, AgentStage, assert_token_exact
+from tests.agent_testbed import ROW, AgentHarness, assert_token_exact
 from tests.http_service import serve
 
 GSM8K = {**ROW, "extra_info": {"interaction_kwargs": {"name": "gsm8k", "ground_truth": "18"}}}
@@ -60,7 +60,7 @@ class Recorded(BaseInteraction):
 def stage(script, user, *, tools=(), timeout=10.0, **limits):
     users = user if isinstance(user, dict) else {"user": user}
     shared = {"interactions": InteractionRegistry(users, timeout=timeout), "tools": ToolRegistry(tools)}
-    return AgentStage(InteractionAgent, script, shared=shared, **limits)
+    return AgentHarness(InteractionAgent, script, shared=shared, **limits)
 
 
 MORE = (False, "and now ?", 0.25, {"patience": 2})
